@@ -37,7 +37,8 @@ class CompletionPrompt(Exchange):
     `limit` is the largest number of tokens of a sample, `room` that of prompt and sample together; None where it is not
     known. `made` are tokens of the one sample that continues here, which engines read after the prompt; `has_text` is
     True if the client got their text. `keeps_record` is True where chunks have the spans so far. `making` records what
-    engines make of a batch; None where no record is kept.
+    engines make of a batch; None where no record is kept. `parts` is the number of parts that the samples of the
+    client's prompt are in; this is one of them.
     """
 
     runner: Runner
@@ -52,6 +53,18 @@ class CompletionPrompt(Exchange):
     has_text: bool = False
     keeps_record: bool = False
     making: Making | None = None
+    parts: int = 1
+
+    @property
+    def number(self) -> int:
+        """Place of the client's prompt in the request."""
+        return self.index // self.parts
+
+    def share_of(self, usage: Json | None) -> Json | None:
+        """The usage of a reply as it counts for the request: the first part has the prompt's tokens."""
+        if not usage or self.index % self.parts == 0:
+            return usage
+        return usage | {"prompt_tokens": 0, "prompt_tokens_details": None}
 
     @property
     def indexes(self) -> range:
@@ -93,7 +106,7 @@ class CompletionPrompt(Exchange):
             events = replica.engine.events(PATH, body | {"stream_options": {"include_usage": True}}, timeout_s)
             return await part.read(events, Assembly(self.rollout.n, replica.replica_id), note)
         except EngineRefused as error:
-            raise _naming_prompt(error, self.index) from error
+            raise _naming_prompt(error, self.number) from error
 
     async def chunks(self, replica: Replica) -> AsyncGenerator[list[Json]]:
         check_replica(self.body, replica)
@@ -152,12 +165,13 @@ class CompletionPrompt(Exchange):
         rollout = replace(
             self.rollout, n=1, tokens=len(read) + limit - kept, goes_on=True, attempts=self.rollout.attempts.branch()
         )
+        parts = self.parts if index is None else self.parts * self.rollout.n
         index = self.index if index is None else index
         made, has_text = tuple(choice["token_ids"]), bool(choice.get("text"))
         limit -= kept
         making = self.making and self.making.rest(choice["index"])
-        rest = replace(self, index=index, rollout=rollout, body=body, limit=limit, made=made, has_text=has_text)
-        return replace(rest, making=making)
+        rest = replace(self, index=index, parts=parts, rollout=rollout, body=body, limit=limit)
+        return replace(rest, made=made, has_text=has_text, making=making)
 
     async def _whole_body(self, replica: Replica) -> Json:
         body = self._engine_body(replica)

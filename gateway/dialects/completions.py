@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -14,6 +14,7 @@ from gateway.config.schema import GatewayConfig
 from gateway.dialects.completion_prompt import DEFAULT_MAX_TOKENS, CompletionPrompt
 from gateway.dialects.expected import read_expected, without_own_fields
 from gateway.dialects.freshness import read_freshness
+from gateway.dialects.group_parts import in_parts
 from gateway.dialects.parallel import merged
 from gateway.dialects.replies.written import Written
 from gateway.dialects.resumption.cut_stream import CutStream
@@ -85,6 +86,10 @@ class Completions:
             )
         return prompts
 
+    def parts_of(self, prompts: Iterable[CompletionPrompt]) -> list[CompletionPrompt]:
+        """The prompts of a request in parts of at most `gateway.samples_together` samples."""
+        return in_parts(prompts, self._config.samples_together)
+
     async def generate(self, prompts: Sequence[CompletionPrompt]) -> Json:
         """One reply for all prompts, decoded. The first prompt that fails ends the others."""
         reply: Json = orjson.loads(b"".join((await self.written(prompts)).pieces()))
@@ -99,13 +104,13 @@ class Completions:
         parts = [by_index[prompt.index] for prompt in prompts]
         usage = Usage()
         for prompt, part in zip(prompts, parts, strict=True):
-            usage.add_chunk(prompt.index, part.head.get("usage"))
+            usage.add_chunk(prompt.index, prompt.share_of(part.head.get("usage")))
         whole = {"id": f"cmpl-{prompts[0].request_id}", "created": int(time.time()), "usage": usage.total()}
         return Written(
             parts[0].head | whole,
             [choice for part in parts for choice in part.choices],
             [end for part in parts for end in part.ends],
-            [second for part in parts for second in part.seconds],
+            _seconds(prompts, parts),
         )
 
     async def _written(self, prompt: CompletionPrompt, began: float, made: MadeBefore) -> Written:
@@ -132,7 +137,7 @@ class Completions:
     async def _shown(self, prompt: CompletionPrompt, usage: Usage) -> AsyncGenerator[Json]:
         async with aclosing(self._stream_one(prompt)) as chunks:
             async for chunk in chunks:
-                usage.add_chunk(prompt.index, chunk.get("usage"))
+                usage.add_chunk(prompt.index, prompt.share_of(chunk.get("usage")))
                 if chunk["choices"]:
                     for choice in chunk["choices"]:
                         _hide_ids(choice, prompt.body)
@@ -173,6 +178,14 @@ class Completions:
                     yield last | {"usage": cut.usage(usage, rest_usage.total())}
         if cut.is_cut:
             yield last | {"choices": [], "usage": cut.usage(usage, rest_usage.total())}
+
+
+def _seconds(prompts: Sequence[CompletionPrompt], parts: Sequence[Written]) -> list[float]:
+    """The times at which the client's prompts ended: each with the last of its parts."""
+    ends: dict[int, float] = {}
+    for prompt, part in zip(prompts, parts, strict=True):
+        ends[prompt.number] = max(ends.get(prompt.number, 0.0), *part.seconds)
+    return list(ends.values())
 
 
 def longest_first(prompts: Sequence[CompletionPrompt]) -> Sequence[CompletionPrompt]:

@@ -169,9 +169,9 @@ class GroupRun:
         return prompt
 
     def _chunks(self, completions: Completions, prompt: CompletionPrompt) -> AsyncGenerator[Json]:
-        """The chunks of the open samples. A group without any token starts as a whole, which shares its prompt's KV."""
+        """The chunks of the open samples. A group without any token starts as a whole, or in its parts."""
         if len(self.open) == self.group.n and not any(sample.token_ids for sample in self.samples):
-            return completions.stream([prompt])
+            return completions.stream(completions.parts_of([prompt]))
         return completions.stream_rests(prompt, self._parts(prompt))
 
     def _parts(self, prompt: CompletionPrompt) -> Mapping[int, Json]:

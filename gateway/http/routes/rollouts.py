@@ -79,7 +79,7 @@ class RolloutRoutes:
         content = await read_content(request)
         body = as_object(content)
         session = self._arrived(request, content, body, at, began)
-        prompts = self._completions.decode(body, request_id(request, body), session)
+        prompts = self._completions.parts_of(self._completions.decode(body, request_id(request, body), session))
         if body.get("stream"):
             model = prompts[0].rollout.model
             return await self._stream(request, model, partial(self._completions.stream, prompts))

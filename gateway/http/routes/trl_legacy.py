@@ -68,7 +68,7 @@ class TrlLegacyRoutes:
         """Generate samples of prompts, in the dialect of TRL's own server."""
         body = completion_body(await read_object(request))
         prompts = self._completions.decode(body, request_id(request))
-        answer = await self._completions.generate(prompts)
+        answer = await self._completions.generate(self._completions.parts_of(prompts))
         self._count(request, prompts[0].rollout.model, [answer])
         return reply(generated([answer], prompts[0].rollout.n))
 

@@ -1,7 +1,7 @@
 """Batches as `RolloutPool` of the trainer's client makes them: the first groups end each, and the others go on."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import cycle, islice
 
@@ -23,11 +23,13 @@ class _Group:
     def __post_init__(self) -> None:
         self.made = [0] * len(self.ask.lengths)
 
-    def asks(self, batch: int) -> Iterator[tuple[Ask, list[int]]]:
-        """Yield what a batch asks for, with the places of its samples: the whole group, or each sample's rest."""
+    def asks(self, batch: int, most: int | None) -> Iterator[tuple[Ask, Sequence[int]]]:
+        """Yield what a batch asks for, with the places of its samples: the group in parts, or each sample's rest."""
         asked = replace(self.ask, request=f"pool-{batch}", prefix=(batch, self.ask.request, self.ask.text))
         if not any(self.made):
-            yield asked, list(range(len(self.made)))
+            places = iter(range(len(self.made)))
+            for part in asked.parts(most):
+                yield part, list(islice(places, len(part.lengths)))
             return
         for place, (length, made) in enumerate(zip(self.ask.lengths, self.made, strict=True)):
             if made < length:
@@ -45,12 +47,16 @@ class Pool:
 class PoolRun:
     """Plays a stream's batches out of a pool, which reads the stream's prompts in their order, again and again."""
 
-    def __init__(self, stream: Stream, pool: Pool, follow: Follow, rank: Callable[[Chain], float]) -> None:
+    def __init__(
+        self, stream: Stream, pool: Pool, follow: Follow, rank: Callable[[Chain], float], most: int | None
+    ) -> None:
+        """`most` samples of a group stay together."""
         self._batches = [len(phase) for phase in stream]
         self._asks = cycle([chain[0] for phase in stream for chain in phase])
         self._pool = pool
         self._follow = follow
         self._rank = rank
+        self._most = most
         self._open: list[_Group] = []
         self._ended: list[_Group] = []
         self.tokens = 0
@@ -74,7 +80,7 @@ class PoolRun:
         enough = asyncio.Event()
 
         async def make(group: _Group) -> None:
-            await asyncio.gather(*(self._made(group, ask, places) for ask, places in group.asks(number)))
+            await asyncio.gather(*(self._made(group, ask, places) for ask, places in group.asks(number, self._most)))
             self._open.remove(group)
             self._ended.append(group)
             if self._has(taken, number):
@@ -94,7 +100,7 @@ class PoolRun:
         bound = self._pool.max_staleness
         return len(self._ended) >= taken and not (bound and any(number - one.began >= bound for one in self._open))
 
-    async def _made(self, group: _Group, ask: Ask, places: list[int]) -> None:
+    async def _made(self, group: _Group, ask: Ask, places: Sequence[int]) -> None:
         samples: list[Sample] = []
         try:
             await self._follow(ask, samples)

@@ -79,7 +79,8 @@ class _Run:
     async def play(self, workload: Workload, pool: Pool | None) -> float:
         """Return the seconds that it took."""
         began = self._clock()
-        self.pools = [PoolRun(stream, pool, self._ask, self._rank) for stream in workload.streams if pool]
+        most = self._config.samples_together
+        self.pools = [PoolRun(stream, pool, self._ask_of_pool, self._rank, most) for stream in workload.streams if pool]
         async with asyncio.TaskGroup() as tasks:
             for stream in () if pool else workload.streams:
                 tasks.create_task(self._play(stream))
@@ -97,14 +98,33 @@ class _Run:
         for ask in chain:
             if ask.after_s:
                 await asyncio.sleep(ask.after_s)
-            await self._ask(ask, [])
+            await self._ask_all(ask)
             if ask.is_last:
                 self._placement.finish_session(ask.session)
 
+    async def _ask_all(self, ask: Ask) -> None:
+        with self._timed():
+            if len(parts := ask.parts(self._config.samples_together)) == 1:
+                await self._ask(ask, [])
+                return
+            async with asyncio.TaskGroup() as tasks:
+                for part in parts:
+                    tasks.create_task(self._ask(part, []))
+
+    async def _ask_of_pool(self, ask: Ask, samples: list[Sample]) -> None:
+        with self._timed():
+            await self._ask(ask, samples)
+
     async def _ask(self, ask: Ask, samples: list[Sample]) -> None:
-        began, rollout = self._clock(), self._rollout(ask)
+        rollout = self._rollout(ask)
         await self._placement.run(rollout, partial(self._made, ask, samples))
         self._placement.delivered(rollout, ask.prompt, sum(ask.lengths))
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        """Note the time of an ask that ends well."""
+        began = self._clock()
+        yield
         self.latencies.append(self._clock() - began)
 
     def _rank(self, chain: Chain) -> float:

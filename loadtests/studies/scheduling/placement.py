@@ -7,6 +7,7 @@
 | --- | --- | --- |
 | `agents` | `gateway.session_kv_share=null`: all sessions are admitted | `--share` of a replica's KV |
 | `batch` | requests without a length | `expected_tokens` in each request: the longest begins first |
+| `groups` | all samples of a prompt on one replica | at most `--together` of them in a piece |
 
 Starts the engines without Ray, and a gateway of its own for each run, which has learned nothing. A pair is one run of
 either side, with the same lengths and times of tools, drawn by the number of the pair; its order alternates. Prompts
@@ -14,8 +15,9 @@ are new in each run. The work of a run is fixed: `--sessions` users for each rep
 which report their ends, or one request for each prompt, all at once. Its figure is the time until the last token.
 
 The effect is there where the fleet is short: of KV for `agents`, of places for a `batch` with more samples than twice
-`engine.max_num_seqs` of all replicas. KV is made short with `engine.kv_cache_memory_bytes` or
-`engine.extra.num_gpu_blocks_override` (vLLM), `engine.extra.max_total_tokens` (SGLang) or `engine.sim.kv_tokens`.
+`engine.max_num_seqs` of all replicas, of `groups` for its replicas, where steps of more samples are longer. KV is made
+short with `engine.kv_cache_memory_bytes` or `engine.extra.num_gpu_blocks_override` (vLLM),
+`engine.extra.max_total_tokens` (SGLang) or `engine.sim.kv_tokens`.
 """
 
 import argparse
@@ -124,9 +126,12 @@ class Study:
 
 def _placement(args: argparse.Namespace, side: Side) -> list[str]:
     """Return the settings of a side's gateway."""
+    is_old = side is Side.OLD
+    if args.workload == "groups":
+        return [f"gateway.samples_together={'null' if is_old else args.together}"]
     if args.workload == "batch":
         return []
-    return [f"gateway.session_kv_share={'null' if side is Side.OLD else args.share}"]
+    return [f"gateway.session_kv_share={'null' if is_old else args.share}"]
 
 
 def _source(args: argparse.Namespace, replicas: int) -> Source:
@@ -135,7 +140,7 @@ def _source(args: argparse.Namespace, replicas: int) -> Source:
     def lengths(option: str) -> LogNormal:
         return LogNormal(Lengths.parse(vars(args)[option.strip("-")], option), args.sigma)
 
-    if args.workload == "batch":
+    if args.workload != "agents":
         return Grpo(
             prompts=args.prompts, samples=args.samples, batches=1, epochs=1, prompt=lengths("--prompt"),
             response=lengths("--response"),
@@ -290,9 +295,10 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("-c", "--config", type=Path, metavar="FILE")
-    add("--workload", choices=("agents", "batch"), required=True)
+    add("--workload", choices=("agents", "batch", "groups"), required=True)
     add("--pairs", type=int, default=3)
     add("--share", type=float, default=0.8, help="agents: gateway.session_kv_share of the new placement")
+    add("--together", type=int, default=1, help="groups: gateway.samples_together of the new placement")
     add("--sessions", type=int, default=64, help="agents: live sessions for each replica")
     add("--rounds", type=int, default=2, help="agents: sessions of a user, in turn")
     add("--turns", type=int, default=6, help="agents: mean turns of a session")
@@ -301,10 +307,10 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--tool", default="256:1024", metavar="MEAN[:MAX]", help="agents: tokens that a tool adds")
     add("--tool-s", type=float, default=1.0, help="agents: mean seconds of a tool")
     add("--max-context", type=int, default=8192, help="agents: tokens at which a session ends")
-    add("--prompts", type=int, default=128, help="batch: prompts, a request each")
-    add("--samples", type=int, default=4, help="batch: samples of a prompt")
-    add("--prompt", default="256", metavar="MEAN[:MAX]", help="batch: tokens of a prompt")
-    add("--response", default="512:4096", metavar="MEAN[:MAX]", help="batch: tokens of a completion")
+    add("--prompts", type=int, default=128, help="batch and groups: prompts, a request each")
+    add("--samples", type=int, default=4, help="batch and groups: samples of a prompt")
+    add("--prompt", default="256", metavar="MEAN[:MAX]", help="batch and groups: tokens of a prompt")
+    add("--response", default="512:4096", metavar="MEAN[:MAX]", help="batch and groups: tokens of a completion")
     add("--sigma", type=float, default=1.0, help="deviation of the logarithm of lengths")
     add("--timeout-s", type=float, default=300.0, help="limit on a run")
     add("--budget-s", type=float, default=float("inf"), help="start no further pair after this many seconds")

@@ -1,7 +1,9 @@
 """The work that clients ask of the gateway: prompts with their samples, in the order that they depend on each other."""
 
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from gateway.dialects.group_parts import part_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +27,12 @@ class Ask:
     after_s: float = 0.0
     is_last: bool = False
     made: int = 0
+
+    def parts(self, most: int | None) -> list["Ask"]:
+        """Return the samples in the parts that a gateway makes of them; those of a session stay together."""
+        size = len(self.lengths) if self.session else part_size(len(self.lengths), most)
+        places = range(0, len(self.lengths), size)
+        return [replace(self, lengths=self.lengths[place : place + size]) for place in places]
 
     @property
     def longest(self) -> int:

@@ -14,6 +14,7 @@ from gateway.tuning.plan.workload import Lengths
 from gateway.tuning.simulate.bound import bound_s
 from gateway.tuning.simulate.outcome import Outcome
 from gateway.tuning.simulate.placements import by_the_gateway, in_turn, without_lengths
+from gateway.tuning.simulate.pool import Pool
 from gateway.tuning.simulate.simulation import simulated
 from gateway.tuning.simulate.speed import SetSpeed
 from gateway.tuning.simulate.workloads.agents import Agents
@@ -200,3 +201,18 @@ def test_the_scheduler_learns_the_lengths_of_an_epoch_for_the_next() -> None:
         simulated(config(), {"engine": SPEED}, workload, placed) for placed in (by_the_gateway, without_lengths)
     )
     assert learned.makespan_s < 0.97 * unknown.makespan_s
+
+
+@pytest.mark.parametrize("pool", [None, Pool(4)])
+def test_groups_in_parts_make_the_same_tokens_and_level_the_replicas(pool: Pool | None) -> None:
+    """Two groups of eight on four replicas: whole groups leave two of them without work."""
+    groups = Grpo(prompts=2, samples=8, batches=2, epochs=1, prompt=log_normal(10, 20), response=log_normal(200, 2000))
+    slow = {"engine": replace(SPEED, sequence_s=0.002)}
+    whole, parts = (
+        simulated(config(samples_together=together), slow, Workload([groups.stream(0)]), by_the_gateway, pool)
+        for together in (None, 2)
+    )
+    assert parts.tokens == whole.tokens
+    if pool is None:
+        assert parts.makespan_s < whole.makespan_s
+        assert parts.p99_s < whole.p99_s

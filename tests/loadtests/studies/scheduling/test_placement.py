@@ -16,6 +16,10 @@ AGENTS = (
     "--workload", "agents", "--sessions", "3", "--rounds", "1", "--turns", "2", "--first", "20", "--turn", "4",
     "--tool", "8", "--tool-s", "0.01", "--max-context", "200",
 )  # fmt: skip
+GROUPS = (
+    "--workload", "groups", "--together", "2", "--prompts", "3", "--samples", "4", "--prompt", "8",
+    "--response", "8:40",
+)  # fmt: skip
 BATCH = ("--workload", "batch", "--prompts", "12", "--samples", "2", "--prompt", "8", "--response", "8:40")
 
 
@@ -46,7 +50,7 @@ def measured(tmp_path: Path, *words: str) -> tuple[int, dict[str, Any]]:
 
 
 @pytest.mark.load
-@pytest.mark.parametrize("workload", [AGENTS, BATCH])
+@pytest.mark.parametrize("workload", [AGENTS, BATCH, GROUPS])
 def test_both_placements_have_the_same_engines_and_the_same_work(tmp_path: Path, workload: tuple[str, ...]) -> None:
     status, report = measured(tmp_path, *workload)
     assert status == 0, report

@@ -1,11 +1,12 @@
 """Throughput and CPU of gateways of one and of several processes (`gateway.workers`) over recorded replies.
 
-    python -m loadtests.studies.gateway_cost.workers [--workers 1 2 4] [--rounds 5] [--rows "single 64/64"]
+    python -m loadtests.studies.gateway_cost.workers [--workers 1 2 4] [--clients 4] [--engines 2] [--rounds 5]
 
-All gateways run beside each other and take turns, in alternating order. CPU seconds are those of the owner, which is
-the whole gateway where there are no workers, and of all workers. The bound is what the CPU allows, with a core for each
-process: a gateway is as fast as its busiest process. The time of a round says how fast it was here; client and engine
-are processes of their own, so it means something where there are more cores than processes.
+All gateways run beside each other and take turns, in alternating order; a round lasts `--seconds`. The CPU is that of
+the owner, which is the whole gateway where there are no workers, and of all workers. The bound is what the CPU allows,
+with a core for each process: a gateway is as fast as its busiest process. The measured speed means something where
+there are more cores than busy processes, and where no client and no engine is near a whole core: the last columns have
+the share of a core that each process took.
 """
 
 import argparse
@@ -14,112 +15,146 @@ import contextlib
 import dataclasses
 import statistics
 import sys
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-import aiohttp
 import orjson
 import psutil
 
 from gateway.config.schema import Config
+from loadtests.studies.compare import process_cpu_s
 from loadtests.studies.gateway_cost import canned_engine
 from loadtests.studies.gateway_cost.gateway_cpu import (
     ROWS,
-    Load,
     Row,
     recorded_from,
     run_gateway,
     studied_config,
 )
+from loadtests.studies.gateway_cost.load_processes import LoadProcesses
 from loadtests.studies.gateway_cost.own_process import Served, own_process
+from loadtests.studies.ratios import pair_ratios
 
-_TIMEOUT_S = 300.0
 _WORKER = "gateway.http.workers.process"
+_HEAD = (
+    "case", "workers", "owner, us", "workers, us", "bound, requests/s", "x", "measured, requests/s", "x",
+    "owner, of a core", "each worker", "each client", "each engine",
+)  # fmt: skip
 
 
-@dataclass(slots=True)
-class Costs:
-    """CPU seconds a request, of the owner and of each worker, and requests a second; one of each a round."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """Requests answered in a time, and the CPU seconds of each process in it."""
 
-    owner: list[float] = field(default_factory=list)
-    workers: list[list[float]] = field(default_factory=list)
-    rates: list[float] = field(default_factory=list)
+    requests: int
+    seconds: float
+    owner: float
+    workers: list[float]
+    clients: list[float]
+    engines: list[float]
 
     @property
-    def owner_s(self) -> float:
-        return statistics.median(self.owner)
-
-    @property
-    def workers_s(self) -> float:
-        """Of all workers together."""
-        return statistics.median(map(sum, self.workers))
+    def rate(self) -> float:
+        return self.requests / self.seconds
 
     @property
     def bound(self) -> float:
-        """Requests a second of the busiest process, at the spread of the rounds."""
-        busiest = (max(owner, *each) if each else owner for owner, each in zip(self.owner, self.workers, strict=True))
-        return 1 / statistics.median(busiest)
+        """Requests a second of the busiest process of the gateway, had it all of a core."""
+        return self.requests / max(self.owner, *self.workers, 1e-9)
 
 
-class DistinctLoad(Load):
-    """Sends no two equal bodies: equal batches of one client run in one process."""
-
-    _sent = 0
-
-    async def _ask(self, url: str, data: bytes) -> None:
-        self._sent += 1
-        await super()._ask(url, data + b" " * self._sent)
+Rounds = dict[str, dict[int, list[Round]]]
+"""The rounds of each row, by the number of workers."""
 
 
-def workers_of(gateway: Served) -> list[Served]:
-    """The workers of a gateway's process."""
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """All processes of the study."""
+
+    gateways: Mapping[int, Served]
+    load: LoadProcesses
+    engines: Sequence[int]
+
+    def measured(self, rows: Sequence[Row], rounds: int, seconds: float) -> Rounds:
+        """Measure all rows on all gateways; a first round without record warms all up."""
+        workers = {number: workers_of(gateway) for number, gateway in self.gateways.items()}
+        found: Rounds = {row.name: {number: [] for number in self.gateways} for row in rows}
+        for row in rows:
+            for turn in range(rounds + 1):
+                for number in self.gateways if turn % 2 else reversed(list(self.gateways)):
+                    one = self._round(self.gateways[number], workers[number], row, seconds)
+                    if turn:
+                        found[row.name][number].append(one)
+        return found
+
+    def _round(self, gateway: Served, workers: Sequence[int], row: Row, seconds: float) -> Round:
+        groups = ([gateway.pid], workers, self.load.pids, self.engines)
+        before = [cpu_of(pids) for pids in groups]
+        requests, elapsed = self.load.run(gateway.url, row, seconds)
+        used = [
+            [after - first for after, first in zip(cpu_of(pids), firsts, strict=True)]
+            for pids, firsts in zip(groups, before, strict=True)
+        ]
+        (owner,), worked, clients, engines = used
+        return Round(
+            requests=requests, seconds=elapsed, owner=owner, workers=worked, clients=clients, engines=engines
+        )  # fmt: skip
+
+
+def cpu_of(pids: Sequence[int]) -> list[float]:
+    """Return CPU seconds of processes since their start."""
+    return [process_cpu_s(pid) for pid in pids]
+
+
+def workers_of(gateway: Served) -> list[int]:
+    """Return the processes of a gateway's workers."""
     children = psutil.Process(gateway.pid).children(recursive=True)
-    return [Served(gateway.url, child.pid) for child in children if _WORKER in child.cmdline()]
+    return [child.pid for child in children if _WORKER in child.cmdline()]
 
 
-async def measured(gateways: dict[int, Served], rows: Sequence[Row], rounds: int) -> dict[str, dict[int, Costs]]:
-    """Measure all rows on gateways, by their number of workers; a first round without record warms all up."""
-    workers = {number: workers_of(gateway) for number, gateway in gateways.items()}
-    costs = {row.name: {number: Costs() for number in gateways} for row in rows}
-    timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
-    for row in rows:
-        for turn in range(rounds + 1):
-            for number in gateways if turn % 2 else reversed(list(gateways)):
-                # New connections each time: a gateway spreads them over its workers as they come.
-                async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
-                    before, began = [worker.cpu_s for worker in workers[number]], time.monotonic()
-                    owner = await DistinctLoad(session).seconds_a_request(gateways[number], row)
-                    elapsed = time.monotonic() - began
-                if turn:
-                    one = costs[row.name][number]
-                    one.owner.append(owner)
-                    one.workers.append(
-                        [
-                            (worker.cpu_s - cpu_s) / row.requests
-                            for worker, cpu_s in zip(workers[number], before, strict=True)
-                        ]
-                    )
-                    one.rates.append(row.requests / elapsed)
-    return costs
-
-
-def table(costs: dict[str, dict[int, Costs]]) -> str:
-    """Return microseconds a request, requests a second, and both over those of one process, as a table of Markdown."""
-    lines = [
-        ["case", "workers", "owner, us", "workers, us", "bound, requests/s", "x", "measured, requests/s", "x"],
-        ["---"] * 8,
-    ]
-    for row, by_number in costs.items():
-        first = next(iter(by_number.values()))
-        base, base_rate = first.bound, statistics.median(first.rates)
-        for number, one in by_number.items():
-            rate = statistics.median(one.rates)
-            figures = [f"{one.owner_s * 1e6:,.0f}", f"{one.workers_s * 1e6:,.0f}", f"{one.bound:,.0f}"]
-            ratios = [f"{one.bound / base:.2f}", f"{rate:,.0f}", f"{rate / base_rate:.2f}"]
-            lines.append([row, str(number), *figures, *ratios])
+def table(found: Rounds) -> str:
+    """Return medians of all rounds as a table of Markdown; speeds are also given over those of the first gateway."""
+    lines: list[Sequence[str]] = [_HEAD, ["---"] * len(_HEAD)]
+    for row, by_number in found.items():
+        base = next(iter(by_number.values()))
+        lines += [[row, str(number), *_cells(rounds, base)] for number, rounds in by_number.items()]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _cells(rounds: Sequence[Round], base: Sequence[Round]) -> list[str]:
+    bounds, rates = ([[read(one) for one in each] for each in (rounds, base)] for read in (_bound, _rate))
+    measured = pair_ratios(*rates)
+    return [
+        f"{_median(rounds, lambda one: one.owner / one.requests) * 1e6:,.0f}",
+        f"{_median(rounds, lambda one: sum(one.workers) / one.requests) * 1e6:,.0f}",
+        f"{statistics.median(bounds[0]):,.0f}",
+        f"{statistics.median(pair_ratios(*bounds)):.2f}",
+        f"{statistics.median(rates[0]):,.0f}",
+        f"{statistics.median(measured):.2f} ({min(measured):.2f} to {max(measured):.2f})",
+        f"{_median(rounds, lambda one: one.owner / one.seconds):.2f}",
+        *(_span(rounds, part) for part in ("workers", "clients", "engines")),
+    ]
+
+
+def _bound(one: Round) -> float:
+    return one.bound
+
+
+def _rate(one: Round) -> float:
+    return one.rate
+
+
+def _median(rounds: Sequence[Round], read: Callable[[Round], float]) -> float:
+    return statistics.median(map(read, rounds))
+
+
+def _span(rounds: Sequence[Round], part: str) -> str:
+    """Return the shares of a core of the idlest and the busiest process of a part."""
+    shares = [[used / one.seconds for used in getattr(one, part)] for one in rounds]
+    if not shares[0]:
+        return ""
+    return f"{statistics.median(map(min, shares)):.2f} to {statistics.median(map(max, shares)):.2f}"
 
 
 def gateway_with(config: Config, workers: int) -> Config:
@@ -127,7 +162,7 @@ def gateway_with(config: Config, workers: int) -> Config:
     return config.model_copy(update={"gateway": config.gateway.model_copy(update={"workers": workers, "ledger": None})})
 
 
-async def _run(args: argparse.Namespace) -> dict[str, dict[int, Costs]]:
+async def _run(args: argparse.Namespace) -> Rounds:
     config = studied_config()
     async with recorded_from(config) as info:
         with contextlib.ExitStack() as stack:
@@ -139,8 +174,10 @@ async def _run(args: argparse.Namespace) -> dict[str, dict[int, Costs]]:
                 number: stack.enter_context(own_process(run_gateway, gateway_with(config, number), infos))
                 for number in args.workers
             }
+            load = stack.enter_context(LoadProcesses(args.clients))
             rows = [row for row in ROWS if not args.rows or row.name in args.rows]
-            return await measured(gateways, rows, args.rounds)
+            bench = Bench(gateways, load, [one.pid for one in canned])
+            return await asyncio.to_thread(bench.measured, rows, args.rounds, args.seconds)
 
 
 def main() -> int:
@@ -148,18 +185,17 @@ def main() -> int:
         prog="python -m loadtests.studies.gateway_cost.workers", description=__doc__.splitlines()[0]
     )
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4], metavar="N", help="the first is the base")
-    parser.add_argument("--engines", type=int, default=1, help="processes of recorded replies")
+    parser.add_argument("--clients", type=int, default=1, metavar="N", help="processes that send requests")
+    parser.add_argument("--engines", type=int, default=1, metavar="N", help="processes of recorded replies")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=2.0, help="of a round")
     parser.add_argument("--rows", nargs="*", choices=[row.name for row in ROWS], help="default: all")
     parser.add_argument("--json", type=Path, help="file for all rounds")
     args = parser.parse_args()
-    costs = asyncio.run(_run(args))
-    print(table(costs))
+    found = asyncio.run(_run(args))
+    print(table(found))
     if args.json:
-        rounds = {
-            row: {str(number): dataclasses.asdict(one) for number, one in by.items()} for row, by in costs.items()
-        }
-        args.json.write_bytes(orjson.dumps(rounds, option=orjson.OPT_INDENT_2))
+        args.json.write_bytes(orjson.dumps(found, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS))
     return 0
 
 

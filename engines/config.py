@@ -197,6 +197,8 @@ class EngineConfig(Section):
                 raise ValueError(f"url and api_key are for kind: external; kind: {self.kind} starts its own server")
             return self
         where = urlsplit(self.url)
+        if "@" in where.netloc:
+            raise ValueError("url has a user or password, and would be shown with it: name the key in api_key instead")
         if where.scheme not in ("http", "https") or not where.hostname or where.path not in ("", "/"):
             raise ValueError(f"url = {self.url!r}: kind: external needs http://host:port, without /v1 or another path")
         if self.num_replicas != 1:

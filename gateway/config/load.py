@@ -4,6 +4,7 @@ A wrong key or value is reported with its place (file and line, variable or argu
 """
 
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,8 @@ from gateway.config.sources import (
 )
 
 HIDDEN = "**********"
+_USER = re.compile(r"//[^/@\s]+@")
+"""User and password of a URL."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,7 +177,7 @@ def _shown(key: Key, value: Any) -> str:
     """Show the value at fault, unless it is a key or a whole section."""
     if _is_secret(key):
         return f" = {HIDDEN}"
-    return "" if isinstance(value, dict) or value is None else f" = {value!r}"
+    return "" if isinstance(value, dict) or value is None else f" = {_USER.sub(f'//{HIDDEN}@', repr(value))}"
 
 
 def _is_secret(key: Key) -> bool:

@@ -199,6 +199,13 @@ def test_keys_are_never_told() -> None:
     assert "hunter2" not in repr(settings)
 
 
+@pytest.mark.parametrize("key", ["gateway.otlp_endpoint", "weights.peer_url", "engine.url"])
+def test_a_url_with_a_password_is_refused_and_not_told(key: str) -> None:
+    told = mistake(None, ["engine.kind=external", f"{key}=http://me:hunter2@127.0.0.1:8000"])
+    assert "hunter2" not in told
+    assert key.rpartition(".")[2] in told
+
+
 def test_a_serve_document_gives_the_same_tree() -> None:
     config = load(write(SERVE_DOCUMENT), [], {})
     assert (config.name, config.serve.http_port, config.engine.num_replicas) == ("mine", 8765, 2)

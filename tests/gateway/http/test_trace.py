@@ -136,6 +136,13 @@ async def test_a_malformed_request_does_not_end_the_record(
     assert found[-1]["status"] == 200
 
 
+async def test_text_in_the_place_of_a_number_is_not_kept(start_rig: StartRig, file: Path) -> None:
+    rig = await traced(start_rig, file)
+    assert (await rig.post("/v1/completions", {"prompt": [[3]], "seed": "a user's text", "n": 1}))[0] == 400
+    _, line = await lines(rig, file)
+    assert line["params"] == {"n": 1}
+
+
 async def test_content_is_kept_where_it_is_asked_for(start_rig: StartRig, file: Path) -> None:
     rig = await traced(start_rig, file, content=True)
     await rig.complete(PREFIX, max_tokens=1)

@@ -167,7 +167,8 @@ class EngineConfig(Section):
     weight_transfer: Literal["auto", "nccl", "gloo"] = "auto"
     """Transport of trainer weights: auto is nccl on CUDA, gloo on CPU."""
     env: dict[str, str] = Field(default_factory=dict)
-    """Environment variables of the engine process; they override ours."""
+    """Environment variables of the engine process; they override ours. They are in Serve's document, which its
+    dashboard shows: leave a token, such as HF_TOKEN, in the node's environment, which engines inherit."""
     extra: dict[str, Any] = Field(default_factory=dict)
     """Further command-line arguments of the engine, by the engine's names."""
     log_dir: str = DEFAULT_LOG_DIR

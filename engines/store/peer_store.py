@@ -295,8 +295,9 @@ def fetched(path: Path, peer: PeerStore, version: int, timeout_s: float) -> Path
     if path.is_dir() and not (path / _FETCHED).is_file():
         return path  # the gateway's own folder, or a shared one
     peer.fetch(version, path, timeout_s)
-    ours = [folder for folder in path.parent.glob("v*") if (folder / _FETCHED).is_file()]
-    for old in sorted(ours, key=lambda folder: (folder / _FETCHED).stat().st_mtime_ns)[:-_KEPT]:
+    # A clock that was set back would make this one the oldest.
+    others = [folder for folder in path.parent.glob("v*") if folder != path and (folder / _FETCHED).is_file()]
+    for old in sorted(others, key=lambda folder: (folder / _FETCHED).stat().st_mtime_ns)[: 1 - _KEPT]:
         shutil.rmtree(old, ignore_errors=True)
     return path
 

@@ -430,3 +430,14 @@ def test_a_folder_that_another_user_has_made_where_all_may_is_not_used(
         place.chmod(0o755)  # nobody else makes a folder here
         fetched(place / "forged" / "v1", PeerStore(peer.url), 1, TIMEOUT_S)
     assert peer.asked == []
+
+
+def test_a_version_stays_that_is_fetched_after_the_clock_was_set_back(peer: Peer, tmp_path: Path) -> None:
+    for version in (2, 3):
+        add_version(peer.store, version)
+    store, ahead_s = tmp_path / "here", time.time() + 5 * 3600
+    for version in (1, 2):
+        folder = fetched(store / f"v{version}", PeerStore(peer.url), version, TIMEOUT_S)
+        os.utime(folder / ".fetched", (ahead_s + version, ahead_s + version))
+    fetched(store / "v3", PeerStore(peer.url), 3, TIMEOUT_S)
+    assert sorted(path.name for path in store.glob("v*")) == ["v2", "v3"]

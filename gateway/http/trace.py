@@ -63,7 +63,9 @@ class Trace:
             raise ConfigError(f"gateway.trace.file = {config.file!r} cannot be written: {error.strerror}") from error
         self._room = config.max_bytes - os.fstat(self._file).st_size
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="trace")
-        self._write({"trace": 1, "began": self._began, "block_tokens": BLOCK_TOKENS, "content": self._content})
+        first = {"trace": 1, "began": self._began, "block_tokens": BLOCK_TOKENS, "content": self._content}
+        # That begins the thread: where the system has none left, the first request would fail.
+        self._thread.submit(self._write, first).result()
 
     def ended(self, arrival: Arrival, status: int, usage: Json) -> None:
         """Record a request that has ended. Return at once."""

@@ -27,9 +27,11 @@ class Audit:
         self._path = path
         # A disk that hangs must not hold up an admin's call.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="audit") if path else None
-        if path:
+        if path and self._thread:
+            first = {"at": round(time.time(), 3), "event": "gateway started"}
             try:
-                self._append(path, {"at": round(time.time(), 3), "event": "gateway started"})
+                # That begins the thread: where the system has none left, the first admin's call would fail.
+                self._thread.submit(self._append, path, first).result()
             except OSError as error:
                 raise ConfigError(f"gateway.audit_file = {path!r} cannot be written: {error.strerror}") from error
 

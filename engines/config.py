@@ -167,7 +167,8 @@ class EngineConfig(Section):
     weight_transfer: Literal["auto", "nccl", "gloo"] = "auto"
     """Transport of trainer weights: auto is nccl on CUDA, gloo on CPU."""
     env: dict[str, str] = Field(default_factory=dict)
-    """Environment variables of the engine process; they override ours."""
+    """Environment variables of the engine process; they override ours. They are in Serve's document, which its
+    dashboard shows: leave a token, such as HF_TOKEN, in the node's environment, which engines inherit."""
     extra: dict[str, Any] = Field(default_factory=dict)
     """Further command-line arguments of the engine, by the engine's names."""
     log_dir: str = DEFAULT_LOG_DIR
@@ -197,6 +198,8 @@ class EngineConfig(Section):
                 raise ValueError(f"url and api_key are for kind: external; kind: {self.kind} starts its own server")
             return self
         where = urlsplit(self.url)
+        if "@" in where.netloc:
+            raise ValueError("url has a user or password, and would be shown with it: name the key in api_key instead")
         if where.scheme not in ("http", "https") or not where.hostname or where.path not in ("", "/"):
             raise ValueError(f"url = {self.url!r}: kind: external needs http://host:port, without /v1 or another path")
         if self.num_replicas != 1:

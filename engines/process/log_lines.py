@@ -1,9 +1,13 @@
 """The log lines of a process of ours. Their tracebacks show no values of variables: these are keys and prompts."""
 
-from typing import TextIO
+from collections.abc import MutableMapping
+from typing import Any, TextIO
 
 import structlog
 from structlog.dev import ConsoleRenderer, plain_traceback
+
+# structlog itself shows a value with white space as Python writes it.
+_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0)) if code not in b"\t\n\r"}
 
 
 def write_log_lines(to: TextIO, least: str = "debug") -> None:
@@ -13,7 +17,19 @@ def write_log_lines(to: TextIO, least: str = "debug") -> None:
     """
     *processors, _ = structlog.get_config()["processors"]
     structlog.configure(
-        processors=[*processors, ConsoleRenderer(colors=to.isatty(), exception_formatter=plain_traceback)],
+        processors=[
+            *processors,
+            _without_controls,
+            ConsoleRenderer(colors=to.isatty(), exception_formatter=plain_traceback),
+        ],
         wrapper_class=structlog.make_filtering_bound_logger(least),
         logger_factory=structlog.PrintLoggerFactory(to),
     )
+
+
+def _without_controls(_: Any, __: str, line: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """Show control characters, such as those in a path that a stranger asks for: a terminal would obey them."""
+    for name, value in line.items():
+        if isinstance(value, str) and not value.isprintable():
+            line[name] = value.translate(_CONTROLS)
+    return line

@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 
 from engines.process.engine_log import read_tail
 
@@ -52,7 +53,7 @@ class EngineProcess:
 
     def start(self) -> None:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        with self.log_path.open("ab") as log:
+        with self._opened_log() as log:
             log.write(f"{time.strftime('%F %T')} {' '.join(self._command.argv)}\n".encode())
             log.flush()
             self._guard = subprocess.Popen(
@@ -63,6 +64,11 @@ class EngineProcess:
                 env={**_inherited(self._command.hidden), **self._command.env, MARK: self._mark},
                 start_new_session=True,
             )
+
+    def _opened_log(self) -> BinaryIO:
+        """Open the log. Its owner alone may read it: engines write requests that they fail with."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        return open(self.log_path, "ab", opener=lambda path, _: os.open(path, flags, 0o600))
 
     @property
     def pid(self) -> int:

@@ -44,7 +44,7 @@ def try_lock(descriptor: int) -> bool:
 def is_locked(path: Path) -> bool:
     """True where another process holds the lock of this file."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe of another user's has no end
     except OSError:
         return False
     try:

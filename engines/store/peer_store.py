@@ -9,6 +9,7 @@ import http.client
 import json
 import os
 import shutil
+import stat
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -288,13 +289,27 @@ def fetched(path: Path, peer: PeerStore, version: int, timeout_s: float) -> Path
 
     The last two fetched versions are kept.
     """
+    with disk_errors(path):
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check_ours(path.parent)
     if path.is_dir() and not (path / _FETCHED).is_file():
         return path  # the gateway's own folder, or a shared one
     peer.fetch(version, path, timeout_s)
-    ours = [folder for folder in path.parent.glob("v*") if (folder / _FETCHED).is_file()]
-    for old in sorted(ours, key=lambda folder: (folder / _FETCHED).stat().st_mtime_ns)[:-_KEPT]:
+    # A clock that was set back would make this one the oldest.
+    others = [folder for folder in path.parent.glob("v*") if folder != path and (folder / _FETCHED).is_file()]
+    for old in sorted(others, key=lambda folder: (folder / _FETCHED).stat().st_mtime_ns)[: 1 - _KEPT]:
         shutil.rmtree(old, ignore_errors=True)
     return path
+
+
+def _check_ours(store: Path) -> None:
+    """Raise `StoreFailed` for another user's folder in a place that is open to all, such as /dev/shm: its weights could
+    be forged. The default folder has its owner, the gateway's user, in its name."""
+    if not store.parent.stat().st_mode & stat.S_IWOTH:
+        return
+    owner = store.lstat().st_uid
+    if owner != os.getuid() and not store.name.startswith(f"rollout-gateway-{owner}-"):
+        raise StoreFailed(f"{store} belongs to user {owner}: give another folder in weights.store")
 
 
 def _digests(manifest: Manifest) -> dict[str, str]:

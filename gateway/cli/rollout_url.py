@@ -12,6 +12,7 @@ from typing import IO
 
 from engines.engine import Json
 from engines.errors import ConfigError, GatewayUnreachable, NotAllowed
+from engines.opener import opener
 from gateway.api import error_of
 
 _TIMEOUT_S = 10.0
@@ -41,7 +42,7 @@ def _answer(url: str, path: str, key: str, body: bytes | None, timeout_s: float)
     if key:
         request.add_header("Authorization", f"Bearer {key}")
     try:
-        with urllib.request.urlopen(request, timeout=timeout_s) as response:
+        with opener().open(request, timeout=timeout_s) as response:
             yield response
     except urllib.error.HTTPError as error:
         with error:

@@ -4,6 +4,7 @@ A wrong key or value is reported with its place (file and line, variable or argu
 """
 
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,10 @@ from gateway.config.sources import (
 )
 
 HIDDEN = "**********"
+_USER = re.compile(r"//[^/@\s]+@")
+"""User and password of a URL."""
+_SECRET_VARIABLE = re.compile(r"(TOKEN|KEY|SECRET|PASSWORD)$", re.IGNORECASE)
+"""Variables of engines whose values are not shown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,10 +179,12 @@ def _shown(key: Key, value: Any) -> str:
     """Show the value at fault, unless it is a key or a whole section."""
     if _is_secret(key):
         return f" = {HIDDEN}"
-    return "" if isinstance(value, dict) or value is None else f" = {value!r}"
+    return "" if isinstance(value, dict) or value is None else f" = {_USER.sub(f'//{HIDDEN}@', repr(value))}"
 
 
 def _is_secret(key: Key) -> bool:
+    if key[-2:-1] == ("env",) and _SECRET_VARIABLE.search(str(key[-1])):
+        return True
     found = field_at(key) or field_at(key[:-1])
     return found is not None and "SecretStr" in repr(found.annotation)
 
@@ -249,7 +256,9 @@ def _is_relative_path(model: str) -> bool:
 
 def _setting(sources: Sequence[Source], key: Key, value: Any) -> Setting:
     dotted = ".".join(map(str, key))
-    shown = [HIDDEN for _ in value] if _is_secret(key) and isinstance(value, list) else value
+    shown = value
+    if _is_secret(key) and value is not None:
+        shown = [HIDDEN for _ in value] if isinstance(value, list) else HIDDEN
     given = _given(sources, key)
     if given is None:
         return Setting(key=dotted, value=shown, origin="default", place="")

@@ -156,7 +156,7 @@ class GatewayConfig(Section):
     """Absolute path of the audit log, a line of JSON for each request to an admin route; the gateway's log if left
     out."""
     key_limits: KeyLimits = KeyLimits()
-    otlp_endpoint: str | None = Field(None, pattern=r"^https?://[^/\s]+/?$")
+    otlp_endpoint: str | None = Field(None, pattern=r"^https?://[^/\s@]+/?$")
     """Collector of OpenTelemetry, http://HOST:4318, which gets a span for each request, attempt, call of an engine and
     step of a weight update; needs the extra otel. The SDK's OTEL_* variables set headers, sampling and batches."""
     tls: TlsConfig = TlsConfig()
@@ -226,7 +226,7 @@ class WeightsConfig(Section):
     store: str | None = "auto"
     """Folder that keeps the last two weight versions, for replicas that lose theirs; null keeps none, auto is a folder
     in memory, /dev/shm/rollout-gateway-USER-NAME."""
-    peer_url: str | None = Field(None, pattern=r"^https?://[^/\s]+$")
+    peer_url: str | None = Field(None, pattern=r"^https?://[^/\s@]+$")
     """This gateway's URL for other machines, http://HOST:PORT: an engine whose machine lacks a version in the store's
     folder fetches it from there. For other nodes of the cluster it is known if gateway.host is no loopback address."""
     store_wait_s: float = Field(5.0, ge=0)

@@ -134,7 +134,7 @@ class Metrics:
         self.ready = gauge("ready", "1 where the fleet is complete.")
         self.build = Info("build", "The running release.", namespace=_NAMESPACE, registry=self.registry)
         self.build.info({"version": package_version()})
-        self._version_at = (0, time.time())
+        self._version_at = (0, time.monotonic())
         self.tasks = gauge("tasks", "Tasks of the gateway's event loop.")
         self.samples_in_flight = gauge("samples_in_flight", "Samples placed on a replica.", ["model", "replica"])
         self.queue_length = gauge("queue_length", "Rollouts that wait for a replica.", ["model"])
@@ -165,7 +165,7 @@ class Metrics:
             self.replicas_lost.labels(group).set(fleet.losses.get(group, 0))
         self.ready.set(fleet.is_ready)
         self.tasks.set(len(asyncio.all_tasks()))
-        self.weight_age_seconds.set(time.time() - self._version_at[1])
+        self.weight_age_seconds.set(time.monotonic() - self._version_at[1])
 
     def refuse(self, key: str, limit: str) -> None:
         """Count a request over a limit; `key` is the key's name, not the key."""
@@ -174,7 +174,7 @@ class Metrics:
     def observe_versions(self, version: int, behind: int) -> None:
         """Set the policy's weight version, and the number of replicas that serve another than the target."""
         if version != self._version_at[0]:
-            self._version_at = (version, time.time())
+            self._version_at = (version, time.monotonic())
         self.weight_version.set(version)
         self.replicas_behind.set(behind)
 

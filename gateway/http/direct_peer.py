@@ -62,11 +62,12 @@ def _split(url: str) -> SplitResult:
 
 
 def _address_of(text: str) -> IPv4Address | IPv6Address | None:
-    """The IP address in a text, without its zone; None for text that is none."""
+    """The IP address in a text, without its zone, and IPv4 as itself; None for text that is none."""
     try:
-        return ip_address(text.partition("%")[0])
+        found = ip_address(text.partition("%")[0])
     except ValueError:
         return None
+    return getattr(found, "ipv4_mapped", None) or found
 
 
 def _own_names() -> tuple[str, str]:

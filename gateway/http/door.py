@@ -119,7 +119,8 @@ class Connection(RequestHandler):
         if status >= 500:
             self.log_exception("Error handling request from %s", request.remote, exc_info=exc)
         else:
-            log.info("a request cannot be read", peer=request.remote, status=status, error=message)
+            # Without the message, which repeats lines of the head: these may have a key.
+            log.info("a request cannot be read", peer=request.remote, status=status, error=type(exc).__name__)
         if request.writer.output_size > 0:
             raise ConnectionError("part of another response is sent already")
         response = reply(error_body(f"the request cannot be read: {message or exc}", status), status)

@@ -29,7 +29,7 @@ BLOCK_TOKENS = 32
 CHARACTERS_PER_TOKEN = 4
 _HASH_BYTES = 6
 
-# Numbers and switches only: a field that may hold a user's text is left out.
+# Numbers, switches and the model's name only: a field that may hold a user's text is left out.
 _LIMITS = ("n", "best_of", "max_tokens", "max_completion_tokens", "max_new_tokens", "min_tokens", "ignore_eos", "seed")
 _DRAW = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 _OUTPUT = ("logprobs", "prompt_logprobs", "return_logprob", "stream", "model", "min_version", "max_staleness")
@@ -63,7 +63,9 @@ class Trace:
             raise ConfigError(f"gateway.trace.file = {config.file!r} cannot be written: {error.strerror}") from error
         self._room = config.max_bytes - os.fstat(self._file).st_size
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="trace")
-        self._write({"trace": 1, "began": self._began, "block_tokens": BLOCK_TOKENS, "content": self._content})
+        first = {"trace": 1, "began": self._began, "block_tokens": BLOCK_TOKENS, "content": self._content}
+        # That begins the thread: where the system has none left, the first request would fail.
+        self._thread.submit(self._write, first).result()
 
     def ended(self, arrival: Arrival, status: int, usage: Json) -> None:
         """Record a request that has ended. Return at once."""
@@ -103,7 +105,7 @@ class Trace:
             "at": round(arrival.at - self._began, 6),
             "route": arrival.route,
             "session": self._hash(b"", arrival.session.encode()) if arrival.session else None,
-            "params": {name: value for name, value in params.items() if name in _PARAMS and _is_plain(value)},
+            "params": {name: value for name, value in params.items() if name in _PARAMS and _is_plain(name, value)},
             "prompts": [self._prompt(prompt) for prompt in prompts_of(body)],
             "status": status,
             "seconds": round(seconds, 6),
@@ -141,5 +143,5 @@ def prompts_of(body: Json) -> list[str | list[int]]:
     return [prompt] if prompt and isinstance(prompt[0], int) else list(prompt)
 
 
-def _is_plain(value: Any) -> bool:
-    return value is None or isinstance(value, bool | int | float | str)
+def _is_plain(name: str, value: Any) -> bool:
+    return value is None or isinstance(value, bool | int | float) or (isinstance(value, str) and name == "model")

@@ -101,8 +101,7 @@ class LedgerFile:
         """Open or create the file, of at most `max_bytes`. Raise `sqlite3.Error` or `OSError`."""
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         _check_owner(path.parent, os.getuid(), _ROOT)
-        if path.exists():
-            _check_owner(path, os.getuid())
+        _make_private(path)
         self._batches = BatchFiles(batch_folder(path))
         self._of_batches: list[Callable[[], None]] = []  # writes, once their transaction is committed
         self._leavings: dict[int, None] = {}  # submissions that are forgotten, and whose content is still there
@@ -115,7 +114,6 @@ class LedgerFile:
         except BaseException:
             self._connection.close()
             raise
-        path.chmod(0o600)
 
     def _set_up(self) -> None:
         ask = self._connection.execute
@@ -348,7 +346,17 @@ class LedgerFile:
         return bool(self._connection.execute("PRAGMA freelist_count").fetchone()[0])
 
 
+def _make_private(path: Path) -> None:
+    """Make the file, which its owner alone may read. SQLite gives the mode to its log, which has the prompts too."""
+    for one in (path, path.with_name(f"{path.name}-wal"), batch_folder(path)):
+        if os.path.lexists(one):
+            _check_owner(one, os.getuid())
+            one.chmod(0o700 if one.is_dir() else 0o600)
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+
+
 def _check_owner(path: Path, *owners: int) -> None:
     """Raise `PermissionError` where another user could have made the file."""
-    if (found := path.stat().st_uid) not in owners:
-        raise PermissionError(f"{path} belongs to user {found}: set gateway.ledger to a file of your own")
+    for found in (path.lstat().st_uid, path.stat().st_uid):
+        if found not in owners:
+            raise PermissionError(f"{path} belongs to user {found}: set gateway.ledger to a file of your own")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from engines.errors import RolloutGatewayError
+from engines.opener import opener
 
 _APPLICATIONS = "/api/serve/applications/"
 # Serve starts its controller within the first deploy.
@@ -160,9 +161,7 @@ def ask_control_plane(control_url: str, path: str) -> dict[str, Any] | None:
 
 
 def _send(request: urllib.request.Request, timeout_s: float) -> bytes:
-    # No proxy of the environment: both ends are inside the cluster's network.
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(request, timeout=timeout_s) as response:
+    with opener().open(request, timeout=timeout_s) as response:
         answer: bytes = response.read()
         return answer
 

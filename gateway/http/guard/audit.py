@@ -27,9 +27,11 @@ class Audit:
         self._path = path
         # A disk that hangs must not hold up an admin's call.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="audit") if path else None
-        if path:
+        if path and self._thread:
+            first = {"at": round(time.time(), 3), "event": "gateway started"}
             try:
-                self._append(path, {"at": round(time.time(), 3), "event": "gateway started"})
+                # That begins the thread: where the system has none left, the first admin's call would fail.
+                self._thread.submit(self._append, path, first).result()
             except OSError as error:
                 raise ConfigError(f"gateway.audit_file = {path!r} cannot be written: {error.strerror}") from error
 
@@ -40,7 +42,7 @@ class Audit:
         handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
     ) -> web.StreamResponse:
         """Return the handler's reply after the check, which returns the key's name, and write a line about it."""
-        at, key, status = time.time(), "", _GONE
+        at, began, key, status = time.time(), time.monotonic(), "", _GONE
         try:
             key = check()
             response = await handler(request)
@@ -55,14 +57,14 @@ class Audit:
             status = _FAILED
             raise
         finally:
-            self._write(request, at, key, status)
+            self._write(request, at, time.monotonic() - began, key, status)
 
     def close(self) -> None:
         """Write the lines that wait."""
         if self._thread:
             self._thread.shutdown()
 
-    def _write(self, request: web.Request, at: float, key: str, status: int) -> None:
+    def _write(self, request: web.Request, at: float, seconds: float, key: str, status: int) -> None:
         line: Json = {
             "at": round(at, 3),
             "method": request.method,
@@ -70,7 +72,7 @@ class Audit:
             "key": key or None,
             "peer": request.remote,
             "status": status,
-            "seconds": round(time.time() - at, 3),
+            "seconds": round(seconds, 3),
         }
         if self._path is None or self._thread is None:
             log.info("admin request", **line)

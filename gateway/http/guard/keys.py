@@ -74,22 +74,24 @@ class _InFile:
 
     def __init__(self, name: str, path: Path) -> None:
         self._name, self._path = name, path
-        self._seen = _signature(path)
+        self._seen = self._unread = _signature(path)
         try:
             self.keys = self._read()
         except (OSError, ValueError) as error:
             raise ConfigError(f"{name}: {path} holds no key that can be read: {error}") from error
 
     def look(self) -> None:
-        """Read the file again if it has changed."""
+        """Read the file again if it has changed, each time until it can be read."""
         if (found := _signature(self._path)) == self._seen:
             return
-        self._seen = found
         try:
             self.keys = self._read()
         except (OSError, ValueError) as error:
-            log.error("keys cannot be read: the keys before still hold", file=str(self._path), error=str(error))
+            if found != self._unread:
+                log.error("keys cannot be read: the keys before still hold", file=str(self._path), error=str(error))
+            self._unread = found
             return
+        self._seen = self._unread = found
         log.info("keys were read again", file=str(self._path), keys=len(self.keys))
 
     def _read(self) -> list[tuple[str, bytes]]:

@@ -41,8 +41,13 @@ class Certificate:
 
     def _read(self) -> ssl.SSLContext:
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-        context.load_cert_chain(*self._files)
+        context.load_cert_chain(*self._files, password=_no_password)
         return context
 
     def _signature(self) -> list[tuple[int, int]]:
         return [(found.st_mtime_ns, found.st_ino) for found in (file.stat() for file in self._files)]
+
+
+def _no_password() -> str:
+    """The password of a key that has one: OpenSSL itself would ask for it at a terminal, and wait."""
+    return ""

@@ -80,7 +80,7 @@ class Dashboard:
         self._seen: WeakKeyDictionary[Replica, _Seen] = WeakKeyDictionary()
         self._rates: dict[str, float] = {}
         self._generated: dict[str, float] = {}
-        self._rated_at = self._looked_at = 0.0
+        self._rated_at = self._looked_at = -_WATCHED_FOR_S
         self._samples: deque[tuple[float, float, int, int]] = deque(maxlen=_KEPT)
         self._batch: Json | None = None
         self._placed_before = 0
@@ -118,16 +118,16 @@ class Dashboard:
         return seen is not None and seen.still_tells(replica) and replica.info.kind is not EngineKind.EXTERNAL
 
     def _sample(self, found: dict[str, EngineLoad]) -> None:
-        now = time.time()
-        if (elapsed := now - self._rated_at) >= _RATED_OVER_S:
+        now, clock = time.time(), time.monotonic()
+        if (elapsed := clock - self._rated_at) >= _RATED_OVER_S:
             self._rates = {
                 replica_id: max(0.0, load.generated - self._generated[replica_id]) / elapsed
                 for replica_id, load in found.items()
                 if replica_id in self._generated
             }
             self._generated = {replica_id: load.generated for replica_id, load in found.items()}
-            self._rated_at = now
-        self._loads, self._looked_at = found, now
+            self._rated_at = clock
+        self._loads, self._looked_at = found, clock
         in_flight = sum(replica.load_samples for replica in self._fleet.replicas)
         self._samples.append((now, sum(self._rates.values()), in_flight, self._queue()))
         self._follow_batch(now, in_flight)
@@ -194,6 +194,6 @@ class Dashboard:
         """Reply with status, load, updates and events for the dashboard."""
         self._watched_at = time.monotonic()
         self._watched.set()
-        if time.time() - self._looked_at > _FRESH_S:
+        if time.monotonic() - self._looked_at > _FRESH_S:
             await self.look()  # the first to watch sees the fleet as it is now
         return reply(self.report())

@@ -102,7 +102,7 @@ class Hops:
         connection, as if it had been connected there."""
         headers = _kept(request.headers)
         headers[HEADER] = f"{request.remote or ''} {request.scheme}"
-        headers.setdefault(hdrs.HOST, request.host)
+        headers[hdrs.HOST] = request.host  # of a request that names a whole URL the host is there
         if request.path == LEASE_PATH:
             notice_lost_host(request)  # the connection of its trainer is here
         content = elsewhere.content

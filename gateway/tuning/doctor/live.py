@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from engines.errors import ConfigError, GatewayUnreachable
+from engines.opener import opener
 from engines.types import EngineKind
 from gateway.config.load import Setting, revealed
 from gateway.fleet.watch.engine_page import kv_tokens_of
@@ -176,10 +177,8 @@ def _samples(page: str) -> "Iterator[Sample]":
 
 def _get(url: str, token: str) -> str:
     headers = {"Authorization": f"Bearer {token}"} if token else {}
-    # Without the environment's proxy: the gateway is inside the cluster's network.
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with opener.open(urllib.request.Request(url, headers=headers), timeout=_TIMEOUT_S) as response:
+        with opener().open(urllib.request.Request(url, headers=headers), timeout=_TIMEOUT_S) as response:
             body: bytes = response.read()
     except urllib.error.HTTPError as error:
         remedy = "; give --key env:NAME or file:PATH" if error.code in (401, 403) else ""

@@ -1,6 +1,7 @@
 """The guard as its owner meets it: real processes, real signals, nothing of a tree left behind."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -216,7 +217,8 @@ def test_temporary_files_of_a_guard_that_was_killed_whole_are_found(
     assert those_left([inner, command]) == []
     assert folder.exists()
     assert temporary.remove_left_folders(place) == [folder]
-    place.rmdir()
+    assert not folder.exists()
+    shutil.rmtree(place)
 
 
 def test_a_command_may_end_in_its_own_way_within_the_grace(start_guard: StartGuard) -> None:

@@ -1,7 +1,14 @@
 """Log lines: what they show of a failure, and what they keep to themselves."""
 
+import io
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import structlog
+
+from engines.process.log_lines import write_log_lines
 
 FAILS = """
 import sys
@@ -21,6 +28,16 @@ except ValueError:
 """
 
 
+@contextmanager
+def patched() -> Iterator[None]:
+    """Leave structlog as it was."""
+    before = structlog.get_config()
+    try:
+        yield
+    finally:
+        structlog.configure(**before)
+
+
 def lines_of(*words: str) -> str:
     ran = subprocess.run([sys.executable, "-c", FAILS, *words], capture_output=True, text=True, check=True, timeout=60)
     assert ran.stdout == ""
@@ -33,6 +50,16 @@ def test_a_traceback_names_the_place_and_the_error_and_no_value_of_a_variable() 
     assert "in check" in lines
     assert "ValueError: no such field" in lines
     assert "secret-key" not in lines
+
+
+def test_a_line_shows_control_characters_that_a_terminal_would_obey() -> None:
+    with io.StringIO() as lines, patched():
+        write_log_lines(lines)
+        structlog.get_logger().info("admin request", path="/traces/\x1b[2J\x9b2J\x7f", error="one\ntwo")
+        shown = lines.getvalue()
+    assert shown.count("\n") == 1
+    assert shown.strip().isprintable()
+    assert r"path=/traces/\x1b[2J\x9b2J\x7f" in shown
 
 
 def test_lines_below_the_least_level_are_left_out() -> None:

@@ -69,6 +69,11 @@ def test_the_log_begins_with_the_command_and_holds_both_outputs(start_script: St
     assert others == ["out", "err"]
 
 
+def test_the_log_is_its_owner_s_alone(start_script: StartScript) -> None:
+    process = start_script("true")
+    assert process.log_path.stat().st_mode & 0o777 == 0o600
+
+
 def test_the_exit_code_is_none_while_it_runs(start_script: StartScript) -> None:
     process = start_script("sleep 300")
     assert process.exit_code is None

@@ -1,5 +1,6 @@
 """Versions fetched from a peer: over connections that break, from peers that are silent, wrong or short."""
 
+import os
 import shutil
 import threading
 import time
@@ -411,3 +412,32 @@ def test_a_disk_without_room_is_told_with_both_sizes(
     monkeypatch.setattr(shutil, "disk_usage", lambda _: nearly_full)
     with pytest.raises(StoreFailed, match=r"6\d+ bytes are to be written and 10 are free"):
         PeerStore(peer.url).fetch(1, tmp_path / "v1", TIMEOUT_S)
+
+
+def test_a_folder_that_another_user_has_made_where_all_may_is_not_used(
+    peer: Peer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    us, place = os.getuid(), tmp_path / "shm"
+    place.mkdir()
+    place.chmod(0o1777)
+    for name in ("forged", f"rollout-gateway-{us}-app"):
+        add_version(WeightStore(place / name), 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getuid", lambda: us + 1)
+        with pytest.raises(StoreFailed, match=f"belongs to user {us}"):
+            fetched(place / "forged" / "v1", PeerStore(peer.url), 1, TIMEOUT_S)
+        fetched(place / f"rollout-gateway-{us}-app" / "v1", PeerStore(peer.url), 1, TIMEOUT_S)
+        place.chmod(0o755)  # nobody else makes a folder here
+        fetched(place / "forged" / "v1", PeerStore(peer.url), 1, TIMEOUT_S)
+    assert peer.asked == []
+
+
+def test_a_version_stays_that_is_fetched_after_the_clock_was_set_back(peer: Peer, tmp_path: Path) -> None:
+    for version in (2, 3):
+        add_version(peer.store, version)
+    store, ahead_s = tmp_path / "here", time.time() + 5 * 3600
+    for version in (1, 2):
+        folder = fetched(store / f"v{version}", PeerStore(peer.url), version, TIMEOUT_S)
+        os.utime(folder / ".fetched", (ahead_s + version, ahead_s + version))
+    fetched(store / "v3", PeerStore(peer.url), 3, TIMEOUT_S)
+    assert sorted(path.name for path in store.glob("v*")) == ["v2", "v3"]

@@ -14,7 +14,7 @@ import pytest
 from engines.errors import InvalidRequest, StoreFailed
 from engines.store.draft import OWNER, Draft, claim_draft, is_whole
 from engines.store.manifest import MANIFEST, Manifest, check_bytes
-from engines.store.weight_store import Note, WeightStore, remove_folder, remove_store
+from engines.store.weight_store import Note, WeightStore, is_kept, remove_folder, remove_store
 from tests.material.drafts import file_bytes, tensor, written
 
 
@@ -276,3 +276,13 @@ def test_notes_of_several_threads_are_all_kept(store: WeightStore) -> None:
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(note, range(4)))
     assert {store.held_by(f"engine-{engine}") for engine in range(4)} == {Note(39, highest=39)}
+
+
+def test_a_pipe_in_the_place_of_the_keeper_s_lock_holds_nobody_up(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / ".gateway")
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(is_kept, tmp_path)
+        try:
+            assert asking.result(timeout=10) is False
+        finally:
+            os.close(os.open(tmp_path / ".gateway", os.O_RDWR))  # lets a reader go on

@@ -199,6 +199,21 @@ def test_keys_are_never_told() -> None:
     assert "hunter2" not in repr(settings)
 
 
+def test_tokens_of_engines_are_not_shown() -> None:
+    settings = explain(None, ["engine.env.HF_TOKEN=hunter2", "engine.env.KEYBOARD=plain"], {})
+    shown = {setting.key: setting.value for setting in settings}
+    assert (shown["engine.env.HF_TOKEN"], shown["engine.env.KEYBOARD"]) == (HIDDEN, "plain")
+    assert shown["engine.api_key"] is None
+    assert "hunter2" not in mistake(None, ["engine.env.HF_TOKEN=[hunter2]"])
+
+
+@pytest.mark.parametrize("key", ["gateway.otlp_endpoint", "weights.peer_url", "engine.url"])
+def test_a_url_with_a_password_is_refused_and_not_told(key: str) -> None:
+    told = mistake(None, ["engine.kind=external", f"{key}=http://me:hunter2@127.0.0.1:8000"])
+    assert "hunter2" not in told
+    assert key.rpartition(".")[2] in told
+
+
 def test_a_serve_document_gives_the_same_tree() -> None:
     config = load(write(SERVE_DOCUMENT), [], {})
     assert (config.name, config.serve.http_port, config.engine.num_replicas) == ("mine", 8765, 2)

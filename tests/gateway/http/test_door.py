@@ -9,6 +9,7 @@ from typing import Any, cast
 import orjson
 import pytest
 from aiohttp import web
+from structlog.testing import capture_logs
 
 from gateway.http import door, json_body
 from tests.rigs.rig import Rig, StartRig
@@ -125,6 +126,23 @@ async def test_a_head_that_cannot_be_read_is_answered_in_json_and_leaves_no_trac
     assert b"application/json" in reply
     assert b"cannot be read" in reply
     assert not [record for record in caplog.records if record.exc_info]
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET /status HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer hunter2\x0b\r\n\r\n",
+        b"GET /status HTTP/1.1\r\nHost: a\r\nAuthorization : Bearer hunter2\r\n\r\n",
+        b"GET /status HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer hunter2" + b"x" * 20_000 + b"\r\n\r\n",
+        b"GET /status?key=hunter2 HTTP/9.1\r\n\r\n",
+    ],
+    ids=["control", "space", "long", "version"],
+)
+async def test_the_log_has_nothing_of_a_head_that_cannot_be_read(rig: Rig, head: bytes) -> None:
+    with capture_logs() as logged:
+        assert b" 400 Bad Request" in (await reply_to(rig, head)).partition(b"\r\n")[0]
+    assert [line["event"] for line in logged] == ["a request cannot be read"]
+    assert "hunter2" not in repr(logged)
 
 
 async def test_a_client_that_reads_nothing_of_a_large_reply_is_cut_off(start_rig: StartRig) -> None:

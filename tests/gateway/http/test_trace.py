@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from pydantic import ValidationError
 
 from engines.errors import ConfigError
 from gateway.config.schema import TraceConfig
-from gateway.http.trace import BLOCK_TOKENS, Trace, prompts_of
+from gateway.http.trace import BLOCK_TOKENS, Arrival, Trace, prompts_of
 from tests.rigs.rig import Json, Rig, StartRig
 
 PREFIX = list(range(3, 3 + 2 * BLOCK_TOKENS))
@@ -136,6 +137,13 @@ async def test_a_malformed_request_does_not_end_the_record(
     assert found[-1]["status"] == 200
 
 
+async def test_text_in_the_place_of_a_number_is_not_kept(start_rig: StartRig, file: Path) -> None:
+    rig = await traced(start_rig, file)
+    assert (await rig.post("/v1/completions", {"prompt": [[3]], "seed": "a user's text", "n": 1}))[0] == 400
+    _, line = await lines(rig, file)
+    assert line["params"] == {"n": 1}
+
+
 async def test_content_is_kept_where_it_is_asked_for(start_rig: StartRig, file: Path) -> None:
     rig = await traced(start_rig, file, content=True)
     await rig.complete(PREFIX, max_tokens=1)
@@ -183,3 +191,15 @@ async def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 )
 def test_prompts_of_every_dialect(body: Json, prompts: list[object]) -> None:
     assert prompts_of(body) == prompts
+
+
+def test_the_first_request_needs_no_new_thread(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = Trace(TraceConfig(file=str(file)))
+
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    trace.ended(Arrival("/v1/completions", {"prompt": PREFIX}, "", 0.0, 0.0), 200, {})
+    trace.close()
+    assert len(text(file).splitlines()) == 2

@@ -1,5 +1,6 @@
 """The ledger's file: it gives back what was written, survives nothing that is damaged, and stays small."""
 
+import os
 import sqlite3
 from dataclasses import replace
 from pathlib import Path
@@ -102,6 +103,35 @@ def test_others_cannot_read_the_file(tmp_path: Path) -> None:
     closed(opened(tmp_path / "folder" / "ledger"))
     assert (tmp_path / "folder" / "ledger").stat().st_mode & 0o77 == 0
     assert (tmp_path / "folder").stat().st_mode & 0o77 == 0
+
+
+def test_others_cannot_read_its_log_in_a_folder_that_they_may_enter(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    log = tmp_path / "ledger-wal"
+    file = opened(tmp_path / "ledger")
+    file.add_submission(row(1, body=b"a prompt"))
+    file.commit()
+    assert b"a prompt" in log.read_bytes()
+    assert log.stat().st_mode & 0o777 == 0o600
+    log.chmod(0o644)  # as an earlier release left it
+    kept = log.read_bytes(), (tmp_path / "ledger").read_bytes()
+    file.close()
+    log.write_bytes(kept[0])
+    (tmp_path / "ledger").write_bytes(kept[1])
+    assert [one.body for one in loaded(tmp_path / "ledger")] == [b"a prompt"]
+    assert not log.exists() or log.stat().st_mode & 0o77 == 0
+
+
+@pytest.mark.parametrize("name", ["ledger", "ledger-wal", "ledger.batches"])
+def test_what_another_user_has_made_in_its_place_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    (tmp_path / name).mkdir() if name == "ledger.batches" else (tmp_path / name).touch()
+    us, real = os.getuid(), Path.lstat
+    theirs = os.stat_result([us + 1 if place == 4 else value for place, value in enumerate(real(tmp_path / name))])
+    monkeypatch.setattr(Path, "lstat", lambda path: theirs if path.name == name else real(path))
+    with pytest.raises(PermissionError, match=f"{name} belongs to user {us + 1}"):
+        LedgerFile(tmp_path / "ledger", MAX_BYTES)
 
 
 def test_the_file_never_grows_beyond_its_bound(tmp_path: Path) -> None:

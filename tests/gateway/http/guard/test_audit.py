@@ -1,9 +1,12 @@
 """The audit log of admin requests."""
 
 import json
+import threading
 from pathlib import Path
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import make_mocked_request
 from structlog.testing import capture_logs
 
 from engines.errors import ConfigError
@@ -59,3 +62,19 @@ async def test_without_a_file_the_lines_go_to_the_log(start_rig: StartRig) -> No
 def test_a_file_that_cannot_be_written_stops_the_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"gateway\.audit_file"):
         Audit(str(tmp_path / "absent" / "audit.jsonl"))
+
+
+async def test_the_first_line_needs_no_new_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "audit.jsonl"
+    audit = Audit(str(file))
+
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def handler(request: web.Request) -> web.Response:
+        return web.Response()
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    await audit.noted(make_mocked_request("POST", "/pause"), lambda: "owner", handler)
+    audit.close()
+    assert [line["key"] for line in lines(file)[1:]] == ["owner"]

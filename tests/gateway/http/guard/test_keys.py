@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from pydantic import SecretStr
+from structlog.testing import capture_logs
 
 from gateway.http.guard.keys import Keys
 from tests.rigs.rig import StartRig
@@ -82,6 +83,25 @@ def test_a_file_that_could_not_be_read_is_read_once_it_can_be(tmp_path: Path, mo
         file.chmod(0o640)
     clock.now = 2.0
     assert found.name_of("new")
+    assert not found.name_of("old")
+
+
+def test_a_file_is_read_once_a_passing_failure_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, file = Clock(), tmp_path / "keys"
+    file.write_text("old")
+    found = keys(clock, f"file:{file}")
+    file.write_text("newer")
+
+    def refused(path: Path) -> list[str]:
+        raise OSError(24, "Too many open files")
+
+    with monkeypatch.context() as patch, capture_logs() as logged:
+        patch.setattr("gateway.http.guard.keys.keys_in", refused)
+        for clock.now in (1.0, 2.0, 3.0):
+            assert found.name_of("old")
+    assert len(logged) == 1
+    clock.now = 4.0
+    assert found.name_of("newer")
     assert not found.name_of("old")
 
 

@@ -70,6 +70,15 @@ def test_files_without_a_certificate_stop_the_start(tmp_path: Path) -> None:
         Certificate(tls)
 
 
+def test_a_key_with_a_password_stops_the_start_and_asks_for_none(tmp_path: Path) -> None:
+    tls = make_certificate(tmp_path)
+    locked = tmp_path / "locked.pem"
+    words = ["openssl", "pkey", "-in", str(tls.key), "-aes128", "-passout", "pass:word", "-out", str(locked)]
+    subprocess.run(words, check=True, capture_output=True)
+    with pytest.raises(ConfigError, match="SSL"):  # at a terminal OpenSSL would ask; without one it has another error
+        Certificate(TlsConfig(certificate=tls.certificate, key=str(locked)))
+
+
 @pytest.mark.parametrize("tls", [{"certificate": "/c.pem"}, {"key": "/k.pem"}, {"certificate": "c.pem", "key": "/k"}])
 def test_half_a_certificate_and_relative_paths_are_refused(tls: dict[str, str]) -> None:
     with pytest.raises(ValidationError, match=r"set both|no absolute path"):

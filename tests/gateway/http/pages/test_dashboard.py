@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import time
 
 import pytest
 
@@ -56,6 +57,17 @@ async def test_two_looks_close_together_keep_the_rate_of_the_first(rig: Rig, mon
     found = (await rig.get("/dashboard.json"))[1]
     assert found["series"]["tokens_per_s"][-1] == rate
     assert sum(load["tokens_per_s"] for load in found["engines"].values()) == rate
+
+
+async def test_rates_go_on_after_the_clock_was_set_back(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dashboard, "_FRESH_S", 0.0)  # each request is a look
+    await rig.get("/dashboard.json")
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() - 3600)
+    await rig.complete([[3], [4]])
+    async with asyncio.timeout(20):
+        while not (await rig.get("/dashboard.json"))[1]["series"]["tokens_per_s"][-1]:
+            await asyncio.sleep(0.05)
 
 
 async def test_the_page_of_an_engine_is_read_again_after_rollouts_alone(

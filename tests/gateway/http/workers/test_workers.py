@@ -13,6 +13,7 @@ from typing import Any
 import aiohttp
 import orjson
 import pytest
+from yarl import URL
 
 from engines.config import SimConfig
 from engines.process.engine_server import free_port
@@ -406,3 +407,15 @@ async def test_no_client_can_pretend_to_come_from_a_trusted_network(start_rig: S
     for path in ("/v1/completions", "/pause"):
         async with rig.client.post(rig.url + path, json=TOKENS, headers=forged) as response:
             assert response.status == 401
+
+
+@pytest.mark.parametrize("workers", [1, WORKERS])
+async def test_a_foreign_host_in_the_line_of_a_request_counts_as_one_in_its_header(
+    start_rig: StartRig, workers: int
+) -> None:
+    keys = {"inference_keys": ["user"], "admin_keys": ["admin"]}
+    rig = await start_rig(1, gateway={"workers": workers, **keys})
+    reader, writer = await asyncio.open_connection("127.0.0.1", URL(rig.url).port)
+    writer.write(b"GET http://evil.example/status HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
+    assert (await reader.readline()).split()[1] == b"401"
+    writer.close()

@@ -200,9 +200,10 @@ class SglangEngine(EngineWithWorkers):
     async def _open_packed_group(self, init_info: Json, timeout_s: float) -> None:
         if not self._has_tee:
             raise self._refusal(
-                "this SGLang server runs without our plugin, and then cannot receive packed chunks, which TRL's client "
-                "sends: start it with rollout-gateway importable in its Python, send one broadcast per tensor over a "
-                "torch process group with packed = false, or use the store, as WeightSender(transport='store') does",
+                "this SGLang server receives no packed chunks, which TRL's client sends: it runs without our plugin, or "
+                "the plugin leaves updates to SGLang, and reload_reason in /status says why. Use the store, as "
+                "WeightSender(transport='store') does, start it with rollout-gateway importable in its Python, or send "
+                "one broadcast per tensor over a torch process group with packed = false",
                 "packed",
             )
         self._has_sessions = False

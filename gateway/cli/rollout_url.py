@@ -12,7 +12,7 @@ from typing import IO
 
 from engines.engine import Json
 from engines.errors import ConfigError, GatewayUnreachable, NotAllowed
-from engines.opener import opener
+from gateway.opener import opener
 from gateway.api import error_of
 
 _TIMEOUT_S = 10.0

@@ -82,13 +82,17 @@ def check_one_protocol(members: Sequence[Replica], init_info: Json) -> None:
     torchs = [replica for replica in members if _opens_torchs_group(replica.info, is_packed)]
     others = [replica for replica in members if replica not in torchs]
     if torchs and others:
-        why = "runs without our plugin" if is_packed else "is asked for one broadcast a tensor (packed: false)"
+        why = _why_unpacked(torchs[0].info) if is_packed else "is asked for one broadcast a tensor (packed: false)"
         raise WeightUpdateConflict(
             f"replicas of SGLang ({torchs[0].replica_id}, which {why}) and of {others[0].info.kind} "
             f"({others[0].replica_id}) cannot be in one transfer group: send packed chunks to engines that this "
             "gateway starts, let the relay receive for all (weights.relay: always; weights.relay_device where the "
             "trainer sends over NCCL), or serve the policy with engines of one kind"
         )
+
+
+def _why_unpacked(info: ReplicaInfo) -> str:
+    return f"leaves updates to SGLang: {info.reload_reason}" if info.reload_reason else "runs without our plugin"
 
 
 def _opens_torchs_group(info: ReplicaInfo, is_packed: bool) -> bool:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from engines.errors import RolloutGatewayError
-from engines.opener import opener
+from gateway.opener import opener
 
 _APPLICATIONS = "/api/serve/applications/"
 # Serve starts its controller within the first deploy.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from engines.errors import ConfigError, GatewayUnreachable
-from engines.opener import opener
+from gateway.opener import opener
 from engines.types import EngineKind
 from gateway.config.load import Setting, revealed
 from gateway.fleet.watch.engine_page import kv_tokens_of

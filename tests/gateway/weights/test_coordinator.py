@@ -449,6 +449,10 @@ async def test_engines_whose_receivers_cannot_join_each_other_are_refused_at_ini
     status, reply = await rig.post("/init_weight_transfer_engine", {"init_info": info | {"packed": True}})
     assert status == 409
     assert "SGLang (engine-1, which runs without our plugin) and of sim (engine-0)" in reply["error"]["message"]
+    replica.info = dataclasses.replace(replica.info, reload_reason="enable_lora: elsewhere")
+    status, reply = await rig.post("/init_weight_transfer_engine", {"init_info": info | {"packed": True}})
+    assert status == 409
+    assert "(engine-1, which leaves updates to SGLang: enable_lora: elsewhere)" in reply["error"]["message"]
 
 
 async def test_an_engine_without_weight_routes_is_named_at_init(rig: Rig) -> None:

@@ -200,8 +200,8 @@ class SglangEngine(EngineWithWorkers):
     async def _open_packed_group(self, init_info: Json, timeout_s: float) -> None:
         if not self._has_tee:
             raise self._refusal(
-                "this SGLang server receives no packed chunks, which TRL's client sends: it runs without our plugin, or "
-                "the plugin leaves updates to SGLang, and reload_reason in /status says why. Use the store, as "
+                "this SGLang server receives no packed chunks, which TRL's client sends: it runs without our plugin, "
+                "or the plugin leaves updates to SGLang, and reload_reason in /status says why. Use the store, as "
                 "WeightSender(transport='store') does, start it with rollout-gateway importable in its Python, or send "
                 "one broadcast per tensor over a torch process group with packed = false",
                 "packed",

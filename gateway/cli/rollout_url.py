@@ -12,8 +12,8 @@ from typing import IO
 
 from engines.engine import Json
 from engines.errors import ConfigError, GatewayUnreachable, NotAllowed
-from gateway.opener import opener
 from gateway.api import error_of
+from gateway.opener import opener
 
 _TIMEOUT_S = 10.0
 

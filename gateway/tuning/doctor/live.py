@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from engines.errors import ConfigError, GatewayUnreachable
-from gateway.opener import opener
 from engines.types import EngineKind
 from gateway.config.load import Setting, revealed
 from gateway.fleet.watch.engine_page import kv_tokens_of
+from gateway.opener import opener
 from gateway.tuning.doctor.engine_view import EngineView
 
 if TYPE_CHECKING:

@@ -679,7 +679,7 @@ async def test_an_update_is_a_session_where_the_version_has_them(
 async def test_packed_chunks_are_refused_before_anybody_waits(
     engine: SglangEngine, server: FakeSglang, said: Json
 ) -> None:
-    with pytest.raises(EngineRefused, match="receives no packed chunks.*reload_reason in /status"):
+    with pytest.raises(EngineRefused, match=r"receives no packed chunks.*reload_reason in /status"):
         await engine.open_weight_group({**GROUP, **said}, TIMEOUT_S)
     assert server.asked == []
 

@@ -22,9 +22,10 @@ from gateway.fleet.placement.attempt_loop import AttemptLoop
 from gateway.fleet.placement.attempts import End
 from gateway.fleet.placement.lengths import Lengths
 from gateway.fleet.placement.lives import Attempt, Lives
+from gateway.fleet.placement.look import Look
 from gateway.fleet.placement.routing import Rollout, choose, fresh_enough, is_capable, why_chosen
 from gateway.fleet.placement.sessions import Sessions
-from gateway.fleet.placement.waiting import Demand, Waiter, WaitingLine
+from gateway.fleet.placement.waiting import Queue, Waiter, WaitingLine
 from gateway.fleet.placement.waits import Cause
 from gateway.fleet.replica import Replica
 
@@ -50,6 +51,7 @@ class Scheduler(AttemptLoop):
         self._closed_for: set[str] = set()
         self.sessions = Sessions(config.session_kv_share, config.session_idle_s)
         self._looks: dict[str, asyncio.TimerHandle] = {}
+        self._patience: dict[str, asyncio.TimerHandle] = {}
         self._to_look_at: set[str] = set()
         self.lengths = Lengths()
         self.lives = Lives()
@@ -82,8 +84,7 @@ class Scheduler(AttemptLoop):
         for line in self._lines.values():
             for waiter in line.waiters():
                 if picks(waiter.rollout):
-                    waiter.placed.set_exception(_withdrawn(waiter.rollout))
-                    line.done(waiter)
+                    self._end(waiter, line, _withdrawn(waiter.rollout))
 
     def withdraw_policy(self) -> None:
         """End the policy's rollouts that no replica has, as `withdraw` does."""
@@ -163,7 +164,7 @@ class Scheduler(AttemptLoop):
                 self._pump(rollout.model)
 
     async def _place(self, rollout: Rollout, attempt: Attempt) -> Replica:
-        line, began = self._lines[rollout.model], time.monotonic()
+        line = self._lines[rollout.model]
         if not len(line) and (chosen := self._free_for(rollout)) is not None:
             self._metrics.queue_seconds.labels(rollout.model).observe(0.0)
             replica, attempt.why = chosen
@@ -173,28 +174,51 @@ class Scheduler(AttemptLoop):
         lacks_kv = is_outside and (line.is_short_of_kv or not self._is_admitted(rollout))
         waiter = line.add(rollout, is_outside=is_outside, has_begun=lacks_kv and self.sessions.has_begun(rollout))
         self._pump(rollout.model)
+        if rollout.model not in self._patience:
+            self._be_patient(rollout.model, self._config.queue_timeout_s)
         try:
-            while not waiter.placed.done():
-                left_s = self._config.queue_timeout_s - line.quiet_s(waiter, began)
-                if left_s <= 0:  # all replicas are looked at where it matters alone
-                    left_s = self._config.queue_timeout_s - self._quiet_s(rollout)
-                if left_s <= 0:
-                    raise DeadlineExceeded(self._why_not_placed(rollout))
-                await asyncio.wait([waiter.placed], timeout=left_s)
-                if not waiter.placed.done() and waiter.demand.is_outside:
-                    self._look_at_line(rollout.model)  # notes whether it still waits for KV
-            return waiter.placed.result()
+            return await waiter.placed
         except BaseException:
-            if waiter.placed.done() and waiter.placed.exception() is None:
+            if not waiter.placed.cancel() and not waiter.placed.cancelled() and waiter.placed.exception() is None:
                 with waiter.placed.result().carrying(rollout):
                     pass  # placed in the very moment the client left: give the place back
-            waiter.placed.cancel()
             line.done(waiter)
             self._pump(rollout.model)
             raise
         finally:
             attempt.why, attempt.waited = waiter.why, waiter.waited
-            self._metrics.queue_seconds.labels(rollout.model).observe(time.monotonic() - began)
+            self._metrics.queue_seconds.labels(rollout.model).observe(time.monotonic() - waiter.began)
+
+    def _be_patient(self, model: str, seconds: float) -> None:
+        self._patience[model] = asyncio.get_running_loop().call_later(seconds, self._check_patience, model)
+
+    def _check_patience(self, model: str) -> None:
+        """Fail the rollouts in line that have waited for too long, and come back when the next may have."""
+        del self._patience[model]
+        line, most_s = self._lines[model], self._config.queue_timeout_s
+        if any(waiter.is_outside and waiter.quiet_s >= most_s for waiter in line.waiters()):
+            self._look_at_line(model)  # notes whether they still wait for KV
+        replicas_quiet_s: dict[Queue, float] = {}
+        soonest_s = math.inf
+        for waiter in line.waiters():
+            left_s, queue = most_s - waiter.quiet_s, waiter.queue
+            if left_s <= 0:  # all replicas are looked at where it matters alone
+                if queue not in replicas_quiet_s:
+                    replicas_quiet_s[queue] = self._quiet_s(waiter.rollout)
+                left_s = most_s - replicas_quiet_s[queue]
+            if left_s <= 0:
+                self._end(waiter, line, DeadlineExceeded(self._why_not_placed(waiter.rollout)))
+            else:
+                soonest_s = min(soonest_s, left_s)
+        if soonest_s < math.inf:
+            self._be_patient(model, soonest_s)
+
+    @staticmethod
+    def _end(waiter: Waiter, line: WaitingLine, error: Exception) -> None:
+        """End a wait; one whose client has left ends by itself."""
+        if not waiter.placed.done():
+            waiter.placed.set_exception(error)
+            line.done(waiter)
 
     def _quiet_s(self, rollout: Rollout) -> float:
         """Seconds since a replica that may take the rollout has made tokens; infinite where none is at work."""
@@ -224,28 +248,22 @@ class Scheduler(AttemptLoop):
         if self._is_closed(model):
             line.lack_gate()
             return
-        able: dict[Demand, Sequence[Replica]] = {}
-        reserved: set[Replica] = set()
-        awaited: set[Replica] = set()  # by a session for KV: no session behind it takes the KV that becomes free
-        turns = line.in_turn()
+        look, turns = Look(), line.in_turn()
         waiter = next(turns, None)
         while waiter is not None:
-            demand = waiter.demand
-            if demand not in able:
-                able[demand] = self._able(waiter.rollout)
-            least = line.least_samples if reserved else 1
-            open_ = [
-                one
-                for one in able[demand]
-                if (not one.load_samples or one.load_samples + least <= one.max_samples) and one not in reserved
-            ]
+            queue = waiter.queue
+            if queue not in look.able:
+                look.able[queue] = self._able(waiter.rollout)
+            if look.reserved:
+                look.need(line.least_samples)
+            open_ = look.open_for(queue)
             is_skipped = not open_
             if not open_:
-                line.lacks(demand, self._lack_of(waiter.rollout, able[demand]))
-            elif not self._place_on(open_, able[demand], waiter, line, reserved, awaited):
+                queue.waits.lack(self._lack_of(waiter.rollout, look.able[queue]))
+            elif not self._place_on(open_, waiter, line, look):
                 self._hold(waiter, open_, line)
-                awaited.update(open_)
-                is_skipped = waiter.demand is demand  # else it alone has left those that wait for a replica
+                look.awaited.update(open_)
+                is_skipped = waiter.queue is queue  # else it alone has left those that wait for a replica
             try:
                 waiter = turns.send(is_skipped)
             except StopIteration:
@@ -307,20 +325,13 @@ class Scheduler(AttemptLoop):
         avoid = rollout.attempts.avoid
         return ([one for one in able if one.replica_id not in avoid] or able) if avoid else able
 
-    def _place_on(
-        self,
-        open_: Sequence[Replica],
-        able: Sequence[Replica],
-        waiter: Waiter,
-        line: WaitingLine,
-        reserved: set[Replica],
-        awaited: set[Replica],
-    ) -> bool:
+    def _place_on(self, open_: Sequence[Replica], waiter: Waiter, line: WaitingLine, look: Look) -> bool:
         """Place a rollout on one of the replicas with room, or reserve one of those that it could go to. False where it
         waits for KV."""
-        rollout, wanted = waiter.rollout, self._wanted(waiter.rollout, able)
+        rollout, able = waiter.rollout, look.able[waiter.queue]
+        wanted = self._wanted(rollout, able)
         fit = open_ if wanted is able else [one for one in open_ if one in wanted]
-        free = [one for one in fit if one not in awaited] if waiter.demand.is_outside else fit
+        free = [one for one in fit if one not in look.awaited] if waiter.is_outside and look.awaited else fit
         admits = self.sessions.admission(rollout)
         chosen = self._chosen(rollout, free, admits)
         if chosen is None:
@@ -329,10 +340,11 @@ class Scheduler(AttemptLoop):
             if fit and not admitting and home is None:
                 return False
             waiter.kept = min(admitting or ([home] if home else wanted), key=lambda one: one.load_samples)
-            reserved.add(waiter.kept)
-            line.lacks(waiter.demand, Cause.ROOM)
+            look.reserve(waiter.kept)
+            waiter.queue.waits.lack(Cause.ROOM)
             return True
         replica, why = chosen
+        look.took(replica)
         waiter.why = "reserved for it until it had room" if replica is waiter.kept else why
         line.moved(waiter)
         line.done(waiter)

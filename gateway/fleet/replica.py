@@ -24,6 +24,7 @@ T = TypeVar("T")
 # Samples in flight for each sequence that an engine runs at once: enough that its queue never runs dry, few enough that
 # the last rollouts of a batch go to a free replica.
 _OVERCOMMIT = 2
+_MOST_PLACED = 1 << 40
 _NOT_THERE = (ReplicaState.STARTING, ReplicaState.DRAINING, ReplicaState.SUSPECT, ReplicaState.LOST)
 
 
@@ -35,7 +36,8 @@ class Replica:
     be there and must not be used. `transport` is its engine's transfer backend, once known. `cuts_off` is True while an
     update ends all rollouts in flight. `is_stalled` is True while its tokens stand still, `is_gone` once a probe found
     nothing on its port. `answered_at` is the monotonic time of its last good probe or token.
-    `changes` tells those who keep a copy of it what happens to it.
+    `changes` tells those who keep a copy of it what happens to it. `rank` orders replicas by their tokens in flight,
+    equal ones by the samples that were placed on them.
     """
 
     def __init__(self, info: ReplicaInfo, engine: Engine, *, frozen: bool, changes: Changes | None = None) -> None:
@@ -54,6 +56,7 @@ class Replica:
         self.load_samples = 0
         self.max_samples = _OVERCOMMIT * info.max_num_seqs
         self.placed = 0
+        self.rank = 0
         self.idle = asyncio.Event()
         self.idle.set()
         self.listed = True
@@ -156,6 +159,7 @@ class Replica:
         finally:
             self.load_tokens -= rollout.tokens
             self.load_samples -= rollout.n
+            self.rank = self.load_tokens * _MOST_PLACED + self.placed
             self._rollouts.pop(id(rollout), None)
             if self.load_samples == 0:
                 self._quiet.stop()
@@ -167,6 +171,7 @@ class Replica:
         self.load_tokens += rollout.tokens
         self.load_samples += rollout.n
         self.placed += rollout.n
+        self.rank = self.load_tokens * _MOST_PLACED + self.placed
         self.idle.clear()
 
     def take_off(self) -> Flight:

@@ -9,7 +9,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
 
 import structlog
 
@@ -20,16 +20,19 @@ from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics
 from gateway.fleet.placement.attempt_loop import AttemptLoop
 from gateway.fleet.placement.attempts import End
+from gateway.fleet.placement.backoff import Backoff
 from gateway.fleet.placement.lengths import Lengths
 from gateway.fleet.placement.lives import Attempt, Lives
 from gateway.fleet.placement.look import Look
-from gateway.fleet.placement.routing import Rollout, choose, fresh_enough, is_capable, why_chosen
+from gateway.fleet.placement.routing import Rollout, choose, fresh_enough, is_capable
 from gateway.fleet.placement.sessions import Sessions
 from gateway.fleet.placement.waiting import Queue, Waiter, WaitingLine
 from gateway.fleet.placement.waits import Cause
 from gateway.fleet.replica import Replica
 
 log = structlog.get_logger()
+
+_NO_TURN = nullcontext()
 
 
 def _withdrawn(rollout: Rollout) -> Withdrawn:
@@ -115,14 +118,16 @@ class Scheduler(AttemptLoop):
                 "pause with mode=keep or mode=abort before the update"
             ) from error
 
+    def turn(self, rollout: Rollout) -> AbstractContextManager[None]:
+        return self._session_turn(rollout) if rollout.session else _NO_TURN
+
     @contextmanager
-    def turn(self, rollout: Rollout) -> Iterator[None]:
+    def _session_turn(self, rollout: Rollout) -> Iterator[None]:
         try:
             with self.sessions.turn(rollout):
                 yield
         finally:
-            if rollout.session:
-                self._pump(rollout.model)
+            self._pump(rollout.model)
 
     @contextmanager
     def between_attempts(self, rollout: Rollout) -> Iterator[None]:
@@ -306,13 +311,11 @@ class Scheduler(AttemptLoop):
         """Place a rollout on one of the replicas, if it fits there."""
         name = self.sessions.home(rollout.model, rollout.session)
         home = self._fleet.find(name) if name else None
-        replica = choose(rollout, able, home, admits)
-        if replica is None:
-            return None
-        why = why_chosen(rollout, replica, able, home)
-        self.sessions.settle(rollout, replica)
-        replica.reserve(rollout)
-        return replica, why
+        chosen = choose(rollout, able, home, admits)
+        if chosen is not None:
+            self.sessions.settle(rollout, chosen[0])
+            chosen[0].reserve(rollout)
+        return chosen
 
     def _is_admitted(self, rollout: Rollout) -> bool:
         """True where KV does not hold a rollout back."""
@@ -361,7 +364,7 @@ class Scheduler(AttemptLoop):
             serving, able = able, [replica for replica in able if is_capable(rollout, replica.info)]
             if len(able) < len(serving) and not self._has_capable(rollout):
                 able = serving
-        ready = [replica for replica in able if not (replica.backoff.until and replica.backoff.left_s)]
+        ready = [replica for replica in able if not replica.backoff.left_s] if Backoff.is_any_on() else able
         return fresh_enough(rollout, ready, self._fleet.target_of(rollout.model))
 
     def _has_capable(self, rollout: Rollout) -> bool:

@@ -1,7 +1,7 @@
 """Picks the replica that takes a rollout: a pure choice over views of the replicas."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
@@ -102,20 +102,20 @@ def choose(
     rollout: Rollout,
     replicas: Sequence[View],
     home: View | None = None,
-    admits: Callable[[View], bool] | None = None,
+    admitting: Callable[[Iterable[View]], Sequence[View]] | None = None,
 ) -> tuple[View, str] | None:
     """The replica with the fewest tokens in flight, and the reason for it, or None if all are full.
 
     Groups stay whole, since their samples share the prompt's KV. Ties go to the replica with the fewest placements: a
     trainer's batch arrives when all loads are zero, and always taking the first would fill one replica first.
     `home` is the replica that holds the prefix of the rollout's session; it is taken unless it is overloaded.
-    `admits` is True for replicas with KV for the rollout's session; None where none is needed.
+    `admitting` leaves the replicas with KV for the rollout's session; None where none is needed.
     """
-    if home is not None and _is_kept(home, rollout, replicas) and (admits is None or admits(home)):
+    if home is not None and _is_kept(home, rollout, replicas) and (admitting is None or admitting((home,))):
         return home, _HOME
     least = chosen = _least_loaded(rollout, replicas)
-    if admits is not None and least is not None and not admits(least):
-        chosen = _least_loaded(rollout, [replica for replica in replicas if admits(replica)])
+    if admitting is not None and least is not None and not admitting((least,)):
+        chosen = _least_loaded(rollout, admitting(replicas))
     if least is None or chosen is None:
         return None
     return chosen, _why(chosen, least, replicas, home)

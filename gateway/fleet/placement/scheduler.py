@@ -24,7 +24,7 @@ from gateway.fleet.placement.backoff import Backoff
 from gateway.fleet.placement.lengths import Lengths
 from gateway.fleet.placement.lives import Attempt, Lives
 from gateway.fleet.placement.look import Look
-from gateway.fleet.placement.routing import Rollout, choose, fresh_enough, is_capable
+from gateway.fleet.placement.routing import Rollout, choose, fresh_enough, has_room, is_capable
 from gateway.fleet.placement.sessions import Sessions
 from gateway.fleet.placement.waiting import Queue, Waiter, WaitingLine
 from gateway.fleet.placement.waits import Cause
@@ -306,12 +306,15 @@ class Scheduler(AttemptLoop):
         self._looks[model] = loop.call_later(seconds, self._pump, model)
 
     def _chosen(
-        self, rollout: Rollout, able: Sequence[Replica], admits: Callable[[Replica], bool] | None
+        self,
+        rollout: Rollout,
+        able: Sequence[Replica],
+        admitting: Callable[[Iterable[Replica]], Sequence[Replica]] | None,
     ) -> tuple[Replica, str] | None:
         """Place a rollout on one of the replicas, if it fits there."""
         name = self.sessions.home(rollout.model, rollout.session)
         home = self._fleet.find(name) if name else None
-        chosen = choose(rollout, able, home, admits)
+        chosen = choose(rollout, able, home, admitting)
         if chosen is not None:
             self.sessions.settle(rollout, chosen[0])
             chosen[0].reserve(rollout)
@@ -319,8 +322,8 @@ class Scheduler(AttemptLoop):
 
     def _is_admitted(self, rollout: Rollout) -> bool:
         """True where KV does not hold a rollout back."""
-        admits = self.sessions.admission(rollout)
-        return admits is None or any(map(admits, self._able(rollout)))
+        admitting = self.sessions.admission(rollout)
+        return admitting is None or any(admitting((one,)) for one in self._able(rollout))
 
     @staticmethod
     def _wanted(rollout: Rollout, able: Sequence[Replica]) -> Sequence[Replica]:
@@ -335,14 +338,15 @@ class Scheduler(AttemptLoop):
         wanted = self._wanted(rollout, able)
         fit = open_ if wanted is able else [one for one in open_ if one in wanted]
         free = [one for one in fit if one not in look.awaited] if waiter.is_outside and look.awaited else fit
-        admits = self.sessions.admission(rollout)
-        chosen = self._chosen(rollout, free, admits)
+        admitting = self.sessions.admission(rollout)
+        chosen = self._chosen(rollout, free, admitting)
         if chosen is None:
-            admitting = free if admits is None else list(filter(admits, free))
+            later = [one for one in free if not has_room(rollout, one)]  # KV is short on those with room
+            later = later if admitting is None else admitting(later)
             home = self.sessions.holder(rollout, wanted)  # without room: it waits there
-            if fit and not admitting and home is None:
+            if fit and not later and home is None:
                 return False
-            waiter.kept = min(admitting or ([home] if home else wanted), key=lambda one: one.load_samples)
+            waiter.kept = min(later or ([home] if home else wanted), key=lambda one: one.load_samples)
             look.reserve(waiter.kept)
             waiter.queue.waits.lack(Cause.ROOM)
             return True

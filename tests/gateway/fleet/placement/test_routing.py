@@ -1,4 +1,4 @@
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,6 +34,10 @@ def chosen(rollout: Rollout, replicas: Sequence[View], **others: Any) -> View:
     found = choose(rollout, replicas, **others)
     assert found is not None
     return found[0]
+
+
+def but_the_least(views: Iterable[View]) -> list[View]:
+    return [view for view in views if view.name != "least"]
 
 
 def names(views: Sequence[View]) -> list[str]:
@@ -125,9 +129,9 @@ def test_a_session_goes_to_the_least_loaded_replica_that_admits_it() -> None:
         View("more", load_tokens=9, load_samples=1),
         View("most", load_tokens=10, load_samples=1),
     ]
-    assert chosen(rollout(), replicas, admits=lambda one: one.name != "least") is replicas[1]
-    assert chosen(rollout(), replicas, home=replicas[0], admits=lambda one: one.name != "least") is replicas[1]
-    assert choose(rollout(), replicas, admits=lambda one: False) is None
+    assert chosen(rollout(), replicas, admitting=but_the_least) is replicas[1]
+    assert chosen(rollout(), replicas, home=replicas[0], admitting=but_the_least) is replicas[1]
+    assert choose(rollout(), replicas, admitting=lambda views: []) is None
 
 
 def test_the_fewest_tokens_may_be_on_a_full_replica_and_then_the_next_is_chosen() -> None:
@@ -139,7 +143,7 @@ def test_the_reason_of_a_choice_says_where_kv_decided() -> None:
     least, more = replicas = [View("least"), View("more", load_tokens=9, load_samples=1)]
     turn = replace(rollout(), session="agent")
     assert choose(turn, replicas) == (least, "fewest tokens")
-    assert choose(turn, replicas, admits=lambda one: one is more) == (
+    assert choose(turn, replicas, admitting=but_the_least) == (
         more,
         "fewest tokens of those with KV for its session",
     )

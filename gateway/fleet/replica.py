@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TypeVar
 from weakref import WeakSet
 
@@ -146,24 +146,21 @@ class Replica:
     def holds(self, adapter: Adapter) -> bool:
         return self.adapters.get(adapter.name) is adapter
 
-    @contextmanager
-    def carrying(self, rollout: Rollout) -> Iterator[None]:
+    def carrying(self, rollout: Rollout) -> AbstractContextManager[None]:
         """Release a placed rollout's load at the end of the block."""
-        try:
-            yield
-        except EngineRefused:
-            raise  # nobody has read this prompt
-        except BaseException:
+        return _Carried(self, rollout)
+
+    def release(self, rollout: Rollout, error: BaseException | None) -> None:
+        """Take off a placed rollout's load; the error ended its attempt."""
+        if error is not None and not isinstance(error, EngineRefused):  # else nobody has read this prompt
             self._longest_given_up = max(self._longest_given_up, rollout.prompt_tokens)
-            raise
-        finally:
-            self.load_tokens -= rollout.tokens
-            self.load_samples -= rollout.n
-            self.rank = self.load_tokens * _MOST_PLACED + self.placed
-            self._rollouts.pop(id(rollout), None)
-            if self.load_samples == 0:
-                self._quiet.stop()
-                self.idle.set()
+        self.load_tokens -= rollout.tokens
+        self.load_samples -= rollout.n
+        self.rank = self.load_tokens * _MOST_PLACED + self.placed
+        self._rollouts.pop(id(rollout), None)
+        if self.load_samples == 0:
+            self._quiet.stop()
+            self.idle.set()
 
     def reserve(self, rollout: Rollout) -> None:
         self._quiet.run()
@@ -267,3 +264,18 @@ class Replica:
             self._steady.set()
         if state is ReplicaState.LOST:
             self.drop_calls()
+
+
+class _Carried:
+    """A placed rollout on its replica, until the end of the block."""
+
+    __slots__ = ("_replica", "_rollout")
+
+    def __init__(self, replica: Replica, rollout: Rollout) -> None:
+        self._replica, self._rollout = replica, rollout
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        self._replica.release(self._rollout, error)

@@ -121,7 +121,8 @@ class Lives:
                 attempt.finish(*_failed_end(attempt, error))
                 raise
             finally:
-                span.note(attempt.facts())
+                if span.context:  # else nothing is recorded
+                    span.note(attempt.facts())
 
     def of(self, name: str) -> list[Json]:
         """Return the rollouts of a request by its id, as the client sent it or as a reply has it, oldest first."""

@@ -185,8 +185,7 @@ class Scheduler(AttemptLoop):
             return await waiter.placed
         except BaseException:
             if not waiter.placed.cancel() and not waiter.placed.cancelled() and waiter.placed.exception() is None:
-                with waiter.placed.result().carrying(rollout):
-                    pass  # placed in the very moment the client left: give the place back
+                waiter.placed.result().release(rollout, None)  # placed in the very moment the client left
             line.done(waiter)
             self._pump(rollout.model)
             raise

@@ -9,11 +9,13 @@ class Backoff:
     """Grows with failures in a row; the first failure alone costs no pause, since its prompt may have caused it."""
 
     _last_end = 0.0
+    """Monotonic end of the longest pause of any replica of this process."""
 
     def __init__(self) -> None:
         self._in_row = 0
         self.until = 0.0
-        """Monotonic end of the pause; 0 without a pause since the last success."""
+        """Monotonic end of the pause; 0 without a pause since the last success, as most replicas have it: a placement
+        looks no further at them."""
 
     @classmethod
     def is_any_on(cls) -> bool:

@@ -119,15 +119,7 @@ class Scheduler(AttemptLoop):
             ) from error
 
     def turn(self, rollout: Rollout) -> AbstractContextManager[None]:
-        return self._session_turn(rollout) if rollout.session else _NO_TURN
-
-    @contextmanager
-    def _session_turn(self, rollout: Rollout) -> Iterator[None]:
-        try:
-            with self.sessions.turn(rollout):
-                yield
-        finally:
-            self._pump(rollout.model)
+        return self.sessions.turn(rollout, self._pump) if rollout.session else _NO_TURN
 
     @contextmanager
     def between_attempts(self, rollout: Rollout) -> Iterator[None]:
@@ -367,8 +359,9 @@ class Scheduler(AttemptLoop):
             serving, able = able, [replica for replica in able if is_capable(rollout, replica.info)]
             if len(able) < len(serving) and not self._has_capable(rollout):
                 able = serving
-        ready = [replica for replica in able if not replica.backoff.left_s] if Backoff.is_any_on() else able
-        return fresh_enough(rollout, ready, self._fleet.target_of(rollout.model))
+        if Backoff.is_any_on():
+            able = [replica for replica in able if not (replica.backoff.until and replica.backoff.left_s)]
+        return fresh_enough(rollout, able, self._fleet.target_of(rollout.model))
 
     def _has_capable(self, rollout: Rollout) -> bool:
         ours = (replica for replica in self._fleet.replicas if replica.info.model == rollout.model)

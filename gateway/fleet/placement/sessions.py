@@ -10,7 +10,7 @@ import math
 import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any, Protocol, TypeVar
 
@@ -38,7 +38,6 @@ _SHARE_OF_MEAN = 0.7
 _LEARNED_FROM = 200
 _SOON_S = 0.01
 _FORGOTTEN_AT_ONCE = 16
-_NO_TURN = nullcontext()
 
 
 class Host(ReplicaView, Protocol):
@@ -89,12 +88,9 @@ class Sessions:
         session = self._sessions.get((model, name)) if name else None
         return session.home if session else None
 
-    def turn(self, rollout: Rollout) -> AbstractContextManager[None]:
-        """Keep the session of a rollout at work during the block."""
-        return self._turn(rollout) if rollout.session else _NO_TURN
-
     @contextmanager
-    def _turn(self, rollout: Rollout) -> Iterator[None]:
+    def turn(self, rollout: Rollout, ended: Callable[[str], None]) -> Iterator[None]:
+        """Keep the session of a rollout at work during the block. `ended` gets its model after it."""
         session = self._of(rollout)
         if session.context and not session.at_work and not rollout.goes_on:  # a rest has no tool before it
             self._gaps[rollout.model].add(min(time.monotonic() - session.quiet_since, self._idle_s))
@@ -111,6 +107,7 @@ class Sessions:
                 session.residents.rest(session)
             if session.is_over:
                 self._end((rollout.model, rollout.session))
+            ended(rollout.model)
 
     def is_outside(self, rollout: Rollout) -> bool:
         """True for a turn whose session no replica holds, and which has to be admitted. The rest of a rollout was."""

@@ -11,6 +11,7 @@ class Look:
 
     `able` are those that may take a rollout. `reserved` wait for one that needs more room, and take no other. `awaited`
     are those whose sessions hold the KV for which a session waits: no session behind it takes the KV that becomes free.
+    `least` are the samples for which open replicas have room.
     """
 
     def __init__(self) -> None:
@@ -18,19 +19,19 @@ class Look:
         self.reserved: set[Replica] = set()
         self.awaited: set[Replica] = set()
         self._open: dict[Queue, list[Replica]] = {}
-        self._least = 1
+        self.least = 1
 
     def need(self, samples: int) -> None:
         """Close the replicas without room for so many samples, which are no fewer than before."""
-        if samples != self._least:
-            self._least = samples
+        if samples != self.least:
+            self.least = samples
             self._open = {queue: list(filter(self._is_open, open_)) for queue, open_ in self._open.items()}
 
     def open_for(self, queue: Queue) -> list[Replica]:
         """Return the replicas with room that may take a rollout."""
         open_ = self._open.get(queue)
         if open_ is None:
-            least, reserved = self._least, self.reserved
+            least, reserved = self.least, self.reserved
             open_ = self._open[queue] = [
                 one
                 for one in self.able[queue]
@@ -50,5 +51,5 @@ class Look:
                     open_.remove(replica)
 
     def _is_open(self, replica: Replica) -> bool:
-        has_room = not replica.load_samples or replica.load_samples + self._least <= replica.max_samples
+        has_room = not replica.load_samples or replica.load_samples + self.least <= replica.max_samples
         return has_room and replica not in self.reserved

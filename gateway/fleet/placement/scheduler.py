@@ -332,7 +332,8 @@ class Scheduler(AttemptLoop):
         admitting = self.sessions.admission(rollout)
         chosen = self._chosen(rollout, free, admitting)
         if chosen is None:
-            later = [one for one in free if not has_room(rollout, one)]  # KV is short on those with room
+            # KV is short on those with room.
+            later = [one for one in free if not has_room(rollout, one)] if rollout.n > look.least else []
             later = later if admitting is None else admitting(later)
             home = self.sessions.holder(rollout, wanted)  # without room: it waits there
             if fit and not later and home is None:

@@ -4,7 +4,7 @@ import asyncio
 import heapq
 import math
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -53,7 +53,7 @@ class Waiter:
     """Monotonic."""
     before: Mapping[Cause, float]
     """The waits of its demand when it came."""
-    waited: defaultdict[Cause, float] = field(default_factory=lambda: defaultdict(float))
+    waited: dict[Cause, float] = field(default_factory=dict)
     """Its seconds in line by cause, once it has left, or has got another demand."""
     kept: Replica | None = None
     """The replica that was reserved for it at the last look."""
@@ -174,8 +174,9 @@ class WaitingLine:
 
     @staticmethod
     def _count(waiter: Waiter) -> None:
+        waited, before = waiter.waited, waiter.before
         for cause, seconds in waiter.queue.waits.read().items():
-            waiter.waited[cause] += seconds - waiter.before.get(cause, 0.0)
+            waited[cause] = waited.get(cause, 0.0) + seconds - before.get(cause, 0.0)
 
     def in_turn(self) -> Generator[Waiter, bool]:
         """Waiters of all demands in the order of their turns. Send True for a demand that nobody can serve now."""

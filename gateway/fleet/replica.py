@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TypeVar
 from weakref import WeakSet
 
@@ -24,6 +24,7 @@ T = TypeVar("T")
 # Samples in flight for each sequence that an engine runs at once: enough that its queue never runs dry, few enough that
 # the last rollouts of a batch go to a free replica.
 _OVERCOMMIT = 2
+_MOST_PLACED = 1 << 40
 _NOT_THERE = (ReplicaState.STARTING, ReplicaState.DRAINING, ReplicaState.SUSPECT, ReplicaState.LOST)
 
 
@@ -35,7 +36,8 @@ class Replica:
     be there and must not be used. `transport` is its engine's transfer backend, once known. `cuts_off` is True while an
     update ends all rollouts in flight. `is_stalled` is True while its tokens stand still, `is_gone` once a probe found
     nothing on its port. `answered_at` is the monotonic time of its last good probe or token.
-    `changes` tells those who keep a copy of it what happens to it.
+    `changes` tells those who keep a copy of it what happens to it. `rank` orders replicas by their tokens in flight,
+    equal ones by the samples that were placed on them.
     """
 
     def __init__(self, info: ReplicaInfo, engine: Engine, *, frozen: bool, changes: Changes | None = None) -> None:
@@ -54,6 +56,7 @@ class Replica:
         self.load_samples = 0
         self.max_samples = _OVERCOMMIT * info.max_num_seqs
         self.placed = 0
+        self.rank = 0
         self.idle = asyncio.Event()
         self.idle.set()
         self.listed = True
@@ -143,23 +146,21 @@ class Replica:
     def holds(self, adapter: Adapter) -> bool:
         return self.adapters.get(adapter.name) is adapter
 
-    @contextmanager
-    def carrying(self, rollout: Rollout) -> Iterator[None]:
+    def carrying(self, rollout: Rollout) -> AbstractContextManager[None]:
         """Release a placed rollout's load at the end of the block."""
-        try:
-            yield
-        except EngineRefused:
-            raise  # nobody has read this prompt
-        except BaseException:
+        return _Carried(self, rollout)
+
+    def release(self, rollout: Rollout, error: BaseException | None) -> None:
+        """Take off a placed rollout's load; the error ended its attempt."""
+        if error is not None and not isinstance(error, EngineRefused):  # else nobody has read this prompt
             self._longest_given_up = max(self._longest_given_up, rollout.prompt_tokens)
-            raise
-        finally:
-            self.load_tokens -= rollout.tokens
-            self.load_samples -= rollout.n
-            self._rollouts.pop(id(rollout), None)
-            if self.load_samples == 0:
-                self._quiet.stop()
-                self.idle.set()
+        self.load_tokens -= rollout.tokens
+        self.load_samples -= rollout.n
+        self.rank = self.load_tokens * _MOST_PLACED + self.placed
+        self._rollouts.pop(id(rollout), None)
+        if self.load_samples == 0:
+            self._quiet.stop()
+            self.idle.set()
 
     def reserve(self, rollout: Rollout) -> None:
         self._quiet.run()
@@ -167,6 +168,7 @@ class Replica:
         self.load_tokens += rollout.tokens
         self.load_samples += rollout.n
         self.placed += rollout.n
+        self.rank = self.load_tokens * _MOST_PLACED + self.placed
         self.idle.clear()
 
     def take_off(self) -> Flight:
@@ -262,3 +264,18 @@ class Replica:
             self._steady.set()
         if state is ReplicaState.LOST:
             self.drop_calls()
+
+
+class _Carried:
+    """A placed rollout on its replica, until the end of the block."""
+
+    __slots__ = ("_replica", "_rollout")
+
+    def __init__(self, replica: Replica, rollout: Rollout) -> None:
+        self._replica, self._rollout = replica, rollout
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        self._replica.release(self._rollout, error)

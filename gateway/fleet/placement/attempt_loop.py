@@ -16,6 +16,7 @@ from gateway.fleet.replica import Replica
 
 T = TypeVar("T")
 
+_NO_ADAPTER = nullcontext()
 _STARVED_S = 0.2
 # Engines that die at once are all known to be dead after this time, and a prompt does not meet two of them.
 _AFTER_DEATH_S = 1.0
@@ -24,7 +25,7 @@ _AFTER_DEATH_S = 1.0
 def using(rollout: Rollout) -> AbstractContextManager[None]:
     """Keeps the adapter of a rollout loaded, if it has one."""
     if rollout.adapter is None:
-        return nullcontext()
+        return _NO_ADAPTER
     return rollout.adapter.used(rollout.request_id, goes_on=rollout.goes_on)
 
 

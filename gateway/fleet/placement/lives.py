@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -83,7 +83,7 @@ class Life:
 
     rollout: Rollout
     traceparent: str | None
-    attempts: deque[Attempt] = field(default_factory=lambda: deque(maxlen=_ATTEMPTS_KEPT))
+    attempts: list[Attempt] = field(default_factory=list)
 
     def report(self) -> Json:
         rollout = self.rollout
@@ -110,13 +110,19 @@ class Lives:
     def attempt(self, rollout: Rollout) -> Iterator[Attempt]:
         """Record an attempt: the wait for a replica and the work there are the block."""
         attempt = Attempt(time.time())
-        self._life_of(rollout).attempts.append(attempt)
+        attempts = self._life_of(rollout).attempts
+        attempts.append(attempt)
+        del attempts[:-_ATTEMPTS_KEPT]
         with tracing.span("attempt", _facts_of(rollout)) as span:
             try:
-                with _end_noted(attempt):
-                    yield attempt
+                yield attempt
+                attempt.finish("cut off" if attempt.replica and attempt.replica.cuts_off else "answered")
+            except BaseException as error:
+                attempt.finish(*_failed_end(attempt, error))
+                raise
             finally:
-                span.note(attempt.facts())
+                if span.context:  # else nothing is recorded
+                    span.note(attempt.facts())
 
     def of(self, name: str) -> list[Json]:
         """Return the rollouts of a request by its id, as the client sent it or as a reply has it, oldest first."""
@@ -153,28 +159,18 @@ class Lives:
         return life
 
 
-@contextmanager
-def _end_noted(attempt: Attempt) -> Iterator[None]:
-    """Note how the block ended."""
-    try:
-        yield
-    except EngineError as error:
+def _failed_end(attempt: Attempt, error: BaseException) -> tuple[str, str]:
+    """The end of an attempt that an error ended, and what is told of the error."""
+    if isinstance(error, EngineError):
         cuts_off = attempt.replica is not None and attempt.replica.cuts_off
-        attempt.finish(end_of(error, cuts_off=cuts_off), str(error))
-        raise
-    except DeadlineExceeded as error:
-        attempt.finish("expired", str(error))
-        raise
-    except Withdrawn as error:
-        attempt.finish("aborted", str(error))
-        raise
-    except (asyncio.CancelledError, GeneratorExit):
-        attempt.finish("given up by the client")
-        raise
-    except BaseException as error:
-        attempt.finish("failed", repr(error))
-        raise
-    attempt.finish("cut off" if attempt.replica and attempt.replica.cuts_off else "answered")
+        return end_of(error, cuts_off=cuts_off), str(error)
+    if isinstance(error, DeadlineExceeded):
+        return "expired", str(error)
+    if isinstance(error, Withdrawn):
+        return "aborted", str(error)
+    if isinstance(error, asyncio.CancelledError | GeneratorExit):
+        return "given up by the client", ""
+    return "failed", repr(error)
 
 
 def _facts_of(rollout: Rollout) -> tracing.Attributes:

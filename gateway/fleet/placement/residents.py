@@ -59,7 +59,8 @@ class Residents:
         use, or quiet since `ended` (monotonic) or longer."""
         if version != self._version:
             self._version, ended = version, math.inf
-        self.let_idle_go(ended)
+        if self._idle:
+            self.let_idle_go(ended)
 
     def let_idle_go(self, ended: float = math.inf) -> None:
         """Let sessions go that have waited for their tools since `ended` (monotonic) or longer."""

@@ -1,7 +1,7 @@
 """Picks the replica that takes a rollout: a pure choice over views of the replicas."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
@@ -12,6 +12,7 @@ from gateway.fleet.placement.attempts import Attempts
 # `max_samples` is twice what an engine runs at once: a quarter of it is half of its batch.
 _LIGHT_SHARE = 0.25
 _OVERLOADED_SHARES = 1.5
+_HOME = "home of its session"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +73,9 @@ class ReplicaView(Protocol):
     @property
     def max_samples(self) -> int: ...
     @property
-    def placed(self) -> int: ...
+    def rank(self) -> int:
+        """Order of the choice, lower is earlier: by `load_tokens`, of equal ones by placements."""
+
     @property
     def weight_version(self) -> int | None: ...
 
@@ -99,21 +102,23 @@ def choose(
     rollout: Rollout,
     replicas: Sequence[View],
     home: View | None = None,
-    admits: Callable[[View], bool] | None = None,
-) -> View | None:
-    """The replica with the fewest tokens in flight, or None if all are full.
+    admitting: Callable[[Iterable[View]], Sequence[View]] | None = None,
+) -> tuple[View, str] | None:
+    """The replica with the fewest tokens in flight, and the reason for it, or None if all are full.
 
     Groups stay whole, since their samples share the prompt's KV. Ties go to the replica with the fewest placements: a
     trainer's batch arrives when all loads are zero, and always taking the first would fill one replica first.
     `home` is the replica that holds the prefix of the rollout's session; it is taken unless it is overloaded.
-    `admits` is True for replicas with KV for the rollout's session; None where none is needed.
+    `admitting` leaves the replicas with KV for the rollout's session; None where none is needed.
     """
-    if home is not None and _is_kept(home, rollout, replicas) and (admits is None or admits(home)):
-        return home
-    found = _least_loaded(rollout, replicas)
-    if admits is None or found is None or admits(found):
-        return found
-    return _least_loaded(rollout, [replica for replica in replicas if admits(replica)])
+    if home is not None and _is_kept(home, rollout, replicas) and (admitting is None or admitting((home,))):
+        return home, _HOME
+    least = chosen = _least_loaded(rollout, replicas)
+    if admitting is not None and least is not None and not admitting((least,)):
+        chosen = _least_loaded(rollout, admitting(replicas))
+    if least is None or chosen is None:
+        return None
+    return chosen, _why(chosen, least, replicas, home)
 
 
 def _is_kept(home: View, rollout: Rollout, replicas: Sequence[View]) -> bool:
@@ -121,39 +126,40 @@ def _is_kept(home: View, rollout: Rollout, replicas: Sequence[View]) -> bool:
     if home not in replicas or not has_room(rollout, home):
         return False
     # A few samples more cost a decoding engine next to nothing, so one with little to do is never overloaded.
-    return is_light(home) or not is_overloaded(home, _with_room(rollout, replicas))
+    return is_light(home) or not _is_overloaded(home, rollout, replicas)
 
 
-def _with_room(rollout: Rollout, replicas: Sequence[View]) -> list[View]:
+def _is_overloaded(home: View, rollout: Rollout, replicas: Sequence[View]) -> bool:
+    """True if a session's next turn is better read again elsewhere than queued where its prefix is: its home has
+    clearly more than its share of the tokens in flight on replicas with room for the turn."""
     n = rollout.n
-    return [one for one in replicas if not one.load_samples or one.load_samples + n <= one.max_samples]  # `has_room`
+    loads = [
+        one.load_tokens for one in replicas if not one.load_samples or one.load_samples + n <= one.max_samples
+    ]  # `has_room`
+    return home.load_tokens > _OVERLOADED_SHARES * (sum(loads) / len(loads))
 
 
 def _least_loaded(rollout: Rollout, replicas: Sequence[View]) -> View | None:
-    """The choice among replicas. A look at each is most of a placement's time on a large fleet, so there are few."""
-    n, least = rollout.n, min([one.load_tokens for one in replicas], default=0)
-    found = [
-        one
-        for one in replicas
-        if one.load_tokens == least and (not one.load_samples or one.load_samples + n <= one.max_samples)
-    ]
-    if not found:  # the fewest tokens may be those of many short samples
-        able = _with_room(rollout, replicas)
-        return _least_loaded(rollout, able) if able else None
-    fewest = min([one.placed for one in found])
-    return next(one for one in found if one.placed == fewest)
+    """The choice among replicas. A look at each is most of a placement's time on a large fleet, so there is one."""
+    if not replicas:
+        return None
+    ranks = [one.rank for one in replicas]
+    least = replicas[ranks.index(min(ranks))]
+    if has_room(rollout, least):
+        return least
+    # The fewest tokens may be those of many short samples.
+    return _least_loaded(rollout, [one for one in replicas if has_room(rollout, one)])
 
 
-def why_chosen(rollout: Rollout, chosen: View, replicas: Sequence[View], home: View | None = None) -> str:
-    """The reason for which `choose` took a replica."""
+def _why(chosen: View, least: View, replicas: Sequence[View], home: View | None) -> str:
+    """The reason for which `choose` took a replica; `least` is the one that it takes where KV does not count."""
     if chosen is home:
-        return "home of its session"
+        return _HOME
     if not any(one.load_samples < one.max_samples for one in replicas if one is not chosen):
         return "the only one with room"
     if home is not None:
         return "fewest tokens: its session's home is overloaded or has no room"
-    least = chosen.load_tokens
-    if rollout.session and any(one.load_tokens < least and has_room(rollout, one) for one in replicas):
+    if least.load_tokens < chosen.load_tokens:
         return "fewest tokens of those with KV for its session"
     return "fewest tokens"
 
@@ -166,10 +172,3 @@ def has_room(rollout: Rollout, replica: ReplicaView) -> bool:
 def is_light(replica: ReplicaView) -> bool:
     """True for a replica with so little to do that a few samples more cost it next to nothing."""
     return replica.load_samples < _LIGHT_SHARE * replica.max_samples
-
-
-def is_overloaded(home: ReplicaView, able: Sequence[ReplicaView]) -> bool:
-    """True if a session's next turn is better read again elsewhere than queued where its prefix is: its home has
-    clearly more than its share of the tokens in flight on replicas that are `able` to take the turn."""
-    share = sum([replica.load_tokens for replica in able]) / len(able)
-    return home.load_tokens > _OVERLOADED_SHARES * share

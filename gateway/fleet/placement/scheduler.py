@@ -9,7 +9,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
 
 import structlog
 
@@ -20,15 +20,19 @@ from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics
 from gateway.fleet.placement.attempt_loop import AttemptLoop
 from gateway.fleet.placement.attempts import End
+from gateway.fleet.placement.backoff import Backoff
 from gateway.fleet.placement.lengths import Lengths
 from gateway.fleet.placement.lives import Attempt, Lives
-from gateway.fleet.placement.routing import Rollout, choose, fresh_enough, is_capable, why_chosen
+from gateway.fleet.placement.look import Look
+from gateway.fleet.placement.routing import Rollout, choose, fresh_enough, has_room, is_capable
 from gateway.fleet.placement.sessions import Sessions
-from gateway.fleet.placement.waiting import Demand, Waiter, WaitingLine
+from gateway.fleet.placement.waiting import Queue, Waiter, WaitingLine
 from gateway.fleet.placement.waits import Cause
 from gateway.fleet.replica import Replica
 
 log = structlog.get_logger()
+
+_NO_TURN = nullcontext()
 
 
 def _withdrawn(rollout: Rollout) -> Withdrawn:
@@ -50,6 +54,7 @@ class Scheduler(AttemptLoop):
         self._closed_for: set[str] = set()
         self.sessions = Sessions(config.session_kv_share, config.session_idle_s)
         self._looks: dict[str, asyncio.TimerHandle] = {}
+        self._patience: dict[str, asyncio.TimerHandle] = {}
         self._to_look_at: set[str] = set()
         self.lengths = Lengths()
         self.lives = Lives()
@@ -82,8 +87,7 @@ class Scheduler(AttemptLoop):
         for line in self._lines.values():
             for waiter in line.waiters():
                 if picks(waiter.rollout):
-                    waiter.placed.set_exception(_withdrawn(waiter.rollout))
-                    line.done(waiter)
+                    self._end(waiter, line, _withdrawn(waiter.rollout))
 
     def withdraw_policy(self) -> None:
         """End the policy's rollouts that no replica has, as `withdraw` does."""
@@ -114,14 +118,8 @@ class Scheduler(AttemptLoop):
                 "pause with mode=keep or mode=abort before the update"
             ) from error
 
-    @contextmanager
-    def turn(self, rollout: Rollout) -> Iterator[None]:
-        try:
-            with self.sessions.turn(rollout):
-                yield
-        finally:
-            if rollout.session:
-                self._pump(rollout.model)
+    def turn(self, rollout: Rollout) -> AbstractContextManager[None]:
+        return self.sessions.turn(rollout, self._pump) if rollout.session else _NO_TURN
 
     @contextmanager
     def between_attempts(self, rollout: Rollout) -> Iterator[None]:
@@ -163,7 +161,7 @@ class Scheduler(AttemptLoop):
                 self._pump(rollout.model)
 
     async def _place(self, rollout: Rollout, attempt: Attempt) -> Replica:
-        line, began = self._lines[rollout.model], time.monotonic()
+        line = self._lines[rollout.model]
         if not len(line) and (chosen := self._free_for(rollout)) is not None:
             self._metrics.queue_seconds.labels(rollout.model).observe(0.0)
             replica, attempt.why = chosen
@@ -173,28 +171,50 @@ class Scheduler(AttemptLoop):
         lacks_kv = is_outside and (line.is_short_of_kv or not self._is_admitted(rollout))
         waiter = line.add(rollout, is_outside=is_outside, has_begun=lacks_kv and self.sessions.has_begun(rollout))
         self._pump(rollout.model)
+        if rollout.model not in self._patience:
+            self._be_patient(rollout.model, self._config.queue_timeout_s)
         try:
-            while not waiter.placed.done():
-                left_s = self._config.queue_timeout_s - line.quiet_s(waiter, began)
-                if left_s <= 0:  # all replicas are looked at where it matters alone
-                    left_s = self._config.queue_timeout_s - self._quiet_s(rollout)
-                if left_s <= 0:
-                    raise DeadlineExceeded(self._why_not_placed(rollout))
-                await asyncio.wait([waiter.placed], timeout=left_s)
-                if not waiter.placed.done() and waiter.demand.is_outside:
-                    self._look_at_line(rollout.model)  # notes whether it still waits for KV
-            return waiter.placed.result()
+            return await waiter.placed
         except BaseException:
-            if waiter.placed.done() and waiter.placed.exception() is None:
-                with waiter.placed.result().carrying(rollout):
-                    pass  # placed in the very moment the client left: give the place back
-            waiter.placed.cancel()
+            if not waiter.placed.cancel() and not waiter.placed.cancelled() and waiter.placed.exception() is None:
+                waiter.placed.result().release(rollout, None)  # placed in the very moment the client left
             line.done(waiter)
             self._pump(rollout.model)
             raise
         finally:
             attempt.why, attempt.waited = waiter.why, waiter.waited
-            self._metrics.queue_seconds.labels(rollout.model).observe(time.monotonic() - began)
+            self._metrics.queue_seconds.labels(rollout.model).observe(time.monotonic() - waiter.began)
+
+    def _be_patient(self, model: str, seconds: float) -> None:
+        self._patience[model] = asyncio.get_running_loop().call_later(seconds, self._check_patience, model)
+
+    def _check_patience(self, model: str) -> None:
+        """Fail the rollouts in line that have waited for too long, and come back when the next may have."""
+        del self._patience[model]
+        line, most_s = self._lines[model], self._config.queue_timeout_s
+        if any(waiter.is_outside and waiter.quiet_s >= most_s for waiter in line.waiters()):
+            self._look_at_line(model)  # notes whether they still wait for KV
+        replicas_quiet_s: dict[Queue, float] = {}
+        soonest_s = math.inf
+        for waiter in line.waiters():
+            left_s, queue = most_s - waiter.quiet_s, waiter.queue
+            if left_s <= 0:  # all replicas are looked at where it matters alone
+                if queue not in replicas_quiet_s:
+                    replicas_quiet_s[queue] = self._quiet_s(waiter.rollout)
+                left_s = most_s - replicas_quiet_s[queue]
+            if left_s <= 0:
+                self._end(waiter, line, DeadlineExceeded(self._why_not_placed(waiter.rollout)))
+            else:
+                soonest_s = min(soonest_s, left_s)
+        if soonest_s < math.inf:
+            self._be_patient(model, soonest_s)
+
+    @staticmethod
+    def _end(waiter: Waiter, line: WaitingLine, error: Exception) -> None:
+        """End a wait; one whose client has left ends by itself."""
+        if not waiter.placed.done():
+            waiter.placed.set_exception(error)
+            line.done(waiter)
 
     def _quiet_s(self, rollout: Rollout) -> float:
         """Seconds since a replica that may take the rollout has made tokens; infinite where none is at work."""
@@ -224,28 +244,22 @@ class Scheduler(AttemptLoop):
         if self._is_closed(model):
             line.lack_gate()
             return
-        able: dict[Demand, Sequence[Replica]] = {}
-        reserved: set[Replica] = set()
-        awaited: set[Replica] = set()  # by a session for KV: no session behind it takes the KV that becomes free
-        turns = line.in_turn()
+        look, turns = Look(), line.in_turn()
         waiter = next(turns, None)
         while waiter is not None:
-            demand = waiter.demand
-            if demand not in able:
-                able[demand] = self._able(waiter.rollout)
-            least = line.least_samples if reserved else 1
-            open_ = [
-                one
-                for one in able[demand]
-                if (not one.load_samples or one.load_samples + least <= one.max_samples) and one not in reserved
-            ]
+            queue = waiter.queue
+            if queue not in look.able:
+                look.able[queue] = self._able(waiter.rollout)
+            if look.reserved:
+                look.need(line.least_samples)
+            open_ = look.open_for(queue)
             is_skipped = not open_
             if not open_:
-                line.lacks(demand, self._lack_of(waiter.rollout, able[demand]))
-            elif not self._place_on(open_, able[demand], waiter, line, reserved, awaited):
+                queue.waits.lack(self._lack_of(waiter.rollout, look.able[queue]))
+            elif not self._place_on(open_, waiter, line, look):
                 self._hold(waiter, open_, line)
-                awaited.update(open_)
-                is_skipped = waiter.demand is demand  # else it alone has left those that wait for a replica
+                look.awaited.update(open_)
+                is_skipped = waiter.queue is queue  # else it alone has left those that wait for a replica
             try:
                 waiter = turns.send(is_skipped)
             except StopIteration:
@@ -283,23 +297,24 @@ class Scheduler(AttemptLoop):
         self._looks[model] = loop.call_later(seconds, self._pump, model)
 
     def _chosen(
-        self, rollout: Rollout, able: Sequence[Replica], admits: Callable[[Replica], bool] | None
+        self,
+        rollout: Rollout,
+        able: Sequence[Replica],
+        admitting: Callable[[Iterable[Replica]], Sequence[Replica]] | None,
     ) -> tuple[Replica, str] | None:
         """Place a rollout on one of the replicas, if it fits there."""
         name = self.sessions.home(rollout.model, rollout.session)
         home = self._fleet.find(name) if name else None
-        replica = choose(rollout, able, home, admits)
-        if replica is None:
-            return None
-        why = why_chosen(rollout, replica, able, home)
-        self.sessions.settle(rollout, replica)
-        replica.reserve(rollout)
-        return replica, why
+        chosen = choose(rollout, able, home, admitting)
+        if chosen is not None:
+            self.sessions.settle(rollout, chosen[0])
+            chosen[0].reserve(rollout)
+        return chosen
 
     def _is_admitted(self, rollout: Rollout) -> bool:
         """True where KV does not hold a rollout back."""
-        admits = self.sessions.admission(rollout)
-        return admits is None or any(map(admits, self._able(rollout)))
+        admitting = self.sessions.admission(rollout)
+        return admitting is None or any(admitting((one,)) for one in self._able(rollout))
 
     @staticmethod
     def _wanted(rollout: Rollout, able: Sequence[Replica]) -> Sequence[Replica]:
@@ -307,32 +322,28 @@ class Scheduler(AttemptLoop):
         avoid = rollout.attempts.avoid
         return ([one for one in able if one.replica_id not in avoid] or able) if avoid else able
 
-    def _place_on(
-        self,
-        open_: Sequence[Replica],
-        able: Sequence[Replica],
-        waiter: Waiter,
-        line: WaitingLine,
-        reserved: set[Replica],
-        awaited: set[Replica],
-    ) -> bool:
+    def _place_on(self, open_: Sequence[Replica], waiter: Waiter, line: WaitingLine, look: Look) -> bool:
         """Place a rollout on one of the replicas with room, or reserve one of those that it could go to. False where it
         waits for KV."""
-        rollout, wanted = waiter.rollout, self._wanted(waiter.rollout, able)
+        rollout, able = waiter.rollout, look.able[waiter.queue]
+        wanted = self._wanted(rollout, able)
         fit = open_ if wanted is able else [one for one in open_ if one in wanted]
-        free = [one for one in fit if one not in awaited] if waiter.demand.is_outside else fit
-        admits = self.sessions.admission(rollout)
-        chosen = self._chosen(rollout, free, admits)
+        free = [one for one in fit if one not in look.awaited] if waiter.is_outside and look.awaited else fit
+        admitting = self.sessions.admission(rollout)
+        chosen = self._chosen(rollout, free, admitting)
         if chosen is None:
-            admitting = free if admits is None else list(filter(admits, free))
+            # KV is short on those with room.
+            later = [one for one in free if not has_room(rollout, one)] if rollout.n > look.least else []
+            later = later if admitting is None else admitting(later)
             home = self.sessions.holder(rollout, wanted)  # without room: it waits there
-            if fit and not admitting and home is None:
+            if fit and not later and home is None:
                 return False
-            waiter.kept = min(admitting or ([home] if home else wanted), key=lambda one: one.load_samples)
-            reserved.add(waiter.kept)
-            line.lacks(waiter.demand, Cause.ROOM)
+            waiter.kept = min(later or ([home] if home else wanted), key=lambda one: one.load_samples)
+            look.reserve(waiter.kept)
+            waiter.queue.waits.lack(Cause.ROOM)
             return True
         replica, why = chosen
+        look.took(replica)
         waiter.why = "reserved for it until it had room" if replica is waiter.kept else why
         line.moved(waiter)
         line.done(waiter)
@@ -349,8 +360,9 @@ class Scheduler(AttemptLoop):
             serving, able = able, [replica for replica in able if is_capable(rollout, replica.info)]
             if len(able) < len(serving) and not self._has_capable(rollout):
                 able = serving
-        ready = [replica for replica in able if not (replica.backoff.until and replica.backoff.left_s)]
-        return fresh_enough(rollout, ready, self._fleet.target_of(rollout.model))
+        if Backoff.is_any_on():
+            able = [replica for replica in able if not (replica.backoff.until and replica.backoff.left_s)]
+        return fresh_enough(rollout, able, self._fleet.target_of(rollout.model))
 
     def _has_capable(self, rollout: Rollout) -> bool:
         ours = (replica for replica in self._fleet.replicas if replica.info.model == rollout.model)

@@ -10,7 +10,7 @@ import math
 import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any, Protocol, TypeVar
 
@@ -38,7 +38,6 @@ _SHARE_OF_MEAN = 0.7
 _LEARNED_FROM = 200
 _SOON_S = 0.01
 _FORGOTTEN_AT_ONCE = 16
-_NO_TURN = nullcontext()
 
 
 class Host(ReplicaView, Protocol):
@@ -89,12 +88,9 @@ class Sessions:
         session = self._sessions.get((model, name)) if name else None
         return session.home if session else None
 
-    def turn(self, rollout: Rollout) -> AbstractContextManager[None]:
-        """Keep the session of a rollout at work during the block."""
-        return self._turn(rollout) if rollout.session else _NO_TURN
-
     @contextmanager
-    def _turn(self, rollout: Rollout) -> Iterator[None]:
+    def turn(self, rollout: Rollout, ended: Callable[[str], None]) -> Iterator[None]:
+        """Keep the session of a rollout at work during the block. `ended` gets its model after it."""
         session = self._of(rollout)
         if session.context and not session.at_work and not rollout.goes_on:  # a rest has no tool before it
             self._gaps[rollout.model].add(min(time.monotonic() - session.quiet_since, self._idle_s))
@@ -111,6 +107,7 @@ class Sessions:
                 session.residents.rest(session)
             if session.is_over:
                 self._end((rollout.model, rollout.session))
+            ended(rollout.model)
 
     def is_outside(self, rollout: Rollout) -> bool:
         """True for a turn whose session no replica holds, and which has to be admitted. The rest of a rollout was."""
@@ -122,45 +119,32 @@ class Sessions:
         """True for a turn after a session's first."""
         return bool(self._of(rollout).context)
 
-    def admission(self, rollout: Rollout) -> Callable[[Host], bool] | None:
-        """A test of a replica: True where it holds the session of a rollout, or may hold it; None if each may.
-
-        Good for one look at replicas: it remembers its answers.
-        """
+    def admission(self, rollout: Rollout) -> Callable[[Iterable[H]], list[H]] | None:
+        """A filter of replicas: those that hold the session of a rollout, or may hold it; None if each may."""
         if self._share is None or not rollout.session or rollout.goes_on:
             return None
-        session = self._of(rollout)
+        session, share = self._of(rollout), self._share
         needed, ended = self._needed(session, rollout), time.monotonic() - self._patience_s(rollout.model)
-        cost = self._cost_of_eviction(rollout.model)
-        answers: dict[Residents, bool] = {}
+        cost, held_by = self._cost_of_eviction(rollout.model), session.residents
 
-        def admits(host: Host) -> bool:
-            if host.residents not in answers:
-                answers[host.residents] = self._admits(host, session, needed, ended, cost)
-            return answers[host.residents]
+        def admitting(hosts: Iterable[H]) -> list[H]:
+            return [
+                host
+                for host in hosts
+                if (residents := host.residents) is held_by
+                or residents.capacity is None
+                or residents.tokens + needed <= share * residents.capacity
+                or not residents.tokens  # a session that fits nowhere runs alone
+                or not host.load_samples
+                or _gains(host, share * residents.capacity - needed, ended, cost)
+            ]
 
-        return admits
+        return admitting
 
     def _cost_of_eviction(self, model: str) -> float:
         """Tokens that are read again for each token of a turn admitted without room; 0 before they are known."""
         context, reply = self._contexts[model].value or 0.0, self._replies[model].value or 0.0
         return _READ_AGAIN * context / max(1.0, reply)
-
-    def _admits(self, host: Host, session: Session, needed: int, ended: float, cost: float) -> bool:
-        """True where a session has room, and where it gains more than it costs without.
-
-        A sample more takes part in steps that are made in any case, instead of in steps of its own: with `n` samples it
-        gains a step for each `n` of its tokens. An evicted context costs the time to read it again.
-        """
-        residents = host.residents
-        if residents.capacity is None or session.residents is residents:
-            return True
-        assert self._share is not None
-        left = max(0.0, self._share * residents.capacity - needed)  # a session that fits nowhere runs alone
-        if residents.tokens <= left or not host.load_samples:
-            return True
-        residents.look(host.weight_version, ended)
-        return residents.tokens <= left or cost < residents.pace.step_tokens / host.load_samples
 
     def holder(self, rollout: Rollout, hosts: Iterable[H]) -> H | None:
         """The replica that holds the session of a rollout."""
@@ -208,7 +192,8 @@ class Sessions:
 
     def next_end_s(self, model: str, hosts: Iterable[Host]) -> float:
         """Seconds until one of the sessions that these replicas hold has been idle for too long; infinite for none."""
-        idle, idle_s = (host.residents.longest_idle for host in hosts), self._patience_s(model)
+        idle = [host.residents.longest_idle for host in hosts if host.residents.idle_tokens]
+        idle_s = self._patience_s(model)
         ends = [session.quiet_since + idle_s for session in idle if session is not None]
         return max(_SOON_S, min(ends, default=math.inf) - time.monotonic())
 
@@ -250,6 +235,17 @@ class Sessions:
         del self._sessions[key]
         if session.residents is not None:
             session.residents.let_go(session)
+
+
+def _gains(host: Host, left: float, ended: float, cost: float) -> bool:
+    """True where a session has room once others have gone, or gains more than it costs without.
+
+    A sample more takes part in steps that are made in any case, instead of in steps of its own: with `n` samples it
+    gains a step for each `n` of its tokens. An evicted context costs the time to read it again.
+    """
+    residents = host.residents
+    residents.look(host.weight_version, ended)
+    return residents.tokens <= max(0.0, left) or cost < residents.pace.step_tokens / host.load_samples
 
 
 def session_key(client: str, name: str) -> str:

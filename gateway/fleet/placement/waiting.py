@@ -2,10 +2,12 @@
 
 import asyncio
 import heapq
+import math
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Generator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from gateway.fleet.adapters import Adapter
 from gateway.fleet.placement.routing import Rollout
@@ -16,8 +18,7 @@ Order = tuple[int, int, int, float, int]
 _FORGET_ABOVE = 10_000
 
 
-@dataclass(frozen=True, slots=True)
-class Demand:
+class Demand(NamedTuple):
     """A rollout's requirements on replicas; rollouts of equal demand can go to the same replicas."""
 
     adapter: Adapter | None
@@ -28,16 +29,16 @@ class Demand:
     is_outside: bool = False
     """True for turns of sessions that no replica holds, which wait for KV."""
 
-    @classmethod
-    def of(cls, rollout: Rollout, *, is_outside: bool) -> "Demand":
-        return cls(
-            rollout.adapter,
-            rollout.min_version,
-            rollout.max_staleness,
-            rollout.needs_ids,
-            rollout.needs_route,
-            is_outside,
-        )
+
+@dataclass(eq=False, slots=True)
+class Queue:
+    """The rollouts in line of one demand. `moved_at` is the monotonic time of the last placement."""
+
+    demand: Demand
+    entries: list[tuple[Order, "Waiter"]] = field(default_factory=list)
+    """A heap. No two orders are equal, so waiters are never compared."""
+    waits: Waits = field(default_factory=Waits)
+    moved_at: float = -math.inf
 
 
 @dataclass(eq=False, slots=True)
@@ -46,20 +47,29 @@ class Waiter:
     the longest, where a rollout of unknown length is as long as any."""
 
     rollout: Rollout
-    demand: Demand
+    queue: Queue
     order: Order
-    before: Mapping[Cause, float] = field(default_factory=dict)
+    began: float
+    """Monotonic."""
+    before: Mapping[Cause, float]
     """The waits of its demand when it came."""
-    waited: defaultdict[Cause, float] = field(default_factory=lambda: defaultdict(float))
+    waited: dict[Cause, float] = field(default_factory=dict)
     """Its seconds in line by cause, once it has left, or has got another demand."""
     kept: Replica | None = None
     """The replica that was reserved for it at the last look."""
     why: str = ""
     """The reason for the replica that it was placed on."""
     placed: "asyncio.Future[Replica]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    """Cancelled once its client has left."""
 
-    def __lt__(self, other: "Waiter") -> bool:
-        return self.order < other.order
+    @property
+    def is_outside(self) -> bool:
+        return self.queue.demand.is_outside
+
+    @property
+    def quiet_s(self) -> float:
+        """Seconds of its wait since a rollout of the same demand was placed."""
+        return time.monotonic() - max(self.began, self.queue.moved_at)
 
 
 class WaitingLine:
@@ -69,14 +79,12 @@ class WaitingLine:
     """
 
     def __init__(self) -> None:
-        self._by_demand: defaultdict[Demand, list[Waiter]] = defaultdict(list)
+        self._queues: dict[Demand, Queue] = {}
         self._by_rollout: dict[int, Waiter] = {}
         self._sizes: Counter[int] = Counter()
         self._last_turns: dict[str, int] = {}
         self._turn = 0
         self._arrivals = 0
-        self._moved_at: dict[Demand, float] = {}
-        self._waits: defaultdict[Demand, Waits] = defaultdict(Waits)
 
     def __len__(self) -> int:
         return len(self._by_rollout)
@@ -89,7 +97,7 @@ class WaitingLine:
     @property
     def is_short_of_kv(self) -> bool:
         """True where turns of sessions wait for KV."""
-        return any(waits.cause is Cause.KV for waits in self._waits.values())
+        return any(queue.waits.cause is Cause.KV for queue in self._queues.values())
 
     def waiters(self) -> list[Waiter]:
         return list(self._by_rollout.values())
@@ -110,12 +118,26 @@ class WaitingLine:
             turn = max(self._turn, self._last_turns.get(request, 0)) + 1
             self._last_turns[request] = turn
             order = (1, rollout.priority, turn, rollout.rank, self._arrivals)
-        waiter = Waiter(rollout, Demand.of(rollout, is_outside=is_outside), order)
-        waiter.before = self._waits[waiter.demand].read()
+        demand = Demand(
+            rollout.adapter,
+            rollout.min_version,
+            rollout.max_staleness,
+            rollout.needs_ids,
+            rollout.needs_route,
+            is_outside,
+        )
+        queue = self._queue_of(demand)
+        waiter = Waiter(rollout, queue, order, time.monotonic(), queue.waits.read())
         self._by_rollout[id(rollout)] = waiter
         self._sizes[rollout.n] += 1
-        heapq.heappush(self._by_demand[waiter.demand], waiter)
+        heapq.heappush(queue.entries, (order, waiter))
         return waiter
+
+    def _queue_of(self, demand: Demand) -> Queue:
+        queue = self._queues.get(demand)
+        if queue is None:
+            queue = self._queues[demand] = Queue(demand)
+        return queue
 
     def done(self, waiter: Waiter) -> None:
         """The waiter was placed or has given up; its entry in the heap is dropped when it comes up."""
@@ -125,14 +147,12 @@ class WaitingLine:
             if not self._sizes[waiter.rollout.n]:
                 del self._sizes[waiter.rollout.n]
         if not self._by_rollout:
-            self._waits.clear()
-            self._moved_at.clear()
             self._last_turns.clear()
-            self._by_demand.clear()
+            self._queues.clear()
 
     def moved(self, waiter: Waiter) -> None:
         """The waiter is placed now."""
-        self._moved_at[waiter.demand] = time.monotonic()
+        waiter.queue.moved_at = time.monotonic()
         self._turn = max(self._turn, waiter.order[2])
         if len(self._last_turns) > _FORGET_ABOVE:
             self._last_turns = {request: turn for request, turn in self._last_turns.items() if turn > self._turn}
@@ -140,49 +160,42 @@ class WaitingLine:
     def held(self, waiter: Waiter) -> None:
         """The waiter, and those behind it, wait for KV that sessions hold: such time does not count, since each of
         these sessions has a turn or ends."""
-        if not waiter.demand.is_outside:
+        if not waiter.is_outside:
             self._count(waiter)
-            waiter.demand = replace(waiter.demand, is_outside=True)
-            waiter.before = self._waits[waiter.demand].read()
-        self._waits[waiter.demand].lack(Cause.KV)
-        self._moved_at[waiter.demand] = time.monotonic()
-
-    def lacks(self, demand: Demand, cause: Cause) -> None:
-        """Note the cause for which rollouts of a demand wait from now on."""
-        self._waits[demand].lack(cause)
+            waiter.queue = self._queue_of(waiter.queue.demand._replace(is_outside=True))
+            waiter.before = waiter.queue.waits.read()
+        waiter.queue.waits.lack(Cause.KV)
+        waiter.queue.moved_at = time.monotonic()
 
     def lack_gate(self) -> None:
         """Note that all wait for the gate from now on."""
-        for waits in self._waits.values():
-            waits.lack(Cause.GATE)
+        for queue in self._queues.values():
+            queue.waits.lack(Cause.GATE)
 
-    def _count(self, waiter: Waiter) -> None:
-        for cause, seconds in self._waits[waiter.demand].read().items():
-            waiter.waited[cause] += seconds - waiter.before.get(cause, 0.0)
-
-    def quiet_s(self, waiter: Waiter, since: float) -> float:
-        """Seconds in which no rollout of the same demand was placed, from `since` (monotonic) on."""
-        return time.monotonic() - max(since, self._moved_at.get(waiter.demand, since))
+    @staticmethod
+    def _count(waiter: Waiter) -> None:
+        waited, before = waiter.waited, waiter.before
+        for cause, seconds in waiter.queue.waits.read().items():
+            waited[cause] = waited.get(cause, 0.0) + seconds - before.get(cause, 0.0)
 
     def in_turn(self) -> Generator[Waiter, bool]:
         """Waiters of all demands in the order of their turns. Send True for a demand that nobody can serve now."""
-        heads = [(queue[0], demand) for demand, queue in self._by_demand.items() if queue]
+        heads = [(queue.entries[0], queue) for queue in self._queues.values() if queue.entries]
         heapq.heapify(heads)
-        kept: list[Waiter] = []
+        kept: list[tuple[Order, Waiter]] = []
         try:
             while heads:
-                _, demand = heapq.heappop(heads)
-                queue = self._by_demand[demand]
-                if not queue:
+                _, queue = heapq.heappop(heads)
+                if not queue.entries:
                     continue
-                waiter = heapq.heappop(queue)
-                skips = False
+                entry = heapq.heappop(queue.entries)
+                waiter, skips = entry[1], False
                 if not waiter.placed.done():
-                    kept.append(waiter)
+                    kept.append(entry)
                     skips = bool((yield waiter))
-                if queue and not skips:
-                    heapq.heappush(heads, (queue[0], demand))
+                if queue.entries and not skips:
+                    heapq.heappush(heads, (queue.entries[0], queue))
         finally:
-            for waiter in kept:
-                if not waiter.placed.done():
-                    heapq.heappush(self._by_demand[waiter.demand], waiter)
+            for entry in kept:
+                if not entry[1].placed.done():
+                    heapq.heappush(entry[1].queue.entries, entry)

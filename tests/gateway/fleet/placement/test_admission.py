@@ -426,7 +426,7 @@ async def test_a_session_that_moves_to_a_replica_of_unknown_capacity_counts_ther
     played = Played(2, places=4)
     known, unknown = played.fleet.replicas
     unknown.residents.capacity = None
-    unknown.placed = 9  # the first turn goes to the other
+    unknown.rank = 9  # the first turn goes to the other
     await resident(played, clock, "first", 500)
     assert (known.residents.tokens, unknown.residents.tokens) == (500, 0)
     with played.full(known):

@@ -221,6 +221,44 @@ async def test_time_in_the_line_counts_only_while_no_rollout_of_the_demand_is_pl
     await played.stop()
 
 
+async def test_rollouts_that_come_one_after_another_expire_so_by_one_timer(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = PlayedClock()
+    for module in (scheduler, waiting):
+        monkeypatch.setattr(module, "time", clock)
+    played = Played(1, queue_timeout_s=0.05)
+    for number in range(3):
+        await played.submit(f"ahead-{number}", min_version=7)
+        clock.now += 0.02
+    assert len(played.scheduler._patience) == 1
+    for number in range(3):
+        assert not played.tasks[number].done()
+        async with asyncio.timeout(20):
+            with pytest.raises(DeadlineExceeded, match="demands version 7"):
+                await played.tasks[number]
+        clock.now += 0.02
+    assert not played.scheduler._patience
+    await played.stop()
+
+
+async def test_a_client_that_leaves_as_its_rollout_is_placed_or_withdrawn_leaves_nothing() -> None:
+    played = Played(1)
+    for name in ("running-0", "running-1", "placed", "withdrawn"):
+        await played.submit(name)
+    played._ends["running-0"].set()
+    placed, withdrawn = played.scheduler._lines["m"].waiters()
+    while not placed.placed.done():
+        await asyncio.sleep(0)
+    played.tasks[2].cancel()
+    played.tasks[3].cancel()
+    played.scheduler.withdraw(lambda rollout: rollout.request_id == "withdrawn")
+    ends = await asyncio.gather(*played.tasks[2:], return_exceptions=True)
+    assert [type(end) for end in ends] == [asyncio.CancelledError, asyncio.CancelledError]
+    assert withdrawn.placed.cancelled()
+    assert played.scheduler.queue_length("m") == 0
+    assert [replica.load_samples for replica in played.fleet.replicas] == [1]
+    await played.stop()
+
+
 async def test_a_rollout_waits_for_as_long_as_replicas_that_could_take_it_make_tokens(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -327,7 +365,7 @@ def _check_room(played: Played) -> None:
         mine = [name for name in played.running if played.where[name] == replica.replica_id]
         assert replica.load_samples <= replica.max_samples or len(mine) == 1, "a large group runs alone"
     if waiters := played.scheduler._lines["m"].waiters():
-        first = min(waiters)
+        first = min(waiters, key=lambda waiter: waiter.order)
         assert not any(has_room(first.rollout, replica) for replica in replicas), "the first in line takes what is free"
 
 
@@ -340,7 +378,7 @@ async def test_a_line_that_is_empty_remembers_no_demand() -> None:
         await played.end(f"waiting-{version}")
     line = played.scheduler._lines["m"]
     assert len(played.placed) == 6
-    assert [len(kept) for kept in (line._moved_at, line._waits, line._by_demand)] == [0, 0, 0]
+    assert not line._queues
     await played.stop()
 
 

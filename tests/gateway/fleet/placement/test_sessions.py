@@ -52,7 +52,7 @@ def test_the_least_recently_used_are_forgotten_beyond_the_limit() -> None:
 def test_a_session_at_work_is_not_forgotten_and_keeps_no_other_from_it() -> None:
     sessions = Sessions(limit=2)
     at_work = turn_of("long")
-    with sessions.turn(at_work):
+    with sessions.turn(at_work, lambda _: None):
         sessions.settle(at_work, replica())
         for number in range(100):
             sessions.settle(turn_of(f"agent-{number}"), replica())

@@ -89,7 +89,7 @@ def test_rollouts_are_placed_by_the_gateways_scheduler(monkeypatch: pytest.Monke
     def first(rollout: Any, replicas: Any, *_: Any) -> Any:
         chosen.append(rollout.request_id)
         mine = [replica for replica in replicas if replica.replica_id == "engine-0000"]
-        return mine[0] if mine and has_room(rollout, mine[0]) else None
+        return (mine[0], "the first") if mine and has_room(rollout, mine[0]) else None
 
     workload = Workload([GRPO.stream(0)])
     before = simulated(config(2), {"engine": SPEED}, workload, by_the_gateway)

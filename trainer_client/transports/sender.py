@@ -212,9 +212,11 @@ class WeightSender:
 
         if not ranks:
             return Ranks()
-        if ranks not in self._groups:
-            self._groups[ranks] = TrainerRanks(ranks, _WAITS_BETWEEN_WORDS * self._timeout_s)
-        return self._groups[ranks].begun()
+        group = self._groups.get(ranks)
+        if group is None or group.is_gone:
+            group = TrainerRanks(ranks, _WAITS_BETWEEN_WORDS * self._timeout_s, f"delta={self._delta}")
+            self._groups[ranks] = group
+        return group.begun()
 
     def _checked_parts(self, given: "Given", ranks: "Ranks", narrow: "Narrow") -> "Iterator[Part]":
         """Yield the parts, checked against the served model. Their callbacks report progress."""

@@ -17,7 +17,7 @@ from engines.errors import InvalidRequest
 from engines.transfer.gloo import NamedTensor
 from engines.types import TensorMeta
 from trainer_client.transports.model_tensors import NamedOnes, clean, data_parallel_ranks, model_tensors
-from trainer_client.transports.sharded import gathered, is_sharded, ranks_of, shape_of
+from trainer_client.transports.sharded import gathered, is_sharded, parts_here, ranks_of, shape_of
 
 Source: TypeAlias = torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[NamedTensor]
 
@@ -61,8 +61,8 @@ class Given:
         if not self._first:
             raise InvalidRequest("named_tensors is empty: an update needs at least one tensor", param="named_tensors")
         sharded = (one.tensor for one in self._first if is_sharded(one.tensor))
-        ranks = {rank for tensor in sharded for rank in ranks_of(tensor)}
-        self.ranks = sorted(ranks) or (data_parallel_ranks(source) if isinstance(source, torch.nn.Module) else ())
+        copies = data_parallel_ranks(source) if isinstance(source, torch.nn.Module) else set[int]()
+        self.ranks = sorted(copies.union(*map(ranks_of, sharded)))
         """Trainer ranks that must take part; empty if this process has all tensors."""
 
     def parts(self, served: Sequence[TensorMeta] | None, dtype: torch.dtype | None) -> Iterator[list[Entry]]:
@@ -155,7 +155,7 @@ def _sent_under(one: NamedOnes, held: Mapping[str, TensorMeta] | None) -> tuple[
 
 def _with_bytes(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor. Raise `InvalidRequest` for a tensor without the plain bytes that engines load."""
-    if not is_sharded(tensor) and not _has_bytes(tensor):
+    if not all(map(_has_bytes, parts_here(tensor))):
         form = "on the meta device" if tensor.is_meta else f"{tensor.layout} {tensor.dtype}"
         raise InvalidRequest(
             f"named_tensors has {name!r} {form}: give a dense tensor with its values, such as of a model that is not "

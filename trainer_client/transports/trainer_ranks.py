@@ -6,6 +6,7 @@ The other ranks wait for its messages as long as its own waits may take.
 
 import hashlib
 import json
+import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,10 +21,12 @@ from engines.batches import batches
 from engines.errors import DeadlineExceeded, InvalidRequest, RolloutGatewayError, WeightUpdateFailed
 from gateway.api import body_of, error_of, status_of
 from trainer_client.served import ServedWeights
-from trainer_client.transports.sharded import is_sharded
+from trainer_client.transports.sharded import holders_of, is_sharded, placed
 from trainer_client.transports.tensors import Entry, Given
 
 Json = dict[str, Any]
+
+logger = logging.getLogger(__name__)
 
 Outcome = tuple[int, ServedWeights | None]
 """The version, and the served weights if the ranks need them."""
@@ -70,19 +73,30 @@ class TrainerRanks(Ranks):
     """Several ranks, which must all create this and push the same tensors. A message is awaited for `silence_s`.
 
     Its group is kept until the trainer's end: torch would give the next group of these ranks the same name, and so the
-    addresses of the ended one.
+    addresses of the ended one. All ranks have the same `options`, a text.
     """
 
-    def __init__(self, ranks: Sequence[int], silence_s: float) -> None:
+    def __init__(self, ranks: Sequence[int], silence_s: float, options: str = "") -> None:
         self._ranks = sorted(ranks)
         self._silence_s = silence_s
-        self._group = dist.new_group(
-            self._ranks, timeout=timedelta(seconds=silence_s), backend="gloo", use_local_synchronization=True
-        )
+        self._options = options
+        with self._together():
+            self._group = dist.new_group(
+                self._ranks, timeout=timedelta(seconds=silence_s), backend="gloo", use_local_synchronization=True
+            )
         self.is_sender = dist.get_rank() == self._ranks[0]
         # A transport may gather on its own thread while the push is cancelled.
         self._turn = threading.Lock()
         self._is_over = False
+
+    @property
+    def is_gone(self) -> bool:
+        """True where the trainer has ended torch.distributed since, and the group with it."""
+        try:
+            dist.get_rank(self._group)
+        except ValueError:
+            return True
+        return False
 
     def begun(self) -> "TrainerRanks":
         """Start the next push; return self."""
@@ -99,17 +113,17 @@ class TrainerRanks(Ranks):
                 runs = iter(self.runs(self._narrowed(self._next_part(parts), served, narrow)))
             else:
                 for entry in next(runs):
-                    if is_sharded(entry.tensor):
+                    if is_sharded(entry.tensor) and self._ranks[0] in holders_of(entry.tensor):
                         entry.made()
         return int(word["version"]), word["served"] and ServedWeights.read(word["served"])
 
     def agree(self, entries: Sequence[Entry], served: ServedWeights) -> None:
         with self._turn:
             self._say({"part": served.json()})
-            self._compare(_digest(entries))
+            self._compare(self._digest(entries))
 
     def any_rank(self, flags: Sequence[bool]) -> list[bool]:
-        held = torch.tensor(list(flags), dtype=torch.uint8)
+        held = torch.tensor(list(flags), dtype=torch.uint8, device="cpu")
         with self._together():
             dist.all_reduce(held, dist.ReduceOp.MAX, group=self._group)
         return [bool(flag) for flag in held.tolist()]
@@ -132,9 +146,19 @@ class TrainerRanks(Ranks):
             if self._is_over:
                 return
             self._is_over = True
-            self._say(_failure(outcome) if isinstance(outcome, BaseException) else _success(*outcome))
+            if isinstance(outcome, BaseException):
+                self._say(_failure(outcome))
+            else:
+                self._say_success(*outcome)
         finally:
             self._turn.release()
+
+    def _say_success(self, version: int, served: ServedWeights | None) -> None:
+        """Tell the other ranks. The version is served, also where a rank is gone: an error would deny that."""
+        try:
+            self._say({"version": version, "served": served and served.json()})
+        except DeadlineExceeded as error:
+            logger.warning("weight version %d is served, but not all ranks could be told: %s", version, error)
 
     def _next_part(self, parts: Iterator[list[Entry]]) -> list[Entry]:
         """Return the next part. Report a failure to the other ranks."""
@@ -143,7 +167,7 @@ class TrainerRanks(Ranks):
         except Exception:  # also of the trainer's own iterator: the others would wait for `silence_s`
             self._compare(_NONE)
             raise
-        self._compare(_digest(entries))
+        self._compare(self._digest(entries))
         return entries
 
     def _narrowed(self, entries: list[Entry], served: ServedWeights, narrow: Narrow) -> list[Entry]:
@@ -153,8 +177,12 @@ class TrainerRanks(Ranks):
             self._hear()  # the sender has the same error and reports it
             raise
 
+    def _digest(self, entries: Sequence[Entry]) -> bytes:
+        lines = (f"{entry.name} {entry.dtype} {entry.shape} {placed(entry.tensor)}" for entry in entries)
+        return hashlib.blake2b("\n".join((self._options, *lines)).encode(), digest_size=_DIGEST_BYTES).digest()
+
     def _compare(self, mine: bytes) -> None:
-        heard = [torch.empty(_DIGEST_BYTES, dtype=torch.uint8) for _ in self._ranks]
+        heard = [torch.empty(_DIGEST_BYTES, dtype=torch.uint8, device="cpu") for _ in self._ranks]
         with self._together():
             dist.all_gather(heard, torch.frombuffer(bytearray(mine), dtype=torch.uint8), group=self._group)
         for rank, other in zip(self._ranks, heard, strict=True):
@@ -178,13 +206,13 @@ class TrainerRanks(Ranks):
 
     def _broadcast(self, content: bytes | None) -> bytes:
         """Return the sender's content on every rank."""
-        size = torch.tensor([len(content or b"")])
+        size = torch.tensor([len(content or b"")], device="cpu")
         with self._together():
             dist.broadcast(size, self._ranks[0], group=self._group)
             held = (
                 torch.frombuffer(bytearray(content), dtype=torch.uint8)
                 if content
-                else torch.empty(int(size), dtype=torch.uint8)
+                else torch.empty(int(size), dtype=torch.uint8, device="cpu")
             )
             dist.broadcast(held, self._ranks[0], group=self._group)
         return bytes(held.numpy())
@@ -198,15 +226,6 @@ class TrainerRanks(Ranks):
                 f"trainer rank {dist.get_rank()}: the ranks {self._ranks} did not all take part within "
                 f"{self._silence_s:g} s, or a rank is gone; rank {self._ranks[0]} is the sender ({error})"
             ) from error
-
-
-def _digest(entries: Sequence[Entry]) -> bytes:
-    lines = "\n".join(f"{entry.name} {entry.dtype} {entry.shape}" for entry in entries)
-    return hashlib.blake2b(lines.encode(), digest_size=_DIGEST_BYTES).digest()
-
-
-def _success(version: int, served: ServedWeights | None) -> Json:
-    return {"version": version, "served": served and served.json()}
 
 
 def _failure(error: BaseException) -> Json:

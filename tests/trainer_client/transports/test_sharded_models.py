@@ -29,11 +29,15 @@ DONE = [
     "fsdp1",
     "fsdp1_of_flat_parameters",
     "fsdp1_on_a_mesh",
+    "fsdp1_of_whole_copies",
+    "fsdp1_of_copies_in_groups",
     "tensor_parallel",
+    "copies_that_are_tensor_parallel",
     "data_parallel",
     "compiled",
     "dict_of_dtensors",
     "iterator_of_dtensors",
+    "beside_another_default_device",
 ]
 
 Told = dict[str, list[dict[str, Any]]]
@@ -133,15 +137,36 @@ def test_every_rank_raises_what_the_sender_met(told: Told) -> None:
         assert "gives [5, 6] for 'layers.1.weight', model 'sim' has [4, 6]" in one["message"]
 
 
-def test_ranks_that_push_different_tensors_are_told_so(told: Told) -> None:
-    for one in told["ranks_that_differ"]:
+@pytest.mark.parametrize(
+    "case",
+    ["ranks_that_differ", "ranks_that_shard_differently", "ranks_with_other_options", "stages_of_a_pipeline"],
+)
+def test_ranks_that_push_different_tensors_are_told_so(told: Told, case: str) -> None:
+    for one in told[case]:
         assert one["error"] == "InvalidRequest"
         assert "trainer rank 1 pushes other tensors than rank 0" in one["message"]
+
+
+def test_shards_on_the_meta_device_are_refused_by_name(told: Told) -> None:
+    for one in told["shards_without_values"]:
+        assert one["error"] == "InvalidRequest"
+        assert "on the meta device: give a dense tensor with its values" in one["message"]
 
 
 def test_the_next_push_goes_well_after_all_that(told: Told) -> None:
     assert told["after_all_that"][0]["same"]
     assert told["after_all_that"][0]["version"] == told["delta"][0]["version"] + 1
+
+
+def test_a_sender_outlives_a_new_start_of_torch_distributed(told: Told) -> None:
+    first, second = told["after_a_new_start_of_torch_distributed"]
+    assert first["version"] == second["version"] == told["after_all_that"][0]["version"] + 2
+
+
+def test_a_version_that_is_served_is_returned_where_a_rank_has_failed_after_the_last_tensor(told: Told) -> None:
+    first, second = told["a_rank_that_fails_after_the_last_tensor"]
+    assert first["version"] == told["after_a_new_start_of_torch_distributed"][0]["version"] + 1
+    assert second["message"] == "this rank fails"
 
 
 def test_a_sender_that_stays_away_is_not_awaited_for_ever(told: Told) -> None:

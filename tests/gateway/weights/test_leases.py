@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import signal
 import sys
 from collections.abc import AsyncIterator
@@ -120,6 +121,38 @@ async def test_calls_under_another_lease_leave_an_update_as_it_is(rig: Rig) -> N
             assert refused.status == 409
         assert (await rig.post("/update_weights", tensors | {"lease": "mine"}))[0] == 200
         assert (await rig.post("/finish_weight_update", {"lease": "mine"}))[1]["weight_version"] == 1
+
+
+async def test_a_second_trainer_opens_no_group_while_the_first_holds_its_update(rig: Rig) -> None:
+    await rig.open_group()
+    async with rig.client.post(f"{rig.url}/v1/weight_lease", json={"lease": "first"}) as answer:
+        assert answer.status == 200
+        assert (await rig.post("/start_weight_update", {"lease": "first"}))[0] == 200
+        status, reply = await rig.post("/init_weight_transfer_engine", {"init_info": json.loads(INIT)})
+        assert (status, "wait for its trainer, which lives" in reply["error"]["message"]) == (409, True)
+        tensors = {"update_info": rig.tensors, "lease": "first"}
+        assert (await rig.post("/update_weights", tensors))[0] == 200
+    # Its connection has ended, which the gateway may not have noticed yet.
+    assert (await rig.post("/init_weight_transfer_engine", {"init_info": json.loads(INIT)}))[0] == 200
+    assert (await rig.get("/status"))[1]["weight_update"] is None
+
+
+async def test_a_trainer_whose_group_another_has_replaced_opens_no_update(rig: Rig) -> None:
+    place = {"group": "127.0.0.1:1"}
+    status, reply = await rig.post("/start_weight_update", place)
+    assert (status, "none is open" in reply["error"]["message"]) == (409, True)
+    for info in (json.loads(INIT), json.loads(INIT) | {"master_port": 2}):
+        assert (await rig.post("/init_weight_transfer_engine", {"init_info": info}))[0] == 200
+    status, reply = await rig.post("/start_weight_update", place)
+    assert (status, "another trainer has opened one, of 127.0.0.1:2" in reply["error"]["message"]) == (409, True)
+    assert (await rig.get("/status"))[1]["weight_update"] is None
+    assert (await rig.post("/start_weight_update", {"group": "127.0.0.1:2"}))[0] == 200
+
+
+@pytest.mark.parametrize("group", ["", 7, "x" * 301])
+async def test_a_group_is_named_by_its_place(rig: Rig, group: object) -> None:
+    status, reply = await rig.post("/start_weight_update", {"group": group})
+    assert (status, reply["error"]["param"]) == (400, "group")
 
 
 async def test_a_person_ends_an_update_without_its_lease(rig: Rig) -> None:

@@ -9,7 +9,6 @@ Tensors never pass through this process.
 """
 
 import asyncio
-import contextlib
 import importlib.util
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -46,6 +45,7 @@ log = structlog.get_logger()
 
 _LEASE_ENDS_S = 1.0
 """How long a lease may outlast its trainer's last call, until its connection's end is noticed."""
+_LOOKS_AT_LEASE = 20
 
 
 class WeightCoordinator:
@@ -110,10 +110,10 @@ class WeightCoordinator:
 
         Raise `WeightUpdateConflict` where that trainer lives, and holds the update's lease.
         """
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_LEASE_ENDS_S):
-                while self.leases.is_held(self._machine.update):
-                    await asyncio.sleep(_LEASE_ENDS_S / 20)
+        for _ in range(_LOOKS_AT_LEASE):
+            if not self.leases.is_held(self._machine.update):
+                break
+            await asyncio.sleep(_LEASE_ENDS_S / _LOOKS_AT_LEASE)
         async with self._exclusively("init_weight_transfer_engine"):
             if self.leases.is_held(self._machine.update):
                 self._machine.check_none_open()

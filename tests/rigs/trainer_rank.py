@@ -165,6 +165,12 @@ def dict_of_dtensors(trainer: Trainer) -> dict[str, Any]:
     return trainer.push(distributed(trainer))
 
 
+def dict_of_a_models_state(trainer: Trainer) -> dict[str, Any]:
+    state = sharded(trainer, Model()).state_dict()
+    del state["steps"]
+    return trainer.push(state)
+
+
 def iterator_of_dtensors(trainer: Trainer) -> dict[str, Any]:
     return trainer.push(iter(distributed(trainer).items()))
 
@@ -343,6 +349,7 @@ CASES = (
     data_parallel,
     compiled,
     dict_of_dtensors,
+    dict_of_a_models_state,
     iterator_of_dtensors,
     beside_another_default_device,
     one_tensor_at_a_time,

@@ -17,7 +17,7 @@ from engines.errors import InvalidRequest
 from engines.transfer.gloo import NamedTensor
 from engines.types import TensorMeta
 from trainer_client.transports.model_tensors import NamedOnes, clean, data_parallel_ranks, model_tensors
-from trainer_client.transports.sharded import gathered, is_sharded, parts_here, ranks_of, shape_of
+from trainer_client.transports.sharded import gathered, is_sharded, parts_here, placed, ranks_of, shape_of
 
 Source: TypeAlias = torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[NamedTensor]
 
@@ -139,9 +139,13 @@ def _same_as_one(part: list[NamedOnes]) -> list[NamedOnes]:
 
 
 def _place(tensor: torch.Tensor) -> Any:
-    if is_sharded(tensor) or not _has_bytes(tensor) or not tensor.numel():
-        return id(tensor)  # a sharded tensor's address differs between ranks
-    return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
+    """Return what two tensors at one place have in common. Tensors without bytes here, such as empty shards, have no
+    place."""
+    parts = parts_here(tensor)
+    if not parts or not all(_has_bytes(part) and part.numel() for part in parts):
+        return id(tensor)
+    here = tuple((part.data_ptr(), part.dtype, tuple(part.shape), part.stride()) for part in parts)
+    return here, tuple(shape_of(tensor)), placed(tensor)
 
 
 def _sent_under(one: NamedOnes, held: Mapping[str, TensorMeta] | None) -> tuple[str, ...]:

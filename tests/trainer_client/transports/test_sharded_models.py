@@ -36,6 +36,7 @@ DONE = [
     "data_parallel",
     "compiled",
     "dict_of_dtensors",
+    "dict_of_a_models_state",
     "iterator_of_dtensors",
     "beside_another_default_device",
 ]

@@ -106,6 +106,20 @@ def test_the_client_knows_the_version_that_the_gateway_tells(gateway: PlayedGate
 
 
 @pytest.mark.usefixtures("installed")
+def test_an_error_among_the_tensors_of_an_update_ends_it_without_a_commit(gateway: PlayedGateway) -> None:
+    client = client_of(gateway)
+    client.init_communicator("cpu")
+    with pytest.raises(ValueError, match="of the trainer"), client.weight_update():
+        client.update_named_param("a", torch.ones(3))
+        raise ValueError("of the trainer")
+    assert gateway.calls[-3:] == ["/start_weight_update", "/update_weights", "/v1/weight_updates"]
+    with client.weight_update():
+        client.update_named_param("a", torch.ones(3))
+    assert gateway.calls[-3:] == ["/start_weight_update", "/update_weights", "/finish_weight_update"]
+    client.close_communicator()
+
+
+@pytest.mark.usefixtures("installed")
 def test_a_trainer_can_join_again_after_another_left(gateway: PlayedGateway) -> None:
     client = client_of(gateway)
     client.init_communicator("cpu")

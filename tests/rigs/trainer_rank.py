@@ -157,6 +157,10 @@ def data_parallel(trainer: Trainer) -> dict[str, Any]:
     return trainer.push(nn.parallel.DistributedDataParallel(Model()))
 
 
+def compiled_data_parallel(trainer: Trainer) -> dict[str, Any]:
+    return trainer.push(torch.compile(nn.parallel.DistributedDataParallel(Model())))
+
+
 def compiled(trainer: Trainer) -> dict[str, Any]:
     return trainer.push(torch.compile(sharded(trainer, Model())))
 
@@ -347,6 +351,7 @@ CASES = (
     tensor_parallel,
     copies_that_are_tensor_parallel,
     data_parallel,
+    compiled_data_parallel,
     compiled,
     dict_of_dtensors,
     dict_of_a_models_state,

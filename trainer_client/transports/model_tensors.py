@@ -28,6 +28,7 @@ class NamedOnes:
 
 def model_tensors(model: torch.nn.Module) -> list[NamedOnes]:
     """Return parameters and persistent buffers, in the model's order. A collective call if the model is sharded."""
+    model = _without_compiler(model)
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
         model = model.module
     state = _state(model)
@@ -47,6 +48,7 @@ def model_tensors(model: torch.nn.Module) -> list[NamedOnes]:
 
 def data_parallel_ranks(model: torch.nn.Module) -> set[int]:
     """Return the ranks of a DistributedDataParallel or FSDP1 model, also those of copies; none for other models."""
+    model = _without_compiler(model)
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
         return set(torch.distributed.get_process_group_ranks(model.process_group))
     return {rank for unit in _fsdp_units(model) for rank in _ranks_of_unit(unit)}
@@ -59,6 +61,11 @@ def _ranks_of_unit(unit: Any) -> Iterator[int]:
     for copy in torch.distributed.get_process_group_ranks(among_copies) if among_copies is not None else [here]:
         for rank in torch.distributed.get_process_group_ranks(unit.process_group):
             yield copy + rank - here
+
+
+def _without_compiler(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the module that torch.compile has wrapped, as accelerate does with a DistributedDataParallel."""
+    return getattr(model, "_orig_mod", model)
 
 
 def clean(name: str) -> str:

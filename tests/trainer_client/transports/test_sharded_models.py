@@ -34,6 +34,7 @@ DONE = [
     "tensor_parallel",
     "copies_that_are_tensor_parallel",
     "data_parallel",
+    "compiled_data_parallel",
     "compiled",
     "dict_of_dtensors",
     "dict_of_a_models_state",

@@ -11,7 +11,8 @@ import multiprocessing
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, f
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from engines.errors import RolloutGatewayError
+from engines.errors import DeadlineExceeded, RolloutGatewayError
 from tests.material.sharded_model import SHAPES, WORLD_SIZE, Model
 from trainer_client import BlockingRolloutClient, WeightSender
 from trainer_client.transports import trainer_ranks
@@ -265,21 +266,60 @@ def beside_another_default_device(trainer: Trainer) -> dict[str, Any]:
     return {"version": version} | (trainer.stored(version, Model()) if trainer.rank == 0 else {})
 
 
-def a_rank_that_fails_after_the_last_tensor(trainer: Trainer) -> dict[str, Any]:
+class Gone(BaseException):
+    """The end of a rank."""
+
+
+def a_rank_that_leaves_after_the_last_tensor(trainer: Trainer) -> dict[str, Any]:
+    """The next push of the same senders opens another group."""
+    named = distributed(trainer)
+    with (
+        BlockingRolloutClient(trainer.url, attempts=1) as client,
+        WeightSender(client, transport="store", timeout_s=SILENCE_S) as sender,
+    ):
+        told = {}
+        with suppress(Gone), failing_at(trainer, list(SHAPES)[-1], Gone(), rank=1):
+            told["version"] = sender.push(named)
+        dist.barrier()
+        try:
+            told["next"] = sender.push(named)
+        except DeadlineExceeded:  # of the rank that has left, and has not seen the group break
+            told["next"] = sender.push(named)
+        return told
+
+
+def a_rank_that_fails_at_the_last_tensor(trainer: Trainer) -> dict[str, Any]:
+    with failing_at(trainer, list(SHAPES)[-1], RuntimeError("no memory"), rank=1):
+        return trainer.push(distributed(trainer))
+
+
+def all_ranks_that_fail_among_the_tensors(trainer: Trainer) -> dict[str, Any]:
+    with failing_at(trainer, "layers.0.bias", RuntimeError("no memory")):
+        try:
+            return trainer.push(distributed(trainer))
+        except RuntimeError as error:
+            return {"message": str(error)}
+
+
+def in_inference_mode(trainer: Trainer) -> dict[str, Any]:
+    model = sharded(trainer, Model())
+    with torch.inference_mode():
+        return trainer.push(model)
+
+
+@contextmanager
+def failing_at(trainer: Trainer, name: str, error: BaseException, *, rank: int | None = None) -> Iterator[None]:
+    """Let this tensor's gathering end with an error, on one rank or on all."""
     made = Entry.made
 
     def failing(entry: Entry) -> Any:
         tensor = made(entry)
-        if trainer.rank == 1 and entry.name == list(SHAPES)[-1]:
-            raise RolloutGatewayError("this rank fails")
+        if entry.name == name and rank in (None, trainer.rank):
+            raise error
         return tensor
 
-    with (
-        BlockingRolloutClient(trainer.url, attempts=1) as client,
-        WeightSender(client, transport="store", timeout_s=SILENCE_S) as sender,
-        patch.object(Entry, "made", failing),
-    ):
-        return {"version": sender.push(distributed(trainer))}
+    with patch.object(Entry, "made", failing):
+        yield
 
 
 def after_a_new_start_of_torch_distributed(trainer: Trainer) -> dict[str, Any]:
@@ -357,6 +397,8 @@ CASES = (
     dict_of_a_models_state,
     iterator_of_dtensors,
     beside_another_default_device,
+    in_inference_mode,
+    a_rank_that_fails_at_the_last_tensor,
     one_tensor_at_a_time,
     delta,
     through_a_group,
@@ -367,9 +409,10 @@ CASES = (
     ranks_with_other_options,
     stages_of_a_pipeline,
     shards_without_values,
+    all_ranks_that_fail_among_the_tensors,
     after_all_that,
     after_a_new_start_of_torch_distributed,
-    a_rank_that_fails_after_the_last_tensor,
+    a_rank_that_leaves_after_the_last_tensor,
     a_sender_that_stays_away,
 )
 

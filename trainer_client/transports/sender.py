@@ -127,9 +127,14 @@ class WeightSender:
             self._one_push.release()
 
     def _push(self, named_tensors: "Source", options: PushOptions) -> int:
+        import torch
+
         from trainer_client.transports.tensors import Given
 
-        given = Given(named_tensors, by_layer=self._delta and self._by_layer)
+        with torch.inference_mode(False), torch.no_grad():  # in inference mode torch gathers no shards
+            return self._push_tensors(Given(named_tensors, by_layer=self._delta and self._by_layer), options)
+
+    def _push_tensors(self, given: "Given", options: PushOptions) -> int:
         ranks = self._ranks(tuple(given.ranks))
         pushed = self._pushed_before()
         pushed.begin()
@@ -213,7 +218,7 @@ class WeightSender:
         if not ranks:
             return Ranks()
         group = self._groups.get(ranks)
-        if group is None or group.is_gone:
+        if group is None or group.is_over:
             group = TrainerRanks(ranks, _WAITS_BETWEEN_WORDS * self._timeout_s, f"delta={self._delta}")
             self._groups[ranks] = group
         return group.begun()

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import repeat
 from operator import attrgetter
 from typing import Any
 
@@ -72,14 +73,15 @@ class Ranks:
 class TrainerRanks(Ranks):
     """Several ranks, which must all create this and push the same tensors. A message is awaited for `silence_s`.
 
-    Its group is kept until the trainer's end: torch would give the next group of these ranks the same name, and so the
-    addresses of the ended one. All ranks have the same `options`, a text.
+    Its group is never ended: torch would give the next group of these ranks the same name, and so the addresses of the
+    ended one. All ranks have the same `options`, a text.
     """
 
     def __init__(self, ranks: Sequence[int], silence_s: float, options: str = "") -> None:
         self._ranks = sorted(ranks)
         self._silence_s = silence_s
         self._options = options
+        self._is_broken = False
         with self._together():
             self._group = dist.new_group(
                 self._ranks, timeout=timedelta(seconds=silence_s), backend="gloo", use_local_synchronization=True
@@ -90,13 +92,13 @@ class TrainerRanks(Ranks):
         self._is_over = False
 
     @property
-    def is_gone(self) -> bool:
-        """True where the trainer has ended torch.distributed since, and the group with it."""
+    def is_over(self) -> bool:
+        """True where a wait has failed, or the trainer has ended torch.distributed, and the group with it."""
         try:
             dist.get_rank(self._group)
         except ValueError:
             return True
-        return False
+        return self._is_broken
 
     def begun(self) -> "TrainerRanks":
         """Start the next push; return self."""
@@ -112,10 +114,19 @@ class TrainerRanks(Ranks):
                 parts = parts or given.parts(served.tensors, dtype)
                 runs = iter(self.runs(self._narrowed(self._next_part(parts), served, narrow)))
             else:
-                for entry in next(runs):
-                    if is_sharded(entry.tensor) and self._ranks[0] in holders_of(entry.tensor):
-                        entry.made()
+                try:
+                    self._help(next(runs))
+                except Exception as error:  # the sender, which lacks this rank's part, fails too, and says so
+                    logger.exception("trainer rank %d cannot gather its part of the weights", dist.get_rank())
+                    # No further tensor is gathered: its shards would take the place of this one's.
+                    runs, parts = repeat([]), _failing(error)
         return int(word["version"]), word["served"] and ServedWeights.read(word["served"])
+
+    def _help(self, run: Sequence[Entry]) -> None:
+        """Gather a run with the sender, if it has shards of the same tensors."""
+        for entry in run:
+            if is_sharded(entry.tensor) and self._ranks[0] in holders_of(entry.tensor):
+                entry.made()
 
     def agree(self, entries: Sequence[Entry], served: ServedWeights) -> None:
         with self._turn:
@@ -222,10 +233,16 @@ class TrainerRanks(Ranks):
         try:
             yield
         except RuntimeError as error:  # gloo's, for all that can be wrong
+            self._is_broken = True
             raise DeadlineExceeded(
                 f"trainer rank {dist.get_rank()}: the ranks {self._ranks} did not all take part within "
                 f"{self._silence_s:g} s, or a rank is gone; rank {self._ranks[0]} is the sender ({error})"
             ) from error
+
+
+def _failing(error: Exception) -> Iterator[list[Entry]]:
+    raise error
+    yield []
 
 
 def _failure(error: BaseException) -> Json:

@@ -40,6 +40,8 @@ DONE = [
     "dict_of_a_models_state",
     "iterator_of_dtensors",
     "beside_another_default_device",
+    "in_inference_mode",
+    "a_rank_that_fails_at_the_last_tensor",
 ]
 
 Told = dict[str, list[dict[str, Any]]]
@@ -165,10 +167,15 @@ def test_a_sender_outlives_a_new_start_of_torch_distributed(told: Told) -> None:
     assert first["version"] == second["version"] == told["after_all_that"][0]["version"] + 2
 
 
-def test_a_version_that_is_served_is_returned_where_a_rank_has_failed_after_the_last_tensor(told: Told) -> None:
-    first, second = told["a_rank_that_fails_after_the_last_tensor"]
+def test_a_version_that_is_served_is_returned_where_a_rank_has_left_after_the_last_tensor(told: Told) -> None:
+    first, second = told["a_rank_that_leaves_after_the_last_tensor"]
     assert first["version"] == told["after_a_new_start_of_torch_distributed"][0]["version"] + 1
-    assert second["message"] == "this rank fails"
+    assert first["next"] == second["next"] == first["version"] + 1, "the next push has a group that is whole"
+
+
+def test_a_failure_of_torch_on_all_ranks_ends_the_push_at_once(told: Told) -> None:
+    for one in told["all_ranks_that_fail_among_the_tensors"]:
+        assert "no memory" in one["message"]
 
 
 def test_a_sender_that_stays_away_is_not_awaited_for_ever(told: Told) -> None:

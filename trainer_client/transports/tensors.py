@@ -70,14 +70,17 @@ class Given:
         held = {tensor.name: tensor for tensor in served} if served is not None else None
         part: list[NamedOnes] | None = self._first
         self._first = []
+        sent: set[str] = set()
         while part is not None:
-            yield [
+            entries = [
                 Entry(
                     name, _with_bytes(name, one.tensor), _sent_in(one.tensor, dtype, held.get(name) if held else None)
                 )
                 for one in part
                 for name in _sent_under(one, held)
             ]
+            _check_names_are_new(entries, sent)
+            yield entries
             part = next(self._parts, None)
             self._check_ranks(part or ())
 
@@ -90,6 +93,16 @@ class Given:
                     f"tensors of {list(self.ranks) or 'no other rank'}: give a tensor of all ranks first, or a mapping",
                     param="named_tensors",
                 )
+
+
+def _check_names_are_new(entries: Iterable[Entry], sent: set[str]) -> None:
+    """Note the names. Raise `InvalidRequest` for one that has come before, whose tensor may be another."""
+    for entry in entries:
+        if entry.name in sent:
+            raise InvalidRequest(
+                f"named_tensors has two tensors named {entry.name!r}: give each name once", param="named_tensors"
+            )
+        sent.add(entry.name)
 
 
 def announced(entries: Sequence[Entry]) -> dict[str, object]:

@@ -52,7 +52,7 @@ class Ranks:
         raise AssertionError("a single process is the sender")
 
     def agree(self, entries: Sequence[Entry], served: ServedWeights) -> None:
-        """Raise `InvalidRequest` on every rank unless all have the same tensors."""
+        """Raise `InvalidRequest` on every rank unless all have the same tensors, or none any more."""
 
     def any_rank(self, flags: Sequence[bool]) -> list[bool]:
         """Return each flag as set if set on any rank."""
@@ -116,10 +116,10 @@ class TrainerRanks(Ranks):
             else:
                 try:
                     self._help(next(runs))
-                except Exception as error:  # the sender, which lacks this rank's part, fails too, and says so
+                except Exception as error:  # reported with the next part, unless the sender fails before it
                     logger.exception("trainer rank %d cannot gather its part of the weights", dist.get_rank())
                     # No further tensor is gathered: its shards would take the place of this one's.
-                    runs, parts = repeat([]), _failing(error)
+                    runs, parts = repeat([]), map(_raise, repeat(error))
         return int(word["version"]), word["served"] and ServedWeights.read(word["served"])
 
     def _help(self, run: Sequence[Entry]) -> None:
@@ -172,9 +172,9 @@ class TrainerRanks(Ranks):
             logger.warning("weight version %d is served, but not all ranks could be told: %s", version, error)
 
     def _next_part(self, parts: Iterator[list[Entry]]) -> list[Entry]:
-        """Return the next part. Report a failure to the other ranks."""
+        """Return the next part, empty after the last. Report a failure to the other ranks."""
         try:
-            entries = next(parts)
+            entries = next(parts, [])
         except Exception:  # also of the trainer's own iterator: the others would wait for `silence_s`
             self._compare(_NONE)
             raise
@@ -183,7 +183,7 @@ class TrainerRanks(Ranks):
 
     def _narrowed(self, entries: list[Entry], served: ServedWeights, narrow: Narrow) -> list[Entry]:
         try:
-            return narrow(entries, served)
+            return narrow(entries, served) if entries else []
         except RolloutGatewayError:
             self._hear()  # the sender has the same error and reports it
             raise
@@ -200,7 +200,9 @@ class TrainerRanks(Ranks):
             if not torch.equal(other, heard[0]):
                 self._is_over = True  # known to all ranks now
                 raise InvalidRequest(
-                    f"trainer rank {rank} pushes other tensors than rank {self._ranks[0]}: all ranks must push "
+                    f"trainer rank {rank} failed to give its tensors: its log has the reason"
+                    if bytes(other.numpy()) == _NONE
+                    else f"trainer rank {rank} pushes other tensors than rank {self._ranks[0]}: all ranks must push "
                     "the same model with the same arguments; pipeline stages are not supported",
                     param="named_tensors",
                 )
@@ -240,9 +242,8 @@ class TrainerRanks(Ranks):
             ) from error
 
 
-def _failing(error: Exception) -> Iterator[list[Entry]]:
+def _raise(error: Exception) -> list[Entry]:
     raise error
-    yield []
 
 
 def _failure(error: BaseException) -> Json:

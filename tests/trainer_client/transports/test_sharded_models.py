@@ -41,7 +41,6 @@ DONE = [
     "iterator_of_dtensors",
     "beside_another_default_device",
     "in_inference_mode",
-    "a_rank_that_fails_at_the_last_tensor",
 ]
 
 Told = dict[str, list[dict[str, Any]]]
@@ -143,7 +142,13 @@ def test_every_rank_raises_what_the_sender_met(told: Told) -> None:
 
 @pytest.mark.parametrize(
     "case",
-    ["ranks_that_differ", "ranks_that_shard_differently", "ranks_with_other_options", "stages_of_a_pipeline"],
+    [
+        "ranks_that_differ",
+        "ranks_that_shard_differently",
+        "ranks_with_other_options",
+        "ranks_of_which_one_has_tensors_left",
+        "stages_of_a_pipeline",
+    ],
 )
 def test_ranks_that_push_different_tensors_are_told_so(told: Told, case: str) -> None:
     for one in told[case]:
@@ -167,10 +172,16 @@ def test_a_sender_outlives_a_new_start_of_torch_distributed(told: Told) -> None:
     assert first["version"] == second["version"] == told["after_all_that"][0]["version"] + 2
 
 
-def test_a_version_that_is_served_is_returned_where_a_rank_has_left_after_the_last_tensor(told: Told) -> None:
-    first, second = told["a_rank_that_leaves_after_the_last_tensor"]
+def test_a_version_that_is_served_is_returned_where_a_rank_has_left_before_the_outcome(told: Told) -> None:
+    first, second = told["a_rank_that_leaves_before_the_outcome"]
     assert first["version"] == told["after_a_new_start_of_torch_distributed"][0]["version"] + 1
     assert first["next"] == second["next"] == first["version"] + 1, "the next push has a group that is whole"
+
+
+def test_a_failure_of_torch_on_one_rank_is_told_to_all(told: Told) -> None:
+    for one in told["a_rank_that_fails_at_the_last_tensor"]:
+        assert one["error"] == "InvalidRequest"
+        assert "trainer rank 1 failed to give its tensors" in one["message"]
 
 
 def test_a_failure_of_torch_on_all_ranks_ends_the_push_at_once(told: Told) -> None:

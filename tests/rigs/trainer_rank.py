@@ -303,6 +303,22 @@ def a_rank_that_leaves_before_the_outcome(trainer: Trainer) -> dict[str, Any]:
         return told
 
 
+def a_gateway_that_takes_longer_than_a_silence(trainer: Trainer) -> dict[str, Any]:
+    """As for a rolling update of many replicas."""
+    load = BlockingRolloutClient.load_weights
+
+    def loading(*args: Any) -> int:
+        time.sleep(8 * SILENCE_S)
+        return load(*args)
+
+    with (
+        BlockingRolloutClient(trainer.url, attempts=1) as client,
+        WeightSender(client, transport="store", timeout_s=SILENCE_S) as sender,
+        patch.object(BlockingRolloutClient, "load_weights", loading),
+    ):
+        return {"version": sender.push(distributed(trainer))}
+
+
 def a_rank_that_fails_at_the_last_tensor(trainer: Trainer) -> dict[str, Any]:
     with failing_at(trainer, list(SHAPES)[-1], RuntimeError("no memory"), rank=1):
         return trainer.push(distributed(trainer))
@@ -414,6 +430,7 @@ CASES = (
     beside_another_default_device,
     in_inference_mode,
     one_tensor_at_a_time,
+    a_gateway_that_takes_longer_than_a_silence,
     delta,
     through_a_group,
     through_a_group_that_refuses,

@@ -247,7 +247,7 @@ class WeightSender:
             num_bytes += sum(entry.num_bytes for entry in sent)
             if sent:
                 yield Part(sent, ranks, tell)
-        ranks.agree((), served)
+        ranks.agree_on_end(served)
 
 
 def _in_flight(word: str | None) -> InFlight | None:

@@ -9,7 +9,7 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import repeat
 from operator import attrgetter
@@ -35,6 +35,8 @@ Narrow = Callable[[list[Entry], ServedWeights], list[Entry]]
 
 _RUN_BYTES = 256 << 20
 """Bytes gathered between two messages of the first rank: its memory use beside its own shard."""
+_WORDS_IN_SILENCE = 4
+"""Messages of a waiting sender in the longest silence."""
 _DIGEST_BYTES = 16
 _NONE = b"\0" * _DIGEST_BYTES
 
@@ -52,7 +54,10 @@ class Ranks:
         raise AssertionError("a single process is the sender")
 
     def agree(self, entries: Sequence[Entry], served: ServedWeights) -> None:
-        """Raise `InvalidRequest` on every rank unless all have the same tensors, or none any more."""
+        """Raise `InvalidRequest` on every rank unless all have the same tensors."""
+
+    def agree_on_end(self, served: ServedWeights) -> None:
+        """Raise `InvalidRequest` on every rank unless all have come to the end of their tensors."""
 
     def any_rank(self, flags: Sequence[bool]) -> list[bool]:
         """Return each flag as set if set on any rank."""
@@ -90,6 +95,7 @@ class TrainerRanks(Ranks):
         # A transport may gather on its own thread while the push is cancelled.
         self._turn = threading.Lock()
         self._is_over = False
+        self._outcome = threading.Event()
 
     @property
     def is_over(self) -> bool:
@@ -103,12 +109,15 @@ class TrainerRanks(Ranks):
     def begun(self) -> "TrainerRanks":
         """Start the next push; return self."""
         self._is_over = False
+        self._outcome = threading.Event()
         return self
 
     def follow(self, given: Given, dtype: torch.dtype | None, narrow: Narrow) -> Outcome:
         parts: Iterator[list[Entry]] | None = None
         runs: Iterator[list[Entry]] = iter(())
         while "version" not in (word := self._hear()):
+            if "waits" in word:
+                continue
             if "part" in word:
                 served = ServedWeights.read(word["part"])
                 parts = parts or given.parts(served.tensors, dtype)
@@ -133,6 +142,19 @@ class TrainerRanks(Ranks):
             self._say({"part": served.json()})
             self._compare(self._digest(entries))
 
+    def agree_on_end(self, served: ServedWeights) -> None:
+        self.agree((), served)
+        threading.Thread(target=self._keep_waiting, args=(self._outcome,), name="weight ranks", daemon=True).start()
+
+    def _keep_waiting(self, outcome: threading.Event) -> None:
+        """Tell the other ranks that the sender waits for the gateway, which may take many replicas in turn."""
+        while not outcome.wait(self._silence_s / _WORDS_IN_SILENCE):
+            with self._turn:
+                if outcome.is_set() or self._is_broken:
+                    return
+                with suppress(DeadlineExceeded):  # a rank is gone, and the outcome finds that too
+                    self._say({"waits": True})
+
     def any_rank(self, flags: Sequence[bool]) -> list[bool]:
         held = torch.tensor(list(flags), dtype=torch.uint8, device="cpu")
         with self._together():
@@ -150,6 +172,7 @@ class TrainerRanks(Ranks):
             return super().gather(run)
 
     def end(self, outcome: Outcome | BaseException) -> None:
+        self._outcome.set()
         # If a gather is still running, a rank is gone; the other ranks time out.
         if not self._turn.acquire(timeout=self._silence_s):
             return

@@ -113,6 +113,11 @@ def test_no_more_is_gathered_at_a_time_than_the_bound_or_one_tensor(told: Told) 
     assert first["gathered"] == [1] * len(SHAPES)
 
 
+def test_ranks_wait_for_a_sender_that_waits_for_the_gateway(told: Told) -> None:
+    first, second = told["a_gateway_that_takes_longer_than_a_silence"]
+    assert first["version"] == second["version"]
+
+
 def test_a_delta_is_what_changed_on_any_rank(told: Told) -> None:
     first, second = told["delta"]
     assert first["sent"] == ["layers.1.weight"]

@@ -245,11 +245,13 @@ class RolloutClient:
         in_flight: InFlight | None = None,
         lease: str | None = None,
         version: int | None = None,
+        group: str | None = None,
     ) -> None:
         """Open the next version, which must be `version`, if given. `in_flight` (default: the gateway's
         `weights.in_flight`) decides on rollouts in flight; with `drain` the call returns after their end. The update is
-        aborted when `lease` ends."""
+        aborted when `lease` ends. `group`, as ADDRESS:PORT, must be the open group if given."""
         body: Json = {"in_flight": in_flight} | _under(lease) | ({} if version is None else {"version": version})
+        body |= {} if group is None else {"group": group}
         await self._call("POST", "/start_weight_update", body, timeout_s)
 
     async def update_weights(

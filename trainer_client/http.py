@@ -1,6 +1,9 @@
 """HTTP to the rollout URL, and the only place that translates its failures."""
 
 import asyncio
+import os
+import socket
+import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, NamedTuple
@@ -15,6 +18,30 @@ Json = dict[str, Any]
 
 CONNECT_TIMEOUT_S = 10.0
 _SILENT_S = 60.0
+
+
+_sockets: "weakref.WeakSet[socket.socket]" = weakref.WeakSet()
+"""The sockets of all connections of this process."""
+
+
+def _leave_to_parent() -> None:
+    """Let go of the parent's connections in a forked child, which would hold a lease of the parent after its death."""
+    if sockets := list(_sockets):
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for one in sockets:
+            if one.fileno() >= 0:
+                os.dup2(nowhere, one.fileno(), inheritable=False)
+        os.close(nowhere)
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
+
+
+def _opened_socket(address: aiohttp.AddrInfoType) -> socket.socket:
+    family, kind, protocol, _, _ = address
+    opened = socket.socket(family, kind, protocol)
+    _sockets.add(opened)
+    return opened
 
 
 class Answer(NamedTuple):
@@ -137,7 +164,9 @@ class GatewayHttp:
         """Return the session; the first call opens it, since it belongs to the running loop."""
         if self._session is None:
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0), cookie_jar=aiohttp.DummyCookieJar(), headers=self._headers
+                connector=aiohttp.TCPConnector(limit=0, socket_factory=_opened_socket),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                headers=self._headers,
             )
         return self._session
 

@@ -3,13 +3,16 @@
 Call `install()` before the trainer is made; with CUDA it does nothing. engines/transfer/gloo.py moves the tensors.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
 import torch
+from requests import RequestException
 from requests.adapters import HTTPAdapter
 from trl.generation import vllm_client, vllm_generation
 from trl.generation.vllm_client import VLLMClient
@@ -89,6 +92,27 @@ class GlooVLLMClient(VLLMClient):
         if self.communicator is not None:
             self.communicator.close()
             self.communicator = None
+
+    @contextmanager
+    def weight_update(self) -> Iterator[None]:
+        """Group several tensors into one update. An error in the block ends it without a commit, where TRL's own client
+        would have the engines serve the tensors that have been sent."""
+        self._start_weight_update()
+        self._updating_weights = True
+        try:
+            yield
+        except BaseException as error:
+            self._abandon(f"{type(error).__name__}: {error}")
+            raise
+        finally:
+            self._updating_weights = False
+        self._finish_weight_update()
+
+    def _abandon(self, reason: str) -> None:
+        # The trainer needs its own error. A plain vLLM has no such route, and leaves the update open.
+        with contextlib.suppress(RequestException):
+            url, timeout = f"{self.base_url}/v1/weight_updates", (CONNECT_TIMEOUT_S, self._timeout_s)
+            self.session.delete(url, json={"reason": reason}, timeout=timeout)
 
     def _post(self, url: str, **kwargs: Any) -> dict[str, Any]:
         route = url.removeprefix(self.base_url)

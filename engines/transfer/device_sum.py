@@ -47,9 +47,9 @@ def _sums(base: int, layout: _Layout, device: torch.device) -> torch.Tensor:
 @lru_cache(_LAYOUTS)
 def _tables(layout: _Layout, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """The tensor that each program of the kernel reads, and for each tensor its first program and its layout."""
-    starts = torch.tensor(layout, dtype=torch.int64)
+    starts = torch.tensor(layout, dtype=torch.int64, device="cpu")
     programs = starts[:, 1].add(_LANES * _ROUNDS - 1).div(_LANES * _ROUNDS, rounding_mode="floor")
-    owners = torch.repeat_interleave(torch.arange(len(layout), dtype=torch.int32), programs)
+    owners = torch.repeat_interleave(torch.arange(len(layout), dtype=torch.int32, device="cpu"), programs)
     first = programs.cumsum(0) - programs
     return owners.to(device), torch.cat([first[:, None], starts], dim=1).contiguous().to(device)
 

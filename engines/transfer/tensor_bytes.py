@@ -18,7 +18,7 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
     beside kernels; torch reuses the memory for the next tensor."""
     if not tensor.is_cuda:
         return tensor.cpu()
-    there = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    there = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
     there.copy_(tensor, non_blocking=True)
     torch.cuda.current_stream(tensor.device).synchronize()
     return there

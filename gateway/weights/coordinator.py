@@ -43,6 +43,11 @@ from gateway.weights.updates.update_log import UpdateLog
 log = structlog.get_logger()
 
 
+_LEASE_ENDS_S = 1.0
+"""How long a lease may outlast its trainer's last call, until its connection's end is noticed."""
+_LOOKS_AT_LEASE = 20
+
+
 class WeightCoordinator:
     """Sends a trainer's calls to the kind of update that it uses, one call at a time."""
 
@@ -65,6 +70,7 @@ class WeightCoordinator:
         self._by_relay = RelayUpdate(parts, self._relay, self._by_store, machine)
         self._flat = FlatUpdate(parts, machine)
         self._busy_with = ""
+        self._group = ""
         fleet.on_change(lambda: metrics.observe_versions(fleet.version, fleet.serving_behind))
 
     @property
@@ -100,8 +106,18 @@ class WeightCoordinator:
         return self._canary.token_ids(members)
 
     async def init(self, init_info: Json) -> None:
-        """Open a trainer's group. An update and a group that an earlier trainer left open end first."""
+        """Open a trainer's group. An update and a group that an earlier trainer left open end first.
+
+        Raise `WeightUpdateConflict` where that trainer lives, and holds the update's lease.
+        """
+        for _ in range(_LOOKS_AT_LEASE):
+            if not self.leases.is_held(self._machine.update):
+                break
+            await asyncio.sleep(_LEASE_ENDS_S / _LOOKS_AT_LEASE)
         async with self._exclusively("init_weight_transfer_engine"):
+            if self.leases.is_held(self._machine.update):
+                self._machine.check_none_open()
+            self._group = ""
             await self._machine.abort("a trainer opened a new transfer group")
             await self._flat.close()
             await self._fleet.settled_within(self._config.control_timeout_s)
@@ -111,14 +127,25 @@ class WeightCoordinator:
                 await self._relay.close()
             with self._metrics.weight_update_seconds.labels("init").time():
                 await (self._flat if why else self._by_relay).init(init_info)
+            self._group = f"{init_info.get('master_address')}:{init_info.get('master_port')}"
 
     async def start(
-        self, in_flight: InFlight | None = None, lease: str | None = None, version: int | None = None
+        self,
+        in_flight: InFlight | None = None,
+        lease: str | None = None,
+        version: int | None = None,
+        group: str | None = None,
     ) -> None:
         """Open the next version, which must be `version`, if given. `in_flight` overrides weights.in_flight. The update
-        ends with `lease`, if given."""
+        ends with `lease`, if given. `group` is the place of the trainer's group, which must be the open one."""
         async with self._exclusively("start_weight_update"):
             self.leases.check(lease)
+            if group not in (None, self._group):
+                raise WeightUpdateConflict(
+                    f"the transfer group of {group} is over: "
+                    + (f"another trainer has opened one, of {self._group}" if self._group else "none is open")
+                    + "; call /init_weight_transfer_engine to form a new one"
+                )
             if version not in (None, self._fleet.next_version):
                 raise WeightUpdateConflict(
                     f"version = {version}, but the fleet is at {self._fleet.version} and the next is "
@@ -134,6 +161,9 @@ class WeightCoordinator:
         """Receive the tensors that the trainer is about to send."""
         async with self._exclusively("update_weights"):
             self.leases.check_own(self._machine.update, lease)
+            if lease is not None:
+                # Its trainer ends its broadcast itself. The group may be another trainer's by now.
+                self._machine.opened("update_weights")
             await self._way.receive(update_info)
 
     async def finish(self, canary_logprobs: Sequence[float] | None = None, lease: str | None = None) -> int:

@@ -43,6 +43,10 @@ class Leases:
                 "/init_weight_transfer_engine and /start_weight_update"
             )
 
+    def is_held(self, update: WeightUpdate | None) -> bool:
+        """Return True for an open update whose trainer lives: it holds the update's lease."""
+        return update is not None and update.lease in self._held
+
     def has_ended(self, update: WeightUpdate) -> bool:
         """Return True for an update under a lease that is held no more."""
         return update.lease is not None and update.lease not in self._held

@@ -11,8 +11,10 @@ import multiprocessing
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from itertools import count
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -23,14 +25,15 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from engines.errors import RolloutGatewayError
+from engines.errors import DeadlineExceeded, RolloutGatewayError
 from tests.material.sharded_model import SHAPES, WORLD_SIZE, Model
 from trainer_client import BlockingRolloutClient, WeightSender
-from trainer_client.transports import trainer_ranks
+from trainer_client.transports import tensors, trainer_ranks
+from trainer_client.transports.tensors import Entry
 
 TIMEOUT_S = 20.0
 SILENCE_S = 0.4
@@ -45,10 +48,14 @@ class Trainer:
         self.told = folder / f"rank-{rank}"
         self.url = url
         self.group_url = group_url
-        meeting = dist.FileStore(str(folder / "ranks"), WORLD_SIZE)
+        self.begin("ranks")
+
+    def begin(self, place: str) -> None:
+        meeting = dist.FileStore(str(self.told.parent / place), WORLD_SIZE)
         limit = timedelta(seconds=60)
-        dist.init_process_group("gloo", store=meeting, rank=rank, world_size=WORLD_SIZE, timeout=limit)
+        dist.init_process_group("gloo", store=meeting, rank=self.rank, world_size=WORLD_SIZE, timeout=limit)
         self.mesh = init_device_mesh("cpu", (WORLD_SIZE,))
+        self.mesh_of_parts = init_device_mesh("cpu", (WORLD_SIZE, 1), mesh_dim_names=("part", "shard"))
 
     def run(self, case: Callable[["Trainer"], Any]) -> None:
         told = {"case": case.__name__}
@@ -120,13 +127,40 @@ def fsdp1_on_a_mesh(trainer: Trainer) -> dict[str, Any]:
     return trainer.push(flat(Model(), use_orig_params=True, device_mesh=trainer.mesh))
 
 
+def fsdp1_of_whole_copies(trainer: Trainer) -> dict[str, Any]:
+    return trainer.push(flat(Model(), use_orig_params=True, sharding_strategy=ShardingStrategy.NO_SHARD))
+
+
+def fsdp1_of_copies_in_groups(trainer: Trainer) -> dict[str, Any]:
+    alone = [dist.new_group([rank]) for rank in range(WORLD_SIZE)]
+    groups = (alone[trainer.rank], dist.new_group(list(range(WORLD_SIZE))))
+    hybrid = ShardingStrategy.HYBRID_SHARD
+    return trainer.push(flat(Model(), use_orig_params=True, sharding_strategy=hybrid, process_group=groups))
+
+
 def tensor_parallel(trainer: Trainer) -> dict[str, Any]:
     plan = {"layers.0": ColwiseParallel(), "layers.1": RowwiseParallel()}
     return trainer.push(parallelize_module(Model(), trainer.mesh, plan))
 
 
+def copies_that_are_tensor_parallel(trainer: Trainer) -> dict[str, Any]:
+    """Each rank is a copy; the mesh of its shards is a part of the trainer's."""
+    plan = {"layers.0": ColwiseParallel(), "layers.1": RowwiseParallel()}
+    return trainer.push(parallelize_module(Model(), trainer.mesh_of_parts["shard"], plan))
+
+
+def stages_of_a_pipeline(trainer: Trainer) -> dict[str, Any]:
+    names = sorted(SHAPES)[trainer.rank :: WORLD_SIZE]
+    whole, mesh = Model().state_dict(), trainer.mesh_of_parts["shard"]
+    return trainer.push({name: distribute_tensor(whole[name], mesh, [Shard(0)]) for name in names})
+
+
 def data_parallel(trainer: Trainer) -> dict[str, Any]:
     return trainer.push(nn.parallel.DistributedDataParallel(Model()))
+
+
+def compiled_data_parallel(trainer: Trainer) -> dict[str, Any]:
+    return trainer.push(torch.compile(nn.parallel.DistributedDataParallel(Model())))
 
 
 def compiled(trainer: Trainer) -> dict[str, Any]:
@@ -135,6 +169,12 @@ def compiled(trainer: Trainer) -> dict[str, Any]:
 
 def dict_of_dtensors(trainer: Trainer) -> dict[str, Any]:
     return trainer.push(distributed(trainer))
+
+
+def dict_of_a_models_state(trainer: Trainer) -> dict[str, Any]:
+    state = sharded(trainer, Model()).state_dict()
+    del state["steps"]
+    return trainer.push(state)
 
 
 def iterator_of_dtensors(trainer: Trainer) -> dict[str, Any]:
@@ -196,6 +236,136 @@ def ranks_that_differ(trainer: Trainer) -> dict[str, Any]:
     return trainer.push(named)
 
 
+def ranks_that_shard_differently(trainer: Trainer) -> dict[str, Any]:
+    named = distributed(trainer)
+    if trainer.rank == 1:
+        half = torch.zeros(4, 6 // WORLD_SIZE)
+        named["layers.1.weight"] = DTensor.from_local(half, trainer.mesh, [Shard(1)], run_check=False)
+    return trainer.push(named)
+
+
+def ranks_with_other_options(trainer: Trainer) -> dict[str, Any]:
+    return trainer.push(distributed(trainer), delta=trainer.rank == 1)
+
+
+def ranks_of_which_one_has_tensors_left(trainer: Trainer) -> dict[str, Any]:
+    """Each tensor is a part."""
+    named = list(distributed(trainer).items())
+    with patch.object(tensors, "PART_BYTES", 1):
+        return trainer.push(iter(named if trainer.rank == 1 else named[:-1]))
+
+
+def shards_without_values(trainer: Trainer) -> dict[str, Any]:
+    with torch.device("meta"):
+        model = sharded(trainer, Model())
+    return trainer.push(model)
+
+
+def beside_another_default_device(trainer: Trainer) -> dict[str, Any]:
+    """As where a trainer has called torch.set_default_device for its GPU."""
+    model = sharded(trainer, Model())
+    with (
+        torch.device("meta"),
+        BlockingRolloutClient(trainer.url, attempts=1) as client,
+        WeightSender(client, transport="store", timeout_s=TIMEOUT_S, delta=True) as sender,
+    ):
+        version = sender.push(model)
+    dist.barrier()
+    return {"version": version} | (trainer.stored(version, Model()) if trainer.rank == 0 else {})
+
+
+class Gone(BaseException):
+    """The end of a rank."""
+
+
+def a_rank_that_leaves_before_the_outcome(trainer: Trainer) -> dict[str, Any]:
+    """The next push of the same senders opens another group."""
+    named = distributed(trainer)
+    told: dict[str, Any] = {}
+    compare, compared = trainer_ranks.TrainerRanks._compare, count(1)
+
+    def leaving(ranks: Any, mine: bytes) -> None:
+        compare(ranks, mine)
+        if next(compared) == 2 and trainer.rank == 1:  # all ranks have come to the end of their tensors
+            raise Gone
+
+    with (
+        BlockingRolloutClient(trainer.url, attempts=1) as client,
+        WeightSender(client, transport="store", timeout_s=SILENCE_S) as sender,
+    ):
+        with suppress(Gone), patch.object(trainer_ranks.TrainerRanks, "_compare", leaving):
+            told["version"] = sender.push(named)
+        dist.barrier()
+        try:
+            told["next"] = sender.push(named)
+        except DeadlineExceeded:  # of the rank that has left, and has not seen the group break
+            told["next"] = sender.push(named)
+        return told
+
+
+def a_gateway_that_takes_longer_than_a_silence(trainer: Trainer) -> dict[str, Any]:
+    """As for a rolling update of many replicas."""
+    load = BlockingRolloutClient.load_weights
+
+    def loading(*args: Any) -> int:
+        time.sleep(8 * SILENCE_S)
+        return load(*args)
+
+    with (
+        BlockingRolloutClient(trainer.url, attempts=1) as client,
+        WeightSender(client, transport="store", timeout_s=SILENCE_S) as sender,
+        patch.object(BlockingRolloutClient, "load_weights", loading),
+    ):
+        return {"version": sender.push(distributed(trainer))}
+
+
+def a_rank_that_fails_at_the_last_tensor(trainer: Trainer) -> dict[str, Any]:
+    with failing_at(trainer, list(SHAPES)[-1], RuntimeError("no memory"), rank=1):
+        return trainer.push(distributed(trainer))
+
+
+def all_ranks_that_fail_among_the_tensors(trainer: Trainer) -> dict[str, Any]:
+    with failing_at(trainer, "layers.0.bias", RuntimeError("no memory")):
+        try:
+            return trainer.push(distributed(trainer))
+        except RuntimeError as error:
+            return {"message": str(error)}
+
+
+def in_inference_mode(trainer: Trainer) -> dict[str, Any]:
+    model = sharded(trainer, Model())
+    with torch.inference_mode():
+        return trainer.push(model)
+
+
+@contextmanager
+def failing_at(trainer: Trainer, name: str, error: BaseException, *, rank: int | None = None) -> Iterator[None]:
+    """Let this tensor's gathering end with an error, on one rank or on all."""
+    made = Entry.made
+
+    def failing(entry: Entry) -> Any:
+        tensor = made(entry)
+        if entry.name == name and rank in (None, trainer.rank):
+            raise error
+        return tensor
+
+    with patch.object(Entry, "made", failing):
+        yield
+
+
+def after_a_new_start_of_torch_distributed(trainer: Trainer) -> dict[str, Any]:
+    """The sender is that of the ranks before."""
+    with (
+        BlockingRolloutClient(trainer.url, attempts=1) as client,
+        WeightSender(client, transport="store", timeout_s=TIMEOUT_S) as sender,
+    ):
+        sender.push(distributed(trainer))
+        dist.barrier()
+        dist.destroy_process_group()
+        trainer.begin("ranks-again")
+        return {"version": sender.push(distributed(trainer))}
+
+
 def after_all_that(trainer: Trainer) -> dict[str, Any]:
     return trainer.push(sharded(trainer, Model(seed=3)), Model(seed=3))
 
@@ -247,18 +417,35 @@ CASES = (
     fsdp1,
     fsdp1_of_flat_parameters,
     fsdp1_on_a_mesh,
+    fsdp1_of_whole_copies,
+    fsdp1_of_copies_in_groups,
     tensor_parallel,
+    copies_that_are_tensor_parallel,
     data_parallel,
+    compiled_data_parallel,
     compiled,
     dict_of_dtensors,
+    dict_of_a_models_state,
     iterator_of_dtensors,
+    beside_another_default_device,
+    in_inference_mode,
     one_tensor_at_a_time,
+    a_gateway_that_takes_longer_than_a_silence,
     delta,
     through_a_group,
     through_a_group_that_refuses,
     other_shapes,
     ranks_that_differ,
+    ranks_that_shard_differently,
+    ranks_with_other_options,
+    stages_of_a_pipeline,
+    ranks_of_which_one_has_tensors_left,
+    shards_without_values,
+    a_rank_that_fails_at_the_last_tensor,
+    all_ranks_that_fail_among_the_tensors,
     after_all_that,
+    after_a_new_start_of_torch_distributed,
+    a_rank_that_leaves_before_the_outcome,
     a_sender_that_stays_away,
 )
 

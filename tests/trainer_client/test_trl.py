@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -102,6 +103,29 @@ def test_the_client_knows_the_version_that_the_gateway_tells(gateway: PlayedGate
     versions = [client.weight_version]
     client.update_model_params(model())
     assert [*versions, client.weight_version] == [None, 7]
+    client.close_communicator()
+
+
+def _push_each(client: Any, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+    for name, tensor in tensors:
+        client.update_named_param(name, tensor)
+
+
+@pytest.mark.usefixtures("installed")
+def test_an_error_among_the_tensors_of_an_update_ends_it_without_a_commit(gateway: PlayedGateway) -> None:
+    client = client_of(gateway)
+    client.init_communicator("cpu")
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "a", torch.ones(3)
+        raise ValueError("of the trainer")
+
+    with pytest.raises(ValueError, match="of the trainer"), client.weight_update():
+        _push_each(client, tensors())
+    assert gateway.calls[-3:] == ["/start_weight_update", "/update_weights", "/v1/weight_updates"]
+    with client.weight_update():
+        client.update_named_param("a", torch.ones(3))
+    assert gateway.calls[-3:] == ["/start_weight_update", "/update_weights", "/finish_weight_update"]
     client.close_communicator()
 
 

@@ -52,6 +52,7 @@ class GroupTransport:
         self._address = address
         self._port = port
         self._channel: Channel | None = None
+        self._place = ""
         self._lease: str | None = None
 
     def push(self, parts: Iterable[Part], options: PushOptions) -> int:
@@ -106,12 +107,12 @@ class GroupTransport:
         )
         if self._channel is not None:
             try:
-                start()
+                start(group=self._place)
                 return self._channel
             except WeightUpdateFailed:
                 self.close("a replica left the group")
         self._channel = channel = self._open()
-        start()
+        start(group=self._place)
         return channel
 
     def _open(self) -> Channel:
@@ -138,6 +139,7 @@ class GroupTransport:
         except BaseException:
             channel.close("the group was not formed")
             raise
+        self._place = f"{address}:{port}"
         return channel
 
     def _check_gpu_is_free(self, device: torch.device) -> None:

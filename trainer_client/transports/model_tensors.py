@@ -28,6 +28,7 @@ class NamedOnes:
 
 def model_tensors(model: torch.nn.Module) -> list[NamedOnes]:
     """Return parameters and persistent buffers, in the model's order. A collective call if the model is sharded."""
+    model = _without_compiler(model)
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
         model = model.module
     state = _state(model)
@@ -45,11 +46,26 @@ def model_tensors(model: torch.nn.Module) -> list[NamedOnes]:
     return [NamedOnes(tuple(names[name]), state[name], name in buffers) for name in state if name in names]
 
 
-def data_parallel_ranks(model: torch.nn.Module) -> tuple[int, ...]:
-    """Return the ranks of a DistributedDataParallel model, each with a whole copy; () for other models."""
-    if not isinstance(model, torch.nn.parallel.DistributedDataParallel):
-        return ()
-    return tuple(torch.distributed.get_process_group_ranks(model.process_group))
+def data_parallel_ranks(model: torch.nn.Module) -> set[int]:
+    """Return the ranks of a DistributedDataParallel or FSDP1 model, also those of copies; none for other models."""
+    model = _without_compiler(model)
+    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        return set(torch.distributed.get_process_group_ranks(model.process_group))
+    return {rank for unit in _fsdp_units(model) for rank in _ranks_of_unit(unit)}
+
+
+def _ranks_of_unit(unit: Any) -> Iterator[int]:
+    """Yield the ranks of an FSDP1 unit. The ranks of another copy are as far from each other as this copy's."""
+    here = torch.distributed.get_rank()
+    among_copies = getattr(unit, "_inter_node_pg", None)
+    for copy in torch.distributed.get_process_group_ranks(among_copies) if among_copies is not None else [here]:
+        for rank in torch.distributed.get_process_group_ranks(unit.process_group):
+            yield copy + rank - here
+
+
+def _without_compiler(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the module that torch.compile has wrapped, as accelerate does with a DistributedDataParallel."""
+    return getattr(model, "_orig_mod", model)
 
 
 def clean(name: str) -> str:

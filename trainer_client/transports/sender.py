@@ -127,9 +127,14 @@ class WeightSender:
             self._one_push.release()
 
     def _push(self, named_tensors: "Source", options: PushOptions) -> int:
+        import torch
+
         from trainer_client.transports.tensors import Given
 
-        given = Given(named_tensors, by_layer=self._delta and self._by_layer)
+        with torch.inference_mode(False), torch.no_grad():  # in inference mode torch gathers no shards
+            return self._push_tensors(Given(named_tensors, by_layer=self._delta and self._by_layer), options)
+
+    def _push_tensors(self, given: "Given", options: PushOptions) -> int:
         ranks = self._ranks(tuple(given.ranks))
         pushed = self._pushed_before()
         pushed.begin()
@@ -212,9 +217,11 @@ class WeightSender:
 
         if not ranks:
             return Ranks()
-        if ranks not in self._groups:
-            self._groups[ranks] = TrainerRanks(ranks, _WAITS_BETWEEN_WORDS * self._timeout_s)
-        return self._groups[ranks].begun()
+        group = self._groups.get(ranks)
+        if group is None or group.is_over:
+            group = TrainerRanks(ranks, _WAITS_BETWEEN_WORDS * self._timeout_s, f"delta={self._delta}")
+            self._groups[ranks] = group
+        return group.begun()
 
     def _checked_parts(self, given: "Given", ranks: "Ranks", narrow: "Narrow") -> "Iterator[Part]":
         """Yield the parts, checked against the served model. Their callbacks report progress."""
@@ -240,6 +247,7 @@ class WeightSender:
             num_bytes += sum(entry.num_bytes for entry in sent)
             if sent:
                 yield Part(sent, ranks, tell)
+        ranks.agree_on_end(served)
 
 
 def _in_flight(word: str | None) -> InFlight | None:

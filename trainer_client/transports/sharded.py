@@ -11,11 +11,34 @@ def is_sharded(tensor: Any) -> bool:
     return hasattr(tensor, "full_tensor") or hasattr(tensor, "local_shards")
 
 
-def ranks_of(tensor: Any) -> tuple[int, ...]:
+def holders_of(tensor: Any) -> tuple[int, ...]:
     """Return the ranks that hold its shards."""
     if hasattr(tensor, "full_tensor"):
         return tuple(tensor.device_mesh.mesh.flatten().tolist())
     return tuple(torch.distributed.get_process_group_ranks(tensor._process_group))
+
+
+def ranks_of(tensor: Any) -> tuple[int, ...]:
+    """Return the ranks of the trainer that holds it.
+
+    A mesh may be a part of another. The other's ranks hold copies of the tensor, or other stages of a pipeline.
+    """
+    if hasattr(tensor, "full_tensor"):
+        return tuple(_root_of(tensor.device_mesh).mesh.flatten().tolist())
+    return holders_of(tensor)
+
+
+def placed(tensor: Any) -> str:
+    """Return how its shards are placed, alike on all ranks."""
+    return str(getattr(tensor, "placements", ""))
+
+
+def _root_of(mesh: Any) -> Any:
+    if hasattr(mesh, "_get_root_mesh"):
+        return mesh._get_root_mesh()
+    from torch.distributed.device_mesh import _mesh_resources  # before torch 2.9
+
+    return _mesh_resources.get_root_mesh(mesh)
 
 
 def shape_of(tensor: Any) -> list[int]:

@@ -17,7 +17,7 @@ from engines.errors import InvalidRequest
 from engines.transfer.gloo import NamedTensor
 from engines.types import TensorMeta
 from trainer_client.transports.model_tensors import NamedOnes, clean, data_parallel_ranks, model_tensors
-from trainer_client.transports.sharded import gathered, is_sharded, ranks_of, shape_of
+from trainer_client.transports.sharded import gathered, is_sharded, parts_here, placed, ranks_of, shape_of
 
 Source: TypeAlias = torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[NamedTensor]
 
@@ -61,8 +61,8 @@ class Given:
         if not self._first:
             raise InvalidRequest("named_tensors is empty: an update needs at least one tensor", param="named_tensors")
         sharded = (one.tensor for one in self._first if is_sharded(one.tensor))
-        ranks = {rank for tensor in sharded for rank in ranks_of(tensor)}
-        self.ranks = sorted(ranks) or (data_parallel_ranks(source) if isinstance(source, torch.nn.Module) else ())
+        copies = data_parallel_ranks(source) if isinstance(source, torch.nn.Module) else set[int]()
+        self.ranks = sorted(copies.union(*map(ranks_of, sharded)))
         """Trainer ranks that must take part; empty if this process has all tensors."""
 
     def parts(self, served: Sequence[TensorMeta] | None, dtype: torch.dtype | None) -> Iterator[list[Entry]]:
@@ -70,14 +70,17 @@ class Given:
         held = {tensor.name: tensor for tensor in served} if served is not None else None
         part: list[NamedOnes] | None = self._first
         self._first = []
+        sent: set[str] = set()
         while part is not None:
-            yield [
+            entries = [
                 Entry(
                     name, _with_bytes(name, one.tensor), _sent_in(one.tensor, dtype, held.get(name) if held else None)
                 )
                 for one in part
                 for name in _sent_under(one, held)
             ]
+            _check_names_are_new(entries, sent)
+            yield entries
             part = next(self._parts, None)
             self._check_ranks(part or ())
 
@@ -90,6 +93,16 @@ class Given:
                     f"tensors of {list(self.ranks) or 'no other rank'}: give a tensor of all ranks first, or a mapping",
                     param="named_tensors",
                 )
+
+
+def _check_names_are_new(entries: Iterable[Entry], sent: set[str]) -> None:
+    """Note the names. Raise `InvalidRequest` for one that has come before, whose tensor may be another."""
+    for entry in entries:
+        if entry.name in sent:
+            raise InvalidRequest(
+                f"named_tensors has two tensors named {entry.name!r}: give each name once", param="named_tensors"
+            )
+        sent.add(entry.name)
 
 
 def announced(entries: Sequence[Entry]) -> dict[str, object]:
@@ -139,9 +152,13 @@ def _same_as_one(part: list[NamedOnes]) -> list[NamedOnes]:
 
 
 def _place(tensor: torch.Tensor) -> Any:
-    if is_sharded(tensor) or not _has_bytes(tensor) or not tensor.numel():
-        return id(tensor)  # a sharded tensor's address differs between ranks
-    return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
+    """Return what two tensors at one place have in common. Tensors without bytes here, such as empty shards, have no
+    place."""
+    parts = parts_here(tensor)
+    if not parts or not all(_has_bytes(part) and part.numel() for part in parts):
+        return id(tensor)
+    here = tuple((part.data_ptr(), part.dtype, tuple(part.shape), part.stride()) for part in parts)
+    return here, tuple(shape_of(tensor)), placed(tensor)
 
 
 def _sent_under(one: NamedOnes, held: Mapping[str, TensorMeta] | None) -> tuple[str, ...]:
@@ -155,7 +172,7 @@ def _sent_under(one: NamedOnes, held: Mapping[str, TensorMeta] | None) -> tuple[
 
 def _with_bytes(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor. Raise `InvalidRequest` for a tensor without the plain bytes that engines load."""
-    if not is_sharded(tensor) and not _has_bytes(tensor):
+    if not all(map(_has_bytes, parts_here(tensor))):
         form = "on the meta device" if tensor.is_meta else f"{tensor.layout} {tensor.dtype}"
         raise InvalidRequest(
             f"named_tensors has {name!r} {form}: give a dense tensor with its values, such as of a model that is not "

@@ -6,10 +6,12 @@ The other ranks wait for its messages as long as its own waits may take.
 
 import hashlib
 import json
+import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from itertools import repeat
 from operator import attrgetter
 from typing import Any
 
@@ -20,10 +22,12 @@ from engines.batches import batches
 from engines.errors import DeadlineExceeded, InvalidRequest, RolloutGatewayError, WeightUpdateFailed
 from gateway.api import body_of, error_of, status_of
 from trainer_client.served import ServedWeights
-from trainer_client.transports.sharded import is_sharded
+from trainer_client.transports.sharded import holders_of, is_sharded, placed
 from trainer_client.transports.tensors import Entry, Given
 
 Json = dict[str, Any]
+
+logger = logging.getLogger(__name__)
 
 Outcome = tuple[int, ServedWeights | None]
 """The version, and the served weights if the ranks need them."""
@@ -31,6 +35,8 @@ Narrow = Callable[[list[Entry], ServedWeights], list[Entry]]
 
 _RUN_BYTES = 256 << 20
 """Bytes gathered between two messages of the first rank: its memory use beside its own shard."""
+_WORDS_IN_SILENCE = 4
+"""Messages of a waiting sender in the longest silence."""
 _DIGEST_BYTES = 16
 _NONE = b"\0" * _DIGEST_BYTES
 
@@ -49,6 +55,9 @@ class Ranks:
 
     def agree(self, entries: Sequence[Entry], served: ServedWeights) -> None:
         """Raise `InvalidRequest` on every rank unless all have the same tensors."""
+
+    def agree_on_end(self, served: ServedWeights) -> None:
+        """Raise `InvalidRequest` on every rank unless all have come to the end of their tensors."""
 
     def any_rank(self, flags: Sequence[bool]) -> list[bool]:
         """Return each flag as set if set on any rank."""
@@ -69,47 +78,85 @@ class Ranks:
 class TrainerRanks(Ranks):
     """Several ranks, which must all create this and push the same tensors. A message is awaited for `silence_s`.
 
-    Its group is kept until the trainer's end: torch would give the next group of these ranks the same name, and so the
-    addresses of the ended one.
+    Its group is never ended: torch would give the next group of these ranks the same name, and so the addresses of the
+    ended one. All ranks have the same `options`, a text.
     """
 
-    def __init__(self, ranks: Sequence[int], silence_s: float) -> None:
+    def __init__(self, ranks: Sequence[int], silence_s: float, options: str = "") -> None:
         self._ranks = sorted(ranks)
         self._silence_s = silence_s
-        self._group = dist.new_group(
-            self._ranks, timeout=timedelta(seconds=silence_s), backend="gloo", use_local_synchronization=True
-        )
+        self._options = options
+        self._is_broken = False
+        with self._together():
+            self._group = dist.new_group(
+                self._ranks, timeout=timedelta(seconds=silence_s), backend="gloo", use_local_synchronization=True
+            )
         self.is_sender = dist.get_rank() == self._ranks[0]
         # A transport may gather on its own thread while the push is cancelled.
         self._turn = threading.Lock()
         self._is_over = False
+        self._outcome = threading.Event()
+
+    @property
+    def is_over(self) -> bool:
+        """True where a wait has failed, or the trainer has ended torch.distributed, and the group with it."""
+        try:
+            dist.get_rank(self._group)
+        except ValueError:
+            return True
+        return self._is_broken
 
     def begun(self) -> "TrainerRanks":
         """Start the next push; return self."""
         self._is_over = False
+        self._outcome = threading.Event()
         return self
 
     def follow(self, given: Given, dtype: torch.dtype | None, narrow: Narrow) -> Outcome:
         parts: Iterator[list[Entry]] | None = None
         runs: Iterator[list[Entry]] = iter(())
         while "version" not in (word := self._hear()):
+            if "waits" in word:
+                continue
             if "part" in word:
                 served = ServedWeights.read(word["part"])
                 parts = parts or given.parts(served.tensors, dtype)
                 runs = iter(self.runs(self._narrowed(self._next_part(parts), served, narrow)))
             else:
-                for entry in next(runs):
-                    if is_sharded(entry.tensor):
-                        entry.made()
+                try:
+                    self._help(next(runs))
+                except Exception as error:  # reported with the next part, unless the sender fails before it
+                    logger.exception("trainer rank %d cannot gather its part of the weights", dist.get_rank())
+                    # No further tensor is gathered: its shards would take the place of this one's.
+                    runs, parts = repeat([]), map(_raise, repeat(error))
         return int(word["version"]), word["served"] and ServedWeights.read(word["served"])
+
+    def _help(self, run: Sequence[Entry]) -> None:
+        """Gather a run with the sender, if it has shards of the same tensors."""
+        for entry in run:
+            if is_sharded(entry.tensor) and self._ranks[0] in holders_of(entry.tensor):
+                entry.made()
 
     def agree(self, entries: Sequence[Entry], served: ServedWeights) -> None:
         with self._turn:
             self._say({"part": served.json()})
-            self._compare(_digest(entries))
+            self._compare(self._digest(entries))
+
+    def agree_on_end(self, served: ServedWeights) -> None:
+        self.agree((), served)
+        threading.Thread(target=self._keep_waiting, args=(self._outcome,), name="weight ranks", daemon=True).start()
+
+    def _keep_waiting(self, outcome: threading.Event) -> None:
+        """Tell the other ranks that the sender waits for the gateway, which may take many replicas in turn."""
+        while not outcome.wait(self._silence_s / _WORDS_IN_SILENCE):
+            with self._turn:
+                if outcome.is_set() or self._is_broken:
+                    return
+                with suppress(DeadlineExceeded):  # a rank is gone, and the outcome finds that too
+                    self._say({"waits": True})
 
     def any_rank(self, flags: Sequence[bool]) -> list[bool]:
-        held = torch.tensor(list(flags), dtype=torch.uint8)
+        held = torch.tensor(list(flags), dtype=torch.uint8, device="cpu")
         with self._together():
             dist.all_reduce(held, dist.ReduceOp.MAX, group=self._group)
         return [bool(flag) for flag in held.tolist()]
@@ -125,6 +172,7 @@ class TrainerRanks(Ranks):
             return super().gather(run)
 
     def end(self, outcome: Outcome | BaseException) -> None:
+        self._outcome.set()
         # If a gather is still running, a rank is gone; the other ranks time out.
         if not self._turn.acquire(timeout=self._silence_s):
             return
@@ -132,36 +180,52 @@ class TrainerRanks(Ranks):
             if self._is_over:
                 return
             self._is_over = True
-            self._say(_failure(outcome) if isinstance(outcome, BaseException) else _success(*outcome))
+            if isinstance(outcome, BaseException):
+                self._say(_failure(outcome))
+            else:
+                self._say_success(*outcome)
         finally:
             self._turn.release()
 
-    def _next_part(self, parts: Iterator[list[Entry]]) -> list[Entry]:
-        """Return the next part. Report a failure to the other ranks."""
+    def _say_success(self, version: int, served: ServedWeights | None) -> None:
+        """Tell the other ranks. The version is served, also where a rank is gone: an error would deny that."""
         try:
-            entries = next(parts)
+            self._say({"version": version, "served": served and served.json()})
+        except DeadlineExceeded as error:
+            logger.warning("weight version %d is served, but not all ranks could be told: %s", version, error)
+
+    def _next_part(self, parts: Iterator[list[Entry]]) -> list[Entry]:
+        """Return the next part, empty after the last. Report a failure to the other ranks."""
+        try:
+            entries = next(parts, [])
         except Exception:  # also of the trainer's own iterator: the others would wait for `silence_s`
             self._compare(_NONE)
             raise
-        self._compare(_digest(entries))
+        self._compare(self._digest(entries))
         return entries
 
     def _narrowed(self, entries: list[Entry], served: ServedWeights, narrow: Narrow) -> list[Entry]:
         try:
-            return narrow(entries, served)
+            return narrow(entries, served) if entries else []
         except RolloutGatewayError:
             self._hear()  # the sender has the same error and reports it
             raise
 
+    def _digest(self, entries: Sequence[Entry]) -> bytes:
+        lines = (f"{entry.name} {entry.dtype} {entry.shape} {placed(entry.tensor)}" for entry in entries)
+        return hashlib.blake2b("\n".join((self._options, *lines)).encode(), digest_size=_DIGEST_BYTES).digest()
+
     def _compare(self, mine: bytes) -> None:
-        heard = [torch.empty(_DIGEST_BYTES, dtype=torch.uint8) for _ in self._ranks]
+        heard = [torch.empty(_DIGEST_BYTES, dtype=torch.uint8, device="cpu") for _ in self._ranks]
         with self._together():
             dist.all_gather(heard, torch.frombuffer(bytearray(mine), dtype=torch.uint8), group=self._group)
         for rank, other in zip(self._ranks, heard, strict=True):
             if not torch.equal(other, heard[0]):
                 self._is_over = True  # known to all ranks now
                 raise InvalidRequest(
-                    f"trainer rank {rank} pushes other tensors than rank {self._ranks[0]}: all ranks must push "
+                    f"trainer rank {rank} failed to give its tensors: its log has the reason"
+                    if bytes(other.numpy()) == _NONE
+                    else f"trainer rank {rank} pushes other tensors than rank {self._ranks[0]}: all ranks must push "
                     "the same model with the same arguments; pipeline stages are not supported",
                     param="named_tensors",
                 )
@@ -178,13 +242,13 @@ class TrainerRanks(Ranks):
 
     def _broadcast(self, content: bytes | None) -> bytes:
         """Return the sender's content on every rank."""
-        size = torch.tensor([len(content or b"")])
+        size = torch.tensor([len(content or b"")], device="cpu")
         with self._together():
             dist.broadcast(size, self._ranks[0], group=self._group)
             held = (
                 torch.frombuffer(bytearray(content), dtype=torch.uint8)
                 if content
-                else torch.empty(int(size), dtype=torch.uint8)
+                else torch.empty(int(size), dtype=torch.uint8, device="cpu")
             )
             dist.broadcast(held, self._ranks[0], group=self._group)
         return bytes(held.numpy())
@@ -194,19 +258,15 @@ class TrainerRanks(Ranks):
         try:
             yield
         except RuntimeError as error:  # gloo's, for all that can be wrong
+            self._is_broken = True
             raise DeadlineExceeded(
                 f"trainer rank {dist.get_rank()}: the ranks {self._ranks} did not all take part within "
                 f"{self._silence_s:g} s, or a rank is gone; rank {self._ranks[0]} is the sender ({error})"
             ) from error
 
 
-def _digest(entries: Sequence[Entry]) -> bytes:
-    lines = "\n".join(f"{entry.name} {entry.dtype} {entry.shape}" for entry in entries)
-    return hashlib.blake2b(lines.encode(), digest_size=_DIGEST_BYTES).digest()
-
-
-def _success(version: int, served: ServedWeights | None) -> Json:
-    return {"version": version, "served": served and served.json()}
+def _raise(error: Exception) -> list[Entry]:
+    raise error
 
 
 def _failure(error: BaseException) -> Json:

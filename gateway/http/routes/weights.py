@@ -21,6 +21,7 @@ from gateway.weights.snapshots import Snapshots
 _LEASE_BEAT_S = 3.0
 """A byte so often keeps a lease open through proxies."""
 _LONGEST_LEASE = 100
+_LONGEST_GROUP = 300
 _HIGHEST_VERSION = 1 << 62
 """A trainer's number, such as a time in nanoseconds. Those after it fit 64 bits too, as replies and peers need."""
 
@@ -65,7 +66,7 @@ class WeightRoutes:
     async def _start(self, request: web.Request) -> web.Response:
         """Begin a weight update."""
         body = await read_object(request, required=False)
-        await self._weights.start(_in_flight(body), _lease(body), _version(body))
+        await self._weights.start(_in_flight(body), _lease(body), _version(body), _group(body))
         return reply({"message": "Weight update started"})
 
     async def _lease(self, request: web.Request) -> web.StreamResponse:
@@ -194,6 +195,18 @@ def _version(body: Json) -> int | None:
             param="version",
         )
     return version
+
+
+def _group(body: Json) -> str | None:
+    """Return the place of the trainer's transfer group, if it names one."""
+    group = body.get("group")
+    if group is not None and not (isinstance(group, str) and 0 < len(group) <= _LONGEST_GROUP):
+        raise InvalidRequest(
+            f"group must be a text of at most {_LONGEST_GROUP} characters, the address and the port of the transfer "
+            "group such as 10.0.0.1:29500, or left out",
+            param="group",
+        )
+    return group
 
 
 def _lease(body: Json) -> str | None:

@@ -46,9 +46,10 @@ class UpdateMachine:
 
     def check_none_open(self) -> None:
         if self._update is not None:
+            leased = "wait for its trainer, which lives, or abort it with DELETE /v1/weight_updates"
+            remedy = leased if self._update.lease else "finish it, or call /init_weight_transfer_engine to abort it"
             raise WeightUpdateConflict(
-                f"update to version {self._update.version} is open since {self._update.age_s:.1f} s: finish it, or "
-                "call /init_weight_transfer_engine to abort it"
+                f"update to version {self._update.version} is open since {self._update.age_s:.1f} s: {remedy}"
             )
 
     def opened(self, call: str) -> WeightUpdate:

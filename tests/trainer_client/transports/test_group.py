@@ -84,6 +84,26 @@ def test_the_start_says_what_becomes_of_rollouts_in_flight(gateway: PlayedGatewa
     assert asked == ["recompute", None]
 
 
+def test_a_group_that_another_trainer_has_replaced_is_opened_again_by_the_next_push(
+    gateway: PlayedGateway, sender: WeightSender
+) -> None:
+    places: list[str] = []
+
+    def start(body: dict[str, Any]) -> Answer | None:
+        places.append(body["group"])
+        over = WeightUpdateConflict("another trainer has opened one")
+        return (status_of(over), body_of(over)) if len(places) == 2 else (200, {})
+
+    gateway.answers["/start_weight_update"] = start
+    sender.push(model())
+    with pytest.raises(WeightUpdateConflict, match="another trainer has opened one"):
+        sender.push(model())
+    assert gateway.calls.count("/init_weight_transfer_engine") == 1
+    assert sender.push(model()) == 7
+    assert gateway.calls.count("/init_weight_transfer_engine") == 2
+    assert places[0] == places[1] != places[2]
+
+
 def test_a_version_that_is_not_the_next_one_is_refused_before_anything_moves(
     gateway: PlayedGateway, sender: WeightSender
 ) -> None:

@@ -29,11 +29,18 @@ DONE = [
     "fsdp1",
     "fsdp1_of_flat_parameters",
     "fsdp1_on_a_mesh",
+    "fsdp1_of_whole_copies",
+    "fsdp1_of_copies_in_groups",
     "tensor_parallel",
+    "copies_that_are_tensor_parallel",
     "data_parallel",
+    "compiled_data_parallel",
     "compiled",
     "dict_of_dtensors",
+    "dict_of_a_models_state",
     "iterator_of_dtensors",
+    "beside_another_default_device",
+    "in_inference_mode",
 ]
 
 Told = dict[str, list[dict[str, Any]]]
@@ -106,6 +113,11 @@ def test_no_more_is_gathered_at_a_time_than_the_bound_or_one_tensor(told: Told) 
     assert first["gathered"] == [1] * len(SHAPES)
 
 
+def test_ranks_wait_for_a_sender_that_waits_for_the_gateway(told: Told) -> None:
+    first, second = told["a_gateway_that_takes_longer_than_a_silence"]
+    assert first["version"] == second["version"]
+
+
 def test_a_delta_is_what_changed_on_any_rank(told: Told) -> None:
     first, second = told["delta"]
     assert first["sent"] == ["layers.1.weight"]
@@ -133,15 +145,53 @@ def test_every_rank_raises_what_the_sender_met(told: Told) -> None:
         assert "gives [5, 6] for 'layers.1.weight', model 'sim' has [4, 6]" in one["message"]
 
 
-def test_ranks_that_push_different_tensors_are_told_so(told: Told) -> None:
-    for one in told["ranks_that_differ"]:
+@pytest.mark.parametrize(
+    "case",
+    [
+        "ranks_that_differ",
+        "ranks_that_shard_differently",
+        "ranks_with_other_options",
+        "ranks_of_which_one_has_tensors_left",
+        "stages_of_a_pipeline",
+    ],
+)
+def test_ranks_that_push_different_tensors_are_told_so(told: Told, case: str) -> None:
+    for one in told[case]:
         assert one["error"] == "InvalidRequest"
         assert "trainer rank 1 pushes other tensors than rank 0" in one["message"]
+
+
+def test_shards_on_the_meta_device_are_refused_by_name(told: Told) -> None:
+    for one in told["shards_without_values"]:
+        assert one["error"] == "InvalidRequest"
+        assert "on the meta device: give a dense tensor with its values" in one["message"]
 
 
 def test_the_next_push_goes_well_after_all_that(told: Told) -> None:
     assert told["after_all_that"][0]["same"]
     assert told["after_all_that"][0]["version"] == told["delta"][0]["version"] + 1
+
+
+def test_a_sender_outlives_a_new_start_of_torch_distributed(told: Told) -> None:
+    first, second = told["after_a_new_start_of_torch_distributed"]
+    assert first["version"] == second["version"] == told["after_all_that"][0]["version"] + 2
+
+
+def test_a_version_that_is_served_is_returned_where_a_rank_has_left_before_the_outcome(told: Told) -> None:
+    first, second = told["a_rank_that_leaves_before_the_outcome"]
+    assert first["version"] == told["after_a_new_start_of_torch_distributed"][0]["version"] + 1
+    assert first["next"] == second["next"] == first["version"] + 1, "the next push has a group that is whole"
+
+
+def test_a_failure_of_torch_on_one_rank_is_told_to_all(told: Told) -> None:
+    for one in told["a_rank_that_fails_at_the_last_tensor"]:
+        assert one["error"] == "InvalidRequest"
+        assert "trainer rank 1 failed to give its tensors" in one["message"]
+
+
+def test_a_failure_of_torch_on_all_ranks_ends_the_push_at_once(told: Told) -> None:
+    for one in told["all_ranks_that_fail_among_the_tensors"]:
+        assert "no memory" in one["message"]
 
 
 def test_a_sender_that_stays_away_is_not_awaited_for_ever(told: Told) -> None:

@@ -117,6 +117,14 @@ def test_nothing_is_no_update(source: Any) -> None:
         Given(source)
 
 
+@pytest.mark.parametrize("as_given", [list, iter], ids=["a sequence", "an iterator"])
+def test_a_name_that_comes_twice_is_refused(as_given: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensors, "PART_BYTES", 1)
+    pairs = [("w", torch.ones(3)), ("v", torch.ones(3)), ("_orig_mod.w", torch.zeros(3))]
+    with pytest.raises(InvalidRequest, match="two tensors named 'w'"):
+        list(Given(as_given(pairs)).parts(None, None))
+
+
 def test_parts_end_with_a_layer_where_they_must(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensors, "PART_BYTES", 1)
     named = iter([(name, torch.ones(2)) for name in ("layers.0.q", "layers.0.k", "layers.1.q", "norm.weight")])

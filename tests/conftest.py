@@ -1,9 +1,10 @@
 """Fixtures that start gateways over simulated engines, see `rig.py`; and the hooks of five files beside this one."""
 
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
+import structlog
 
 from engines.config import SimConfig
 from gateway.cli.cluster.ray_head import SERVE_ENVIRONMENT
@@ -19,6 +20,14 @@ from tests.running.selection import pytest_ignore_collect as pytest_ignore_colle
 from tests.running.spreading import pytest_xdist_make_scheduler as pytest_xdist_make_scheduler
 
 os.environ |= {**SERVE_ENVIRONMENT, **os.environ}
+
+
+@pytest.fixture(autouse=True)
+def log_lines() -> Iterator[None]:
+    """Log lines go where they went before a test that runs what a process runs at its start."""
+    before = structlog.get_config()
+    yield
+    structlog.configure(**before)
 
 
 @pytest.fixture

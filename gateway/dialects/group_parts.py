@@ -6,8 +6,10 @@ the last of a batch. A part costs another reading of the prompt where its replic
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from gateway.dialects.completion_prompt import CompletionPrompt
+if TYPE_CHECKING:  # the command line counts parts too, without the packages of a gateway
+    from gateway.dialects.completion_prompt import CompletionPrompt
 
 # The samples of such a request are made of each other, or have log-probs of the prompt that each part would make again.
 _OF_THE_WHOLE = ("seed", "best_of", "use_beam_search", "prompt_logprobs", "echo")
@@ -21,12 +23,12 @@ def part_size(n: int, most: int | None) -> int:
     return next(size for size in range(most, 0, -1) if n % size == 0)
 
 
-def in_parts(prompts: Iterable[CompletionPrompt], most: int | None) -> list[CompletionPrompt]:
+def in_parts(prompts: "Iterable[CompletionPrompt]", most: int | None) -> "list[CompletionPrompt]":
     """Return the prompts of one request, each as its parts of at most `most` samples."""
     return [part for prompt in prompts for part in _parts_of(prompt, most)]
 
 
-def _parts_of(prompt: CompletionPrompt, most: int | None) -> Iterator[CompletionPrompt]:
+def _parts_of(prompt: "CompletionPrompt", most: int | None) -> "Iterator[CompletionPrompt]":
     rollout, size = prompt.rollout, part_size(prompt.rollout.n, most)
     if size == rollout.n or rollout.session or not _has_single_samples(prompt):
         yield prompt
@@ -43,6 +45,6 @@ def _parts_of(prompt: CompletionPrompt, most: int | None) -> Iterator[Completion
         yield replace(prompt, index=index, parts=parts, rollout=part, body=prompt.body | {"n": size})
 
 
-def _has_single_samples(prompt: CompletionPrompt) -> bool:
+def _has_single_samples(prompt: "CompletionPrompt") -> bool:
     values = (prompt.body.get(field) for field in _OF_THE_WHOLE)
     return all(value is None or value is False for value in values)

@@ -8,13 +8,15 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationInfo, fi
 
 from engines.types import EngineKind
 
+_SECRET_ARGUMENTS = frozenset({"hf_token", "api_key", "admin_api_key"})
+
 DEFAULT_LOG_DIR = "~/.local/state/rollout-gateway/logs"
 
 
 class Section(BaseModel):
     """A part of the configuration. Unknown keys are refused."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, hide_input_in_errors=True)
 
     @field_validator("*", mode="before")
     @classmethod
@@ -208,6 +210,16 @@ class EngineConfig(Section):
             )
         if self.api_key and not self.api_key.get_secret_value().startswith(("env:", "file:")):
             raise ValueError("api_key must be env:NAME or file:PATH, so that the key is not in the configuration")
+        return self
+
+    @model_validator(mode="after")
+    def _arguments_hold_no_secrets(self) -> Self:
+        for name, value in self.extra.items():
+            if isinstance(value, str) and name.replace("-", "_") in _SECRET_ARGUMENTS:
+                raise ValueError(
+                    f"extra.{name}: all users of a machine see the arguments of processes, so these have no secrets: "
+                    "leave it out, and give a token for the Hugging Face hub as HF_TOKEN in the node's environment"
+                )
         return self
 
     @model_validator(mode="after")

@@ -98,7 +98,8 @@ CAUSES = (
     Cause(
         r"is not a local folder and is not a valid model identifier|Repository Not Found for url|GatedRepoError",
         "the Hugging Face hub has no such model for this node",
-        "correct {engine}.model, or give a token that may read it: HF_TOKEN in the environment of the engine's node",
+        "correct {engine}.model, or give a token that may read it: HF_TOKEN in the node's environment, or "
+        "its file in {engine}.env.HF_TOKEN_PATH",
     ),
     Cause(
         r"does not appear to have a file named config\.json",

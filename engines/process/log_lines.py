@@ -1,5 +1,6 @@
 """The log lines of a process of ours. Their tracebacks show no values of variables: these are keys and prompts."""
 
+import io
 from collections.abc import MutableMapping
 from typing import Any, TextIO
 
@@ -20,7 +21,7 @@ def write_log_lines(to: TextIO, least: str = "debug") -> None:
         processors=[
             *processors,
             _without_controls,
-            ConsoleRenderer(colors=to.isatty(), exception_formatter=plain_traceback),
+            ConsoleRenderer(colors=to.isatty(), exception_formatter=_write_traceback),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(least),
         logger_factory=structlog.PrintLoggerFactory(to),
@@ -33,3 +34,10 @@ def _without_controls(_: Any, __: str, line: MutableMapping[str, Any]) -> Mutabl
         if isinstance(value, str) and not value.isprintable():
             line[name] = value.translate(_CONTROLS)
     return line
+
+
+def _write_traceback(to: TextIO, error: structlog.typing.ExcInfo) -> None:
+    """Write a traceback. The error's own text may repeat what a client has sent."""
+    text = io.StringIO()
+    plain_traceback(text, error)
+    to.write(text.getvalue().translate(_CONTROLS))

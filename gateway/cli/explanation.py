@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from engines.config import EngineConfig
 from engines.process.launch import engine_command
 from engines.types import EngineKind
-from gateway.config.load import Setting
+from gateway.config.load import HIDDEN, SECRET_VARIABLE, Setting
 from gateway.config.schema import Config
 
 # Ports and seeds are assigned when a replica starts.
@@ -61,10 +61,16 @@ def _explain_group(name: str, group: EngineConfig, is_named: bool, settings: Seq
         words += shown
         arguments.append(_part(" ".join(shown), f"{section}.{argument.key}" if argument.key else "", given))
     environment = (
-        _part(f"{variable}={value}", f"{section}.env.{variable}" if variable in group.env else "", given)
+        _part(
+            f"{variable}={_shown(variable, value)}", f"{section}.env.{variable}" if variable in group.env else "", given
+        )
         for variable, value in command.env.items()
     )
     return replace(explanation, command=tuple(words), arguments=tuple(arguments), environment=tuple(environment))
+
+
+def _shown(variable: str, value: str) -> str:
+    return HIDDEN if SECRET_VARIABLE.search(variable) else value
 
 
 def _part(text: str, key: str, given: Mapping[str, Setting]) -> Part:

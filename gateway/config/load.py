@@ -34,7 +34,7 @@ from gateway.config.sources import (
 HIDDEN = "**********"
 _USER = re.compile(r"//[^/@\s]+@")
 """User and password of a URL."""
-_SECRET_VARIABLE = re.compile(r"(TOKEN|KEY|SECRET|PASSWORD)$", re.IGNORECASE)
+SECRET_VARIABLE = re.compile(r"(TOKEN|KEY|SECRET|PASSWORD)$", re.IGNORECASE)
 """Variables of engines whose values are not shown."""
 
 
@@ -183,7 +183,7 @@ def _shown(key: Key, value: Any) -> str:
 
 
 def _is_secret(key: Key) -> bool:
-    if key[-2:-1] == ("env",) and _SECRET_VARIABLE.search(str(key[-1])):
+    if key[-2:-1] == ("env",) and SECRET_VARIABLE.search(str(key[-1])):
         return True
     found = field_at(key) or field_at(key[:-1])
     return found is not None and "SecretStr" in repr(found.annotation)

@@ -22,6 +22,7 @@ import structlog
 from engines.engine import Json
 from engines.errors import ConfigError
 from gateway.config.schema import TraceConfig
+from gateway.http.guard.whole_lines import append_line
 
 log = structlog.get_logger()
 
@@ -96,7 +97,7 @@ class Trace:
             log.warning("trace is full: raise gateway.trace.max_bytes, or take the file away", file=str(self._path))
             return
         self._room -= len(encoded)
-        os.write(self._file, encoded)
+        append_line(self._file, encoded)
 
     def _line(self, arrival: Arrival, seconds: float, status: int, usage: Json) -> Json:
         body = arrival.body

@@ -2,6 +2,7 @@
 
 import os
 import sqlite3
+import stat
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
@@ -100,7 +101,7 @@ class LedgerFile:
     def __init__(self, path: Path, max_bytes: int) -> None:
         """Open or create the file, of at most `max_bytes`. Raise `sqlite3.Error` or `OSError`."""
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _check_owner(path.parent, os.getuid(), _ROOT)
+        _check_folder(path.parent)
         _make_private(path)
         self._batches = BatchFiles(batch_folder(path))
         self._of_batches: list[Callable[[], None]] = []  # writes, once their transaction is committed
@@ -352,7 +353,15 @@ def _make_private(path: Path) -> None:
         if os.path.lexists(one):
             _check_owner(one, os.getuid())
             one.chmod(0o700 if one.is_dir() else 0o600)
-    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+    path.touch(0o600)  # opens no file that is there: its end would take the locks of another connection of ours
+
+
+def _check_folder(folder: Path) -> None:
+    """Raise `PermissionError` where another user could replace the files of a folder."""
+    _check_owner(folder, os.getuid(), _ROOT)
+    mode = folder.stat().st_mode
+    if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+        raise PermissionError(f"all users may replace files in {folder}: set gateway.ledger to a file elsewhere")
 
 
 def _check_owner(path: Path, *owners: int) -> None:

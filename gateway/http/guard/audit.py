@@ -12,6 +12,7 @@ from aiohttp import web
 from engines.engine import Json
 from engines.errors import ConfigError, NotAllowed, RolloutGatewayError
 from gateway.api import status_of
+from gateway.http.guard.whole_lines import append_line
 
 log = structlog.get_logger()
 
@@ -89,6 +90,6 @@ class Audit:
         """Open the file for each line, so that it may be moved away at any time. Its owner alone may read it."""
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         try:
-            os.write(file, orjson.dumps(line) + b"\n")
+            append_line(file, orjson.dumps(line) + b"\n")
         finally:
             os.close(file)

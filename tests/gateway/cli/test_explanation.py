@@ -6,13 +6,13 @@ import pytest
 
 from engines.process.interpreter import Interpreter
 from gateway.cli.explanation import Explanation, Part, explain_engines
-from gateway.config.load import explain, load
+from gateway.config.load import HIDDEN, explain, load
 
 FILE = """\
 engine:
   kind: sim
   max_num_seqs: 9
-  env: {A: b}
+  env: {A: b, HF_TOKEN: a-secret}
 engines:
   policy:
     num_replicas: 2
@@ -48,6 +48,7 @@ def part(one: Explanation, text: str) -> Part:
         ("--enable-prompt-tokens-details", "extra.enable_prompt_tokens_details", "file"),
         ("--seed <engine.seed +", "seed", "default"),
         ("A=b", "env.A", "file"),
+        (f"HF_TOKEN={HIDDEN}", "env.HF_TOKEN", "file"),
     ],
 )
 def test_every_word_tells_its_key_and_origin(groups: dict[str, Explanation], text: str, key: str, origin: str) -> None:

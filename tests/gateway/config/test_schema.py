@@ -30,6 +30,32 @@ def test_a_key_that_every_client_sends_or_none_can_is_refused(section: str, key:
     assert "good" not in str(found.value)
 
 
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"gateway": {"host": "0.0.0.0", "admin_keys": ["the-key"]}},
+        {"gateway": {"admin_keys": "the-key"}},
+        {"gateway": {"admin_key": "the-key"}},
+        {"gateway": {"admin_keys": ["the-key x"]}},
+        {"gateway": {"otlp_endpoint": "http://user:the-key@host:4318"}},
+        {"engine": {"kind": "external", "url": "http://user:the-key@host:8000"}},
+        {"engine": {"kind": "sim", "url": "http://a", "env": {"HF_TOKEN": "the-key"}}},
+    ],
+)
+def test_a_mistake_is_told_without_the_keys_beside_it(tree: dict[str, object]) -> None:
+    """Serve keeps the error of a document where everybody reads it."""
+    with pytest.raises(ValidationError) as found:
+        Config.model_validate(tree)
+    assert "the-key" not in str(found.value)
+
+
+def test_a_secret_among_the_arguments_of_an_engine_is_refused() -> None:
+    for name in ("hf_token", "hf-token", "api_key"):
+        with pytest.raises(ValidationError, match=f"extra.{name}: all users of a machine see"):
+            Config.model_validate({"engine": {"extra": {name: "the-secret"}}})
+    Config.model_validate({"engine": {"extra": {"hf_token": True}}})  # the token of the hub's own file
+
+
 def test_the_path_of_a_key_s_file_may_have_spaces() -> None:
     Config.model_validate({"gateway": {"admin_keys": ["file:/etc/my keys", "env:NAME", "a-key"]}})
 

@@ -2,6 +2,8 @@
 
 import os
 import sqlite3
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -132,6 +134,29 @@ def test_what_another_user_has_made_in_its_place_is_not_used(
     monkeypatch.setattr(Path, "lstat", lambda path: theirs if path.name == name else real(path))
     with pytest.raises(PermissionError, match=f"{name} belongs to user {us + 1}"):
         LedgerFile(tmp_path / "ledger", MAX_BYTES)
+
+
+def test_a_folder_in_which_others_may_replace_files_has_no_ledger(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    with pytest.raises(PermissionError, match="all users may replace files"):
+        LedgerFile(tmp_path / "ledger", MAX_BYTES)
+    tmp_path.chmod(0o1777)  # as /var/tmp: a file there is its owner's
+    closed(opened(tmp_path / "ledger"))
+
+
+LOCKED = """
+import sqlite3, sys
+sqlite3.connect(sys.argv[1], timeout=0).execute("SELECT count(*) FROM life")
+"""
+
+
+def test_a_second_look_from_this_process_leaves_the_lock_against_others(tmp_path: Path) -> None:
+    file = opened(tmp_path / "ledger")
+    with pytest.raises(sqlite3.OperationalError, match="locked"):
+        LedgerFile(tmp_path / "ledger", MAX_BYTES)
+    other = subprocess.run([sys.executable, "-c", LOCKED, str(tmp_path / "ledger")], capture_output=True, text=True)
+    assert "database is locked" in other.stderr
+    closed(file)
 
 
 def test_the_file_never_grows_beyond_its_bound(tmp_path: Path) -> None:

@@ -1,7 +1,11 @@
 """The audit log of admin requests."""
 
+import asyncio
+import errno
 import json
+import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -49,6 +53,37 @@ async def test_a_file_that_is_moved_away_is_made_again(start_rig: StartRig, tmp_
     await rig.get("/is_paused")
     await rig.stop_gateway()
     assert [line["key"] for line in lines(file)] == ["trusted network"]
+
+
+async def test_a_line_that_the_disk_takes_in_part_goes_to_the_log(
+    start_rig: StartRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "audit.jsonl"
+    rig = await start_rig(1, gateway={"audit_file": str(file)})
+    with capture_logs() as logged, monkeypatch.context() as full:
+        full.setattr(os, "write", _disk_with_room_for(20))
+        await rig.get("/is_paused")
+        async with asyncio.timeout(10):
+            while not logged:
+                await asyncio.sleep(0.01)
+    await rig.get("/get_world_size")
+    await rig.stop_gateway()
+    assert [(line["log_level"], line["path"]) for line in logged] == [("error", "/is_paused")]
+    assert [line.get("path") for line in lines(file)] == [None, "/get_world_size"]
+
+
+def _disk_with_room_for(num_bytes: int) -> Callable[[int, bytes], int]:
+    write, left = os.write, num_bytes
+
+    def part(file: int, content: bytes) -> int:
+        nonlocal left
+        if not left:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written = write(file, content[:left])
+        left -= written
+        return written
+
+    return part
 
 
 async def test_without_a_file_the_lines_go_to_the_log(start_rig: StartRig) -> None:

@@ -28,6 +28,11 @@ _STAGES = tuple(
         (r"Capturing batches .* (?P<done>\d+)/(?P<all>\d+) \[", "capturing graphs"),
         (r"Starting to load model|Load weight begin", "loading weights"),
         (
+            r"\[SymmDeviceMemory\]",  # without NVLink multicast SGLang 0.5.17 with experts stands still behind it
+            "setting up FlashInfer's fused all-reduce, which engine.extra.enforce_disable_flashinfer_allreduce_fusion "
+            "turns off",
+        ),
+        (
             r"Dynamo bytecode transform|Compiling a graph|torch\.compile took|Start compiling|Compiling num tokens",
             "compiling",
         ),

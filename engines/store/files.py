@@ -5,6 +5,7 @@ import fcntl
 import mmap
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import FileIO
@@ -14,6 +15,7 @@ import safetensors
 
 from engines.errors import StoreFailed
 
+_ROOT = 0
 THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
 """Files read or written at a time; a core copies some GB/s from or to a file in memory."""
 
@@ -23,6 +25,17 @@ def check_room(folder: Path, size: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < size:
         raise OSError(errno.ENOSPC, f"{size} bytes are to be written and {free} are free")
+
+
+def check_place(store: Path) -> None:
+    """Raises `StoreFailed` where another user has made a folder of the path in a place that is open to all, such as
+    /dev/shm: weights could be forged. A default store has its owner, the gateway's user, in its name."""
+    for folder in {one for path in (store.absolute(), store.resolve()) for one in (path, *path.parents)}:
+        if folder.parent == folder or not folder.parent.stat().st_mode & stat.S_IWOTH:
+            continue
+        owner = folder.lstat().st_uid
+        if owner not in (os.getuid(), _ROOT) and not folder.name.startswith(f"rollout-gateway-{owner}-"):
+            raise StoreFailed(f"{folder} belongs to user {owner}: give another folder in weights.store")
 
 
 @contextmanager

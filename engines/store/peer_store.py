@@ -9,7 +9,6 @@ import http.client
 import json
 import os
 import shutil
-import stat
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -22,7 +21,7 @@ from urllib.parse import urlsplit
 
 from engines.errors import DeadlineExceeded, InvalidRequest, StoreFailed
 from engines.store.draft import DELTA
-from engines.store.files import check_room, disk_errors, try_lock, write_at
+from engines.store.files import check_place, check_room, disk_errors, try_lock, write_at
 from engines.store.manifest import MANIFEST, Manifest, check_bytes
 from engines.store.successor import Successor
 
@@ -291,7 +290,7 @@ def fetched(path: Path, peer: PeerStore, version: int, timeout_s: float) -> Path
     """
     with disk_errors(path):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _check_ours(path.parent)
+        check_place(path.parent)
     if path.is_dir() and not (path / _FETCHED).is_file():
         return path  # the gateway's own folder, or a shared one
     peer.fetch(version, path, timeout_s)
@@ -300,16 +299,6 @@ def fetched(path: Path, peer: PeerStore, version: int, timeout_s: float) -> Path
     for old in sorted(others, key=lambda folder: (folder / _FETCHED).stat().st_mtime_ns)[: 1 - _KEPT]:
         shutil.rmtree(old, ignore_errors=True)
     return path
-
-
-def _check_ours(store: Path) -> None:
-    """Raise `StoreFailed` for another user's folder in a place that is open to all, such as /dev/shm: its weights could
-    be forged. The default folder has its owner, the gateway's user, in its name."""
-    if not store.parent.stat().st_mode & stat.S_IWOTH:
-        return
-    owner = store.lstat().st_uid
-    if owner != os.getuid() and not store.name.startswith(f"rollout-gateway-{owner}-"):
-        raise StoreFailed(f"{store} belongs to user {owner}: give another folder in weights.store")
 
 
 def _digests(manifest: Manifest) -> dict[str, str]:

@@ -22,6 +22,7 @@ from engines.store.draft import ChangedTensor, Draft, complete, raw
 from engines.store.manifest import MANIFEST, check_bytes, digest_of
 from engines.store.peer_store import VERSIONS_PATH, PeerStore, fetched
 from engines.store.weight_store import WeightStore
+from tests.material.other_users import THEIRS, lstat_with_others
 
 NUM_BYTES = 64_000
 TIMEOUT_S = 20.0
@@ -417,18 +418,19 @@ def test_a_disk_without_room_is_told_with_both_sizes(
 def test_a_folder_that_another_user_has_made_where_all_may_is_not_used(
     peer: Peer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    us, place = os.getuid(), tmp_path / "shm"
-    place.mkdir()
+    place = tmp_path / "shm"
+    forged, default = place / "theirs", place / f"rollout-gateway-{THEIRS}-app"
+    for folder in (forged, forged / "store", default):
+        add_version(WeightStore(folder), 1)
+    (place / "link").symlink_to(forged)
     place.chmod(0o1777)
-    for name in ("forged", f"rollout-gateway-{us}-app"):
-        add_version(WeightStore(place / name), 1)
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "getuid", lambda: us + 1)
-        with pytest.raises(StoreFailed, match=f"belongs to user {us}"):
-            fetched(place / "forged" / "v1", PeerStore(peer.url), 1, TIMEOUT_S)
-        fetched(place / f"rollout-gateway-{us}-app" / "v1", PeerStore(peer.url), 1, TIMEOUT_S)
-        place.chmod(0o755)  # nobody else makes a folder here
-        fetched(place / "forged" / "v1", PeerStore(peer.url), 1, TIMEOUT_S)
+    monkeypatch.setattr(Path, "lstat", lstat_with_others({forged, default}))
+    for folder in (forged, forged / "store", place / "link"):
+        with pytest.raises(StoreFailed, match=f"theirs belongs to user {THEIRS}"):
+            fetched(folder / "v1", PeerStore(peer.url), 1, TIMEOUT_S)
+    fetched(default / "v1", PeerStore(peer.url), 1, TIMEOUT_S)
+    place.chmod(0o755)  # nobody else makes a folder here
+    fetched(forged / "v1", PeerStore(peer.url), 1, TIMEOUT_S)
     assert peer.asked == []
 
 

@@ -9,11 +9,11 @@
 
 Starts the engines, a gateway over them, without Ray, and a trainer's process that pushes weights of the served model's
 shapes. Variants are settings of the gateway over the file's: one after the other has the same engines. A pair is one
-run of the load alone and one for each of `--in-flight`, with `--updates` spread over it. The extra time
+run of the load alone and one for each of `--in-flight`, with up to `--updates` spread over it. The extra time
 of a run with updates, by update, is the work that an update costs. The updates' own records have the time for which
 generation stood still, and the time of each step. `--restores` are updates refused by the canary, and, of
 more than 2 GiB, updates that their trainer gives up half sent: their figures are the time for which they stopped
-generation, and the time from the refusal to a completion of the version before. In the same run the media are measured
+generation, and the time from the refusal to a completion of the version before. First the media are measured
 alone: torch's own broadcast of the same bytes, a file written and read where the weight store is, a copy to the
 engine's GPU.
 """
@@ -35,8 +35,9 @@ import aiohttp
 import orjson
 
 from engines.errors import ConfigError, EngineStartFailed
-from engines.types import InFlight
+from engines.types import InFlight, ReplicaInfo
 from gateway.config.load import load as load_config
+from gateway.weights.updates.record import num_bytes as bytes_of
 from loadtests.fleet import LocalFleet
 from loadtests.studies.clients import ClientPool, Stream, Totals, total
 from loadtests.studies.weights.pusher import Flaw, Pushed, Pusher, Way
@@ -171,29 +172,32 @@ class Bench:
 
     async def _run(self, pair: int, in_flight: str, expected_s: float) -> Run:
         count = 0 if in_flight == _QUIET else self._args.updates
-        loaded = asyncio.create_task(asyncio.to_thread(self._load, pair))
+        loaded = asyncio.create_task(asyncio.to_thread(self._load, f"{pair}/{in_flight}"))
         began, pushed = time.monotonic(), []
         for update in range(count):
             due = began + expected_s * (update + 0.5) / count
-            await asyncio.sleep(max(0.0, due - time.monotonic()))
+            await asyncio.wait([loaded], timeout=max(0.0, due - time.monotonic()))
+            if loaded.done():  # a push waits for the copy of the version before, and none may be beside no load
+                break
             pushed.append(await asyncio.to_thread(self._pusher.push, in_flight))
         totals = await loaded
         errors = totals.errors + [push.error for push in pushed if push.error]
         run = Run(
             pair=pair, in_flight=in_flight, wall_s=totals.wall_s, tokens=totals.tokens, errors=errors, pushed=pushed,
-            updates=await self._records(count),
+            updates=await self._records(len(pushed)),
         )  # fmt: skip
         print(f"{_name(pair)} {in_flight:>9} {run.wall_s:8.2f} s {len(errors)} errors", *errors[:2], file=sys.stderr)
         return run
 
-    def _load(self, pair: int) -> Totals:
+    def _load(self, name: str) -> Totals:
+        """Run the load with prompts of this name, which no other run has."""
         args = self._args
         workload = Workload(prompts=1, samples=1, prompt_tokens=args.prompt_tokens, max_tokens=args.max_tokens)
         streams = [
             Stream(
                 url=self._url,
                 workload=workload,
-                seeds=tuple(f"{pair}/{caller}/{turn}" for turn in range(args.rounds)),
+                seeds=tuple(f"{name}/{caller}/{turn}" for turn in range(args.rounds)),
                 stream=False,
             )
             for caller in range(args.streams * self._replicas)
@@ -223,7 +227,7 @@ def summarise(runs: Sequence[Run], num_bytes: int) -> list[dict[str, Any]]:
     for kind in dict.fromkeys(run.in_flight for run in runs if run.in_flight != _QUIET):
         ours = [run for run in runs if run.in_flight == kind]
         records = [record for run in ours for record in run.updates]
-        lost = [(run.wall_s - quiet[run.pair].wall_s) / len(run.pushed) for run in ours]
+        lost = [(run.wall_s - quiet[run.pair].wall_s) / max(1, len(run.pushed)) for run in ours]
         speed = statistics.median(run.tokens / run.wall_s for run in quiet.values())
         steps = {step: _median(record["seconds"].get(step) for record in records) for step in _steps(records)}
         moved = steps.get("transfer") or steps.get("load")
@@ -343,6 +347,8 @@ async def _measured(args: argparse.Namespace) -> dict[str, Any]:
     try:
         infos = await fleet.start_engines()
         report.note(replicas=len(infos), engine=f"{infos[0].kind} {infos[0].engine_version}")
+        size = _checkpoint_bytes(infos[0])
+        report.note(bytes=size, media_gb_per_s=await asyncio.to_thread(media, transports, args, store, size))
         with ClientPool(args.clients, args.timeout_s) as pool:
             for variant in variants:
                 print(f"{variant.name}:", file=sys.stderr)
@@ -353,12 +359,14 @@ async def _measured(args: argparse.Namespace) -> dict[str, Any]:
                     bench, num_bytes = await _benched(variant, gateway.url, pool, args, len(infos), restores)
                 report.note(bytes=num_bytes)
                 report.add(variant, bench)
-                if variant is variants[0]:
-                    # Not at the end, so that an interrupted run has both sides.
-                    report.note(media_gb_per_s=await asyncio.to_thread(media, transports, args, store, num_bytes))
     finally:
         await fleet.stop()
     return report.content
+
+
+def _checkpoint_bytes(info: ReplicaInfo) -> int:
+    tensors = info.tensors or ()
+    return bytes_of({"dtype_names": [one.dtype for one in tensors], "shapes": [one.shape for one in tensors]})
 
 
 async def _benched(

@@ -31,6 +31,8 @@ MAX_MODEL_LEN = 128
 CAPABILITIES = {"/init_weight_transfer_engine", "/v1/chat/completions/render", "/v1/chat/completions/derender"}
 FAST_WATCH = {"discover_interval_s": 0.05, "probe_interval_s": 0.05, "probe_timeout_s": 20.0, "lost_after_s": 0.5}
 _ROUNDS = 100
+_KERNEL_S = 0.05
+"""A kernel under load passes packets on a little later than the call that sent them."""
 
 Json = dict[str, Any]
 
@@ -308,7 +310,7 @@ class Rig:
             while sum(len(replica.scheduler.stalled) for replica in self.replicas) < samples:
                 await asyncio.sleep(0.01)
         for _ in range(_ROUNDS):  # engines and gateway share this loop: chunks that were written are read
-            await asyncio.sleep(0)
+            await asyncio.sleep(_KERNEL_S / _ROUNDS)
 
     def go_on(self) -> None:
         """End the stall that `begun` has begun; tokens take their time."""

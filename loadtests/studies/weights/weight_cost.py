@@ -11,11 +11,12 @@ Starts the engines, a gateway over them, without Ray, and a trainer's process th
 shapes. Variants are settings of the gateway over the file's: one after the other has the same engines. A pair is one
 run of the load alone and one for each of `--in-flight`, with up to `--updates` spread over it. The extra time
 of a run with updates, by update, is the work that an update costs. The updates' own records have the time for which
-generation stood still, and the time of each step. `--restores` are updates refused by the canary, and, of
-more than 2 GiB, updates that their trainer gives up half sent: their figures are the time for which they stopped
-generation, and the time from the refusal to a completion of the version before. First the media are measured
-alone: torch's own broadcast of the same bytes, a file written and read where the weight store is, a copy to the
-engine's GPU.
+generation stood still, and the time of each step. An update that ends after the load of its run, as where it waited
+for the copy of the version before, is counted as late, and is in no figure. `--restores` are updates refused by the
+canary, and, of more than 2 GiB, updates that their trainer gives up half sent, all without the load: their figures are
+the time for which they stopped generation, and the time from the refusal to a completion of the version before. First
+the media are measured alone: torch's own broadcast of the same bytes, a file written and read where the weight store
+is, a copy to the engine's GPU.
 """
 
 import argparse
@@ -47,19 +48,27 @@ from trainer_client.transports.sender import TransportName
 
 _WAYS: tuple[Way, ...] = (*get_args(TransportName), "trl")
 _QUIET = "none"
+_COPY_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One run of the load; `in_flight` is "none" without updates. `updates` are the gateway's records."""
+    """One run of the load; `in_flight` is "none" without updates. `updates` are the gateway's records. `ended` is the
+    Unix time of the last reply."""
 
     pair: int
     in_flight: str
     wall_s: float
+    ended: float
     tokens: int
     errors: list[str]
     pushed: list[Pushed]
     updates: list[dict[str, Any]]
+
+    @property
+    def beside(self) -> list[dict[str, Any]]:
+        """The records of the updates that ended before the load did."""
+        return [record for record in self.updates if _ended(record) <= self.ended]
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,17 +144,29 @@ class Bench:
     async def measure(self) -> None:
         """Run all pairs, after an unrecorded run. The order alternates between pairs."""
         expected_s = (await self._run(-1, _QUIET, 0.0)).wall_s
-        await asyncio.to_thread(self._pusher.push, self._in_flight[0])  # opens the group
+        opened = await asyncio.to_thread(self._pusher.push, self._in_flight[0])  # opens the group
+        await self._until_kept(opened)
         for pair in range(self._args.pairs):
             kinds = [_QUIET, *self._in_flight]
             for kind in kinds[:: -1 if pair % 2 else 1]:
                 run = await self._run(pair, kind, expected_s)
                 self.runs.append(run)
+                if run.pushed:
+                    await self._until_kept(run.pushed[-1])
                 if kind == _QUIET:
                     expected_s = run.wall_s
         flaws = [Flaw.LOGPROBS, *([Flaw.HALF] if self._pusher.can_halve() else [])]
         for flaw in flaws * self._num_restores:
             self.restores.append(await self._restore(flaw))
+
+    async def _until_kept(self, pushed: Pushed) -> None:
+        """Wait for the copy of a version in the store, which would slow the next run. A version may have none."""
+        deadline = time.monotonic() + _COPY_S
+        while pushed.version and time.monotonic() < deadline:
+            store = (await self._ask("GET", "/status"))["weight_store"]
+            if store["reason"] or pushed.version in store["versions"]:
+                return
+            await asyncio.sleep(0.1)
 
     async def _restore(self, flaw: Flaw) -> Restore:
         pushing = asyncio.create_task(asyncio.to_thread(self._pusher.push_in_vain, flaw))
@@ -157,7 +178,7 @@ class Bench:
             raise ConfigError("the canary let pass what it should not: weights.canary.enabled must be true")
         answers.append(await self._answered())
         [refused] = await self._records(1)
-        ended = datetime.fromisoformat(refused["started"]).timestamp() + refused["age_s"]
+        ended = _ended(refused)
         served, version = next((at, version) for at, version in answers if at > ended)
         sources = {one["taken_back"]["source"] for one in refused["replicas"].values() if "taken_back" in one}
         return Restore(
@@ -180,17 +201,18 @@ class Bench:
             if loaded.done():  # a push waits for the copy of the version before, and none may be beside no load
                 break
             pushed.append(await asyncio.to_thread(self._pusher.push, in_flight))
-        totals = await loaded
+        totals, ended = await loaded
         errors = totals.errors + [push.error for push in pushed if push.error]
         run = Run(
-            pair=pair, in_flight=in_flight, wall_s=totals.wall_s, tokens=totals.tokens, errors=errors, pushed=pushed,
-            updates=await self._records(len(pushed)),
+            pair=pair, in_flight=in_flight, wall_s=totals.wall_s, ended=ended, tokens=totals.tokens, errors=errors,
+            pushed=pushed, updates=await self._records(len(pushed)),
         )  # fmt: skip
         print(f"{_name(pair)} {in_flight:>9} {run.wall_s:8.2f} s {len(errors)} errors", *errors[:2], file=sys.stderr)
         return run
 
-    def _load(self, name: str) -> Totals:
-        """Run the load with prompts of this name, which no other run has."""
+    def _load(self, name: str) -> tuple[Totals, float]:
+        """Run the load with prompts of this name, which no other run has. Return its totals and the Unix time of its
+        end."""
         args = self._args
         workload = Workload(prompts=1, samples=1, prompt_tokens=args.prompt_tokens, max_tokens=args.max_tokens)
         streams = [
@@ -202,7 +224,8 @@ class Bench:
             )
             for caller in range(args.streams * self._replicas)
         ]
-        return total(self._pool.run(streams))
+        outcomes = self._pool.run(streams)
+        return total(outcomes), time.time()
 
     async def _records(self, count: int) -> list[dict[str, Any]]:
         """Return the gateway's records of the last `count` updates."""
@@ -221,13 +244,14 @@ class Bench:
 
 
 def summarise(runs: Sequence[Run], num_bytes: int) -> list[dict[str, Any]]:
-    """Return a row per `in_flight`. Seconds are medians; `lost_s` is lost work per update."""
+    """Return a row per `in_flight`. Seconds are medians of the updates beside the load; `lost_s` is lost work per such
+    update, and `late` counts the others."""
     quiet = {run.pair: run for run in runs if run.in_flight == _QUIET}
     rows = []
     for kind in dict.fromkeys(run.in_flight for run in runs if run.in_flight != _QUIET):
         ours = [run for run in runs if run.in_flight == kind]
-        records = [record for run in ours for record in run.updates]
-        lost = [(run.wall_s - quiet[run.pair].wall_s) / max(1, len(run.pushed)) for run in ours]
+        records = [record for run in ours for record in run.beside]
+        lost = [(run.wall_s - quiet[run.pair].wall_s) / len(run.beside) for run in ours if run.beside]
         speed = statistics.median(run.tokens / run.wall_s for run in quiet.values())
         steps = {step: _median(record["seconds"].get(step) for record in records) for step in _steps(records)}
         moved = steps.get("transfer") or steps.get("load")
@@ -235,10 +259,11 @@ def summarise(runs: Sequence[Run], num_bytes: int) -> list[dict[str, Any]]:
             {
                 "in_flight": kind,
                 "updates": len(records),
+                "late": sum(len(run.updates) for run in ours) - len(records),
                 "failed": sum(bool(push.error) for run in ours for push in run.pushed),
-                "lost_s": statistics.median(lost),
+                "lost_s": statistics.median(lost) if lost else None,
                 "lost_s_of_pairs": lost,
-                "lost_tokens": statistics.median(lost) * speed,
+                "lost_tokens": statistics.median(lost) * speed if lost else None,
                 "stopped_s": _median(record["stopped_s"] for record in records),
                 "stopped_s_max": max((record["stopped_s"] for record in records), default=None),
                 "push_s": _median(push.seconds for run in ours for push in run.pushed),
@@ -253,9 +278,9 @@ def summarise(runs: Sequence[Run], num_bytes: int) -> list[dict[str, Any]]:
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Return the summary as text."""
-    head = ["in flight", "updates", "work lost s", "tokens lost", "stopped s", "at most", "push s", "GB/s", "errors"]
-    keys = ("in_flight", "updates", "lost_s", "lost_tokens", "stopped_s", "stopped_s_max", "push_s", "moved_gb_per_s")
-    cells = [head, *([_cell(row[key]) for key in (*keys, "errors")] for row in rows)]
+    head = ["in flight", "updates", "late", "work lost s", "tokens lost", "stopped s", "at most", "push s", "GB/s"]
+    keys = ("in_flight", "updates", "late", "lost_s", "lost_tokens", "stopped_s", "stopped_s_max", "push_s")
+    cells = [[*head, "errors"], *([_cell(row[key]) for key in (*keys, "moved_gb_per_s", "errors")] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells)
 
@@ -280,6 +305,11 @@ def media(transports: set[str], args: argparse.Namespace, store: Path, num_bytes
     if receiver.startswith("cuda"):
         speeds["pinned copy"], speeds["mapped copy"] = copy_speeds(receiver, num_bytes)
     return speeds
+
+
+def _ended(record: dict[str, Any]) -> float:
+    began: float = datetime.fromisoformat(record["started"]).timestamp()
+    return began + float(record["age_s"])
 
 
 def _steps(records: Sequence[dict[str, Any]]) -> list[str]:

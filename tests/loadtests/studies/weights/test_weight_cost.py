@@ -9,14 +9,17 @@ from engines.errors import ConfigError
 from engines.types import InFlight
 from loadtests.studies.weights.pusher import Flaw, Pushed
 from loadtests.studies.weights.raw_speed import broadcast_speed, file_speeds
-from loadtests.studies.weights.weight_cost import Restore, Run, Variant, main, steps_of, summarise
+from loadtests.studies.weights.weight_cost import Restore, Run, Variant, main, steps_of, summarise, table
 
 
-def run(pair: int, in_flight: str, wall_s: float, stopped_s: float = 0.0, error: str = "") -> Run:
+def run(pair: int, in_flight: str, wall_s: float, stopped_s: float = 0.0, error: str = "", ended: float = 100.0) -> Run:
     is_quiet = in_flight == "none"
-    record = {"stopped_s": stopped_s, "staged": in_flight == "keep", "seconds": {"transfer": 0.5, "canary": 0.1}}
+    record = {
+        "started": "1970-01-01T00:00:10+00:00", "age_s": 2.0, "stopped_s": stopped_s, "staged": in_flight == "keep",
+        "seconds": {"transfer": 0.5, "canary": 0.1},
+    }  # fmt: skip
     return Run(
-        pair=pair, in_flight=in_flight, wall_s=wall_s, tokens=1000, errors=[error] if error else [],
+        pair=pair, in_flight=in_flight, wall_s=wall_s, ended=ended, tokens=1000, errors=[error] if error else [],
         pushed=[] if is_quiet else [Pushed(seconds=0.7, version=1, error=error)] * 2,
         updates=[] if is_quiet else [record] * 2,
     )  # fmt: skip
@@ -31,6 +34,19 @@ def test_the_work_lost_is_what_the_run_beside_it_did_not_take_by_update() -> Non
     assert row["moved_gb_per_s"] == pytest.approx(4.0)
     assert row["seconds"] == {"transfer": 0.5, "canary": 0.1}
     assert steps_of(row) == "keep: 4 of 4 staged; transfer 0.500, canary 0.100 s"
+
+
+def test_updates_that_end_after_the_load_are_counted_and_in_no_figure() -> None:
+    runs = [run(0, "none", 10.0), run(0, "keep", 10.4, 0.2), run(1, "none", 9.0), run(1, "keep", 9.0, 0.9, ended=11.9)]
+    (row,) = summarise(runs, num_bytes=1)
+    assert (row["updates"], row["late"], row["stopped_s"], row["stopped_s_max"]) == (2, 2, 0.2, 0.2)
+    assert row["lost_s"] == pytest.approx(0.2)
+
+
+def test_a_run_whose_updates_all_end_after_the_load_has_no_figures() -> None:
+    (row,) = summarise([run(0, "none", 10.0), run(0, "keep", 10.4, ended=1.0)], num_bytes=1)
+    assert (row["updates"], row["late"], row["lost_s"], row["moved_gb_per_s"]) == (0, 2, None, None)
+    assert "keep" in table([row])
 
 
 def test_a_refused_update_is_reported_with_its_stop_and_the_way_back() -> None:
@@ -66,7 +82,7 @@ def test_a_fleet_is_measured_with_updates_and_without(tmp_path: Path, capsys: py
     # The second gateway finds the first one's version. A rolling update leaves a replica that serves meanwhile.
     for variant, version, sources in ((together, 4, ["store"]), (rolling, 8, ["", "store"])):
         assert [row["in_flight"] for row in variant["summary"]] == ["keep", "drain"]
-        assert all(row["updates"] == 1 and row["push_s"] > 0 for row in variant["summary"])
+        assert all(row["updates"] + row["late"] == 1 and row["push_s"] > 0 for row in variant["summary"])
         assert {one["in_flight"] for one in variant["runs"]} == {"none", "keep", "drain"}
         (restore,) = variant["restores"]
         assert restore["version"] == version

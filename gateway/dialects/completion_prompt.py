@@ -60,9 +60,17 @@ class CompletionPrompt(Exchange):
         """Place of the client's prompt in the request."""
         return self.index // self.parts
 
+    @property
+    def prompt_tokens(self) -> int:
+        return self.rollout.prompt_tokens if self._is_first_part else 0
+
+    @property
+    def _is_first_part(self) -> bool:
+        return self.index % self.parts == 0
+
     def share_of(self, usage: Json | None) -> Json | None:
         """The usage of a reply as it counts for the request: the first part has the prompt's tokens."""
-        if not usage or self.index % self.parts == 0:
+        if not usage or self._is_first_part:
             return usage
         return usage | {"prompt_tokens": 0, "prompt_tokens_details": None}
 

@@ -103,7 +103,7 @@ class CompletionPrompt(Exchange):
         check_replica(self.body, replica)
         body = await self._whole_body(replica)
         timeout_s = self.config.generate_timeout_s
-        is_whole = not is_read_in_chunks(body, self.limit, self.rollout, replica.info)
+        is_whole = not is_read_in_chunks(body, self.limit, self.rollout, replica.info, parts=self.parts)
         note = self.making.begin(replica, part.flight, is_whole=is_whole) if self.making else None
         try:
             if is_whole:

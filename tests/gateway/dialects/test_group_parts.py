@@ -1,5 +1,6 @@
 """Groups in parts: the client's reply is that of whole groups, and the parts are placed by themselves."""
 
+import asyncio
 from pathlib import Path
 
 import orjson
@@ -107,6 +108,18 @@ async def test_parts_keep_their_tokens_when_a_replica_dies(parted_rig: Rig) -> N
     await parted_rig.replicas[0].kill()
     parted_rig.hurry()
     await whole(parted_rig, body)
+
+
+@pytest.mark.parametrize("together", [1, 2])
+async def test_parts_of_one_short_sample_keep_their_tokens_too(start_rig: StartRig, together: int) -> None:
+    rig = await start_rig(2, gateway={"samples_together": together}, fleet=FAST_WATCH)
+    body = {"ignore_eos": True, "max_tokens": 24, "n": 4}
+    asking = asyncio.create_task(rig.complete(PROMPTS, **body))
+    await rig.begun(samples=8)
+    await rig.replicas[0].kill()
+    rig.hurry()
+    await asking
+    assert made(rig) <= 8 * 24 + 4 * 2  # none is made again but those after the last chunk of the dead replica
 
 
 @pytest.mark.parametrize("after", [None, 1])

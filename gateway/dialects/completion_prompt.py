@@ -60,9 +60,17 @@ class CompletionPrompt(Exchange):
         """Place of the client's prompt in the request."""
         return self.index // self.parts
 
+    @property
+    def prompt_tokens(self) -> int:
+        return self.rollout.prompt_tokens if self._is_first_part else 0
+
+    @property
+    def _is_first_part(self) -> bool:
+        return self.index % self.parts == 0
+
     def share_of(self, usage: Json | None) -> Json | None:
         """The usage of a reply as it counts for the request: the first part has the prompt's tokens."""
-        if not usage or self.index % self.parts == 0:
+        if not usage or self._is_first_part:
             return usage
         return usage | {"prompt_tokens": 0, "prompt_tokens_details": None}
 
@@ -95,7 +103,7 @@ class CompletionPrompt(Exchange):
         check_replica(self.body, replica)
         body = await self._whole_body(replica)
         timeout_s = self.config.generate_timeout_s
-        is_whole = not is_read_in_chunks(body, self.limit, self.rollout, replica.info)
+        is_whole = not is_read_in_chunks(body, self.limit, self.rollout, replica.info, parts=self.parts)
         note = self.making.begin(replica, part.flight, is_whole=is_whole) if self.making else None
         try:
             if is_whole:

@@ -34,10 +34,11 @@ def _parts_of(prompt: "CompletionPrompt", most: int | None) -> "Iterator[Complet
         yield prompt
         return
     parts, made = rollout.n // size, rollout.tokens - rollout.prompt_tokens
-    for index in range(prompt.index * parts, (prompt.index + 1) * parts):
+    for place in range(parts):
+        index = prompt.index * parts + place
         part = replace(
             rollout,
-            request_id=f"{prompt.request_id}-{index}",
+            request_id=f"{rollout.request_id}-{place}",
             n=size,
             tokens=rollout.prompt_tokens + made // parts,
             attempts=rollout.attempts.branch(),

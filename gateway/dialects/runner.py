@@ -41,6 +41,11 @@ class Exchange(ABC):
         return self.inexact is not None
 
     @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt, as they count for the client's request."""
+        return self.rollout.prompt_tokens
+
+    @property
     def is_full(self) -> bool:
         """True for the rest of a sample that has all of its tokens: its engine died before it reported the end."""
         return False
@@ -154,7 +159,7 @@ class Runner:
         `made` is a reply of a gateway before this one, whose open samples continue.
         """
         if not exchange.rollout.goes_on:
-            _count(exchange.rollout, exchange.rollout.prompt_tokens)
+            _count(exchange.rollout, exchange.prompt_tokens)
         if exchange.is_full:
             return self._ended(exchange, exchange.bare_reply(), _FULL)
         with using(exchange.rollout):  # also between what was cut off and its rest

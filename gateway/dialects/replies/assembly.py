@@ -40,12 +40,13 @@ _LARGE_BYTES = 1 << 19
 _OFFSETS = "text_offset"
 
 
-def is_read_in_chunks(body: Json, limit: int, rollout: Rollout, info: ReplicaInfo) -> bool:
+def is_read_in_chunks(body: Json, limit: int, rollout: Rollout, info: ReplicaInfo, *, parts: int = 1) -> bool:
     """True if this engine's reply to `body`, of at most `limit` tokens a sample, is read in chunks.
 
-    A rest is, however short: where engines die in a row, each is to add tokens.
+    A rest is, however short: where engines die in a row, each is to add tokens. So is one of the `parts` of a group,
+    as the whole group would be.
     """
-    is_worth_it = rollout.n > 1 or limit > _SHORT_TOKENS or rollout.goes_on
+    is_worth_it = rollout.n * parts > 1 or limit > _SHORT_TOKENS or rollout.goes_on
     return (
         is_worth_it and info.streams and all(body.get(field) is None or body[field] is False for field in _WHOLE_ONLY)
     )

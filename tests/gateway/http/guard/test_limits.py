@@ -120,6 +120,22 @@ async def test_tokens_of_a_whole_reply_are_charged_though_its_client_leaves(
     assert sum(found) == charged
 
 
+async def test_the_prompt_of_a_group_in_parts_is_charged_once_though_its_client_leaves(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[int] = []
+    monkeypatch.setattr(Allowance, "charge", lambda self, tokens: found.append(tokens))
+    limits = {"key_limits": {"tokens_per_minute": 1_000_000}, "replay_grace_s": 0.5, "samples_together": 1}
+    rig = await start_rig(1, gateway=KEYS | limits)
+    asking = asyncio.create_task(rig.post("/v1/completions", LONG | {"prompt": [5, 6, 7], "n": 4}, **as_("first")))
+    await rig.begun(samples=4)
+    asking.cancel()
+    async with asyncio.timeout(20):
+        while not sum(found):
+            await asyncio.sleep(0.01)
+    assert sum(found) == 3 + 4 * 6
+
+
 async def test_a_batch_that_a_replay_adopts_is_charged_once(
     start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

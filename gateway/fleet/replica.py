@@ -154,9 +154,7 @@ class Replica:
         """Take off a placed rollout's load; the error ended its attempt."""
         if error is not None and not isinstance(error, EngineRefused):  # else nobody has read this prompt
             self._longest_given_up = max(self._longest_given_up, rollout.prompt_tokens)
-        self.load_tokens -= rollout.tokens
-        self.load_samples -= rollout.n
-        self.rank = self.load_tokens * _MOST_PLACED + self.placed
+        self._add_load(-rollout.tokens, -rollout.n)
         self._rollouts.pop(id(rollout), None)
         if self.load_samples == 0:
             self._quiet.stop()
@@ -165,11 +163,14 @@ class Replica:
     def reserve(self, rollout: Rollout) -> None:
         self._quiet.run()
         self._rollouts[id(rollout)] = rollout
-        self.load_tokens += rollout.tokens
-        self.load_samples += rollout.n
         self.placed += rollout.n
-        self.rank = self.load_tokens * _MOST_PLACED + self.placed
+        self._add_load(rollout.tokens, rollout.n)
         self.idle.clear()
+
+    def _add_load(self, tokens: int, samples: int) -> None:
+        self.load_tokens += tokens
+        self.load_samples += samples
+        self.rank = self.load_tokens * _MOST_PLACED + self.placed
 
     def take_off(self) -> Flight:
         """Start the record of the weight versions of a request that is sent now."""

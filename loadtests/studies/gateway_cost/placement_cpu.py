@@ -18,7 +18,6 @@ records: the least of three rounds.
 import argparse
 import asyncio
 import gc
-import logging
 import sys
 import time
 from collections import deque
@@ -27,8 +26,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import count
 
-import structlog
-
+from engines.process.log_lines import write_log_lines
 from gateway.config.schema import Config
 from gateway.fleet.metrics import Metrics
 from gateway.fleet.placement.routing import Rollout
@@ -184,7 +182,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--replicas", type=int, nargs="+", default=[2, 64, 256, 1024])
     parser.add_argument("--placements", type=int, default=2000, help="of each round")
     args = parser.parse_args(argv)
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
+    write_log_lines(sys.stderr, least="warning")
     print(f"{'microseconds of CPU':22}", *(f"{replicas:>8}" for replicas in args.replicas))
     for case in CASES:
         print(f"{case.state:14}{'sessions' if case.has_sessions else '':8}", end="", flush=True)

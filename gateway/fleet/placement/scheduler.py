@@ -146,8 +146,15 @@ class Scheduler(AttemptLoop):
             if not is_dead:
                 replica.backoff.failed()
         if replica.backoff.left_s:
-            asyncio.get_running_loop().call_later(replica.backoff.left_s, self._pump, rollout.model)
+            self._pump_after_pause(replica, rollout.model)
         return is_dead
+
+    def _pump_after_pause(self, replica: Replica, model: str) -> None:
+        """Look at the line once a replica's pause is over: a timer of uvloop may come a millisecond before its time."""
+        if left_s := replica.backoff.left_s:
+            asyncio.get_running_loop().call_later(left_s, self._pump_after_pause, replica, model)
+        else:
+            self._pump(model)
 
     @asynccontextmanager
     async def placed(self, rollout: Rollout) -> AsyncIterator[Replica]:

@@ -20,6 +20,7 @@ RolloutGatewayError
 │   ├── EngineStartFailed     the start failed; gives the reason and the end of the log
 │   ├── EngineUnreachable     the connection failed or broke: retry on another replica
 │   │   └── EngineGone        nothing listens on the port any more
+│   ├── EngineOverwritten     a failed update has overwritten its weights: generate the rollout again
 │   ├── NoDescriptors         this process has no file descriptor left for a connection to it
 │   ├── EngineRefused         it answered 4xx; `status` says whose fault that is
 │   └── EngineFailed          the engine answered 5xx, or broke its protocol
@@ -141,6 +142,10 @@ class EngineUnreachable(EngineError):
 
 class EngineGone(EngineUnreachable):
     """Nothing listens on the engine's port: its process has ended."""
+
+
+class EngineOverwritten(EngineError):
+    """A weight update that failed has overwritten the engine's weights: the rollout is generated again."""
 
 
 class NoDescriptors(EngineError):

@@ -8,7 +8,7 @@ from typing import TypeVar
 from weakref import WeakSet
 
 from engines.engine import Engine
-from engines.errors import EngineFailed, EngineRefused, EngineUnreachable
+from engines.errors import EngineOverwritten, EngineRefused, EngineUnreachable
 from engines.types import ReplicaInfo, ReplicaState
 from gateway.fleet.adapters import Adapter
 from gateway.fleet.brake import Brake
@@ -67,6 +67,7 @@ class Replica:
         self.state_before_suspect, self.reason_before_suspect = ReplicaState.STARTING, ""
         self._calls: dict[asyncio.Timeout, asyncio.Task[object] | None] = {}
         self._control_calls: set[asyncio.Timeout] = set()
+        self._overwritten_calls: set[asyncio.Timeout] = set()
         self.cuts_off = False
         self.is_stalled = False
         self.is_gone = False
@@ -194,7 +195,8 @@ class Replica:
     async def unless_lost(self, call: Awaitable[T], *, is_control: bool = False) -> T:
         """Return the call's result. Raise `EngineUnreachable` once the replica is LOST, even if the call hangs.
 
-        A rollout's call, which no `is_control` is, also ends once the replica's rollouts are dropped.
+        A rollout's call, which no `is_control` is, also ends once the replica's rollouts are dropped, with
+        `EngineOverwritten` where an update is the reason.
         """
         if self.state is ReplicaState.LOST:  # its connections are closed
             if isinstance(call, Coroutine):
@@ -207,19 +209,21 @@ class Replica:
                     self._control_calls.add(bound)
                 return await call
         except TimeoutError as error:
-            raise EngineUnreachable(f"given up: {self.reason}", replica_id=self.replica_id) from error
+            kind = EngineOverwritten if bound in self._overwritten_calls else EngineUnreachable
+            raise kind(f"given up: {self.reason}", replica_id=self.replica_id) from error
         finally:
             self._calls.pop(bound, None)
             self._control_calls.discard(bound)
+            self._overwritten_calls.discard(bound)
 
     async def vouched(self) -> None:
         """Return once no update overwrites the replica: until then the version of its tokens is unknown.
 
-        Raise `EngineFailed` where the update left no known version: such tokens are not delivered.
+        Raise `EngineOverwritten` where the update left no known version: such tokens are not delivered.
         """
         await self._steady.wait()
         if self.weight_version is None:
-            raise EngineFailed(f"its tokens are of no known version: {self.reason}", replica_id=self.replica_id)
+            raise EngineOverwritten(f"its tokens are of no known version: {self.reason}", replica_id=self.replica_id)
 
     def overwrite(self) -> None:
         """Forget the version: rollouts that end from here on wait for the verdict in `vouched`."""
@@ -240,12 +244,15 @@ class Replica:
     def drop_calls(self, *, rollouts_alone: bool = False) -> None:
         """End all calls in flight except the caller's, as a loss does: rollouts are generated again elsewhere.
 
-        With `rollouts_alone` control calls go on, such as a trainer's pause.
+        With `rollouts_alone` control calls go on, such as a trainer's pause: an update ends the rollouts, for which
+        the engine is not at fault.
         """
         self._tell("drop_calls", rollouts_alone)
         for call, task in self._calls.items():
             goes_on = rollouts_alone and call in self._control_calls
             if task is not asyncio.current_task() and not goes_on:
+                if rollouts_alone:
+                    self._overwritten_calls.add(call)
                 call.reschedule(asyncio.get_running_loop().time())
 
     def enter(self, state: ReplicaState, reason: str) -> None:

@@ -16,7 +16,14 @@ import structlog
 
 from engines.config import EngineConfig
 from engines.engine import Json
-from engines.errors import DeadlineExceeded, EngineError, EngineRefused, EngineUnreachable, InvalidRequest
+from engines.errors import (
+    DeadlineExceeded,
+    EngineError,
+    EngineOverwritten,
+    EngineRefused,
+    EngineUnreachable,
+    InvalidRequest,
+)
 from engines.types import ReplicaInfo
 from gateway.config.schema import CanaryConfig
 from gateway.fleet.replica import Replica
@@ -202,7 +209,7 @@ class Canary:
         except (TimeoutError, DeadlineExceeded):
             limit = f"weights.canary.timeout_s = {self._config.timeout_s:g}"
             return Finding(Result.FAILED, f"no answer to the canary within {limit}", is_late=True)
-        except EngineUnreachable as error:
+        except (EngineUnreachable, EngineOverwritten) as error:
             return Finding(Result.LOST, str(error))
         except (EngineError, _NoLogprobs) as error:
             return Finding(Result.FAILED, f"no answer to the canary: {error}")

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 import structlog
 
-from engines.errors import DeadlineExceeded, EngineError, EngineUnreachable, StoreFailed, WeightUpdateFailed
+from engines.errors import DeadlineExceeded, EngineError, StoreFailed, WeightUpdateFailed
 from engines.model_folder import model_folder
 from engines.types import EngineKind, ReplicaState
 from gateway.config.schema import WeightsConfig
@@ -270,7 +270,7 @@ class CatchUp:
                 if failures == _TRIES:
                     self._give_up(replica, version, f"did not take version {version}: {error}")
                     break
-                with suppress(EngineUnreachable):  # a lost replica ends the wait
+                with suppress(EngineError):  # a lost replica ends the wait
                     await replica.unless_lost(asyncio.sleep(_RETRY_S))
         return is_loaded
 

@@ -4,7 +4,7 @@ import time
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from engines.errors import DeadlyPrompt, EngineError, EngineFailed, EngineRefused, NoDescriptors
+from engines.errors import DeadlyPrompt, EngineError, EngineFailed, EngineOverwritten, EngineRefused, NoDescriptors
 
 # Statuses below 500 that say nothing about the prompt: a wrong key, a missing model or route, a slow read.
 _REPLICAS_FAULT = (401, 403, 404, 408)
@@ -70,6 +70,8 @@ def end_of(error: EngineError, *, cuts_off: bool) -> End:
     """How an attempt ended that raised `error`; `cuts_off` if an update ends what the replica runs."""
     if isinstance(error, NoDescriptors):
         return End.STARVED
+    if isinstance(error, EngineOverwritten):
+        return End.CUT_OFF
     if cuts_off and not (isinstance(error, EngineRefused) and error.status < 500 and error.status != _BUSY):
         return End.CUT_OFF
     if error.retry_after_s is not None or (isinstance(error, EngineRefused) and error.status == _BUSY):

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from engines.errors import EngineUnreachable
+from engines.errors import EngineOverwritten, EngineUnreachable
 from engines.types import PauseMode
 from gateway.fleet import stopped as module
 from gateway.fleet.brake import Holder
@@ -47,6 +47,8 @@ async def carried(replica: Replica, pauses: Pauses) -> str:
     with replica.carrying(ROLLOUT):
         try:
             await replica.unless_lost(ended.wait())
+        except EngineOverwritten:
+            return "cut off"
         except EngineUnreachable:
             return "dropped" if replica.cuts_off else "lost"
         return "cut off" if replica.cuts_off else "ended"
@@ -88,6 +90,6 @@ async def test_what_the_engine_ends_is_a_cut_also_where_the_update_is_given_up_m
     while not pauses.modes:
         await asyncio.sleep(0)
     cutting.cancel()
-    assert await asyncio.wait_for(running, 20) == "dropped"
+    assert await asyncio.wait_for(running, 20) == "cut off"
     await asyncio.gather(cutting, return_exceptions=True)
     assert not replica.cuts_off

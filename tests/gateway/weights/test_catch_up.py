@@ -528,6 +528,30 @@ async def test_the_next_version_is_written_once_the_refused_one_has_made_room(ke
     assert (await asked)[0] == 200
 
 
+async def test_refused_updates_are_no_failures_of_the_rollouts_or_the_replicas_under_them(
+    start_rig: StartRig, folder: Path
+) -> None:
+    rig = await start_rig(2, sim={**TENSORS, "decode_step_s": 0.02}, weights={"store": str(folder)})
+    await rig.open_group()
+    await rig.update()
+    rollouts = [asyncio.create_task(rig.complete([[index]], max_tokens=120, ignore_eos=True)) for index in range(6)]
+    for _ in range(4):  # one more than gateway.max_attempts
+        await until_placed(rig, rollouts)
+        assert await refused(rig) == 424
+        await rig.until(BOTH_SERVE)
+    assert not any(replica.backoff.until for replica in rig.fleet.replicas)
+    for reply in await asyncio.gather(*rollouts):
+        (choice,) = reply["choices"]
+        assert len(choice["token_ids"]) == 120
+
+
+async def until_placed(rig: Rig, rollouts: Sequence["asyncio.Task[Json]"]) -> None:
+    """Wait until replicas have the rollouts that have not ended."""
+    async with asyncio.timeout(20):
+        while sum(replica.load_samples for replica in rig.fleet.replicas) < sum(not one.done() for one in rollouts):
+            await asyncio.sleep(0.01)
+
+
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
     """Lengths of the prompts that replicas score when they are brought back, by their ids."""

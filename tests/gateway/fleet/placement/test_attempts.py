@@ -8,7 +8,15 @@ import pytest
 
 from engines.clients.connections import CannotConnect
 from engines.clients.vllm_engine import VllmEngine
-from engines.errors import DeadlyPrompt, EngineFailed, EngineGone, EngineRefused, EngineUnreachable, NoDescriptors
+from engines.errors import (
+    DeadlyPrompt,
+    EngineFailed,
+    EngineGone,
+    EngineOverwritten,
+    EngineRefused,
+    EngineUnreachable,
+    NoDescriptors,
+)
 from engines.types import ReplicaState
 from gateway.fleet.placement.attempts import Attempts, End, end_of
 from tests.rigs.rig import Json, Rig, StartRig
@@ -33,6 +41,7 @@ def refused(status: int) -> EngineRefused:
         (EngineFailed("500"), End.FAILED),
         (EngineGone("refused"), End.FAILED),
         (NoDescriptors("none left"), End.STARVED),
+        (EngineOverwritten("a refused update"), End.CUT_OFF),
     ],
 )
 def test_an_error_is_the_fault_of_the_request_or_of_the_replica(error: Any, end: End) -> None:
@@ -107,6 +116,26 @@ async def test_a_replica_that_had_no_room_serves_again_after_its_pause(start_rig
     asked = asyncio.create_task(rig.post("/v1/completions", ASKED))
     async with asyncio.timeout(30):
         while not rig.fleet.replicas[0].backoff.left_s:
+            await asyncio.sleep(0.01)
+        rig.replicas[0].inject()
+        assert (await asked)[0] == 200
+
+
+async def test_a_timer_that_comes_before_the_end_of_the_pause_strands_no_rollout(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig, loop = await start_rig(1), asyncio.get_running_loop()
+    call_later = loop.call_later
+
+    def early(delay: float, *rest: Any, **more: Any) -> asyncio.TimerHandle:
+        return call_later(max(0.0, delay - 0.02), *rest, **more)
+
+    monkeypatch.setattr(loop, "call_later", early)
+    replica = rig.fleet.replicas[0]
+    rig.replicas[0].inject(status=429)
+    asked = asyncio.create_task(rig.post("/v1/completions", ASKED))
+    async with asyncio.timeout(10):
+        while not replica.backoff.left_s:
             await asyncio.sleep(0.01)
         rig.replicas[0].inject()
         assert (await asked)[0] == 200

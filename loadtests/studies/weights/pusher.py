@@ -33,6 +33,8 @@ class Flaw(StrEnum):
     """The trainer's canary log-probs change, its weights do not: the canary refuses on all replicas."""
     HALF = "half sent"
     """The trainer gives up after a part of its tensors."""
+    NAN = "NaN"
+    """A tensor of the trainer's is NaN: the canary refuses on all replicas."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,11 +81,15 @@ class Pusher:
         """Push an update, then one with this flaw."""
         return self._ask(InFlight.KEEP, flaw)
 
-    def can_halve(self) -> bool:
-        """Return True if an update has more than one part, and the gateway hears of it before the last."""
+    def flaws(self) -> list[Flaw]:
+        """The flaws that this way can have. A trainer gives up only an update of more than one part, of which the
+        gateway hears before the last. TRL's client sends no log-probs."""
         from trainer_client.transports.tensors import PART_BYTES
 
-        return self._transport != "store" and self.num_bytes > 2 * PART_BYTES
+        if self._transport == "trl":
+            return [Flaw.NAN]
+        can_halve = self._transport != "store" and self.num_bytes > 2 * PART_BYTES
+        return [Flaw.LOGPROBS, *([Flaw.HALF] if can_halve else [])]
 
     def _ask(self, in_flight: str, flaw: Flaw) -> Pushed:
         self._pipe.send((in_flight, flaw))
@@ -155,14 +161,24 @@ def _serve(pipe: Connection, url: str, transport: Way, device: str, timeout_s: f
                         told = [-1.0] * (len(client.canary_token_ids()) - 1)
                         sender.push(tensors, in_flight=in_flight, canary_logprobs=told)
                         told, began = [_NO_LOGPROB] * len(told), time.perf_counter()
-                    sent = given_up(tensors) if flaw is Flaw.HALF else tensors
-                    version, error = sender.push(sent, in_flight=in_flight, canary_logprobs=told), ""
+                    version, error = sender.push(_flawed(tensors, flaw), in_flight=in_flight, canary_logprobs=told), ""
                 except RolloutGatewayError as refused:
                     version, error = 0, f"{type(refused).__name__}: {refused}"
                 pipe.send(Pushed(seconds=time.perf_counter() - began, version=version, error=error))
 
 
-def given_up(tensors: "Mapping[str, torch.Tensor]") -> "Iterator[tuple[str, torch.Tensor]]":
+def _flawed(
+    tensors: "Mapping[str, torch.Tensor]", flaw: Flaw
+) -> "Mapping[str, torch.Tensor] | Iterator[tuple[str, torch.Tensor]]":
+    if flaw is Flaw.HALF:
+        return _given_up(tensors)
+    if flaw is Flaw.NAN:
+        name = next(iter(tensors))
+        return {**tensors, name: tensors[name] * float("nan")}
+    return tensors
+
+
+def _given_up(tensors: "Mapping[str, torch.Tensor]") -> "Iterator[tuple[str, torch.Tensor]]":
     """Yield all tensors, then fail as a trainer without memory for the next."""
     yield from tensors.items()
     raise WeightUpdateFailed("the trainer gives up")

@@ -13,10 +13,10 @@ run of the load alone and one for each of `--in-flight`, with up to `--updates` 
 of a run with updates, by update, is the work that an update costs. The updates' own records have the time for which
 generation stood still, and the time of each step. An update that ends after the load of its run, as where it waited
 for the copy of the version before, is counted as late, and is in no figure. `--restores` are updates refused by the
-canary, and, of more than 2 GiB, updates that their trainer gives up half sent, all without the load: their figures are
-the time for which they stopped generation, and the time from the refusal to a completion of the version before. First
-the media are measured alone: torch's own broadcast of the same bytes, a file written and read where the weight store
-is, a copy to the engine's GPU.
+canary, and, of more than 2 GiB, updates that their trainer gives up half sent, all beside the load: their figures are
+the time for which they stopped generation, and the time from the refusal to a completion of the version before. TRL's
+client sends no log-probs, so the canary refuses NaN of it. First the media are measured alone: torch's own broadcast of
+the same bytes, a file written and read where the weight store is, a copy to the engine's GPU.
 """
 
 import argparse
@@ -49,6 +49,8 @@ from trainer_client.transports.sender import TransportName
 _WAYS: tuple[Way, ...] = (*get_args(TransportName), "trl")
 _QUIET = "none"
 _COPY_S = 60.0
+_MEDIUM_BYTES = 4 << 30
+"""Most bytes of a file or a copy whose speed is measured: more have the same speed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,18 +77,19 @@ class Run:
 class Restore:
     """A refused update. `seconds` from its end to the first completion, made by `version`; `stopped_s` is the time
     for which the update itself stopped generation. `source` is where replicas had that version from by then, "" where a
-    replica served it that was not overwritten."""
+    replica served it that was not overwritten. `beside` is False where the load had ended before that completion."""
 
     flaw: Flaw
     seconds: float
     version: int
     staged: bool
+    beside: bool
     stopped_s: float
     error: str
     source: str
 
     def told(self) -> str:
-        way = "staged, " if self.staged else ""
+        way = ("staged, " if self.staged else "") + ("" if self.beside else "after the load, ")
         source = f" from {self.source}" if self.source else ""
         return (
             f"refused ({way}{self.flaw}): generation stopped for {self.stopped_s:.3f} s, and back at version "
@@ -140,24 +143,32 @@ class Bench:
         self._num_restores = restores
         self.runs: list[Run] = []
         self.restores: list[Restore] = []
+        self.restore_errors: list[str] = []
 
     async def measure(self) -> None:
-        """Run all pairs, after an unrecorded run. The order alternates between pairs."""
-        expected_s = (await self._run(-1, _QUIET, 0.0)).wall_s
+        """Run all pairs, after an unrecorded run of one round. The order alternates between pairs."""
+        expected_s = (await self._run(-1, _QUIET, 0.0, rounds=1)).wall_s * self._args.rounds
         opened = await asyncio.to_thread(self._pusher.push, self._in_flight[0])  # opens the group
         await self._until_kept(opened)
         for pair in range(self._args.pairs):
-            kinds = [_QUIET, *self._in_flight]
+            kinds = [*([] if self._args.no_quiet_runs else [_QUIET]), *self._in_flight]
             for kind in kinds[:: -1 if pair % 2 else 1]:
-                run = await self._run(pair, kind, expected_s)
+                run = await self._run(pair, kind, expected_s, rounds=self._args.rounds)
                 self.runs.append(run)
+                if kind == kinds[0]:
+                    expected_s = run.wall_s
                 if run.pushed:
                     await self._until_kept(run.pushed[-1])
-                if kind == _QUIET:
-                    expected_s = run.wall_s
-        flaws = [Flaw.LOGPROBS, *([Flaw.HALF] if self._pusher.can_halve() else [])]
-        for flaw in flaws * self._num_restores:
-            self.restores.append(await self._restore(flaw))
+        await self._refuse()
+
+    async def _refuse(self) -> None:
+        """Have updates refused beside the load, which begins anew where it ends before them."""
+        loads: list[asyncio.Task[tuple[Totals, float]]] = []
+        for number, flaw in enumerate(self._pusher.flaws() * self._num_restores):
+            if not loads or loads[-1].done():
+                loads.append(self._loaded(f"refused {number}", self._args.rounds))
+            self.restores.append(await self._restore(flaw, loads[-1]))
+        self.restore_errors = [error for load in loads for error in (await load)[0].errors]
 
     async def _until_kept(self, pushed: Pushed) -> None:
         """Wait for the copy of a version in the store, which would slow the next run. A version may have none."""
@@ -168,7 +179,7 @@ class Bench:
                 return
             await asyncio.sleep(0.1)
 
-    async def _restore(self, flaw: Flaw) -> Restore:
+    async def _restore(self, flaw: Flaw, load: asyncio.Task[Any]) -> Restore:
         pushing = asyncio.create_task(asyncio.to_thread(self._pusher.push_in_vain, flaw))
         answers = []
         while not pushing.done():  # the trainer's own end of a refused push takes longer than a replica's
@@ -177,13 +188,15 @@ class Bench:
         if not pushed.error:
             raise ConfigError("the canary let pass what it should not: weights.canary.enabled must be true")
         answers.append(await self._answered())
-        [refused] = await self._records(1)
+        refused, before = await self._records(2)
+        if before["end"] != "committed":
+            raise ConfigError(f"the update before the one to be refused failed: {pushed.error}")
         ended = _ended(refused)
         served, version = next((at, version) for at, version in answers if at > ended)
         sources = {one["taken_back"]["source"] for one in refused["replicas"].values() if "taken_back" in one}
         return Restore(
-            flaw, served - ended, version, refused["staged"], refused["stopped_s"], pushed.error,
-            ", ".join(sorted(sources)),
+            flaw, served - ended, version, staged=refused["staged"], beside=not load.done(),
+            stopped_s=refused["stopped_s"], error=pushed.error, source=", ".join(sorted(sources)),
         )  # fmt: skip
 
     async def _answered(self) -> tuple[float, int]:
@@ -191,9 +204,9 @@ class Bench:
         reply = await self._ask("POST", "/v1/completions", {"prompt": [1, 2, 3], "max_tokens": 1})
         return time.time(), reply["choices"][0]["weight_versions"][-1]["version"]
 
-    async def _run(self, pair: int, in_flight: str, expected_s: float) -> Run:
+    async def _run(self, pair: int, in_flight: str, expected_s: float, *, rounds: int) -> Run:
         count = 0 if in_flight == _QUIET else self._args.updates
-        loaded = asyncio.create_task(asyncio.to_thread(self._load, f"{pair}/{in_flight}"))
+        loaded = self._loaded(f"{pair}/{in_flight}", rounds)
         began, pushed = time.monotonic(), []
         for update in range(count):
             due = began + expected_s * (update + 0.5) / count
@@ -210,7 +223,10 @@ class Bench:
         print(f"{_name(pair)} {in_flight:>9} {run.wall_s:8.2f} s {len(errors)} errors", *errors[:2], file=sys.stderr)
         return run
 
-    def _load(self, name: str) -> tuple[Totals, float]:
+    def _loaded(self, name: str, rounds: int) -> "asyncio.Task[tuple[Totals, float]]":
+        return asyncio.create_task(asyncio.to_thread(self._load, name, rounds))
+
+    def _load(self, name: str, rounds: int) -> tuple[Totals, float]:
         """Run the load with prompts of this name, which no other run has. Return its totals and the Unix time of its
         end."""
         args = self._args
@@ -219,7 +235,7 @@ class Bench:
             Stream(
                 url=self._url,
                 workload=workload,
-                seeds=tuple(f"{name}/{caller}/{turn}" for turn in range(args.rounds)),
+                seeds=tuple(f"{name}/{caller}/{turn}" for turn in range(rounds)),
                 stream=False,
             )
             for caller in range(args.streams * self._replicas)
@@ -251,8 +267,9 @@ def summarise(runs: Sequence[Run], num_bytes: int) -> list[dict[str, Any]]:
     for kind in dict.fromkeys(run.in_flight for run in runs if run.in_flight != _QUIET):
         ours = [run for run in runs if run.in_flight == kind]
         records = [record for run in ours for record in run.beside]
-        lost = [(run.wall_s - quiet[run.pair].wall_s) / len(run.beside) for run in ours if run.beside]
-        speed = statistics.median(run.tokens / run.wall_s for run in quiet.values())
+        pairs = [(run, quiet[run.pair]) for run in ours if run.beside and run.pair in quiet]
+        lost = [(run.wall_s - alone.wall_s) / len(run.beside) for run, alone in pairs]
+        speed = _median(run.tokens / run.wall_s for run in quiet.values()) or 0.0
         steps = {step: _median(record["seconds"].get(step) for record in records) for step in _steps(records)}
         moved = steps.get("transfer") or steps.get("load")
         rows.append(
@@ -301,9 +318,10 @@ def media(transports: set[str], args: argparse.Namespace, store: Path, num_bytes
         except TimeoutError as error:
             print(error, file=sys.stderr)  # what was measured through us stands by itself
     store.mkdir(parents=True, exist_ok=True)
-    speeds["file write"], speeds["file read"] = file_speeds(store, num_bytes)
+    part = min(num_bytes, _MEDIUM_BYTES)
+    speeds["file write"], speeds["file read"] = file_speeds(store, part)
     if receiver.startswith("cuda"):
-        speeds["pinned copy"], speeds["mapped copy"] = copy_speeds(receiver, num_bytes)
+        speeds["pinned copy"], speeds["mapped copy"] = copy_speeds(receiver, part)
     return speeds
 
 
@@ -355,6 +373,7 @@ class Report:
                 "transport": variant.transport,
                 "settings": variant.overrides,
                 "summary": summarise(bench.runs, self.content["bytes"]),
+                "restore_errors": bench.restore_errors,
                 "restores": [asdict(restore) for restore in bench.restores],
                 "runs": [asdict(run) for run in bench.runs],
             }
@@ -384,8 +403,7 @@ async def _measured(args: argparse.Namespace) -> dict[str, Any]:
                 print(f"{variant.name}:", file=sys.stderr)
                 settings = load_config(args.config, [*args.overrides, *variant.overrides])
                 async with fleet.gateway(settings, infos) as gateway:
-                    # Without a store there is no rollback.
-                    restores = args.restores if settings.weights.store and variant.transport != "trl" else 0
+                    restores = args.restores if settings.weights.store else 0  # without a store there is no rollback
                     bench, num_bytes = await _benched(variant, gateway.url, pool, args, len(infos), restores)
                 report.note(bytes=num_bytes)
                 report.add(variant, bench)
@@ -423,7 +441,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(*(Restore(**restore).told() for restore in variant["restores"]), sep="\n")
     speeds = ", ".join(f"{name} {speed:.2f} GB/s" for name, speed in report["media_gb_per_s"].items())
     print(f"{report['bytes'] / 1e9:.3f} GB to {report['replicas']} replicas; alone: {speeds}")
-    return 1 if any(row["errors"] for variant in report["variants"] for row in variant["summary"]) else 0
+    has_failed = any(
+        one["restore_errors"] or any(row["errors"] for row in one["summary"]) for one in report["variants"]
+    )
+    return 1 if has_failed else 0
 
 
 def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -441,6 +462,7 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--updates", type=int, default=2, help="updates in each run")
     add("--restores", type=int, default=0, help="refused updates per variant")
     add("--pairs", type=int, default=5)
+    add("--no-quiet-runs", action="store_true", help="leave out the runs without updates; work lost is unknown then")
     add("--streams", type=int, default=64, help="callers per replica")
     add("--rounds", type=int, default=2, help="sequential requests of each caller in a run")
     add("--prompt-tokens", type=LengthMix.parse, default=LengthMix.parse("256"))

@@ -49,14 +49,24 @@ def test_a_run_whose_updates_all_end_after_the_load_has_no_figures() -> None:
     assert "keep" in table([row])
 
 
+def test_without_quiet_runs_the_work_lost_is_unknown_and_the_stop_is_not() -> None:
+    (row,) = summarise([run(0, "keep", 10.4, 0.2)], num_bytes=1)
+    assert (row["updates"], row["stopped_s"], row["lost_s"], row["lost_tokens"]) == (2, 0.2, None, None)
+
+
 def test_a_refused_update_is_reported_with_its_stop_and_the_way_back() -> None:
     error = "WeightUpdateFailed: the trainer gives up"
-    half = Restore(Flaw.HALF, 0.004, 2, staged=True, stopped_s=0.0, error=error, source="")
+    half = Restore(Flaw.HALF, 0.004, 2, staged=True, beside=True, stopped_s=0.0, error=error, source="")
     assert half.told() == (
         "refused (staged, half sent): generation stopped for 0.000 s, and back at version 2 after 0.004 s"
     )
-    undone = Restore(Flaw.LOGPROBS, 0.06, 2, staged=True, stopped_s=0.05, error=error, source="kept weights")
-    assert undone.told().endswith("and back at version 2 from kept weights after 0.060 s")
+    undone = Restore(
+        Flaw.LOGPROBS, 0.06, 2, staged=True, beside=False, stopped_s=0.05, error=error, source="kept weights"
+    )
+    assert undone.told() == (
+        "refused (staged, after the load, canary): generation stopped for 0.050 s, "
+        "and back at version 2 from kept weights after 0.060 s"
+    )
 
 
 def test_each_way_with_rollouts_in_flight_has_a_row_and_failures_are_counted() -> None:
@@ -88,6 +98,7 @@ def test_a_fleet_is_measured_with_updates_and_without(tmp_path: Path, capsys: py
         assert restore["version"] == version
         assert "canary" in restore["error"]
         assert restore["source"] in sources
+        assert variant["restore_errors"] == []
     assert report["bytes"] == 64
     assert "work lost s" in capsys.readouterr().out
 

@@ -404,9 +404,7 @@ async def _measured(args: argparse.Namespace) -> dict[str, Any]:
                 settings = load_config(args.config, [*args.overrides, *variant.overrides])
                 async with fleet.gateway(settings, infos) as gateway:
                     restores = args.restores if settings.weights.store else 0  # without a store there is no rollback
-                    bench, num_bytes = await _benched(variant, gateway.url, pool, args, len(infos), restores)
-                report.note(bytes=num_bytes)
-                report.add(variant, bench)
+                    await _measure(variant, gateway.url, pool, args, len(infos), restores, report)
     finally:
         await fleet.stop()
     return report.content
@@ -417,14 +415,23 @@ def _checkpoint_bytes(info: ReplicaInfo) -> int:
     return bytes_of({"dtype_names": [one.dtype for one in tensors], "shapes": [one.shape for one in tensors]})
 
 
-async def _benched(
-    variant: Variant, url: str, pool: ClientPool, args: argparse.Namespace, replicas: int, restores: int
-) -> tuple[Bench, int]:
-    """Measure one variant; return its results and the bytes of its updates."""
+async def _measure(
+    variant: Variant,
+    url: str,
+    pool: ClientPool,
+    args: argparse.Namespace,
+    replicas: int,
+    restores: int,
+    report: Report,
+) -> None:
+    """Measure one variant. The report has the results so far also where it fails."""
     with await asyncio.to_thread(Pusher, url, variant.transport, args.device, args.timeout_s) as pusher:
         bench = Bench(url, pool, pusher, args, replicas=replicas, in_flight=variant.in_flight, restores=restores)
-        await bench.measure()
-        return bench, pusher.num_bytes
+        report.note(bytes=pusher.num_bytes)
+        try:
+            await bench.measure()
+        finally:
+            report.add(variant, bench)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -130,7 +130,8 @@ class Exchange:
         try:
             connection = await self._connections.take(min(self._connect_timeout_s, self._timeout_s))
         except CannotConnect as error:
-            if isinstance(error.reason, TimeoutError) and loop.time() >= deadline:
+            # By the limits, as a timer may come a moment before its time.
+            if isinstance(error.reason, TimeoutError) and self._timeout_s <= self._connect_timeout_s:
                 raise TimeoutError from error
             raise
         try:

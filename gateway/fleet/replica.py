@@ -245,12 +245,12 @@ class Replica:
         """End all calls in flight except the caller's, as a loss does: rollouts are generated again elsewhere.
 
         With `rollouts_alone` control calls go on, such as a trainer's pause: an update ends the rollouts, for which
-        the engine is not at fault.
+        the engine is not at fault. A call that was dropped before may take a while to end.
         """
         self._tell("drop_calls", rollouts_alone)
         for call, task in self._calls.items():
             goes_on = rollouts_alone and call in self._control_calls
-            if task is not asyncio.current_task() and not goes_on:
+            if task is not asyncio.current_task() and not goes_on and not call.expired():
                 if rollouts_alone:
                     self._overwritten_calls.add(call)
                 call.reschedule(asyncio.get_running_loop().time())

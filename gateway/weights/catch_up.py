@@ -155,9 +155,18 @@ class CatchUp:
             self._own([replica], work)
 
     def _start_proof(self) -> None:
-        """Verify versions that engines reported without a record, all together: most of them are right."""
+        """Verify versions that engines reported without a record, all together: most of them are right.
+
+        Replicas whose version an update has replaced meanwhile are behind, whether it was right or not.
+        """
         waiting = [replica for replica in self._fleet.trained if self._is_unproven(replica)]
-        if unproven := [replica for replica in waiting if replica not in self._tasks]:
+        unproven = [replica for replica in waiting if replica not in self._tasks]
+        for replica in unproven:
+            if replica.weight_version != self._fleet.version:
+                reported = f"reported version {replica.weight_version} without a record"
+                self._fleet.explain(replica, f"{reported}, and the fleet is at version {self._fleet.version} since")
+                replica.lose_version()
+        if unproven := [replica for replica in unproven if replica.is_unproven]:
             self._own(unproven, self._prove(unproven))
 
     def _is_unproven(self, replica: Replica) -> bool:
@@ -206,8 +215,8 @@ class CatchUp:
         for replica in filter(self._is_unproven, replicas):
             finding = findings.get(replica, UNASKED)
             is_verified = finding.result is Result.VERIFIED
-            if replica.weight_version != version:
-                continue  # outvoted meanwhile
+            if not replica.weight_version == version == self._fleet.version:
+                continue  # outvoted meanwhile, or an update has passed it by
             if finding.result is Result.LOST or finding.is_late:
                 await asyncio.sleep(_RETRY_S)  # and it is asked again
             elif is_verified or (finding.may_serve and not (is_certain and self._canary.is_enabled)):

@@ -296,12 +296,16 @@ class Scheduler(AttemptLoop):
     def _look_again(self, model: str, open_: Sequence[Replica]) -> None:
         """Look at the line once a session that one of the replicas holds has been idle for too long."""
         loop, seconds = asyncio.get_running_loop(), self.sessions.next_end_s(model, open_)
-        timer, now = self._looks.get(model), loop.time()
-        if seconds == math.inf or (timer is not None and now < timer.when() <= now + seconds):
+        timer = self._looks.get(model)
+        if seconds == math.inf or (timer is not None and timer.when() <= loop.time() + seconds):
             return
         if timer is not None:
             timer.cancel()
-        self._looks[model] = loop.call_later(seconds, self._pump, model)
+        self._looks[model] = loop.call_later(seconds, self._look_is_due, model)
+
+    def _look_is_due(self, model: str) -> None:
+        del self._looks[model]  # its time says nothing any more: a loop's clock may be before it
+        self._pump(model)
 
     def _chosen(
         self,

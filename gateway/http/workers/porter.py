@@ -73,6 +73,8 @@ class Porter:
         self._again = None
         for one in self._listening:
             asyncio.get_running_loop().add_reader(one, self._take, one)
+        if self._held is not None:  # its listening socket has none behind it, maybe for ever
+            self._take(self._listening[0])
 
     def _take(self, listening: socket.socket) -> None:
         for _ in range(_AT_ONCE):

@@ -5,7 +5,7 @@ import asyncio
 import aiohttp
 import pytest
 
-from engines.errors import EngineUnreachable
+from engines.errors import EngineOverwritten, EngineUnreachable
 from engines.types import ReplicaState
 from gateway.fleet.replica import Replica
 from tests.rigs.rig import FAST_WATCH, Rig, SimReplica, StartRig
@@ -123,6 +123,26 @@ async def test_a_call_on_a_replica_that_is_lost_says_so_and_goes_nowhere(rig: Ri
     await rig.until({"engine-1": "SERVING"})
     with pytest.raises(EngineUnreachable, match=r"engine-0.*given up"):
         await replica.unless_lost(replica.engine.health(1.0))
+
+
+@pytest.mark.parametrize("ends_after_s", [0.0, 0.2])
+async def test_a_replica_is_lost_also_while_calls_that_were_dropped_are_ending(rig: Rig, ends_after_s: float) -> None:
+    replica = rig.fleet.replicas[0]
+
+    async def call() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(ends_after_s)
+
+    dropped = asyncio.create_task(replica.unless_lost(call()))
+    await asyncio.sleep(0)
+    rig.fleet.fence(replica, "its weights are wrong")
+    await asyncio.sleep(0)  # the call is cancelled, and has not ended
+    rig.fleet.set_state(replica, ReplicaState.LOST, "its engine is gone")
+    assert replica not in rig.fleet.replicas
+    with pytest.raises(EngineOverwritten):
+        await dropped
 
 
 async def test_an_engine_that_a_gateway_before_this_one_froze_goes_on(start_rig: StartRig) -> None:

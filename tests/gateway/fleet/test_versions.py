@@ -1,6 +1,7 @@
 """The versions that engines report as they join: which of them the fleet believes."""
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,8 @@ import pytest
 from engines.config import SimConfig
 from engines.types import ReplicaState
 from gateway.fleet.replica import Replica
+from gateway.weights.canary import Canary
+from gateway.weights.verdicts import Finding
 from tests.rigs.rig import Rig, SimReplica, StartRig
 
 SIM = SimConfig(decode_step_s=0.0, decode_step_per_seq_s=0.0)
@@ -94,6 +97,35 @@ async def test_a_joiner_without_a_record_that_computes_as_its_peers_serves(start
     await rig.update()
     await joined(rig, await labelled("engine-2", 1))
     assert await until_proven(rig) == ["engine-0", "engine-1", "engine-2"]
+
+
+async def test_a_joiner_without_a_record_whose_canary_ends_after_an_update_does_not_serve_as_the_new_version(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = await start_rig(2)
+    await rig.open_group()
+    await rig.update()
+    asked, is_committed, admit = asyncio.Event(), asyncio.Event(), Canary.admit
+
+    async def late(canary: Canary, replicas: Sequence[Replica], version: int) -> dict[Replica, Finding]:
+        findings = await admit(canary, replicas, version)
+        asked.set()
+        await is_committed.wait()
+        return findings
+
+    monkeypatch.setattr(Canary, "admit", late)
+    joiner = await joined(rig, await labelled("engine-2", 1))
+    async with asyncio.timeout(20):
+        await asked.wait()
+        await rig.update()
+        is_committed.set()
+        while "waits for the next update" not in joiner.reason:
+            await asyncio.sleep(0.02)
+    assert "reported version 1 without a record, and the fleet is at version 2 since" in joiner.reason
+    assert await rig.states() == {"engine-0": "SERVING", "engine-1": "SERVING", "engine-2": "SYNCING"}
+    await rig.open_group()
+    await rig.update()
+    await rig.until({"engine-0": "SERVING", "engine-1": "SERVING", "engine-2": "SERVING"})
 
 
 async def test_an_engine_that_comes_back_is_known_to_the_gateway_that_updated_it_without_a_store(

@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, cast
@@ -460,6 +460,31 @@ async def test_a_line_moves_when_the_idle_limit_passes_of_a_session_that_was_at_
     assert played.waits == {held}
     await played.end(first)
     async with asyncio.timeout(20):
+        while played.waits:
+            await asyncio.sleep(0.01)
+    await played.stop()
+
+
+async def test_a_timer_that_comes_before_the_idle_limit_by_the_loops_clock_strands_no_session(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loop, early_s = asyncio.get_running_loop(), 0.005
+    call_later = loop.call_later
+
+    def early(seconds: float, callback: Callable[..., object], *arguments: Any, **context: Any) -> Any:
+        due = loop.time() + seconds
+        timer = call_later(max(0.0, seconds - early_s), callback, *arguments, **context)
+        return SimpleNamespace(when=lambda: due, cancel=timer.cancel)
+
+    played = Played(session_idle_s=0.1)
+    await played.turn("first", 800)
+    await asyncio.sleep(0.04)
+    await played.turn("first", 800)
+    await played.busy()
+    monkeypatch.setattr(loop, "call_later", early)  # as uvloop's may
+    held = await played.begin("second", 300)
+    assert played.waits == {held}
+    async with asyncio.timeout(2):
         while played.waits:
             await asyncio.sleep(0.01)
     await played.stop()

@@ -124,3 +124,14 @@ async def test_connections_wait_while_no_worker_serves_or_takes_them_and_keep_th
         await until_handed(serving, 3)
         assert worker.ports == [client.getsockname()[1] for client in clients]
         closed(clients)
+
+
+async def test_a_connection_that_no_worker_took_is_handed_later_though_no_other_comes() -> None:
+    worker = _Worker()
+    worker.is_full = True
+    async with standing([worker]) as address:
+        clients = await connected(address, 1)
+        await asyncio.sleep(0.5)  # it is accepted, and no worker has taken it
+        worker.is_full = False
+        await until_handed([worker], 1)
+        closed(clients)

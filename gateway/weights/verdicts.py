@@ -66,6 +66,12 @@ class Finding:
     def may_serve(self) -> bool:
         return self.result not in (Result.FAILED, Result.LOST)
 
+    @property
+    def is_apart(self) -> bool:
+        """True where it failed and its log-probs are farther from its peers' than noise explains."""
+        is_far = self.to_peers is not None and self.tolerance is not None and self.to_peers > self.tolerance
+        return self.result is Result.FAILED and is_far
+
     def excused_if_late(self) -> "Finding":
         """Return a late finding as unverified: an engine full of rollouts may be late and healthy."""
         return replace(self, result=Result.UNVERIFIED) if self.is_late else self

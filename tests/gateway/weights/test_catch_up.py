@@ -3,6 +3,7 @@
 import asyncio
 import shutil
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -592,6 +593,59 @@ async def test_the_noise_of_a_replica_is_measured_that_says_something_else_by_a_
     assert await refused(kept) == 424
     await kept.until(BOTH_SERVE)
     assert [sorted(lengths) for lengths in asked.values()] == [[16, 21, 32, 64, 64]] * 2
+
+
+class BatchedScores:
+    """Canaries whose log-probs depend on the batch, as those of large models do. `busy` names replicas under load."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.busy: set[str] = set()
+        self._running: Counter[str] = Counter()
+        self._score = Canary._score
+        monkeypatch.setattr(Canary, "_score", lambda canary, replica, ids: self.score(canary, replica, ids))
+
+    async def score(self, canary: Canary, replica: Replica, token_ids: list[int]) -> tuple[float, ...]:
+        self._running[replica.replica_id] += 1
+        try:
+            await asyncio.sleep(0)  # until the batch is whole
+            is_large = self._running[replica.replica_id] >= 8 or replica.replica_id in self.busy
+            return tuple(value + 0.03 * is_large for value in await self._score(canary, replica, token_ids))
+        finally:
+            self._running[replica.replica_id] -= 1
+
+
+async def test_a_replica_comes_back_idle_though_it_said_something_else_under_load(
+    start_rig: StartRig, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scores = BatchedScores(monkeypatch)
+    rig = await start_rig(1, sim=TENSORS, weights={"store": str(folder)})
+    await rig.open_group()
+    scores.busy.add("engine-0")
+    await rig.update()
+    empty = CatchUp._empty
+
+    async def idle(catch_up: CatchUp, replica: Replica) -> None:
+        scores.busy.clear()
+        await empty(catch_up, replica)
+
+    monkeypatch.setattr(CatchUp, "_empty", idle)
+    assert await refused(rig) == 424
+    await rig.until({"engine-0": "SERVING"})
+    assert (await served_versions(rig)) == {2}
+
+
+async def test_replicas_that_differ_by_their_load_alone_take_an_update_together(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scores = BatchedScores(monkeypatch)
+    rig = await start_rig(2, sim=TENSORS)
+    await rig.open_group()
+    scores.busy.add("engine-1")
+    await rig.update()
+    assert await rig.states() == BOTH_SERVE
+    scores.busy = {"engine-0"}
+    await rig.update()
+    assert await rig.states() == BOTH_SERVE
 
 
 async def test_a_replica_that_fails_the_canary_is_mended_from_the_store(start_rig: StartRig, folder: Path) -> None:

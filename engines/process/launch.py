@@ -83,6 +83,8 @@ def _sglang_command(config: EngineConfig, port: int, seed: int) -> Command:
     env |= {"SGLANG_REQUEST_STATE_WAIT_TIMEOUT": "1"}
     # /health shall answer while a load or a pause keeps tokens from being made; the gateway watches the tokens itself.
     env |= {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
+    # Weights with NaN end its sampler, and the engine, before the canary can refuse them.
+    env |= {"SGLANG_SANITIZE_NAN_LOGITS": "1"}
     interpreter = interpreter_of(config, env)
     version = _installed_sglang(interpreter)
     _refuse_vllms_levers(config)

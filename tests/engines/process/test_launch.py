@@ -416,6 +416,7 @@ def test_sglang_finds_our_plugin_and_shares_nccls_settings_with_trainers(monkeyp
         "NCCL_NVLS_ENABLE": "1",
     }
     assert env["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] == "0"
+    assert env["SGLANG_SANITIZE_NAN_LOGITS"] == "1"
     assert command(kind="sglang", env={"NCCL_CUMEM_ENABLE": "0"}).env["NCCL_CUMEM_ENABLE"] == "0"
 
 

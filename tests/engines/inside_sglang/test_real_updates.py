@@ -176,6 +176,34 @@ def test_a_sender_updates_sglang_over_the_group_and_a_refused_update_is_taken_ba
     assert (refused["staged"], replica["taken_back"]["source"]) == (True, "kept weights")
 
 
+def test_weights_with_nan_are_refused_and_end_neither_the_engine_nor_the_rollouts_under_them(alone: RealFleet) -> None:
+    model, broken = random_model(2), random_model(3)
+    with torch.no_grad():
+        next(broken.parameters()).fill_(float("nan"))
+    sampled = {"prompt": PROMPTS, "max_tokens": 100, "temperature": 1.0, "ignore_eos": True, "return_token_ids": True}
+    with (
+        ThreadPoolExecutor(1) as pool,
+        BlockingRolloutClient(alone.url) as client,
+        WeightSender(client, timeout_s=TIMEOUT_S) as sender,
+    ):
+        version = sender.push(model)
+        rollouts = pool.submit(alone.call, "/v1/completions", sampled)
+        until_in_flight(alone)
+        with pytest.raises(WeightUpdateFailed, match="canary"):
+            sender.push(broken)
+        status, reply = rollouts.result(TIMEOUT_S)
+    assert status == 200, reply
+    assert [len(choice["token_ids"]) for choice in reply["choices"]] == [100] * len(PROMPTS)
+    serves(alone, model, version)
+
+
+def until_in_flight(fleet: RealFleet) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not any(one["samples_in_flight"] for one in fleet.call("/status")[1]["replicas"]):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def test_trls_client_updates_sglang_without_a_relay(alone: RealFleet, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_client, "packed_nccl_broadcast_producer", gloo_trl.send_packed)
     client = gloo_trl.GlooVLLMClient(alone.url, group_port=free_port(), timeout_s=TIMEOUT_S)

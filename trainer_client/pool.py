@@ -244,21 +244,26 @@ class RolloutPool:
             self._settle(submission, groups)
 
     async def _read(self, submission: Submission, groups: list[_Group], is_full: Callable[[], bool]) -> None:
-        ending: asyncio.Task[None] | None = None
+        """Take in completions until all groups have ended, or those that run are suspended since the batch is full."""
         try:
-            async for completion in submission:
-                group = groups[completion.prompt_index]
-                if completion.finish_reason != _ABORT and not group.has(self._need):
-                    group.completions.append(replace(completion, prompt_index=group.index))
-                    if group.has(self._need):
-                        group.source, group.place = submission, completion.prompt_index
-                        self._ended.append(self._open.pop(group.index))
-                if ending is None and is_full():
-                    ending = asyncio.create_task(_end(submission), name=f"end of {submission.id}")
-        finally:
-            if ending is not None:
-                ending.cancel()
-                await asyncio.gather(ending, return_exceptions=True)
+            async with asyncio.TaskGroup() as tasks:
+                ending: asyncio.Task[None] | None = None
+                async for completion in submission:
+                    self._take_in(completion, submission, groups)
+                    if ending is None and is_full():
+                        ending = tasks.create_task(_end(submission), name=f"end of {submission.id}")
+                if ending is not None:
+                    ending.cancel()
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+
+    def _take_in(self, completion: Completion, submission: Submission, groups: list[_Group]) -> None:
+        group = groups[completion.prompt_index]
+        if completion.finish_reason != _ABORT and not group.has(self._need):
+            group.completions.append(replace(completion, prompt_index=group.index))
+            if group.has(self._need):
+                group.source, group.place = submission, completion.prompt_index
+                self._ended.append(self._open.pop(group.index))
 
     def _settle(self, submission: Submission, groups: list[_Group]) -> None:
         """Note how open groups ended."""

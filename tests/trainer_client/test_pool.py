@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from engines.config import SimConfig
-from engines.errors import DeadlineExceeded, GatewayUnreachable, InvalidRequest
+from engines.errors import DeadlineExceeded, EngineFailed, GatewayUnreachable, InvalidRequest
 from engines.process.engine_server import free_port
 from tests.rigs.forked_gateway import ForkedGateway
 from tests.rigs.rig import MAX_MODEL_LEN, Rig, SimReplica
@@ -20,6 +20,7 @@ from trainer_client import (
     RolloutPool,
     SamplingParams,
 )
+from trainer_client.submission import Submission
 
 WHOLE = 20
 SAMPLING = SamplingParams(n=2, max_tokens=WHOLE, ignore_eos=True)
@@ -263,6 +264,23 @@ async def test_a_batch_that_is_interrupted_ends_on_the_engines_and_is_made_again
     await until_idle(rig.replicas)
     rig.hurry()
     assert lengths(await pool.batch(2)) == {0: [WHOLE] * 2, 1: [WHOLE] * 2}
+
+
+async def test_a_batch_whose_other_groups_cannot_be_suspended_raises_and_is_made_again(
+    rig: Rig, client: RolloutClient
+) -> None:
+    async def broken(_: Submission) -> None:
+        raise EngineFailed("500")
+
+    pool = RolloutPool(client, [LONG, SHORT], SAMPLING, size=2)
+    stall(rig.replicas)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Submission, "let_deadline_pass", broken)
+        async with asyncio.timeout(20):
+            with pytest.raises(EngineFailed, match="500"):
+                await pool.batch(1)
+    rig.hurry()
+    assert lengths(await pool.batch(2)) == {0: [WHOLE] * 2, 1: [4, 4]}
 
 
 async def test_a_batch_that_is_late_raises_and_is_made_again(rig: Rig, client: RolloutClient) -> None:

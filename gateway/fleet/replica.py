@@ -8,7 +8,7 @@ from typing import TypeVar
 from weakref import WeakSet
 
 from engines.engine import Engine
-from engines.errors import EngineOverwritten, EngineRefused, EngineUnreachable
+from engines.errors import EngineFailed, EngineOverwritten, EngineRefused, EngineUnreachable
 from engines.types import ReplicaInfo, ReplicaState
 from gateway.fleet.adapters import Adapter
 from gateway.fleet.brake import Brake
@@ -224,6 +224,16 @@ class Replica:
         await self._steady.wait()
         if self.weight_version is None:
             raise EngineOverwritten(f"its tokens are of no known version: {self.reason}", replica_id=self.replica_id)
+
+    async def answering(self, call: Awaitable[T]) -> T:
+        """Return the call's result. An error that the engine answers while an update overwrites it waits for the
+        verdict: weights that are refused may be its cause, as NaN is of vLLM's 400, and it is `EngineOverwritten` then.
+        """
+        try:
+            return await call
+        except (EngineRefused, EngineFailed):
+            await self.vouched()
+            raise
 
     def overwrite(self) -> None:
         """Forget the version: rollouts that end from here on wait for the verdict in `vouched`."""

@@ -44,6 +44,8 @@ _LARGE_BATCHES = (8, 32)
 _MOST_NOISE = 0.05
 # Every vocabulary has these ids; used where the checkpoint cannot be read.
 _SMALL_VOCABULARY = 96
+# Python's words for a NaN that JSON cannot hold: vLLM answers 400 with them where it would report one.
+_NOT_FINITE = "Out of range float values"
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "tok_embeddings.weight")
 # Engines that differ in any of these keys compute different log-probs, so they are not compared.
 _NUMERICS = (
@@ -237,7 +239,8 @@ class Canary:
                 same = next((reading for reading in known if reading.logprobs == alone), None)
                 noise = same.noise if same else distance(alone, await self._score_in_batch(replica, token_ids))
         except (EngineRefused, InvalidRequest) as error:
-            return Finding(Result.UNVERIFIED, f"the canary was refused: {error}")
+            result = Result.FAILED if _NOT_FINITE in str(error) else Result.UNVERIFIED
+            return Finding(result, f"the canary was refused: {error}")
         except (TimeoutError, DeadlineExceeded):
             limit = f"weights.canary.timeout_s = {self._config.timeout_s:g}"
             return Finding(Result.FAILED, f"no answer to the canary within {limit}", is_late=True)

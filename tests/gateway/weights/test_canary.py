@@ -178,6 +178,19 @@ async def test_a_canary_that_an_engine_refuses_leaves_it_unverified_and_serving(
     assert set((await rig.states()).values()) == {"SERVING"}
 
 
+async def test_a_canary_that_an_engine_refuses_to_report_as_nan_fails(rig: Rig) -> None:
+    await rig.open_group()
+
+    async def refuse(*_: object) -> Json:
+        text = "/v1/completions answered 400: Out of range float values are not JSON compliant"
+        raise EngineRefused(text, status=400, body={}, replica_id="engine-0")
+
+    rig.fleet.replicas[0].engine.generate = refuse  # type: ignore[method-assign]
+    status, reply = await finished(rig)
+    assert status == 424
+    assert "replica engine-0: " in reply["error"]["message"]
+
+
 async def test_without_the_canary_nobody_is_asked(start_rig: StartRig) -> None:
     rig = await start_rig(2, odd={"engine-1": STALE}, weights={"canary": {"enabled": False}})
     await rig.open_group()

@@ -24,7 +24,7 @@ from gateway.fleet.replica import Replica
 from gateway.weights.canary import Canary
 from gateway.weights.catch_up import CatchUp
 from gateway.weights.snapshots import Snapshots
-from gateway.weights.verdicts import Finding
+from gateway.weights.verdicts import Finding, Result
 from tests.rigs.rig import Json, Rig, SimReplica, StartRig
 
 BOTH_SERVE = {"engine-0": "SERVING", "engine-1": "SERVING"}
@@ -544,6 +544,50 @@ async def test_refused_updates_are_no_failures_of_the_rollouts_or_the_replicas_u
     for reply in await asyncio.gather(*rollouts):
         (choice,) = reply["choices"]
         assert len(choice["token_ids"]) == 120
+
+
+@pytest.mark.parametrize("status", [400, 500])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_an_engine_answers_with_refused_weights_is_no_refusal_of_the_rollout(
+    start_rig: StartRig, folder: Path, monkeypatch: pytest.MonkeyPatch, status: int, stream: bool
+) -> None:
+    rig = await start_rig(1, sim=TENSORS, weights={"store": str(folder)}, gateway={"max_attempts": 1})
+    await rig.open_group()
+    await rig.update()
+    rig.replicas[0].inject(held="/v1/completions")
+    asked = asyncio.create_task(streamed_or_whole(rig, stream=stream))
+    await until_held(rig.replicas[0])
+
+    async def check(_: Canary, replicas: Sequence[Replica], *__: object, **___: object) -> dict[Replica, Finding]:
+        rig.replicas[0].inject(status=status)  # as vLLM does where a log-prob is NaN
+        await asyncio.sleep(0.2)
+        assert not asked.done()
+        rig.replicas[0].inject()
+        return dict.fromkeys(replicas, Finding(Result.FAILED, "NaN"))
+
+    monkeypatch.setattr(Canary, "check", check)
+    for path, body in (
+        ("/start_weight_update", {}),
+        ("/update_weights", {"update_info": rig.tensors}),
+        ("/finish_weight_update", {}),
+    ):
+        code, _ = await rig.post(path, body)
+    assert code == 424
+    assert await asked == 200
+    assert not rig.fleet.replicas[0].backoff.until
+
+
+async def streamed_or_whole(rig: Rig, *, stream: bool) -> int:
+    """The status of a rollout's reply; that of the error in it where it has one."""
+    body = {"prompt": [5], "max_tokens": 4, "stream": stream}
+    async with rig.client.post(f"{rig.url}/v1/completions", json=body) as response:
+        return 500 if b'"error"' in await response.read() else response.status
+
+
+async def until_held(replica: SimReplica) -> None:
+    async with asyncio.timeout(20):
+        while not replica.num_held:
+            await asyncio.sleep(0.01)
 
 
 async def until_placed(rig: Rig, rollouts: Sequence["asyncio.Task[Json]"]) -> None:

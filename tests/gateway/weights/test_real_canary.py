@@ -130,3 +130,17 @@ def test_a_head_that_stays_behind_is_found_and_its_replica_fenced(
             "odd-0": "SYNCING",
         }
         assert "tolerance" in states["odd-0"]["reason"]
+
+
+def test_weights_with_nan_are_refused(tied: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """vLLM answers 400 where a log-prob is NaN."""
+    policy = engine_config(tied, tmp_path_factory.mktemp("logs"))
+    model = AutoModelForCausalLM.from_pretrained(tied)
+    with app({"policy": policy}) as real, trainer(real.url) as client:
+        client.update_model_params(model)
+        model.model.layers[1].mlp.down_proj.weight.data[0] = float("nan")
+        with pytest.raises(Exception, match="canary"):
+            client.update_model_params(model)
+        (found,) = canaries(real).values()
+        assert found["result"] == "failed"
+        assert real.until_serving()["weight_version"] == 1

@@ -232,7 +232,7 @@ class Replica:
         try:
             return await call
         except (EngineRefused, EngineFailed):
-            await self.vouched()
+            await self.unless_lost(self.vouched())
             raise
 
     def overwrite(self) -> None:

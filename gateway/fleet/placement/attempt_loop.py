@@ -86,7 +86,7 @@ class AttemptLoop(ABC):
             while True:
                 try:
                     async with self.placed(rollout) as replica:
-                        result = await replica.unless_lost(replica.answering(call(replica)))
+                        result = await replica.answering(replica.unless_lost(call(replica)))
                         replica.backoff.succeeded()
                         replica.saw_progress()
                         return result
@@ -107,7 +107,7 @@ class AttemptLoop(ABC):
                 begun = False
                 try:
                     async with self.placed(rollout) as replica, aclosing(call(replica)) as blocks:
-                        while (chunks := await replica.unless_lost(replica.answering(anext(blocks, None)))) is not None:
+                        while (chunks := await replica.answering(replica.unless_lost(anext(blocks, None)))) is not None:
                             await replica.unless_lost(replica.vouched())
                             replica.saw_progress()
                             for chunk in chunks:

@@ -185,7 +185,7 @@ async def test_a_canary_that_an_engine_refuses_to_report_as_nan_fails(rig: Rig) 
         text = "/v1/completions answered 400: Out of range float values are not JSON compliant"
         raise EngineRefused(text, status=400, body={}, replica_id="engine-0")
 
-    rig.fleet.replicas[0].engine.generate = refuse  # type: ignore[method-assign]
+    rig.fleet.replicas[0].engine.generate = refuse  # type: ignore[assignment, method-assign]
     status, reply = await finished(rig)
     assert status == 424
     assert "replica engine-0: " in reply["error"]["message"]

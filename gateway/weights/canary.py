@@ -157,7 +157,7 @@ class Canary:
         """Judge peers. Those that seem apart are judged again with the noise of large batches, which is kept: the
         largest of all, since a replica under load does not show it."""
         findings = judged({replica: readings[replica] for replica in peers})
-        if any(finding.is_apart for finding in findings.values()):
+        if any(finding.result is Result.FAILED and finding.is_far for finding in findings.values()):
             noises = await asyncio.gather(*(self._noise_of_large_batches(one, readings[one]) for one in peers))
             noise = min(max(noises), _MOST_NOISE)
             readings |= {one: replace(readings[one], noise=max(readings[one].noise, noise)) for one in peers}
@@ -170,7 +170,7 @@ class Canary:
         with suppress(EngineError, InvalidRequest, DeadlineExceeded, TimeoutError, _NoLogprobs):
             async with asyncio.timeout(self._config.timeout_s):
                 for size in _LARGE_BATCHES:
-                    *_, scored = await asyncio.gather(*(self._score(replica, token_ids) for _ in range(size)))
+                    scored = await self._score_beside(replica, token_ids, [token_ids] * (size - 1))
                     noise = max(noise, distance(reading.logprobs, scored))
         return noise
 
@@ -237,7 +237,7 @@ class Canary:
                 alone = await self._score(replica, token_ids)
                 # A reading equal to a known reading needs no measure of noise, which saves a returning replica time.
                 same = next((reading for reading in known if reading.logprobs == alone), None)
-                noise = same.noise if same else distance(alone, await self._score_in_batch(replica, token_ids))
+                noise = same.noise if same else await self._noise(replica, token_ids, alone)
         except (EngineRefused, InvalidRequest) as error:
             result = Result.FAILED if _NOT_FINITE in str(error) else Result.UNVERIFIED
             return Finding(result, f"the canary was refused: {error}")
@@ -250,9 +250,15 @@ class Canary:
             return Finding(Result.FAILED, f"no answer to the canary: {error}")
         return Reading(held or 0, alone, noise, time.monotonic() - began)
 
-    async def _score_in_batch(self, replica: Replica, token_ids: list[int]) -> tuple[float, ...]:
-        """Score the sequence in a batch: the distance from its log-probs alone is the replica's noise."""
+    async def _noise(self, replica: Replica, token_ids: list[int], alone: tuple[float, ...]) -> float:
+        """Return the distance of the sequence's log-probs alone to those in a small batch."""
         fillers = [token_ids[: len(token_ids) // (index + 2)] or token_ids for index in range(_FILLERS)]
+        return distance(alone, await self._score_beside(replica, token_ids, fillers))
+
+    async def _score_beside(
+        self, replica: Replica, token_ids: list[int], fillers: Sequence[list[int]]
+    ) -> tuple[float, ...]:
+        """Score the sequence in a batch with other sequences."""
         *_, scored = await asyncio.gather(*(self._score(replica, ids) for ids in (*fillers, token_ids)))
         return scored
 

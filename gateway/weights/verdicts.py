@@ -67,10 +67,9 @@ class Finding:
         return self.result not in (Result.FAILED, Result.LOST)
 
     @property
-    def is_apart(self) -> bool:
-        """True where it failed and its log-probs are farther from its peers' than noise explains."""
-        is_far = self.to_peers is not None and self.tolerance is not None and self.to_peers > self.tolerance
-        return self.result is Result.FAILED and is_far
+    def is_far(self) -> bool:
+        """True where its log-probs are farther from its peers' than noise explains."""
+        return self.to_peers is not None and self.tolerance is not None and self.to_peers > self.tolerance
 
     def excused_if_late(self) -> "Finding":
         """Return a late finding as unverified: an engine full of rollouts may be late and healthy."""
@@ -227,12 +226,10 @@ def _fault(finding: Finding, move: "_Move | None", *, agreed: bool) -> str:
             f"its canary did not move as the trainer's log-probs did: {move.apart:.3g} nats a token apart, tolerance "
             f"{move.tolerance:.3g}"
         )
-    if finding.to_peers is None or finding.tolerance is None or finding.to_peers <= finding.tolerance:
-        return ""
-    if agreed or move is None:
+    if finding.is_far and (agreed or move is None):
         centre = "its peers'" if agreed else "the nearest other, and no two of most replicas agree"
         return (
-            f"its canary is {finding.to_peers:.3g} nats a token from {centre}, tolerance {finding.tolerance:.3g}, "
+            f"its canary is {_said(finding.to_peers)} nats a token from {centre}, tolerance {_said(finding.tolerance)}, "
             f"noise {_said(finding.noise)}; from the previous version it is {_said(finding.to_previous)}"
         )
     return ""

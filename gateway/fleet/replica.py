@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Coroutine, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import TypeVar
 from weakref import WeakSet
 
@@ -65,9 +66,7 @@ class Replica:
         self.answered_at = time.monotonic()
         self.reason = ""
         self.state_before_suspect, self.reason_before_suspect = ReplicaState.STARTING, ""
-        self._calls: dict[asyncio.Timeout, asyncio.Task[object] | None] = {}
-        self._control_calls: set[asyncio.Timeout] = set()
-        self._overwritten_calls: set[asyncio.Timeout] = set()
+        self._calls: dict[asyncio.Timeout, _Call] = {}
         self.cuts_off = False
         self.is_stalled = False
         self.is_gone = False
@@ -204,17 +203,13 @@ class Replica:
             raise EngineUnreachable(f"given up: {self.reason}", replica_id=self.replica_id)
         try:
             async with asyncio.timeout(None) as bound:
-                self._calls[bound] = asyncio.current_task()
-                if is_control:
-                    self._control_calls.add(bound)
+                self._calls[bound] = _Call(asyncio.current_task(), is_control)
                 return await call
         except TimeoutError as error:
-            kind = EngineOverwritten if bound in self._overwritten_calls else EngineUnreachable
+            kind = EngineOverwritten if self._calls[bound].is_overwritten else EngineUnreachable
             raise kind(f"given up: {self.reason}", replica_id=self.replica_id) from error
         finally:
             self._calls.pop(bound, None)
-            self._control_calls.discard(bound)
-            self._overwritten_calls.discard(bound)
 
     async def vouched(self) -> None:
         """Return once no update overwrites the replica: until then the version of its tokens is unknown.
@@ -258,12 +253,11 @@ class Replica:
         the engine is not at fault. A call that was dropped before may take a while to end.
         """
         self._tell("drop_calls", rollouts_alone)
-        for call, task in self._calls.items():
-            goes_on = rollouts_alone and call in self._control_calls
-            if task is not asyncio.current_task() and not goes_on and not call.expired():
-                if rollouts_alone:
-                    self._overwritten_calls.add(call)
-                call.reschedule(asyncio.get_running_loop().time())
+        for bound, call in self._calls.items():
+            goes_on = rollouts_alone and call.is_control
+            if call.task is not asyncio.current_task() and not goes_on and not bound.expired():
+                call.is_overwritten |= rollouts_alone
+                bound.reschedule(asyncio.get_running_loop().time())
 
     def enter(self, state: ReplicaState, reason: str) -> None:
         """Change the state. Only `Fleet` calls this."""
@@ -282,6 +276,15 @@ class Replica:
             self._steady.set()
         if state is ReplicaState.LOST:
             self.drop_calls()
+
+
+@dataclass(slots=True)
+class _Call:
+    """A call in flight. `is_overwritten` once an update has ended it."""
+
+    task: asyncio.Task[object] | None
+    is_control: bool
+    is_overwritten: bool = False
 
 
 class _Carried:

@@ -408,12 +408,18 @@ async def test_time_that_a_session_waits_for_others_is_no_time_without_movement(
     await played.stop()
 
 
-async def test_a_line_of_sessions_moves_when_the_idle_limit_passes_though_nothing_else_happens() -> None:
+async def full_until_the_idle_limit() -> Played:
+    """A replica whose KV a session holds for 0.1 s from now."""
     played = Played(session_idle_s=0.1)
     await played.turn("first", 800)
     await asyncio.sleep(0.04)
     await played.turn("first", 800)
     await played.busy()
+    return played
+
+
+async def test_a_line_of_sessions_moves_when_the_idle_limit_passes_though_nothing_else_happens() -> None:
+    played = await full_until_the_idle_limit()
     held = await played.begin("second", 300)
     assert played.waits == {held}
     async with asyncio.timeout(20):
@@ -476,11 +482,7 @@ async def test_a_timer_that_comes_before_the_idle_limit_by_the_loops_clock_stran
         timer = call_later(max(0.0, seconds - early_s), callback, *arguments, **context)
         return SimpleNamespace(when=lambda: due, cancel=timer.cancel)
 
-    played = Played(session_idle_s=0.1)
-    await played.turn("first", 800)
-    await asyncio.sleep(0.04)
-    await played.turn("first", 800)
-    await played.busy()
+    played = await full_until_the_idle_limit()
     monkeypatch.setattr(loop, "call_later", early)  # as uvloop's may
     held = await played.begin("second", 300)
     assert played.waits == {held}

@@ -229,8 +229,9 @@ def _fault(finding: Finding, move: "_Move | None", *, agreed: bool) -> str:
     if finding.is_far and (agreed or move is None):
         centre = "its peers'" if agreed else "the nearest other, and no two of most replicas agree"
         return (
-            f"its canary is {_said(finding.to_peers)} nats a token from {centre}, tolerance {_said(finding.tolerance)}, "
-            f"noise {_said(finding.noise)}; from the previous version it is {_said(finding.to_previous)}"
+            f"its canary is {_said(finding.to_peers)} nats a token from {centre}, tolerance "
+            f"{_said(finding.tolerance)}, noise {_said(finding.noise)}; "
+            f"from the previous version it is {_said(finding.to_previous)}"
         )
     return ""
 

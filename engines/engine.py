@@ -133,9 +133,9 @@ class Engine(ABC):
         weights before are kept in the memory of these tensors, until `keep_receipt`, `drop_receipt` or a load."""
         raise WeightUpdateConflict(f"replica {self.replica_id} cannot stage weights")
 
-    async def undo_staged(self, version: int, timeout_s: float) -> bool:
-        """Take back the weights that `load_staged` replaced, and label them `version`; the receipt is dropped. Return
-        False where not all workers have kept them: the weights are then a mixture.
+    async def undo_load(self, version: int, timeout_s: float) -> bool:
+        """Take back the weights that `load_staged` or `load_snapshot` replaced, and label them `version`; the receipt
+        is dropped. Return False where not all workers have kept them: the weights are then a mixture.
 
         No request may run meanwhile, and the update must have ended.
         """
@@ -178,7 +178,9 @@ class Engine(ABC):
 
     @abstractmethod
     async def load_snapshot(self, path: str, version: int, timeout_s: float) -> None:
-        """Load all weights from a checkpoint folder, also after an interrupted update, and label them `version`.
+        """Load all weights from a checkpoint folder, also after an interrupted update, and label them `version`. Where
+        `prepare_snapshot` has read the folder beside the weights and that is exact, the weights before are kept as by
+        `load_staged`, until `drop_receipt` or a load.
 
         No request may run during the load.
         """

@@ -59,9 +59,9 @@ class EngineWithWorkers(HttpEngine, ABC):
     async def load_staged(self, timeout_s: float) -> None:
         await self._on_workers("load_staged", {}, timeout_s)
 
-    async def undo_staged(self, version: int, timeout_s: float) -> bool:
+    async def undo_load(self, version: int, timeout_s: float) -> bool:
         await self._label(MIXED, timeout_s)
-        if not _all_say("undone", await self._on_workers("undo_staged", {}, timeout_s)):
+        if not _all_say("undone", await self._on_workers("undo_load", {}, timeout_s)):
             return False
         await self._label(str(version), timeout_s)
         return True

@@ -111,8 +111,7 @@ class WeightWorker(UpdatedWorker):
         if self.target.obstacle or not folder.is_dir():
             return False
         self._synchronize()
-        self.target.begin()
-        self.target.load_folder(folder, prefetch)
+        self.exchange = self.target.load_folder(folder, prefetch)
         self._synchronize()
         return True
 

@@ -79,15 +79,14 @@ class WeightWorker(UpdatedWorker):
             with base_layers(worker.get_model()) if worker.vllm_config.lora_config is not None else nullcontext():
                 worker.reload_weights(weights_iterator=iter(tensors_in(folder, prefetch, worker.device)))
         else:
-            self.target.begin()
-            self.target.load_folder(folder, prefetch)
+            self.exchange = self.target.load_folder(folder, prefetch)
             _forget_images(worker)
         worker._weight_update_active = False
         rebuild_tied_head(worker.get_model())
 
-    def undo_staged(self) -> dict[str, Any]:
+    def undo_load(self) -> dict[str, Any]:
         worker: Any = self
-        answer: dict[str, Any] = super().undo_staged()
+        answer: dict[str, Any] = super().undo_load()
         if answer["undone"]:
             _forget_images(worker)
             rebuild_tied_head(worker.get_model())

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from engines.checkpoint import read_spans
+from engines.loading.exchange import Exchange
 from engines.loading.snapshot_reader import read_tensors
 from engines.transfer.gloo import NamedTensor
 from engines.transfer.tee import room_on
@@ -28,6 +29,7 @@ class Prefetch:
         self._fetch = fetch
         self._files: Files = ()
         self._tensors: NamedTensors | None = None
+        self.exchange: Exchange | None = None
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="prefetch", daemon=True)
         self._thread.start()
@@ -44,6 +46,12 @@ class Prefetch:
         if self._error is not None:
             raise self._error
         return True
+
+    def plan(self, exchange: Callable[[NamedTensors], Exchange | None]) -> None:
+        """Plan the load of the tensors that were read in exchange for the weights, if there is such a load, before the
+        engine stops for it."""
+        if self._tensors is not None:
+            self.exchange = exchange(self._tensors)
 
     def take(self, path: Path) -> NamedTensors | None:
         """Return the folder's tensors on the GPU, for its current stream, once; None if the caller has to read them.

@@ -77,9 +77,17 @@ class Target:
         """True where weights lie elsewhere than when the update began."""
         return self.in_place is None or self.in_place.has_moved
 
-    def load_folder(self, folder: Path, prefetch: Prefetch | None) -> None:
-        """Load all weights in place from a folder, which may be read already."""
-        load_in_batches(self.load, tensors_in(folder, prefetch, self.device), _BATCH_BYTES)
+    def load_folder(self, folder: Path, prefetch: Prefetch | None) -> Exchange | None:
+        """Load all weights in place from a folder, which may be read already. Return the exchange that keeps the
+        weights before; None where they are lost."""
+        read = prefetch.take(folder) if prefetch is not None else None
+        exchange = prefetch.exchange if prefetch is not None and read else None
+        if exchange is not None and not self.has_moved:
+            exchange.load()
+            return exchange
+        self.begin()
+        load_in_batches(self.load, read or read_tensors(folder, self.device), _BATCH_BYTES)
+        return None
 
 
 class UpdatedWorker:
@@ -104,7 +112,7 @@ class UpdatedWorker:
 
     def load_version(self, folder: Path, prefetch: Prefetch | None) -> bool | None:
         """Load all weights from a folder, or from the engine's own checkpoint where there is no such folder. Return
-        False where the engine's own route has to."""
+        False where the engine's own route has to. Set `exchange` where the weights before are kept."""
         raise NotImplementedError
 
     @cached_property
@@ -150,10 +158,10 @@ class UpdatedWorker:
         with self.loading():
             self.exchange = stage.load_by(partial(self._load_received, stage.exchange if may_exchange else None))
 
-    def undo_staged(self) -> Any:
-        """Take back the weights that `load_staged` has replaced, if it has begun, and end the update. Report False,
-        with nothing changed, where this worker has not kept them."""
-        exchange, is_untouched = self.exchange, self.stage is not None
+    def undo_load(self) -> Any:
+        """Take back the weights that `load_staged` or `load_snapshot` has replaced, if it has begun, and end the
+        update. Report False, with nothing changed, where this worker has not kept them."""
+        exchange, is_untouched = self.exchange, self.stage is not None or self.prefetch is not None
         self.drop_receipt()
         if not (exchange or is_untouched) or self.target.has_moved:
             return self.answer_of("undone", False)
@@ -196,18 +204,22 @@ class UpdatedWorker:
         if fetch is None and (device.type == "cpu" or not folder.is_dir()):
             return self.answer_of("ready", True)
         if self.prefetch is None or not self.prefetch.is_of(folder):
-            self.prefetch = None  # its memory is room for the next
+            self.prefetch = self.exchange = None  # their memory is room for the next
             self.prefetch = Prefetch(folder, device, fetch)
         try:
-            return self.answer_of("ready", self.prefetch.is_ready)
+            is_ready = self.prefetch.is_ready
         except Exception:
             self.prefetch = None
             raise
+        if is_ready and not self.target.has_moved:
+            self.prefetch.plan(self.target.exchange)
+        return self.answer_of("ready", is_ready)
 
     def load_snapshot(
         self, path: str, version: int = 0, peer_url: str = "", peer_key: str = "", timeout_s: float = 0.0
     ) -> bool | None:
-        """Load all weights from a checkpoint folder, also after an update that broke off.
+        """Load all weights from a checkpoint folder, also after an update that broke off. Where `prepare_snapshot` has
+        read it and that is exact, the weights before are kept in the memory of its tensors, as by `load_staged`.
 
         With `peer_url`, a folder that this machine lacks is fetched from there as version `version`. Version 0 is then
         read from the engine's own checkpoint. Return False where the engine's own route has to load them.
@@ -234,6 +246,6 @@ class UpdatedWorker:
         return exchange
 
 
-def tensors_in(folder: Path, prefetch: Prefetch | None, device: torch.device) -> Iterable[tuple[str, torch.Tensor]]:
+def tensors_in(folder: Path, prefetch: Prefetch | None, device: torch.device) -> Iterable[NamedTensor]:
     """Return the tensors of a folder, from memory where they were read ahead."""
     return (prefetch.take(folder) if prefetch is not None else None) or read_tensors(folder, device)

@@ -54,8 +54,8 @@ VERSION = "0.32.0+sim"
 _MAX_BODY_BYTES = 1 << 30
 _MAX_MODEL_LEN = 32768
 _SHUTDOWN_S = 0.1
-_FREES_REPLACED = {"open_receipt", "keep_receipt", "drop_receipt", "room_to_stage", "load_snapshot"}
-"""Calls after which the weights before a swap are no longer in memory."""
+_FREES_REPLACED = {"open_receipt", "keep_receipt", "drop_receipt", "room_to_stage", "prepare_snapshot"}
+"""Calls after which the weights before a load are no longer in memory."""
 
 Body = TypeVar("Body", bound=BaseModel)
 ModelBody = TypeVar(
@@ -136,7 +136,8 @@ class SimServer:
         self.corrupt_loads = sim.corrupt_loads
         self._load_s = sim.load_s
         self._num_updates = 0
-        self._replaced: dict[str, str] | None = None  # as `SimModel.held`, until a swap of staged tensors is undone
+        self._replaced: dict[str, str] | None = None  # as `SimModel.held`, until a load of what lay ready is undone
+        self._read_ahead = ""  # the folder
         self._limits = limits
         self._world_size = world_size
         self._model = SimModel.of(sim)
@@ -379,19 +380,26 @@ class SimServer:
                 return {"ready": True}
             case "load_staged":
                 self._weights.load_staged()
-            case "undo_staged":
-                return {"undone": await self._undo_staged()}
+            case "undo_load":
+                return {"undone": await self._undo_load()}
+            case "prepare_snapshot":
+                answer = await self.worker.call(method, arguments)
+                self._read_ahead = arguments["path"]
+                return answer
             case "load_snapshot":
+                was_read, self._read_ahead = self._read_ahead == arguments["path"], ""
+                self._replaced, replaced = None, dict(self._model.held)
                 await self.worker.call(method, arguments)
                 await asyncio.sleep(self._load_s)
                 self._weights.break_off()
                 self._model.held.clear()  # the weights match the label again
+                self._replaced = replaced if was_read and self.worker.has_room else None
             case _:
                 return await self.worker.call(method, arguments)
         return None
 
-    async def _undo_staged(self) -> bool:
-        """Hold the weights of before the staged update. Return False where they are not kept."""
+    async def _undo_load(self) -> bool:
+        """Hold the weights of before the last load. Return False where they are not kept."""
         replaced, self._replaced = self._replaced, None
         await self.worker.call("drop_receipt", {})
         if replaced is None:

@@ -291,7 +291,7 @@ class CatchUp:
         timeout_s = self._config.load_timeout_s
         try:
             await self._empty(replica)
-            undo = replica.engine.undo_staged(version, timeout_s)
+            undo = replica.engine.undo_load(version, timeout_s)
             is_undone = await bounded(replica.unless_lost(undo), timeout_s, f"version {version} was not taken back")
             if is_undone:
                 await self._admit(replica, version, f"took version {version} back from its memory")

@@ -42,8 +42,8 @@ class WeightUpdate:
     over KV of the version before. `receivers` are the replicas that have tensors of it, and drop them at an abort:
     received in a group with the trainer, beside their weights if it is `staged`, or read ahead from the store.
     `overwrites` is set where its engines are overwritten as tensors arrive. `canary_logprobs` are the trainer's own, if
-    it has sent them. `kept` are the replicas that may have kept the version before in memory when staged tensors were
-    swapped in, with that version.
+    it has sent them. `kept` are the replicas that may have kept the version before in memory when they loaded tensors
+    that lay beside the weights, with that version.
     """
 
     version: int

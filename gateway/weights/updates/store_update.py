@@ -8,7 +8,7 @@ from engines.engine import Json
 from engines.errors import WeightUpdateConflict
 from engines.types import InFlight
 from gateway.fleet.replica import Replica
-from gateway.fleet.replica_calls import names, prepare_all
+from gateway.fleet.replica_calls import names, prepare_all, try_on_all
 from gateway.weights.updates.machine import UpdateMachine
 from gateway.weights.updates.parts import Parts
 from gateway.weights.updates.record import WeightUpdate
@@ -71,10 +71,15 @@ class StoreUpdate:
                     path = str(await self._promote(update, members, snapshot))
                 findings = await self._swaps(update, members, path).run()
                 await self._machine.commit(update, findings)
+            await self._free_replaced(list(findings))
         except BaseException:  # also where the trainer leaves during the abort
             await self._parts.snapshots.withdraw(update.version)
             raise
         await self._parts.snapshots.settle(update.version)
+
+    async def _free_replaced(self, replicas: Sequence[Replica]) -> None:
+        """Have engines free the weights before, which they may have kept for an undo."""
+        await try_on_all(replicas, lambda engine: engine.drop_receipt(self._parts.config.control_timeout_s))
 
     def _next_version(self, asked: int | None) -> int:
         if asked is not None and asked < self._parts.fleet.next_version:

@@ -131,9 +131,8 @@ class Swaps:
             if not self._is_there(replica):
                 self._find(replica, Finding(Result.LOST, f"it left: {replica.reason}"))
         replicas = [replica for replica in replicas if replica not in self._findings]
-        if update.staged:  # a replica that is behind has other weights to keep
-            served = self._parts.fleet.version
-            update.kept = {replica: served for replica in replicas if replica.weight_version == served}
+        served = self._parts.fleet.version  # a replica that is behind has other weights to keep
+        update.kept = {replica: served for replica in replicas if replica.weight_version == served}
         self._parts.fleet.overwrite(replicas, update.version)
         await self._parts.fleet.changes.taken()
         update.enter(Phase.RECEIVING)

@@ -738,8 +738,8 @@ async def test_with_the_plugin_workers_join_receive_and_report_digests(
     ]  # fmt: skip
     server.asked.clear()
     for answers, undone in (([True, True], True), ([True, False], False)):
-        server.workers["undo_staged"] = answers
-        assert await engine.undo_staged(3, TIMEOUT_S) is undone
+        server.workers["undo_load"] = answers
+        assert await engine.undo_load(3, TIMEOUT_S) is undone
     labels = [body["new_version"] for path, body in server.asked if path == "/update_weight_version"]
     assert labels == ["mixed", "3", "mixed"], "a worker that has kept nothing leaves a mixture"
     server.workers["close_receipt"] = [{"w": "1"}, {"w": "2"}]

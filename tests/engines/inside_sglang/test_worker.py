@@ -177,9 +177,9 @@ def test_staged_tensors_that_were_loaded_are_taken_back_bit_by_bit(
         own.close_receipt()
         own.load_staged()
     assert holds(model, tensors(2))
-    assert own.undo_staged() is True
+    assert own.undo_load() is True
     assert holds(model, tensors(1))
-    assert own.undo_staged() is False
+    assert own.undo_load() is False
     received(own, trainer, tensors(3))
     assert holds(model, tensors(3))
 
@@ -193,10 +193,10 @@ def test_an_update_that_was_not_swapped_in_is_undone_without_a_copy(
     own.stage_weights(info("up", "down"), TIMEOUT_S)
     sending.join(TIMEOUT_S)
     until_staged(own)
-    assert own.undo_staged() is True
+    assert own.undo_load() is True
     assert holds(model, tensors(1))
     assert own.stage is None
-    assert own.undo_staged() is False
+    assert own.undo_load() is False
 
 
 def test_an_update_frees_what_an_update_before_has_left(own: WeightWorker, model: Model, trainer: Trainer) -> None:

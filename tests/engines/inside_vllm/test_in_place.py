@@ -1,5 +1,6 @@
 """Which models are loaded where their weights lie, and vLLM's worker after an update, however that ended."""
 
+import dataclasses
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -22,6 +23,7 @@ from engines.inside_vllm.in_place import load_in_place, load_layerwise, obstacle
 from engines.inside_vllm.worker import WeightWorker
 from engines.loading.exchange import Exchange
 from engines.loading.prefetch import Prefetch
+from engines.loading.snapshot_reader import read_tensors
 from engines.store.draft import is_whole
 from engines.store.manifest import check_bytes
 from engines.transfer.tee import Scribe
@@ -452,11 +454,11 @@ def test_a_swap_is_undone_bit_by_bit_where_weights_are_loaded_in_place(updated: 
     before = {name: tensor.clone() for name, tensor in updated.get_model().named_parameters()}
     refused = swapped_in_at_random(updated)
     updated.forgotten.clear()
-    assert updated.undo_staged() == {"undone": in_place}
+    assert updated.undo_load() == {"undone": in_place}
     assert updated.forgotten == ({"images", "images as the model sees them"} if in_place else set())
     expected = before if in_place else refused
     assert all(torch.equal(tensor, expected[name]) for name, tensor in updated.get_model().named_parameters())
-    assert updated.undo_staged() == {"undone": False}
+    assert updated.undo_load() == {"undone": False}
     assert all(torch.equal(tensor, expected[name]) for name, tensor in updated.get_model().named_parameters())
     update(updated, 2)
     check_holds(updated, 2, places)
@@ -466,17 +468,17 @@ def test_an_update_that_was_not_swapped_in_is_undone_without_a_copy() -> None:
     one = worker(model())
     update(one, 1)
     staged(one)
-    assert one.undo_staged() == {"undone": True}
+    assert one.undo_load() == {"undone": True}
     check_holds(one, 1, where(one))
     assert one.stage is None
-    assert one.undo_staged() == {"undone": False}
+    assert one.undo_load() == {"undone": False}
 
 
 def test_a_swap_over_parameters_that_have_moved_since_is_not_undone() -> None:
     one = worker(model())
     swapped_in_at_random(one)
     one.get_model().layers[0].weight = held(2, 3)
-    assert one.undo_staged() == {"undone": False}
+    assert one.undo_load() == {"undone": False}
 
 
 @pytest.mark.parametrize(
@@ -486,7 +488,7 @@ def test_a_swap_over_parameters_that_have_moved_since_is_not_undone() -> None:
         lambda one: one.drop_receipt(),
         lambda one: one.room_to_stage(1),
         lambda one: one.open_receipt(),
-        lambda one: one.undo_staged(),
+        lambda one: one.undo_load(),
     ],
     ids=["commit", "abort", "question for room", "next update", "undo"],
 )
@@ -497,7 +499,7 @@ def test_the_weights_before_are_freed_wherever_an_update_ends(end: Callable[[Any
     assert all(part() is not None for part in kept)
     end(one)
     assert all(part() is None for part in kept)
-    assert one.undo_staged() == {"undone": False}
+    assert one.undo_load() == {"undone": False}
 
 
 def test_a_version_from_the_store_frees_the_weights_before(tmp_path: Path) -> None:
@@ -505,7 +507,7 @@ def test_a_version_from_the_store_frees_the_weights_before(tmp_path: Path) -> No
     save_file(sent(one, 1), tmp_path / "model.safetensors")
     swapped_in_at_random(one)
     one.load_snapshot(str(tmp_path))
-    assert one.undo_staged() == {"undone": False}
+    assert one.undo_load() == {"undone": False}
     check_holds(one, 1, where(one))
 
 
@@ -517,8 +519,8 @@ def test_an_undo_that_fails_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) 
     swapped_in_at_random(one)
     monkeypatch.setattr(Exchange, "take_back", fail)
     with pytest.raises(RuntimeError, match="lost"):
-        one.undo_staged()
-    assert one.undo_staged() == {"undone": False}
+        one.undo_load()
+    assert one.undo_load() == {"undone": False}
 
 
 def test_a_swap_that_fails_is_not_undone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -529,7 +531,7 @@ def test_a_swap_that_fails_is_not_undone(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(Exchange, "load", fail)
     with pytest.raises(RuntimeError, match="lost"):
         swapped_in(one)
-    assert one.undo_staged() == {"undone": False}
+    assert one.undo_load() == {"undone": False}
 
 
 def test_the_question_for_room_frees_what_an_update_has_left(updated: Any) -> None:
@@ -600,6 +602,88 @@ def test_what_was_read_ahead_is_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path
     one.load_snapshot(str(tmp_path))
     check_holds(one, 2, where(one))
     assert one.prefetch is None
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A worker whose memory is a GPU's to what reads ahead."""
+    one = worker(model())
+    device = torch.device("cuda", 0)
+    one.target = dataclasses.replace(one.target, device=device)
+    monkeypatch.setattr("engines.loading.prefetch.room_on", lambda _: 1 << 30)
+    monkeypatch.setattr("engines.loading.worker.synchronize", lambda _: None)
+    monkeypatch.setattr("engines.loading.worker.read_tensors", lambda folder, _: read_tensors(folder, one.device))
+    monkeypatch.setattr(Prefetch, "_read", lambda self: list(read_tensors(self._path, one.device)))
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: None)
+    return one
+
+
+def read_ahead(one: Any, folder: Path) -> Tensors:
+    """Have a version with random weights in the folder read ahead."""
+    tensors = {name: torch.randn(tensor.shape) for name, tensor in sent(one, 0).items()}
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    while not one.prepare_snapshot(str(folder))["ready"]:
+        time.sleep(0.005)
+    return tensors
+
+
+def holds(one: Any, tensors: Tensors) -> bool:
+    return all(torch.equal(tensor, tensors[name]) for name, tensor in one.get_model().named_parameters())
+
+
+def test_a_version_that_was_read_ahead_is_taken_back_bit_by_bit(gpu: Any, tmp_path: Path) -> None:
+    update(gpu, 1)
+    first = read_ahead(gpu, tmp_path / "v2")
+    gpu.load_snapshot(str(tmp_path / "v2"))
+    gpu.drop_receipt()  # the commit
+    second = read_ahead(gpu, tmp_path / "v3")
+    gpu.load_snapshot(str(tmp_path / "v3"))
+    assert holds(gpu, second)
+    gpu.forgotten.clear()
+    assert gpu.undo_load() == {"undone": True}
+    assert holds(gpu, first)
+    assert gpu.forgotten == {"images", "images as the model sees them"}
+    assert gpu.undo_load() == {"undone": False}
+
+
+def test_a_version_that_was_only_read_ahead_is_undone_without_a_copy(gpu: Any, tmp_path: Path) -> None:
+    update(gpu, 1)
+    read_ahead(gpu, tmp_path / "v2")
+    assert gpu.undo_load() == {"undone": True}
+    check_holds(gpu, 1, where(gpu))
+    assert gpu.undo_load() == {"undone": False}
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        lambda one, folder: one.drop_receipt(),
+        lambda one, folder: read_ahead(one, folder / "v3"),
+        lambda one, folder: one.load_snapshot(str(folder / "v2")),
+    ],
+    ids=["commit or abort", "next version", "load that was not read ahead"],
+)
+def test_the_weights_before_a_version_are_freed(gpu: Any, tmp_path: Path, end: Callable[[Any, Path], object]) -> None:
+    update(gpu, 1)
+    read_ahead(gpu, tmp_path / "v2")
+    gpu.load_snapshot(str(tmp_path / "v2"))
+    kept = [weakref.ref(part) for _, parts in gpu.exchange._swapped for part in parts]
+    assert all(part() is not None for part in kept)
+    end(gpu, tmp_path)
+    assert all(part() is None for part in kept)
+
+
+def test_a_version_whose_parameters_have_moved_since_it_was_read_ahead_is_loaded_and_not_kept(
+    gpu: Any, tmp_path: Path
+) -> None:
+    update(gpu, 1)
+    second = read_ahead(gpu, tmp_path / "v2")
+    gpu.get_model().layers[0].weight = held(2, 3)
+    gpu.load_snapshot(str(tmp_path / "v2"))
+    assert holds(gpu, second)
+    assert gpu.undo_load() == {"undone": False}
 
 
 def test_a_worker_that_receives_no_updates_loads_a_version(tmp_path: Path) -> None:
@@ -724,7 +808,7 @@ def test_tensors_whose_copy_is_made_already_keep_no_other_weights(tmp_path: Path
     assert scribe.join(SOON_S)
     assert is_whole(draft)
     check_bytes(draft)
-    assert one.undo_staged() == {"undone": False}
+    assert one.undo_load() == {"undone": False}
     assert all(torch.equal(tensor, chunk[name]) for name, tensor in one.get_model().named_parameters())
 
 
@@ -733,7 +817,7 @@ def test_the_copy_of_an_update_that_is_undone_is_not_written(tmp_path: Path) -> 
     one, draft = worker(model()), tmp_path / "draft-1"
     update(one, 1)
     scribe, _ = copied_swap(one, draft)
-    assert one.undo_staged() == {"undone": True}
+    assert one.undo_load() == {"undone": True}
     assert scribe.join(SOON_S)
     with pytest.raises(StoreFailed, match="aborted"):
         is_whole(draft)

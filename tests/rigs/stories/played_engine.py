@@ -185,11 +185,13 @@ class _Server(SimServer):
             return {"ready": self._engine.is_staged}
         if method in ("drop_receipt", "open_receipt", "room_to_stage", "load_snapshot"):
             self._engine.drop_staged()
+        before = self._engine.content
         answer = await super()._on_workers(method, arguments)
         if method == "load_snapshot":
             self._engine.take_loaded()
-        if method == "undo_staged":
-            return {"undone": answer["undone"] and await self._engine.undo_staged()}
+            self._engine.replaced = before if self._engine.keeps and self._replaced is not None else None
+        if method == "undo_load":
+            return {"undone": answer["undone"] and await self._engine.undo_load()}
         if method == "load_staged":
             await self._engine.take_staged()
         return answer
@@ -227,7 +229,7 @@ class PlayedEngine:
         self.loaded: Content | None = None
         self.staged: dict[str, float] = {}
         self.replaced: Content | None = None
-        self._keeps = incarnation % 3 > 0  # in other engines an exchange is not exact
+        self.keeps = incarnation % 3 > 0  # in other engines an exchange is not exact
         self._staging: asyncio.Task[None] | None = None
         self._wires = wires
         self._wire: Wire | None = None
@@ -304,10 +306,10 @@ class PlayedEngine:
             raise WeightUpdateConflict("load_staged without staged tensors")
         self.replaced, before = None, self.content
         await self._put_all(self.staged)
-        self.replaced = before if self._keeps else None
+        self.replaced = before if self.keeps else None
         self.drop_staged()
 
-    async def undo_staged(self) -> bool:
+    async def undo_load(self) -> bool:
         """Hold the weights before the last swap, one after the other."""
         replaced, self.replaced = self.replaced, None
         if replaced is not None:

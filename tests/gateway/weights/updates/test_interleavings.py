@@ -88,14 +88,14 @@ def test_any_interleaving_of_staged_updates_of_which_half_are_refused_keeps_the_
     examples: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     undone = {True: 0, False: 0}
-    undo_staged = PlayedEngine.undo_staged
+    undo_load = PlayedEngine.undo_load
 
     async def counted(self: PlayedEngine) -> bool:
-        is_undone = await undo_staged(self)
+        is_undone = await undo_load(self)
         undone[is_undone] += 1
         return is_undone
 
-    monkeypatch.setattr(PlayedEngine, "undo_staged", counted)
+    monkeypatch.setattr(PlayedEngine, "undo_load", counted)
     search(examples, seed=examples, staged=True)
     assert min(undone.values()) > 0  # engines that have kept the weights before, and others
 
@@ -110,6 +110,6 @@ def test_weights_of_which_an_engine_takes_back_a_part_are_not_served(monkeypatch
         parts.append(self.content)
         return True
 
-    monkeypatch.setattr(PlayedEngine, "undo_staged", undo_a_part)
+    monkeypatch.setattr(PlayedEngine, "undo_load", undo_a_part)
     search(60, seed=60, staged=True)
     assert parts

@@ -56,7 +56,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return call
 
     stops = ("pause", "start_weight_update", "update_weights", "load_staged")
-    for name in (*stops, "undo_staged", "load_snapshot"):
+    for name in (*stops, "undo_load", "load_snapshot"):
         monkeypatch.setattr(VllmEngine, name, noted(name))
     return made
 
@@ -195,7 +195,7 @@ async def test_weights_that_the_canary_refuses_after_the_swap_are_taken_back_fro
 ) -> None:
     report = await refused(refusing)
     await check_serves_the_checkpoint(refusing)
-    assert (calls.count("undo_staged"), calls.count("load_snapshot")) == (2, 0)
+    assert (calls.count("undo_load"), calls.count("load_snapshot")) == (2, 0)
     sources = {name: found["taken_back"]["source"] for name, found in report["replicas"].items()}
     assert sources == {"engine-0": "kept weights", "engine-1": "kept weights"}
     assert report["seconds"]["undo"] == max(one["taken_back"]["seconds"] for one in report["replicas"].values())
@@ -210,11 +210,11 @@ async def test_weights_that_the_canary_refuses_after_the_swap_are_taken_back_fro
 async def test_where_an_undo_fails_the_store_takes_over(
     refusing: Rig, calls: list[str], monkeypatch: pytest.MonkeyPatch, failure: str
 ) -> None:
-    undo_staged = VllmEngine.undo_staged
+    undo_load = VllmEngine.undo_load
 
     async def fail(self: VllmEngine, version: int, timeout_s: float) -> bool:
         if self.replica_id == "engine-0":
-            return await undo_staged(self, version, timeout_s)
+            return await undo_load(self, version, timeout_s)
         match failure:
             case "error":
                 raise EngineFailed("the device is lost", replica_id=self.replica_id)
@@ -222,7 +222,7 @@ async def test_where_an_undo_fails_the_store_takes_over(
                 await asyncio.Event().wait()
         return failure == "wrong weights"
 
-    monkeypatch.setattr(VllmEngine, "undo_staged", fail)
+    monkeypatch.setattr(VllmEngine, "undo_load", fail)
     report = await refused(refusing)
     await check_serves_the_checkpoint(refusing)
     assert calls.count("load_snapshot") == 1
@@ -233,15 +233,15 @@ async def test_where_an_undo_fails_the_store_takes_over(
 async def test_the_successor_of_an_engine_that_dies_in_its_undo_serves(
     refusing: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    undo_staged, is_dead = VllmEngine.undo_staged, asyncio.Event()
+    undo_load, is_dead = VllmEngine.undo_load, asyncio.Event()
 
     async def die(self: VllmEngine, version: int, timeout_s: float) -> bool:
         if self.replica_id == "engine-1":
             await refusing.replicas[1].kill()
             is_dead.set()
-        return await undo_staged(self, version, timeout_s)
+        return await undo_load(self, version, timeout_s)
 
-    monkeypatch.setattr(VllmEngine, "undo_staged", die)
+    monkeypatch.setattr(VllmEngine, "undo_load", die)
     await receive(refusing)
     assert (await refusing.post("/finish_weight_update", {}))[0] == 424
     await asyncio.wait_for(is_dead.wait(), 20)
@@ -264,7 +264,7 @@ async def test_a_replica_that_is_suspect_at_the_refusal_takes_its_weights_back_o
     monkeypatch.setattr(Canary, "check", suspecting)
     await refused(refusing)
     await check_serves_the_checkpoint(refusing)
-    assert (calls.count("undo_staged"), calls.count("load_snapshot")) == (2, 0)
+    assert (calls.count("undo_load"), calls.count("load_snapshot")) == (2, 0)
 
 
 async def test_a_replica_that_was_behind_takes_no_weights_back(refusing: Rig, calls: list[str]) -> None:
@@ -274,7 +274,7 @@ async def test_a_replica_that_was_behind_takes_no_weights_back(refusing: Rig, ca
     assert (await refusing.post("/finish_weight_update", {}))[0] == 424
     await refusing.until(BOTH_SERVE)
     await check_serves_the_checkpoint(refusing)
-    assert (calls.count("undo_staged"), calls.count("load_snapshot")) == (1, 1)
+    assert (calls.count("undo_load"), calls.count("load_snapshot")) == (1, 1)
 
 
 @pytest.mark.parametrize("refusing", [{"canary": {"timeout_s": 2.0}, "store": None}], indirect=True)
@@ -289,7 +289,7 @@ async def test_a_pause_of_the_trainer_in_the_middle_of_an_undo_fails_neither(
 
     monkeypatch.setattr(Canary, "admit", pause_first)
     await refused(refusing)
-    assert (calls.count("undo_staged"), calls.count("load_snapshot")) == (2, 0)
+    assert (calls.count("undo_load"), calls.count("load_snapshot")) == (2, 0)
     assert all(replica.is_paused for replica in refusing.replicas)
     await refusing.post("/resume")
     await check_serves_the_checkpoint(refusing)
@@ -317,7 +317,7 @@ async def test_an_engine_whose_swap_has_not_begun_loads_nothing(
     assert (await rig.post("/finish_weight_update", {}))[0] == 424
     await rig.until(BOTH_SERVE)
     await check_serves_the_checkpoint(rig)
-    assert (calls.count("undo_staged"), calls.count("load_snapshot")) == (2, 0)
+    assert (calls.count("undo_load"), calls.count("load_snapshot")) == (2, 0)
 
 
 async def test_a_trainer_that_starts_again_at_once_after_a_refusal_costs_no_replica_its_weights(
@@ -332,7 +332,7 @@ async def test_a_trainer_that_starts_again_at_once_after_a_refusal_costs_no_repl
     assert status == 200, reply
     assert await rig.states() == BOTH_SERVE
     await check_serves_the_checkpoint(rig)
-    assert (calls.count("undo_staged"), calls.count("load_snapshot")) == (2, 0)
+    assert (calls.count("undo_load"), calls.count("load_snapshot")) == (2, 0)
 
 
 async def test_an_update_that_is_refused_is_taken_back_without_a_store(start_rig: StartRig, calls: list[str]) -> None:
@@ -383,7 +383,7 @@ async def test_the_weights_before_are_freed_at_the_commit(
     await rig.open_group()
     await rig.update()
     assert (await record(rig))["staged"]
-    assert not await rig.fleet.replicas[0].engine.undo_staged(0, 10.0)
+    assert not await rig.fleet.replicas[0].engine.undo_load(0, 10.0)
 
 
 async def test_a_drain_waits_at_the_swap_and_not_before(start_rig: StartRig) -> None:

@@ -1,0 +1,126 @@
+"""Updates from the store: a refused version is taken back from the memory of the tensors that were read ahead."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engines.clients.vllm_engine import VllmEngine
+from engines.errors import EngineFailed
+from engines.store.draft import Draft, claim_draft, raw
+from tests.rigs.rig import Json, Rig, StartRig
+
+ROOM = {"stage_bytes": 64}
+"""As much as the simulated checkpoint has."""
+BOTH_SERVE = {"engine-0": "SERVING", "engine-1": "SERVING"}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The calls that overwrite or restore engines, or free what they have kept, as they are made."""
+    made: list[str] = []
+
+    def noted(name: str) -> Callable[..., Awaitable[None]]:
+        method = getattr(VllmEngine, name)
+
+        async def call(self: VllmEngine, *args: Any, **named: Any) -> Any:
+            made.append(name)
+            return await method(self, *args, **named)
+
+        return call
+
+    for name in ("load_snapshot", "undo_load", "drop_receipt"):
+        monkeypatch.setattr(VllmEngine, name, noted(name))
+    return made
+
+
+async def push(rig: Rig, folder: Path, *, value: int, **body: Any) -> tuple[int, Any]:
+    draft, _ = claim_draft(folder)
+    written = Draft(draft, "sim")
+    written.add([raw("weight", "float32", [4, 4], bytes([value] * 64))])
+    written.finish()
+    return await rig.post("/v1/weight_updates", {"transport": "store", "snapshot": draft.name, **body})
+
+
+async def refuse(rig: Rig, folder: Path) -> Json:
+    """Push version 1 and have version 2 refused by the canary; return its record once both replicas serve again."""
+    count = len((await rig.get("/v1/weight_canary"))[1]["token_ids"]) - 1
+    status, reply = await push(rig, folder, value=1, canary_logprobs=[-7.0] * count)
+    assert status == 200, reply
+    status, reply = await push(rig, folder, value=2, canary_logprobs=[-900.0] * count)
+    assert (status, "canary" in reply["error"]["message"]) == (424, True)
+    await rig.until(BOTH_SERVE)
+    record: Json = (await rig.get("/v1/weight_updates"))[1]["weight_updates"][0]
+    return record
+
+
+def sources(record: Json) -> set[str]:
+    return {found["taken_back"]["source"] for found in record["replicas"].values()}
+
+
+async def test_a_refused_version_is_taken_back_from_memory(start_rig: StartRig, folder: Path, calls: list[str]) -> None:
+    rig = await start_rig(2, sim=ROOM, weights={"store": str(folder)})
+    record = await refuse(rig, folder)
+    assert (calls.count("load_snapshot"), calls.count("undo_load")) == (4, 2)
+    assert sources(record) == {"kept weights"}
+    assert {replica.weight_version for replica in rig.fleet.replicas} == {1}
+
+
+async def test_a_replica_without_room_beside_the_weights_takes_the_version_before_from_the_store(
+    start_rig: StartRig, folder: Path, calls: list[str]
+) -> None:
+    rig = await start_rig(2, odd={"engine-1": ROOM}, weights={"store": str(folder)})
+    record = await refuse(rig, folder)
+    assert (calls.count("load_snapshot"), calls.count("undo_load")) == (5, 2)
+    assert record["replicas"]["engine-0"]["taken_back"]["source"] == "store"
+    assert record["replicas"]["engine-1"]["taken_back"]["source"] == "kept weights"
+    assert {replica.weight_version for replica in rig.fleet.replicas} == {1}
+
+
+@pytest.mark.parametrize("rolling", [False, True])
+async def test_the_weights_before_are_freed_at_the_commit(start_rig: StartRig, folder: Path, rolling: bool) -> None:
+    rig = await start_rig(2, sim=ROOM, weights={"store": str(folder)})
+    assert (await push(rig, folder, value=1, rolling=rolling))[0] == 200
+    assert not any([await replica.engine.undo_load(0, 10.0) for replica in rig.fleet.replicas])
+
+
+async def test_a_replica_that_fails_to_free_them_fails_no_update(
+    start_rig: StartRig, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(self: VllmEngine, timeout_s: float) -> None:
+        raise EngineFailed("it is busy", replica_id=self.replica_id)
+
+    rig = await start_rig(2, sim=ROOM, weights={"store": str(folder)})
+    monkeypatch.setattr(VllmEngine, "drop_receipt", fail)
+    for value in (1, 2):
+        assert (await push(rig, folder, value=value))[0] == 200
+    assert await rig.states() == BOTH_SERVE
+
+
+async def test_a_trainer_that_leaves_during_the_loads_costs_no_replica_its_weights(
+    start_rig: StartRig, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load, has_begun = VllmEngine.load_snapshot, asyncio.Event()
+
+    async def stay(self: VllmEngine, path: str, version: int, timeout_s: float) -> None:
+        await load(self, path, version, timeout_s)
+        if version == 2 and not has_begun.is_set():
+            has_begun.set()
+            await asyncio.Event().wait()
+
+    rig = await start_rig(2, sim=ROOM, weights={"store": str(folder)})
+    assert (await push(rig, folder, value=1))[0] == 200
+    monkeypatch.setattr(VllmEngine, "load_snapshot", stay)
+    pushing = asyncio.create_task(push(rig, folder, value=2))
+    await asyncio.wait_for(has_begun.wait(), 20)
+    pushing.cancel()
+    await rig.until(BOTH_SERVE)
+    assert {replica.weight_version for replica in rig.fleet.replicas} == {1}
+    assert "kept weights" in sources((await rig.get("/v1/weight_updates"))[1]["weight_updates"][0])

@@ -10,16 +10,21 @@ from structlog.dev import ConsoleRenderer, plain_traceback
 # structlog itself shows a value with white space as Python writes it.
 _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0)) if code not in b"\t\n\r"}
 
+_TIME = "%Y-%m-%d %H:%M:%S.%f"  # the steps of an update are milliseconds apart
+
 
 def write_log_lines(to: TextIO, least: str = "debug") -> None:
     """Write the log lines of this process to a file, from the level `least` on.
 
     structlog's own default shows all local variables of each frame where rich is installed, as it is beside vLLM.
     """
-    *processors, _ = structlog.get_config()["processors"]
     structlog.configure(
         processors=[
-            *processors,
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.StackInfoRenderer(),
+            structlog.dev.set_exc_info,
+            structlog.processors.TimeStamper(fmt=_TIME, utc=False),
             _without_controls,
             ConsoleRenderer(colors=to.isatty(), exception_formatter=_write_traceback),
         ],

@@ -14,7 +14,8 @@ of a run with updates, by update, is the work that an update costs. The updates'
 generation stood still, and the time of each step. An update that ends after the load of its run, as where it waited
 for the copy of the version before, is counted as late, and is in no figure. `--restores` are updates refused by the
 canary, and, of more than 2 GiB, updates that their trainer gives up half sent, all beside the load: their figures are
-the time for which they stopped generation, and the time from the refusal to a completion of the version before. TRL's
+the time for which they stopped generation, and the times from the refusal until all serve the version before, and to
+its first completion, which waits behind the load's prompts. TRL's
 client sends no log-probs, so the canary refuses NaN of it. First the media are measured alone: torch's own broadcast of
 the same bytes, a file written and read where the weight store is, a copy to the engine's GPU.
 """
@@ -75,12 +76,14 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Restore:
-    """A refused update. `seconds` from its end to the first completion, made by `version`; `stopped_s` is the time
-    for which the update itself stopped generation. `source` is where replicas had that version from by then, "" where a
-    replica served it that was not overwritten. `beside` is False where the load had ended before that completion."""
+    """A refused update. `seconds` from its end to the first completion, made by `version`, and `serving_s` until the
+    last replica served that version again; 0 where none was overwritten. `stopped_s` is the time for which the update
+    itself stopped generation. `source` is where replicas had that version from by then, "" where a replica served it
+    that was not overwritten. `beside` is False where the load had ended before that completion."""
 
     flaw: Flaw
     seconds: float
+    serving_s: float
     version: int
     staged: bool
     beside: bool
@@ -93,7 +96,7 @@ class Restore:
         source = f" from {self.source}" if self.source else ""
         return (
             f"refused ({way}{self.flaw}): generation stopped for {self.stopped_s:.3f} s, and back at version "
-            f"{self.version}{source} after {self.seconds:.3f} s"
+            f"{self.version}{source} after {self.serving_s:.3f} s, with its first completion after {self.seconds:.3f} s"
         )
 
 
@@ -195,8 +198,9 @@ class Bench:
         served, version = next((at, version) for at, version in answers if at > ended)
         sources = {one["taken_back"]["source"] for one in refused["replicas"].values() if "taken_back" in one}
         return Restore(
-            flaw, served - ended, version, staged=refused["staged"], beside=not load.done(),
-            stopped_s=refused["stopped_s"], error=pushed.error, source=", ".join(sorted(sources)),
+            flaw, served - ended, refused["seconds"].get("undo", 0.0), version, staged=refused["staged"],
+            beside=not load.done(), stopped_s=refused["stopped_s"], error=pushed.error,
+            source=", ".join(sorted(sources)),
         )  # fmt: skip
 
     async def _answered(self) -> tuple[float, int]:

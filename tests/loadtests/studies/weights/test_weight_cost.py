@@ -56,16 +56,17 @@ def test_without_quiet_runs_the_work_lost_is_unknown_and_the_stop_is_not() -> No
 
 def test_a_refused_update_is_reported_with_its_stop_and_the_way_back() -> None:
     error = "WeightUpdateFailed: the trainer gives up"
-    half = Restore(Flaw.HALF, 0.004, 2, staged=True, beside=True, stopped_s=0.0, error=error, source="")
+    half = Restore(Flaw.HALF, 0.004, 0.0, 2, staged=True, beside=True, stopped_s=0.0, error=error, source="")
     assert half.told() == (
-        "refused (staged, half sent): generation stopped for 0.000 s, and back at version 2 after 0.004 s"
+        "refused (staged, half sent): generation stopped for 0.000 s, and back at version 2 after 0.000 s, "
+        "with its first completion after 0.004 s"
     )
     undone = Restore(
-        Flaw.LOGPROBS, 0.06, 2, staged=True, beside=False, stopped_s=0.05, error=error, source="kept weights"
+        Flaw.LOGPROBS, 0.06, 0.04, 2, staged=True, beside=False, stopped_s=0.05, error=error, source="kept weights"
     )
     assert undone.told() == (
         "refused (staged, after the load, canary): generation stopped for 0.050 s, "
-        "and back at version 2 from kept weights after 0.060 s"
+        "and back at version 2 from kept weights after 0.040 s, with its first completion after 0.060 s"
     )
 
 

@@ -80,6 +80,7 @@ class GlooVLLMClient(VLLMClient):
         init_info = group_info(address, self.group_port, world_size)
         self.close_communicator()
         self.communicator = group = WeightGroup(address, self.group_port, 0, world_size, self._timeout_s)
+        group.listen()
         with ThreadPoolExecutor(max_workers=1) as beside:
             answer = beside.submit(
                 self._post, f"{self.base_url}/init_weight_transfer_engine", json={"init_info": init_info}

@@ -27,9 +27,13 @@ NamedTensor = tuple[str, torch.Tensor]
 
 TIMEOUT_S = 300.0
 """Limit on the rendezvous and on the broadcast of one chunk, as in vLLM's rendezvous."""
+LISTENS_S = 10.0
+"""Longest wait of a receiver for the sender's listener, which is there before receivers are called, or opens beside the
+call (TRL's AsyncGRPOTrainer). A sender that has died never listens, and an engine makes no token while it waits."""
 CHUNK_BYTES = 1 << 30
 """A chunk ends once it holds more than this, on both ends and in vLLM's packed NCCL transfer."""
 POLL_S = 0.002
+_LOOK_S = 0.05
 SENDER_RANK = 0
 
 
@@ -37,7 +41,7 @@ class WeightGroup:
     """One trainer (rank 0) and all workers of all engines. The first failure breaks the group for good."""
 
     def __init__(self, address: str, port: int, rank: int, world_size: int, timeout_s: float = TIMEOUT_S) -> None:
-        """`address` and `port` are the trainer's listener. `join` connects."""
+        """`address` and `port` are the trainer's listener: `listen` opens it, `join` connects."""
         self.rank = rank
         self.world_size = world_size
         self._address = address
@@ -49,17 +53,20 @@ class WeightGroup:
         self._store: dist.TCPStore | None = None
         self._gloo: dist.ProcessGroupGloo | None = None
 
-    def join(self) -> None:
-        """Wait for all ranks and connect. Raises WeightUpdateFailed after `timeout_s` or `give_up`."""
-        try:
+    def listen(self) -> None:
+        """Open the sender's listener, which is to be done before receivers are called to join."""
+        with self._joining():
             self._store = self._open_store()
+
+    def join(self) -> None:
+        """Wait for all ranks and connect. Raises WeightUpdateFailed after `timeout_s` or `give_up`, and at a receiver
+        whose sender does not listen."""
+        with self._joining():
+            if self._store is None:
+                self._store = self._open_store()
             self._store.add("joined", 1)
             self._wait_for_all(self._store, "joined", "for all ranks to join")
             self._gloo = self._connect()
-        except RuntimeError as error:
-            raise self._broken(
-                f"rank {self.rank} of {self.world_size} could not join at {self._address}:{self._port}: {error}"
-            ) from error
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Fill `tensor` (contiguous, on CPU) on all receivers; WeightUpdateFailed after `timeout_s` or `give_up`."""
@@ -101,15 +108,43 @@ class WeightGroup:
         self.close(what)
         return WeightUpdateFailed(self._reason)
 
+    @contextlib.contextmanager
+    def _joining(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise self._broken(
+                f"rank {self.rank} of {self.world_size} could not join at {self._address}:{self._port}: {error}"
+            ) from error
+
     def _open_store(self) -> dist.TCPStore:
-        return dist.TCPStore(
+        limit_s = self._timeout_s
+        if self.rank != SENDER_RANK:
+            limit_s = min(limit_s, LISTENS_S)
+            self._find_sender(limit_s)
+        store = dist.TCPStore(
             self._address,
             self._port,
             self.world_size,
             is_master=self.rank == SENDER_RANK,
-            timeout=timedelta(seconds=self._timeout_s),
+            timeout=timedelta(seconds=limit_s),
             wait_for_workers=False,
         )
+        store.set_timeout(timedelta(seconds=self._timeout_s))
+        return store
+
+    def _find_sender(self, limit_s: float) -> None:
+        """Return once the sender listens. The store's own wait is over late: twice its limit, and more."""
+        deadline = time.monotonic() + limit_s
+        while True:
+            try:
+                return socket.create_connection((self._address, self._port), limit_s).close()
+            except OSError as error:
+                if time.monotonic() > deadline:
+                    raise RuntimeError(
+                        f"the sender has died, or engines do not reach its address and port ({error})"
+                    ) from error
+            time.sleep(_LOOK_S)
 
     def _agree_on_size(self, store: dist.TCPStore, num_bytes: int) -> None:
         """Compare sizes first: gloo ends the process if it receives too much, and ignores a shortfall."""

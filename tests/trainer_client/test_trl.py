@@ -150,6 +150,13 @@ def test_a_refused_update_ends_the_broadcast_at_once_with_the_reason(gateway: Pl
     assert time.monotonic() - began < SOON_S
 
 
+@pytest.mark.usefixtures("installed", "late_trainer")
+def test_the_trainer_listens_before_it_calls_the_engines_to_join(gateway: PlayedGateway) -> None:
+    client = client_of(gateway)
+    client.init_communicator("cpu")
+    client.close_communicator()
+
+
 @pytest.mark.usefixtures("installed")
 def test_a_refused_init_ends_the_rendezvous_at_once_with_the_reason(gateway: PlayedGateway) -> None:
     gateway.answers["/init_weight_transfer_engine"] = lambda _: (409, {"error": "another trainer is here"})

@@ -47,6 +47,11 @@ class NcclChannel:
         self._given_up = threading.Event()
         self._reason = ""
 
+    def listen(self) -> None:
+        """Get ready to listen at once in `join`, which opens the listener. The import of vLLM takes seconds, in which
+        engines that wait for the listener would make no token."""
+        _engine_class()
+
     def join(self) -> None:
         self._bounded(self._open, f"for all ranks to join at {self._place}")
 

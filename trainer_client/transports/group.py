@@ -129,6 +129,7 @@ class GroupTransport:
             self._check_gpu_is_free(device)
         init_info = group_info(address, port, world_size)
         try:
+            channel.listen()
             self._beside(channel, lambda: self._client.init_weight_transfer(init_info, self._timeout_s), channel.join)
         except DeadlineExceeded as error:
             channel.close("the group was not formed")

@@ -16,6 +16,7 @@ import torch
 
 from engines.errors import WeightUpdateFailed
 from engines.process.engine_server import free_port
+from engines.transfer import gloo
 from engines.transfer.gloo import CHUNK_BYTES, WeightGroup, address_towards, chunks, num_bytes, packed, receive, send
 
 TIMEOUT_S = 20.0
@@ -177,6 +178,49 @@ def test_joining_alone_ends_in_time() -> None:
     group = WeightGroup("127.0.0.1", free_port(), 0, 2, timeout_s=0.2)
     with pytest.raises(WeightUpdateFailed, match=r"rank 0 of 2 could not join at 127\.0\.0\.1:\d+: waited 0\.2 s"):
         group.join()
+
+
+def test_a_receiver_whose_sender_has_died_is_free_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gloo, "LISTENS_S", 0.2)
+    group = WeightGroup("127.0.0.1", free_port(), 1, 2)
+    began = time.monotonic()
+    with pytest.raises(WeightUpdateFailed, match=r"rank 1 of 2 could not join at .*: the sender has died, or"):
+        group.join()
+    assert time.monotonic() - began < SOON_S
+
+
+def test_a_receiver_waits_for_a_sender_that_listens_later(pool: ThreadPoolExecutor) -> None:
+    port = free_port()
+    sender, receiver = (WeightGroup("127.0.0.1", port, rank, 2, TIMEOUT_S) for rank in range(2))
+    joining = pool.submit(receiver.join)
+    time.sleep(0.3)
+    sender.join()
+    joining.result(timeout=SOON_S)
+    close_all([sender, receiver])
+
+
+def test_a_receiver_waits_for_a_sender_that_listens_and_joins_later(
+    pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gloo, "LISTENS_S", 0.2)
+    port = free_port()
+    sender, receiver = (WeightGroup("127.0.0.1", port, rank, 2, TIMEOUT_S) for rank in range(2))
+    sender.listen()
+    joining = pool.submit(receiver.join)
+    time.sleep(0.6)
+    sender.join()
+    joining.result(timeout=SOON_S)
+    close_all([sender, receiver])
+
+
+def test_a_sender_that_closes_before_it_joins_lets_its_receiver_go(pool: ThreadPoolExecutor) -> None:
+    port = free_port()
+    sender, receiver = (WeightGroup("127.0.0.1", port, rank, 2, TIMEOUT_S) for rank in range(2))
+    sender.listen()
+    joining = pool.submit(receiver.join)
+    time.sleep(0.2)
+    sender.close()
+    assert isinstance(error_of(joining, SOON_S), WeightUpdateFailed)
 
 
 def test_joining_can_be_told_to_give_up(pool: ThreadPoolExecutor) -> None:

@@ -1,8 +1,10 @@
 """The sender over a group, against an HTTP server that plays a gateway, with receivers as threads of this process."""
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -52,6 +54,11 @@ def test_every_engine_holds_the_tensors_after_a_push(gateway: PlayedGateway, sen
     for received in gateway.received:
         assert list(received) == ["0.weight", "1.weight", "1.bias"]
         assert all(torch.equal(received[name], weight) for name, weight in trained.named_parameters())
+
+
+@pytest.mark.usefixtures("late_trainer")
+def test_the_trainer_listens_before_it_calls_the_engines_to_join(sender: WeightSender) -> None:
+    assert sender.push(model()) == 7
 
 
 def test_the_group_is_opened_once_for_many_pushes(gateway: PlayedGateway, sender: WeightSender) -> None:
@@ -213,6 +220,20 @@ def test_nccl_without_a_gpu_is_refused_before_a_group_is_opened(
     ):
         sender.push(model())
     assert gateway.calls == ["/v1/weights", "/v1/weight_lease", "/get_world_size"]
+
+
+def test_nccl_without_vllm_is_refused_before_engines_wait_for_the_trainer(
+    gateway: PlayedGateway, client: BlockingRolloutClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = SimpleNamespace(uuid="5f3a")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
+    monkeypatch.setitem(sys.modules, "vllm.distributed.weight_transfer.nccl_engine", None)
+    with (
+        WeightSender(client, transport="nccl", device="cuda:0", timeout_s=SOON_S) as sender,
+        pytest.raises(ConfigError, match=r"need vLLM 0\.26 or later beside the trainer"),
+    ):
+        sender.push(model())
+    assert "/init_weight_transfer_engine" not in gateway.calls
 
 
 class StuckNccl(NcclChannel):

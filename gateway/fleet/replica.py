@@ -9,7 +9,7 @@ from typing import TypeVar
 from weakref import WeakSet
 
 from engines.engine import Engine
-from engines.errors import EngineFailed, EngineOverwritten, EngineRefused, EngineUnreachable
+from engines.errors import EngineError, EngineFailed, EngineOverwritten, EngineRefused, EngineUnreachable
 from engines.types import ReplicaInfo, ReplicaState
 from gateway.fleet.adapters import Adapter
 from gateway.fleet.brake import Brake
@@ -219,6 +219,11 @@ class Replica:
         await self._steady.wait()
         if self.weight_version is None:
             raise EngineOverwritten(f"its tokens are of no known version: {self.reason}", replica_id=self.replica_id)
+
+    def is_cut_off(self, error: EngineError) -> bool:
+        """Return True where an update has ended an attempt with the error: it ends all rollouts, or the engine was lost
+        as it was overwritten. SGLang dies of weights with NaN."""
+        return self.cuts_off or (self.weight_version is None and isinstance(error, EngineUnreachable))
 
     async def answering(self, call: Awaitable[T]) -> T:
         """Return the call's result. An error that the engine answers while an update overwrites it waits for the

@@ -7,7 +7,7 @@ from contextlib import AbstractAsyncContextManager, AbstractContextManager, aclo
 from typing import TypeVar
 
 from engines.engine import Json
-from engines.errors import EngineError, EngineGone
+from engines.errors import EngineError, EngineGone, EngineUnreachable
 from gateway.config.schema import GatewayConfig
 from gateway.fleet.placement.attempts import End, end_of
 from gateway.fleet.placement.lengths import Lengths
@@ -126,7 +126,9 @@ class AttemptLoop(ABC):
 
         The rest of a sample is refused by this replica alone: another has taken the whole request.
         """
-        end = end_of(error, cuts_off=replica.cuts_off)
+        end = end_of(error, cuts_off=replica.is_cut_off(error))
+        if end is End.CUT_OFF and isinstance(error, EngineUnreachable):
+            end = rollout.attempts.lost_in_update()
         if end is End.REFUSED and not rollout.goes_on:
             raise error
         is_dead = await self.judged(rollout, replica, end, error)

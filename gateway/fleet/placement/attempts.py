@@ -10,6 +10,8 @@ from engines.errors import DeadlyPrompt, EngineError, EngineFailed, EngineOverwr
 _REPLICAS_FAULT = (401, 403, 404, 408)
 _BUSY = 429
 _DEATHS = 2
+# Losses of engines that updates overwrote meanwhile. The prompt may be at fault for more: it meets that rarely.
+_LOST_IN_UPDATES = 3
 
 
 class End(StrEnum):
@@ -27,13 +29,15 @@ class Attempts:
     """The failed attempts of a rollout. Bounded by number, as long as no attempt adds a token, and by time.
 
     `avoid` names the replicas that failed; `failures` and `deaths` count attempts in a row without a new token.
-    `without_tokens` are both counts as if the last failed attempt had added none.
+    `without_tokens` are both counts as if the last failed attempt had added none. `losses_in_updates` counts engines
+    that were lost in an update.
     """
 
     avoid: frozenset[str] = frozenset()
     failures: int = 0
     deaths: int = 0
     without_tokens: tuple[int, int] = (0, 0)
+    losses_in_updates: int = 0
     began: float = field(default_factory=time.monotonic)
 
     @property
@@ -45,6 +49,12 @@ class Attempts:
         self.avoid |= {replica_id}
         self.without_tokens = (self.failures + 1, self.deaths + died)
         self.failures, self.deaths = (0, 0) if progressed else self.without_tokens
+
+    def lost_in_update(self) -> End:
+        """Record the loss of an engine that an update overwrote, and return how the attempt ended: an update is held to
+        be at fault, and not the prompt, for the first three."""
+        self.losses_in_updates += 1
+        return End.CUT_OFF if self.losses_in_updates <= _LOST_IN_UPDATES else End.FAILED
 
     def lost_tokens(self) -> None:
         """The tokens of the last failed attempt cannot continue, so it has added none."""

@@ -162,7 +162,7 @@ class Lives:
 def _failed_end(attempt: Attempt, error: BaseException) -> tuple[str, str]:
     """The end of an attempt that an error ended, and what is told of the error."""
     if isinstance(error, EngineError):
-        cuts_off = attempt.replica is not None and attempt.replica.cuts_off
+        cuts_off = attempt.replica is not None and attempt.replica.is_cut_off(error)
         return end_of(error, cuts_off=cuts_off), str(error)
     if isinstance(error, DeadlineExceeded):
         return "expired", str(error)

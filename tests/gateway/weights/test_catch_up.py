@@ -577,6 +577,34 @@ async def test_what_an_engine_answers_with_refused_weights_is_no_refusal_of_the_
     assert not rig.fleet.replicas[0].backoff.until
 
 
+async def test_engines_that_weights_kill_before_the_verdict_die_of_no_prompt(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = await start_rig(2, sim=TENSORS, gateway={"max_attempts": 1})
+    await rig.open_group()
+    await rig.update()
+    asked = asyncio.create_task(rig.complete([[1], [2]], max_tokens=60, ignore_eos=True))
+    await rig.begun(2)
+
+    async def check(_: Canary, replicas: Sequence[Replica], *__: object, **___: object) -> dict[Replica, Finding]:
+        await asyncio.gather(*(replica.kill() for replica in rig.replicas))  # as SGLang does where a log-prob is NaN
+        return dict.fromkeys(replicas, Finding(Result.LOST, "it died"))
+
+    monkeypatch.setattr(Canary, "check", check)
+    await rig.post("/start_weight_update", {})
+    await rig.post("/update_weights", {"update_info": rig.tensors})
+    status, _ = await rig.post("/finish_weight_update", {})
+    assert status == 424
+    monkeypatch.undo()
+    started = {(await rig.add_replica(f"engine-{index}")).info.incarnation for index in range(2)}
+    async with asyncio.timeout(20):
+        while {replica.info.incarnation for replica in rig.fleet.replicas} != started:
+            await asyncio.sleep(0.01)
+    await rig.open_group()
+    await rig.update()
+    assert [len(choice["token_ids"]) for choice in (await asked)["choices"]] == [60, 60]
+
+
 async def streamed_or_whole(rig: Rig, *, stream: bool) -> int:
     """The status of a rollout's reply; that of the error in it where it has one."""
     body = {"prompt": [5], "max_tokens": 4, "stream": stream}

@@ -19,6 +19,7 @@ from engines.errors import (
 )
 from engines.types import ReplicaState
 from gateway.fleet.placement.attempts import Attempts, End, end_of
+from gateway.fleet.replica import Replica
 from tests.rigs.rig import Json, Rig, StartRig
 
 ASKED: Json = {"model": "sim", "prompt": [[5, 6]], "max_tokens": 4}
@@ -74,6 +75,12 @@ def test_the_second_death_without_a_new_token_refuses_the_prompt() -> None:
     attempts.failed("b", died=True, progressed=False)
     with pytest.raises(DeadlyPrompt, match="not tried again"):
         attempts.check(error, max_attempts=3, longest_s=60)
+
+
+def test_more_than_three_engines_lost_in_updates_are_held_against_the_prompt() -> None:
+    attempts = Attempts()
+    assert [attempts.lost_in_update() for _ in range(4)] == [End.CUT_OFF] * 3 + [End.FAILED]
+    assert attempts.branch().lost_in_update() is End.FAILED
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2, 3])
@@ -150,6 +157,20 @@ async def test_a_prompt_that_kills_its_engine_ends_two_replicas_and_no_more(star
     assert (status, reply["error"]["type"]) == (400, "BadRequestError")
     assert "died under this prompt" in reply["error"]["message"]
     assert sum(replica.can_serve for replica in rig.fleet.replicas) == 2
+
+
+async def test_a_prompt_that_kills_its_engine_in_each_of_many_updates_is_found_out(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Replica, "is_cut_off", lambda _, error: isinstance(error, EngineUnreachable))
+    rig = await start_rig(7)
+    for replica in rig.replicas:
+        replica.inject(deadly_prompt="poison")
+    async with asyncio.timeout(30):
+        status, reply = await rig.post("/v1/completions", ASKED | {"prompt": "poison"})
+    assert status == 400
+    assert "died under this prompt" in reply["error"]["message"]
+    assert sum(replica.can_serve for replica in rig.fleet.replicas) >= 2
 
 
 async def test_a_death_counts_also_where_a_probe_has_found_it_before_the_attempt_ends(start_rig: StartRig) -> None:

@@ -181,8 +181,7 @@ def _vllm_command(config: EngineConfig, port: int, seed: int) -> Command:
         env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"  # its port stays on loopback
     if on_cpu:
         # One thread per replica: more threads spin against each other and the trainer on shared cores. Without dynamo
-        # the
-        # # first batch with log-probabilities takes milliseconds instead of 20 s.
+        # the first batch with log-probabilities takes milliseconds instead of 20 s.
         env |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
         if config.world_size == 1:
             env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # no worker process: a third less start time

@@ -10,6 +10,7 @@
 admits their calls.
 """
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 
@@ -80,7 +81,7 @@ class UpdateMachine:
         try:
             yield
         except BaseException as error:
-            await self.abort(str(error) or type(error).__name__, leaving=leaving)
+            await self.abort(_reason(error), leaving=leaving)
             raise
 
     async def remember_canary(self, members: Sequence[Replica]) -> None:
@@ -130,6 +131,13 @@ class UpdateMachine:
         self._update = None
         self._updates.add(update)
         self._parts.pauses.end()
+
+
+def _reason(error: BaseException) -> str:
+    """Return the reason of an abort. A request is cancelled when its client is gone, and at the end of the gateway."""
+    if isinstance(error, asyncio.CancelledError):
+        return "its trainer was gone before the answer, or the gateway ends"
+    return str(error) or type(error).__name__
 
 
 def _living(replicas: Iterable[Replica]) -> Iterable[Replica]:

@@ -453,6 +453,8 @@ async def test_a_trainer_that_leaves_before_the_commit_leaves_no_update_open(
     await asyncio.gather(finishing, return_exceptions=True)
     await kept.until(BOTH_SERVE)
     assert await served_versions(kept) == {1}
+    record = (await kept.get("/v1/weight_updates"))[1]["weight_updates"][0]
+    assert record["error"] == "its trainer was gone before the answer, or the gateway ends"
 
 
 async def test_a_store_that_fails_after_the_commit_does_not_fail_the_update(

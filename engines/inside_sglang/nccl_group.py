@@ -22,6 +22,7 @@ import torch.distributed as dist
 from engines.errors import WeightUpdateFailed
 from engines.inside_sglang.unique_id import KEY, unique_id_of
 from engines.transfer.gloo import CHUNK_BYTES, SENDER_RANK, Announced, NamedTensor, chunks, num_bytes
+from engines.transfer.listener import until_listening
 from engines.transfer.packed_views import unpacked
 
 _POLL_S = 0.0002
@@ -63,6 +64,7 @@ class NcclGroup:
         deadline = time.monotonic() + self._timeout_s
         place = f"rank {self._rank} of {self._world_size} at {self._address}:{self._port}"
         try:
+            until_listening(self._address, self._port, self._timeout_s)
             self._store = dist.TCPStore(
                 self._address, self._port, self._world_size, is_master=False,
                 timeout=timedelta(seconds=self._timeout_s), use_libuv=False,

@@ -11,6 +11,7 @@ from engines.inside_vllm.base_layers import base_layers, loader_of
 from engines.inside_vllm.draft import draft_of
 from engines.inside_vllm.gloo_receiver import rebuild_tied_head
 from engines.inside_vllm.in_place import load_in_place, load_layerwise, obstacle
+from engines.inside_vllm.rendezvous import find_trainer_first
 from engines.loading.planned_load import Load, PlannedLoad, form_of
 from engines.loading.prefetch import Prefetch
 from engines.loading.snapshot_reader import pin_buffers
@@ -66,6 +67,7 @@ class WeightWorker(UpdatedWorker):
         Return why updates need vLLM's own reload instead; "" where they are loaded in place.
         """
         worker: Any = self
+        find_trainer_first(worker.weight_transfer_engine)
         self.target.plan([*map(form_of, _expected(worker.vllm_config.model_config))])
         return {"obstacle": self.target.obstacle}
 

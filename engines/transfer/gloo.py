@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from engines.batches import batches
 from engines.errors import WeightUpdateFailed
+from engines.transfer import listener
 from engines.transfer.packed_views import unpacked
 
 Announced = tuple[str, torch.dtype, list[int]]
@@ -27,13 +28,9 @@ NamedTensor = tuple[str, torch.Tensor]
 
 TIMEOUT_S = 300.0
 """Limit on the rendezvous and on the broadcast of one chunk, as in vLLM's rendezvous."""
-LISTENS_S = 10.0
-"""Longest wait of a receiver for the sender's listener, which is there before receivers are called, or opens beside the
-call (TRL's AsyncGRPOTrainer). A sender that has died never listens, and an engine makes no token while it waits."""
 CHUNK_BYTES = 1 << 30
 """A chunk ends once it holds more than this, on both ends and in vLLM's packed NCCL transfer."""
 POLL_S = 0.002
-_LOOK_S = 0.05
 SENDER_RANK = 0
 
 
@@ -118,33 +115,18 @@ class WeightGroup:
             ) from error
 
     def _open_store(self) -> dist.TCPStore:
-        limit_s = self._timeout_s
-        if self.rank != SENDER_RANK:
-            limit_s = min(limit_s, LISTENS_S)
-            self._find_sender(limit_s)
+        if self.rank != SENDER_RANK:  # the store's own wait is over late: twice its limit, and more
+            listener.until_listening(self._address, self._port, self._timeout_s)
         store = dist.TCPStore(
             self._address,
             self._port,
             self.world_size,
             is_master=self.rank == SENDER_RANK,
-            timeout=timedelta(seconds=limit_s),
+            timeout=timedelta(seconds=min(self._timeout_s, listener.LISTENS_S)),
             wait_for_workers=False,
         )
         store.set_timeout(timedelta(seconds=self._timeout_s))
         return store
-
-    def _find_sender(self, limit_s: float) -> None:
-        """Return once the sender listens. The store's own wait is over late: twice its limit, and more."""
-        deadline = time.monotonic() + limit_s
-        while True:
-            try:
-                return socket.create_connection((self._address, self._port), limit_s).close()
-            except OSError as error:
-                if time.monotonic() > deadline:
-                    raise RuntimeError(
-                        f"the sender has died, or engines do not reach its address and port ({error})"
-                    ) from error
-            time.sleep(_LOOK_S)
 
     def _agree_on_size(self, store: dist.TCPStore, num_bytes: int) -> None:
         """Compare sizes first: gloo ends the process if it receives too much, and ignores a shortfall."""

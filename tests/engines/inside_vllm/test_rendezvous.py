@@ -1,0 +1,60 @@
+"""A vLLM worker looks for its trainer before it joins the group."""
+
+import socket
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from engines.inside_vllm.rendezvous import find_trainer_first
+from engines.process.engine_server import free_port
+from engines.transfer import listener
+
+
+class PlayedEngine:
+    def __init__(self) -> None:
+        self.joined: list[Any] = []
+
+    def init_transfer_engine(self, init_info: Any) -> None:
+        self.joined.append(init_info)
+
+
+def info(port: int | None) -> SimpleNamespace:
+    return SimpleNamespace(master_address=None if port is None else "127.0.0.1", master_port=port)
+
+
+def test_no_group_is_joined_whose_trainer_has_died(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener, "LISTENS_S", 0.1)
+    engine = PlayedEngine()
+    find_trainer_first(engine)
+    with pytest.raises(RuntimeError, match="the trainer does not listen"):
+        engine.init_transfer_engine(info(free_port()))
+    assert not engine.joined
+
+
+def test_a_group_is_joined_whose_trainer_listens() -> None:
+    engine = PlayedEngine()
+    find_trainer_first(engine)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        there = info(server.getsockname()[1])
+        engine.init_transfer_engine(there)
+    assert engine.joined == [there]
+
+
+def test_a_group_by_the_id_of_nccl_alone_has_no_listener() -> None:
+    engine = PlayedEngine()
+    find_trainer_first(engine)
+    engine.init_transfer_engine(info(None))
+    assert len(engine.joined) == 1
+
+
+def test_plans_that_are_made_again_add_no_second_look() -> None:
+    engine = PlayedEngine()
+    find_trainer_first(engine)
+    first = engine.init_transfer_engine
+    find_trainer_first(engine)
+    assert engine.init_transfer_engine is first
+
+
+def test_a_worker_without_a_transfer_engine_has_nothing_to_join() -> None:
+    find_trainer_first(None)

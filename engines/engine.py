@@ -195,6 +195,13 @@ class Engine(ABC):
     async def reset_prefix_cache(self, timeout_s: float) -> bool:
         """Forget cached prefixes; return False if running requests hold them."""
 
+    async def wipe_kv(self, timeout_s: float) -> None:
+        """Overwrite the memory of the KV cache, after `reset_prefix_cache`. An engine without our code keeps it.
+
+        Kernels multiply what they mask by 0, and 0 * NaN is NaN: NaN that a request left in a block reaches the next
+        request there.
+        """
+
     @abstractmethod
     async def load_lora_adapter(self, name: str, path: str, timeout_s: float) -> None:
         """Load the LoRA adapter in folder `path`; requests choose it with `model` = `name`."""

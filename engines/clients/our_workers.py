@@ -66,6 +66,10 @@ class EngineWithWorkers(HttpEngine, ABC):
         await self._label(str(version), timeout_s)
         return True
 
+    async def wipe_kv(self, timeout_s: float) -> None:
+        if self._has_our_worker:
+            await self._on_workers("wipe_kv", {}, timeout_s)
+
     async def open_receipt(self, copy: ReceiptCopy | None, timeout_s: float) -> None:
         if self._has_tee:
             await self._on_workers("open_receipt", asdict(copy) if copy else {}, timeout_s)

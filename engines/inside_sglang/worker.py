@@ -26,6 +26,8 @@ from engines.types import TensorMeta
 
 log = logging.getLogger(__name__)
 
+_KV = ("k_buffer", "v_buffer", "kv_buffer")
+_POOLS = ("full_kv_pool", "swa_kv_pool")
 _SWITCH_S = 1e-4
 """SGLang's scheduler spins while it is idle or paused. Each call of ours that lets go of the GIL would wait Python's
 5 ms to have it again: an idle server received 15 GB over NCCL in 0.5 s, a busy server in 0.06 s."""
@@ -106,6 +108,13 @@ class WeightWorker(UpdatedWorker):
 
     def prepare_snapshot(self, *args: Any, **kwargs: Any) -> Any:
         return True if self.target.obstacle else super().prepare_snapshot(*args, **kwargs)
+
+    def wipe_kv(self) -> None:
+        self._synchronize()
+        super().wipe_kv()
+
+    def kv_memory(self) -> object:
+        return _kv_of(self._runner.token_to_kv_pool)
 
     def load_version(self, folder: Path, prefetch: Prefetch | None) -> bool:
         if self.target.obstacle or not folder.is_dir():
@@ -189,6 +198,14 @@ class _Receiver:
 
     def shutdown(self) -> None:
         self._worker.leave("the update was dropped")
+
+
+def _kv_of(pool: Any) -> list[object]:
+    """Return the KV in a pool of SGLang's and in the pools that it holds."""
+    if getattr(pool, "post_capture_active", False):
+        return []  # parts of such a pool have no memory behind them
+    inner = [getattr(pool, name, None) for name in _POOLS]
+    return [getattr(pool, name, None) for name in _KV] + [_kv_of(one) for one in inner if one is not None]
 
 
 _workers: list[WeightWorker] = []  # of this process: one, made at the first call

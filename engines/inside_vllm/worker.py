@@ -71,6 +71,12 @@ class WeightWorker(UpdatedWorker):
         self.target.plan([*map(form_of, _expected(worker.vllm_config.model_config))])
         return {"obstacle": self.target.obstacle}
 
+    def kv_memory(self) -> object:
+        """Return the KV of all layers, but for those with sinks: vLLM writes these there once."""
+        worker: Any = self
+        layers = worker.vllm_config.compilation_config.static_forward_context.values()
+        return [getattr(layer, "kv_cache", ()) for layer in layers if not getattr(layer, "sink_len", 0)]
+
     def load_version(self, folder: Path, prefetch: Prefetch | None) -> None:
         worker: Any = self
         _end_reload(worker)

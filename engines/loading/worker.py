@@ -1,6 +1,6 @@
 """The part of our code in an engine's workers that is the same for vLLM and SGLang. A call reaches all workers."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -110,6 +110,10 @@ class UpdatedWorker:
         """Return a context for loads of staged tensors."""
         raise NotImplementedError
 
+    def kv_memory(self) -> object:
+        """Return the tensors of the KV cache, in lists and tuples of any depth."""
+        raise NotImplementedError
+
     def load_version(self, folder: Path, prefetch: Prefetch | None) -> bool | None:
         """Load all weights from a folder, or from the engine's own checkpoint where there is no such folder. Return
         False where the engine's own route has to. Set `exchange` where the weights before are kept."""
@@ -170,6 +174,13 @@ class UpdatedWorker:
                 exchange.take_back()
                 synchronize(self.target.device)
         return self.answer_of("undone", True)
+
+    def wipe_kv(self) -> None:
+        """Overwrite the KV of all requests with zeros. No request may run."""
+        with torch.inference_mode():
+            for tensor in _tensors_of(self.kv_memory()):
+                tensor.zero_()
+        synchronize(self.target.device)
 
     def close_receipt(self) -> dict[str, str]:
         """Return the digest of each received tensor. The copy is finished by `keep_receipt`."""
@@ -249,3 +260,11 @@ class UpdatedWorker:
 def tensors_in(folder: Path, prefetch: Prefetch | None, device: torch.device) -> Iterable[NamedTensor]:
     """Return the tensors of a folder, from memory where they were read ahead."""
     return (prefetch.take(folder) if prefetch is not None else None) or read_tensors(folder, device)
+
+
+def _tensors_of(held: object) -> Iterator[torch.Tensor]:
+    if isinstance(held, torch.Tensor):
+        yield held
+    elif isinstance(held, list | tuple):
+        for part in held:
+            yield from _tensors_of(part)

@@ -62,6 +62,8 @@ class SimWorker:
                 copy, self._copy = self._copy, None
                 if copy is not None:
                     await asyncio.to_thread(_write, copy, list(self._received.values()))
+            case "wipe_kv":
+                pass
             case "drop_receipt":
                 self._copy, self._receives = None, False
             case "room_to_stage":

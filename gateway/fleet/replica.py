@@ -32,6 +32,7 @@ _NOT_THERE = (ReplicaState.STARTING, ReplicaState.DRAINING, ReplicaState.SUSPECT
 class Replica:
     """One replica. `weight_version` is None where its weights are unknown; a frozen replica always holds version 0.
 
+    `was_unknown` is True where an update has overwritten weights of no known version, such as refused ones.
     `is_unproven` marks a version that the engine reported when it joined, without a record of it: the replica serves
     once the canary has borne it out. `adapters` has the adapters of its engine by name; None marks an adapter that may
     be there and must not be used. `transport` is its engine's transfer backend, once known. `cuts_off` is True while an
@@ -50,6 +51,7 @@ class Replica:
         self.restarts = 0
         self.state = ReplicaState.STARTING
         self.weight_version: int | None = None
+        self.was_unknown = False
         self.is_unproven = False
         self.transport = ""
         self.adapters: dict[str, Adapter | None] = {}
@@ -238,6 +240,7 @@ class Replica:
     def overwrite(self) -> None:
         """Forget the version: rollouts that end from here on wait for the verdict in `vouched`."""
         self._tell("overwrite")
+        self.was_unknown = self.weight_version is None
         self.lose_version()
         self._steady.clear()
 

@@ -104,6 +104,16 @@ class CatchUp:
         """True while a replica is brought back, or waits for its turn."""
         return replica in self._tasks
 
+    async def forget_kv(self, replica: Replica) -> None:
+        """Empty the KV cache of a replica that got weights in the place of unknown ones, before it serves.
+
+        NaN of refused weights would reach later requests from there. Before the load it would be too early: a request
+        that was dropped may wait in the engine, and run until then.
+        """
+        timeout_s = self._config.control_timeout_s
+        await self._reset_cache(replica)
+        await bounded(replica.unless_lost(replica.engine.wipe_kv(timeout_s)), timeout_s, "its KV was not overwritten")
+
     async def settled(self, members: Iterable[Replica], timeout_s: float) -> None:
         """Returns when none of these replicas is being brought back; `DeadlineExceeded` names those that still are."""
         await self._wait([self._tasks[one] for one in members if one in self._tasks], timeout_s, asyncio.ALL_COMPLETED)
@@ -294,6 +304,7 @@ class CatchUp:
             undo = replica.engine.undo_load(version, timeout_s)
             is_undone = await bounded(replica.unless_lost(undo), timeout_s, f"version {version} was not taken back")
             if is_undone:
+                await self.forget_kv(replica)
                 await self._admit(replica, version, f"took version {version} back from its memory")
         except (EngineError, DeadlineExceeded, WeightUpdateFailed) as error:
             log.warning("undo failed", replica=replica.replica_id, version=version, error=str(error))
@@ -307,6 +318,7 @@ class CatchUp:
             await self._empty(replica)
             load = replica.engine.load_snapshot(path, version, timeout_s)
             await bounded(replica.unless_lost(load), timeout_s, f"replica {replica.replica_id} did not load {path}")
+        await self.forget_kv(replica)
         await self._admit(replica, version, f"loaded version {version} from {path}")
 
     async def _empty(self, replica: Replica) -> None:
@@ -315,7 +327,7 @@ class CatchUp:
         await self._snapshots.note_overwritten([replica])
         replica.drop_calls(rollouts_alone=True)  # a replica that was SUSPECT during the update may still have some
         await bounded(replica.idle.wait(), self._config.control_timeout_s, "its rollouts did not end")
-        await self._forget_kv(replica)
+        await self._reset_cache(replica)
 
     async def _admit(self, replica: Replica, version: int, how: str) -> None:
         """Check the weights by the canary, and serve them."""
@@ -331,7 +343,7 @@ class CatchUp:
         if replica.state is ReplicaState.SYNCING:
             self._fleet.settle(replica, how)
 
-    async def _forget_kv(self, replica: Replica) -> None:
+    async def _reset_cache(self, replica: Replica) -> None:
         """Empty the prefix cache: refused weights may have written KV for requests salted with an older version.
 
         The engine refuses while it still ends the requests that were dropped.

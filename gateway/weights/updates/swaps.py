@@ -142,6 +142,8 @@ class Swaps:
     async def _release(self, replica: Replica) -> None:
         """Have a replica generate with its new weights. Its tokens are delivered after the verdict."""
         await replica.brake.release(Holder.UPDATE, self._parts.config.control_timeout_s)
+        if replica.was_unknown:
+            await self._parts.catch_up.forget_kv(replica)
 
     async def _verify(self, replicas: Sequence[Replica]) -> None:
         """Find out by the canary which weights these replicas hold."""

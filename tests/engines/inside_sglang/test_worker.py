@@ -348,3 +348,18 @@ def test_answers_and_errors_are_those_of_all_workers(model: Model, monkeypatch: 
     assert not told.success
     assert "worker 0: FileNotFoundError" in told.message
     assert "worker 1: RuntimeError: no memory" in told.message
+
+
+def test_a_wipe_overwrites_the_kv_of_all_pools_and_no_table(own: WeightWorker) -> None:
+    def kv() -> list[Any]:
+        return [torch.full((2, 3), float("nan")), torch.full((2, 3), float("nan"))]
+
+    tables = torch.ones(2, dtype=torch.int64)
+    inner = SimpleNamespace(k_buffer=kv(), v_buffer=kv(), data_ptrs=tables)
+    pool = SimpleNamespace(kv_buffer=kv(), k_buffer=None, full_kv_pool=inner, swa_kv_pool=None, data_ptrs=tables)
+    unmapped = SimpleNamespace(kv_buffer=kv(), post_capture_active=True)
+    for own._runner.token_to_kv_pool in (pool, unmapped):
+        own.wipe_kv()
+    assert not any(tensor.any() for tensor in (*pool.kv_buffer, *inner.k_buffer, *inner.v_buffer))
+    assert all(tensor.isnan().all() for tensor in unmapped.kv_buffer)
+    assert tables.all()

@@ -507,6 +507,55 @@ async def refused(rig: Rig) -> int:
     return status
 
 
+@pytest.fixture
+def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The loads and wipes of replicas, in their order."""
+    found: list[str] = []
+    load_snapshot, finish_weight_update = VllmEngine.load_snapshot, VllmEngine.finish_weight_update
+
+    async def load(engine: VllmEngine, path: str, version: int, timeout_s: float) -> None:
+        await load_snapshot(engine, path, version, timeout_s)
+        found.append(f"load {version}")
+
+    async def finish(engine: VllmEngine, version: int, timeout_s: float) -> None:
+        await finish_weight_update(engine, version, timeout_s)
+        found.append(f"finish {version}")
+
+    async def wipe_kv(engine: VllmEngine, timeout_s: float) -> None:
+        found.append("wipe")
+
+    monkeypatch.setattr(VllmEngine, "load_snapshot", load)
+    monkeypatch.setattr(VllmEngine, "finish_weight_update", finish)
+    monkeypatch.setattr(VllmEngine, "wipe_kv", wipe_kv)
+    return found
+
+
+async def test_kv_of_refused_weights_is_wiped_once_good_ones_are_loaded(
+    start_rig: StartRig, folder: Path, loads: list[str]
+) -> None:
+    """Not before: the engine may run a dropped request with refused weights until then."""
+    rig = await start_rig(1, sim=TENSORS, weights={"store": str(folder)})
+    await rig.open_group()
+    assert await refused(rig) == 424
+    await rig.until({"engine-0": "SERVING"})
+    await rig.update()
+    assert loads == ["finish 1", "finish 2", "load 1", "wipe", "finish 2"]
+
+
+async def test_kv_of_refused_weights_is_wiped_by_the_next_update_where_there_is_no_version_to_load(
+    start_rig: StartRig, loads: list[str]
+) -> None:
+    rig = await start_rig(1, sim=TENSORS, weights={"store": None})
+    await rig.open_group()
+    assert await refused(rig) == 424
+    async with asyncio.timeout(20):
+        while "waits for the next update" not in rig.fleet.replicas[0].reason:
+            await asyncio.sleep(0.01)
+    await rig.update()
+    await rig.update()
+    assert loads == ["finish 1", "finish 2", "finish 2", "wipe", "finish 3"]
+
+
 async def test_after_a_refusal_the_version_before_serves_before_the_refused_one_is_removed(
     kept: Rig, folder: Path, held: threading.Event
 ) -> None:

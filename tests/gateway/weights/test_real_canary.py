@@ -1,10 +1,12 @@
 """The canary over two real vLLM servers on CPU, one of which can be made to keep an old lm_head, as vLLM's does."""
 
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -18,10 +20,13 @@ from trl.generation import vllm_client
 
 from engines.process.engine_server import free_port
 from examples.tiny_model.task import COMMITTED
-from tests.rigs.engines.real_vllm import RealFleet, app, engine_config
+from tests.rigs.engines.real_vllm import RealFleet, app, engine_config, fleet
+from trainer_client import BlockingRolloutClient, WeightSender
 from trainer_client import trl as gloo_trl
 
 pytestmark = pytest.mark.vllm
+
+TIMEOUT_S = 60.0
 
 # Runs before anything else in every process of the engine: vLLM then leaves a tied head as its own code leaves it.
 _WITHOUT_REPAIR = """
@@ -144,3 +149,48 @@ def test_weights_with_nan_are_refused(tied: Path, tmp_path_factory: pytest.TempP
         (found,) = canaries(real).values()
         assert found["result"] == "failed"
         assert real.until_serving()["weight_version"] == 1
+
+
+@pytest.mark.parametrize(("transport", "stage"), [("gloo", "auto"), ("gloo", "never"), ("store", "auto")])
+def test_nan_that_refused_weights_left_in_the_kv_reaches_no_rollout(
+    tmp_path: Path, transport: Literal["gloo", "store"], stage: str
+) -> None:
+    """vLLM's kernels multiply what they mask by 0, and 0 * NaN is NaN. All blocks are used again after the refusal,
+    and most rollouts wait in the engine."""
+    model = AutoModelForCausalLM.from_pretrained(COMMITTED, dtype=torch.float32)
+    body = {"prompt": list(range(10, 40)), "temperature": 1.0, "ignore_eos": True, "logprobs": 0}
+    with (
+        fleet(COMMITTED, tmp_path, num_replicas=1, levers={"max_num_seqs": 16}, weights={"stage": stage}) as real,
+        BlockingRolloutClient(real.url) as client,
+        WeightSender(client, transport=transport, timeout_s=TIMEOUT_S) as sender,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        served = sender.push(model)
+        good = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        before = pool.submit(real.call, "/v1/completions", body | {"n": 32, "max_tokens": 450})
+        until_in_flight(real)
+        model.model.layers[0].mlp.down_proj.weight.data.fill_(float("nan"))
+        with pytest.raises(Exception, match="canary"):
+            sender.push(model)
+        assert real.until_serving()["weight_version"] == served
+        model.load_state_dict(good)
+        for _ in range(2):
+            after = real.call("/v1/completions", body | {"n": 32, "max_tokens": 140})
+            assert_finite(after, 140)
+        assert_finite(before.result(TIMEOUT_S), 450)
+        assert sender.push(model) == served + 1
+
+
+def until_in_flight(real: RealFleet) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not any(one["samples_in_flight"] for one in real.call("/status")[1]["replicas"]):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def assert_finite(answer: tuple[int, Any], tokens: int) -> None:
+    status, reply = answer
+    assert status == 200, reply
+    logprobs = [one for choice in reply["choices"] for one in choice["logprobs"]["token_logprobs"]]
+    assert len(logprobs) == 32 * tokens
+    assert None not in logprobs

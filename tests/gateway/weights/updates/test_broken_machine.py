@@ -94,7 +94,7 @@ def kv_of_refused_weights_is_kept(patch: pytest.MonkeyPatch) -> None:
     async def broken(self: CatchUp, replica: Replica) -> None:
         return
 
-    patch.setattr(CatchUp, "_forget_kv", broken)
+    patch.setattr(CatchUp, "_reset_cache", broken)
 
 
 def an_aborted_update_leaves_its_replicas_alone(patch: pytest.MonkeyPatch) -> None:

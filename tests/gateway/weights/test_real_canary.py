@@ -151,16 +151,24 @@ def test_weights_with_nan_are_refused(tied: Path, tmp_path_factory: pytest.TempP
         assert real.until_serving()["weight_version"] == 1
 
 
-@pytest.mark.parametrize(("transport", "stage"), [("gloo", "auto"), ("gloo", "never"), ("store", "auto")])
+@pytest.mark.parametrize(
+    ("transport", "weights"),
+    [
+        ("gloo", {}),
+        ("gloo", {"stage": "never"}),
+        ("gloo", {"stage": "never", "store": None}),  # the next update brings good weights
+        ("store", {}),
+    ],
+)
 def test_nan_that_refused_weights_left_in_the_kv_reaches_no_rollout(
-    tmp_path: Path, transport: Literal["gloo", "store"], stage: str
+    tmp_path: Path, transport: Literal["gloo", "store"], weights: dict[str, Any]
 ) -> None:
-    """vLLM's kernels multiply what they mask by 0, and 0 * NaN is NaN. All blocks are used again after the refusal,
-    and most rollouts wait in the engine."""
+    """vLLM's kernels multiply what they mask by 0, and 0 * NaN is NaN. All blocks are used again after the refusal, and
+    most rollouts wait in the engine."""
     model = AutoModelForCausalLM.from_pretrained(COMMITTED, dtype=torch.float32)
     body = {"prompt": list(range(10, 40)), "temperature": 1.0, "ignore_eos": True, "logprobs": 0}
     with (
-        fleet(COMMITTED, tmp_path, num_replicas=1, levers={"max_num_seqs": 16}, weights={"stage": stage}) as real,
+        fleet(COMMITTED, tmp_path, num_replicas=1, levers={"max_num_seqs": 16}, weights=weights) as real,
         BlockingRolloutClient(real.url) as client,
         WeightSender(client, transport=transport, timeout_s=TIMEOUT_S) as sender,
         ThreadPoolExecutor(1) as pool,
@@ -172,13 +180,15 @@ def test_nan_that_refused_weights_left_in_the_kv_reaches_no_rollout(
         model.model.layers[0].mlp.down_proj.weight.data.fill_(float("nan"))
         with pytest.raises(Exception, match="canary"):
             sender.push(model)
-        assert real.until_serving()["weight_version"] == served
         model.load_state_dict(good)
+        if weights.get("store", "auto") is None:
+            assert sender.push(model) == served + 1
+        assert real.until_serving()["weight_version"] >= served
         for _ in range(2):
             after = real.call("/v1/completions", body | {"n": 32, "max_tokens": 140})
             assert_finite(after, 140)
         assert_finite(before.result(TIMEOUT_S), 450)
-        assert sender.push(model) == served + 1
+        assert sender.push(model) > served
 
 
 def until_in_flight(real: RealFleet) -> None:

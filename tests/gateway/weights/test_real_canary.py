@@ -168,10 +168,10 @@ def test_nan_that_refused_weights_left_in_the_kv_reaches_no_rollout(
     model = AutoModelForCausalLM.from_pretrained(COMMITTED, dtype=torch.float32)
     body = {"prompt": list(range(10, 40)), "temperature": 1.0, "ignore_eos": True, "logprobs": 0}
     with (
+        ThreadPoolExecutor(1) as pool,
         fleet(COMMITTED, tmp_path, num_replicas=1, levers={"max_num_seqs": 16}, weights=weights) as real,
         BlockingRolloutClient(real.url) as client,
         WeightSender(client, transport=transport, timeout_s=TIMEOUT_S) as sender,
-        ThreadPoolExecutor(1) as pool,
     ):
         served = sender.push(model)
         good = {name: tensor.clone() for name, tensor in model.state_dict().items()}

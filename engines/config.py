@@ -147,7 +147,7 @@ class EngineConfig(Section):
     speculative_config: dict[str, Any] | None = None
     """Speculative decoding with vLLM's keys: method, model, num_speculative_tokens, ..."""
     enable_lora: bool = False
-    """Take LoRA adapters at run time (POST /v1/load_lora_adapter); needs one copy and one API server."""
+    """Take LoRA adapters at run time (POST /v1/load_lora_adapter); needs one copy."""
     max_loras: int = Field(1, ge=1)
     """Adapters in one batch. TRL's AsyncGRPO needs max_staleness + 2."""
     max_cpu_loras: int | None = Field(None, ge=1)
@@ -256,12 +256,11 @@ class EngineConfig(Section):
             return self
         if self.kind is EngineKind.EXTERNAL:
             raise ValueError("enable_lora is for engines that we start; start the external vLLM with --enable-lora")
-        for name in ("data_parallel_size", "api_server_count"):
-            if (count := getattr(self, name) or 1) > 1:
-                raise ValueError(
-                    f"{name} = {count} with enable_lora: the engine would load an adapter in only one of them; raise "
-                    "num_replicas instead"
-                )
+        if self.data_parallel_size > 1:
+            raise ValueError(
+                f"data_parallel_size = {self.data_parallel_size} with enable_lora: the engine would load an adapter in "
+                "only one of them; raise num_replicas instead"
+            )
         if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
             raise ValueError(f"max_cpu_loras = {self.max_cpu_loras} must be at least max_loras = {self.max_loras}")
         return self

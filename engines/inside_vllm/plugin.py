@@ -1,14 +1,21 @@
 """vLLM general plugin: registers the gloo weight transfer backend in every vLLM process. `gloo_receiver.py` has it.
 
-On CPU it also gives vLLM a quick start, and AMX.
+On CPU it also gives vLLM a quick start, and AMX. It lets several API processes share LoRA adapters.
 """
 
 import contextlib
 import multiprocessing
 import os
+import tempfile
+from pathlib import Path
 
 FORK_CORE = "ROLLOUT_GATEWAY_FORK_CORE"
 """Environment variable: 1 forks vLLM's engine core from its API server."""
+
+SHARED_ADAPTERS = "ROLLOUT_GATEWAY_SHARED_ADAPTERS"
+"""Environment variable: the folder, within the engine's temporary one, of the LoRA adapters of all its API processes."""
+
+_API_PROCESS = "ApiServer_"
 
 
 def register() -> None:
@@ -22,6 +29,8 @@ def register() -> None:
         )
     if os.environ.get(FORK_CORE) == "1":
         _fork_the_core()
+    if multiprocessing.current_process().name.startswith(_API_PROCESS):
+        _share_adapters()
     _permit_amx()
 
 
@@ -43,3 +52,16 @@ def _fork_the_core() -> None:
     from vllm.v1.engine import utils
 
     utils.get_mp_context = lambda: multiprocessing.get_context("fork")
+
+
+def _share_adapters() -> None:
+    """Let this API process, of several, take adapters at run time.
+
+    vLLM refuses the variable that permits it beside several API processes, each with adapters of its own. It looks for
+    it in the process that starts them, before it starts them.
+    """
+    if folder := os.environ.get(SHARED_ADAPTERS):
+        from engines.inside_vllm.shared_adapters import share_adapters
+
+        share_adapters(Path(tempfile.gettempdir(), folder))
+        os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"

@@ -10,7 +10,7 @@ from typing import Any
 from engines.clients.vllm_engine import release
 from engines.config import EngineConfig
 from engines.errors import ConfigError
-from engines.inside_vllm.plugin import FORK_CORE
+from engines.inside_vllm.plugin import FORK_CORE, SHARED_ADAPTERS
 from engines.levers import LEVERS, Lever
 from engines.process.arguments import ASK_SGLANG, ASK_VLLM, check_extra, installed_arguments
 from engines.process.interpreter import Interpreter, interpreter_of
@@ -178,7 +178,7 @@ def _vllm_command(config: EngineConfig, port: int, seed: int) -> Command:
     # The routes of weights, pause and cache are development routes of vLLM; its port stays on loopback.
     env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
     if config.enable_lora:
-        env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"  # its port stays on loopback
+        env |= _takes_adapters(config, interpreter, vllm)
     if on_cpu:
         # One thread per replica: more threads spin against each other and the trainer on shared cores. Without dynamo
         # the first batch with log-probabilities takes milliseconds instead of 20 s.
@@ -187,6 +187,21 @@ def _vllm_command(config: EngineConfig, port: int, seed: int) -> Command:
             env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # no worker process: a third less start time
             env[FORK_CORE] = "1"  # a further third
     return _command(entry, arguments, env | config.env)
+
+
+def _takes_adapters(config: EngineConfig, interpreter: Interpreter, vllm: _Vllm) -> dict[str, str]:
+    """Return the variables by which vLLM takes adapters at run time; its port stays on loopback.
+
+    With several API processes vLLM refuses its own variable. Our plug-in then sets it in each of these.
+    """
+    if (config.api_server_count or 1) == 1:
+        return {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    if not vllm.has_plugin:
+        raise ConfigError(
+            f"engine.python = {interpreter.path!r} lacks rollout-gateway, whose plugin lets several API processes share "
+            "adapters: pip install rollout-gateway there, or leave out engine.api_server_count"
+        )
+    return {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "0", SHARED_ADAPTERS: "adapters"}
 
 
 def _torch_profiler(config: EngineConfig, port: int) -> dict[str, str] | None:

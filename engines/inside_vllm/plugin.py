@@ -13,7 +13,7 @@ FORK_CORE = "ROLLOUT_GATEWAY_FORK_CORE"
 """Environment variable: 1 forks vLLM's engine core from its API server."""
 
 SHARED_ADAPTERS = "ROLLOUT_GATEWAY_SHARED_ADAPTERS"
-"""Environment variable: the folder, within the engine's temporary one, of the LoRA adapters of all its API processes."""
+"""Environment variable: folder, in the engine's temporary one, of the LoRA adapters of all its API processes."""
 
 _API_PROCESS = "ApiServer_"
 

@@ -1,7 +1,7 @@
 """One list of LoRA adapters for all API processes of a vLLM engine, in a folder that they share.
 
-Each API process of vLLM has its own list and its own count of ids, and a request to load an adapter reaches one of them.
-The engine behind them knows adapters by id alone, so ids must differ over processes and must not come again.
+Each API process of vLLM has a list and a count of ids of its own, and a request to load an adapter reaches one process.
+The engine behind them knows adapters by id alone: ids differ over processes, and none comes again.
 """
 
 import asyncio
@@ -34,14 +34,14 @@ def share_adapters(folder: Path) -> None:
 
 
 def _with_shared_lists(init: Any, folder: Path) -> Any:
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+    def init_shared(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         folder.mkdir(mode=0o700, exist_ok=True)
         self.lora_id_counter = SharedCount(folder / "count")
         self.lora_requests = SharedAdapters(folder, self.lora_id_counter)
         self.lora_resolver_lock = SharedLocks(folder / "locks")
 
-    return __init__
+    return init_shared
 
 
 def _each_loaded_once(init_static_loras: Any) -> Any:
@@ -63,8 +63,10 @@ def _each_loaded_once(init_static_loras: Any) -> Any:
 
 
 class SharedCount:
-    """A count over all processes: the size of a file, which grows with each number that is drawn. Sizes show each change;
-    the times of files are too coarse for that."""
+    """A count over all processes: the size of a file, which grows with each number that is drawn.
+
+    Sizes show each change; the times of files are too coarse for that.
+    """
 
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
@@ -141,8 +143,10 @@ class SharedAdapters(MutableMapping[str, LoRARequest]):
 
 
 class SharedLocks:
-    """A lock for each name over all processes. `async with locks[name]` holds it; the kernel frees those of a process that
-    ends."""
+    """A lock for each name over all processes, held by `async with locks[name]`.
+
+    The kernel frees those of a process that ends.
+    """
 
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
@@ -156,7 +160,7 @@ class SharedLocks:
         # The lock of a byte of the file, which need not be there. A process never waits for its own.
         place = int.from_bytes(_digest(name, 7))
         async with self._here[name]:
-            while not self._is_locked(place):
+            while not self._is_locked(place):  # noqa: ASYNC110, other processes set no event here
                 await asyncio.sleep(_POLL_S)
             try:
                 yield

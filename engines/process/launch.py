@@ -198,8 +198,8 @@ def _takes_adapters(config: EngineConfig, interpreter: Interpreter, vllm: _Vllm)
         return {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
     if not vllm.has_plugin:
         raise ConfigError(
-            f"engine.python = {interpreter.path!r} lacks rollout-gateway, whose plugin lets several API processes share "
-            "adapters: pip install rollout-gateway there, or leave out engine.api_server_count"
+            f"engine.python = {interpreter.path!r} lacks rollout-gateway, whose plugin lets several API processes "
+            "share adapters: pip install rollout-gateway there, or leave out engine.api_server_count"
         )
     return {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "0", SHARED_ADAPTERS: "adapters"}
 

@@ -320,11 +320,27 @@ def test_an_engine_hears_of_adapters_where_it_takes_them_alone() -> None:
     assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING" not in untold.env
 
 
+@pytest.mark.usefixtures("cuda_build")
+def test_several_api_processes_share_adapters_by_our_plugin() -> None:
+    env = command(enable_lora=True, api_server_count=3).env
+    assert env["ROLLOUT_GATEWAY_SHARED_ADAPTERS"] == "adapters"
+    # vLLM refuses its own variable beside several API processes, also one that the node's environment has.
+    assert env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "0"
+    for levers in ({"enable_lora": True}, {"enable_lora": True, "api_server_count": 1}, {"api_server_count": 3}):
+        assert "ROLLOUT_GATEWAY_SHARED_ADAPTERS" not in command(**levers).env
+
+
+def test_a_python_without_our_plugin_cannot_share_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Interpreter, "versions", lambda *_: {"vllm": "0.26.0"})
+    assert command(python="/opt/python", enable_lora=True)
+    with pytest.raises(ConfigError, match=r"engine\.python = '/opt/python' lacks rollout-gateway, .* share adapters"):
+        command(python="/opt/python", enable_lora=True, api_server_count=2)
+
+
 @pytest.mark.parametrize(
     ("levers", "named"),
     [
         ({"data_parallel_size": 2}, "data_parallel_size = 2"),
-        ({"api_server_count": 3}, "api_server_count = 3"),
         ({"max_loras": 4, "max_cpu_loras": 2}, "max_cpu_loras = 2"),
         ({"kind": "external", "url": "http://127.0.0.1:1"}, "the external vLLM"),
         ({"max_lora_rank": 24}, "max_lora_rank"),

@@ -16,7 +16,7 @@ from gateway.tuning.plan.trainer import Training
 # Nothing larger was measured.
 _MAX_NUM_SEQS = (16, 32, 64, 128, 256, 512, 1024)
 # Answers of an engine wait behind those that one process parses and streams: four were faster in each measurement with
-# log-probabilities (docs/benchmarks.md). An engine with adapters can have one alone.
+# log-probabilities (docs/benchmarks.md).
 _API_SERVERS = 4
 # Measured over NVLink to one replica (docs/benchmarks.md, Weight updates), and the least that an update took.
 _SYNC_BYTES_PER_S = 160e9
@@ -140,7 +140,7 @@ def _of_layout(question: Question, layout: Layout) -> Iterator[Choice]:
 
 def _choice(question: Question, layout: Layout, memory: EngineMemory, max_num_seqs: int) -> Choice:
     work, shape, training = question.work, question.shape, layout.training
-    api_servers = 1 if question.lora_rank else max(_API_SERVERS, layout.data_parallel)
+    api_servers = max(_API_SERVERS, layout.data_parallel)
     engine = EngineModel(
         shape=shape,
         gpu=_linked(question, layout),

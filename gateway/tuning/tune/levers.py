@@ -124,7 +124,7 @@ def _usual(engine: EngineConfig, completions: int, num_gpus: int) -> dict[str, t
     found: dict[str, tuple[Value, ...]] = {"max_num_seqs": _sequences(completions)}
     if engine.enforce_eager and (on_gpu or engine.kind is EngineKind.SIM):
         found["enforce_eager"] = (False,)  # on CPU false compiles code, which takes minutes at each start
-    if is_vllm and on_gpu and not engine.enable_lora:
+    if is_vllm and on_gpu:
         found["api_server_count"] = _API_SERVERS if engine.api_server_count else _API_SERVERS[1:]
     found["max_num_batched_tokens"] = _BATCHED_TOKENS
     if engine.kind is not EngineKind.SIM:

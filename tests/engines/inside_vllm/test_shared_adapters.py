@@ -11,6 +11,8 @@ pytest.importorskip("vllm")
 from engines.inside_vllm.plugin import SHARED_ADAPTERS
 from tests.rigs.engines.api_process import ApiProcess, api_process
 
+pytestmark = pytest.mark.vllm
+
 STATIC = ("static", "/static")
 
 

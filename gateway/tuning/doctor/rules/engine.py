@@ -455,8 +455,6 @@ def _api_servers(engine: EngineView, subject: Subject) -> Iterator[Found]:
     one = "one API process parses and streams about 20,000 tok/s at most"
     if count > 1:
         yield fine(setting, f"{count:.0f} API processes")
-    elif engine.value("enable_lora"):
-        yield fine(setting, f"{one}; adapters would be loaded into one of several alone")
     elif weights is not None and weights < 3:
         message = f"{one}, and a model of {weights:.1f} GiB can make more"
         effect = "0.5B model, 2 processes: 1.57 times the tokens/s at 512 streams, 4: 1.74; at 64 streams 0.94 and 1.10"

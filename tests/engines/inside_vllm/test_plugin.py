@@ -1,5 +1,6 @@
 """Our vLLM plugin and the backend it registers: with a played worker, and in a real vLLM server on CPU."""
 
+import os
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +16,7 @@ pytest.importorskip("torch")
 import torch
 
 from engines.errors import WeightUpdateFailed
-from engines.inside_vllm.plugin import register
+from engines.inside_vllm.plugin import SHARED_ADAPTERS, register
 from engines.process.engine_server import free_port
 from engines.transfer.gloo import WeightGroup, send
 from tests.rigs.engines.real_vllm import greedy_token_ids, served
@@ -93,6 +94,15 @@ def test_each_process_of_vllm_asks_for_amx(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.cpu, "_init_amx", lambda: asked.append(True))
     register()
     assert asked
+
+
+def test_the_process_that_starts_api_processes_is_not_permitted_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM refuses to start several where it finds the permission."""
+    pytest.importorskip("vllm")
+    monkeypatch.setenv(SHARED_ADAPTERS, "adapters")
+    monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "0")
+    register()
+    assert os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "0"
 
 
 def test_the_engine_loads_what_the_trainer_sends(pool: ThreadPoolExecutor) -> None:

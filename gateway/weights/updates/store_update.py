@@ -71,10 +71,10 @@ class StoreUpdate:
                     path = str(await self._promote(update, members, snapshot))
                 findings = await self._swaps(update, members, path).run()
                 await self._machine.commit(update, findings)
-            await self._free_replaced(list(findings))
         except BaseException:  # also where the trainer leaves during the abort
             await self._parts.snapshots.withdraw(update.version)
             raise
+        await self._free_replaced(list(findings))
         await self._parts.snapshots.settle(update.version)
 
     async def _free_replaced(self, replicas: Sequence[Replica]) -> None:

@@ -210,12 +210,13 @@ class UpdatedWorker:
         self, path: str, version: int = 0, peer_url: str = "", peer_key: str = "", timeout_s: float = 0.0
     ) -> Any:
         """Begin to prefetch a folder, with the arguments of `load_snapshot`. Report whether it has ended."""
+        self.exchange = None  # left by an update whose gateway died before it freed this: it is older than the weights
         folder, device = Path(path), self.target.device
         fetch = partial(fetched, folder, PeerStore(peer_url, peer_key), version, timeout_s) if peer_url else None
         if fetch is None and (device.type == "cpu" or not folder.is_dir()):
             return self.answer_of("ready", True)
         if self.prefetch is None or not self.prefetch.is_of(folder):
-            self.prefetch = self.exchange = None  # their memory is room for the next
+            self.prefetch = None  # its memory is room for the next
             self.prefetch = Prefetch(folder, device, fetch)
         try:
             is_ready = self.prefetch.is_ready

@@ -37,16 +37,20 @@ async def try_on_all(replicas: Sequence[Replica], call: Callable[[Engine], Await
             log.warning("left out of a call", replica=replica.replica_id, error=str(result))
 
 
-async def prepare_all(replicas: Sequence[Replica], path: str, version: int, timeout_s: float) -> None:
-    """Read a version ahead while replicas serve. A replica where that fails only takes longer to load it."""
+async def prepare_all(replicas: Sequence[Replica], path: str, version: int, timeout_s: float) -> list[Replica]:
+    """Read a version ahead while replicas serve. Return those that have answered. A replica where that fails only takes
+    longer to load the version."""
 
-    async def prepare(replica: Replica) -> None:
+    async def prepare(replica: Replica) -> bool:
         try:
             await on_one(replica, lambda one: one.engine.prepare_snapshot(path, version, timeout_s), timeout_s)
         except (WeightUpdateFailed, DeadlineExceeded) as error:
             log.warning("not prepared for a version", replica=replica.replica_id, version=version, error=str(error))
+            return False
+        return True
 
-    await together(prepare(replica) for replica in replicas)
+    answered = await together(prepare(replica) for replica in replicas)
+    return [replica for replica, has_answered in zip(replicas, answered, strict=True) if has_answered]
 
 
 def names(replicas: Sequence[Replica]) -> str:

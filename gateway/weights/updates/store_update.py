@@ -93,8 +93,8 @@ class StoreUpdate:
         """Return the turns in which the replicas take the version in folder `path`."""
         version, timeout_s = update.version, self._parts.config.load_timeout_s
 
-        async def prepare(replicas: Sequence[Replica]) -> None:
-            await prepare_all(replicas, path, version, timeout_s)
+        async def prepare(replicas: Sequence[Replica]) -> Sequence[Replica]:
+            return await prepare_all(replicas, path, version, timeout_s)
 
         async def load(replica: Replica) -> None:
             await replica.engine.load_snapshot(path, version, timeout_s)

@@ -19,7 +19,7 @@ from gateway.weights.updates.record import Phase, WeightUpdate
 from gateway.weights.verdicts import UNASKED, Finding, Result, ended_by
 
 Load = Callable[[Replica], Awaitable[None]]
-Prepare = Callable[[Sequence[Replica]], Awaitable[None]]
+Prepare = Callable[[Sequence[Replica]], Awaitable[Sequence[Replica]]]
 
 _ON_ITS_WAY = (ReplicaState.UPDATING, ReplicaState.SUSPECT)
 _GONE = (ReplicaState.DRAINING, ReplicaState.LOST)
@@ -39,13 +39,15 @@ class Swaps:
         load: Load,
         prepare: Prepare | None = None,
     ) -> None:
-        """`load` has one replica load the version; `prepare` reads it ahead while these replicas serve."""
+        """`load` has one replica load the version; `prepare` reads it ahead while these replicas serve, and returns those that
+        have answered."""
         self._parts = parts
         self._update = update
         self._members = members
         self._load = load
         self._prepare = prepare
         self._turn: Sequence[Replica] = ()
+        self._ready = members
         self._findings: dict[Replica, Finding] = {}
         self._errors: dict[Replica, WeightUpdateFailed | DeadlineExceeded] = {}
 
@@ -90,7 +92,7 @@ class Swaps:
         if self._prepare is not None:
             with update.timed("prepare"):
                 update.receivers = tuple(turn)
-                await self._prepare(turn)
+                self._ready = await self._prepare(turn)
         if not (turn := self._leave(turn)):
             return  # they have left meanwhile
         self._turn, began = turn, time.monotonic()
@@ -131,8 +133,10 @@ class Swaps:
             if not self._is_there(replica):
                 self._find(replica, Finding(Result.LOST, f"it left: {replica.reason}"))
         replicas = [replica for replica in replicas if replica not in self._findings]
-        served = self._parts.fleet.version  # a replica that is behind has other weights to keep
-        update.kept = {replica: served for replica in replicas if replica.weight_version == served}
+        served = self._parts.fleet.version
+        # A replica that is behind has other weights to keep; one that is not ready may have kept older weights.
+        ready = [replica for replica in self._ready if replica in replicas]
+        update.kept = {replica: served for replica in ready if replica.weight_version == served}
         self._parts.fleet.overwrite(replicas, update.version)
         await self._parts.fleet.changes.taken()
         update.enter(Phase.RECEIVING)

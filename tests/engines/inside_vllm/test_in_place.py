@@ -4,6 +4,7 @@ import dataclasses
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -654,6 +655,19 @@ def test_a_version_that_was_only_read_ahead_is_undone_without_a_copy(gpu: Any, t
     assert gpu.undo_load() == {"undone": True}
     check_holds(gpu, 1, where(gpu))
     assert gpu.undo_load() == {"undone": False}
+
+
+def test_a_load_that_fails_before_it_begins_undoes_nothing_that_an_update_before_has_left(
+    gpu: Any, tmp_path: Path
+) -> None:
+    update(gpu, 1)
+    second = read_ahead(gpu, tmp_path / "v2")
+    gpu.load_snapshot(str(tmp_path / "v2"))  # and the gateway dies before it frees version 1
+    for call in (gpu.prepare_snapshot, gpu.load_snapshot):
+        with suppress(FileNotFoundError):
+            call(str(tmp_path / "v3"), 3)
+    gpu.undo_load()
+    assert holds(gpu, second)
 
 
 @pytest.mark.parametrize(

@@ -145,3 +145,22 @@ async def test_a_trainer_that_leaves_after_the_commit_leaves_the_served_version_
     await rig.add_replica("engine-2", seed=2)
     await rig.until(BOTH_SERVE | {"engine-2": "SERVING"})
     assert {replica.weight_version for replica in rig.fleet.replicas} == {1}
+
+
+async def test_an_engine_that_no_call_of_an_update_reached_is_not_asked_for_weights_of_an_older_update(
+    start_rig: StartRig, folder: Path, calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It still has them where the gateway died, or the engine did not answer, before they were freed."""
+
+    async def fail(self: VllmEngine, *_: Any) -> None:
+        raise EngineFailed("it is busy", replica_id=self.replica_id)
+
+    rig = await start_rig(2, sim=ROOM, weights={"store": str(folder)})
+    assert (await push(rig, folder, value=1))[0] == 200
+    with monkeypatch.context() as patch:
+        for name in ("prepare_snapshot", "load_snapshot"):
+            patch.setattr(VllmEngine, name, fail)
+        assert (await push(rig, folder, value=2))[0] == 424
+    await rig.until(BOTH_SERVE)
+    assert calls.count("undo_load") == 0
+    assert sources((await rig.get("/v1/weight_updates"))[1]["weight_updates"][0]) == {"store"}

@@ -217,11 +217,12 @@ class Snapshots:
     async def note_holders(self, version: int, replicas: Iterable[Replica]) -> None:
         """Note that these replicas hold the version, for a restarted gateway: it is committed there."""
         replicas = list(replicas)
-        await self._note(version, replicas)
         if self._store is not None and self._store.has(version):
             with contextlib.suppress(StoreFailed):  # only a restarted gateway reads it
                 for replica in replicas:
                     await self._aside(self._store.note_holder, version, replica.info.incarnation)
+        # Last: a gateway that believes this must find the version in the store.
+        await self._note(version, replicas)
 
     async def note_overwritten(self, replicas: Iterable[Replica]) -> None:
         """Note that these replicas are about to hold no version. Engines that report versions report this too."""

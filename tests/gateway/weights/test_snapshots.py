@@ -2,7 +2,13 @@
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
+
+from engines.store.draft import Draft, claim_draft, raw
+from engines.store.weight_store import WeightStore
 from gateway.config.schema import WeightsConfig
 from gateway.weights.snapshots import Snapshots
 
@@ -20,3 +26,55 @@ async def test_where_the_folder_is_gone_the_reason_is_told_until_it_is_back(tmp_
         assert await snapshots.why_not(1) == ""
     finally:
         await snapshots.close()
+
+
+class _Death(Exception):
+    """The gateway ends here."""
+
+
+async def test_a_gateway_that_dies_at_any_moment_of_a_commit_leaves_no_record_of_a_version_that_cannot_be_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replicas: Any = [SimpleNamespace(info=SimpleNamespace(incarnation=one)) for one in ("a", "b")]
+    deaths = 0
+    for lived_through in range(4):
+        folder, left = tmp_path / str(lived_through), lived_through
+
+        def until_death(name: str) -> Any:
+            method = getattr(WeightStore, name)
+
+            def call(*arguments: Any) -> None:
+                nonlocal left
+                left -= 1
+                if left < 0:
+                    raise _Death
+                method(*arguments)
+
+            return call
+
+        snapshots = Snapshots(WeightsConfig(store=str(folder)), "app", lambda: None)
+        await snapshots.open()
+        await snapshots.promote(written(folder), 1, 0, [])
+        with monkeypatch.context() as patch:
+            for name in ("note_held", "note_holder"):
+                patch.setattr(WeightStore, name, until_death(name))
+            try:
+                await snapshots.note_holders(1, replicas)
+            except _Death:
+                deaths += 1
+        await snapshots.close()
+        next_store = WeightStore(folder)
+        for incarnation in ("a", "b"):
+            is_noted = next_store.held_by(incarnation).version == 1
+            assert next_store.adopt(1, incarnation) or not is_noted, lived_through
+        next_store.close()
+    assert deaths == 3
+
+
+def written(folder: Path) -> str:
+    """Return the name of a whole draft."""
+    path, _ = claim_draft(folder)
+    draft = Draft(path, "sim")
+    draft.add([raw("weight", "float32", [1], bytes(4))])
+    draft.finish()
+    return path.name

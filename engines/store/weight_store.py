@@ -148,10 +148,15 @@ class WeightStore:
         with disk_errors(draft):
             _link_rest(checkpoint, draft)
             replace(manifest, version=version).write(draft)
+            draft.stat()  # raises where it was thrown away meanwhile
             if target.exists():
                 shutil.rmtree(target)
             self._known.add(version)  # before it is there: `prune` may run beside this
-            draft.rename(target)
+            try:
+                draft.rename(target)
+            except OSError:
+                self._known.discard(version)
+                raise
             (target / OWNER).unlink(missing_ok=True)  # not before: `sweep`, too, may run beside this
             sync(self.folder)
         if (owner := self._owned.pop(draft, None)) is not None:

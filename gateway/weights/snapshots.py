@@ -121,7 +121,14 @@ class Snapshots:
         await self.make_room(served)
         if not await self._has_room(num_bytes):
             raise StoreFailed(self._why_not)
-        return await self._aside(store.draft)
+        claiming = asyncio.ensure_future(self._aside(store.draft))
+        try:
+            return await asyncio.shield(claiming)
+        except asyncio.CancelledError:  # the trainer has left, and nobody else knows the draft
+            await asyncio.wait([claiming])
+            if claiming.exception() is None:
+                await self.discard(claiming.result())
+            raise
 
     async def make_room(self, served: int) -> None:
         """Keep the served version alone beside one that is about to be written."""
@@ -191,12 +198,17 @@ class Snapshots:
     async def promote(self, name: str, version: int, served: int, names: Iterable[str]) -> Path:
         """Make a draft `version`, with missing tensors of `names` copied from version `served`.
 
-        A cancelled call returns when the thread has ended: what it promoted can be withdrawn then.
+        A cancelled call returns when the thread has ended: what it promoted can be withdrawn then. Where the thread
+        does not end in time, it finds no draft to promote.
         """
         store, base = self._open_store(), self.base(served)
         draft = store.named(name)
-        await self._to_its_end(complete, draft, Path(base) if base else None, list(names))
-        return await self._to_its_end(store.promote, draft, version, self._checkpoint())
+        try:
+            await self._to_its_end(complete, draft, Path(base) if base else None, list(names))
+            return await self._to_its_end(store.promote, draft, version, self._checkpoint())
+        except BaseException:
+            await self.discard(draft)
+            raise
 
     async def withdraw(self, version: int) -> None:
         """Remove a version that is not served, as `discard` does a draft."""

@@ -39,8 +39,8 @@ class Swaps:
         load: Load,
         prepare: Prepare | None = None,
     ) -> None:
-        """`load` has one replica load the version; `prepare` reads it ahead while these replicas serve, and returns those that
-        have answered."""
+        """`load` has one replica load the version; `prepare` reads it ahead while these replicas serve, and
+        returns those that have answered."""
         self._parts = parts
         self._update = update
         self._members = members

@@ -1,12 +1,16 @@
 """The store of a gateway, where its folder leaves while it serves."""
 
+import asyncio
 import shutil
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from engines.errors import StoreFailed
 from engines.store.draft import Draft, claim_draft, raw
 from engines.store.weight_store import WeightStore
 from gateway.config.schema import WeightsConfig
@@ -69,6 +73,56 @@ async def test_a_gateway_that_dies_at_any_moment_of_a_commit_leaves_no_record_of
             assert next_store.adopt(1, incarnation) or not is_noted, lived_through
         next_store.close()
     assert deaths == 3
+
+
+async def test_a_promotion_that_the_store_ends_late_makes_no_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The update was aborted meanwhile, and its number may be used again."""
+    promote, ended = WeightStore.promote, threading.Event()
+
+    def promote_late(*arguments: Any) -> None:
+        time.sleep(0.3)
+        try:
+            promote(*arguments)
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(WeightStore, "promote", promote_late)
+    snapshots = Snapshots(WeightsConfig(store=str(tmp_path), load_timeout_s=0.1), "app", lambda: None)
+    await snapshots.open()
+    with pytest.raises(StoreFailed, match="did not answer"):
+        await snapshots.promote(written(tmp_path), 1, 0, [])
+    await snapshots.withdraw(1)
+    assert await asyncio.to_thread(ended.wait, 20)
+    await snapshots.removed()
+    assert snapshots.versions == []
+    assert not [path.name for path in tmp_path.iterdir() if path.is_dir()]
+    await snapshots.close()
+
+
+async def test_a_trainer_that_leaves_while_its_draft_is_made_leaves_no_draft(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draft, begun = WeightStore.draft, threading.Event()
+
+    def draft_late(self: WeightStore) -> Path:
+        begun.set()
+        time.sleep(0.2)
+        return draft(self)
+
+    monkeypatch.setattr(WeightStore, "draft", draft_late)
+    snapshots = Snapshots(WeightsConfig(store=str(tmp_path)), "app", lambda: None)
+    await snapshots.open()
+    claiming = asyncio.create_task(snapshots.claim(0, 1))
+    assert await asyncio.to_thread(begun.wait, 20)
+    claiming.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await claiming
+    await asyncio.sleep(0.4)
+    await snapshots.removed()
+    assert not [path.name for path in tmp_path.iterdir() if path.is_dir()]
+    await snapshots.close()
 
 
 def written(folder: Path) -> str:

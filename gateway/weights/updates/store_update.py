@@ -1,6 +1,6 @@
 """Updates from a draft in the weight store: all replicas load it together, or one after the other."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from engines.announcement import check_tensors
@@ -8,11 +8,12 @@ from engines.engine import Json
 from engines.errors import WeightUpdateConflict
 from engines.types import InFlight
 from gateway.fleet.replica import Replica
-from gateway.fleet.replica_calls import names, prepare_all, try_on_all
+from gateway.fleet.replica_calls import names, prepare_all
 from gateway.weights.updates.machine import UpdateMachine
 from gateway.weights.updates.parts import Parts
 from gateway.weights.updates.record import WeightUpdate
 from gateway.weights.updates.swaps import Swaps
+from gateway.weights.verdicts import Finding
 
 
 class StoreUpdate:
@@ -74,12 +75,13 @@ class StoreUpdate:
         except BaseException:  # also where the trainer leaves during the abort
             await self._parts.snapshots.withdraw(update.version)
             raise
-        await self._free_replaced(list(findings))
+        self._free_replaced(findings)
         await self._parts.snapshots.settle(update.version)
 
-    async def _free_replaced(self, replicas: Sequence[Replica]) -> None:
-        """Have engines free the weights before, which they may have kept for an undo."""
-        await try_on_all(replicas, lambda engine: engine.drop_receipt(self._parts.config.control_timeout_s))
+    def _free_replaced(self, findings: Mapping[Replica, Finding]) -> None:
+        """Have engines free the weights before, which they may have kept for an undo, also where the trainer leaves."""
+        passed = [replica for replica, finding in findings.items() if finding.may_serve]
+        self._parts.catch_up.bring_back(passed, is_awaited=True)
 
     def _next_version(self, asked: int | None) -> int:
         if asked is not None and asked < self._parts.fleet.next_version:

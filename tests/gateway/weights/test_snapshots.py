@@ -97,7 +97,7 @@ async def test_a_promotion_that_the_store_ends_late_makes_no_version(
     assert await asyncio.to_thread(ended.wait, 20)
     await snapshots.removed()
     assert snapshots.versions == []
-    assert not [path.name for path in tmp_path.iterdir() if path.is_dir()]
+    assert folders(tmp_path) == []
     await snapshots.close()
 
 
@@ -121,7 +121,7 @@ async def test_a_trainer_that_leaves_while_its_draft_is_made_leaves_no_draft(
         await claiming
     await asyncio.sleep(0.4)
     await snapshots.removed()
-    assert not [path.name for path in tmp_path.iterdir() if path.is_dir()]
+    assert folders(tmp_path) == []
     await snapshots.close()
 
 
@@ -132,3 +132,7 @@ def written(folder: Path) -> str:
     draft.add([raw("weight", "float32", [1], bytes(4))])
     draft.finish()
     return path.name
+
+
+def folders(place: Path) -> list[str]:
+    return [path.name for path in place.iterdir() if path.is_dir()]

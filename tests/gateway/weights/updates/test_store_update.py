@@ -84,11 +84,18 @@ async def test_a_replica_without_room_beside_the_weights_takes_the_version_befor
     assert {replica.weight_version for replica in rig.fleet.replicas} == {1}
 
 
+async def until_freed(rig: Rig) -> None:
+    """Return when no engine keeps the weights before."""
+    async with asyncio.timeout(20):
+        while any(replica._server._replaced is not None for replica in rig.replicas):
+            await asyncio.sleep(0.01)
+
+
 @pytest.mark.parametrize("rolling", [False, True])
 async def test_the_weights_before_are_freed_at_the_commit(start_rig: StartRig, folder: Path, rolling: bool) -> None:
     rig = await start_rig(2, sim=ROOM, weights={"store": str(folder)})
     assert (await push(rig, folder, value=1, rolling=rolling))[0] == 200
-    assert not any([await replica.engine.undo_load(0, 10.0) for replica in rig.fleet.replicas])
+    await until_freed(rig)
 
 
 async def test_a_replica_that_fails_to_free_them_fails_no_update(

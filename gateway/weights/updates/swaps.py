@@ -91,7 +91,7 @@ class Swaps:
         update, config = self._update, self._parts.config
         if self._prepare is not None:
             with update.timed("prepare"):
-                update.receivers = tuple(turn)
+                update.receivers = (*update.receivers, *turn)
                 self._ready = await self._prepare(turn)
         if not (turn := self._leave(turn)):
             return  # they have left meanwhile
@@ -105,7 +105,12 @@ class Swaps:
             await self._verify(replicas)
         if update.rolling:
             await self._serve_ahead(began)
-            update.receivers = ()
+            update.receivers = self._unused()
+
+    def _unused(self) -> tuple[Replica, ...]:
+        """Return the replicas of earlier turns that have read the version ahead, and serve on without it."""
+        others = (None, self._update.version)
+        return tuple(replica for replica in self._update.receivers if replica.weight_version not in others)
 
     def _leave(self, turn: Sequence[Replica]) -> Sequence[Replica]:
         """Place no more rollouts on the turn of a rolling update. Return its replicas that are still there."""

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from engines.clients.vllm_engine import VllmEngine
+from engines.errors import EngineFailed
 from engines.sim.worker import SimWorker
 from engines.store.draft import Draft, claim_draft, raw
 from gateway.fleet.replica import Replica
@@ -344,6 +346,32 @@ async def test_with_quorum_the_one_that_fails_is_fenced_and_the_update_goes_on(s
     _, updates = await rig.get("/v1/weight_updates")
     assert updates["weight_updates"][0]["replicas"]["engine-2"]["canary"]["result"] == "failed"
     rig.replicas[2].heal()
+
+
+async def test_a_replica_that_serves_on_frees_what_it_has_read_ahead_of_an_update_that_fails_later(
+    start: StartRig, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pause, drop_receipt, dropped = VllmEngine.pause, VllmEngine.drop_receipt, list[str]()
+
+    async def fail(self: VllmEngine, *arguments: Any, **named: Any) -> None:
+        if self.replica_id == "engine-2":
+            raise EngineFailed("it does not stop", replica_id=self.replica_id)
+        await pause(self, *arguments, **named)
+
+    async def noted(self: VllmEngine, timeout_s: float) -> None:
+        dropped.append(self.replica_id)
+        await drop_receipt(self, timeout_s)
+
+    monkeypatch.setattr(VllmEngine, "pause", fail)
+    monkeypatch.setattr(VllmEngine, "drop_receipt", noted)
+    rig = await start(4, weights={"must_pass": "quorum", "quorum": 0.75}, odd={"engine-3": {"corrupt_loads": True}})
+    rig.fleet.replicas[2].load_tokens = 1
+    rig.fleet.replicas[3].load_tokens = 2
+    status, reply = await push(rig, folder)
+    assert (status, reply["error"]["replica_id"]) == (424, "engine-3")
+    rig.replicas[3].heal()
+    await until_held(rig, 4, version=0)
+    assert "engine-2" in dropped
 
 
 async def test_of_the_first_two_that_differ_none_is_believed(start: StartRig, folder: Path) -> None:

@@ -168,10 +168,10 @@ class WeightStore:
         self._known.discard(version)
         return self.throw_away(self.path(version))
 
-    def note_holder(self, version: int, incarnation: str) -> None:
-        """Note that this engine holds the version, for a restarted gateway; see `adopt`."""
+    def note_holders(self, version: int, incarnations: Iterable[str]) -> None:
+        """Note that these engines hold the version, for a restarted gateway; see `adopt`."""
         with disk_errors(self.path(version)), (self.path(version) / HELD_BY).open("a", encoding="utf-8") as notes:
-            notes.write(f"{incarnation}\n")
+            notes.writelines(f"{incarnation}\n" for incarnation in incarnations)
 
     def note_held(self, version: int | None, incarnations: Iterable[str]) -> None:
         """Note the version that engines hold, even if the store does not keep it; None is a mixture."""

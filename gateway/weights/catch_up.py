@@ -254,7 +254,7 @@ class CatchUp:
             ends_update=is_overwritten,
             leaves_group=leaves_group,
         )
-        if is_overwritten:
+        if is_overwritten and aborted is None:
             # After a restart of the gateway in the middle of an update only the store knows the version before.
             self._fleet.learn(await self._snapshots.last_held_by(replica.info.incarnation))
         source = await self._recover(replica, kept)

@@ -170,7 +170,7 @@ class Snapshots:
         A draft of changes must refer to version `served`. Raises `InvalidRequest` where it is missing or damaged.
         """
         store = self._open_store()
-        draft = store.named(name)
+        draft = await self._aside(store.named, name)
         manifest = await self._aside(Manifest.read, draft)
         if manifest.base not in (None, served):
             raise InvalidRequest(
@@ -201,11 +201,13 @@ class Snapshots:
         A cancelled call returns when the thread has ended: what it promoted can be withdrawn then. Where the thread
         does not end in time, it finds no draft to promote.
         """
-        store, base = self._open_store(), self.base(served)
-        draft = store.named(name)
+        store = self._open_store()
+        draft = await self._aside(store.named, name)
         try:
+            base = await self._aside(self.base, served)
             await self._to_its_end(complete, draft, Path(base) if base else None, list(names))
-            return await self._to_its_end(store.promote, draft, version, self._checkpoint())
+            checkpoint = await self._aside(self._checkpoint)
+            return await self._to_its_end(store.promote, draft, version, checkpoint)
         except BaseException:
             await self.discard(draft)
             raise
@@ -231,8 +233,8 @@ class Snapshots:
         replicas = list(replicas)
         if self._store is not None and self._store.has(version):
             with contextlib.suppress(StoreFailed):  # only a restarted gateway reads it
-                for replica in replicas:
-                    await self._aside(self._store.note_holder, version, replica.info.incarnation)
+                holders = [replica.info.incarnation for replica in replicas]
+                await self._soon(self._store.note_holders, version, holders)
         # Last: a gateway that believes this must find the version in the store.
         await self._note(version, replicas)
 
@@ -248,7 +250,7 @@ class Snapshots:
         if self._store is None:
             return self._noted.get(incarnation)
         try:
-            return await self._aside(self._store.held_by, incarnation)
+            return await self._soon(self._store.held_by, incarnation)
         except StoreFailed as error:
             log.error("no record of an engine can be read", engine=incarnation, error=str(error))
             return Note(None)
@@ -259,7 +261,7 @@ class Snapshots:
             self._noted |= dict.fromkeys(incarnations, Note(version))
         elif incarnations:
             try:
-                await self._aside(self._store.note_held, version, incarnations)
+                await self._soon(self._store.note_held, version, incarnations)
             except StoreFailed as error:
                 log.error("not noted: the version of engines", engines=incarnations, version=version, error=str(error))
 
@@ -277,8 +279,12 @@ class Snapshots:
         for incarnation in holders:
             if store.has(version) or await self._aside(store.adopt, version, incarnation):
                 break
-        with store.reading(version) as path:
+        reading = store.reading(version)
+        path = await self._aside(reading.__enter__)
+        try:
             yield path
+        finally:
+            reading.__exit__(None, None, None)
 
     async def _keep(
         self, draft: Path, version: int, scribe: Replica, holders: Sequence[Replica], digests: dict[str, str]
@@ -292,7 +298,8 @@ class Snapshots:
                     await asyncio.sleep(_POLL_S)
             await self._aside(_check_digests, draft, digests)
             store = self._open_store()
-            await self._aside(store.promote, draft, version, self._checkpoint())
+            checkpoint = await self._aside(self._checkpoint)
+            await self._aside(store.promote, draft, version, checkpoint)
             await self.note_holders(version, holders)
             log.info("version kept", version=version, seconds=round(time.monotonic() - began, 3))
         except (StoreFailed, TimeoutError) as error:
@@ -344,9 +351,13 @@ class Snapshots:
             await asyncio.wait([running])
             raise
 
-    async def _aside(self, call: Callable[..., T], *arguments: object) -> T:
+    async def _soon(self, call: Callable[..., T], *arguments: object) -> T:
+        """As `_aside`, for records: replicas stand still until they are written."""
+        return await self._aside(call, *arguments, timeout_s=self._config.control_timeout_s)
+
+    async def _aside(self, call: Callable[..., T], *arguments: object, timeout_s: float | None = None) -> T:
         """Runs the call in a thread. Turns errors and silence of the file system into `StoreFailed`."""
-        timeout_s = self._config.load_timeout_s
+        timeout_s = timeout_s or self._config.load_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
                 return await asyncio.to_thread(call, *arguments)

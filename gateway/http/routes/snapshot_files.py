@@ -49,17 +49,16 @@ class SnapshotFiles:
         """Reply with the files of a weight version."""
         version = int(request.match_info["version"])
         async with self._reading(version) as folder:
-            files = [{"name": path.name, "bytes": path.stat().st_size} for path in folder.iterdir() if _is_sent(path)]
-        return reply({"version": version, "files": sorted(files, key=lambda file: str(file["name"]))})
+            sizes = await asyncio.to_thread(_sizes, folder)
+        return reply({"version": version, "files": [{"name": name, "bytes": sizes[name]} for name in sorted(sizes)]})
 
     async def _send(self, request: web.Request) -> web.StreamResponse:
         """Send a file of a weight version, whole or the range asked for."""
         version, name = int(request.match_info["version"]), request.match_info["file"]
         async with self._reading(version) as folder:
-            path = next((path for path in folder.iterdir() if path.name == name and _is_sent(path)), None)
-            if path is None:
+            if name not in await asyncio.to_thread(_sizes, folder):
                 raise InvalidRequest(f"version {version} has no file {name!r}", param="file")
-            return await _send_part(request, path)
+            return await _send_part(request, folder / name)
 
     def _reading(self, version: int) -> contextlib.AbstractAsyncContextManager[Path]:
         return self._snapshots.reading(version, [replica.info.incarnation for replica in self._fleet.trained])
@@ -68,7 +67,7 @@ class SnapshotFiles:
 async def _send_part(request: web.Request, path: Path) -> web.StreamResponse:
     """Send the bytes that `Range` names. Reads run in a thread: no token waits for the disk."""
     # aiohttp's FileResponse leaks the file when a client disconnects while it is opened.
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = await asyncio.to_thread(os.open, path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         size = os.fstat(descriptor).st_size
         begin, end, is_part = _span(request, size)
@@ -100,6 +99,11 @@ def _span(request: web.Request, size: int) -> tuple[int, int, bool]:
             f"Range {request.headers.get('Range')!r} is outside the file of {size} bytes", param="Range"
         )
     return begin, end, asked != slice(None, None, 1)
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    """Return the bytes of a version's files, by their names."""
+    return {path.name: path.stat().st_size for path in folder.iterdir() if _is_sent(path)}
 
 
 def _is_sent(path: Path) -> bool:

@@ -137,7 +137,7 @@ def test_a_store_has_one_gateway(store: WeightStore) -> None:
 def test_a_gateway_started_anew_knows_only_versions_that_a_living_engine_holds(store: WeightStore) -> None:
     for version in (1, 2):
         store.promote(written(store, version), version, None)
-    store.note_holder(2, "engine-0@17")
+    store.note_holders(2, ["engine-0@17"])
     store.close()
     again = WeightStore(store.folder)
     assert again.versions == []

@@ -1,6 +1,7 @@
 """Updates from the store: a refused version is taken back from the memory of the tensors that were read ahead."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from engines.clients.vllm_engine import VllmEngine
 from engines.errors import EngineFailed
 from engines.store.draft import Draft, claim_draft, raw
+from engines.store.weight_store import WeightStore
 from tests.rigs.rig import Json, Rig, StartRig
 
 ROOM = {"stage_bytes": 64}
@@ -171,3 +173,17 @@ async def test_an_engine_that_no_call_of_an_update_reached_is_not_asked_for_weig
     await rig.until(BOTH_SERVE)
     assert calls.count("undo_load") == 0
     assert sources((await rig.get("/v1/weight_updates"))[1]["weight_updates"][0]) == {"store"}
+
+
+async def test_a_store_that_hangs_keeps_no_replica_from_its_own_memory(
+    start_rig: StartRig, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hang(*_: Any) -> int:
+        time.sleep(5)
+        raise OSError("the mount was gone")
+
+    rig = await start_rig(2, sim=ROOM, weights={"store": str(folder)})
+    monkeypatch.setattr(WeightStore, "last_held_by", hang)
+    record = await refuse(rig, folder)
+    assert sources(record) == {"kept weights"}
+    assert record["seconds"]["undo"] < 4

@@ -1,12 +1,14 @@
 """The places of engines in their groups: a successor takes the place, and so the label, of an engine that was lost."""
 
 from collections.abc import Set as AbstractSet
+from functools import partial
 from pathlib import Path
 
 import structlog
 from pydantic import BaseModel, ValidationError
 
 from engines.types import ReplicaInfo
+from gateway.fleet.history.file_writer import FileWriter
 
 log = structlog.get_logger()
 
@@ -32,6 +34,7 @@ class Places:
     def __init__(self) -> None:
         self._record = _Record()
         self._file: Path | None = None
+        self._writer = FileWriter()
 
     def keep_in(self, folder: Path, configuration: str) -> None:
         """Take over the places of a gateway with the same `configuration`, and keep them in `folder` from now on.
@@ -68,12 +71,20 @@ class Places:
         self._record.groups[group][number] = Place()
         self._write()
 
+    def flush(self, timeout_s: float) -> None:
+        """Wait until the file is written, at most so long."""
+        self._writer.flush(timeout_s)
+
     def _write(self) -> None:
+        if self._file is not None:
+            self._writer.add(partial(self._write_now, self._record.model_dump_json()))
+
+    def _write_now(self, record: str) -> None:
         if self._file is None:
             return
         new = self._file.with_suffix(".new")
         try:
-            new.write_text(self._record.model_dump_json())
+            new.write_text(record)
             new.replace(self._file)
         except OSError as error:
             log.warning("restarts are no longer kept over the gateway's own", file=str(self._file), error=str(error))

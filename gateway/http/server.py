@@ -55,6 +55,9 @@ from gateway.ledger.shared import SharedLedger
 from gateway.weights.coordinator import WeightCoordinator
 from gateway.weights.snapshots import Snapshots
 
+_FLUSH_S = 1.0
+"""Longest wait of the gateway's end for the files of events and places."""
+
 
 class GatewayServer:
     """The application in front of one fleet. Owns the tasks that watch the fleet, its weights and its adapters."""
@@ -170,6 +173,8 @@ class GatewayServer:
         await self._ledger.close()
         await self._tasks.stop()
         await self._snapshots.close()
+        for record in (self.fleet.events, self.fleet.places):
+            await asyncio.to_thread(record.flush, _FLUSH_S)
         await asyncio.to_thread(self._access.close)
         if self._trace is not None:
             await asyncio.to_thread(self._trace.close)

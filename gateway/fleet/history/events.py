@@ -3,11 +3,13 @@
 import json
 import time
 from collections import deque
+from functools import partial
 from pathlib import Path
 
 import structlog
 
 from engines.engine import Json
+from gateway.fleet.history.file_writer import FileWriter
 
 log = structlog.get_logger()
 
@@ -24,6 +26,7 @@ class Events:
         self._events: deque[Json] = deque(maxlen=KEPT)
         self._file: Path | None = None
         self._lines = 0
+        self._writer = FileWriter()
 
     def keep_in(self, folder: Path) -> None:
         """Take over the events of the gateway before this one, and keep all events in `folder` from now on."""
@@ -49,13 +52,21 @@ class Events:
         self._lines = 0
         self._write("w", list(self._events))
 
+    def flush(self, timeout_s: float) -> None:
+        """Wait until all events are in the file, at most so long."""
+        self._writer.flush(timeout_s)
+
     def _write(self, mode: str, events: list[Json]) -> None:
+        self._lines += len(events)
+        if self._file is not None:
+            self._writer.add(partial(self._write_now, mode, events))
+
+    def _write_now(self, mode: str, events: list[Json]) -> None:
         if self._file is None:
             return
         try:
             with self._file.open(mode, encoding="utf-8") as file:
                 file.writelines(json.dumps(event) + "\n" for event in events)
-            self._lines += len(events)
         except OSError as error:
             log.warning("events are no longer kept", file=str(self._file), error=str(error))
             self._file = None

@@ -53,6 +53,7 @@ def test_places_and_restarts_outlive_the_gateway_in_whatever_order_engines_join_
     first.keep_in(tmp_path, "as deployed")
     for name in "abc":
         first.take(engine(name), {"engine-a", "engine-b"})
+    first.flush(20.0)
     second = Places()
     second.keep_in(tmp_path, "as deployed")
     present = {"engine-d", "engine-b", "engine-c"}
@@ -65,6 +66,7 @@ def test_another_configuration_counts_from_0(tmp_path: Path) -> None:
     first = Places()
     first.keep_in(tmp_path, "before")
     first.take(engine("a"), {"engine-a"})
+    first.flush(20.0)
     second = Places()
     second.keep_in(tmp_path, "after")
     assert second.take(engine("b"), {"engine-b"}) == (0, 0)

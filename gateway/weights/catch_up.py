@@ -29,6 +29,8 @@ log = structlog.get_logger()
 
 _TRIES = 3
 _RETRY_S = 2.0
+_AGAIN_S = 60.0
+"""Time until a replica that was given up is tried again: a store may fail for a while, and nobody tells of its end."""
 _RESET_AGAIN_S = 0.05
 _AND = "; not brought back: "
 _KEPT, _STORE = "kept weights", "store"
@@ -146,6 +148,11 @@ class CatchUp:
     def _look_again(self) -> None:
         self._given_up.clear()
         self._look.set()
+
+    def _try_again(self, replica: Replica, version: int) -> None:
+        if self._given_up.get(replica) == version:
+            del self._given_up[replica]
+            self._look.set()
 
     def _is_behind(self, replica: Replica) -> bool:
         """A SYNCING replica with the fleet's weights lacks LoRA adapters, and is left to `AdapterCoordinator`."""
@@ -389,5 +396,6 @@ class CatchUp:
 
     def _give_up(self, replica: Replica, version: int, reason: str) -> None:
         self._given_up[replica] = version
+        asyncio.get_running_loop().call_later(_AGAIN_S, self._try_again, replica, version)
         log.error("replica is not brought back", replica=replica.replica_id, version=version, reason=reason)
         self._fleet.explain(replica, f"{replica.reason.partition(_AND)[0]}{_AND}{reason}")

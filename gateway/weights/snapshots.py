@@ -140,7 +140,7 @@ class Snapshots:
     async def discard(self, draft: Path | None) -> None:
         """Take a draft from its writer, which fails then, and remove it in the background."""
         if draft is not None and self._store is not None:
-            self._remove(await self._aside(self._store.throw_away, draft))
+            await self._throw_away(self._store.throw_away, draft)
 
     async def removed(self) -> None:
         """Returns once discarded drafts are removed, at most after weights.store_wait_s."""
@@ -215,7 +215,14 @@ class Snapshots:
     async def withdraw(self, version: int) -> None:
         """Remove a version that is not served, as `discard` does a draft."""
         if self._store is not None:
-            self._remove(await self._aside(self._store.withdraw, version))
+            await self._throw_away(self._store.withdraw, version)
+
+    async def _throw_away(self, call: Callable[..., Path], what: Path | int) -> None:
+        """Remove what an update has left. A store that does not answer hides no reason of the update's end."""
+        try:
+            self._remove(await self._aside(call, what))
+        except StoreFailed as error:
+            log.error("not removed from the weight store", left=str(what), error=str(error))
 
     async def settle(self, served: int) -> None:
         """Remove older versions and dead drafts, and call the listeners. The version is served whatever fails here."""

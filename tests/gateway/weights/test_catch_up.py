@@ -14,13 +14,14 @@ from aiohttp import web
 
 from engines.clients.vllm_engine import VllmEngine
 from engines.engine import ReceiptCopy
-from engines.errors import StoreFailed
+from engines.errors import EngineFailed, StoreFailed
 from engines.sim.server import SimServer
 from engines.sim.worker import SimWorker
 from engines.store.draft import Draft, claim_draft, raw
 from engines.store.manifest import Manifest, check_bytes
 from engines.store.weight_store import WeightStore, remove_folder
 from gateway.fleet.replica import Replica
+from gateway.weights import catch_up
 from gateway.weights.canary import Canary
 from gateway.weights.catch_up import CatchUp
 from gateway.weights.snapshots import Snapshots
@@ -830,3 +831,43 @@ async def test_an_engine_started_anew_that_cannot_say_is_at_the_checkpoint(kept:
     again = await start(kept.replicas)
     await again.until(BOTH_SERVE)
     assert await served_versions(again) == {0}
+
+
+async def test_a_replica_that_a_store_out_of_reach_kept_back_is_tried_again(
+    kept: Rig, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(catch_up, "_AGAIN_S", 0.2)
+    away = folder.with_name("away")
+    shutil.move(folder, away)
+    await kept.replicas[1].kill()
+    await kept.until({"engine-0": "SERVING"})
+    await kept.add_replica("engine-1", seed=1)
+    async with asyncio.timeout(20):
+        while "not brought back" not in kept.fleet.replicas[-1].reason:
+            await asyncio.sleep(0.02)
+    shutil.move(away, folder)
+    await kept.until(BOTH_SERVE)
+    assert {replica.weight_version for replica in kept.fleet.replicas} == {1}
+
+
+async def test_a_store_that_does_not_answer_hides_no_reason_of_a_refusal(
+    start: StartRig, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hang(*_: object) -> Path:
+        raise OSError("the mount is gone")
+
+    rig = await start()
+    draft, _ = claim_draft(folder)
+    written = Draft(draft, "sim")
+    written.add([raw("w", "float32", [4, 4], bytes(64)), raw("b", "float32", [4], bytes(16))])
+    written.finish()
+    count = len((await rig.get("/v1/weight_canary"))[1]["token_ids"]) - 1
+    monkeypatch.setattr(WeightStore, "withdraw", hang)
+    monkeypatch.setattr(VllmEngine, "load_snapshot", fail_to_load)
+    body = {"transport": "store", "snapshot": draft.name, "canary_logprobs": [-7.0] * count}
+    status, reply = await rig.post("/v1/weight_updates", body)
+    assert (status, "no such tensor" in reply["error"]["message"]) == (424, True)
+
+
+async def fail_to_load(self: VllmEngine, *_: object) -> None:
+    raise EngineFailed("no such tensor", replica_id=self.replica_id)

@@ -67,7 +67,7 @@ class SnapshotFiles:
 async def _send_part(request: web.Request, path: Path) -> web.StreamResponse:
     """Send the bytes that `Range` names. Reads run in a thread: no token waits for the disk."""
     # aiohttp's FileResponse leaks the file when a client disconnects while it is opened.
-    descriptor = await asyncio.to_thread(os.open, path, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = await _opened(path)
     try:
         size = os.fstat(descriptor).st_size
         begin, end, is_part = _span(request, size)
@@ -85,6 +85,21 @@ async def _send_part(request: web.Request, path: Path) -> web.StreamResponse:
         return response
     finally:
         os.close(descriptor)
+
+
+async def _opened(path: Path) -> int:
+    """Return the descriptor of a file. It is closed where the client leaves while it is opened."""
+    opening = asyncio.ensure_future(asyncio.to_thread(os.open, path, os.O_RDONLY | os.O_CLOEXEC))
+    try:
+        return await asyncio.shield(opening)
+    except asyncio.CancelledError:
+        opening.add_done_callback(_close)
+        raise
+
+
+def _close(opening: "asyncio.Future[int]") -> None:
+    if not opening.cancelled() and opening.exception() is None:
+        os.close(opening.result())
 
 
 def _span(request: web.Request, size: int) -> tuple[int, int, bool]:

@@ -1,17 +1,24 @@
 """The weight calls that our code in an engine's workers answers, the same for vLLM and SGLang."""
 
 import asyncio
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+import structlog
+
 from engines.clients.http import HttpEngine
 from engines.engine import Json, Peer, ReceiptCopy
-from engines.errors import EngineFailed
+from engines.errors import EngineFailed, EngineRefused
+
+log = structlog.get_logger()
 
 _FIRST_LOOK_S = 0.005
 _LOOK_S = 0.05
+_NO_METHOD = re.compile(r"'wipe_kv' is not implemented|no attribute 'wipe_kv'")
+"""The words of vLLM and of our code in SGLang for a method that the workers lack."""
 MIXED = "mixed"
 """Label of weights that are being overwritten, so that a restarted gateway does not serve them."""
 
@@ -67,8 +74,15 @@ class EngineWithWorkers(HttpEngine, ABC):
         return True
 
     async def wipe_kv(self, timeout_s: float) -> None:
-        if self._has_our_worker:
+        if not self._has_our_worker:
+            return
+        try:
             await self._on_workers("wipe_kv", {}, timeout_s)
+        except (EngineRefused, EngineFailed) as error:
+            if not _NO_METHOD.search(str(error)):
+                raise
+            # The server has an older release of our code: it keeps its KV, as a server without our code does.
+            log.warning("KV is not overwritten", replica=self.replica_id, error=str(error))
 
     async def open_receipt(self, copy: ReceiptCopy | None, timeout_s: float) -> None:
         if self._has_tee:

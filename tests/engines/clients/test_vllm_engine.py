@@ -1,6 +1,7 @@
 """Faults of an engine during a request: small servers, each with one fault."""
 
 import asyncio
+import json
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -315,3 +316,23 @@ async def test_packed_is_said_where_the_engines_version_wants_it(
     assert heard["init_info"].get("packed") is at_init
     assert heard["update_info"].get("packed") is at_update
     assert heard["update_info"]["names"] == ["w"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "Call to collective_rpc method failed: Method 'wipe_kv' is not implemented.",
+        "Worker failed with error 'Method 'wipe_kv' is not implemented.', please check the stack trace above",
+    ],
+)
+async def test_workers_of_an_older_release_keep_their_kv(serve: Serve, words: str) -> None:
+    engine = await serve(answering(json.dumps({"error": {"message": words, "code": 500}}), 500))
+    engine._has_tee = True
+    await engine.wipe_kv(TIMEOUT_S)
+
+
+async def test_a_wipe_that_fails_is_told(serve: Serve) -> None:
+    engine = await serve(answering('{"error": {"message": "CUDA error", "code": 500}}', 500))
+    engine._has_tee = True
+    with pytest.raises(EngineFailed, match="CUDA error"):
+        await engine.wipe_kv(TIMEOUT_S)

@@ -15,6 +15,7 @@ import pytest
 torch = pytest.importorskip("torch")
 safetensors_torch = pytest.importorskip("safetensors.torch")
 
+from engines.clients import our_workers
 from engines.errors import WeightUpdateFailed
 from engines.inside_sglang import worker
 from engines.inside_sglang.worker import WeightWorker
@@ -348,6 +349,14 @@ def test_answers_and_errors_are_those_of_all_workers(model: Model, monkeypatch: 
     assert not told.success
     assert "worker 0: FileNotFoundError" in told.message
     assert "worker 1: RuntimeError: no memory" in told.message
+
+
+def test_the_client_knows_the_words_for_a_method_that_these_workers_lack(monkeypatch: pytest.MonkeyPatch) -> None:
+    class WeightWorker:
+        """Of an older release."""
+
+    monkeypatch.setattr(worker, "_workers", [WeightWorker()])
+    assert our_workers._NO_METHOD.search(worker._outcome(None, "wipe_kv", {})["error"])
 
 
 def test_a_wipe_overwrites_the_kv_of_all_pools_and_no_table(own: WeightWorker) -> None:

@@ -84,7 +84,7 @@ class Places:
             return
         new = self._file.with_suffix(".new")
         try:
-            new.write_text(record)
+            new.write_text(record, encoding="utf-8")
             new.replace(self._file)
         except OSError as error:
             log.warning("restarts are no longer kept over the gateway's own", file=str(self._file), error=str(error))

@@ -4,6 +4,10 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
+import structlog
+
+log = structlog.get_logger()
+
 _MOST_WAITING = 1000
 """While a disk hangs, the oldest of more are forgotten."""
 
@@ -18,17 +22,21 @@ class FileWriter:
         self._idle.set()
 
     def add(self, write: Callable[[], None]) -> None:
-        """Run `write` soon. It raises nothing."""
+        """Run `write` soon. It should raise nothing: an error is logged, and the next write follows."""
         with self._lock:
             self._waiting.append(write)
             if not self._idle.is_set():
                 return
-            self._idle.clear()
-        threading.Thread(target=self._run, name="file writer", daemon=True).start()
+            try:
+                threading.Thread(target=self._run, name="file writer", daemon=True).start()
+            except RuntimeError as error:  # this process may have no more threads
+                log.warning("a file is written later", error=str(error))
+            else:
+                self._idle.clear()
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until all is written, at most so long. Return False where it is not."""
-        return self._idle.wait(timeout_s)
+        return self._idle.wait(timeout_s) and not self._waiting
 
     def _run(self) -> None:
         while True:
@@ -37,4 +45,7 @@ class FileWriter:
                     self._idle.set()
                     return
                 write = self._waiting.popleft()
-            write()
+            try:
+                write()
+            except Exception:
+                log.exception("a file is not written")

@@ -9,6 +9,7 @@ import os
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -33,6 +34,9 @@ AUTO = "auto"
 _POLL_S = 0.05
 _SHARED_MEMORY = Path("/dev/shm")
 _COPIES = 2
+_THREADS = 16
+"""Calls of the store at a time. Those that hang leave the loop its own threads, on which the rest of the gateway
+depends."""
 
 
 class Snapshots:
@@ -43,10 +47,11 @@ class Snapshots:
         self._folder = None if config.store is None else in_memory(app) if config.store == AUTO else Path(config.store)
         self._checkpoint = checkpoint
         self._store: WeightStore | None = None
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="weight store")
         self._why_not = "weights.store is null" if config.store is None else "not open yet"
         self._keeping: asyncio.Task[None] | None = None
         self._noted: dict[str, Note] = {}
-        self._removing: set[asyncio.Task[None]] = set()
+        self._removing: set[asyncio.Future[None]] = set()
         self._listeners: list[Callable[[], None]] = []
 
     async def open(self) -> None:
@@ -130,6 +135,10 @@ class Snapshots:
                 await self.discard(claiming.result())
             raise
 
+    def in_thread(self, call: Callable[..., T], *arguments: object) -> asyncio.Future[T]:
+        """Run a call that reads or writes the store."""
+        return asyncio.get_running_loop().run_in_executor(self._threads, call, *arguments)
+
     async def make_room(self, served: int) -> None:
         """Keep the served version alone beside one that is about to be written."""
         await self.removed()
@@ -149,7 +158,7 @@ class Snapshots:
 
     def _remove(self, folder: Path) -> None:
         """Remove a folder in the background: neither trainer nor replica waits for it."""
-        removing = asyncio.create_task(asyncio.to_thread(remove_folder, folder), name=f"remove {folder.name}")
+        removing = self.in_thread(remove_folder, folder)
         self._removing.add(removing)
         removing.add_done_callback(self._removing.discard)
 
@@ -367,7 +376,7 @@ class Snapshots:
         timeout_s = timeout_s or self._config.load_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
-                return await asyncio.to_thread(call, *arguments)
+                return await self.in_thread(call, *arguments)
         except TimeoutError as error:
             raise StoreFailed(f"the weight store did not answer within {timeout_s:g} s") from error
         except OSError as error:

@@ -161,13 +161,34 @@ async def test_a_store_that_hangs_stops_no_loop_and_holds_replicas_no_longer_tha
     await snapshots.close()
 
 
+async def test_a_store_that_hangs_leaves_other_files_their_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop's own threads are few."""
+    ends = threading.Event()
+    config = WeightsConfig(store=str(tmp_path), load_timeout_s=20.0, control_timeout_s=0.05)
+    snapshots = Snapshots(config, "app", lambda: None)
+    await snapshots.open()
+    with monkeypatch.context() as patch:
+        patch.setattr(WeightStore, "note_held", lambda *_: ends.wait(20))
+        for _ in range(40):
+            await snapshots.note_overwritten([replica("a")])
+        try:
+            async with asyncio.timeout(5):
+                assert await asyncio.to_thread(lambda: True)
+        finally:
+            ends.set()
+    await snapshots.close()
+
+
 async def opened(snapshots: Snapshots) -> AsyncIterator[Path]:
     async with snapshots.reading(1, []) as path:
         yield path
 
 
 def replica(incarnation: str) -> Any:
-    return SimpleNamespace(info=SimpleNamespace(incarnation=incarnation))
+    engine = SimpleNamespace(tells_version=False)
+    return SimpleNamespace(info=SimpleNamespace(incarnation=incarnation), engine=engine)
 
 
 def written(folder: Path) -> str:

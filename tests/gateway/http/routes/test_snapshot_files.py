@@ -5,6 +5,7 @@ import os
 import threading
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -16,8 +17,10 @@ from engines.store.draft import Draft, claim_draft, raw
 from engines.store.manifest import check_bytes
 from engines.store.peer_store import VERSIONS_PATH, PeerStore
 from engines.types import ReplicaState
+from gateway.config.schema import WeightsConfig
 from gateway.http.access import store_key
-from gateway.http.routes import snapshot_files
+from gateway.http.routes.snapshot_files import SnapshotFiles
+from gateway.weights.snapshots import Snapshots
 from tests.rigs.rig import Rig, StartRig
 from tests.rigs.shell import NearShell
 
@@ -216,7 +219,8 @@ async def test_a_file_whose_client_leaves_while_it_is_opened_is_closed(
     path.write_bytes(b"1")
     monkeypatch.setattr(os, "open", open_late)
     monkeypatch.setattr(os, "close", close)
-    opening = asyncio.create_task(snapshot_files._opened(path))
+    files = SnapshotFiles(Mock(), Snapshots(WeightsConfig(store=None), "app", lambda: None))
+    opening = asyncio.create_task(files._opened(path))
     await asyncio.sleep(0.05)
     opening.cancel()
     with pytest.raises(asyncio.CancelledError):

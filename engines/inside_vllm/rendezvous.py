@@ -15,8 +15,10 @@ def find_trainer_first(engine: Any) -> None:
         return
 
     def find_and_join(init_info: Any) -> None:
-        if init_info.master_address is not None and init_info.master_port is not None:
-            until_listening(init_info.master_address, init_info.master_port)
+        # Backends without a rendezvous, such as CUDA IPC, name no place.
+        address, port = (getattr(init_info, name, None) for name in ("master_address", "master_port"))
+        if address is not None and port is not None:
+            until_listening(address, port)
         join(init_info)
 
     find_and_join.finds_trainer = True  # type: ignore[attr-defined]

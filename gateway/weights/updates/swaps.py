@@ -8,15 +8,20 @@ ahead of the others.
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-from engines.errors import DeadlineExceeded, WeightUpdateFailed
+import structlog
+
+from engines.errors import DeadlineExceeded, EngineError, WeightUpdateFailed
 from engines.types import InFlight, ReplicaState
 from gateway.fleet.brake import Holder
 from gateway.fleet.replica import Replica
 from gateway.fleet.replica_calls import is_dead, on_one
 from gateway.fleet.together import together
+from gateway.weights.snapshots import bounded
 from gateway.weights.updates.parts import Parts
 from gateway.weights.updates.record import Phase, WeightUpdate
 from gateway.weights.verdicts import UNASKED, Finding, Result, ended_by
+
+log = structlog.get_logger()
 
 Load = Callable[[Replica], Awaitable[None]]
 Prepare = Callable[[Sequence[Replica]], Awaitable[Sequence[Replica]]]
@@ -25,6 +30,7 @@ _ON_ITS_WAY = (ReplicaState.UPDATING, ReplicaState.SUSPECT)
 _GONE = (ReplicaState.DRAINING, ReplicaState.LOST)
 # If two replicas disagree, neither is known to be right: a rolling update tolerates no failure before two have passed.
 _WITNESSES = 2
+_FORGET_S = 5.0
 _HOPED = Finding(Result.UNVERIFIED)
 
 
@@ -152,7 +158,15 @@ class Swaps:
         """Have a replica generate with its new weights. Its tokens are delivered after the verdict."""
         await replica.brake.release(Holder.UPDATE, self._parts.config.control_timeout_s)
         if replica.was_unknown:
-            await self._parts.catch_up.forget_kv(replica)
+            await self._forget_kv(replica)
+
+    async def _forget_kv(self, replica: Replica) -> None:
+        """Empty the KV of refused weights, unless requests hold it that are none of ours, as on an external server. The
+        canary finds weights that give NaN."""
+        try:
+            await bounded(self._parts.catch_up.forget_kv(replica), _FORGET_S, "requests hold its KV cache")
+        except (EngineError, DeadlineExceeded) as error:
+            log.warning("KV of refused weights is left", replica=replica.replica_id, error=str(error))
 
     async def _verify(self, replicas: Sequence[Replica]) -> None:
         """Find out by the canary which weights these replicas hold."""

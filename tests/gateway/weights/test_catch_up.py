@@ -25,6 +25,7 @@ from gateway.weights import catch_up
 from gateway.weights.canary import Canary
 from gateway.weights.catch_up import CatchUp
 from gateway.weights.snapshots import Snapshots
+from gateway.weights.updates import swaps
 from gateway.weights.verdicts import Finding, Result
 from tests.rigs.rig import Json, Rig, SimReplica, StartRig
 
@@ -554,6 +555,27 @@ async def test_kv_of_refused_weights_is_wiped_by_the_next_update_where_there_is_
     await rig.update()
     await rig.update()
     assert loads == ["finish 1", "finish 2", "finish 2", "wipe", "finish 3"]
+
+
+async def test_kv_that_requests_of_others_hold_fails_no_update(
+    start_rig: StartRig, loads: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on an external server with other clients, which are in its blocks all the time."""
+
+    async def never(*_: object) -> bool:
+        return False
+
+    rig = await start_rig(1, sim=TENSORS, weights={"store": None})
+    await rig.open_group()
+    assert await refused(rig) == 424
+    async with asyncio.timeout(20):
+        while "waits for the next update" not in rig.fleet.replicas[0].reason:
+            await asyncio.sleep(0.01)
+    monkeypatch.setattr(swaps, "_FORGET_S", 0.2)
+    monkeypatch.setattr(VllmEngine, "reset_prefix_cache", never)
+    await rig.update()
+    assert await rig.states() == {"engine-0": "SERVING"}
+    assert "wipe" not in loads
 
 
 async def test_after_a_refusal_the_version_before_serves_before_the_refused_one_is_removed(

@@ -81,21 +81,22 @@ async def test_a_promotion_that_the_store_ends_late_makes_no_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The update was aborted meanwhile, and its number may be used again."""
-    promote, ended = WeightStore.promote, threading.Event()
+    promote, may_begin, ended = WeightStore.promote, threading.Event(), threading.Event()
 
     def promote_late(*arguments: Any) -> None:
-        time.sleep(0.3)
+        may_begin.wait(20)
         try:
             promote(*arguments)
         finally:
             ended.set()
 
     monkeypatch.setattr(WeightStore, "promote", promote_late)
-    snapshots = Snapshots(WeightsConfig(store=str(tmp_path), load_timeout_s=0.1), "app", lambda: None)
+    snapshots = Snapshots(WeightsConfig(store=str(tmp_path), load_timeout_s=2.0), "app", lambda: None)
     await snapshots.open()
     with pytest.raises(StoreFailed, match="did not answer"):
         await snapshots.promote(written(tmp_path), 1, 0, [])
     await snapshots.withdraw(1)
+    may_begin.set()
     assert await asyncio.to_thread(ended.wait, 20)
     await snapshots.removed()
     assert snapshots.versions == []

@@ -109,10 +109,6 @@ class WeightWorker(UpdatedWorker):
     def prepare_snapshot(self, *args: Any, **kwargs: Any) -> Any:
         return True if self.target.obstacle else super().prepare_snapshot(*args, **kwargs)
 
-    def wipe_kv(self) -> None:
-        self._synchronize()
-        super().wipe_kv()
-
     def kv_memory(self) -> object:
         return _kv_of(self._runner.token_to_kv_pool)
 

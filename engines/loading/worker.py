@@ -177,6 +177,7 @@ class UpdatedWorker:
 
     def wipe_kv(self) -> None:
         """Overwrite the KV of all requests with zeros. No request may run."""
+        synchronize(self.target.device)  # a step of SGLang may still write some
         with torch.inference_mode():
             for tensor in _tensors_of(self.kv_memory()):
                 tensor.zero_()

@@ -295,12 +295,8 @@ class Snapshots:
         for incarnation in holders:
             if store.has(version) or await self._aside(store.adopt, version, incarnation):
                 break
-        reading = store.reading(version)
-        path = await self._aside(reading.__enter__)
-        try:
-            yield path
-        finally:
-            reading.__exit__(None, None, None)
+        with contextlib.ExitStack() as stack:
+            yield await self._aside(stack.enter_context, store.reading(version))
 
     async def _keep(
         self, draft: Path, version: int, scribe: Replica, holders: Sequence[Replica], digests: dict[str, str]

@@ -31,6 +31,7 @@ _GONE = (ReplicaState.DRAINING, ReplicaState.LOST)
 # If two replicas disagree, neither is known to be right: a rolling update tolerates no failure before two have passed.
 _WITNESSES = 2
 _FORGET_S = 5.0
+"""Longest wait until no request holds the KV of refused weights."""
 _HOPED = Finding(Result.UNVERIFIED)
 
 

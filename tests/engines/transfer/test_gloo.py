@@ -189,9 +189,13 @@ def test_a_receiver_whose_sender_has_died_is_free_soon(monkeypatch: pytest.Monke
     assert time.monotonic() - began < SOON_S
 
 
-def test_a_receiver_waits_for_a_sender_that_listens_later(pool: ThreadPoolExecutor) -> None:
+def sender_and_receiver() -> tuple[WeightGroup, WeightGroup]:
     port = free_port()
-    sender, receiver = (WeightGroup("127.0.0.1", port, rank, 2, TIMEOUT_S) for rank in range(2))
+    return WeightGroup("127.0.0.1", port, 0, 2, TIMEOUT_S), WeightGroup("127.0.0.1", port, 1, 2, TIMEOUT_S)
+
+
+def test_a_receiver_waits_for_a_sender_that_listens_later(pool: ThreadPoolExecutor) -> None:
+    sender, receiver = sender_and_receiver()
     joining = pool.submit(receiver.join)
     time.sleep(0.3)
     sender.join()
@@ -203,8 +207,7 @@ def test_a_receiver_waits_for_a_sender_that_listens_and_joins_later(
     pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(listener, "LISTENS_S", 0.2)
-    port = free_port()
-    sender, receiver = (WeightGroup("127.0.0.1", port, rank, 2, TIMEOUT_S) for rank in range(2))
+    sender, receiver = sender_and_receiver()
     sender.listen()
     joining = pool.submit(receiver.join)
     time.sleep(0.6)
@@ -214,8 +217,7 @@ def test_a_receiver_waits_for_a_sender_that_listens_and_joins_later(
 
 
 def test_a_sender_that_closes_before_it_joins_lets_its_receiver_go(pool: ThreadPoolExecutor) -> None:
-    port = free_port()
-    sender, receiver = (WeightGroup("127.0.0.1", port, rank, 2, TIMEOUT_S) for rank in range(2))
+    sender, receiver = sender_and_receiver()
     sender.listen()
     joining = pool.submit(receiver.join)
     time.sleep(0.2)

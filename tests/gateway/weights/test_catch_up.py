@@ -543,15 +543,21 @@ async def test_kv_of_refused_weights_is_wiped_once_good_ones_are_loaded(
     assert loads == ["finish 1", "finish 2", "load 1", "wipe", "finish 2"]
 
 
-async def test_kv_of_refused_weights_is_wiped_by_the_next_update_where_there_is_no_version_to_load(
-    start_rig: StartRig, loads: list[str]
-) -> None:
+async def refused_without_store(start_rig: StartRig) -> Rig:
+    """A rig whose replica waits for the next update: it holds refused weights, and no store has those before."""
     rig = await start_rig(1, sim=TENSORS, weights={"store": None})
     await rig.open_group()
     assert await refused(rig) == 424
     async with asyncio.timeout(20):
         while "waits for the next update" not in rig.fleet.replicas[0].reason:
             await asyncio.sleep(0.01)
+    return rig
+
+
+async def test_kv_of_refused_weights_is_wiped_by_the_next_update_where_there_is_no_version_to_load(
+    start_rig: StartRig, loads: list[str]
+) -> None:
+    rig = await refused_without_store(start_rig)
     await rig.update()
     await rig.update()
     assert loads == ["finish 1", "finish 2", "finish 2", "wipe", "finish 3"]
@@ -565,12 +571,7 @@ async def test_kv_that_requests_of_others_hold_fails_no_update(
     async def never(*_: object) -> bool:
         return False
 
-    rig = await start_rig(1, sim=TENSORS, weights={"store": None})
-    await rig.open_group()
-    assert await refused(rig) == 424
-    async with asyncio.timeout(20):
-        while "waits for the next update" not in rig.fleet.replicas[0].reason:
-            await asyncio.sleep(0.01)
+    rig = await refused_without_store(start_rig)
     monkeypatch.setattr(swaps, "_FORGET_S", 0.2)
     monkeypatch.setattr(VllmEngine, "reset_prefix_cache", never)
     await rig.update()

@@ -2,7 +2,7 @@
 
 import asyncio
 import dataclasses
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from gateway.fleet.replica import Replica
 from gateway.weights.canary import Canary
 from gateway.weights.snapshots import Snapshots
 from gateway.weights.verdicts import Finding
+from tests.rigs.calls import note_calls
 from tests.rigs.rig import Rig, StartRig
 
 Json = dict[str, Any]
@@ -44,21 +45,8 @@ async def receive(rig: Rig) -> None:
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The calls that stop, overwrite or restore engines, as they are made."""
-    made: list[str] = []
-
-    def noted(name: str) -> Callable[..., Awaitable[None]]:
-        method = getattr(VllmEngine, name)
-
-        async def call(self: VllmEngine, *args: Any, **named: Any) -> Any:
-            made.append(name)
-            return await method(self, *args, **named)
-
-        return call
-
     stops = ("pause", "start_weight_update", "update_weights", "load_staged")
-    for name in (*stops, "undo_load", "load_snapshot"):
-        monkeypatch.setattr(VllmEngine, name, noted(name))
-    return made
+    return note_calls(monkeypatch, *stops, "undo_load", "load_snapshot")
 
 
 async def test_rollouts_are_placed_and_served_between_the_calls_of_an_update(rig: Rig, calls: list[str]) -> None:

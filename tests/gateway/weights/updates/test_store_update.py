@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from engines.clients.vllm_engine import VllmEngine
 from engines.errors import EngineFailed
 from engines.store.draft import Draft, claim_draft, raw
 from engines.store.weight_store import WeightStore
+from tests.rigs.calls import note_calls
 from tests.rigs.rig import Json, Rig, StartRig
 
 ROOM = {"stage_bytes": 64}
@@ -27,20 +27,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The calls that overwrite or restore engines, or free what they have kept, as they are made."""
-    made: list[str] = []
-
-    def noted(name: str) -> Callable[..., Awaitable[None]]:
-        method = getattr(VllmEngine, name)
-
-        async def call(self: VllmEngine, *args: Any, **named: Any) -> Any:
-            made.append(name)
-            return await method(self, *args, **named)
-
-        return call
-
-    for name in ("load_snapshot", "undo_load", "drop_receipt"):
-        monkeypatch.setattr(VllmEngine, name, noted(name))
-    return made
+    return note_calls(monkeypatch, "load_snapshot", "undo_load", "drop_receipt")
 
 
 async def push(rig: Rig, folder: Path, *, value: int, **body: Any) -> tuple[int, Any]:

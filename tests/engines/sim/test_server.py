@@ -18,6 +18,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from engines.config import SimConfig
 from engines.sim.dialect import Limits
 from engines.sim.model import SimModel, seeded_draw, tokenize
+from engines.sim.scheduler import SimScheduler
 from engines.sim.server import SimServer
 
 Json = dict[str, Any]
@@ -33,8 +34,9 @@ UPDATE = {"update_info": {"names": ["weight"], "dtype_names": ["bfloat16"], "sha
 class Engine:
     """A running simulated engine and a client of it."""
 
-    def __init__(self, client: TestClient[web.Request, web.Application]) -> None:
+    def __init__(self, client: TestClient[web.Request, web.Application], scheduler: SimScheduler) -> None:
         self.client = client
+        self.scheduler = scheduler
 
     async def ask(self, path: str, body: Json | None = None, *, status: int = 200, method: str = "POST") -> Any:
         async with self.client.request(method, path, json=body) as reply:
@@ -75,10 +77,11 @@ async def engine(
     sim: SimConfig = FAST, *, seed: int = 0, max_model_len: int = 4096, max_num_seqs: int = 64, stream_interval: int = 1
 ) -> AsyncIterator[Engine]:
     limits = Limits(max_model_len=max_model_len, seed=seed, stream_interval=stream_interval, shows_cached_tokens=True)
-    server = TestServer(SimServer("m", sim, limits, max_num_seqs=max_num_seqs, world_size=2).app())
+    sim_server = SimServer("m", sim, limits, max_num_seqs=max_num_seqs, world_size=2)
+    server = TestServer(sim_server.app())
     await server.start_server(shutdown_timeout=0.1)
     async with TestClient(server) as client:
-        yield Engine(client)
+        yield Engine(client, sim_server.scheduler)
 
 
 def in_background(coroutine: Coroutine[Any, Any, list[Json]]) -> "asyncio.Task[list[Json]]":
@@ -247,58 +250,61 @@ async def test_the_version_is_what_finish_says_or_one_more() -> None:
 async def test_a_completion_kept_across_an_update_has_a_span_of_each_version() -> None:
     async with engine(SLOW) as replica:
         await replica.ask("/init_weight_transfer_engine", INIT)
+        replica.scheduler.stall(after=4)
         running = in_background(replica.complete(temperature=0, max_tokens=60, ignore_eos=True))
-        await replica.until("generation_tokens_total", lambda count: count >= 4)
+        await replica.until("generation_tokens_total", lambda count: count == 4)
         await replica.ask("/pause?mode=keep&clear_cache=false")
+        replica.scheduler.go_on()
         assert await replica.see("/is_paused") == {"is_paused": True}
         assert await replica.ask("/reset_prefix_cache") == {"success": False}
-        held = await replica.metric("generation_tokens_total")
         await replica.update(weight_version="7")
         await asyncio.sleep(0.02)
-        assert await replica.metric("generation_tokens_total") == held
+        assert await replica.metric("generation_tokens_total") == 4
         await replica.ask("/resume")
         (choice,) = await running
-    cut = int(held)
     assert choice["weight_versions"] == [
-        {"version": "default", "start": 0, "end": cut},
-        {"version": "7", "start": cut, "end": 60},
+        {"version": "default", "start": 0, "end": 4},
+        {"version": "7", "start": 4, "end": 60},
     ]
-    versions = ["default"] * cut + ["7"] * (60 - cut)
+    versions = ["default"] * 4 + ["7"] * 56
     assert choice["token_ids"] == MODEL.complete(PROMPT, versions=versions, max_tokens=60, ignore_eos=True)
 
 
 async def test_clearing_the_cache_recomputes_kept_requests_and_loses_no_token() -> None:
     async with engine(SLOW) as replica:
-        running = in_background(replica.complete(temperature=0, max_tokens=400, ignore_eos=True))
-        await replica.until("generation_tokens_total", lambda count: count >= 4)
+        replica.scheduler.stall(after=4)
+        running = in_background(replica.complete(temperature=0, max_tokens=60, ignore_eos=True))
+        await replica.until("generation_tokens_total", lambda count: count == 4)
         await replica.ask("/pause?mode=keep")
         assert await replica.metric("num_requests_waiting") == 1
+        replica.scheduler.go_on()
         await replica.ask("/resume")
         (choice,) = await running
-    assert choice["token_ids"] == MODEL.complete(PROMPT, max_tokens=400, ignore_eos=True)
+    assert choice["token_ids"] == MODEL.complete(PROMPT, max_tokens=60, ignore_eos=True)
 
 
 @pytest.mark.parametrize("order", ["/pause", "/abort_requests"])
 async def test_aborted_requests_end_with_the_tokens_they_have(order: str) -> None:
     async with engine(SLOW) as replica:
+        replica.scheduler.stall(after=3)
         running = in_background(replica.complete(n=2, seed=2, max_tokens=500, ignore_eos=True))
-        await replica.until("generation_tokens_total", lambda count: count >= 6)
+        await replica.until("generation_tokens_total", lambda count: count == 6)
         await replica.ask(order, {})
         choices = await running
     for i, choice in enumerate(choices):
         assert choice["finish_reason"] == "abort"
-        count = len(choice["token_ids"])
-        assert 3 <= count < 500
-        assert choice["token_ids"] == MODEL.complete(PROMPT, draw=seeded_draw(2, i), max_tokens=count, ignore_eos=True)
+        assert choice["token_ids"] == MODEL.complete(PROMPT, draw=seeded_draw(2, i), max_tokens=3, ignore_eos=True)
 
 
 @pytest.mark.parametrize(("max_num_seqs", "kv_tokens"), [(3, 4096), (64, 30)])
 async def test_what_does_not_fit_waits_and_is_served_in_the_end(max_num_seqs: int, kv_tokens: int) -> None:
     sim = SLOW.model_copy(update={"kv_tokens": kv_tokens})
     async with engine(sim, max_num_seqs=max_num_seqs, max_model_len=30) as replica:
+        replica.scheduler.stall(after=10)
         running = in_background(replica.complete(n=6, seed=1, max_tokens=16, ignore_eos=True))
         await replica.until("num_requests_waiting", lambda count: count >= 3)
         assert await replica.metric("kv_cache_usage_perc") <= 1
+        replica.scheduler.go_on()
         choices = await running
     for i, choice in enumerate(choices):
         assert choice["token_ids"] == MODEL.complete(PROMPT, draw=seeded_draw(1, i), max_tokens=16, ignore_eos=True)

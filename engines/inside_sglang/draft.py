@@ -13,11 +13,18 @@ def draft_of(manager: Any) -> Draft | None:
     target = manager.tp_worker.model_runner
     settings = target.server_args
     method = str(settings.speculative_algorithm).lower()
-    runners = [runner for _, runner in manager.draft_worker.weight_update_runners()]
+    runners = draft_runners(manager)
     if not runners:
         return Draft(method)
     draft, *others = (runner.model for runner in runners)
     return Draft(method, draft, target.model, "it has several models" if others else _obstacle(settings, draft))
+
+
+def draft_runners(manager: Any) -> list[Any]:
+    """Return SGLang's runners of the draft's models in this worker; none where it has no model, and before SGLang
+    0.5.23, which does not tell them."""
+    told = getattr(manager.draft_worker, "weight_update_runners", list)
+    return [runner for _, runner in told()]
 
 
 def _obstacle(settings: Any, draft: Any) -> str:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from engines.errors import WeightUpdateFailed
-from engines.inside_sglang.draft import draft_of
+from engines.inside_sglang.draft import draft_of, draft_runners
 from engines.inside_sglang.nccl_group import NcclGroup
 from engines.inside_sglang.obstacles import obstacle_to_updates
 from engines.loading.planned_load import PlannedLoad, form_of
@@ -110,7 +110,8 @@ class WeightWorker(UpdatedWorker):
         return True if self.target.obstacle else super().prepare_snapshot(*args, **kwargs)
 
     def kv_memory(self) -> object:
-        return _kv_of(self._runner.token_to_kv_pool)
+        """Return the KV of the target and of its draft, which reads what the target has computed."""
+        return [_kv_of(runner.token_to_kv_pool) for runner in (self._runner, *draft_runners(self._manager))]
 
     def load_version(self, folder: Path, prefetch: Prefetch | None) -> bool:
         if self.target.obstacle or not folder.is_dir():

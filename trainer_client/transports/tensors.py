@@ -46,7 +46,9 @@ class Entry:
         """Return the whole tensor in `dtype`. A collective call if sharded; None on a rank that does not need it."""
         if is_sharded(self.tensor):
             return gathered(self.tensor, self.dtype)
-        return self.tensor.detach().to(self.dtype)
+        tensor = self.tensor.detach()
+        # torch takes a microsecond to find that there is nothing to cast: a chunk of experts has 300 tensors.
+        return tensor if tensor.dtype is self.dtype else tensor.to(self.dtype)
 
 
 class Given:

@@ -372,3 +372,17 @@ def test_a_wipe_overwrites_the_kv_of_all_pools_and_no_table(own: WeightWorker) -
     assert not any(tensor.any() for tensor in (*pool.kv_buffer, *inner.k_buffer, *inner.v_buffer))
     assert all(tensor.isnan().all() for tensor in unmapped.kv_buffer)
     assert tables.all()
+
+
+def test_a_wipe_overwrites_the_kv_of_a_draft_too(model: Model) -> None:
+    def pool() -> Any:
+        return SimpleNamespace(k_buffer=[torch.full((2, 3), float("nan"))], v_buffer=None)
+
+    manager = speculating(model, "EAGLE", Model())
+    (_, draft), target = manager.draft_worker.weight_update_runners()[0], manager.tp_worker.model_runner
+    target.token_to_kv_pool, draft.token_to_kv_pool = pool(), pool()
+    WeightWorker(manager).wipe_kv()
+    assert not any(runner.token_to_kv_pool.k_buffer[0].any() for runner in (target, draft))
+    target.token_to_kv_pool, manager.draft_worker = pool(), object()  # SGLang before 0.5.23
+    WeightWorker(manager).wipe_kv()
+    assert not target.token_to_kv_pool.k_buffer[0].any()

@@ -119,6 +119,7 @@ async def test_a_wedged_engine_whose_host_vanishes_is_lost_before_serve_delists_
     task = asyncio.create_task(rig.complete([[5], [6]], max_tokens=60, ignore_eos=True))
     await placed(rig, 2)
     wedged = rig.fleet.replicas[0]
+    monkeypatch.setattr(wedged.engine, "health", answering)
     rig.replicas[0].inject(wedged=True)
     rig.go_on()
     await rig.until({"engine-0": "SUSPECT", "engine-1": "SERVING"})
@@ -171,6 +172,10 @@ async def test_a_call_on_a_held_engine_outlasts_probes_without_answer(
     await asyncio.sleep(0.6)
     assert not load.done()
     load.cancel()
+
+
+async def answering(timeout_s: float) -> None:
+    """Answer as a healthy engine, at once on a slow machine too."""
 
 
 async def silent(timeout_s: float) -> None:

@@ -172,13 +172,13 @@ class GatewayServer:
         await self._submissions.close()
         await self._ledger.close()
         await self._tasks.stop()
-        await self._snapshots.close()
         for record in (self.fleet.events, self.fleet.places):
             await asyncio.to_thread(record.flush, _FLUSH_S)
         await asyncio.to_thread(self._access.close)
         if self._trace is not None:
             await asyncio.to_thread(self._trace.close)
         await asyncio.to_thread(tracing.stop)
+        await self._snapshots.close()  # last: a file system that hangs takes its time
 
 
 def _ledger_of(config: Config) -> Callable[[], Ledger] | None:

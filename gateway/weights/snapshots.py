@@ -67,12 +67,16 @@ class Snapshots:
             self._go_without(str(error))
 
     async def close(self) -> None:
+        """Remove drafts and free the folder. Where it does not answer, the end of the process frees it."""
         if self._keeping is not None:
             self._keeping.cancel()
             await asyncio.gather(self._keeping, return_exceptions=True)
         await self.removed()
         if self._store is not None:
-            await self._aside(self._store.close)
+            try:
+                await self._soon(self._store.close)
+            except StoreFailed as error:
+                log.error("the weight store is left as it is", error=str(error))
 
     def on_change(self, listener: Callable[[], None]) -> None:
         """Call `listener` when there is a new version to load."""

@@ -1,6 +1,15 @@
 """The remaining routes of the dialect, and what every route shares."""
 
-from tests.rigs.rig import MAX_MODEL_LEN, Rig
+import asyncio
+import threading
+from pathlib import Path
+
+import pytest
+from structlog.testing import capture_logs
+
+from engines.store.weight_store import WeightStore
+from gateway.http.guard.audit import Audit
+from tests.rigs.rig import MAX_MODEL_LEN, Rig, StartRig
 
 
 async def test_what_trl_reads_at_the_start_is_there(rig: Rig) -> None:
@@ -42,3 +51,21 @@ async def test_metrics_hold_ours_and_each_engines_with_its_name(rig: Rig) -> Non
 async def test_an_unknown_route_answers_in_the_dialects_form(rig: Rig) -> None:
     status, reply = await rig.get("/nonsense")
     assert (status, reply["error"]["type"]) == (404, "NotFoundError")
+
+
+async def test_the_gateways_end_writes_its_own_files_before_it_waits_for_a_store_that_hangs(
+    start_rig: StartRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended, store_answers = list[str](), threading.Event()
+    monkeypatch.setattr(Audit, "close", lambda _: ended.append("audit"))
+    monkeypatch.setattr(WeightStore, "close", lambda _: [ended.append("store"), store_answers.wait(20)])
+    weights = {"store": str(tmp_path), "load_timeout_s": 20.0, "control_timeout_s": 0.2}
+    rig = await start_rig(1, weights=weights)
+    try:
+        with capture_logs() as logged:
+            async with asyncio.timeout(10):
+                await rig.stop_gateway()
+    finally:
+        store_answers.set()
+    assert ended == ["audit", "store"]
+    assert [line["event"] for line in logged if line["log_level"] == "error"] == ["the weight store is left as it is"]

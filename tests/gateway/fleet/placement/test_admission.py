@@ -409,8 +409,8 @@ async def test_time_that_a_session_waits_for_others_is_no_time_without_movement(
 
 
 async def full_until_the_idle_limit() -> Played:
-    """A replica whose KV a session holds for 0.1 s from now."""
-    played = Played(session_idle_s=0.1)
+    """A replica whose KV a session holds for a second from now."""
+    played = Played(session_idle_s=1.0)
     await played.turn("first", 800)
     await asyncio.sleep(0.04)
     await played.turn("first", 800)
@@ -486,7 +486,7 @@ async def test_a_timer_that_comes_before_the_idle_limit_by_the_loops_clock_stran
     monkeypatch.setattr(loop, "call_later", early)  # as uvloop's may
     held = await played.begin("second", 300)
     assert played.waits == {held}
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(20):
         while played.waits:
             await asyncio.sleep(0.01)
     await played.stop()

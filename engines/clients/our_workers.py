@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -15,8 +16,10 @@ from engines.errors import EngineFailed, EngineRefused
 
 log = structlog.get_logger()
 
-_FIRST_LOOK_S = 0.005
-_LOOK_S = 0.05
+_LOOKS_S = 0.002, 0.05
+"""Shortest and longest time between two looks at workers that receive or read. An engine answers between two steps."""
+_LATE = 1 / 16
+"""Share of the time so far by which a look may be late."""
 _NO_METHOD = re.compile(r"'wipe_kv' is not implemented|no attribute 'wipe_kv'")
 """The words of vLLM and of our code in SGLang for a method that the workers lack."""
 MIXED = "mixed"
@@ -130,10 +133,10 @@ class EngineWithWorkers(HttpEngine, ABC):
 
     async def _until_ready(self, method: str, arguments: Json, timeout_s: float) -> None:
         """Poll the workers until all are ready: a call that waits there would block the engine's steps."""
-        look_s = _FIRST_LOOK_S
+        began, (shortest_s, longest_s) = time.monotonic(), _LOOKS_S
         while not _all_say("ready", await self._on_workers(method, arguments, timeout_s)):
-            await asyncio.sleep(look_s)
-            look_s = min(_LOOK_S, 2 * look_s)
+            waited_s = time.monotonic() - began
+            await asyncio.sleep(min(max(shortest_s, waited_s * _LATE), longest_s))
 
 
 def _all_say(word: str, workers: Sequence[Any]) -> bool:

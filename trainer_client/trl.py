@@ -18,7 +18,8 @@ from trl.generation import vllm_client, vllm_generation
 from trl.generation.vllm_client import VLLMClient
 from urllib3.util.retry import Retry
 
-from engines.transfer.gloo import TIMEOUT_S, NamedTensor, WeightGroup, address_towards, group_info, send
+from engines.transfer.gloo import TIMEOUT_S, WeightGroup, address_towards, group_info, send
+from engines.transfer.packing import NamedTensor
 
 WEIGHT_ROUTES = (
     "/init_weight_transfer_engine",

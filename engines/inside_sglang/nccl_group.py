@@ -21,9 +21,9 @@ import torch.distributed as dist
 
 from engines.errors import WeightUpdateFailed
 from engines.inside_sglang.unique_id import KEY, unique_id_of
-from engines.transfer.gloo import CHUNK_BYTES, SENDER_RANK, Announced, NamedTensor, chunks, num_bytes
+from engines.transfer.gloo import SENDER_RANK
 from engines.transfer.listener import until_listening
-from engines.transfer.packed_views import unpacked
+from engines.transfer.packing import CHUNK_BYTES, Announced, NamedTensor, chunks, num_bytes, unpacked
 
 _POLL_S = 0.0002
 _LOOK_S = 0.2

@@ -20,7 +20,8 @@ from engines.loading.prefetch import Prefetch
 from engines.loading.snapshot_reader import pin_buffers
 from engines.loading.stage import synchronize
 from engines.loading.worker import Target, UpdatedWorker
-from engines.transfer.gloo import CHUNK_BYTES, Announced, WeightGroup, receive
+from engines.transfer.gloo import WeightGroup, receive
+from engines.transfer.packing import CHUNK_BYTES, Announced
 from engines.transfer.tee import prepare
 from engines.types import TensorMeta
 

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from engines.loading.planned_load import Load
-from engines.transfer.gloo import NamedTensor
+from engines.transfer.packing import NamedTensor
 
 _PREFIX = "lora_base_layer_prefix"
 """Attribute of experts: the prefix of `w13_weight` in their names in a LoRA-enabled model."""

@@ -17,7 +17,7 @@ from engines.loading.prefetch import Prefetch
 from engines.loading.snapshot_reader import pin_buffers
 from engines.loading.worker import Target, UpdatedWorker, tensors_in
 from engines.transfer.packed_streams import keep_streams
-from engines.transfer.packed_views import unpack_quickly
+from engines.transfer.packing import unpack_quickly
 from engines.transfer.tee import prepare
 from engines.types import TensorMeta
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from engines.loading.planned_load import Form, Load, PlannedLoad
-from engines.transfer.gloo import NamedTensor
+from engines.transfer.packing import NamedTensor
 
 
 class Draft:

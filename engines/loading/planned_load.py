@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from engines.batches import batches
 from engines.loading.exchange import ASIDE_BYTES, Exchange, Fill, Move, Span, overlapping
-from engines.transfer.gloo import NamedTensor
+from engines.transfer.packing import NamedTensor
 from engines.types import TensorMeta
 
 log = logging.getLogger("vllm.rollout_gateway")  # a worker's log is vLLM's

@@ -10,7 +10,7 @@ import torch
 from engines.checkpoint import read_spans
 from engines.loading.exchange import Exchange
 from engines.loading.snapshot_reader import read_tensors
-from engines.transfer.gloo import NamedTensor
+from engines.transfer.packing import NamedTensor
 from engines.transfer.tee import room_on
 
 NamedTensors = list[NamedTensor]

@@ -10,7 +10,7 @@ import torch
 from engines.errors import WeightUpdateFailed
 from engines.loading.exchange import Exchange
 from engines.loading.prefetch import copy_stream
-from engines.transfer.gloo import NamedTensor, num_bytes
+from engines.transfer.packing import NamedTensor, num_bytes
 from engines.transfer.tee import room_on
 
 T = TypeVar("T")

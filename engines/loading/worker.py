@@ -18,7 +18,7 @@ from engines.loading.prefetch import Prefetch
 from engines.loading.snapshot_reader import read_tensors
 from engines.loading.stage import Stage, synchronize
 from engines.store.peer_store import PeerStore, fetched
-from engines.transfer.gloo import NamedTensor
+from engines.transfer.packing import NamedTensor
 from engines.transfer.receipts import Receipts
 from engines.transfer.tee import room_on
 

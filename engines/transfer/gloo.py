@@ -1,4 +1,4 @@
-"""Weights over gloo, for hosts without NCCL: the group of trainer and engines, and its chunks.
+"""Weights over gloo, for hosts without NCCL: the group of trainer and engines.
 
 Both ends use this file: `trainer_client/trl.py` sends, `engines/inside_vllm/gloo_receiver.py` receives. A blocked
 gloo operation cannot be cancelled. So the sender enters a broadcast only after every receiver has announced itself in
@@ -6,7 +6,6 @@ the torch store: before that the wait can be cancelled, and after it a death clo
 """
 
 import contextlib
-import math
 import socket
 import threading
 import time
@@ -17,19 +16,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from engines.batches import batches
 from engines.errors import WeightUpdateFailed
 from engines.transfer import listener
-from engines.transfer.packed_views import unpacked
-
-Announced = tuple[str, torch.dtype, list[int]]
-"""Name, dtype and full shape of an announced tensor."""
-NamedTensor = tuple[str, torch.Tensor]
+from engines.transfer.packing import CHUNK_BYTES, Announced, NamedTensor, chunks, num_bytes, packed, unpacked
 
 TIMEOUT_S = 300.0
 """Limit on the rendezvous and on the broadcast of one chunk, as in vLLM's rendezvous."""
-CHUNK_BYTES = 1 << 30
-"""A chunk ends once it holds more than this, on both ends and in vLLM's packed NCCL transfer."""
 POLL_S = 0.002
 SENDER_RANK = 0
 
@@ -184,14 +176,8 @@ def address_towards(host: str, port: int) -> str:
 
 def send(tensors: Iterator[NamedTensor], group: WeightGroup, chunk_bytes: int = CHUNK_BYTES) -> None:
     """Broadcast `tensors` in order, packed as bytes. Receivers must know names, dtypes and shapes."""
-    for chunk in packed(tensors, chunk_bytes):
+    for chunk in packed(((name, tensor.cpu()) for name, tensor in tensors), chunk_bytes):
         group.broadcast(chunk)
-
-
-def packed(tensors: Iterable[NamedTensor], chunk_bytes: int) -> Iterator[torch.Tensor]:
-    """Yield the bytes of each chunk. Equals vLLM's `pack_tensors`, whose import takes seconds."""
-    parts = (tensor.detach().cpu().contiguous().view(-1).view(torch.uint8) for _, tensor in tensors)
-    return map(torch.cat, batches(parts, len, chunk_bytes + 1))
 
 
 def receive(
@@ -206,13 +192,3 @@ def receive(
         group.broadcast(content)
         names, dtypes, shapes = zip(*chunk, strict=True)
         load(unpacked(content, names, shapes, dtypes, list(map(num_bytes, chunk))))
-
-
-def chunks(announced: Iterable[Announced], chunk_bytes: int) -> Iterator[list[Announced]]:
-    """Yield the chunks of `packed`: a chunk ends with the tensor that exceeds `chunk_bytes`."""
-    return batches(announced, num_bytes, chunk_bytes + 1)
-
-
-def num_bytes(tensor: Announced) -> int:
-    _, dtype, shape = tensor
-    return math.prod(shape) * int(dtype.itemsize)

@@ -20,9 +20,9 @@ from aiohttp import web
 
 from engines.engine import Json, ReceiptCopy
 from engines.errors import InvalidRequest, RolloutGatewayError, WeightUpdateFailed
-from engines.transfer.gloo import CHUNK_BYTES, NamedTensor, WeightGroup, receive
+from engines.transfer.gloo import WeightGroup, receive
 from engines.transfer.packed_streams import keep_streams
-from engines.transfer.packed_views import unpack_quickly
+from engines.transfer.packing import CHUNK_BYTES, NamedTensor, unpack_quickly
 from engines.transfer.receipts import Receipts
 from engines.transfer.tee import prepare
 

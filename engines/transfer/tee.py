@@ -20,7 +20,7 @@ from engines.engine import ReceiptCopy
 from engines.errors import RolloutGatewayError
 from engines.store.draft import Draft, RawTensor
 from engines.store.shard_writer import ShardWriter
-from engines.transfer.gloo import NamedTensor
+from engines.transfer.packing import NamedTensor
 from engines.transfer.tensor_bytes import digest_on_host, on_host, raw_tensor
 
 log = logging.getLogger("vllm.rollout_gateway")  # a child of vLLM's logger, whose handlers it uses

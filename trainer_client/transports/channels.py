@@ -8,14 +8,18 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import cache
+from itertools import cycle
 from typing import Any, TypeAlias
 
 import torch
 
 from engines.errors import ConfigError, WeightUpdateFailed
-from engines.transfer.gloo import SENDER_RANK, NamedTensor, WeightGroup, send
-from engines.transfer.packed_streams import keep_streams
+from engines.transfer.gloo import SENDER_RANK, WeightGroup, send
+from engines.transfer.packing import CHUNK_BYTES, NamedTensor, packed
 
+_BUFFERS = 2
+"""Chunks under way at a time, as receivers expect by default."""
 _POLL_S = 0.005
 _ABORT_S = 5.0
 
@@ -32,7 +36,7 @@ class GlooChannel(WeightGroup):
 
 
 class NcclChannel:
-    """Sends from GPU memory with the packed sender of the trainer's vLLM (0.26 and later)."""
+    """Sends from GPU memory, as the packed sender of vLLM does, whose communicator it has (0.26 and later)."""
 
     def __init__(self, address: str, port: int, world_size: int, timeout_s: float, device: torch.device) -> None:
         if device.type != "cuda":
@@ -77,7 +81,6 @@ class NcclChannel:
     def _open(self) -> None:
         torch.cuda.set_device(self._device)
         engine = _engine_class()
-        keep_streams()
         if hasattr(engine, "trainer_init"):
             self._group = engine.trainer_init(self._info)
         else:
@@ -86,18 +89,16 @@ class NcclChannel:
             self._group = trainer_init(self._info)
 
     def _broadcast(self, tensors: Iterator[NamedTensor]) -> None:
+        """Broadcast chunk after chunk, each packed beside the broadcast of the chunk before."""
         torch.cuda.set_device(self._device)
-        there = ((name, tensor.to(self._device)) for name, tensor in tensors)
-        engine = _engine_class()
-        if hasattr(engine, "trainer_send_weights"):
-            from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerSendWeightsArgs
-
-            sent_how = NCCLTrainerSendWeightsArgs(group=self._group, packed=True)
-            engine.trainer_send_weights(iterator=there, trainer_args=sent_how)
-        else:
-            from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
-
-            packed_nccl_broadcast_producer(there, self._group, 0, lambda named: named[1])
+        waiting = packed(((name, tensor.to(self._device)) for name, tensor in tensors), CHUNK_BYTES)
+        for stream in cycle(_streams(self._device)):
+            stream.synchronize()
+            with torch.cuda.stream(stream):
+                chunk = next(waiting, None)
+                if chunk is None:
+                    break
+                self._group.broadcast(chunk, src=SENDER_RANK)
         torch.cuda.synchronize(self._device)
 
     def _bounded(self, work: Callable[[], None], purpose: str) -> None:
@@ -132,6 +133,12 @@ class NcclChannel:
 
 Channel: TypeAlias = GlooChannel | NcclChannel
 """A group with the trainer as rank 0. Unusable after its first failure."""
+
+
+@cache
+def _streams(device: torch.device) -> list[torch.cuda.Stream]:
+    """Return streams that are always the same: torch keeps freed memory for the stream that used it."""
+    return [torch.cuda.Stream(device) for _ in range(_BUFFERS)]
 
 
 def _engine_class() -> Any:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from engines.transfer.gloo import NamedTensor
+from engines.transfer.packing import NamedTensor
 from trainer_client.transports.tensors import Entry, announced
 from trainer_client.transports.trainer_ranks import Ranks
 

@@ -14,7 +14,7 @@ import torch
 
 from engines.announcement import CASTABLE
 from engines.errors import InvalidRequest
-from engines.transfer.gloo import NamedTensor
+from engines.transfer.packing import NamedTensor
 from engines.types import TensorMeta
 from trainer_client.transports.model_tensors import NamedOnes, clean, data_parallel_ranks, model_tensors
 from trainer_client.transports.sharded import gathered, is_sharded, parts_here, placed, ranks_of, shape_of

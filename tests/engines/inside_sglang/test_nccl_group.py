@@ -22,7 +22,7 @@ from engines.inside_sglang import nccl_group
 from engines.inside_sglang.nccl_group import NcclGroup
 from engines.inside_sglang.unique_id import KEY
 from engines.process.engine_server import free_port
-from engines.transfer.gloo import packed
+from engines.transfer.packing import packed
 
 TIMEOUT_S = 20.0
 ID = bytes(range(128))

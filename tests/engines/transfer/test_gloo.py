@@ -17,7 +17,8 @@ import torch
 from engines.errors import WeightUpdateFailed
 from engines.process.engine_server import free_port
 from engines.transfer import listener
-from engines.transfer.gloo import CHUNK_BYTES, WeightGroup, address_towards, chunks, num_bytes, packed, receive, send
+from engines.transfer.gloo import WeightGroup, address_towards, receive, send
+from engines.transfer.packing import CHUNK_BYTES, chunks, num_bytes, packed
 
 TIMEOUT_S = 20.0
 SOON_S = 30.0

@@ -14,7 +14,8 @@ import torch
 
 from engines.errors import InvalidRequest, WeightUpdateFailed
 from engines.process.engine_server import free_port
-from engines.transfer.gloo import NamedTensor, WeightGroup, packed, send
+from engines.transfer.gloo import WeightGroup, send
+from engines.transfer.packing import NamedTensor, packed
 from engines.transfer.relay import GlooReceiver, NcclReceiver, NoModel
 
 TIMEOUT_S = 20.0

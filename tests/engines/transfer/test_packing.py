@@ -9,7 +9,7 @@ pytest.importorskip("torch")
 
 import torch
 
-from engines.transfer.packed_views import unpack_quickly, unpacked
+from engines.transfer.packing import unpack_quickly, unpacked
 
 Announced = Sequence[tuple[tuple[int, ...], torch.dtype]]
 
@@ -52,7 +52,8 @@ def test_each_tensor_has_its_bytes_its_shape_and_its_dtype(announced: Announced)
 def test_they_are_views_of_the_chunk() -> None:
     packed, known = chunk(EVEN)
     found = unpacked(packed, *known)
-    assert {one.untyped_storage().data_ptr() for _, one in found} == {packed.untyped_storage().data_ptr()}
+    places = {one.untyped_storage().data_ptr() for _, one in found if one.numel()}
+    assert places == {packed.untyped_storage().data_ptr()}
 
 
 def test_vllm_makes_the_same_and_takes_ours_instead(monkeypatch: pytest.MonkeyPatch) -> None:

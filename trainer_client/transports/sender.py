@@ -226,7 +226,7 @@ class WeightSender:
     def _checked_parts(self, given: "Given", ranks: "Ranks", narrow: "Narrow") -> "Iterator[Part]":
         """Yield the parts, checked against the served model. Their callbacks report progress."""
         from trainer_client.transports.part import Part
-        from trainer_client.transports.tensors import announced
+        from trainer_client.transports.tensors import announced, wait_for_values
 
         tensors = bytes_sent = num_tensors = num_bytes = 0
 
@@ -246,6 +246,7 @@ class WeightSender:
             num_tensors += len(sent)
             num_bytes += sum(entry.num_bytes for entry in sent)
             if sent:
+                wait_for_values(sent)
                 yield Part(sent, ranks, tell)
         ranks.agree_on_end(served)
 

@@ -116,6 +116,13 @@ def announced(entries: Sequence[Entry]) -> dict[str, object]:
     }
 
 
+def wait_for_values(entries: Iterable[Entry]) -> None:
+    """Wait for the work that this thread has queued on GPUs, such as an optimizer's step: the tensors are read on
+    streams of other threads, which do not."""
+    for device in {part.device for entry in entries for part in parts_here(entry.tensor) if part.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()
+
+
 def layer_of(name: str) -> str:
     """Return the unit that `name` is loaded with: "model.layers.3" for all its tensors, else the module.
 

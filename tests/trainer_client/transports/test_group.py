@@ -1,5 +1,6 @@
 """The sender over a group, against an HTTP server that plays a gateway, with receivers as threads of this process."""
 
+import contextlib
 import sys
 import threading
 import time
@@ -20,9 +21,11 @@ from engines.errors import (
     WeightUpdateConflict,
     WeightUpdateFailed,
 )
+from engines.transfer.packing import packed
 from gateway.api import body_of, status_of
 from tests.rigs.stories.played_gateway import Answer, PlayedGateway
 from trainer_client import BlockingRolloutClient, WeightProgress, WeightSender
+from trainer_client.transports import channels
 from trainer_client.transports.channels import NcclChannel
 
 SOON_S = 30.0
@@ -275,3 +278,53 @@ def test_an_nccl_broadcast_is_aborted_when_the_gateway_refuses() -> None:
     with pytest.raises(WeightUpdateFailed, match="no such tensor"):
         channel.send(iter(()))
     assert time.monotonic() - began < SOON_S / 2
+
+
+@pytest.fixture
+def notes(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What is done on the streams of a GPU that this host lacks."""
+    noted: list[Any] = []
+
+    def stream(_: torch.device) -> Any:
+        return SimpleNamespace(synchronize=lambda: noted.append("wait for a stream"))
+
+    monkeypatch.setattr(torch.cuda, "Stream", stream)
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: noted.append("wait for the GPU"))
+    monkeypatch.setattr(channels, "_streams", channels._streams.__wrapped__)
+    return noted
+
+
+def test_nccl_sends_chunk_after_chunk_on_two_streams(notes: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    channel = NcclChannel("127.0.0.1", 1, 2, SOON_S, torch.device("cuda", 0))
+    channel._device = torch.device("cpu")
+    channel._group = SimpleNamespace(broadcast=lambda chunk, src: notes.append((bytes(chunk.tolist()), src)))
+    monkeypatch.setattr(channels, "CHUNK_BYTES", 20)
+    tensors = [(str(place), torch.full((3,), place, dtype=torch.float32)) for place in range(5)]
+    channel.send(iter(tensors))
+    sent = [(bytes(chunk.tolist()), 0) for chunk in packed(tensors, 20)]
+    assert len(sent) == 3
+    assert notes == [part for one in sent for part in ("wait for a stream", one)] + [
+        "wait for a stream",
+        "wait for the GPU",
+    ]
+
+
+def test_a_push_waits_for_the_work_that_the_trainer_has_queued(
+    gateway: PlayedGateway, sender: WeightSender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class OnGpu(torch.nn.Parameter):
+        """Its last optimizer's step may still run."""
+
+        is_cuda = True
+
+    def current_stream(device: torch.device) -> Any:
+        assert device.type == "cpu"
+        return SimpleNamespace(synchronize=lambda: calls_then.append([*gateway.calls]))
+
+    calls_then: list[list[str]] = []
+    monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
+    sender.push({"w": OnGpu(torch.ones(2, 2), requires_grad=False)})
+    assert calls_then
+    assert not {*UPDATE} & {*calls_then[0]}

@@ -57,8 +57,13 @@ async def test_the_gateways_end_writes_its_own_files_before_it_waits_for_a_store
     start_rig: StartRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended, store_answers = list[str](), threading.Event()
+
+    def hang(_: WeightStore) -> None:
+        ended.append("store")
+        store_answers.wait(20)
+
     monkeypatch.setattr(Audit, "close", lambda _: ended.append("audit"))
-    monkeypatch.setattr(WeightStore, "close", lambda _: [ended.append("store"), store_answers.wait(20)])
+    monkeypatch.setattr(WeightStore, "close", hang)
     weights = {"store": str(tmp_path), "load_timeout_s": 20.0, "control_timeout_s": 0.2}
     rig = await start_rig(1, weights=weights)
     try:

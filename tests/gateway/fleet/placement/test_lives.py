@@ -149,7 +149,8 @@ async def test_an_attempt_says_what_it_waited_for(start_rig: StartRig) -> None:
     await rig.post("/resume")
     await waiting
     (attempt,) = await _attempts(rig, "mine")
-    assert set(attempt["waited_s"]) == {"gate"}
+    waited_s = attempt["waited_s"]
+    assert max(waited_s, key=waited_s.__getitem__) == "gate"  # beside it may be what a slow machine took to look
     assert attempt["why"] == "the only one with room"
     assert "for the gate" in await printed(rig, "mine")
 
@@ -158,7 +159,8 @@ async def test_a_wait_that_no_replica_is_new_enough_for_is_for_a_version(start_r
     rig = await start_rig(1, gateway={"queue_timeout_s": 0.1}, sim={"tensors": {"w": [4, 4]}})
     await rig.post("/v1/completions", {"prompt": [3], "min_version": 1}, headers={"X-Request-Id": "mine"})
     (attempt,) = await _attempts(rig, "mine")
-    assert set(attempt["waited_s"]) == {"version"}
+    waited_s = attempt["waited_s"]
+    assert max(waited_s, key=waited_s.__getitem__) == "version"
     assert attempt["why"] is None
 
 

@@ -7,9 +7,9 @@ aborted during one, from another thread.
 import contextlib
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from functools import cache
-from itertools import cycle
 from typing import Any, TypeAlias
 
 import torch
@@ -19,7 +19,7 @@ from engines.transfer.gloo import SENDER_RANK, WeightGroup, send
 from engines.transfer.packing import CHUNK_BYTES, NamedTensor, packed
 
 _BUFFERS = 2
-"""Chunks under way at a time, as receivers expect by default."""
+"""Chunks in memory at a time: one is packed while the other is broadcast."""
 _POLL_S = 0.005
 _ABORT_S = 5.0
 
@@ -60,6 +60,7 @@ class NcclChannel:
         self._bounded(self._open, f"for all ranks to join at {self._place}")
 
     def send(self, tensors: Iterator[NamedTensor]) -> None:
+        self._opened()
         self._bounded(lambda: self._broadcast(tensors), "for all ranks to receive")
 
     def give_up(self, reason: str) -> None:
@@ -89,29 +90,40 @@ class NcclChannel:
             self._group = trainer_init(self._info)
 
     def _broadcast(self, tensors: Iterator[NamedTensor]) -> None:
-        """Broadcast chunk after chunk, each packed beside the broadcast of the chunk before."""
+        """Broadcast chunk after chunk, each packed beside the broadcast of the chunk before.
+
+        Tensors of a run are gathered together, and may be of two chunks: all are gathered and packed on one stream.
+        """
         torch.cuda.set_device(self._device)
-        waiting = packed(((name, tensor.to(self._device)) for name, tensor in tensors), CHUNK_BYTES)
-        for stream in cycle(_streams(self._device)):
-            stream.synchronize()
-            with torch.cuda.stream(stream):
-                chunk = next(waiting, None)
-                if chunk is None:
-                    break
-                self._group.broadcast(chunk, src=SENDER_RANK)
+        packing, sending = _streams(self._device)
+        under_way: deque[tuple[torch.Tensor, torch.cuda.Event]] = deque()
+        with torch.cuda.stream(packing):
+            for chunk in packed(((name, tensor.to(self._device)) for name, tensor in tensors), CHUNK_BYTES):
+                sending.wait_stream(packing)
+                self._opened().broadcast(chunk, src=SENDER_RANK, stream=sending)
+                # The chunk may be memory of the packing stream, which is free for the next once nobody has it.
+                under_way.append((chunk, sending.record_event()))
+                if len(under_way) == _BUFFERS:
+                    under_way.popleft()[1].synchronize()
         torch.cuda.synchronize(self._device)
+
+    def _opened(self) -> Any:
+        """Return the communicator. Raise `WeightUpdateFailed` where the group was left meanwhile."""
+        if self._group is None:
+            raise WeightUpdateFailed(f"the NCCL group was left: {self._reason}")
+        return self._group
 
     def _bounded(self, work: Callable[[], None], purpose: str) -> None:
         """Run `work` on a thread; abort the communicator on timeout or `give_up`.
 
         A rendezvous has no communicator yet: its thread ends with the store's timeout.
         """
-        failed: list[Exception] = []
+        failed: list[BaseException] = []
 
         def run() -> None:
             try:
                 work()
-            except Exception as error:
+            except BaseException as error:  # raised by the caller
                 failed.append(error)
 
         thread = threading.Thread(target=run, name="nccl weights", daemon=True)
@@ -136,9 +148,10 @@ Channel: TypeAlias = GlooChannel | NcclChannel
 
 
 @cache
-def _streams(device: torch.device) -> list[torch.cuda.Stream]:
-    """Return streams that are always the same: torch keeps freed memory for the stream that used it."""
-    return [torch.cuda.Stream(device) for _ in range(_BUFFERS)]
+def _streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+    """Return the streams for packing and for sending. They are always the same: torch keeps freed memory for the stream
+    that used it."""
+    return torch.cuda.Stream(device), torch.cuda.Stream(device)
 
 
 def _engine_class() -> Any:

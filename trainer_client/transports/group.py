@@ -124,7 +124,7 @@ class GroupTransport:
         if self._receives_over() == "gloo":
             channel = GlooChannel(address, port, world_size, self._timeout_s)
         else:
-            device = self._device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+            device = self._gpu()
             channel = NcclChannel(address, port, world_size, self._timeout_s, device)
             self._check_gpu_is_free(device)
         init_info = group_info(address, port, world_size)
@@ -142,6 +142,13 @@ class GroupTransport:
             raise
         self._place = f"{address}:{port}"
         return channel
+
+    def _gpu(self) -> torch.device:
+        """Return the trainer's GPU with its number, which is that of this thread where none is given."""
+        device = self._device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if device.type == "cuda" and device.index is None:
+            return torch.device("cuda", torch.cuda.current_device())
+        return device
 
     def _check_gpu_is_free(self, device: torch.device) -> None:
         """Raise `ConfigError` if a replica runs on the trainer's GPU: NCCL takes one rank per GPU."""

@@ -27,6 +27,7 @@ from tests.rigs.stories.played_gateway import Answer, PlayedGateway
 from trainer_client import BlockingRolloutClient, WeightProgress, WeightSender
 from trainer_client.transports import channels
 from trainer_client.transports.channels import NcclChannel
+from trainer_client.transports.group import GroupTransport
 
 SOON_S = 30.0
 TIMEOUT_S = 90.0
@@ -280,35 +281,114 @@ def test_an_nccl_broadcast_is_aborted_when_the_gateway_refuses() -> None:
     assert time.monotonic() - began < SOON_S / 2
 
 
-@pytest.fixture
-def notes(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What is done on the streams of a GPU that this host lacks."""
-    noted: list[Any] = []
+class PlayedStream:
+    """A stream of a GPU that this host lacks. `notes` has what is done on all of them."""
 
-    def stream(_: torch.device) -> Any:
-        return SimpleNamespace(synchronize=lambda: noted.append("wait for a stream"))
+    def __init__(self, name: str, notes: list[Any]) -> None:
+        self.name = name
+        self._notes = notes
 
-    monkeypatch.setattr(torch.cuda, "Stream", stream)
-    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: noted.append("wait for the GPU"))
-    monkeypatch.setattr(channels, "_streams", channels._streams.__wrapped__)
-    return noted
+    def wait_stream(self, other: "PlayedStream") -> None:
+        self._notes.append(f"{self.name} waits for {other.name}")
+
+    def record_event(self) -> Any:
+        return SimpleNamespace(synchronize=lambda: self._notes.append(f"wait for {self.name}"))
 
 
-def test_nccl_sends_chunk_after_chunk_on_two_streams(notes: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    channel = NcclChannel("127.0.0.1", 1, 2, SOON_S, torch.device("cuda", 0))
-    channel._device = torch.device("cpu")
-    channel._group = SimpleNamespace(broadcast=lambda chunk, src: notes.append((bytes(chunk.tolist()), src)))
-    monkeypatch.setattr(channels, "CHUNK_BYTES", 20)
-    tensors = [(str(place), torch.full((3,), place, dtype=torch.float32)) for place in range(5)]
-    channel.send(iter(tensors))
-    sent = [(bytes(chunk.tolist()), 0) for chunk in packed(tensors, 20)]
-    assert len(sent) == 3
-    assert notes == [part for one in sent for part in ("wait for a stream", one)] + [
-        "wait for a stream",
-        "wait for the GPU",
-    ]
+class NcclOnHost(NcclChannel):
+    """Sends tensors of the host to nobody, on played streams."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__("127.0.0.1", 1, 2, SOON_S, torch.device("cuda", 0))
+        self._device = torch.device("cpu")
+        self._group = SimpleNamespace(
+            broadcast=self._send, nccl=SimpleNamespace(ncclCommAbort=lambda _: None), comm=None, group=SimpleNamespace()
+        )
+        self.notes: list[Any] = []
+        self.current = ""
+        streams = PlayedStream("packing", self.notes), PlayedStream("sending", self.notes)
+        monkeypatch.setattr(channels, "_streams", lambda _: streams)
+        monkeypatch.setattr(channels, "CHUNK_BYTES", 20)
+        monkeypatch.setattr(torch.cuda, "stream", self._on)
+        monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda _: self.notes.append("wait for the GPU"))
+
+    @contextlib.contextmanager
+    def _on(self, stream: PlayedStream) -> Iterator[None]:
+        self.current = stream.name
+        yield
+        self.current = ""
+
+    def _send(self, chunk: torch.Tensor, src: int, stream: PlayedStream) -> None:
+        assert (src, stream.name) == (0, "sending")
+        self.notes.append(bytes(chunk.tolist()))
+
+
+def some_tensors(count: int) -> list[tuple[str, torch.Tensor]]:
+    return [(str(place), torch.full((3,), place, dtype=torch.float32)) for place in range(count)]
+
+
+def test_nccl_packs_a_chunk_while_the_chunk_before_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    channel = NcclOnHost(monkeypatch)
+    channel.send(iter(some_tensors(5)))
+    first, second, third = (bytes(chunk.tolist()) for chunk in packed(some_tensors(5), 20))
+    order = "sending waits for packing"
+    assert channel.notes == [
+        order, first, order, second, "wait for sending", order, third, "wait for sending", "wait for the GPU",
+    ]  # fmt: skip
+
+
+def test_all_tensors_are_gathered_and_packed_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors that are gathered together may be of two chunks."""
+    channel, made_on = NcclOnHost(monkeypatch), list[str]()
+
+    def gathered() -> Iterator[tuple[str, torch.Tensor]]:
+        for run in (some_tensors(4), some_tensors(3)):
+            made_on.append(channel.current)
+            yield from run
+
+    channel.send(gathered())
+    assert made_on == ["packing"] * 2
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError("by zero"), SystemExit(3)])
+def test_any_end_of_the_sending_thread_is_the_pushs(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    channel = NcclOnHost(monkeypatch)
+
+    def broken() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from some_tensors(4)
+        raise error
+
+    with pytest.raises(type(error)):
+        channel.send(broken())
+    with pytest.raises(WeightUpdateFailed, match="the NCCL group was left"):
+        channel.send(iter(()))
+
+
+def test_a_group_that_was_left_packs_no_further_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    channel, asked = NcclOnHost(monkeypatch), list[str]()
+
+    def watched() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in some_tensors(40):
+            asked.append(name)
+            if len(asked) == 3:
+                channel.close("the gateway has refused")
+            yield name, tensor
+
+    with pytest.raises(WeightUpdateFailed, match="the gateway has refused"):
+        channel.send(watched())
+    assert len(asked) < 6
+
+
+@pytest.mark.parametrize("device", [None, "cuda"])
+def test_the_trainers_gpu_is_that_of_its_thread_unless_it_is_named(
+    client: BlockingRolloutClient, monkeypatch: pytest.MonkeyPatch, device: str | None
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    transport = GroupTransport(client, SOON_S, device=device)
+    assert transport._gpu() == torch.device("cuda", 3)
+    assert GroupTransport(client, SOON_S, device="cuda:1")._gpu() == torch.device("cuda", 1)
 
 
 def test_a_push_waits_for_the_work_that_the_trainer_has_queued(

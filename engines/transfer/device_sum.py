@@ -40,7 +40,8 @@ def _sums(base: int, layout: _Layout, device: torch.device) -> torch.Tensor:
     sums = torch.zeros(len(layout), dtype=torch.int64, device=device)
     owners, table = _tables(layout, device)
     if len(owners):
-        _add_words[(len(owners),)](base, owners, table, sums, LANES=_LANES, ROUNDS=_ROUNDS)
+        with torch.cuda.device_of(sums):  # Triton starts kernels on the current GPU
+            _add_words[(len(owners),)](base, owners, table, sums, LANES=_LANES, ROUNDS=_ROUNDS)
     return sums
 
 

@@ -68,7 +68,8 @@ def unpacked(
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
     """Return the bytes of all parts; of a single part without a copy."""
-    if any(part.dtype is not parts[0].dtype for part in parts):
+    dtype = parts[0].dtype
+    if dtype.itemsize == 1 or any(part.dtype is not dtype for part in parts):  # not all dtypes of a byte can be joined
         parts = [part.contiguous().view(-1).view(torch.uint8) for part in parts]
     joined: torch.Tensor = _flatten_dense_tensors(parts)
     return joined.view(torch.uint8)
@@ -80,7 +81,10 @@ def _views(
     """Return tensors of one dtype over their bytes, which begin at byte `begin` of their chunk."""
     elements = (content if begin % dtype.itemsize == 0 else content.clone()).view(dtype)
     views: Sequence[torch.Tensor] = _unflatten_dense_tensors(elements, [_form(tuple(shape)) for shape in shapes])
-    return views
+    if all(map(torch.Tensor.numel, views)):
+        return views
+    # torch gives tensors without elements memory of their own, and older releases a shape of their own too.
+    return [one if one.numel() else elements[:0].view(tuple(shape)) for one, shape in zip(views, shapes, strict=True)]
 
 
 @lru_cache(4096)

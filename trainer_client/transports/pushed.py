@@ -1,6 +1,8 @@
 """Digests of the tensors pushed last, so that only changed tensors are sent."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 
 import torch
 
@@ -61,11 +63,17 @@ class Pushed:
 
 
 def _digests(entries: Sequence[Entry]) -> list[object]:
-    """Return digests: texts, or numbers for tensors on a GPU, with one wait for the GPU."""
+    """Return digests: texts, or numbers for tensors on a GPU, with one wait for each GPU."""
     by_tensor = [[_digest(part.detach().to(entry.dtype)) for part in parts_here(entry.tensor)] for entry in entries]
-    numbers: list[torch.Tensor] = [one for digests in by_tensor for one in digests if isinstance(one, torch.Tensor)]
-    known: Iterator[int] = iter(torch.stack(numbers).tolist() if numbers else ())
-    return [tuple(next(known) if isinstance(one, torch.Tensor) else one for one in digests) for digests in by_tensor]
+    on_gpus: defaultdict[torch.device, list[torch.Tensor]] = defaultdict(list)
+    for one in chain.from_iterable(by_tensor):
+        if isinstance(one, torch.Tensor):
+            on_gpus[one.device].append(one)
+    known = {device: iter(torch.stack(numbers).tolist()) for device, numbers in on_gpus.items()}
+    return [
+        tuple(next(known[one.device]) if isinstance(one, torch.Tensor) else one for one in digests)
+        for digests in by_tensor
+    ]
 
 
 def _digest(part: torch.Tensor) -> object:

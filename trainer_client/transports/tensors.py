@@ -117,9 +117,12 @@ def announced(entries: Sequence[Entry]) -> dict[str, object]:
 
 
 def wait_for_values(entries: Iterable[Entry]) -> None:
-    """Wait for the work that this thread has queued on GPUs, such as an optimizer's step: the tensors are read on
-    streams of other threads, which do not."""
-    for device in {part.device for entry in entries for part in parts_here(entry.tensor) if part.is_cuda}:
+    """Wait for the work that this thread has queued on GPUs, such as an optimizer's step or a copy to the host: the
+    tensors are read on streams of other threads, which do not."""
+    devices = {part.device for entry in entries for part in parts_here(entry.tensor) if part.is_cuda}
+    if torch.cuda.is_initialized():
+        devices.add(torch.device("cuda", torch.cuda.current_device()))
+    for device in devices:
         torch.cuda.current_stream(device).synchronize()
 
 

@@ -19,7 +19,7 @@ from engines.loading.planned_load import PlannedLoad, form_of
 from engines.loading.prefetch import Prefetch
 from engines.loading.snapshot_reader import pin_buffers
 from engines.loading.stage import synchronize
-from engines.loading.worker import Target, UpdatedWorker
+from engines.loading.worker import Target, UpdatedWorker, tensors_of
 from engines.transfer.gloo import WeightGroup, receive
 from engines.transfer.packing import CHUNK_BYTES, Announced
 from engines.transfer.tee import prepare
@@ -27,8 +27,15 @@ from engines.types import TensorMeta
 
 log = logging.getLogger(__name__)
 
-_KV = ("k_buffer", "v_buffer", "kv_buffer")
-_POOLS = ("full_kv_pool", "swa_kv_pool")
+_KV = (
+    "k_buffer", "v_buffer", "kv_buffer", "k_scale_buffer", "v_scale_buffer", "kv_scale_buffer",
+    "native_k_scale_buffer", "native_v_scale_buffer",
+    "index_k_payload_buffer", "index_k_scale_buffer", "index_k_with_scale_buffer",
+    "buffer",  # of an index_key_cache
+)  # fmt: skip
+_POOLS = (
+    "full_kv_pool", "swa_kv_pool", "dense_pool", "main_pool", "index_k_pool", "index_kv_pool", "index_key_cache",
+)  # fmt: skip
 _SWITCH_S = 1e-4
 """SGLang's scheduler spins while it is idle or paused. Each call of ours that lets go of the GIL would wait Python's
 5 ms to have it again: an idle server received 15 GB over NCCL in 0.5 s, a busy server in 0.06 s."""
@@ -112,7 +119,13 @@ class WeightWorker(UpdatedWorker):
 
     def kv_memory(self) -> object:
         """Return the KV of the target and of its draft, which reads what the target has computed."""
-        return [_kv_of(runner.token_to_kv_pool) for runner in (self._runner, *draft_runners(self._manager))]
+        pools = [runner.token_to_kv_pool for runner in (self._runner, *draft_runners(self._manager))]
+        for pool in pools:
+            if not _is_unmapped(pool) and not any(True for _ in tensors_of(_kv_of(pool))):
+                raise WeightUpdateFailed(
+                    f"the KV in a {type(pool).__name__} of SGLang's is not known, and stays as it is"
+                )
+        return [_kv_of(pool) for pool in pools]
 
     def load_version(self, folder: Path, prefetch: Prefetch | None) -> bool:
         if self.target.obstacle or not folder.is_dir():
@@ -200,10 +213,15 @@ class _Receiver:
 
 def _kv_of(pool: Any) -> list[object]:
     """Return the KV in a pool of SGLang's and in the pools that it holds."""
-    if getattr(pool, "post_capture_active", False):
-        return []  # parts of such a pool have no memory behind them
+    if _is_unmapped(pool):
+        return []
     inner = [getattr(pool, name, None) for name in _POOLS]
     return [getattr(pool, name, None) for name in _KV] + [_kv_of(one) for one in inner if one is not None]
+
+
+def _is_unmapped(pool: Any) -> bool:
+    """Return True for a pool of which parts have no memory behind them."""
+    return bool(getattr(pool, "post_capture_active", False))
 
 
 _workers: list[WeightWorker] = []  # of this process: one, made at the first call

@@ -179,7 +179,7 @@ class UpdatedWorker:
         """Overwrite the KV of all requests with zeros. No request may run."""
         synchronize(self.target.device)  # a step of SGLang may still write some
         with torch.inference_mode():
-            for tensor in _tensors_of(self.kv_memory()):
+            for tensor in tensors_of(self.kv_memory()):
                 tensor.zero_()
         synchronize(self.target.device)
 
@@ -264,9 +264,10 @@ def tensors_in(folder: Path, prefetch: Prefetch | None, device: torch.device) ->
     return (prefetch.take(folder) if prefetch is not None else None) or read_tensors(folder, device)
 
 
-def _tensors_of(held: object) -> Iterator[torch.Tensor]:
+def tensors_of(held: object) -> Iterator[torch.Tensor]:
+    """Yield the tensors in lists and tuples of any depth."""
     if isinstance(held, torch.Tensor):
         yield held
     elif isinstance(held, list | tuple):
         for part in held:
-            yield from _tensors_of(part)
+            yield from tensors_of(part)

@@ -374,6 +374,23 @@ def test_a_wipe_overwrites_the_kv_of_all_pools_and_no_table(own: WeightWorker) -
     assert tables.all()
 
 
+def test_a_wipe_overwrites_scales_and_the_pools_of_sparse_attention(own: WeightWorker) -> None:
+    def kv() -> list[Any]:
+        return [torch.full((2, 3), 255, dtype=torch.uint8)]
+
+    index = SimpleNamespace(buffer=kv())
+    main = SimpleNamespace(k_buffer=kv(), v_buffer=kv(), k_scale_buffer=kv(), v_scale_buffer=kv())
+    own._runner.token_to_kv_pool = SimpleNamespace(main_pool=main, dense_pool=None, index_key_cache=index)
+    own.wipe_kv()
+    assert not any(tensor.any() for held in (*vars(main).values(), index.buffer) for tensor in held)
+
+
+def test_a_pool_that_we_do_not_know_is_told(own: WeightWorker) -> None:
+    own._runner.token_to_kv_pool = SimpleNamespace(pages=torch.ones(2))
+    with pytest.raises(WeightUpdateFailed, match="SimpleNamespace of SGLang's is not known"):
+        own.wipe_kv()
+
+
 def test_a_wipe_overwrites_the_kv_of_a_draft_too(model: Model) -> None:
     def pool() -> Any:
         return SimpleNamespace(k_buffer=[torch.full((2, 3), float("nan"))], v_buffer=None)

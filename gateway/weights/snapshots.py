@@ -67,16 +67,13 @@ class Snapshots:
             self._go_without(str(error))
 
     async def close(self) -> None:
-        """Remove drafts and free the folder. Where it does not answer, the end of the process frees it."""
-        if self._keeping is not None:
-            self._keeping.cancel()
-            await asyncio.gather(self._keeping, return_exceptions=True)
-        await self.removed()
-        if self._store is not None:
-            try:
-                await self._soon(self._store.close)
-            except StoreFailed as error:
-                log.error("the weight store is left as it is", error=str(error))
+        """Remove drafts and free the folder. A store that does not answer within a control call is left as it is."""
+        timeout_s = self._config.control_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._clear_up()
+        except (StoreFailed, TimeoutError) as error:
+            log.error("the weight store is left as it is", error=str(error) or f"it took longer than {timeout_s:g} s")
 
     def on_change(self, listener: Callable[[], None]) -> None:
         """Call `listener` when there is a new version to load."""
@@ -160,6 +157,14 @@ class Snapshots:
         if self._removing:
             await asyncio.wait(self._removing, timeout=self._config.store_wait_s)
 
+    async def _clear_up(self) -> None:
+        if self._keeping is not None:
+            self._keeping.cancel()
+            await asyncio.gather(self._keeping, return_exceptions=True)
+        await self.removed()
+        if self._store is not None:
+            await self._aside(self._store.close)
+
     def _remove(self, folder: Path) -> None:
         """Remove a folder in the background: neither trainer nor replica waits for it."""
         removing = self.in_thread(remove_folder, folder)
@@ -233,7 +238,7 @@ class Snapshots:
     async def _throw_away(self, call: Callable[..., Path], what: Path | int) -> None:
         """Remove what an update has left. A store that does not answer hides no reason of the update's end."""
         try:
-            self._remove(await self._aside(call, what))
+            self._remove(await self._soon(call, what))
         except StoreFailed as error:
             log.error("not removed from the weight store", left=str(what), error=str(error))
 

@@ -182,6 +182,30 @@ async def test_a_store_that_hangs_leaves_other_files_their_threads(
     await snapshots.close()
 
 
+async def test_the_end_waits_for_a_copy_that_hangs_no_longer_than_a_control_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, ends = asyncio.get_running_loop(), threading.Event()
+    config = WeightsConfig(store=str(tmp_path), load_timeout_s=20.0, control_timeout_s=0.3)
+    snapshots = Snapshots(config, "app", lambda: None)
+    await snapshots.open()
+
+    async def never(*_: object) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await snapshots.discard(tmp_path / "draft")
+
+    monkeypatch.setattr(WeightStore, "throw_away", lambda *_: ends.wait(20))
+    monkeypatch.setattr(snapshots, "_keep", never)
+    snapshots.keep(tmp_path / "draft", 1, replica("a"), [], {})
+    await asyncio.sleep(0)
+    began = loop.time()
+    await snapshots.close()
+    ends.set()
+    assert loop.time() - began < 10
+
+
 async def opened(snapshots: Snapshots) -> AsyncIterator[Path]:
     async with snapshots.reading(1, []) as path:
         yield path

@@ -27,8 +27,7 @@ CHUNK_BYTES = 1 << 30
 def packed(tensors: Iterable[NamedTensor], chunk_bytes: int) -> Iterator[torch.Tensor]:
     """Yield the bytes of each chunk, on the device of its tensors. Equals vLLM's `pack_tensors`, whose import takes
     seconds."""
-    parts = (tensor.detach() for _, tensor in tensors)
-    return map(_joined, batches(parts, attrgetter("nbytes"), chunk_bytes + 1))
+    return map(_joined, batches((tensor for _, tensor in tensors), attrgetter("nbytes"), chunk_bytes + 1))
 
 
 def chunks(announced: Iterable[Announced], chunk_bytes: int) -> Iterator[list[Announced]]:
@@ -66,6 +65,7 @@ def unpacked(
     return list(zip(names, tensors, strict=True))
 
 
+@torch.no_grad()
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
     """Return the bytes of all parts; of a single part without a copy."""
     dtype = parts[0].dtype

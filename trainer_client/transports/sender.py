@@ -231,12 +231,13 @@ class WeightSender:
         tensors = bytes_sent = num_tensors = num_bytes = 0
 
         def tell(entry: "Entry") -> None:
+            if self._on_progress is None:
+                return
             nonlocal tensors, bytes_sent
             tensors, bytes_sent = tensors + 1, bytes_sent + entry.num_bytes
-            if self._on_progress is not None:
-                self._on_progress(
-                    WeightProgress(tensors=tensors, num_tensors=num_tensors, bytes=bytes_sent, num_bytes=num_bytes)
-                )
+            self._on_progress(
+                WeightProgress(tensors=tensors, num_tensors=num_tensors, bytes=bytes_sent, num_bytes=num_bytes)
+            )
 
         served = self._client.served_weights()
         for entries in given.parts(served.tensors, self._dtype):

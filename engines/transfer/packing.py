@@ -65,14 +65,16 @@ def unpacked(
     return list(zip(names, tensors, strict=True))
 
 
-@torch.no_grad()
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
     """Return the bytes of all parts; of a single part without a copy."""
     dtype = parts[0].dtype
-    if dtype.itemsize == 1 or any(part.dtype is not dtype for part in parts):  # not all dtypes of a byte can be joined
-        parts = [part.contiguous().view(-1).view(torch.uint8) for part in parts]
-    joined: torch.Tensor = _flatten_dense_tensors(parts)
-    return joined.view(torch.uint8)
+    with torch.no_grad():  # trainers' tensors may have gradients
+        if dtype.itemsize == 1 or any(
+            one.dtype is not dtype for one in parts
+        ):  # not all dtypes of a byte can be joined
+            parts = [one.contiguous().view(-1).view(torch.uint8) for one in parts]
+        joined: torch.Tensor = _flatten_dense_tensors(parts)
+        return joined.view(torch.uint8)
 
 
 def _views(

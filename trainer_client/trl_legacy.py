@@ -61,8 +61,8 @@ class LegacyVLLMClient(VLLMClient):
         if self._held:
             if self._sender is None:
                 raise RuntimeError("init_communicator was not called")
-            held, self._held = self._held, {}
-            self.weight_version = self._sender.push(self._on_device(held))
+            self.weight_version = self._sender.push(self._on_device(self._held))
+            self._held = {}  # kept where the push failed, for the next
         super().reset_prefix_cache()
 
     def close_communicator(self) -> None:

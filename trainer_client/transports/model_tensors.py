@@ -38,7 +38,7 @@ def model_tensors(model: torch.nn.Module) -> list[NamedOnes]:
             "the adapter with POST /v1/load_lora_adapter",
             param="named_tensors",
         )
-    buffers = {clean(name) for name, _ in model.named_buffers()}
+    buffers = {clean(name) for name, _ in model.named_buffers(remove_duplicate=False)}
     first_names = _tied(model)
     names = defaultdict(list)
     for name in state:

@@ -58,9 +58,9 @@ class GatewayCheckpointEngine(CheckpointEngine):
     def _push(self, weights: Iterator[NamedTensor], global_steps: int) -> dict[str, Any]:
         began = time.perf_counter()
         if self._client is None or self._sender is None:
-            self._client = BlockingRolloutClient(self._settings.url)
-            self._sender = self._opened(self._client)
+            self._client = self._client or BlockingRolloutClient(self._settings.url)
             self._left_out = _second_names(self._client)
+            self._sender = self._opened(self._client)  # last: it says that all is known
         # The first version is the gateway's next; then versions and verl's steps count together, so that a version
         # gives
         # its step. Another trainer's update in between is a conflict, never a wrong step.

@@ -61,14 +61,16 @@ class TokenSource:
         Raises the gateway's own error, `InvalidRequest` for images, video and audio, and `DeadlineExceeded`.
         """
         _refuse_media(others)
-        tokens, parts = normalize_token_ids(prompt_ids), list[Completion]()
+        tokens, parts, params = normalize_token_ids(prompt_ids), list[Completion](), sampling_params
         left = self._budget(len(tokens), sampling_params)
         try:
             async with asyncio.timeout(self._settings.rollout_timeout_s):
                 while True:
-                    part = await self._complete(request_id, tokens, sampling_params, left)
+                    part = await self._complete(request_id, tokens, params, left)
                     parts.append(part)
                     tokens, left = tokens + part.token_ids.tolist(), left - len(part.token_ids)
+                    if least := params.get("min_tokens"):
+                        params = {**params, "min_tokens": max(0, least - len(part.token_ids))}
                     if not resumes or part.finish_reason != "abort" or left <= 0:
                         return self._output(parts)
                     await asyncio.sleep(_ABORTED_PAUSE_S)

@@ -68,6 +68,16 @@ def test_a_buffer_is_sent_where_it_is_served() -> None:
     assert "cache" not in names(only_part(Model(), meta("cache")))
 
 
+def test_a_buffer_that_two_modules_share_is_a_buffer_by_both_names() -> None:
+    model = Model()
+    model.layer.register_buffer("scale", model.scale)
+    assert names(only_part(model, meta("embed.weight"), meta("layer.weight"), meta("layer.bias"))) == [
+        "embed.weight",
+        "layer.weight",
+        "layer.bias",
+    ]
+
+
 @pytest.mark.parametrize(
     ("asked", "held", "sent"),
     [

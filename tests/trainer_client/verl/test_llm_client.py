@@ -95,6 +95,18 @@ async def test_what_an_abort_cut_short_goes_on_with_the_next_weights(start_rig: 
     assert output.extra_fields == {"global_steps": 1, "min_global_steps": 0, "max_global_steps": 1}
 
 
+async def test_a_resumed_completion_needs_the_rest_of_its_least_tokens(
+    start_rig: StartRig, client_of: ClientOf
+) -> None:
+    rig = await start_rig(1)
+    asking = asyncio.create_task(ask(client_of(rig), max_tokens=80, min_tokens=79))
+    await rig.begun()
+    assert (await rig.post("/pause?mode=abort"))[0] == 200
+    assert (await rig.post("/resume"))[0] == 200
+    rig.hurry()
+    assert len((await asking).token_ids) in (79, 80)
+
+
 async def test_a_completion_that_stays_aborted_ends_in_time(start_rig: StartRig, client_of: ClientOf) -> None:
     rig = await start_rig(1)
     asking = asyncio.create_task(ask(client_of(rig, rollout_timeout_s=1.0), max_tokens=80))

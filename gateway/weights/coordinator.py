@@ -135,11 +135,14 @@ class WeightCoordinator:
         lease: str | None = None,
         version: int | None = None,
         group: str | None = None,
+        after: str | None = None,
     ) -> None:
         """Open the next version, which must be `version`, if given. `in_flight` overrides weights.in_flight. The update
-        ends with `lease`, if given. `group` is the place of the trainer's group, which must be the open one."""
+        ends with `lease`, if given. `group` is the place of the trainer's group, which must be the open one. `after` is
+        the update whose weights the trainer adds to, which must be those served."""
         async with self._exclusively("start_weight_update"):
             self.leases.check(lease)
+            self._check_served(after)
             if group not in (None, self._group):
                 raise WeightUpdateConflict(
                     f"the transfer group of {group} is over: "
@@ -183,14 +186,26 @@ class WeightCoordinator:
         *,
         rolling: bool | None = None,
         in_flight: InFlight | None = None,
+        after: str | None = None,
     ) -> int:
         """Load the draft that a trainer wrote into the store on all replicas. Returns its version once they serve it.
 
         `rolling` overrides weights.rolling: replicas load one after the other instead of together. `version` is the
-        next one unless given.
+        next one unless given. `after` is as for `start`.
         """
         async with self._exclusively("v1/weight_updates"):
+            self._check_served(after)
             return await self._by_store.load(snapshot, version, canary_logprobs, rolling=rolling, in_flight=in_flight)
+
+    def _check_served(self, after: str | None) -> None:
+        """Raise `WeightUpdateConflict` unless the update `after`, if given, made the served version."""
+        last = self._updates.last_committed
+        if after is not None and (last is None or last.name != after):
+            raise WeightUpdateConflict(
+                f"after = {after!r}, but version {self._fleet.version} was made by "
+                f"{last.name if last is not None else 'an update before this gateway started'}: another trainer has "
+                "pushed since the tensors were chosen; push again"
+            )
 
     async def abandon(self, reason: str, lease: str | None = None) -> None:
         """Abort the open update, if any, and close its group. A trainer's `lease` keeps it from another's update."""

@@ -12,7 +12,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
@@ -32,7 +32,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from engines.errors import DeadlineExceeded, RolloutGatewayError
 from tests.material.sharded_model import SHAPES, WORLD_SIZE, Model
 from trainer_client import BlockingRolloutClient, WeightSender
-from trainer_client.transports import tensors, trainer_ranks
+from trainer_client.transports import pushed, tensors, trainer_ranks
 from trainer_client.transports.tensors import Entry
 
 TIMEOUT_S = 20.0
@@ -353,6 +353,32 @@ def failing_at(trainer: Trainer, name: str, error: BaseException, *, rank: int |
         yield
 
 
+def a_rank_that_cannot_choose_its_tensors(trainer: Trainer) -> dict[str, Any]:
+    """The first push is of rank 1, the second of the sender. Neither waits for a silence."""
+
+    def failing(*_: Any) -> Any:
+        raise RuntimeError("no memory")
+
+    errors = []
+    with (
+        BlockingRolloutClient(trainer.url, attempts=1) as client,
+        WeightSender(client, transport="store", timeout_s=TIMEOUT_S, delta=True) as sender,
+    ):
+        for rank in (1, 0):
+            with patch.object(pushed, "_digests", failing) if rank == trainer.rank else nullcontext():
+                try:
+                    sender.push(sharded(trainer, Model()))
+                except Exception as error:
+                    errors.append(str(error))
+        return {"version": sender.push(sharded(trainer, Model())), "errors": errors}
+
+
+def ranks_in_other_numbers_of_groups(trainer: Trainer) -> dict[str, Any]:
+    """All ranks call `new_group`, as torch demands, and rank 0 alone is in it."""
+    dist.new_group([0])
+    return trainer.push(sharded(trainer, Model()))
+
+
 def after_a_new_start_of_torch_distributed(trainer: Trainer) -> dict[str, Any]:
     """The sender is that of the ranks before."""
     with (
@@ -444,6 +470,8 @@ CASES = (
     a_rank_that_fails_at_the_last_tensor,
     all_ranks_that_fail_among_the_tensors,
     after_all_that,
+    a_rank_that_cannot_choose_its_tensors,
+    ranks_in_other_numbers_of_groups,
     after_a_new_start_of_torch_distributed,
     a_rank_that_leaves_before_the_outcome,
     a_sender_that_stays_away,

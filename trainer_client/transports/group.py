@@ -104,6 +104,7 @@ class GroupTransport:
             in_flight=options.in_flight,
             lease=self._lease,
             version=options.version,
+            after=options.after,
         )
         if self._channel is not None:
             try:

@@ -1,19 +1,24 @@
 """Digests of the tensors pushed last, so that only changed tensors are sent."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from itertools import chain
+from typing import Protocol
 
 import torch
 
-from engines.errors import InvalidRequest
+from engines.errors import DeadlineExceeded, InvalidRequest
 from engines.transfer.tensor_bytes import digest_on_host
 from trainer_client.served import ServedWeights
 from trainer_client.transports.sharded import parts_here
 from trainer_client.transports.tensors import Entry, layer_of
 
-AnyRank = Callable[[Sequence[bool]], list[bool]]
-"""Reduces flags of the same tensors over all ranks: set if set on any rank."""
+
+class AnyRank(Protocol):
+    """Reduces flags of the same tensors over all ranks: set if set on any rank. Raises where a rank says `failed`."""
+
+    def __call__(self, flags: Sequence[bool], *, failed: bool = False) -> list[bool]: ...
 
 
 class Pushed:
@@ -22,24 +27,36 @@ class Pushed:
     def __init__(self, *, by_layer: bool) -> None:
         """`by_layer` if engines need all tensors of a layer together."""
         self._by_layer = by_layer
-        self._served: object = None
+        self.adds_to: str | None = None
+        """Id of the update whose weights this push adds to; None for a push of all tensors."""
+        self._served: str | None = None
         self._held: dict[str, object] = {}
         self._new: dict[str, object] = {}
 
     def changed(self, entries: list[Entry], served: ServedWeights, any_rank: AnyRank) -> list[Entry]:
         """Return the changed entries of one part; all if the served version is another trainer's."""
         is_first = not self._new
-        digests = dict(zip((entry.name for entry in entries), _digests(entries), strict=True))
-        if self._by_layer:
-            self._check_layers_are_whole(digests)
-        self._new |= digests
-        is_ours = self._served is not None and served.update == self._served
-        flags = any_rank([not is_ours or self._held.get(name) != digest for name, digest in digests.items()])
+        try:
+            mine = self._changed_here(entries, served)
+        except BaseException:
+            with suppress(DeadlineExceeded):  # a rank is gone too, and this error came first
+                any_rank([False] * len(entries), failed=True)  # the others wait for this rank's flags
+            raise
+        flags = any_rank(mine)
         moved = {self._unit(entry.name) for entry, flag in zip(entries, flags, strict=True) if flag}
         if is_first and not moved:
             # A version needs a tensor: send the smallest.
             moved = {self._unit(min(entries, key=lambda entry: entry.num_bytes).name)}
         return [entry for entry in entries if self._unit(entry.name) in moved]
+
+    def _changed_here(self, entries: list[Entry], served: ServedWeights) -> list[bool]:
+        """Digest the tensors, and return a flag for each that is set where it differs from the last push."""
+        digests = dict(zip((entry.name for entry in entries), _digests(entries), strict=True))
+        if self._by_layer:
+            self._check_layers_are_whole(digests)
+        self._new |= digests
+        self.adds_to = self._served if served.update == self._served else None
+        return [self.adds_to is None or self._held.get(name) != digest for name, digest in digests.items()]
 
     def _check_layers_are_whole(self, names: Iterable[str]) -> None:
         gone = {layer_of(name) for name in self._new}
@@ -52,11 +69,12 @@ class Pushed:
                 )
 
     def begin(self) -> None:
-        self._new = {}
+        self._new, self.adds_to = {}, None
 
     def committed(self, served: ServedWeights) -> None:
-        """Record that the push made the served version."""
-        self._served, self._held = served.update, self._held | self._new
+        """Record that the push made the served version, which has tensors of pushes before it where it adds to them."""
+        held = self._held if self.adds_to is not None else {}
+        self._served, self._held = served.update, held | self._new
 
     def _unit(self, name: str) -> str:
         return layer_of(name) if self._by_layer else name

@@ -4,11 +4,12 @@ import contextlib
 import os
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Literal
 
 from engines.announcement import check_tensors
-from engines.errors import ConfigError, RolloutGatewayError, WeightUpdateConflict
+from engines.errors import ConfigError, DeadlineExceeded, RolloutGatewayError, WeightUpdateConflict
 from engines.types import InFlight
 from trainer_client.blocking import BlockingRolloutClient
 from trainer_client.progress import OnWeightProgress, WeightProgress
@@ -173,10 +174,12 @@ class WeightSender:
             first = next(parts)  # refuses tensors that do not fit before any effect
             if self._transport is None:
                 self._transport = self._new_transport()
+            options = replace(options, after=self._pushed_before().adds_to)
             done = self._transport.push(chain([first], parts), options)
             outcome = done, self._served_as(done) if self._delta else None
         except BaseException as error:
-            ranks.end(error)
+            with contextlib.suppress(DeadlineExceeded):  # a rank is gone too, and this error came first
+                ranks.end(error)
             raise
         ranks.end(outcome)
         return outcome

@@ -39,6 +39,8 @@ _WORDS_IN_SILENCE = 4
 """Messages of a waiting sender in the longest silence."""
 _DIGEST_BYTES = 16
 _NONE = b"\0" * _DIGEST_BYTES
+_generations: dict[tuple[int, ...], str] = {}
+"""Generation of this process's last group of each ranks."""
 
 
 class Ranks:
@@ -59,8 +61,8 @@ class Ranks:
     def agree_on_end(self, served: ServedWeights) -> None:
         """Raise `InvalidRequest` on every rank unless all have come to the end of their tensors."""
 
-    def any_rank(self, flags: Sequence[bool]) -> list[bool]:
-        """Return each flag as set if set on any rank."""
+    def any_rank(self, flags: Sequence[bool], *, failed: bool = False) -> list[bool]:
+        """Return each flag as set if set on any rank. Raise `InvalidRequest` where another rank has `failed`."""
         return list(flags)
 
     def runs(self, entries: Sequence[Entry]) -> list[list[Entry]]:
@@ -78,8 +80,8 @@ class Ranks:
 class TrainerRanks(Ranks):
     """Several ranks, which must all create this and push the same tensors. A message is awaited for `silence_s`.
 
-    Its group is never ended: torch would give the next group of these ranks the same name, and so the addresses of the
-    ended one. All ranks have the same `options`, a text.
+    Its group is none of torch's own groups: their names count all groups of a process, and ranks that are in different
+    numbers of them would not meet. All ranks have the same `options`, a text.
     """
 
     def __init__(self, ranks: Sequence[int], silence_s: float, options: str = "") -> None:
@@ -87,11 +89,12 @@ class TrainerRanks(Ranks):
         self._silence_s = silence_s
         self._options = options
         self._is_broken = False
+        self._world = _world()
+        place = self._ranks.index(dist.get_rank())
         with self._together():
-            self._group = dist.new_group(
-                self._ranks, timeout=timedelta(seconds=silence_s), backend="gloo", use_local_synchronization=True
-            )
-        self.is_sender = dist.get_rank() == self._ranks[0]
+            store = _meeting(self._ranks)
+            self._group = dist.ProcessGroupGloo(store, place, len(self._ranks), timedelta(seconds=silence_s))
+        self.is_sender = place == 0
         # A transport may gather on its own thread while the push is cancelled.
         self._turn = threading.Lock()
         self._is_over = False
@@ -99,12 +102,8 @@ class TrainerRanks(Ranks):
 
     @property
     def is_over(self) -> bool:
-        """True where a wait has failed, or the trainer has ended torch.distributed, and the group with it."""
-        try:
-            dist.get_rank(self._group)
-        except ValueError:
-            return True
-        return self._is_broken
+        """True where a wait has failed, or the trainer has ended torch.distributed since."""
+        return self._is_broken or not dist.is_initialized() or _world() is not self._world
 
     def begun(self) -> "TrainerRanks":
         """Start the next push; return self."""
@@ -121,7 +120,8 @@ class TrainerRanks(Ranks):
             if "part" in word:
                 served = ServedWeights.read(word["part"])
                 parts = parts or given.parts(served.tensors, dtype)
-                runs = iter(self.runs(self._narrowed(self._next_part(parts), served, narrow)))
+                entries = self._next_part(parts)
+                runs = iter(self.runs(narrow(entries, served) if entries else []))
             else:
                 try:
                     self._help(next(runs))
@@ -155,11 +155,16 @@ class TrainerRanks(Ranks):
                 with suppress(DeadlineExceeded):  # a rank is gone, and the outcome finds that too
                     self._say({"waits": True})
 
-    def any_rank(self, flags: Sequence[bool]) -> list[bool]:
-        held = torch.tensor(list(flags), dtype=torch.uint8, device="cpu")
+    def any_rank(self, flags: Sequence[bool], *, failed: bool = False) -> list[bool]:
+        held = torch.tensor([failed, *flags], dtype=torch.uint8, device="cpu")
         with self._together():
-            dist.all_reduce(held, dist.ReduceOp.MAX, group=self._group)
-        return [bool(flag) for flag in held.tolist()]
+            self._group.allreduce(held, dist.ReduceOp.MAX).wait()
+        has_failed, *found = map(bool, held.tolist())
+        if has_failed:
+            self._is_over = True  # known to all ranks now
+        if has_failed and not failed:
+            raise InvalidRequest("another trainer rank could not choose its tensors: its log has the reason")
+        return found
 
     def runs(self, entries: Sequence[Entry]) -> list[list[Entry]]:
         return list(batches(entries, attrgetter("num_bytes"), _RUN_BYTES))
@@ -204,13 +209,6 @@ class TrainerRanks(Ranks):
         self._compare(self._digest(entries))
         return entries
 
-    def _narrowed(self, entries: list[Entry], served: ServedWeights, narrow: Narrow) -> list[Entry]:
-        try:
-            return narrow(entries, served) if entries else []
-        except RolloutGatewayError:
-            self._hear()  # the sender has the same error and reports it
-            raise
-
     def _digest(self, entries: Sequence[Entry]) -> bytes:
         lines = (f"{entry.name} {entry.dtype} {entry.shape} {placed(entry.tensor)}" for entry in entries)
         return hashlib.blake2b("\n".join((self._options, *lines)).encode(), digest_size=_DIGEST_BYTES).digest()
@@ -218,7 +216,7 @@ class TrainerRanks(Ranks):
     def _compare(self, mine: bytes) -> None:
         heard = [torch.empty(_DIGEST_BYTES, dtype=torch.uint8, device="cpu") for _ in self._ranks]
         with self._together():
-            dist.all_gather(heard, torch.frombuffer(bytearray(mine), dtype=torch.uint8), group=self._group)
+            self._group.allgather(heard, torch.frombuffer(bytearray(mine), dtype=torch.uint8)).wait()
         for rank, other in zip(self._ranks, heard, strict=True):
             if not torch.equal(other, heard[0]):
                 self._is_over = True  # known to all ranks now
@@ -244,13 +242,13 @@ class TrainerRanks(Ranks):
         """Return the sender's content on every rank."""
         size = torch.tensor([len(content or b"")], device="cpu")
         with self._together():
-            dist.broadcast(size, self._ranks[0], group=self._group)
+            self._group.broadcast(size, 0).wait()
             held = (
                 torch.frombuffer(bytearray(content), dtype=torch.uint8)
                 if content
                 else torch.empty(int(size), dtype=torch.uint8, device="cpu")
             )
-            dist.broadcast(held, self._ranks[0], group=self._group)
+            self._group.broadcast(held, 0).wait()
         return bytes(held.numpy())
 
     @contextmanager
@@ -263,6 +261,22 @@ class TrainerRanks(Ranks):
                 f"trainer rank {dist.get_rank()}: the ranks {self._ranks} did not all take part within "
                 f"{self._silence_s:g} s, or a rank is gone; rank {self._ranks[0]} is the sender ({error})"
             ) from error
+
+
+def _world() -> object:
+    """Return torch's group of all ranks, another one after each `init_process_group`."""
+    return dist.distributed_c10d._get_default_group()
+
+
+def _meeting(ranks: Sequence[int]) -> dist.Store:
+    """Return the store in which these ranks meet for their next group. A store has the addresses of one group, so each
+    generation has its own. The first rank that needs the next generation begins it, and the others follow."""
+    store = dist.PrefixStore(f"rollout-gateway {ranks}", dist.distributed_c10d._get_default_store())
+    generation = store.compare_set("generation", "", "0").decode()
+    if generation == _generations.get(tuple(ranks)):
+        generation = store.compare_set("generation", generation, str(int(generation) + 1)).decode()
+    _generations[tuple(ranks)] = generation
+    return dist.PrefixStore(generation, store)
 
 
 def _raise(error: Exception) -> list[Entry]:

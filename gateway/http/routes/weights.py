@@ -66,7 +66,7 @@ class WeightRoutes:
     async def _start(self, request: web.Request) -> web.Response:
         """Begin a weight update."""
         body = await read_object(request, required=False)
-        await self._weights.start(_in_flight(body), _lease(body), _version(body), _group(body))
+        await self._weights.start(_in_flight(body), _lease(body), _version(body), _group(body), _after(body))
         return reply({"message": "Weight update started"})
 
     async def _lease(self, request: web.Request) -> web.StreamResponse:
@@ -110,7 +110,7 @@ class WeightRoutes:
                 param="rolling",
             )
         served = await self._weights.load(
-            snapshot, version, _canary_logprobs(body), rolling=rolling, in_flight=_in_flight(body)
+            snapshot, version, _canary_logprobs(body), rolling=rolling, in_flight=_in_flight(body), after=_after(body)
         )
         return reply({"weight_version": served})
 
@@ -195,6 +195,18 @@ def _version(body: Json) -> int | None:
             param="version",
         )
     return version
+
+
+def _after(body: Json) -> str | None:
+    """Return the id of the update that the trainer adds to, if it names one."""
+    after = body.get("after")
+    if after is not None and not (isinstance(after, str) and 0 < len(after) <= _LONGEST_GROUP):
+        raise InvalidRequest(
+            f"after must be a text of at most {_LONGEST_GROUP} characters, such as the `update` of GET /v1/weights, or "
+            "left out",
+            param="after",
+        )
+    return after
 
 
 def _group(body: Json) -> str | None:

@@ -23,7 +23,7 @@ from engines.errors import (
 )
 from engines.transfer.packing import packed
 from gateway.api import body_of, status_of
-from tests.rigs.stories.played_gateway import Answer, PlayedGateway
+from tests.rigs.stories.played_gateway import UNREAD, Answer, PlayedGateway
 from trainer_client import BlockingRolloutClient, WeightProgress, WeightSender
 from trainer_client.transports import channels
 from trainer_client.transports.channels import NcclChannel
@@ -408,3 +408,20 @@ def test_a_push_waits_for_the_work_that_the_trainer_has_queued(
     sender.push({"w": OnGpu(torch.ones(2, 2), requires_grad=False)})
     assert calls_then
     assert not {*UPDATE} & {*calls_then[0]}
+
+
+def test_a_push_of_changes_names_the_update_that_it_adds_to(
+    gateway: PlayedGateway, client: BlockingRolloutClient
+) -> None:
+    bodies: list[dict[str, Any]] = []
+    gateway.answers["/v1/weights"] = lambda _: (200, UNREAD | {"weight_version": 7, "update": "ours"})
+
+    def start(body: dict[str, Any]) -> Answer:
+        bodies.append(body)
+        return 200, {}
+
+    gateway.answers["/start_weight_update"] = start
+    with WeightSender(client, delta=True, timeout_s=TIMEOUT_S) as sender:
+        for value in (1.0, 2.0):
+            sender.push({"layers.0.w": torch.full((2, 2), value), "layers.1.w": torch.ones(2, 2)})
+    assert [body.get("after") for body in bodies] == [None, "ours"]

@@ -28,7 +28,7 @@ def entries(*, dtype: torch.dtype = torch.float32, **added: float) -> list[Entry
     return [Entry(name, torch.ones(size) + moved.get(name, 0.0), dtype) for name, size in sizes.items()]
 
 
-def alone(flags: Sequence[bool]) -> list[bool]:
+def alone(flags: Sequence[bool], *, failed: bool = False) -> list[bool]:
     return list(flags)
 
 
@@ -76,7 +76,7 @@ def test_a_push_that_failed_counts_for_nothing() -> None:
 def test_what_changed_on_another_rank_is_sent() -> None:
     others = [False, False, True, False]
 
-    def any_rank(flags: Sequence[bool]) -> list[bool]:
+    def any_rank(flags: Sequence[bool], *, failed: bool = False) -> list[bool]:
         return [mine or other for mine, other in zip(flags, others, strict=True)]
 
     assert names(pushed_once().changed(entries(), served("first"), any_rank)) == [NORM]
@@ -105,3 +105,13 @@ def test_a_layer_that_comes_in_two_parts_is_refused_where_it_must_go_together() 
 )
 def test_the_layer_of_a_tensor(name: str, layer: str) -> None:
     assert layer_of(name) == layer
+
+
+def test_what_was_pushed_before_another_trainers_version_counts_for_nothing() -> None:
+    pushed = pushed_once()
+    assert names(pushed.changed([one for one in entries() if one.name == NORM], served("another"), alone)) == [NORM]
+    assert pushed.adds_to is None
+    pushed.committed(served("second"))
+    pushed.begin()
+    assert names(pushed.changed(entries(), served("second"), alone)) == [Q, K, HEAD]
+    assert pushed.adds_to == "second"

@@ -172,9 +172,21 @@ def test_the_next_push_goes_well_after_all_that(told: Told) -> None:
     assert told["after_all_that"][0]["version"] == told["delta"][0]["version"] + 1
 
 
+def test_a_rank_that_cannot_choose_its_tensors_is_told_to_the_others_at_once(told: Told) -> None:
+    first, second = told["a_rank_that_cannot_choose_its_tensors"]
+    others = "another trainer rank could not choose its tensors: its log has the reason"
+    assert first["errors"] == [others, "no memory"]
+    assert second["errors"] == ["no memory", others]
+    assert first["version"] == second["version"] == told["after_all_that"][0]["version"] + 1
+
+
+def test_ranks_that_are_in_other_numbers_of_groups_push_together(told: Told) -> None:
+    assert told["ranks_in_other_numbers_of_groups"][0]["same"]
+
+
 def test_a_sender_outlives_a_new_start_of_torch_distributed(told: Told) -> None:
     first, second = told["after_a_new_start_of_torch_distributed"]
-    assert first["version"] == second["version"] == told["after_all_that"][0]["version"] + 2
+    assert first["version"] == second["version"] == told["ranks_in_other_numbers_of_groups"][0]["version"] + 2
 
 
 def test_a_version_that_is_served_is_returned_where_a_rank_has_left_before_the_outcome(told: Told) -> None:

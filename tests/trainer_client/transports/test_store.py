@@ -251,8 +251,9 @@ async def test_changes_to_a_version_that_is_gone_are_refused_and_nothing_is_touc
     assert (await said(rig))[0] == {1}
 
 
+@pytest.mark.parametrize("moment", ["load_weights", "weight_store"])
 async def test_changes_to_a_version_that_another_trainer_has_replaced_are_refused(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     one, two, fifty = (torch.full((4,), value) for value in (1.0, 2.0, 50.0))
 
@@ -262,20 +263,20 @@ async def test_changes_to_a_version_that_another_trainer_has_replaced_are_refuse
             WeightSender(client, transport="store", delta=True, timeout_s=10) as sender,
         ):
             sender.push({"w": torch.ones(4, 4), "b": one})
-            load = client.load_weights
 
-            def late(*args: Any) -> int:
+            def late(*args: Any) -> Any:
                 send(rig.url, [("w", torch.ones(4, 4)), ("b", fifty)])
-                return load(*args)
+                return call(*args)
 
-            monkeypatch.setattr(client, "load_weights", late)
-            with pytest.raises(InvalidRequest) as refused:
+            call = getattr(client, moment)
+            monkeypatch.setattr(client, moment, late)
+            with pytest.raises(WeightUpdateConflict) as refused:
                 sender.push({"w": torch.full((4, 4), 2.0), "b": one})
             monkeypatch.undo()
             assert sender.push({"w": torch.ones(4, 4), "b": two}) == 3, "after a refusal a push is whole"
             return str(refused.value)
 
-    assert "has changes to version 1, and version 2 is served" in await asyncio.to_thread(race)
+    assert "but version 2 was made by" in await asyncio.to_thread(race)
 
 
 @pytest.mark.parametrize("copies", [2.5, 3.3], ids=["two copies", "three with the draft of a dead trainer"])

@@ -7,23 +7,29 @@ Its own client's requests are tested in tests/gateway/http/routes/test_trl_legac
 """
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 pytest.importorskip("vllm")
 pytest.importorskip("trl")
 
+import torch
 from transformers import AutoTokenizer
+from trl.generation.vllm_client import VLLMClient
 
+from engines.errors import WeightUpdateFailed
 from examples.tiny_model import task
 from examples.tiny_model.task import COMMITTED
 from tests.rigs.engines.real_vllm import app, engine_config, greedy_token_ids
 from tests.running.client_records import runs_client
 from tests.trainer_client.rloo_ratio import RATIO
 from tests.trainer_client.test_real_trl import AGAINST, ROOT, STEPS, Record, record_ratio, run_recipe, versions
-
-pytestmark = pytest.mark.slow
+from trainer_client import WeightSender
+from trainer_client.trl_legacy import LegacyVLLMClient
 
 LEGACY = os.environ.get("TRL_LEGACY", "")
 PROBLEMS = task.some_problems(8)
@@ -34,6 +40,29 @@ trainer.save_model("last")
 """
 
 
+@pytest.mark.vllm
+def test_the_retry_of_a_failed_sync_sends_its_tensors_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[dict[str, float]] = []
+
+    def push(named: Iterator[tuple[str, torch.Tensor]]) -> int:
+        sent.append({name: tensor.item() for name, tensor in named})
+        if len(sent) == 1:
+            raise WeightUpdateFailed("replica engine-0 died")
+        return 3
+
+    monkeypatch.setattr(VLLMClient, "__init__", lambda _: None)
+    monkeypatch.setattr(VLLMClient, "reset_prefix_cache", lambda _: None)
+    client = LegacyVLLMClient()
+    client._sender = cast(WeightSender, SimpleNamespace(push=push))
+    client.update_named_param("w", torch.tensor(2.0))
+    with pytest.raises(WeightUpdateFailed):
+        client.reset_prefix_cache()
+    for _ in range(2):
+        client.reset_prefix_cache()
+    assert (sent, client.weight_version) == ([{"w": 2.0}] * 2, 3)
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(not LEGACY, reason="TRL_LEGACY names no folder with TRL 1.10.0")
 @runs_client("TRL GRPOTrainer, legacy", "trl==1.10.0", ran="docs/trl.md: weights through the store", against=AGAINST)
 def test_grpo_of_trl_1_10_syncs_before_every_step(tmp_path: Path, record_property: Record) -> None:

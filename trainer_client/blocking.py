@@ -110,18 +110,16 @@ class BlockingRolloutClient:
                 self._thread.wait(lease.__aexit__(None, None, None))
 
     def _each(self, source: AsyncGenerator[T]) -> Generator[T]:
+        """Yield the items of `source`, whose loop closes it once this has let go of it.
+
+        Nothing waits for that: the garbage collector may end an iteration in any call of any thread.
+        """
+
         async def following() -> T | None:
             return await anext(source, None)
 
-        async def close() -> None:
-            await source.aclose()
-
-        try:
-            while (item := self._thread.wait(following())) is not None:
-                yield item
-        finally:
-            if not self._thread.is_over:
-                self._thread.wait(close())
+        while (item := self._thread.wait(following())) is not None:
+            yield item
 
 
 class BlockingSubmission:

@@ -1,16 +1,51 @@
-"""An event loop on its own thread, for callers without one. Every wait for it ends, also where the loop is closed."""
+"""An event loop on its own thread, for callers without one. Every wait for it ends, also where the loop is closed.
+
+The loop shares no lock with its callers, so that a signal handler may call in the middle of another call of its thread.
+"""
 
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
-from typing import Any, TypeVar
+from concurrent.futures import CancelledError
+from queue import SimpleQueue
+from typing import Any, Generic, TypeVar
 
-from engines.errors import InvalidRequest
+from engines.errors import DeadlineExceeded, InvalidRequest
 
 T = TypeVar("T")
 
-_CLOSE_TIMEOUT_S = 10.0
+_CLOSED = "the client is closed: make another"
+_STEP_TIMEOUT_S = 10.0
+_CLOSE_TIMEOUT_S = 4 * _STEP_TIMEOUT_S  # longer than the steps of an end together
+
+
+class _Call(Generic[T]):
+    """A coroutine that another thread waits for. Its queue gets the result, as a tuple, or the error."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, T]) -> None:
+        self.coroutine = coroutine
+        self.task: asyncio.Task[T] | None = None
+        self.outcome: SimpleQueue[tuple[T] | BaseException] = SimpleQueue()
+
+    def begin(self, loop: asyncio.AbstractEventLoop) -> asyncio.Task[T]:
+        self.task = task = loop.create_task(self.coroutine)
+        task.add_done_callback(self._end)
+        return task
+
+    def cancel(self) -> None:
+        if self.task is not None:
+            self.task.cancel()
+
+    def refuse(self) -> None:
+        """End the wait, since the loop is over."""
+        if self.task is None:
+            self.coroutine.close()
+        self.outcome.put(InvalidRequest(_CLOSED))
+
+    def _end(self, task: asyncio.Task[T]) -> None:
+        error = CancelledError() if task.cancelled() else task.exception()
+        self.outcome.put((task.result(),) if error is None else error)
+        self.task = None  # it dies on this thread: its weak references' callbacks would swallow a signal's error
 
 
 class LoopThread:
@@ -22,11 +57,9 @@ class LoopThread:
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
-        self._one_at_a_time = threading.Lock()
         self._is_over = False
-        self._has_ended = False
-        self._calls: set[asyncio.Task[Any]] = set()
-        self._waits: set[Future[Any]] = set()
+        self._closing: asyncio.Task[None] | None = None
+        self._calls: set[_Call[Any]] = set()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -39,20 +72,21 @@ class LoopThread:
         """Return the coroutine's result. An interrupted wait cancels it."""
         try:
             self._check_caller()
-            with self._one_at_a_time:
-                self._check_open()
-                future = asyncio.run_coroutine_threadsafe(self._noted(coroutine), self._loop)
-                self._waits.add(future)
+            self._check_open()
         except InvalidRequest:
             coroutine.close()
             raise
+        call = _Call(coroutine)
+        self._calls.add(call)  # first: the end of the loop refuses calls that it finds here
         try:
-            return future.result()
+            self._post(self._begin, call)
+            outcome = call.outcome.get()
         except BaseException:
-            future.cancel()
+            self._post(call.cancel)
             raise
-        finally:
-            self._waits.discard(future)
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome[0]
 
     def run(self, call: Callable[[], T]) -> T:
         """Return the result of a call on the loop's thread."""
@@ -65,17 +99,20 @@ class LoopThread:
         return self.wait(called())
 
     def close(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Cancel what other threads wait for, run `last`, and end the thread. May be called twice."""
+        """Cancel what other threads wait for, run `last`, and end the thread. May be called twice.
+
+        Raise `DeadlineExceeded` where a callback keeps the thread busy.
+        """
         self._check_caller()
+        self._is_over = True
         if not self._thread.is_alive():
             return
-        with self._one_at_a_time:
-            is_first, self._is_over = not self._is_over, True
-        try:
-            if is_first:
-                asyncio.run_coroutine_threadsafe(self._end(last), self._loop).result()
-        finally:
-            self._thread.join(_CLOSE_TIMEOUT_S)
+        self._post(self._begin_close, last)
+        self._thread.join(_CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            raise DeadlineExceeded(f"the client has not closed within {_CLOSE_TIMEOUT_S:g} s: a callback does not end")
+        if self._closing is not None:
+            self._closing.result()
 
     def _check_caller(self) -> None:
         if threading.current_thread() is self._thread:
@@ -85,38 +122,47 @@ class LoopThread:
 
     def _check_open(self) -> None:
         if self._is_over:
-            raise InvalidRequest("the client is closed: make another")
+            raise InvalidRequest(_CLOSED)
         if not self._thread.is_alive():
             raise InvalidRequest("the client belongs to the process that this was forked from: make another here")
 
+    def _post(self, callback: Callable[..., None], *arguments: Any) -> None:
+        """Have the loop call back, or refuse all calls where it is closed."""
+        try:
+            self._loop.call_soon_threadsafe(callback, *arguments)
+        except RuntimeError:
+            self._refuse_calls()
+
+    def _refuse_calls(self) -> None:
+        for call in list(self._calls):
+            call.refuse()
+
+    # On the loop's thread
+
     def _run(self) -> None:
-        while not self._has_ended:
+        while self._closing is None or not self._closing.done():
             try:
                 self._loop.run_forever()
             except (SystemExit, KeyboardInterrupt) as error:  # of a callback: others wait for the loop
                 self._loop.call_exception_handler({"message": "a callback raised", "exception": error})
         self._loop.close()
+        self._refuse_calls()
 
-    async def _noted(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Have `close` know of a call."""
-        call = asyncio.current_task()
-        assert call is not None
-        self._calls.add(call)
-        try:
-            return await coroutine
-        finally:
-            self._calls.discard(call)
+    def _begin(self, call: _Call[Any]) -> None:
+        if self._is_over:
+            call.refuse()
+        else:
+            call.begin(self._loop).add_done_callback(lambda _: self._calls.discard(call))
 
-    async def _end(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        try:
-            for _ in range(2):  # a second time where a call takes too long to clean up
-                if calls := set(self._calls):
-                    for call in calls:
-                        call.cancel()
-                    await asyncio.wait(calls, timeout=_CLOSE_TIMEOUT_S)
-            await asyncio.wait_for(last(), _CLOSE_TIMEOUT_S)
-        finally:
-            for wait in list(self._waits):
-                wait.cancel()
-            self._has_ended = True
-            self._loop.call_soon(self._loop.stop)  # after the result of this has reached `close`
+    def _begin_close(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        if self._closing is None:
+            self._closing = self._loop.create_task(self._cancel_calls_and_run(last))
+            self._closing.add_done_callback(lambda _: self._loop.stop())
+
+    async def _cancel_calls_and_run(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        for _ in range(2):  # a second time where a call takes too long to clean up
+            if tasks := [call.task for call in list(self._calls) if call.task is not None]:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.wait(tasks, timeout=_STEP_TIMEOUT_S)
+        await asyncio.wait_for(last(), _STEP_TIMEOUT_S)

@@ -24,9 +24,8 @@ from engines.errors import (
     TooManyRequests,
 )
 from engines.types import InFlight, PauseMode
-from gateway.api import status_of
 from trainer_client.batch import Batch, Failures
-from trainer_client.http import CONNECT_TIMEOUT_S, GatewayHttp, Json
+from trainer_client.http import CONNECT_TIMEOUT_S, GatewayHttp, Json, may_pass
 from trainer_client.progress import OnProgress
 from trainer_client.push_options import PushOptions
 from trainer_client.results import Rollout, read_rollout
@@ -41,8 +40,6 @@ OnDeadline = Literal["cancel", "return_partial", "resume"]
 Prompt = str | Sequence[int] | Any
 """Text, or token ids: a list, or an array or tensor with one dimension."""
 
-_PASSING = (502, 503, 504)
-"""Statuses that allow a retry: the gateway has given up on the prompt, so nothing runs twice."""
 _REPEATABLE = ("GET", "DELETE")
 _COMPLETIONS = "/v1/completions"
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 8.0
@@ -379,7 +376,7 @@ class _Retries:
         """True if the prompt may be tried again after this error, which ended an attempt of `after_s` seconds."""
         if isinstance(error, TooManyRequests):
             return True
-        if status_of(error) not in _PASSING:
+        if not may_pass(error):
             return False
         if not isinstance(error, GatewayUnreachable):
             self._outage_began = None

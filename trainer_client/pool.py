@@ -15,15 +15,9 @@ from itertools import islice
 
 import numpy as np
 
-from engines.errors import (
-    DeadlineExceeded,
-    GatewayUnreachable,
-    InvalidRequest,
-    RolloutGatewayError,
-    TooManyRequests,
-    UnknownRoute,
-)
+from engines.errors import InvalidRequest, RolloutGatewayError, TooManyRequests, UnknownRoute
 from trainer_client.client import Prompt, RolloutClient, checked_prompt
+from trainer_client.http import may_pass
 from trainer_client.results import Completion, Outcome, Rollout
 from trainer_client.sampling import SamplingParams
 from trainer_client.submission import Submission, Suspended
@@ -300,7 +294,9 @@ async def _end(submission: Submission) -> None:
     while True:
         try:
             return await submission.let_deadline_pass()
-        except (GatewayUnreachable, DeadlineExceeded, TooManyRequests, UnknownRoute):
+        except RolloutGatewayError as error:
+            if not may_pass(error) and not isinstance(error, TooManyRequests | UnknownRoute):
+                raise
             await asyncio.sleep(_PAUSE_S)
 
 

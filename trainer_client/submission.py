@@ -5,7 +5,7 @@ import struct
 import time
 import uuid
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 from urllib.parse import quote
@@ -23,7 +23,7 @@ from engines.errors import (
     UnknownRoute,
 )
 from gateway.api import error_of
-from trainer_client.http import Json
+from trainer_client.http import Json, may_pass
 from trainer_client.results import Completion, completion_of
 
 PATH = "/v1/rollouts"
@@ -109,8 +109,8 @@ class Submission:
     async def _events(self, deadline: float) -> AsyncGenerator[Json]:
         """Events after the cursor, from one connection after the other."""
         outage_began: float | None = None
-        had_ended = False
         while not self._has_ended:
+            had_ended = False
             try:
                 async with aclosing(self._frames()) as frames:
                     while (event := await self._next(frames, deadline)) is not None:
@@ -118,9 +118,10 @@ class Submission:
                         if event["type"] == "submission":
                             had_ended = event["ended"]
                         else:
+                            had_ended = False  # the end is among the events that come
                             yield event
                 if had_ended:
-                    return  # also where its end was acked before, and does not come again
+                    return  # its end was acked before, and does not come again
                 if not self._has_ended:
                     raise GatewayUnreachable(f"the events of {self.id!r} broke off")
             except UnknownCursor:
@@ -131,18 +132,17 @@ class Submission:
                 self._cursor = None  # the gateway has lost it: submitted again
             except TooManyRequests as error:
                 await self._pause(error.retry_after_s, deadline, error)
-            except GatewayUnreachable as error:
+            except TimeoutError as error:
+                raise self._late(None) from error
+            except RolloutGatewayError as error:
                 outage_began = outage_began or time.monotonic()
-                if time.monotonic() - outage_began > self._outage_s:
+                if not may_pass(error) or time.monotonic() - outage_began > self._outage_s:
                     raise
                 await self._pause(_PAUSE_S, deadline, error)
 
     async def _next(self, frames: AsyncGenerator[Json], deadline: float) -> Json | None:
-        try:
-            async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
-                return await anext(frames, None)
-        except TimeoutError as error:
-            raise self._late(None) from error
+        async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
+            return await anext(frames, None)
 
     async def _pause(self, seconds: float, deadline: float, error: RolloutGatewayError) -> None:
         if time.monotonic() + seconds > deadline:
@@ -193,12 +193,10 @@ class Submission:
     async def _ack(self) -> None:
         """Free what was delivered. A lost ack costs memory until the next, and no completion."""
         self._acked_at = time.monotonic()
-        try:
+        with suppress(RolloutGatewayError):
             await self._connection.call(
                 "POST", f"{self._path}/ack", {"cursor": self._cursor}, timeout_s=_CALL_TIMEOUT_S
             )
-        except (GatewayUnreachable, DeadlineExceeded, UnknownRoute, UnknownCursor, TooManyRequests):
-            return
 
 
 def read_completion(event: Mapping[str, Any]) -> Completion:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from engines.config import SimConfig
-from engines.errors import DeadlineExceeded, EngineFailed, GatewayUnreachable, InvalidRequest
+from engines.errors import DeadlineExceeded, EngineFailed, GatewayUnreachable, InvalidRequest, RolloutGatewayError
 from engines.process.engine_server import free_port
 from tests.rigs.forked_gateway import ForkedGateway
 from tests.rigs.rig import MAX_MODEL_LEN, Rig, SimReplica
@@ -270,17 +270,38 @@ async def test_a_batch_whose_other_groups_cannot_be_suspended_raises_and_is_made
     rig: Rig, client: RolloutClient
 ) -> None:
     async def broken(_: Submission) -> None:
-        raise EngineFailed("500")
+        raise RolloutGatewayError("500")
 
     pool = RolloutPool(client, [LONG, SHORT], SAMPLING, size=2)
     stall(rig.replicas)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Submission, "let_deadline_pass", broken)
         async with asyncio.timeout(20):
-            with pytest.raises(EngineFailed, match="500"):
+            with pytest.raises(RolloutGatewayError, match="500"):
                 await pool.batch(1)
     rig.hurry()
     assert lengths(await pool.batch(2)) == {0: [WHOLE] * 2, 1: [4, 4]}
+
+
+async def test_other_groups_are_suspended_where_a_proxy_fails_for_a_while(
+    rig: Rig, client: RolloutClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = iter([EngineFailed("502"), DeadlineExceeded("504"), GatewayUnreachable("503")])
+    let_pass = Submission.let_deadline_pass
+
+    async def fails(submission: Submission) -> None:
+        if (error := next(answers, None)) is not None:
+            raise error
+        await let_pass(submission)
+
+    monkeypatch.setattr(Submission, "let_deadline_pass", fails)
+    monkeypatch.setattr("trainer_client.pool._PAUSE_S", 0.0)
+    pool = RolloutPool(client, [LONG, SHORT], SAMPLING, size=2)
+    stall(rig.replicas)
+    assert lengths(await pool.batch(1)) == {1: [4, 4]}
+    assert next(answers, None) is None
+    rig.hurry()
+    assert lengths(await pool.batch(1)) == {0: [WHOLE] * 2}
 
 
 async def test_a_batch_that_is_late_raises_and_is_made_again(rig: Rig, client: RolloutClient) -> None:

@@ -1,16 +1,18 @@
 """Submissions through the client: each completion once, whatever happens to connections and gateways."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from engines.config import SimConfig
-from engines.errors import DeadlineExceeded, IdTaken, InvalidRequest
+from engines.errors import DeadlineExceeded, GatewayUnreachable, IdTaken, InvalidRequest, RolloutGatewayError
 from engines.process.engine_server import free_port
+from gateway.api import error_of
 from tests.rigs.forked_gateway import ForkedGateway
 from tests.rigs.rig import Rig, SimReplica, StartRig
 from trainer_client import RolloutClient, SamplingParams, http, submission
@@ -179,3 +181,87 @@ async def test_a_silent_connection_is_made_again_and_nothing_comes_twice(
             await asyncio.sleep(0.01)
     rig.hurry()
     assert sorted(names(await reading)) == ALL
+
+
+# Failures between the client and the gateway
+
+
+def frame(event: dict[str, Any]) -> bytes:
+    content = msgspec.msgpack.encode(event)
+    return bytes([0]) + len(content).to_bytes(4, "big") + content
+
+
+def head(*, ended: bool = False) -> bytes:
+    return frame({"type": "submission", "ended": ended})
+
+
+def sample(group: int) -> bytes:
+    fields = {"token_ids": np.array([7], np.int32).tobytes(), "logprobs": None, "text": "7", "finish_reason": "stop"}
+    return frame({"type": "sample", "cursor": group + 1, "group": group, "sample": 0, **fields})
+
+
+END = frame({"type": "end", "cursor": 9})
+BROKEN = GatewayUnreachable("broken")
+
+
+class Played:
+    """A gateway that answers each connection with its blocks, and raises what is among them; `acks` are raised too."""
+
+    def __init__(
+        self, *connections: Sequence[bytes | RolloutGatewayError], acks: RolloutGatewayError | None = None
+    ) -> None:
+        self._connections = iter(connections)
+        self._acks = acks
+
+    async def streamed(self, method: str, path: str, content: bytes | None, headers: Any) -> AsyncGenerator[bytes]:
+        for block in next(self._connections):
+            if isinstance(block, RolloutGatewayError):
+                raise block
+            yield block
+
+    async def call(self, method: str, path: str, body: Any = None, *, timeout_s: float | None) -> dict[str, Any]:
+        if self._acks is not None:
+            raise self._acks
+        return {}
+
+
+async def groups_of(gateway: Played) -> list[int]:
+    asked = submission.Submission(gateway, {"groups": []}, timeout_s=60.0, outage_s=60.0)
+    return [one.prompt_index async for one in asked]
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(submission, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(submission, "_ACK_EVERY_S", -1.0)
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("status", [502, 503, 504])
+async def test_a_submission_is_asked_for_again_where_a_prompt_is(status: int) -> None:
+    refused = error_of(status, "<html>")
+    gateway = Played([refused], [head(), sample(0), BROKEN], [refused], [head(), sample(1), END])
+    assert await groups_of(gateway) == [0, 1]
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("status", [400, 401, 500])
+async def test_a_refused_submission_is_asked_for_once(status: int) -> None:
+    with pytest.raises(RolloutGatewayError, match="<html>"):
+        await groups_of(Played([error_of(status, "<html>")], [head(), END]))
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("status", [401, 500, 502, 503, 504])
+async def test_a_failed_ack_costs_no_completion(status: int) -> None:
+    gateway = Played([head(), sample(0), sample(1), END], acks=error_of(status, "<html>"))
+    assert await groups_of(gateway) == [0, 1]
+
+
+@pytest.mark.usefixtures("quick")
+async def test_a_submission_that_had_ended_is_read_to_its_end() -> None:
+    begun = [head(ended=True), sample(0)]
+    whole = [head(ended=True), sample(1), END]
+    assert await groups_of(Played([*begun, BROKEN], [], whole)) == [0, 1]
+    assert await groups_of(Played(begun, whole)) == [0, 1]
+    assert await groups_of(Played(begun, [head(ended=True)])) == [0]  # another reader has acked the rest

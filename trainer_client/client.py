@@ -434,6 +434,10 @@ def _too_late(error: TooManyRequests, pause: float, timeout_s: float) -> TooMany
 def _checked_url(url: str) -> str:
     if not url:
         raise ConfigError(f"no rollout URL: give url, or set {URL_VARIABLE}, such as http://127.0.0.1:8100")
+    if "@" in url:  # not shown: it holds a password
+        raise ConfigError(
+            f"url, or {URL_VARIABLE}, holds a user or password (an '@'): give the key as api_key, or set {KEY_VARIABLE}"
+        )
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"url = {url!r} must begin with http:// or https://")
     return url.rstrip("/")

@@ -11,7 +11,14 @@ from typing import Any, NamedTuple
 import aiohttp
 import orjson
 
-from engines.errors import ConfigError, DeadlineExceeded, GatewayUnreachable, RolloutGatewayError, TooManyRequests
+from engines.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    GatewayUnreachable,
+    InvalidRequest,
+    RolloutGatewayError,
+    TooManyRequests,
+)
 from gateway.api import error_of, status_of
 
 Json = dict[str, Any]
@@ -50,6 +57,11 @@ def may_pass(error: RolloutGatewayError) -> bool:
     return status_of(error) in _PASSING
 
 
+def closed() -> InvalidRequest:
+    """Return the error of a call that a closed client is asked for, or that its end cuts off."""
+    return InvalidRequest("the client is closed: make another")
+
+
 class Answer(NamedTuple):
     """An answer of any status. `retry_after_s` is None without a header Retry-After in seconds."""
 
@@ -73,8 +85,13 @@ class GatewayHttp:
         self.url = url
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._session: aiohttp.ClientSession | None = None
+        self._streams: weakref.WeakSet[aiohttp.ClientResponse] = weakref.WeakSet()
+        self._is_closed = False
 
     async def close(self) -> None:
+        self._is_closed = True
+        for response in list(self._streams):
+            response.close()  # the session's end would let its reader wait for ever
         if self._session is not None:
             await self._session.close()
 
@@ -120,8 +137,7 @@ class GatewayHttp:
         except (aiohttp.ClientError, ConnectionError) as error:
             # Before TimeoutError: a failed connection can be both.
             arrived = not isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
-            reason = f"{path}: {error or type(error).__name__}"
-            raise GatewayUnreachable(f"{self.url} is unreachable: {reason}", arrived=arrived) from error
+            raise self._lost(path, error, arrived=arrived) from error
         except TimeoutError as error:
             raise DeadlineExceeded(f"{self.url}: no answer to {path} within {timeout_s or 0:g} s") from error
 
@@ -139,10 +155,11 @@ class GatewayHttp:
                 if response.status >= 400:
                     decoded = self._decoded(path, response.status, await response.read())
                     raise Answer(response.status, decoded, _seconds(response.headers.get("Retry-After", ""))).error
+                self._streams.add(response)
                 async for block in response.content.iter_any():
                     yield block
         except (aiohttp.ClientError, ConnectionError) as error:
-            raise GatewayUnreachable(f"{self.url} is unreachable: {path}: {error or type(error).__name__}") from error
+            raise self._lost(path, error) from error
 
     @asynccontextmanager
     async def held(self, path: str, body: Json, *, timeout_s: float) -> AsyncIterator[None]:
@@ -160,7 +177,7 @@ class GatewayHttp:
                     if response.status >= 400:
                         raise error_of(response.status, self._decoded(path, response.status, await response.read()))
             except (aiohttp.ClientError, ConnectionError) as error:
-                raise GatewayUnreachable(f"{self.url} is unreachable: {path}: {error}", arrived=False) from error
+                raise self._lost(path, error, arrived=False) from error
             except TimeoutError as error:
                 raise DeadlineExceeded(f"{self.url}: no answer to {path} within {timeout_s:g} s") from error
             stack.callback(response.close)
@@ -168,6 +185,8 @@ class GatewayHttp:
 
     def _opened(self) -> aiohttp.ClientSession:
         """Return the session; the first call opens it, since it belongs to the running loop."""
+        if self._is_closed:
+            raise closed()
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, socket_factory=_opened_socket),
@@ -175,6 +194,14 @@ class GatewayHttp:
                 headers=self._headers,
             )
         return self._session
+
+    def _lost(self, path: str, error: Exception, *, arrived: bool = True) -> RolloutGatewayError:
+        """Return the error of a broken connection."""
+        if self._is_closed:
+            return closed()
+        return GatewayUnreachable(
+            f"{self.url} is unreachable: {path}: {str(error) or type(error).__name__}", arrived=arrived
+        )
 
     def _check_is_here(self, path: str, response: aiohttp.ClientResponse) -> None:
         """Raise `ConfigError` for a redirect, which would have a POST repeated as a GET."""

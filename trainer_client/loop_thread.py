@@ -11,10 +11,10 @@ from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
 from engines.errors import DeadlineExceeded, InvalidRequest
+from trainer_client.http import closed
 
 T = TypeVar("T")
 
-_CLOSED = "the client is closed: make another"
 _STEP_TIMEOUT_S = 10.0
 _CLOSE_TIMEOUT_S = 4 * _STEP_TIMEOUT_S  # longer than the steps of an end together
 
@@ -37,10 +37,10 @@ class _Call(Generic[T]):
             self.task.cancel()
 
     def refuse(self) -> None:
-        """End the wait, since the loop is over."""
+        """End the wait, since the client closes."""
         if self.task is None:
             self.coroutine.close()
-        self.outcome.put(InvalidRequest(_CLOSED))
+        self.outcome.put(closed())
 
     def _end(self, task: asyncio.Task[T]) -> None:
         error = CancelledError() if task.cancelled() else task.exception()
@@ -122,7 +122,7 @@ class LoopThread:
 
     def _check_open(self) -> None:
         if self._is_over:
-            raise InvalidRequest(_CLOSED)
+            raise closed()
         if not self._thread.is_alive():
             raise InvalidRequest("the client belongs to the process that this was forked from: make another here")
 
@@ -161,8 +161,10 @@ class LoopThread:
 
     async def _cancel_calls_and_run(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
         for _ in range(2):  # a second time where a call takes too long to clean up
-            if tasks := [call.task for call in list(self._calls) if call.task is not None]:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.wait(tasks, timeout=_STEP_TIMEOUT_S)
+            running = {call.task: call for call in list(self._calls) if call.task is not None}
+            for task, call in running.items():
+                call.refuse()
+                task.cancel()
+            if running:
+                await asyncio.wait(running, timeout=_STEP_TIMEOUT_S)
         await asyncio.wait_for(last(), _STEP_TIMEOUT_S)

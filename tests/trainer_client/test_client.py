@@ -278,6 +278,48 @@ async def test_url_and_key_may_stand_in_the_environment(rig: Rig, monkeypatch: p
         assert len(await client.generate(PROMPTS, TOKENS).gather()) == 3
 
 
+@pytest.mark.parametrize("url", ["http://me:s3cret@127.0.0.1:9", "me:s3cret@127.0.0.1:9", "http://me:s3c/ret@there"])
+def test_a_url_with_a_password_is_refused_without_showing_it(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"url.* give the key as api_key, or set ROLLOUT_API_KEY") as refused:
+        RolloutClient(url, api_key="key")
+    assert "s3c" not in str(refused.value)
+
+
+@pytest.mark.parametrize("has_called", [True, False])
+async def test_a_closed_client_says_that_it_is(rig: Rig, has_called: bool) -> None:
+    client = RolloutClient(rig.url)
+    if has_called:
+        await client.status()
+    await client.close()
+    for call in (
+        client.status,
+        client.wait_ready,
+        client.resume,
+        client.generate(PROMPTS).gather,
+        client.submit(PROMPTS).__aiter__().__anext__,
+        client.weight_lease().__aenter__,
+    ):
+        with pytest.raises(InvalidRequest, match="the client is closed"):
+            await call()
+
+
+@pytest.mark.parametrize("call", [RolloutClient.start_weight_update, RolloutClient.weight_version])
+async def test_a_call_that_a_close_cuts_off_says_so(call: Callable[[RolloutClient], Awaitable[Any]]) -> None:
+    asked = asyncio.Event()
+
+    async def silence(_: int) -> None:
+        asked.set()
+        await asyncio.Event().wait()
+
+    async with Played(silence) as gateway:
+        client = RolloutClient(gateway.url)
+        calling = asyncio.ensure_future(call(client))
+        await asked.wait()
+        await client.close()
+        with pytest.raises(InvalidRequest, match="the client is closed"):
+            await asyncio.wait_for(calling, SOON_S)
+
+
 @pytest.mark.parametrize("prompts", ["one string", [], [[[1, 2]]], [3], [[1.5]], [None]])
 async def test_prompts_of_a_wrong_form_are_refused_before_anything_is_sent(client: RolloutClient, prompts: Any) -> None:
     with pytest.raises(InvalidRequest, match="prompts") as refused:

@@ -113,6 +113,14 @@ async def test_a_cancelled_submission_ends(rig: Rig, client: RolloutClient) -> N
     assert set(asked.outcomes.values()) == {"cancelled"}
 
 
+async def test_a_submission_whose_client_is_closed_says_so(rig: Rig, client: RolloutClient) -> None:
+    reading = asyncio.ensure_future(anext(aiter(client.submit(PROMPTS, SAMPLING))))
+    await rig.begun(samples=12)
+    await client.close()
+    with pytest.raises(InvalidRequest, match="the client is closed"):
+        await asyncio.wait_for(reading, 30)
+
+
 async def test_a_gateway_that_lost_its_memory_makes_the_rest_and_nothing_comes_twice(
     start_rig: StartRig, tmp_path: Path
 ) -> None:

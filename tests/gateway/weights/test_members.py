@@ -78,9 +78,9 @@ async def test_a_push_after_a_refused_rolling_one_does_not_wait_for_long_rollout
         3,
         sim={"decode_step_s": 0.2},
         odd={"engine-2": {"corrupt_loads": True}},
-        weights={"store": str(folder), "control_timeout_s": 1},
+        weights={"store": str(folder), "control_timeout_s": 10},
     )
-    running = asyncio.create_task(rig.complete([[5 + index] for index in range(6)], max_tokens=100, ignore_eos=True))
+    running = asyncio.create_task(rig.complete([[5 + index] for index in range(6)], max_tokens=120, ignore_eos=True))
     await rig.begun(6)
     assert (await push(rig, folder, rolling=True))[0] == 424
     rig.replicas[2].heal()

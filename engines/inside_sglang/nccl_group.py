@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache
 from itertools import cycle
 from typing import Any
 
@@ -23,7 +22,7 @@ from engines.errors import WeightUpdateFailed
 from engines.inside_sglang.unique_id import KEY, unique_id_of
 from engines.transfer.gloo import SENDER_RANK
 from engines.transfer.listener import until_listening
-from engines.transfer.packing import CHUNK_BYTES, Announced, NamedTensor, chunks, num_bytes, unpacked
+from engines.transfer.packing import CHUNK_BYTES, Announced, NamedTensor, chunks, kept_streams, num_bytes, unpacked
 
 _POLL_S = 0.0002
 _LOOK_S = 0.2
@@ -71,7 +70,7 @@ class NcclGroup:
             )  # fmt: skip
             unique_id = unique_id_of(self._store.get(KEY))
             self._connect(unique_id, deadline, place)
-            self._streams = _streams(self._device, self._buffers)
+            self._streams = kept_streams(self._device, self._buffers)
             self._warm_up(deadline)
         except (RuntimeError, ValueError) as error:
             self.close()
@@ -197,12 +196,6 @@ class NcclGroup:
                 self._store.check([KEY])  # raises without a connection
                 look_at = now + _LOOK_S
             time.sleep(_POLL_S)
-
-
-@cache
-def _streams(device: Any, count: int) -> list[Any]:
-    """Return streams that are always the same: torch keeps freed memory for the stream that used it."""
-    return [torch.cuda.Stream(device) for _ in range(count)]
 
 
 def _pass_on(chunk: _Arriving, load: Callable[[list[NamedTensor]], object]) -> None:

@@ -7,7 +7,7 @@ begins at a place which is no multiple of its element is an error in vLLM.
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import groupby
 from operator import attrgetter
 
@@ -38,6 +38,12 @@ def chunks(announced: Iterable[Announced], chunk_bytes: int) -> Iterator[list[An
 def num_bytes(tensor: Announced) -> int:
     _, dtype, shape = tensor
     return math.prod(shape) * int(dtype.itemsize)
+
+
+@cache
+def kept_streams(device: torch.device, count: int) -> list[torch.cuda.Stream]:
+    """Return CUDA streams for chunks, always the same: torch keeps freed memory for the stream that used it."""
+    return [torch.cuda.Stream(device) for _ in range(count)]
 
 
 def unpack_quickly() -> None:

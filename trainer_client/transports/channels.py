@@ -9,14 +9,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from functools import cache
 from typing import Any, TypeAlias
 
 import torch
 
 from engines.errors import ConfigError, WeightUpdateFailed
 from engines.transfer.gloo import SENDER_RANK, WeightGroup, send
-from engines.transfer.packing import CHUNK_BYTES, NamedTensor, packed
+from engines.transfer.packing import CHUNK_BYTES, NamedTensor, kept_streams, packed
 
 _BUFFERS = 2
 """Chunks in memory at a time: one is packed while the other is broadcast."""
@@ -95,7 +94,7 @@ class NcclChannel:
         Tensors of a run are gathered together, and may be of two chunks: all are gathered and packed on one stream.
         """
         torch.cuda.set_device(self._device)
-        packing, sending = _streams(self._device)
+        packing, sending = kept_streams(self._device, 2)
         under_way: deque[tuple[torch.Tensor, torch.cuda.Event]] = deque()
         with torch.cuda.stream(packing):
             for chunk in packed(((name, tensor.to(self._device)) for name, tensor in tensors), CHUNK_BYTES):
@@ -145,13 +144,6 @@ class NcclChannel:
 
 Channel: TypeAlias = GlooChannel | NcclChannel
 """A group with the trainer as rank 0. Unusable after its first failure."""
-
-
-@cache
-def _streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-    """Return the streams for packing and for sending. They are always the same: torch keeps freed memory for the stream
-    that used it."""
-    return torch.cuda.Stream(device), torch.cuda.Stream(device)
 
 
 def _engine_class() -> Any:

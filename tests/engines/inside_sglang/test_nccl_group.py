@@ -22,7 +22,7 @@ from engines.inside_sglang import nccl_group
 from engines.inside_sglang.nccl_group import NcclGroup
 from engines.inside_sglang.unique_id import KEY
 from engines.process.engine_server import free_port
-from engines.transfer.packing import packed
+from engines.transfer.packing import kept_streams, packed
 
 TIMEOUT_S = 20.0
 ID = bytes(range(128))
@@ -86,7 +86,7 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> PlayedNccl:
     monkeypatch.setattr(torch.cuda, "Stream", lambda _: SimpleNamespace(cuda_stream=1))
     monkeypatch.setattr(torch.cuda, "stream", nullcontext)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
-    nccl_group._streams.cache_clear()
+    kept_streams.cache_clear()
     return played
 
 

@@ -307,7 +307,7 @@ class NcclOnHost(NcclChannel):
         self.notes: list[Any] = []
         self.current = ""
         streams = PlayedStream("packing", self.notes), PlayedStream("sending", self.notes)
-        monkeypatch.setattr(channels, "_streams", lambda _: streams)
+        monkeypatch.setattr(channels, "kept_streams", lambda _, count: streams[:count])
         monkeypatch.setattr(channels, "CHUNK_BYTES", 20)
         monkeypatch.setattr(torch.cuda, "stream", self._on)
         monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)

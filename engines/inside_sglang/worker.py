@@ -119,13 +119,7 @@ class WeightWorker(UpdatedWorker):
 
     def kv_memory(self) -> object:
         """Return the KV of the target and of its draft, which reads what the target has computed."""
-        pools = [runner.token_to_kv_pool for runner in (self._runner, *draft_runners(self._manager))]
-        for pool in pools:
-            if not _is_unmapped(pool) and not any(True for _ in tensors_of(_kv_of(pool))):
-                raise WeightUpdateFailed(
-                    f"the KV in a {type(pool).__name__} of SGLang's is not known, and stays as it is"
-                )
-        return [_kv_of(pool) for pool in pools]
+        return [_known_kv(runner.token_to_kv_pool) for runner in (self._runner, *draft_runners(self._manager))]
 
     def load_version(self, folder: Path, prefetch: Prefetch | None) -> bool:
         if self.target.obstacle or not folder.is_dir():
@@ -209,6 +203,14 @@ class _Receiver:
 
     def shutdown(self) -> None:
         self._worker.leave("the update was dropped")
+
+
+def _known_kv(pool: Any) -> list[object]:
+    """Return the KV of a runner's pool. Raise `WeightUpdateFailed` where its memory has names that we do not know."""
+    found = _kv_of(pool)
+    if not _is_unmapped(pool) and next(tensors_of(found), None) is None:
+        raise WeightUpdateFailed(f"the KV in a {type(pool).__name__} of SGLang's is not known, and stays as it is")
+    return found
 
 
 def _kv_of(pool: Any) -> list[object]:

@@ -373,7 +373,8 @@ class Snapshots:
             raise
 
     async def _soon(self, call: Callable[..., T], *arguments: object) -> T:
-        """As `_aside`, for records: replicas stand still until they are written."""
+        """As `_aside`, for small calls: replicas stand still until a record is written, and a trainer waits for the end
+        of an update."""
         return await self._aside(call, *arguments, timeout_s=self._config.control_timeout_s)
 
     async def _aside(self, call: Callable[..., T], *arguments: object, timeout_s: float | None = None) -> T:

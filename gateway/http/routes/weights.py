@@ -21,7 +21,7 @@ from gateway.weights.snapshots import Snapshots
 _LEASE_BEAT_S = 3.0
 """A byte so often keeps a lease open through proxies."""
 _LONGEST_LEASE = 100
-_LONGEST_GROUP = 300
+_LONGEST_NAME = 300
 _HIGHEST_VERSION = 1 << 62
 """A trainer's number, such as a time in nanoseconds. Those after it fit 64 bits too, as replies and peers need."""
 
@@ -199,26 +199,22 @@ def _version(body: Json) -> int | None:
 
 def _after(body: Json) -> str | None:
     """Return the id of the update that the trainer adds to, if it names one."""
-    after = body.get("after")
-    if after is not None and not (isinstance(after, str) and 0 < len(after) <= _LONGEST_GROUP):
-        raise InvalidRequest(
-            f"after must be a text of at most {_LONGEST_GROUP} characters, such as the `update` of GET /v1/weights, or "
-            "left out",
-            param="after",
-        )
-    return after
+    return _name(body, "after", "such as the `update` of GET /v1/weights")
 
 
 def _group(body: Json) -> str | None:
     """Return the place of the trainer's transfer group, if it names one."""
-    group = body.get("group")
-    if group is not None and not (isinstance(group, str) and 0 < len(group) <= _LONGEST_GROUP):
+    return _name(body, "group", "the address and the port of the transfer group such as 10.0.0.1:29500")
+
+
+def _name(body: Json, field: str, meaning: str) -> str | None:
+    """Return the name in a field, if any."""
+    name = body.get(field)
+    if name is not None and not (isinstance(name, str) and 0 < len(name) <= _LONGEST_NAME):
         raise InvalidRequest(
-            f"group must be a text of at most {_LONGEST_GROUP} characters, the address and the port of the transfer "
-            "group such as 10.0.0.1:29500, or left out",
-            param="group",
+            f"{field} must be a text of at most {_LONGEST_NAME} characters, {meaning}, or left out", param=field
         )
-    return group
+    return name
 
 
 def _lease(body: Json) -> str | None:

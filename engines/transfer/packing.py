@@ -74,10 +74,10 @@ def unpacked(
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
     """Return the bytes of all parts; of a single part without a copy."""
     dtype = parts[0].dtype
+    # torch joins tensors of one dtype, and not all dtypes of a byte.
+    as_they_are = dtype.itemsize > 1 and all(one.dtype is dtype for one in parts)
     with torch.no_grad():  # trainers' tensors may have gradients
-        if dtype.itemsize == 1 or any(
-            one.dtype is not dtype for one in parts
-        ):  # not all dtypes of a byte can be joined
+        if not as_they_are:
             parts = [one.contiguous().view(-1).view(torch.uint8) for one in parts]
         joined: torch.Tensor = _flatten_dense_tensors(parts)
         return joined.view(torch.uint8)

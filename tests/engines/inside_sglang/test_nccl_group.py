@@ -18,7 +18,6 @@ torch = pytest.importorskip("torch")
 from torch.distributed import TCPStore
 
 from engines.errors import WeightUpdateFailed
-from engines.inside_sglang import nccl_group
 from engines.inside_sglang.nccl_group import NcclGroup
 from engines.inside_sglang.unique_id import KEY
 from engines.process.engine_server import free_port

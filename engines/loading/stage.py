@@ -1,8 +1,9 @@
 """Received tensors of an update in free memory beside the weights, so that the engine makes tokens meanwhile."""
 
+import sys
 import threading
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, TypeVar
 
 import torch
@@ -14,6 +15,9 @@ from engines.transfer.packing import NamedTensor, num_bytes
 from engines.transfer.tee import room_on
 
 T = TypeVar("T")
+
+_TURN_S = sys.getswitchinterval()
+_SHORT_TURN_S = 0.0002
 
 
 class Stage:
@@ -78,7 +82,7 @@ class Stage:
 
     def _receive(self, update_info: dict[str, Any]) -> None:
         try:
-            with self._on_device():
+            with self._on_device(), _short_turns():
                 self._engine.update_weights(update_info)
         except Exception as error:  # `is_ready` raises it
             self._error = error
@@ -90,6 +94,17 @@ class Stage:
         torch.cuda.set_device(self._device)
         context: AbstractContextManager[object] = torch.cuda.stream(copy_stream(self._device))
         return context
+
+
+@contextmanager
+def _short_turns() -> Iterator[None]:
+    """Have Python's threads take turns more often. A receiver waits for its turn after each call to CUDA, up to 5 ms by
+    default while the engine's thread prepares a step, and the trainer waits for the receiver."""
+    sys.setswitchinterval(_SHORT_TURN_S)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(_TURN_S)
 
 
 def _num_bytes(update_info: dict[str, Any]) -> int:

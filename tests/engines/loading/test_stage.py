@@ -1,7 +1,9 @@
 """Staged tensors in a worker: received on a thread, handed out once, dropped with whatever still waits."""
 
+import sys
 import threading
 import time
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -23,8 +25,10 @@ class Receiver:
         self.stage: Stage
         self.may_end = threading.Event()
         self.error: Exception | None = None
+        self.turn_s = 0.0
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.turn_s = sys.getswitchinterval()
         assert self.may_end.wait(SOON_S)
         if self.error is not None:
             raise self.error
@@ -53,6 +57,17 @@ def loaded(stage: Stage) -> list[str]:
     names: list[str] = []
     stage.load_by(lambda tensors: names.extend(name for name, _ in tensors))
     return names
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("the group is gone")])
+def test_threads_take_short_turns_while_tensors_arrive(receiver: Receiver, error: Exception | None) -> None:
+    before_s, receiver.error = sys.getswitchinterval(), error
+    receiver.stage.receive(INFO)
+    receiver.may_end.set()
+    with pytest.raises(RuntimeError) if error else nullcontext():
+        until_ready(receiver.stage)
+    assert receiver.turn_s < before_s / 10
+    assert sys.getswitchinterval() == before_s
 
 
 def test_a_receive_does_not_wait_for_its_tensors(receiver: Receiver) -> None:

@@ -39,7 +39,7 @@ _SEED = 20260
 _FILLERS = 3
 # Kernels and reductions are chosen by the size of a batch, and rollouts make it large: batches of these sizes show the
 # log-probs that they cause, 0.008 to 0.04 nats apart (experts, LoRA, TP 2 on H200). No noise beyond the bound is
-# believed, since broken weights may have any.
+# believed, since broken weights may have any. The kernels stay, so the noise of weights that passed is remembered.
 _LARGE_BATCHES = (8, 32)
 _MOST_NOISE = 0.05
 # Every vocabulary has these ids; used where the checkpoint cannot be read.
@@ -53,6 +53,8 @@ _NUMERICS = (
     "extra",
 )  # fmt: skip
 
+_Kind = tuple[object, ...]
+
 
 class Canary:
     """Asks replicas for the canary's log-probs, and keeps the last accepted answer of each for the next comparison."""
@@ -61,6 +63,7 @@ class Canary:
         self._config = config
         self._groups = groups
         self._accepted: WeakKeyDictionary[Replica, Reading] = WeakKeyDictionary()
+        self._large_noises: dict[_Kind, float] = {}
         self._trainers: tuple[float, ...] | None = None
         self._checked: tuple[dict[Replica, Reading], tuple[float, ...] | None] = {}, None
         self._token_ids: list[int] | None = None
@@ -154,14 +157,24 @@ class Canary:
         readings: dict[Replica, Reading],
         judged: Callable[[Mapping[Replica, Reading]], dict[Replica, Finding]],
     ) -> dict[Replica, Finding]:
-        """Judge peers. Those that seem apart are judged again with the noise of large batches, which is kept: the
-        largest of all, since a replica under load does not show it."""
-        findings = judged({replica: readings[replica] for replica in peers})
-        if any(finding.result is Result.FAILED and finding.is_far for finding in findings.values()):
+        """Judge peers. Those that seem apart are judged again with the noise of large batches: as it was last, and
+        measured now if that does not explain them. The largest of all is kept, since a replica under load does not
+        show it."""
+        kind = self._kind(peers[0])
+
+        def judged_with(noise: float) -> dict[Replica, Finding]:
+            readings.update((one, replace(readings[one], noise=max(readings[one].noise, noise))) for one in peers)
+            return judged({replica: readings[replica] for replica in peers})
+
+        findings = judged_with(0.0)
+        if _seem_apart(findings) and kind in self._large_noises:
+            findings = judged_with(self._large_noises[kind])
+        if _seem_apart(findings):
             noises = await asyncio.gather(*(self._noise_of_large_batches(one, readings[one]) for one in peers))
             noise = min(max(noises), _MOST_NOISE)
-            readings |= {one: replace(readings[one], noise=max(readings[one].noise, noise)) for one in peers}
-            findings = judged({replica: readings[replica] for replica in peers})
+            findings = judged_with(noise)
+            if all(finding.may_serve for finding in findings.values()):
+                self._large_noises[kind] = noise
         return findings
 
     async def _noise_of_large_batches(self, replica: Replica, reading: Reading) -> float:
@@ -188,12 +201,12 @@ class Canary:
         ]
 
     def _peers(self, replicas: Sequence[Replica]) -> list[list[Replica]]:
-        kinds: dict[tuple[object, ...], list[Replica]] = {}
+        kinds: dict[_Kind, list[Replica]] = {}
         for replica in replicas:
             kinds.setdefault(self._kind(replica), []).append(replica)
         return list(kinds.values())
 
-    def _kind(self, replica: Replica) -> tuple[object, ...]:
+    def _kind(self, replica: Replica) -> _Kind:
         """Return a key shared by replicas of the same engine, release and shape: their log-probs must be equal."""
         info, group = replica.info, self._groups.get(replica.info.group)
         numerics = [repr(getattr(group, name)) for name in _NUMERICS] if group else [info.group]
@@ -216,7 +229,7 @@ class Canary:
     ) -> tuple[dict[Replica, Finding], dict[Replica, Reading]]:
         """Return the findings of replicas that gave no reading, and the readings of the others.
 
-        One that `compares` equal to an accepted reading needs no measure of noise.
+        One that `compares` equal to an accepted reading, but for the noise of large batches, needs no measure of noise.
         """
         known = {one: self._accepted_at(version, one) if compares and version is not None else () for one in replicas}
         answers = await asyncio.gather(*(self._ask(one, token_ids, version, known[one]) for one in replicas))
@@ -236,7 +249,8 @@ class Canary:
             async with asyncio.timeout(self._config.timeout_s):
                 alone = await self._score(replica, token_ids)
                 # A reading equal to a known reading needs no measure of noise, which saves a returning replica time.
-                same = next((reading for reading in known if reading.logprobs == alone), None)
+                by_batch = Scale(self._large_noises.get(self._kind(replica), 0.0), None).tolerance
+                same = next((reading for reading in known if distance(reading.logprobs, alone) <= by_batch), None)
                 noise = same.noise if same else await self._noise(replica, token_ids, alone)
         except (EngineRefused, InvalidRequest) as error:
             result = Result.FAILED if _NOT_FINITE in str(error) else Result.UNVERIFIED
@@ -273,6 +287,10 @@ class Canary:
         }
         answer = await replica.unless_lost(replica.engine.generate(PATH, body, self._config.timeout_s))
         return _logprobs(answer, token_ids)
+
+
+def _seem_apart(findings: Mapping[Replica, Finding]) -> bool:
+    return any(finding.result is Result.FAILED and finding.is_far for finding in findings.values())
 
 
 class _NoLogprobs(Exception):

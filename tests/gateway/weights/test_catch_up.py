@@ -746,23 +746,26 @@ class BatchedScores:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.busy: set[str] = set()
+        self.asked = 0
+        self.by_batch = 0.03
         self._running: Counter[str] = Counter()
         self._score = Canary._score
         monkeypatch.setattr(Canary, "_score", lambda canary, replica, ids: self.score(canary, replica, ids))
 
     async def score(self, canary: Canary, replica: Replica, token_ids: list[int]) -> tuple[float, ...]:
         self._running[replica.replica_id] += 1
+        self.asked += 1
         try:
             await asyncio.sleep(0)  # until the batch is whole
             is_large = self._running[replica.replica_id] >= 8 or replica.replica_id in self.busy
-            return tuple(value + 0.03 * is_large for value in await self._score(canary, replica, token_ids))
+            return tuple(value + self.by_batch * is_large for value in await self._score(canary, replica, token_ids))
         finally:
             self._running[replica.replica_id] -= 1
 
 
-async def test_a_replica_comes_back_idle_though_it_said_something_else_under_load(
-    start_rig: StartRig, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+async def loaded(start_rig: StartRig, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Rig, BatchedScores]:
+    """A replica under load, but for the times in which it is brought back."""
     scores = BatchedScores(monkeypatch)
     rig = await start_rig(1, sim=TENSORS, weights={"store": str(folder)})
     await rig.open_group()
@@ -772,12 +775,46 @@ async def test_a_replica_comes_back_idle_though_it_said_something_else_under_loa
 
     async def idle(catch_up: CatchUp, replica: Replica) -> None:
         scores.busy.clear()
+        scores.asked = 0
         await empty(catch_up, replica)
 
     monkeypatch.setattr(CatchUp, "_empty", idle)
+    return rig, scores
+
+
+async def test_a_replica_comes_back_idle_though_it_said_something_else_under_load(
+    loaded: tuple[Rig, BatchedScores],
+) -> None:
+    rig, _ = loaded
     assert await refused(rig) == 424
     await rig.until({"engine-0": "SERVING"})
     assert (await served_versions(rig)) == {2}
+
+
+async def test_the_noise_of_large_batches_is_measured_once(loaded: tuple[Rig, BatchedScores]) -> None:
+    rig, scores = loaded
+    asked = []
+    for _ in range(2):
+        scores.busy.add("engine-0")
+        assert await refused(rig) == 424
+        await rig.until({"engine-0": "SERVING"})
+        asked.append(scores.asked)
+        scores.busy.add("engine-0")
+        await rig.update()
+    assert asked == [1 + 4 + 8 + 32, 1]
+
+
+async def test_another_noise_of_large_batches_is_measured_anew(loaded: tuple[Rig, BatchedScores]) -> None:
+    rig, scores = loaded
+    scores.by_batch = 0.001
+    assert await refused(rig) == 424
+    await rig.until({"engine-0": "SERVING"})
+    scores.by_batch = 0.03
+    scores.busy.add("engine-0")
+    await rig.update()
+    assert await refused(rig) == 424
+    await rig.until({"engine-0": "SERVING"})
+    assert scores.asked == 1 + 4 + 8 + 32
 
 
 async def test_replicas_that_differ_by_their_load_alone_take_an_update_together(

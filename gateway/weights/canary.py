@@ -39,7 +39,8 @@ _SEED = 20260
 _FILLERS = 3
 # Kernels and reductions are chosen by the size of a batch, and rollouts make it large: batches of these sizes show the
 # log-probs that they cause, 0.008 to 0.04 nats apart (experts, LoRA, TP 2 on H200). No noise beyond the bound is
-# believed, since broken weights may have any. The kernels stay, so the noise of weights that passed is remembered.
+# believed, since broken weights may have any. The kernels stay, so the noise of weights that passed is remembered for
+# replicas that return. An update measures it anew: remembered alone it would never shrink.
 _LARGE_BATCHES = (8, 32)
 _MOST_NOISE = 0.05
 # Every vocabulary has these ids; used where the checkpoint cannot be read.
@@ -147,27 +148,28 @@ class Canary:
             before = {replica: self._accepted[replica] for replica in peers if replica in self._accepted}
             previous = {replica: reading for replica, reading in before.items() if reading.version != version}
             judged = partial(judge, previous=previous, elsewhere=self._accepted_at(version, peers[0]))
-            findings |= await self._judged(peers, readings, judged)
+            findings |= await self._judged(peers, readings, judged, remembers=True)
         self._accepted.update({one: reading for one, reading in readings.items() if findings[one].may_serve})
         return findings
 
     async def _judged(
         self,
         peers: Sequence[Replica],
-        readings: dict[Replica, Reading],
+        readings: Mapping[Replica, Reading],
         judged: Callable[[Mapping[Replica, Reading]], dict[Replica, Finding]],
+        *,
+        remembers: bool = False,
     ) -> dict[Replica, Finding]:
-        """Judge peers. Those that seem apart are judged again with the noise of large batches: as it was last, and
-        measured now if that does not explain them. The largest of all is kept, since a replica under load does not
-        show it."""
+        """Judge peers. Those that seem apart are judged again with the noise of large batches: where it `remembers`, as
+        it was last, and measured now if that does not explain them. The largest of all counts, since a replica under
+        load does not show it. Accepted readings are kept without it, as it may be a refused replica's."""
         kind = self._kind(peers[0])
 
         def judged_with(noise: float) -> dict[Replica, Finding]:
-            readings.update((one, replace(readings[one], noise=max(readings[one].noise, noise))) for one in peers)
-            return judged({replica: readings[replica] for replica in peers})
+            return judged({one: replace(readings[one], noise=max(readings[one].noise, noise)) for one in peers})
 
         findings = judged_with(0.0)
-        if _seem_apart(findings) and kind in self._large_noises:
+        if _seem_apart(findings) and remembers and kind in self._large_noises:
             findings = judged_with(self._large_noises[kind])
         if _seem_apart(findings):
             noises = await asyncio.gather(*(self._noise_of_large_batches(one, readings[one]) for one in peers))

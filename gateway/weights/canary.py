@@ -5,6 +5,7 @@ with its weights.
 """
 
 import asyncio
+import math
 import random
 import time
 import uuid
@@ -264,6 +265,8 @@ class Canary:
             return Finding(Result.LOST, str(error))
         except (EngineError, _NoLogprobs) as error:
             return Finding(Result.FAILED, f"no answer to the canary: {error}")
+        if not math.isfinite(noise):  # as it is where the log-probs alone are no numbers
+            return Finding(Result.FAILED, "the canary's log-probs are not finite: the weights hold infinities or NaN")
         return Reading(held or 0, alone, noise, time.monotonic() - began)
 
     async def _noise(self, replica: Replica, token_ids: list[int], alone: tuple[float, ...]) -> float:

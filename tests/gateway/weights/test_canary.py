@@ -1,12 +1,15 @@
 """The canary over a fleet of simulated engines: who is fenced, what the trainer is told, what is delivered."""
 
 import asyncio
+import math
+from collections import Counter
 
 import pytest
 
 from engines.errors import EngineFailed, EngineRefused
 from engines.sim.model import SimModel, read, weights_key
-from gateway.weights.canary import canary_token_ids
+from gateway.fleet.replica import Replica
+from gateway.weights.canary import Canary, canary_token_ids
 from tests.rigs.rig import Json, Rig, StartRig
 
 STALE = {"corrupt_after": 1}
@@ -189,6 +192,25 @@ async def test_a_canary_that_an_engine_refuses_to_report_as_nan_fails(rig: Rig) 
     status, reply = await finished(rig)
     assert status == 424
     assert "replica engine-0: " in reply["error"]["message"]
+
+
+@pytest.mark.parametrize("wrong", [math.nan, -math.inf])
+@pytest.mark.parametrize("in_a_batch", [False, True])
+async def test_log_probs_that_are_no_numbers_fail_even_where_all_agree(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, wrong: float, in_a_batch: bool
+) -> None:
+    await rig.open_group()
+    scored = Canary._score
+
+    async def score(canary: Canary, replica: Replica, token_ids: list[int]) -> tuple[float, ...]:
+        asked[replica.replica_id] += 1
+        is_wrong = asked[replica.replica_id] > 1 or not in_a_batch
+        return (*(await scored(canary, replica, token_ids))[:-1], wrong if is_wrong else -1.0)
+
+    asked: Counter[str] = Counter()
+    monkeypatch.setattr(Canary, "_score", score)
+    status, reply = await finished(rig)
+    assert (status, "not finite" in reply["error"]["message"]) == (424, True)
 
 
 async def test_without_the_canary_nobody_is_asked(start_rig: StartRig) -> None:

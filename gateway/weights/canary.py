@@ -66,8 +66,8 @@ class Canary:
         self._groups = groups
         self._accepted: WeakKeyDictionary[Replica, Reading] = WeakKeyDictionary()
         self._large_noises: dict[_Kind, float] = {}
-        self._trainers: tuple[float, ...] | None = None
-        self._checked: tuple[dict[Replica, Reading], tuple[float, ...] | None] = {}, None
+        self._trainers: Reading | None = None
+        self._checked: tuple[dict[Replica, Reading], Reading | None] = {}, None
         self._token_ids: list[int] | None = None
 
     @property
@@ -111,7 +111,7 @@ class Canary:
         findings, readings = await self._read_all(replicas, self.token_ids(replicas), version)
         if busy:
             findings = {replica: finding.excused_if_late() for replica, finding in findings.items()}
-        given = tuple(trainers) if trainers is not None else None
+        given = Reading(version, tuple(trainers), 0.0) if trainers is not None else None
         kinds = self._peers(list(readings))
         for peers in kinds:
             previous = {replica: self._accepted[replica] for replica in peers if replica in self._accepted}
@@ -119,7 +119,7 @@ class Canary:
                 judge,
                 previous=previous,
                 elsewhere=self._accepted_at(version, peers[0], without=peers),
-                trainers=given,
+                trainers=given.logprobs if given else None,
                 trainers_before=self._trainers,
                 busy=busy,
             )

@@ -3,6 +3,7 @@
 import asyncio
 import math
 from collections import Counter
+from functools import partial
 
 import pytest
 
@@ -27,6 +28,13 @@ async def finished(rig: Rig, body: Json | None = None) -> tuple[int, Json]:
 async def replicas(rig: Rig) -> dict[str, Json]:
     _, status = await rig.get("/status")
     return {replica["replica_id"]: replica for replica in status["replicas"]}
+
+
+def logprobs_of(rig: Rig, token_ids: list[int], version: str) -> list[float]:
+    """Log-probs of all tokens but the first with the weights of a version."""
+    model, key = SimModel.of(rig.sim), weights_key(version)
+    contexts = [read(token_ids[:end]) for end in range(1, len(token_ids))]
+    return [model.logprob(c, t, key) for c, t in zip(contexts, token_ids[1:], strict=True)]
 
 
 async def test_healthy_replicas_pass_update_after_update(rig: Rig) -> None:
@@ -269,15 +277,51 @@ async def test_a_trainer_that_sends_its_log_probs_has_them_compared(rig: Rig) ->
     assert "as the trainer's" in reply["error"]["message"]
 
 
+async def test_a_replica_that_was_not_read_is_not_held_to_its_move_since_an_earlier_version(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await rig.open_group()
+    token_ids = (await rig.get("/v1/weight_canary"))[1]["token_ids"]
+
+    def said(version: str) -> dict[str, list[float]]:
+        return {"canary_logprobs": logprobs_of(rig, token_ids, version)}
+
+    scored = Canary._score
+
+    async def score(canary: Canary, replica: Replica, token_ids: list[int]) -> tuple[float, ...]:
+        if is_deaf and replica.replica_id == "engine-1":
+            raise EngineRefused("not now", status=400, body={}, replica_id="engine-1")
+        return await scored(canary, replica, token_ids)
+
+    is_deaf = False
+    monkeypatch.setattr(Canary, "_score", score)
+    assert (await finished(rig, said("1")))[0] == 200
+    is_deaf = True
+    assert (await finished(rig, said("2")))[0] == 200
+    is_deaf = False
+    await rig.post("/pause?mode=keep")  # nobody is read before the update
+    status, reply = await finished(rig, said("3"))
+    assert status == 200, reply
+
+
+async def test_a_fenced_replica_is_not_held_to_the_trainers_move_from_a_version_that_it_did_not_take(
+    start_rig: StartRig,
+) -> None:
+    rig = await start_rig(3, odd={"engine-1": GARBAGE}, weights=QUORUM)
+    await rig.open_group()
+    token_ids = (await rig.get("/v1/weight_canary"))[1]["token_ids"]
+    for version in ("1", "2", "3"):
+        assert (await finished(rig, {"canary_logprobs": logprobs_of(rig, token_ids, version)}))[0] == 200
+        if version == "2":
+            assert (await rig.states())["engine-1"] == "SYNCING"
+            rig.replicas[1].heal()
+    assert set((await rig.states()).values()) == {"SERVING"}
+
+
 async def test_an_update_that_was_aborted_is_nothing_to_compare_the_next_with(rig: Rig) -> None:
     await rig.open_group()
-    model, token_ids = SimModel.of(rig.sim), (await rig.get("/v1/weight_canary"))[1]["token_ids"]
-
-    def logprobs(version: str) -> list[float]:
-        contexts = [read(token_ids[:end]) for end in range(1, len(token_ids))]
-        key = weights_key(version)
-        return [model.logprob(c, t, key) for c, t in zip(contexts, token_ids[1:], strict=True)]
-
+    token_ids = (await rig.get("/v1/weight_canary"))[1]["token_ids"]
+    logprobs = partial(logprobs_of, rig, token_ids)
     assert (await finished(rig, {"canary_logprobs": logprobs("1")}))[0] == 200
     wrong = [-value for value in logprobs("1")]
     status, reply = await finished(rig, {"canary_logprobs": wrong})

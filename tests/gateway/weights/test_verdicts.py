@@ -112,7 +112,7 @@ def test_a_replica_that_comes_back_is_held_to_what_others_said_at_this_version()
 
 def test_all_replicas_stale_alike_are_found_by_the_trainers_log_probs() -> None:
     """Peers agree with each other; what the trainer sent is elsewhere. Its places differ from the engines' for good."""
-    trainers_before, trainers = near(OLD, 0.5, 4), near(NEW, 0.5, 4)
+    trainers_before, trainers = reading(near(OLD, 0.5, 4), version=0), near(NEW, 0.5, 4)
     stale = judge(
         {"a": reading(OLD), "b": reading(OLD)}, before("a", "b"), trainers=trainers, trainers_before=trainers_before
     )
@@ -123,13 +123,18 @@ def test_all_replicas_stale_alike_are_found_by_the_trainers_log_probs() -> None:
 
 
 def test_a_trainer_that_did_not_move_fails_nobody() -> None:
-    findings = judge({"a": reading(OLD)}, before("a"), trainers=NEW, trainers_before=NEW)
+    findings = judge({"a": reading(OLD)}, before("a"), trainers=NEW, trainers_before=reading(NEW, version=0))
     assert results(findings) == {"a": "unchanged"}
     assert findings["a"].to_trainer == pytest.approx(distance(OLD, NEW))
 
 
 def test_of_two_that_differ_the_trainers_log_probs_tell_which_is_wrong() -> None:
-    findings = judge({"a": reading(NEW), "b": reading(vector(3))}, before("a", "b"), trainers=NEW, trainers_before=OLD)
+    findings = judge(
+        {"a": reading(NEW), "b": reading(vector(3))},
+        before("a", "b"),
+        trainers=NEW,
+        trainers_before=reading(OLD, version=0),
+    )
     assert results(findings) == {"a": "verified", "b": "failed"}
 
 

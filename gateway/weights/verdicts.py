@@ -104,7 +104,9 @@ def judge(
     is True where rollouts ran beside the canary.
     """
     moved = {key: distance(readings[key].logprobs, previous[key].logprobs) for key in readings if key in previous}
-    scale = Scale.of([*readings.values(), *previous.values()], moved.values())
+    latest = max((reading.version for reading in previous.values()), default=0)
+    sizes = [value for key, value in moved.items() if previous[key].version == latest]
+    scale = Scale.of([*readings.values(), *previous.values()], sizes)
     stale = {key for key, value in moved.items() if scale.is_told_apart and value <= scale.still}
     stale |= set() if busy else _frozen(readings, moved, previous)
     current = {key: reading.logprobs for key, reading in readings.items() if key not in stale}

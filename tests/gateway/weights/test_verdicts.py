@@ -88,6 +88,15 @@ def test_a_replica_that_repeats_its_logprobs_bit_for_bit_fails_for_any_update_si
     assert results(judge(readings, before("a", "b", "c"), busy=True)) == dict.fromkeys("abc", "unchanged")
 
 
+def test_a_move_from_an_earlier_version_makes_no_small_update_large() -> None:
+    """One of two replicas did not take version 1, and version 2 is near it."""
+    previous = {"a": reading(NEW, version=1), "b": reading(OLD, version=0)}
+    readings = {"a": reading(near(NEW, 0.005), version=2), "b": reading(near(NEW, 0.005), version=2)}
+    assert results(judge(readings, previous)) == {"a": "unchanged", "b": "unchanged"}
+    readings["b"] = reading(OLD, version=2)
+    assert results(judge(readings, previous))["b"] == "failed"
+
+
 def test_replicas_that_never_agreed_to_the_last_bit_are_not_held_to_it() -> None:
     previous = {"a": reading(near(OLD, 0.01), version=0), "b": reading(OLD, version=0)}
     readings = {"a": reading(near(OLD, 0.011)), "b": reading(OLD)}

@@ -153,6 +153,10 @@ class Canary:
         self._accepted.update({one: reading for one, reading in readings.items() if findings[one].may_serve})
         return findings
 
+    def forget(self, replica: Replica) -> None:
+        """Compare nobody with this replica, which does not serve though it may."""
+        self._accepted.pop(replica, None)
+
     async def _judged(
         self,
         peers: Sequence[Replica],

@@ -5,6 +5,7 @@ with its weights.
 """
 
 import asyncio
+import math
 import random
 import time
 import uuid
@@ -39,7 +40,8 @@ _SEED = 20260
 _FILLERS = 3
 # Kernels and reductions are chosen by the size of a batch, and rollouts make it large: batches of these sizes show the
 # log-probs that they cause, 0.008 to 0.04 nats apart (experts, LoRA, TP 2 on H200). No noise beyond the bound is
-# believed, since broken weights may have any. The kernels stay, so the noise of weights that passed is remembered.
+# believed, since broken weights may have any. The kernels stay, so the noise of weights that passed is remembered for
+# replicas that return. An update measures it anew: remembered alone it would never shrink.
 _LARGE_BATCHES = (8, 32)
 _MOST_NOISE = 0.05
 # Every vocabulary has these ids; used where the checkpoint cannot be read.
@@ -64,8 +66,8 @@ class Canary:
         self._groups = groups
         self._accepted: WeakKeyDictionary[Replica, Reading] = WeakKeyDictionary()
         self._large_noises: dict[_Kind, float] = {}
-        self._trainers: tuple[float, ...] | None = None
-        self._checked: tuple[dict[Replica, Reading], tuple[float, ...] | None] = {}, None
+        self._trainers: Reading | None = None
+        self._checked: tuple[dict[Replica, Reading], Reading | None] = {}, None
         self._token_ids: list[int] | None = None
 
     @property
@@ -109,7 +111,7 @@ class Canary:
         findings, readings = await self._read_all(replicas, self.token_ids(replicas), version)
         if busy:
             findings = {replica: finding.excused_if_late() for replica, finding in findings.items()}
-        given = tuple(trainers) if trainers is not None else None
+        given = Reading(version, tuple(trainers), 0.0) if trainers is not None else None
         kinds = self._peers(list(readings))
         for peers in kinds:
             previous = {replica: self._accepted[replica] for replica in peers if replica in self._accepted}
@@ -117,7 +119,7 @@ class Canary:
                 judge,
                 previous=previous,
                 elsewhere=self._accepted_at(version, peers[0], without=peers),
-                trainers=given,
+                trainers=given.logprobs if given else None,
                 trainers_before=self._trainers,
                 busy=busy,
             )
@@ -147,27 +149,32 @@ class Canary:
             before = {replica: self._accepted[replica] for replica in peers if replica in self._accepted}
             previous = {replica: reading for replica, reading in before.items() if reading.version != version}
             judged = partial(judge, previous=previous, elsewhere=self._accepted_at(version, peers[0]))
-            findings |= await self._judged(peers, readings, judged)
+            findings |= await self._judged(peers, readings, judged, remembers=True)
         self._accepted.update({one: reading for one, reading in readings.items() if findings[one].may_serve})
         return findings
+
+    def forget(self, replica: Replica) -> None:
+        """Compare nobody with this replica, which does not serve though it may."""
+        self._accepted.pop(replica, None)
 
     async def _judged(
         self,
         peers: Sequence[Replica],
-        readings: dict[Replica, Reading],
+        readings: Mapping[Replica, Reading],
         judged: Callable[[Mapping[Replica, Reading]], dict[Replica, Finding]],
+        *,
+        remembers: bool = False,
     ) -> dict[Replica, Finding]:
-        """Judge peers. Those that seem apart are judged again with the noise of large batches: as it was last, and
-        measured now if that does not explain them. The largest of all is kept, since a replica under load does not
-        show it."""
+        """Judge peers. Those that seem apart are judged again with the noise of large batches: where it `remembers`, as
+        it was last, and measured now if that does not explain them. The largest of all counts, since a replica under
+        load does not show it. Accepted readings are kept without it, as it may be a refused replica's."""
         kind = self._kind(peers[0])
 
         def judged_with(noise: float) -> dict[Replica, Finding]:
-            readings.update((one, replace(readings[one], noise=max(readings[one].noise, noise))) for one in peers)
-            return judged({replica: readings[replica] for replica in peers})
+            return judged({one: replace(readings[one], noise=max(readings[one].noise, noise)) for one in peers})
 
         findings = judged_with(0.0)
-        if _seem_apart(findings) and kind in self._large_noises:
+        if _seem_apart(findings) and remembers and kind in self._large_noises:
             findings = judged_with(self._large_noises[kind])
         if _seem_apart(findings):
             noises = await asyncio.gather(*(self._noise_of_large_batches(one, readings[one]) for one in peers))
@@ -262,6 +269,8 @@ class Canary:
             return Finding(Result.LOST, str(error))
         except (EngineError, _NoLogprobs) as error:
             return Finding(Result.FAILED, f"no answer to the canary: {error}")
+        if not math.isfinite(noise):  # as it is where the log-probs alone are no numbers
+            return Finding(Result.FAILED, "the canary's log-probs are not finite: the weights hold infinities or NaN")
         return Reading(held or 0, alone, noise, time.monotonic() - began)
 
     async def _noise(self, replica: Replica, token_ids: list[int], alone: tuple[float, ...]) -> float:

@@ -240,6 +240,7 @@ class CatchUp:
                 self._fleet.believe(replica, is_verified=is_verified)
                 await self._snapshots.note_holders(version, [replica])
             else:
+                self._canary.forget(replica)  # or the next of its kind would pass as its peer
                 reason = f"version {version} that it reports is not borne out: {finding.reason}"
                 self._fleet.fence(replica, reason)
                 self._fleet.explain(replica, reason)

@@ -38,7 +38,7 @@ class Result(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One replica's canary: log-probs of all tokens but the first, and their distance in a batch (noise)."""
+    """One replica's canary: finite log-probs of all tokens but the first, and their distance in a batch (noise)."""
 
     version: int
     logprobs: tuple[float, ...]
@@ -95,7 +95,7 @@ def judge(
     *,
     elsewhere: Sequence[Reading] = (),
     trainers: tuple[float, ...] | None = None,
-    trainers_before: tuple[float, ...] | None = None,
+    trainers_before: Reading | None = None,
     busy: bool = False,
 ) -> dict[Key, Finding]:
     """Return a finding for each of `readings`, which are of peers at one version.
@@ -104,7 +104,9 @@ def judge(
     is True where rollouts ran beside the canary.
     """
     moved = {key: distance(readings[key].logprobs, previous[key].logprobs) for key in readings if key in previous}
-    scale = Scale.of([*readings.values(), *previous.values()], moved.values())
+    latest = max((reading.version for reading in previous.values()), default=0)
+    sizes = [value for key, value in moved.items() if previous[key].version == latest]
+    scale = Scale.of([*readings.values(), *previous.values()], sizes)
     stale = {key for key, value in moved.items() if scale.is_told_apart and value <= scale.still}
     stale |= set() if busy else _frozen(readings, moved, previous)
     current = {key: reading.logprobs for key, reading in readings.items() if key not in stale}
@@ -113,7 +115,6 @@ def judge(
     findings = {}
     for key, reading in readings.items():
         peers = [*known, *(logprobs for name, logprobs in current.items() if name != key)]
-        before = previous[key].logprobs if key in previous else None
         finding = Finding(
             Result.VERIFIED,
             to_peers=_to_peers(reading.logprobs, centre, peers),
@@ -123,13 +124,8 @@ def judge(
             noise=reading.noise,
             seconds=reading.seconds,
         )
-        move = _Move.of(reading.logprobs, before, trainers, trainers_before, scale.still)
-        if not all(map(math.isfinite, reading.logprobs)):
-            fault = "the canary's log-probs are not finite: the weights hold infinities or NaN"
-        elif key in stale:
-            fault = _is_stale(finding)
-        else:
-            fault = _fault(finding, move, agreed=centre is not None)
+        move = _Move.of(reading, previous.get(key), trainers, trainers_before, scale.still)
+        fault = _is_stale(finding) if key in stale else _fault(finding, move, agreed=centre is not None)
         findings[key] = replace(finding, result=Result.FAILED, reason=fault) if fault else _passed(finding, scale, move)
     return findings
 
@@ -263,20 +259,21 @@ class _Move:
     @classmethod
     def of(
         cls,
-        now: tuple[float, ...],
-        before: tuple[float, ...] | None,
+        now: Reading,
+        before: Reading | None,
         trainers: tuple[float, ...] | None,
-        trainers_before: tuple[float, ...] | None,
+        trainers_before: Reading | None,
         still: float,
     ) -> "_Move | None":
-        """Return None where the trainer's log-probs are missing, or moved no more than noise."""
-        if before is None or trainers is None or trainers_before is None:
+        """Return None where the trainer's log-probs are missing, moved no more than noise, or moved from another
+        version: a replica has no reading of versions that it did not take, or answered too late for."""
+        if before is None or trainers is None or trainers_before is None or before.version != trainers_before.version:
             return None
-        size = distance(trainers, trainers_before)
+        size = distance(trainers, trainers_before.logprobs)
         if size <= still:
             return None
-        wanted = [a - b for a, b in zip(trainers, trainers_before, strict=True)]
-        return cls(distance([a - b for a, b in zip(now, before, strict=True)], wanted), size / 2)
+        wanted = [a - b for a, b in zip(trainers, trainers_before.logprobs, strict=True)]
+        return cls(distance([a - b for a, b in zip(now.logprobs, before.logprobs, strict=True)], wanted), size / 2)
 
 
 def _centre(vectors: Sequence[tuple[float, ...]], tolerance: float) -> tuple[float, ...] | None:

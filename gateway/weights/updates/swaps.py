@@ -184,10 +184,7 @@ class Swaps:
             return {}
         async with self._parts.pauses.answering(replicas):
             busy = any(not replica.idle.is_set() for replica in replicas)
-            findings = await canary.check(replicas, update.version, trainers=update.canary_logprobs, busy=busy)
-        if update.rolling:
-            canary.accept_part()
-        return findings
+            return await canary.check(replicas, update.version, trainers=update.canary_logprobs, busy=busy)
 
     async def _serve_ahead(self, began: float) -> None:
         """Serve the version on those of the turn that passed, and leave the others out."""
@@ -195,6 +192,8 @@ class Swaps:
         passed = [replica for replica in self._turn if self._findings[replica].may_serve]
         # Before tokens are delivered: a restarted gateway must not use the number again.
         await self._parts.snapshots.note_holders(update.version, passed)
+        if passed:  # not before: an update that is aborted in its first turn leaves its number to the next
+            self._parts.canary.accept_part()
         for replica in self._turn:
             update.replicas[replica.replica_id]["away_s"] = round(time.monotonic() - began, 4)
             if not self._is_there(replica):

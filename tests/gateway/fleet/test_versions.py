@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,18 @@ async def test_a_joiner_without_a_record_that_computes_otherwise_does_not_serve_
     assert await until_proven(rig) == ["engine-0", "engine-1"]
     assert "not borne out" in rig.fleet.replicas[2].reason
     assert await rig.states() == {"engine-0": "SERVING", "engine-1": "SERVING", "engine-2": "SYNCING"}
+
+
+async def test_a_label_that_was_not_borne_out_bears_out_no_other(start_rig: StartRig) -> None:
+    rig = await start_rig(2)
+    await rig.open_group()
+    await rig.update()
+    for name in ("engine-2", "engine-3"):
+        stray = await labelled(name, 1)
+        stray.label(1, weights="of another run")
+        stray.info = replace(stray.info, engine_version="0.33.0")  # so it has no peer
+        await joined(rig, stray)
+        assert await until_proven(rig) == ["engine-0", "engine-1"]
 
 
 async def test_a_joiner_without_a_record_that_computes_as_its_peers_serves(start_rig: StartRig) -> None:

@@ -1,12 +1,16 @@
 """The canary over a fleet of simulated engines: who is fenced, what the trainer is told, what is delivered."""
 
 import asyncio
+import math
+from collections import Counter
+from functools import partial
 
 import pytest
 
 from engines.errors import EngineFailed, EngineRefused
 from engines.sim.model import SimModel, read, weights_key
-from gateway.weights.canary import canary_token_ids
+from gateway.fleet.replica import Replica
+from gateway.weights.canary import Canary, canary_token_ids
 from tests.rigs.rig import Json, Rig, StartRig
 
 STALE = {"corrupt_after": 1}
@@ -24,6 +28,13 @@ async def finished(rig: Rig, body: Json | None = None) -> tuple[int, Json]:
 async def replicas(rig: Rig) -> dict[str, Json]:
     _, status = await rig.get("/status")
     return {replica["replica_id"]: replica for replica in status["replicas"]}
+
+
+def logprobs_of(rig: Rig, token_ids: list[int], version: str) -> list[float]:
+    """Log-probs of all tokens but the first with the weights of a version."""
+    model, key = SimModel.of(rig.sim), weights_key(version)
+    contexts = [read(token_ids[:end]) for end in range(1, len(token_ids))]
+    return [model.logprob(c, t, key) for c, t in zip(contexts, token_ids[1:], strict=True)]
 
 
 async def test_healthy_replicas_pass_update_after_update(rig: Rig) -> None:
@@ -191,6 +202,25 @@ async def test_a_canary_that_an_engine_refuses_to_report_as_nan_fails(rig: Rig) 
     assert "replica engine-0: " in reply["error"]["message"]
 
 
+@pytest.mark.parametrize("wrong", [math.nan, -math.inf])
+@pytest.mark.parametrize("in_a_batch", [False, True])
+async def test_log_probs_that_are_no_numbers_fail_even_where_all_agree(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, wrong: float, in_a_batch: bool
+) -> None:
+    await rig.open_group()
+    scored = Canary._score
+
+    async def score(canary: Canary, replica: Replica, token_ids: list[int]) -> tuple[float, ...]:
+        asked[replica.replica_id] += 1
+        is_wrong = asked[replica.replica_id] > 1 or not in_a_batch
+        return (*(await scored(canary, replica, token_ids))[:-1], wrong if is_wrong else -1.0)
+
+    asked: Counter[str] = Counter()
+    monkeypatch.setattr(Canary, "_score", score)
+    status, reply = await finished(rig)
+    assert (status, "not finite" in reply["error"]["message"]) == (424, True)
+
+
 async def test_without_the_canary_nobody_is_asked(start_rig: StartRig) -> None:
     rig = await start_rig(2, odd={"engine-1": STALE}, weights={"canary": {"enabled": False}})
     await rig.open_group()
@@ -247,15 +277,51 @@ async def test_a_trainer_that_sends_its_log_probs_has_them_compared(rig: Rig) ->
     assert "as the trainer's" in reply["error"]["message"]
 
 
+async def test_a_replica_that_was_not_read_is_not_held_to_its_move_since_an_earlier_version(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await rig.open_group()
+    token_ids = (await rig.get("/v1/weight_canary"))[1]["token_ids"]
+
+    def said(version: str) -> dict[str, list[float]]:
+        return {"canary_logprobs": logprobs_of(rig, token_ids, version)}
+
+    scored = Canary._score
+
+    async def score(canary: Canary, replica: Replica, token_ids: list[int]) -> tuple[float, ...]:
+        if is_deaf and replica.replica_id == "engine-1":
+            raise EngineRefused("not now", status=400, body={}, replica_id="engine-1")
+        return await scored(canary, replica, token_ids)
+
+    is_deaf = False
+    monkeypatch.setattr(Canary, "_score", score)
+    assert (await finished(rig, said("1")))[0] == 200
+    is_deaf = True
+    assert (await finished(rig, said("2")))[0] == 200
+    is_deaf = False
+    await rig.post("/pause?mode=keep")  # nobody is read before the update
+    status, reply = await finished(rig, said("3"))
+    assert status == 200, reply
+
+
+async def test_a_fenced_replica_is_not_held_to_the_trainers_move_from_a_version_that_it_did_not_take(
+    start_rig: StartRig,
+) -> None:
+    rig = await start_rig(3, odd={"engine-1": GARBAGE}, weights=QUORUM)
+    await rig.open_group()
+    token_ids = (await rig.get("/v1/weight_canary"))[1]["token_ids"]
+    for version in ("1", "2", "3"):
+        assert (await finished(rig, {"canary_logprobs": logprobs_of(rig, token_ids, version)}))[0] == 200
+        if version == "2":
+            assert (await rig.states())["engine-1"] == "SYNCING"
+            rig.replicas[1].heal()
+    assert set((await rig.states()).values()) == {"SERVING"}
+
+
 async def test_an_update_that_was_aborted_is_nothing_to_compare_the_next_with(rig: Rig) -> None:
     await rig.open_group()
-    model, token_ids = SimModel.of(rig.sim), (await rig.get("/v1/weight_canary"))[1]["token_ids"]
-
-    def logprobs(version: str) -> list[float]:
-        contexts = [read(token_ids[:end]) for end in range(1, len(token_ids))]
-        key = weights_key(version)
-        return [model.logprob(c, t, key) for c, t in zip(contexts, token_ids[1:], strict=True)]
-
+    token_ids = (await rig.get("/v1/weight_canary"))[1]["token_ids"]
+    logprobs = partial(logprobs_of, rig, token_ids)
     assert (await finished(rig, {"canary_logprobs": logprobs("1")}))[0] == 200
     wrong = [-value for value in logprobs("1")]
     status, reply = await finished(rig, {"canary_logprobs": wrong})

@@ -742,10 +742,12 @@ async def test_the_noise_of_a_replica_is_measured_that_says_something_else_by_a_
 
 
 class BatchedScores:
-    """Canaries whose log-probs depend on the batch, as those of large models do. `busy` names replicas under load."""
+    """Canaries whose log-probs depend on the batch, as those of large models do. `busy` names replicas under load,
+    `wrong` replicas with the distance of their wrong weights."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.busy: set[str] = set()
+        self.wrong: dict[str, float] = {}
         self.asked = 0
         self.by_batch = 0.03
         self._running: Counter[str] = Counter()
@@ -758,7 +760,8 @@ class BatchedScores:
         try:
             await asyncio.sleep(0)  # until the batch is whole
             is_large = self._running[replica.replica_id] >= 8 or replica.replica_id in self.busy
-            return tuple(value + self.by_batch * is_large for value in await self._score(canary, replica, token_ids))
+            apart = self.by_batch * is_large + self.wrong.get(replica.replica_id, 0.0)
+            return tuple(value + apart for value in await self._score(canary, replica, token_ids))
         finally:
             self._running[replica.replica_id] -= 1
 
@@ -829,6 +832,38 @@ async def test_replicas_that_differ_by_their_load_alone_take_an_update_together(
     scores.busy = {"engine-0"}
     await rig.update()
     assert await rig.states() == BOTH_SERVE
+
+
+async def test_noise_of_an_earlier_update_hides_no_wrong_replica(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scores = BatchedScores(monkeypatch)
+    rig = await start_rig(3, sim=TENSORS, weights={"must_pass": "quorum"})
+    await rig.open_group()
+    scores.busy = {"engine-1"}
+    await rig.update()
+    scores.busy, scores.by_batch = set(), 0.0
+    await rig.update()
+    scores.wrong = {"engine-1": 0.08}
+    await rig.update()
+    assert await rig.states() == BOTH_SERVE | {"engine-1": "SYNCING", "engine-2": "SERVING"}
+
+
+async def test_the_noise_of_a_refused_replica_is_not_kept_for_the_next_update(
+    start_rig: StartRig, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scores = BatchedScores(monkeypatch)
+    rig = await start_rig(3, sim=TENSORS, weights={"must_pass": "quorum", "store": str(folder)})
+    await rig.open_group()
+    await rig.update()
+    scores.wrong = {"engine-1": 5.0}
+    await rig.update()
+    assert (await rig.states())["engine-1"] == "SYNCING"
+    scores.wrong, scores.by_batch = {}, 0.0
+    await rig.until(dict.fromkeys(("engine-0", "engine-1", "engine-2"), "SERVING"))
+    scores.wrong = {"engine-1": 0.08}
+    await rig.update()
+    assert (await rig.states())["engine-1"] == "SYNCING"
 
 
 async def test_a_replica_that_fails_the_canary_is_mended_from_the_store(start_rig: StartRig, folder: Path) -> None:

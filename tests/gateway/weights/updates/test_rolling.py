@@ -16,6 +16,7 @@ from engines.sim.worker import SimWorker
 from engines.store.draft import Draft, claim_draft, raw
 from gateway.fleet.replica import Replica
 from gateway.weights.canary import Canary
+from gateway.weights.catch_up import CatchUp
 from tests.rigs.rig import Json, Rig, StartRig
 
 Reply = tuple[int, Any]
@@ -490,3 +491,28 @@ async def test_metrics_tell_who_serves_behind(start: StartRig, folder: Path, tur
     page = await metrics(rig)
     assert "rollout_gateway_replicas_behind 0.0" in page
     assert 'rollout_gateway_weight_update_seconds_count{step="away"} 3.0' in page
+
+
+async def test_a_reading_of_an_aborted_update_does_not_judge_the_next_update_of_its_number(
+    start: StartRig, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = await start(4, weights={"rolling_width": 2})
+    scored, recover, may_recover = Canary._score, CatchUp._recover, asyncio.Event()
+    is_first, others = True, 0.0
+
+    async def score(canary: Canary, replica: Replica, token_ids: list[int]) -> tuple[float, ...]:
+        if is_first and replica.replica_id == "engine-0" and rig.fleet.update_to is not None:
+            raise EngineFailed("no answer", replica_id="engine-0")
+        return tuple(value + others for value in await scored(canary, replica, token_ids))
+
+    async def slow(catching_up: CatchUp, replica: Replica, kept: int | None) -> str:
+        await may_recover.wait()
+        return await recover(catching_up, replica, kept)
+
+    monkeypatch.setattr(Canary, "_score", score)
+    monkeypatch.setattr(CatchUp, "_recover", slow)
+    assert (await push(rig, folder))[0] == 424
+    is_first, others = False, 1.0
+    assert await push(rig, folder) == (200, {"weight_version": 1})
+    may_recover.set()
+    await rig.until(THREE | {"engine-3": "SERVING"})

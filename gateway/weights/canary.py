@@ -150,7 +150,9 @@ class Canary:
             previous = {replica: reading for replica, reading in before.items() if reading.version != version}
             judged = partial(judge, previous=previous, elsewhere=self._accepted_at(version, peers[0]))
             findings |= await self._judged(peers, readings, judged, remembers=True)
-        self._accepted.update({one: reading for one, reading in readings.items() if findings[one].may_serve})
+            # A reading of the same version stays: else readings that each pass beside the last might drift.
+            new = [one for one in peers if one in previous or one not in before]
+            self._accepted.update({one: readings[one] for one in new if findings[one].may_serve})
         return findings
 
     def forget(self, replica: Replica) -> None:

@@ -172,7 +172,8 @@ class CatchUp:
             self._own([replica], work)
 
     def _start_proof(self) -> None:
-        """Verify versions that engines reported without a record, all together: most of them are right.
+        """Verify versions that engines reported without a record; all together after a restart of the gateway, as most
+        are right.
 
         Replicas whose version an update has replaced meanwhile are behind, whether it was right or not.
         """
@@ -183,8 +184,11 @@ class CatchUp:
                 reported = f"reported version {replica.weight_version} without a record"
                 self._fleet.explain(replica, f"{reported}, and the fleet is at version {self._fleet.version} since")
                 replica.lose_version()
-        if unproven := [replica for replica in unproven if replica.is_unproven]:
-            self._own(unproven, self._prove(unproven))
+        unproven = [replica for replica in unproven if replica.is_unproven]
+        # Those that report a certain version do not bear each other out.
+        groups = [[replica] for replica in unproven] if self._fleet.is_certain else [unproven]
+        for together in filter(None, groups):
+            self._own(together, self._prove(together))
 
     def _is_unproven(self, replica: Replica) -> bool:
         is_waiting = replica.state is ReplicaState.SYNCING and replica.is_unproven

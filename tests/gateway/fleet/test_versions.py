@@ -92,16 +92,32 @@ async def test_a_joiner_without_a_record_that_computes_otherwise_does_not_serve_
     assert await rig.states() == {"engine-0": "SERVING", "engine-1": "SERVING", "engine-2": "SYNCING"}
 
 
+async def stray_of_another_release(name: str) -> SimReplica:
+    """Return a replica of version 1 of another run, which has no peer."""
+    stray = await labelled(name, 1)
+    stray.label(1, weights="of another run")
+    stray.info = replace(stray.info, engine_version="0.33.0")
+    return stray
+
+
 async def test_a_label_that_was_not_borne_out_bears_out_no_other(start_rig: StartRig) -> None:
     rig = await start_rig(2)
     await rig.open_group()
     await rig.update()
     for name in ("engine-2", "engine-3"):
-        stray = await labelled(name, 1)
-        stray.label(1, weights="of another run")
-        stray.info = replace(stray.info, engine_version="0.33.0")  # so it has no peer
-        await joined(rig, stray)
+        await joined(rig, await stray_of_another_release(name))
         assert await until_proven(rig) == ["engine-0", "engine-1"]
+
+
+async def test_labels_that_come_together_beside_a_certain_version_bear_each_other_out_no_more(
+    start_rig: StartRig,
+) -> None:
+    rig = await start_rig(2)
+    await rig.open_group()
+    await rig.update()
+    strays = [await stray_of_another_release(name) for name in ("engine-2", "engine-3")]
+    await asyncio.gather(*(joined(rig, stray) for stray in strays))
+    assert await until_proven(rig) == ["engine-0", "engine-1"]
 
 
 async def test_a_joiner_without_a_record_that_computes_as_its_peers_serves(start_rig: StartRig) -> None:

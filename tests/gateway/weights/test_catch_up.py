@@ -20,6 +20,7 @@ from engines.sim.worker import SimWorker
 from engines.store.draft import Draft, claim_draft, raw
 from engines.store.manifest import Manifest, check_bytes
 from engines.store.weight_store import WeightStore, remove_folder
+from gateway.config.schema import CanaryConfig
 from gateway.fleet.replica import Replica
 from gateway.weights import catch_up
 from gateway.weights.canary import Canary
@@ -805,6 +806,21 @@ async def test_the_noise_of_large_batches_is_measured_once(loaded: tuple[Rig, Ba
         scores.busy.add("engine-0")
         await rig.update()
     assert asked == [1 + 4 + 8 + 32, 1]
+
+
+async def test_returns_to_a_version_do_not_drift_by_the_noise_of_large_batches(
+    loaded: tuple[Rig, BatchedScores],
+) -> None:
+    rig, scores = loaded
+    canary, replicas = Canary(CanaryConfig(), {}), rig.fleet.replicas
+    await canary.check(replicas, 1, busy=True)
+    canary.accept()
+    scores.busy.clear()
+    passed = []
+    for times in (1, 2, 3):
+        scores.wrong = {"engine-0": -0.05 * times}
+        passed += [finding.may_serve for finding in (await canary.admit(replicas, 1)).values()]
+    assert passed == [True, False, False]
 
 
 async def test_noise_of_an_earlier_update_hides_no_wrong_replica(

@@ -12,6 +12,7 @@ import asyncio
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -229,8 +230,11 @@ def main() -> int:
     argv = sys.argv[1:]
     cut = argv.index("--") if "--" in argv else len(argv)
     args = _parse_arguments(argv[:cut])
+    command = argv[cut + 1 :]
     try:
-        return asyncio.run(_run(load(args.config, args.overrides), args.sizes, argv[cut + 1 :]))
+        if command and not shutil.which(command[0]):
+            raise ConfigError(f"{command[0]}: no such command; put .venv/bin on PATH, or give its path")
+        return asyncio.run(_run(load(args.config, args.overrides), args.sizes, command))
     except (ConfigError, EngineStartFailed) as error:
         print(error, file=sys.stderr)
         return 1

@@ -8,7 +8,7 @@ from engines.config import SimConfig
 from engines.errors import ConfigError
 from engines.process.engine_server import EngineServer
 from gateway.config.schema import Config
-from loadtests.fleet import GatewayProcess, engine_servers, filled, gateway_config
+from loadtests.fleet import GatewayProcess, engine_servers, filled, gateway_config, main
 from tests.rigs.rig import SimReplica
 
 
@@ -43,3 +43,11 @@ def test_a_command_is_told_where_everything_is() -> None:
     infos = [replace(info, url="http://a"), replace(info, url="http://b")]
     words = filled(["run", "--host={url}", "{pid}", "{engines}"], infos, GatewayProcess("http://g", 7, 2))
     assert words == ["run", "--host=http://g", "7", "http://a", "http://b"]
+
+
+def test_a_command_that_is_not_there_is_named_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["fleet", "-c", "examples/sim.yaml", "--", "no-such-command", "{url}"])
+    assert main() == 1
+    assert "no-such-command: no such command; put .venv/bin on PATH" in capsys.readouterr().err

@@ -30,7 +30,7 @@ from engines.process.launch import gpus_per_replica
 from engines.process.log_lines import write_log_lines
 from engines.store.weight_store import remove_store
 from engines.types import ReplicaInfo
-from gateway.config.load import load
+from gateway.config.load import load, with_secrets
 from gateway.config.node_gpus import visible_gpus
 from gateway.config.schema import Config
 from gateway.http.listener import Listener
@@ -234,7 +234,7 @@ def main() -> int:
     try:
         if command and not shutil.which(command[0]):
             raise ConfigError(f"{command[0]}: no such command; put .venv/bin on PATH, or give its path")
-        return asyncio.run(_run(load(args.config, args.overrides), args.sizes, command))
+        return asyncio.run(_run(with_secrets(load(args.config, args.overrides)), args.sizes, command))
     except (ConfigError, EngineStartFailed) as error:
         print(error, file=sys.stderr)
         return 1

@@ -56,7 +56,8 @@ def _answer(url: str, path: str, key: str, body: bytes | None, timeout_s: float)
     except urllib.error.HTTPError as error:
         with error:
             if error.code in (401, 403):
-                raise NotAllowed(f"{url} wants a key: give --api-key", known=error.code == 403) from error
+                wanted = "an admin key" if error.code == 403 else "another key" if key else "a key"
+                raise NotAllowed(f"{url} wants {wanted}: give --api-key", known=error.code == 403) from error
             raise _refusal(url, path, error) from error
     except (OSError, ValueError, http.client.HTTPException) as error:
         raise GatewayUnreachable(f"no gateway answers at {url}: {error}; --url names another") from error

@@ -37,7 +37,9 @@ def log_end(log: Path, lines: int) -> str:
 
 
 def _id_of(name: str, replica: str) -> str:
-    labels = {row["label"]: row["replica_id"] for row in gateway_status(serve_api(name)).get("replicas", ())}
+    labels: dict[str, str] = {
+        row["label"]: row["replica_id"] for row in gateway_status(serve_api(name)).get("replicas", ())
+    }
     return labels.get(replica, replica)
 
 

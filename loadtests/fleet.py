@@ -102,7 +102,9 @@ class LocalFleet:
         self._running.append((process, ours))
         if not ours.poll(_GATEWAY_START_TIMEOUT_S):
             raise TimeoutError(f"the gateway did not start within {_GATEWAY_START_TIMEOUT_S:g} s")
-        return GatewayProcess(url=ours.recv(), pid=process.pid or 0, replicas=len(infos))
+        if isinstance(url := ours.recv(), ConfigError):
+            raise url
+        return GatewayProcess(url=url, pid=process.pid or 0, replicas=len(infos))
 
 
 def engine_servers(config: Config, gpus: Sequence[str]) -> list[EngineServer]:
@@ -143,7 +145,11 @@ def _serve_gateway(config: Config, infos: list[ReplicaInfo], pipe: Connection) -
     # Several gateways of one configuration run side by side, and each keeps a weight store of its own.
     config = config.model_copy(update={"name": f"{config.name}-{os.getpid()}"})
     listener = Listener(config, discover)
-    pipe.send(listener.start())
+    try:
+        pipe.send(listener.start())
+    except ConfigError as error:  # a port that is taken
+        pipe.send(error)
+        return
     try:
         pipe.recv()
     except EOFError:

@@ -1,5 +1,6 @@
 """Engines and gateways without Ray."""
 
+import socket
 from dataclasses import replace
 
 import pytest
@@ -51,3 +52,12 @@ def test_a_command_that_is_not_there_is_named_before_anything_starts(
     monkeypatch.setattr("sys.argv", ["fleet", "-c", "examples/sim.yaml", "--", "no-such-command", "{url}"])
     assert main() == 1
     assert "no-such-command: no such command; put .venv/bin on PATH" in capsys.readouterr().err
+
+
+def test_a_port_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        settings = [f"gateway.port={port}", "engine.num_replicas=1", "engine.kind=sim"]
+        monkeypatch.setattr("sys.argv", ["fleet", *settings, "--", "true"])
+        assert main() == 1
+    assert f"gateway.port = {port} on 127.0.0.1 cannot be bound" in capsys.readouterr().err

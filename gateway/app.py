@@ -19,9 +19,9 @@ from engines.errors import ConfigError
 from engines.process.launch import gpus_to_reserve
 from engines.process.log_lines import write_log_lines
 from engines.serve_replica import EngineReplica
-from engines.types import EngineKind, ReplicaInfo
+from engines.types import ReplicaInfo
 from gateway.config.load import check_models, key_variables, with_secrets
-from gateway.config.placement import ClusterGpus, check_placement, gpus_needed, lacking
+from gateway.config.placement import ClusterGpus, check_cpus, check_placement, cpus_to_reserve, gpus_needed, lacking
 from gateway.config.schema import Config
 from gateway.control import Control
 from gateway.http.listener import Listener
@@ -40,12 +40,14 @@ _FREE_WITHIN_S = 15.0
 def build(args: Config) -> serve.Application:
     """The application as Serve's typed builder: `import_path: gateway.app:build`, `args:` the configuration.
 
-    Raises `ConfigError` for engines that cannot come up: Serve would wait for GPUs without end.
+    Raises `ConfigError` for engines that cannot come up: Serve would wait for GPUs and CPUs without end.
     """
     config = with_secrets(args)
     check_models(config)
-    if gpus_needed(config.groups) and not config.serve.nodes_may_join:
-        _check_gpus(config)
+    if not config.serve.nodes_may_join:
+        check_cpus(config.groups, [node["Resources"].get("CPU", 0.0) for node in ray.nodes() if node["Alive"]])
+        if gpus_needed(config.groups):
+            _check_gpus(config)
     engines = {name: _engine_group(name, group, key_variables(args)) for name, group in config.groups.items()}
     gateway = serve.deployment(
         name="gateway",
@@ -76,11 +78,10 @@ def _cluster_gpus() -> ClusterGpus:
 
 
 def _engine_group(name: str, config: EngineConfig, hidden: Sequence[str]) -> serve.Application:
-    num_cpus = 0.0 if config.kind is EngineKind.EXTERNAL else config.num_cpus  # an external server computes elsewhere
     return serve.deployment(
         name=name,
         num_replicas=config.num_replicas,
-        ray_actor_options={"num_cpus": num_cpus, "num_gpus": gpus_to_reserve(config)},
+        ray_actor_options={"num_cpus": cpus_to_reserve(config), "num_gpus": gpus_to_reserve(config)},
         # The replica itself retries a failed start where that may help. Once a replica of the group has come up, Serve
         # restarts it without limit, whatever this says.
         max_constructor_retry_count=1,

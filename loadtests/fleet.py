@@ -12,6 +12,7 @@ import asyncio
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -29,7 +30,7 @@ from engines.process.launch import gpus_per_replica
 from engines.process.log_lines import write_log_lines
 from engines.store.weight_store import remove_store
 from engines.types import ReplicaInfo
-from gateway.config.load import load
+from gateway.config.load import load, with_secrets
 from gateway.config.node_gpus import visible_gpus
 from gateway.config.schema import Config
 from gateway.http.listener import Listener
@@ -101,7 +102,9 @@ class LocalFleet:
         self._running.append((process, ours))
         if not ours.poll(_GATEWAY_START_TIMEOUT_S):
             raise TimeoutError(f"the gateway did not start within {_GATEWAY_START_TIMEOUT_S:g} s")
-        return GatewayProcess(url=ours.recv(), pid=process.pid or 0, replicas=len(infos))
+        if isinstance(url := ours.recv(), ConfigError):
+            raise url
+        return GatewayProcess(url=url, pid=process.pid or 0, replicas=len(infos))
 
 
 def engine_servers(config: Config, gpus: Sequence[str]) -> list[EngineServer]:
@@ -142,7 +145,11 @@ def _serve_gateway(config: Config, infos: list[ReplicaInfo], pipe: Connection) -
     # Several gateways of one configuration run side by side, and each keeps a weight store of its own.
     config = config.model_copy(update={"name": f"{config.name}-{os.getpid()}"})
     listener = Listener(config, discover)
-    pipe.send(listener.start())
+    try:
+        pipe.send(listener.start())
+    except ConfigError as error:  # a port that is taken
+        pipe.send(error)
+        return
     try:
         pipe.recv()
     except EOFError:
@@ -229,8 +236,11 @@ def main() -> int:
     argv = sys.argv[1:]
     cut = argv.index("--") if "--" in argv else len(argv)
     args = _parse_arguments(argv[:cut])
+    command = argv[cut + 1 :]
     try:
-        return asyncio.run(_run(load(args.config, args.overrides), args.sizes, argv[cut + 1 :]))
+        if command and not shutil.which(command[0]):
+            raise ConfigError(f"{command[0]}: no such command; put .venv/bin on PATH, or give its path")
+        return asyncio.run(_run(with_secrets(load(args.config, args.overrides)), args.sizes, command))
     except (ConfigError, EngineStartFailed) as error:
         print(error, file=sys.stderr)
         return 1

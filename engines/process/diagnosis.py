@@ -204,6 +204,11 @@ CAUSES = (
         may_pass=True,
     ),
     Cause(
+        r"Available memory on node.*is less than desired CPU memory utilization \((?P<share>[\d.]+)",
+        "an engine on CPU takes a share of the machine's memory, and {share} of it is not free",
+        "set {engine}.kv_cache_memory_bytes, such as 1073741824, or lower {engine}.gpu_memory_utilization",
+    ),
+    Cause(
         r"The memory capacity is unbalanced",
         "another process holds memory of one of the GPUs",
         "find it with nvidia-smi and end it",

@@ -10,14 +10,14 @@ from gateway.cli.cluster.application import deployed, gateway_status, serve_api
 
 
 def engine_logs(name: str, replica: str = "") -> list[Path]:
-    """Return the log files of engines whose id begins with `replica`, oldest first.
+    """Return the log files of the engine with the label `replica`, or of those whose id begins with it, oldest first.
 
     Without one: of the engines that run or start, and of those in the gateway's events, which may have failed. Raises
     `RolloutGatewayError` where this machine has none.
     """
     application, config = deployed(name)
     folders = {group: engine.log_folder for group, engine in config.groups.items()}
-    ids = (replica,) if replica else tuple(_replica_ids(name, application))
+    ids = (_id_of(name, replica),) if replica else tuple(_replica_ids(name, application))
     found = {log for group, folder in folders.items() for log in folder.glob(f"{group}-*.log")}
     logs = sorted((log for log in found if log.name.startswith(ids)), key=lambda log: log.stat().st_mtime)
     if not logs:
@@ -34,6 +34,13 @@ def gateway_events(name: str) -> list[Json]:
 def log_end(log: Path, lines: int) -> str:
     with log.open(encoding="utf-8", errors="replace") as file:
         return "".join(deque(file, maxlen=lines)).rstrip()
+
+
+def _id_of(name: str, replica: str) -> str:
+    labels: dict[str, str] = {
+        row["label"]: row["replica_id"] for row in gateway_status(serve_api(name)).get("replicas", ())
+    }
+    return labels.get(replica, replica)
 
 
 def _replica_ids(name: str, application: dict[str, Any]) -> set[str]:

@@ -215,7 +215,7 @@ def status_command(name: Name = DEFAULT_NAME, config: File = None, as_json: AsJs
 @app.command("logs")
 def logs_command(
     replica: Annotated[
-        str, typer.Argument(metavar="REPLICA", help="Beginning of a replica's id; all if left out.")
+        str, typer.Argument(metavar="REPLICA", help="Label of a replica, or beginning of an id; all if left out.")
     ] = "",
     lines: Annotated[int, typer.Option("--lines", "-n", min=1, help="Lines from the end of each log.")] = 20,
     name: Name = DEFAULT_NAME,

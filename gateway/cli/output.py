@@ -66,7 +66,7 @@ def print_fleet(fleet: dict[str, Any]) -> None:
     for replica in fleet["replicas"]:
         if draft := replica.get("draft"):
             _print_row(f"draft of {replica['replica_id']}", _describe_draft(draft))
-    columns = ["replica_id", "model", "state", "weight_version", "samples_in_flight"]
+    columns = ["label", "replica_id", "model", "state", "weight_version", "samples_in_flight"]
     columns += ["gpu_ids", "pid", "uptime_s", "restarts", "reason", "url"]
     rows = [[_cell(replica, column) for column in columns] for replica in fleet["replicas"]]
     print_table([column.replace("_", " ") for column in columns], rows)

@@ -26,28 +26,38 @@ def ask(url: str, path: str, key: str) -> Json:
 
 
 def download(url: str, path: str, key: str, body: Json, file: Path, timeout_s: float) -> None:
-    """Write the reply to a POST request into a file; `timeout_s` bounds each wait for a part of it. Raise as `ask`, and
-    `ConfigError` for a file that cannot be written, before anything is asked."""
+    """Write the reply to a POST request into a file, which is replaced once the reply is whole; `timeout_s` bounds each
+    wait for a part of it. Raise as `ask`, and `ConfigError` for a file that cannot be written, before anything is
+    asked."""
+    part = file.with_name(f"{file.name}.part")
     try:
-        out = file.open("wb")
+        out = part.open("wb")
     except OSError as error:
         raise ConfigError(f"{file} cannot be written: {error.strerror}") from error
-    with out, _answer(url, path, key, json.dumps(body).encode(), timeout_s) as response:
-        shutil.copyfileobj(response, out)
+    try:
+        with out, _answer(url, path, key, json.dumps(body).encode(), timeout_s) as response:
+            shutil.copyfileobj(response, out)
+        part.replace(file)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 @contextmanager
 def _answer(url: str, path: str, key: str, body: bytes | None, timeout_s: float) -> Iterator[IO[bytes]]:
-    request = urllib.request.Request(url.rstrip("/") + path, body, {"Content-Type": "application/json"} if body else {})
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"--url {url!r}: expected http://host:port of a gateway")
+    headers = {"Content-Type": "application/json"} if body else {}
     if key:
-        request.add_header("Authorization", f"Bearer {key}")
+        headers["Authorization"] = f"Bearer {key}"
     try:
+        request = urllib.request.Request(url.rstrip("/") + path, body, headers)
         with opener().open(request, timeout=timeout_s) as response:
             yield response
     except urllib.error.HTTPError as error:
         with error:
             if error.code in (401, 403):
-                raise NotAllowed(f"{url} wants a key: give --api-key", known=error.code == 403) from error
+                wanted = "an admin key" if error.code == 403 else "another key" if key else "a key"
+                raise NotAllowed(f"{url} wants {wanted}: give --api-key", known=error.code == 403) from error
             raise _refusal(url, path, error) from error
     except (OSError, ValueError, http.client.HTTPException) as error:
         raise GatewayUnreachable(f"no gateway answers at {url}: {error}; --url names another") from error

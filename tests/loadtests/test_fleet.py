@@ -1,5 +1,6 @@
 """Engines and gateways without Ray."""
 
+import socket
 from dataclasses import replace
 
 import pytest
@@ -8,7 +9,7 @@ from engines.config import SimConfig
 from engines.errors import ConfigError
 from engines.process.engine_server import EngineServer
 from gateway.config.schema import Config
-from loadtests.fleet import GatewayProcess, engine_servers, filled, gateway_config
+from loadtests.fleet import GatewayProcess, engine_servers, filled, gateway_config, main
 from tests.rigs.rig import SimReplica
 
 
@@ -43,3 +44,20 @@ def test_a_command_is_told_where_everything_is() -> None:
     infos = [replace(info, url="http://a"), replace(info, url="http://b")]
     words = filled(["run", "--host={url}", "{pid}", "{engines}"], infos, GatewayProcess("http://g", 7, 2))
     assert words == ["run", "--host=http://g", "7", "http://a", "http://b"]
+
+
+def test_a_command_that_is_not_there_is_named_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["fleet", "-c", "examples/sim.yaml", "--", "no-such-command", "{url}"])
+    assert main() == 1
+    assert "no-such-command: no such command; put .venv/bin on PATH" in capsys.readouterr().err
+
+
+def test_a_port_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        settings = [f"gateway.port={port}", "engine.num_replicas=1", "engine.kind=sim"]
+        monkeypatch.setattr("sys.argv", ["fleet", *settings, "--", "true"])
+        assert main() == 1
+    assert f"gateway.port = {port} on 127.0.0.1 cannot be bound" in capsys.readouterr().err

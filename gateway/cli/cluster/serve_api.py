@@ -138,7 +138,8 @@ class ServeApi:
         if isinstance(reason, (ConnectionResetError, BrokenPipeError, http.client.HTTPException)):
             return ClusterTroubled(f"the Ray dashboard at {self.address} closed the connection of {call} ({reason})")
         return ClusterUnreachable(
-            f"no Ray dashboard answers at {self.address} ({reason}); RAY_DASHBOARD_ADDRESS names another"
+            f"no Ray dashboard answers at {self.address} ({reason}): start a fleet with rollout-gateway up -c FILE, or "
+            "name another address in RAY_DASHBOARD_ADDRESS"
         )
 
     def _refusal(self, method: str, status: int, text: str) -> str:

@@ -67,8 +67,8 @@ class Live:
 
     @property
     def serving(self) -> list[str]:
-        """Ids of the replicas that take rollouts."""
-        return [row["replica_id"] for row in self.status["replicas"] if row["state"] == "SERVING"]
+        """Labels, as on /metrics, of the replicas that take rollouts."""
+        return [row["label"] for row in self.status["replicas"] if row["state"] == "SERVING"]
 
     def by_replica(self, figure: str, **labels: str) -> dict[str, float]:
         """Return a figure of each replica whose engine reports it, summed over other labels."""

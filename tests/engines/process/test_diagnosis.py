@@ -197,6 +197,14 @@ def traceback(prefix: str, *functions: str, error: str) -> str:
             id="GPU in use, worker/utils.py of vLLM 0.26",
         ),
         pytest.param(
+            VLLM,
+            f"{CORE}ValueError: Available memory on node 0 (20.39/22.71 GiB) on startup is less than desired CPU "
+            "memory utilization (0.92, 20.9 GiB). On the CPU backend, the `--gpu-memory-utilization` flag controls the",
+            "takes a share of the machine's memory, and 0.92 of it is not free",
+            "set engine.kv_cache_memory_bytes",
+            id="memory in use on CPU, vLLM 0.32",
+        ),
+        pytest.param(
             SGLANG,
             f"RuntimeError: The memory capacity is unbalanced. Some GPUs may be occupied.\n{SGLANG_ENDS}",
             "one of the GPUs",

@@ -127,6 +127,7 @@ def test_status_without_a_cluster_names_the_address(shell: Shell) -> None:
     done = shell.run("status")
     assert done.returncode == 1
     assert "no Ray dashboard answers at http://127.0.0.1:1" in done.stderr
+    assert "start a fleet with rollout-gateway up -c FILE" in done.stderr
 
 
 def test_down_without_a_cluster_has_nothing_to_do(shell: Shell) -> None:

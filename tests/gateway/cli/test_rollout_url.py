@@ -23,6 +23,20 @@ def test_a_file_that_cannot_be_written_is_named_before_anything_is_asked(tmp_pat
         download("http://127.0.0.1:1", "/profile", "", {}, file, 1.0)
 
 
+def test_a_download_that_fails_leaves_the_file_before_it(tmp_path: Path) -> None:
+    file = tmp_path / "profile.tar"
+    file.write_text("before")
+    with pytest.raises(GatewayUnreachable):
+        download("http://127.0.0.1:1", "/profile", "", {}, file, 1.0)
+    assert [(one.name, one.read_text()) for one in tmp_path.iterdir()] == [("profile.tar", "before")]
+
+
+@pytest.mark.parametrize("url", ["nonsense", "127.0.0.1:8100", "file:///etc/hostname", ""])
+def test_a_url_that_is_none_is_refused_with_its_form(url: str) -> None:
+    with pytest.raises(ConfigError, match=f"--url '{url}': expected http://host:port of a gateway"):
+        ask(url, "/status", "")
+
+
 @pytest.fixture
 def elsewhere() -> Iterator[tuple[str, list[str]]]:
     """A server that redirects to another name of its own, and the keys that come there."""

@@ -8,6 +8,7 @@ from rich.console import Console
 
 from engines.errors import GatewayUnreachable, NotAllowed
 from engines.process.engine_server import free_port
+from gateway.cli.rollout_url import ask
 from gateway.cli.top import sparkline, top
 from tests.rigs.rig import Rig, StartRig
 
@@ -47,8 +48,12 @@ async def test_top_counts_restarts(rig: Rig) -> None:
 async def test_top_without_its_key_or_its_gateway_says_so(start_rig: StartRig) -> None:
     keys = {"inference_keys": ["reader"], "admin_keys": ["owner"], "trusted_networks": []}
     rig = await start_rig(1, gateway=keys)
-    with pytest.raises(NotAllowed, match="--api-key"):
+    with pytest.raises(NotAllowed, match="wants a key: give --api-key"):
         await printed(rig)
+    with pytest.raises(NotAllowed, match="wants another key"):
+        await printed(rig, "wrong")
+    with pytest.raises(NotAllowed, match="wants an admin key"):
+        await asyncio.to_thread(ask, rig.url, "/traces/x", "reader")
     assert "1 of 1 replicas serve" in await printed(rig, "reader")
     with pytest.raises(GatewayUnreachable, match="no gateway answers at"):
         top(Console(file=io.StringIO()), f"http://127.0.0.1:{free_port()}", "", once=True)

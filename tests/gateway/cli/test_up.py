@@ -339,6 +339,8 @@ def test_logs_prints_the_ends_of_the_engines_logs_and_the_events(shell: Shell, s
     assert "engine-lost: SERVING -> LOST: it ended" in done.stdout
     assert "of another run" not in done.stdout
     assert "of another run" in shell.run("logs", "engine-older").stdout
+    serve.replicas = [{"label": "engine-0", "replica_id": "engine-older"}]
+    assert "of another run" in shell.run("logs", "engine-0").stdout
     assert f"this machine has no log of engine-x in {folder}" in shell.run("logs", "engine-x").stderr
 
 

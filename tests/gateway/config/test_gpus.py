@@ -83,5 +83,7 @@ def test_a_replica_sees_its_own_gpus_alone_and_what_does_not_fit_is_refused(cont
         deploy("large", engine={"gpus_per_replica": 5})
     with pytest.raises(ConfigError, match=r"take 6 GPUs \(engine: 3 x 2\) and the cluster has 4 "):
         deploy("many", engine={"gpus_per_replica": 2, "num_replicas": 3})
+    with pytest.raises(ConfigError, match=r"take 6 CPUs \(engine: 3 x 2\) and the cluster has 4"):
+        deploy("busy", engine={"num_cpus": 2, "num_replicas": 3})
     with pytest.raises(ConfigError, match=r"take 2 GPUs .* cluster's 4 are 1 free and 3 taken by others"):
         deploy("late", engine={"gpus_per_replica": 2})

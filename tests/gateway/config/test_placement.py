@@ -6,7 +6,7 @@ import pytest
 
 from engines.config import EngineConfig
 from engines.errors import ConfigError
-from gateway.config.placement import ClusterGpus, check_placement, gpus_needed, lacking
+from gateway.config.placement import ClusterGpus, check_cpus, check_placement, gpus_needed, lacking
 
 TWO_NODES = ClusterGpus(nodes=[("10.0.0.1", 8), ("10.0.0.2", 4), ("10.0.0.3", 0)], free=3)
 
@@ -51,3 +51,14 @@ def test_engines_on_cpu_need_none() -> None:
     on_cpu = groups(engine={"device": "cpu", "num_replicas": 100}, simulated={"kind": "sim"})
     check_placement(on_cpu, ClusterGpus(nodes=[("10.0.0.1", 0)], free=0))
     assert gpus_needed(on_cpu) == 0
+
+
+def test_replicas_that_find_no_cpus_are_refused() -> None:
+    external = {"kind": "external", "url": "http://10.0.0.9:1", "num_cpus": 99}
+    check_cpus(groups(policy={"num_cpus": 1, "num_replicas": 6}, judge=external), [4, 2])
+    with pytest.raises(ConfigError, match=r"^engine\.num_cpus = 5: the largest node has 4\. Lower it, or, where nodes"):
+        check_cpus(groups(engine={"num_cpus": 5}), [4, 2])
+    with pytest.raises(
+        ConfigError, match=r"take 7 CPUs \(policy: 7 x 1\) and the cluster has 6\. Lower num_cpus or num_"
+    ):
+        check_cpus(groups(policy={"num_cpus": 1, "num_replicas": 7}), [4, 2])

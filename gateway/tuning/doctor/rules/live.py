@@ -61,10 +61,10 @@ def _replicas(live: Live, subject: Subject) -> Iterator[Found]:
 )
 def _statistics(live: Live, subject: Subject) -> Iterator[Found]:
     running = live.by_replica("running")
-    for replica_id in live.serving:
-        if replica_id not in running:
+    for label in live.serving:
+        if label not in running:
             message = "its engine reports no statistics, so that nothing below counts it"
-            yield consider(live.setting(replica_id, None), message, "disable_log_stats: false (SGLang: enable_metrics)")
+            yield consider(live.setting(label, None), message, "disable_log_stats: false (SGLang: enable_metrics)")
 
 
 @live_rule(
@@ -237,7 +237,7 @@ def _prefix_hits(live: Live, subject: Subject) -> Iterator[Found]:
 )
 def _imbalance(live: Live, subject: Subject) -> Iterator[Found]:
     for model in dict.fromkeys(replica["model"] for replica in live.status["replicas"]):
-        members = [replica["replica_id"] for replica in live.status["replicas"] if replica["model"] == model]
+        members = [replica["label"] for replica in live.status["replicas"] if replica["model"] == model]
         made = {name: tokens for name, tokens in live.by_replica("generated").items() if name in members}
         if len(made) < 2 or sum(made.values()) < _ENOUGH_TOKENS:
             continue

@@ -35,8 +35,15 @@ def page(*samples: tuple[str, dict[str, str], float], **status: Any) -> Live:
     return Live("http://g", base | status, tuple(Sample(*sample) for sample in samples), None)
 
 
-def replica(name: str, model: str = "m", state: str = "SERVING") -> dict[str, Any]:
-    about = {"replica_id": name, "model": model, "state": state, "reason": "", "weight_version": 0}
+def replica(name: str, model: str = "m", state: str = "SERVING", label: str = "") -> dict[str, Any]:
+    about = {
+        "replica_id": name,
+        "label": label or name,
+        "model": model,
+        "state": state,
+        "reason": "",
+        "weight_version": 0,
+    }
     return about | {"kind": "vllm", "frozen": False}
 
 
@@ -119,7 +126,7 @@ def test_one_replica_that_does_the_work_of_its_model_alone_hurts() -> None:
         samples = (
             ("vllm:generation_tokens_total", {"replica": name}, n) for name, n in zip(names, tokens, strict=True)
         )
-        return of(page(*samples, replicas=[replica(name) for name in names]), "live-imbalance")
+        return of(page(*samples, replicas=[replica(f"engine-{name}", label=name) for name in names]), "live-imbalance")
 
     assert [one.severity for one in made(9000, 1000, 1000)] == [HURTS]
     assert [one.severity for one in made(2600, 2000, 1600)] == [CONSIDER]
@@ -132,7 +139,9 @@ def test_an_engine_without_statistics_a_queue_and_refusals_are_told() -> None:
     live = page(
         replicas=[replica("a")], replicas_missing=missing, replicas_refused={"b": "another model"}, queue_length=4
     )
-    assert [one.severity for one in of(live, "live-statistics")] == [CONSIDER]
+    assert [(one.severity, one.key) for one in of(live, "live-statistics")] == [(CONSIDER, "a")]
+    counted = page(("vllm:num_requests_running", {"replica": "a"}, 0.0), replicas=[replica("engine-x", label="a")])
+    assert of(counted, "live-statistics") == []
     assert [one.severity for one in of(live, "live-queue")] == [CONSIDER]
     assert [one.severity for one in of(live, "live-replicas")] == [HURTS, HURTS, FINE]
 

@@ -16,8 +16,8 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -34,6 +34,7 @@ from gateway.config.load import load, with_secrets
 from gateway.config.node_gpus import visible_gpus
 from gateway.config.schema import Config
 from gateway.http.listener import Listener
+from gateway.ledger.ledger import default_file
 from gateway.weights.snapshots import in_memory
 
 _GATEWAY_START_TIMEOUT_S = 60.0
@@ -84,13 +85,11 @@ class LocalFleet:
         try:
             yield gateway
         finally:
-            pipe.close()
-            await asyncio.to_thread(process.join, _GATEWAY_STOP_S)
+            await _end(process, pipe)
 
     async def stop(self) -> None:
-        for _, pipe in self._running:
-            pipe.close()
-        await asyncio.gather(*(server.stop() for server in self._servers))
+        gateways = (_end(process, pipe) for process, pipe in self._running)
+        await asyncio.gather(*gateways, *(server.stop() for server in self._servers))
 
     def _start_gateway(self, given: Config, infos: list[ReplicaInfo]) -> GatewayProcess:
         context = multiprocessing.get_context("spawn")
@@ -133,6 +132,12 @@ def _on_gpus(engine: EngineConfig, gpus: Sequence[str]) -> EngineConfig:
     return engine.model_copy(update={"env": {**engine.env, "CUDA_VISIBLE_DEVICES": ",".join(gpus)}})
 
 
+async def _end(process: BaseProcess, pipe: Connection) -> None:
+    """End a gateway by the end of its pipe."""
+    pipe.close()
+    await asyncio.to_thread(process.join, _GATEWAY_STOP_S)
+
+
 def _serve_gateway(config: Config, infos: list[ReplicaInfo], pipe: Connection) -> None:
     """Run a gateway process until the other end of the pipe closes, also by the owner's death."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -142,19 +147,28 @@ def _serve_gateway(config: Config, infos: list[ReplicaInfo], pipe: Connection) -
     async def discover() -> list[ReplicaInfo]:
         return infos
 
-    # Several gateways of one configuration run side by side, and each keeps a weight store of its own.
-    config = config.model_copy(update={"name": f"{config.name}-{os.getpid()}"})
-    listener = Listener(config, discover)
-    try:
-        pipe.send(listener.start())
-    except ConfigError as error:  # a port that is taken
-        pipe.send(error)
-        return
-    try:
-        pipe.recv()
-    except EOFError:
+    with named_apart(config) as own:
+        listener = Listener(own, discover)
+        try:
+            pipe.send(listener.start())
+        except ConfigError as error:  # a port that is taken
+            pipe.send(error)
+            return
+        with suppress(EOFError):
+            pipe.recv()
         listener.stop()
-        remove_store(in_memory(config.name))
+
+
+@contextmanager
+def named_apart(config: Config) -> Iterator[Config]:
+    """Yield a configuration for this process alone, as several gateways run side by side: with a weight store and a
+    ledger of its own, which are removed."""
+    own = config.model_copy(update={"name": f"{config.name}-{os.getpid()}"})
+    try:
+        yield own
+    finally:
+        remove_store(in_memory(own.name))
+        shutil.rmtree(default_file(own.name).parent, ignore_errors=True)
 
 
 async def _run(config: Config, sizes: Sequence[int], command: Sequence[str]) -> int:

@@ -1,5 +1,6 @@
 """Engines and gateways without Ray."""
 
+import os
 import socket
 from dataclasses import replace
 
@@ -9,6 +10,8 @@ from engines.config import SimConfig
 from engines.errors import ConfigError
 from engines.process.engine_server import EngineServer
 from gateway.config.schema import Config
+from gateway.ledger.ledger import default_file
+from gateway.weights.snapshots import in_memory
 from loadtests.fleet import GatewayProcess, engine_servers, filled, gateway_config, main
 from tests.rigs.rig import SimReplica
 
@@ -61,3 +64,13 @@ def test_a_port_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch, capsys: 
         monkeypatch.setattr("sys.argv", ["fleet", *settings, "--", "true"])
         assert main() == 1
     assert f"gateway.port = {port} on 127.0.0.1 cannot be bound" in capsys.readouterr().err
+
+
+def test_a_gateway_leaves_neither_ledger_nor_weight_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = f"left-{os.getpid()}"
+    settings = [f"name={name}", "gateway.port=0", "engine.num_replicas=1", "engine.kind=sim"]
+    for command, status in (("true", 0), ("false", 1)):
+        monkeypatch.setattr("sys.argv", ["fleet", *settings, "--", command])
+        assert main() == status
+    places = [default_file(name).parent, in_memory(name)]
+    assert [left for place in places for left in place.parent.glob(f"*{name}*")] == []

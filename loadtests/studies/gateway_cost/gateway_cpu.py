@@ -28,6 +28,7 @@ from engines.types import ReplicaInfo
 from gateway.config.load import load
 from gateway.config.schema import Config
 from gateway.http.listener import Listener
+from loadtests.fleet import named_apart
 from loadtests.studies.gateway_cost import canned_engine, pass_through
 from loadtests.studies.gateway_cost.own_process import Served, own_process
 from loadtests.studies.ratios import pair_ratios
@@ -84,11 +85,12 @@ def run_gateway(config: Config, infos: list[ReplicaInfo], pipe: Connection) -> N
     async def discover() -> list[ReplicaInfo]:
         return infos
 
-    listener = Listener(config.model_copy(update={"name": f"{config.name}-{os.getpid()}"}), discover)
-    pipe.send(listener.start())
-    with contextlib.suppress(EOFError):
-        pipe.recv()
-    listener.stop()
+    with named_apart(config) as own:
+        listener = Listener(own, discover)
+        pipe.send(listener.start())
+        with contextlib.suppress(EOFError):
+            pipe.recv()
+        listener.stop()
 
 
 class Load:

@@ -23,6 +23,7 @@ from engines.process.log_lines import write_log_lines
 from engines.types import ReplicaInfo
 from gateway.config.schema import Config
 from gateway.http.listener import Listener
+from loadtests.fleet import named_apart
 from loadtests.studies.gateway_cost import canned_engine
 from loadtests.studies.gateway_cost.gateway_cpu import TOKEN_IDS, recorded_from, studied_config
 from loadtests.studies.gateway_cost.own_process import Served, own_process
@@ -40,14 +41,15 @@ def _run_gateway(config: Config, info: ReplicaInfo, turns: Path, pipe: Connectio
     async def discover() -> list[ReplicaInfo]:
         return [info]
 
-    listener = Listener(config, discover)
-    url, longest = listener.start(), [0.0]
-    asyncio.run_coroutine_threadsafe(_watch_turns(longest), listener.loop)
-    pipe.send(url)
-    with contextlib.suppress(EOFError):
-        pipe.recv()
-    turns.write_text(json.dumps(longest[0]))
-    listener.stop()
+    with named_apart(config) as own:
+        listener = Listener(own, discover)
+        url, longest = listener.start(), [0.0]
+        asyncio.run_coroutine_threadsafe(_watch_turns(longest), listener.loop)
+        pipe.send(url)
+        with contextlib.suppress(EOFError):
+            pipe.recv()
+        turns.write_text(json.dumps(longest[0]))
+        listener.stop()
 
 
 async def _watch_turns(longest: list[float]) -> None:

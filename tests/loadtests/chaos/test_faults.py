@@ -12,6 +12,7 @@ from engines.types import ReplicaInfo
 from gateway.http.listener import Listener
 from loadtests.chaos.campaign import chaos_config, hurt, small_disk
 from loadtests.chaos.faults import DISK_FULL
+from loadtests.fleet import named_apart
 
 REPLICAS = 3
 
@@ -34,11 +35,12 @@ def url(disk: Path | None, tmp_path_factory: pytest.TempPathFactory) -> Iterator
             async def discover() -> list[ReplicaInfo]:
                 return infos
 
-            listener = Listener(config, discover)
-            try:
-                yield listener.start()
-            finally:
-                listener.stop()
+            with named_apart(config) as own:
+                listener = Listener(own, discover)
+                try:
+                    yield listener.start()
+                finally:
+                    listener.stop()
         finally:
             runner.run(stop(servers))
 

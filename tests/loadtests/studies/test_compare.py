@@ -113,7 +113,8 @@ async def gateway_url(replicas: list[SimReplica]) -> AsyncIterator[str]:
     async def discover() -> list[ReplicaInfo]:
         return [replica.info for replica in replicas]
 
-    tree = {"gateway": {"port": 0}, "engine": {"kind": "sim", "num_replicas": 2}, "weights": {"store": None}}
+    engine, gateway = {"kind": "sim", "num_replicas": 2}, {"port": 0, "ledger": None}
+    tree = {"gateway": gateway, "engine": engine, "weights": {"store": None}}
     listener = Listener(Config.model_validate(tree), discover)
     # In a thread: it asks the replicas, which answer on this loop.
     yield await asyncio.to_thread(listener.start)

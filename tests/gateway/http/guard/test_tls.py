@@ -41,7 +41,8 @@ async def served_name(url: str, authority: Path) -> str:
 async def test_the_rollout_url_speaks_tls_and_takes_up_a_renewed_certificate(tmp_path: Path) -> None:
     tls = make_certificate(tmp_path)
     engine = {"kind": "sim", "model": "sim"}
-    tree = {"gateway": {"port": 0, "tls": tls.model_dump()}, "engine": engine, "weights": {"store": None}}
+    gateway = {"port": 0, "tls": tls.model_dump(), "ledger": None}
+    tree = {"gateway": gateway, "engine": engine, "weights": {"store": None}}
 
     async def none() -> list[object]:
         return []

@@ -2,6 +2,8 @@
 
 import os
 import socket
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -66,11 +68,20 @@ def test_a_port_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert f"gateway.port = {port} on 127.0.0.1 cannot be bound" in capsys.readouterr().err
 
 
-def test_a_gateway_leaves_neither_ledger_nor_weight_store(monkeypatch: pytest.MonkeyPatch) -> None:
+SUBMIT = """
+import json, sys, urllib.request
+body = {"id": "kept", "sampling": {"max_tokens": 2}, "n": 1, "need": 1, "groups": [{"prompt": [5, 6]}]}
+urllib.request.urlopen(sys.argv[1] + "/v1/rollouts", json.dumps(body).encode(), timeout=60).read()
+sys.exit(int(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_a_gateway_leaves_neither_ledger_nor_weight_store(status: int) -> None:
     name = f"left-{os.getpid()}"
     settings = [f"name={name}", "gateway.port=0", "engine.num_replicas=1", "engine.kind=sim"]
-    for command, status in (("true", 0), ("false", 1)):
-        monkeypatch.setattr("sys.argv", ["fleet", *settings, "--", command])
-        assert main() == status
+    command = [sys.executable, "-c", SUBMIT, "{url}", str(status)]
+    run = subprocess.run([sys.executable, "-m", "loadtests.fleet", *settings, "--", *command], timeout=120)
+    assert run.returncode == status
     places = [default_file(name).parent, in_memory(name)]
     assert [left for place in places for left in place.parent.glob(f"*{name}*")] == []

@@ -24,6 +24,8 @@ from gateway.ledger.ledger import default_file, remove_unless_needed
 from gateway.weights.snapshots import in_memory
 
 _DELETE_TIMEOUT_S = 120.0
+_UNPLACED_DELETE_TIMEOUT_S = 30.0
+"""Where replicas have found no place: Serve waits up to ten minutes for their end, though nothing of them runs."""
 _ENGINES_END_WITHIN_S = 15.0
 _STAY_POLL_S = 5.0
 _STAY_SILENCE_S = 180.0
@@ -72,12 +74,14 @@ def delete(api: ServeApi, name: str, report: Report) -> bool:
         if (application := api.application(name)) is None:
             return False
         report.step(f"removing {name}")
-        replicas = sum(len(found["replicas"]) for found in application["deployments"].values())
+        replicas = [replica for found in application["deployments"].values() for replica in found["replicas"]]
+        is_placed = all(replica.get("node_id") for replica in replicas)
         api.delete(name)
-        wait_until(lambda: api.application(name) is None, _DELETE_TIMEOUT_S, f"Serve to remove {name}")
+        timeout_s = _DELETE_TIMEOUT_S if is_placed else _UNPLACED_DELETE_TIMEOUT_S
+        wait_until(lambda: api.application(name) is None, timeout_s, f"Serve to remove {name}")
     except ClusterUnreachable:
         return False
-    report.note(f"removed the application {name} with {replicas} Serve replicas")
+    report.note(f"removed the application {name} with {len(replicas)} Serve replicas")
     return True
 
 

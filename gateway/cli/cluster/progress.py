@@ -51,7 +51,7 @@ def starts_of(application: Mapping[str, Any], groups: Mapping[str, EngineConfig]
     return [
         Start(
             name=f"{name}-{replica['replica_id']}",
-            doing=_doing(f"{name}-{replica['replica_id']}", group.log_folder, replica, _gpus(deployments[name])),
+            doing=_doing(f"{name}-{replica['replica_id']}", group.log_folder, replica, _reserved(deployments[name])),
             elapsed_s=time.time() - replica["start_time_s"],
         )
         for name, group in groups.items()
@@ -59,7 +59,7 @@ def starts_of(application: Mapping[str, Any], groups: Mapping[str, EngineConfig]
     ]
 
 
-def _doing(name: str, log_folder: Path, replica: Mapping[str, Any], gpus: float) -> str:
+def _doing(name: str, log_folder: Path, replica: Mapping[str, Any], reserved: str) -> str:
     if replica["state"] == "RUNNING":
         return "ready"
     if replica["state"] != "STARTING":
@@ -70,15 +70,16 @@ def _doing(name: str, log_folder: Path, replica: Mapping[str, Any], gpus: float)
         return doing(read_tail(max(logs, key=lambda log: log.stat().st_mtime)))
     except (ValueError, OSError):
         pass  # no log yet, or not here
-    if replica.get("node_id") is None and gpus:
-        return f"STARTING, waits for {gpus:g} GPUs on one node"
+    if replica.get("node_id") is None and reserved:
+        return f"STARTING, waits for {reserved} on one node"
     return "STARTING"
 
 
-def _gpus(deployment: Mapping[str, Any]) -> float:
-    """Return the GPUs that Serve reserves for a replica."""
+def _reserved(deployment: Mapping[str, Any]) -> str:
+    """Return the GPUs and CPUs that Serve reserves for a replica, in words."""
     options = deployment.get("deployment_config", {}).get("ray_actor_options", {})
-    return float(options.get("num_gpus", 0))
+    amounts = {"GPUs": options.get("num_gpus", 0), "CPUs": options.get("num_cpus", 0)}
+    return " and ".join(f"{amount:g} {unit}" for unit, amount in amounts.items() if amount)
 
 
 @contextmanager

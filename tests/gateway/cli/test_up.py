@@ -250,11 +250,14 @@ def test_an_application_of_another_release_is_told_with_the_remedy_and_taken_dow
     assert serve.deleted == [NAME]
 
 
+@pytest.mark.parametrize(("node_id", "limit"), [("n1", "_DELETE_TIMEOUT_S"), (None, "_UNPLACED_DELETE_TIMEOUT_S")])
 def test_down_ends_its_own_ray_though_serve_does_not_remove_the_application(
-    shell: Shell, serve: PlayedServe, monkeypatch: pytest.MonkeyPatch
+    shell: Shell, serve: PlayedServe, monkeypatch: pytest.MonkeyPatch, node_id: str | None, limit: str
 ) -> None:
     shell.run("up", "-c", "sim.yaml", f"engine.log_dir={shell.folder}")
-    monkeypatch.setattr(down, "_DELETE_TIMEOUT_S", 0.0)
+    (replica,) = serve.applications[NAME]["deployments"]["engine"]["replicas"]
+    replica["node_id"] = node_id
+    monkeypatch.setattr(down, limit, 0.0)
     monkeypatch.setattr(ServeApi, "delete", lambda *_: None)
     with subprocess.Popen(["sleep", "60"], start_new_session=True) as ray:
         monkeypatch.setenv("HOME", shell.environ["HOME"])

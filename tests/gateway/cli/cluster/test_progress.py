@@ -60,12 +60,22 @@ def test_each_replica_is_told_by_its_newest_log(tmp_path: Path) -> None:
     assert all(5 <= start.elapsed_s < 60 for start in starts)
 
 
-def test_a_replica_without_a_node_waits_for_its_gpus(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("reserved", "said"),
+    [
+        ({"num_gpus": 2.0, "num_cpus": 0.0}, ", waits for 2 GPUs on one node"),
+        ({"num_gpus": 0.5, "num_cpus": 64.0}, ", waits for 0.5 GPUs and 64 CPUs on one node"),
+        ({"num_cpus": 0.0}, ""),
+    ],
+)
+def test_a_replica_without_a_node_waits_for_what_it_reserves(
+    tmp_path: Path, reserved: dict[str, float], said: str
+) -> None:
     waiting = application(a1="STARTING")
     waiting["deployments"]["engine"]["replicas"][0]["node_id"] = None
-    waiting["deployments"]["engine"]["deployment_config"] = {"ray_actor_options": {"num_gpus": 2.0}}
+    waiting["deployments"]["engine"]["deployment_config"] = {"ray_actor_options": reserved}
     (start,) = starts_of(waiting, groups(tmp_path))
-    assert start.doing == "STARTING, waits for 2 GPUs on one node"
+    assert start.doing == "STARTING" + said
 
 
 def test_without_a_terminal_there_is_a_line_per_change(monkeypatch: pytest.MonkeyPatch) -> None:

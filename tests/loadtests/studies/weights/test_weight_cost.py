@@ -84,6 +84,7 @@ def test_a_fleet_is_measured_with_updates_and_without(tmp_path: Path, capsys: py
          "--updates", "1", "--restores", "1", "--streams", "2", "--rounds", "1", "--max-tokens", "64",
          "--prompt-tokens", "8",
          "--json", str(out), "gateway.port=0", f"weights.store={tmp_path / 'store'}", "engine.num_replicas=2",
+         "engine.sim.decode_step_s=0.02",  # so that a slow machine does not make one run twice as long as another
          f"engine.log_dir={tmp_path}"]
     )  # fmt: skip
     assert status == 0, capsys.readouterr().err

@@ -25,6 +25,7 @@ from engines.process.temporary import EngineFolder, remove_left_folders
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_TRACKERS_END_WITHIN_S = 3.0
 _WATCHED = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT)
 
 
@@ -130,12 +131,23 @@ def _end_tree(child: Child, grace_s: float) -> int:
 
 
 def _kill_descendants() -> None:
-    """Send SIGKILL to the tree until none is left."""
+    """Send SIGKILL to the tree until none is left; for a while not to Python's resource trackers. They end after the
+    processes that they track, and remove the shared memory that these have left, such as vLLM's of several workers."""
+    deadline = time.monotonic() + _TRACKERS_END_WITHIN_S
     while alive := _descendants(os.getpid()):
+        may_be_tracker = time.monotonic() < deadline
         for pid in alive:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+                if not (may_be_tracker and _is_tracker(pid)):
+                    os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
+
+
+def _is_tracker(pid: int) -> bool:
+    try:
+        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
 
 
 def _descendants(root: int) -> list[int]:

@@ -32,6 +32,14 @@ print(process.pid, flush=True)
 time.sleep(300)
 """
 
+SHARES = """
+import time
+from multiprocessing.shared_memory import SharedMemory
+memory = SharedMemory(create=True, size=4096)
+print(memory.name, flush=True)
+time.sleep(300)
+"""
+
 SLOW_AFTER_FORK = """
 import os, sys, time
 from engines.process import guard
@@ -235,6 +243,27 @@ def test_a_command_that_ignores_sigterm_is_killed_after_the_grace(start_guard: S
     began = time.monotonic()
     guard.wait(SOON_S)
     assert time.monotonic() - began >= 0.3
+    assert those_left(pids, within_s=0) == []
+
+
+def test_shared_memory_of_a_killed_python_is_removed(start_guard: StartGuard) -> None:
+    guard = start_guard(f"trap '' TERM; exec {sys.executable} -c '{SHARES}'", 0.1)
+    assert guard.stdout is not None
+    segment = Path("/dev/shm", guard.stdout.readline().strip())
+    assert segment.is_file()
+    owner_leaves(guard)
+    guard.wait(SOON_S)
+    assert not segment.exists()
+
+
+def test_a_tracker_that_does_not_end_is_killed(start_guard: StartGuard) -> None:
+    script = "import time; time.sleep(300)"
+    guard = start_guard(
+        f"trap '' TERM; echo $$; exec {sys.executable} -c '{script}' multiprocessing.resource_tracker", 0.1
+    )
+    pids = printed_pids(guard)
+    owner_leaves(guard)
+    guard.wait(SOON_S)
     assert those_left(pids, within_s=0) == []
 
 

@@ -808,6 +808,19 @@ async def test_the_noise_of_large_batches_is_measured_once(loaded: tuple[Rig, Ba
     assert asked == [1 + 4 + 8 + 32, 1]
 
 
+async def test_another_noise_of_large_batches_is_measured_anew(loaded: tuple[Rig, BatchedScores]) -> None:
+    rig, scores = loaded
+    scores.by_batch = 0.001
+    assert await refused(rig) == 424
+    await rig.until({"engine-0": "SERVING"})
+    scores.by_batch = 0.03
+    scores.busy.add("engine-0")
+    await rig.update()
+    assert await refused(rig) == 424
+    await rig.until({"engine-0": "SERVING"})
+    assert scores.asked == 1 + 4 + 8 + 32
+
+
 async def test_returns_to_a_version_do_not_drift_by_the_noise_of_large_batches(
     loaded: tuple[Rig, BatchedScores],
 ) -> None:
@@ -821,6 +834,20 @@ async def test_returns_to_a_version_do_not_drift_by_the_noise_of_large_batches(
         scores.wrong = {"engine-0": -0.05 * times}
         passed += [finding.may_serve for finding in (await canary.admit(replicas, 1)).values()]
     assert passed == [True, False, False]
+
+
+async def test_replicas_that_differ_by_their_load_alone_take_an_update_together(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scores = BatchedScores(monkeypatch)
+    rig = await start_rig(2, sim=TENSORS)
+    await rig.open_group()
+    scores.busy.add("engine-1")
+    await rig.update()
+    assert await rig.states() == BOTH_SERVE
+    scores.busy = {"engine-0"}
+    await rig.update()
+    assert await rig.states() == BOTH_SERVE
 
 
 async def test_noise_of_an_earlier_update_hides_no_wrong_replica(

@@ -25,7 +25,7 @@ _PART_BYTES = 32 << 20
 _BATCH_BYTES = 256 << 20
 """The least size of a batch of consecutive tensors, which are on the device together."""
 _THREADS = max(8, min(24, len(os.sched_getaffinity(0)) // 2))
-"""One thread copies 3 GB/s. Beside an H200 eight reach 27 GB/s and sixteen 38; pinned memory gives 55."""
+"""One thread copies 3 GB/s. Beside an H100 eight reach 23 GB/s, sixteen 36, 24 and 48 reach 41; pinned memory 55."""
 _BUFFERS = _THREADS + 8
 _HOST_PART_BYTES = 4 << 20
 _HOST_BATCH_BYTES = 16 << 20

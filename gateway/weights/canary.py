@@ -151,8 +151,8 @@ class Canary:
             judged = partial(judge, previous=previous, elsewhere=self._accepted_at(version, peers[0]))
             findings |= await self._judged(peers, readings, judged, remembers=True)
             # A reading of the same version stays: else readings that each pass beside the last might drift.
-            new = [one for one in peers if one in previous or one not in before]
-            self._accepted.update({one: readings[one] for one in new if findings[one].may_serve})
+            kept = before.keys() - previous.keys()
+            self._accepted.update({one: readings[one] for one in peers if findings[one].may_serve and one not in kept})
         return findings
 
     def forget(self, replica: Replica) -> None:

@@ -24,17 +24,36 @@ async def labelled(replica_id: str, version: int) -> SimReplica:
     return replica
 
 
-async def test_a_label_of_another_run_does_not_take_a_fleet_over(start_rig: StartRig) -> None:
-    rig = await start_rig(2)
+@pytest.fixture
+async def updated(rig: Rig) -> Rig:
+    """Two replicas at version 1, of which the fleet is certain."""
     await rig.open_group()
     await rig.update()
-    rig.replicas.append(await labelled("engine-2", 7))
+    return rig
+
+
+async def stray(name: str) -> SimReplica:
+    """Return a replica of version 1 of another run."""
+    replica = await labelled(name, 1)
+    replica.label(1, weights="of another run")
+    return replica
+
+
+async def stray_of_another_release(name: str) -> SimReplica:
+    """Return a stray that has no peer."""
+    replica = await stray(name)
+    replica.info = replace(replica.info, engine_version="0.33.0")
+    return replica
+
+
+async def test_a_label_of_another_run_does_not_take_a_fleet_over(updated: Rig) -> None:
+    updated.replicas.append(await labelled("engine-2", 7))
     async with asyncio.timeout(20):
-        while len(rig.fleet.replicas) < 3:
+        while len(updated.fleet.replicas) < 3:
             await asyncio.sleep(0.02)
-    assert rig.fleet.version == 1
-    assert await rig.states() == {"engine-0": "SERVING", "engine-1": "SERVING", "engine-2": "SYNCING"}
-    reply = await rig.complete([[4, 5, 6]] * 6)
+    assert updated.fleet.version == 1
+    assert await updated.states() == {"engine-0": "SERVING", "engine-1": "SERVING", "engine-2": "SYNCING"}
+    reply = await updated.complete([[4, 5, 6]] * 6)
     assert {span["version"] for choice in reply["choices"] for span in choice["weight_versions"]} == {1}
 
 
@@ -79,61 +98,34 @@ async def test_of_engines_that_report_one_version_without_a_record_those_that_co
 
 
 async def test_a_joiner_without_a_record_that_computes_otherwise_does_not_serve_the_fleets_version(
-    start_rig: StartRig,
+    updated: Rig,
 ) -> None:
-    rig = await start_rig(2)
-    await rig.open_group()
-    await rig.update()
-    stray = await labelled("engine-2", 1)
-    stray.label(1, weights="of another run")
-    await joined(rig, stray)
-    assert await until_proven(rig) == ["engine-0", "engine-1"]
-    assert "not borne out" in rig.fleet.replicas[2].reason
-    assert await rig.states() == {"engine-0": "SERVING", "engine-1": "SERVING", "engine-2": "SYNCING"}
+    await joined(updated, await stray("engine-2"))
+    assert await until_proven(updated) == ["engine-0", "engine-1"]
+    assert "not borne out" in updated.fleet.replicas[2].reason
+    assert await updated.states() == {"engine-0": "SERVING", "engine-1": "SERVING", "engine-2": "SYNCING"}
 
 
-async def stray_of_another_release(name: str) -> SimReplica:
-    """Return a replica of version 1 of another run, which has no peer."""
-    stray = await labelled(name, 1)
-    stray.label(1, weights="of another run")
-    stray.info = replace(stray.info, engine_version="0.33.0")
-    return stray
-
-
-async def test_a_label_that_was_not_borne_out_bears_out_no_other(start_rig: StartRig) -> None:
-    rig = await start_rig(2)
-    await rig.open_group()
-    await rig.update()
+async def test_a_label_that_was_not_borne_out_bears_out_no_other(updated: Rig) -> None:
     for name in ("engine-2", "engine-3"):
-        await joined(rig, await stray_of_another_release(name))
-        assert await until_proven(rig) == ["engine-0", "engine-1"]
+        await joined(updated, await stray_of_another_release(name))
+        assert await until_proven(updated) == ["engine-0", "engine-1"]
 
 
-async def test_labels_that_come_together_beside_a_certain_version_bear_each_other_out_no_more(
-    start_rig: StartRig,
-) -> None:
-    rig = await start_rig(2)
-    await rig.open_group()
-    await rig.update()
+async def test_labels_that_come_together_beside_a_certain_version_bear_each_other_out_no_more(updated: Rig) -> None:
     strays = [await stray_of_another_release(name) for name in ("engine-2", "engine-3")]
-    await asyncio.gather(*(joined(rig, stray) for stray in strays))
-    assert await until_proven(rig) == ["engine-0", "engine-1"]
+    await asyncio.gather(*(joined(updated, stray) for stray in strays))
+    assert await until_proven(updated) == ["engine-0", "engine-1"]
 
 
-async def test_a_joiner_without_a_record_that_computes_as_its_peers_serves(start_rig: StartRig) -> None:
-    rig = await start_rig(2)
-    await rig.open_group()
-    await rig.update()
-    await joined(rig, await labelled("engine-2", 1))
-    assert await until_proven(rig) == ["engine-0", "engine-1", "engine-2"]
+async def test_a_joiner_without_a_record_that_computes_as_its_peers_serves(updated: Rig) -> None:
+    await joined(updated, await labelled("engine-2", 1))
+    assert await until_proven(updated) == ["engine-0", "engine-1", "engine-2"]
 
 
 async def test_a_joiner_without_a_record_whose_canary_ends_after_an_update_does_not_serve_as_the_new_version(
-    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+    updated: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rig = await start_rig(2)
-    await rig.open_group()
-    await rig.update()
     asked, is_committed, admit = asyncio.Event(), asyncio.Event(), Canary.admit
 
     async def late(canary: Canary, replicas: Sequence[Replica], version: int) -> dict[Replica, Finding]:
@@ -143,18 +135,18 @@ async def test_a_joiner_without_a_record_whose_canary_ends_after_an_update_does_
         return findings
 
     monkeypatch.setattr(Canary, "admit", late)
-    joiner = await joined(rig, await labelled("engine-2", 1))
+    joiner = await joined(updated, await labelled("engine-2", 1))
     async with asyncio.timeout(20):
         await asked.wait()
-        await rig.update()
+        await updated.update()
         is_committed.set()
         while "waits for the next update" not in joiner.reason:
             await asyncio.sleep(0.02)
     assert "reported version 1 without a record, and the fleet is at version 2 since" in joiner.reason
-    assert await rig.states() == {"engine-0": "SERVING", "engine-1": "SERVING", "engine-2": "SYNCING"}
-    await rig.open_group()
-    await rig.update()
-    await rig.until({"engine-0": "SERVING", "engine-1": "SERVING", "engine-2": "SERVING"})
+    assert await updated.states() == {"engine-0": "SERVING", "engine-1": "SERVING", "engine-2": "SYNCING"}
+    await updated.open_group()
+    await updated.update()
+    await updated.until({"engine-0": "SERVING", "engine-1": "SERVING", "engine-2": "SERVING"})
 
 
 async def test_an_engine_that_comes_back_is_known_to_the_gateway_that_updated_it_without_a_store(

@@ -17,7 +17,7 @@ from engines.inside_sglang.nccl_group import NcclGroup
 from engines.inside_sglang.obstacles import obstacle_to_updates
 from engines.loading.planned_load import PlannedLoad, form_of
 from engines.loading.prefetch import Prefetch
-from engines.loading.snapshot_reader import pin_buffers
+from engines.loading.snapshot_reader import pin_memory
 from engines.loading.stage import synchronize
 from engines.loading.worker import Target, UpdatedWorker, tensors_of
 from engines.transfer.gloo import WeightGroup, receive
@@ -66,7 +66,7 @@ class WeightWorker(UpdatedWorker):
         if not self.target.obstacle:
             prepare(self.target.device)
             if self.target.device.type == "cuda":
-                pin_buffers(self.target.device)
+                pin_memory()
             self.target.plan([form_of(TensorMeta(**{**one, "shape": tuple(one["shape"])})) for one in tensors])
         return self.target.obstacle
 

@@ -14,7 +14,7 @@ from engines.inside_vllm.in_place import load_in_place, load_layerwise, obstacle
 from engines.inside_vllm.rendezvous import find_trainer_first
 from engines.loading.planned_load import Load, PlannedLoad, form_of
 from engines.loading.prefetch import Prefetch
-from engines.loading.snapshot_reader import pin_buffers
+from engines.loading.snapshot_reader import pin_memory
 from engines.loading.worker import Target, UpdatedWorker, tensors_in
 from engines.transfer.packed_streams import keep_streams
 from engines.transfer.packing import unpack_quickly
@@ -35,7 +35,7 @@ class WeightWorker(UpdatedWorker):
         if worker.device.type == "cuda":
             keep_streams()
             unpack_quickly()
-            pin_buffers(worker.device)
+            pin_memory()
         if not self.target.obstacle:
             load_in_place(worker.weight_transfer_engine)
         is_first = worker.rank == 0 and worker.parallel_config.data_parallel_index == 0

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import islice
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from queue import SimpleQueue
 
 import torch
 
@@ -21,16 +21,28 @@ from engines.batches import batches
 from engines.checkpoint import Span, read_spans
 from engines.store.files import read_at
 
-_PART_BYTES = 32 << 20
-_BATCH_BYTES = 256 << 20
-"""The least size of a batch of consecutive tensors, which are on the device together."""
-_THREADS = max(8, min(24, len(os.sched_getaffinity(0)) // 2))
-"""One thread copies 3 GB/s. Beside an H100 eight reach 23 GB/s, sixteen 36, 24 and 48 reach 41; pinned memory 55."""
-_BUFFERS = _THREADS + 8
-_HOST_PART_BYTES = 4 << 20
-_HOST_BATCH_BYTES = 16 << 20
-"""Batch without a GPU: small enough that freed memory is used again, since fresh pages cost as much as a copy."""
-_HOST_BATCHES_AHEAD = 8
+_THREADS = max(8, min(16, len(os.sched_getaffinity(0)) // 2))
+"""Beside an H100 sixteen threads reach 42 GB/s, and more of them only wait for each other; pinned memory 55."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """Sizes of reads.
+
+    part_bytes: read by one thread at a time.
+    batch_bytes: the least size of a batch of consecutive tensors, which are on the device together.
+    num_ahead: batches that are read at a time.
+    """
+
+    part_bytes: int
+    batch_bytes: int
+    num_ahead: int
+
+
+_TO_GPU = _Sizes(part_bytes=16 << 20, batch_bytes=256 << 20, num_ahead=2)
+"""Parts of 8 MB reach 28 GB/s, since Python hands out each, and parts of 32 MB 38: pinned memory leaves the cache."""
+_TO_HOST = _Sizes(part_bytes=4 << 20, batch_bytes=16 << 20, num_ahead=8)
+"""Batches so small that freed memory is used again, since fresh pages cost as much as a copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,29 +67,44 @@ class _Batch:
 
 
 class _Buffer:
-    """Pinned host memory for one part at a time."""
+    """Pinned memory for one part at a time."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(_TO_GPU.part_bytes, dtype=torch.uint8, pin_memory=True)
+        self._left = torch.cuda.Event()
+
+    def copy(self, place: torch.Tensor, file: Path, offset: int) -> None:
+        """Read the bytes of `place` from `offset` of the file on, once the part before has left. Queue their copy on
+        the current stream."""
+        self._left.synchronize()
+        part = self._memory[: place.numel()]
+        _fill(part, file, offset)
+        place.copy_(part, non_blocking=True)
+        self._left.record()
+
+
+class _Buffers:
+    """Pinned memory for as many parts as there are threads. Copies are queued on the stream that is current here."""
 
     def __init__(self, device: torch.device) -> None:
-        self.memory = torch.empty(_PART_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
-        self._left: Any = None
+        self._stream = torch.cuda.current_stream(device)
+        self._free: SimpleQueue[_Buffer] = SimpleQueue()
+        for _ in range(_THREADS):
+            self._free.put(_Buffer())
 
-    def fill(self, file: Path, offset: int, length: int) -> "_Buffer":
-        """Read a part, once the copy of the part before has ended."""
-        if self._left is not None:
-            self._left.synchronize()
-        _fill(self.memory[:length], file, offset)
-        return self
-
-    def leave_for(self, place: torch.Tensor) -> None:
-        place.copy_(self.memory[: place.numel()], non_blocking=True)
-        if place.is_cuda:
-            self._left = torch.cuda.Event()
-            self._left.record(torch.cuda.current_stream(place.device))
+    def fill(self, place: torch.Tensor, file: Path, offset: int) -> None:
+        """Read the bytes of `place`, which is on the GPU, from `offset` of the file on."""
+        buffer = self._free.get()
+        try:
+            with torch.cuda.stream(self._stream):
+                buffer.copy(place, file, offset)
+        finally:
+            self._free.put(buffer)
 
 
-def pin_buffers(device: torch.device) -> None:
+def pin_memory() -> None:
     """Allocate the pinned memory of reads, which torch keeps: the first read is then as fast as the next."""
-    _ = [_Buffer(device) for _ in range(_BUFFERS)]
+    _ = [_Buffer() for _ in range(_THREADS)]
 
 
 def read_tensors(folder: Path, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
@@ -85,61 +112,36 @@ def read_tensors(folder: Path, device: torch.device) -> Iterator[tuple[str, torc
 
     Raise `OSError` where the folder holds no tensors, and later where a file cannot be read to its end.
     """
-    is_host = device.type == "cpu"
-    batch_bytes = _HOST_BATCH_BYTES if is_host else _BATCH_BYTES
+    sizes = _TO_HOST if device.type == "cpu" else _TO_GPU
     files = read_spans(folder).items()
-    found = [batch for file, spans in files for batch in _batches(folder / file, spans, batch_bytes)]
+    found = [batch for file, spans in files for batch in _batches(folder / file, spans, sizes.batch_bytes)]
     if not found:
         raise FileNotFoundError(f"{folder} holds no safetensors")
-    return _read_in_place(found) if is_host else _read(found, device)
+    return _read(found, device, sizes)
 
 
-def _read_in_place(batches: Sequence[_Batch]) -> Iterator[tuple[str, torch.Tensor]]:
+def _read(batches: Sequence[_Batch], device: torch.device, sizes: _Sizes) -> Iterator[tuple[str, torch.Tensor]]:
+    fill = _fill if device.type == "cpu" else _Buffers(device).fill
     readers = ThreadPoolExecutor(_THREADS, thread_name_prefix="snapshot")
     waiting, reading = iter(batches), deque[tuple[_Batch, torch.Tensor, list[Future[None]]]]()
 
     def read_on(count: int) -> None:
         for batch in islice(waiting, count):
-            there = torch.empty(batch.num_bytes, dtype=torch.uint8)
+            there = torch.empty(batch.num_bytes, dtype=torch.uint8, device=device)
             parts = [
-                readers.submit(_fill, there[offset : offset + length], batch.file, batch.begin + offset)
-                for offset, length in batch.parts(_HOST_PART_BYTES)
+                readers.submit(fill, there[offset : offset + length], batch.file, batch.begin + offset)
+                for offset, length in batch.parts(sizes.part_bytes)
             ]
             reading.append((batch, there, parts))
 
     try:
-        read_on(_HOST_BATCHES_AHEAD)
+        read_on(sizes.num_ahead)
         while reading:
             batch, there, parts = reading.popleft()
             for part in parts:
                 part.result()
             yield from _tensors(batch, there)
             read_on(1)
-    finally:
-        readers.shutdown(cancel_futures=True)
-
-
-def _read(batches: Sequence[_Batch], device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-    buffers = deque(_Buffer(device) for _ in range(_BUFFERS))
-    readers = ThreadPoolExecutor(_THREADS, thread_name_prefix="snapshot")
-    jobs = ((batch, offset, length) for batch in batches for offset, length in batch.parts(_PART_BYTES))
-    try:
-        # As many reads run as there are buffers, and they are awaited in the order of their start.
-        reading: deque[Future[_Buffer]] = deque()
-
-        def read_on() -> None:
-            for batch, offset, length in islice(jobs, len(buffers)):
-                reading.append(readers.submit(buffers.popleft().fill, batch.file, batch.begin + offset, length))
-
-        read_on()
-        for batch in batches:
-            there = torch.empty(batch.num_bytes, dtype=torch.uint8, device=device)
-            for offset, length in batch.parts(_PART_BYTES):
-                buffer = reading.popleft().result()
-                buffer.leave_for(there[offset : offset + length])
-                buffers.append(buffer)
-                read_on()
-            yield from _tensors(batch, there)
     finally:
         readers.shutdown(cancel_futures=True)
 

@@ -1,6 +1,7 @@
 """The tensors of a folder, in any layout of its files."""
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,12 +19,9 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.i
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshot_reader, "_PART_BYTES", 48)
-    monkeypatch.setattr(snapshot_reader, "_BATCH_BYTES", 200)
-    monkeypatch.setattr(snapshot_reader, "_BUFFERS", 3)
-    monkeypatch.setattr(snapshot_reader, "_HOST_PART_BYTES", 48)
-    monkeypatch.setattr(snapshot_reader, "_HOST_BATCH_BYTES", 200)
-    monkeypatch.setattr(snapshot_reader, "_HOST_BATCHES_AHEAD", 2)
+    for name in ("_TO_GPU", "_TO_HOST"):
+        sizes = replace(getattr(snapshot_reader, name), part_bytes=48, batch_bytes=200, num_ahead=2)
+        monkeypatch.setattr(snapshot_reader, name, sizes)
 
 
 def saved(folder: Path) -> dict[str, torch.Tensor]:

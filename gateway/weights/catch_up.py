@@ -6,7 +6,7 @@ it serves the version of an aborted rolling update; it serves on until its turn.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from weakref import WeakKeyDictionary
@@ -31,7 +31,7 @@ _TRIES = 3
 _RETRY_S = 2.0
 _AGAIN_S = 60.0
 """Time until a replica that was given up is tried again: a store may fail for a while, and nobody tells of its end."""
-_RESET_AGAIN_S = 0.05
+_RESET_AGAIN_S = 0.01
 _AND = "; not brought back: "
 _KEPT, _STORE = "kept weights", "store"
 """Sources of the version before."""
@@ -385,18 +385,24 @@ class CatchUp:
     async def _clear(
         self, replica: Replica, *, drops_receipt: bool, ends_update: bool = False, leaves_group: bool = False
     ) -> None:
-        """End the update in the engine. An engine that does not answer is found by its probes."""
+        """End the update in the engine. An engine that does not answer is found by its probes.
+
+        The calls go out together: each waits for the end of a step.
+        """
         engine = replica.engine
         due = {
             engine.drop_receipt: drops_receipt,
             engine.abandon_weight_update: ends_update,
             engine.close_weight_group: leaves_group,
         }
-        for call in (call for call, is_due in due.items() if is_due):
+
+        async def end(call: Callable[[float], Awaitable[None]]) -> None:
             try:
                 await call(self._config.control_timeout_s)
             except (EngineError, DeadlineExceeded) as error:
                 log.warning("could not clear up", replica=replica.replica_id, error=str(error))
+
+        await asyncio.gather(*(end(call) for call, is_due in due.items() if is_due))
         replica.brake.let_go(Holder.CATCH_UP)
 
     def _give_up(self, replica: Replica, version: int, reason: str) -> None:

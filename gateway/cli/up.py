@@ -18,6 +18,7 @@ from gateway.cli.cluster.application import (
 )
 from gateway.cli.cluster.changes import changes, has_running_engine, replaced, scaled
 from gateway.cli.cluster.lock import changing
+from gateway.cli.cluster.ports import unbindable
 from gateway.cli.cluster.progress import Report
 from gateway.cli.cluster.ray_head import check_gpus, start_ray
 from gateway.cli.cluster.serve_api import ClusterRefused, ServeApi, ask_control_plane
@@ -49,7 +50,7 @@ def _up(config: Config, report: Report, timeout_s: float, gpus: Sequence[str]) -
         if api.is_up():
             check_gpus(state, gpus)
         else:
-            if lacking := lacks(config, gpus=len(gpus) or None):
+            if lacking := [*lacks(config, gpus=len(gpus) or None), *unbindable(config)]:
                 raise ConfigError("\n".join(lacking))
             is_new = True
             state.gpus = list(gpus)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from engines.errors import ConfigError
 from engines.types import EngineKind
+from gateway.config.certificate import read_certificate
 from gateway.config.load import with_secrets
 from gateway.config.node_gpus import visible_gpus
 from gateway.config.placement import ClusterGpus, check_placement
@@ -24,7 +25,8 @@ def lacks(
 ) -> list[str]:
     """List what keeps the configuration from running on this machine alone; `gpus` replaces the count of its own."""
     present = len(visible_gpus(environ, devices)) if gpus is None else gpus
-    return [*_models(config), *_gpus(config, present), *_keys(config, environ), *_packages(config)]
+    found = [*_models(config), *_gpus(config, present), *_keys(config, environ), *_certificate(config)]
+    return [*found, *_packages(config)]
 
 
 def _models(config: Config) -> Iterator[str]:
@@ -49,6 +51,14 @@ def _gpus(config: Config, present: int) -> Iterator[str]:
 def _keys(config: Config, environ: Mapping[str, str]) -> Iterator[str]:
     try:
         with_secrets(config, environ)
+    except ConfigError as error:
+        yield str(error)
+
+
+def _certificate(config: Config) -> Iterator[str]:
+    try:
+        if config.gateway.tls.is_on:
+            read_certificate(config.gateway.tls)
     except ConfigError as error:
         yield str(error)
 

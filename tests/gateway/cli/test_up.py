@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import tempfile
 import threading
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -17,7 +19,7 @@ from engines.engine import Json
 from engines.process.process import MARK
 from engines.store.weight_store import WeightStore
 from engines.types import EngineKind
-from gateway.cli import down, scale
+from gateway.cli import down, scale, up
 from gateway.cli.cluster import waiting
 from gateway.cli.cluster.changes import changes
 from gateway.cli.cluster.lock import ApplicationBusy, changing
@@ -142,6 +144,19 @@ def test_what_a_killed_up_left_without_a_running_engine_is_removed_first(shell: 
     assert "rollout-gateway has no running engine (DEPLOYING): removing it" in done.stderr
     assert serve.deleted == [NAME]
     assert "extra" not in serve.deployed[-1]["applications"][0]["args"]["engine"]
+
+
+def test_a_taken_port_is_named_before_ray_is_started(
+    shell: Shell, serve: PlayedServe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(up, "start_ray", lambda *_: pytest.fail("Ray was started"))
+    taken = urlsplit(serve.url).port
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    shell.environ["RAY_DASHBOARD_ADDRESS"] = f"http://127.0.0.1:{port}"
+    done = shell.run("up", "-c", "sim.yaml", f"gateway.port={taken}")
+    assert done.returncode == 1
+    assert f"gateway.port = {taken}: cannot be bound here (Address already in use)" in done.stderr
 
 
 def test_a_second_application_on_one_ray_is_refused_and_the_first_is_left_alone(

@@ -46,3 +46,11 @@ def test_a_key_whose_variable_is_not_set(tmp_path: Path) -> None:
     (lack,) = found(tmp_path, engine={"kind": "sim"}, gateway=gateway)
     assert "gateway.admin_keys: no key in env:NOT_SET" in lack
     assert found(tmp_path, environ={"NOT_SET": "k"}, engine={"kind": "sim"}, gateway=gateway) == []
+
+
+def test_a_certificate_whose_files_are_missing(tmp_path: Path) -> None:
+    tls = {"certificate": "/nowhere/certificate.pem", "key": "/nowhere/key.pem"}
+    (lack,) = found(tmp_path, engine={"kind": "sim"}, gateway={"tls": tls})
+    assert lack.startswith(
+        "gateway.tls: /nowhere/certificate.pem and /nowhere/key.pem hold no certificate with its key"
+    )

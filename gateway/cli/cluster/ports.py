@@ -1,0 +1,32 @@
+"""Addresses of a configuration that this machine cannot bind now. Serve would find them after its start alone."""
+
+import socket
+from collections.abc import Iterator
+from contextlib import closing
+
+from gateway.config.schema import Config
+
+
+def unbindable(config: Config) -> list[str]:
+    """List the addresses of the gateway and of Serve's proxy that cannot be bound, with the remedy."""
+    gateway, serve = config.gateway, config.serve
+    found = [*_failures("gateway.host", gateway.host, "gateway.port", gateway.port)]
+    if serve.proxy_location != "Disabled":
+        found += _failures("serve.http_host", serve.http_host, "serve.http_port", serve.http_port)
+    return found
+
+
+def _failures(host_key: str, host: str, port_key: str, port: int) -> Iterator[str]:
+    try:
+        for family, kind, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+            with closing(socket.socket(family, kind)) as probe:
+                # As servers do it: an address whose last connections have just been closed is free.
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if family == socket.AF_INET6:
+                    probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                probe.bind(address)
+    except OSError as error:
+        yield (
+            f"{host_key} = {host!r}, {port_key} = {port}: cannot be bound here ({error.strerror}): "
+            f"set another {port_key} or {host_key}, or end the process that listens there"
+        )

@@ -112,8 +112,9 @@ class Engine(ABC):
         """End the update and label the weights `version`."""
 
     @abstractmethod
-    async def abandon_weight_update(self, timeout_s: float) -> None:
-        """End an update without a commit, so that the next can start. The weights are then mixed."""
+    async def abandon_weight_update(self, timeout_s: float, *, drops_receipt: bool = False) -> None:
+        """End an update without a commit, so that the next can start. The weights are then mixed. With
+        `drops_receipt` it does the work of that call too, in the same pause between two steps where it can."""
 
     # An engine stages where it has free memory beside its weights: a thread receives while the engine makes tokens.
 

@@ -248,7 +248,9 @@ class SglangEngine(EngineWithWorkers):
             await self._call("POST", "/end_weight_update", {}, timeout_s)
         await self._label(str(version), timeout_s)
 
-    async def abandon_weight_update(self, timeout_s: float) -> None:
+    async def abandon_weight_update(self, timeout_s: float, *, drops_receipt: bool = False) -> None:
+        if drops_receipt:
+            await self.drop_receipt(timeout_s)
         if self._has_sessions:
             with contextlib.suppress(EngineRefused):  # a failed transfer may have ended the session
                 await self._call("POST", "/end_weight_update", {}, timeout_s)

@@ -78,10 +78,12 @@ class VllmEngine(EngineWithWorkers):
     async def finish_weight_update(self, version: int, timeout_s: float) -> None:
         await self.ask("POST", "/finish_weight_update", {"weight_version": str(version)}, timeout_s)
 
-    async def abandon_weight_update(self, timeout_s: float) -> None:
+    async def abandon_weight_update(self, timeout_s: float, *, drops_receipt: bool = False) -> None:
         if self._has_tee:
-            await self._on_workers("end_update", {}, timeout_s)
+            await self._on_workers("end_update", {"drops_receipt": drops_receipt}, timeout_s)
         else:
+            if drops_receipt:
+                await self.drop_receipt(timeout_s)
             # vLLM has no route to abandon an update. A finish without a version closes the session; if that is closed
             # already, vLLM answers 500 and nothing is left to do.
             with contextlib.suppress(EngineFailed):

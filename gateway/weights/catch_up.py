@@ -385,24 +385,20 @@ class CatchUp:
     async def _clear(
         self, replica: Replica, *, drops_receipt: bool, ends_update: bool = False, leaves_group: bool = False
     ) -> None:
-        """End the update in the engine. An engine that does not answer is found by its probes.
-
-        The calls go out together: each waits for the end of a step.
-        """
+        """End the update in the engine. An engine that does not answer is found by its probes."""
         engine = replica.engine
-        due = {
-            engine.drop_receipt: drops_receipt,
-            engine.abandon_weight_update: ends_update,
-            engine.close_weight_group: leaves_group,
-        }
-
-        async def end(call: Callable[[float], Awaitable[None]]) -> None:
+        calls: list[Callable[[float], Awaitable[None]]] = []
+        if ends_update:
+            calls.append(partial(engine.abandon_weight_update, drops_receipt=drops_receipt))
+        elif drops_receipt:
+            calls.append(engine.drop_receipt)
+        if leaves_group:
+            calls.append(engine.close_weight_group)
+        for call in calls:
             try:
                 await call(self._config.control_timeout_s)
             except (EngineError, DeadlineExceeded) as error:
                 log.warning("could not clear up", replica=replica.replica_id, error=str(error))
-
-        await asyncio.gather(*(end(call) for call, is_due in due.items() if is_due))
         replica.brake.let_go(Holder.CATCH_UP)
 
     def _give_up(self, replica: Replica, version: int, reason: str) -> None:

@@ -405,8 +405,7 @@ ENDS += [*STAGED, staged_and_started, swapped_in]
 
 def clear(one: Any) -> None:
     """As the gateway does where it has not died itself."""
-    one.drop_receipt()
-    one.end_update()
+    one.end_update(drops_receipt=True)
 
 
 def test_an_update_loads_all_and_tells_what_it_received(updated: Any) -> None:

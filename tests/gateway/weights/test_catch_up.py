@@ -4,7 +4,7 @@ import asyncio
 import shutil
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -604,27 +604,22 @@ async def test_the_next_version_is_written_once_the_refused_one_has_made_room(ke
     assert (await asked)[0] == 200
 
 
-async def test_a_refused_replica_waits_for_the_end_of_a_step_once(kept: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each call of the way back would otherwise wait for a step of an engine that still runs many requests."""
-    meetings = {"engine-0": asyncio.Barrier(2), "engine-1": asyncio.Barrier(2)}
-    met: list[str] = []
+async def test_a_refused_replica_ends_its_update_in_a_single_pause_between_steps(
+    kept: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that runs many requests takes each call after the end of a step alone."""
+    calls: dict[str, list[str]] = {"engine-0": [], "engine-1": []}
+    on_workers = VllmEngine._on_workers
 
-    def meets(name: str) -> Callable[..., Awaitable[None]]:
-        call = getattr(VllmEngine, name)
+    async def noted(self: VllmEngine, method: str, arguments: Json, timeout_s: float) -> list[object]:
+        calls[self.replica_id].append(method)
+        return await on_workers(self, method, arguments, timeout_s)
 
-        async def meet(self: VllmEngine, timeout_s: float) -> None:
-            async with asyncio.timeout(20):
-                await meetings[self.replica_id].wait()
-            met.append(self.replica_id)
-            await call(self, timeout_s)
-
-        return meet
-
-    for name in ("drop_receipt", "abandon_weight_update"):
-        monkeypatch.setattr(VllmEngine, name, meets(name))
+    monkeypatch.setattr(VllmEngine, "_on_workers", noted)
     assert await refused(kept) == 424
     await kept.until(BOTH_SERVE)
-    assert sorted(met) == ["engine-0", "engine-0", "engine-1", "engine-1"]
+    for methods in calls.values():
+        assert methods[methods.index("end_update") - 1 :] == ["close_receipt", "end_update", "load_snapshot", "wipe_kv"]
 
 
 async def test_refused_updates_are_no_failures_of_the_rollouts_or_the_replicas_under_them(

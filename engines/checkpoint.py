@@ -17,9 +17,15 @@ _DTYPES = {
     "BF16": "bfloat16",
     "F8_E4M3": "float8_e4m3fn",
     "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
+    "C64": "complex64",
     "I64": "int64",
     "I32": "int32",
+    "I16": "int16",
     "I8": "int8",
+    "U64": "uint64",
+    "U32": "uint32",
+    "U16": "uint16",
     "U8": "uint8",
     "BOOL": "bool",
 }
@@ -27,6 +33,10 @@ _FLOATS = {"half": "float16", "float": "float32"}
 
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.index.json")
 """Files of a checkpoint folder that hold tensors, or index them."""
+
+
+FileStates = tuple[tuple[str, int, int], ...]
+"""Name, inode and change time of each file, which differ from other files of the same names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +86,12 @@ def checkpoint_files(folder: Path) -> list[Path]:
     if index.is_file():
         return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
     return sorted(folder.glob("*.safetensors"))
+
+
+def file_states(folder: Path) -> FileStates:
+    """Return the states of the files that hold a folder's tensors; none of a folder without any."""
+    found = ((file.name, file.stat()) for file in checkpoint_files(folder))
+    return tuple((name, stat.st_ino, stat.st_mtime_ns) for name, stat in found)
 
 
 def _read_header(file: Path) -> list[Span]:

@@ -3,18 +3,21 @@
 import threading
 from collections.abc import Callable
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 
 import torch
 
-from engines.checkpoint import read_spans
+from engines.checkpoint import FileStates, file_states, read_spans
 from engines.loading.exchange import Exchange
 from engines.loading.snapshot_reader import read_tensors
 from engines.transfer.packing import NamedTensor
 from engines.transfer.tee import room_on
 
 NamedTensors = list[NamedTensor]
-Files = tuple[tuple[str, int, int], ...]
+
+_reading = threading.Lock()
+"""Held from the look at free memory to the end of the read, so that a read that was dropped is not counted as room."""
 
 
 class Prefetch:
@@ -27,8 +30,9 @@ class Prefetch:
         self._path = path
         self._device = device
         self._fetch = fetch
-        self._files: Files = ()
+        self._files: FileStates = ()
         self._tensors: NamedTensors | None = None
+        self._is_dropped = False
         self.exchange: Exchange | None = None
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="prefetch", daemon=True)
@@ -36,7 +40,7 @@ class Prefetch:
 
     def is_of(self, path: Path) -> bool:
         """Return True if it is of `path` with its present files: a withdrawn version's number is reused."""
-        return path == self._path and (self._thread.is_alive() or self._files == _files(path))
+        return path == self._path and (self._thread.is_alive() or self._files == file_states(path))
 
     @property
     def is_ready(self) -> bool:
@@ -68,15 +72,27 @@ class Prefetch:
             tensor.record_stream(torch.cuda.current_stream(self._device))
         return tensors
 
+    def drop(self) -> None:
+        """End the read, and free its tensors."""
+        self._is_dropped = True
+        self._tensors = self.exchange = None
+
     def _run(self) -> None:
         try:
             if self._fetch is not None:
                 self._fetch()
-            self._files = _files(self._path)
-            if self._device.type == "cuda" and self._num_bytes() <= room_on(self._device):
-                self._tensors = self._read()
+            self._files = file_states(self._path)
+            if self._device.type == "cuda":
+                self._read_where_there_is_room()
         except Exception as error:  # `is_ready` raises it, and the load reads the folder itself
-            self._error = error
+            self._error = error.with_traceback(None)  # whose frames hold tensors
+
+    def _read_where_there_is_room(self) -> None:
+        with _reading:
+            if not self._is_dropped and self._num_bytes() <= room_on(self._device):
+                self._tensors = self._read()
+        if self._is_dropped:
+            self._tensors = None
 
     def _num_bytes(self) -> int:
         return sum(span.num_bytes for spans in read_spans(self._path).values() for span in spans)
@@ -84,7 +100,7 @@ class Prefetch:
     def _read(self) -> NamedTensors:
         stream = copy_stream(self._device)
         with torch.cuda.device(self._device), torch.cuda.stream(stream):
-            tensors = list(read_tensors(self._path, self._device))
+            tensors = list(takewhile(lambda _: not self._is_dropped, read_tensors(self._path, self._device)))
         stream.synchronize()
         return tensors
 
@@ -97,9 +113,3 @@ def copy_stream(device: torch.device) -> torch.cuda.Stream:
     for each version.
     """
     return torch.cuda.Stream(device)
-
-
-def _files(folder: Path) -> Files:
-    """Return name, inode and change time of a folder's files, which differ from other files of the same names."""
-    found = ((file.name, file.stat()) for file in sorted(folder.glob("*.safetensors")))
-    return tuple((name, stat.st_ino, stat.st_mtime_ns) for name, stat in found)

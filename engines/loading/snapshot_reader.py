@@ -18,8 +18,9 @@ from queue import SimpleQueue
 import torch
 
 from engines.batches import batches
-from engines.checkpoint import Span, read_spans
+from engines.checkpoint import FileStates, Span, file_states, read_spans
 from engines.store.files import read_at
+from engines.transfer.packing import NamedTensor
 
 _THREADS = max(8, min(16, len(os.sched_getaffinity(0)) // 2))
 """Beside an H100 sixteen threads reach 42 GB/s, and more of them only wait for each other; pinned memory 55."""
@@ -79,7 +80,8 @@ class _Buffer:
         self._left.synchronize()
         part = self._memory[: place.numel()]
         _fill(part, file, offset)
-        place.copy_(part, non_blocking=True)
+        with torch.inference_mode():  # the caller of the read may be in it, and this is another thread
+            place.copy_(part, non_blocking=True)
         self._left.record()
 
 
@@ -93,11 +95,12 @@ class _Buffers:
             self._free.put(_Buffer())
 
     def fill(self, place: torch.Tensor, file: Path, offset: int) -> None:
-        """Read the bytes of `place`, which is on the GPU, from `offset` of the file on."""
+        """Read the bytes of `place`, which is on the GPU, from `offset` of the file on, in a thread of the read."""
+        # Nothing is restored: the thread's own stream is on GPU 0, where a worker of another GPU takes no memory.
+        torch.cuda.set_stream(self._stream)
         buffer = self._free.get()
         try:
-            with torch.cuda.stream(self._stream):
-                buffer.copy(place, file, offset)
+            buffer.copy(place, file, offset)
         finally:
             self._free.put(buffer)
 
@@ -107,20 +110,29 @@ def pin_memory() -> None:
     _ = [_Buffer() for _ in range(_THREADS)]
 
 
-def read_tensors(folder: Path, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+def read_tensors(folder: Path, device: torch.device) -> Iterator[NamedTensor]:
     """Return names and tensors in the order of the files, for work on the device's current stream.
 
-    Raise `OSError` where the folder holds no tensors, and later where a file cannot be read to its end.
+    Raise `OSError` where the folder holds no tensors, and later where a file cannot be read to its end, or has become
+    another.
     """
     sizes = _TO_HOST if device.type == "cpu" else _TO_GPU
+    states = file_states(folder)
     files = read_spans(folder).items()
     found = [batch for file, spans in files for batch in _batches(folder / file, spans, sizes.batch_bytes)]
     if not found:
         raise FileNotFoundError(f"{folder} holds no safetensors")
-    return _read(found, device, sizes)
+    return _checked(_read(found, device, sizes), folder, states)
 
 
-def _read(batches: Sequence[_Batch], device: torch.device, sizes: _Sizes) -> Iterator[tuple[str, torch.Tensor]]:
+def _checked(tensors: Iterator[NamedTensor], folder: Path, states: FileStates) -> Iterator[NamedTensor]:
+    """Yield the tensors. Raise `OSError` at the end where the files are not those of before."""
+    yield from tensors
+    if file_states(folder) != states:
+        raise OSError(f"{folder}: its files were replaced while they were read")
+
+
+def _read(batches: Sequence[_Batch], device: torch.device, sizes: _Sizes) -> Iterator[NamedTensor]:
     fill = _fill if device.type == "cpu" else _Buffers(device).fill
     readers = ThreadPoolExecutor(_THREADS, thread_name_prefix="snapshot")
     waiting, reading = iter(batches), deque[tuple[_Batch, torch.Tensor, list[Future[None]]]]()
@@ -153,11 +165,11 @@ def _fill(place: torch.Tensor, file: Path, offset: int) -> None:
 
 
 def _batches(file: Path, spans: Sequence[Span], batch_bytes: int) -> Iterator[_Batch]:
-    in_order = sorted(spans, key=lambda span: span.begin)
+    in_order = sorted(spans, key=lambda span: (span.begin, span.end))
     return (_Batch(file, batch) for batch in batches(in_order, attrgetter("num_bytes"), batch_bytes))
 
 
-def _tensors(batch: _Batch, there: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors(batch: _Batch, there: torch.Tensor) -> Iterator[NamedTensor]:
     for span in batch.spans:
         content, dtype = there[span.begin - batch.begin : span.end - batch.begin], getattr(torch, span.dtype)
         # Files packed tightly may begin a tensor at any byte; a tensor of wider elements may not.

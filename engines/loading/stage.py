@@ -16,7 +16,6 @@ from engines.transfer.tee import room_on
 
 T = TypeVar("T")
 
-_TURN_S = sys.getswitchinterval()
 _SHORT_TURN_S = 0.0002
 
 
@@ -85,7 +84,7 @@ class Stage:
             with self._on_device(), _short_turns():
                 self._engine.update_weights(update_info)
         except Exception as error:  # `is_ready` raises it
-            self._error = error
+            self._error = error.with_traceback(None)  # whose frames hold tensors
 
     def _on_device(self) -> AbstractContextManager[object]:
         """Return a context whose stream is not the engine's: a broadcast that waits would hold its steps up."""
@@ -100,11 +99,15 @@ class Stage:
 def _short_turns() -> Iterator[None]:
     """Have Python's threads take turns more often. A receiver waits for its turn after each call to CUDA, up to 5 ms by
     default while the engine's thread prepares a step, and the trainer waits for the receiver."""
+    before = sys.getswitchinterval()
+    if before <= _SHORT_TURN_S:  # SGLang's are, and those beside a receive that breaks off are its to end
+        yield
+        return
     sys.setswitchinterval(_SHORT_TURN_S)
     try:
         yield
     finally:
-        sys.setswitchinterval(_TURN_S)
+        sys.setswitchinterval(before)
 
 
 def _num_bytes(update_info: dict[str, Any]) -> int:

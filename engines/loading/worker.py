@@ -201,7 +201,10 @@ class UpdatedWorker:
 
     def drop_receipt(self) -> None:
         """Stop digesting and copying; the draft is discarded, and so is what waits in memory for a load or an undo."""
-        self.prefetch = self.exchange = None
+        self.exchange = None
+        prefetch, self.prefetch = self.prefetch, None
+        if prefetch is not None:
+            prefetch.drop()
         stage, self.stage = self.stage, None
         if stage is not None:
             stage.drop()
@@ -217,7 +220,8 @@ class UpdatedWorker:
         if fetch is None and (device.type == "cpu" or not folder.is_dir()):
             return self.answer_of("ready", True)
         if self.prefetch is None or not self.prefetch.is_of(folder):
-            self.prefetch = None  # its memory is room for the next
+            if self.prefetch is not None:
+                self.prefetch.drop()  # its memory is room for the next
             self.prefetch = Prefetch(folder, device, fetch)
         try:
             is_ready = self.prefetch.is_ready
@@ -245,7 +249,7 @@ class UpdatedWorker:
                 f"this machine has no folder {path}: bind gateway.host to an address that it reaches, set "
                 "weights.peer_url, or have weights.store name a folder that all machines share"
             )
-        prefetch = self.prefetch
+        prefetch, self.prefetch = self.prefetch, None  # not dropped: it is loaded
         self.drop_receipt()
         return self.load_version(folder, prefetch)
 

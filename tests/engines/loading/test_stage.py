@@ -1,8 +1,10 @@
 """Staged tensors in a worker: received on a thread, handed out once, dropped with whatever still waits."""
 
+import gc
 import sys
 import threading
 import time
+import weakref
 from contextlib import nullcontext
 from typing import Any
 
@@ -68,6 +70,39 @@ def test_threads_take_short_turns_while_tensors_arrive(receiver: Receiver, error
         until_ready(receiver.stage)
     assert receiver.turn_s < before_s / 10
     assert sys.getswitchinterval() == before_s
+
+
+def test_shorter_turns_of_the_engine_stay(receiver: Receiver) -> None:
+    """As SGLang's, whose scheduler spins."""
+    before_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)
+    try:
+        own_s = sys.getswitchinterval()
+        receiver.may_end.set()
+        receiver.stage.receive(INFO)
+        until_ready(receiver.stage)
+        assert receiver.turn_s == sys.getswitchinterval() == own_s
+    finally:
+        sys.setswitchinterval(before_s)
+
+
+def test_a_failed_receive_keeps_no_tensor(receiver: Receiver) -> None:
+    kept: list[weakref.ref[Any]] = []
+
+    def broken(update_info: dict[str, Any]) -> None:
+        buffer = torch.ones(2)
+        kept.append(weakref.ref(buffer))
+        raise RuntimeError("lost")
+
+    receiver.update_weights = broken  # type: ignore[method-assign]
+    gc.disable()  # which would hide it, sooner or later
+    try:
+        receiver.stage.receive(INFO)
+        with pytest.raises(RuntimeError, match="lost"):
+            until_ready(receiver.stage)
+        assert kept[0]() is None
+    finally:
+        gc.enable()
 
 
 def test_a_receive_does_not_wait_for_its_tensors(receiver: Receiver) -> None:

@@ -1,6 +1,8 @@
 """The updates of one worker: which loads of received tensors keep the weights before."""
 
 from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,7 +13,8 @@ from torch.nn import Module, Parameter
 
 from engines.loading.draft import Draft
 from engines.loading.planned_load import PlannedLoad
-from engines.loading.worker import Target
+from engines.loading.prefetch import Prefetch
+from engines.loading.worker import Target, UpdatedWorker
 
 SENT = [("weight", torch.ones(2))]
 
@@ -51,3 +54,42 @@ def test_a_draft_that_takes_tensors_too_would_stay_behind_and_any_other_does_not
     one = target(draft=Draft("mtp", Model(), Model(), reason))
     assert (one.exchange(SENT) is None) == (not reason)
     assert target(draft=Draft("ngram")).exchange(SENT) is not None
+
+
+class Read:
+    """A version that was read ahead."""
+
+    is_dropped = False
+
+    def drop(self) -> None:
+        self.is_dropped = True
+
+
+class Worker(UpdatedWorker):
+    target = target()
+    loaded: Any = None
+
+    def load_version(self, folder: Path, prefetch: Prefetch | None) -> None:
+        self.loaded = prefetch
+
+
+@pytest.fixture
+def worker() -> Worker:
+    worker = Worker()
+    worker.prefetch = Read()  # type: ignore[assignment]
+    return worker
+
+
+def test_a_version_that_was_read_ahead_is_loaded(worker: Worker, tmp_path: Path) -> None:
+    read: Any = worker.prefetch
+    worker.load_snapshot(str(tmp_path), 1)
+    assert worker.loaded is read
+    assert not read.is_dropped
+    assert worker.prefetch is None
+
+
+def test_a_dropped_receipt_ends_the_read_ahead(worker: Worker) -> None:
+    read: Any = worker.prefetch
+    worker.drop_receipt()
+    assert read.is_dropped
+    assert worker.prefetch is None

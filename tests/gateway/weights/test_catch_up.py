@@ -187,6 +187,31 @@ async def test_a_replica_killed_in_the_transfer_leaves_the_fleet_at_the_version_
     assert await served_versions(kept) == {2}
 
 
+async def test_replicas_leave_the_group_of_a_transfer_that_failed(kept: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM refuses to close a group under an open update, however late the call arrives that ends it."""
+    closed: list[str] = []
+    close, end = VllmEngine.close_weight_group, VllmEngine.abandon_weight_update
+
+    async def noted(self: VllmEngine, timeout_s: float) -> None:
+        await close(self, timeout_s)
+        closed.append(self.replica_id)
+
+    async def late(self: VllmEngine, timeout_s: float, *, drops_receipt: bool = False) -> None:
+        await asyncio.sleep(0.05)
+        await end(self, timeout_s, drops_receipt=drops_receipt)
+
+    async def broken(self: VllmEngine, *_: object) -> None:
+        raise EngineFailed("a byte is wrong", replica_id=self.replica_id)
+
+    await begun(kept)
+    monkeypatch.setattr(VllmEngine, "close_weight_group", noted)
+    monkeypatch.setattr(VllmEngine, "abandon_weight_update", late)
+    monkeypatch.setattr(VllmEngine, "update_weights", broken)
+    assert (await kept.post("/update_weights", {"update_info": kept.tensors}))[0] == 424
+    await kept.until(BOTH_SERVE)
+    assert sorted(closed) == ["engine-0", "engine-1"]
+
+
 async def test_a_replica_killed_after_the_transfer_leaves_the_fleet_at_the_version_before(kept: Rig) -> None:
     said = await greedy(kept)
     await begun(kept)

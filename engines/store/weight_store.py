@@ -16,6 +16,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import shutil
 import threading
 import uuid
@@ -37,6 +38,8 @@ _HIGHEST = ".highest.json"
 _HOLDERS_NOTED = 1000
 _GONE = "gone-"
 _LONGEST_NAME = 256
+_DRAFTS = re.compile(rf"{DRAFT}({_GONE})?[0-9a-f]{{32}}")
+"""Names of drafts. Other names are somebody else's, and their folders stay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +95,7 @@ class WeightStore:
 
     def sweep(self) -> None:
         """Remove drafts whose writers are dead."""
-        for draft in self.folder.glob(f"{DRAFT}*"):
+        for draft in filter(_is_draft, self.folder.glob(f"{DRAFT}*")):
             if draft not in self._owned and (owner := _claimed(draft)) is not None:
                 shutil.rmtree(draft, ignore_errors=True)
                 os.close(owner)
@@ -142,15 +145,17 @@ class WeightStore:
     def promote(self, draft: Path, version: int, checkpoint: Path | None) -> Path:
         """Make a whole draft version `version`, in place of any earlier version of that number. Return its folder.
 
-        Config and tokenizer files are linked from `checkpoint`.
+        Config and tokenizer files are linked from `checkpoint`. Raise `StoreFailed` where a folder that is no version
+        has its name.
         """
         manifest, target = Manifest.read(draft), self.path(version)
+        if target.exists() and not _is_version(target):
+            raise StoreFailed(f"{target} is no weight version: give weights.store a folder of its own")
         with disk_errors(draft):
             _link_rest(checkpoint, draft)
             replace(manifest, version=version).write(draft)
             draft.stat()  # raises where it was thrown away meanwhile
-            if target.exists():
-                shutil.rmtree(target)
+            remove_folder(self.throw_away(target))
             self._known.add(version)  # before it is there: `prune` may run beside this
             try:
                 draft.rename(target)
@@ -177,14 +182,23 @@ class WeightStore:
         """Note the version that engines hold, even if the store does not keep it; None is a mixture."""
         incarnations = list(incarnations)
         with self._noting:
-            self._write(_HOLDERS, self._read(_HOLDERS), dict.fromkeys(incarnations, version))
+            self._write(_HOLDERS, self._noted(_HOLDERS), dict.fromkeys(incarnations, version))
             if version is not None:
-                highest = self._read(_HIGHEST)
+                highest = self._noted(_HIGHEST)
                 self._write(_HIGHEST, highest, {one: max(version, highest.get(one) or 0) for one in incarnations})
 
     def held_by(self, incarnation: str) -> Note:
         """Return the last `note_held` of this engine; version 0 where there is none."""
         return Note(self._read(_HOLDERS).get(incarnation, 0), self._read(_HIGHEST).get(incarnation) or 0)
+
+    def _noted(self, name: str) -> dict[str, int | None]:
+        """Return a version by engine, for more notes: none of a damaged file, as after a power cut."""
+        try:
+            return self._read(name)
+        except StoreFailed as error:
+            if isinstance(error.__cause__, ValueError):
+                return {}
+            raise
 
     def _read(self, name: str) -> dict[str, int | None]:
         """Return a version by engine."""
@@ -202,6 +216,7 @@ class WeightStore:
         with disk_errors(path):
             whole = path.with_suffix(".new")
             whole.write_text(json.dumps(dict(list(latest_last.items())[-_HOLDERS_NOTED:])), encoding="utf-8")
+            sync(whole)
             whole.rename(path)
 
     def adopt(self, version: int, incarnation: str) -> bool:
@@ -255,10 +270,10 @@ class WeightStore:
         before = [version for version in known if version < served]
         newer = [version for version in known if version > served]  # about to be served
         kept = {served, *newer, *before[max(0, len(before) - keep + 1) :]}
-        for folder in folders:
-            number = folder.name[1:]
-            if number.isdecimal() and int(number) not in kept and not is_locked(folder / MANIFEST):
-                remove_folder(self.withdraw(int(number)))
+        for folder in filter(_is_version, folders):
+            version = int(folder.name[1:])
+            if version not in kept and not is_locked(folder / MANIFEST):
+                remove_folder(self.withdraw(version))
 
     def _was_held(self, version: int, incarnation: str) -> bool:
         try:
@@ -273,6 +288,18 @@ class WeightStore:
         status = self.folder.lstat()
         if status.st_uid != os.getuid():
             raise StoreFailed(f"{self.folder} belongs to user {status.st_uid}: give another folder in weights.store")
+
+
+def _is_draft(folder: Path) -> bool:
+    return _DRAFTS.fullmatch(folder.name) is not None
+
+
+def _is_version(folder: Path) -> bool:
+    """Return True for a folder that a store has made: its manifest says the version of its name."""
+    try:
+        return folder.name == f"v{Manifest.read(folder).version}"
+    except StoreFailed:
+        return False
 
 
 def remove_folder(folder: Path) -> None:

@@ -411,6 +411,12 @@ class Fleet:
             self._settle_serving("a replica holds newer weights")
 
     @property
+    def settled_version(self) -> int | None:
+        """The fleet's version; None while a replica may turn up that holds a newer one, after a restart of the
+        gateway."""
+        return self.version if self._is_certain or self.is_ready else None
+
+    @property
     def is_certain(self) -> bool:
         """False while the fleet's version is only what most engines reported without a record."""
         return self._is_certain

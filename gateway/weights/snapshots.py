@@ -62,8 +62,8 @@ class Snapshots:
             self._store = await self._aside(WeightStore, self._folder)
             self._why_not = ""
             checkpoint = await self._aside(self._checkpoint)
-            await self._has_room(sum(file.stat().st_size for file in checkpoint_files(checkpoint)) if checkpoint else 0)
-        except StoreFailed as error:
+            await self._has_room(await self._aside(_size, checkpoint))
+        except (StoreFailed, ValueError) as error:
             self._go_without(str(error))
 
     async def close(self) -> None:
@@ -107,7 +107,7 @@ class Snapshots:
             return str(self._checkpoint() or "")
         return str(self._store.path(version)) if self._store and self._store.has(version) else ""
 
-    async def draft(self, served: int, num_bytes: int) -> Path | None:
+    async def draft(self, served: int | None, num_bytes: int) -> Path | None:
         """A folder for the next version of about `num_bytes`; None where the fleet goes on without it."""
         if self._store is None:
             return None
@@ -117,7 +117,7 @@ class Snapshots:
             log.warning("no snapshot", reason=str(error))
             return None
 
-    async def claim(self, served: int, num_bytes: int) -> Path:
+    async def claim(self, served: int | None, num_bytes: int) -> Path:
         """As `draft`, where replicas get the version from the store alone. Raises `StoreFailed`."""
         store = self._open_store()
         if self._keeping is not None:
@@ -140,11 +140,12 @@ class Snapshots:
         """Run a call that reads or writes the store."""
         return asyncio.get_running_loop().run_in_executor(self._threads, call, *arguments)
 
-    async def make_room(self, served: int) -> None:
-        """Keep the served version alone beside one that is about to be written."""
+    async def make_room(self, served: int | None) -> None:
+        """Keep the served version alone beside one that is about to be written; all while the fleet's is not settled."""
         await self.removed()
         if self._store is not None:
-            await self._aside(self._store.prune, served, 1)
+            if served is not None:
+                await self._aside(self._store.prune, served, 1)
             await self._aside(self._store.sweep)
 
     async def discard(self, draft: Path | None) -> None:
@@ -402,6 +403,12 @@ def in_memory(app: str) -> Path:
     """The default store of an app."""
     place = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
     return place / f"rollout-gateway-{os.getuid()}-{app}"
+
+
+def _size(checkpoint: Path | None) -> int:
+    """Bytes of a checkpoint's files, as far as they are on this machine."""
+    files = checkpoint_files(checkpoint) if checkpoint else []
+    return sum(file.stat().st_size for file in files if file.is_file())
 
 
 def _check_digests(draft: Path, received: dict[str, str]) -> None:

@@ -143,7 +143,7 @@ class WeightRoutes:
 
         `base` is the version that a delta may refer to; null where it is not kept.
         """
-        await self._snapshots.make_room(self._fleet.version)  # a trainer writes next
+        await self._snapshots.make_room(self._fleet.settled_version)  # a trainer writes next
         place = {"folder": str(self._snapshots.folder), "model": self._fleet.models.first, "base": await self._base()}
         return reply(place | {"rolling": self._config.rolling, "replicas": len(self._fleet.trained)})
 

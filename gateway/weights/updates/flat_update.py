@@ -180,7 +180,9 @@ class FlatUpdate:
         scribe = group.scribe
         async with self._machine.step(update, "store", leaving=group.members):
             size = _checkpoint_bytes(group)
-            update.draft = await self._parts.snapshots.draft(self._parts.fleet.version, size) if scribe else None
+            update.draft = (
+                await self._parts.snapshots.draft(self._parts.fleet.settled_version, size) if scribe else None
+            )
         async with self._machine.step(update, "receipt", leaving=group.members):
             # A restored replica drops its receipt.
             await self._parts.catch_up.settled(group.members, timeout_s)

@@ -40,7 +40,9 @@ class RelayUpdate:
         self._machine.check_none_open()
         members = await self._store.loaders()
         in_flight = self._parts.pauses.in_flight(members, in_flight)
-        draft = await self._parts.snapshots.claim(self._parts.fleet.version, max(map(checkpoint_bytes, members)))
+        draft = await self._parts.snapshots.claim(
+            self._parts.fleet.settled_version, max(map(checkpoint_bytes, members))
+        )
         try:
             await self._relay.begin(draft, members[0].info.model)
         except BaseException:

@@ -295,3 +295,38 @@ def test_a_store_is_not_kept_where_another_user_may_replace_it(tmp_path: Path, m
     monkeypatch.setattr(Path, "lstat", lstat_with_others({tmp_path / "theirs"}))
     with pytest.raises(StoreFailed, match=f"theirs belongs to user {THEIRS}"):
         WeightStore(tmp_path / "theirs" / "store")
+
+
+def test_folders_of_others_stay(store: WeightStore) -> None:
+    """A user may name a folder that holds something already."""
+    theirs = [store.folder / name for name in ("v1", "v7", "v03", "draft-paper", "draft-" + "0" * 31)]
+    for folder in theirs:
+        folder.mkdir()
+        (folder / "notes.txt").write_text("mine")
+    store.promote(written(store, 3), 3, None)
+    shutil.copytree(store.path(3), store.folder / "v9")
+    store.sweep()
+    store.prune(served=10, keep=1)
+    assert all((folder / "notes.txt").is_file() for folder in theirs)
+    assert (store.folder / "v9").is_dir()
+    assert not store.path(3).exists()
+
+
+def test_a_version_replaces_no_folder_of_others(store: WeightStore) -> None:
+    theirs = store.folder / "v1"
+    theirs.mkdir()
+    (theirs / "notes.txt").write_text("mine")
+    with pytest.raises(StoreFailed, match=r"v1 is no weight version: give weights\.store a folder of its own"):
+        store.promote(written(store, 1), 1, None)
+    assert (theirs / "notes.txt").read_text() == "mine"
+    assert store.versions == []
+
+
+@pytest.mark.parametrize("name", [".holders.json", ".highest.json"])
+def test_a_damaged_note_ends_with_the_next(store: WeightStore, name: str) -> None:
+    store.note_held(3, ["engine-0@1"])
+    (store.folder / name).write_bytes(b"")
+    with pytest.raises(StoreFailed, match="cannot be read"):
+        store.held_by("engine-0@1")
+    store.note_held(4, ["engine-1@1"])
+    assert store.held_by("engine-1@1") == Note(4, 4)

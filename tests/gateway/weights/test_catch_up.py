@@ -20,6 +20,7 @@ from engines.sim.worker import SimWorker
 from engines.store.draft import Draft, claim_draft, raw
 from engines.store.manifest import Manifest, check_bytes
 from engines.store.weight_store import WeightStore, remove_folder
+from engines.types import ReplicaInfo
 from gateway.config.schema import CanaryConfig
 from gateway.fleet.replica import Replica
 from gateway.weights import catch_up
@@ -364,6 +365,34 @@ async def test_a_gateway_started_anew_serves_and_hands_out_the_version_of_its_en
     await again.until(BOTH_SERVE)
     assert await greedy(again) == said
     assert await served_versions(again) == {1}
+
+
+@pytest.mark.parametrize("first_found", [[], ["engine-1"]])
+async def test_a_trainer_that_asks_before_all_replicas_are_found_costs_no_version(
+    kept: Rig, start: StartRig, folder: Path, monkeypatch: pytest.MonkeyPatch, first_found: list[str]
+) -> None:
+    """A gateway and a replica that start anew do not know yet that another holds version 1."""
+    await kept.stop_gateway()
+    await kept.replicas[1].kill()
+    await kept.add_replica("engine-1", seed=1)
+    discover, listen, looks = Rig._discover, Rig.listen, iter([first_found])
+
+    async def found(self: Rig) -> list[ReplicaInfo]:
+        there = await discover(self)
+        names = next(looks, None)
+        return there if names is None else [info for info in there if info.replica_id in names]
+
+    async def asked(self: Rig) -> Rig:
+        await listen(self)
+        assert (await self.get("/v1/weight_store"))[0] == 200
+        return self
+
+    monkeypatch.setattr(Rig, "_discover", found)
+    monkeypatch.setattr(Rig, "listen", asked)
+    again = await start(kept.replicas)
+    await again.until(BOTH_SERVE)
+    assert await served_versions(again) == {1}
+    assert "v1" in folders(folder)
 
 
 async def test_a_gateway_that_dies_during_an_update_leaves_no_mixture_that_serves(

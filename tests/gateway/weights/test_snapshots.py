@@ -227,3 +227,19 @@ def written(folder: Path) -> str:
 
 def folders(place: Path) -> list[str]:
     return [path.name for path in place.iterdir() if path.is_dir()]
+
+
+@pytest.mark.parametrize(
+    ("index", "reason"), [('{"weight_map": {"a": "model-1.safetensors"}}', ""), ("{", "Expecting property name")]
+)
+async def test_a_checkpoint_whose_files_are_elsewhere_or_damaged_ends_no_gateway(
+    tmp_path: Path, index: str, reason: str
+) -> None:
+    checkpoint = tmp_path / "checkpoint"
+    checkpoint.mkdir()
+    (checkpoint / "model.safetensors.index.json").write_text(index)
+    snapshots = Snapshots(WeightsConfig(store=str(tmp_path / "store")), "app", lambda: checkpoint)
+    await snapshots.open()
+    assert reason in snapshots.report()["reason"]
+    assert bool(snapshots.report()["reason"]) == bool(reason)
+    await snapshots.close()

@@ -141,7 +141,7 @@ class Snapshots:
         return asyncio.get_running_loop().run_in_executor(self._threads, call, *arguments)
 
     async def make_room(self, served: int | None) -> None:
-        """Keep the served version alone beside one that is about to be written; all while the fleet's is not settled."""
+        """Keep the served version alone beside one that is about to be written; all versions where it is None."""
         await self.removed()
         if self._store is not None:
             if served is not None:

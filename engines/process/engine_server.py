@@ -21,7 +21,7 @@ from engines.errors import ConfigError, DeadlineExceeded, EngineError, EngineSta
 from engines.gpus import visible_gpus
 from engines.model_folder import is_quantised, model_folder
 from engines.process.diagnosis import diagnose, last_error
-from engines.process.engine_log import doing, forget_old_logs, read_tail
+from engines.process.engine_log import doing, forget_old_logs
 from engines.process.launch import VLLM_WORKER, engine_command
 from engines.process.process import Command, EngineProcess
 from engines.types import Dialect, EngineKind, ReplicaInfo, TensorMeta
@@ -31,6 +31,7 @@ _PROBE_INTERVAL_S = 0.2
 # The only failure after which SGLang neither serves nor ends.
 _NO_PORT = "error while attempting to bind on address"
 _COARSE_INTERVAL = 16
+_PAGE = bytes(4096)
 # Below those that the kernel gives to programs that ask for any, one of which could get it before its user binds it.
 _PORTS = range(20_000, 30_000)
 
@@ -61,7 +62,7 @@ class EngineServer:
 
     async def start(self) -> ReplicaInfo:
         """Start, wait for health, warm up. Raises `EngineStartFailed`, whose first line gives the reason, and
-        `ConfigError` where nothing can be started.
+        `ConfigError` where nothing can be started. A start that fails or is cancelled leaves no process.
 
         A failure that may be transient is retried once here, since Serve is configured to give up at the first.
         """
@@ -77,9 +78,9 @@ class EngineServer:
         assert self._process is not None
         assert self._engine is not None
         if (code := self._process.exit_code) is not None:
-            why, _ = self._why(self._process, f"the engine ended with {code}")
             # If the guard was killed, orphaned processes may still answer: end them.
             await self._process.stop()
+            why, _ = self._why(self._process, f"the engine ended with {code}")
             raise EngineError(f"{why}\n{_last_words(self._process)}", replica_id=self._replica_id)
         await self._engine.health(_PROBE_TIMEOUT_S)
 
@@ -91,6 +92,13 @@ class EngineServer:
 
     async def _start_once(self) -> ReplicaInfo:
         await self.stop()
+        try:
+            return await self._started()
+        except BaseException:  # also a cancelled start: its engine would keep the GPU
+            await self.stop()
+            raise
+
+    async def _started(self) -> ReplicaInfo:
         config, port = self._config, free_port()
         await asyncio.to_thread(self._check_log_folder)
         log_path = config.log_folder / f"{self._replica_id}-{time.strftime('%Y%m%d-%H%M%S')}-{port}.log"
@@ -118,16 +126,18 @@ class EngineServer:
             why, may_pass = self._why_late(process), False
         except (EngineError, DeadlineExceeded) as error:
             why, may_pass = self._why(process, str(error))
-        words = _last_words(process)
-        await self.stop()
-        raise EngineStartFailed(f"{why}\n{words}", replica_id=self._replica_id, may_pass=may_pass)
+        except (LookupError, TypeError, OSError) as error:
+            why, may_pass = f"the engine describes itself in a way that is not understood: {error!r}", False
+        raise EngineStartFailed(f"{why}\n{_last_words(process)}", replica_id=self._replica_id, may_pass=may_pass)
 
     def _check_log_folder(self) -> None:
         """Raise `ConfigError` where no log can be written."""
         folder = self._config.log_folder
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=folder).close()
+            with tempfile.TemporaryFile(dir=folder) as page:
+                page.write(_PAGE)  # on a full disk a file can be made, and nothing written
+                page.flush()
         except OSError as error:
             raise ConfigError(
                 f"{self._section}.log_dir = {self._config.log_dir!r}: no log can be written there ({error.strerror}); "
@@ -141,13 +151,13 @@ class EngineServer:
             try:
                 return await engine.health(_PROBE_TIMEOUT_S)
             except (EngineError, DeadlineExceeded):
-                if self._config.kind is EngineKind.SGLANG and _NO_PORT in read_tail(process.log_path):
+                if self._config.kind is EngineKind.SGLANG and _NO_PORT in process.log_tail():
                     raise EngineError("the engine's port is taken") from None
                 await asyncio.sleep(_PROBE_INTERVAL_S)
 
     def _why(self, process: EngineProcess, reason: str) -> tuple[str, bool]:
         """Return one line on the failure, and True if a retry may succeed, as after any unknown failure."""
-        log = read_tail(process.log_path)
+        log = process.log_tail()
         if found := diagnose(self._config.kind, log, process.exit_code, self._section):
             return str(found), found.may_pass
         words = last_error(log)
@@ -155,7 +165,7 @@ class EngineServer:
 
     def _why_late(self, process: EngineProcess) -> str:
         limit, key = self._config.start_timeout_s, f"{self._section}.start_timeout_s"
-        stage = doing(read_tail(process.log_path))
+        stage = doing(process.log_tail())
         return f"was not ready within {limit:g} s; last stage: {stage}; raise {key} if it only needs more time"
 
     @property

@@ -7,6 +7,8 @@ import re
 import shlex
 import signal
 import socket
+import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
@@ -23,23 +25,50 @@ from engines.errors import ConfigError, EngineError, EngineStartFailed
 from engines.process import engine_server as server
 from engines.process import launch
 from engines.process.engine_server import EngineServer, expected_tensors, free_port, streams_coarsely
-from engines.process.process import Command
+from engines.process.process import Command, EngineProcess
 from engines.types import EngineKind, ReplicaInfo, TensorMeta
 
 SOON_S = 30.0
+# Answers as an engine does, with the JSON text of `/v1/models` in its second argument.
+ANSWERS = """
+import json, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+PAGES = {"/v1/models": sys.argv[2], "/version": '{"version": "0.32.0"}', "/get_world_size": '{"world_size": 1}',
+    "/openapi.json": '{"paths": {}}'}
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        body = PAGES.get(self.path, "{}").encode()
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+    do_POST = do_GET
+HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
 NewServer = Callable[..., EngineServer]
 
 
 @pytest.fixture
-async def new_server(tmp_path: Path) -> AsyncIterator[NewServer]:
+def processes() -> list[EngineProcess]:
+    """Those that `new_server` has made."""
+    return []
+
+
+@pytest.fixture
+async def new_server(tmp_path: Path, processes: list[EngineProcess]) -> AsyncIterator[NewServer]:
     """Makes servers of a simulated engine: `new_server(max_num_seqs=7)`."""
     servers: list[EngineServer] = []
+
+    def process(*arguments: Any) -> EngineProcess:
+        processes.append(EngineProcess(*arguments))
+        return processes[-1]
 
     def new(**levers: Any) -> EngineServer:
         config = EngineConfig.model_validate(
             {"kind": "sim", "model": "tiny", "log_dir": str(tmp_path), "stop_timeout_s": 5, **levers}
         )
-        servers.append(EngineServer(config, replica_id="engine-0", group="engine", index=3))
+        servers.append(EngineServer(config, replica_id="engine-0", group="engine", index=3, process=process))
         return servers[-1]
 
     yield new
@@ -75,6 +104,11 @@ async def checked_until_it_fails(one: EngineServer) -> None:
     async with asyncio.timeout(SOON_S):
         while True:
             await one.check()
+
+
+def answering(models: str) -> Callable[..., Command]:
+    """Stands where `engine_command` does: the engine answers `/v1/models` with this text."""
+    return lambda _, *, port, index: Command([sys.executable, "-c", ANSWERS, str(port), models])
 
 
 def listens(url: str) -> bool:
@@ -170,6 +204,47 @@ async def test_what_goes_on_answering_when_the_guard_is_killed_is_ended_without_
             await asyncio.sleep(0.01)
     with pytest.raises(EngineError, match="ended with -9"):
         await checked_until_it_fails(one)
+
+
+async def test_what_a_killed_guard_left_is_ended_and_told_also_where_the_log_is_gone(new_server: NewServer) -> None:
+    one = new_server()
+    info = await one.start()
+    os.remove(info.log_path)
+    os.kill(guard_of(info), signal.SIGKILL)
+    with pytest.raises(EngineError, match="ended with -9"):
+        await checked_until_it_fails(one)
+    assert not listens(info.url)
+
+
+async def test_an_engine_that_ends_at_its_start_is_told_also_where_the_log_is_gone(
+    new_server: NewServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "engine_command", lambda *_, **__: Command(["sh", "-c", f"rm {tmp_path}/*; exit 3"]))
+    with pytest.raises(EngineStartFailed, match="the engine ended with 3 before it was ready"):
+        await new_server().start()
+
+
+@pytest.mark.parametrize("models", ['{"data": []}', "{}", "[]"])
+async def test_an_engine_that_does_not_say_what_it_is_is_ended_and_told(
+    new_server: NewServer, processes: list[EngineProcess], monkeypatch: pytest.MonkeyPatch, models: str
+) -> None:
+    monkeypatch.setattr(server, "engine_command", answering(models))
+    with pytest.raises(EngineStartFailed, match="describes itself in a way that is not understood"):
+        await new_server().start()
+    assert [process.exit_code is None for process in processes] == [False]
+
+
+async def test_a_cancelled_start_ends_its_engine(
+    new_server: NewServer, processes: list[EngineProcess], tmp_path: Path
+) -> None:
+    start = asyncio.create_task(new_server().start())
+    async with asyncio.timeout(SOON_S):
+        while not logs(tmp_path):
+            await asyncio.sleep(0.01)
+    start.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await start
+    assert [process.exit_code is None for process in processes] == [False]
 
 
 async def test_a_start_ends_the_engine_before_and_is_another_incarnation(new_server: NewServer) -> None:
@@ -300,3 +375,13 @@ async def test_a_folder_where_no_log_can_be_written_is_named_by_its_key(new_serv
     folder = f"{tmp_path}/file/logs"
     with pytest.raises(ConfigError, match=re.escape(f"engine.log_dir = {folder!r}: no log can be written there")):
         await new_server(log_dir=folder).start()
+
+
+async def test_a_folder_on_a_full_disk_is_named_by_its_key(
+    new_server: NewServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a file on a full disk, `/dev/full` can be opened, and refuses what is written."""
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda **_: os.fdopen(os.open("/dev/full", os.O_WRONLY), "wb"))
+    expected = f"engine.log_dir = {str(tmp_path)!r}: no log can be written there (No space left on device)"
+    with pytest.raises(ConfigError, match=re.escape(expected)):
+        await new_server().start()

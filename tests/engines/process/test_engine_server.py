@@ -169,6 +169,17 @@ def test_updates_of_a_plain_checkpoint_are_checked_also_where_the_engine_quantis
     assert tensors == ((TensorMeta(name="head", dtype="float32", shape=(3, 5)),) if are_known else None)
 
 
+async def test_an_engine_starts_without_the_files_that_its_index_names_and_its_tensors_are_unknown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, new_server: NewServer
+) -> None:
+    """As with `load_format: dummy`."""
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"head": "model-1-of-1.safetensors"}}')
+    monkeypatch.setattr(server, "engine_command", answering('{"data": [{"id": "tiny", "max_model_len": 64}]}'))
+    info = await new_server(kind="vllm", model=str(tmp_path), device="cpu", load_format="dummy").start()
+    assert (info.model, info.tensors) == ("tiny", None)
+
+
 @pytest.mark.parametrize("kind", [EngineKind.VLLM, EngineKind.SGLANG])
 def test_replies_are_read_in_chunks_unless_these_are_short(kind: EngineKind) -> None:
     assert streams_coarsely(EngineConfig(kind=kind))

@@ -2,15 +2,12 @@
 
 import asyncio
 import os
-import socket
 import tempfile
 import textwrap
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from random import SystemRandom
 
 from engines.checkpoint import read_tensors, served_in
 from engines.clients.connect import connect
@@ -23,6 +20,8 @@ from engines.model_folder import is_quantised, model_folder
 from engines.process.diagnosis import diagnose, last_error
 from engines.process.engine_log import doing, forget_old_logs
 from engines.process.launch import VLLM_WORKER, engine_command
+from engines.process.port import HeldPort
+from engines.process.port import free_port as free_port  # for its users elsewhere
 from engines.process.process import Command, EngineProcess
 from engines.types import Dialect, EngineKind, ReplicaInfo, TensorMeta
 
@@ -32,8 +31,6 @@ _PROBE_INTERVAL_S = 0.2
 _NO_PORT = "error while attempting to bind on address"
 _COARSE_INTERVAL = 16
 _PAGE = bytes(4096)
-# Below those that the kernel gives to programs that ask for any, one of which could get it before its user binds it.
-_PORTS = range(20_000, 30_000)
 
 
 class EngineServer:
@@ -56,6 +53,7 @@ class EngineServer:
         self._replica_id = replica_id
         self._group = group
         self._index = index
+        self._port: HeldPort | None = None
         self._process: EngineProcess | None = None
         self._engine: Engine | None = None
         self._has_tee = False
@@ -89,6 +87,8 @@ class EngineServer:
             await self._engine.close()
         if self._process is not None:
             await self._process.stop()
+        if self._port is not None:
+            self._port.release()
 
     async def _start_once(self) -> ReplicaInfo:
         await self.stop()
@@ -99,7 +99,8 @@ class EngineServer:
             raise
 
     async def _started(self) -> ReplicaInfo:
-        config, port = self._config, free_port()
+        self._port = HeldPort()
+        config, port = self._config, self._port.number
         await asyncio.to_thread(self._check_log_folder)
         log_path = config.log_folder / f"{self._replica_id}-{time.strftime('%Y%m%d-%H%M%S')}-{port}.log"
         if config.log_dir == DEFAULT_LOG_DIR:
@@ -121,7 +122,10 @@ class EngineServer:
                 warm_up = {"model": config.served_name, "prompt": [3, 4, 5, 6], "max_tokens": 2, "temperature": 0}
                 await engine.generate("/v1/completions", warm_up, config.start_timeout_s)
                 profiles = str(config.profile_folder(port)) if config.profiling else ""
-                return replace(await self._describe(process, engine), profiles=profiles)
+                info = replace(await self._describe(process, engine), profiles=profiles)
+                # Else another server has answered, which took the port between the draw and the bind.
+                self._check_own(process)
+                return info
         except TimeoutError:
             why, may_pass = self._why_late(process), False
         except (EngineError, DeadlineExceeded) as error:
@@ -146,14 +150,18 @@ class EngineServer:
 
     async def _healthy(self, process: EngineProcess, engine: Engine) -> None:
         while True:
-            if (code := process.exit_code) is not None:
-                raise EngineError(f"the engine ended with {code} before it was ready")
+            self._check_own(process)
             try:
                 return await engine.health(_PROBE_TIMEOUT_S)
             except (EngineError, DeadlineExceeded):
-                if self._config.kind is EngineKind.SGLANG and _NO_PORT in process.log_tail():
-                    raise EngineError("the engine's port is taken") from None
                 await asyncio.sleep(_PROBE_INTERVAL_S)
+
+    def _check_own(self, process: EngineProcess) -> None:
+        """Raise where the engine has ended, or will never serve, whatever answers on its port."""
+        if (code := process.exit_code) is not None:
+            raise EngineError(f"the engine ended with {code} before it was ready")
+        if self._config.kind is EngineKind.SGLANG and _NO_PORT in process.log_tail():
+            raise EngineError("the engine's port is taken")
 
     def _why(self, process: EngineProcess, reason: str) -> tuple[str, bool]:
         """Return one line on the failure, and True if a retry may succeed, as after any unknown failure."""
@@ -245,12 +253,3 @@ def expected_tensors(config: EngineConfig) -> tuple[TensorMeta, ...] | None:
     except OSError:  # the index names files that are not there, which `load_format: dummy` does not read
         return None
     return tensors and served_in(config.dtype, tensors)
-
-
-def free_port() -> int:
-    """Return a loopback port that is free now. Raise `EngineStartFailed` where none of a hundred is."""
-    for port in SystemRandom().sample(_PORTS, 100):
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-    raise EngineStartFailed(f"none of 100 ports from {_PORTS.start} to {_PORTS.stop - 1} is free on this machine")

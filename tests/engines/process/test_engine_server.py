@@ -13,18 +13,22 @@ import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from engines.clients.sglang_engine import SglangEngine
 from engines.clients.vllm_engine import VllmEngine
 from engines.config import EngineConfig
+from engines.engine import Engine
 from engines.errors import ConfigError, EngineError, EngineStartFailed
 from engines.process import engine_server as server
-from engines.process import launch
-from engines.process.engine_server import EngineServer, expected_tensors, free_port, streams_coarsely
+from engines.process import launch, port
+from engines.process.engine_server import EngineServer, expected_tensors, streams_coarsely
+from engines.process.port import HeldPort, free_port
 from engines.process.process import Command, EngineProcess
 from engines.types import EngineKind, ReplicaInfo, TensorMeta
 
@@ -109,6 +113,12 @@ async def checked_until_it_fails(one: EngineServer) -> None:
 def answering(models: str) -> Callable[..., Command]:
     """Stands where `engine_command` does: the engine answers `/v1/models` with this text."""
     return lambda _, *, port, index: Command([sys.executable, "-c", ANSWERS, str(port), models])
+
+
+def draw(monkeypatch: pytest.MonkeyPatch, *ports: int) -> None:
+    """Have the next starts draw these ports, free or not."""
+    drawn = iter(ports)
+    monkeypatch.setattr(server, "HeldPort", lambda: SimpleNamespace(number=next(drawn), release=lambda: None))
 
 
 def listens(url: str) -> bool:
@@ -217,13 +227,18 @@ async def test_what_goes_on_answering_when_the_guard_is_killed_is_ended_without_
         await checked_until_it_fails(one)
 
 
-async def test_what_a_killed_guard_left_is_ended_and_told_also_where_the_log_is_gone(new_server: NewServer) -> None:
+async def test_what_a_killed_guard_left_is_ended_and_told_also_where_the_log_is_gone(
+    new_server: NewServer, processes: list[EngineProcess]
+) -> None:
     one = new_server()
     info = await one.start()
     os.remove(info.log_path)
     os.kill(guard_of(info), signal.SIGKILL)
+    async with asyncio.timeout(SOON_S):
+        while processes[0].exit_code is None:
+            await asyncio.sleep(0.01)
     with pytest.raises(EngineError, match="ended with -9"):
-        await checked_until_it_fails(one)
+        await one.check()
     assert not listens(info.url)
 
 
@@ -317,11 +332,47 @@ async def test_a_port_that_somebody_took_meanwhile_is_left_for_another(
     with socket.socket() as somebody:
         somebody.bind(("127.0.0.1", 0))
         taken, free = somebody.getsockname()[1], free_port()
-        ports = iter([taken, free])
-        monkeypatch.setattr(server, "free_port", lambda: next(ports))
+        draw(monkeypatch, taken, free)
         info = await new_server().start()
     assert info.url == f"http://127.0.0.1:{free}"
     assert len(logs(tmp_path)) == 2, "each start has a log of its own"
+
+
+@pytest.mark.parametrize(("kind", "then"), [("vllm", "exit 1"), ("sglang", "exec sleep 300")])
+async def test_a_server_that_took_the_port_is_not_taken_for_the_engine(
+    new_server: NewServer, monkeypatch: pytest.MonkeyPatch, kind: str, then: str
+) -> None:
+    another = await new_server().start()
+    draw(monkeypatch, *[int(another.url.rpartition(":")[2])] * 2)
+    words = "[Errno 98] error while attempting to bind on address ('127.0.0.1', 1): address already in use"
+    refused = Command(["sh", "-c", f'echo "{words}"; {then}'])
+
+    async def described(_: EngineServer, process: EngineProcess, engine: Engine) -> ReplicaInfo:
+        async with asyncio.timeout(SOON_S):
+            while process.exit_code is None and "exit" in then:
+                await asyncio.sleep(0.01)
+        return another
+
+    monkeypatch.setattr(server, "engine_command", lambda *_, **__: refused)
+    monkeypatch.setattr(EngineServer, "_describe", described)
+    monkeypatch.setattr(SglangEngine, "generate", VllmEngine.generate)  # the other one is a vLLM
+    with pytest.raises(EngineStartFailed, match="another process took the engine's port"):
+        await new_server(kind=kind).start()
+
+
+async def test_a_port_is_held_from_the_start_to_the_stop(
+    new_server: NewServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine binds it later: a probe finds it free until then."""
+    number = free_port()
+    monkeypatch.setattr(port, "_PORTS", range(number, number + 1))
+    monkeypatch.setattr(port, "_is_free", lambda _: True)
+    one = new_server()
+    assert (await one.start()).url == f"http://127.0.0.1:{number}"
+    with pytest.raises(EngineStartFailed, match="none of"):
+        HeldPort()
+    await one.stop()
+    HeldPort().release()
 
 
 async def test_a_failure_that_nobody_knows_is_tried_once_more_and_told_with_the_last_error(
@@ -367,18 +418,6 @@ async def test_a_second_taken_port_is_an_error(
     with pytest.raises(EngineStartFailed, match="Address already in use"):
         await new_server().start()
     assert len(logs(tmp_path)) == 2
-
-
-def test_a_free_port_can_be_bound() -> None:
-    with socket.socket() as mine:
-        mine.bind(("127.0.0.1", free_port()))
-
-
-def test_a_free_port_is_none_that_the_kernel_gives_to_others() -> None:
-    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    if lowest < 30_000:
-        pytest.skip("this machine gives out lower ports too")
-    assert all(free_port() < lowest for _ in range(10))
 
 
 async def test_a_folder_where_no_log_can_be_written_is_named_by_its_key(new_server: NewServer, tmp_path: Path) -> None:

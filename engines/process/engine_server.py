@@ -2,15 +2,12 @@
 
 import asyncio
 import os
-import socket
 import tempfile
 import textwrap
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from random import SystemRandom
 
 from engines.checkpoint import read_tensors, served_in
 from engines.clients.connect import connect
@@ -21,8 +18,10 @@ from engines.errors import ConfigError, DeadlineExceeded, EngineError, EngineSta
 from engines.gpus import visible_gpus
 from engines.model_folder import is_quantised, model_folder
 from engines.process.diagnosis import diagnose, last_error
-from engines.process.engine_log import doing, forget_old_logs, read_tail
+from engines.process.engine_log import doing, forget_old_logs
 from engines.process.launch import VLLM_WORKER, engine_command
+from engines.process.port import HeldPort
+from engines.process.port import free_port as free_port  # for its users elsewhere
 from engines.process.process import Command, EngineProcess
 from engines.types import Dialect, EngineKind, ReplicaInfo, TensorMeta
 
@@ -31,8 +30,7 @@ _PROBE_INTERVAL_S = 0.2
 # The only failure after which SGLang neither serves nor ends.
 _NO_PORT = "error while attempting to bind on address"
 _COARSE_INTERVAL = 16
-# Below those that the kernel gives to programs that ask for any, one of which could get it before its user binds it.
-_PORTS = range(20_000, 30_000)
+_PAGE = bytes(4096)
 
 
 class EngineServer:
@@ -55,13 +53,14 @@ class EngineServer:
         self._replica_id = replica_id
         self._group = group
         self._index = index
+        self._port: HeldPort | None = None
         self._process: EngineProcess | None = None
         self._engine: Engine | None = None
         self._has_tee = False
 
     async def start(self) -> ReplicaInfo:
         """Start, wait for health, warm up. Raises `EngineStartFailed`, whose first line gives the reason, and
-        `ConfigError` where nothing can be started.
+        `ConfigError` where nothing can be started. A start that fails or is cancelled leaves no process.
 
         A failure that may be transient is retried once here, since Serve is configured to give up at the first.
         """
@@ -77,9 +76,9 @@ class EngineServer:
         assert self._process is not None
         assert self._engine is not None
         if (code := self._process.exit_code) is not None:
-            why, _ = self._why(self._process, f"the engine ended with {code}")
             # If the guard was killed, orphaned processes may still answer: end them.
             await self._process.stop()
+            why, _ = self._why(self._process, f"the engine ended with {code}")
             raise EngineError(f"{why}\n{_last_words(self._process)}", replica_id=self._replica_id)
         await self._engine.health(_PROBE_TIMEOUT_S)
 
@@ -88,10 +87,20 @@ class EngineServer:
             await self._engine.close()
         if self._process is not None:
             await self._process.stop()
+        if self._port is not None:
+            self._port.release()
 
     async def _start_once(self) -> ReplicaInfo:
         await self.stop()
-        config, port = self._config, free_port()
+        try:
+            return await self._started()
+        except BaseException:  # also a cancelled start: its engine would keep the GPU
+            await self.stop()
+            raise
+
+    async def _started(self) -> ReplicaInfo:
+        self._port = HeldPort()
+        config, port = self._config, self._port.number
         await asyncio.to_thread(self._check_log_folder)
         log_path = config.log_folder / f"{self._replica_id}-{time.strftime('%Y%m%d-%H%M%S')}-{port}.log"
         if config.log_dir == DEFAULT_LOG_DIR:
@@ -113,21 +122,26 @@ class EngineServer:
                 warm_up = {"model": config.served_name, "prompt": [3, 4, 5, 6], "max_tokens": 2, "temperature": 0}
                 await engine.generate("/v1/completions", warm_up, config.start_timeout_s)
                 profiles = str(config.profile_folder(port)) if config.profiling else ""
-                return replace(await self._describe(process, engine), profiles=profiles)
+                info = replace(await self._describe(process, engine), profiles=profiles)
+                # Else another server has answered, which took the port between the draw and the bind.
+                self._check_own(process)
+                return info
         except TimeoutError:
             why, may_pass = self._why_late(process), False
         except (EngineError, DeadlineExceeded) as error:
             why, may_pass = self._why(process, str(error))
-        words = _last_words(process)
-        await self.stop()
-        raise EngineStartFailed(f"{why}\n{words}", replica_id=self._replica_id, may_pass=may_pass)
+        except (LookupError, TypeError, OSError) as error:
+            why, may_pass = f"the engine describes itself in a way that is not understood: {error!r}", False
+        raise EngineStartFailed(f"{why}\n{_last_words(process)}", replica_id=self._replica_id, may_pass=may_pass)
 
     def _check_log_folder(self) -> None:
         """Raise `ConfigError` where no log can be written."""
         folder = self._config.log_folder
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=folder).close()
+            with tempfile.TemporaryFile(dir=folder) as page:
+                page.write(_PAGE)  # on a full disk a file can be made, and nothing written
+                page.flush()
         except OSError as error:
             raise ConfigError(
                 f"{self._section}.log_dir = {self._config.log_dir!r}: no log can be written there ({error.strerror}); "
@@ -136,18 +150,22 @@ class EngineServer:
 
     async def _healthy(self, process: EngineProcess, engine: Engine) -> None:
         while True:
-            if (code := process.exit_code) is not None:
-                raise EngineError(f"the engine ended with {code} before it was ready")
+            self._check_own(process)
             try:
                 return await engine.health(_PROBE_TIMEOUT_S)
             except (EngineError, DeadlineExceeded):
-                if self._config.kind is EngineKind.SGLANG and _NO_PORT in read_tail(process.log_path):
-                    raise EngineError("the engine's port is taken") from None
                 await asyncio.sleep(_PROBE_INTERVAL_S)
+
+    def _check_own(self, process: EngineProcess) -> None:
+        """Raise where the engine has ended, or will never serve, whatever answers on its port."""
+        if (code := process.exit_code) is not None:
+            raise EngineError(f"the engine ended with {code} before it was ready")
+        if self._config.kind is EngineKind.SGLANG and _NO_PORT in process.log_tail():
+            raise EngineError("the engine's port is taken")
 
     def _why(self, process: EngineProcess, reason: str) -> tuple[str, bool]:
         """Return one line on the failure, and True if a retry may succeed, as after any unknown failure."""
-        log = read_tail(process.log_path)
+        log = process.log_tail()
         if found := diagnose(self._config.kind, log, process.exit_code, self._section):
             return str(found), found.may_pass
         words = last_error(log)
@@ -155,7 +173,7 @@ class EngineServer:
 
     def _why_late(self, process: EngineProcess) -> str:
         limit, key = self._config.start_timeout_s, f"{self._section}.start_timeout_s"
-        stage = doing(read_tail(process.log_path))
+        stage = doing(process.log_tail())
         return f"was not ready within {limit:g} s; last stage: {stage}; raise {key} if it only needs more time"
 
     @property
@@ -230,14 +248,8 @@ def expected_tensors(config: EngineConfig) -> tuple[TensorMeta, ...] | None:
     # takes the trainer's tensors, and quantises them in each update.
     if folder is None or is_quantised(folder):
         return None
-    tensors = read_tensors(folder)
+    try:
+        tensors = read_tensors(folder)
+    except OSError:  # the index names files that are not there, which `load_format: dummy` does not read
+        return None
     return tensors and served_in(config.dtype, tensors)
-
-
-def free_port() -> int:
-    """Return a loopback port that is free now. Raise `EngineStartFailed` where none of a hundred is."""
-    for port in SystemRandom().sample(_PORTS, 100):
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-    raise EngineStartFailed(f"none of 100 ports from {_PORTS.start} to {_PORTS.stop - 1} is free on this machine")

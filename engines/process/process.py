@@ -86,9 +86,17 @@ class EngineProcess:
         """None while it runs."""
         return self._guard.poll() if self._guard else None
 
+    def log_tail(self) -> str:
+        """Return the last 1 MiB of the log; "" where it cannot be read, as after somebody has removed it: the failure
+        that it is read for has to be told."""
+        try:
+            return read_tail(self.log_path)
+        except OSError:
+            return ""
+
     def last_words(self, lines: int = 20) -> str:
-        """Return the last `lines` of the log."""
-        return "\n".join(read_tail(self.log_path).splitlines()[-lines:])
+        """Return the last `lines` of the log; "" where it cannot be read."""
+        return "\n".join(self.log_tail().splitlines()[-lines:])
 
     async def stop(self) -> None:
         """End the whole process tree and wait for its end."""

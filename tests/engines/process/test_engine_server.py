@@ -7,39 +7,72 @@ import re
 import shlex
 import signal
 import socket
+import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from engines.clients.sglang_engine import SglangEngine
 from engines.clients.vllm_engine import VllmEngine
 from engines.config import EngineConfig
+from engines.engine import Engine
 from engines.errors import ConfigError, EngineError, EngineStartFailed
 from engines.process import engine_server as server
-from engines.process import launch
-from engines.process.engine_server import EngineServer, expected_tensors, free_port, streams_coarsely
-from engines.process.process import Command
+from engines.process import launch, port
+from engines.process.engine_server import EngineServer, expected_tensors, streams_coarsely
+from engines.process.port import HeldPort, free_port
+from engines.process.process import Command, EngineProcess
 from engines.types import EngineKind, ReplicaInfo, TensorMeta
 
 SOON_S = 30.0
+# Answers as an engine does, with the JSON text of `/v1/models` in its second argument.
+ANSWERS = """
+import json, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+PAGES = {"/v1/models": sys.argv[2], "/version": '{"version": "0.32.0"}', "/get_world_size": '{"world_size": 1}',
+    "/openapi.json": '{"paths": {}}'}
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        body = PAGES.get(self.path, "{}").encode()
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+    do_POST = do_GET
+HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
 NewServer = Callable[..., EngineServer]
 
 
 @pytest.fixture
-async def new_server(tmp_path: Path) -> AsyncIterator[NewServer]:
+def processes() -> list[EngineProcess]:
+    """Those that `new_server` has made."""
+    return []
+
+
+@pytest.fixture
+async def new_server(tmp_path: Path, processes: list[EngineProcess]) -> AsyncIterator[NewServer]:
     """Makes servers of a simulated engine: `new_server(max_num_seqs=7)`."""
     servers: list[EngineServer] = []
+
+    def process(*arguments: Any) -> EngineProcess:
+        processes.append(EngineProcess(*arguments))
+        return processes[-1]
 
     def new(**levers: Any) -> EngineServer:
         config = EngineConfig.model_validate(
             {"kind": "sim", "model": "tiny", "log_dir": str(tmp_path), "stop_timeout_s": 5, **levers}
         )
-        servers.append(EngineServer(config, replica_id="engine-0", group="engine", index=3))
+        servers.append(EngineServer(config, replica_id="engine-0", group="engine", index=3, process=process))
         return servers[-1]
 
     yield new
@@ -75,6 +108,17 @@ async def checked_until_it_fails(one: EngineServer) -> None:
     async with asyncio.timeout(SOON_S):
         while True:
             await one.check()
+
+
+def answering(models: str) -> Callable[..., Command]:
+    """Stands where `engine_command` does: the engine answers `/v1/models` with this text."""
+    return lambda _, *, port, index: Command([sys.executable, "-c", ANSWERS, str(port), models])
+
+
+def draw(monkeypatch: pytest.MonkeyPatch, *ports: int) -> None:
+    """Have the next starts draw these ports, free or not."""
+    drawn = iter(ports)
+    monkeypatch.setattr(server, "HeldPort", lambda: SimpleNamespace(number=next(drawn), release=lambda: None))
 
 
 def listens(url: str) -> bool:
@@ -135,6 +179,17 @@ def test_updates_of_a_plain_checkpoint_are_checked_also_where_the_engine_quantis
     assert tensors == ((TensorMeta(name="head", dtype="float32", shape=(3, 5)),) if are_known else None)
 
 
+async def test_an_engine_starts_without_the_files_that_its_index_names_and_its_tensors_are_unknown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, new_server: NewServer
+) -> None:
+    """As with `load_format: dummy`."""
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"head": "model-1-of-1.safetensors"}}')
+    monkeypatch.setattr(server, "engine_command", answering('{"data": [{"id": "tiny", "max_model_len": 64}]}'))
+    info = await new_server(kind="vllm", model=str(tmp_path), device="cpu", load_format="dummy").start()
+    assert (info.model, info.tensors) == ("tiny", None)
+
+
 @pytest.mark.parametrize("kind", [EngineKind.VLLM, EngineKind.SGLANG])
 def test_replies_are_read_in_chunks_unless_these_are_short(kind: EngineKind) -> None:
     assert streams_coarsely(EngineConfig(kind=kind))
@@ -170,6 +225,52 @@ async def test_what_goes_on_answering_when_the_guard_is_killed_is_ended_without_
             await asyncio.sleep(0.01)
     with pytest.raises(EngineError, match="ended with -9"):
         await checked_until_it_fails(one)
+
+
+async def test_what_a_killed_guard_left_is_ended_and_told_also_where_the_log_is_gone(
+    new_server: NewServer, processes: list[EngineProcess]
+) -> None:
+    one = new_server()
+    info = await one.start()
+    os.remove(info.log_path)
+    os.kill(guard_of(info), signal.SIGKILL)
+    async with asyncio.timeout(SOON_S):
+        while processes[0].exit_code is None:
+            await asyncio.sleep(0.01)
+    with pytest.raises(EngineError, match="ended with -9"):
+        await one.check()
+    assert not listens(info.url)
+
+
+async def test_an_engine_that_ends_at_its_start_is_told_also_where_the_log_is_gone(
+    new_server: NewServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "engine_command", lambda *_, **__: Command(["sh", "-c", f"rm {tmp_path}/*; exit 3"]))
+    with pytest.raises(EngineStartFailed, match="the engine ended with 3 before it was ready"):
+        await new_server().start()
+
+
+@pytest.mark.parametrize("models", ['{"data": []}', "{}", "[]"])
+async def test_an_engine_that_does_not_say_what_it_is_is_ended_and_told(
+    new_server: NewServer, processes: list[EngineProcess], monkeypatch: pytest.MonkeyPatch, models: str
+) -> None:
+    monkeypatch.setattr(server, "engine_command", answering(models))
+    with pytest.raises(EngineStartFailed, match="describes itself in a way that is not understood"):
+        await new_server().start()
+    assert [process.exit_code is None for process in processes] == [False]
+
+
+async def test_a_cancelled_start_ends_its_engine(
+    new_server: NewServer, processes: list[EngineProcess], tmp_path: Path
+) -> None:
+    start = asyncio.create_task(new_server().start())
+    async with asyncio.timeout(SOON_S):
+        while not logs(tmp_path):
+            await asyncio.sleep(0.01)
+    start.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await start
+    assert [process.exit_code is None for process in processes] == [False]
 
 
 async def test_a_start_ends_the_engine_before_and_is_another_incarnation(new_server: NewServer) -> None:
@@ -231,11 +332,47 @@ async def test_a_port_that_somebody_took_meanwhile_is_left_for_another(
     with socket.socket() as somebody:
         somebody.bind(("127.0.0.1", 0))
         taken, free = somebody.getsockname()[1], free_port()
-        ports = iter([taken, free])
-        monkeypatch.setattr(server, "free_port", lambda: next(ports))
+        draw(monkeypatch, taken, free)
         info = await new_server().start()
     assert info.url == f"http://127.0.0.1:{free}"
     assert len(logs(tmp_path)) == 2, "each start has a log of its own"
+
+
+@pytest.mark.parametrize(("kind", "then"), [("vllm", "exit 1"), ("sglang", "exec sleep 300")])
+async def test_a_server_that_took_the_port_is_not_taken_for_the_engine(
+    new_server: NewServer, monkeypatch: pytest.MonkeyPatch, kind: str, then: str
+) -> None:
+    another = await new_server().start()
+    draw(monkeypatch, *[int(another.url.rpartition(":")[2])] * 2)
+    words = "[Errno 98] error while attempting to bind on address ('127.0.0.1', 1): address already in use"
+    refused = Command(["sh", "-c", f'echo "{words}"; {then}'])
+
+    async def described(_: EngineServer, process: EngineProcess, engine: Engine) -> ReplicaInfo:
+        async with asyncio.timeout(SOON_S):
+            while process.exit_code is None and "exit" in then:
+                await asyncio.sleep(0.01)
+        return another
+
+    monkeypatch.setattr(server, "engine_command", lambda *_, **__: refused)
+    monkeypatch.setattr(EngineServer, "_describe", described)
+    monkeypatch.setattr(SglangEngine, "generate", VllmEngine.generate)  # the other one is a vLLM
+    with pytest.raises(EngineStartFailed, match="another process took the engine's port"):
+        await new_server(kind=kind).start()
+
+
+async def test_a_port_is_held_from_the_start_to_the_stop(
+    new_server: NewServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine binds it later: a probe finds it free until then."""
+    number = free_port()
+    monkeypatch.setattr(port, "_PORTS", range(number, number + 1))
+    monkeypatch.setattr(port, "_is_free", lambda _: True)
+    one = new_server()
+    assert (await one.start()).url == f"http://127.0.0.1:{number}"
+    with pytest.raises(EngineStartFailed, match="none of"):
+        HeldPort()
+    await one.stop()
+    HeldPort().release()
 
 
 async def test_a_failure_that_nobody_knows_is_tried_once_more_and_told_with_the_last_error(
@@ -283,20 +420,18 @@ async def test_a_second_taken_port_is_an_error(
     assert len(logs(tmp_path)) == 2
 
 
-def test_a_free_port_can_be_bound() -> None:
-    with socket.socket() as mine:
-        mine.bind(("127.0.0.1", free_port()))
-
-
-def test_a_free_port_is_none_that_the_kernel_gives_to_others() -> None:
-    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    if lowest < 30_000:
-        pytest.skip("this machine gives out lower ports too")
-    assert all(free_port() < lowest for _ in range(10))
-
-
 async def test_a_folder_where_no_log_can_be_written_is_named_by_its_key(new_server: NewServer, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     folder = f"{tmp_path}/file/logs"
     with pytest.raises(ConfigError, match=re.escape(f"engine.log_dir = {folder!r}: no log can be written there")):
         await new_server(log_dir=folder).start()
+
+
+async def test_a_folder_on_a_full_disk_is_named_by_its_key(
+    new_server: NewServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a file on a full disk, `/dev/full` can be opened, and refuses what is written."""
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda **_: os.fdopen(os.open("/dev/full", os.O_WRONLY), "wb"))
+    expected = f"engine.log_dir = {str(tmp_path)!r}: no log can be written there (No space left on device)"
+    with pytest.raises(ConfigError, match=re.escape(expected)):
+        await new_server().start()

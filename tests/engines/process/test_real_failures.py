@@ -4,6 +4,7 @@ import asyncio
 import shutil
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ import pytest
 from engines.config import EngineConfig
 from engines.errors import EngineStartFailed
 from engines.process import engine_server as server
-from engines.process.engine_server import EngineServer, free_port
+from engines.process.engine_server import EngineServer
+from engines.process.port import free_port
 from examples.tiny_model.task import COMMITTED
 from tests.rigs.engines import real_sglang, real_vllm
 
@@ -90,7 +92,7 @@ def test_an_sglang_that_loses_its_port_while_it_loads_gets_another(
         somebody.bind(("127.0.0.1", 0))
         somebody.listen()
         ports = iter([somebody.getsockname()[1], free_port()])
-        monkeypatch.setattr(server, "free_port", lambda: next(ports))
+        monkeypatch.setattr(server, "HeldPort", lambda: SimpleNamespace(number=next(ports), release=lambda: None))
         url = asyncio.run(_url_once_started(real_sglang.engine_config(COMMITTED, tmp_path)))
         assert len(list(tmp_path.iterdir())) == 2
         assert url != f"http://127.0.0.1:{somebody.getsockname()[1]}"

@@ -1,0 +1,89 @@
+"""Ports of servers: free, below the kernel's own, and held by one start of a machine."""
+
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from engines.errors import EngineStartFailed
+from engines.process import port
+from engines.process.port import HeldPort, free_port
+
+HOLDS = """
+import sys
+from engines.process import port
+port._PORTS = range(int(sys.argv[1]), int(sys.argv[1]) + 1)
+held = port.HeldPort()
+print(held.number, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def only(monkeypatch: pytest.MonkeyPatch) -> int:
+    """The only port that can be drawn."""
+    number = free_port()
+    monkeypatch.setattr(port, "_PORTS", range(number, number + 1))
+    return number
+
+
+@pytest.fixture
+def holder(only: int) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that holds the port."""
+    command = [sys.executable, "-c", HOLDS, str(only)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert int(process.stdout.readline()) == only
+        yield process
+        process.kill()
+
+
+def test_a_free_port_can_be_bound() -> None:
+    with socket.socket() as mine:
+        mine.bind(("127.0.0.1", free_port()))
+
+
+def test_a_free_port_is_none_that_the_kernel_gives_to_others() -> None:
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    if lowest < 30_000:
+        pytest.skip("this machine gives out lower ports too")
+    assert all(free_port() < lowest for _ in range(10))
+
+
+def test_a_port_that_is_bound_is_not_drawn(only: int) -> None:
+    with socket.socket() as another:
+        another.bind(("127.0.0.1", only))
+        with pytest.raises(EngineStartFailed, match="free on this machine"):
+            HeldPort()
+    assert free_port() == only
+
+
+def test_a_held_port_is_not_drawn_until_it_is_released(only: int) -> None:
+    held = HeldPort()
+    for draw in (HeldPort, free_port):
+        with pytest.raises(EngineStartFailed, match="free on this machine"):
+            draw()
+    held.release()
+    held.release()
+    assert free_port() == only
+
+
+def test_a_port_of_another_process_is_not_drawn_until_that_is_killed(
+    only: int, holder: subprocess.Popen[bytes]
+) -> None:
+    with pytest.raises(EngineStartFailed, match="free on this machine"):
+        HeldPort()
+    holder.kill()
+    holder.wait()
+    assert free_port() == only
+
+
+def test_a_process_started_meanwhile_does_not_hold_the_port(only: int) -> None:
+    held = HeldPort()
+    with subprocess.Popen(["sleep", "60"]) as child:
+        held.release()
+        assert free_port() == only
+        child.kill()

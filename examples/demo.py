@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from engines.process.engine_server import free_port
+from engines.process.port import free_port
 from examples.picture import draw
 from gateway.cli.cluster.progress import shown
 from gateway.cli.down import down

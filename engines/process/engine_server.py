@@ -21,7 +21,6 @@ from engines.process.diagnosis import diagnose, last_error
 from engines.process.engine_log import doing, forget_old_logs
 from engines.process.launch import VLLM_WORKER, engine_command
 from engines.process.port import HeldPort
-from engines.process.port import free_port as free_port  # for its users elsewhere
 from engines.process.process import Command, EngineProcess
 from engines.types import Dialect, EngineKind, ReplicaInfo, TensorMeta
 

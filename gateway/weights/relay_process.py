@@ -23,7 +23,7 @@ from engines.errors import (
     WeightUpdateConflict,
     WeightUpdateFailed,
 )
-from engines.process.engine_server import free_port
+from engines.process.port import free_port
 from engines.process.process import Command, EngineProcess
 from gateway.config.schema import WeightsConfig
 

@@ -34,7 +34,7 @@ import aiohttp
 import orjson
 
 from engines.config import SimConfig
-from engines.process.engine_server import free_port
+from engines.process.port import free_port
 from engines.types import InFlight
 from gateway.cli.cluster.ray_head import SERVE_ENVIRONMENT
 from gateway.config.schema import Config

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from engines.process.engine_server import free_port
+from engines.process.port import free_port
 from gateway.cli.cluster.progress import shown
 from gateway.cli.down import down
 from gateway.cli.up import up

@@ -16,7 +16,7 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from engines.process.engine_server import free_port
+from engines.process.port import free_port
 
 _START_S = 60.0
 _STOP_S = 10.0

@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from engines.process.engine_server import free_port
+from engines.process.port import free_port
 
 ROOT = Path(__file__).parents[2]
 _BOUND_S = 300.0  # a hang

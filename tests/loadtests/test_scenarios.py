@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engines.process.engine_server import free_port
+from engines.process.port import free_port
 from tests.loadtests.locust_runs import locust
 from tests.rigs.rig import Rig, StartRig
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from engines.process.engine_server import free_port
+from engines.process.port import free_port
 
 START_S = 300.0
 RESTART_S = 300.0

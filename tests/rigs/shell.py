@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from engines.process.engine_server import free_port
+from engines.process.port import free_port
 from gateway.cli import main as cli
 
 SCRIPT = Path(sys.executable).with_name("rollout-gateway")

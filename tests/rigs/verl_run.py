@@ -17,7 +17,7 @@ from operator import ge
 from pathlib import Path
 from typing import Any
 
-from engines.process.engine_server import free_port
+from engines.process.port import free_port
 
 ROOT = Path(__file__).parents[2]
 BIN = ROOT / ".venv" / "bin"

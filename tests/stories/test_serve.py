@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from engines.process.engine_server import free_port
+from engines.process.port import free_port
 from gateway.ledger.ledger import default_file
 from gateway.weights.snapshots import in_memory
 from tests.rigs.ray_app import RESTART_S, App, wait_until

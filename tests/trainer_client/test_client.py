@@ -23,7 +23,7 @@ from engines.errors import (
     UnknownModel,
     WeightUpdateConflict,
 )
-from engines.process.engine_server import free_port
+from engines.process.port import free_port
 from engines.types import PauseMode
 from gateway.api import error_body
 from tests.rigs.rig import MAX_MODEL_LEN, Rig, StartRig

@@ -9,7 +9,7 @@ import pytest
 
 from engines.config import SimConfig
 from engines.errors import DeadlineExceeded, EngineFailed, GatewayUnreachable, InvalidRequest, RolloutGatewayError
-from engines.process.engine_server import free_port
+from engines.process.port import free_port
 from tests.rigs.forked_gateway import ForkedGateway
 from tests.rigs.rig import MAX_MODEL_LEN, Rig, SimReplica
 from trainer_client import (

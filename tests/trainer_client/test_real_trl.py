@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("vllm")
 pytest.importorskip("trl")
 
-from engines.process.engine_server import free_port
+from engines.process.port import free_port
 from examples.tiny_model.task import COMMITTED
 from tests.rigs.engines.real_vllm import RealFleet, app, engine_config
 from tests.running.client_records import runs_client, vllm_replicas

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from engines.config import SimConfig
-from engines.process.engine_server import free_port
+from engines.process.port import free_port
 from tests.rigs.forked_gateway import ForkedGateway
 from tests.rigs.rig import SimReplica
 from trainer_client import RolloutClient, SamplingParams

@@ -11,7 +11,7 @@ import pytest
 
 from engines.config import SimConfig
 from engines.errors import DeadlineExceeded, GatewayUnreachable, IdTaken, InvalidRequest, RolloutGatewayError
-from engines.process.engine_server import free_port
+from engines.process.port import free_port
 from gateway.api import error_of
 from tests.rigs.forked_gateway import ForkedGateway
 from tests.rigs.rig import Rig, SimReplica, StartRig

@@ -15,7 +15,7 @@ pytest.importorskip("torch")
 import torch
 
 from engines.errors import WeightUpdateFailed
-from engines.process.engine_server import free_port
+from engines.process.port import free_port
 from tests.rigs.stories.played_gateway import TIMEOUT_S, Answer, PlayedGateway
 
 SOON_S = 30.0

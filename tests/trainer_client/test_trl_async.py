@@ -10,7 +10,7 @@ pytest.importorskip("torch")
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from engines.process.engine_server import free_port
+from engines.process.port import free_port
 
 HEADS, KEY_HEADS, SIZE = 4, 2, 8
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

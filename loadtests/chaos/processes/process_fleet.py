@@ -20,7 +20,7 @@ import psutil
 from pydantic import SecretStr
 
 from engines.config import SimConfig
-from engines.process.engine_server import free_port
+from engines.process.port import free_port
 from engines.store.weight_store import remove_store
 from engines.types import ReplicaInfo
 from gateway.config.node_gpus import visible_gpus

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from engines.config import SimConfig
-from engines.process.engine_server import free_port
+from engines.process.port import free_port
 from gateway.config.load import load
 from gateway.config.schema import Config
 from loadtests.chaos.contents import Flaw

@@ -23,7 +23,7 @@ import aiohttp
 import orjson
 
 from engines.errors import ConfigError, EngineStartFailed
-from engines.process.engine_server import free_port
+from engines.process.port import free_port
 from gateway.config.load import load as load_config
 from loadtests.chaos.processes.process_fleet import WAITS, ProcessFleet, healthy_within
 from loadtests.studies.weights.pusher import Pushed, Pusher

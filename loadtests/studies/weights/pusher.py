@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from engines.errors import RolloutGatewayError, WeightUpdateFailed
-from engines.process.engine_server import free_port
+from engines.process.port import free_port
 from engines.types import InFlight
 from trainer_client import BlockingRolloutClient, WeightSender
 from trainer_client.transports.sender import TransportName

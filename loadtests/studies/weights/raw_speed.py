@@ -7,7 +7,7 @@ import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from engines.process.engine_server import free_port
+from engines.process.port import free_port
 
 _CHUNK_BYTES = 1 << 30
 _REPEATS = 3

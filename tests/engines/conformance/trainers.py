@@ -11,8 +11,8 @@ from typing import Any
 from engines.clients.vllm_engine import release
 from engines.config import EngineConfig
 from engines.errors import EngineError
-from engines.process.engine_server import free_port
 from engines.process.launch import gpus_per_replica
+from engines.process.port import free_port
 from engines.sim.model import CHECKPOINT_VERSION, SimModel, read, weights_key
 from engines.types import EngineKind, PauseMode
 from tests.engines.conformance.lacks import lack_of, not_run

@@ -20,7 +20,7 @@ from torch.distributed import TCPStore
 from engines.errors import WeightUpdateFailed
 from engines.inside_sglang.nccl_group import NcclGroup
 from engines.inside_sglang.unique_id import KEY
-from engines.process.engine_server import free_port
+from engines.process.port import free_port
 from engines.transfer.packing import kept_streams, packed
 
 TIMEOUT_S = 20.0

@@ -20,7 +20,7 @@ from trl.generation import vllm_client
 
 from engines.config import EngineConfig
 from engines.errors import WeightUpdateFailed
-from engines.process.engine_server import free_port
+from engines.process.port import free_port
 from engines.store.manifest import check_bytes
 from engines.transfer.gloo import WeightGroup
 from engines.transfer.tensor_bytes import digest_on_host

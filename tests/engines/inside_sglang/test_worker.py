@@ -19,7 +19,7 @@ from engines.clients import our_workers
 from engines.errors import WeightUpdateFailed
 from engines.inside_sglang import worker
 from engines.inside_sglang.worker import WeightWorker
-from engines.process.engine_server import free_port
+from engines.process.port import free_port
 from engines.transfer.gloo import SENDER_RANK, WeightGroup, send
 from engines.transfer.tensor_bytes import digest_on_host
 

@@ -17,7 +17,7 @@ import torch
 
 from engines.errors import WeightUpdateFailed
 from engines.inside_vllm.plugin import SHARED_ADAPTERS, register
-from engines.process.engine_server import free_port
+from engines.process.port import free_port
 from engines.transfer.gloo import WeightGroup, send
 from tests.rigs.engines.real_vllm import greedy_token_ids, served
 

@@ -12,7 +12,7 @@ pytest.importorskip("trl")
 
 from trl.generation import vllm_client
 
-from engines.process.engine_server import free_port
+from engines.process.port import free_port
 from gateway.fleet.watch.engine_page import read_total
 from tests.rigs.engines.real_vllm import greedy_token_ids, on_engine, served
 

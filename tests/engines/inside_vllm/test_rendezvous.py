@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from engines.inside_vllm.rendezvous import find_trainer_first
-from engines.process.engine_server import free_port
+from engines.process.port import free_port
 from engines.transfer import listener
 
 

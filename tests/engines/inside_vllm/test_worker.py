@@ -16,7 +16,7 @@ from trl.generation import vllm_client
 from engines.clients.our_workers import MIXED
 from engines.engine import ReceiptCopy
 from engines.errors import EngineFailed
-from engines.process.engine_server import free_port
+from engines.process.port import free_port
 from engines.store.draft import is_whole
 from engines.store.manifest import check_bytes
 from engines.store.weight_store import WeightStore

@@ -15,7 +15,7 @@ pytest.importorskip("torch")
 import torch
 
 from engines.errors import WeightUpdateFailed
-from engines.process.engine_server import free_port
+from engines.process.port import free_port
 from engines.transfer import listener
 from engines.transfer.gloo import WeightGroup, address_towards, receive, send
 from engines.transfer.packing import CHUNK_BYTES, chunks, num_bytes, packed

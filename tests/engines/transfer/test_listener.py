@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from engines.process.engine_server import free_port
+from engines.process.port import free_port
 from engines.transfer import listener
 from engines.transfer.listener import until_listening
 

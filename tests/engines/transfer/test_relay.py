@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 import torch
 
 from engines.errors import InvalidRequest, WeightUpdateFailed
-from engines.process.engine_server import free_port
+from engines.process.port import free_port
 from engines.transfer.gloo import WeightGroup, send
 from engines.transfer.packing import NamedTensor, packed
 from engines.transfer.relay import GlooReceiver, NcclReceiver, NoModel

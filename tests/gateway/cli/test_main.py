@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from engines.process.engine_server import free_port
+from engines.process.port import free_port
 from tests.rigs.shell import SCRIPT, SIM, NearShell, Shell, clusterless
 
 

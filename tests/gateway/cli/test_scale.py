@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from engines.errors import ConfigError
-from engines.process.engine_server import free_port
+from engines.process.port import free_port
 from gateway.cli.cluster.changes import scaled
 from gateway.cli.scale import _check
 from gateway.config.schema import Config

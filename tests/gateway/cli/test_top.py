@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from engines.errors import GatewayUnreachable, NotAllowed
-from engines.process.engine_server import free_port
+from engines.process.port import free_port
 from gateway.cli.rollout_url import ask
 from gateway.cli.top import sparkline, top
 from tests.rigs.rig import Rig, StartRig

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from engines.errors import ConfigError
-from engines.process.engine_server import free_port
+from engines.process.port import free_port
 
 pytest.importorskip("ray")
 

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from trl.generation import vllm_client
 
 from engines.config import EngineConfig
-from engines.process.engine_server import free_port
+from engines.process.port import free_port
 from engines.types import Dialect, EngineKind
 from examples.tiny_model.task import COMMITTED
 from tests.engines.conformance.trainers import TorchBroadcasts

@@ -13,7 +13,7 @@ pytest.importorskip("trl")
 import torch
 from trl.generation import vllm_client
 
-from engines.process.engine_server import free_port
+from engines.process.port import free_port
 from examples.tiny_model import task
 from examples.tiny_model.task import COMMITTED
 from tests.rigs.engines.real_vllm import RealFleet, app, engine_config

@@ -18,7 +18,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from trl.generation import vllm_client
 
-from engines.process.engine_server import free_port
+from engines.process.port import free_port
 from examples.tiny_model.task import COMMITTED
 from tests.rigs.engines.real_vllm import RealFleet, app, engine_config, fleet
 from trainer_client import BlockingRolloutClient, WeightSender

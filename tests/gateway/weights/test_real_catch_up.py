@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.generation import vllm_client
 
-from engines.process.engine_server import free_port
+from engines.process.port import free_port
 from examples.tiny_model import task
 from tests.rigs.engines.real_vllm import RealFleet, fleet, greedy_token_ids, until_receiving
 from trainer_client import BlockingRolloutClient, WeightSender

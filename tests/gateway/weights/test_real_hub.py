@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engines.clients.vllm_engine import VllmEngine
 from engines.errors import InvalidRequest
-from engines.process.engine_server import free_port
+from engines.process.port import free_port
 from engines.store.manifest import Manifest
 from examples.tiny_model import task
 from tests.material.hub_cache import cached

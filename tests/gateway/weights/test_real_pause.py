@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from trl.generation import vllm_client
 
 from engines.process import launch
-from engines.process.engine_server import free_port
+from engines.process.port import free_port
 from examples.tiny_model.task import COMMITTED
 from tests.rigs.engines.real_vllm import (
     REQUEST_TIMEOUT_S,

@@ -19,8 +19,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engines.config import EngineConfig
-from engines.process.engine_server import free_port
 from engines.process.launch import engine_command
+from engines.process.port import free_port
 from engines.process.process import EngineProcess
 from examples.tiny_model import task
 from tests.rigs.engines.real_vllm import app, engine_config, greedy_token_ids, wait_for_health

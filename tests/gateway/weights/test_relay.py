@@ -20,7 +20,7 @@ import torch
 from aiohttp import web
 
 from engines.errors import EngineUnreachable
-from engines.process.engine_server import free_port
+from engines.process.port import free_port
 from engines.process.process import Command
 from engines.store.draft import Draft
 from engines.store.manifest import check_bytes

@@ -18,8 +18,9 @@ from engines.clients.external import ExternalServer
 from engines.clients.vllm_engine import VllmEngine
 from engines.config import EngineConfig
 from engines.errors import RolloutGatewayError
-from engines.process.engine_server import EngineServer, free_port
+from engines.process.engine_server import EngineServer
 from engines.process.launch import engine_command
+from engines.process.port import free_port
 from engines.process.process import EngineProcess
 from engines.sim.model import CHECKPOINT_VERSION
 from engines.types import EngineKind, PauseMode, ReplicaInfo

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from engines.process.engine_server import free_port
+from engines.process.port import free_port
 
 CONTEXT = 64
 

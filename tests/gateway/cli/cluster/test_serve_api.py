@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from engines.process.engine_server import free_port
+from engines.process.port import free_port
 from gateway.cli.cluster.progress import Report, shown
 from gateway.cli.cluster.serve_api import (
     ClusterRefused,

@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 
 from engines.config import SimConfig
-from engines.process.engine_server import free_port
+from engines.process.port import free_port
 from gateway.dialects.submissions import registry
 from gateway.http.guard.limits import Allowance
 from gateway.ledger import ledger as ledger_module

@@ -16,7 +16,7 @@ import pytest
 from yarl import URL
 
 from engines.config import SimConfig
-from engines.process.engine_server import free_port
+from engines.process.port import free_port
 from tests.gateway.weights.updates.test_rolling import push
 from tests.rigs.forked_gateway import ForkedGateway
 from tests.rigs.rig import Json, Rig, SimReplica, StartRig

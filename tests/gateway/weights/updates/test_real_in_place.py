@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engines.errors import WeightUpdateFailed
-from engines.process.engine_server import free_port
+from engines.process.port import free_port
 from engines.store.manifest import check_bytes
 from engines.transfer.gloo import WeightGroup, send
 from engines.transfer.tensor_bytes import digest_on_host

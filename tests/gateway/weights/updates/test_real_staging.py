@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.generation import vllm_client
 
 from engines.errors import WeightUpdateFailed
-from engines.process.engine_server import free_port
+from engines.process.port import free_port
 from examples.tiny_model import task
 from tests.rigs.engines.real_vllm import RealFleet, fleet, gathered, greedy_token_ids, standing_amid, until_receiving
 from trainer_client import BlockingRolloutClient, WeightSender

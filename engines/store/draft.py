@@ -17,7 +17,7 @@ import safetensors
 from safetensors.numpy import save_file
 
 from engines.batches import batches
-from engines.checkpoint import read_spans
+from engines.checkpoint import check_regular, read_spans
 from engines.errors import InvalidRequest, StoreFailed
 from engines.store.changed_elements import ChangedElements
 from engines.store.files import check_room, disk_errors, mapped, sync
@@ -267,7 +267,8 @@ def _number(file: str) -> int:
 
 def _read_changes(path: Path, name: str) -> ChangedElements:
     try:
+        check_regular(path)
         with safetensors.safe_open(path, framework="np") as file:
             return ChangedElements(file.get_tensor(name + _GAPS), file.get_tensor(name + _VALUES))
-    except (OSError, safetensors.SafetensorError) as error:
+    except (OSError, ValueError, safetensors.SafetensorError) as error:
         raise InvalidRequest(f"{path} has no changes of {name!r}: {error}", param="snapshot") from error

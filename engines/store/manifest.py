@@ -9,7 +9,7 @@ from typing import Any
 
 import xxhash
 
-from engines.checkpoint import Span, read_spans
+from engines.checkpoint import Span, check_regular, is_file_name, read_spans
 from engines.errors import InvalidRequest, StoreFailed
 from engines.store.files import THREADS, mapped, sync
 
@@ -45,16 +45,28 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
-        """Raises `StoreFailed` where the folder has no readable manifest."""
+        """Raises `StoreFailed` where the folder has no readable manifest, or it names a file elsewhere."""
         path = folder / MANIFEST
         try:
+            check_regular(path)
             tree = json.loads(path.read_bytes())
             tensors = {name: StoredTensor(**entry) for name, entry in tree["tensors"].items()}
             if tree["format"] != _FORMAT:
                 raise ValueError(f"format {tree['format']!r}, this is format {_FORMAT}")
-            return cls(tree["model"], tensors, tree["version"], tree.get("base"))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            manifest = cls(tree["model"], tensors, tree["version"], tree.get("base"))
+            manifest._check_names()
+            return manifest
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise StoreFailed(f"{path} is no manifest of a weight version: {error!r}") from error
+
+    def _check_names(self) -> None:
+        """Raises `ValueError` where a name would lead to another folder: files and base versions are opened by them."""
+        for file in {file for tensor in self.tensors.values() for file in (tensor.file, tensor.changes)}:
+            if file and not is_file_name(file):
+                raise ValueError(f"it names {file!r}, which is no file of its folder")
+        for number in (self.version, self.base):
+            if not isinstance(number, int | None):
+                raise TypeError(f"{number!r} is no version")
 
     def write(self, folder: Path) -> None:
         """Writes atomically: readers see the whole manifest or none."""

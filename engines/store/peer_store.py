@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from engines.checkpoint import is_file_name
 from engines.errors import DeadlineExceeded, InvalidRequest, StoreFailed
 from engines.store.draft import DELTA
 from engines.store.files import check_place, check_room, disk_errors, try_lock, write_at
@@ -90,7 +91,7 @@ class PeerStore:
         listed = self._ask(f"{VERSIONS_PATH}/{version}")["files"]
         files = [_File(str(file["name"]), int(file["bytes"])) for file in listed]
         for file in files:
-            if Path(file.name).name != file.name or file.name.startswith("."):
+            if not is_file_name(file.name) or file.name.startswith("."):
                 raise StoreFailed(f"{self._url} names a file {file.name!r}, which no version has")
         return files
 

@@ -1,5 +1,6 @@
 """A written draft is whole, of tensors or of their changes."""
 
+import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,6 +36,20 @@ def test_files_of_the_store_are_read_by_the_safetensors_library(store: WeightSto
     assert loaded.keys() == sent.keys()
     assert all(torch.equal(loaded[name], one) for name, one in sent.items())
     check_bytes(folder)
+
+
+def test_a_pipe_in_place_of_changes_is_refused_without_being_opened(store: WeightStore) -> None:
+    base = store.promote(written(store, 1), 1, None)
+    folder = store.draft()
+    draft = Draft(folder, "m", base=1)
+    old, new = (np.frombuffer(tensor("a", fill).bytes, np.uint8) for fill in (1, 2))
+    elements = ChangedElements.between(old, new, 1)
+    draft.add_changes([ChangedTensor("a", "uint8", [16], digest_of(new), digest_of(old), elements)])
+    (changes,) = folder.glob("*.delta")
+    changes.unlink()
+    os.mkfifo(changes)
+    with pytest.raises(InvalidRequest, match=r"has no changes of 'a': .* is no regular file"):
+        draft.join(base)
 
 
 def test_a_draft_that_failed_says_why(store: WeightStore) -> None:

@@ -290,6 +290,15 @@ def test_what_a_fetch_before_left_of_other_bytes_is_fetched_again(peer: Peer, tm
     assert check_bytes(tmp_path / "v1").version == 1
 
 
+def test_an_index_of_the_peers_that_names_a_pipe_elsewhere_is_refused(peer: Peer, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    index = {"weight_map": {"w": "model-00001.safetensors", "x": str(pipe)}}
+    (peer.store.path(1) / "model.safetensors.index.json").write_bytes(orjson.dumps(index))
+    with pytest.raises(StoreFailed, match=r"version 1 arrived damaged: .* names .*pipe"):
+        PeerStore(peer.url).fetch(1, tmp_path / "v1", TIMEOUT_S)
+
+
 def test_a_version_that_the_peer_does_not_keep_is_refused_in_its_words(peer: Peer, tmp_path: Path) -> None:
     with pytest.raises(StoreFailed, match="answered 409, not 200: version 7 is not kept"):
         PeerStore(peer.url).fetch(7, tmp_path / "v7", TIMEOUT_S)

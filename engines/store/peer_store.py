@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from engines.checkpoint import is_file_name
 from engines.errors import DeadlineExceeded, InvalidRequest, StoreFailed
@@ -266,7 +266,7 @@ class _Fetch:
         """Yield the bytes of one connection, from `position` on."""
         connection = self._peer.connect()
         try:
-            path = f"{VERSIONS_PATH}/{self._version}/{wanted.file.name}"
+            path = f"{VERSIONS_PATH}/{self._version}/{quote(wanted.file.name, safe='')}"
             with self._peer.get(connection, path, f"{position}-{wanted.end - 1}") as answer:
                 while position < wanted.end:
                     self._check_time("bytes are missing yet")

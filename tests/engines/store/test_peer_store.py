@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 import numpy as np
 import orjson
@@ -53,7 +54,7 @@ def serving(peer: Peer) -> Iterator[Peer]:
                 peer.ended.wait(TIMEOUT_S)
                 return None
             peer.asked.append(f"{self.path} {self.headers.get('Range', '')}")
-            version, _, name = self.path.removeprefix(VERSIONS_PATH).strip("/").partition("/")
+            version, _, name = unquote(urlsplit(self.path).path).removeprefix(VERSIONS_PATH).strip("/").partition("/")
             if not version:
                 return self._say(200, orjson.dumps({"versions": peer.store.versions, "served": 1}))
             if not peer.store.has(int(version)):
@@ -297,6 +298,12 @@ def test_an_index_of_the_peers_that_names_a_pipe_elsewhere_is_refused(peer: Peer
     (peer.store.path(1) / "model.safetensors.index.json").write_bytes(orjson.dumps(index))
     with pytest.raises(StoreFailed, match=r"version 1 arrived damaged: .* names .*pipe"):
         PeerStore(peer.url).fetch(1, tmp_path / "v1", TIMEOUT_S)
+
+
+@pytest.mark.parametrize("name", ["my notes.txt", "a#b.txt", "what?.md", "chat%20.jinja", "Übersicht.md"])
+def test_a_file_of_any_name_comes(peer: Peer, tmp_path: Path, name: str) -> None:
+    (peer.store.path(1) / name).write_text("hello")
+    assert (PeerStore(peer.url).fetch(1, tmp_path / "v1", TIMEOUT_S) / name).read_text() == "hello"
 
 
 def test_a_version_that_the_peer_does_not_keep_is_refused_in_its_words(peer: Peer, tmp_path: Path) -> None:

@@ -213,6 +213,7 @@ class Draft:
             weight_map = {name: tensor.file for name, tensor in self._tensors.items() if tensor.file}
             index = {"metadata": {"total_size": size}, "weight_map": weight_map}
             (self.folder / _INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
+            sync(self.folder / _INDEX)
             Manifest(self._model, self._tensors, base=self._base).write(self.folder)
 
     def fail(self, reason: str) -> None:

@@ -87,7 +87,7 @@ def read_spans(folder: Path) -> dict[str, list[Span]]:
     Raise `ValueError`, with its path, for a file that is no safetensors file, and `OSError` for a file that cannot be
     read. A file may end before the data of its tensors does.
     """
-    return {file.name: _read_header(file) for file in checkpoint_files(folder)}
+    return {file.name: read_file(file) for file in checkpoint_files(folder)}
 
 
 def checkpoint_files(folder: Path) -> list[Path]:
@@ -129,7 +129,8 @@ def file_states(folder: Path) -> FileStates:
     return tuple((name, stat.st_ino, stat.st_mtime_ns) for name, stat in found)
 
 
-def _read_header(file: Path) -> list[Span]:
+def read_file(file: Path) -> list[Span]:
+    """Return the tensors of one safetensors file. Raise as `read_spans` does."""
     check_regular(file)
     try:
         with file.open("rb") as stream:

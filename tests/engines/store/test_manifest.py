@@ -2,14 +2,17 @@
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from engines.errors import InvalidRequest, StoreFailed
+from engines.store.draft import Draft
 from engines.store.manifest import MANIFEST, Manifest, check_bytes
 from engines.store.weight_store import WeightStore
-from tests.material.drafts import written
+from tests.material.drafts import tensor, written
 
 
 @pytest.fixture
@@ -44,6 +47,56 @@ def test_a_manifest_that_does_not_fit_its_files_is_refused(
     (folder / MANIFEST).write_text(json.dumps(tree))
     with pytest.raises(InvalidRequest, match=said):
         check_bytes(folder)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 3, 100, -1])
+def test_a_file_that_was_cut_off_is_refused(store: WeightStore, num_bytes: int) -> None:
+    folder = written(store, 1)
+    path = folder / "model-00001.safetensors"
+    os.truncate(path, num_bytes if num_bytes >= 0 else path.stat().st_size - 1)
+    with pytest.raises(InvalidRequest, match=r"model-00001\.safetensors"):
+        check_bytes(folder)
+
+
+def test_a_file_that_is_missing_is_refused(store: WeightStore) -> None:
+    folder = written(store, 1)
+    (folder / "model-00001.safetensors").unlink()
+    with pytest.raises(InvalidRequest, match=r"model-00001\.safetensors"):
+        check_bytes(folder)
+
+
+CUT_OFF_ONCE_OPEN = """
+import os, sys
+from pathlib import Path
+from engines.errors import InvalidRequest
+from engines.store.manifest import Manifest, check_bytes
+
+folder = Path(sys.argv[1])
+
+class Tensors(dict):
+    def get(self, name):  # the file is open
+        os.truncate(folder / "model-00001.safetensors", 4096)
+        return super().get(name)
+
+read = Manifest.read(folder)
+Manifest.read = lambda _: Manifest(read.model, Tensors(read.tensors))
+try:
+    check_bytes(folder)
+except InvalidRequest as error:
+    print(error)
+"""
+
+
+def test_a_file_that_is_cut_off_while_it_is_checked_is_refused(store: WeightStore) -> None:
+    folder = store.draft()
+    draft = Draft(folder, "m")
+    draft.add([tensor("w", 1, 1 << 20)])
+    draft.finish()
+    # In its own process, which a mapped file would end.
+    command = [sys.executable, "-c", CUT_OFF_ONCE_OPEN, str(folder)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "ends before its header says" in ended.stdout
 
 
 @pytest.mark.parametrize("key", ["file", "changes"])

@@ -72,10 +72,11 @@ class PeerStore:
 
     def newest(self) -> int:
         """Return the newest version that the peer keeps. Raise `StoreFailed` where it keeps none or does not answer."""
-        versions = self._ask(VERSIONS_PATH)["versions"]
+        with self._understood(VERSIONS_PATH) as answer:
+            versions = [int(version) for version in answer["versions"]]
         if not versions:
             raise StoreFailed(f"{self._url} keeps no weight version yet: version 0 is the checkpoint")
-        return int(max(versions))
+        return max(versions)
 
     def fetch(self, version: int, target: Path, timeout_s: float) -> Path:
         """Fetch the version into folder `target` and check every tensor's digest. Return the folder.
@@ -93,8 +94,8 @@ class PeerStore:
         return target
 
     def files(self, version: int) -> list[_File]:
-        listed = self._ask(f"{VERSIONS_PATH}/{version}")["files"]
-        files = [_File(str(file["name"]), int(file["bytes"])) for file in listed]
+        with self._understood(f"{VERSIONS_PATH}/{version}") as answer:
+            files = [_File(str(file["name"]), int(file["bytes"])) for file in answer["files"]]
         for file in files:
             if not is_file_name(file.name) or file.name.startswith("."):
                 raise StoreFailed(f"{self._url} names a file {file.name!r}, which no version has")
@@ -114,6 +115,15 @@ class PeerStore:
                 reason = _reason(answer.read(_PIECE_BYTES))
             raise StoreFailed(f"{self._url}{path} answered {answer.status}, not {wanted}: {reason}")
         return answer
+
+    @contextmanager
+    def _understood(self, path: str) -> Iterator[Any]:
+        """Yield the answer of a GET. Raise `StoreFailed` where it is not of the form that is read here."""
+        answer = self._ask(path)
+        try:
+            yield answer
+        except (ValueError, KeyError, TypeError) as error:
+            raise StoreFailed(f"{self._url}{path} is no answer of a gateway: {error!r}") from error
 
     def _ask(self, path: str) -> Any:
         connection = self.connect()

@@ -1,5 +1,6 @@
 """Versions fetched from a peer: over connections that break, from peers that are silent, wrong or short."""
 
+import json
 import os
 import shutil
 import threading
@@ -316,6 +317,17 @@ def test_a_peer_that_is_not_there_is_named(tmp_path: Path) -> None:
         PeerStore("http://127.0.0.1:9").fetch(1, tmp_path / "v1", TIMEOUT_S)
     with pytest.raises(InvalidRequest, match="is not a gateway's URL"):
         PeerStore("127.0.0.1:9")
+
+
+@pytest.mark.parametrize("answer", [[], {"other": 1}, {"versions": ["x"], "files": [{"name": "a"}]}, {"files": [1]}])
+def test_a_server_that_is_no_gateway_is_named(
+    peer: Peer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: object
+) -> None:
+    monkeypatch.setattr(json, "loads", lambda _: answer)
+    with pytest.raises(StoreFailed, match="is no answer of a gateway"):
+        PeerStore(peer.url).newest()
+    with pytest.raises(StoreFailed, match="is no answer of a gateway"):
+        PeerStore(peer.url).fetch(1, tmp_path / "v1", TIMEOUT_S)
 
 
 def test_the_wait_for_a_silent_peer_is_bounded(peer: Peer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,10 +81,11 @@ class PeerStore:
     def fetch(self, version: int, target: Path, timeout_s: float) -> Path:
         """Fetch the version into folder `target` and check every tensor's digest. Return the folder.
 
-        A local version stays if its digests are the peer's and its bytes are whole, which each process checks itself
-        where no process has since it began; an earlier run may have used the number. Raise
-        `StoreFailed` where the peer lacks the version or is silent, the bytes are damaged, or the disk is full, and
-        `DeadlineExceeded` after `timeout_s`. The next fetch of the version reuses the files that had arrived.
+        A local version stays if its digests are the peer's, since an earlier run may have used the number, and if its
+        bytes are whole, which a process of the machine has to have checked since this one began.
+
+        Raise `StoreFailed` where the peer lacks the version or is silent, the bytes are damaged, or the disk is full,
+        and `DeadlineExceeded` after `timeout_s`. The next fetch of the version reuses the files that had arrived.
         """
         fetch = _Fetch(self, version, target, time.monotonic() + timeout_s)
         with disk_errors(target):

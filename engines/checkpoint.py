@@ -1,10 +1,12 @@
 """Tensors of a checkpoint folder, read from the safetensors headers without loading a tensor."""
 
 import json
-import struct
+import stat
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import index
 from pathlib import Path
+from typing import Any
 
 from engines.announcement import CASTABLE
 from engines.types import TensorMeta
@@ -38,6 +40,8 @@ WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.index.js
 FileStates = tuple[tuple[str, int, int], ...]
 """Name, inode and change time of each file, which differ from other files of the same names."""
 
+_MOST_HEADER_BYTES = 100_000_000  # as in the safetensors library
+
 
 @dataclass(frozen=True, slots=True)
 class Span:
@@ -55,7 +59,10 @@ class Span:
 
 
 def read_tensors(folder: Path) -> tuple[TensorMeta, ...] | None:
-    """Return all tensors of a checkpoint folder; None if it has no safetensors or does not exist."""
+    """Return all tensors of a checkpoint folder; None if it has no safetensors or does not exist.
+
+    Raise as `read_spans` does.
+    """
     spans = (span for file in read_spans(folder).values() for span in file)
     return tuple(TensorMeta(name=span.name, dtype=span.dtype, shape=span.shape) for span in spans) or None
 
@@ -75,36 +82,76 @@ def written_dtype(dtype: str) -> str:
 
 
 def read_spans(folder: Path) -> dict[str, list[Span]]:
-    """Return the tensors of each safetensors file of a folder, by file name."""
-    return {file.name: _read_header(file) for file in checkpoint_files(folder)}
+    """Return the tensors of each safetensors file of a folder, by file name.
+
+    Raise `ValueError`, with its path, for a file that is no safetensors file, and `OSError` for a file that cannot be
+    read. A file may end before the data of its tensors does.
+    """
+    return {file.name: read_file(file) for file in checkpoint_files(folder)}
 
 
 def checkpoint_files(folder: Path) -> list[Path]:
     """Return the files of the index if there is one, as engines do: some repositories hold a second copy of the
-    weights."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-    return sorted(folder.glob("*.safetensors"))
+    weights.
+
+    Raise `ValueError` for an index that cannot be understood, or that names a file elsewhere.
+    """
+    path = folder / "model.safetensors.index.json"
+    if not path.is_file():
+        return sorted(folder.glob("*.safetensors"))
+    try:
+        names = sorted(set(json.loads(path.read_bytes())["weight_map"].values()))
+        elsewhere = [name for name in names if not is_file_name(name)]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path} is no index of a checkpoint: {error!r}") from error
+    if elsewhere:
+        raise ValueError(f"{path} names {elsewhere[0]!r}, which is no file of its folder")
+    return [folder / name for name in names]
+
+
+def is_file_name(name: str) -> bool:
+    """Return True for a name that leads to no other folder; a peer's or a trainer's file may hold any name."""
+    return Path(name).name == name and name not in ("", "..") and "\0" not in name
+
+
+def check_regular(file: Path) -> None:
+    """Raise `ValueError` for a pipe or a device, whose opening or reading may not end, and `OSError` for no file."""
+    if not stat.S_ISREG(file.stat().st_mode):
+        raise ValueError(f"{file} is no regular file")
 
 
 def file_states(folder: Path) -> FileStates:
-    """Return the states of the files that hold a folder's tensors; none of a folder without any."""
+    """Return the states of the files that hold a folder's tensors; none of a folder without any.
+
+    Raise as `checkpoint_files` does, and `OSError` for a file that is not there.
+    """
     found = ((file.name, file.stat()) for file in checkpoint_files(folder))
     return tuple((name, stat.st_ino, stat.st_mtime_ns) for name, stat in found)
 
 
-def _read_header(file: Path) -> list[Span]:
-    with file.open("rb") as stream:
-        (length,) = struct.unpack("<Q", stream.read(8))
-        header = json.loads(stream.read(length))
-    return [
-        Span(
-            name,
-            _DTYPES.get(entry["dtype"], entry["dtype"]),
-            tuple(entry["shape"]),
-            *(8 + length + offset for offset in entry["data_offsets"]),
-        )
-        for name, entry in header.items()
-        if name != "__metadata__"
-    ]
+def read_file(file: Path) -> list[Span]:
+    """Return the tensors of one safetensors file. Raise as `read_spans` does."""
+    check_regular(file)
+    try:
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            # A damaged length could ask for more memory than there is.
+            if length > min(file.stat().st_size - 8, _MOST_HEADER_BYTES):
+                raise ValueError(f"its header has {length} bytes")
+            header = json.loads(stream.read(length))
+        return [_span(name, entry, 8 + length) for name, entry in header.items() if name != "__metadata__"]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{file} is not a complete safetensors file: {error!r}") from error
+
+
+def _span(name: str, entry: dict[str, Any], data_begin: int) -> Span:
+    dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not 0 <= begin <= end:
+        raise ValueError(f"tensor {name!r} begins at {begin} and ends at {end}")
+    return Span(
+        name,
+        _DTYPES.get(dtype, dtype),
+        tuple(index(size) for size in shape),
+        data_begin + index(begin),
+        data_begin + index(end),
+    )

@@ -7,20 +7,22 @@ import json
 import os
 import threading
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from io import FileIO
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import safetensors
 from safetensors.numpy import save_file
 
 from engines.batches import batches
-from engines.checkpoint import read_spans
+from engines.checkpoint import Span, read_file, read_spans
 from engines.errors import InvalidRequest, StoreFailed
-from engines.store.changed_elements import ChangedElements
-from engines.store.files import check_room, disk_errors, mapped, sync
+from engines.store.changed_elements import Array, ChangedElements
+from engines.store.files import check_room, disk_errors, read_at, sync
 from engines.store.joined_file import write_joined
 from engines.store.manifest import MANIFEST, Manifest, StoredTensor, digest_of
 
@@ -144,7 +146,8 @@ class Draft:
     def join(self, base: Path) -> None:
         """Join the changes with the tensors of the version in folder `base`; `check_bytes` checks the digests.
 
-        Raise `InvalidRequest`, before anything is written, where the base has other tensors or the changes do not fit.
+        Raise `InvalidRequest` where the base has other tensors, before anything is written, or the changes are damaged
+        or do not fit.
         """
         lacking = {name: tensor for name, tensor in self._tensors.items() if not tensor.file}
         held = Manifest.read(base)
@@ -156,15 +159,14 @@ class Draft:
                     "push it whole",
                     param="snapshot",
                 )
-        for file, spans in read_spans(base).items():
+        changes = {file: _Changes(self.folder / file) for file in {tensor.changes for tensor in lacking.values()}}
+        for file, spans in _read_spans(base).items():
             if not (wanted := [span for span in spans if span.name in lacking]):
                 continue
             path = self._next_file()
             with disk_errors(path):
                 check_room(self.folder, sum(span.num_bytes for span in wanted))
-                write_joined(
-                    path, base / file, wanted, lambda name: _read_changes(self.folder / lacking[name].changes, name)
-                )
+                write_joined(path, base / file, wanted, lambda name: changes[lacking[name].changes].of(name))
             self._tensors |= {span.name: replace(lacking[span.name], file=path.name) for span in wanted}
 
     def complete_from(self, base: Path | None, names: Iterable[str]) -> None:
@@ -175,14 +177,13 @@ class Draft:
         if base is None:
             raise StoreFailed(f"tensor {min(missing)!r} was not sent, and the version before is not kept")
         kept = Manifest.read(base).tensors if (base / MANIFEST).is_file() else {}
-        for file, spans in read_spans(base).items():
+        for file, spans in _read_spans(base).items():
             wanted = [span for span in spans if span.name in missing]
             missing -= {span.name for span in wanted}
             if not wanted or (kept and len(wanted) == len(spans) and self._link(base / file, kept)):
                 continue
-            with mapped(base / file) as content, memoryview(content) as whole:
-                for batch in batches(wanted, attrgetter("num_bytes"), SHARD_BYTES):
-                    self.add([raw(span.name, span.dtype, span.shape, whole[span.begin : span.end]) for span in batch])
+            for batch in batches(wanted, attrgetter("num_bytes"), SHARD_BYTES):
+                self.add(_read_tensors(base / file, batch))
         if missing:
             raise StoreFailed(f"{base} lacks tensor {min(missing)!r}, which was not sent either")
 
@@ -213,6 +214,7 @@ class Draft:
             weight_map = {name: tensor.file for name, tensor in self._tensors.items() if tensor.file}
             index = {"metadata": {"total_size": size}, "weight_map": weight_map}
             (self.folder / _INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
+            sync(self.folder / _INDEX)
             Manifest(self._model, self._tensors, base=self._base).write(self.folder)
 
     def fail(self, reason: str) -> None:
@@ -265,9 +267,62 @@ def _number(file: str) -> int:
     return int(number) if number.isdecimal() else 0
 
 
-def _read_changes(path: Path, name: str) -> ChangedElements:
+class _Changes:
+    """The changes in one file of a draft. Read and not mapped: a writer that cuts it off would end this process.
+
+    Raises `InvalidRequest` where the file is damaged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        with self._refused():
+            self._spans = {span.name: span for span in read_file(path)}
+
+    def of(self, name: str) -> ChangedElements:
+        """Return the changes of one tensor. Threads may call this."""
+        with self._refused(), self._path.open("rb", buffering=0) as file:
+            return ChangedElements(*(_read_array(file, self._spans[name + kind]) for kind in (_GAPS, _VALUES)))
+
+    @contextlib.contextmanager
+    def _refused(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise InvalidRequest(
+                f"{self._path.name} does not hold the draft's changes: {error}", param="snapshot"
+            ) from error
+
+
+def _read_array(file: FileIO, span: Span) -> Array:
+    _check_within(file, span)
+    content = np.empty(span.num_bytes, np.uint8)
+    read_at(file, content.data, span.begin)
+    return content.view(span.dtype).reshape(span.shape)
+
+
+def _read_spans(base: Path) -> dict[str, list[Span]]:
     try:
-        with safetensors.safe_open(path, framework="np") as file:
-            return ChangedElements(file.get_tensor(name + _GAPS), file.get_tensor(name + _VALUES))
-    except (OSError, safetensors.SafetensorError) as error:
-        raise InvalidRequest(f"{path} has no changes of {name!r}: {error}", param="snapshot") from error
+        return read_spans(base)
+    except (OSError, ValueError) as error:
+        raise StoreFailed(f"{base} cannot be read: {error}") from error
+
+
+def _read_tensors(path: Path, spans: Sequence[Span]) -> list[RawTensor]:
+    try:
+        with path.open("rb", buffering=0) as file:
+            return [_read_tensor(file, span) for span in spans]
+    except OSError as error:
+        raise StoreFailed(f"{path} cannot be read: {error}") from error
+
+
+def _read_tensor(file: FileIO, span: Span) -> RawTensor:
+    _check_within(file, span)
+    buffer = (ctypes.c_ubyte * span.num_bytes)()
+    read_at(file, memoryview(buffer).cast("B"), span.begin)
+    return RawTensor(span.name, span.dtype, span.shape, ctypes.addressof(buffer), span.num_bytes, buffer)
+
+
+def _check_within(file: FileIO, span: Span) -> None:
+    """Raise `OSError` where the file ends before the tensor: a damaged header could ask for all memory."""
+    if span.end > os.fstat(file.fileno()).st_size:
+        raise OSError(f"{file.name} ends before its header says")

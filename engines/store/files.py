@@ -1,8 +1,7 @@
-"""File operations of the weight store: locks, synced writes, mapped reads."""
+"""File operations of the weight store: locks, synced writes, whole reads."""
 
 import errno
 import fcntl
-import mmap
 import os
 import shutil
 import stat
@@ -36,13 +35,6 @@ def check_place(store: Path) -> None:
         owner = folder.lstat().st_uid
         if owner not in (os.getuid(), _ROOT) and not folder.name.startswith(f"rollout-gateway-{owner}-"):
             raise StoreFailed(f"{folder} belongs to user {owner}: give another folder in weights.store")
-
-
-@contextmanager
-def mapped(path: Path) -> Iterator[mmap.mmap]:
-    """A file's content, mapped into memory."""
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        yield content
 
 
 def try_lock(descriptor: int) -> bool:

@@ -8,20 +8,23 @@ fetched and joined with it. Engines' workers and the command line use this file;
 import http.client
 import json
 import os
+import re
 import shutil
 import threading
 import time
+import uuid
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
+from engines.checkpoint import file_states, is_file_name
 from engines.errors import DeadlineExceeded, InvalidRequest, StoreFailed
 from engines.store.draft import DELTA
-from engines.store.files import check_place, check_room, disk_errors, try_lock, write_at
+from engines.store.files import check_place, check_room, disk_errors, sync, try_lock, write_at
 from engines.store.manifest import MANIFEST, Manifest, check_bytes
 from engines.store.successor import Successor
 
@@ -35,8 +38,10 @@ _ASK_S = 60.0
 _TRIES = 5  # without a byte in between
 _RETRY_S = 0.2
 _LOCK = ".fetching"
-_FETCHED = ".fetched"  # in folders that a fetch has made
+_FETCHED = ".fetched"  # in folders that a fetch has made: when their bytes were checked, and the states of the files
+_IN_REMOVAL = re.compile(r"\..+\.[0-9a-f]{32}\.partial")
 _KEPT = 2
+_STARTED_NS = time.time_ns()
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,17 +72,20 @@ class PeerStore:
 
     def newest(self) -> int:
         """Return the newest version that the peer keeps. Raise `StoreFailed` where it keeps none or does not answer."""
-        versions = self._ask(VERSIONS_PATH)["versions"]
+        with self._understood(VERSIONS_PATH) as answer:
+            versions = [int(version) for version in answer["versions"]]
         if not versions:
             raise StoreFailed(f"{self._url} keeps no weight version yet: version 0 is the checkpoint")
-        return int(max(versions))
+        return max(versions)
 
     def fetch(self, version: int, target: Path, timeout_s: float) -> Path:
         """Fetch the version into folder `target` and check every tensor's digest. Return the folder.
 
-        A local version stays if its digests are the peer's; an earlier run may have used the number. Raise
-        `StoreFailed` where the peer lacks the version or is silent, the bytes are damaged, or the disk is full, and
-        `DeadlineExceeded` after `timeout_s`. The next fetch of the version reuses the files that had arrived.
+        A local version stays if its digests are the peer's, since an earlier run may have used the number, and if its
+        bytes are whole, which a process of the machine has to have checked since this one began.
+
+        Raise `StoreFailed` where the peer lacks the version or is silent, the bytes are damaged, or the disk is full,
+        and `DeadlineExceeded` after `timeout_s`. The next fetch of the version reuses the files that had arrived.
         """
         fetch = _Fetch(self, version, target, time.monotonic() + timeout_s)
         with disk_errors(target):
@@ -87,10 +95,10 @@ class PeerStore:
         return target
 
     def files(self, version: int) -> list[_File]:
-        listed = self._ask(f"{VERSIONS_PATH}/{version}")["files"]
-        files = [_File(str(file["name"]), int(file["bytes"])) for file in listed]
+        with self._understood(f"{VERSIONS_PATH}/{version}") as answer:
+            files = [_File(str(file["name"]), int(file["bytes"])) for file in answer["files"]]
         for file in files:
-            if Path(file.name).name != file.name or file.name.startswith("."):
+            if not is_file_name(file.name) or file.name.startswith("."):
                 raise StoreFailed(f"{self._url} names a file {file.name!r}, which no version has")
         return files
 
@@ -108,6 +116,15 @@ class PeerStore:
                 reason = _reason(answer.read(_PIECE_BYTES))
             raise StoreFailed(f"{self._url}{path} answered {answer.status}, not {wanted}: {reason}")
         return answer
+
+    @contextmanager
+    def _understood(self, path: str) -> Iterator[Any]:
+        """Yield the answer of a GET. Raise `StoreFailed` where it is not of the form that is read here."""
+        answer = self._ask(path)
+        try:
+            yield answer
+        except (ValueError, KeyError, TypeError) as error:
+            raise StoreFailed(f"{self._url}{path} is no answer of a gateway: {error!r}") from error
 
     def _ask(self, path: str) -> Any:
         connection = self.connect()
@@ -149,30 +166,48 @@ class _Fetch:
         (self._partial / _FETCHED).touch()
         if self._target.is_dir():
             if self._is_there(files):
-                shutil.rmtree(self._partial)
+                _remove(self._partial)
                 return
-            shutil.rmtree(self._target)
+            _remove(self._target)
         self._remove_other_partials()
         manifest = self._joined(files) or self._whole(files)
         if manifest.version != self._version:
             raise StoreFailed(f"the peer's version {self._version} says that it is {manifest.version}")
-        (self._partial / _FETCHED).touch()  # its time orders the versions
+        _note_checked(self._partial)
+        sync(self._partial)
         self._partial.rename(self._target)
+        sync(self._target.parent)
+
+    def remove_old(self) -> None:
+        """Remove all fetched versions but the last `_KEPT`."""
+        # A clock that was set back would make this one the oldest.
+        folders = self._target.parent.glob("v*")
+        others = [folder for folder in folders if folder != self._target and (folder / _FETCHED).is_file()]
+        for old in sorted(others, key=lambda folder: (folder / _FETCHED).stat().st_mtime_ns)[: 1 - _KEPT]:
+            with suppress(OSError):
+                _remove(old)
 
     def _remove_other_partials(self) -> None:
         """Remove the files of other versions whose fetch broke off. The folder may have others' files of such names."""
         for partial in self._target.parent.glob(".*.partial"):
-            if partial != self._partial and (partial / _FETCHED).is_file():
+            if _IN_REMOVAL.fullmatch(partial.name):  # the mark may be gone, and files be left
                 shutil.rmtree(partial, ignore_errors=True)
+            elif partial != self._partial and (partial / _FETCHED).is_file():
+                _remove(partial)
 
     def _is_there(self, files: Sequence[_File]) -> bool:
         self._receive([file for file in files if file.name == MANIFEST])
         theirs = Manifest.read(self._partial)
         try:
             ours = Manifest.read(self._target)
-        except StoreFailed:
-            return False
-        return ours.version == theirs.version and _digests(ours) == _digests(theirs)
+            is_same = ours.version == theirs.version and _digests(ours) == _digests(theirs)
+            if not is_same or _is_checked(self._target):
+                return is_same
+            check_bytes(self._target)
+        except (InvalidRequest, StoreFailed, OSError, ValueError):
+            return False  # damaged
+        _note_checked(self._target)
+        return True
 
     def _whole(self, files: Sequence[_File]) -> Manifest:
         files = [file for file in files if not file.name.endswith(DELTA)]
@@ -214,11 +249,11 @@ class _Fetch:
         try:
             return check_bytes(self._partial)
         except (InvalidRequest, StoreFailed) as error:
-            shutil.rmtree(self._partial, ignore_errors=True)
+            _remove(self._partial)
             raise StoreFailed(f"version {self._version} arrived damaged: {error}") from error
 
     def _receive(self, files: Sequence[_File]) -> None:
-        """Fetch all ranges of these files in parallel. A file gets its name when it is whole."""
+        """Fetch all ranges of these files in parallel. A file gets its name when it is whole and on disk."""
         for file in files:
             (self._partial / file.name).unlink(missing_ok=True)
             with (self._partial / _beside(file)).open("wb") as begun:
@@ -236,6 +271,7 @@ class _Fetch:
                 pool.shutdown(cancel_futures=True)
                 raise
         for file in files:
+            sync(self._partial / _beside(file))
             (self._partial / _beside(file)).rename(self._partial / file.name)
 
     def _receive_range(self, wanted: _Range) -> None:
@@ -265,7 +301,7 @@ class _Fetch:
         """Yield the bytes of one connection, from `position` on."""
         connection = self._peer.connect()
         try:
-            path = f"{VERSIONS_PATH}/{self._version}/{wanted.file.name}"
+            path = f"{VERSIONS_PATH}/{self._version}/{quote(wanted.file.name, safe='')}"
             with self._peer.get(connection, path, f"{position}-{wanted.end - 1}") as answer:
                 while position < wanted.end:
                     self._check_time("bytes are missing yet")
@@ -291,14 +327,47 @@ def fetched(path: Path, peer: PeerStore, version: int, timeout_s: float) -> Path
     with disk_errors(path):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         check_place(path.parent)
-    if path.is_dir() and not (path / _FETCHED).is_file():
-        return path  # the gateway's own folder, or a shared one
-    peer.fetch(version, path, timeout_s)
-    # A clock that was set back would make this one the oldest.
-    others = [folder for folder in path.parent.glob("v*") if folder != path and (folder / _FETCHED).is_file()]
-    for old in sorted(others, key=lambda folder: (folder / _FETCHED).stat().st_mtime_ns)[: 1 - _KEPT]:
-        shutil.rmtree(old, ignore_errors=True)
+        if _is_own(path):
+            return path
+    fetch = _Fetch(peer, version, path, time.monotonic() + timeout_s)
+    with disk_errors(path), fetch.alone():
+        if not _is_own(path):  # the look before saw a folder that went meanwhile
+            fetch.run()
+            fetch.remove_old()
     return path
+
+
+def _is_own(path: Path) -> bool:
+    """Return True for the gateway's own folder of a version, or a shared one. Fetches beside this do not disturb it."""
+    try:
+        before = path.stat()
+        is_fetched = (path / _FETCHED).is_file()
+        # A fetched folder loses its name before its mark: one with this name still has had no mark.
+        return path.is_dir() and not is_fetched and os.path.samestat(before, path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder, under another name first: a folder with a version's name is never without some of its files."""
+    gone = folder.with_name(f".{folder.name.strip('.')}.{uuid.uuid4().hex}.partial")
+    folder.rename(gone)
+    shutil.rmtree(gone, ignore_errors=True)
+
+
+def _note_checked(folder: Path) -> None:
+    """Note the states of a folder's files, whose bytes were just checked. The time of the note orders the versions."""
+    note = {"at_ns": time.time_ns(), "files": file_states(folder)}
+    (folder / _FETCHED).write_text(json.dumps(note), encoding="utf-8")
+
+
+def _is_checked(folder: Path) -> bool:
+    """Return True where a process has checked the files as they are since this one began: each engine has several."""
+    try:
+        note = json.loads((folder / _FETCHED).read_bytes())
+        return bool(note["at_ns"] >= _STARTED_NS) and note["files"] == [list(state) for state in file_states(folder)]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False  # it was written by an earlier release, or cut off
 
 
 def _digests(manifest: Manifest) -> dict[str, str]:

@@ -1,12 +1,13 @@
 """The tensors of a checkpoint folder."""
 
 import json
+import os
 import struct
 from pathlib import Path
 
 import pytest
 
-from engines.checkpoint import read_tensors, served_in
+from engines.checkpoint import checkpoint_files, read_tensors, served_in
 from engines.types import TensorMeta
 
 Header = dict[str, tuple[str, list[int]]]
@@ -64,6 +65,66 @@ def test_a_folder_that_is_not_there_says_nothing(tmp_path: Path) -> None:
 def test_a_folder_without_safetensors_says_nothing(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").touch()
     assert read_tensors(tmp_path) is None
+
+
+@pytest.mark.parametrize("name", ["../a.safetensors", "/a.safetensors", "deep/a.safetensors", "..", ".", "", "a\0b"])
+def test_an_index_that_names_a_file_elsewhere_is_refused(tmp_path: Path, name: str) -> None:
+    write_index(tmp_path, {"a": name})
+    with pytest.raises(ValueError, match=r"index\.json names .* no file of its folder"):
+        checkpoint_files(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 1}}', "[" * 100_000])
+def test_an_index_of_nonsense_is_named(tmp_path: Path, content: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(ValueError, match=r"index\.json is no index of a checkpoint"):
+        checkpoint_files(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"abc",
+        struct.pack("<Q", 1 << 62),
+        struct.pack("<Q", 2) + b"[]",
+        struct.pack("<Q", 12) + b'{"w":{"a":1}',
+        struct.pack("<Q", 8) + b'{"w": 1}',
+        struct.pack("<Q", 100_000) + b"[" * 100_000,
+        *(
+            struct.pack("<Q", len(header)) + header
+            for offsets in (b"[0]", b"[8, 0]", b"[-1, 0]", b"[0, 1.5]", b'["0", "1"]')
+            for header in [b'{"w": {"dtype": "F32", "shape": [1], "data_offsets": ' + offsets + b"}}"]
+        ),
+    ],
+)
+def test_a_file_that_is_cut_off_or_damaged_is_named(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(ValueError, match=r"model\.safetensors is not a complete safetensors file"):
+        read_tensors(tmp_path)
+
+
+def test_a_header_longer_than_the_safetensors_library_reads_is_refused(tmp_path: Path) -> None:
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", 1 << 30))
+        file.truncate(2 << 30)  # a sparse file
+    with pytest.raises(ValueError, match="its header has 1073741824 bytes"):
+        read_tensors(tmp_path)
+
+
+def test_a_pipe_is_refused_without_being_opened(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"model\.safetensors is no regular file"):
+        read_tensors(tmp_path)
+
+
+def test_files_behind_links_are_read(tmp_path: Path) -> None:
+    write(tmp_path / "blob", {"a": ("F32", [1])})
+    folder = tmp_path / "snapshot"
+    folder.mkdir()
+    (folder / "model.safetensors").symlink_to(tmp_path / "blob")
+    write_index(folder, {"a": "model.safetensors"})
+    assert names(folder) == {"a"}
 
 
 @pytest.mark.parametrize(

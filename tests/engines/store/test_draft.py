@@ -1,5 +1,6 @@
 """A written draft is whole, of tensors or of their changes."""
 
+import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -156,8 +157,40 @@ def test_a_file_of_changes_that_is_none_is_named(store: WeightStore, content: by
     store.promote(written(store, 1), 1, None)
     draft = as_changes(store, changed("a", bytes([1]) * 16, AFTER))
     (draft / "changes-00002.delta").write_bytes(content)
-    with pytest.raises(InvalidRequest, match=r"changes-00002.delta has no changes of 'a'"):
+    with pytest.raises(InvalidRequest, match=r"changes-00002\.delta does not hold the draft's changes"):
         store.join(draft)
+
+
+def test_a_file_of_changes_that_was_cut_off_is_named(store: WeightStore) -> None:
+    store.promote(written(store, 1), 1, None)
+    draft = as_changes(store, changed("a", bytes([1]) * 16, AFTER))
+    path = draft / "changes-00002.delta"
+    os.truncate(path, path.stat().st_size - 1)
+    with pytest.raises(InvalidRequest, match=r"changes-00002\.delta ends before its header says"):
+        store.join(draft)
+
+
+def test_a_pipe_in_place_of_changes_is_refused_without_being_opened(store: WeightStore) -> None:
+    store.promote(written(store, 1), 1, None)
+    draft = as_changes(store, changed("a", bytes([1]) * 16, AFTER))
+    (draft / "changes-00002.delta").unlink()
+    os.mkfifo(draft / "changes-00002.delta")
+    with pytest.raises(InvalidRequest, match=r"changes-00002\.delta is no regular file"):
+        store.join(draft)
+
+
+@pytest.mark.parametrize("lacking", [17, 200])
+def test_a_base_that_was_cut_off_is_named(store: WeightStore, lacking: int) -> None:
+    base = store.promote(written(store, 1), 1, None)
+    draft = as_changes(store, changed("a", bytes([1]) * 16, AFTER))
+    file = base / "model-00001.safetensors"
+    os.truncate(file, max(3, file.stat().st_size - lacking))
+    with pytest.raises(StoreFailed, match=r"v1/model-00001\.safetensors"):
+        store.join(draft)
+    completed = Draft(store.draft(), "m")
+    completed.add([tensor("b", 2)])
+    with pytest.raises(StoreFailed, match=r"v1/model-00001\.safetensors"):
+        completed.complete_from(base, ["a", "b"])
 
 
 def test_changes_are_not_joined_on_a_full_disk(store: WeightStore, monkeypatch: pytest.MonkeyPatch) -> None:

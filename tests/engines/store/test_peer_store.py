@@ -1,15 +1,17 @@
 """Versions fetched from a peer: over connections that break, from peers that are silent, wrong or short."""
 
+import json
 import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 import numpy as np
 import orjson
@@ -19,7 +21,7 @@ from engines.errors import DeadlineExceeded, InvalidRequest, StoreFailed
 from engines.store import peer_store
 from engines.store.changed_elements import Array, ChangedElements
 from engines.store.draft import ChangedTensor, Draft, complete, raw
-from engines.store.manifest import MANIFEST, check_bytes, digest_of
+from engines.store.manifest import MANIFEST, Manifest, check_bytes, digest_of
 from engines.store.peer_store import VERSIONS_PATH, PeerStore, fetched
 from engines.store.weight_store import WeightStore
 from tests.material.other_users import THEIRS, lstat_with_others
@@ -53,7 +55,7 @@ def serving(peer: Peer) -> Iterator[Peer]:
                 peer.ended.wait(TIMEOUT_S)
                 return None
             peer.asked.append(f"{self.path} {self.headers.get('Range', '')}")
-            version, _, name = self.path.removeprefix(VERSIONS_PATH).strip("/").partition("/")
+            version, _, name = unquote(urlsplit(self.path).path).removeprefix(VERSIONS_PATH).strip("/").partition("/")
             if not version:
                 return self._say(200, orjson.dumps({"versions": peer.store.versions, "served": 1}))
             if not peer.store.has(int(version)):
@@ -290,6 +292,21 @@ def test_what_a_fetch_before_left_of_other_bytes_is_fetched_again(peer: Peer, tm
     assert check_bytes(tmp_path / "v1").version == 1
 
 
+def test_an_index_of_the_peers_that_names_a_pipe_elsewhere_is_refused(peer: Peer, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    index = {"weight_map": {"w": "model-00001.safetensors", "x": str(pipe)}}
+    (peer.store.path(1) / "model.safetensors.index.json").write_bytes(orjson.dumps(index))
+    with pytest.raises(StoreFailed, match=r"version 1 arrived damaged: .* names .*pipe"):
+        PeerStore(peer.url).fetch(1, tmp_path / "v1", TIMEOUT_S)
+
+
+@pytest.mark.parametrize("name", ["my notes.txt", "a#b.txt", "what?.md", "chat%20.jinja", "Übersicht.md"])
+def test_a_file_of_any_name_comes(peer: Peer, tmp_path: Path, name: str) -> None:
+    (peer.store.path(1) / name).write_text("hello")
+    assert (PeerStore(peer.url).fetch(1, tmp_path / "v1", TIMEOUT_S) / name).read_text() == "hello"
+
+
 def test_a_version_that_the_peer_does_not_keep_is_refused_in_its_words(peer: Peer, tmp_path: Path) -> None:
     with pytest.raises(StoreFailed, match="answered 409, not 200: version 7 is not kept"):
         PeerStore(peer.url).fetch(7, tmp_path / "v7", TIMEOUT_S)
@@ -300,6 +317,17 @@ def test_a_peer_that_is_not_there_is_named(tmp_path: Path) -> None:
         PeerStore("http://127.0.0.1:9").fetch(1, tmp_path / "v1", TIMEOUT_S)
     with pytest.raises(InvalidRequest, match="is not a gateway's URL"):
         PeerStore("127.0.0.1:9")
+
+
+@pytest.mark.parametrize("answer", [[], {"other": 1}, {"versions": ["x"], "files": [{"name": "a"}]}, {"files": [1]}])
+def test_a_server_that_is_no_gateway_is_named(
+    peer: Peer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: object
+) -> None:
+    monkeypatch.setattr(json, "loads", lambda _: answer)
+    with pytest.raises(StoreFailed, match="is no answer of a gateway"):
+        PeerStore(peer.url).newest()
+    with pytest.raises(StoreFailed, match="is no answer of a gateway"):
+        PeerStore(peer.url).fetch(1, tmp_path / "v1", TIMEOUT_S)
 
 
 def test_the_wait_for_a_silent_peer_is_bounded(peer: Peer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -366,6 +394,129 @@ def test_of_a_version_that_is_here_the_manifest_alone_is_fetched(peer: Peer, tmp
     fetched(target, PeerStore(peer.url), 1, TIMEOUT_S)
     assert files_asked(peer) == {MANIFEST}
     assert [path.name for path in target.parent.iterdir() if path.is_dir()] == ["v1"]
+
+
+@pytest.mark.parametrize("how", ["flipped", "cut off", "missing"])
+def test_a_version_that_was_damaged_here_is_fetched_anew(peer: Peer, tmp_path: Path, how: str) -> None:
+    target = fetched(tmp_path / "here" / "v1", PeerStore(peer.url), 1, TIMEOUT_S)
+    (file,) = target.glob("*.safetensors")
+    if how == "flipped":
+        file.write_bytes(file.read_bytes()[:-1] + b"?")
+    elif how == "cut off":
+        os.truncate(file, NUM_BYTES // 2)
+    else:
+        file.unlink()
+    fetched(target, PeerStore(peer.url), 1, TIMEOUT_S)
+    assert check_bytes(target).tensors == check_bytes(peer.store.path(1)).tensors
+
+
+def test_damage_that_leaves_a_files_time_is_found_by_the_next_process(
+    peer: Peer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = fetched(tmp_path / "here" / "v1", PeerStore(peer.url), 1, TIMEOUT_S)
+    (file,) = target.glob("*.safetensors")
+    before = file.stat()
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    monkeypatch.setattr(peer_store, "_STARTED_NS", time.time_ns())
+    fetched(target, PeerStore(peer.url), 1, TIMEOUT_S)
+    check_bytes(target)
+
+
+def test_the_bytes_of_a_version_that_is_here_are_checked_once(
+    peer: Peer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked: list[Path] = []
+
+    def check(folder: Path) -> Manifest:
+        checked.append(folder)
+        return check_bytes(folder)
+
+    monkeypatch.setattr(peer_store, "check_bytes", check)
+    target = fetched(tmp_path / "here" / "v1", PeerStore(peer.url), 1, TIMEOUT_S)
+    fetched(target, PeerStore(peer.url), 1, TIMEOUT_S)
+    assert len(checked) == 1
+    monkeypatch.setattr(peer_store, "_STARTED_NS", time.time_ns())  # another process
+    for _ in range(2):
+        fetched(target, PeerStore(peer.url), 1, TIMEOUT_S)
+    assert checked[1:] == [target]
+
+
+class Killed(BaseException):
+    """The end of a process."""
+
+
+def with_mark_removed_first(monkeypatch: pytest.MonkeyPatch, then: Callable[[], None]) -> None:
+    """Have removals of folders begin with the mark of fetched versions, as on some file systems, and call `then`."""
+    listed, unlinked = os.scandir, os.unlink
+
+    class Entries(list[os.DirEntry[str]]):
+        def __enter__(self) -> "Entries":
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            """Nothing is open."""
+
+        def close(self) -> None:
+            """Nothing is open."""
+
+    def scandir(path: int | str) -> Entries:
+        with listed(path) as entries:
+            return Entries(sorted(entries, key=lambda entry: entry.name != ".fetched"))
+
+    def unlink(path: str, *, dir_fd: int | None = None) -> None:
+        unlinked(path, dir_fd=dir_fd)
+        if path == ".fetched":
+            then()
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    monkeypatch.setattr(os, "unlink", unlink)
+
+
+def test_a_removal_that_was_cut_short_leaves_no_version_and_goes_on_with_the_next_fetch(
+    peer: Peer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, store = tmp_path / "here", PeerStore(peer.url)
+    for version in (2, 3):
+        add_version(peer.store, version)
+    for version in (1, 2):
+        fetched(here / f"v{version}", store, version, TIMEOUT_S)
+
+    def kill() -> None:
+        raise Killed
+
+    with monkeypatch.context() as removals:
+        with_mark_removed_first(removals, kill)
+        with pytest.raises(Killed):
+            fetched(here / "v3", store, 3, TIMEOUT_S)
+    assert not (here / "v1").exists()
+    fetched(here / "v1", store, 1, TIMEOUT_S)
+    assert {path.name for path in here.iterdir() if path.is_dir()} == {"v1", "v3"}
+
+
+def test_a_version_in_removal_is_not_handed_out(peer: Peer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, store = tmp_path / "here" / "v1", PeerStore(peer.url)
+    fetched(target, store, 1, TIMEOUT_S)
+    draft = peer.store.draft()
+    written = Draft(draft, "m")
+    written.add([raw("w", "float32", [NUM_BYTES // 4], bytes(NUM_BYTES))])
+    written.finish()
+    peer.store.promote(draft, 1, None)
+    is_removing, may_go_on = threading.Event(), threading.Event()
+
+    def pause() -> None:
+        is_removing.set()
+        may_go_on.wait(TIMEOUT_S)
+
+    with_mark_removed_first(monkeypatch, pause)
+    with ThreadPoolExecutor(2) as workers:
+        first = workers.submit(fetched, target, store, 1, TIMEOUT_S)
+        assert is_removing.wait(TIMEOUT_S)
+        with pytest.raises(DeadlineExceeded, match="another process fetches it"):
+            fetched(target, store, 1, 0.0)
+        may_go_on.set()
+        assert first.result() == target
+    assert check_bytes(target).tensors == check_bytes(peer.store.path(1)).tensors
 
 
 def test_a_folder_that_nobody_fetched_is_the_gateways_own(peer: Peer, tmp_path: Path) -> None:

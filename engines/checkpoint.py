@@ -67,6 +67,14 @@ def read_tensors(folder: Path) -> tuple[TensorMeta, ...] | None:
     return tuple(TensorMeta(name=span.name, dtype=span.dtype, shape=span.shape) for span in spans) or None
 
 
+def known_tensors(folder: Path) -> tuple[TensorMeta, ...] | None:
+    """Return as `read_tensors`; None also where files are not there or damaged: `load_format: dummy` reads none."""
+    try:
+        return read_tensors(folder)
+    except (OSError, ValueError):
+        return None
+
+
 def served_in(dtype: str, tensors: Sequence[TensorMeta]) -> tuple[TensorMeta, ...]:
     """Return the tensors in the dtypes of an engine started with `dtype` (vLLM's name; "auto" keeps the
     checkpoint's)."""

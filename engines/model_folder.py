@@ -17,8 +17,16 @@ def model_folder(config: EngineConfig) -> Path | None:
     if (folder := Path(config.model)).is_dir():
         return folder
     cached = cached_folder(config.model, _cache(config), config.extra.get("revision"))
-    files = checkpoint_files(cached) if cached else []
-    return cached if files and all(file.is_file() for file in files) else None
+    return cached if cached and _is_complete(cached) else None
+
+
+def _is_complete(folder: Path) -> bool:
+    """Return True where all files of a checkpoint are there. A damaged index is downloaded anew."""
+    try:
+        files = checkpoint_files(folder)
+    except ValueError:
+        return False
+    return bool(files) and all(file.is_file() for file in files)
 
 
 def is_quantised(folder: Path) -> bool:

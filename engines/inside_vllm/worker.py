@@ -5,8 +5,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from engines.checkpoint import read_tensors as read_checkpoint
-from engines.checkpoint import served_in
+from engines.checkpoint import known_tensors, served_in
 from engines.inside_vllm.base_layers import base_layers, loader_of
 from engines.inside_vllm.draft import draft_of
 from engines.inside_vllm.gloo_receiver import rebuild_tied_head
@@ -149,7 +148,7 @@ def _loading(worker: Any) -> ExitStack:
 def _expected(model_config: Any) -> tuple[TensorMeta, ...]:
     """Return the tensors that a trainer of this model sends, by its checkpoint, in the dtype of the engine."""
     folder = Path(model_config.model)
-    tensors = read_checkpoint(folder) if folder.is_dir() else None
+    tensors = known_tensors(folder) if folder.is_dir() else None
     return served_in(str(model_config.dtype).removeprefix("torch."), tensors or ())
 
 

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from itertools import takewhile
 from pathlib import Path
@@ -40,7 +41,7 @@ class Prefetch:
 
     def is_of(self, path: Path) -> bool:
         """Return True if it is of `path` with its present files: a withdrawn version's number is reused."""
-        return path == self._path and (self._thread.is_alive() or self._files == file_states(path))
+        return path == self._path and (self._thread.is_alive() or self._files == _states(path))
 
     @property
     def is_ready(self) -> bool:
@@ -103,6 +104,13 @@ class Prefetch:
             tensors = list(takewhile(lambda _: not self._is_dropped, read_tensors(self._path, self._device)))
         stream.synchronize()
         return tensors
+
+
+def _states(path: Path) -> FileStates | None:
+    """Return the states of a folder's files; None where they are being replaced or removed."""
+    with suppress(OSError, ValueError):
+        return file_states(path)
+    return None
 
 
 @cache

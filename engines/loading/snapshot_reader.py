@@ -113,8 +113,8 @@ def pin_memory() -> None:
 def read_tensors(folder: Path, device: torch.device) -> Iterator[NamedTensor]:
     """Return names and tensors in the order of the files, for work on the device's current stream.
 
-    Raise `OSError` where the folder holds no tensors, and later where a file cannot be read to its end, or has become
-    another.
+    Raise as `read_spans` does, and `OSError` where the folder holds no tensors, or later where a file cannot be read to
+    its end or has become another.
     """
     sizes = _TO_HOST if device.type == "cpu" else _TO_GPU
     states = file_states(folder)

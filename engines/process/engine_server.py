@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from engines.checkpoint import read_tensors, served_in
+from engines.checkpoint import known_tensors, served_in
 from engines.clients.connect import connect
 from engines.clients.sglang_engine import SglangEngine
 from engines.config import DEFAULT_LOG_DIR, EngineConfig
@@ -247,8 +247,5 @@ def expected_tensors(config: EngineConfig) -> tuple[TensorMeta, ...] | None:
     # takes the trainer's tensors, and quantises them in each update.
     if folder is None or is_quantised(folder):
         return None
-    try:
-        tensors = read_tensors(folder)
-    except OSError:  # the index names files that are not there, which `load_format: dummy` does not read
-        return None
+    tensors = known_tensors(folder)
     return tensors and served_in(config.dtype, tensors)

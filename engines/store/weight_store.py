@@ -233,7 +233,7 @@ class WeightStore:
     def join(self, draft: Path) -> None:
         """Join a draft's changes with their base version.
 
-        Raise `InvalidRequest`, before anything is written, where the base is not kept or has other tensors.
+        Raise `InvalidRequest` where the base is not kept or has other tensors, or changes are damaged or do not fit.
         """
         manifest = Manifest.read(draft)
         if all(tensor.file for tensor in manifest.tensors.values()):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engines.checkpoint import checkpoint_files, read_tensors, served_in
+from engines.checkpoint import checkpoint_files, known_tensors, read_tensors, served_in
 from engines.types import TensorMeta
 
 Header = dict[str, tuple[str, list[int]]]
@@ -137,3 +137,13 @@ def test_an_engine_holds_floats_in_the_dtype_it_was_started_with(dtype: str, exp
     tensors = [TensorMeta(name=name, dtype=name, shape=(2,)) for name in ("bfloat16", "float32")]
     assert [tensor.dtype for tensor in served_in(dtype, tensors)] == expected
     assert served_in(dtype, [codes, eights]) == (codes, eights)
+
+
+def test_tensors_are_unknown_where_files_of_the_index_are_missing_or_damaged(tmp_path: Path) -> None:
+    """Engines with `load_format: dummy` serve such a folder."""
+    write(tmp_path / "a.safetensors", {"a": ("F32", [1])})
+    assert known_tensors(tmp_path) == (TensorMeta(name="a", dtype="float32", shape=(1,)),)
+    write_index(tmp_path, {"a": "a.safetensors", "b": "b.safetensors"})
+    assert known_tensors(tmp_path) is None
+    (tmp_path / "b.safetensors").write_bytes(b"short")
+    assert known_tensors(tmp_path) is None

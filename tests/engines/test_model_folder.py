@@ -71,3 +71,11 @@ def test_a_cached_model_is_checked_before_an_engine_starts(files: Path, tmp_path
     cached(files, tmp_path / "cache", MODEL)
     asked = engine(extra={"download_dir": str(tmp_path / "cache")}, max_model_len=1024, tensor_parallel_size=3)
     assert {misfit.field for misfit in misfits(asked)} == {"max_model_len", "tensor_parallel_size"}
+
+
+def test_a_damaged_index_in_the_cache_is_left_to_the_engine_which_downloads_it_anew(
+    files: Path, tmp_path: Path
+) -> None:
+    (files / "model.safetensors.index.json").write_text("{")
+    cached(files, tmp_path / "cache", MODEL)
+    assert model_folder(engine(extra={"download_dir": str(tmp_path / "cache")})) is None

@@ -27,8 +27,7 @@ def weight_gib(model: str) -> float | None:
     """Return the GiB of a model's weights: the sum of local files, else by config.json, else by a name such as
     Qwen2-7B-AWQ; None where no source has a size."""
     if folder := _folder(model):
-        stored = sum(file.stat().st_size for file in checkpoint_files(folder) if file.is_file())
-        if size := stored or _shaped(folder):
+        if size := _stored(folder) or _shaped(folder):
             return size / 2**30
     signs = () if _PLAIN_IN_NAME.search(model) else _BYTES_IN_NAME
     each = next((size for sign, size in signs if sign.search(model)), BYTES_PER_PARAMETER)
@@ -75,6 +74,14 @@ def _from_config(model: str, key: str) -> int | None:
     except (OSError, ValueError, AttributeError):
         return None
     return value if isinstance(value, int) else None
+
+
+def _stored(folder: Path) -> int:
+    """Return the bytes of a checkpoint's files here; 0 where its index is damaged, too."""
+    try:
+        return sum(file.stat().st_size for file in checkpoint_files(folder) if file.is_file())
+    except ValueError:
+        return 0
 
 
 def _folder(model: str) -> Path | None:

@@ -183,3 +183,11 @@ def test_a_failed_read_keeps_no_tensor(
         gc.enable()
     with pytest.raises(OSError, match="cut off"):
         until_ready(one)
+
+
+def test_a_folder_that_is_removed_is_not_the_one_that_was_read(folder: Path, room: Iterator[list[int]]) -> None:
+    one = Prefetch(folder, GPU)
+    until_ready(one)
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"w": "gone.safetensors"}}')
+    assert not one.is_of(folder)
+    assert one.take(folder) is None

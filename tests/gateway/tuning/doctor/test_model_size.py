@@ -50,3 +50,9 @@ def test_a_folder_without_weights_has_the_size_that_plan_reads(cache: Path, tmp_
     folder.mkdir()
     (folder / "config.json").write_text((task.COMMITTED / "config.json").read_text("utf-8"), encoding="utf-8")
     assert weight_gib(str(folder)) == read_shape(folder).weight_bytes / 2**30
+
+
+def test_a_damaged_index_leaves_the_size_to_the_configuration(cache: Path, tmp_path: Path) -> None:
+    (tmp_path / "acme-7B").mkdir()
+    (tmp_path / "acme-7B" / "model.safetensors.index.json").write_text("{")
+    assert weight_gib(str(tmp_path / "acme-7B")) == pytest.approx(7e9 * 2 / 2**30)

@@ -26,9 +26,8 @@ _MILLIONS_IN_NAME = re.compile(r"(?<![\w.])(\d+)\s*[mM](?![a-zA-Z0-9])")
 def weight_gib(model: str) -> float | None:
     """Return the GiB of a model's weights: the sum of local files, else by config.json, else by a name such as
     Qwen2-7B-AWQ; None where no source has a size."""
-    if folder := _folder(model):
-        if size := _stored(folder) or _shaped(folder):
-            return size / 2**30
+    if (folder := _folder(model)) and (size := _stored(folder) or _shaped(folder)):
+        return size / 2**30
     signs = () if _PLAIN_IN_NAME.search(model) else _BYTES_IN_NAME
     each = next((size for sign, size in signs if sign.search(model)), BYTES_PER_PARAMETER)
     name = model.rstrip("/").rpartition("/")[2].replace("-", " ").replace("_", " ")

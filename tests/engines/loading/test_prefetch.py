@@ -134,8 +134,8 @@ def test_a_drop_during_the_read_ends_it_and_the_next_read_has_its_room(
     later: list[str] = []
 
     def slow(*_: object) -> Iterator[tuple[str, torch.Tensor]]:
-        free[0] = 0
         yield "w", torch.ones(6)
+        free[0] = 0
         assert may_go_on.wait(SOON_S)
         try:
             for name in ("b", "c"):

@@ -117,6 +117,11 @@ def checkpoint_files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
+def stored_bytes(folder: Path) -> int:
+    """Return the bytes of a checkpoint's files, as far as they are here. Raise as `checkpoint_files` does."""
+    return sum(file.stat().st_size for file in checkpoint_files(folder) if file.is_file())
+
+
 def is_file_name(name: str) -> bool:
     """Return True for a name that leads to no other folder; a peer's or a trainer's file may hold any name."""
     return Path(name).name == name and name not in ("", "..") and "\0" not in name
@@ -134,7 +139,7 @@ def file_states(folder: Path) -> FileStates:
     Raise as `checkpoint_files` does, and `OSError` for a file that is not there.
     """
     found = ((file.name, file.stat()) for file in checkpoint_files(folder))
-    return tuple((name, stat.st_ino, stat.st_mtime_ns) for name, stat in found)
+    return tuple((name, state.st_ino, state.st_mtime_ns) for name, state in found)
 
 
 def read_file(file: Path) -> list[Span]:

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import structlog
 
-from engines.checkpoint import checkpoint_files
+from engines.checkpoint import stored_bytes
 from engines.engine import Json
 from engines.errors import DeadlineExceeded, InvalidRequest, StoreFailed
 from engines.store.draft import complete, is_whole
@@ -62,7 +62,7 @@ class Snapshots:
             self._store = await self._aside(WeightStore, self._folder)
             self._why_not = ""
             checkpoint = await self._aside(self._checkpoint)
-            await self._has_room(await self._aside(_size, checkpoint))
+            await self._has_room(await self._aside(stored_bytes, checkpoint) if checkpoint else 0)
         except (StoreFailed, ValueError) as error:
             self._go_without(str(error))
 
@@ -403,12 +403,6 @@ def in_memory(app: str) -> Path:
     """The default store of an app."""
     place = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
     return place / f"rollout-gateway-{os.getuid()}-{app}"
-
-
-def _size(checkpoint: Path | None) -> int:
-    """Bytes of a checkpoint's files, as far as they are on this machine."""
-    files = checkpoint_files(checkpoint) if checkpoint else []
-    return sum(file.stat().st_size for file in files if file.is_file())
 
 
 def _check_digests(draft: Path, received: dict[str, str]) -> None:

@@ -4,7 +4,7 @@ import json
 import re
 from pathlib import Path
 
-from engines.checkpoint import checkpoint_files
+from engines.checkpoint import stored_bytes
 from engines.errors import ConfigError
 from engines.model_folder import cached_folder
 from gateway.tuning.plan.shape import ModelShape, read_shape
@@ -78,7 +78,7 @@ def _from_config(model: str, key: str) -> int | None:
 def _stored(folder: Path) -> int:
     """Return the bytes of a checkpoint's files here; 0 where its index is damaged, too."""
     try:
-        return sum(file.stat().st_size for file in checkpoint_files(folder) if file.is_file())
+        return stored_bytes(folder)
     except ValueError:
         return 0
 

@@ -9,7 +9,9 @@ import os
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
+from io import FileIO
 from itertools import islice
 from operator import attrgetter
 from pathlib import Path
@@ -22,8 +24,8 @@ from engines.checkpoint import FileStates, Span, file_states, read_spans
 from engines.store.files import read_at
 from engines.transfer.packing import NamedTensor
 
-_THREADS = max(8, min(16, len(os.sched_getaffinity(0)) // 2))
-"""Beside an H100 sixteen threads reach 42 GB/s, and more of them only wait for each other; pinned memory 55."""
+_THREADS = max(8, min(12, len(os.sched_getaffinity(0)) * 3 // 4))
+"""Beside an H200 twelve threads reach 40 GB/s, more of them only wait for their turn in Python. Pinned memory: 55."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,8 @@ class _Sizes:
 
 
 _TO_GPU = _Sizes(part_bytes=16 << 20, batch_bytes=256 << 20, num_ahead=2)
-"""Parts of 8 MB reach 28 GB/s, since Python hands out each, and parts of 32 MB 38: pinned memory leaves the cache."""
+"""Each part costs 0.2 ms of Python, for which threads wait for each other: half of the time with parts of 8 MB. Larger
+parts do not stay in the cache of the host, and copies cost up to a third more."""
 _TO_HOST = _Sizes(part_bytes=4 << 20, batch_bytes=16 << 20, num_ahead=8)
 """Batches so small that freed memory is used again, since fresh pages cost as much as a copy."""
 
@@ -74,7 +77,7 @@ class _Buffer:
         self._memory = torch.empty(_TO_GPU.part_bytes, dtype=torch.uint8, pin_memory=True)
         self._left = torch.cuda.Event()
 
-    def copy(self, place: torch.Tensor, file: Path, offset: int) -> None:
+    def copy(self, place: torch.Tensor, file: FileIO, offset: int) -> None:
         """Read the bytes of `place` from `offset` of the file on, once the part before has left. Queue their copy on
         the current stream."""
         self._left.synchronize()
@@ -94,10 +97,13 @@ class _Buffers:
         for _ in range(_THREADS):
             self._free.put(_Buffer())
 
-    def fill(self, place: torch.Tensor, file: Path, offset: int) -> None:
-        """Read the bytes of `place`, which is on the GPU, from `offset` of the file on, in a thread of the read."""
+    def enter_stream(self) -> None:
+        """Have a thread of the read work on the stream."""
         # Nothing is restored: the thread's own stream is on GPU 0, where a worker of another GPU takes no memory.
         torch.cuda.set_stream(self._stream)
+
+    def fill(self, place: torch.Tensor, file: FileIO, offset: int) -> None:
+        """Read the bytes of `place`, which is on the GPU, from `offset` of the file on, in a thread of the read."""
         buffer = self._free.get()
         try:
             buffer.copy(place, file, offset)
@@ -133,20 +139,23 @@ def _checked(tensors: Iterator[NamedTensor], folder: Path, states: FileStates) -
 
 
 def _read(batches: Sequence[_Batch], device: torch.device, sizes: _Sizes) -> Iterator[NamedTensor]:
-    fill = _fill if device.type == "cpu" else _Buffers(device).fill
-    readers = ThreadPoolExecutor(_THREADS, thread_name_prefix="snapshot")
+    buffers = None if device.type == "cpu" else _Buffers(device)
+    fill, initializer = (_fill, None) if buffers is None else (buffers.fill, buffers.enter_stream)
     waiting, reading = iter(batches), deque[tuple[_Batch, torch.Tensor, list[Future[None]]]]()
+    with ExitStack() as stack:
+        files = {file: stack.enter_context(file.open("rb", buffering=0)) for file in {one.file for one in batches}}
+        readers = ThreadPoolExecutor(_THREADS, "snapshot", initializer)
+        stack.callback(readers.shutdown, cancel_futures=True)
 
-    def read_on(count: int) -> None:
-        for batch in islice(waiting, count):
-            there = torch.empty(batch.num_bytes, dtype=torch.uint8, device=device)
-            parts = [
-                readers.submit(fill, there[offset : offset + length], batch.file, batch.begin + offset)
-                for offset, length in batch.parts(sizes.part_bytes)
-            ]
-            reading.append((batch, there, parts))
+        def read_on(count: int) -> None:
+            for batch in islice(waiting, count):
+                there = torch.empty(batch.num_bytes, dtype=torch.uint8, device=device)
+                parts = [
+                    readers.submit(fill, there[offset : offset + length], files[batch.file], batch.begin + offset)
+                    for offset, length in batch.parts(sizes.part_bytes)
+                ]
+                reading.append((batch, there, parts))
 
-    try:
         read_on(sizes.num_ahead)
         while reading:
             batch, there, parts = reading.popleft()
@@ -154,14 +163,11 @@ def _read(batches: Sequence[_Batch], device: torch.device, sizes: _Sizes) -> Ite
                 part.result()
             yield from _tensors(batch, there)
             read_on(1)
-    finally:
-        readers.shutdown(cancel_futures=True)
 
 
-def _fill(place: torch.Tensor, file: Path, offset: int) -> None:
+def _fill(place: torch.Tensor, file: FileIO, offset: int) -> None:
     """Read the bytes of `place`, which is on the host, from `offset` of the file on."""
-    with file.open("rb", buffering=0) as source:
-        read_at(source, memoryview(place.numpy()), offset)
+    read_at(file, memoryview(place.numpy()), offset)
 
 
 def _batches(file: Path, spans: Sequence[Span], batch_bytes: int) -> Iterator[_Batch]:

@@ -14,6 +14,7 @@ _DRAFT_REMEDY = (
     "compare tokens per second without speculative_config; ngram and suffix have no weights that age, MTP layers "
     "follow where the trainer sends them, another draft is trained again and the engine restarted with it"
 )
+_LONG_S = 0.5
 # Decoding reads all weights for each step, so that fewer sequences leave most of the GPU idle.
 _FEW_SEQUENCES = 4
 
@@ -297,5 +298,8 @@ def _update_cost(live: Live, subject: Subject) -> Iterator[Found]:
     message = f"the steps of the last update took {whole:.2f} s, most of it {step} ({seconds[step]:.2f} s)"
     if step == "drain" and seconds[step] > 1:
         yield consider(setting, message, "pause with mode=keep, so that rollouts in flight go on after the update")
+    elif step == "store" and seconds[step] > _LONG_S:
+        message += ": it waited while a version was written into the store"
+        yield consider(setting, message, "a weights.store in memory with huge pages (docs/deployment.md, Memory)")
     else:
         yield fine(setting, message)

@@ -84,6 +84,15 @@ async def test_what_an_update_took_is_told_by_its_longest_step(rig: Rig) -> None
     assert cost.value
 
 
+def test_a_trainer_that_waits_for_the_copy_of_the_version_before_is_shown_huge_pages() -> None:
+    def cost(store_s: float) -> Finding:
+        (found,) = of(page(last_weight_update={"seconds": {"store": store_s, "transfer": 0.05}}), "live-update-cost")
+        return found
+
+    assert (cost(1.3).severity, cost(0.3).severity) == (CONSIDER, FINE)
+    assert "huge pages" in cost(1.3).suggestion
+
+
 async def test_prefixes_that_are_found_again_are_told(rig: Rig) -> None:
     for _ in range(3):
         await rig.complete([list(range(5, 85))] * 8, max_tokens=2)

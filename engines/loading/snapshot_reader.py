@@ -9,9 +9,7 @@ import os
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass
-from io import FileIO
 from itertools import islice
 from operator import attrgetter
 from pathlib import Path
@@ -77,7 +75,7 @@ class _Buffer:
         self._memory = torch.empty(_TO_GPU.part_bytes, dtype=torch.uint8, pin_memory=True)
         self._left = torch.cuda.Event()
 
-    def copy(self, place: torch.Tensor, file: FileIO, offset: int) -> None:
+    def copy(self, place: torch.Tensor, file: Path, offset: int) -> None:
         """Read the bytes of `place` from `offset` of the file on, once the part before has left. Queue their copy on
         the current stream."""
         self._left.synchronize()
@@ -102,7 +100,7 @@ class _Buffers:
         # Nothing is restored: the thread's own stream is on GPU 0, where a worker of another GPU takes no memory.
         torch.cuda.set_stream(self._stream)
 
-    def fill(self, place: torch.Tensor, file: FileIO, offset: int) -> None:
+    def fill(self, place: torch.Tensor, file: Path, offset: int) -> None:
         """Read the bytes of `place`, which is on the GPU, from `offset` of the file on, in a thread of the read."""
         buffer = self._free.get()
         try:
@@ -141,21 +139,19 @@ def _checked(tensors: Iterator[NamedTensor], folder: Path, states: FileStates) -
 def _read(batches: Sequence[_Batch], device: torch.device, sizes: _Sizes) -> Iterator[NamedTensor]:
     buffers = None if device.type == "cpu" else _Buffers(device)
     fill, initializer = (_fill, None) if buffers is None else (buffers.fill, buffers.enter_stream)
+    readers = ThreadPoolExecutor(_THREADS, "snapshot", initializer)
     waiting, reading = iter(batches), deque[tuple[_Batch, torch.Tensor, list[Future[None]]]]()
-    with ExitStack() as stack:
-        files = {file: stack.enter_context(file.open("rb", buffering=0)) for file in {one.file for one in batches}}
-        readers = ThreadPoolExecutor(_THREADS, "snapshot", initializer)
-        stack.callback(readers.shutdown, cancel_futures=True)
 
-        def read_on(count: int) -> None:
-            for batch in islice(waiting, count):
-                there = torch.empty(batch.num_bytes, dtype=torch.uint8, device=device)
-                parts = [
-                    readers.submit(fill, there[offset : offset + length], files[batch.file], batch.begin + offset)
-                    for offset, length in batch.parts(sizes.part_bytes)
-                ]
-                reading.append((batch, there, parts))
+    def read_on(count: int) -> None:
+        for batch in islice(waiting, count):
+            there = torch.empty(batch.num_bytes, dtype=torch.uint8, device=device)
+            parts = [
+                readers.submit(fill, there[offset : offset + length], batch.file, batch.begin + offset)
+                for offset, length in batch.parts(sizes.part_bytes)
+            ]
+            reading.append((batch, there, parts))
 
+    try:
         read_on(sizes.num_ahead)
         while reading:
             batch, there, parts = reading.popleft()
@@ -163,11 +159,14 @@ def _read(batches: Sequence[_Batch], device: torch.device, sizes: _Sizes) -> Ite
                 part.result()
             yield from _tensors(batch, there)
             read_on(1)
+    finally:
+        readers.shutdown(cancel_futures=True)
 
 
-def _fill(place: torch.Tensor, file: FileIO, offset: int) -> None:
+def _fill(place: torch.Tensor, file: Path, offset: int) -> None:
     """Read the bytes of `place`, which is on the host, from `offset` of the file on."""
-    read_at(file, memoryview(place.numpy()), offset)
+    with file.open("rb", buffering=0) as source:
+        read_at(source, memoryview(place.numpy()), offset)
 
 
 def _batches(file: Path, spans: Sequence[Span], batch_bytes: int) -> Iterator[_Batch]:

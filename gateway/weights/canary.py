@@ -41,7 +41,7 @@ _FILLERS = 3
 # Kernels and reductions are chosen by the size of a batch, and rollouts make it large: batches of these sizes show the
 # log-probs that they cause, 0.008 to 0.04 nats apart (experts, LoRA, TP 2 on H200). No noise beyond the bound is
 # believed, since broken weights may have any. The kernels stay, so the noise of weights that passed is remembered for
-# replicas that return, whichever batch showed it. An update measures it anew: remembered alone it would never shrink.
+# replicas that return. An update measures it anew: remembered alone it would never shrink.
 _LARGE_BATCHES = (8, 32)
 _MOST_NOISE = 0.05
 # Every vocabulary has these ids; used where the checkpoint cannot be read.
@@ -65,7 +65,7 @@ class Canary:
         self._config = config
         self._groups = groups
         self._accepted: WeakKeyDictionary[Replica, Reading] = WeakKeyDictionary()
-        self._noises: dict[_Kind, float] = {}
+        self._large_noises: dict[_Kind, float] = {}
         self._trainers: Reading | None = None
         self._checked: tuple[dict[Replica, Reading], Reading | None] = {}, None
         self._token_ids: list[int] | None = None
@@ -167,25 +167,23 @@ class Canary:
         *,
         remembers: bool = False,
     ) -> dict[Replica, Finding]:
-        """Judge peers. Those that seem apart are judged again: where it `remembers`, with the noise of weights that
-        passed before, and with that of large batches, measured now, if it does not explain them. The largest of all
-        counts, since a replica under load does not show it. Accepted readings are kept without it, as it may be a
-        refused replica's."""
+        """Judge peers. Those that seem apart are judged again with the noise of large batches: where it `remembers`, as
+        it was last, and measured now if that does not explain them. The largest of all counts, since a replica under
+        load does not show it. Accepted readings are kept without it, as it may be a refused replica's."""
         kind = self._kind(peers[0])
 
         def judged_with(noise: float) -> dict[Replica, Finding]:
             return judged({one: replace(readings[one], noise=max(readings[one].noise, noise)) for one in peers})
 
-        findings, remembered = judged_with(0.0), self._noises.get(kind, 0.0)
-        if _seem_apart(findings) and remembers and remembered:
-            findings = judged_with(remembered)
-        noise = max(remembered, *(readings[one].noise for one in peers))
+        findings = judged_with(0.0)
+        if _seem_apart(findings) and remembers and kind in self._large_noises:
+            findings = judged_with(self._large_noises[kind])
         if _seem_apart(findings):
             noises = await asyncio.gather(*(self._noise_of_large_batches(one, readings[one]) for one in peers))
             noise = min(max(noises), _MOST_NOISE)
             findings = judged_with(noise)
-        if all(finding.may_serve for finding in findings.values()):
-            self._noises[kind] = min(noise, _MOST_NOISE)
+            if all(finding.may_serve for finding in findings.values()):
+                self._large_noises[kind] = noise
         return findings
 
     async def _noise_of_large_batches(self, replica: Replica, reading: Reading) -> float:
@@ -260,7 +258,7 @@ class Canary:
             async with asyncio.timeout(self._config.timeout_s):
                 alone = await self._score(replica, token_ids)
                 # A reading equal to a known reading needs no measure of noise, which saves a returning replica time.
-                by_batch = Scale(self._noises.get(self._kind(replica), 0.0), None).tolerance
+                by_batch = Scale(self._large_noises.get(self._kind(replica), 0.0), None).tolerance
                 same = next((reading for reading in known if distance(reading.logprobs, alone) <= by_batch), None)
                 noise = same.noise if same else await self._noise(replica, token_ids, alone)
         except (EngineRefused, InvalidRequest) as error:

@@ -109,9 +109,8 @@ class CatchUp:
     async def forget_kv(self, replica: Replica) -> None:
         """Empty the KV cache of a replica that got weights in the place of unknown ones, before it serves.
 
-        NaN of refused weights would reach later requests from there, and the KV may be of requests that are salted with
-        an older version. Before the load it would be too early: a request that was dropped may run in the engine until
-        then.
+        NaN of refused weights would reach later requests from there. Before the load it would be too early: a request
+        that was dropped may wait in the engine, and run until then.
         """
         timeout_s = self._config.control_timeout_s
         await self._reset_cache(replica)
@@ -335,14 +334,12 @@ class CatchUp:
         await self._admit(replica, version, f"loaded version {version} from {path}")
 
     async def _empty(self, replica: Replica) -> None:
-        """End the rollouts of a replica whose weights are overwritten next.
-
-        The engine may take longer to end them, and `forget_kv` waits for that: beside the load, which is the longer.
-        """
+        """End what the engine still does with its weights, before they are overwritten."""
         replica.lose_version()
         await self._snapshots.note_overwritten([replica])
         replica.drop_calls(rollouts_alone=True)  # a replica that was SUSPECT during the update may still have some
         await bounded(replica.idle.wait(), self._config.control_timeout_s, "its rollouts did not end")
+        await self._reset_cache(replica)
 
     async def _admit(self, replica: Replica, version: int, how: str) -> None:
         """Check the weights by the canary, and serve them."""

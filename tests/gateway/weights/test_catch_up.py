@@ -676,20 +676,6 @@ async def test_a_refused_replica_ends_its_update_in_a_single_pause_between_steps
         assert methods[methods.index("end_update") - 1 :] == ["close_receipt", "end_update", "load_snapshot", "wipe_kv"]
 
 
-async def test_requests_that_an_engine_still_ends_delay_no_load(
-    start_rig: StartRig, folder: Path, loads: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def reset(*_: object) -> bool:
-        return "load 1" in loads
-
-    monkeypatch.setattr(VllmEngine, "reset_prefix_cache", reset)
-    rig = await start_rig(1, sim=TENSORS, weights={"store": str(folder)})
-    await rig.open_group()
-    assert await refused(rig) == 424
-    await rig.until({"engine-0": "SERVING"})
-    assert loads == ["finish 1", "finish 2", "load 1", "wipe"]
-
-
 async def test_refused_updates_are_no_failures_of_the_rollouts_or_the_replicas_under_them(
     start_rig: StartRig, folder: Path
 ) -> None:
@@ -837,7 +823,6 @@ class BatchedScores:
         self.wrong: dict[str, float] = {}
         self.asked = 0
         self.by_batch = 0.03
-        self.large = 8
         self._running: Counter[str] = Counter()
         self._score = Canary._score
         monkeypatch.setattr(Canary, "_score", lambda canary, replica, ids: self.score(canary, replica, ids))
@@ -847,7 +832,7 @@ class BatchedScores:
         self.asked += 1
         try:
             await asyncio.sleep(0)  # until the batch is whole
-            is_large = self._running[replica.replica_id] >= self.large or replica.replica_id in self.busy
+            is_large = self._running[replica.replica_id] >= 8 or replica.replica_id in self.busy
             apart = self.by_batch * is_large + self.wrong.get(replica.replica_id, 0.0)
             return tuple(value + apart for value in await self._score(canary, replica, token_ids))
         finally:
@@ -882,12 +867,8 @@ async def test_a_replica_comes_back_idle_though_it_said_something_else_under_loa
     assert (await served_versions(rig)) == {2}
 
 
-@pytest.mark.parametrize(("large", "first"), [(8, 1 + 4 + 8 + 32), (4, 1 + 4)])
-async def test_the_noise_of_a_batch_that_shows_it_is_measured_once(
-    loaded: tuple[Rig, BatchedScores], large: int, first: int
-) -> None:
+async def test_the_noise_of_large_batches_is_measured_once(loaded: tuple[Rig, BatchedScores]) -> None:
     rig, scores = loaded
-    scores.large = large
     asked = []
     for _ in range(2):
         scores.busy.add("engine-0")
@@ -896,7 +877,7 @@ async def test_the_noise_of_a_batch_that_shows_it_is_measured_once(
         asked.append(scores.asked)
         scores.busy.add("engine-0")
         await rig.update()
-    assert asked == [first, 1]
+    assert asked == [1 + 4 + 8 + 32, 1]
 
 
 async def test_another_noise_of_large_batches_is_measured_anew(loaded: tuple[Rig, BatchedScores]) -> None:

@@ -299,7 +299,7 @@ def _update_cost(live: Live, subject: Subject) -> Iterator[Found]:
     if step == "drain" and seconds[step] > 1:
         yield consider(setting, message, "pause with mode=keep, so that rollouts in flight go on after the update")
     elif step == "store" and seconds[step] > _LONG_S:
-        message += ": it waited while a version was written into the store"
+        message += ": it waited for the weight store, which wrote or removed a version"
         yield consider(setting, message, "a weights.store in memory with huge pages (docs/deployment.md, Memory)")
     else:
         yield fine(setting, message)

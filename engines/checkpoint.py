@@ -1,9 +1,11 @@
 """Tensors of a checkpoint folder, read from the safetensors headers without loading a tensor."""
 
 import json
+import os
 import stat
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from io import BufferedReader, FileIO
 from operator import index
 from pathlib import Path
 from typing import Any
@@ -127,10 +129,18 @@ def is_file_name(name: str) -> bool:
     return Path(name).name == name and name not in ("", "..") and "\0" not in name
 
 
-def check_regular(file: Path) -> None:
-    """Raise `ValueError` for a pipe or a device, whose opening or reading may not end, and `OSError` for no file."""
-    if not stat.S_ISREG(file.stat().st_mode):
+def open_regular(file: Path) -> BufferedReader:
+    """Open a file to read. Raise `ValueError` for a pipe or a device, whose opening or reading may not end, and
+    `OSError` for no file."""
+    stream = FileIO(file, opener=_open_at_once)
+    if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+        stream.close()
         raise ValueError(f"{file} is no regular file")
+    return BufferedReader(stream)
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def file_states(folder: Path) -> FileStates:
@@ -144,12 +154,11 @@ def file_states(folder: Path) -> FileStates:
 
 def read_file(file: Path) -> list[Span]:
     """Return the tensors of one safetensors file. Raise as `read_spans` does."""
-    check_regular(file)
     try:
-        with file.open("rb") as stream:
+        with open_regular(file) as stream:
             length = int.from_bytes(stream.read(8), "little")
             # A damaged length could ask for more memory than there is.
-            if length > min(file.stat().st_size - 8, _MOST_HEADER_BYTES):
+            if length > min(os.fstat(stream.fileno()).st_size - 8, _MOST_HEADER_BYTES):
                 raise ValueError(f"its header has {length} bytes")
             header = json.loads(stream.read(length))
         return [_span(name, entry, 8 + length) for name, entry in header.items() if name != "__metadata__"]

@@ -7,20 +7,23 @@ are copied to the GPU. Without a GPU they read each part into its tensor, while 
 
 import os
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 from operator import attrgetter
 from pathlib import Path
 from queue import SimpleQueue
+from typing import BinaryIO
 
 import torch
 
 from engines.batches import batches
-from engines.checkpoint import FileStates, Span, file_states, read_spans
+from engines.checkpoint import FileStates, Span, file_states, open_regular, read_spans
 from engines.store.files import read_at
 from engines.transfer.packing import NamedTensor
+
+_Fill = Callable[[torch.Tensor, BinaryIO, int], None]
 
 _THREADS = max(8, min(12, len(os.sched_getaffinity(0)) * 3 // 4))
 """Beside an H200 twelve threads reach 40 GB/s, more of them only wait for their turn in Python. Pinned memory: 55."""
@@ -75,7 +78,7 @@ class _Buffer:
         self._memory = torch.empty(_TO_GPU.part_bytes, dtype=torch.uint8, pin_memory=True)
         self._left = torch.cuda.Event()
 
-    def copy(self, place: torch.Tensor, file: Path, offset: int) -> None:
+    def copy(self, place: torch.Tensor, file: BinaryIO, offset: int) -> None:
         """Read the bytes of `place` from `offset` of the file on, once the part before has left. Queue their copy on
         the current stream."""
         self._left.synchronize()
@@ -100,13 +103,44 @@ class _Buffers:
         # Nothing is restored: the thread's own stream is on GPU 0, where a worker of another GPU takes no memory.
         torch.cuda.set_stream(self._stream)
 
-    def fill(self, place: torch.Tensor, file: Path, offset: int) -> None:
+    def fill(self, place: torch.Tensor, file: BinaryIO, offset: int) -> None:
         """Read the bytes of `place`, which is on the GPU, from `offset` of the file on, in a thread of the read."""
         buffer = self._free.get()
         try:
             buffer.copy(place, file, offset)
         finally:
             self._free.put(buffer)
+
+
+class _Reading:
+    """A batch on its way to the device. Its file is opened once for all parts, and closed with it."""
+
+    def __init__(self, batch: _Batch, device: torch.device) -> None:
+        self._batch = batch
+        self._there = torch.empty(batch.num_bytes, dtype=torch.uint8, device=device)
+        self._file = open_regular(batch.file)
+        self._parts: list[Future[None]] = []
+
+    def begin(self, readers: ThreadPoolExecutor, fill: _Fill, part_bytes: int) -> None:
+        """Have threads read its parts."""
+        for offset, length in self._batch.parts(part_bytes):
+            place = self._there[offset : offset + length]
+            self._parts.append(readers.submit(fill, place, self._file, self._batch.begin + offset))
+
+    def tensors(self) -> Iterator[NamedTensor]:
+        """Yield its tensors, once all parts are there."""
+        while self._parts:  # a part that failed would keep the memory of all
+            self._parts.pop().result()
+        for span in self._batch.spans:
+            content = self._there[span.begin - self._batch.begin : span.end - self._batch.begin]
+            dtype = getattr(torch, span.dtype)
+            # Files packed tightly may begin a tensor at any byte; a tensor of wider elements may not.
+            is_aligned = content.storage_offset() % dtype.itemsize == 0
+            yield span.name, (content if is_aligned else content.clone()).view(dtype).view(span.shape)
+
+    def close(self) -> None:
+        """Close the file. No thread may read from it."""
+        self._file.close()
 
 
 def pin_memory() -> None:
@@ -117,8 +151,8 @@ def pin_memory() -> None:
 def read_tensors(folder: Path, device: torch.device) -> Iterator[NamedTensor]:
     """Return names and tensors in the order of the files, for work on the device's current stream.
 
-    Raise as `read_spans` does, and `OSError` where the folder holds no tensors, or later where a file cannot be read to
-    its end or has become another.
+    Raise as `read_spans` does, also later. Raise `OSError` where the folder holds no tensors, and later where a file
+    cannot be read to its end or has become another.
     """
     sizes = _TO_HOST if device.type == "cpu" else _TO_GPU
     states = file_states(folder)
@@ -140,43 +174,30 @@ def _read(batches: Sequence[_Batch], device: torch.device, sizes: _Sizes) -> Ite
     buffers = None if device.type == "cpu" else _Buffers(device)
     fill, initializer = (_fill, None) if buffers is None else (buffers.fill, buffers.enter_stream)
     readers = ThreadPoolExecutor(_THREADS, "snapshot", initializer)
-    waiting, reading = iter(batches), deque[tuple[_Batch, torch.Tensor, list[Future[None]]]]()
+    waiting, reading = iter(batches), deque[_Reading]()
 
     def read_on(count: int) -> None:
         for batch in islice(waiting, count):
-            there = torch.empty(batch.num_bytes, dtype=torch.uint8, device=device)
-            parts = [
-                readers.submit(fill, there[offset : offset + length], batch.file, batch.begin + offset)
-                for offset, length in batch.parts(sizes.part_bytes)
-            ]
-            reading.append((batch, there, parts))
+            reading.append(_Reading(batch, device))
+            reading[-1].begin(readers, fill, sizes.part_bytes)
 
     try:
         read_on(sizes.num_ahead)
         while reading:
-            batch, there, parts = reading.popleft()
-            for part in parts:
-                part.result()
-            yield from _tensors(batch, there)
+            yield from reading[0].tensors()
+            reading.popleft().close()
             read_on(1)
     finally:
         readers.shutdown(cancel_futures=True)
+        while reading:
+            reading.pop().close()
 
 
-def _fill(place: torch.Tensor, file: Path, offset: int) -> None:
+def _fill(place: torch.Tensor, file: BinaryIO, offset: int) -> None:
     """Read the bytes of `place`, which is on the host, from `offset` of the file on."""
-    with file.open("rb", buffering=0) as source:
-        read_at(source, memoryview(place.numpy()), offset)
+    read_at(file, memoryview(place.numpy()), offset)
 
 
 def _batches(file: Path, spans: Sequence[Span], batch_bytes: int) -> Iterator[_Batch]:
     in_order = sorted(spans, key=lambda span: (span.begin, span.end))
     return (_Batch(file, batch) for batch in batches(in_order, attrgetter("num_bytes"), batch_bytes))
-
-
-def _tensors(batch: _Batch, there: torch.Tensor) -> Iterator[NamedTensor]:
-    for span in batch.spans:
-        content, dtype = there[span.begin - batch.begin : span.end - batch.begin], getattr(torch, span.dtype)
-        # Files packed tightly may begin a tensor at any byte; a tensor of wider elements may not.
-        is_aligned = content.storage_offset() % dtype.itemsize == 0
-        yield span.name, (content if is_aligned else content.clone()).view(dtype).view(span.shape)

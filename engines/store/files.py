@@ -7,8 +7,8 @@ import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
-from io import FileIO
 from pathlib import Path
+from typing import BinaryIO
 
 import safetensors
 
@@ -75,7 +75,7 @@ def write_at(descriptor: int, content: bytes | memoryview, position: int) -> Non
         position += written
 
 
-def read_at(file: FileIO, place: memoryview, position: int) -> None:
+def read_at(file: BinaryIO, place: memoryview, position: int) -> None:
     """Fills `place` with the file's bytes from this position on. Raises `OSError` where the file ends before."""
     while place:
         if not (got := os.preadv(file.fileno(), [place], position)):

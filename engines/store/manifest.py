@@ -10,7 +10,7 @@ from typing import Any
 
 import xxhash
 
-from engines.checkpoint import Span, check_regular, is_file_name, read_spans
+from engines.checkpoint import Span, is_file_name, open_regular, read_spans
 from engines.errors import InvalidRequest, StoreFailed
 from engines.store.files import THREADS, read_at, sync
 
@@ -50,8 +50,8 @@ class Manifest:
         """Raises `StoreFailed` where the folder has no readable manifest, or it names a file elsewhere."""
         path = folder / MANIFEST
         try:
-            check_regular(path)
-            tree = json.loads(path.read_bytes())
+            with open_regular(path) as stream:
+                tree = json.load(stream)
             tensors = {name: StoredTensor(**entry) for name, entry in tree["tensors"].items()}
             if tree["format"] != _FORMAT:
                 raise ValueError(f"format {tree['format']!r}, this is format {_FORMAT}")

@@ -1,12 +1,15 @@
 """The tensors of a folder, in any layout of its files."""
 
+import gc
 import json
 import os
 import struct
 import threading
+import weakref
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,12 +54,28 @@ def test_every_tensor_arrives_as_it_was_written(tmp_path: Path, device: str) -> 
         assert torch.equal(read[name], tensor), name
 
 
-def test_a_reader_that_is_left_early_ends_its_threads(tmp_path: Path) -> None:
+def open_files(folder: Path) -> list[str]:
+    """The files of the folder that this process has open, by name, each as often as it is open."""
+    links = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    return sorted(os.path.basename(link) for link in links if os.path.dirname(link) == str(folder))
+
+
+def test_a_reader_that_is_left_early_ends_its_threads_and_closes_its_files(tmp_path: Path) -> None:
     saved(tmp_path)
     tensors = read_tensors(tmp_path, torch.device("cpu"))
     next(tensors)
+    assert open_files(tmp_path)
     tensors.close()  # type: ignore[attr-defined]  # it is a generator
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("snapshot")]
+    assert not open_files(tmp_path)
+
+
+def test_no_more_files_are_open_than_batches_are_read_at_a_time(tmp_path: Path) -> None:
+    for number in range(20):
+        save_file({f"layer.{number}": torch.zeros(60)}, tmp_path / f"model-{number:05}.safetensors")
+    most = max(len(open_files(tmp_path)) for _ in read_tensors(tmp_path, torch.device("cpu")))
+    assert most == 2
+    assert not open_files(tmp_path)
 
 
 def test_a_file_that_is_cut_off_is_named(tmp_path: Path) -> None:
@@ -65,6 +84,42 @@ def test_a_file_that_is_cut_off_is_named(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-10])
     with pytest.raises(OSError, match=r"model-00001\.safetensors ends before"):
         list(read_tensors(tmp_path, torch.device("cpu")))
+    assert not open_files(tmp_path)
+
+
+def test_a_failed_read_leaves_no_memory_to_the_garbage_collector(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tmp_path)
+    path = tmp_path / "model-00001.safetensors"
+    path.write_bytes(path.read_bytes()[:-600])
+    allocated: list[weakref.ref[torch.Tensor]] = []
+    empty = torch.empty
+
+    def noted(*size: int, **options: Any) -> torch.Tensor:
+        tensor = empty(*size, **options)
+        allocated.append(weakref.ref(tensor))
+        return tensor
+
+    monkeypatch.setattr(torch, "empty", noted)
+    gc.disable()
+    try:
+        with pytest.raises(OSError, match="ends before"):
+            list(read_tensors(tmp_path, torch.device("cpu")))
+        assert allocated
+        assert not [batch for batch in allocated if batch() is not None]
+    finally:
+        gc.enable()
+
+
+def test_a_pipe_in_the_place_of_a_file_holds_up_no_read(tmp_path: Path) -> None:
+    saved(tmp_path)
+    tensors = read_tensors(tmp_path, torch.device("cpu"))
+    file = tmp_path / "model-00002.safetensors"
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.raises(ValueError, match="is no regular file"):
+        list(tensors)
 
 
 def test_a_folder_without_tensors_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:

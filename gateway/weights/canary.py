@@ -7,6 +7,7 @@ with its weights.
 import asyncio
 import math
 import random
+import statistics
 import time
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -40,8 +41,8 @@ _SEED = 20260
 _FILLERS = 3
 # Kernels and reductions are chosen by the size of a batch, and rollouts make it large: batches of these sizes show the
 # log-probs that they cause, 0.008 to 0.04 nats apart (experts, LoRA, TP 2 on H200). No noise beyond the bound is
-# believed, since broken weights may have any. The kernels stay, so the noise of weights that passed is remembered for
-# replicas that return. An update measures it anew: remembered alone it would never shrink.
+# believed, since broken weights may have any. The kernels stay, so the noise that let weights pass is remembered for
+# replicas that return, whichever batch showed it. An update measures it anew: remembered alone it would never shrink.
 _LARGE_BATCHES = (8, 32)
 _MOST_NOISE = 0.05
 # Every vocabulary has these ids; used where the checkpoint cannot be read.
@@ -65,7 +66,7 @@ class Canary:
         self._config = config
         self._groups = groups
         self._accepted: WeakKeyDictionary[Replica, Reading] = WeakKeyDictionary()
-        self._large_noises: dict[_Kind, float] = {}
+        self._noises: dict[_Kind, float] = {}
         self._trainers: Reading | None = None
         self._checked: tuple[dict[Replica, Reading], Reading | None] = {}, None
         self._token_ids: list[int] | None = None
@@ -148,7 +149,9 @@ class Canary:
         for peers in self._peers(list(readings)):
             before = {replica: self._accepted[replica] for replica in peers if replica in self._accepted}
             previous = {replica: reading for replica, reading in before.items() if reading.version != version}
-            judged = partial(judge, previous=previous, elsewhere=self._accepted_at(version, peers[0]))
+            known = self._accepted_at(version, peers[0])
+            readings |= {replica: _believed(readings[replica], known) for replica in peers}
+            judged = partial(judge, previous=previous, elsewhere=known)
             findings |= await self._judged(peers, readings, judged, remembers=True)
             # A reading of the same version stays: else readings that each pass beside the last might drift.
             kept = before.keys() - previous.keys()
@@ -167,23 +170,28 @@ class Canary:
         *,
         remembers: bool = False,
     ) -> dict[Replica, Finding]:
-        """Judge peers. Those that seem apart are judged again with the noise of large batches: where it `remembers`, as
-        it was last, and measured now if that does not explain them. The largest of all counts, since a replica under
-        load does not show it. Accepted readings are kept without it, as it may be a refused replica's."""
+        """Judge peers. Those that seem apart are judged again: where it `remembers`, with the noise that explained
+        others, and with the noise of large batches, measured now, if that does not explain them. The largest of all
+        counts, since a replica under load does not show it. Accepted readings are kept without it, as it may be a
+        refused replica's."""
         kind = self._kind(peers[0])
 
         def judged_with(noise: float) -> dict[Replica, Finding]:
             return judged({one: replace(readings[one], noise=max(readings[one].noise, noise)) for one in peers})
 
+        remembered = self._noises.get(kind, 0.0)
         findings = judged_with(0.0)
-        if _seem_apart(findings) and remembers and kind in self._large_noises:
-            findings = judged_with(self._large_noises[kind])
+        if _seem_apart(findings) and remembers and remembered:
+            findings = judged_with(remembered)
         if _seem_apart(findings):
             noises = await asyncio.gather(*(self._noise_of_large_batches(one, readings[one]) for one in peers))
             noise = min(max(noises), _MOST_NOISE)
             findings = judged_with(noise)
             if all(finding.may_serve for finding in findings.values()):
-                self._large_noises[kind] = noise
+                self._noises[kind] = noise
+        elif remembers and any(_passed_beyond(remembered, finding) for finding in findings.values()):
+            noise = statistics.median_high(readings[replica].noise for replica in peers)
+            self._noises[kind] = max(remembered, min(noise, _MOST_NOISE))
         return findings
 
     async def _noise_of_large_batches(self, replica: Replica, reading: Reading) -> float:
@@ -258,7 +266,7 @@ class Canary:
             async with asyncio.timeout(self._config.timeout_s):
                 alone = await self._score(replica, token_ids)
                 # A reading equal to a known reading needs no measure of noise, which saves a returning replica time.
-                by_batch = Scale(self._large_noises.get(self._kind(replica), 0.0), None).tolerance
+                by_batch = Scale(self._noises.get(self._kind(replica), 0.0), None).tolerance
                 same = next((reading for reading in known if distance(reading.logprobs, alone) <= by_batch), None)
                 noise = same.noise if same else await self._noise(replica, token_ids, alone)
         except (EngineRefused, InvalidRequest) as error:
@@ -302,6 +310,18 @@ class Canary:
 
 def _seem_apart(findings: Mapping[Replica, Finding]) -> bool:
     return any(finding.result is Result.FAILED and finding.is_far for finding in findings.values())
+
+
+def _passed_beyond(noise: float, finding: Finding) -> bool:
+    """True where a replica is right, though farther from its peers than this noise explains."""
+    apart = finding.to_peers
+    return finding.result is Result.VERIFIED and apart is not None and apart > Scale(noise, None).tolerance
+
+
+def _believed(reading: Reading, known: Sequence[Reading]) -> Reading:
+    """Return a reading of weights that nobody has accepted yet with as much of its noise as is believed."""
+    usual = statistics.median_high(other.noise for other in known) if known else 0.0
+    return replace(reading, noise=min(reading.noise, max(usual, _MOST_NOISE)))
 
 
 class _NoLogprobs(Exception):

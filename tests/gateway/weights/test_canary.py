@@ -2,13 +2,14 @@
 
 import asyncio
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from functools import partial
 
 import pytest
 
 from engines.errors import EngineFailed, EngineRefused
 from engines.sim.model import SimModel, read, weights_key
+from gateway.config.schema import CanaryConfig
 from gateway.fleet.replica import Replica
 from gateway.weights.canary import Canary, canary_token_ids
 from tests.rigs.rig import Json, Rig, StartRig
@@ -344,3 +345,87 @@ async def test_the_sequence_is_the_same_each_time_and_inside_every_vocabulary(ri
     assert token_ids == canary_token_ids(infos[::-1], 64)
     assert all(0 <= token_id < 96 for token_id in token_ids)
     assert len(canary_token_ids(infos, 4096)) == infos[0].max_model_len - 1  # type: ignore[operator]
+
+
+class Scores:
+    """The log-probs of replicas, in nats beside those of the checkpoint: by their weights, and by their batches of four
+    or more."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.weights: dict[str, float] = defaultdict(float)
+        self.batch: dict[str, float] = defaultdict(float)
+        self._running: Counter[str] = Counter()
+        monkeypatch.setattr(Canary, "_score", lambda _, replica, ids: self.score(replica.replica_id, ids))
+
+    async def score(self, name: str, token_ids: list[int]) -> tuple[float, ...]:
+        self._running[name] += 1
+        try:
+            await asyncio.sleep(0)
+            apart = self.weights[name] + self.batch[name] * (self._running[name] >= 4)
+            await asyncio.sleep(0)
+            return tuple(-1.0 - apart for _ in token_ids[1:])
+        finally:
+            self._running[name] -= 1
+
+
+@pytest.fixture
+async def played(start_rig: StartRig, monkeypatch: pytest.MonkeyPatch) -> tuple[Canary, Scores, list[Replica]]:
+    scores = Scores(monkeypatch)
+    rig = await start_rig(3)
+    return Canary(CanaryConfig(), {}), scores, list(rig.fleet.replicas)
+
+
+async def comes_back(canary: Canary, replica: Replica, version: int) -> bool:
+    """True where it may serve as a successor that took `version` outside an update."""
+    canary.forget(replica)
+    return (await canary.admit([replica], version))[replica].may_serve
+
+
+async def test_a_replica_that_comes_back_damaged_and_noisy_does_not_widen_its_own_tolerance(
+    played: tuple[Canary, Scores, list[Replica]],
+) -> None:
+    canary, scores, fleet = played
+    await canary.check(fleet[:2], 1)
+    canary.accept()
+    scores.weights["engine-2"], scores.batch["engine-2"] = 1.4, 0.5
+    assert not await comes_back(canary, fleet[2], 1)
+    scores.weights["engine-2"], scores.batch["engine-2"] = 0.1, 0.05
+    assert await comes_back(canary, fleet[2], 1)
+
+
+async def test_the_noise_that_healthy_peers_show_is_believed_of_a_replica_that_comes_back(
+    played: tuple[Canary, Scores, list[Replica]],
+) -> None:
+    canary, scores, fleet = played
+    scores.batch.update({"engine-0": 0.2, "engine-1": 0.2, "engine-2": 0.2})
+    await canary.check(fleet[:2], 1)
+    canary.accept()
+    scores.weights["engine-2"] = 0.5
+    assert await comes_back(canary, fleet[2], 1)
+    scores.weights["engine-2"] = 0.7
+    assert not await comes_back(canary, fleet[2], 1)
+
+
+@pytest.mark.parametrize("noise", ["of a reading of three", "of an aborted update", "of a stranger that is refused"])
+async def test_noise_that_let_no_returning_replica_pass_lets_none_pass_later(
+    played: tuple[Canary, Scores, list[Replica]], noise: str
+) -> None:
+    canary, scores, fleet = played
+    match noise:
+        case "of a reading of three":
+            scores.batch["engine-1"] = 5.0
+            findings = await canary.check(fleet, 1)
+            canary.accept()
+        case "of an aborted update":
+            scores.batch.update({"engine-0": 0.9, "engine-1": 0.9, "engine-2": 0.9})
+            findings = await canary.check(fleet, 1)
+        case _:
+            scores.batch["engine-2"] = 0.9
+            findings = await canary.admit(fleet[2:], 1)
+            canary.forget(fleet[2])
+    assert all(finding.may_serve for finding in findings.values())
+    scores.batch.clear()
+    await canary.check(fleet, 2)
+    canary.accept()
+    scores.weights["engine-2"] = 0.1
+    assert not await comes_back(canary, fleet[2], 2)

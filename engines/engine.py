@@ -50,6 +50,8 @@ class Engine(ABC):
     """False once `weight_version` has found an engine without weight versions."""
     passes_every_chunk = True
     """False where chunks of a long sample are held back until they are worth their cost."""
+    loads_between_steps = True
+    """False where a load may begin while a batch is on the GPU."""
 
     @property
     @abstractmethod
@@ -134,11 +136,12 @@ class Engine(ABC):
         weights before are kept in the memory of these tensors, until `keep_receipt`, `drop_receipt` or a load."""
         raise WeightUpdateConflict(f"replica {self.replica_id} cannot stage weights")
 
-    async def undo_load(self, version: int, timeout_s: float) -> bool:
-        """Take back the weights that `load_staged` or `load_snapshot` replaced, and label them `version`; the receipt
-        is dropped. Return False where not all workers have kept them: the weights are then a mixture.
+    async def undo_load(self, timeout_s: float) -> bool:
+        """Take back the weights that `load_staged` or `load_snapshot` replaced; the receipt is dropped. Return False
+        where not all workers have kept them: the weights are then a mixture. Either way they are labelled as mixed,
+        until `label_weights`.
 
-        No request may run meanwhile, and the update must have ended.
+        The update must have ended. Requests as in `load_snapshot`.
         """
         return False
 
@@ -179,12 +182,16 @@ class Engine(ABC):
 
     @abstractmethod
     async def load_snapshot(self, path: str, version: int, timeout_s: float) -> None:
-        """Load all weights from a checkpoint folder, also after an interrupted update, and label them `version`. Where
-        `prepare_snapshot` has read the folder beside the weights and that is exact, the weights before are kept as by
-        `load_staged`, until `drop_receipt` or a load.
+        """Load all weights from a checkpoint folder, also after an interrupted update. They are labelled as mixed,
+        until `label_weights`. Where `prepare_snapshot` has read the folder beside the weights and that is exact, the
+        weights before are kept as by `load_staged`, until `drop_receipt` or a load.
 
-        No request may run during the load.
+        Tokens of requests that run during the load are of no version. Where `loads_between_steps` is False, none may.
         """
+
+    @abstractmethod
+    async def label_weights(self, version: int, timeout_s: float) -> None:
+        """Label the weights, where the engine knows labels: a gateway that restarts believes them."""
 
     @abstractmethod
     async def pause(self, mode: PauseMode, *, clear_cache: bool, timeout_s: float) -> None: ...

@@ -69,12 +69,9 @@ class EngineWithWorkers(HttpEngine, ABC):
     async def load_staged(self, timeout_s: float) -> None:
         await self._on_workers("load_staged", {}, timeout_s)
 
-    async def undo_load(self, version: int, timeout_s: float) -> bool:
+    async def undo_load(self, timeout_s: float) -> bool:
         await self._label(MIXED, timeout_s)
-        if not _all_say("undone", await self._on_workers("undo_load", {}, timeout_s)):
-            return False
-        await self._label(str(version), timeout_s)
-        return True
+        return _all_say("undone", await self._on_workers("undo_load", {}, timeout_s))
 
     async def wipe_kv(self, timeout_s: float) -> None:
         if not self._has_our_worker:
@@ -118,6 +115,8 @@ class EngineWithWorkers(HttpEngine, ABC):
         # Our worker in SGLang answers False for a version that it leaves to SGLang.
         if not self._has_our_worker or False in await self._on_workers("load_snapshot", asked, timeout_s):
             await self._load_by_itself(path, timeout_s)
+
+    async def label_weights(self, version: int, timeout_s: float) -> None:
         await self._label(str(version), timeout_s)
 
     @property

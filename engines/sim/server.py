@@ -136,7 +136,7 @@ class SimServer:
         self.corrupt_loads = sim.corrupt_loads
         self._load_s = sim.load_s
         self._num_updates = 0
-        self._replaced: dict[str, str] | None = None  # as `SimModel.held`, until a load of what lay ready is undone
+        self._replaced: str | None = None  # the weights before a load of what lay ready, until it is undone
         self._read_ahead = ""  # the folder
         self._limits = limits
         self._world_size = world_size
@@ -343,10 +343,7 @@ class SimServer:
         """Hold `version`, or only report it if `corrupt_after` is reached."""
         after, held = self.corrupt_after, self._model.held
         if after is not None and self._num_updates >= after:
-            before = self._last_held
-            held[version] = (
-                held.get(before, before) if self._corrupt == "previous" else f"garbage of {self._limits.seed}"
-            )
+            held[version] = self._weights_before() if self._corrupt == "previous" else self._garbage()
         self._num_updates += 1
         self.scheduler.draft_acceptance *= 1 - self.scheduler.config.draft_decay
         self._last_held = version
@@ -354,10 +351,11 @@ class SimServer:
 
     async def update_weight_version(self, request: web.Request) -> web.Response:
         version = (await _body(request, VersionBody)).new_version
+        loaded = self._model.held.pop(MIXED, None)
         if version != MIXED:
-            self._last_held = CHECKPOINT_VERSION if version == "0" else version
-            if self.corrupt_loads:
-                self._model.held[self._last_held] = f"garbage of {self._limits.seed}"
+            self._last_held = _own_label(version)
+            if loaded is not None:
+                self._model.held[self._last_held] = loaded
         self.scheduler.hold_version(MIXED if version == MIXED else self._last_held)
         return _json({"success": True, "new_version": version})
 
@@ -377,7 +375,7 @@ class SimServer:
                 self._weights.break_off()
             case "stage_weights":
                 self._weights.receive(arguments["update_info"])
-                self._replaced = dict(self._model.held)
+                self._replaced = self._weights_before()
             case "staged":
                 return {"ready": True}
             case "load_staged":
@@ -390,11 +388,11 @@ class SimServer:
                 return answer
             case "load_snapshot":
                 was_read, self._read_ahead = self._read_ahead == arguments["path"], ""
-                self._replaced, replaced = None, dict(self._model.held)
+                self._replaced, replaced = None, self._weights_before()
                 await self.worker.call(method, arguments)
                 await asyncio.sleep(self._load_s)
                 self._weights.break_off()
-                self._model.held.clear()  # the weights match the label again
+                self._hold(self._garbage() if self.corrupt_loads else _own_label(str(arguments["version"])))
                 self._replaced = replaced if was_read and self.worker.has_room else None
             case _:
                 return await self.worker.call(method, arguments)
@@ -406,9 +404,20 @@ class SimServer:
         await self.worker.call("drop_receipt", {})
         if replaced is None:
             return False
-        self._model.held.clear()
-        self._model.held.update(replaced)
+        self._hold(replaced)
         return True
+
+    def _hold(self, weights: str) -> None:
+        """Hold these weights under the label of mixed weights, and under the next label."""
+        self._model.held.clear()
+        self._model.held[MIXED] = weights
+
+    def _weights_before(self) -> str:
+        """The weights under the last label of a version."""
+        return self._model.held.get(self._last_held, self._last_held)
+
+    def _garbage(self) -> str:
+        return f"garbage of {self._limits.seed}"
 
     async def weight_info(self, _: web.Request) -> web.Response:
         return _json({"weight_version": self.scheduler.version})
@@ -465,6 +474,11 @@ async def _stream(request: web.Request, answer: Answer, event: Callable[[Json], 
         await response.write(event(answer.usage_chunk()))
     await response.write(b"data: [DONE]\n\n")
     return response
+
+
+def _own_label(version: str) -> str:
+    """Return the engine's name of the version that a gateway calls so."""
+    return CHECKPOINT_VERSION if version == "0" else version
 
 
 def _json(content: Json, status: int = 200) -> web.Response:

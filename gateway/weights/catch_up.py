@@ -109,8 +109,9 @@ class CatchUp:
     async def forget_kv(self, replica: Replica) -> None:
         """Empty the KV cache of a replica that got weights in the place of unknown ones, before it serves.
 
-        NaN of refused weights would reach later requests from there. Before the load it would be too early: a request
-        that was dropped may wait in the engine, and run until then.
+        NaN of refused weights would reach later requests from there, and so would KV of requests that are salted with
+        an older version. Before the load it would be too early: a request that was dropped may run in the engine until
+        then.
         """
         timeout_s = self._config.control_timeout_s
         await self._reset_cache(replica)
@@ -284,15 +285,20 @@ class CatchUp:
         return _STORE if await self._reload(replica) else ""
 
     async def _reload(self, replica: Replica) -> bool:
-        """Load the fleet's version, and the next if it has changed meanwhile. Return True where one is loaded."""
-        is_loaded = False
+        """Load the fleet's version, and the next if it has changed meanwhile. Return True where one is served."""
+        is_back, loaded, path = False, None, ""
         for failures in range(1, _TRIES + 1):
             if not self._is_behind(replica):
                 break
             version = self._fleet.version
             try:
-                await self._load(replica, version)
-                is_loaded = True
+                if loaded != version:
+                    path = await self._load(replica, version)
+                loaded = version  # an engine that does not forget its KV is not loaded again for that
+                await self.forget_kv(replica)
+                loaded = None
+                await self._admit(replica, version, f"loaded version {version} from {path}")
+                is_back = True
             except StoreFailed as error:
                 self._give_up(replica, version, f"it waits for the next update, since {error}")
                 break
@@ -303,7 +309,7 @@ class CatchUp:
                     break
                 with suppress(EngineError):  # a lost replica ends the wait
                     await replica.unless_lost(asyncio.sleep(_RETRY_S))
-        return is_loaded
+        return is_back
 
     async def _undo(self, replica: Replica, version: int) -> bool:
         """Have the engine take back the weights that it has kept, then check and serve them. Return False where the
@@ -313,7 +319,7 @@ class CatchUp:
         timeout_s = self._config.load_timeout_s
         try:
             await self._empty(replica)
-            undo = replica.engine.undo_load(version, timeout_s)
+            undo = replica.engine.undo_load(timeout_s)
             is_undone = await bounded(replica.unless_lost(undo), timeout_s, f"version {version} was not taken back")
             if is_undone:
                 await self.forget_kv(replica)
@@ -323,32 +329,39 @@ class CatchUp:
             return False
         return is_undone
 
-    async def _load(self, replica: Replica, version: int) -> None:
-        """Load, check, and serve if that is still the fleet's version."""
+    async def _load(self, replica: Replica, version: int) -> str:
+        """Have the engine load a version. Return its folder."""
         timeout_s = self._config.load_timeout_s
         async with self._source(replica, version) as path:
             await self._empty(replica)
             load = replica.engine.load_snapshot(path, version, timeout_s)
             await bounded(replica.unless_lost(load), timeout_s, f"replica {replica.replica_id} did not load {path}")
-        await self.forget_kv(replica)
-        await self._admit(replica, version, f"loaded version {version} from {path}")
+        return path
 
     async def _empty(self, replica: Replica) -> None:
-        """End what the engine still does with its weights, before they are overwritten."""
+        """End the rollouts of a replica whose weights are overwritten next.
+
+        An engine that loads between steps may end its requests beside the load, which takes longer.
+        """
         replica.lose_version()
         await self._snapshots.note_overwritten([replica])
         replica.drop_calls(rollouts_alone=True)  # a replica that was SUSPECT during the update may still have some
         await bounded(replica.idle.wait(), self._config.control_timeout_s, "its rollouts did not end")
-        await self._reset_cache(replica)
+        if not replica.engine.loads_between_steps:
+            await self._reset_cache(replica)
 
     async def _admit(self, replica: Replica, version: int, how: str) -> None:
-        """Check the weights by the canary, and serve them."""
+        """Check the weights by the canary, label and serve them. Not before: a gateway that restarts serves them by the
+        label."""
         if self._canary.is_enabled:
             async with replica.brake.lifted(self._config.control_timeout_s):  # a paused engine cannot answer
                 finding = (await self._canary.admit([replica], version))[replica]
             log.info("canary", replica=replica.replica_id, version=version, **finding.report())
             if not finding.may_serve:
                 raise WeightUpdateFailed(finding.reason, replica_id=replica.replica_id)
+        timeout_s = self._config.control_timeout_s
+        label = replica.engine.label_weights(version, timeout_s)
+        await bounded(replica.unless_lost(label), timeout_s, "its weights were not labelled")
         replica.hold(version, keeps_kv=False)
         await self._snapshots.note_holders(version, [replica])
         log.info("replica caught up", replica=replica.replica_id, version=version)

@@ -100,6 +100,7 @@ class StoreUpdate:
 
         async def load(replica: Replica) -> None:
             await replica.engine.load_snapshot(path, version, timeout_s)
+            await replica.engine.label_weights(version, timeout_s)
 
         return Swaps(self._parts, update, members, load, prepare)
 

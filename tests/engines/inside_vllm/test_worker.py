@@ -58,6 +58,8 @@ def test_a_version_is_copied_as_it_arrives_and_loads_over_an_update_that_broke_o
 
         def load(path: Path, version: int) -> None:
             on_engine(url, lambda engine: engine.load_snapshot(str(path), version, TIMEOUT_S))
+            assert on_engine(url, lambda engine: engine.weight_version(TIMEOUT_S)) is None
+            on_engine(url, lambda engine: engine.label_weights(version, TIMEOUT_S))
             assert on_engine(url, lambda engine: engine.weight_version(TIMEOUT_S)) == version
 
         patch.setattr(vllm_client, "packed_nccl_broadcast_producer", gloo_trl.send_packed)

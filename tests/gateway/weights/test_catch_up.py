@@ -20,7 +20,7 @@ from engines.sim.worker import SimWorker
 from engines.store.draft import Draft, claim_draft, raw
 from engines.store.manifest import Manifest, check_bytes
 from engines.store.weight_store import WeightStore, remove_folder
-from engines.types import ReplicaInfo
+from engines.types import ReplicaInfo, ReplicaState
 from gateway.config.schema import CanaryConfig
 from gateway.fleet.replica import Replica
 from gateway.weights import catch_up
@@ -676,6 +676,117 @@ async def test_a_refused_replica_ends_its_update_in_a_single_pause_between_steps
         assert methods[methods.index("end_update") - 1 :] == ["close_receipt", "end_update", "load_snapshot", "wipe_kv"]
 
 
+@pytest.mark.parametrize("loads_between_steps", [True, False])
+async def test_a_load_waits_for_requests_that_an_engine_still_ends_only_where_it_would_meet_them(
+    start_rig: StartRig, folder: Path, loads: list[str], monkeypatch: pytest.MonkeyPatch, loads_between_steps: bool
+) -> None:
+    async def reset(*_: object) -> bool:
+        loads.append("reset")
+        return not loads_between_steps or "load 1" in loads
+
+    monkeypatch.setattr(VllmEngine, "loads_between_steps", loads_between_steps)
+    monkeypatch.setattr(VllmEngine, "reset_prefix_cache", reset)
+    rig = await start_rig(1, sim=TENSORS, weights={"store": str(folder)})
+    await rig.open_group()
+    assert await refused(rig) == 424
+    await rig.until({"engine-0": "SERVING"})
+    first = [] if loads_between_steps else ["reset"]
+    assert loads == ["finish 1", "finish 2", *first, "load 1", "reset", "wipe"]
+
+
+class Ending:
+    """Engines that refuse to forget their KV while `still`, as under requests that do not end."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.still = True
+        self.forgot = 0
+        self.loads = 0
+        reset, load = SimServer.reset_prefix_cache, VllmEngine.load_snapshot
+
+        async def answer(server: SimServer, request: web.Request) -> web.Response:
+            if self.still:
+                return web.json_response({"success": False})
+            self.forgot += 1
+            return await reset(server, request)
+
+        async def count(engine: VllmEngine, path: str, version: int, timeout_s: float) -> None:
+            await load(engine, path, version, timeout_s)
+            self.loads += 1
+
+        monkeypatch.setattr(SimServer, "reset_prefix_cache", answer)
+        monkeypatch.setattr(VllmEngine, "load_snapshot", count)
+
+    async def loaded(self) -> None:
+        async with asyncio.timeout(20):
+            while not self.loads:
+                await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("end", ["restart", "loss"])
+async def test_good_weights_beside_kv_of_refused_ones_are_not_believed_after_an_interruption(
+    start_rig: StartRig, folder: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    ending, weights = Ending(monkeypatch), {"store": str(folder)}
+    rig = await start_rig(1, sim=TENSORS, weights=weights)
+    await rig.open_group()
+    assert await refused(rig) == 424
+    await ending.loaded()
+    await asyncio.sleep(0.1)
+    assert await rig.fleet.replicas[0].engine.weight_version(5.0) is None
+    assert ending.forgot == 0
+    if end == "restart":
+        await rig.stop_gateway()
+    else:
+        rig.fleet.set_state(rig.fleet.replicas[0], ReplicaState.LOST, "silent too long")
+    ending.still = False
+    if end == "restart":
+        rig = await start_rig(1, sim=TENSORS, replicas=rig.replicas, weights=weights)
+    await rig.until({"engine-0": "SERVING"})
+    assert (ending.loads, ending.forgot) == (2, 1)
+    assert await served_versions(rig) == {1}
+
+
+async def test_an_engine_that_does_not_forget_its_kv_is_loaded_once_for_all_tries(
+    start_rig: StartRig, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ending = Ending(monkeypatch)
+    monkeypatch.setattr(catch_up, "_RETRY_S", 0.01)
+    rig = await start_rig(1, sim=TENSORS, weights={"store": str(folder), "control_timeout_s": 0.3})
+    await rig.open_group()
+    assert await refused(rig) == 424
+    async with asyncio.timeout(20):
+        while "its prefix cache was not reset" not in rig.fleet.replicas[0].reason:
+            await asyncio.sleep(0.01)
+    assert ending.loads == 1
+    assert await rig.states() == {"engine-0": "SYNCING"}
+
+
+async def test_weights_that_no_canary_has_passed_are_not_believed_by_the_next_gateway(
+    start_rig: StartRig, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A load that leaves the weights damaged, and a gateway that dies before it finds out."""
+    asked, weights = asyncio.Event(), {"store": str(folder)}
+    rig = await start_rig(2, sim=TENSORS, odd={"engine-1": {"corrupt_loads": True}}, weights=weights)
+    await rig.open_group()
+    await rig.update()
+    await until_kept(rig, [1])
+    said = await greedy(rig)
+    with monkeypatch.context() as patch:
+
+        async def never(*_: object) -> None:
+            asked.set()
+            await asyncio.Event().wait()
+
+        patch.setattr(Canary, "admit", never)
+        rig.fleet.fence(rig.fleet.replicas[1], "its weights are wrong")
+        await asyncio.wait_for(asked.wait(), 20)
+        await rig.stop_gateway()
+    again = await start_rig(2, sim=TENSORS, replicas=rig.replicas, weights=weights)
+    await again.until({"engine-0": "SERVING", "engine-1": "SYNCING"})
+    assert await greedy(again) == said
+    rig.replicas[1].heal()
+
+
 async def test_refused_updates_are_no_failures_of_the_rollouts_or_the_replicas_under_them(
     start_rig: StartRig, folder: Path
 ) -> None:
@@ -823,6 +934,7 @@ class BatchedScores:
         self.wrong: dict[str, float] = {}
         self.asked = 0
         self.by_batch = 0.03
+        self.large = 8
         self._running: Counter[str] = Counter()
         self._score = Canary._score
         monkeypatch.setattr(Canary, "_score", lambda canary, replica, ids: self.score(canary, replica, ids))
@@ -832,7 +944,7 @@ class BatchedScores:
         self.asked += 1
         try:
             await asyncio.sleep(0)  # until the batch is whole
-            is_large = self._running[replica.replica_id] >= 8 or replica.replica_id in self.busy
+            is_large = self._running[replica.replica_id] >= self.large or replica.replica_id in self.busy
             apart = self.by_batch * is_large + self.wrong.get(replica.replica_id, 0.0)
             return tuple(value + apart for value in await self._score(canary, replica, token_ids))
         finally:
@@ -867,8 +979,12 @@ async def test_a_replica_comes_back_idle_though_it_said_something_else_under_loa
     assert (await served_versions(rig)) == {2}
 
 
-async def test_the_noise_of_large_batches_is_measured_once(loaded: tuple[Rig, BatchedScores]) -> None:
+@pytest.mark.parametrize(("large", "first"), [(8, 1 + 4 + 8 + 32), (4, 1 + 4)])
+async def test_the_noise_of_a_batch_that_shows_it_is_measured_once(
+    loaded: tuple[Rig, BatchedScores], large: int, first: int
+) -> None:
     rig, scores = loaded
+    scores.large = large
     asked = []
     for _ in range(2):
         scores.busy.add("engine-0")
@@ -877,7 +993,7 @@ async def test_the_noise_of_large_batches_is_measured_once(loaded: tuple[Rig, Ba
         asked.append(scores.asked)
         scores.busy.add("engine-0")
         await rig.update()
-    assert asked == [1 + 4 + 8 + 32, 1]
+    assert asked == [first, 1]
 
 
 async def test_another_noise_of_large_batches_is_measured_anew(loaded: tuple[Rig, BatchedScores]) -> None:

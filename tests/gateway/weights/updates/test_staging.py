@@ -200,9 +200,9 @@ async def test_where_an_undo_fails_the_store_takes_over(
 ) -> None:
     undo_load = VllmEngine.undo_load
 
-    async def fail(self: VllmEngine, version: int, timeout_s: float) -> bool:
+    async def fail(self: VllmEngine, timeout_s: float) -> bool:
         if self.replica_id == "engine-0":
-            return await undo_load(self, version, timeout_s)
+            return await undo_load(self, timeout_s)
         match failure:
             case "error":
                 raise EngineFailed("the device is lost", replica_id=self.replica_id)
@@ -223,11 +223,11 @@ async def test_the_successor_of_an_engine_that_dies_in_its_undo_serves(
 ) -> None:
     undo_load, is_dead = VllmEngine.undo_load, asyncio.Event()
 
-    async def die(self: VllmEngine, version: int, timeout_s: float) -> bool:
+    async def die(self: VllmEngine, timeout_s: float) -> bool:
         if self.replica_id == "engine-1":
             await refusing.replicas[1].kill()
             is_dead.set()
-        return await undo_load(self, version, timeout_s)
+        return await undo_load(self, timeout_s)
 
     monkeypatch.setattr(VllmEngine, "undo_load", die)
     await receive(refusing)
@@ -371,7 +371,7 @@ async def test_the_weights_before_are_freed_at_the_commit(
     await rig.open_group()
     await rig.update()
     assert (await record(rig))["staged"]
-    assert not await rig.fleet.replicas[0].engine.undo_load(0, 10.0)
+    assert not await rig.fleet.replicas[0].engine.undo_load(10.0)
 
 
 async def test_a_drain_waits_at_the_swap_and_not_before(start_rig: StartRig) -> None:

@@ -110,7 +110,8 @@ def checkpoint_files(folder: Path) -> list[Path]:
     if not path.is_file():
         return sorted(folder.glob("*.safetensors"))
     try:
-        names = sorted(set(json.loads(path.read_bytes())["weight_map"].values()))
+        with open_regular(path) as stream:
+            names = sorted(set(json.load(stream)["weight_map"].values()))
         elsewhere = [name for name in names if not is_file_name(name)]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is no index of a checkpoint: {error!r}") from error
@@ -130,17 +131,19 @@ def is_file_name(name: str) -> bool:
 
 
 def open_regular(file: Path) -> BufferedReader:
-    """Open a file to read. Raise `ValueError` for a pipe or a device, whose opening or reading may not end, and
-    `OSError` for no file."""
-    stream = FileIO(file, opener=_open_at_once)
-    if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
-        stream.close()
-        raise ValueError(f"{file} is no regular file")
-    return BufferedReader(stream)
+    """Open a file to read. Raise `ValueError` for a pipe, a device, a socket or a folder, as opening or reading it may
+    not end, and `OSError` for no file."""
+    return BufferedReader(FileIO(os.fspath(file), opener=_open_regular))
 
 
-def _open_at_once(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)
+def _open_regular(path: str, flags: int) -> int:
+    place = os.open(path, os.O_PATH | os.O_CLOEXEC)  # which opens no pipe and no device
+    try:
+        if not stat.S_ISREG(os.fstat(place).st_mode):
+            raise ValueError(f"{path} is no regular file")
+        return os.open(f"/proc/self/fd/{place}", flags)
+    finally:
+        os.close(place)
 
 
 def file_states(folder: Path) -> FileStates:
@@ -154,16 +157,20 @@ def file_states(folder: Path) -> FileStates:
 
 def read_file(file: Path) -> list[Span]:
     """Return the tensors of one safetensors file. Raise as `read_spans` does."""
-    try:
-        with open_regular(file) as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            # A damaged length could ask for more memory than there is.
-            if length > min(os.fstat(stream.fileno()).st_size - 8, _MOST_HEADER_BYTES):
-                raise ValueError(f"its header has {length} bytes")
-            header = json.loads(stream.read(length))
-        return [_span(name, entry, 8 + length) for name, entry in header.items() if name != "__metadata__"]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{file} is not a complete safetensors file: {error!r}") from error
+    with open_regular(file) as stream:
+        try:
+            return _read_header(stream)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(f"{file} is not a complete safetensors file: {error!r}") from error
+
+
+def _read_header(stream: BufferedReader) -> list[Span]:
+    length = int.from_bytes(stream.read(8), "little")
+    # A damaged length could ask for more memory than there is.
+    if length > min(os.fstat(stream.fileno()).st_size - 8, _MOST_HEADER_BYTES):
+        raise ValueError(f"its header has {length} bytes")
+    header = json.loads(stream.read(length))
+    return [_span(name, entry, 8 + length) for name, entry in header.items() if name != "__metadata__"]
 
 
 def _span(name: str, entry: dict[str, Any], data_begin: int) -> Span:

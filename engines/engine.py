@@ -50,8 +50,6 @@ class Engine(ABC):
     """False once `weight_version` has found an engine without weight versions."""
     passes_every_chunk = True
     """False where chunks of a long sample are held back until they are worth their cost."""
-    loads_between_steps = True
-    """False where a load may begin while a batch is on the GPU."""
 
     @property
     @abstractmethod
@@ -138,8 +136,7 @@ class Engine(ABC):
 
     async def undo_load(self, timeout_s: float) -> bool:
         """Take back the weights that `load_staged` or `load_snapshot` replaced; the receipt is dropped. Return False
-        where not all workers have kept them: the weights are then a mixture. Either way they are labelled as mixed,
-        until `label_weights`.
+        where not all workers have kept them: the weights are then a mixture. The label is mixed, until `label_weights`.
 
         The update must have ended. Requests as in `load_snapshot`.
         """
@@ -186,12 +183,16 @@ class Engine(ABC):
         until `label_weights`. Where `prepare_snapshot` has read the folder beside the weights and that is exact, the
         weights before are kept as by `load_staged`, until `drop_receipt` or a load.
 
-        Tokens of requests that run during the load are of no version. Where `loads_between_steps` is False, none may.
+        Tokens of requests that run during the load are of no version. None may run where `loads_between_steps` of its
+        description is False.
         """
 
     @abstractmethod
     async def label_weights(self, version: int, timeout_s: float) -> None:
-        """Label the weights, where the engine knows labels: a gateway that restarts believes them."""
+        """Label weights that are labelled as mixed, where the engine knows labels, which a restarted gateway believes.
+
+        Raise `EngineFailed` for another label: another process has taken the engine's place, with its own weights.
+        """
 
     @abstractmethod
     async def pause(self, mode: PauseMode, *, clear_cache: bool, timeout_s: float) -> None: ...
@@ -204,7 +205,8 @@ class Engine(ABC):
         """Forget cached prefixes; return False if running requests hold them."""
 
     async def wipe_kv(self, timeout_s: float) -> None:
-        """Overwrite the memory of the KV cache, after `reset_prefix_cache`. An engine without our code keeps it.
+        """Overwrite the memory of the KV cache, after `reset_prefix_cache`, and forget what the weights made of images.
+        An engine without our code keeps the memory.
 
         Kernels multiply what they mask by 0, and 0 * NaN is NaN: NaN that a request left in a block reaches the next
         request there.

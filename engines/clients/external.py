@@ -50,7 +50,8 @@ class _External(EngineWithWorkers):
             return
         version = await self.weight_version(timeout_s)
         if version is None:
-            return  # an update is under way
+            self._last_version = 0  # an update is under way, or an earlier version comes back
+            return
         if version < self._last_version:
             raise EngineFailed(
                 f"its weights went from version {self._last_version} back to {version}: was it restarted?",
@@ -61,6 +62,10 @@ class _External(EngineWithWorkers):
     async def load_snapshot(self, path: str, version: int, timeout_s: float) -> None:
         self._last_version = 0  # a rollback is allowed
         await super().load_snapshot(path, version, timeout_s)
+
+    async def undo_load(self, timeout_s: float) -> bool:
+        self._last_version = 0
+        return await super().undo_load(timeout_s)
 
 
 class ExternalSglangEngine(_External, SglangEngine):

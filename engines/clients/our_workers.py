@@ -37,6 +37,7 @@ class EngineWithWorkers(HttpEngine, ABC):
         super().__init__(replica_id, url, api_key)
         self._has_tee = has_tee
         self._peer = peer
+        self._knows_versions = True
 
     @abstractmethod
     async def _on_workers(self, method: str, arguments: Json, timeout_s: float) -> list[Any]:
@@ -117,6 +118,9 @@ class EngineWithWorkers(HttpEngine, ABC):
             await self._load_by_itself(path, timeout_s)
 
     async def label_weights(self, version: int, timeout_s: float) -> None:
+        if self._knows_versions and self.tells_version and await self.weight_version(timeout_s) is not None:
+            reason = f"it no longer holds what was loaded as version {version}: was it restarted?"
+            raise EngineFailed(reason, replica_id=self.replica_id)
         await self._label(str(version), timeout_s)
 
     @property

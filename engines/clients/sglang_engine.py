@@ -117,7 +117,6 @@ class SglangEngine(EngineWithWorkers):
 
     passes_every_chunk = False
     """True once the server is known to send chunks that do not repeat their sample."""
-    loads_between_steps = False
 
     def __init__(
         self, replica_id: str, url: str, api_key: str = "", *, has_tee: bool = False, peer: Peer | None = None

@@ -34,7 +34,6 @@ class VllmEngine(EngineWithWorkers):
         # The place of `packed` changed in vLLM 0.28, and the trainer's release may differ from the engine's.
         self._wants_packed_at_init = not engine_version or release(engine_version) >= _PACKED_AT_INIT
         self._packed = True
-        self._knows_versions = True
 
     async def ask(self, method: str, path: str, body: Json | None, timeout_s: float) -> Json:
         return await self._call(method, path, body, timeout_s)
@@ -102,6 +101,13 @@ class VllmEngine(EngineWithWorkers):
 
     async def reset_prefix_cache(self, timeout_s: float) -> bool:
         return bool((await self.ask("POST", "/reset_prefix_cache", None, timeout_s)).get("success", True))
+
+    async def wipe_kv(self, timeout_s: float) -> None:
+        await super().wipe_kv(timeout_s)
+        # By vLLM's route: its workers alone would forget encodings of images that its scheduler believes to be there,
+        # and the next request with such an image would end the engine.
+        with contextlib.suppress(EngineRefused):  # vLLM without the route
+            await self._read("POST", "/reset_encoder_cache", None, timeout_s)
 
     async def load_lora_adapter(self, name: str, path: str, timeout_s: float) -> None:
         # Never in place: vLLM would then read the folder again for every batch, under running requests.

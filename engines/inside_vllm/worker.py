@@ -89,7 +89,6 @@ class WeightWorker(UpdatedWorker):
                 worker.reload_weights(weights_iterator=iter(tensors_in(folder, prefetch, worker.device)))
         else:
             self.exchange = self.target.load_folder(folder, prefetch)
-            _forget_images(worker)
         worker._weight_update_active = False
         rebuild_tied_head(worker.get_model())
 
@@ -97,7 +96,6 @@ class WeightWorker(UpdatedWorker):
         worker: Any = self
         answer: dict[str, Any] = super().undo_load()
         if answer["undone"]:
-            _forget_images(worker)
             rebuild_tied_head(worker.get_model())
         return answer
 
@@ -119,12 +117,6 @@ class WeightWorker(UpdatedWorker):
             own_load=load or worker.get_model().load_weights,
             draft=draft_of(self),
         )
-
-
-def _forget_images(worker: Any) -> None:
-    """Drop cached encodings of images, as vLLM does after a reload: they are of other weights."""
-    worker.model_runner.reset_encoder_cache()
-    worker.model_runner.reset_mm_cache()
 
 
 def _loader(worker: Any) -> Load | None:

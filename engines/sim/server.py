@@ -188,6 +188,7 @@ class SimServer:
                 web.get("/is_paused", self.is_paused),
                 web.post("/abort_requests", self.abort_requests),
                 web.post("/reset_prefix_cache", self.reset_prefix_cache),
+                web.post("/reset_encoder_cache", self.reset_encoder_cache),
                 web.post("/init_weight_transfer_engine", self.init_weight_transfer_engine),
                 web.post("/shutdown_weight_transfer_engine", self.shutdown_weight_transfer_engine),
                 web.post("/start_weight_update", self.start_weight_update),
@@ -316,6 +317,9 @@ class SimServer:
     async def reset_prefix_cache(self, request: web.Request) -> web.Response:
         preempt = _flag(request, "reset_running_requests", default=False)
         return _json({"success": self.scheduler.reset_prefix_cache(preempt=preempt)})
+
+    async def reset_encoder_cache(self, _: web.Request) -> web.Response:
+        return web.Response()  # it reads no images
 
     async def init_weight_transfer_engine(self, request: web.Request) -> web.Response:
         self._weights.open_group((await _body(request, InitBody)).init_info)

@@ -4,9 +4,8 @@ import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import xxhash
 
@@ -92,7 +91,7 @@ def digest_of(content: Any) -> str:
     return _told_digest(xxhash.xxh3_128(content))
 
 
-def _digest_in(file: FileIO, span: Span, memory: memoryview) -> str:
+def _digest_in(file: BinaryIO, span: Span, memory: memoryview) -> str:
     """Digest of a tensor in a file, read through `memory`. Raises `OSError` where the file ends before.
 
     Not of a mapped file: one that its writer cuts off meanwhile would end this process.
@@ -130,7 +129,7 @@ def check_bytes(folder: Path) -> Manifest:
 def _check_file(path: Path, spans: Sequence[Span], manifest: Manifest) -> list[str]:
     """Checks one file against the manifest; returns the names of its tensors."""
     memory = memoryview(bytearray(_PIECE_BYTES))
-    with path.open("rb", buffering=0) as file:
+    with open_regular(path) as file:
         for span in spans:
             entry = manifest.tensors.get(span.name)
             if entry is None or entry.file != path.name:

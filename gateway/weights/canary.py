@@ -148,10 +148,11 @@ class Canary:
         findings, readings = await self._read_all(replicas, self.token_ids(replicas), version, compares=True)
         for peers in self._peers(list(readings)):
             before = {replica: self._accepted[replica] for replica in peers if replica in self._accepted}
-            previous = {replica: reading for replica, reading in before.items() if reading.version != version}
-            known = self._accepted_at(version, peers[0])
-            readings |= {replica: _believed(readings[replica], known) for replica in peers}
-            judged = partial(judge, previous=previous, elsewhere=known)
+            others = self._accepted_at(version, peers[0], without=peers)
+            most = _most_noise(others or [readings[replica] for replica in peers])
+            readings |= {replica: _capped(readings[replica], most) for replica in peers}
+            previous = {one: _capped(reading, most) for one, reading in before.items() if reading.version != version}
+            judged = partial(judge, previous=previous, elsewhere=self._accepted_at(version, peers[0]))
             findings |= await self._judged(peers, readings, judged, remembers=True)
             # A reading of the same version stays: else readings that each pass beside the last might drift.
             kept = before.keys() - previous.keys()
@@ -246,7 +247,7 @@ class Canary:
     ) -> tuple[dict[Replica, Finding], dict[Replica, Reading]]:
         """Return the findings of replicas that gave no reading, and the readings of the others.
 
-        One that `compares` equal to an accepted reading, but for the noise of large batches, needs no measure of noise.
+        One that `compares` equal to an accepted reading, but for noise that is remembered, needs no measure of noise.
         """
         known = {one: self._accepted_at(version, one) if compares and version is not None else () for one in replicas}
         answers = await asyncio.gather(*(self._ask(one, token_ids, version, known[one]) for one in replicas))
@@ -318,10 +319,13 @@ def _passed_beyond(noise: float, finding: Finding) -> bool:
     return finding.result is Result.VERIFIED and apart is not None and apart > Scale(noise, None).tolerance
 
 
-def _believed(reading: Reading, known: Sequence[Reading]) -> Reading:
-    """Return a reading of weights that nobody has accepted yet with as much of its noise as is believed."""
-    usual = statistics.median_high(other.noise for other in known) if known else 0.0
-    return replace(reading, noise=min(reading.noise, max(usual, _MOST_NOISE)))
+def _most_noise(readings: Sequence[Reading]) -> float:
+    """Return the most noise that is believed of a replica which comes back beside the replicas of these readings."""
+    return max(_MOST_NOISE, statistics.median_low(reading.noise for reading in readings))
+
+
+def _capped(reading: Reading, most: float) -> Reading:
+    return replace(reading, noise=min(reading.noise, most))
 
 
 class _NoLogprobs(Exception):

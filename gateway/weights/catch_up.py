@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import structlog
 
@@ -55,6 +55,7 @@ class CatchUp:
         self._ahead: set[Replica] = set()
         self._restored: set[Replica] = set()
         self._given_up: WeakKeyDictionary[Replica, int] = WeakKeyDictionary()
+        self._unforgetting: WeakSet[Replica] = WeakSet()
         self._look = asyncio.Event()
         fleet.on_change(self._look.set)
         snapshots.on_change(self._look_again)
@@ -114,7 +115,9 @@ class CatchUp:
         then.
         """
         timeout_s = self._config.control_timeout_s
+        self._unforgetting.add(replica)
         await self._reset_cache(replica)
+        self._unforgetting.discard(replica)
         await bounded(replica.unless_lost(replica.engine.wipe_kv(timeout_s)), timeout_s, "its KV was not overwritten")
 
     async def settled(self, members: Iterable[Replica], timeout_s: float) -> None:
@@ -285,19 +288,14 @@ class CatchUp:
         return _STORE if await self._reload(replica) else ""
 
     async def _reload(self, replica: Replica) -> bool:
-        """Load the fleet's version, and the next if it has changed meanwhile. Return True where one is served."""
-        is_back, loaded, path = False, None, ""
+        """Load the fleet's version, and the next if it has changed meanwhile. Return True where one was served."""
+        is_back = False
         for failures in range(1, _TRIES + 1):
             if not self._is_behind(replica):
                 break
             version = self._fleet.version
             try:
-                if loaded != version:
-                    path = await self._load(replica, version)
-                loaded = version  # an engine that does not forget its KV is not loaded again for that
-                await self.forget_kv(replica)
-                loaded = None
-                await self._admit(replica, version, f"loaded version {version} from {path}")
+                await self._load(replica, version)
                 is_back = True
             except StoreFailed as error:
                 self._give_up(replica, version, f"it waits for the next update, since {error}")
@@ -329,25 +327,27 @@ class CatchUp:
             return False
         return is_undone
 
-    async def _load(self, replica: Replica, version: int) -> str:
-        """Have the engine load a version. Return its folder."""
+    async def _load(self, replica: Replica, version: int) -> None:
+        """Load, check, and serve if that is still the fleet's version."""
         timeout_s = self._config.load_timeout_s
         async with self._source(replica, version) as path:
             await self._empty(replica)
             load = replica.engine.load_snapshot(path, version, timeout_s)
             await bounded(replica.unless_lost(load), timeout_s, f"replica {replica.replica_id} did not load {path}")
-        return path
+        await self.forget_kv(replica)
+        await self._admit(replica, version, f"loaded version {version} from {path}")
 
     async def _empty(self, replica: Replica) -> None:
         """End the rollouts of a replica whose weights are overwritten next.
 
-        An engine that loads between steps may end its requests beside the load, which takes longer.
+        An engine that loads between steps may end its requests beside the load, which takes longer, unless it has not
+        ended them in time before: it would be loaded again and again.
         """
         replica.lose_version()
         await self._snapshots.note_overwritten([replica])
         replica.drop_calls(rollouts_alone=True)  # a replica that was SUSPECT during the update may still have some
         await bounded(replica.idle.wait(), self._config.control_timeout_s, "its rollouts did not end")
-        if not replica.engine.loads_between_steps:
+        if replica in self._unforgetting or not replica.info.loads_between_steps:
             await self._reset_cache(replica)
 
     async def _admit(self, replica: Replica, version: int, how: str) -> None:

@@ -2,12 +2,13 @@
 
 import json
 import os
+import socket
 import struct
 from pathlib import Path
 
 import pytest
 
-from engines.checkpoint import checkpoint_files, known_tensors, read_tensors, served_in
+from engines.checkpoint import checkpoint_files, known_tensors, open_regular, read_file, read_tensors, served_in
 from engines.types import TensorMeta
 
 Header = dict[str, tuple[str, list[int]]]
@@ -110,6 +111,31 @@ def test_a_header_longer_than_the_safetensors_library_reads_is_refused(tmp_path:
         file.truncate(2 << 30)  # a sparse file
     with pytest.raises(ValueError, match="its header has 1073741824 bytes"):
         read_tensors(tmp_path)
+
+
+def test_an_opened_file_is_waited_for(tmp_path: Path) -> None:
+    """A file system may honour O_NONBLOCK, and answer a read with nothing."""
+    (tmp_path / "file").write_bytes(b"content")
+    with open_regular(tmp_path / "file") as stream:
+        assert os.get_blocking(stream.fileno())
+        assert stream.read() == b"content"
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "socket", "device"])
+def test_what_is_no_regular_file_is_told_by_its_path(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "it"
+    match kind:
+        case "folder":
+            path.mkdir()
+        case "pipe":
+            os.mkfifo(path)
+        case "socket":
+            with socket.socket(socket.AF_UNIX) as bound:
+                bound.bind(str(path))
+        case _:
+            path.symlink_to("/dev/null")
+    with pytest.raises(ValueError, match=f"^{path} is no regular file$"):
+        read_file(path)
 
 
 def test_a_pipe_is_refused_without_being_opened(tmp_path: Path) -> None:

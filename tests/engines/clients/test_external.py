@@ -236,6 +236,34 @@ async def test_a_route_that_is_not_there_is_refused_with_replica_and_route(start
     await theirs.stop()
 
 
+async def test_weights_that_the_gateway_brings_back_are_no_server_started_anew(vllm: SimReplica) -> None:
+    theirs = server_at(vllm.info.url)
+    info = await theirs.start()
+    engine = external_engine(info)
+    await engine.ask("POST", "/update_weight_version", {"new_version": "2"}, SOON_S)
+    await theirs.check()
+    await engine.undo_load(SOON_S)
+    await theirs.check()
+    await engine.label_weights(1, SOON_S)
+    await theirs.check()
+    await engine.health(SOON_S)
+    await engine.close()
+    await theirs.stop()
+
+
+async def test_a_server_started_anew_gets_no_label_of_weights_that_it_does_not_hold(vllm: SimReplica) -> None:
+    """Another process behind the same URL, as of a Kubernetes service, between the load and the label."""
+    theirs = server_at(vllm.info.url)
+    engine = external_engine(await theirs.start())
+    await engine.ask("POST", "/update_weight_version", {"new_version": "mixed"}, SOON_S)
+    await engine.ask("POST", "/update_weight_version", {"new_version": "default"}, SOON_S)
+    with pytest.raises(EngineFailed, match="no longer holds what was loaded as version 3: was it restarted"):
+        await engine.label_weights(3, SOON_S)
+    assert await engine.weight_version(SOON_S) == 0
+    await engine.close()
+    await theirs.stop()
+
+
 async def test_weights_that_went_back_are_a_server_started_anew(vllm: SimReplica) -> None:
     theirs = server_at(vllm.info.url)
     engine = ExternalEngine(await theirs.start())

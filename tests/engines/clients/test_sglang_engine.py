@@ -93,7 +93,8 @@ class FakeSglang:
                 name = loaded[-1] if loaded else "m"  # as SGLang: by the folder that it has loaded last
                 return web.json_response({"data": [{"id": name, "root": name}, *adapters]})
             case "/model_info":
-                return web.json_response({"weight_version": "default"})
+                given = [body["new_version"] for path, body in self.asked if path == "/update_weight_version"]
+                return web.json_response({"weight_version": given[-1] if given else "default"})
             case "/v1/loads":
                 load = {"num_running_reqs": self.running.pop(0) if self.running else 0, "num_waiting_reqs": 0}
                 return web.json_response({"loads": [load]})

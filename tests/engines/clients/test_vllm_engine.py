@@ -10,6 +10,7 @@ import pytest
 from aiohttp import web
 
 from engines.clients import http
+from engines.clients.our_workers import EngineWithWorkers
 from engines.clients.vllm_engine import VllmEngine, version_number
 from engines.errors import DeadlineExceeded, EngineFailed, EngineRefused, EngineUnreachable
 
@@ -328,7 +329,23 @@ async def test_packed_is_said_where_the_engines_version_wants_it(
 async def test_workers_of_an_older_release_keep_their_kv(serve: Serve, words: str) -> None:
     engine = await serve(answering(json.dumps({"error": {"message": words, "code": 500}}), 500))
     engine._has_tee = True
+    await EngineWithWorkers.wipe_kv(engine, TIMEOUT_S)
+
+
+async def test_encodings_of_images_are_forgotten_with_the_kv_by_workers_and_scheduler_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[str] = []
+
+    async def noted(_: VllmEngine, method: str, path: str, body: object, timeout_s: float) -> bytes:
+        asked.append(path)
+        return b'{"results": [{}]}' if path == "/collective_rpc" else b""
+
+    monkeypatch.setattr(VllmEngine, "_read", noted)
+    engine = VllmEngine("engine-0", "http://127.0.0.1:1", has_tee=True)
     await engine.wipe_kv(TIMEOUT_S)
+    await engine.close()
+    assert asked == ["/collective_rpc", "/reset_encoder_cache"]
 
 
 async def test_a_wipe_that_fails_is_told(serve: Serve) -> None:

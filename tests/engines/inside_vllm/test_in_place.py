@@ -453,9 +453,7 @@ def test_a_swap_is_undone_bit_by_bit_where_weights_are_loaded_in_place(updated: 
     updated.keep_receipt()
     before = {name: tensor.clone() for name, tensor in updated.get_model().named_parameters()}
     refused = swapped_in_at_random(updated)
-    updated.forgotten.clear()
     assert updated.undo_load() == {"undone": in_place}
-    assert updated.forgotten == ({"images", "images as the model sees them"} if in_place else set())
     expected = before if in_place else refused
     assert all(torch.equal(tensor, expected[name]) for name, tensor in updated.get_model().named_parameters())
     assert updated.undo_load() == {"undone": False}
@@ -641,10 +639,8 @@ def test_a_version_that_was_read_ahead_is_taken_back_bit_by_bit(gpu: Any, tmp_pa
     second = read_ahead(gpu, tmp_path / "v3")
     gpu.load_snapshot(str(tmp_path / "v3"))
     assert holds(gpu, second)
-    gpu.forgotten.clear()
     assert gpu.undo_load() == {"undone": True}
     assert holds(gpu, first)
-    assert gpu.forgotten == {"images", "images as the model sees them"}
     assert gpu.undo_load() == {"undone": False}
 
 
@@ -707,11 +703,11 @@ def test_a_worker_that_receives_no_updates_loads_a_version(tmp_path: Path) -> No
     assert all(bool((tensor == 1).all()) for tensor in one.get_model().parameters())
 
 
-def test_what_was_made_of_images_is_forgotten_with_the_weights_that_made_it(tmp_path: Path) -> None:
+def test_a_load_in_place_leaves_the_encodings_of_images_that_the_scheduler_believes_to_be_there(tmp_path: Path) -> None:
     one = worker(model())
     save_file(sent(one, 1), tmp_path / "model.safetensors")
     one.load_snapshot(str(tmp_path))
-    assert one.forgotten == {"images", "images as the model sees them"}
+    assert not one.forgotten
 
 
 def test_a_version_is_loaded_in_place_without_a_reload(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from engines.checkpoint import Span, read_spans
 from engines.errors import InvalidRequest, StoreFailed
+from engines.store import manifest
 from engines.store.draft import Draft
 from engines.store.manifest import MANIFEST, Manifest, check_bytes
 from engines.store.weight_store import WeightStore
@@ -117,6 +119,23 @@ def test_a_version_that_is_no_number_is_refused(store: WeightStore, key: str) ->
     (folder / MANIFEST).write_text(json.dumps(tree | {key: "1/../../elsewhere"}))
     with pytest.raises(StoreFailed, match="is no version"):
         Manifest.read(folder)
+
+
+def test_a_pipe_put_in_a_files_place_during_a_check_does_not_hold_it_up(
+    store: WeightStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = written(store, 1)
+
+    def swapped(folder: Path) -> dict[str, list[Span]]:
+        spans = read_spans(folder)
+        for name in spans:
+            (folder / name).unlink()
+            os.mkfifo(folder / name)
+        return spans
+
+    monkeypatch.setattr(manifest, "read_spans", swapped)
+    with pytest.raises(InvalidRequest, match="is no regular file"):
+        check_bytes(folder)
 
 
 def test_a_pipe_in_place_of_a_manifest_is_refused_without_being_opened(store: WeightStore) -> None:

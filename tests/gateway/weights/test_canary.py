@@ -429,3 +429,38 @@ async def test_noise_that_let_no_returning_replica_pass_lets_none_pass_later(
     canary.accept()
     scores.weights["engine-2"] = 0.1
     assert not await comes_back(canary, fleet[2], 2)
+
+
+@pytest.mark.parametrize("noise", [0.3, 5.0])
+async def test_noise_that_a_replica_showed_at_an_earlier_version_does_not_widen_its_tolerance(
+    played: tuple[Canary, Scores, list[Replica]], noise: float
+) -> None:
+    canary, scores, fleet = played
+    scores.batch["engine-2"] = noise  # the median of three tolerates it
+    await canary.check(fleet, 1)
+    canary.accept()
+    scores.weights |= {"engine-0": 3.0, "engine-1": 3.0}
+    await canary.check(fleet[:2], 2)
+    canary.accept()
+    scores.batch["engine-2"], scores.weights["engine-2"] = 0.0, 3.0 + 2.9 * noise
+    assert not (await canary.admit(fleet[2:], 2))[fleet[2]].may_serve
+
+
+async def test_a_replica_is_no_peer_of_its_own_that_makes_its_noise_usual(
+    played: tuple[Canary, Scores, list[Replica]],
+) -> None:
+    canary, scores, fleet = played
+    scores.batch["engine-1"] = 5.0
+    await canary.check(fleet[:2], 1)
+    canary.accept()
+    scores.weights["engine-1"] = 10.0
+    assert not (await canary.admit([fleet[1]], 1))[fleet[1]].may_serve
+
+
+async def test_a_kind_that_is_noisy_by_nature_is_borne_out_after_a_restart_of_the_gateway(
+    played: tuple[Canary, Scores, list[Replica]],
+) -> None:
+    canary, scores, fleet = played
+    scores.batch |= {"engine-0": 0.2, "engine-1": 0.2, "engine-2": 0.2}
+    scores.weights["engine-1"] = 0.2
+    assert all(finding.may_serve for finding in (await canary.admit(fleet, 1)).values())

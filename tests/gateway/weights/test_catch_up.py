@@ -684,7 +684,7 @@ async def test_a_load_waits_for_requests_that_an_engine_still_ends_only_where_it
         loads.append("reset")
         return not loads_between_steps or "load 1" in loads
 
-    monkeypatch.setattr(VllmEngine, "loads_between_steps", loads_between_steps)
+    monkeypatch.setattr(ReplicaInfo, "loads_between_steps", loads_between_steps)
     monkeypatch.setattr(VllmEngine, "reset_prefix_cache", reset)
     rig = await start_rig(1, sim=TENSORS, weights={"store": str(folder)})
     await rig.open_group()
@@ -751,14 +751,21 @@ async def test_an_engine_that_does_not_forget_its_kv_is_loaded_once_for_all_trie
 ) -> None:
     ending = Ending(monkeypatch)
     monkeypatch.setattr(catch_up, "_RETRY_S", 0.01)
-    rig = await start_rig(1, sim=TENSORS, weights={"store": str(folder), "control_timeout_s": 0.3})
+    monkeypatch.setattr(catch_up, "_AGAIN_S", 0.1)
+    rounds: list[str] = []
+    monkeypatch.setattr(catch_up.log, "error", lambda event, **_: rounds.append(event))
+    rig = await start_rig(1, sim=TENSORS, weights={"store": str(folder), "control_timeout_s": 0.2})
     await rig.open_group()
     assert await refused(rig) == 424
     async with asyncio.timeout(20):
-        while "its prefix cache was not reset" not in rig.fleet.replicas[0].reason:
+        while len(rounds) < 3:
             await asyncio.sleep(0.01)
+    assert "its prefix cache was not reset" in rig.fleet.replicas[0].reason
     assert ending.loads == 1
     assert await rig.states() == {"engine-0": "SYNCING"}
+    ending.still = False
+    await rig.until({"engine-0": "SERVING"})
+    assert ending.loads == 2
 
 
 async def test_weights_that_no_canary_has_passed_are_not_believed_by_the_next_gateway(

@@ -134,8 +134,8 @@ class ReplicaInfo:
     @property
     def loads_between_steps(self) -> bool:
         """True if a load may begin while the engine ends requests: our code in vLLM runs between two steps, and changes
-        weights alone. vLLM's own reload also drops the encodings of images, without which a request ends the engine."""
-        return self.dialect is Dialect.VLLM and self.has_tee and not self.reload_reason
+        weights alone."""
+        return self.dialect is Dialect.VLLM and self.has_tee
 
     def has(self, route: str) -> bool:
         """Return True if the engine serves `route`. Engines that we start serve every route of their kind."""

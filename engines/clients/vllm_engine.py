@@ -104,10 +104,7 @@ class VllmEngine(EngineWithWorkers):
 
     async def wipe_kv(self, timeout_s: float) -> None:
         await super().wipe_kv(timeout_s)
-        # By vLLM's route: its workers alone would forget encodings of images that its scheduler believes to be there,
-        # and the next request with such an image would end the engine.
-        with contextlib.suppress(EngineRefused):  # vLLM without the route
-            await self._read("POST", "/reset_encoder_cache", None, timeout_s)
+        await self._forget_encodings(timeout_s)
 
     async def load_lora_adapter(self, name: str, path: str, timeout_s: float) -> None:
         # Never in place: vLLM would then read the folder again for every batch, under running requests.
@@ -128,6 +125,13 @@ class VllmEngine(EngineWithWorkers):
 
     async def _load_by_itself(self, path: str, timeout_s: float) -> None:
         await self._on_workers("reload_weights", {"weights_path": path}, timeout_s)
+        await self._forget_encodings(timeout_s)
+
+    async def _forget_encodings(self, timeout_s: float) -> None:
+        """Have workers and scheduler forget what the weights made of images. An engine whose workers alone have, as in
+        vLLM's reload, ends at the next request with such an image."""
+        with contextlib.suppress(EngineRefused):  # vLLM without the route
+            await self._read("POST", "/reset_encoder_cache", None, timeout_s)
 
     async def _on_workers(self, method: str, arguments: Json, timeout_s: float) -> list[Any]:
         body = {"method": method, "kwargs": arguments, "timeout": timeout_s}

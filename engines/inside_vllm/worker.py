@@ -1,6 +1,7 @@
 """The extension of vLLM's workers (`--worker-extension-cls`). A call of /collective_rpc reaches all workers."""
 
-from contextlib import ExitStack, nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -82,10 +83,12 @@ class WeightWorker(UpdatedWorker):
         worker: Any = self
         _end_reload(worker)
         if not folder.is_dir():
-            worker.reload_weights()
+            with _encodings_kept(worker):
+                worker.reload_weights()
         elif self.target.obstacle:
             self.target.begin()
-            with base_layers(worker.get_model()) if worker.vllm_config.lora_config is not None else nullcontext():
+            layers = base_layers(worker.get_model()) if worker.vllm_config.lora_config is not None else nullcontext()
+            with layers, _encodings_kept(worker):
                 worker.reload_weights(weights_iterator=iter(tensors_in(folder, prefetch, worker.device)))
         else:
             self.exchange = self.target.load_folder(folder, prefetch)
@@ -117,6 +120,18 @@ class WeightWorker(UpdatedWorker):
             own_load=load or worker.get_model().load_weights,
             draft=draft_of(self),
         )
+
+
+@contextmanager
+def _encodings_kept(worker: Any) -> Iterator[None]:
+    """Keep encodings of images during vLLM's own reload, which drops them in the workers alone. The scheduler believes
+    them to be there, and the next request with such an image would end the engine. `VllmEngine.wipe_kv` drops both."""
+    runner = worker.model_runner
+    forget, runner.reset_encoder_cache = runner.reset_encoder_cache, lambda: None
+    try:
+        yield
+    finally:
+        runner.reset_encoder_cache = forget
 
 
 def _loader(worker: Any) -> Load | None:

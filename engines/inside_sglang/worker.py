@@ -36,6 +36,9 @@ _KV = (
 _POOLS = (
     "full_kv_pool", "swa_kv_pool", "dense_pool", "main_pool", "index_k_pool", "index_kv_pool", "index_key_cache",
 )  # fmt: skip
+_ENCODERS = ("sglang.srt.managers.mm_schedule", "sglang.srt.managers.mm_utils")
+"""Modules with `embedding_cache`: what the weights made of images, by their hash. SGLang's flush keeps it. The second
+is that of SGLang 0.5.17."""
 _SWITCH_S = 1e-4
 """SGLang's scheduler spins while it is idle or paused. Each call of ours that lets go of the GIL would wait Python's
 5 ms to have it again: an idle server received 15 GB over NCCL in 0.5 s, a busy server in 0.06 s."""
@@ -120,6 +123,12 @@ class WeightWorker(UpdatedWorker):
     def kv_memory(self) -> object:
         """Return the KV of the target and of its draft, which reads what the target has computed."""
         return [_known_kv(runner.token_to_kv_pool) for runner in (self._runner, *draft_runners(self._manager))]
+
+    def wipe_kv(self) -> None:
+        for module in _ENCODERS:
+            if (encodings := getattr(sys.modules.get(module), "embedding_cache", None)) is not None:
+                encodings.clear()
+        super().wipe_kv()
 
     def load_version(self, folder: Path, prefetch: Prefetch | None) -> bool:
         if self.target.obstacle or not folder.is_dir():

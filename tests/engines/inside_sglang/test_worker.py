@@ -385,6 +385,19 @@ def test_a_wipe_overwrites_scales_and_the_pools_of_sparse_attention(own: WeightW
     assert not any(tensor.any() for held in (*vars(main).values(), index.buffer) for tensor in held)
 
 
+@pytest.mark.parametrize("module", ["mm_schedule", "mm_utils"])
+def test_a_wipe_forgets_what_the_weights_made_of_images(
+    own: WeightWorker, monkeypatch: pytest.MonkeyPatch, module: str
+) -> None:
+    encodings = {7: "of refused weights"}
+    for name in ("mm_schedule", "mm_utils"):
+        held = SimpleNamespace(embedding_cache=encodings if name == module else None)
+        monkeypatch.setitem(sys.modules, f"sglang.srt.managers.{name}", held)
+    own._runner.token_to_kv_pool = SimpleNamespace(k_buffer=[torch.ones(2)])
+    own.wipe_kv()
+    assert not encodings
+
+
 def test_a_pool_that_we_do_not_know_is_told(own: WeightWorker) -> None:
     own._runner.token_to_kv_pool = SimpleNamespace(pages=torch.ones(2))
     with pytest.raises(WeightUpdateFailed, match="SimpleNamespace of SGLang's is not known"):

@@ -118,7 +118,8 @@ class EngineWithWorkers(HttpEngine, ABC):
             await self._load_by_itself(path, timeout_s)
 
     async def label_weights(self, version: int, timeout_s: float) -> None:
-        if self._knows_versions and self.tells_version and await self.weight_version(timeout_s) is not None:
+        held = await self.weight_version(timeout_s) if self._knows_versions else None
+        if held is not None and self.tells_version:
             reason = f"it no longer holds what was loaded as version {version}: was it restarted?"
             raise EngineFailed(reason, replica_id=self.replica_id)
         await self._label(str(version), timeout_s)

@@ -348,6 +348,21 @@ async def test_encodings_of_images_are_forgotten_with_the_kv_by_workers_and_sche
     assert asked == ["/collective_rpc", "/reset_encoder_cache"]
 
 
+async def test_weights_of_a_server_that_does_not_tell_its_version_are_labelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def told(_: VllmEngine, method: str, path: str, body: Any, timeout_s: float) -> dict[str, Any]:
+        if path == "/weight_info":
+            raise EngineRefused("no such route", status=404, body={}, replica_id="engine-0")
+        labels.append(body["new_version"])
+        return {}
+
+    labels: list[str] = []
+    monkeypatch.setattr(VllmEngine, "ask", told)
+    engine = VllmEngine("engine-0", "http://127.0.0.1:1")
+    await engine.label_weights(3, TIMEOUT_S)
+    await engine.close()
+    assert labels == ["3"]
+
+
 async def test_a_wipe_that_fails_is_told(serve: Serve) -> None:
     engine = await serve(answering('{"error": {"message": "CUDA error", "code": 500}}', 500))
     engine._has_tee = True

@@ -1,7 +1,6 @@
 """The extension of vLLM's workers (`--worker-extension-cls`). A call of /collective_rpc reaches all workers."""
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -83,13 +82,11 @@ class WeightWorker(UpdatedWorker):
         worker: Any = self
         _end_reload(worker)
         if not folder.is_dir():
-            with _encodings_kept(worker):
-                worker.reload_weights()
+            _reload(worker)
         elif self.target.obstacle:
             self.target.begin()
-            layers = base_layers(worker.get_model()) if worker.vllm_config.lora_config is not None else nullcontext()
-            with layers, _encodings_kept(worker):
-                worker.reload_weights(weights_iterator=iter(tensors_in(folder, prefetch, worker.device)))
+            with base_layers(worker.get_model()) if worker.vllm_config.lora_config is not None else nullcontext():
+                _reload(worker, weights_iterator=iter(tensors_in(folder, prefetch, worker.device)))
         else:
             self.exchange = self.target.load_folder(folder, prefetch)
         worker._weight_update_active = False
@@ -122,14 +119,16 @@ class WeightWorker(UpdatedWorker):
         )
 
 
-@contextmanager
-def _encodings_kept(worker: Any) -> Iterator[None]:
-    """Keep encodings of images during vLLM's own reload, which drops them in the workers alone. The scheduler believes
-    them to be there, and the next request with such an image would end the engine. `VllmEngine.wipe_kv` drops both."""
+def _reload(worker: Any, **source: Any) -> None:
+    """Have vLLM reload the weights, but keep encodings of images, which it would drop in the workers alone.
+
+    Its scheduler believes them to be there, and the next request with such an image would end the engine.
+    `VllmEngine.wipe_kv` drops them on both sides.
+    """
     runner = worker.model_runner
     forget, runner.reset_encoder_cache = runner.reset_encoder_cache, lambda: None
     try:
-        yield
+        worker.reload_weights(**source)
     finally:
         runner.reset_encoder_cache = forget
 

@@ -2,8 +2,6 @@
 
 import base64
 import io
-import json
-import urllib.request
 from pathlib import Path
 
 import pytest
@@ -33,11 +31,8 @@ def says(url: str, model: Path, red: int) -> list[int]:
         "model": str(model), "messages": [{"role": "user", "content": content}], "max_tokens": 8, "temperature": 0,
         "ignore_eos": True, "return_token_ids": True,
     }  # fmt: skip
-    request = urllib.request.Request(
-        f"{url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
-        token_ids: list[int] = json.loads(response.read())["choices"][0]["token_ids"]
+    reply = on_engine(url, lambda engine: engine.generate("/v1/chat/completions", body, TIMEOUT_S))
+    token_ids: list[int] = reply["choices"][0]["token_ids"]
     return token_ids
 
 

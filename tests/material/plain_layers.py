@@ -9,23 +9,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.material.vllm_plugin import python_path
+
 _NOTES = "PLAIN_LAYERS_NOTES"
 _RELOAD = "a layerwise reload"
 _LOADERS = "a run of the loaders"
-_ROOT = Path(__file__).parents[2]
 
 
 def environ(folder: Path) -> dict[str, str]:
     """The variables for an engine's environment; `reloads` reads `folder` afterwards."""
-    told = folder / "plain_layers-0.dist-info"
-    told.mkdir()
-    (told / "METADATA").write_text("Metadata-Version: 2.1\nName: plain-layers\nVersion: 0\n")
-    (told / "entry_points.txt").write_text(
-        "[vllm.general_plugins]\nplain_layers = tests.material.plain_layers:register\n"
-    )
     notes = folder / "notes"
     notes.touch()
-    return {"PYTHONPATH": f"{folder}{os.pathsep}{_ROOT}", _NOTES: str(notes)}
+    return {"PYTHONPATH": python_path(folder, "plain_layers", f"{__name__}:register"), _NOTES: str(notes)}
 
 
 def reloads(folder: Path) -> int:

@@ -5,7 +5,6 @@ The gateway and its engines have the project's environment, verl one of its own.
 
 import json
 import os
-import re
 import signal
 import subprocess
 import time
@@ -13,11 +12,13 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from operator import ge
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from engines.process.port import free_port
+from tests.material.vllm_plugin import python_path
+from tests.rigs.engines.engine_brake import VllmBrake
 
 ROOT = Path(__file__).parents[2]
 BIN = ROOT / ".venv" / "bin"
@@ -42,44 +43,35 @@ class RealFleet:
 
     def stand_still(self) -> None:
         """Hold the engines behind the gateway's back, so that requests come in and none begins."""
-        self._each_engine("/pause?mode=keep")
-
-    def go_on(self) -> None:
-        self._each_engine("/resume")
+        for brake, _ in self._brakes():
+            brake.pause()
 
     def until_in_flight(self, samples: int) -> None:
         """Returns when so many samples have been placed on replicas."""
-        _until(lambda: sum(one["samples_in_flight"] for one in self.ask("/status")["replicas"]) >= samples)
+        _until(lambda: sum(in_flight for _, in_flight in self._brakes()) >= samples)
 
-    def until_all_generate(self, samples: int) -> None:
-        """Returns when so many samples run on the vLLM replicas at once, and each has more than a token."""
-        _until(lambda: sum(self._metrics("num_requests_running")) >= samples)
-        # Each sample that runs has a token of each step.
-        wanted = [made + 3 * samples for made in self._metrics("generation_tokens_total")]
-        _until(lambda: all(map(ge, self._metrics("generation_tokens_total"), wanted)))
+    def go_on_to(self, tokens: int) -> None:
+        """Have the samples that were placed begin. The engines stand still again, by themselves, where each sample has
+        so many tokens, which no pause from outside can promise on a busy machine."""
+        busy = [(brake, in_flight) for brake, in_flight in self._brakes() if in_flight]
+        for brake, in_flight in busy:
+            brake.halt_at(in_flight, tokens)
+        for brake, _ in busy:
+            brake.resume()
+        for brake, _ in busy:
+            _until(brake.is_paused)
 
-    def hold(self) -> None:
-        """Freeze the engines, with the rollouts that they have."""
-        _post(self.url + "/pause?mode=keep")
-
-    def _each_engine(self, path: str) -> None:
-        for replica in self.ask("/status")["replicas"]:
-            _post(replica["url"] + path)
-
-    def _metrics(self, name: str) -> list[float]:
-        """Of each vLLM replica."""
-        return [_metric(replica["url"], name) for replica in self.ask("/status")["replicas"]]
+    def _brakes(self) -> list[tuple[VllmBrake, int]]:
+        """Of each replica, with its samples in flight."""
+        replicas = self.ask("/status")["replicas"]
+        return [(VllmBrake(partial(_call, one["url"])), one["samples_in_flight"]) for one in replicas]
 
 
-def _metric(url: str, name: str) -> float:
-    with urllib.request.urlopen(url + "/metrics", timeout=ASK_TIMEOUT_S) as response:
-        found = re.search(rf"^vllm:{name}\{{.*\}} (\S+)$", response.read().decode(), re.M)
-    return float(found[1]) if found else 0.0
-
-
-def _post(url: str) -> None:
-    with urllib.request.urlopen(urllib.request.Request(url, b"{}", method="POST"), timeout=ASK_TIMEOUT_S):
-        pass
+def _call(url: str, path: str, body: Any) -> tuple[int, Any]:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url + path, data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=ASK_TIMEOUT_S) as response:
+        return response.status, json.loads(response.read() or "null")
 
 
 def _until(condition: Callable[[], bool]) -> None:
@@ -98,12 +90,18 @@ def _settings(folder: Path) -> list[str]:
 
 @contextmanager
 def fleet(folder: Path) -> Iterator[RealFleet]:
-    """Two vLLM replicas of the tiny model behind a gateway."""
+    """Two vLLM replicas of the tiny model behind a gateway. They can halt, see `tests/rigs/engines/halting.py`."""
+    halting = python_path(folder, "halting", "tests.rigs.engines.halting:install")
     command = [str(BIN / "python"), "-m", "loadtests.fleet", "-c", "examples/tiny-cpu.yaml", "gateway.port=0"]
     with (
         (folder / "gateway.log").open("w") as log,
         subprocess.Popen(
-            [*command, *_settings(folder)], cwd=ROOT, stdin=-1, stdout=-1, stderr=log, text=True
+            [*command, *_settings(folder), f"engine.env.PYTHONPATH={halting}"],
+            cwd=ROOT,
+            stdin=-1,
+            stdout=-1,
+            stderr=log,
+            text=True,
         ) as process,
     ):
         assert process.stdin is not None

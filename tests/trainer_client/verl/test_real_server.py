@@ -68,9 +68,7 @@ async def test_rollouts_that_a_sync_cut_short_are_resumed_and_told_as_of_both_st
         asyncio.create_task(client.generate("r", prompt_ids=prompt, sampling_params=sampling)) for prompt in PROMPTS
     ]
     await asyncio.to_thread(served.until_in_flight, len(PROMPTS))
-    served.go_on()
-    await asyncio.to_thread(served.until_all_generate, len(PROMPTS))
-    served.hold()
+    await asyncio.to_thread(served.go_on_to, 20)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(0.9)

@@ -13,11 +13,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
+import structlog
+
 from engines.process.engine_log import read_tail
+
+log = structlog.get_logger()
 
 # Marks the environment of every process of one start, whatever session it is in.
 MARK = "ROLLOUT_GATEWAY_ENGINE"
 _OUR_PREFIX = "ROLLOUT_GATEWAY_"
+_KILLED_END_WITHIN_S = 30.0
+"""A process that a driver holds cannot be killed; the stop of a replica does not wait for it for ever."""
 _KEYS = ("ROLLOUT_API_KEY", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
 
@@ -53,13 +59,13 @@ class EngineProcess:
 
     def start(self) -> None:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        with self._opened_log() as log:
-            log.write(f"{time.strftime('%F %T')} {' '.join(self._command.argv)}\n".encode())
-            log.flush()
+        with self._opened_log() as written:
+            written.write(f"{time.strftime('%F %T')} {' '.join(self._command.argv)}\n".encode())
+            written.flush()
             self._guard = subprocess.Popen(
                 [sys.executable, "-m", "engines.process.guard", str(self._stop_timeout_s), *self._command.argv],
                 stdin=subprocess.PIPE,
-                stdout=log,
+                stdout=written,
                 stderr=subprocess.STDOUT,
                 env={**_inherited(self._command.hidden), **self._command.env, MARK: self._mark},
                 start_new_session=True,
@@ -131,9 +137,31 @@ def _first_child(pid: int) -> int:
 
 
 def _end_marked(mark: str) -> None:
-    """Kill processes left by a killed guard: their GPU memory is needed by the successor."""
-    sought = f"{MARK}={mark}".encode()
+    """Kill processes left by a killed guard, and wait for their end: their port and GPU memory are needed by the
+    successor."""
+    deadline = time.monotonic() + _KILLED_END_WITHIN_S
+    left: set[int] = set()
+    while left := {pid for pid in left | _kill_marked(mark) if _runs(pid)}:
+        if time.monotonic() > deadline:
+            log.warning("processes of an engine do not end, though they were killed", pids=sorted(left))
+            return
+        time.sleep(0.02)
+
+
+def _kill_marked(mark: str) -> set[int]:
+    """Send SIGKILL to the processes of a start; return their process ids."""
+    sought, killed = f"{MARK}={mark}".encode(), set()
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended, or belongs to another user
             if sought in (process / "environ").read_bytes().split(b"\0"):
                 os.kill(int(process.name), signal.SIGKILL)
+                killed.add(int(process.name))
+    return killed
+
+
+def _runs(pid: int) -> bool:
+    """Return True until a process has closed its files and is waited for, or is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False

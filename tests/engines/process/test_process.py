@@ -3,10 +3,12 @@
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from engines.process.process import Command, EngineProcess
 
@@ -43,13 +45,53 @@ def until(is_reached: Callable[[], bool]) -> None:
 
 
 async def test_stop_ends_what_a_killed_guard_left(start_script: StartScript, tmp_path: Path) -> None:
-    pid_file = tmp_path / "pid"
-    process = start_script(f"setsid sh -c 'echo $$ > {pid_file}; exec sleep 60' & sleep 60")
-    until(lambda: pid_file.exists() and pid_file.read_text().strip() != "")
-    orphan = int(pid_file.read_text())
-    os.kill(process.pid, signal.SIGKILL)
+    process, orphan = left_by_a_killed_guard(start_script, tmp_path)
     await process.stop()
-    until(lambda: not Path(f"/proc/{orphan}").exists() or "Z" in Path(f"/proc/{orphan}/stat").read_text().split()[2])
+    assert has_ended(orphan)
+
+
+async def test_stop_waits_for_the_end_of_what_it_kills(
+    start_script: StartScript, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal that has been sent is none that has worked: the kernel frees port and GPU memory some time after it."""
+    process, orphan = left_by_a_killed_guard(start_script, tmp_path)
+    kill, sent = os.kill, Counter[int]()
+
+    def kill_late(pid: int, number: int) -> None:
+        sent[pid] += 1
+        if sent[pid] > 2:
+            kill(pid, number)
+
+    monkeypatch.setattr(os, "kill", kill_late)
+    await process.stop()
+    assert has_ended(orphan)
+
+
+async def test_stop_does_not_wait_for_ever_for_a_process_that_does_not_end(
+    start_script: StartScript, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process, orphan = left_by_a_killed_guard(start_script, tmp_path, grace_s=600.0)
+    monkeypatch.setattr("engines.process.process._KILLED_END_WITHIN_S", 0.1)
+    with monkeypatch.context() as patch, capture_logs() as told:
+        patch.setattr(os, "kill", lambda *_: None)
+        await process.stop()
+    assert [orphan in line["pids"] for line in told] == [True]
+
+
+def left_by_a_killed_guard(start_script: StartScript, folder: Path, grace_s: float = 5.0) -> tuple[EngineProcess, int]:
+    """An engine whose guard was killed, and the process id of an orphan of it."""
+    pid_file = folder / "pid"
+    process = start_script(
+        f"trap '' TERM; setsid sh -c 'echo $$ > {pid_file}; exec sleep 60' & sleep 60", stop_timeout_s=grace_s
+    )
+    until(lambda: pid_file.exists() and pid_file.read_text().strip() != "")
+    os.kill(process.pid, signal.SIGKILL)
+    return process, int(pid_file.read_text())
+
+
+def has_ended(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return not stat.exists() or stat.read_text().split()[2] == "Z"
 
 
 def test_before_its_start_it_has_neither_pid_nor_exit_code(tmp_path: Path) -> None:

@@ -41,31 +41,24 @@ class _External(EngineWithWorkers):
     """Client of a server that someone else started."""
 
     _info: ReplicaInfo
-    _last_version = 0
+
+    async def told_version(self, timeout_s: float) -> int | None:
+        """Return the version that the server reports, without holding it to that; None for mixed weights, and from a
+        server that takes none."""
+        return await self._told_version(timeout_s) if self._info.takes_weights else None
 
     async def health(self, timeout_s: float) -> None:
-        """Raise also if the weight version went back: the server was restarted and has lost its updates."""
+        """Raise also if the server reports another version than was read or given here last: another process, with
+        weights of its own, is behind the URL."""
         await self.ask("GET", "/health" if self._info.has("/health") else "/v1/models", None, timeout_s)
-        if not self._info.takes_weights:
+        if (held := self._held) is None:
             return
-        version = await self.weight_version(timeout_s)
-        if version is None:
-            self._last_version = 0  # an update is under way, or an earlier version comes back
-            return
-        if version < self._last_version:
+        version = await self._told_version(timeout_s)
+        if version != held == self._held and self.tells_version:
+            told = "mixed weights" if version is None else f"version {version}"
             raise EngineFailed(
-                f"its weights went from version {self._last_version} back to {version}: was it restarted?",
-                replica_id=self.replica_id,
+                f"it reports {told}, and held version {held}: was it restarted?", replica_id=self.replica_id
             )
-        self._last_version = version
-
-    async def load_snapshot(self, path: str, version: int, timeout_s: float) -> None:
-        self._last_version = 0  # a rollback is allowed
-        await super().load_snapshot(path, version, timeout_s)
-
-    async def undo_load(self, timeout_s: float) -> bool:
-        self._last_version = 0
-        return await super().undo_load(timeout_s)
 
 
 class ExternalSglangEngine(_External, SglangEngine):
@@ -137,6 +130,7 @@ class ExternalServer:
         self._url = config.url.rstrip("/")
         self._key = config.api_key.get_secret_value() if config.api_key else ""
         self._engine: ExternalEngine | ExternalSglangEngine | None = None
+        self._last_version = 0
 
     async def start(self) -> ReplicaInfo:
         """Wait for the server and find out what it can do. Raises `EngineStartFailed`, which says what is in the way.
@@ -144,6 +138,7 @@ class ExternalServer:
         The wait is bounded by `engine.start_timeout_s`; it ends at once if the server refuses to list its models.
         """
         await self.stop()
+        self._last_version = 0
         vllm = VllmEngine(self._replica_id, self._url, api_key=self._key)
         sglang = SglangEngine(self._replica_id, self._url, self._key)
         try:
@@ -162,9 +157,15 @@ class ExternalServer:
         return info
 
     async def check(self) -> None:
-        """Raise if the server does not answer."""
+        """Raise if the server does not answer, or its version went back: a process that was started anew may be
+        another release, and is described anew."""
         assert self._engine is not None
         await self._engine.health(_PROBE_TIMEOUT_S)
+        version = await self._engine.told_version(_PROBE_TIMEOUT_S)
+        if version is not None and version < self._last_version:
+            reason = f"its weights went from version {self._last_version} back to {version}: was it restarted?"
+            raise EngineFailed(reason, replica_id=self._replica_id)
+        self._last_version = version or 0  # mixed: an update is under way, or an earlier version comes back
 
     async def stop(self) -> None:
         """Close connections. The server keeps running: it is not ours."""

@@ -37,7 +37,9 @@ class EngineWithWorkers(HttpEngine, ABC):
         super().__init__(replica_id, url, api_key)
         self._has_tee = has_tee
         self._peer = peer
-        self._knows_versions = True
+        self._held: int | None = None
+        """The version that was read first or given last; None before, and while the weights are overwritten."""
+        self._was_asked = False
 
     @abstractmethod
     async def _on_workers(self, method: str, arguments: Json, timeout_s: float) -> list[Any]:
@@ -52,8 +54,18 @@ class EngineWithWorkers(HttpEngine, ABC):
         """Have the engine's own code load all weights from a checkpoint folder."""
 
     @abstractmethod
-    async def _label(self, label: str, timeout_s: float) -> None:
+    async def _told_version(self, timeout_s: float) -> int | None:
+        """Return the version of the label; None for mixed weights."""
+
+    @abstractmethod
+    async def _set_label(self, label: str, timeout_s: float) -> None:
         """Label the weights, where the engine knows labels."""
+
+    async def weight_version(self, timeout_s: float) -> int | None:
+        version = await self._told_version(timeout_s)
+        if not self._was_asked:
+            self._held, self._was_asked = version, True
+        return version
 
     async def report_draft(self, timeout_s: float) -> Json | None:
         return _one_report(await self._on_workers("report_draft", {}, timeout_s)) if self._has_our_worker else None
@@ -118,11 +130,16 @@ class EngineWithWorkers(HttpEngine, ABC):
             await self._load_by_itself(path, timeout_s)
 
     async def label_weights(self, version: int, timeout_s: float) -> None:
-        held = await self.weight_version(timeout_s) if self._knows_versions else None
-        if held is not None and self.tells_version:
+        told = await self._told_version(timeout_s)
+        if told is not None and self.tells_version:
             reason = f"it no longer holds what was loaded as version {version}: was it restarted?"
             raise EngineFailed(reason, replica_id=self.replica_id)
         await self._label(str(version), timeout_s)
+
+    async def _label(self, label: str, timeout_s: float) -> None:
+        self._held = None
+        await self._set_label(label, timeout_s)
+        self._held = version_held(label)
 
     @property
     def _has_our_worker(self) -> bool:
@@ -152,3 +169,13 @@ def _one_report(workers: Sequence[Json | None]) -> Json | None:
     """Return the report of a draft among those of all workers: one without weights only where no other has some."""
     found = [report for report in workers if report]
     return next((report for report in found if report["weights"] != "none"), found[0] if found else None)
+
+
+def version_held(label: str) -> int | None:
+    """Return the version of a label; None for mixed weights."""
+    return None if label == MIXED else version_number(label)
+
+
+def version_number(label: str) -> int:
+    """Return the number of a vLLM label; 0 for "default", the checkpoint."""
+    return int(label) if label.isdigit() else 0

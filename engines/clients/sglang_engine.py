@@ -44,7 +44,7 @@ import orjson
 
 from engines.clients.cumulative import LatestEvents
 from engines.clients.http import message_of
-from engines.clients.our_workers import MIXED, EngineWithWorkers
+from engines.clients.our_workers import MIXED, EngineWithWorkers, version_held
 from engines.clients.sglang_dialect import (
     CHAT,
     COMPLETIONS,
@@ -56,7 +56,6 @@ from engines.clients.sglang_dialect import (
     server_info,
     world_size,
 )
-from engines.clients.vllm_engine import version_held
 from engines.engine import Json, Peer
 from engines.errors import (
     DeadlineExceeded,
@@ -145,7 +144,7 @@ class SglangEngine(EngineWithWorkers):
             case "/get_world_size":
                 return {"world_size": world_size(await self._server_info(timeout_s))}
             case "/weight_info":
-                version = await self.weight_version(timeout_s)
+                version = await self._told_version(timeout_s)
                 return {"weight_version": MIXED if version is None else str(version)}
             case "/tokenize":
                 return await self._call(method, "/v1/tokenize", body, timeout_s)
@@ -183,7 +182,7 @@ class SglangEngine(EngineWithWorkers):
             if (body.get("stream_options") or {}).get("include_usage"):
                 yield reply.last()
 
-    async def weight_version(self, timeout_s: float) -> int | None:
+    async def _told_version(self, timeout_s: float) -> int | None:
         return version_held(str((await self._call("GET", "/model_info", None, timeout_s))["weight_version"]))
 
     async def open_weight_group(self, init_info: Json, timeout_s: float) -> None:
@@ -390,7 +389,7 @@ class SglangEngine(EngineWithWorkers):
         answers: list[Any] = orjson.loads(answer["message"])
         return answers
 
-    async def _label(self, label: str, timeout_s: float) -> None:
+    async def _set_label(self, label: str, timeout_s: float) -> None:
         # SGLang's default here aborts all requests.
         body = {"new_version": label, "abort_all_requests": False}
         await self._call("POST", "/update_weight_version", body, timeout_s)

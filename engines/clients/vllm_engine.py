@@ -4,12 +4,14 @@ import contextlib
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from engines.clients.our_workers import MIXED, EngineWithWorkers
+from engines.clients.our_workers import MIXED, EngineWithWorkers, version_held
 from engines.engine import Json, Peer
 from engines.errors import EngineFailed, EngineRefused
 from engines.types import PauseMode
 
 _PACKED_AT_INIT = (0, 28)
+_NO_ROUTE = (404, 405)
+"""Statuses of a release without a route."""
 
 
 class VllmEngine(EngineWithWorkers):
@@ -50,14 +52,6 @@ class VllmEngine(EngineWithWorkers):
     def events(self, path: str, body: Json, timeout_s: float) -> AsyncGenerator[list[bytes]]:
         return self._events(path, {**body, "stream": True}, timeout_s)
 
-    async def weight_version(self, timeout_s: float) -> int | None:
-        try:
-            label = str((await self.ask("GET", "/weight_info", None, timeout_s)).get("weight_version"))
-        except EngineRefused:
-            self.tells_version = False  # vLLM before weight versions
-            return 0
-        return version_held(label)
-
     async def open_weight_group(self, init_info: Json, timeout_s: float) -> None:
         rest = {key: value for key, value in init_info.items() if key != "packed"}
         self._packed = init_info.get("packed", True)  # a trainer that sends it later always packs
@@ -76,6 +70,7 @@ class VllmEngine(EngineWithWorkers):
 
     async def finish_weight_update(self, version: int, timeout_s: float) -> None:
         await self.ask("POST", "/finish_weight_update", {"weight_version": str(version)}, timeout_s)
+        self._held = version
 
     async def abandon_weight_update(self, timeout_s: float, *, drops_receipt: bool = False) -> None:
         if self._has_tee:
@@ -138,27 +133,30 @@ class VllmEngine(EngineWithWorkers):
         answers = (await self.ask("POST", "/collective_rpc", body, timeout_s)).get("results")
         return list(answers) if answers else [{}]
 
-    async def _label(self, label: str, timeout_s: float) -> None:
-        if self._knows_versions:
-            try:
-                await self.ask("POST", "/update_weight_version", {"new_version": label}, timeout_s)
-            except EngineRefused as error:
-                if error.status not in (404, 405):
-                    raise
-                self._knows_versions = False  # vLLM before weight versions
+    async def _told_version(self, timeout_s: float) -> int | None:
+        try:
+            label = str((await self.ask("GET", "/weight_info", None, timeout_s)).get("weight_version"))
+        except EngineRefused as error:
+            if error.status not in _NO_ROUTE:
+                raise
+            self.tells_version = False  # vLLM before weight versions
+            return 0
+        return version_held(label)
+
+    async def _set_label(self, label: str, timeout_s: float) -> None:
+        if not self.tells_version:
+            return
+        try:
+            await self.ask("POST", "/update_weight_version", {"new_version": label}, timeout_s)
+        except EngineRefused as error:
+            if error.status not in _NO_ROUTE:
+                raise
+            await self._told_version(timeout_s)
+            if self.tells_version:  # a proxy's answer, or the label before would stay believed
+                raise
 
 
 def release(version: str) -> tuple[int, int]:
     """Return major and minor of a vLLM version such as "0.32.0+cpu"."""
     major, minor = version.split(".")[:2]
     return int(major), int(minor)
-
-
-def version_held(label: str) -> int | None:
-    """Return the version of a label; None for mixed weights."""
-    return None if label == MIXED else version_number(label)
-
-
-def version_number(label: str) -> int:
-    """Return the number of a vLLM label; 0 for "default", the checkpoint."""
-    return int(label) if label.isdigit() else 0

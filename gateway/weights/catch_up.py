@@ -242,14 +242,15 @@ class CatchUp:
             is_verified = finding.result is Result.VERIFIED
             if not replica.weight_version == version == self._fleet.version:
                 continue  # outvoted meanwhile, or an update has passed it by
+            reason = f"version {version} that it reports is not borne out: {finding.reason}"
             if finding.result is Result.LOST or finding.is_late:
+                self._fleet.explain(replica, reason)
                 await asyncio.sleep(_RETRY_S)  # and it is asked again
             elif is_verified or (finding.may_serve and not (is_certain and self._canary.is_enabled)):
                 self._fleet.believe(replica, is_verified=is_verified)
                 await self._snapshots.note_holders(version, [replica])
             else:
                 self._canary.forget(replica)  # or the next of its kind would pass as its peer
-                reason = f"version {version} that it reports is not borne out: {finding.reason}"
                 self._fleet.fence(replica, reason)
                 self._fleet.explain(replica, reason)
 
@@ -302,7 +303,8 @@ class CatchUp:
                 break
             except (EngineError, DeadlineExceeded, WeightUpdateFailed) as error:
                 log.warning("catch up failed", replica=replica.replica_id, version=version, error=str(error))
-                if failures == _TRIES:
+                # A reset had its time already, which pushes to the replica's group wait for.
+                if failures == _TRIES or replica in self._unforgetting:
                     self._give_up(replica, version, f"did not take version {version}: {error}")
                     break
                 with suppress(EngineError):  # a lost replica ends the wait
@@ -353,20 +355,28 @@ class CatchUp:
     async def _admit(self, replica: Replica, version: int, how: str) -> None:
         """Check the weights by the canary, label and serve them. Not before: a gateway that restarts serves them by the
         label."""
-        if self._canary.is_enabled:
-            async with replica.brake.lifted(self._config.control_timeout_s):  # a paused engine cannot answer
-                finding = (await self._canary.admit([replica], version))[replica]
-            log.info("canary", replica=replica.replica_id, version=version, **finding.report())
-            if not finding.may_serve:
-                raise WeightUpdateFailed(finding.reason, replica_id=replica.replica_id)
+        await self._check(replica, version)
         timeout_s = self._config.control_timeout_s
         label = replica.engine.label_weights(version, timeout_s)
         await bounded(replica.unless_lost(label), timeout_s, "its weights were not labelled")
+        if replica.info.kind is EngineKind.EXTERNAL:
+            # Behind a URL of others another process may have got the label, with weights of its own.
+            await self._check(replica, version)
         replica.hold(version, keeps_kv=False)
         await self._snapshots.note_holders(version, [replica])
         log.info("replica caught up", replica=replica.replica_id, version=version)
         if replica.state is ReplicaState.SYNCING:
             self._fleet.settle(replica, how)
+
+    async def _check(self, replica: Replica, version: int) -> None:
+        """Raise `WeightUpdateFailed` where the canary does not find the version."""
+        if not self._canary.is_enabled:
+            return
+        async with replica.brake.lifted(self._config.control_timeout_s):  # a paused engine cannot answer
+            finding = (await self._canary.admit([replica], version))[replica]
+        log.info("canary", replica=replica.replica_id, version=version, **finding.report())
+        if not finding.may_serve:
+            raise WeightUpdateFailed(finding.reason, replica_id=replica.replica_id)
 
     async def _reset_cache(self, replica: Replica) -> None:
         """Empty the prefix cache: refused weights may have written KV for requests salted with an older version.

@@ -267,12 +267,65 @@ async def test_a_server_started_anew_gets_no_label_of_weights_that_it_does_not_h
 async def test_weights_that_went_back_are_a_server_started_anew(vllm: SimReplica) -> None:
     theirs = server_at(vllm.info.url)
     engine = ExternalEngine(await theirs.start())
-    await engine.health(SOON_S)
+    await theirs.check()
     await engine.ask("POST", "/update_weight_version", {"new_version": "3"}, SOON_S)
-    await engine.health(SOON_S)
+    await theirs.check()
     await engine.ask("POST", "/update_weight_version", {"new_version": "0"}, SOON_S)
     with pytest.raises(EngineFailed, match="from version 3 back to 0"):
+        await theirs.check()
+    await engine.close()
+    await theirs.stop()
+
+
+@pytest.mark.parametrize(("label", "told"), [("0", "version 0"), ("7", "version 7"), ("mixed", "mixed weights")])
+@pytest.mark.parametrize("is_probed", [True, False])
+async def test_a_version_that_was_not_given_here_is_another_server_behind_the_url(
+    vllm: SimReplica, label: str, told: str, is_probed: bool
+) -> None:
+    theirs = server_at(vllm.info.url)
+    engine = ExternalEngine(await theirs.start())
+    await engine.undo_load(SOON_S)
+    if is_probed:
         await engine.health(SOON_S)
+    await engine.label_weights(1, SOON_S)
+    await engine.ask("POST", "/update_weight_version", {"new_version": label}, SOON_S)
+    with pytest.raises(EngineFailed, match=f"it reports {told}, and held version 1: was it restarted"):
+        await engine.health(SOON_S)
+    await engine.close()
+    await theirs.stop()
+
+
+async def test_the_version_that_a_server_came_with_is_the_one_that_it_has_to_report(vllm: SimReplica) -> None:
+    theirs = server_at(vllm.info.url)
+    engine = ExternalEngine(await theirs.start())
+    await engine.ask("POST", "/update_weight_version", {"new_version": "3"}, SOON_S)
+    assert await engine.weight_version(SOON_S) == 3
+    await engine.health(SOON_S)
+    await engine.ask("POST", "/update_weight_version", {"new_version": "0"}, SOON_S)
+    with pytest.raises(EngineFailed, match="it reports version 0, and held version 3"):
+        await engine.health(SOON_S)
+    await engine.close()
+    await theirs.stop()
+
+
+async def test_a_look_that_an_update_overtakes_is_no_other_server(
+    vllm: SimReplica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = server_at(vllm.info.url)
+    engine = ExternalEngine(await theirs.start())
+    assert await engine.weight_version(SOON_S) == 0
+    told = ExternalEngine._told_version
+
+    async def overtaken(asked: ExternalEngine, timeout_s: float) -> int | None:
+        version = await told(asked, timeout_s)
+        monkeypatch.undo()
+        await engine.undo_load(SOON_S)
+        await engine.label_weights(1, SOON_S)
+        return version
+
+    monkeypatch.setattr(ExternalEngine, "_told_version", overtaken)
+    await engine.health(SOON_S)
+    await engine.health(SOON_S)
     await engine.close()
     await theirs.stop()
 

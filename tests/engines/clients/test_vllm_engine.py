@@ -10,8 +10,8 @@ import pytest
 from aiohttp import web
 
 from engines.clients import http
-from engines.clients.our_workers import EngineWithWorkers
-from engines.clients.vllm_engine import VllmEngine, version_number
+from engines.clients.our_workers import EngineWithWorkers, version_number
+from engines.clients.vllm_engine import VllmEngine
 from engines.errors import DeadlineExceeded, EngineFailed, EngineRefused, EngineUnreachable
 
 TIMEOUT_S = 60.0
@@ -348,19 +348,48 @@ async def test_encodings_of_images_are_forgotten_with_the_kv_by_workers_and_sche
     assert asked == ["/collective_rpc", "/reset_encoder_cache"]
 
 
-async def test_weights_of_a_server_that_does_not_tell_its_version_are_labelled(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def told(_: VllmEngine, method: str, path: str, body: Any, timeout_s: float) -> dict[str, Any]:
-        if path == "/weight_info":
-            raise EngineRefused("no such route", status=404, body={}, replica_id="engine-0")
-        labels.append(body["new_version"])
-        return {}
+@pytest.fixture
+def answered(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, int]], VllmEngine]:
+    """Makes an engine whose routes answer with these statuses, the others with the label 3."""
 
-    labels: list[str] = []
-    monkeypatch.setattr(VllmEngine, "ask", told)
-    engine = VllmEngine("engine-0", "http://127.0.0.1:1")
-    await engine.label_weights(3, TIMEOUT_S)
+    def made(statuses: dict[str, int]) -> VllmEngine:
+        async def ask(_: VllmEngine, method: str, path: str, body: Any, timeout_s: float) -> dict[str, Any]:
+            if status := statuses.get(path):
+                raise EngineRefused("no", status=status, body={}, replica_id="engine-0")
+            return {"weight_version": "3"}
+
+        monkeypatch.setattr(VllmEngine, "ask", ask)
+        return VllmEngine("engine-0", "http://127.0.0.1:1")
+
+    return made
+
+
+async def test_a_release_without_weight_versions_gets_no_labels(answered: Callable[..., VllmEngine]) -> None:
+    engine = answered({"/weight_info": 404, "/update_weight_version": 405})
+    await engine.start_weight_update(TIMEOUT_S)
+    assert not engine.tells_version
     await engine.close()
-    assert labels == ["3"]
+
+
+@pytest.mark.parametrize("status", [401, 429])
+async def test_a_refused_look_is_none_at_a_release_without_weight_versions(
+    answered: Callable[..., VllmEngine], status: int
+) -> None:
+    """As by a proxy in front of an external server: its label may be mixed."""
+    engine = answered({"/weight_info": status})
+    with pytest.raises(EngineRefused):
+        await engine.weight_version(TIMEOUT_S)
+    assert engine.tells_version
+    await engine.close()
+
+
+async def test_a_label_that_is_refused_by_a_server_with_labels_is_an_error(
+    answered: Callable[..., VllmEngine],
+) -> None:
+    engine = answered({"/update_weight_version": 404})
+    with pytest.raises(EngineRefused):
+        await engine.load_snapshot("/store/v4", 4, TIMEOUT_S)
+    await engine.close()
 
 
 async def test_a_wipe_that_fails_is_told(serve: Serve) -> None:

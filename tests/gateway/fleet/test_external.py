@@ -3,15 +3,18 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 from pydantic import SecretStr
 
+from engines.clients.vllm_engine import VllmEngine
 from engines.config import EngineConfig
 from engines.errors import ConfigError
 from gateway.config.load import explain, load, with_secrets
 from gateway.config.schema import Config
 from gateway.config.serve_document import serve_config
+from gateway.weights import catch_up
 from tests.rigs.openai_server import OpenAiServer
 from tests.rigs.rig import Rig, SimReplica, StartRig, described
 
@@ -59,6 +62,38 @@ async def test_a_vllm_server_of_others_takes_rollouts_and_weights(start_rig: Sta
     assert await rig.states() == {"engine-0": "SERVING", "theirs-0": "SERVING"}
     reply = await rig.complete([[1, 2, 3]] * 4)
     assert {span["version"] for choice in reply["choices"] for span in choice["weight_versions"]} == {1}
+    await theirs.kill()
+
+
+async def test_a_server_that_is_replaced_as_it_is_labelled_does_not_serve(
+    start_rig: StartRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process behind the same URL takes the label, and computes with the weights that it came with."""
+    sim = {"tensors": {"w": [4, 4], "b": [4]}}
+    rig = await start_rig(1, sim=sim, weights={"store": str(tmp_path / "store")})
+    await rig.open_group()
+    await rig.update()
+    theirs = await SimReplica("theirs", 5, rig.sim).start()
+    set_label = VllmEngine._set_label
+
+    async def replaced(engine: VllmEngine, label: str, timeout_s: float) -> None:
+        await set_label(engine, label, timeout_s)
+        if label == "1" and engine.replica_id == "theirs-0":
+            theirs.label(1, weights="of its checkpoint")
+
+    async def load(engine: VllmEngine, path: str, timeout_s: float) -> None:
+        theirs._server._model.held.clear()
+        await engine._on_workers("load_snapshot", {"path": path, "version": 1}, timeout_s)
+
+    monkeypatch.setattr(VllmEngine, "_set_label", replaced)
+    monkeypatch.setattr(VllmEngine, "_load_by_itself", load)  # which simulated engines cannot do
+    monkeypatch.setattr(catch_up, "_RETRY_S", 0.01)
+    await joined(rig, theirs.info.url)
+    async with asyncio.timeout(SOON_S):
+        while "did not take version 1" not in rig.fleet.find("theirs-0").reason:
+            await asyncio.sleep(0.01)
+    assert "nats a token from the nearest other" in rig.fleet.find("theirs-0").reason
+    assert await rig.states() == {"engine-0": "SERVING", "theirs-0": "SYNCING"}
     await theirs.kill()
 
 

@@ -11,7 +11,7 @@ from engines.config import SimConfig
 from engines.types import ReplicaState
 from gateway.fleet.replica import Replica
 from gateway.weights.canary import Canary
-from gateway.weights.verdicts import Finding
+from gateway.weights.verdicts import Finding, Result
 from tests.rigs.rig import Rig, SimReplica, StartRig
 
 SIM = SimConfig(decode_step_s=0.0, decode_step_per_seq_s=0.0)
@@ -183,3 +183,18 @@ async def test_a_record_outweighs_the_labels_of_others(start_rig: StartRig, tmp_
     again = await start_rig(5, replicas=[*strays, *rig.replicas], weights={"store": str(tmp_path)})
     assert again.fleet.version == 1
     assert [replica.replica_id for replica in again.fleet.replicas if replica.can_serve] == ["engine-0", "engine-1"]
+
+
+async def test_a_version_whose_canary_stays_late_says_so(updated: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    late = Finding(Result.FAILED, "its canary was not answered in time", is_late=True)
+
+    async def never(_: Canary, replicas: Sequence[Replica], version: int) -> dict[Replica, Finding]:
+        return dict.fromkeys(replicas, late)
+
+    monkeypatch.setattr(Canary, "admit", never)
+    joiner = await joined(updated, await labelled("engine-2", 1))
+    async with asyncio.timeout(20):
+        while "was not answered in time" not in joiner.reason:
+            await asyncio.sleep(0.02)
+    assert joiner.reason == f"version 1 that it reports is not borne out: {late.reason}"
+    assert joiner.is_unproven

@@ -753,7 +753,9 @@ async def test_an_engine_that_does_not_forget_its_kv_is_loaded_once_for_all_trie
     monkeypatch.setattr(catch_up, "_RETRY_S", 0.01)
     monkeypatch.setattr(catch_up, "_AGAIN_S", 0.1)
     rounds: list[str] = []
+    tries: list[str] = []
     monkeypatch.setattr(catch_up.log, "error", lambda event, **_: rounds.append(event))
+    monkeypatch.setattr(catch_up.log, "warning", lambda event, **_: tries.append(event))
     rig = await start_rig(1, sim=TENSORS, weights={"store": str(folder), "control_timeout_s": 0.2})
     await rig.open_group()
     assert await refused(rig) == 424
@@ -761,6 +763,7 @@ async def test_an_engine_that_does_not_forget_its_kv_is_loaded_once_for_all_trie
         while len(rounds) < 3:
             await asyncio.sleep(0.01)
     assert "its prefix cache was not reset" in rig.fleet.replicas[0].reason
+    assert tries == ["catch up failed"] * len(rounds)  # pushes to the group wait for each
     assert ending.loads == 1
     assert await rig.states() == {"engine-0": "SYNCING"}
     ending.still = False

@@ -6,7 +6,8 @@ import stat
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from io import BufferedReader, FileIO
-from operator import index
+from itertools import pairwise
+from operator import attrgetter, index
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ FileStates = tuple[tuple[str, int, int], ...]
 """Name, inode and change time of each file, which differ from other files of the same names."""
 
 _MOST_HEADER_BYTES = 100_000_000  # as in the safetensors library
+_DESCRIPTORS = "/proc/self/fd"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,10 @@ class Span:
     @property
     def num_bytes(self) -> int:
         return self.end - self.begin
+
+
+PLACE = attrgetter("begin", "end")
+"""Sort key of a file's spans."""
 
 
 def read_tensors(folder: Path) -> tuple[TensorMeta, ...] | None:
@@ -94,8 +100,9 @@ def written_dtype(dtype: str) -> str:
 def read_spans(folder: Path) -> dict[str, list[Span]]:
     """Return the tensors of each safetensors file of a folder, by file name.
 
-    Raise `ValueError`, with its path, for a file that is no safetensors file, and `OSError` for a file that cannot be
-    read. A file may end before the data of its tensors does.
+    Raise `ValueError`, with its path, for a file that is no safetensors file or ends before the data of its tensors
+    does, and `OSError` for a file that cannot be read. A dtype may be one that torch does not have, and a shape may
+    have another size than its tensor's data.
     """
     return {file.name: read_file(file) for file in checkpoint_files(folder)}
 
@@ -104,16 +111,16 @@ def checkpoint_files(folder: Path) -> list[Path]:
     """Return the files of the index if there is one, as engines do: some repositories hold a second copy of the
     weights.
 
-    Raise `ValueError` for an index that cannot be understood, or that names a file elsewhere.
+    Raise `ValueError` for an index that cannot be read or understood, or that names a file elsewhere.
     """
     path = folder / "model.safetensors.index.json"
-    if not path.is_file():
+    if not os.path.lexists(path):  # a link to a file that is gone says that the index counts
         return sorted(folder.glob("*.safetensors"))
     try:
         with open_regular(path) as stream:
             names = sorted(set(json.load(stream)["weight_map"].values()))
         elsewhere = [name for name in names if not is_file_name(name)]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is no index of a checkpoint: {error!r}") from error
     if elsewhere:
         raise ValueError(f"{path} names {elsewhere[0]!r}, which is no file of its folder")
@@ -141,7 +148,11 @@ def _open_regular(path: str, flags: int) -> int:
     try:
         if not stat.S_ISREG(os.fstat(place).st_mode):
             raise ValueError(f"{path} is no regular file")
-        return os.open(f"/proc/self/fd/{place}", flags)
+        return os.open(f"{_DESCRIPTORS}/{place}", flags)
+    except OSError as error:
+        if not os.path.isdir(_DESCRIPTORS):  # else it would be told as a file that is not there
+            raise OSError(f"{path} cannot be opened without {_DESCRIPTORS}: mount /proc") from error
+        raise OSError(error.errno, error.strerror, path) from error
     finally:
         os.close(place)
 
@@ -166,21 +177,35 @@ def read_file(file: Path) -> list[Span]:
 
 def _read_header(stream: BufferedReader) -> list[Span]:
     length = int.from_bytes(stream.read(8), "little")
-    # A damaged length could ask for more memory than there is.
-    if length > min(os.fstat(stream.fileno()).st_size - 8, _MOST_HEADER_BYTES):
+    size = os.fstat(stream.fileno()).st_size
+    # A damaged length, or end of a tensor, could ask for more memory than there is.
+    if length > min(size - 8, _MOST_HEADER_BYTES):
         raise ValueError(f"its header has {length} bytes")
     header = json.loads(stream.read(length))
-    return [_span(name, entry, 8 + length) for name, entry in header.items() if name != "__metadata__"]
+    spans = [_span(name, entry, 8 + length) for name, entry in header.items() if name != "__metadata__"]
+    _check_places(spans, size)
+    return spans
+
+
+def _check_places(spans: Sequence[Span], file_size: int) -> None:
+    in_order = sorted(spans, key=PLACE)
+    for before, after in pairwise(in_order):
+        if after.begin < before.end:
+            raise ValueError(f"tensor {after.name!r} begins before the end of {before.name!r}")
+    if in_order and (last := in_order[-1]).end > file_size:
+        raise ValueError(f"tensor {last.name!r} ends at byte {last.end}, the file at byte {file_size}")
 
 
 def _span(name: str, entry: dict[str, Any], data_begin: int) -> Span:
-    dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+    dtype, shape, (begin, end) = entry["dtype"], tuple(map(index, entry["shape"])), entry["data_offsets"]
     if not 0 <= begin <= end:
         raise ValueError(f"tensor {name!r} begins at {begin} and ends at {end}")
+    if min(shape, default=0) < 0:
+        raise ValueError(f"tensor {name!r} has shape {list(shape)}")
     return Span(
         name,
-        _DTYPES.get(dtype, dtype),
-        tuple(index(size) for size in shape),
+        _DTYPES.get(dtype, str(dtype)),
+        shape,
         data_begin + index(begin),
         data_begin + index(end),
     )

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
+from math import prod
 from operator import attrgetter
 from pathlib import Path
 from queue import SimpleQueue
@@ -19,7 +20,7 @@ from typing import BinaryIO
 import torch
 
 from engines.batches import batches
-from engines.checkpoint import FileStates, Span, file_states, open_regular, read_spans
+from engines.checkpoint import PLACE, FileStates, Span, file_states, open_regular, read_spans
 from engines.store.files import read_at
 from engines.transfer.packing import NamedTensor
 
@@ -151,8 +152,8 @@ def pin_memory() -> None:
 def read_tensors(folder: Path, device: torch.device) -> Iterator[NamedTensor]:
     """Return names and tensors in the order of the files, for work on the device's current stream.
 
-    Raise as `read_spans` does, also later. Raise `OSError` where the folder holds no tensors, and later where a file
-    cannot be read to its end or has become another.
+    Raise as `read_spans` does, also later, and `ValueError` for a tensor that torch cannot hold. Raise `OSError` where
+    the folder holds no tensors, and later where a file cannot be read to its end or has become another.
     """
     sizes = _TO_HOST if device.type == "cpu" else _TO_GPU
     states = file_states(folder)
@@ -199,5 +200,17 @@ def _fill(place: torch.Tensor, file: BinaryIO, offset: int) -> None:
 
 
 def _batches(file: Path, spans: Sequence[Span], batch_bytes: int) -> Iterator[_Batch]:
-    in_order = sorted(spans, key=lambda span: (span.begin, span.end))
+    for span in spans:
+        _check_layout(file, span)
+    in_order = sorted(spans, key=PLACE)
     return (_Batch(file, batch) for batch in batches(in_order, attrgetter("num_bytes"), batch_bytes))
+
+
+def _check_layout(file: Path, span: Span) -> None:
+    """Raise `ValueError` where torch has no such dtype, or its tensor of this shape has another size."""
+    dtype = getattr(torch, span.dtype, None)
+    if not isinstance(dtype, torch.dtype) or dtype.itemsize * prod(span.shape) != span.num_bytes:
+        raise ValueError(
+            f"{file}: tensor {span.name!r} of {span.num_bytes} bytes is no {span.dtype} of shape {list(span.shape)} "
+            "to torch"
+        )

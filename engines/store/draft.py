@@ -9,17 +9,16 @@ import threading
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from io import FileIO
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import safetensors
 from safetensors.numpy import save_file
 
 from engines.batches import batches
-from engines.checkpoint import Span, read_file, read_spans
+from engines.checkpoint import Span, open_regular, read_file, read_spans
 from engines.errors import InvalidRequest, StoreFailed
 from engines.store.changed_elements import Array, ChangedElements
 from engines.store.files import check_room, disk_errors, read_at, sync
@@ -280,7 +279,7 @@ class _Changes:
 
     def of(self, name: str) -> ChangedElements:
         """Return the changes of one tensor. Threads may call this."""
-        with self._refused(), self._path.open("rb", buffering=0) as file:
+        with self._refused(), open_regular(self._path) as file:
             return ChangedElements(*(_read_array(file, self._spans[name + kind]) for kind in (_GAPS, _VALUES)))
 
     @contextlib.contextmanager
@@ -293,8 +292,7 @@ class _Changes:
             ) from error
 
 
-def _read_array(file: FileIO, span: Span) -> Array:
-    _check_within(file, span)
+def _read_array(file: BinaryIO, span: Span) -> Array:
     content = np.empty(span.num_bytes, np.uint8)
     read_at(file, content.data, span.begin)
     return content.view(span.dtype).reshape(span.shape)
@@ -309,20 +307,13 @@ def _read_spans(base: Path) -> dict[str, list[Span]]:
 
 def _read_tensors(path: Path, spans: Sequence[Span]) -> list[RawTensor]:
     try:
-        with path.open("rb", buffering=0) as file:
+        with open_regular(path) as file:
             return [_read_tensor(file, span) for span in spans]
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise StoreFailed(f"{path} cannot be read: {error}") from error
 
 
-def _read_tensor(file: FileIO, span: Span) -> RawTensor:
-    _check_within(file, span)
+def _read_tensor(file: BinaryIO, span: Span) -> RawTensor:
     buffer = (ctypes.c_ubyte * span.num_bytes)()
     read_at(file, memoryview(buffer).cast("B"), span.begin)
     return RawTensor(span.name, span.dtype, span.shape, ctypes.addressof(buffer), span.num_bytes, buffer)
-
-
-def _check_within(file: FileIO, span: Span) -> None:
-    """Raise `OSError` where the file ends before the tensor: a damaged header could ask for all memory."""
-    if span.end > os.fstat(file.fileno()).st_size:
-        raise OSError(f"{file.name} ends before its header says")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from engines.checkpoint import Span, written_dtype
+from engines.checkpoint import Span, open_regular, written_dtype
 from engines.store.changed_elements import ChangedElements
 from engines.store.files import read_at, write_at
 
@@ -19,11 +19,11 @@ _THREADS = 4
 def write_joined(target: Path, base: Path, spans: Sequence[Span], changes: Callable[[str], ChangedElements]) -> None:
     """Write file `target` of these tensors of file `base`, each with its changes.
 
-    Raises `OSError`, and what `changes` and applying them raise.
+    Raises `OSError`, `ValueError` as `open_regular` does, and what `changes` and applying them raise.
     """
     spans = sorted(spans, key=lambda span: span.begin)  # wide elements stay before narrow ones, to stay aligned
     header, places = _header(spans)
-    with base.open("rb", buffering=0) as source, target.open("wb", buffering=0) as file:
+    with open_regular(base) as source, target.open("wb", buffering=0) as file:
         file.write(header)
         file.truncate(len(header) + sum(span.num_bytes for span in spans))
 

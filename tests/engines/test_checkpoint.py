@@ -1,13 +1,16 @@
 """The tensors of a checkpoint folder."""
 
+import errno
 import json
 import os
+import resource
 import socket
 import struct
 from pathlib import Path
 
 import pytest
 
+from engines import checkpoint
 from engines.checkpoint import checkpoint_files, known_tensors, open_regular, read_file, read_tensors, served_in
 from engines.types import TensorMeta
 
@@ -82,6 +85,18 @@ def test_an_index_of_nonsense_is_named(tmp_path: Path, content: str) -> None:
         checkpoint_files(tmp_path)
 
 
+@pytest.mark.parametrize("kind", ["pipe", "link to nothing"])
+def test_an_index_that_cannot_be_read_is_not_passed_over(tmp_path: Path, kind: str) -> None:
+    write(tmp_path / "consolidated.safetensors", {"a": ("F32", [1])})
+    index = tmp_path / "model.safetensors.index.json"
+    if kind == "pipe":
+        os.mkfifo(index)
+    else:
+        index.symlink_to("nothing")
+    with pytest.raises(ValueError, match=r"index\.json is no index of a checkpoint"):
+        checkpoint_files(tmp_path)
+
+
 @pytest.mark.parametrize(
     "content",
     [
@@ -102,6 +117,24 @@ def test_an_index_of_nonsense_is_named(tmp_path: Path, content: str) -> None:
 def test_a_file_that_is_cut_off_or_damaged_is_named(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(ValueError, match=r"model\.safetensors is not a complete safetensors file"):
+        read_tensors(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"w": ([1 << 58], [0, 1 << 60])}, "tensor 'w' ends at byte"),
+        ({"v": ([4], [0, 16]), "w": ([1], [4, 8])}, "tensor 'w' begins before the end of 'v'"),
+        ({"w": ([-1], [0, 16])}, r"tensor 'w' has shape \[-1\]"),
+    ],
+)
+def test_a_header_that_lies_is_told_with_file_and_tensor(
+    tmp_path: Path, tensors: dict[str, tuple[list[int], list[int]]], message: str
+) -> None:
+    entries = {name: {"dtype": "F32", "shape": shape, "data_offsets": at} for name, (shape, at) in tensors.items()}
+    header = json.dumps(entries).encode()
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(16))
+    with pytest.raises(ValueError, match=rf"model\.safetensors is not a complete safetensors file: .*{message}"):
         read_tensors(tmp_path)
 
 
@@ -136,6 +169,29 @@ def test_what_is_no_regular_file_is_told_by_its_path(tmp_path: Path, kind: str) 
             path.symlink_to("/dev/null")
     with pytest.raises(ValueError, match=f"^{path} is no regular file$"):
         read_file(path)
+
+
+def test_an_error_of_an_open_names_the_file(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    os.close(last := os.open("/dev/null", os.O_RDONLY))
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (last + 1, limits[1]))  # and an open needs two
+        with pytest.raises(OSError, match="Too many open files") as raised:
+            open_regular(tmp_path / "file")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert (raised.value.errno, raised.value.filename) == (errno.EMFILE, str(tmp_path / "file"))
+
+
+def test_a_machine_without_proc_is_not_told_as_a_file_that_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(checkpoint, "_DESCRIPTORS", str(tmp_path / "proc"))
+    with pytest.raises(OSError, match=f"^{tmp_path}/file cannot be opened .* mount /proc$") as raised:
+        open_regular(tmp_path / "file")
+    assert type(raised.value) is OSError
 
 
 def test_a_pipe_is_refused_without_being_opened(tmp_path: Path) -> None:

@@ -82,17 +82,37 @@ def test_a_file_that_is_cut_off_is_named(tmp_path: Path) -> None:
     saved(tmp_path)
     path = tmp_path / "model-00001.safetensors"
     path.write_bytes(path.read_bytes()[:-10])
+    with pytest.raises(ValueError, match=r"model-00001\.safetensors is not a complete safetensors file"):
+        read_tensors(tmp_path, torch.device("cpu"))
+
+
+def test_a_file_that_is_cut_off_while_it_is_read_is_named(tmp_path: Path) -> None:
+    saved(tmp_path)
+    tensors = read_tensors(tmp_path, torch.device("cpu"))
+    path = tmp_path / "model-00001.safetensors"
+    os.truncate(path, path.stat().st_size - 10)
     with pytest.raises(OSError, match=r"model-00001\.safetensors ends before"):
-        list(read_tensors(tmp_path, torch.device("cpu")))
+        list(tensors)
     assert not open_files(tmp_path)
+
+
+@pytest.mark.parametrize(("dtype", "shape"), [("F4", [4]), ("F32", [5]), ("nn", [4]), (None, [4])])
+def test_a_tensor_that_torch_cannot_hold_is_told_with_its_file(
+    tmp_path: Path, dtype: str | None, shape: list[int]
+) -> None:
+    header = json.dumps({"w": {"dtype": dtype, "shape": shape, "data_offsets": [0, 16]}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(16))
+    with pytest.raises(ValueError, match=r"model\.safetensors: tensor 'w' of 16 bytes is no "):
+        read_tensors(tmp_path, torch.device("cpu"))
 
 
 def test_a_failed_read_leaves_no_memory_to_the_garbage_collector(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved(tmp_path)
+    tensors = read_tensors(tmp_path, torch.device("cpu"))
     path = tmp_path / "model-00001.safetensors"
-    path.write_bytes(path.read_bytes()[:-600])
+    os.truncate(path, path.stat().st_size - 600)
     allocated: list[weakref.ref[torch.Tensor]] = []
     empty = torch.empty
 
@@ -105,7 +125,7 @@ def test_a_failed_read_leaves_no_memory_to_the_garbage_collector(
     gc.disable()
     try:
         with pytest.raises(OSError, match="ends before"):
-            list(read_tensors(tmp_path, torch.device("cpu")))
+            list(tensors)
         assert allocated
         assert not [batch for batch in allocated if batch() is not None]
     finally:

@@ -8,7 +8,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from engines import checkpoint
+from engines.checkpoint import Span, read_file
 from engines.errors import InvalidRequest, StoreFailed
+from engines.store import draft as draft_module
 from engines.store.changed_elements import ChangedElements
 from engines.store.draft import ChangedTensor, Draft, is_whole
 from engines.store.manifest import check_bytes, digest_of
@@ -166,7 +169,7 @@ def test_a_file_of_changes_that_was_cut_off_is_named(store: WeightStore) -> None
     draft = as_changes(store, changed("a", bytes([1]) * 16, AFTER))
     path = draft / "changes-00002.delta"
     os.truncate(path, path.stat().st_size - 1)
-    with pytest.raises(InvalidRequest, match=r"changes-00002\.delta ends before its header says"):
+    with pytest.raises(InvalidRequest, match=r"changes-00002\.delta is not a complete safetensors file"):
         store.join(draft)
 
 
@@ -177,6 +180,44 @@ def test_a_pipe_in_place_of_changes_is_refused_without_being_opened(store: Weigh
     os.mkfifo(draft / "changes-00002.delta")
     with pytest.raises(InvalidRequest, match=r"changes-00002\.delta is no regular file"):
         store.join(draft)
+
+
+def with_a_pipe_once_read(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Have a pipe take the place of a file of this name once its header was read."""
+
+    def swapped(path: Path) -> list[Span]:
+        spans = read_file(path)
+        if path.name == name:
+            path.unlink()
+            os.mkfifo(path)
+        return spans
+
+    for module in (checkpoint, draft_module):
+        monkeypatch.setattr(module, "read_file", swapped)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("changes-00002.delta", InvalidRequest), ("model-00001.safetensors", StoreFailed)]
+)
+def test_a_pipe_put_in_a_files_place_does_not_hold_up_a_join(
+    store: WeightStore, monkeypatch: pytest.MonkeyPatch, name: str, kind: type[Exception]
+) -> None:
+    store.promote(written(store, 1), 1, None)
+    draft = as_changes(store, changed("a", bytes([1]) * 16, AFTER))
+    with_a_pipe_once_read(monkeypatch, name)
+    with pytest.raises(kind, match=rf"{name} is no regular file"):
+        store.join(draft)
+
+
+def test_a_pipe_put_in_a_files_place_does_not_hold_up_a_copy(
+    store: WeightStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = store.promote(written(store, 1), 1, None)
+    draft = Draft(store.draft(), "m")
+    draft.add([tensor("b", 2)])
+    with_a_pipe_once_read(monkeypatch, "model-00001.safetensors")
+    with pytest.raises(StoreFailed, match=r"model-00001\.safetensors is no regular file"):
+        draft.complete_from(base, ["a", "b"])
 
 
 @pytest.mark.parametrize("lacking", [17, 200])

@@ -85,10 +85,10 @@ def read_at(file: BinaryIO, place: memoryview, position: int) -> None:
 
 @contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Turns errors of the file system, and of a file's kind, into `StoreFailed`, with a remedy for a full disk."""
+    """Turns errors of the file system into `StoreFailed`, with a remedy for a full disk."""
     try:
         yield
-    except (OSError, ValueError, safetensors.SafetensorError) as error:
+    except (OSError, safetensors.SafetensorError) as error:
         full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
         remedy = (
             "; the disk of the weight store is full: make room, or name a larger one in weights.store" if full else ""

@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
@@ -19,11 +20,11 @@ _THREADS = 4
 def write_joined(target: Path, base: Path, spans: Sequence[Span], changes: Callable[[str], ChangedElements]) -> None:
     """Write file `target` of these tensors of file `base`, each with its changes.
 
-    Raises `OSError`, `ValueError` as `open_regular` does, and what `changes` and applying them raise.
+    Raises `OSError`, and what `changes` and applying them raise.
     """
     spans = sorted(spans, key=lambda span: span.begin)  # wide elements stay before narrow ones, to stay aligned
     header, places = _header(spans)
-    with open_regular(base) as source, target.open("wb", buffering=0) as file:
+    with _opened(base) as source, target.open("wb", buffering=0) as file:
         file.write(header)
         file.truncate(len(header) + sum(span.num_bytes for span in spans))
 
@@ -37,6 +38,13 @@ def write_joined(target: Path, base: Path, spans: Sequence[Span], changes: Calla
             for done in [pool.submit(join, span, place) for span, place in zip(spans, places, strict=True)]:
                 done.result()
         os.fsync(file.fileno())
+
+
+def _opened(base: Path) -> BinaryIO:
+    try:
+        return open_regular(base)
+    except ValueError as error:  # it became another kind of file
+        raise OSError(str(error)) from error
 
 
 def _header(spans: Sequence[Span]) -> tuple[bytes, list[int]]:

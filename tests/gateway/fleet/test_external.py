@@ -89,10 +89,12 @@ async def test_a_server_that_is_replaced_as_it_is_labelled_does_not_serve(
     monkeypatch.setattr(VllmEngine, "_load_by_itself", load)  # which simulated engines cannot do
     monkeypatch.setattr(catch_up, "_RETRY_S", 0.01)
     await joined(rig, theirs.info.url)
+    replica = rig.fleet.find("theirs-0")
+    assert replica is not None
     async with asyncio.timeout(SOON_S):
-        while "did not take version 1" not in rig.fleet.find("theirs-0").reason:
+        while "did not take version 1" not in replica.reason:
             await asyncio.sleep(0.01)
-    assert "nats a token from the nearest other" in rig.fleet.find("theirs-0").reason
+    assert "nats a token from the nearest other" in replica.reason
     assert await rig.states() == {"engine-0": "SERVING", "theirs-0": "SYNCING"}
     await theirs.kill()
 

@@ -464,3 +464,68 @@ async def test_a_kind_that_is_noisy_by_nature_is_borne_out_after_a_restart_of_th
     scores.batch |= {"engine-0": 0.2, "engine-1": 0.2, "engine-2": 0.2}
     scores.weights["engine-1"] = 0.2
     assert all(finding.may_serve for finding in (await canary.admit(fleet, 1)).values())
+
+
+async def test_a_damaged_and_noisy_replica_does_not_widen_its_own_tolerance_in_its_turn_of_a_rolling_update(
+    played: tuple[Canary, Scores, list[Replica]],
+) -> None:
+    canary, scores, fleet = played
+    await canary.check(fleet, 1)
+    canary.accept()
+    scores.weights |= {"engine-0": 0.2, "engine-1": 0.2, "engine-2": 2.8}
+    scores.batch["engine-2"] = 1.0
+    passed = []
+    for replica in fleet:
+        passed.append((await canary.check([replica], 2, busy=True))[replica].may_serve)
+        canary.accept_part()
+    assert passed == [True, True, False]
+
+
+async def test_noise_that_a_replica_showed_at_an_earlier_version_does_not_widen_its_tolerance_in_its_turn(
+    played: tuple[Canary, Scores, list[Replica]],
+) -> None:
+    canary, scores, fleet = played
+    scores.batch["engine-2"] = 1.0  # the median of three tolerates it
+    await canary.check(fleet, 1)
+    canary.accept()
+    scores.weights |= {"engine-0": 3.0, "engine-1": 3.0, "engine-2": 5.0}
+    await canary.check(fleet[:2], 2)
+    canary.accept_part()
+    scores.batch["engine-2"] = 0.0
+    assert not (await canary.check(fleet[2:], 2))[fleet[2]].may_serve
+
+
+@pytest.mark.parametrize("width", [1, 2, 3])
+async def test_a_kind_that_is_noisy_by_nature_takes_updates_at_once_and_in_turns(
+    played: tuple[Canary, Scores, list[Replica]], width: int
+) -> None:
+    canary, scores, fleet = played
+    scores.batch |= {"engine-0": 0.2, "engine-1": 0.3, "engine-2": 0.2}
+    for version in (1, 2, 3):
+        scores.weights |= {"engine-0": 3.0 * version, "engine-1": 3.0 * version + 0.2, "engine-2": 3.0 * version - 0.2}
+        for first in range(0, len(fleet), width):
+            findings = await canary.check(fleet[first : first + width], version)
+            assert all(finding.may_serve for finding in findings.values())
+            canary.accept_part()
+
+
+async def test_a_damaged_and_noisy_replica_without_peers_does_not_widen_its_own_tolerance(
+    played: tuple[Canary, Scores, list[Replica]],
+) -> None:
+    canary, scores, fleet = played
+    await canary.check(fleet[:1], 1)
+    canary.accept()
+    scores.weights["engine-0"], scores.batch["engine-0"] = 1.4, 0.5
+    assert not (await canary.admit(fleet[:1], 1))[fleet[0]].may_serve
+
+
+async def test_a_replica_without_peers_that_is_noisy_by_nature_comes_back(
+    played: tuple[Canary, Scores, list[Replica]],
+) -> None:
+    canary, scores, fleet = played
+    scores.batch["engine-0"] = 0.2
+    await canary.check(fleet[:1], 1)
+    canary.accept()
+    scores.weights["engine-0"] = 0.5
+    assert (await canary.admit(fleet[:1], 1))[fleet[0]].may_serve
+    assert await comes_back(canary, fleet[0], 1)

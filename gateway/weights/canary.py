@@ -310,7 +310,10 @@ class Canary:
             "cache_salt": f"canary-{uuid.uuid4().hex}",  # KV of an earlier canary would be scored instead of weights
         }
         answer = await replica.unless_lost(replica.engine.generate(PATH, body, self._config.timeout_s))
-        return _logprobs(answer, token_ids)
+        try:
+            return _logprobs(answer, token_ids)
+        except (AttributeError, IndexError, KeyError, TypeError) as error:
+            raise _NoLogprobs(f"its answer {answer!r:.200} cannot be read: {type(error).__name__}: {error}") from error
 
 
 def _seem_apart(findings: Mapping[Replica, Finding]) -> bool:
@@ -333,7 +336,7 @@ def _capped(reading: Reading, most: float) -> Reading:
 
 
 class _NoLogprobs(Exception):
-    """The answer has no log-prob for a token of the prompt."""
+    """The answer has no log-prob for a token of the prompt, or another form than a completion."""
 
 
 def canary_token_ids(infos: Sequence[ReplicaInfo], tokens: int) -> list[int]:

@@ -203,6 +203,38 @@ async def test_a_canary_that_an_engine_refuses_to_report_as_nan_fails(rig: Rig) 
     assert "replica engine-0: " in reply["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [{}, {"choices": []}, {"choices": {}}, {"choices": ["text"]}, {"choices": [{"prompt_logprobs": ["text"] * 64}]}],
+)
+async def test_under_a_quorum_a_canary_of_another_form_fences_the_replica_that_gave_it(
+    start_rig: StartRig, answer: Json
+) -> None:
+    rig = await start_rig(3, weights=QUORUM)
+    await rig.open_group()
+
+    async def odd(path: str, body: Json, timeout_s: float) -> Json:
+        return answer
+
+    rig.fleet.replicas[1].engine.generate = odd  # type: ignore[method-assign]
+    status, reply = await finished(rig)
+    assert (status, reply["weight_version"]) == (200, 1)
+    assert await rig.states() == {"engine-0": "SERVING", "engine-1": "SYNCING", "engine-2": "SERVING"}
+    assert "no answer to the canary" in (await replicas(rig))["engine-1"]["reason"]
+
+
+async def test_under_policy_all_a_canary_of_another_form_aborts_the_update_and_names_the_replica(rig: Rig) -> None:
+    await rig.open_group()
+
+    async def odd(path: str, body: Json, timeout_s: float) -> Json:
+        return {"choices": []}
+
+    rig.fleet.replicas[1].engine.generate = odd  # type: ignore[method-assign]
+    status, reply = await finished(rig)
+    assert status == 424
+    assert "replica engine-1: no answer to the canary: its answer {'choices': []}" in reply["error"]["message"]
+
+
 @pytest.mark.parametrize("wrong", [math.nan, -math.inf])
 @pytest.mark.parametrize("in_a_batch", [False, True])
 async def test_log_probs_that_are_no_numbers_fail_even_where_all_agree(

@@ -3,15 +3,18 @@
 import asyncio
 import math
 from collections import Counter, defaultdict
+from dataclasses import replace
 from functools import partial
 
 import pytest
 
+from engines.config import EngineConfig
 from engines.errors import EngineFailed, EngineRefused
 from engines.sim.model import SimModel, read, weights_key
 from gateway.config.schema import CanaryConfig
 from gateway.fleet.replica import Replica
 from gateway.weights.canary import Canary, canary_token_ids
+from gateway.weights.verdicts import Result
 from tests.rigs.rig import Json, Rig, StartRig
 
 STALE = {"corrupt_after": 1}
@@ -561,3 +564,21 @@ async def test_a_replica_without_peers_that_is_noisy_by_nature_comes_back(
     scores.weights["engine-0"] = 0.5
     assert (await canary.admit(fleet[:1], 1))[fleet[0]].may_serve
     assert await comes_back(canary, fleet[0], 1)
+
+
+@pytest.mark.parametrize(
+    ("numerics", "expected"),
+    [({}, Result.VERIFIED), ({"quantization": "fp8"}, Result.NO_PEER), ({"dtype": "bfloat16"}, Result.NO_PEER)],
+)
+async def test_external_groups_are_peers_unless_their_configuration_names_other_numerics(
+    played: tuple[Canary, Scores, list[Replica]], numerics: Json, expected: Result
+) -> None:
+    _, _, (one, other, _) = played
+    server: Json = {"kind": "external", "url": "http://127.0.0.1:1"}
+    canary = Canary(
+        CanaryConfig(),
+        {"one": EngineConfig.model_validate(server), "other": EngineConfig.model_validate(server | numerics)},
+    )
+    one.info, other.info = replace(one.info, group="one"), replace(other.info, group="other")
+    findings = await canary.check([one, other], 1)
+    assert {finding.result for finding in findings.values()} == {expected}

@@ -115,11 +115,13 @@ class Canary:
         given = Reading(version, tuple(trainers), 0.0) if trainers is not None else None
         kinds = self._peers(list(readings))
         for peers in kinds:
-            previous = {replica: self._accepted[replica] for replica in peers if replica in self._accepted}
+            others = self._accepted_at(version, peers[0], without=peers)
+            most = _most_noise(others)
+            readings |= {replica: _capped(readings[replica], most) for replica in peers}
             judged = partial(
                 judge,
-                previous=previous,
-                elsewhere=self._accepted_at(version, peers[0], without=peers),
+                previous={one: _capped(self._accepted[one], most) for one in peers if one in self._accepted},
+                elsewhere=others,
                 trainers=given.logprobs if given else None,
                 trainers_before=self._trainers,
                 busy=busy,
@@ -148,11 +150,13 @@ class Canary:
         findings, readings = await self._read_all(replicas, self.token_ids(replicas), version, compares=True)
         for peers in self._peers(list(readings)):
             before = {replica: self._accepted[replica] for replica in peers if replica in self._accepted}
+            known = self._accepted_at(version, peers[0])
             others = self._accepted_at(version, peers[0], without=peers)
-            most = _most_noise(others or [readings[replica] for replica in peers])
+            # A replica without others is held to what it said itself, if the gateway has not restarted since.
+            most = _most_noise(others or known or [readings[replica] for replica in peers])
             readings |= {replica: _capped(readings[replica], most) for replica in peers}
             previous = {one: _capped(reading, most) for one, reading in before.items() if reading.version != version}
-            judged = partial(judge, previous=previous, elsewhere=self._accepted_at(version, peers[0]))
+            judged = partial(judge, previous=previous, elsewhere=known)
             findings |= await self._judged(peers, readings, judged, remembers=True)
             # A reading of the same version stays: else readings that each pass beside the last might drift.
             kept = before.keys() - previous.keys()
@@ -306,7 +310,10 @@ class Canary:
             "cache_salt": f"canary-{uuid.uuid4().hex}",  # KV of an earlier canary would be scored instead of weights
         }
         answer = await replica.unless_lost(replica.engine.generate(PATH, body, self._config.timeout_s))
-        return _logprobs(answer, token_ids)
+        try:
+            return _logprobs(answer, token_ids)
+        except (AttributeError, IndexError, KeyError, TypeError) as error:
+            raise _NoLogprobs(f"its answer {answer!r:.200} cannot be read: {type(error).__name__}: {error}") from error
 
 
 def _seem_apart(findings: Mapping[Replica, Finding]) -> bool:
@@ -320,8 +327,8 @@ def _passed_beyond(noise: float, finding: Finding) -> bool:
 
 
 def _most_noise(readings: Sequence[Reading]) -> float:
-    """Return the most noise that is believed of a replica which comes back beside the replicas of these readings."""
-    return max(_MOST_NOISE, statistics.median_low(reading.noise for reading in readings))
+    """Return the most noise that is believed of a replica beside these readings; any where there are none."""
+    return max(_MOST_NOISE, statistics.median_low(reading.noise for reading in readings)) if readings else math.inf
 
 
 def _capped(reading: Reading, most: float) -> Reading:
@@ -329,7 +336,7 @@ def _capped(reading: Reading, most: float) -> Reading:
 
 
 class _NoLogprobs(Exception):
-    """The answer has no log-prob for a token of the prompt."""
+    """The answer has no log-prob for a token of the prompt, or another form than a completion."""
 
 
 def canary_token_ids(infos: Sequence[ReplicaInfo], tokens: int) -> list[int]:

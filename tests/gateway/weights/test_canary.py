@@ -3,15 +3,18 @@
 import asyncio
 import math
 from collections import Counter, defaultdict
+from dataclasses import replace
 from functools import partial
 
 import pytest
 
+from engines.config import EngineConfig
 from engines.errors import EngineFailed, EngineRefused
 from engines.sim.model import SimModel, read, weights_key
 from gateway.config.schema import CanaryConfig
 from gateway.fleet.replica import Replica
 from gateway.weights.canary import Canary, canary_token_ids
+from gateway.weights.verdicts import Result
 from tests.rigs.rig import Json, Rig, StartRig
 
 STALE = {"corrupt_after": 1}
@@ -201,6 +204,38 @@ async def test_a_canary_that_an_engine_refuses_to_report_as_nan_fails(rig: Rig) 
     status, reply = await finished(rig)
     assert status == 424
     assert "replica engine-0: " in reply["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [{}, {"choices": []}, {"choices": {}}, {"choices": ["text"]}, {"choices": [{"prompt_logprobs": ["text"] * 64}]}],
+)
+async def test_under_a_quorum_a_canary_of_another_form_fences_the_replica_that_gave_it(
+    start_rig: StartRig, answer: Json
+) -> None:
+    rig = await start_rig(3, weights=QUORUM)
+    await rig.open_group()
+
+    async def odd(path: str, body: Json, timeout_s: float) -> Json:
+        return answer
+
+    rig.fleet.replicas[1].engine.generate = odd  # type: ignore[method-assign]
+    status, reply = await finished(rig)
+    assert (status, reply["weight_version"]) == (200, 1)
+    assert await rig.states() == {"engine-0": "SERVING", "engine-1": "SYNCING", "engine-2": "SERVING"}
+    assert "no answer to the canary" in (await replicas(rig))["engine-1"]["reason"]
+
+
+async def test_under_policy_all_a_canary_of_another_form_aborts_the_update_and_names_the_replica(rig: Rig) -> None:
+    await rig.open_group()
+
+    async def odd(path: str, body: Json, timeout_s: float) -> Json:
+        return {"choices": []}
+
+    rig.fleet.replicas[1].engine.generate = odd  # type: ignore[method-assign]
+    status, reply = await finished(rig)
+    assert status == 424
+    assert "replica engine-1: no answer to the canary: its answer {'choices': []}" in reply["error"]["message"]
 
 
 @pytest.mark.parametrize("wrong", [math.nan, -math.inf])
@@ -464,3 +499,86 @@ async def test_a_kind_that_is_noisy_by_nature_is_borne_out_after_a_restart_of_th
     scores.batch |= {"engine-0": 0.2, "engine-1": 0.2, "engine-2": 0.2}
     scores.weights["engine-1"] = 0.2
     assert all(finding.may_serve for finding in (await canary.admit(fleet, 1)).values())
+
+
+async def test_a_damaged_and_noisy_replica_does_not_widen_its_own_tolerance_in_its_turn_of_a_rolling_update(
+    played: tuple[Canary, Scores, list[Replica]],
+) -> None:
+    canary, scores, fleet = played
+    await canary.check(fleet, 1)
+    canary.accept()
+    scores.weights |= {"engine-0": 0.2, "engine-1": 0.2, "engine-2": 2.8}
+    scores.batch["engine-2"] = 1.0
+    passed = []
+    for replica in fleet:
+        passed.append((await canary.check([replica], 2, busy=True))[replica].may_serve)
+        canary.accept_part()
+    assert passed == [True, True, False]
+
+
+async def test_noise_that_a_replica_showed_at_an_earlier_version_does_not_widen_its_tolerance_in_its_turn(
+    played: tuple[Canary, Scores, list[Replica]],
+) -> None:
+    canary, scores, fleet = played
+    scores.batch["engine-2"] = 1.0  # the median of three tolerates it
+    await canary.check(fleet, 1)
+    canary.accept()
+    scores.weights |= {"engine-0": 3.0, "engine-1": 3.0, "engine-2": 5.0}
+    await canary.check(fleet[:2], 2)
+    canary.accept_part()
+    scores.batch["engine-2"] = 0.0
+    assert not (await canary.check(fleet[2:], 2))[fleet[2]].may_serve
+
+
+@pytest.mark.parametrize("width", [1, 2, 3])
+async def test_a_kind_that_is_noisy_by_nature_takes_updates_at_once_and_in_turns(
+    played: tuple[Canary, Scores, list[Replica]], width: int
+) -> None:
+    canary, scores, fleet = played
+    scores.batch |= {"engine-0": 0.2, "engine-1": 0.3, "engine-2": 0.2}
+    for version in (1, 2, 3):
+        scores.weights |= {"engine-0": 3.0 * version, "engine-1": 3.0 * version + 0.2, "engine-2": 3.0 * version - 0.2}
+        for first in range(0, len(fleet), width):
+            findings = await canary.check(fleet[first : first + width], version)
+            assert all(finding.may_serve for finding in findings.values())
+            canary.accept_part()
+
+
+async def test_a_damaged_and_noisy_replica_without_peers_does_not_widen_its_own_tolerance(
+    played: tuple[Canary, Scores, list[Replica]],
+) -> None:
+    canary, scores, fleet = played
+    await canary.check(fleet[:1], 1)
+    canary.accept()
+    scores.weights["engine-0"], scores.batch["engine-0"] = 1.4, 0.5
+    assert not (await canary.admit(fleet[:1], 1))[fleet[0]].may_serve
+
+
+async def test_a_replica_without_peers_that_is_noisy_by_nature_comes_back(
+    played: tuple[Canary, Scores, list[Replica]],
+) -> None:
+    canary, scores, fleet = played
+    scores.batch["engine-0"] = 0.2
+    await canary.check(fleet[:1], 1)
+    canary.accept()
+    scores.weights["engine-0"] = 0.5
+    assert (await canary.admit(fleet[:1], 1))[fleet[0]].may_serve
+    assert await comes_back(canary, fleet[0], 1)
+
+
+@pytest.mark.parametrize(
+    ("numerics", "expected"),
+    [({}, Result.VERIFIED), ({"quantization": "fp8"}, Result.NO_PEER), ({"dtype": "bfloat16"}, Result.NO_PEER)],
+)
+async def test_external_groups_are_peers_unless_their_configuration_names_other_numerics(
+    played: tuple[Canary, Scores, list[Replica]], numerics: Json, expected: Result
+) -> None:
+    _, _, (one, other, _) = played
+    server: Json = {"kind": "external", "url": "http://127.0.0.1:1"}
+    canary = Canary(
+        CanaryConfig(),
+        {"one": EngineConfig.model_validate(server), "other": EngineConfig.model_validate(server | numerics)},
+    )
+    one.info, other.info = replace(one.info, group="one"), replace(other.info, group="other")
+    findings = await canary.check([one, other], 1)
+    assert {finding.result for finding in findings.values()} == {expected}

@@ -268,6 +268,11 @@ class Snapshots:
         """Note that these replicas are about to hold no version. Engines that report versions report this too."""
         await self._note(None, [replica for replica in replicas if not replica.engine.tells_version])
 
+    async def note_aborted(self, replicas: Iterable[Replica]) -> None:
+        """Note that these replicas serve a version that was aborted, which a restarted gateway must not take for the
+        fleet's."""
+        await self._note(None, replicas)
+
     async def noted(self, incarnation: str) -> Note | None:
         """The record of an engine. Without a store only what this gateway has noted; None where that is nothing.
 

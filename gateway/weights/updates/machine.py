@@ -118,6 +118,7 @@ class UpdateMachine:
         if update.rolling:
             catch_up.take_back(ahead, self._parts.config.rolling_width)
         try:
+            await self._parts.snapshots.note_aborted(ahead)
             for clear_up in self._on_abort:
                 await clear_up()
         finally:  # also where the trainer leaves meanwhile

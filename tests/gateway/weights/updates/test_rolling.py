@@ -479,6 +479,27 @@ async def test_a_gateway_started_anew_over_two_versions_brings_all_to_the_newer(
     assert await said(second) == {1}
 
 
+async def test_a_gateway_started_anew_after_an_aborted_update_takes_replicas_back_that_were_ahead(
+    start: StartRig, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def never(*_: object) -> None:  # their rollouts go on, and the gateway dies meanwhile
+        await asyncio.Event().wait()
+
+    sim = {"tensors": {"weight": [4, 4]}}
+    first = await start(sim=sim)
+    assert (await push(first, folder))[0] == 200
+    first.replicas[2]._server.corrupt_loads = True
+    with monkeypatch.context() as patch:
+        patch.setattr(CatchUp, "_take_back", never)
+        assert (await push(first, folder))[0] == 424
+        assert 2 in (await held(first)).values()
+        await first.stop_gateway()
+    first.replicas[2]._server.corrupt_loads = False
+    second = await start(replicas=first.replicas, sim=sim)
+    await second.until(THREE)
+    assert await said(second) == {1}
+
+
 async def test_metrics_tell_who_serves_behind(start: StartRig, folder: Path, turns: Turns) -> None:
     rig = await start()
     async with rolling(rig, folder) as pushing:

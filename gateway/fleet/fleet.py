@@ -525,9 +525,9 @@ class Fleet:
         """
         if not isinstance(error, EngineUnreachable):
             return False
-        if not replica.can_serve:
+        if not replica.can_serve and (replica.is_gone or replica.state is not ReplicaState.SUSPECT):
             return replica.is_gone or isinstance(error, EngineGone)
-        failure = error if isinstance(error, EngineGone) else await self.probes.shared_probe(replica)
+        failure = error if isinstance(error, EngineGone) else await self.probes.probe_broken(replica)
         if failure is not None and replica.can_serve and self.probes.is_evidence(replica, failure):
             self.suspect(replica, str(failure))
         return isinstance(failure, EngineGone)

@@ -1,5 +1,7 @@
-"""Freezes the million objects that tests import, which live to the end: the garbage collector need not look at them."""
+"""Freezes the million objects that tests import, which live to the end: the garbage collector need not look at them,
+and neither need the end of the process."""
 
+import atexit
 import gc
 import os
 
@@ -18,6 +20,12 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_unconfigure(config: pytest.Config) -> None:
-    if hasattr(config, "workerinput"):  # this process of pytest-xdist has told all: to take torch apart takes a second
-        os._exit(0)
-    gc.unfreeze()  # extension modules complain of what is left when Python ends
+    """End this process with pytest's status, once all is told. To take torch apart takes a second, and threads of Ray
+    may end a process by a signal there, after the last test."""
+    session = config.pluginmanager.getplugin("session")
+    if not isinstance(session, pytest.Session):
+        return
+    if reporter := config.pluginmanager.getplugin("terminalreporter"):
+        reporter.flush()
+    atexit._run_exitfuncs()
+    os._exit(session.exitstatus)

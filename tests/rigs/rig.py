@@ -34,6 +34,9 @@ _ROUNDS = 100
 _KERNEL_S = 0.05
 """A kernel under load passes packets on a little later than the call that sent them."""
 
+_TURNS_OF_AN_ACCEPT = 4
+"""Turns of the loop after which a connection that was accepted is one of the server's: more than asyncio needs."""
+
 Json = dict[str, Any]
 
 
@@ -140,17 +143,30 @@ class SimReplica:
 
     async def _die(self) -> None:
         """End in the middle of a request."""
-        self._dying = self._dying or asyncio.create_task(self.kill())
+        self._begin_to_end()
         await asyncio.Event().wait()
 
     async def kill(self) -> None:
-        """Cut every connection and stop listening, as a process that dies does."""
-        if self._runner.server is None:
-            return  # killed before
-        for connection in self._runner.server.connections:
-            connection.force_close()
-            if connection.transport is not None:
-                connection.transport.abort()
+        """Stop listening and cut every connection, as a process that dies does."""
+        await asyncio.shield(self._begin_to_end())
+
+    def _begin_to_end(self) -> "asyncio.Task[None]":
+        self._dying = self._dying or asyncio.create_task(self._end())
+        return self._dying
+
+    async def _end(self) -> None:
+        sites, loop = list(self._runner.sites), asyncio.get_running_loop()
+        for listening in (socket for site in sites for socket in getattr(site, "_server").sockets):  # noqa: B009
+            loop.remove_reader(listening.fileno())  # asyncio would lose what it has accepted when the listener closes
+        for _ in range(_TURNS_OF_AN_ACCEPT):
+            await asyncio.sleep(0)
+        for site in sites:
+            await site.stop()
+        if self._runner.server is not None:
+            for connection in self._runner.server.connections:
+                connection.force_close()
+                if connection.transport is not None:
+                    connection.transport.abort()
         await self._runner.cleanup()
 
 

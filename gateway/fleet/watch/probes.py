@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 
-from engines.errors import DeadlineExceeded, EngineError, EngineGone
+from engines.errors import DeadlineExceeded, EngineError, EngineGone, EngineUnreachable
 from engines.types import EngineKind, ReplicaState
 from gateway.config.schema import FleetConfig
 from gateway.fleet.replica import Replica
@@ -45,6 +45,15 @@ class Probes:
             task.add_done_callback(lambda _: self._shared.pop(replica, None))
             self._shared[replica] = task
         return await asyncio.shield(self._shared[replica])
+
+    async def probe_broken(self, replica: Replica) -> Failure | None:
+        """Probe an engine whose connection broke; twice where that of the probe breaks too: a listener that closes
+        resets what waits in its queue, and nothing listens at the next try."""
+        failure = await self.shared_probe(replica)
+        is_gone = isinstance(failure, EngineGone)
+        if isinstance(failure, EngineUnreachable) and not is_gone and failure.retry_after_s is None:
+            return await self.shared_probe(replica)
+        return failure
 
     def patience_s(self, replica: Replica) -> float:
         """Longest wait for a probe: after a missed one no longer than until the replica's rollouts are to move."""

@@ -185,6 +185,28 @@ async def test_a_death_counts_also_where_a_probe_has_found_it_before_the_attempt
     assert await rig.fleet.examine(replica, broken)
 
 
+@pytest.mark.parametrize("finds_it", ["the attempt", "a probe before"])
+async def test_a_death_counts_also_where_the_listener_closes_with_a_probe_in_its_queue(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch, finds_it: str
+) -> None:
+    rig = await start_rig(2, fleet={"probe_interval_s": 60.0, "lost_after_s": 60.0})
+    replica = rig.fleet.replicas[0]
+    broken = EngineUnreachable("the connection broke", replica_id=replica.replica_id)
+    resets = iter([EngineUnreachable("reset", replica_id=replica.replica_id)])
+    health = VllmEngine.health
+
+    async def reset_first(engine: VllmEngine, timeout_s: float) -> None:
+        if reset := next(resets, None):
+            raise reset
+        await health(engine, timeout_s)
+
+    monkeypatch.setattr(VllmEngine, "health", reset_first)
+    await rig.replicas[0].kill()
+    if finds_it == "a probe before":
+        rig.fleet.suspect(replica, str(broken))
+    assert await rig.fleet.examine(replica, broken)
+
+
 async def test_a_replica_that_was_dead_before_it_got_a_prompt_is_no_second_death_of_it(start_rig: StartRig) -> None:
     rig = await start_rig(2, fleet={"probe_interval_s": 60.0})
     asked = asyncio.create_task(rig.complete([[5, 6]], max_tokens=16, temperature=1.0, seed=3))

@@ -139,7 +139,7 @@ class EngineWithWorkers(HttpEngine, ABC):
     async def _label(self, label: str, timeout_s: float) -> None:
         self._held = None
         await self._set_label(label, timeout_s)
-        self._held = version_held(label)
+        self._held = None if label == MIXED else int(label)
 
     @property
     def _has_our_worker(self) -> bool:
@@ -169,13 +169,3 @@ def _one_report(workers: Sequence[Json | None]) -> Json | None:
     """Return the report of a draft among those of all workers: one without weights only where no other has some."""
     found = [report for report in workers if report]
     return next((report for report in found if report["weights"] != "none"), found[0] if found else None)
-
-
-def version_held(label: str) -> int | None:
-    """Return the version of a label; None for mixed weights."""
-    return None if label == MIXED else version_number(label)
-
-
-def version_number(label: str) -> int:
-    """Return the number of a vLLM label; 0 for "default", the checkpoint."""
-    return int(label) if label.isdigit() else 0

@@ -44,7 +44,7 @@ import orjson
 
 from engines.clients.cumulative import LatestEvents
 from engines.clients.http import message_of
-from engines.clients.our_workers import MIXED, EngineWithWorkers, version_held
+from engines.clients.our_workers import MIXED, EngineWithWorkers
 from engines.clients.sglang_dialect import (
     CHAT,
     COMPLETIONS,
@@ -56,6 +56,7 @@ from engines.clients.sglang_dialect import (
     server_info,
     world_size,
 )
+from engines.clients.vllm_engine import version_held
 from engines.engine import Json, Peer
 from engines.errors import (
     DeadlineExceeded,

@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from engines.clients.our_workers import MIXED, EngineWithWorkers, version_held
+from engines.clients.our_workers import MIXED, EngineWithWorkers
 from engines.engine import Json, Peer
 from engines.errors import EngineFailed, EngineRefused
 from engines.types import PauseMode
@@ -160,3 +160,13 @@ def release(version: str) -> tuple[int, int]:
     """Return major and minor of a vLLM version such as "0.32.0+cpu"."""
     major, minor = version.split(".")[:2]
     return int(major), int(minor)
+
+
+def version_held(label: str) -> int | None:
+    """Return the version of a label; None for mixed weights."""
+    return None if label == MIXED else version_number(label)
+
+
+def version_number(label: str) -> int:
+    """Return the number of a vLLM label; 0 for "default", the checkpoint."""
+    return int(label) if label.isdigit() else 0

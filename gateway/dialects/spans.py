@@ -1,6 +1,6 @@
 """Stamps a sample with the weight versions of its tokens and of the KV under them."""
 
-from engines.clients.our_workers import version_number
+from engines.clients.vllm_engine import version_number
 from engines.engine import Json
 from engines.errors import EngineFailed
 from gateway.dialects.replies.carried import num_tokens

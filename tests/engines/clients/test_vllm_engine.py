@@ -10,8 +10,8 @@ import pytest
 from aiohttp import web
 
 from engines.clients import http
-from engines.clients.our_workers import EngineWithWorkers, version_number
-from engines.clients.vllm_engine import VllmEngine
+from engines.clients.our_workers import EngineWithWorkers
+from engines.clients.vllm_engine import VllmEngine, version_number
 from engines.errors import DeadlineExceeded, EngineFailed, EngineRefused, EngineUnreachable
 
 TIMEOUT_S = 60.0

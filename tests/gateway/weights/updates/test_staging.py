@@ -225,8 +225,10 @@ async def test_the_successor_of_an_engine_that_dies_in_its_undo_serves(
 
     async def die(self: VllmEngine, timeout_s: float) -> bool:
         if self.replica_id == "engine-1":
-            await refusing.replicas[1].kill()
-            is_dead.set()
+            try:
+                await refusing.replicas[1].kill()
+            finally:  # the loss may end the call before
+                is_dead.set()
         return await undo_load(self, timeout_s)
 
     monkeypatch.setattr(VllmEngine, "undo_load", die)

@@ -9,6 +9,7 @@ import pytest
 from engines.clients.connections import CannotConnect
 from engines.clients.vllm_engine import VllmEngine
 from engines.errors import (
+    DeadlineExceeded,
     DeadlyPrompt,
     EngineFailed,
     EngineGone,
@@ -203,8 +204,27 @@ async def test_a_death_counts_also_where_the_listener_closes_with_a_probe_in_its
     monkeypatch.setattr(VllmEngine, "health", reset_first)
     await rig.replicas[0].kill()
     if finds_it == "a probe before":
-        rig.fleet.suspect(replica, str(broken))
+        rig.fleet.suspect(replica, str(await rig.fleet.probes.probe(replica)))
     assert await rig.fleet.examine(replica, broken)
+
+
+async def test_rollouts_that_leave_a_silent_replica_wait_for_no_other_probe_and_count_no_death(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = await start_rig(2, fleet={"probe_interval_s": 60.0, "lost_after_s": 60.0})
+    replica = rig.fleet.replicas[0]
+    silent = DeadlineExceeded("GET /health did not answer")
+    probes: list[str] = []
+
+    async def health(engine: VllmEngine, _: float) -> None:
+        probes.append(engine.replica_id)
+        raise silent
+
+    monkeypatch.setattr(VllmEngine, "health", health)
+    rig.fleet.suspect(replica, str(await rig.fleet.probes.probe(replica)))
+    await rig.replicas[0].kill()  # as the owner of a wedged engine does
+    assert not await rig.fleet.examine(replica, EngineUnreachable("given up", replica_id=replica.replica_id))
+    assert probes == [replica.replica_id]
 
 
 async def test_a_replica_that_was_dead_before_it_got_a_prompt_is_no_second_death_of_it(start_rig: StartRig) -> None:

@@ -187,6 +187,13 @@ class WeightStore:
                 highest = self._noted(_HIGHEST)
                 self._write(_HIGHEST, highest, {one: max(version, highest.get(one) or 0) for one in incarnations})
 
+    def note_aborted(self, version: int) -> None:
+        """Note a mixture for all engines that were noted to hold the version, also those that are away."""
+        with self._noting:
+            notes = self._noted(_HOLDERS)
+            if holders := [one for one, held in notes.items() if held == version]:
+                self._write(_HOLDERS, notes, dict.fromkeys(holders))
+
     def held_by(self, incarnation: str) -> Note:
         """Return the last `note_held` of this engine; version 0 where there is none."""
         return Note(self._read(_HOLDERS).get(incarnation, 0), self._read(_HIGHEST).get(incarnation) or 0)

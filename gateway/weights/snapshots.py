@@ -268,10 +268,15 @@ class Snapshots:
         """Note that these replicas are about to hold no version. Engines that report versions report this too."""
         await self._note(None, [replica for replica in replicas if not replica.engine.tells_version])
 
-    async def note_aborted(self, replicas: Iterable[Replica]) -> None:
-        """Note that these replicas serve a version that was aborted, which a restarted gateway must not take for the
-        fleet's."""
-        await self._note(None, replicas)
+    async def note_aborted(self, version: int) -> None:
+        """Note that no replica holds the version for good, or a restarted gateway would take it for the fleet's."""
+        if self._store is None:
+            self._noted |= {one: Note(None) for one, note in self._noted.items() if note.version == version}
+            return
+        try:
+            await self._soon(self._store.note_aborted, version)
+        except StoreFailed as error:
+            log.error("not noted: the abort of a version", version=version, error=str(error))
 
     async def noted(self, incarnation: str) -> Note | None:
         """The record of an engine. Without a store only what this gateway has noted; None where that is nothing.

@@ -118,11 +118,13 @@ class UpdateMachine:
         if update.rolling:
             catch_up.take_back(ahead, self._parts.config.rolling_width)
         try:
-            await self._parts.snapshots.note_aborted(ahead)
             for clear_up in self._on_abort:
                 await clear_up()
         finally:  # also where the trainer leaves meanwhile
-            await self._parts.snapshots.discard(update.draft)
+            try:
+                await self._parts.snapshots.note_aborted(update.version)
+            finally:
+                await self._parts.snapshots.discard(update.draft)
 
     def _end(self, update: WeightUpdate, members: Sequence[Replica], phase: Phase, error: str = "") -> None:
         for replica in members:

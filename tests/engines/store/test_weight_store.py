@@ -330,3 +330,11 @@ def test_a_damaged_note_ends_with_the_next(store: WeightStore, name: str) -> Non
         store.held_by("engine-0@1")
     store.note_held(4, ["engine-1@1"])
     assert store.held_by("engine-1@1") == Note(4, 4)
+
+
+def test_an_aborted_version_is_a_mixture_on_each_engine_that_was_noted_with_it(store: WeightStore) -> None:
+    for version, engine in ((1, "engine-0@1"), (2, "engine-1@1"), (2, "engine-2@1")):
+        store.note_held(version, [engine])
+    store.note_aborted(2)
+    notes = [store.held_by(f"engine-{index}@1") for index in range(3)]
+    assert notes == [Note(1, 1), Note(None, 2), Note(None, 2)]

@@ -3,10 +3,11 @@
 import asyncio
 import json
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -14,9 +15,12 @@ from engines.clients.vllm_engine import VllmEngine
 from engines.errors import EngineFailed
 from engines.sim.worker import SimWorker
 from engines.store.draft import Draft, claim_draft, raw
+from engines.types import ReplicaState
 from gateway.fleet.replica import Replica
 from gateway.weights.canary import Canary
 from gateway.weights.catch_up import CatchUp
+from gateway.weights.snapshots import Snapshots
+from gateway.weights.updates.swaps import Swaps
 from tests.rigs.rig import Json, Rig, StartRig
 
 Reply = tuple[int, Any]
@@ -495,6 +499,70 @@ async def test_a_gateway_started_anew_after_an_aborted_update_takes_replicas_bac
         assert 2 in (await held(first)).values()
         await first.stop_gateway()
     first.replicas[2]._server.corrupt_loads = False
+    second = await start(replicas=first.replicas, sim=sim)
+    await second.until(THREE)
+    assert await said(second) == {1}
+
+
+async def test_a_replica_that_is_away_as_its_version_is_aborted_does_not_lead_the_next_gateway(
+    start: StartRig, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sim = {"tensors": {"weight": [4, 4]}}
+    first = await start(sim=sim)
+    assert (await push(first, folder))[0] == 200
+    serve_ahead = Swaps._serve_ahead
+    away: list[str] = []
+
+    async def leave(swaps: Swaps, began: float) -> None:
+        await serve_ahead(swaps, began)
+        if not away:
+            away.append(swaps._turn[0].replica_id)
+            rest = [replica.info for replica in first.replicas if replica.info.replica_id not in away]
+            monkeypatch.setattr(first.fleet, "_discover", AsyncMock(return_value=rest))
+            first.fleet.set_state(swaps._turn[0], ReplicaState.LOST, "its network is gone")
+            damage_loads(first, is_on=True)
+
+    monkeypatch.setattr(Swaps, "_serve_ahead", leave)
+    assert (await push(first, folder))[0] == 424
+    damage_loads(first, is_on=False)
+    await first.stop_gateway()
+    second = await start(replicas=first.replicas, sim=sim)
+    await second.until(THREE)
+    assert await said(second) == {1}
+
+
+def damage_loads(rig: Rig, *, is_on: bool) -> None:
+    for replica in rig.replicas:
+        replica._server.corrupt_loads = is_on
+
+
+async def test_a_trainer_that_leaves_while_a_turn_is_noted_leaves_no_note_of_the_aborted_version(
+    start: StartRig, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sim = {"tensors": {"weight": [4, 4]}}
+    first = await start(sim=sim)
+    assert (await push(first, folder))[0] == 200
+    noted, note = asyncio.Event(), Snapshots._note
+
+    async def stay(snapshots: Snapshots, version: int | None, replicas: Iterable[Replica]) -> None:
+        await note(snapshots, version, replicas)
+        if version == 2:
+            noted.set()
+            await asyncio.Event().wait()
+
+    async def never(*_: object, **__: object) -> None:  # the gateway dies before it asks an engine for anything
+        await asyncio.Event().wait()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Snapshots, "_note", stay)
+        patch.setattr(CatchUp, "_bring_back", never)
+        pushing = asyncio.create_task(push(first, folder))
+        async with asyncio.timeout(20):
+            await noted.wait()
+            pushing.cancel()
+            while first.fleet.update_to is not None:
+                await asyncio.sleep(0.01)
+        await first.stop_gateway()
     second = await start(replicas=first.replicas, sim=sim)
     await second.until(THREE)
     assert await said(second) == {1}

@@ -115,9 +115,7 @@ class CatchUp:
         then.
         """
         timeout_s = self._config.control_timeout_s
-        self._unforgetting.add(replica)
         await self._reset_cache(replica)
-        self._unforgetting.discard(replica)
         await bounded(replica.unless_lost(replica.engine.wipe_kv(timeout_s)), timeout_s, "its KV was not overwritten")
 
     async def settled(self, members: Iterable[Replica], timeout_s: float) -> None:
@@ -360,13 +358,21 @@ class CatchUp:
         label = replica.engine.label_weights(version, timeout_s)
         await bounded(replica.unless_lost(label), timeout_s, "its weights were not labelled")
         if replica.info.kind is EngineKind.EXTERNAL:
-            # Behind a URL of others another process may have got the label, with weights of its own.
-            await self._check(replica, version)
+            await self._check_labelled(replica, version)
         replica.hold(version, keeps_kv=False)
         await self._snapshots.note_holders(version, [replica])
         log.info("replica caught up", replica=replica.replica_id, version=version)
         if replica.state is ReplicaState.SYNCING:
             self._fleet.settle(replica, how)
+
+    async def _check_labelled(self, replica: Replica, version: int) -> None:
+        """As `_check`: behind a URL of others another process may have got the label, with weights of its own. The
+        label is taken back where the canary does not bear it out."""
+        try:
+            await self._check(replica, version)
+        except (EngineError, DeadlineExceeded, WeightUpdateFailed):
+            await self._clear(replica, drops_receipt=False, ends_update=True)
+            raise
 
     async def _check(self, replica: Replica, version: int) -> None:
         """Raise `WeightUpdateFailed` where the canary does not find the version."""
@@ -390,7 +396,14 @@ class CatchUp:
             while not await replica.engine.reset_prefix_cache(self._config.control_timeout_s):  # noqa: ASYNC110 it says no
                 await asyncio.sleep(_RESET_AGAIN_S)
 
-        await bounded(replica.unless_lost(reset()), self._config.control_timeout_s, "its prefix cache was not reset")
+        try:
+            await bounded(
+                replica.unless_lost(reset()), self._config.control_timeout_s, "its prefix cache was not reset"
+            )
+        except DeadlineExceeded:
+            self._unforgetting.add(replica)
+            raise
+        self._unforgetting.discard(replica)
 
     @asynccontextmanager
     async def _source(self, replica: Replica, version: int) -> AsyncIterator[str]:

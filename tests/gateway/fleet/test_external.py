@@ -96,6 +96,7 @@ async def test_a_server_that_is_replaced_as_it_is_labelled_does_not_serve(
             await asyncio.sleep(0.01)
     assert "nats a token from the nearest other" in replica.reason
     assert await rig.states() == {"engine-0": "SERVING", "theirs-0": "SYNCING"}
+    assert await replica.engine.weight_version(SOON_S) is None  # or the next gateway would believe the label
     await theirs.kill()
 
 

@@ -14,7 +14,7 @@ from aiohttp import web
 
 from engines.clients.vllm_engine import VllmEngine
 from engines.engine import ReceiptCopy
-from engines.errors import EngineFailed, StoreFailed
+from engines.errors import EngineFailed, EngineUnreachable, StoreFailed
 from engines.sim.server import SimServer
 from engines.sim.worker import SimWorker
 from engines.store.draft import Draft, claim_draft, raw
@@ -769,6 +769,51 @@ async def test_an_engine_that_does_not_forget_its_kv_is_loaded_once_for_all_trie
     ending.still = False
     await rig.until({"engine-0": "SERVING"})
     assert ending.loads == 2
+
+
+async def test_a_reset_that_breaks_off_is_tried_again_as_a_load_is(kept: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catch_up, "_RETRY_S", 0.01)
+    replica = kept.fleet.replicas[0]
+    broken = iter([EngineUnreachable("the connection broke", replica_id=replica.replica_id)])
+    reset = VllmEngine.reset_prefix_cache
+
+    async def break_once(engine: VllmEngine, timeout_s: float) -> bool:
+        if engine.replica_id == replica.replica_id and (error := next(broken, None)):
+            raise error
+        return await reset(engine, timeout_s)
+
+    monkeypatch.setattr(VllmEngine, "reset_prefix_cache", break_once)
+    kept.fleet.fence(replica, "its weights are wrong")
+    await kept.until(BOTH_SERVE)  # after 60 s where it is given up
+
+
+async def test_an_engine_that_has_forgotten_its_kv_has_all_tries_again(
+    start_rig: StartRig, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ending = Ending(monkeypatch)
+    monkeypatch.setattr(catch_up, "_RETRY_S", 0.01)
+    monkeypatch.setattr(catch_up, "_AGAIN_S", 0.1)
+    rounds: list[str] = []
+    monkeypatch.setattr(catch_up.log, "error", lambda event, **_: rounds.append(event))
+    rig = await start_rig(1, sim=TENSORS, weights={"store": str(folder), "control_timeout_s": 0.2})
+    await rig.open_group()
+    assert await refused(rig) == 424
+    async with asyncio.timeout(20):
+        while not rounds:
+            await asyncio.sleep(0.01)
+    failures = iter([EngineFailed("a peer hung up"), EngineFailed("a peer hung up")])
+    load = VllmEngine.load_snapshot
+
+    async def fail_twice(engine: VllmEngine, path: str, version: int, timeout_s: float) -> None:
+        if error := next(failures, None):
+            raise error
+        await load(engine, path, version, timeout_s)
+
+    monkeypatch.setattr(VllmEngine, "load_snapshot", fail_twice)
+    rounds.clear()
+    ending.still = False
+    await rig.until({"engine-0": "SERVING"})
+    assert rounds == []
 
 
 async def test_weights_that_no_canary_has_passed_are_not_believed_by_the_next_gateway(

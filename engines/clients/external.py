@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from engines.clients.http import HttpEngine
 from engines.clients.our_workers import EngineWithWorkers
 from engines.clients.sglang_engine import SglangEngine
-from engines.clients.vllm_engine import VllmEngine
+from engines.clients.vllm_engine import VllmEngine, is_given
 from engines.config import EngineConfig
 from engines.engine import Json, Peer
 from engines.errors import DeadlineExceeded, EngineError, EngineFailed, EngineRefused, EngineStartFailed
@@ -42,10 +42,10 @@ class _External(EngineWithWorkers):
 
     _info: ReplicaInfo
 
-    async def told_version(self, timeout_s: float) -> int | None:
-        """Return the version that the server reports, without holding it to that; None for mixed weights, and from a
-        server that takes none."""
-        return await self._told_version(timeout_s) if self._info.takes_weights else None
+    async def told_label(self, timeout_s: float) -> str:
+        """Return the label that the server reports, without holding it to that; "" from a server that takes no
+        weights."""
+        return await self._told_label(timeout_s) if self._info.takes_weights else ""
 
     async def health(self, timeout_s: float) -> None:
         """Raise also if the server reports another version than was read or given here last: another process, with
@@ -54,7 +54,7 @@ class _External(EngineWithWorkers):
         if (held := self._held) is None:
             return
         version = await self._told_version(timeout_s)
-        if version != held == self._held and self.tells_version:
+        if version != held == self._held:
             told = "mixed weights" if version is None else f"version {version}"
             raise EngineFailed(
                 f"it reports {told}, and held version {held}: was it restarted?", replica_id=self.replica_id
@@ -81,6 +81,7 @@ class ExternalEngine(_External, VllmEngine):
         version = info.engine_version if known else ""
         super().__init__(info.replica_id, info.url, version, api_key, peer=peer if info.fetches else None)
         self._info = info
+        self._has_labels = info.takes_weights  # it lists all weight routes
 
     async def ask(self, method: str, path: str, body: Json | None, timeout_s: float) -> Json:
         route = path.partition("?")[0]
@@ -130,7 +131,7 @@ class ExternalServer:
         self._url = config.url.rstrip("/")
         self._key = config.api_key.get_secret_value() if config.api_key else ""
         self._engine: ExternalEngine | ExternalSglangEngine | None = None
-        self._last_version = 0
+        self._last_label = ""
 
     async def start(self) -> ReplicaInfo:
         """Wait for the server and find out what it can do. Raises `EngineStartFailed`, which says what is in the way.
@@ -138,7 +139,7 @@ class ExternalServer:
         The wait is bounded by `engine.start_timeout_s`; it ends at once if the server refuses to list its models.
         """
         await self.stop()
-        self._last_version = 0
+        self._last_label = ""
         vllm = VllmEngine(self._replica_id, self._url, api_key=self._key)
         sglang = SglangEngine(self._replica_id, self._url, self._key)
         try:
@@ -157,15 +158,18 @@ class ExternalServer:
         return info
 
     async def check(self) -> None:
-        """Raise if the server does not answer, or its version went back: a process that was started anew may be
-        another release, and is described anew."""
+        """Raise if the server does not answer, or its label is no gateway's any more: a process that was started anew
+        may be another release, and is described anew after a few failures in a row.
+
+        A lower version alone is a gateway's that takes an update back.
+        """
         assert self._engine is not None
         await self._engine.health(_PROBE_TIMEOUT_S)
-        version = await self._engine.told_version(_PROBE_TIMEOUT_S)
-        if version is not None and version < self._last_version:
-            reason = f"its weights went from version {self._last_version} back to {version}: was it restarted?"
+        label = await self._engine.told_label(_PROBE_TIMEOUT_S)
+        if is_given(self._last_label) and not is_given(label):
+            reason = f"its weights were labelled {self._last_label!r}, and are {label!r} now: was it restarted?"
             raise EngineFailed(reason, replica_id=self._replica_id)
-        self._last_version = version or 0  # mixed: an update is under way, or an earlier version comes back
+        self._last_label = label
 
     async def stop(self) -> None:
         """Close connections. The server keeps running: it is not ours."""
@@ -183,7 +187,7 @@ class ExternalServer:
             except EngineRefused as error:
                 key = "; is engine.api_key right?" if error.status in (401, 403) else ""
                 raise EngineStartFailed(f"{self._url}: {error}{key}") from error
-            except (KeyError, TypeError) as error:
+            except (AttributeError, KeyError, TypeError) as error:
                 raise EngineStartFailed(
                     f"/v1/models at {self._url} does not list models: is this an OpenAI-compatible server?",
                     replica_id=self._replica_id,

@@ -3,9 +3,9 @@
 import contextlib
 import errno
 from abc import ABC
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 
@@ -24,6 +24,8 @@ from engines.errors import (
     NoDescriptors,
 )
 from engines.trace_context import TRACE_CONTEXT
+
+T = TypeVar("T")
 
 # vLLM and SGLang close idle connections after 5 s; reuse at that moment would look like a dead engine.
 _KEEPALIVE_S = 4.0
@@ -69,8 +71,17 @@ class HttpEngine(Engine, ABC):
 
     async def lora_adapters(self, timeout_s: float) -> dict[str, str]:
         # vLLM and SGLang list them among the models, with the base model as parent.
-        cards = (await self._call("GET", "/v1/models", None, timeout_s)).get("data") or ()
-        return {str(card["id"]): str(card.get("root") or "") for card in cards if card.get("parent")}
+        return self._translated(_adapters, await self._call("GET", "/v1/models", None, timeout_s))
+
+    def _translated(self, translate: Callable[[Json], T], answer: Json) -> T:
+        """Return the translation of an answer. Raise `EngineFailed` where it has another form than its route's."""
+        try:
+            return translate(answer)
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            raise EngineFailed(
+                f"its answer {answer!r:.200} cannot be read: {type(error).__name__}: {error}",
+                replica_id=self.replica_id,
+            ) from error
 
     async def _call(self, method: str, path: str, body: Json | None, timeout_s: float) -> Json:
         """Return the server's JSON object for its own route `path`."""
@@ -170,6 +181,11 @@ class HttpEngine(Engine, ABC):
         except orjson.JSONDecodeError as error:
             raise EngineFailed(f"{path} did not answer JSON: {content[:200]!r}", replica_id=self.replica_id) from error
         return reply if isinstance(reply, dict) else {"value": reply}
+
+
+def _adapters(models: Json) -> dict[str, str]:
+    cards = models.get("data") or ()
+    return {str(card["id"]): str(card.get("root") or "") for card in cards if card.get("parent")}
 
 
 def _encoded(body: Json) -> bytes:

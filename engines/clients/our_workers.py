@@ -54,6 +54,10 @@ class EngineWithWorkers(HttpEngine, ABC):
         """Have the engine's own code load all weights from a checkpoint folder."""
 
     @abstractmethod
+    async def _told_label(self, timeout_s: float) -> str:
+        """Return the label of the weights, "" where the engine knows no labels."""
+
+    @abstractmethod
     async def _told_version(self, timeout_s: float) -> int | None:
         """Return the version of the label; None for mixed weights."""
 

@@ -38,6 +38,7 @@ import re
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import asdict
+from functools import partial
 from typing import Any, TypeVar
 
 import orjson
@@ -56,7 +57,7 @@ from engines.clients.sglang_dialect import (
     server_info,
     world_size,
 )
-from engines.clients.vllm_engine import version_held
+from engines.clients.vllm_engine import label_of, version_held
 from engines.engine import Json, Peer
 from engines.errors import (
     DeadlineExceeded,
@@ -134,23 +135,21 @@ class SglangEngine(EngineWithWorkers):
     async def ask(self, method: str, path: str, body: Json | None, timeout_s: float) -> Json:
         match path.partition("?")[0]:
             case "/openapi.json":
-                served = (await self._call("GET", path, None, timeout_s))["paths"]
-                return {"paths": {route: {} for route, needed in _ROUTES.items() if needed in served}}
+                return self._translated(_vllms_routes, await self._call("GET", path, None, timeout_s))
             case "/v1/models":
                 return await self._models(timeout_s)
             case "/server_info":
-                return server_info(await self._server_info(timeout_s))
+                return self._translated(server_info, await self._server_info(timeout_s))
             case "/version":
-                return {"version": (await self._server_info(timeout_s))["version"]}
+                return self._translated(_version, await self._server_info(timeout_s))
             case "/get_world_size":
-                return {"world_size": world_size(await self._server_info(timeout_s))}
+                return {"world_size": self._translated(world_size, await self._server_info(timeout_s))}
             case "/weight_info":
-                version = await self._told_version(timeout_s)
-                return {"weight_version": MIXED if version is None else str(version)}
+                return {"weight_version": await self._told_label(timeout_s)}
             case "/tokenize":
                 return await self._call(method, "/v1/tokenize", body, timeout_s)
             case "/detokenize":
-                return {"prompt": (await self._call(method, "/v1/detokenize", body, timeout_s))["text"]}
+                return self._translated(_prompt, await self._call(method, "/v1/detokenize", body, timeout_s))
             case _:
                 return await self._call(method, path, body, timeout_s)
 
@@ -183,8 +182,11 @@ class SglangEngine(EngineWithWorkers):
             if (body.get("stream_options") or {}).get("include_usage"):
                 yield reply.last()
 
+    async def _told_label(self, timeout_s: float) -> str:
+        return self._translated(label_of, await self._call("GET", "/model_info", None, timeout_s))
+
     async def _told_version(self, timeout_s: float) -> int | None:
-        return version_held(str((await self._call("GET", "/model_info", None, timeout_s))["weight_version"]))
+        return version_held(await self._told_label(timeout_s))
 
     async def open_weight_group(self, init_info: Json, timeout_s: float) -> None:
         self._is_packed = bool(init_info.get("packed", True))
@@ -337,7 +339,7 @@ class SglangEngine(EngineWithWorkers):
         try:
             await self._call("POST", "/generate", {"input_ids": [0], "sampling_params": sampling}, timeout_s)
         except EngineRefused as error:
-            found = re.search(r"keys in \[0, (\d+)\]", str(error))
+            found = re.search(r"keys in \[0, ([0-9]{1,18})\]", str(error))
             return int(found[1]) + 1 if found else 0
         return 0
 
@@ -360,21 +362,17 @@ class SglangEngine(EngineWithWorkers):
         """Return the translation of an answer. Raise `EngineFailed` where it has another form than SGLang's, or chunks
         another than the server was found to write."""
         try:
-            return translate(answer)
-        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            return super()._translated(translate, answer)
+        except EngineFailed:
             self._forget_repeats()
-            raise EngineFailed(
-                f"its answer {answer!r:.200} cannot be read: {type(error).__name__}: {error}",
-                replica_id=self.replica_id,
-            ) from error
+            raise
 
     async def _models(self, timeout_s: float) -> Json:
         """Return the model list with the start name, not the folder loaded last."""
         listed = await self._call("GET", "/v1/models", None, timeout_s)
         if not self._served_name:
-            self._served_name = str((await self._server_info(timeout_s))["served_model_name"])
-        name, (model, *adapters) = self._served_name, listed["data"]
-        return {**listed, "data": [{**model, "id": name, "root": name}, *({**one, "parent": name} for one in adapters)]}
+            self._served_name = self._translated(_served_name, await self._server_info(timeout_s))
+        return self._translated(partial(_renamed, name=self._served_name), listed)
 
     async def _server_info(self, timeout_s: float) -> Json:
         return await self._call("GET", "/server_info", None, timeout_s)
@@ -387,8 +385,7 @@ class SglangEngine(EngineWithWorkers):
 
     async def _on_workers(self, method: str, arguments: Json, timeout_s: float) -> list[Any]:
         answer = await self._call("POST", _WORKERS, {"action": call_text(method, arguments)}, timeout_s)
-        answers: list[Any] = orjson.loads(answer["message"])
-        return answers
+        return self._translated(_workers_answers, answer)
 
     async def _set_label(self, label: str, timeout_s: float) -> None:
         # SGLang's default here aborts all requests.
@@ -400,8 +397,7 @@ class SglangEngine(EngineWithWorkers):
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
-                    loads = (await self._call("GET", "/v1/loads", None, timeout_s))["loads"]
-                    if not sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads):
+                    if not self._translated(_num_requests, await self._call("GET", "/v1/loads", None, timeout_s)):
                         return
                     await asyncio.sleep(_POLL_S)
         except TimeoutError as error:
@@ -424,3 +420,35 @@ class SglangEngine(EngineWithWorkers):
 
     def _refusal(self, message: str, param: str | None) -> EngineRefused:
         return EngineRefused(message, status=400, body=error_body(message, 400, param), replica_id=self.replica_id)
+
+
+def _vllms_routes(openapi: Json) -> Json:
+    served = openapi["paths"]
+    return {"paths": {route: {} for route, needed in _ROUTES.items() if needed in served}}
+
+
+def _version(info: Json) -> Json:
+    return {"version": info["version"]}
+
+
+def _served_name(info: Json) -> str:
+    return str(info["served_model_name"])
+
+
+def _prompt(detokenized: Json) -> Json:
+    return {"prompt": detokenized["text"]}
+
+
+def _renamed(listed: Json, name: str) -> Json:
+    """Return a model list with `name` for the model, the first, and for the parent of adapters."""
+    model, *adapters = listed["data"]
+    return {**listed, "data": [{**model, "id": name, "root": name}, *({**one, "parent": name} for one in adapters)]}
+
+
+def _workers_answers(answer: Json) -> list[Any]:
+    return list(orjson.loads(answer["message"]))
+
+
+def _num_requests(answer: Json) -> int:
+    """Return the requests that run or wait."""
+    return sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in answer["loads"])

@@ -12,6 +12,8 @@ from engines.types import PauseMode
 _PACKED_AT_INIT = (0, 28)
 _NO_ROUTE = (404, 405)
 """Statuses of a release without a route."""
+_MOST_DIGITS = 18
+"""Length of the longest version; each number of so many digits fits in 64 bits."""
 
 
 class VllmEngine(EngineWithWorkers):
@@ -36,6 +38,8 @@ class VllmEngine(EngineWithWorkers):
         # The place of `packed` changed in vLLM 0.28, and the trainer's release may differ from the engine's.
         self._wants_packed_at_init = not engine_version or release(engine_version) >= _PACKED_AT_INIT
         self._packed = True
+        self._has_labels = False
+        """True once the server is known to tell versions: a later 404 there is a proxy's."""
 
     async def ask(self, method: str, path: str, body: Json | None, timeout_s: float) -> Json:
         return await self._call(method, path, body, timeout_s)
@@ -130,36 +134,49 @@ class VllmEngine(EngineWithWorkers):
 
     async def _on_workers(self, method: str, arguments: Json, timeout_s: float) -> list[Any]:
         body = {"method": method, "kwargs": arguments, "timeout": timeout_s}
-        answers = (await self.ask("POST", "/collective_rpc", body, timeout_s)).get("results")
-        return list(answers) if answers else [{}]
+        return self._translated(_results, await self.ask("POST", "/collective_rpc", body, timeout_s))
 
-    async def _told_version(self, timeout_s: float) -> int | None:
+    async def _told_label(self, timeout_s: float) -> str:
+        if not self.tells_version:
+            return ""
         try:
-            label = str((await self.ask("GET", "/weight_info", None, timeout_s)).get("weight_version"))
+            answer = await self.ask("GET", "/weight_info", None, timeout_s)
         except EngineRefused as error:
-            if error.status not in _NO_ROUTE:
+            if self._has_labels or error.status not in _NO_ROUTE:
                 raise
             self.tells_version = False  # vLLM before weight versions
-            return 0
-        return version_held(label)
+            return ""
+        label = self._translated(label_of, answer)
+        self._has_labels = True
+        return label
+
+    async def _told_version(self, timeout_s: float) -> int | None:
+        return version_held(await self._told_label(timeout_s))
 
     async def _set_label(self, label: str, timeout_s: float) -> None:
-        if not self.tells_version:
-            return
-        try:
+        if not self._has_labels:
+            await self._told_label(timeout_s)
+        if self.tells_version:
             await self.ask("POST", "/update_weight_version", {"new_version": label}, timeout_s)
-        except EngineRefused as error:
-            if error.status not in _NO_ROUTE:
-                raise
-            await self._told_version(timeout_s)
-            if self.tells_version:  # a proxy's answer, or the label before would stay believed
-                raise
 
 
 def release(version: str) -> tuple[int, int]:
     """Return major and minor of a vLLM version such as "0.32.0+cpu"."""
     major, minor = version.split(".")[:2]
     return int(major), int(minor)
+
+
+def label_of(answer: Json) -> str:
+    """Return the label in an answer about weights. Raise `KeyError` or `TypeError` where there is none."""
+    label = answer["weight_version"]
+    if type(label) not in (str, int):
+        raise TypeError(f"a label is text, not {type(label).__name__}")
+    return str(label)
+
+
+def is_given(label: str) -> bool:
+    """Return True for a label that a gateway gives. A server starts with another, mostly "default"."""
+    return label == MIXED or _is_number(label)
 
 
 def version_held(label: str) -> int | None:
@@ -169,4 +186,12 @@ def version_held(label: str) -> int | None:
 
 def version_number(label: str) -> int:
     """Return the number of a vLLM label; 0 for "default", the checkpoint."""
-    return int(label) if label.isdigit() else 0
+    return int(label) if _is_number(label) else 0
+
+
+def _is_number(label: str) -> bool:
+    return label.isascii() and label.isdigit() and len(label) <= _MOST_DIGITS
+
+
+def _results(answer: Json) -> list[Any]:
+    return list(answer.get("results") or [{}])

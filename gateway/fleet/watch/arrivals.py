@@ -7,7 +7,7 @@ from collections.abc import Set as AbstractSet
 import structlog
 
 from engines.engine import Engine
-from engines.errors import ConfigError, DeadlineExceeded, EngineError
+from engines.errors import ConfigError, DeadlineExceeded, EngineError, EngineRefused
 from engines.store.weight_store import Note
 from engines.types import ReplicaInfo
 from gateway.config.models import Models
@@ -21,6 +21,7 @@ from gateway.fleet.replica import Replica
 log = structlog.get_logger()
 
 Connect = Callable[[ReplicaInfo], Engine]
+_KEY_REFUSED = (401, 403)
 
 
 async def _no_record(incarnation: str) -> Note | None:
@@ -68,7 +69,6 @@ class Arrivals:
         except ConfigError as error:
             self._refuse(info, str(error))
             return None
-        self.refused.pop(info.replica_id, None)
         frozen = self._models.is_frozen(info.group)
         replica = Replica(info, self._connect(info), frozen=frozen, changes=self._changes)
         # Before the first wait, so that replicas that join together have labels in the order of their list.
@@ -81,13 +81,20 @@ class Arrivals:
             await replica.engine.close()
             if not isinstance(error, Exception):
                 raise
-            is_expected = isinstance(error, EngineError | DeadlineExceeded)
-            log.warning(
-                "replica does not answer yet", replica=info.replica_id, error=str(error), exc_info=not is_expected
-            )
+            self._put_off(info, error)
             return None
+        self.refused.pop(info.replica_id, None)
         self._take_over(replica, adapters)
         return replica
+
+    def _put_off(self, info: ReplicaInfo, error: Exception) -> None:
+        """Tell why a replica does not come in yet. Status has a refused key, which does not pass by itself."""
+        if isinstance(error, EngineRefused) and error.status in _KEY_REFUSED:
+            self._refuse(info, str(error))
+            return
+        self.refused.pop(info.replica_id, None)
+        is_expected = isinstance(error, EngineError | DeadlineExceeded)
+        log.warning("replica does not answer yet", replica=info.replica_id, error=str(error), exc_info=not is_expected)
 
     def _refuse(self, info: ReplicaInfo, reason: str) -> None:
         if self.refused.get(info.replica_id) != reason:

@@ -191,9 +191,10 @@ async def test_silence_is_a_failed_start_with_its_bound() -> None:
         await server_at("http://127.0.0.1:1", start_timeout_s=0.3).start()
 
 
-async def test_what_is_no_model_list_is_told(start_server: StartServer) -> None:
+@pytest.mark.parametrize("listing", [{"hello": 1}, {"data": [1]}])
+async def test_what_is_no_model_list_is_told(start_server: StartServer, listing: dict[str, Any]) -> None:
     there = await start_server()
-    there.listing = {"hello": 1}
+    there.listing = listing
     with pytest.raises(EngineStartFailed, match="is this an OpenAI-compatible server"):
         await server_at(there.url).start()
 
@@ -264,15 +265,85 @@ async def test_a_server_started_anew_gets_no_label_of_weights_that_it_does_not_h
     await theirs.stop()
 
 
-async def test_weights_that_went_back_are_a_server_started_anew(vllm: SimReplica) -> None:
+async def test_weights_of_a_start_are_a_server_started_anew_until_it_is_described_anew(vllm: SimReplica) -> None:
     theirs = server_at(vllm.info.url)
     engine = ExternalEngine(await theirs.start())
     await theirs.check()
     await engine.ask("POST", "/update_weight_version", {"new_version": "3"}, SOON_S)
     await theirs.check()
-    await engine.ask("POST", "/update_weight_version", {"new_version": "0"}, SOON_S)
-    with pytest.raises(EngineFailed, match="from version 3 back to 0"):
+    await engine.ask("POST", "/update_weight_version", {"new_version": "default"}, SOON_S)
+    for _ in range(3):  # failures in a row after which Serve restarts a replica
+        with pytest.raises(EngineFailed, match="were labelled '3', and are 'default' now: was it restarted"):
+            await theirs.check()
+    await theirs.start()
+    await theirs.check()
+    await engine.close()
+    await theirs.stop()
+
+
+async def test_an_earlier_version_that_comes_back_between_two_looks_is_no_server_started_anew(
+    vllm: SimReplica,
+) -> None:
+    theirs = server_at(vllm.info.url)
+    engine = external_engine(await theirs.start())
+    for version in (2, 1):
+        await engine.undo_load(SOON_S)
+        await engine.label_weights(version, SOON_S)
         await theirs.check()
+        await engine.health(SOON_S)
+    await engine.close()
+    await theirs.stop()
+
+
+async def test_a_server_that_lists_the_weight_routes_tells_versions_though_a_proxy_hides_them_at_first(
+    vllm: SimReplica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = server_at(vllm.info.url)
+    engine = ExternalEngine(await theirs.start())
+
+    async def hidden(asked: ExternalEngine, *_: object) -> bytes:
+        raise EngineRefused("default backend", status=404, body={}, replica_id=asked.replica_id)
+
+    monkeypatch.setattr(ExternalEngine, "_read", hidden)
+    with pytest.raises(EngineRefused, match="default backend"):
+        await engine.weight_version(SOON_S)
+    monkeypatch.undo()
+    assert engine.tells_version
+    assert await engine.weight_version(SOON_S) == 0
+    await engine.close()
+    await theirs.stop()
+
+
+async def test_a_server_that_is_replaced_after_an_update_is_found(vllm: SimReplica) -> None:
+    theirs = server_at(vllm.info.url)
+    engine = ExternalEngine(await theirs.start())
+    await engine.open_weight_group({"world_size": 2, "rank_offset": 1}, SOON_S)
+    await engine.start_weight_update(SOON_S)
+    await engine.finish_weight_update(1, SOON_S)
+    await engine.health(SOON_S)
+    vllm.label(0)
+    with pytest.raises(EngineFailed, match="it reports version 0, and held version 1"):
+        await engine.health(SOON_S)
+    await engine.close()
+    await theirs.stop()
+
+
+async def test_a_look_at_a_server_that_has_its_label_before_the_answer_is_heard_finds_no_other(
+    vllm: SimReplica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = server_at(vllm.info.url)
+    engine = ExternalEngine(await theirs.start())
+    assert await engine.weight_version(SOON_S) == 0
+    set_label = ExternalEngine._set_label
+
+    async def looked_at(asked: ExternalEngine, label: str, timeout_s: float) -> None:
+        await set_label(asked, label, timeout_s)
+        await asked.health(timeout_s)
+
+    monkeypatch.setattr(ExternalEngine, "_set_label", looked_at)
+    await engine.undo_load(SOON_S)
+    await engine.label_weights(1, SOON_S)
+    await engine.health(SOON_S)
     await engine.close()
     await theirs.stop()
 
@@ -317,11 +388,10 @@ async def test_a_look_that_an_update_overtakes_is_no_other_server(
     told = ExternalEngine._told_version
 
     async def overtaken(asked: ExternalEngine, timeout_s: float) -> int | None:
-        version = await told(asked, timeout_s)
         monkeypatch.undo()
         await engine.undo_load(SOON_S)
         await engine.label_weights(1, SOON_S)
-        return version
+        return await told(asked, timeout_s)
 
     monkeypatch.setattr(ExternalEngine, "_told_version", overtaken)
     await engine.health(SOON_S)

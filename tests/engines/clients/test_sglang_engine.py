@@ -798,3 +798,18 @@ async def test_what_it_has_loaded_is_listed_under_the_name_that_it_was_started_w
     model, adapter = (await engine.ask("GET", "/v1/models", None, TIMEOUT_S))["data"]
     assert (model["id"], model["root"]) == ("m", "m")
     assert (adapter["id"], adapter["parent"]) == ("v1", "m")
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/weight_info", "/v1/models", "/openapi.json", "/server_info", "/version", "/get_world_size", "/detokenize"],
+)
+async def test_an_answer_of_another_program_is_a_failure(
+    engine: SglangEngine, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    async def odd(*_: object) -> Json:
+        return {"tp_size": "many", "data": 1, "weight_version": None}
+
+    monkeypatch.setattr(engine, "_call", odd)
+    with pytest.raises(EngineFailed, match=r"replica r1: its answer .* cannot be read"):
+        await engine.ask("GET", path, None, TIMEOUT_S)

@@ -11,7 +11,7 @@ from aiohttp import web
 
 from engines.clients import http
 from engines.clients.our_workers import EngineWithWorkers
-from engines.clients.vllm_engine import VllmEngine, version_number
+from engines.clients.vllm_engine import VllmEngine, is_given, version_number
 from engines.errors import DeadlineExceeded, EngineFailed, EngineRefused, EngineUnreachable
 
 TIMEOUT_S = 60.0
@@ -262,9 +262,30 @@ async def test_a_deadline_between_two_chunks_is_reported_at_the_next_and_disturb
         await anext(chunks)
 
 
-@pytest.mark.parametrize(("label", "number"), [("7", 7), ("default", 0), ("None", 0), ("", 0), ("v3", 0)])
+@pytest.mark.parametrize(
+    ("label", "number"),
+    [("7", 7), ("default", 0), ("None", 0), ("", 0), ("v3", 0), ("\u00b2", 0), ("\u0663", 0), ("9" * 5000, 0)],
+)
 def test_a_version_is_a_number(label: str, number: int) -> None:
     assert version_number(label) == number
+
+
+def test_a_gateway_gives_numbers_and_the_label_of_mixed_weights_alone() -> None:
+    labels = ("0", "12", "mixed", "default", "", "v3", "\u00b2")
+    assert [label for label in labels if is_given(label)] == ["0", "12", "mixed"]
+
+
+@pytest.mark.parametrize("label", ["null", "true", "1.5", '["3"]', '{"a": 1}', None])
+async def test_a_label_that_is_no_text_is_a_failure(serve: Serve, label: str | None) -> None:
+    answer = f'{{"weight_version": {label}}}' if label else "[]"
+    with pytest.raises(EngineFailed, match=r"replica r1: its answer .* cannot be read"):
+        await (await serve(answering(answer))).weight_version(TIMEOUT_S)
+
+
+@pytest.mark.parametrize("models", ['{"data": [1]}', '{"data": 1}', '{"data": [{"parent": "m"}]}'])
+async def test_adapters_that_cannot_be_read_are_a_failure(serve: Serve, models: str) -> None:
+    with pytest.raises(EngineFailed, match="cannot be read"):
+        await (await serve(answering(models))).lora_adapters(TIMEOUT_S)
 
 
 @pytest.mark.parametrize(
@@ -279,8 +300,9 @@ async def test_the_weight_version_is_none_for_a_mixture_and_0_where_it_is_not_re
 
 async def test_abandoning_an_update_that_is_over_is_no_error(serve: Serve) -> None:
     async def answer(request: web.Request) -> web.Response:
-        is_over = request.path == "/finish_weight_update"
-        return web.json_response({"error": "no update is active"}, status=500 if is_over else 200)
+        if request.path == "/finish_weight_update":
+            return web.json_response({"error": "no update is active"}, status=500)
+        return web.json_response({"weight_version": "mixed"})
 
     await (await serve(answer)).abandon_weight_update(TIMEOUT_S)
 
@@ -383,12 +405,29 @@ async def test_a_refused_look_is_none_at_a_release_without_weight_versions(
     await engine.close()
 
 
+@pytest.mark.parametrize("status", [404, 405])
 async def test_a_label_that_is_refused_by_a_server_with_labels_is_an_error(
-    answered: Callable[..., VllmEngine],
+    answered: Callable[..., VllmEngine], status: int
 ) -> None:
-    engine = answered({"/update_weight_version": 404})
+    engine = answered({"/update_weight_version": status})
     with pytest.raises(EngineRefused):
         await engine.load_snapshot("/store/v4", 4, TIMEOUT_S)
+    assert engine.tells_version
+    await engine.close()
+
+
+@pytest.mark.parametrize("status", [404, 405])
+async def test_a_server_that_has_told_its_version_has_one_whatever_a_proxy_answers_later(
+    answered: Callable[..., VllmEngine], status: int
+) -> None:
+    statuses: dict[str, int] = {}
+    engine = answered(statuses)
+    assert await engine.weight_version(TIMEOUT_S) == 3
+    statuses |= {"/weight_info": status, "/update_weight_version": status}
+    for call in (engine.weight_version, engine.start_weight_update):
+        with pytest.raises(EngineRefused):
+            await call(TIMEOUT_S)
+    assert engine.tells_version
     await engine.close()
 
 

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 from pydantic import SecretStr
 
+from engines.clients.http import HttpEngine
 from engines.clients.vllm_engine import VllmEngine
 from engines.config import EngineConfig
-from engines.errors import ConfigError
+from engines.engine import Json
+from engines.errors import ConfigError, EngineRefused
 from gateway.config.load import explain, load, with_secrets
 from gateway.config.schema import Config
 from gateway.config.serve_document import serve_config
@@ -97,6 +99,86 @@ async def test_a_server_that_is_replaced_as_it_is_labelled_does_not_serve(
     assert "nats a token from the nearest other" in replica.reason
     assert await rig.states() == {"engine-0": "SERVING", "theirs-0": "SYNCING"}
     assert await replica.engine.weight_version(SOON_S) is None  # or the next gateway would believe the label
+    await theirs.kill()
+
+
+def refusing(monkeypatch: pytest.MonkeyPatch, status: int, times: int) -> list[str]:
+    """Has a proxy refuse so many looks at the version of the external server; returns those so far."""
+    refused: list[str] = []
+    read = HttpEngine._read
+
+    async def proxied(engine: HttpEngine, method: str, path: str, body: Json | None, timeout_s: float) -> bytes:
+        if path == "/weight_info" and engine.replica_id == "theirs-0" and len(refused) < times:
+            refused.append(path)
+            raise EngineRefused(f"{path} answered {status}", status=status, body={}, replica_id=engine.replica_id)
+        return await read(engine, method, path, body, timeout_s)
+
+    monkeypatch.setattr(HttpEngine, "_read", proxied)
+    return refused
+
+
+async def until_state(rig: Rig, state: str) -> None:
+    async with asyncio.timeout(SOON_S):
+        while (await rig.states()).get("theirs-0") != state:
+            await asyncio.sleep(0.01)
+
+
+async def told_of(rig: Rig) -> list[str]:
+    """Events of the external server."""
+    events = (await rig.get("/status"))[1]["events"]
+    return [event["text"] for event in events if event["subject"] == "theirs-0"]
+
+
+async def test_a_restart_is_found_also_after_a_proxy_hid_the_version_once(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = await start_rig(1)
+    theirs = await SimReplica("theirs", 5, rig.sim).start()
+    await joined(rig, theirs.info.url)
+    await rig.open_group()
+    await rig.update()
+    refused = refusing(monkeypatch, status=404, times=1)
+    async with asyncio.timeout(SOON_S):
+        while not refused:
+            await asyncio.sleep(0.01)
+    await until_state(rig, "SERVING")
+    theirs.label(0, weights="of its checkpoint")
+    await until_state(rig, "SYNCING")
+    await theirs.kill()
+
+
+async def test_a_key_that_a_server_refuses_at_its_version_is_told_once_until_it_is_mended(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = await start_rig(1)
+    theirs = await SimReplica("theirs", 5, rig.sim).start()
+    refusing(monkeypatch, status=403, times=3)
+    await joined(rig, theirs.info.url)
+    told = [text for text in await told_of(rig) if "403" in text]
+    assert told == ["refused: replica theirs-0: /weight_info answered 403"]
+    assert (await rig.get("/status"))[1]["replicas_refused"] == {}
+    await theirs.kill()
+
+
+@pytest.mark.parametrize("answer", [b"{}", b"[]", b'{"weight_version": null}'])
+async def test_an_odd_answer_of_a_server_is_its_own_failure(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch, answer: bytes
+) -> None:
+    rig = await start_rig(1)
+    theirs = await SimReplica("theirs", 5, rig.sim).start()
+    await joined(rig, theirs.info.url)
+    read = HttpEngine._read
+
+    async def odd(engine: HttpEngine, method: str, path: str, body: Json | None, timeout_s: float) -> bytes:
+        is_odd = path == "/weight_info" and engine.replica_id == "theirs-0"
+        return answer if is_odd else await read(engine, method, path, body, timeout_s)
+
+    monkeypatch.setattr(HttpEngine, "_read", odd)
+    async with asyncio.timeout(SOON_S):
+        while not any("SUSPECT: replica theirs-0: its answer" in text for text in await told_of(rig)):
+            await asyncio.sleep(0.01)
+    monkeypatch.undo()
+    await until_state(rig, "SERVING")
     await theirs.kill()
 
 

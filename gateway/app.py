@@ -18,6 +18,7 @@ from engines.engine import Json
 from engines.errors import ConfigError
 from engines.process.launch import gpus_to_reserve
 from engines.process.log_lines import write_log_lines
+from engines.process.process import longest_stop_s
 from engines.serve_replica import EngineReplica
 from engines.types import ReplicaInfo
 from gateway.config.load import check_models, key_variables, with_secrets
@@ -28,7 +29,7 @@ from gateway.http.listener import Listener
 
 log = structlog.get_logger()
 
-# Time over the engine's own grace until Serve kills a replica that does not end.
+# Time over the drain and the stop of an engine until Serve kills a replica that does not end.
 _SHUTDOWN_SLACK_S = 10.0
 _ASK_TIMEOUT_S = 5.0
 # Ray's resource of the head node.
@@ -87,7 +88,7 @@ def _engine_group(name: str, config: EngineConfig, hidden: Sequence[str]) -> ser
         max_constructor_retry_count=1,
         health_check_period_s=2,
         health_check_timeout_s=10,
-        graceful_shutdown_timeout_s=config.drain_timeout_s + config.stop_timeout_s + _SHUTDOWN_SLACK_S,
+        graceful_shutdown_timeout_s=config.drain_timeout_s + longest_stop_s(config.stop_timeout_s) + _SHUTDOWN_SLACK_S,
         max_ongoing_requests=100,
     )(EngineReplica).bind(config, name, hidden)
 

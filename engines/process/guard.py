@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
+from engines.process.process_tree import descendants
 from engines.process.shared_memory import remove_left_segments
 from engines.process.temporary import EngineFolder, remove_left_folders
 
@@ -134,7 +135,7 @@ def _kill_descendants() -> None:
     """Send SIGKILL to the tree until none is left; for a while not to Python's resource trackers. They end after the
     processes that they track, and remove the shared memory that these have left, such as vLLM's of several workers."""
     deadline = time.monotonic() + _TRACKERS_END_WITHIN_S
-    while alive := _descendants(os.getpid()):
+    while alive := descendants(os.getpid()):
         may_be_tracker = time.monotonic() < deadline
         for pid in alive:
             with contextlib.suppress(ProcessLookupError):
@@ -148,22 +149,6 @@ def _is_tracker(pid: int) -> bool:
         return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
-
-
-def _descendants(root: int) -> list[int]:
-    """List the process ids below `root` that are not zombies."""
-    children: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
-            if state != "Z":
-                children.setdefault(int(parent), []).append(int(stat.parent.name))
-    found, frontier = [], [root]
-    while frontier:
-        below = children.get(frontier.pop(), [])
-        found += below
-        frontier += below
-    return found
 
 
 def _signals_as_readable(*signals: signal.Signals) -> int:

@@ -16,12 +16,15 @@ from typing import BinaryIO
 import structlog
 
 from engines.process.engine_log import read_tail
+from engines.process.process_tree import descendants, has_ended
 
 log = structlog.get_logger()
 
 # Marks the environment of every process of one start, whatever session it is in.
 MARK = "ROLLOUT_GATEWAY_ENGINE"
 _OUR_PREFIX = "ROLLOUT_GATEWAY_"
+# The guard needs a moment after the engine's grace time.
+_GUARD_ENDS_WITHIN_S = 5.0
 _KILLED_END_WITHIN_S = 30.0
 """A process that a driver holds cannot be killed; the stop of a replica does not wait for it for ever."""
 _KEYS = ("ROLLOUT_API_KEY", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
@@ -56,6 +59,7 @@ class EngineProcess:
         self._stop_timeout_s = stop_timeout_s
         self._guard: subprocess.Popen[bytes] | None = None
         self._mark = uuid.uuid4().hex
+        self._killed: set[int] = set()
 
     def start(self) -> None:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -110,12 +114,23 @@ class EngineProcess:
             return
         self._guard.stdin.close()
         try:
-            # The guard needs a moment after the engine's grace time.
-            await asyncio.to_thread(self._guard.wait, self._stop_timeout_s + 5)
+            await asyncio.to_thread(self._guard.wait, self._stop_timeout_s + _GUARD_ENDS_WITHIN_S)
         except subprocess.TimeoutExpired:
             self._guard.kill()
             self._guard.wait()
-        await asyncio.to_thread(_end_marked, self._mark)
+        if left := await self.end_remains(_KILLED_END_WITHIN_S):
+            log.warning("processes of an engine do not end, though they were killed", pids=left)
+
+    async def end_remains(self, within_s: float) -> list[int]:
+        """Kill what a killed guard has left, and wait for its end; return the process ids that have not ended in
+        time."""
+        await asyncio.to_thread(_end_marked, self._mark, self._killed, within_s)
+        return sorted(self._killed)
+
+
+def longest_stop_s(stop_timeout_s: float) -> float:
+    """Return the longest time that `EngineProcess.stop` takes."""
+    return stop_timeout_s + _GUARD_ENDS_WITHIN_S + _KILLED_END_WITHIN_S
 
 
 def _inherited(hidden: Sequence[str]) -> dict[str, str]:
@@ -136,32 +151,29 @@ def _first_child(pid: int) -> int:
     return int(children[0]) if children else 0
 
 
-def _end_marked(mark: str) -> None:
+def _end_marked(mark: str, killed: set[int], within_s: float) -> None:
     """Kill processes left by a killed guard, and wait for their end: their port and GPU memory are needed by the
-    successor."""
-    deadline = time.monotonic() + _KILLED_END_WITHIN_S
-    left: set[int] = set()
-    while left := {pid for pid in left | _kill_marked(mark) if _runs(pid)}:
-        if time.monotonic() > deadline:
-            log.warning("processes of an engine do not end, though they were killed", pids=sorted(left))
+    successor. `killed` keeps those that have not ended."""
+    deadline = time.monotonic() + within_s
+    while True:
+        # A process that gives its memory back has no environment: its mark is not found again.
+        killed |= _kill_marked(mark)
+        killed -= {pid for pid in set(killed) if has_ended(pid)}  # a copy, since a check and a stop may run at once
+        if not killed or time.monotonic() > deadline:
             return
         time.sleep(0.02)
 
 
 def _kill_marked(mark: str) -> set[int]:
-    """Send SIGKILL to the processes of a start; return their process ids."""
-    sought, killed = f"{MARK}={mark}".encode(), set()
+    """Send SIGKILL to the processes of a start, and to those below them; return their process ids."""
+    sought, marked, killed = f"{MARK}={mark}".encode(), set[int](), set[int]()
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended, or belongs to another user
             if sought in (process / "environ").read_bytes().split(b"\0"):
-                os.kill(int(process.name), signal.SIGKILL)
-                killed.add(int(process.name))
+                marked.add(int(process.name))
+    # Before the first signal: those below a process are another's once it ends.
+    for pid in marked | set(descendants(*marked)):
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+            killed.add(pid)
     return killed
-
-
-def _runs(pid: int) -> bool:
-    """Return True until a process has closed its files and is waited for, or is gone."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False

@@ -31,7 +31,16 @@ from engines.errors import (
 from engines.types import ReplicaInfo
 from gateway.config.schema import CanaryConfig
 from gateway.fleet.replica import Replica
-from gateway.weights.verdicts import Finding, Reading, Result, Scale, distance, judge, to_other_kinds
+from gateway.weights.verdicts import (
+    LARGEST_LOGPROB,
+    Finding,
+    Reading,
+    Result,
+    Scale,
+    distance,
+    judge,
+    to_other_kinds,
+)
 
 log = structlog.get_logger()
 
@@ -360,8 +369,18 @@ def _logprobs(answer: Json, token_ids: list[int]) -> tuple[float, ...]:
     values = []
     for position, (token_id, scored) in enumerate(zip(token_ids, reported, strict=True)):
         value = (scored or {}).get(str(token_id), {}).get("logprob")
-        if position and not isinstance(value, int | float):
-            raise _NoLogprobs(f"the log-prob of token {position} is {value!r}, which is no number")
+        if position and not _is_logprob(value):
+            raise _NoLogprobs(f"the log-prob of token {position} is {value!r:.80}, which is no log-prob")
         if position:
             values.append(float(value))
     return tuple(values)
+
+
+def _is_logprob(value: object) -> bool:
+    """Return True for a number of float32, also one that is not finite: it is told as such.
+
+    An external vLLM with `logprobs_mode: raw_logits` reports logits, which may be positive.
+    """
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    return abs(value) <= LARGEST_LOGPROB or value in (math.inf, -math.inf) or value != value

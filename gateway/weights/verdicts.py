@@ -23,6 +23,8 @@ _NOISES = 3.0
 _TOLD_APART = 4.0
 # Engines compute log-probs in float32, so this much noise is always assumed.
 _ROUNDING = 1e-5
+LARGEST_LOGPROB = 3.4028234663852886e38
+"""The largest float32. Sums of such numbers do not overflow, as those of larger numbers do."""
 
 
 class Result(StrEnum):

@@ -26,7 +26,7 @@ from engines.config import EngineConfig
 from engines.engine import Engine
 from engines.errors import ConfigError, EngineError, EngineStartFailed
 from engines.process import engine_server as server
-from engines.process import launch, port
+from engines.process import launch, port, process
 from engines.process.engine_server import EngineServer, expected_tensors, streams_coarsely
 from engines.process.port import HeldPort, free_port
 from engines.process.process import Command, EngineProcess
@@ -239,7 +239,29 @@ async def test_what_a_killed_guard_left_is_ended_and_told_also_where_the_log_is_
             await asyncio.sleep(0.01)
     with pytest.raises(EngineError, match="ended with -9"):
         await one.check()
-    assert not listens(info.url)
+    async with asyncio.timeout(SOON_S):
+        while listens(info.url):
+            await asyncio.sleep(0.01)
+
+
+async def test_a_check_tells_the_end_of_an_engine_while_its_processes_do_not_end(
+    new_server: NewServer, processes: list[EngineProcess], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Serve gives up after a while, and would know no more than that."""
+    monkeypatch.setattr(process, "_KILLED_END_WITHIN_S", 2 * SOON_S)
+    monkeypatch.setattr(server, "_REMAINS_END_WITHIN_S", 0.1)
+    one = new_server()
+    info = await one.start()
+    stays = await asyncio.create_subprocess_exec("sleep", "300")
+    monkeypatch.setattr(process, "_kill_marked", lambda _: {stays.pid})
+    os.kill(guard_of(info), signal.SIGKILL)
+    async with asyncio.timeout(SOON_S):
+        while processes[0].exit_code is None:
+            await asyncio.sleep(0.01)
+        with pytest.raises(EngineError, match="ended with -9"):
+            await one.check()
+    stays.kill()
+    await stays.wait()
 
 
 async def test_an_engine_that_ends_at_its_start_is_told_also_where_the_log_is_gone(

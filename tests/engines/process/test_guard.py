@@ -1,6 +1,7 @@
 """The guard as its owner meets it: real processes, real signals, nothing of a tree left behind."""
 
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -13,6 +14,8 @@ from pathlib import Path
 import pytest
 
 from engines.process import temporary
+from tests.rigs import headless
+from tests.rigs.headless import Headless
 
 SOON_S = 30.0
 PATIENT_S = 120.0
@@ -159,6 +162,18 @@ def test_the_whole_tree_ends_when_the_owner_is_killed(tmp_path: Path) -> None:
         assert not any(map(is_gone, pids))
         owner.kill()
     assert those_left(pids) == []
+
+
+def test_a_process_whose_first_thread_has_ended_ends_before_the_guard(start_guard: StartGuard, tmp_path: Path) -> None:
+    """Its other threads hold its port and its memory."""
+    words = shlex.join(headless.command(tmp_path / "headless", "at-once"))
+    guard = start_guard(f"setsid {words} & wait; sleep 300")
+    child = Headless.of(tmp_path / "headless")
+    child.wait_for_its_first_thread()
+    assert child.holds_its_port()
+    owner_leaves(guard)
+    guard.wait(SOON_S)
+    assert not child.holds_its_port()
 
 
 @pytest.mark.parametrize("generation", ["outer", "inner"])

@@ -1,6 +1,7 @@
 """An engine process as its owner sees it: log, exit code, end."""
 
 import os
+import shlex
 import signal
 import time
 from collections import Counter
@@ -10,7 +11,10 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
+from engines.process import process as module
 from engines.process.process import Command, EngineProcess
+from tests.rigs import headless
+from tests.rigs.headless import Headless
 
 SOON_S = 30.0
 StartScript = Callable[..., EngineProcess]
@@ -67,6 +71,37 @@ async def test_stop_waits_for_the_end_of_what_it_kills(
     assert has_ended(orphan)
 
 
+async def test_stop_waits_for_all_threads_of_what_it_kills(
+    start_script: StartScript, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first thread of an engine ends before those that give back its memory and its port."""
+    killed_guard, orphan = headless_left_by_a_killed_guard(start_script, tmp_path, "at-signal")
+    with monkeypatch.context() as patch:
+        end_late(patch, orphan)
+        await killed_guard.stop()
+    assert not orphan.holds_its_port()
+
+
+async def test_stop_waits_also_for_what_was_killed_before_and_had_not_ended_in_time(
+    start_script: StartScript, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by a check."""
+    killed_guard, orphan = headless_left_by_a_killed_guard(start_script, tmp_path, "at-signal")
+    with monkeypatch.context() as patch:
+        end_late(patch, orphan)
+        assert orphan.pid in await killed_guard.end_remains(0.0)
+        await killed_guard.stop()
+    assert not orphan.holds_its_port()
+
+
+async def test_stop_ends_what_shows_its_mark_no_more(start_script: StartScript, tmp_path: Path) -> None:
+    """As a process whose first thread has ended, killed by the guard or not."""
+    killed_guard, orphan = headless_left_by_a_killed_guard(start_script, tmp_path, "at-once")
+    orphan.wait_for_its_first_thread()
+    await killed_guard.stop()
+    assert not orphan.holds_its_port()
+
+
 async def test_stop_does_not_wait_for_ever_for_a_process_that_does_not_end(
     start_script: StartScript, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,6 +122,35 @@ def left_by_a_killed_guard(start_script: StartScript, folder: Path, grace_s: flo
     until(lambda: pid_file.exists() and pid_file.read_text().strip() != "")
     os.kill(process.pid, signal.SIGKILL)
     return process, int(pid_file.read_text())
+
+
+def headless_left_by_a_killed_guard(
+    start_script: StartScript, folder: Path, when: str
+) -> tuple[EngineProcess, Headless]:
+    words = shlex.join(headless.command(folder / "headless", when))
+    killed = start_script(f"trap '' TERM; setsid {words} & sleep 60", stop_timeout_s=600.0)
+    orphan = Headless.of(folder / "headless")
+    os.kill(killed.pid, signal.SIGKILL)
+    return killed, orphan
+
+
+def end_late(patch: pytest.MonkeyPatch, orphan: Headless) -> None:
+    """Have a signal end the first thread of this process, and the ninth look for what is to be killed the others."""
+    kill, kill_marked, looks = os.kill, module._kill_marked, Counter[str]()
+
+    def end_the_first_thread(pid: int, number: int) -> None:
+        kill(pid, signal.SIGUSR1 if pid == orphan.pid else number)
+        if pid == orphan.pid:
+            orphan.wait_for_its_first_thread()
+
+    def end_the_others_late(mark: str) -> set[int]:
+        looks[mark] += 1
+        if looks[mark] == 9:
+            kill(orphan.pid, signal.SIGKILL)
+        return kill_marked(mark)
+
+    patch.setattr(os, "kill", end_the_first_thread)
+    patch.setattr(module, "_kill_marked", end_the_others_late)
 
 
 def has_ended(pid: int) -> bool:

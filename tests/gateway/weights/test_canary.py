@@ -226,6 +226,60 @@ async def test_under_a_quorum_a_canary_of_another_form_fences_the_replica_that_g
     assert "no answer to the canary" in (await replicas(rig))["engine-1"]["reason"]
 
 
+def saying(replica: Replica, logprob: object) -> None:
+    """Have a replica answer the canary with this as each log-prob."""
+    generate = replica.engine.generate
+
+    async def odd(path: str, body: Json, timeout_s: float) -> Json:
+        answer = await generate(path, body, timeout_s)
+        for scored in filter(None, answer["choices"][0].get("prompt_logprobs") or []):
+            for one in scored.values():
+                one["logprob"] = logprob
+        return answer
+
+    replica.engine.generate = odd  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("value", [-1e308, 1e308, -1e39, pytest.param(10**400, id="beyond floats"), True, "-1.0", None])
+async def test_under_a_quorum_log_probs_that_are_none_fence_the_replica_that_gave_them(
+    start_rig: StartRig, value: object
+) -> None:
+    rig = await start_rig(3, weights=QUORUM)
+    await rig.open_group()
+    saying(rig.fleet.replicas[1], value)
+    status, reply = await finished(rig)
+    assert (status, reply["weight_version"]) == (200, 1)
+    assert await rig.states() == {"engine-0": "SERVING", "engine-1": "SYNCING", "engine-2": "SERVING"}
+    assert "which is no log-prob" in (await replicas(rig))["engine-1"]["reason"]
+
+
+@pytest.mark.parametrize("value", [-1e308, -3e38])
+async def test_a_returning_replica_with_log_probs_of_any_size_takes_no_other_along(
+    start_rig: StartRig, value: float
+) -> None:
+    rig = await start_rig(3)
+    saying(rig.fleet.replicas[1], value)
+    fleet = rig.fleet.replicas
+    findings = await Canary(CanaryConfig(), {}).admit(fleet, 0)
+    assert [findings[replica].may_serve for replica in fleet] == [True, False, True]
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf, math.inf])
+async def test_log_probs_that_are_not_finite_are_told_as_such(rig: Rig, value: float) -> None:
+    await rig.open_group()
+    saying(rig.fleet.replicas[1], value)
+    status, reply = await finished(rig)
+    assert (status, "not finite" in reply["error"]["message"]) == (424, True)
+
+
+async def test_positive_numbers_are_compared_as_others_are(rig: Rig) -> None:
+    """As an engine that reports logits gives them."""
+    await rig.open_group()
+    for replica in rig.fleet.replicas:
+        saying(replica, 3.5)
+    assert (await finished(rig))[0] == 200
+
+
 async def test_under_policy_all_a_canary_of_another_form_aborts_the_update_and_names_the_replica(rig: Rig) -> None:
     await rig.open_group()
 
@@ -366,7 +420,7 @@ async def test_an_update_that_was_aborted_is_nothing_to_compare_the_next_with(ri
     assert set((await rig.states()).values()) == {"SERVING"}
 
 
-@pytest.mark.parametrize("wrong", ["x", [1.0], [None] * 63, ["1"] * 63])
+@pytest.mark.parametrize("wrong", ["x", [1.0], [None] * 63, ["1"] * 63, [True] * 63, [-1e308] * 63, [1e39] * 63])
 async def test_log_probs_that_are_not_of_the_canary_are_refused_and_may_be_sent_again(rig: Rig, wrong: object) -> None:
     await rig.open_group()
     status, reply = await finished(rig, {"canary_logprobs": wrong})

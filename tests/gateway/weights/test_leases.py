@@ -54,7 +54,7 @@ async def trainer(rig: Rig, received: bool, *forks: str) -> AsyncIterator[asynci
             process.kill()
         if worker != "None":
             os.kill(int(worker), signal.SIGKILL)
-        await process.wait()
+        await process.communicate(b"")  # its end alone would leave its pipes to the loop of the next test
 
 
 @pytest.mark.parametrize("received", [True, False])

@@ -23,7 +23,7 @@ from engines.errors import (
     WeightUpdateConflict,
     WeightUpdateFailed,
 )
-from engines.process.port import free_port
+from engines.process.port import HeldPort
 from engines.process.process import Command, EngineProcess
 from gateway.config.schema import WeightsConfig
 
@@ -46,6 +46,7 @@ class Relay:
     def __init__(self, config: WeightsConfig, log_dir: Path) -> None:
         self._config = config
         self._log_dir = log_dir
+        self._port: HeldPort | None = None
         self._process: EngineProcess | None = None
         self._client: VllmEngine | None = None
         self._is_open = False
@@ -111,6 +112,8 @@ class Relay:
             await client.close()
         if self._process is not None:
             await self._process.stop()
+        if self._port is not None:
+            self._port.release()
 
     @property
     def _runs(self) -> bool:
@@ -125,7 +128,8 @@ class Relay:
     async def _start(self) -> VllmEngine:
         """Start a new process, and return its client when it listens."""
         await self.close()
-        port, device = free_port(), self._config.relay_device
+        self._port = HeldPort()
+        port, device = self._port.number, self._config.relay_device
         # The relay sees only its own GPU; Ray hides all GPUs from an actor that has none.
         env = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": device.removeprefix("cuda:") if device else ""}
         argv = [

@@ -20,7 +20,8 @@ import torch
 from aiohttp import web
 
 from engines.errors import EngineUnreachable
-from engines.process.port import free_port
+from engines.process.port import HeldPort, free_port
+from engines.process.port import _locked as locked_port
 from engines.process.process import Command
 from engines.store.draft import Draft
 from engines.store.manifest import check_bytes
@@ -49,11 +50,13 @@ class Trainer:
     def __init__(self, rig: Rig) -> None:
         self.rig = rig
         self.group: WeightGroup | None = None
+        self._port: HeldPort | None = None
 
     async def join(self, **changes: object) -> tuple[int, Json]:
         """Status and reply of the call; the group is left where it is no success."""
         self.leave()
-        port = free_port()
+        self._port = HeldPort()  # or the relay might draw it before the group listens
+        port = self._port.number
         self.group = group = WeightGroup("127.0.0.1", port, 0, 2, JOIN_S)
         info = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2, "packed": True}
         joining = asyncio.create_task(asyncio.to_thread(group.join))
@@ -97,6 +100,8 @@ class Trainer:
         if self.group is not None:
             self.group.close()
             self.group = None
+        if self._port is not None:
+            self._port.release()
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -108,6 +113,7 @@ class NearRelay:
 
     pid = 0
     exit_code: int | None = None
+    _words = ""
 
     def __init__(self, command: Command, log_path: Path, stop_timeout_s: float) -> None:
         self.log_path = log_path
@@ -120,14 +126,20 @@ class NearRelay:
         self._starting = asyncio.create_task(self._listen())
 
     async def stop(self) -> None:
-        self.exit_code = 0
+        self.exit_code = self.exit_code or 0
         if self._starting is not None:
             await asyncio.wait([self._starting])  # what begins to listen after the end would never be closed
         await self._runner.cleanup()
 
     async def _listen(self) -> None:
         await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", self._port).start()
+        try:
+            await web.TCPSite(self._runner, "127.0.0.1", self._port).start()
+        except OSError as error:  # another has the port
+            self.exit_code, self._words = 1, str(error)
+
+    def last_words(self, lines: int) -> str:
+        return self._words
 
 
 @pytest.fixture
@@ -460,6 +472,32 @@ async def test_a_group_that_cannot_be_is_refused_with_the_remedy(
     trainer.leave()
 
 
+async def test_the_port_of_a_relay_is_drawn_by_no_other_start_until_the_relay_has_ended(
+    start: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ports: list[int] = []
+    begin = NearRelay.start
+
+    def look(near: NearRelay) -> None:
+        ports.append(near._port)
+        assert is_held(near._port)  # torch loads before the port is bound
+        begin(near)
+
+    monkeypatch.setattr(NearRelay, "start", look)
+    trainer = Trainer(await start())
+    assert (await trainer.join())[0] == 200
+    trainer.leave()
+    await trainer.rig.stop_gateway()
+    assert not is_held(*ports)
+
+
+def is_held(number: int) -> bool:
+    lock = locked_port(number)
+    if lock is not None:
+        lock.close()
+    return lock is None
+
+
 async def test_a_second_trainer_waits_for_the_firsts_transfer(trainer: Trainer) -> None:
     assert trainer.group is not None
     await trainer.start()
@@ -622,7 +660,7 @@ async def test_the_end_of_a_trainers_lease_ends_its_update_and_removes_the_draft
     assert await process.stdout.readline() == b"open\n"
     assert drafts(folder)
     process.kill()
-    await process.wait()
+    await process.communicate(b"")  # its end alone would leave its pipes to the loop of the next test
     async with asyncio.timeout(TIMEOUT_S):
         while (await rig.get("/status"))[1]["weight_update"] is not None or drafts(folder):
             await asyncio.sleep(0.02)

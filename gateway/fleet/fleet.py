@@ -522,12 +522,12 @@ class Fleet:
         """Look at a replica on which an attempt failed. True if its engine process is gone.
 
         A connection that broke is no evidence by itself: the replica is SUSPECT if a probe fails too. A SUSPECT replica
-        is probed again where a connection broke, as its engine may be ending, and not where it is silent: its rollouts
-        would wait for another silence.
+        is probed again, as its engine may be ending, but not where it is silent: its rollouts would wait for another
+        silence.
         """
         if not isinstance(error, EngineUnreachable):
             return False
-        may_be_ending = replica.state is ReplicaState.SUSPECT and replica.was_reset
+        may_be_ending = replica.state is ReplicaState.SUSPECT and not (replica.is_gone or replica.is_silent)
         if not (replica.can_serve or may_be_ending):
             return replica.is_gone or isinstance(error, EngineGone)
         failure = error if isinstance(error, EngineGone) else await self.probes.probe_broken(replica)

@@ -37,7 +37,7 @@ class Replica:
     once the canary has borne it out. `adapters` has the adapters of its engine by name; None marks an adapter that may
     be there and must not be used. `transport` is its engine's transfer backend, once known. `cuts_off` is True while an
     update ends all rollouts in flight. `is_stalled` is True while its tokens stand still, `is_gone` once a probe found
-    nothing on its port, `was_reset` once the connection of a probe broke. `answered_at` is the monotonic time of its
+    nothing on its port, `is_silent` once a probe had no answer in time. `answered_at` is the monotonic time of its
     last good probe or token.
     `changes` tells those who keep a copy of it what happens to it. `rank` orders replicas by their tokens in flight,
     equal ones by the samples that were placed on them.
@@ -73,7 +73,7 @@ class Replica:
         self.cuts_off = False
         self.is_stalled = False
         self.is_gone = False
-        self.was_reset = False
+        self.is_silent = False
         self.backoff = Backoff()
         self.residents = Residents()
         self._rollouts: dict[int, Rollout] = {}

@@ -33,9 +33,11 @@ class Probes:
         try:
             await replica.engine.health(self.patience_s(replica))
         except (EngineError, DeadlineExceeded) as error:
-            replica.is_gone, replica.was_reset = isinstance(error, EngineGone), _is_reset(error)
+            replica.is_gone = isinstance(error, EngineGone)
+            replica.is_silent = isinstance(error, DeadlineExceeded)
             return error
-        replica.answered_at, replica.is_gone, replica.was_reset = time.monotonic(), False, False
+        replica.answered_at = time.monotonic()
+        replica.is_gone = replica.is_silent = False
         return None
 
     async def shared_probe(self, replica: Replica) -> Failure | None:
@@ -50,7 +52,10 @@ class Probes:
         """Probe an engine whose connection broke; twice where that of the probe breaks too: a listener that closes
         resets what waits in its queue, and nothing listens at the next try."""
         failure = await self.shared_probe(replica)
-        return await self.shared_probe(replica) if _is_reset(failure) else failure
+        is_gone = isinstance(failure, EngineGone)
+        if isinstance(failure, EngineUnreachable) and not is_gone and failure.retry_after_s is None:
+            return await self.shared_probe(replica)
+        return failure
 
     def patience_s(self, replica: Replica) -> float:
         """Longest wait for a probe: after a missed one no longer than until the replica's rollouts are to move."""
@@ -94,9 +99,3 @@ class Probes:
         if since is not None and replica.is_stalled:
             since = max(since, replica.answered_at)  # a stalled engine that answers its probes may recover
         return since is not None and time.monotonic() - since > self._config.lost_after_s
-
-
-def _is_reset(failure: Failure | None) -> bool:
-    """True for a connection that broke, as those of an engine that ends do; False for a limit of the engine's."""
-    is_gone = isinstance(failure, EngineGone)
-    return isinstance(failure, EngineUnreachable) and not is_gone and failure.retry_after_s is None

@@ -186,7 +186,7 @@ async def test_a_death_counts_also_where_a_probe_has_found_it_before_the_attempt
     assert await rig.fleet.examine(replica, broken)
 
 
-@pytest.mark.parametrize("finds_it", ["the attempt", "a probe before"])
+@pytest.mark.parametrize("finds_it", ["the attempt", "a probe before", "Serve before"])
 async def test_a_death_counts_also_where_the_listener_closes_with_a_probe_in_its_queue(
     start_rig: StartRig, monkeypatch: pytest.MonkeyPatch, finds_it: str
 ) -> None:
@@ -205,6 +205,8 @@ async def test_a_death_counts_also_where_the_listener_closes_with_a_probe_in_its
     await rig.replicas[0].kill()
     if finds_it == "a probe before":
         rig.fleet.suspect(replica, str(await rig.fleet.probes.probe(replica)))
+    elif finds_it == "Serve before":
+        rig.fleet.suspect(replica, "Serve no longer lists it")
     assert await rig.fleet.examine(replica, broken)
 
 

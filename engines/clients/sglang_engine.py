@@ -193,7 +193,8 @@ class SglangEngine(EngineWithWorkers):
         if self._is_packed:
             await self._open_packed_group(init_info, timeout_s)
             return
-        self._has_sessions = _BEGIN in (await self._call("GET", "/openapi.json", None, timeout_s))["paths"]
+        described = await self._call("GET", "/openapi.json", None, timeout_s)
+        self._has_sessions = self._translated(lambda answer: _BEGIN in answer["paths"], described)
         self._load_format = init_info.get("load_format")
         group = {key: init_info[key] for key in ("master_address", "master_port", "rank_offset", "world_size")}
         body = group | {"group_name": _GROUP, "backend": init_info.get("backend", "nccl")}

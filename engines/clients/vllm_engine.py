@@ -12,8 +12,8 @@ from engines.types import PauseMode
 _PACKED_AT_INIT = (0, 28)
 _NO_ROUTE = (404, 405)
 """Statuses of a release without a route."""
-_MOST_DIGITS = 18
-"""Length of the longest version; each number of so many digits fits in 64 bits."""
+_MOST_DIGITS = 19
+"""Length of the longest version, since trainers give numbers of up to 2**62."""
 
 
 class VllmEngine(EngineWithWorkers):

@@ -7,6 +7,7 @@ changed. The gateway learns what to expect through the `user_config` of its own 
 from typing import Any
 
 from engines.errors import ConfigError
+from engines.process.process import longest_stop_s
 from engines.types import EngineKind
 from gateway.cli.cluster.application import (
     Running,
@@ -65,7 +66,7 @@ def _check(config: Config, group: str, num_replicas: int) -> None:
 
 def _longest_s(config: Config, group: str) -> float:
     engine = config.groups[group]
-    return max(engine.start_timeout_s, engine.drain_timeout_s + engine.stop_timeout_s) + DEPLOY_SLACK_S
+    return max(engine.start_timeout_s, engine.drain_timeout_s + longest_stop_s(engine.stop_timeout_s)) + DEPLOY_SLACK_S
 
 
 def _wait(api: ServeApi, config: Config, group: str, num_replicas: int, report: Report, timeout_s: float) -> None:

@@ -125,7 +125,7 @@ async def test_an_engine_without_the_folder_fetches_the_version_it_is_to_load(
         if path == "/collective_rpc":
             calls.append(body["kwargs"])
             await worker.call(body["method"], {**body["kwargs"], "path": str(elsewhere)})
-        return {}
+        return {"weight_version": "default"}
 
     monkeypatch.setattr(VllmEngine, "ask", over_there)
     peer = Peer(url=rig.url, key=store_key(rig.config.gateway))

@@ -358,21 +358,13 @@ class CatchUp:
         label = replica.engine.label_weights(version, timeout_s)
         await bounded(replica.unless_lost(label), timeout_s, "its weights were not labelled")
         if replica.info.kind is EngineKind.EXTERNAL:
-            await self._check_labelled(replica, version)
+            # Behind a URL of others another process may have got the label, with weights of its own.
+            await self._check(replica, version)
         replica.hold(version, keeps_kv=False)
         await self._snapshots.note_holders(version, [replica])
         log.info("replica caught up", replica=replica.replica_id, version=version)
         if replica.state is ReplicaState.SYNCING:
             self._fleet.settle(replica, how)
-
-    async def _check_labelled(self, replica: Replica, version: int) -> None:
-        """As `_check`: behind a URL of others another process may have got the label, with weights of its own. The
-        label is taken back where the canary does not bear it out."""
-        try:
-            await self._check(replica, version)
-        except (EngineError, DeadlineExceeded, WeightUpdateFailed):
-            await self._clear(replica, drops_receipt=False, ends_update=True)
-            raise
 
     async def _check(self, replica: Replica, version: int) -> None:
         """Raise `WeightUpdateFailed` where the canary does not find the version."""

@@ -22,7 +22,7 @@ from engines.errors import DeadlineExceeded, InvalidRequest, StoreFailed
 from engines.store.draft import complete, is_whole
 from engines.store.manifest import Manifest, check_bytes
 from engines.store.weight_store import Note, WeightStore, remove_folder
-from engines.types import ReplicaState
+from engines.types import EngineKind, ReplicaState
 from gateway.config.schema import WeightsConfig
 from gateway.fleet.replica import Replica
 
@@ -51,6 +51,7 @@ class Snapshots:
         self._why_not = "weights.store is null" if config.store is None else "not open yet"
         self._keeping: asyncio.Task[None] | None = None
         self._noted: dict[str, Note] = {}
+        self._highest_noted = 0
         self._removing: set[asyncio.Future[None]] = set()
         self._listeners: list[Callable[[], None]] = []
 
@@ -256,7 +257,7 @@ class Snapshots:
 
     async def note_holders(self, version: int, replicas: Iterable[Replica]) -> None:
         """Note that these replicas hold the version, for a restarted gateway: it is committed there."""
-        replicas = list(replicas)
+        replicas, self._highest_noted = list(replicas), max(self._highest_noted, version)
         if self._store is not None and self._store.has(version):
             with contextlib.suppress(StoreFailed):  # only a restarted gateway reads it
                 holders = [replica.info.incarnation for replica in replicas]
@@ -265,11 +266,15 @@ class Snapshots:
         await self._note(version, replicas)
 
     async def note_overwritten(self, replicas: Iterable[Replica]) -> None:
-        """Note that these replicas are about to hold no version. Engines that report versions report this too."""
-        await self._note(None, [replica for replica in replicas if not replica.engine.tells_version])
+        """Note that these replicas are about to hold no version. Our engines that report versions report this too;
+        behind a URL of others another server may get the label."""
+        external = EngineKind.EXTERNAL
+        await self._note(None, [one for one in replicas if one.info.kind is external or not one.engine.tells_version])
 
     async def note_aborted(self, version: int) -> None:
         """Note that no replica holds the version for good, or a restarted gateway would take it for the fleet's."""
+        if version > self._highest_noted:
+            return
         if self._store is None:
             self._noted |= {one: Note(None) for one, note in self._noted.items() if note.version == version}
             return

@@ -118,11 +118,11 @@ class UpdateMachine:
         if update.rolling:
             catch_up.take_back(ahead, self._parts.config.rolling_width)
         try:
-            for clear_up in self._on_abort:
-                await clear_up()
+            await self._parts.snapshots.note_aborted(update.version)
         finally:  # also where the trainer leaves meanwhile
             try:
-                await self._parts.snapshots.note_aborted(update.version)
+                for clear_up in self._on_abort:
+                    await clear_up()
             finally:
                 await self._parts.snapshots.discard(update.draft)
 

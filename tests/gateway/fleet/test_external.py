@@ -72,7 +72,8 @@ async def test_a_server_that_is_replaced_as_it_is_labelled_does_not_serve(
 ) -> None:
     """Another process behind the same URL takes the label, and computes with the weights that it came with."""
     sim = {"tensors": {"w": [4, 4], "b": [4]}}
-    rig = await start_rig(1, sim=sim, weights={"store": str(tmp_path / "store")})
+    weights = {"store": str(tmp_path / "store")}
+    rig = await start_rig(1, sim=sim, weights=weights)
     await rig.open_group()
     await rig.update()
     theirs = await SimReplica("theirs", 5, rig.sim).start()
@@ -98,7 +99,15 @@ async def test_a_server_that_is_replaced_as_it_is_labelled_does_not_serve(
             await asyncio.sleep(0.01)
     assert "nats a token from the nearest other" in replica.reason
     assert await rig.states() == {"engine-0": "SERVING", "theirs-0": "SYNCING"}
-    assert await replica.engine.weight_version(SOON_S) is None  # or the next gateway would believe the label
+    assert await replica.engine.weight_version(SOON_S) == 1
+    external = rig.external
+    await rig.stop_gateway()
+    second = await start_rig(1, sim=sim, weights=weights, replicas=rig.replicas)
+    second.external = external
+    async with asyncio.timeout(SOON_S):
+        while (replica := second.fleet.find("theirs-0")) is None:
+            await asyncio.sleep(0.01)
+    assert (replica.state, replica.weight_version) == ("SYNCING", None)  # the label is not believed
     await theirs.kill()
 
 

@@ -15,6 +15,7 @@ import pytest
 from engines.errors import StoreFailed
 from engines.store.draft import Draft, claim_draft, raw
 from engines.store.weight_store import WeightStore
+from engines.types import EngineKind
 from gateway.config.schema import WeightsConfig
 from gateway.weights.snapshots import Snapshots
 
@@ -213,7 +214,8 @@ async def opened(snapshots: Snapshots) -> AsyncIterator[Path]:
 
 def replica(incarnation: str) -> Any:
     engine = SimpleNamespace(tells_version=False)
-    return SimpleNamespace(info=SimpleNamespace(incarnation=incarnation), engine=engine)
+    info = SimpleNamespace(incarnation=incarnation, kind=EngineKind.SIM)
+    return SimpleNamespace(info=info, engine=engine)
 
 
 def written(folder: Path) -> str:

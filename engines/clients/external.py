@@ -158,8 +158,8 @@ class ExternalServer:
         return info
 
     async def check(self) -> None:
-        """Raise if the server does not answer, or its label is no gateway's any more: a process that was started anew
-        may be another release, and is described anew after a few failures in a row.
+        """Raise if the server does not answer, or its label is no gateway's any more: a process that was restarted
+        may be another release, and is described again after a few failures in a row.
 
         A lower version alone is a gateway's that takes an update back.
         """

@@ -87,7 +87,7 @@ class EngineWithWorkers(HttpEngine, ABC):
         await self._on_workers("load_staged", {}, timeout_s)
 
     async def undo_load(self, timeout_s: float) -> bool:
-        await self._label(MIXED, timeout_s)
+        await self._label(None, timeout_s)
         return _all_say("undone", await self._on_workers("undo_load", {}, timeout_s))
 
     async def wipe_kv(self, timeout_s: float) -> None:
@@ -127,7 +127,7 @@ class EngineWithWorkers(HttpEngine, ABC):
             await self._until_ready("prepare_snapshot", self._snapshot(path, version, timeout_s), timeout_s)
 
     async def load_snapshot(self, path: str, version: int, timeout_s: float) -> None:
-        await self._label(MIXED, timeout_s)
+        await self._label(None, timeout_s)
         asked = self._snapshot(path, version, timeout_s)
         # Our worker in SGLang answers False for a version that it leaves to SGLang.
         if not self._has_our_worker or False in await self._on_workers("load_snapshot", asked, timeout_s):
@@ -138,12 +138,13 @@ class EngineWithWorkers(HttpEngine, ABC):
         if told is not None and self.tells_version:
             reason = f"it no longer holds what was loaded as version {version}: was it restarted?"
             raise EngineFailed(reason, replica_id=self.replica_id)
-        await self._label(str(version), timeout_s)
+        await self._label(version, timeout_s)
 
-    async def _label(self, label: str, timeout_s: float) -> None:
+    async def _label(self, version: int | None, timeout_s: float) -> None:
+        """Label the weights with their version; None for mixed weights."""
         self._held = None
-        await self._set_label(label, timeout_s)
-        self._held = None if label == MIXED else int(label)
+        await self._set_label(MIXED if version is None else str(version), timeout_s)
+        self._held = version
 
     @property
     def _has_our_worker(self) -> bool:

@@ -45,7 +45,7 @@ import orjson
 
 from engines.clients.cumulative import LatestEvents
 from engines.clients.http import message_of
-from engines.clients.our_workers import MIXED, EngineWithWorkers
+from engines.clients.our_workers import EngineWithWorkers
 from engines.clients.sglang_dialect import (
     CHAT,
     COMPLETIONS,
@@ -227,7 +227,7 @@ class SglangEngine(EngineWithWorkers):
         await self._call("POST", "/destroy_weights_update_group", {"group_name": _GROUP}, timeout_s)
 
     async def start_weight_update(self, timeout_s: float) -> None:
-        await self._label(MIXED, timeout_s)
+        await self._label(None, timeout_s)
         if self._has_sessions:
             await self._call("POST", _BEGIN, {"selector": "all"}, timeout_s)
 
@@ -249,7 +249,7 @@ class SglangEngine(EngineWithWorkers):
     async def finish_weight_update(self, version: int, timeout_s: float) -> None:
         if self._has_sessions:
             await self._call("POST", "/end_weight_update", {}, timeout_s)
-        await self._label(str(version), timeout_s)
+        await self._label(version, timeout_s)
 
     async def abandon_weight_update(self, timeout_s: float, *, drops_receipt: bool = False) -> None:
         if drops_receipt:

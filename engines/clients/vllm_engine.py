@@ -66,7 +66,7 @@ class VllmEngine(EngineWithWorkers):
         await self.ask("POST", "/shutdown_weight_transfer_engine", None, timeout_s)
 
     async def start_weight_update(self, timeout_s: float) -> None:
-        await self._label(MIXED, timeout_s)
+        await self._label(None, timeout_s)
         await self.ask("POST", "/start_weight_update", {}, timeout_s)
 
     async def update_weights(self, update_info: Json, timeout_s: float) -> None:
@@ -86,7 +86,7 @@ class VllmEngine(EngineWithWorkers):
             # already, vLLM answers 500 and nothing is left to do.
             with contextlib.suppress(EngineFailed):
                 await self.ask("POST", "/finish_weight_update", {}, timeout_s)
-        await self._label(MIXED, timeout_s)
+        await self._label(None, timeout_s)
 
     async def plan_updates(self, timeout_s: float) -> str:
         workers = await self._on_workers("plan_updates", {}, timeout_s) if self._has_tee else []

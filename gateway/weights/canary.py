@@ -377,7 +377,7 @@ def _logprobs(answer: Json, token_ids: list[int]) -> tuple[float, ...]:
 
 
 def _is_logprob(value: object) -> bool:
-    """Return True for a number of float32, also one that is not finite: it is told as such.
+    """Return True for a number of float32, also for infinities and NaN, which have a finding of their own.
 
     An external vLLM with `logprobs_mode: raw_logits` reports logits, which may be positive.
     """

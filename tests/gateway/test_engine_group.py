@@ -1,4 +1,4 @@
-"""What Serve is told of a group of engines."""
+"""The options of an engine group's deployment in Ray Serve."""
 
 from typing import Any
 

@@ -20,7 +20,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """End this process with pytest's status, once all is told. To take torch apart takes a second, and threads of Ray
+    """End this process with pytest's status, after its report. To take torch apart takes a second, and threads of Ray
     may end a process by a signal there, after the last test."""
     session = config.pluginmanager.getplugin("session")
     if not isinstance(session, pytest.Session):

@@ -43,6 +43,16 @@ async def vllm() -> AsyncIterator[SimReplica]:
     await replica.kill()
 
 
+@pytest.fixture
+async def engine(vllm: SimReplica) -> AsyncIterator[ExternalEngine]:
+    """The client of `vllm`."""
+    theirs = server_at(vllm.info.url)
+    engine = ExternalEngine(await theirs.start())
+    yield engine
+    await engine.close()
+    await theirs.stop()
+
+
 def server_at(url: str, **levers: Any) -> ExternalServer:
     config = EngineConfig.model_validate({"kind": "external", "url": url, "start_timeout_s": 3, **levers})
     return ExternalServer(config, replica_id="judge-0", group="judge")
@@ -296,11 +306,8 @@ async def test_an_earlier_version_that_comes_back_between_two_looks_is_no_server
 
 
 async def test_a_server_that_lists_the_weight_routes_tells_versions_though_a_proxy_hides_them_at_first(
-    vllm: SimReplica, monkeypatch: pytest.MonkeyPatch
+    engine: ExternalEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    theirs = server_at(vllm.info.url)
-    engine = ExternalEngine(await theirs.start())
-
     async def hidden(asked: ExternalEngine, *_: object) -> bytes:
         raise EngineRefused("default backend", status=404, body={}, replica_id=asked.replica_id)
 
@@ -310,13 +317,9 @@ async def test_a_server_that_lists_the_weight_routes_tells_versions_though_a_pro
     monkeypatch.undo()
     assert engine.tells_version
     assert await engine.weight_version(SOON_S) == 0
-    await engine.close()
-    await theirs.stop()
 
 
-async def test_a_server_that_is_replaced_after_an_update_is_found(vllm: SimReplica) -> None:
-    theirs = server_at(vllm.info.url)
-    engine = ExternalEngine(await theirs.start())
+async def test_a_server_that_is_replaced_after_an_update_is_found(vllm: SimReplica, engine: ExternalEngine) -> None:
     await engine.open_weight_group({"world_size": 2, "rank_offset": 1}, SOON_S)
     await engine.start_weight_update(SOON_S)
     await engine.finish_weight_update(1, SOON_S)
@@ -324,15 +327,11 @@ async def test_a_server_that_is_replaced_after_an_update_is_found(vllm: SimRepli
     vllm.label(0)
     with pytest.raises(EngineFailed, match="it reports version 0, and held version 1"):
         await engine.health(SOON_S)
-    await engine.close()
-    await theirs.stop()
 
 
 async def test_a_look_at_a_server_that_has_its_label_before_the_answer_is_heard_finds_no_other(
-    vllm: SimReplica, monkeypatch: pytest.MonkeyPatch
+    engine: ExternalEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    theirs = server_at(vllm.info.url)
-    engine = ExternalEngine(await theirs.start())
     assert await engine.weight_version(SOON_S) == 0
     set_label = ExternalEngine._set_label
 
@@ -344,17 +343,13 @@ async def test_a_look_at_a_server_that_has_its_label_before_the_answer_is_heard_
     await engine.undo_load(SOON_S)
     await engine.label_weights(1, SOON_S)
     await engine.health(SOON_S)
-    await engine.close()
-    await theirs.stop()
 
 
 @pytest.mark.parametrize(("label", "told"), [("0", "version 0"), ("7", "version 7"), ("mixed", "mixed weights")])
 @pytest.mark.parametrize("is_probed", [True, False])
 async def test_a_version_that_was_not_given_here_is_another_server_behind_the_url(
-    vllm: SimReplica, label: str, told: str, is_probed: bool
+    engine: ExternalEngine, label: str, told: str, is_probed: bool
 ) -> None:
-    theirs = server_at(vllm.info.url)
-    engine = ExternalEngine(await theirs.start())
     await engine.undo_load(SOON_S)
     if is_probed:
         await engine.health(SOON_S)
@@ -362,28 +357,20 @@ async def test_a_version_that_was_not_given_here_is_another_server_behind_the_ur
     await engine.ask("POST", "/update_weight_version", {"new_version": label}, SOON_S)
     with pytest.raises(EngineFailed, match=f"it reports {told}, and held version 1: was it restarted"):
         await engine.health(SOON_S)
-    await engine.close()
-    await theirs.stop()
 
 
-async def test_the_version_that_a_server_came_with_is_the_one_that_it_has_to_report(vllm: SimReplica) -> None:
-    theirs = server_at(vllm.info.url)
-    engine = ExternalEngine(await theirs.start())
+async def test_the_version_that_a_server_came_with_is_the_one_that_it_has_to_report(engine: ExternalEngine) -> None:
     await engine.ask("POST", "/update_weight_version", {"new_version": "3"}, SOON_S)
     assert await engine.weight_version(SOON_S) == 3
     await engine.health(SOON_S)
     await engine.ask("POST", "/update_weight_version", {"new_version": "0"}, SOON_S)
     with pytest.raises(EngineFailed, match="it reports version 0, and held version 3"):
         await engine.health(SOON_S)
-    await engine.close()
-    await theirs.stop()
 
 
 async def test_a_look_that_an_update_overtakes_is_no_other_server(
-    vllm: SimReplica, monkeypatch: pytest.MonkeyPatch
+    engine: ExternalEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    theirs = server_at(vllm.info.url)
-    engine = ExternalEngine(await theirs.start())
     assert await engine.weight_version(SOON_S) == 0
     told = ExternalEngine._told_version
 
@@ -396,8 +383,6 @@ async def test_a_look_that_an_update_overtakes_is_no_other_server(
     monkeypatch.setattr(ExternalEngine, "_told_version", overtaken)
     await engine.health(SOON_S)
     await engine.health(SOON_S)
-    await engine.close()
-    await theirs.stop()
 
 
 async def test_a_version_that_is_no_release_is_taken_for_the_latest(vllm: SimReplica) -> None:

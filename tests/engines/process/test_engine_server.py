@@ -104,6 +104,14 @@ def logs(folder: Path) -> list[Path]:
     return sorted(folder.iterdir())
 
 
+async def kill_guard(info: ReplicaInfo, killed: EngineProcess) -> None:
+    """Return once the end of the guard is known."""
+    os.kill(guard_of(info), signal.SIGKILL)
+    async with asyncio.timeout(SOON_S):
+        while killed.exit_code is None:
+            await asyncio.sleep(0.01)
+
+
 async def checked_until_it_fails(one: EngineServer) -> None:
     async with asyncio.timeout(SOON_S):
         while True:
@@ -233,10 +241,7 @@ async def test_what_a_killed_guard_left_is_ended_and_told_also_where_the_log_is_
     one = new_server()
     info = await one.start()
     os.remove(info.log_path)
-    os.kill(guard_of(info), signal.SIGKILL)
-    async with asyncio.timeout(SOON_S):
-        while processes[0].exit_code is None:
-            await asyncio.sleep(0.01)
+    await kill_guard(info, processes[0])
     with pytest.raises(EngineError, match="ended with -9"):
         await one.check()
     async with asyncio.timeout(SOON_S):
@@ -254,10 +259,8 @@ async def test_a_check_tells_the_end_of_an_engine_while_its_processes_do_not_end
     info = await one.start()
     stays = await asyncio.create_subprocess_exec("sleep", "300")
     monkeypatch.setattr(process, "_kill_marked", lambda _: {stays.pid})
-    os.kill(guard_of(info), signal.SIGKILL)
+    await kill_guard(info, processes[0])
     async with asyncio.timeout(SOON_S):
-        while processes[0].exit_code is None:
-            await asyncio.sleep(0.01)
         with pytest.raises(EngineError, match="ended with -9"):
             await one.check()
     stays.kill()

@@ -746,6 +746,12 @@ async def test_good_weights_beside_kv_of_refused_ones_are_not_believed_after_an_
     assert await served_versions(rig) == {1}
 
 
+async def until_given_up(rounds: list[str], times: int = 1) -> None:
+    async with asyncio.timeout(20):
+        while len(rounds) < times:
+            await asyncio.sleep(0.01)
+
+
 async def test_an_engine_that_does_not_forget_its_kv_is_loaded_once_for_all_tries(
     start_rig: StartRig, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -759,9 +765,7 @@ async def test_an_engine_that_does_not_forget_its_kv_is_loaded_once_for_all_trie
     rig = await start_rig(1, sim=TENSORS, weights={"store": str(folder), "control_timeout_s": 0.2})
     await rig.open_group()
     assert await refused(rig) == 424
-    async with asyncio.timeout(20):
-        while len(rounds) < 3:
-            await asyncio.sleep(0.01)
+    await until_given_up(rounds, times=3)
     assert "its prefix cache was not reset" in rig.fleet.replicas[0].reason
     assert tries == ["catch up failed"] * len(rounds)  # pushes to the group wait for each
     assert ending.loads == 1
@@ -798,9 +802,7 @@ async def test_an_engine_that_has_forgotten_its_kv_has_all_tries_again(
     rig = await start_rig(1, sim=TENSORS, weights={"store": str(folder), "control_timeout_s": 0.2})
     await rig.open_group()
     assert await refused(rig) == 424
-    async with asyncio.timeout(20):
-        while not rounds:
-            await asyncio.sleep(0.01)
+    await until_given_up(rounds)
     failures = iter([EngineFailed("a peer hung up"), EngineFailed("a peer hung up")])
     load = VllmEngine.load_snapshot
 

@@ -341,9 +341,6 @@ def doctor_command(
     verl: Annotated[
         Path | None, typer.Option("--verl", metavar="FILE", help="verl: YAML, or a script with Hydra overrides.")
     ] = None,
-    verl_version: Annotated[
-        str, typer.Option("--verl-version", metavar="X.Y.Z", help="Release of verl; the newest known unless given.")
-    ] = "",
     trl: Annotated[
         Path | None,
         typer.Option("--trl", metavar="FILE", help="TRL: YAML, JSON, Python with a GRPOConfig(...), or a script."),
@@ -356,7 +353,9 @@ def doctor_command(
     watch: Annotated[
         str, typer.Option("--watch", metavar="TIME", help="With --url: count over this time, such as 30s.")
     ] = "",
-    trl_processes: Annotated[int, typer.Option("--trl-processes", min=1, help="Training processes of TRL.")] = 1,
+    trl_processes: Annotated[
+        int | None, typer.Option("--trl-processes", min=1, help="Training processes of TRL.")
+    ] = None,
     gpu_gib: Annotated[float, typer.Option("--gpu-gib", min=1, help="Memory of one GPU.")] = 80.0,
     show_all: Annotated[bool, typer.Option("--all", help="Show what is fine, too.")] = False,
     fix: Annotated[bool, typer.Option("--fix", help="Print a patch with the values that findings suggest.")] = False,
@@ -373,7 +372,6 @@ def doctor_command(
             config=load(config, context.args) if ours else None,
             settings=explain(config, context.args) if ours else None,
             verl=verl,
-            verl_version=verl_version,
             trl=trl,
             trl_processes=trl_processes,
             against=against,

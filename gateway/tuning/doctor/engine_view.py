@@ -13,7 +13,6 @@ from gateway.tuning.doctor.known_keys import ROLLOUT
 from gateway.tuning.doctor.model_size import weight_gib
 from gateway.tuning.doctor.trainer_memory import gpus_of, is_offloaded, resident_gib
 from gateway.tuning.doctor.values import Values, as_number
-from gateway.tuning.doctor.workload import verl_workload
 
 # Our levers in verl's rollout section, and True where verl 0.9.1 passes them to SGLang as to vLLM
 # (workers/rollout/sglang_rollout/async_sglang_server.py).
@@ -41,6 +40,8 @@ _TRL_LEVERS = {
     "gpu_memory_utilization": "vllm_gpu_memory_utilization",
     "max_model_len": "vllm_max_model_length",
 }
+# SGLang's names of our levers.
+_SGLANG_LEVERS = {"mem_fraction_static": "gpu_memory_utilization", "context_length": "max_model_len"}
 # Options of `trl vllm-serve` under another name than our lever.
 _SERVE_LEVERS = {"max_model_length": "max_model_len"}
 
@@ -138,14 +139,7 @@ def verl_engine(file: VerlFile) -> EngineView | None:
         # A lever that this release does not have is the engine's own choice.
         if file.keys.has(ROLLOUT + key) or values.has_any(ROLLOUT + key)
     }
-    if settings["max_model_len"].value is None and not file.keys.is_at_least(0, 7):
-        settings["max_model_len"] = replace(values.at(ROLLOUT + "max_model_len"), value=verl_workload(file).tokens)
-    elif file.keys.is_at_least(0, 7) and not file.keys.is_at_least(0, 8):
-        # verl 0.7 gives its engines the model's context, whatever the key has.
-        settings["max_model_len"] = replace(values.at(ROLLOUT + "max_model_len"), value=None)
-    for key, lever in (("mem_fraction_static", "gpu_memory_utilization"), ("context_length", "max_model_len")):
-        passed = values.at(f"{ROLLOUT}engine_kwargs.{name}.{key}")
-        settings |= {lever: passed} if passed.value is not None else {}
+    settings |= dict(_engine_kwargs(values, name))
     shares_gpu = file.has_trainer and _is_colocated(file)
     return EngineView(
         where="verl rollout",
@@ -159,6 +153,18 @@ def verl_engine(file: VerlFile) -> EngineView | None:
         on_cpu=values.text("trainer.device") not in ("", "cuda"),
         owner="verl",
     )
+
+
+def _engine_kwargs(values: Values, engine: str) -> Iterator[tuple[str, Setting]]:
+    """Levers that verl passes to its engine as they are, by our names."""
+    section = f"{ROLLOUT}engine_kwargs.{engine}."
+    for setting in values:
+        if setting.key.startswith(section):
+            key = setting.key.removeprefix(section)
+            yield _SGLANG_LEVERS.get(key) or key, values.at(setting.key)
+        elif setting.key == section[:-1] and isinstance(setting.value, dict):
+            for key, value in setting.value.items():
+                yield _SGLANG_LEVERS.get(key) or key, replace(setting, value=value)
 
 
 def _is_colocated(file: VerlFile) -> bool:

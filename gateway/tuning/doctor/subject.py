@@ -14,14 +14,15 @@ from gateway.tuning.doctor.workload import Workload, trl_workload, verl_workload
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """`against` is the workload of a configuration that is known to be good; `gpu_gib` the memory of one GPU."""
+    """`against` is the workload of a configuration that is known to be good; `gpu_gib` the memory of one GPU;
+    `trl_processes` is None where nothing says how many train."""
 
     engines: tuple[EngineView, ...]
     workload: Workload
     config: Config | None = None
     verl: VerlFile | None = None
     trl: TrlFile | None = None
-    trl_processes: int = 1
+    trl_processes: int | None = None
     against: Workload | None = None
     live: Live | None = None
     gpu_gib: float = 80.0
@@ -45,24 +46,23 @@ def subject_of(
     config: Config | None = None,
     settings: list[Setting] | None = None,
     verl: Path | None = None,
-    verl_version: str = "",
     trl: Path | None = None,
-    trl_processes: int = 1,
+    trl_processes: int | None = None,
     against: Path | None = None,
     live: Live | None = None,
     gpu_gib: float = 80.0,
 ) -> Subject:
     """Read the files. Raise `ConfigError` where a file cannot be read. With verl and TRL the workload is verl's."""
-    verl_file = read_verl(verl, verl_version) if verl else None
+    verl_file = read_verl(verl) if verl else None
     trl_file = read_trl(trl) if trl else None
     found = [verl_engine(verl_file) if verl_file else None]
     found += [live.engine() if live else None]
     if trl_file:
         trl_processes = trl_file.processes or trl_processes
-        found += [trl_engine(trl_file.values, trl_processes), trl_server(trl_file)]
+        found += [trl_engine(trl_file.values, trl_processes or 1), trl_server(trl_file)]
     workload = Workload()
     if trl_file and trl_file.has_trainer:
-        workload = trl_workload(trl_file.values, trl_processes)
+        workload = trl_workload(trl_file.values, trl_processes or 1)
     if verl_file and verl_file.has_rollouts:
         workload = verl_workload(verl_file)
     return Subject(
@@ -72,7 +72,7 @@ def subject_of(
         verl=verl_file,
         trl=trl_file,
         trl_processes=trl_processes,
-        against=verl_workload(read_verl(against, verl_version)) if against else None,
+        against=verl_workload(read_verl(against)) if against else None,
         live=live,
         gpu_gib=gpu_gib,
     )

@@ -14,24 +14,26 @@ The rules of `rollout-gateway doctor`: each with its question, its reason and it
 `python -m scripts.docs` from the rules in `gateway/tuning/doctor/`.
 
     rollout-gateway doctor -c FILE.yaml                       # ours
-    rollout-gateway doctor --verl train.sh                    # verl: YAML, or a script with Hydra overrides
-    rollout-gateway doctor --verl train.sh --verl-version 0.7.0 --fix | patch -p0
+    python -m verl.trainer.main_ppo ... --cfg job > job.yaml; rollout-gateway doctor --verl job.yaml   # verl, resolved
+    rollout-gateway doctor --verl train.sh --fix | patch -p0  # a script with Hydra overrides, or a YAML file
     rollout-gateway doctor -c FILE.yaml --trl train.py --trl-processes 4
     rollout-gateway doctor --trl run.sh                       # the program that it launches, and its trl vllm-serve
     rollout-gateway doctor --url http://127.0.0.1:8100        # a running gateway: its engines' settings and counters
     rollout-gateway doctor --url http://127.0.0.1:8100 --watch 30   # counters of these 30 s
 
-Files are read. A shell script is expanded by a restricted bash with an empty environment, which finds no program and
-writes no file; values that only a run has are listed. A finding `hurts`, is one to `consider`, or is `fine` (`--all`
-shows those), and the findings with the most to gain come first. It names the value, its file and line or `default`, the
-value to set, and the expected effect where one was measured. The exit code is 1 when something hurts and 2 when a file
-cannot be read; `--json` prints all findings. `--verl-version` names the release of verl that will run it.
-`--against FILE` compares lengths with a verl configuration that is known to be good; `--gpu-gib` is the memory of a GPU
-(80 unless given).
+The surest input is a configuration that its own program has resolved: what verl prints with `--cfg job`, the YAML that
+a run saved, or a running gateway. Files are read, with the Hydra defaults beside them. A shell script is expanded by a
+restricted bash with an empty environment, which finds no program and writes no file; values that only a run has are
+listed. A finding `hurts`, is one to `consider`, or is `fine` (`--all` shows those), and the findings with the most to
+gain come first. It names the value, its file and line or `default`, the value to set, and the expected effect where one
+was measured. The exit code is 1 when something hurts and 2 when a file cannot be read; `--json` prints all findings.
+`--fix` renames a key only where verl replaced it and the new key is not given. `--against FILE` compares lengths with a
+verl configuration that is known to be good; `--gpu-gib` is the memory of a GPU (80 unless given).
 
 At a running gateway the doctor reports replicas that do not serve, sequences that the KV cache holds, preemptions,
 requests that wait, prefix hits, completions cut by their length, imbalance, and the time of the last weight update. It
-knows the keys of TRL 1.16 and of verl 0.4.1 to 0.9.1.
+knows the keys of TRL 1.16 and of verl 0.9.1. Three keys or more that verl lacks are those of a fork or of another
+release: they are one finding, and nothing is said to be refused by verl.
 
 Figures are those of [benchmarks.md](benchmarks.md): they hold for its models and machines; elsewhere they show the
 direction.

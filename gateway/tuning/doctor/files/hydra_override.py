@@ -10,10 +10,6 @@ _FLOAT = re.compile(
     r"[+-]?(\d+(_\d+)*\.(\d+(_\d+)*)?|\.?\d+(_\d+)*(?=[eE])|\.\d+(_\d+)*)([eE][+-]?\d+(_\d+)*)?|[+-]?(inf|nan)"
 )
 _WORDS = {"true": True, "false": False, "null": None}
-# Hydra's grammar takes these only in quotes; calls such as choice(1,2) and ${...} have their own forms.
-_REFUSED = re.compile(r"[()<>;&!^~#='\"\[\]{}]")
-_FORMS = re.compile(r"'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\"|\$\{[^}]*\}+|\w+\([^()]*\)|\\.")
-_OPENING, _CLOSING = "[{", "]}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +19,6 @@ class HydraOverride:
     plus: str
     key: str
     value: Any
-    is_malformed: bool = False
-    """Hydra's grammar refuses the value."""
 
     @property
     def is_group(self) -> bool:
@@ -37,13 +31,7 @@ def parsed_override(word: str) -> HydraOverride | None:
     if found is None or (found[3] is None and found[1] != "~"):
         return None
     text = (found[3] or "").strip()
-    return HydraOverride(found[1] or "", found[2], hydra_value(text), _is_malformed(text))
-
-
-def _is_malformed(text: str) -> bool:
-    if text and text[0] in _OPENING and text[-1] == _CLOSING[_OPENING.index(text[0])]:
-        return any(_is_malformed(part.strip()) for part in _parts(text[1:-1]))
-    return bool(_REFUSED.search(_FORMS.sub("", text)))
+    return HydraOverride(found[1] or "", found[2], hydra_value(text))
 
 
 def hydra_value(text: str) -> Any:

@@ -30,18 +30,24 @@ _TO_NOWHERE = re.compile(r"[&\d]?>>?[ \t]*/dev/null")
 _OPENS_CONNECTIONS = re.compile(r"/dev/(tcp|udp)/")
 
 # Read by bash before the script. `kill`, `history` and `exec` reach outside of the shell, and restricted bash cannot
-# enable them again. A failed command ends nothing, since each program fails here. `cd` goes nowhere; a command that
-# does not exist prints its name where its output would be used.
+# enable them again. A failed command ends nothing, since each program fails here, and nor does `exit`, which scripts
+# call where a path or an argument is missing. `cd` goes nowhere; a command that does not exist prints its name where
+# its output would be used.
 _PRELUDE = r"""
 PS4='+@MARK@|$LINENO|'
 basename() { local name=${1%/}; name=${name##*/}; printf '%s\n' "${name%"$2"}"; }
 dirname() { case $1 in */*) printf '%s\n' "${1%/*}";; *) printf '.\n';; esac; }
 cd() { return 0; }
+exit() { return 0; }
 command_not_found_handle() { [[ $BASH_SUBSHELL -gt 0 ]] && printf '$(%s)' "$1"; return 0; }
 enable -n kill history exec enable
 set -T
 trap 'set +eu -x' DEBUG
 """
+# Programs that start the program behind their own options.
+_STARTERS = ("nohup", "env", "srun", "time", "nice")
+_OPTION = re.compile(r"-.*|\w+=.*|\d+", re.DOTALL)
+_GPUS = re.compile(r"CUDA_VISIBLE_DEVICES=([\d,]+)")
 _OWN_COMMANDS = (["set", "+eu", "-x"], ["set", "-T"], ["trap", "set +eu -x", "DEBUG"])
 
 # Complaints of bash that concern no word.
@@ -55,10 +61,11 @@ _QUOTED = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """The words of one command, and its line."""
+    """The words of one command, and its line. `gpus` are those of CUDA_VISIBLE_DEVICES; empty where it is not set."""
 
     words: tuple[str, ...]
     line: int
+    gpus: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,11 +162,29 @@ def _bash() -> str:
 
 
 def _commands(trace: str, mark: str) -> Iterator[Command]:
+    exported = before = ""
+    line_before = 0
     for record in re.split(rf"^\++{mark}\|", trace, flags=re.MULTILINE)[1:]:
-        line, _, text = record.partition("|")
-        words = split_words(text)
-        if words and words not in _OWN_COMMANDS:
-            yield Command(tuple(words), int(line))
+        number, _, text = record.partition("|")
+        words, line = split_words(text), int(number)
+        if not words or words in _OWN_COMMANDS:
+            continue
+        named = next((found[1] for word in words if (found := _GPUS.fullmatch(word))), "")
+        if named and words[0] == "export":
+            exported = named
+        elif named and len(words) == 1:  # bash prints the variables of a command before it
+            before, line_before = named, line
+        gpus = named or (before if line == line_before else exported)
+        yield Command(_started(words), line, frozenset(filter(None, gpus.split(","))))
+
+
+def _started(words: list[str]) -> tuple[str, ...]:
+    """The words from the started program on."""
+    while len(words) > 1 and words[0].rpartition("/")[2] in _STARTERS:
+        words = words[1:]
+        while len(words) > 1 and _OPTION.fullmatch(words[0]):
+            words = words[1:]
+    return tuple(words)
 
 
 def _problems(errors: str) -> Iterator[str]:

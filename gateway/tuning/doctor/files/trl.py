@@ -22,16 +22,16 @@ _OF_ACCELERATE = ("compute_environment", "distributed_type", "num_machines")
 class TrlFile:
     """`values` are those of GRPOConfig; `is_call` where they stand in a call, which takes no other names: YAML and
     command lines may hold other classes' too. `server` are the options of a `trl vllm-serve`, with its line.
-    `processes` are those that a launcher starts, None where neither it nor its file says, or where nothing
-    `is_launched`. `unread` says what was left out.
+    `processes` are those that a launcher starts, None where neither it nor its file says. `shared_gpus` are those of
+    server and trainer both. `unread` says what was left out.
     """
 
     values: Values
     is_call: bool
     server: Mapping[str, Setting] = field(default_factory=dict)
     processes: int | None = None
-    is_launched: bool = False
     has_trainer: bool = True
+    shared_gpus: Setting | None = None
     unread: tuple[str, ...] = ()
 
 
@@ -75,6 +75,6 @@ def _from_script(path: Path) -> TrlFile:
         is_call=trainer.is_call,
         server=script.server,
         processes=trainer.processes,
-        is_launched=True,
+        shared_gpus=script.shared_gpus,
         unread=(*script.unread, *trainer.unread),
     )

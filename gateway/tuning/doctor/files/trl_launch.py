@@ -14,7 +14,7 @@ from engines.errors import ConfigError
 from gateway.config.load import Setting
 from gateway.config.sources import read_text, read_yaml
 from gateway.tuning.doctor.files.hydra_override import hydra_value
-from gateway.tuning.doctor.files.shell_script import is_known, read_script
+from gateway.tuning.doctor.files.shell_script import Command, is_known, read_script
 from gateway.tuning.doctor.files.trl_call import (
     CONFIG,
     ConfigCall,
@@ -52,10 +52,12 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class LaunchScript:
-    """`trainer` is the first one by GRPO. `server` are the options of a `trl vllm-serve`, with its line."""
+    """`trainer` is the first one by GRPO. `server` are the options of a `trl vllm-serve`, with its line; `shared_gpus`
+    those that CUDA_VISIBLE_DEVICES gives to both."""
 
     trainer: Launch | None
     server: Mapping[str, Setting] = field(default_factory=dict)
+    shared_gpus: Setting | None = None
     unread: tuple[str, ...] = ()
 
 
@@ -69,6 +71,7 @@ def read_launches(path: Path) -> LaunchScript:
     script = read_script(path)
     unread = [f"{path}: {problem}" for problem in script.problems]
     trainers: list[Launch] = []
+    started: list[Command] = []
     others: list[str] = []
     for command in script.commands:
         launcher, program, options = _parts(command.words)
@@ -81,12 +84,20 @@ def read_launches(path: Path) -> LaunchScript:
             unread.append(f"{path}:{command.line}: one more trainer: give it in a script of its own")
         else:
             trainers.append(found)
+            started.append(command)
     server = next((command for command in script.commands if command.words[:2] == _SERVER), None)
     if not trainers and server is None:
         starts = f": {', '.join(others)} is another trainer or program" if others else ""
         raise ConfigError(f"{path}: no `accelerate launch`, `trl grpo` or `trl vllm-serve` of {CONFIG} in it{starts}")
     served = _options(f"{path}:{server.line}", server.words[2:]) if server else {}
-    return LaunchScript(trainers[0] if trainers else None, served, tuple(unread))
+    shared = _shared_gpus(path, server, started[0]) if server and started else None
+    return LaunchScript(trainers[0] if trainers else None, served, shared, tuple(unread))
+
+
+def _shared_gpus(path: Path, server: Command, trainer: Command) -> Setting | None:
+    both = ",".join(sorted(server.gpus & trainer.gpus))
+    place = f"{path}:{trainer.line}"
+    return Setting(key="CUDA_VISIBLE_DEVICES", value=both, origin="cli", place=place) if both else None
 
 
 def _parts(words: Sequence[str]) -> tuple[tuple[str, ...], str, tuple[str, ...]]:

@@ -15,6 +15,7 @@ from gateway.tuning.doctor.files.shell_script import Command, is_known, read_scr
 from gateway.tuning.doctor.known_keys import (
     BASE,
     ROLLOUT,
+    VERL,
     VerlKeys,
     rollout_config,
     trainer_names,
@@ -30,6 +31,8 @@ _ARGUMENT = re.compile(r"\$\d")
 _NAMES_NPU = re.compile(r"npu|ascend|hccl", re.IGNORECASE)
 _NOT_KEYS = ("defaults", "hydra")
 _CHOICES = ("model_engine", "engine", "optim")
+# So many keys that verl lacks are those of a fork or of another release, not typing errors.
+_FORK_KEYS = 3
 
 
 class VerlKind(StrEnum):
@@ -62,13 +65,32 @@ class Override:
 @dataclass(frozen=True, slots=True)
 class VerlFile:
     """`values` are those of a file over verl's defaults; `overrides` those of a script, all of them, in order; `keys`
-    those that its trainer has. `unread` says what was left out of `values`, and why."""
+    those that its trainer has; `given` the settings as their file or command writes them. `unread` says what was left
+    out of `values`, and why."""
 
     values: Values
     overrides: tuple[Override, ...]
     kind: VerlKind
     keys: VerlKeys
+    given: tuple[Setting, ...]
     unread: tuple[str, ...] = ()
+
+    @property
+    def unknown(self) -> list[Setting]:
+        """The settings of keys that verl lacks and no newer key replaced."""
+        return [setting for setting in self.given if not self._knows(self.full_key(setting.key))]
+
+    @property
+    def is_stock(self) -> bool:
+        """True where verl's own trainer runs, so that verl's own checks are made."""
+        return self.keys.is_complete and len(self.unknown) < _FORK_KEYS
+
+    def full_key(self, key: str) -> str:
+        """The key from the root of verl's configuration."""
+        return key if self.kind is not VerlKind.ROLLOUT else ROLLOUT + key
+
+    def _knows(self, key: str) -> bool:
+        return self.keys.has(key) or self.keys.is_free(key) or self.keys.renamed(key) != ""
 
     @property
     def has_trainer(self) -> bool:
@@ -80,15 +102,15 @@ class VerlFile:
         return self.kind is not VerlKind.SFT
 
 
-def read_verl(path: Path, version: str = "") -> VerlFile:
+def read_verl(path: Path) -> VerlFile:
     """Raises `ConfigError` where the file cannot be read or holds no configuration of verl."""
     text = read_text(path)
     if path.suffix in (".yaml", ".yml", ".json"):
-        return _from_tree(path, *read_yaml(path, text), version)
-    return _from_script(path, text, version)
+        return _from_yaml(path)
+    return _from_script(path, text)
 
 
-def _from_script(path: Path, text: str, version: str) -> VerlFile:
+def _from_script(path: Path, text: str) -> VerlFile:
     script = read_script(path)
     started = [command for command in script.commands if _is_trainer(command)]
     if not started:
@@ -97,7 +119,10 @@ def _from_script(path: Path, text: str, version: str) -> VerlFile:
         started = [command for command in script.commands if _is_trainer(command)]
     lists = [command for command in script.commands if _is_override_list(command)]
     if not started and not lists:
-        raise ConfigError(f"{path}: no override of verl in it; expected words such as data.train_batch_size=1024")
+        raise ConfigError(
+            f"{path}: no override of verl in it; expected words such as data.train_batch_size=1024, or give the YAML "
+            "that `--cfg job` prints"
+        )
     lines = text.splitlines()
     first_line = started[0].line if started else 0
     words = [(word, first_line) for word in started[0].words] if started else []
@@ -106,7 +131,7 @@ def _from_script(path: Path, text: str, version: str) -> VerlFile:
     unread = [f"{path}: {problem}" for problem in script.problems]
     if len(started) > 1:
         unread.append(f"{path}: {len(started)} trainers are started, and the first is read")
-    keys, kind, given, notes = _trainer(path, [word for word, _ in words], overrides, version)
+    keys, kind, given, notes = _trainer(path, [word for word, _ in words], overrides)
     defaults = dict(keys.defaults)
     for override in overrides:
         if override.is_lost or override.hydra.is_group or override.key in _CHOICES:
@@ -124,7 +149,8 @@ def _from_script(path: Path, text: str, version: str) -> VerlFile:
     ]
     if _NAMES_NPU.search(path.name + text):
         defaults["trainer.device"] = "npu"
-    return VerlFile(Values("verl", given, defaults), tuple(overrides), kind, keys, tuple(unread))
+    written = tuple(one.setting for one in overrides if not (one.is_lost or one.plus or one.hydra.is_group))
+    return VerlFile(Values("verl", given, defaults), tuple(overrides), kind, keys, written, tuple(unread))
 
 
 def _is_trainer(command: Command) -> bool:
@@ -177,19 +203,20 @@ def _line_of(lines: Sequence[str], key: str, word: str, command_line: int) -> in
 
 
 def _trainer(
-    path: Path, words: Sequence[str], overrides: Sequence[Override], version: str
+    path: Path, words: Sequence[str], overrides: Sequence[Override]
 ) -> tuple[VerlKeys, VerlKind, dict[str, Setting], list[str]]:
     """The keys and the kind of the trainer that a command starts, the settings of the configuration file that it names,
     and what could not be read."""
     module = _module(words)
     settings: dict[str, Setting] = {}
-    notes = []
+    notes: list[str] = []
     name = _option(words, "--config-name").removesuffix(".yaml")
     if not name:
-        name = trainer_of_module(module, version) if module else BASE
-    known = trainer_names(version)
+        name = trainer_of_module(module) if module else BASE
+    known = trainer_names()
     if name not in known and (file := _config_file(path, _option(words, "--config-path"), name)):
-        name, settings = _read_config_file(file, known)
+        tree = _read_tree(file)
+        name, settings, notes = tree.trainer, tree.settings, tree.unread
     chosen = " ".join(
         f"{override.key}={override.setting.value}"
         for override in overrides
@@ -197,11 +224,11 @@ def _trainer(
     )
     if f"{name} {chosen}".strip() in known:
         name = f"{name} {chosen}".strip()
-    keys = verl_keys(name or module, version)
+    keys = verl_keys(name or module)
     if not keys.is_complete:
         if any(".megatron." in override.key for override in overrides):
-            keys = replace(verl_keys("ppo_megatron_trainer", version), is_complete=False)
-        notes.append(f"{path}: {keys.name} has no trainer {name or module}: its keys are not judged")
+            keys = replace(verl_keys("ppo_megatron_trainer"), is_complete=False)
+        notes.append(f"{path}: {VERL} has no trainer {name or module}: its keys are not judged")
     return keys, _kind(module, name, overrides), settings, notes
 
 
@@ -225,12 +252,55 @@ def _config_file(path: Path, folder: str, name: str) -> Path | None:
     return None
 
 
-def _read_config_file(file: Path, known: Sequence[str]) -> tuple[str, dict[str, Setting]]:
-    """The trainer of verl that a user's own configuration file builds on, and the file's settings."""
+@dataclass(frozen=True, slots=True)
+class _ConfigTree:
+    """A YAML file with those that its Hydra `defaults` name, as far as they lie in its folder. `trainer` is the trainer
+    of verl that it builds on, "" for none; `names` its sections; `unread` says which defaults were not found."""
+
+    trainer: str
+    settings: dict[str, Setting]
+    names: tuple[str, ...]
+    unread: list[str]
+
+
+def _read_tree(file: Path, seen: tuple[Path, ...] = ()) -> _ConfigTree:
+    """Read a file and its defaults, which come before its own values unless `_self_` stands before them."""
     tree, lines = read_yaml(file, read_text(file))
-    defaults = tree.get("defaults")
-    names = [name for name in defaults if isinstance(name, str)] if isinstance(defaults, list) else []
-    return next((name for name in names if name in known), ""), _settings(file, tree, lines)
+    listed = tree.get("defaults")
+    found = _ConfigTree("", {}, tuple(map(str, tree)), [])
+    own = _settings(file, tree, lines)
+    has_own = False
+    for entry in listed if isinstance(listed, list) else ():
+        if entry == "_self_":
+            found.settings.update(own)
+            has_own = True
+        else:
+            found = _with_default(found, entry, file, (*seen, file))
+    if not has_own:
+        found.settings.update(own)
+    if found.trainer:  # whose own defaults are in the table
+        return replace(found, unread=[])
+    return found
+
+
+def _with_default(found: _ConfigTree, entry: Any, file: Path, seen: tuple[Path, ...]) -> _ConfigTree:
+    """Merge one entry of a `defaults` list: a name, or a group with its choice."""
+    group, choice = next(iter(entry.items())) if isinstance(entry, dict) and entry else ("", entry)
+    folder, _, package = str(group).removeprefix("override ").partition("@")
+    if choice is None or folder.startswith("hydra"):
+        return found
+    if not group and choice in trainer_names():
+        return replace(found, trainer=str(choice))
+    named = file.parent / folder / f"{choice}.yaml"
+    if not named.is_file() or named in seen:
+        return replace(found, unread=[*found.unread, f"{file}: its default {entry} is not in its folder"])
+    base = _read_tree(named, seen)
+    package = (package or folder).replace("/", ".").removeprefix("_global_")
+    for key, setting in base.settings.items():
+        full = f"{package}.{key}" if package else key
+        found.settings[full] = replace(setting, key=full)
+    names = (*found.names, package.partition(".")[0]) if package else (*found.names, *base.names)
+    return _ConfigTree(found.trainer or base.trainer, found.settings, names, [*found.unread, *base.unread])
 
 
 def _kind(module: str, name: str, overrides: Sequence[Override]) -> VerlKind:
@@ -243,28 +313,27 @@ def _kind(module: str, name: str, overrides: Sequence[Override]) -> VerlKind:
     return VerlKind.GENERATION if any(override.key.startswith("rollout.") for override in overrides) else VerlKind.RL
 
 
-def _from_tree(path: Path, tree: Tree, lines: Mapping[Key, int], version: str) -> VerlFile:
-    settings = _settings(path, tree, lines)
-    roots = {key.partition(".")[0] for name in trainer_names(version) for key in verl_keys(name, version).defaults}
-    if any(str(name).partition(".")[0] in roots for name in tree):
-        keys = _nearest_trainer(settings, version)
-        return VerlFile(Values("verl", settings, keys.defaults), (), _kind("", keys.trainer, ()), keys)
-    if not any(name in rollout_config() for name in tree):
-        raise ConfigError(
-            f"{path}: no configuration of verl: none of {', '.join(map(str, tree)) or 'its keys'} is a key"
-        )
-    given = {ROLLOUT + key: setting for key, setting in settings.items()}
+def _from_yaml(path: Path) -> VerlFile:
+    tree = _read_tree(path)
+    settings, given, unread = tree.settings, tuple(tree.settings.values()), tuple(tree.unread)
+    roots = {key.partition(".")[0] for name in trainer_names() for key in verl_keys(name).defaults}
+    if tree.trainer or any(name.partition(".")[0] in roots for name in tree.names):
+        keys = verl_keys(tree.trainer) if tree.trainer else _nearest_trainer(settings)
+        # What a default that is not here gives is unknown.
+        keys = replace(keys, is_complete=keys.is_complete and not unread)
+        return VerlFile(Values("verl", settings, keys.defaults), (), _kind("", keys.trainer, ()), keys, given, unread)
+    if not any(name in rollout_config() for name in tree.names):
+        raise ConfigError(f"{path}: no configuration of verl: none of {', '.join(tree.names) or 'its keys'} is a key")
+    own = {ROLLOUT + key: setting for key, setting in settings.items()}
     defaults = {ROLLOUT + name: value for name, value in rollout_config().items()}
-    values = Values("verl", given, defaults, ROLLOUT)
-    keys = verl_keys(version=version)
-    own = VerlKeys(keys.release, "RolloutConfig", {**keys.defaults, **defaults})
-    return VerlFile(values, (), VerlKind.ROLLOUT, own)
+    values = Values("verl", own, defaults, ROLLOUT)
+    keys = VerlKeys("RolloutConfig", {**verl_keys().defaults, **defaults})
+    return VerlFile(values, (), VerlKind.ROLLOUT, keys, given, unread)
 
 
-def _nearest_trainer(settings: Mapping[str, Setting], version: str) -> VerlKeys:
+def _nearest_trainer(settings: Mapping[str, Setting]) -> VerlKeys:
     """The trainer that has the most of the keys; the first of several."""
-    found = [verl_keys(name, version) for name in trainer_names(version)]
-    return max(found, key=lambda keys: sum(keys.has(key) for key in settings))
+    return max(map(verl_keys, trainer_names()), key=lambda keys: sum(keys.has(key) for key in settings))
 
 
 def _settings(path: Path, tree: Tree, lines: Mapping[Key, int]) -> dict[str, Setting]:

@@ -126,8 +126,6 @@ def _ungiven(engine: EngineView, subject: Subject) -> Found:
     if needed and positions and positions < needed:
         return hurts(None, f"the model has {positions} positions, prompt and response take {needed}", "shorter lengths")
     taken = f"the model's whole context{f' of {positions:,} tokens' if positions else ''}"
-    if engine.owner == "verl" and setting and setting.origin != "default":
-        return consider(setting, f"verl 0.7 sets it itself: {engine.name} takes {taken}", "leave it out")
     if engine.owner == "TRL" or (engine.owner == "verl" and subject.verl and subject.verl.has_trainer):
         # Both trainers bound each completion.
         return fine(setting, f"{engine.name} takes {taken}; KV cache is taken as sequences grow")

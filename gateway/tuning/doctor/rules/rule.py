@@ -113,6 +113,12 @@ def _verl_trainer(subject: Subject) -> Iterator[tuple[str, Values]]:
         yield "verl", subject.verl.values
 
 
+def _stock_trainer(subject: Subject) -> Iterator[tuple[str, Values]]:
+    """verl's own trainer: a fork's, or one whose defaults are not all read, makes other checks."""
+    if subject.verl and subject.verl.is_stock:
+        yield from _verl_trainer(subject)
+
+
 def _fsdp_trainer(subject: Subject) -> Iterator[tuple[str, Values]]:
     yield from ((where, values) for where, values in _verl_trainer(subject) if is_fsdp(values))
 
@@ -143,6 +149,7 @@ engine_group_rule = partial(Rule, _engine_groups)
 workload_rule = partial(Rule, _workload)
 verl_file_rule = partial(Rule, _verl_file)
 verl_trainer_rule = partial(Rule, _verl_trainer)
+stock_verl_rule = partial(Rule, _stock_trainer)
 fsdp_rule = partial(Rule, _fsdp_trainer)
 verl_rollout_rule = partial(Rule, _verl_rollout)
 trl_file_rule = partial(Rule, _trl_file)

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from math import gcd
 from urllib.parse import urlsplit
 
 from gateway.tuning.doctor.files.trl import TrlFile
@@ -80,6 +81,9 @@ def _vllm(values: Values, subject: Subject) -> Iterator[Found]:
     elif mode.value == "colocate":
         message = "engines have the memory that the trainer leaves, and so run fewer completions at a time"
         yield consider(mode, message, "vllm_mode='server'")
+    elif subject.trl is not None and (shared := subject.trl.shared_gpus) is not None:
+        message = f"server and trainer both start on GPU {shared.value}: one of them finds no memory"
+        yield hurts(shared, message, "no GPU in both CUDA_VISIBLE_DEVICES")
     else:
         yield fine(mode, "engines have GPUs of their own")
 
@@ -118,17 +122,18 @@ def _url(values: Values, subject: Subject) -> Iterator[Found]:
     gain=1.0,
 )
 def _prompt_batch(values: Values, subject: Subject) -> Iterator[Found]:
-    processes, group = subject.trl_processes, values.whole("num_generations")
+    processes, group = subject.trl_processes or 1, values.whole("num_generations")
     batch = generation_batch(values, processes)
     if values.whole("generation_batch_size") and values.whole("steps_per_generation"):
         setting = values.at("generation_batch_size")
         yield hurts(setting, "TRL refuses it beside steps_per_generation", "one of the two")
     elif batch and group and batch % group:
-        # Another number of processes may divide it.
-        is_certain = subject.trl is None or subject.trl.processes is not None or not subject.trl.is_launched
         message = f"a generation batch of {batch} ({processes} processes) is not divisible by num_generations {group}: "
         message += "TRL refuses it"
-        judge = hurts if is_certain else consider
+        judge = hurts
+        if subject.trl_processes is None:
+            message += f" with any number of processes that is no multiple of {group // gcd(batch, group)}"
+            judge = consider
         yield judge(values.at("num_generations"), message, "batch x processes x steps as a multiple of it")
     elif batch and group:
         setting, steps = values.at(key_of_steps(values)), values.whole(key_of_steps(values))

@@ -4,16 +4,17 @@ import math
 import re
 from collections.abc import Iterator
 
-from gateway.tuning.doctor.files.shell_script import is_known
-from gateway.tuning.doctor.files.verl import Override, VerlFile, VerlKind
+from gateway.config.load import Setting
+from gateway.tuning.doctor.files.verl import VerlFile
 from gateway.tuning.doctor.finding import Found, consider, fine, hurts
-from gateway.tuning.doctor.known_keys import ACTOR, ROLLOUT, Composition, VerlKeys
+from gateway.tuning.doctor.known_keys import ACTOR, ROLLOUT, VERL, VerlKeys
 from gateway.tuning.doctor.model_size import USUAL_VOCABULARY, vocabulary
 from gateway.tuning.doctor.rules.rule import (
     VERL_CODE,
     VERL_GUIDE,
     VERL_PRACTICE,
     fsdp_rule,
+    stock_verl_rule,
     verl_file_rule,
     verl_rollout_rule,
     verl_trainer_rule,
@@ -46,42 +47,44 @@ _LIGER = re.compile(
     asks="Does verl have each key that is given?",
     reads="every key",
     why="A key that was renamed sets nothing, or ends the run.",
-    source="verl's trainer/config/*.yaml, composed by Hydra, of releases 0.4.1 to 0.9.1",
+    source="verl's trainer/config/*.yaml, composed by Hydra, of release 0.9.1",
     gain=1.0,
 )
 def _unknown_keys(file: VerlFile, subject: Subject) -> Iterator[Found]:
-    """Overrides that Hydra refuses; in YAML, keys that verl does not have."""
-    if file.keys.is_complete:
-        yield from _refused_overrides(file) if file.overrides else _unknown_in_yaml(file)
-
-
-def _refused_overrides(file: VerlFile) -> Iterator[Found]:
-    composition, keys = Composition(file.keys), file.keys
+    """Keys that verl lacks. A run from a command ends at one; from a file it is left unread."""
+    if not file.keys.is_complete:
+        return
+    says = f"Hydra ends the run: {VERL} has no such key" if file.overrides else f"{VERL} leaves it unread"
+    given = {file.full_key(setting.key) for setting in file.given}
+    for setting in file.given:
+        if new := file.keys.renamed(file.full_key(setting.key)):
+            instead = f"{file.values.shown(new)} has its value already: leave it out"
+            yield hurts(setting, says, instead if new in given else file.values.shown(new))
     for override in file.overrides:
-        if override.hydra.is_malformed and is_known(override.setting.value) and not override.is_lost:
-            message = "Hydra ends the run: its grammar takes such a value in quotes alone"
-            yield hurts(override.setting, message, f"'{override.key}=\"{override.setting.value}\"'")
-        elif override.is_lost or override.hydra.is_group or not (reason := composition.refusal(override.hydra)):
-            continue
-        else:
-            says = f"Hydra ends the run: {keys.name} ({keys.trainer}) {reason}"
-            yield hurts(override.setting, says, _instead_of(override, keys))
+        if override.plus == "+" and isinstance(file.keys.defaults.get(override.key), (bool, int, float)):
+            message = f"Hydra ends the run: {VERL} has this key already, and takes it without a plus"
+            yield hurts(override.setting, message, f"{override.key}={override.setting.value}")
+    if not file.is_stock:
+        names = ", ".join(setting.key for setting in file.unknown)
+        message = f"{VERL} lacks {len(file.unknown)} keys: a fork or another release reads them. They are: {names}"
+        yield consider(file.unknown[0], message, "judge it by the software that will run it")
+    elif file.overrides:
+        yield from (hurts(setting, says, _instead_of(setting, file.keys)) for setting in file.unknown)
+        yield from (hurts(setting, says, f"+{setting.key}={setting.value}") for setting in _without_plus(file))
+    else:
+        near = ((setting, file.keys.nearest(file.full_key(setting.key))) for setting in file.unknown)
+        yield from (hurts(one, says, f"did you mean {file.values.shown(key)}?") for one, key in near if key)
 
 
-def _instead_of(override: Override, keys: VerlKeys) -> str:
-    """The key to write for an override that Hydra refuses."""
-    if override.plus == "+":
-        return f"{override.key}={override.setting.value}"
-    if near := keys.nearest(override.key):
-        return near
-    return f"+{override.key}={override.setting.value}" if keys.is_free(override.key) else "leave it out"
+def _instead_of(setting: Setting, keys: VerlKeys) -> str:
+    near = keys.nearest(setting.key)
+    return f"did you mean {near}?" if near else "leave it out"
 
 
-def _unknown_in_yaml(file: VerlFile) -> Iterator[Found]:
-    for setting in file.values:
-        key = setting.key if file.kind is not VerlKind.ROLLOUT else ROLLOUT + setting.key
-        if not file.keys.has(key) and not file.keys.is_free(key) and (near := file.keys.nearest(key)):
-            yield hurts(setting, f"{file.keys.name} has no such key, and leaves it unread", file.values.shown(near))
+def _without_plus(file: VerlFile) -> list[Setting]:
+    """The keys of free dictionaries, which Hydra takes with a plus alone."""
+    keys = file.keys
+    return [one for one in file.given if not keys.has(one.key) and not keys.renamed(one.key) and keys.is_free(one.key)]
 
 
 # Keys of names and places, with which nothing can be wrong that a file shows.
@@ -133,7 +136,7 @@ def _reference_runs(values: Values) -> bool:
     return values.is_true("algorithm.use_kl_in_reward") or values.is_true(ACTOR + "use_kl_loss")
 
 
-@verl_trainer_rule(
+@stock_verl_rule(
     id="verl-batches",
     asks="Do batches divide?",
     reads="data.train_batch_size, actor.ppo_mini_batch_size, rollout.n, trainer.n_gpus_per_node, nnodes",
@@ -162,7 +165,7 @@ def _batches(values: Values, subject: Subject) -> Iterator[Found]:
         yield fine(setting, f"{batch // mini} updates of {mini} prompts a step")
 
 
-@verl_trainer_rule(
+@stock_verl_rule(
     id="verl-micro-batches",
     asks="Is each micro batch given, per GPU?",
     reads="*_micro_batch_size, *_micro_batch_size_per_gpu",
@@ -618,16 +621,9 @@ def _liger(values: Values, subject: Subject) -> Iterator[Found]:
         yield fine(setting, "fused RMSNorm, SwiGLU and RoPE")
     elif not _is_on_cuda(values) or not _LIGER.search(values.text(MODEL + "path")):
         return
-    elif values.is_true(MODEL + "use_fused_kernels") and not _has_separate_liger(subject):
-        yield fine(setting, "Liger would replace the forward pass that use_fused_kernels needs")
     else:
         message = "RMSNorm, SwiGLU and RoPE run unfused"
         yield consider(setting, message, "True, where liger-kernel is installed; measure it")
-
-
-def _has_separate_liger(subject: Subject) -> bool:
-    """True for releases that leave Liger's own cross entropy out."""
-    return subject.verl is not None and subject.verl.keys.is_at_least(0, 9)
 
 
 @verl_trainer_rule(

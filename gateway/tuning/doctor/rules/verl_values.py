@@ -8,11 +8,17 @@ from gateway.tuning.doctor.files.shell_script import is_known
 from gateway.tuning.doctor.files.verl import VerlFile
 from gateway.tuning.doctor.finding import Found, consider, hurts
 from gateway.tuning.doctor.known_keys import ACTOR, ROLLOUT
-from gateway.tuning.doctor.rules.rule import VERL_CODE, verl_file_rule, verl_rollout_rule, verl_trainer_rule
+from gateway.tuning.doctor.rules.rule import (
+    VERL_CODE,
+    stock_verl_rule,
+    verl_file_rule,
+    verl_rollout_rule,
+    verl_trainer_rule,
+)
 from gateway.tuning.doctor.subject import Subject
 from gateway.tuning.doctor.values import Values
 
-# verl 0.9.1 and the releases before it. A run may register estimators and losses of its own.
+# Of verl 0.9.1. A run may register estimators and losses of its own.
 _ENGINES = ("vllm", "sglang", "trtllm", "hf", "sglang_async")
 _MISSING = "???"  # of OmegaConf
 _MODES = ("sync", "async")
@@ -58,7 +64,7 @@ def _mistyped(value: Any, default: Any) -> str:
     return ""
 
 
-@verl_trainer_rule(
+@stock_verl_rule(
     id="verl-choices",
     asks="Does verl know each name?",
     reads="rollout.name, rollout.mode, algorithm.adv_estimator, actor.policy_loss.loss_mode, actor.loss_agg_mode",
@@ -87,7 +93,7 @@ def _unknown_choices(values: Values, choices: Mapping[str, tuple[str, ...]], *, 
             yield consider(setting, f"verl itself has no {setting.value}", "register it before the trainer starts")
 
 
-@verl_trainer_rule(
+@stock_verl_rule(
     id="verl-group",
     asks="Does a group have more than one completion?",
     reads="rollout.n with algorithm.adv_estimator",

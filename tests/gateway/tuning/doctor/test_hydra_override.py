@@ -34,25 +34,6 @@ def test_a_value_is_the_one_that_hydra_reads(text: str, value: Any) -> None:
     assert (found, type(found)) == (value, type(value))
 
 
-@pytest.mark.parametrize(
-    ("word", "malformed"),
-    [
-        ("a=x=y", True),
-        ("a=<path>", True),
-        ("a=name}", True),
-        ("a='<path>'", False),
-        ("a=[1,x]", False),
-        ("a=${oc.select:b.c,null}", False),
-        ("a=http://h:1/x?y", False),
-        ("a=/p/q-1.2,b", False),
-    ],
-)
-def test_values_that_hydras_grammar_refuses_are_known(word: str, malformed: bool) -> None:
-    found = parsed_override(word)
-    assert found is not None
-    assert found.is_malformed is malformed
-
-
 def test_signs_and_groups_are_parts_of_an_override() -> None:
     found = [parsed_override(word) for word in ("+a.b=1", "++a=1", "~a.b", "actor@x.actor=dp", "a", "--a=1")]
     assert [(one.plus, one.key, one.is_group) if one else None for one in found] == [

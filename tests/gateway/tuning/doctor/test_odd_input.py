@@ -15,12 +15,20 @@ from gateway.tuning.doctor.patch import patch_of
 from gateway.tuning.doctor.report import as_json
 from gateway.tuning.doctor.rules.all import examine
 from gateway.tuning.doctor.subject import subject_of
-from tests.gateway.tuning.doctor.verl_trial.random_scripts import drawn
 
 ODD: tuple[Any, ...] = (
     0, -1, 1e300, 10**400, None, "x", [], {}, True, float("nan"), float("inf"), "${a.b}", "${.}", "${oc.select:x,${y}}",
     "1e-6", "true", 10**30, [1, "a"], {"a": {"b": 1}}, "", "\n", "é" * 50, 0.5,
 )  # fmt: skip
+SCRIPT = r"""set -e
+N=${N:-8}
+[ $# -lt 1 ] && exit 1
+for seed in 1 2; do
+  ARGS=(data.seed=$seed "trainer.n_gpus_per_node=$((N / 2))" trainer.logger="['console']")
+  python -m verl.trainer.main_ppo "${ARGS[@]}" actor_rollout_ref.rollout.name=vllm \
+    data.train_batch_size=$1 "$@"
+done
+"""
 JUNK = ("\x00", "${", "$((", "`", '"', "'", "\\", "<<EOF\n", "{", "}", "\n", "=", ";;", "[[", "é", "exec 3<>/x", "((")
 
 
@@ -59,7 +67,7 @@ def test_odd_values_end_in_findings_or_in_an_error(tmp_path: Path, seed: int) ->
 
 @pytest.mark.parametrize("seed", range(8))
 def test_broken_scripts_end_in_findings_or_in_an_error(tmp_path: Path, seed: int) -> None:
-    draw, text, path = random.Random(seed), drawn(seed), tmp_path / "train.sh"
+    draw, text, path = random.Random(seed), SCRIPT, tmp_path / "train.sh"
     for _ in range(3):
         place = draw.randrange(len(text))
         text = text[:place] + draw.choice(JUNK) + text[place + draw.randrange(20) :]

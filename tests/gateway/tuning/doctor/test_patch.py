@@ -3,6 +3,7 @@
 import subprocess
 from pathlib import Path
 
+import pytest
 import yaml
 from typer.testing import CliRunner
 
@@ -58,8 +59,22 @@ def test_a_file_of_ours_is_repaired(tmp_path: Path) -> None:
 
 def test_the_command_prints_the_patch_and_nothing_else(tmp_path: Path) -> None:
     path = tmp_path / "train.sh"
-    path.write_text("python3 -m verl.trainer.main_ppo data.train_batchsize=8\n", encoding="utf-8")
+    path.write_text("python3 -m verl.trainer.main_ppo trainer.profile_steps=[1]\n", encoding="utf-8")
     done = CliRunner().invoke(app, ["doctor", "--verl", str(path), "--fix"])
     assert done.exit_code == 1
     assert done.stdout.splitlines()[0] == f"--- {path}"
-    assert "+python3 -m verl.trainer.main_ppo data.train_batch_size=8" in done.stdout
+    assert "+python3 -m verl.trainer.main_ppo global_profiler.steps=[1]" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "data.max_start_length=2048 data.max_prompt_length=4096",  # two keys of one meaning, the last wins
+        "data.train_batchsize=8",  # near is not sure
+        "trainer.profile_steps=[1] global_profiler.steps=[2]",
+    ],
+)
+def test_a_key_is_renamed_by_the_table_alone_and_never_to_one_that_is_given(tmp_path: Path, words: str) -> None:
+    path = tmp_path / "train.sh"
+    path.write_text(f"python3 -m verl.trainer.main_ppo {words}\n", encoding="utf-8")
+    assert words.split("=")[0] + "=" not in patch_of(examine(subject_of(verl=path)))

@@ -477,13 +477,6 @@ def test_rollout_fields_without_a_name_are_judged(tmp_path: Path) -> None:
     assert severities(found, "cuda-graphs") == [HURTS]
 
 
-def test_a_lever_that_a_release_does_not_have_is_not_judged(tmp_path: Path) -> None:
-    path = tmp_path / "train.sh"
-    path.write_text(f"python -m verl.trainer.main_ppo {R}name=vllm\n", encoding="utf-8")
-    assert severities(examine(subject_of(verl=path)), "logprobs-mode") == [FINE]
-    assert not severities(examine(subject_of(verl=path, verl_version="0.6.1")), "logprobs-mode")
-
-
 def test_an_npu_gets_no_advice_that_was_made_for_cuda(tmp_path: Path) -> None:
     path = tmp_path / "train_npu.sh"
     path.write_text(f"python -m verl.trainer.main_ppo {R}name=vllm {R}enable_chunked_prefill=False\n", encoding="utf-8")
@@ -527,12 +520,8 @@ def test_splitting_that_is_not_needed_is_undone_with_as_many_tokens_a_gpu(tmp_pa
     assert found.suggestion == "1, and ppo_micro_batch_size_per_gpu 2"
 
 
-def test_liger_is_not_advised_where_it_replaces_the_fused_forward_pass(tmp_path: Path) -> None:
+def test_liger_is_not_advised_for_a_model_that_it_has_no_kernels_for(tmp_path: Path) -> None:
     path = tmp_path / "train.sh"
-    words = f"{R}name=vllm {M}path=Qwen2-7B {M}use_fused_kernels=True"
-    path.write_text(f"python -m verl.trainer.main_ppo {words}\n", encoding="utf-8")
-    assert severities(examine(subject_of(verl=path, verl_version="0.7.0")), "verl-liger") == [FINE]
-    assert severities(examine(subject_of(verl=path, verl_version="0.9.1")), "verl-liger") == [CONSIDER]
     path.write_text(f"python -m verl.trainer.main_ppo {R}name=vllm {M}path=openbmb/MiniCPM-o-2_6\n", encoding="utf-8")
     assert severities(examine(subject_of(verl=path)), "verl-liger") == []
 
@@ -543,17 +532,6 @@ def test_labels_that_only_a_run_has_are_listed_and_need_no_look(tmp_path: Path) 
     path.write_text(f"python -m verl.trainer.main_ppo {words}\n".replace("'", '"'), encoding="utf-8")
     found = [one for one in examine(subject_of(verl=path)) if one.rule == "verl-unread"]
     assert sorted((one.severity, "nnodes" in one.message) for one in found) == [(CONSIDER, True), (FINE, False)]
-
-
-def test_the_release_decides_what_an_engine_holds_without_a_length(tmp_path: Path) -> None:
-    path = tmp_path / "train.sh"
-    path.write_text(f"python -m verl.trainer.main_ppo {R}name=vllm\n", encoding="utf-8")
-    for release in ("0.6.1", "0.7.0", "0.9.1"):
-        assert severities(examine(subject_of(verl=path, verl_version=release)), "max-model-len") == [FINE]
-    path.write_text(f"python -m verl.trainer.main_ppo {R}name=vllm {R}max_model_len=512\n", encoding="utf-8")
-    assert severities(examine(subject_of(verl=path, verl_version="0.6.1")), "max-model-len") == [HURTS]
-    assert severities(examine(subject_of(verl=path, verl_version="0.7.0")), "max-model-len") == [CONSIDER]
-    assert severities(examine(subject_of(verl=path, verl_version="0.9.1")), "max-model-len") == [HURTS]
 
 
 def test_an_npu_is_not_judged_by_cuda_graphs(tmp_path: Path) -> None:
@@ -607,3 +585,69 @@ def test_expert_parallelism_spreads_the_weights(tmp_path: Path) -> None:
     spread = {R + "data_parallel_size": 4, R + "expert_parallel_size": 16}
     assert severities(verl(tmp_path, **given), "tensor-parallel") == [HURTS]
     assert severities(verl(tmp_path, **given, **spread), "tensor-parallel") == [FINE]
+
+
+FORK = ("n_agent=5", "+state_masking=True", "do_vote=True", "env.name=search", "data.max_obs_length=500")
+
+
+def test_a_fork_has_one_finding_for_its_keys_and_none_for_what_verl_refuses(tmp_path: Path) -> None:
+    path = tmp_path / "train.sh"
+    words = f"{R}name=vllm {R}n=1 algorithm.adv_estimator=grpo data.train_batch_size=64 {' '.join(FORK)}"
+    path.write_text(f"python -m verl.trainer.main_ppo {words}\n", encoding="utf-8")
+    found = examine(subject_of(verl=path))
+    (keys,) = [one for one in found if one.rule == "verl-keys"]
+    assert (keys.severity, "lacks 4 keys" in keys.message, "env.name" in keys.message) == (CONSIDER, True, True)
+    assert not {one.rule for one in found} & {"verl-micro-batches", "verl-batches", "verl-group", "verl-choices"}
+
+
+def test_a_trainer_that_is_not_verls_is_not_told_what_verl_refuses(tmp_path: Path) -> None:
+    path = tmp_path / "train.sh"
+    path.write_text(f"python -m absolute.main {R}name=vllm data.train_batch_size=64\n", encoding="utf-8")
+    assert not [one.rule for one in examine(subject_of(verl=path)) if one.severity is HURTS]
+
+
+def test_a_default_beside_a_yaml_file_counts_and_one_elsewhere_is_said_to_be_unread(tmp_path: Path) -> None:
+    base = {"actor_rollout_ref": {"rollout": {"name": "vllm"}, "actor": {"use_dynamic_bsz": True}}}
+    (tmp_path / "base.yaml").write_text(yaml.safe_dump(base), encoding="utf-8")
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump({"defaults": ["base"], "data": {"train_batch_size": 1024}}), encoding="utf-8")
+    assert not [one.rule for one in examine(subject_of(verl=path)) if one.severity is HURTS]
+    path.write_text(yaml.safe_dump({"defaults": ["gone"], "data": {"train_batch_size": 1024}}), encoding="utf-8")
+    found = examine(subject_of(verl=path))
+    assert [one.message for one in found if one.rule == "verl-unread"] == [
+        f"{path}: its default gone is not in its folder"
+    ]
+    assert not [one.rule for one in found if one.severity is HURTS]
+
+
+def test_levers_among_the_engines_own_arguments_are_judged(tmp_path: Path) -> None:
+    section = f"+{R}engine_kwargs.vllm."
+    given = {section + "enforce_eager": True, section + "max_num_seqs": 16, section + "enable_prefix_caching": False}
+    found = verl(tmp_path, **given)
+    for rule, lever in (("cuda-graphs", "enforce_eager"), ("max-num-seqs", "max_num_seqs")):
+        assert severities(found, rule, f"{section[1:]}{lever}") == [HURTS], rule
+    assert [one.rule for one in found if one.key.endswith("vllm.enable_prefix_caching")] == ["prefix-caching"]
+
+
+@pytest.mark.parametrize(
+    "server",
+    [
+        "CUDA_VISIBLE_DEVICES=0,1,2,3 trl vllm-serve --model m &",
+        "nohup env CUDA_VISIBLE_DEVICES=3 trl vllm-serve --model m",
+    ],
+)
+def test_a_gpu_of_server_and_trainer_both_hurts(tmp_path: Path, server: str) -> None:
+    path = tmp_path / "run.sh"
+    launch = "accelerate launch --num_processes 4 train.py --use_vllm True --vllm_mode server --num_generations 8\n"
+    for gpus, expected in (("3,4,5,6", HURTS), ("4,5,6,7", FINE)):
+        path.write_text(f"{server}\nexport CUDA_VISIBLE_DEVICES={gpus}\n{launch}", encoding="utf-8")
+        assert severities(examine(subject_of(trl=path)), "trl-vllm") == [expected]
+
+
+def test_a_batch_of_a_file_that_names_no_processes_may_divide_with_more(tmp_path: Path) -> None:
+    path = tmp_path / "grpo.yaml"
+    given = {"use_vllm": True, "num_generations": 14, "per_device_train_batch_size": 16}
+    path.write_text(yaml.safe_dump(given | {"gradient_accumulation_steps": 1}), encoding="utf-8")
+    assert severities(examine(subject_of(trl=path)), "trl-prompt-batch") == [CONSIDER]
+    assert severities(examine(subject_of(trl=path, trl_processes=7)), "trl-prompt-batch") == [FINE]
+    assert severities(examine(subject_of(trl=path, trl_processes=2)), "trl-prompt-batch") == [HURTS]

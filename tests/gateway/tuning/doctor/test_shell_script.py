@@ -93,7 +93,7 @@ def test_arithmetic_on_what_is_not_known_is_a_problem_with_its_line(tmp_path: Pa
 
 
 def test_a_script_that_wants_arguments_has_them_by_name(tmp_path: Path) -> None:
-    path = script(tmp_path, 'if [ "$#" -lt 2 ]; then echo usage; exit 1; fi\nshift 1\nrun a=$1 "$@"\n')
+    path = script(tmp_path, ': "${2:?usage}"\nshift 1\nrun a=$1 "$@"\n')
     assert [one for one in read_script(path).commands if one.words[0] == "run"] == []
     (command,) = [one for one in read_script(path, with_arguments=True).commands if one.words[0] == "run"]
     assert command.words[:3] == ("run", "a=$2", "$2")

@@ -1,6 +1,6 @@
 """Facts of TRL's examples: the fields of their GRPOConfig, and the commands in their docstrings, without their text.
 
-    .venv/bin/python -m tests.gateway.tuning.doctor.verl_trial.trl_facts FOLDER
+    .venv/bin/python -m tests.gateway.tuning.doctor.trl_trial.trl_facts FOLDER
 
 FOLDER holds a checkout of each release, such as FOLDER/v1.9.0. It writes trl_facts.json, from which `written` makes
 programs and scripts that the doctor reads as it reads TRL's own. A field that only a run has is `null` in `fields`.

@@ -1,7 +1,7 @@
 """Fits the constants of `rollout-gateway plan` to part of the measured rows, and reports its predictions of the others.
 
     python -m scripts.fit_speeds            # report predictions of the current constants
-    python -m scripts.fit_speeds --write    # fit again, and write gateway/tuning/plan/fitted.json and docs/plan.md
+    python -m scripts.fit_speeds --write    # fit again, and write tuning/plan/fitted.json and docs/plan.md
 
 The rows are those of docs/results/. Those that are held out take no part in the fit.
 """
@@ -17,15 +17,15 @@ from typing import Any
 
 import numpy as np
 
-from gateway.tuning.plan.gpu import GPUS
-from gateway.tuning.plan.shape import ModelShape, shape_of
-from gateway.tuning.plan.speed import LARGEST_GRAPH, EngineModel, Speeds, rollout
-from gateway.tuning.plan.workload import Lengths, StepWorkload
 from loadtests.shapes import SHAPES
+from tuning.plan.gpu import GPUS
+from tuning.plan.shape import ModelShape, shape_of
+from tuning.plan.speed import LARGEST_GRAPH, EngineModel, Speeds, rollout
+from tuning.plan.workload import Lengths, StepWorkload
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "plan.md"
-FITTED = ROOT / "gateway" / "tuning" / "plan" / "fitted.json"
+FITTED = ROOT / "tuning" / "plan" / "fitted.json"
 _BEGIN, _END = "<!-- rows: python -m scripts.fit_speeds --write -->\n", "<!-- end of rows -->\n"
 _RESULTS = ROOT / "docs" / "results"
 _DAY = "2026-11-21-"

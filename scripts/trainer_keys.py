@@ -1,8 +1,8 @@
 """Prints the keys of a trainer with their defaults, for the doctor to read: those that Hydra composes of verl's own
 configuration, or the fields of TRL's GRPOConfig.
 
-    python scripts/trainer_keys.py verl 0.9.1 FOLDER > gateway/tuning/doctor/known/verl-0.9.1.json
-    python scripts/trainer_keys.py trl > gateway/tuning/doctor/known/trl-1.16.0.json
+    python scripts/trainer_keys.py verl 0.9.1 FOLDER > tuning/doctor/known/verl-0.9.1.json
+    python scripts/trainer_keys.py trl > tuning/doctor/known/trl-1.16.0.json
 
 FOLDER holds the package `verl`, and `recipe` beside it where a release has recipes. Hydra composes its
 YAML files, and the decorators and dataclasses in its source are read. Run it with an interpreter that has Hydra, such

@@ -9,14 +9,14 @@ profile                 record engines with their own profilers
 fetch                   copy a weight version out of a gateway's store
 config                  show, validate, explain, schema
 build                   print the document for `serve deploy`
-plan, tune, doctor      choose engines for GPUs; measure levers; find mistakes in configurations
-simulate                run a workload through the scheduler in virtual time, beside other placements
+
+Packages add commands by the entry point `rollout_gateway.commands`, a function that is given the application.
 """
 
 import contextlib
 import sys
 from dataclasses import asdict
-from importlib.metadata import version
+from importlib.metadata import entry_points, version
 from pathlib import Path
 from typing import Annotated
 
@@ -24,7 +24,7 @@ import typer
 import yaml
 from rich.console import Console
 
-from engines.errors import ConfigError, GatewayUnreachable, RolloutGatewayError
+from engines.errors import ConfigError, RolloutGatewayError
 from engines.process.log_lines import write_log_lines
 from engines.store.peer_store import PeerStore
 from gateway.cli.cluster.application import running, unknown_application
@@ -33,6 +33,7 @@ from gateway.cli.cluster.serve_api import ask_control_plane
 from gateway.cli.down import down, stay
 from gateway.cli.explanation import explain_engines
 from gateway.cli.logs import engine_logs, gateway_events, log_end
+from gateway.cli.options import OVERRIDES, WITH_OVERRIDES, AsJson, File, Name
 from gateway.cli.output import (
     print_events,
     print_explanation,
@@ -54,17 +55,6 @@ from gateway.config.machine import lacks
 from gateway.config.node_gpus import read_gpus
 from gateway.config.schema import Config
 from gateway.config.serve_document import ENVIRONMENT_REFERENCES, serve_config, written_out_keys
-from gateway.tuning.doctor.finding import Severity
-from gateway.tuning.doctor.live import watch as watch_live
-from gateway.tuning.doctor.patch import patch_of
-from gateway.tuning.doctor.report import as_json as findings_as_json
-from gateway.tuning.doctor.report import print_findings
-from gateway.tuning.doctor.rules.all import examine
-from gateway.tuning.doctor.subject import subject_of
-from gateway.tuning.duration import seconds_of
-from gateway.tuning.plan.command import EXAMPLE_SHAPE, plan_command
-from gateway.tuning.simulate.command import simulate_command
-from gateway.tuning.tune.command import tune_command
 
 DEFAULT_NAME = str(Config.model_fields["name"].default)
 
@@ -76,23 +66,6 @@ app = typer.Typer(
 )
 config_app = typer.Typer(no_args_is_help=True, help="The configuration from file, environment and arguments.")
 app.add_typer(config_app, name="config")
-
-# Words after the known options are overrides.
-WITH_OVERRIDES = {"ignore_unknown_options": True, "allow_extra_args": True}
-_OVERRIDES = (
-    "Any key can be given after the options: --engine.dtype float32, --engine.dtype=float32, engine.dtype=float32."
-)
-
-File = Annotated[
-    Path | None, typer.Option("--config", "-c", metavar="FILE", help="YAML or TOML file, or a Serve deploy document.")
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Name = Annotated[str, typer.Option("--name", help="Name of the Serve application.")]
-
-
-app.command("plan", epilog=f"Anywhere: rollout-gateway plan --shape {EXAMPLE_SHAPE}")(plan_command)
-app.command("simulate", context_settings=WITH_OVERRIDES, epilog=_OVERRIDES)(simulate_command)
-app.command("tune", context_settings=WITH_OVERRIDES, epilog=_OVERRIDES)(tune_command)
 
 
 def _print_version(wanted: bool) -> None:
@@ -120,7 +93,7 @@ def main() -> None:
         sys.exit(1)
 
 
-@app.command("up", context_settings=WITH_OVERRIDES, epilog=_OVERRIDES)
+@app.command("up", context_settings=WITH_OVERRIDES, epilog=OVERRIDES)
 def up_command(
     context: typer.Context,
     config: File = None,
@@ -273,7 +246,7 @@ def profile_command(
     print(f"{out}: {len(names)} files", file=sys.stderr)
 
 
-@app.command("build", context_settings=WITH_OVERRIDES, epilog=_OVERRIDES)
+@app.command("build", context_settings=WITH_OVERRIDES, epilog=OVERRIDES)
 def build_command(context: typer.Context, config: File = None) -> None:
     """Print the document that `serve deploy` takes."""
     built = load(config, context.args)
@@ -284,7 +257,7 @@ def build_command(context: typer.Context, config: File = None) -> None:
     print(yaml.safe_dump(serve_config(built), sort_keys=False, allow_unicode=True), end="")
 
 
-@config_app.command("show", context_settings=WITH_OVERRIDES, epilog=_OVERRIDES)
+@config_app.command("show", context_settings=WITH_OVERRIDES, epilog=OVERRIDES)
 def show_command(context: typer.Context, config: File = None, as_json: AsJson = False) -> None:
     """Print every value and its source. Keys are hidden."""
     settings = explain(config, context.args)
@@ -297,7 +270,7 @@ def show_command(context: typer.Context, config: File = None, as_json: AsJson = 
             print(f"{setting.key}: {shown_value(setting)}  # {setting.place or setting.origin}")
 
 
-@config_app.command("validate", context_settings=WITH_OVERRIDES, epilog=_OVERRIDES)
+@config_app.command("validate", context_settings=WITH_OVERRIDES, epilog=OVERRIDES)
 def validate_command(context: typer.Context, config: File = None, as_json: AsJson = False) -> None:
     """Check the configuration: report each mistake with its place, and needs that this machine cannot meet."""
     try:
@@ -317,7 +290,7 @@ def validate_command(context: typer.Context, config: File = None, as_json: AsJso
         print(f"cannot run on this machine: {line}")
 
 
-@config_app.command("explain", context_settings=WITH_OVERRIDES, epilog=_OVERRIDES)
+@config_app.command("explain", context_settings=WITH_OVERRIDES, epilog=OVERRIDES)
 def explain_command(context: typer.Context, config: File = None, as_json: AsJson = False) -> None:
     """Print the command line of each engine group, with the key and the place behind every argument."""
     found = explain_engines(load(config, context.args), explain(config, context.args))
@@ -334,67 +307,13 @@ def schema_command() -> None:
     print_json(Config.model_json_schema())
 
 
-@app.command("doctor", context_settings=WITH_OVERRIDES, epilog=_OVERRIDES)
-def doctor_command(
-    context: typer.Context,
-    config: File = None,
-    verl: Annotated[
-        Path | None, typer.Option("--verl", metavar="FILE", help="verl: YAML, or a script with Hydra overrides.")
-    ] = None,
-    trl: Annotated[
-        Path | None,
-        typer.Option("--trl", metavar="FILE", help="TRL: YAML, JSON, Python with a GRPOConfig(...), or a script."),
-    ] = None,
-    against: Annotated[
-        Path | None, typer.Option("--against", metavar="FILE", help="A verl configuration known to be good.")
-    ] = None,
-    url: Annotated[str, typer.Option("--url", metavar="URL", help="A running gateway's rollout URL.")] = "",
-    key: Annotated[str, typer.Option("--key", help="Its key, as env:NAME or file:PATH.")] = "",
-    watch: Annotated[
-        str, typer.Option("--watch", metavar="TIME", help="With --url: count over this time, such as 30s.")
-    ] = "",
-    trl_processes: Annotated[
-        int | None, typer.Option("--trl-processes", min=1, help="Training processes of TRL.")
-    ] = None,
-    gpu_gib: Annotated[float, typer.Option("--gpu-gib", min=1, help="Memory of one GPU.")] = 80.0,
-    show_all: Annotated[bool, typer.Option("--all", help="Show what is fine, too.")] = False,
-    fix: Annotated[bool, typer.Option("--fix", help="Print a patch with the values that findings suggest.")] = False,
-    as_json: AsJson = False,
-) -> None:
-    """Find settings that cost speed, memory or correctness. Exit code 1 when something hurts, 2 on bad input."""
-    try:
-        if not (config or context.args or verl or trl or url):
-            raise ConfigError("nothing to examine: give -c FILE, --verl FILE, --trl FILE or --url URL")
-        if watch and not url:
-            raise ConfigError(f"--watch {watch}: nothing to watch: give --url URL")
-        ours = config or context.args
-        subject = subject_of(
-            config=load(config, context.args) if ours else None,
-            settings=explain(config, context.args) if ours else None,
-            verl=verl,
-            trl=trl,
-            trl_processes=trl_processes,
-            against=against,
-            live=watch_live(url, key, seconds_of(watch, "--watch") if watch else 0) if url else None,
-            gpu_gib=gpu_gib,
-        )
-    except (ConfigError, GatewayUnreachable) as error:
-        print(f"rollout-gateway: {error}", file=sys.stderr)
-        raise typer.Exit(2) from error
-    findings = examine(subject)
-    if as_json:
-        print_json(findings_as_json(findings))
-    elif fix:
-        print(patch_of(findings), end="")
-    else:
-        print_findings(Console(), findings, with_fine=show_all)
-    if any(finding.severity is Severity.HURTS for finding in findings):
-        raise typer.Exit(1)
-
-
 def _application(name: str, config: Path | None) -> str:
     """Return the application's name: the configuration's where there is a file."""
     return load(config).name if config else name
+
+
+for plugin in entry_points(group="rollout_gateway.commands"):
+    plugin.load()(app)
 
 
 if __name__ == "__main__":

@@ -148,7 +148,15 @@ def _wrong_locust(words: Sequence[str], root: Path) -> Iterator[str]:
 
 
 def _wrong_module(name: str, words: Sequence[str], root: Path, *, is_whole: bool) -> Iterator[str]:
-    if name.partition(".")[0] not in ("loadtests", "examples", "scripts", "gateway", "engines", "trainer_client"):
+    if name.partition(".")[0] not in (
+        "loadtests",
+        "examples",
+        "scripts",
+        "gateway",
+        "engines",
+        "trainer_client",
+        "tuning",
+    ):
         return
     folder = root.joinpath(*name.split("."))
     path = next((path for path in (folder.with_suffix(".py"), folder / "__main__.py") if path.is_file()), None)

@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from gateway.tuning.plan.speed import Speeds, fitted
 from scripts.fit_speeds import FITTED, PAGE, fit, page, predicted, rows
+from tuning.plan.speed import Speeds, fitted
 
 
 @pytest.fixture(scope="module")

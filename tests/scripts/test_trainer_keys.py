@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from gateway.tuning.doctor import known_keys
-from gateway.tuning.doctor.known_keys import VERL, trainer_names, trl_defaults, verl_keys
+from tuning.doctor import known_keys
+from tuning.doctor.known_keys import VERL, trainer_names, trl_defaults, verl_keys
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-verl" / "bin" / "python"

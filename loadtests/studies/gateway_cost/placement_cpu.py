@@ -32,8 +32,8 @@ from gateway.fleet.metrics import Metrics
 from gateway.fleet.placement.routing import Rollout
 from gateway.fleet.placement.scheduler import Scheduler
 from gateway.fleet.replica import Replica
-from gateway.tuning.simulate.modelled_fleet import ModelledFleet
-from gateway.tuning.simulate.speed import SetSpeed
+from tuning.simulate.modelled_fleet import ModelledFleet
+from tuning.simulate.speed import SetSpeed
 
 _ROUNDS = 3
 _WAITING = 1000

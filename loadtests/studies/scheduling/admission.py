@@ -19,15 +19,15 @@ from statistics import fmean
 import orjson
 
 from gateway.config.schema import Config
-from gateway.tuning.plan.workload import Lengths
-from gateway.tuning.simulate.placements import by_the_gateway
-from gateway.tuning.simulate.runs import Source
-from gateway.tuning.simulate.simulation import simulated
-from gateway.tuning.simulate.speed import SetSpeed
-from gateway.tuning.simulate.workloads.agents import Agents
-from gateway.tuning.simulate.workloads.grpo import Grpo
-from gateway.tuning.simulate.workloads.lengths import LogNormal
-from gateway.tuning.simulate.workloads.workload import Workload
+from tuning.plan.workload import Lengths
+from tuning.simulate.placements import by_the_gateway
+from tuning.simulate.runs import Source
+from tuning.simulate.simulation import simulated
+from tuning.simulate.speed import SetSpeed
+from tuning.simulate.workloads.agents import Agents
+from tuning.simulate.workloads.grpo import Grpo
+from tuning.simulate.workloads.lengths import LogNormal
+from tuning.simulate.workloads.workload import Workload
 
 SUSPECT = 1.02
 _REPLICAS = 4

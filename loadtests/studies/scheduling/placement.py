@@ -39,16 +39,16 @@ from engines.errors import ConfigError, EngineStartFailed
 from engines.types import ReplicaInfo
 from gateway.config.load import load as load_config
 from gateway.fleet.watch.engine_page import read_kv_tokens
-from gateway.tuning.plan.workload import Lengths
-from gateway.tuning.simulate.runs import Source
-from gateway.tuning.simulate.workloads.agents import Agents
-from gateway.tuning.simulate.workloads.grpo import Grpo
-from gateway.tuning.simulate.workloads.lengths import LogNormal
-from gateway.tuning.simulate.workloads.workload import Stream
 from loadtests.fleet import LocalFleet
 from loadtests.studies.engine_counts import EngineCounts, pages_of
 from loadtests.studies.ratios import median_lower_bound, pair_ratios
 from loadtests.studies.scheduling.player import Player, p99, with_equal_samples
+from tuning.plan.workload import Lengths
+from tuning.simulate.runs import Source
+from tuning.simulate.workloads.agents import Agents
+from tuning.simulate.workloads.grpo import Grpo
+from tuning.simulate.workloads.lengths import LogNormal
+from tuning.simulate.workloads.workload import Stream
 
 # A ledger for each gateway of the study would stay behind.
 _SETTINGS = ("gateway.port=0", "gateway.ledger=null")

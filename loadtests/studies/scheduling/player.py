@@ -9,8 +9,8 @@ from random import Random
 import aiohttp
 import orjson
 
-from gateway.tuning.simulate.workloads.workload import Ask, Chain, Stream
 from loadtests.workloads import Json, completion_request, random_tokens
+from tuning.simulate.workloads.workload import Ask, Chain, Stream
 
 _FAILURES = (aiohttp.ClientError, TimeoutError, ValueError, KeyError)
 

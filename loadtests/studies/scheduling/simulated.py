@@ -15,19 +15,19 @@ import aiohttp
 
 from gateway.config.load import load
 from gateway.config.schema import Config
-from gateway.tuning.plan.gpu import GPUS
-from gateway.tuning.plan.workload import Lengths
-from gateway.tuning.simulate.placements import by_the_gateway
-from gateway.tuning.simulate.runs import Source
-from gateway.tuning.simulate.simulation import simulated
-from gateway.tuning.simulate.speed import speed_of
-from gateway.tuning.simulate.workloads.agents import Agents
-from gateway.tuning.simulate.workloads.grpo import Grpo
-from gateway.tuning.simulate.workloads.lengths import LogNormal
-from gateway.tuning.simulate.workloads.workload import Stream, Workload
 from loadtests.fleet import LocalFleet
 from loadtests.studies.engine_counts import EngineCounts, pages_of
 from loadtests.studies.scheduling.player import Player, p99, with_equal_samples
+from tuning.plan.gpu import GPUS
+from tuning.plan.workload import Lengths
+from tuning.simulate.placements import by_the_gateway
+from tuning.simulate.runs import Source
+from tuning.simulate.simulation import simulated
+from tuning.simulate.speed import speed_of
+from tuning.simulate.workloads.agents import Agents
+from tuning.simulate.workloads.grpo import Grpo
+from tuning.simulate.workloads.lengths import LogNormal
+from tuning.simulate.workloads.workload import Stream, Workload
 
 _ENGINES = (
     "engine.kind=sim", "engine.num_replicas=4", "engine.max_num_seqs=8", "engine.sim.decode_step_s=0.02",

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
-PACKAGES = ("gateway", "engines", "trainer_client", "loadtests")
+PACKAGES = ("gateway", "engines", "trainer_client", "tuning", "loadtests")
+_ONE_ROOM = ("tuning", "loadtests")
 BEGIN, END = "<!-- rooms: made by python -m scripts.docs -->\n", "<!-- end of rooms -->\n"
 
 Arrows = dict[str, set[str]]
@@ -94,14 +95,14 @@ def _module(name: str, root: Path) -> Path | None:
 
 def _is_entry(path: Path, imported: set[Path], root: Path) -> bool:
     package, *below = path.relative_to(root).parts
-    if len(below) > 1 or package == "loadtests":
+    if len(below) > 1 or package in _ONE_ROOM:
         return False
     return any(len(parts := target.relative_to(root).parts) > 2 and parts[0] == package for target in imported)
 
 
 def _room(path: Path, entries: set[Path], root: Path) -> str:
     package, *below = path.relative_to(root).parts
-    if package == "loadtests":
+    if package in _ONE_ROOM:
         return package
     if path in entries:
         return f"{package}/{below[0]}"

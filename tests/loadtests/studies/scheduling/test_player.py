@@ -10,8 +10,8 @@ import aiohttp
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from gateway.tuning.simulate.workloads.workload import Ask, Stream
 from loadtests.studies.scheduling.player import Player, p99, with_equal_samples
+from tuning.simulate.workloads.workload import Ask, Stream
 
 Json = dict[str, Any]
 

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from gateway.tuning.doctor.rules.all import SECTIONS
 from scripts.docs.parts.tuning_guide import page
+from tuning.doctor.rules.all import SECTIONS
 
 ROOT = Path(__file__).parents[4]
 

@@ -1,0 +1,18 @@
+"""Options that several commands have."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+# Words after the known options are overrides.
+WITH_OVERRIDES = {"ignore_unknown_options": True, "allow_extra_args": True}
+OVERRIDES = (
+    "Any key can be given after the options: --engine.dtype float32, --engine.dtype=float32, engine.dtype=float32."
+)
+
+File = Annotated[
+    Path | None, typer.Option("--config", "-c", metavar="FILE", help="YAML or TOML file, or a Serve deploy document.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Name = Annotated[str, typer.Option("--name", help="Name of the Serve application.")]

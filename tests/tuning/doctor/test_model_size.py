@@ -1,0 +1,58 @@
+"""How large a model is, by its files or its name."""
+
+from pathlib import Path
+
+import pytest
+
+from examples.tiny_model import task
+from tests.material.hub_cache import cached
+from tuning.doctor.model_size import context, vocabulary, weight_gib
+from tuning.plan.shape import read_shape
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    return tmp_path
+
+
+def test_a_folder_and_an_id_in_the_cache_tell_the_same(cache: Path) -> None:
+    cached(task.COMMITTED, cache, "acme/sorter-7B")
+    for ask in (weight_gib, vocabulary, context):
+        assert ask("acme/sorter-7B") == ask(str(task.COMMITTED))
+    size = sum(file.stat().st_size for file in task.COMMITTED.glob("*.safetensors"))
+    assert weight_gib("acme/sorter-7B") == size / 2**30
+
+
+@pytest.mark.parametrize(
+    ("model", "gib"), [("Qwen/Qwen2-7B", 7e9), ("/models/tiny-135M/", 135e6), ("acme/unnamed", None), ("", None)]
+)
+def test_a_name_tells_where_there_are_no_files(cache: Path, model: str, gib: float | None) -> None:
+    assert weight_gib(model) == (gib and gib * 2 / 2**30)
+    assert (vocabulary(model), context(model)) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("model", "gib"),
+    [
+        ("Qwen/Qwen2.5-7B-Instruct-AWQ", 7e9 * 0.57),
+        ("neuralmagic/Llama-70B-FP8", 70e9 * 1.05),
+        ("openai/gpt-oss-120b", 120e9 * 0.57),
+        ("lmsys/gpt-oss-20b-bf16", 20e9 * 2),
+    ],
+)
+def test_a_quantized_model_is_smaller_by_its_name(cache: Path, model: str, gib: float) -> None:
+    assert weight_gib(model) == pytest.approx(gib / 2**30)
+
+
+def test_a_folder_without_weights_has_the_size_that_plan_reads(cache: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "acme-1B"
+    folder.mkdir()
+    (folder / "config.json").write_text((task.COMMITTED / "config.json").read_text("utf-8"), encoding="utf-8")
+    assert weight_gib(str(folder)) == read_shape(folder).weight_bytes / 2**30
+
+
+def test_a_damaged_index_leaves_the_size_to_the_configuration(cache: Path, tmp_path: Path) -> None:
+    (tmp_path / "acme-7B").mkdir()
+    (tmp_path / "acme-7B" / "model.safetensors.index.json").write_text("{")
+    assert weight_gib(str(tmp_path / "acme-7B")) == pytest.approx(7e9 * 2 / 2**30)

@@ -1,0 +1,232 @@
+"""A verl configuration: what is given, by whom, and what verl makes of the rest."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from engines.errors import ConfigError
+from tuning.doctor.files.verl import VerlKind, read_verl
+from tuning.doctor.known_keys import ROLLOUT, verl_keys
+from tuning.doctor.rules.all import examine
+from tuning.doctor.subject import subject_of
+
+
+def script(folder: Path, text: str) -> Path:
+    path = folder / "train.sh"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def document(folder: Path, text: str, name: str = "train.yaml") -> Path:
+    path = folder / name
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_overrides_have_values_of_hydra_and_their_lines(tmp_path: Path) -> None:
+    path = script(
+        tmp_path,
+        "BATCH=64\npython3 -m verl.trainer.main_ppo --config-name=x \\\n"
+        "  data.train_batch_size=$((BATCH * 2)) \\\n"
+        '  actor_rollout_ref.actor.optim.lr=1e-6 trainer.logger=\'["console","wandb"]\' \\\n'
+        "  ++actor_rollout_ref.rollout.enforce_eager=True critic.enable=null $@\n",
+    )
+    values = read_verl(path).values
+    batch = values.at("data.train_batch_size")
+    assert (batch.value, batch.origin, batch.place) == (128, "cli", f"{path}:3")
+    assert values.number("actor_rollout_ref.actor.optim.lr") == 1e-6
+    assert values.at("trainer.logger").value == ["console", "wandb"]
+    assert values.is_true("actor_rollout_ref.rollout.enforce_eager")
+    assert values.at("critic.enable").value is None
+
+
+def test_the_last_of_two_overrides_counts(tmp_path: Path) -> None:
+    path = script(tmp_path, "python -m verl.trainer.main_ppo data.seed=1 data.seed=2")
+    assert read_verl(path).values.at("data.seed").value == 2
+
+
+def test_overrides_in_an_array_count(tmp_path: Path) -> None:
+    text = 'DATA=(\n  data.train_batch_size=7 # why\n)\npython -m verl.trainer.main_ppo "${DATA[@]}" data.seed=1\n'
+    file = read_verl(script(tmp_path, text))
+    assert file.values.at("data.train_batch_size").value == 7
+    assert not any(one.is_lost for one in file.overrides)
+
+
+def test_overrides_behind_a_comment_are_lost_and_do_not_count(tmp_path: Path) -> None:
+    lost = " data.max_prompt_length=7 \\\n data.shuffle=False\n"
+    file = read_verl(script(tmp_path, f"python -m verl.trainer.main_ppo data.seed=1 \\\n # lengths\n{lost}"))
+    assert [one.key for one in file.overrides if one.is_lost] == ["data.max_prompt_length", "data.shuffle"]
+    assert file.values.at("data.max_prompt_length").value == 512
+
+
+def test_a_comment_right_behind_the_command_loses_all_of_them(tmp_path: Path) -> None:
+    text = "python -m verl.trainer.main_ppo \\\n # data\n data.seed=1 \\\n data.shuffle=False\n"
+    assert [one.is_lost for one in read_verl(script(tmp_path, text)).overrides] == [True, True]
+
+
+def test_overrides_without_a_command_are_a_list_of_them(tmp_path: Path) -> None:
+    file = read_verl(script(tmp_path, "data.seed=1\ndata.shuffle=False\n"))
+    assert [one.is_lost for one in file.overrides] == [False, False]
+
+
+def test_a_default_that_follows_another_key_has_that_ones_origin(tmp_path: Path) -> None:
+    path = document(
+        tmp_path, "data:\n  max_prompt_length: 77\nactor_rollout_ref:\n  actor:\n    use_dynamic_bsz: true\n"
+    )
+    values = read_verl(path).values
+    prompt = values.at("actor_rollout_ref.rollout.prompt_length")
+    assert (prompt.value, prompt.place) == (77, f"{path}:2")
+    assert values.is_true("critic.use_dynamic_bsz")
+    assert values.number("critic.forward_max_token_len_per_gpu") == 32768
+    assert values.at("actor_rollout_ref.ref.strategy").value == "fsdp"
+    assert values.at("actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu").value == 16384
+
+
+def test_fields_of_rollout_config_alone_have_that_classes_defaults(tmp_path: Path) -> None:
+    file = read_verl(document(tmp_path, "name: vllm\nprompt_length: 9\n"))
+    assert not file.has_trainer
+    assert file.values.at("actor_rollout_ref.rollout.max_num_seqs").value == 1024
+    assert file.values.at("actor_rollout_ref.rollout.prompt_length").key == "prompt_length"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("a.sh", "echo nothing here\n", "no override of verl"),
+        ("a.yaml", "colour: red\n", "none of colour is a key"),
+        ("a.yaml", "{", "not YAML"),
+        ("a.yaml", "data: {seed: 1}\ndata: {seed: 2}\n", "already given on line 1"),
+    ],
+)
+def test_what_is_no_configuration_is_refused_with_its_file(tmp_path: Path, name: str, text: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{name}.*{says}"):
+        read_verl(document(tmp_path, text, name))
+
+
+def test_a_file_that_is_not_there_is_an_error_that_names_it(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.sh: cannot be read: No such file"):
+        read_verl(tmp_path / "none.sh")
+
+
+@pytest.mark.parametrize(
+    ("command", "refused"),
+    [
+        ("verl.trainer.main_ppo", {"rollout.nnodes", "async_training.partial_rollout"}),
+        ("verl.experimental.one_step_off_policy.main_ppo", {"async_training.partial_rollout"}),
+        ("verl.trainer.main_ppo --config-name fully_async_ppo_trainer", set()),
+        ("verl.experimental.fully_async_policy.fully_async_main --config-name='fully_async_ppo_trainer.yaml'", set()),
+    ],
+)
+def test_keys_are_those_of_the_trainer_that_is_called(tmp_path: Path, command: str, refused: set[str]) -> None:
+    own = {"rollout.nnodes": 2, "async_training.partial_rollout": True}
+    text = " ".join([f"python -m {command}", *(f"{key}={value}" for key, value in own.items())])
+    keys = read_verl(script(tmp_path, text)).keys
+    assert {key for key in own if not keys.has(key)} == refused
+
+
+@pytest.mark.parametrize(
+    ("command", "kind", "trainer"),
+    [
+        ("verl.trainer.main_ppo actor_rollout_ref.rollout.n=2", VerlKind.RL, "ppo_trainer"),
+        ("verl.trainer.main_ppo model_engine=megatron data.seed=1", VerlKind.RL, "ppo_trainer model_engine=megatron"),
+        (
+            "verl.trainer.main_ppo --config-name=ppo_megatron_trainer.yaml data.seed=1",
+            VerlKind.RL,
+            "ppo_megatron_trainer",
+        ),
+        ("verl.trainer.sft_trainer data.seed=1", VerlKind.SFT, "sft_trainer_engine"),
+        (
+            "verl.trainer.sft_trainer engine=megatron optim=megatron data.seed=1",
+            VerlKind.SFT,
+            "sft_trainer_engine engine=megatron optim=megatron",
+        ),
+        ("verl.trainer.main_generation_server data.seed=1", VerlKind.GENERATION, "ppo_trainer"),
+    ],
+)
+def test_the_trainer_and_its_kind_are_known_by_the_command(
+    tmp_path: Path, command: str, kind: VerlKind, trainer: str
+) -> None:
+    file = read_verl(script(tmp_path, f"torchrun -m {command}"))
+    assert (file.kind, file.keys.trainer) == (kind, trainer)
+
+
+def test_a_trainer_unknown_to_verl_is_read_with_the_bases_defaults_and_listed(tmp_path: Path) -> None:
+    file = read_verl(script(tmp_path, "python -m recipe.mine.main actor_rollout_ref.rollout.n=2 data.mine=1"))
+    assert not file.keys.is_complete
+    assert file.values.at("data.train_batch_size").value == 1024
+    assert any("has no trainer recipe.mine.main: its keys are not judged" in text for text in file.unread)
+
+
+def test_a_configuration_of_the_users_own_is_read_below_the_overrides(tmp_path: Path) -> None:
+    text = "defaults: [ppo_megatron_trainer, _self_]\ndata: {seed: 5, max_prompt_length: 9}\n"
+    (tmp_path / "config").mkdir()
+    document(tmp_path / "config", text, "mine.yaml")
+    command = "python -m verl.trainer.main_ppo --config-path=config --config-name=mine data.seed=6"
+    file = read_verl(script(tmp_path, command))
+    assert (file.keys.trainer, file.values.at("data.seed").value) == ("ppo_megatron_trainer", 6)
+    assert file.values.at("data.max_prompt_length").value == 9
+
+
+def test_a_configuration_further_up_is_found_and_megatron_is_known_by_its_keys(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "config").mkdir()
+    (tmp_path / "examples").mkdir()
+    document(tmp_path / "config", "defaults: [ppo_megatron_trainer, _self_]\n", "mine.yaml")
+    command = 'python -m verl.trainer.main_ppo --config-path="$PWD/config" --config-name=mine data.seed=6'
+    assert read_verl(script(tmp_path / "examples", command)).keys.trainer == "ppo_megatron_trainer"
+    command = "python -m mine.main actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2"
+    file = read_verl(script(tmp_path, command))
+    assert (file.values.text("actor_rollout_ref.actor.strategy"), file.keys.is_complete) == ("megatron", False)
+
+
+def test_values_that_a_run_alone_has_are_listed(tmp_path: Path) -> None:
+    command = "python -m verl.trainer.main_ppo data.seed=$N trainer.nnodes=$1 $@"
+    text = f"N=$(nproc)\nif [ $# -lt 1 ]; then exit 1; fi\n{command}\n"
+    file = read_verl(script(tmp_path, text))
+    assert [text.split(": ")[1] for text in file.unread] == ["data.seed=$(nproc)", "trainer.nnodes="]
+
+
+def test_of_several_trainers_the_first_is_read_and_the_others_are_listed(tmp_path: Path) -> None:
+    text = "for seed in 1 2; do\n  python -m verl.trainer.main_ppo data.seed=$seed\ndone\n"
+    file = read_verl(script(tmp_path, text))
+    assert file.values.at("data.seed").value == 1
+    assert file.unread == (f"{tmp_path}/train.sh: 2 trainers are started, and the first is read",)
+
+
+def test_each_override_has_the_line_that_writes_it(tmp_path: Path) -> None:
+    command = 'python -m verl.trainer.main_ppo \\\n  data.shuffle=False \\\n  "${A[@]}"\n'
+    text = f"# data.seed=9\nA=(\n  data.seed=1\n)\n{command}"
+    values = read_verl(script(tmp_path, text)).values
+    assert values.at("data.seed").place.endswith(":3")
+    assert values.at("data.shuffle").place.endswith(":6")
+
+
+def test_all_keys_of_a_standalone_rollout_server_are_known(tmp_path: Path) -> None:
+    rollout = (
+        "actor_rollout_ref: {rollout: {nnodes: 1, n_gpus_per_node: 4}}\nrollout: {nnodes: 1, n_gpus_per_node: 4}\n"
+    )
+    for text in (rollout, "nnodes: 1\nn_gpus_per_node: 4\n"):
+        file = read_verl(document(tmp_path, text))
+        asked = [setting.key if file.has_trainer else ROLLOUT + setting.key for setting in file.values]
+        assert len(asked) >= 2
+        assert [key for key in asked if not file.keys.has(key)] == []
+
+
+@pytest.mark.parametrize("name", ["job.yaml", ".hydra/config.yaml"])
+def test_a_composed_configuration_is_read_whole_with_no_key_refused(tmp_path: Path, name: str) -> None:
+    """That is what `--cfg job` prints, and what Hydra saves beside a run."""
+    tree: dict[str, Any] = {}
+    for key, value in verl_keys().defaults.items():
+        *sections, last = key.split(".")
+        node = tree
+        for section in sections:
+            node = node.setdefault(section, {})
+        node[last] = value
+    tree["data"]["train_batch_size"] = 96
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    path = document(tmp_path, yaml.safe_dump(tree, sort_keys=False), name)
+    assert (read_verl(path).values.whole("data.train_batch_size"), read_verl(path).has_trainer) == (96, True)
+    assert not [one for one in examine(subject_of(verl=path)) if one.rule == "verl-keys" and one.severity != "fine"]

@@ -4,7 +4,7 @@ import ast
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PRODUCT = ("engines", "examples", "gateway", "loadtests", "trainer_client", "tuning")
+PRODUCT = ("engines", "examples", "gateway", "loadtests", "sim", "trainer_client", "tuning")
 
 
 def test_no_error_is_raised_from_an_except_star_clause() -> None:

@@ -221,7 +221,7 @@ def _sim_command(config: EngineConfig, port: int, seed: int) -> Command:
         _argument("sim", config.sim.model_dump(), "sim"),
         *(_argument(name, value, f"extra.{name}") for name, value in config.extra.items()),
     ]
-    return _command([sys.executable, "-m", "engines.sim.server"], arguments, config.env)
+    return _command([sys.executable, "-m", "sim.server"], arguments, config.env)
 
 
 def _command(entry: list[str], given: list[Argument], env: dict[str, str]) -> Command:

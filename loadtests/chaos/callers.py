@@ -18,12 +18,12 @@ import orjson
 
 from engines.config import SimConfig
 from engines.errors import DeadlineExceeded
-from engines.sim.dialect import chat_text
-from engines.sim.model import SimModel, tokenize
 from gateway.dialects.resumption.features import MARK
 from loadtests.chaos.contents import Asked, Delivered, flaw
 from loadtests.chaos.faults import Versioned
 from loadtests.chaos.witness import Tally
+from sim.dialect import chat_text
+from sim.model import SimModel, tokenize
 from trainer_client.client import RolloutClient
 from trainer_client.results import Completion, Outcome, Rollout
 from trainer_client.sampling import SamplingParams

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import isclose
 from typing import Any
 
-from engines.sim.model import CHECKPOINT_VERSION, GREEDY, SimModel, detokenize, read, seeded_draw, weights_key
+from sim.model import CHECKPOINT_VERSION, GREEDY, SimModel, detokenize, read, seeded_draw, weights_key
 
 Json = dict[str, Any]
 

@@ -28,11 +28,11 @@ import aiohttp
 import orjson
 
 from engines.config import SimConfig
-from engines.sim.model import SimModel
 from loadtests.chaos.contents import Asked, Delivered, flaw
 from loadtests.chaos.faults import until
 from loadtests.chaos.processes.process_fleet import ProcessFleet, fleet_config
 from loadtests.chaos.witness import Tally
+from sim.model import SimModel
 from trainer_client.client import RolloutClient
 from trainer_client.sampling import SamplingParams
 

@@ -56,7 +56,7 @@ async def stopped(scene: Scene) -> None:
 
 
 async def misbehaves(faults: dict[str, Any], scene: Scene) -> None:
-    """Let one engine have faults (`engines/sim/faults.py`) for a while."""
+    """Let one engine have faults (`sim/faults.py`) for a while."""
     async with _faulty(scene.fleet.infos[0].url, faults):
         await asyncio.sleep(scene.seconds)
 

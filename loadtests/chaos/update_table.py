@@ -2,7 +2,7 @@
 
     python -m loadtests.chaos.update_table [--transport store ...] [--fault "replica killed" ...] [--json FILE]
 
-An engine holds the request of a step (`engines/sim/faults.py`) until the fault has struck. Clients check every token
+An engine holds the request of a step (`sim/faults.py`) until the fault has struck. Clients check every token
 meanwhile. A row has what they lost, what the trainer saw, and how long it was until rollouts flowed again.
 """
 

@@ -14,9 +14,9 @@ from typing import Any
 import aiohttp
 
 from engines.config import SimConfig
-from engines.sim.model import SimModel
 from gateway.dialects.resumption.features import MARK
 from loadtests.chaos.contents import Asked, Delivered, Flaw, flaw
+from sim.model import SimModel
 
 Json = dict[str, Any]
 

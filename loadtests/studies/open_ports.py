@@ -40,7 +40,7 @@ KEYS = [
 _LISTENS = "0A"
 _TIMEOUT_S = 2.0
 _EPHEMERAL = 10_000
-_SHOWN = ("gcs_server", "raylet", "dashboard", "monitor.py", "ray.util.client", "engines.sim", "ray::")
+_SHOWN = ("gcs_server", "raylet", "dashboard", "monitor.py", "ray.util.client", "sim.server", "ray::")
 
 
 @dataclass(frozen=True, slots=True)

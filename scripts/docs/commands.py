@@ -147,16 +147,11 @@ def _wrong_locust(words: Sequence[str], root: Path) -> Iterator[str]:
     yield from (f"no scenario {word}" for word in words if word.endswith(".py") and not (root / word).is_file())
 
 
+_PACKAGES = ("engines", "examples", "gateway", "loadtests", "scripts", "sim", "trainer_client", "tuning")
+
+
 def _wrong_module(name: str, words: Sequence[str], root: Path, *, is_whole: bool) -> Iterator[str]:
-    if name.partition(".")[0] not in (
-        "loadtests",
-        "examples",
-        "scripts",
-        "gateway",
-        "engines",
-        "trainer_client",
-        "tuning",
-    ):
+    if name.partition(".")[0] not in _PACKAGES:
         return
     folder = root.joinpath(*name.split("."))
     path = next((path for path in (folder.with_suffix(".py"), folder / "__main__.py") if path.is_file()), None)

@@ -15,7 +15,7 @@ _MODULE = re.compile(r"^[\w/]+\.py$")
 _FILE_AND_NAMES = re.compile(r"`([\w/]+\.py)`[ |:]+((?:`[A-Za-z_][\w.]*`(?:, )?)+)")
 _NAME = re.compile(r"`([A-Za-z_][\w.]*)`")
 _MEMBER = re.compile(r"^[A-Z]\w+\.[a-z_]\w*$")
-_CODE = ("gateway", "engines", "trainer_client", "tuning", "loadtests", "tests", "scripts", "examples")
+_CODE = ("gateway", "engines", "sim", "trainer_client", "tuning", "loadtests", "tests", "scripts", "examples")
 
 
 def dead_links(root: Path = ROOT) -> Iterator[str]:

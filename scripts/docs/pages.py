@@ -16,7 +16,7 @@ _HEADING = re.compile(r"^#{1,6} +(.*?) *#*$")
 _LINK = re.compile(r"\[(?:[^\[\]]|\[[^\[\]]*\])*\]\(([^()\s]+)\)")
 _INLINE_CODE = re.compile(r"`([^`\n]+)`")
 _PROMPTS = ("", "bash", "sh", "console")
-_MODULES = ("engines", "examples", "gateway", "loadtests", "scripts", "trainer_client", "tuning")
+_MODULES = ("engines", "examples", "gateway", "loadtests", "scripts", "sim", "trainer_client", "tuning")
 _CONFIGURED = ("examples", "loadtests")
 
 

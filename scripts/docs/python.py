@@ -6,7 +6,7 @@ from pathlib import Path
 
 from scripts.docs.pages import ROOT, Place, doc_paths, read_page
 
-_OURS = ("engines", "examples", "gateway", "loadtests", "trainer_client", "tuning")
+_OURS = ("engines", "examples", "gateway", "loadtests", "sim", "trainer_client", "tuning")
 
 
 def wrong_python(root: Path = ROOT) -> Iterator[str]:

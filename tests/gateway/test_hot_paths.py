@@ -15,7 +15,7 @@ from tests.rigs.rig import Rig, StartRig
 
 ROOT = Path(__file__).parents[2]
 OVERVIEW = ROOT / "docs" / "architecture.md"
-ELSEWHERE = ("engines/sim/", "engines/inside_vllm/")
+ELSEWHERE = ("sim/", "engines/inside_vllm/")
 """Run in an engine's process: no part of the gateway's path here."""
 
 Function = tuple[str, str]

@@ -11,11 +11,6 @@ from aiohttp import web
 
 from engines.clients.external import ExternalServer
 from engines.config import EngineConfig, SimConfig
-from engines.sim.adapters import SimAdapters
-from engines.sim.dialect import Limits
-from engines.sim.faults import Faults
-from engines.sim.scheduler import SimScheduler
-from engines.sim.server import SimServer
 from engines.types import EngineKind, ReplicaInfo, TensorMeta
 from gateway.config.schema import Config
 from gateway.fleet.adapter_loading import LOAD_ROUTE
@@ -24,6 +19,11 @@ from gateway.fleet.metrics import Metrics
 from gateway.http.engine_client import engine_client
 from gateway.http.listener import listen
 from gateway.http.server import GatewayServer
+from sim.adapters import SimAdapters
+from sim.dialect import Limits
+from sim.faults import Faults
+from sim.scheduler import SimScheduler
+from sim.server import SimServer
 
 STORED = {"w": [4, 4], "b": [4]}
 """Tensors of a simulated engine, for tests of the weight store: the shapes by name."""
@@ -100,7 +100,7 @@ class SimReplica:
         self._server.scheduler.hold_version(str(version))
 
     def inject(self, **faults: Any) -> None:
-        """From now on it has these faults (`engines.sim.faults.Faults`), and no others."""
+        """From now on it has these faults (`sim.faults.Faults`), and no others."""
         self._server.injector.faults = Faults(**faults)
 
     @property

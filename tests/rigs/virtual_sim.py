@@ -3,8 +3,8 @@
 import asyncio
 
 from engines.config import SimConfig
-from engines.sim.model import SimModel
-from engines.sim.scheduler import Sample, SimScheduler, block_hashes
+from sim.model import SimModel
+from sim.scheduler import Sample, SimScheduler, block_hashes
 
 
 def batch_s(

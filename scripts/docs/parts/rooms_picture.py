@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
-PACKAGES = ("gateway", "engines", "trainer_client", "tuning", "loadtests")
-_ONE_ROOM = ("tuning", "loadtests")
+PACKAGES = ("gateway", "engines", "sim", "trainer_client", "tuning", "loadtests")
+_ONE_ROOM = ("sim", "tuning", "loadtests")
 BEGIN, END = "<!-- rooms: made by python -m scripts.docs -->\n", "<!-- end of rooms -->\n"
 
 Arrows = dict[str, set[str]]

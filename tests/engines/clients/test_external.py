@@ -12,8 +12,8 @@ from engines.clients.external import ExternalEngine, ExternalServer, external_en
 from engines.clients.sglang_engine import SglangEngine
 from engines.config import EngineConfig, SimConfig
 from engines.errors import EngineError, EngineFailed, EngineRefused, EngineStartFailed, EngineUnreachable
-from engines.sim.server import SimServer
 from engines.types import Dialect, EngineKind, PauseMode
+from sim.server import SimServer
 from tests.rigs.openai_server import OpenAiServer
 from tests.rigs.rig import SimReplica
 

@@ -13,8 +13,8 @@ from engines.config import EngineConfig
 from engines.errors import EngineError
 from engines.process.launch import gpus_per_replica
 from engines.process.port import free_port
-from engines.sim.model import CHECKPOINT_VERSION, SimModel, read, weights_key
 from engines.types import EngineKind, PauseMode
+from sim.model import CHECKPOINT_VERSION, SimModel, read, weights_key
 from tests.engines.conformance.lacks import lack_of, not_run
 from tests.engines.conformance.subject import REQUEST_S, Json, Subject
 

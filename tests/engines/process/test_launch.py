@@ -16,7 +16,7 @@ from engines.process import launch
 from engines.process.interpreter import Interpreter
 from engines.process.launch import engine_command, gpus_per_replica, gpus_to_reserve
 from engines.process.process import Command
-from engines.sim import server as sim_server
+from sim import server as sim_server
 
 LEVERS: dict[str, Any] = {
     "served_model_name": "name",
@@ -304,7 +304,7 @@ def test_a_replica_of_the_cpu_build_reserves_none() -> None:
 
 @pytest.mark.usefixtures("installed")
 def test_a_simulated_engine_needs_no_vllm() -> None:
-    assert command(kind="sim").argv[:3] == [sys.executable, "-m", "engines.sim.server"]
+    assert command(kind="sim").argv[:3] == [sys.executable, "-m", "sim.server"]
     assert gpus_per_replica(config(kind="sim")) == 0
 
 

@@ -67,7 +67,7 @@ def test_what_a_group_takes_over_is_placed_where_it_was_given(groups: dict[str, 
 
 def test_the_command_is_what_will_run_but_for_port_and_seed(groups: dict[str, Explanation]) -> None:
     words = groups["policy"].command
-    assert words[1:3] == ("-m", "engines.sim.server")
+    assert words[1:3] == ("-m", "sim.server")
     assert words[words.index("--port") + 1] == "<free port>"
     assert words[words.index("--max-num-seqs") + 1] == "9"
 

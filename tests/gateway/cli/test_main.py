@@ -105,11 +105,11 @@ def test_explain_prints_the_command_and_where_its_words_come_from(shell: Shell) 
     assert done.returncode == 0, done.stderr
     first, command, *rows = done.stdout.splitlines()
     assert first == "engine: 2 x sim"
-    assert "-m engines.sim.server --host 127.0.0.1 --port '<free port>'" in command
+    assert "-m sim.server --host 127.0.0.1 --port '<free port>'" in command
     (row,) = (row.split() for row in rows if "--max-num-seqs" in row)
     assert row == ["--max-num-seqs", "7", "engine.max_num_seqs", "argument", "engine.max_num_seqs"]
     (found,) = json.loads(shell.run("config", "explain", "--json", "-c", "sim.yaml").stdout)
-    assert found["command"][1:3] == ["-m", "engines.sim.server"]
+    assert found["command"][1:3] == ["-m", "sim.server"]
 
 
 def test_schema_is_json_schema(shell: Shell) -> None:

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from engines.errors import EngineUnreachable
-from engines.sim.model import detokenize
 from gateway.dialects.sampling import check_sampling
+from sim.model import detokenize
 from tests.rigs.rig import Json, Rig, StartRig
 
 COMPLETION: Json = {"model": "sim", "prompt": [5, 6, 7], "max_tokens": 4, "ignore_eos": True}

@@ -12,9 +12,9 @@ from aiohttp import web
 from engines.clients.sglang_engine import SglangEngine
 from engines.engine import Engine
 from engines.errors import DeadlineExceeded, EngineUnreachable, InvalidRequest
-from engines.sim import server as sim_server
-from engines.sim.model import detokenize
 from gateway.dialects.resumption import chat
+from sim import server as sim_server
+from sim.model import detokenize
 from tests.rigs.rig import MAX_MODEL_LEN, Json, Rig, SimReplica, StartRig
 from tests.rigs.submissions import of_type, submitted
 

@@ -10,11 +10,11 @@ import pytest
 
 from engines.config import EngineConfig
 from engines.errors import EngineFailed, EngineRefused
-from engines.sim.model import SimModel, read, weights_key
 from gateway.config.schema import CanaryConfig
 from gateway.fleet.replica import Replica
 from gateway.weights.canary import Canary, canary_token_ids
 from gateway.weights.verdicts import Result
+from sim.model import SimModel, read, weights_key
 from tests.rigs.rig import Json, Rig, StartRig
 
 STALE = {"corrupt_after": 1}

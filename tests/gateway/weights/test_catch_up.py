@@ -15,8 +15,6 @@ from aiohttp import web
 from engines.clients.vllm_engine import VllmEngine
 from engines.engine import ReceiptCopy
 from engines.errors import EngineFailed, EngineUnreachable, StoreFailed
-from engines.sim.server import SimServer
-from engines.sim.worker import SimWorker
 from engines.store.draft import Draft, claim_draft, raw
 from engines.store.manifest import Manifest, check_bytes
 from engines.store.weight_store import WeightStore, remove_folder
@@ -29,6 +27,8 @@ from gateway.weights.catch_up import CatchUp
 from gateway.weights.snapshots import Snapshots
 from gateway.weights.updates import swaps
 from gateway.weights.verdicts import Finding, Result
+from sim.server import SimServer
+from sim.worker import SimWorker
 from tests.rigs.rig import Json, Rig, SimReplica, StartRig
 
 BOTH_SERVE = {"engine-0": "SERVING", "engine-1": "SERVING"}
@@ -449,7 +449,7 @@ async def test_a_version_whose_writer_died_is_given_up_and_the_next_is_kept(
 ) -> None:
     rig = await start_rig(3, sim=TENSORS, weights={"store": str(folder), "relay": "never"})
     with monkeypatch.context() as killed:
-        killed.setattr("engines.sim.worker._write", lambda *_: None)
+        killed.setattr("sim.worker._write", lambda *_: None)
         await rig.open_group()
         await rig.update()
     await rig.replicas[0].kill()

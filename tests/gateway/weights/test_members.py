@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from engines.clients.vllm_engine import VllmEngine
-from engines.sim.scheduler import PrefixCache, Sample
 from engines.store.draft import Draft, claim_draft, raw
+from sim.scheduler import PrefixCache, Sample
 from tests.rigs.rig import Rig, SimReplica, StartRig
 
 Reply = tuple[int, Any]

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from engines.errors import EngineFailed
-from engines.sim.worker import SimWorker
 from engines.store.draft import Draft, claim_draft, raw
 from engines.types import PauseMode
+from sim.worker import SimWorker
 from tests.rigs.rig import Rig, StartRig
 
 Reply = tuple[int, Any]

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from engines.config import SimConfig
-from engines.sim.model import SimModel, detokenize, read, seeded_draw, weights_key
 from loadtests.chaos.contents import Asked, Delivered, flaw
+from sim.model import SimModel, detokenize, read, seeded_draw, weights_key
 
 MODEL = SimModel.of(SimConfig())
 PROMPT, TOKENS = [5, 6, 7], 12

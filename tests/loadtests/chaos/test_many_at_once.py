@@ -10,11 +10,11 @@ import aiohttp
 import pytest
 
 from engines.config import SimConfig
-from engines.sim.model import SimModel
 from gateway.http.descriptors import raise_limit
 from loadtests.chaos.contents import Asked, Delivered, flaw
 from loadtests.chaos.faults import until
 from loadtests.chaos.processes.process_fleet import ProcessFleet, fleet_config
+from sim.model import SimModel
 
 pytestmark = [pytest.mark.load, pytest.mark.slow]
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import orjson
 import pytest
 
-from engines.sim.faults import Faults
 from loadtests.chaos.update_table import FAULTS, TRANSPORTS, Row, line, main
+from sim.faults import Faults
 
 ROW = Row(
     "store", "load", "replica killed", stale=0, mixed=0, lost=0, frozen=0, trainer_saw="200", flow_again_s=0.4,

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from engines.config import SimConfig
-from engines.sim.model import CHECKPOINT_VERSION, SimModel, read, seeded_draw, weights_key
 from loadtests.chaos.witness import Tally, Witness
+from sim.model import CHECKPOINT_VERSION, SimModel, read, seeded_draw, weights_key
 
 SEED = 7
 SIM = SimConfig()

@@ -22,10 +22,10 @@ from engines.process.engine_server import EngineServer
 from engines.process.launch import engine_command
 from engines.process.port import free_port
 from engines.process.process import EngineProcess
-from engines.sim.model import CHECKPOINT_VERSION
 from engines.types import EngineKind, PauseMode, ReplicaInfo
 from gateway.config.schema import Config
 from gateway.http.listener import Listener
+from sim.model import CHECKPOINT_VERSION
 from tests.rigs.engines.engine_brake import BRAKES, VllmBrake
 from tests.rigs.engines.forked_vllm import engine_process
 

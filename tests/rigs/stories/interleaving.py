@@ -17,7 +17,6 @@ from unittest.mock import patch
 
 from engines.engine import Json
 from engines.errors import RolloutGatewayError, StoreFailed, WeightUpdateFailed
-from engines.sim.model import GREEDY, SimModel, read, weights_key
 from engines.store.draft import ChangedTensor, Draft, RawTensor, claim_draft
 from engines.store.manifest import Manifest
 from engines.types import InFlight, ReplicaInfo
@@ -29,6 +28,7 @@ from gateway.fleet.metrics import Metrics
 from gateway.fleet.replica import Replica
 from gateway.http.server import GatewayServer
 from gateway.weights.snapshots import Snapshots
+from sim.model import GREEDY, SimModel, read, weights_key
 from tests.rigs.stories.played_engine import (
     CHECKPOINT,
     ELEMENTS,

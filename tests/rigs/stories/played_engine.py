@@ -25,16 +25,16 @@ from engines.clients.http import HttpEngine
 from engines.clients.vllm_engine import VllmEngine
 from engines.config import SimConfig
 from engines.errors import WeightUpdateConflict
-from engines.sim import server as sim_server
-from engines.sim.adapters import SimAdapters
-from engines.sim.dialect import Limits
-from engines.sim.model import SimModel
-from engines.sim.scheduler import BLOCK_TOKENS, PrefixCache, Sample
-from engines.sim.server import SimServer
-from engines.sim.worker import SimWorker
 from engines.store.draft import RawTensor, raw
 from engines.store.manifest import digest_of
 from engines.types import EngineKind, ReplicaInfo, TensorMeta
+from sim import server as sim_server
+from sim.adapters import SimAdapters
+from sim.dialect import Limits
+from sim.model import SimModel
+from sim.scheduler import BLOCK_TOKENS, PrefixCache, Sample
+from sim.server import SimServer
+from sim.worker import SimWorker
 
 NAMES = ("b", "w")
 ELEMENTS = 64

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from engines.errors import RolloutGatewayError
-from engines.sim.adapters import SimAdapters
 from engines.types import InFlight, PauseMode, ReplicaState
+from sim.adapters import SimAdapters
 from tests.material.adapters import write_adapter
 from tests.rigs.stories.interleaving import SETTLE_S, Gateway, GatewayDied, Trainer, Violation, World
 

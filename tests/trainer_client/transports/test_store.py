@@ -23,10 +23,10 @@ from engines.errors import (
     WeightUpdateConflict,
     WeightUpdateFailed,
 )
-from engines.sim.worker import SimWorker
 from engines.store.changed_elements import ChangedElements
 from engines.store.draft import ChangedTensor, Draft, claim_draft, raw
 from engines.store.manifest import check_bytes, digest_of
+from sim.worker import SimWorker
 from tests.rigs.rig import STORED, Rig, StartRig
 from trainer_client import BlockingRolloutClient, WeightProgress, WeightSender
 

@@ -5,9 +5,9 @@ import asyncio
 import pytest
 
 from engines.config import EngineConfig
-from engines.sim.model import SimModel
-from engines.sim.scheduler import Sample as Simulated
-from engines.sim.scheduler import SimScheduler, block_hashes
+from sim.model import SimModel
+from sim.scheduler import Sample as Simulated
+from sim.scheduler import SimScheduler, block_hashes
 from tuning.plan.gpu import GPUS
 from tuning.simulate import virtual_time
 from tuning.simulate.engine import ModelledEngine, Sample

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from engines.errors import InvalidRequest
-from engines.sim import server as sim_server
-from engines.sim.dialect import ChatAnswer, DerenderChunkBody, derendered_chunk
-from engines.sim.model import detokenize
-from engines.sim.scheduler import Sample
 from gateway.dialects.resumption.delivered_chat import DeliveredChat, DeliveredSample
+from sim import server as sim_server
+from sim.dialect import ChatAnswer, DerenderChunkBody, derendered_chunk
+from sim.model import detokenize
+from sim.scheduler import Sample
 from tests.rigs.rig import Rig, StartRig
 
 Json = dict[str, Any]

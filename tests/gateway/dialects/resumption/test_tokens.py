@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from engines.errors import EngineUnreachable
-from engines.sim import server as sim_server
-from engines.sim.dialect import DerenderBody, chat_text, derendered, rendered
-from engines.sim.model import SimModel, detokenize, read, weights_key
-from engines.sim.model import tokenize as chat_ids
 from gateway.dialects.replies.assembly import Assembly
 from gateway.dialects.replies.carried import opened
 from gateway.dialects.resumption.tokens import joined, joined_spans, rest_body, rest_sampling, whole_characters
+from sim import server as sim_server
+from sim.dialect import DerenderBody, chat_text, derendered, rendered
+from sim.model import SimModel, detokenize, read, weights_key
+from sim.model import tokenize as chat_ids
 from tests.rigs.rig import MAX_MODEL_LEN, Rig, StartRig
 
 Json = dict[str, Any]

@@ -12,7 +12,6 @@ import pytest
 from engines.clients.vllm_engine import VllmEngine
 from engines.engine import Peer
 from engines.errors import StoreFailed
-from engines.sim.worker import SimWorker
 from engines.store.draft import Draft, claim_draft, raw
 from engines.store.manifest import check_bytes
 from engines.store.peer_store import VERSIONS_PATH, PeerStore
@@ -21,6 +20,7 @@ from gateway.config.schema import WeightsConfig
 from gateway.http.access import store_key
 from gateway.http.routes.snapshot_files import SnapshotFiles
 from gateway.weights.snapshots import Snapshots
+from sim.worker import SimWorker
 from tests.rigs.rig import Rig, StartRig
 from tests.rigs.shell import NearShell
 

@@ -13,7 +13,6 @@ import pytest
 
 from engines.clients.vllm_engine import VllmEngine
 from engines.errors import EngineFailed
-from engines.sim.worker import SimWorker
 from engines.store.draft import Draft, claim_draft, raw
 from engines.types import ReplicaState
 from gateway.fleet.replica import Replica
@@ -21,6 +20,7 @@ from gateway.weights.canary import Canary
 from gateway.weights.catch_up import CatchUp
 from gateway.weights.snapshots import Snapshots
 from gateway.weights.updates.swaps import Swaps
+from sim.worker import SimWorker
 from tests.rigs.rig import Json, Rig, StartRig
 
 Reply = tuple[int, Any]

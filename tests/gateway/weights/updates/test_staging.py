@@ -9,11 +9,11 @@ import pytest
 
 from engines.clients.vllm_engine import VllmEngine
 from engines.errors import EngineFailed
-from engines.sim.model import SimModel
 from gateway.fleet.replica import Replica
 from gateway.weights.canary import Canary
 from gateway.weights.snapshots import Snapshots
 from gateway.weights.verdicts import Finding
+from sim.model import SimModel
 from tests.rigs.calls import note_calls
 from tests.rigs.rig import Rig, StartRig
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from engines.adapter_folder import read_adapter
 from engines.errors import InvalidRequest, RolloutGatewayError, WeightUpdateConflict
-from engines.sim.dialect import Adapter
+from sim.dialect import Adapter
 
 
 class AdapterNotFound(RolloutGatewayError):

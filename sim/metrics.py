@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from engines.sim.scheduler import SimScheduler
+from sim.scheduler import SimScheduler
 
 
 class SchedulerMetrics(Collector):

@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from engines.errors import WeightUpdateConflict
-from engines.sim.worker import SimWorker
+from sim.worker import SimWorker
 
 Json = dict[str, Any]
 Info = TypeVar("Info", bound=BaseModel)

@@ -3,7 +3,7 @@
 from itertools import pairwise
 
 from engines.config import SimConfig
-from engines.sim.model import EOS_TOKEN, SimModel, detokenize, read, seeded_draw, tokenize, weights_key
+from sim.model import EOS_TOKEN, SimModel, detokenize, read, seeded_draw, tokenize, weights_key
 
 MODEL = SimModel.of(SimConfig())
 PROMPT = [5, 6, 7]

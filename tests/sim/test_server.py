@@ -16,10 +16,10 @@ from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
 from engines.config import SimConfig
-from engines.sim.dialect import Limits
-from engines.sim.model import SimModel, seeded_draw, tokenize
-from engines.sim.scheduler import SimScheduler
-from engines.sim.server import SimServer
+from sim.dialect import Limits
+from sim.model import SimModel, seeded_draw, tokenize
+from sim.scheduler import SimScheduler
+from sim.server import SimServer
 
 Json = dict[str, Any]
 
@@ -334,7 +334,7 @@ def test_the_process_ends_on_sigterm_whatever_it_is_doing() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "engines.sim.server", "--port", str(port), "--sim", '{"decode_step_s": 0.01}']
+    command = [sys.executable, "-m", "sim.server", "--port", str(port), "--sim", '{"decode_step_s": 0.01}']
     process = subprocess.Popen(command)
     try:
         _wait_until(lambda: _connects(port))

@@ -1,6 +1,6 @@
 """The simulated engine: a server process with vLLM's HTTP routes, and made-up tokens at a configured speed.
 
-`python -m engines.sim.server --port 8000 --model sim` replaces `vllm serve` in tests of scale and failure.
+`python -m sim.server --port 8000 --model sim` replaces `vllm serve` in tests of scale and failure.
 """
 
 import argparse
@@ -21,8 +21,9 @@ from pydantic import BaseModel, ValidationError
 from engines.clients.our_workers import MIXED
 from engines.config import SimConfig
 from engines.errors import InvalidRequest, StoreFailed, UnknownModel, WeightUpdateConflict
-from engines.sim.adapters import AdapterNotFound, SimAdapters
-from engines.sim.dialect import (
+from engines.types import PauseMode
+from sim.adapters import AdapterNotFound, SimAdapters
+from sim.dialect import (
     Adapter,
     Answer,
     ChatAnswer,
@@ -40,14 +41,13 @@ from engines.sim.dialect import (
     derendered_chunk,
     rendered,
 )
-from engines.sim.faults import FaultInjector
-from engines.sim.metrics import SchedulerMetrics
-from engines.sim.model import CHECKPOINT_VERSION, SimModel, detokenize, tokenize
-from engines.sim.profiler import Profiler
-from engines.sim.scheduler import GRAPH_SEQS, MAX_NUM_BATCHED_TOKENS, SimScheduler
-from engines.sim.weights import WeightSession
-from engines.sim.worker import SimWorker
-from engines.types import PauseMode
+from sim.faults import FaultInjector
+from sim.metrics import SchedulerMetrics
+from sim.model import CHECKPOINT_VERSION, SimModel, detokenize, tokenize
+from sim.profiler import Profiler
+from sim.scheduler import GRAPH_SEQS, MAX_NUM_BATCHED_TOKENS, SimScheduler
+from sim.weights import WeightSession
+from sim.worker import SimWorker
 
 VERSION = "0.32.0+sim"
 
@@ -526,7 +526,7 @@ def _error(status: int, kind: str, message: str, param: str | None = None) -> we
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m engines.sim.server", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m sim.server", description=__doc__)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--model", default="sim", help="served model name")

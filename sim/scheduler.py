@@ -10,8 +10,8 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 from engines.config import SimConfig
-from engines.sim.model import CHECKPOINT_VERSION, EOS_TOKEN, SimModel, detokenize, read
 from engines.types import PauseMode
+from sim.model import CHECKPOINT_VERSION, EOS_TOKEN, SimModel, detokenize, read
 
 BLOCK_TOKENS = 16
 MAX_NUM_BATCHED_TOKENS = 8192

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from engines.errors import InvalidRequest
-from engines.sim.model import (
+from sim.model import (
     GREEDY,
     SimModel,
     detokenize,
@@ -22,7 +22,7 @@ from engines.sim.model import (
     tokenize,
     unseeded_draw,
 )
-from engines.sim.scheduler import Sample, block_hashes
+from sim.scheduler import Sample, block_hashes
 
 Json = dict[str, Any]
 TokenId = Annotated[int, Field(ge=0)]

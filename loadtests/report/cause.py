@@ -1,17 +1,19 @@
 """The part that a run waited for, by the figures of the load generator, the gateway and its engines."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 # Requests that wait on average, and a share of the KV cache, from which they count.
 _WAIT = 0.5
 _FULL = 0.9
 _LATE_S = 0.1
+# Fraction of the completions in flight that no part has, from which the way to the engines is what holds a run back.
+_ON_THEIR_WAY = 0.3
 
 
 def causes(figures: Mapping[str, float]) -> list[str]:
     """Return a sentence for each part that held the run back; the engines themselves where none did. Empty for a server
     that reports nothing."""
-    found = [*_generator(figures), *_gateway(figures), *_engines(figures)]
+    found = [*_generator(figures), *_way(figures), *_gateway(figures), *_engines(figures)]
     if not found and "engine_running.mean" in figures:
         found = [f"nothing waited: {figures['engine_running.mean']:.1f} requests ran at a time, as fast as engines are"]
     return [*_spike(figures), *found]
@@ -30,6 +32,19 @@ def _generator(figures: Mapping[str, float]) -> list[str]:
     if late < _LATE_S:
         return []
     return [f"the load generator sent requests up to {late:.2g} s late (p99): give it more --processes"]
+
+
+def _way(figures: Mapping[str, float]) -> Iterator[str]:
+    """Compare the completions that the client waits for with those that a part holds: the rest is work of CPUs."""
+    if "engine_running.mean" not in figures or not figures.get("seconds"):
+        return
+    in_flight = figures.get("completion_s.sum", 0.0) / figures["seconds"]
+    held = sum(figures.get(f"{part}.mean", 0.0) for part in ("engine_running", "engine_waiting", "gateway_queue"))
+    if (between := in_flight - held) >= max(1.0, _ON_THEIR_WAY * in_flight):
+        yield (
+            f"{between:.1f} of {in_flight:.1f} completions in flight were between client and engines on average: the CPU "
+            "of the gateway, of an engine's API process or of the load generator holds them back"
+        )
 
 
 def _gateway(figures: Mapping[str, float]) -> list[str]:

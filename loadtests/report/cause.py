@@ -42,8 +42,8 @@ def _way(figures: Mapping[str, float]) -> Iterator[str]:
     held = sum(figures.get(f"{part}.mean", 0.0) for part in ("engine_running", "engine_waiting", "gateway_queue"))
     if (between := in_flight - held) >= max(1.0, _ON_THEIR_WAY * in_flight):
         yield (
-            f"{between:.1f} of {in_flight:.1f} completions in flight were between client and engines on average: the CPU "
-            "of the gateway, of an engine's API process or of the load generator holds them back"
+            f"{between:.1f} of {in_flight:.1f} completions in flight were between client and engines on average: the "
+            "CPU of the gateway, of an engine's API process or of the load generator holds them back"
         )
 
 

@@ -273,8 +273,12 @@ class LedgerFile:
         """Free the events up to `cursor`; their marks stay, so that nothing is made again."""
         if number in self._dropped:
             return
-        self._connection.execute("UPDATE submissions SET acked = ? WHERE number = ?", (cursor, number))
-        self._connection.execute("UPDATE events SET content = NULL WHERE number = ? AND cursor <= ?", (number, cursor))
+        self._connection.execute(
+            "UPDATE events SET content = NULL WHERE number = ?1 AND cursor <= ?2"
+            " AND cursor > (SELECT acked FROM submissions WHERE number = ?1)",
+            (number, cursor),
+        )
+        self._connection.execute("UPDATE submissions SET acked = max(acked, ?) WHERE number = ?", (cursor, number))
 
     def release(self, number: int) -> None:
         """Free all but the id and the cursor of a submission that is delivered."""

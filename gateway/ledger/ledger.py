@@ -82,7 +82,8 @@ class Ledger:
         """Numbers of submissions that left the file as it had no room for them, until their user has taken note."""
         self._max_bytes = max_bytes
         self._works: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
-        self._waiting: deque[tuple[float, Callable[[], None]]] = deque()
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._moved_at = 0.0  # when the thread last began or ended a write
         self._file: LedgerFile | None = None
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop
@@ -124,12 +125,14 @@ class Ledger:
         if self.failure:
             then()
             return
-        self._waiting.append((time.monotonic(), then))
+        if not self._waiting:
+            self._moved_at = time.monotonic()
+        self._waiting.append(then)
         self._works.put(work)
 
     def look(self) -> None:
-        """Give up a file whose disk takes no write."""
-        if self._waiting and time.monotonic() - self._waiting[0][0] > _STUCK_S:
+        """Give up a file whose disk hangs: one small write does not end. Many writes that wait are only slow."""
+        if self._waiting and time.monotonic() - self._moved_at > _STUCK_S:
             self._end(f"{self.path} took no write within {_STUCK_S:g} s")
 
     async def close(self) -> None:
@@ -209,12 +212,13 @@ class Ledger:
         time.sleep(_LINGER_S)
         while not self._works.empty():
             works.append(self._works.get())
+        self._moved_at = time.monotonic()
         done = [work for work in works if work is not None]
         if done:
             self._write(file, done)
         self._call(partial(self._written, len(done)))
         while self._works.empty() and (file.sweep() or file.shrink()):
-            pass
+            self._moved_at = time.monotonic()
         return None not in works and not self.failure
 
     def _write(self, file: LedgerFile, works: Sequence[Work]) -> None:
@@ -224,6 +228,7 @@ class Ledger:
                 file.begin()
                 for work in works:
                     work(file)
+                    self._moved_at = time.monotonic()
                 file.commit()
                 return
             except (sqlite3.OperationalError, sqlite3.DataError) as error:
@@ -250,7 +255,7 @@ class Ledger:
 
     def _written(self, number: int) -> None:
         for _ in range(min(number, len(self._waiting))):
-            self._waiting.popleft()[1]()
+            self._waiting.popleft()()
 
     def _end(self, reason: str) -> None:
         """Write nothing any more. Those who wait go on."""
@@ -260,7 +265,7 @@ class Ledger:
         log.error("the ledger is not kept: rollouts go on, and a restart of the gateway loses them", reason=reason)
         self._works.put(None)
         waiting, self._waiting = self._waiting, deque()
-        for _, then in waiting:
+        for then in waiting:
             then()
 
     def _remove(self, file: LedgerFile) -> None:

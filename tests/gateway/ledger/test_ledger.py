@@ -5,6 +5,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
@@ -184,6 +185,37 @@ async def test_a_disk_that_takes_no_write_is_given_up(tmp_path: Path, monkeypatc
     disk.set()
     await stopped(ledger)
     assert names(tmp_path) == []
+
+
+async def test_many_writes_that_wait_are_slow_and_no_disk_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ledger_module, "_STUCK_S", 1.0)
+    ledger, done = Ledger(tmp_path / "ledger", MAX_BYTES), asyncio.Event()
+    await ledger.open()
+    for _ in range(30):
+        ledger.put(lambda file: time.sleep(0.05), lambda: None)
+    ledger.put(lambda file: None, done.set)
+    async with asyncio.timeout(60):
+        while not done.is_set():
+            ledger.look()
+            await asyncio.sleep(0.01)
+    assert ledger.failure == ""
+    await ledger.close()
+
+
+async def test_an_ack_frees_the_events_since_the_ack_before(tmp_path: Path) -> None:
+    file = LedgerFile(tmp_path / "ledger", MAX_BYTES)
+    file.begin()
+    file.add_submission(submission(1))
+    for cursor in range(1, 7):
+        file.add_event(1, EventRow(cursor, 0, cursor, "good", b"content"))
+    for cursor in (2, 5, 3):  # a late ack takes nothing back
+        file.ack(1, cursor)
+    file.commit()
+    [row] = file.load()
+    assert [event.cursor for event in row.events if event.content is not None] == [6]
+    file.close()
 
 
 async def test_a_fault_of_the_program_ends_the_file_too(tmp_path: Path) -> None:

@@ -80,18 +80,6 @@ class TlsConfig(Section):
         return self.certificate is not None
 
 
-class KeyLimits(Section):
-    """Limits for each inference key, on POST requests. Admin keys and clients that are trusted without a key have none.
-    A request over a limit gets 429 with Retry-After."""
-
-    requests_per_minute: int | None = Field(None, gt=0)
-    """Most requests in a minute; unused requests add up to this number."""
-    tokens_per_minute: int | None = Field(None, gt=0)
-    """Most tokens of prompts and completions in a minute, counted when a request ends."""
-    requests_at_once: int | None = Field(None, gt=0)
-    """Most requests under way."""
-
-
 class SubmissionsConfig(Section):
     """Bounds of what /v1/rollouts keeps for clients, in memory and in the ledger, until they ack it."""
 
@@ -140,8 +128,6 @@ class GatewayConfig(Section):
     """Longest wait for a client to take the next chunk of a stream or more of a reply; later it is cut off."""
     max_prompts: int = Field(16_384, gt=0)
     """Most prompts of one request."""
-    trl_legacy: bool = False
-    """True to answer TRL up to 1.10 too, whose routes end in a slash; its trainer needs trainer_client.trl_legacy."""
     max_attempts: int = Field(3, ge=1)
     """Attempts in a row without a new token, on whichever replicas, before a rollout is reported failed."""
     replay_grace_s: float = Field(45.0, ge=0)
@@ -155,7 +141,6 @@ class GatewayConfig(Section):
     audit_file: OnePlace = None
     """Absolute path of the audit log, a line of JSON for each request to an admin route; the gateway's log if left
     out."""
-    key_limits: KeyLimits = KeyLimits()
     otlp_endpoint: str | None = Field(None, pattern=r"^https?://[^/\s@]+/?$")
     """Collector of OpenTelemetry, http://HOST:4318, which gets a span for each request, attempt, call of an engine and
     step of a weight update; needs the extra otel. The SDK's OTEL_* variables set headers, sampling and batches."""

@@ -13,7 +13,6 @@ from gateway.dialects.replies.carried import num_tokens, opened
 from gateway.dialects.resumption.cut_stream import CutStream
 from gateway.dialects.resumption.tokens import CUT_OFF, mark_cut_off, places_cut_off, retried_if_empty, was_cut_off
 from gateway.dialects.spans import Contradiction, check_spans, name_adapter, stamp_versions
-from gateway.dialects.tally import TALLY
 from gateway.dialects.usage import usage_of_joined
 from gateway.fleet.flight import Flight
 from gateway.fleet.metrics import Metrics
@@ -158,8 +157,6 @@ class Runner:
 
         `made` is a reply of a gateway before this one, whose open samples continue.
         """
-        if not exchange.rollout.goes_on:
-            _count(exchange.rollout, exchange.prompt_tokens)
         if exchange.is_full:
             return self._ended(exchange, exchange.bare_reply(), _FULL)
         with using(exchange.rollout):  # also between what was cut off and its rest
@@ -206,11 +203,7 @@ class Runner:
         async def call(replica: Replica) -> Json:
             nonlocal part
             part = Part(replica, self._large)
-            answer = Json()
-            try:
-                answer = await exchange.ask(replica, part)
-            finally:
-                _count(exchange.rollout, part.num_made or (answer.get("usage") or {}).get("completion_tokens") or 0)
+            answer = await exchange.ask(replica, part)
             part.is_whole = True
             check_reply(answer, exchange.rollout.n, replica.replica_id)
             mark_cut_off(answer, replica, exchange.prompt_ids(answer), resumes=exchange.resumes)
@@ -264,12 +257,6 @@ class Runner:
                 self._delivered(exchange.rollout, {"completion_tokens": cut.num_made} | usage, ())
         if is_withdrawn or cut.lacks_aborted:
             yield cut.end(self._ended(exchange, exchange.bare_chunk(), _ABORT), flight)
-
-
-def _count(rollout: Rollout, tokens: int) -> None:
-    """Count tokens for a request whose client may leave. Submissions are charged by themselves."""
-    if (tally := TALLY.get()) is not None and not rollout.owner:
-        tally.add(tokens)
 
 
 def _aborted(part: Json) -> Json:

@@ -57,9 +57,6 @@ class Metrics:
         self.request_seconds = _known(
             histogram("request_seconds", "From the request's head to the reply's end.", ["route"])
         )
-        self.limited_requests = counter(
-            "limited_requests", "Requests over a limit of their key, answered 429.", ["key", "limit"]
-        )
         self.queue_seconds = _known(histogram("queue_seconds", "A rollout's wait for a replica.", ["model"]))
         self.retries = counter("retries", "Attempts that ended and were followed by another, by reason.", ["reason"])
         for end in End:
@@ -166,10 +163,6 @@ class Metrics:
         self.ready.set(fleet.is_ready)
         self.tasks.set(len(asyncio.all_tasks()))
         self.weight_age_seconds.set(time.monotonic() - self._version_at[1])
-
-    def refuse(self, key: str, limit: str) -> None:
-        """Count a request over a limit; `key` is the key's name, not the key."""
-        self.limited_requests.labels(key, limit).inc()
 
     def observe_versions(self, version: int, behind: int) -> None:
         """Set the policy's weight version, and the number of replicas that serve another than the target."""

@@ -1,6 +1,5 @@
 """Access: bearer keys, networks that are trusted without a key, and the checks in front of handlers."""
 
-import asyncio
 import hashlib
 import ipaddress
 import secrets
@@ -9,19 +8,14 @@ from enum import StrEnum
 from functools import lru_cache
 from typing import Protocol
 
-from aiohttp import hdrs, web
+from aiohttp import web
 
 from engines.errors import NotAllowed
 from gateway.config.schema import GatewayConfig
-from gateway.dialects.tally import TALLY, Tally
-from gateway.fleet.metrics import Metrics
 from gateway.http.direct_peer import direct_peer
 from gateway.http.guard.audit import Audit
 from gateway.http.guard.keys import Keys
-from gateway.http.guard.limits import Allowance, Limits
 
-ALLOWANCE: web.RequestKey[Allowance] = web.RequestKey("allowance", Allowance)
-"""What the request's key may use; absent where it has no limits."""
 CLIENT: web.RequestKey[str] = web.RequestKey("client", str)
 """The client of a route for inference, whose rollouts are its own: a digest of its key, or `TRUSTED`."""
 TRUSTED = "trusted network"
@@ -56,14 +50,13 @@ class Access:
     `need_of` reports the check and the handler behind it, for the description of the routes.
     """
 
-    def __init__(self, config: GatewayConfig, metrics: Metrics) -> None:
+    def __init__(self, config: GatewayConfig) -> None:
         self._trusted = tuple(config.trusted_networks)
         # Most requests come from few addresses, and to read one takes longer than all other checks.
         self._is_in_trusted_network = lru_cache(_PEERS_REMEMBERED)(self._find_network)
         self._inference = Keys("gateway.inference_keys", config.inference_keys)
         self._admin = Keys("gateway.admin_keys", config.admin_keys)
         self._store = store_key(config)
-        self._limits = Limits(config.key_limits, metrics.refuse)
         self._audit = Audit(config.audit_file)
         self._needs: dict[Handler, tuple[Need, Handler]] = {}
 
@@ -79,24 +72,9 @@ class Access:
         async def checked(request: web.Request) -> web.StreamResponse:
             key = self._key_of(request, admin=False)
             request[CLIENT] = key if key == TRUSTED else _digest(request)
-            if request.method != hdrs.METH_POST or not self._limits.is_on or key not in self._inference.names:
-                return await handler(request)
-            return await self._limited(handler, request, self._limits.of(key))
+            return await handler(request)
 
         return self._noted(Need.INFERENCE, handler, checked)
-
-    async def _limited(self, handler: Handler, request: web.Request, allowance: Allowance) -> web.StreamResponse:
-        """Handle a request of a key with limits."""
-        request[ALLOWANCE] = allowance
-        with allowance.used():
-            return await _tallied(handler, request, allowance)
-
-    def charge(self, client: str, tokens: int) -> None:
-        """Count tokens, made after its request as well, against the limits of a client with an inference key."""
-        if not self._limits.is_on or self._admin.name_with(client):
-            return
-        if key := self._inference.name_with(client):
-            self._limits.of(key).charge(tokens)
 
     def for_inference_or(self, handler: Handler, otherwise: Handler) -> Handler:
         """Check for an inference key; a request without a key gets `otherwise`."""
@@ -191,20 +169,6 @@ class Access:
 def store_key(config: GatewayConfig) -> str:
     """The key that engines fetch weight versions with, drawn for this process; "" if there is no admin key."""
     return _STORE_KEY if config.admin_keys else ""
-
-
-async def _tallied(handler: Handler, request: web.Request, allowance: Allowance) -> web.StreamResponse:
-    """Charge the tokens made so far where the client leaves."""
-    tally = Tally(allowance.charge)
-    token = TALLY.set(tally)
-    try:
-        return await handler(request)
-    except (asyncio.CancelledError, ConnectionError):
-        if not tally.is_with_batch:
-            tally.charge()
-        raise
-    finally:
-        TALLY.reset(token)
 
 
 def _digest(request: web.Request) -> str:

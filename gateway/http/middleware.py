@@ -1,5 +1,6 @@
 """Passed by every request: metrics and the trace outside, errors in the client's dialect inside."""
 
+import math
 import time
 from contextlib import AbstractContextManager, nullcontext
 
@@ -19,8 +20,7 @@ from engines.errors import (
 from engines.trace_context import TRACE_CONTEXT, trace_context
 from gateway.api import body_of, error_body, status_of
 from gateway.fleet.metrics import Metrics
-from gateway.http.access import ALLOWANCE, Handler
-from gateway.http.guard.limits import whole_seconds
+from gateway.http.access import Handler
 from gateway.http.json_body import reply
 from gateway.http.request_id import HEADER, given_id
 from gateway.http.trace import Arrival, Trace
@@ -75,8 +75,6 @@ class Measurement:
     def count_tokens(self, request: web.Request, model: str, usage: Json | None) -> None:
         usage = usage or {}
         request[_USAGE] = usage
-        if allowance := request.get(ALLOWANCE):
-            allowance.charge((usage.get("prompt_tokens") or 0) + (usage.get("completion_tokens") or 0))
         self._metrics.prompt_tokens.labels(model).inc(usage.get("prompt_tokens") or 0)
         self._metrics.completion_tokens.labels(model).inc(usage.get("completion_tokens") or 0)
 
@@ -127,5 +125,5 @@ def _error_reply(error: RolloutGatewayError) -> web.Response:
         log.warning("request failed", status=status, error=str(error))
     response = reply(body_of(error), status)
     if isinstance(error, TooManyRequests):
-        response.headers["Retry-After"] = whole_seconds(error.retry_after_s)
+        response.headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
     return response

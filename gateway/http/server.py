@@ -43,7 +43,6 @@ from gateway.http.routes.sglang import SglangRoutes
 from gateway.http.routes.snapshot_files import SnapshotFiles
 from gateway.http.routes.submissions import SubmissionCounts, SubmissionRoutes
 from gateway.http.routes.traces import TraceRoutes
-from gateway.http.routes.trl_legacy import TrlLegacyRoutes
 from gateway.http.routes.weights import WeightRoutes
 from gateway.http.status import status_report
 from gateway.http.supervisor import Supervisor
@@ -74,7 +73,7 @@ class GatewayServer:
         self._trace = Trace(config.gateway.trace) if config.gateway.trace.file else None
         self._measurement = Measurement(metrics, self._trace)
         self.drafts = Drafts(config.fleet, fleet, metrics)
-        self._access = Access(config.gateway, metrics)
+        self._access = Access(config.gateway)
         self._tasks = Supervisor()
         runner = Runner(scheduler, metrics)
         completions = Completions(config.gateway, fleet, runner)
@@ -90,7 +89,7 @@ class GatewayServer:
             config.gateway.max_prompts,
             Generation(completions, runner, Rendering(fleet, inquiries, config.gateway.queue_timeout_s).render),
             self._ledger,
-            SubmissionCounts(metrics, deliveries, self._access),
+            SubmissionCounts(metrics, deliveries),
         )
         own = OwnRequests()
         models = ModelRoutes(config.fleet, fleet, weights, inquiries)
@@ -121,8 +120,6 @@ class GatewayServer:
             ProfileRoutes(fleet),
             AboutRoutes(),
         ]
-        if config.gateway.trl_legacy:
-            self._routes.append(TrlLegacyRoutes(fleet, weights, completions, chat, self._measurement))
 
     def application(self) -> web.Application:
         """The application for clients; with workers it is for what these send on."""

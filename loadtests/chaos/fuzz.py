@@ -79,9 +79,7 @@ async def fuzzed(seed: int, count: int) -> Findings:
     """Run `count` bad requests beside bystanders on a fleet of its own."""
     with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
         keys = {"inference_keys": [INFERENCE_KEY], "admin_keys": [ADMIN_KEY], "trusted_networks": []}
-        config = fleet_config(
-            "fuzz", _REPLICAS, SIM, Path(folder), queue_timeout_s=_QUEUE_S, max_n=_MAX_N, trl_legacy=True, **keys
-        )
+        config = fleet_config("fuzz", _REPLICAS, SIM, Path(folder), queue_timeout_s=_QUEUE_S, max_n=_MAX_N, **keys)
         config = config.model_copy(update={"engine": config.engine.model_copy(update={"max_model_len": 512})})
         fleet = ProcessFleet(config, Path(folder))
         try:

@@ -578,15 +578,6 @@ async def test_a_call_over_a_limit_fails_at_once_where_its_time_is_too_short() -
 
 
 @pytest.mark.usefixtures("quick")
-async def test_a_batch_larger_than_the_keys_limit_is_delivered(start_rig: StartRig) -> None:
-    keys = {"inference_keys": ["k"], "trusted_networks": [], "key_limits": {"requests_at_once": 2}}
-    rig = await start_rig(gateway=keys)
-    async with RolloutClient(rig.url, api_key="k") as client:
-        rollouts = await client.generate(PROMPTS * 4, TOKENS).gather()
-    assert [len(rollout.completions) for rollout in rollouts] == [TOKENS.n] * 12
-
-
-@pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("choices", [[], [{"index": 0, "token_ids": [7], "finish_reason": "stop"}]])
 async def test_a_reply_without_all_samples_is_not_delivered(choices: list[Any]) -> None:
     async def short(call: int) -> web.Response:

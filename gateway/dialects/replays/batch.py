@@ -7,7 +7,6 @@ from enum import StrEnum
 
 from gateway.dialects.replays.record import Record
 from gateway.dialects.replies.written import Written
-from gateway.dialects.tally import Tally
 
 _ABORT = "abort"
 _BEHIND_THE_LOOP = 1 << 20  # bytes, whose digest takes a millisecond
@@ -49,7 +48,6 @@ class Batch:
     has_left: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     """Done while it has no client."""
     expiry: asyncio.TimerHandle | None = None
-    tally: Tally | None = None
 
     @property
     def is_orphan(self) -> bool:

@@ -25,7 +25,6 @@ from gateway.dialects.replays.batch import Batch, End
 from gateway.dialects.replays.made import Made
 from gateway.dialects.replays.record import Record, Request
 from gateway.dialects.replies.written import Written
-from gateway.dialects.tally import TALLY
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics
 from gateway.ledger.batches import BatchRow
@@ -110,7 +109,7 @@ class Replays:
 
     def _running(self, request: Request, record: Record, writing: Coroutine[Any, Any, Written]) -> Batch:
         task = asyncio.create_task(writing, name=f"batch {request.request_id}")
-        batch = Batch(request.identity, request.request_id, request.oldest, task, record, tally=TALLY.get())
+        batch = Batch(request.identity, request.request_id, request.oldest, task, record)
         self._batches[request.identity].append(batch)
         return batch
 
@@ -234,8 +233,6 @@ class Replays:
         self._metrics.orphaned_batches.inc()
         log.info("a batch has lost its client, and runs on", request=batch.request_id, seconds=self._grace_s)
         batch.has_left.set_result(None)
-        if batch.tally is not None:
-            batch.tally.is_with_batch = True
         self._orphans[batch] = 0
         batch.expiry = asyncio.get_running_loop().call_later(self._grace_s, self._end, batch, End.EXPIRED)
         self._keep_bounds()
@@ -259,10 +256,7 @@ class Replays:
             self._end(next(iter(self._orphans)), End.CROWDED)
 
     def _end(self, batch: Batch, end: End) -> None:
-        """End an orphan, whose tokens nobody else is charged for."""
         self._end_orphanhood(batch, end)
-        if (tally := batch.tally) is not None:
-            batch.task.add_done_callback(lambda _: tally.charge())
         self._drop(batch)
 
     def _end_orphanhood(self, batch: Batch, end: End, **facts: str) -> None:

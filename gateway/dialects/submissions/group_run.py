@@ -57,9 +57,9 @@ class Generation:
 class Record(Protocol):
     """Takes what a run reports: new tokens of a sample, a sample's end, a sample that begins again."""
 
-    def grew(self, run: "GroupRun", sample: Sample, tokens: int) -> None: ...
+    def grew(self, run: "GroupRun", sample: Sample) -> None: ...
     def ended(self, run: "GroupRun", sample: Sample) -> None: ...
-    def forgot(self, run: "GroupRun", sample: Sample, tokens: int) -> None: ...
+    def forgot(self, run: "GroupRun", sample: Sample) -> None: ...
 
 
 class GroupRun:
@@ -189,10 +189,10 @@ class GroupRun:
 
     def _take(self, sample: Sample, choice: Json) -> None:
         self.read = self.read or choice.get("prompt_token_ids") or []
-        bytes_before, tokens_before = sample.num_bytes, len(sample.token_ids)
+        bytes_before = sample.num_bytes
         sample.add(choice)
         self.num_bytes += sample.num_bytes - bytes_before
-        self._record.grew(self, sample, len(sample.token_ids) - tokens_before)
+        self._record.grew(self, sample)
         if sample.end is not None:
             self.num_bytes -= sample.num_bytes
             self.num_good += sample.counts
@@ -204,9 +204,8 @@ class GroupRun:
 
         async def make(sample: Sample) -> None:
             self.num_bytes -= sample.num_bytes
-            tokens = len(sample.token_ids)
             sample.forget()
-            self._record.forgot(self, sample, tokens)
+            self._record.forgot(self, sample)
             alone = prompt.rest_of(sample.part(self.read or prompt.body["prompt"]), prompt.indexes[sample.index])
             alone = replace(alone, rollout=replace(alone.rollout, goes_on=False))
             [choice] = (await runner.generate(alone))["choices"]

@@ -33,10 +33,8 @@ Put = Callable[[Callable[[LedgerFile], None], Callable[[], None]], None]
 
 
 class Counts(Protocol):
-    """Counts tokens of an owner's prompts and samples, each once, samples that are delivered,
-    groups that end, and submissions that the ledger has no room for."""
+    """Counts samples that are delivered, groups that end, and submissions that the ledger has no room for."""
 
-    def tokens(self, owner: str, number: int) -> None: ...
     def sample(self, run: GroupRun, sample: Sample) -> None: ...
     def group(self, run: GroupRun) -> None: ...
     def outgrew(self) -> None: ...
@@ -201,14 +199,12 @@ class Submission:
             token_ids = orjson.dumps(run.read)
             self._put(lambda file: file.read_prompt(self.number, run.index, token_ids), _nothing)
 
-    def forgot(self, run: GroupRun, sample: Sample, tokens: int) -> None:
-        self._counts.tokens(self.owner, -tokens)  # they are made again
+    def forgot(self, run: GroupRun, sample: Sample) -> None:
         self._put(lambda file: file.begin_again(self.number, run.index, sample.index), _nothing)
 
     # Events
 
-    def grew(self, run: GroupRun, sample: Sample, tokens: int) -> None:
-        self._counts.tokens(self.owner, tokens)
+    def grew(self, run: GroupRun, sample: Sample) -> None:
         self._grown[run.index, sample.index] = None
 
     def ended(self, run: GroupRun, sample: Sample) -> None:
@@ -222,7 +218,6 @@ class Submission:
     def end_group(self, run: GroupRun, outcome: Outcome, error: Json | None = None) -> None:
         self.outcomes[run.index] = outcome
         self._counts.group(run)
-        self._counts.tokens(self.owner, run.num_prompt_tokens)
         report: Json = {"type": "group", "group": run.index, "outcome": outcome}
         if error is not None:
             report["error"] = error

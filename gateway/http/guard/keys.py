@@ -30,22 +30,10 @@ class Keys:
         self._look()
         return self._name_of(_digest(key))
 
-    def name_with(self, digest: str) -> str:
-        """Return the name of the key with a SHA-256 in hexadecimal digits; "" for a key that is not among them."""
-        try:
-            return self._name_of(bytes.fromhex(digest))
-        except ValueError:
-            return ""
-
     def _name_of(self, digest: bytes) -> str:
         # All are compared, each in constant time, so that the time taken reveals nothing about the keys.
         found = [name for source in self._sources for name, known in source.keys if _is_equal(digest, known)]
         return found[0] if found else ""
-
-    @property
-    def names(self) -> set[str]:
-        """The names of all keys."""
-        return {name for source in self._sources for name, _ in source.keys}
 
     @property
     def digests(self) -> list[str]:

@@ -18,15 +18,11 @@ from gateway.http.replies.record_stream import is_packed, send_records, wire_of
 
 
 class SubmissionCounts:
-    """Counts samples and tokens of submissions in the gateway's metrics, and tokens against the limits of keys."""
+    """Counts samples and tokens of submissions in the gateway's metrics."""
 
-    def __init__(self, metrics: Metrics, deliveries: Deliveries, access: Access) -> None:
+    def __init__(self, metrics: Metrics, deliveries: Deliveries) -> None:
         self._metrics = metrics
         self._deliveries = deliveries
-        self._access = access
-
-    def tokens(self, owner: str, number: int) -> None:
-        self._access.charge(owner, number)
 
     def outgrew(self) -> None:
         self._metrics.outgrown_submissions.inc()

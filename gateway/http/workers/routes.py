@@ -13,21 +13,13 @@ from gateway.dialects.replays.record import Record, Request
 from gateway.dialects.replays.registry import Replays, Reply
 from gateway.dialects.replies.written import Written
 from gateway.fleet.fleet import Fleet
-from gateway.http.access import Access, Handler
-from gateway.http.guard.limits import Allowance
+from gateway.http.access import Access
 from gateway.http.routes.rollouts import RolloutRoutes
 from gateway.http.workers.hop import IS_SENT_ON, RunsElsewhere
 from gateway.http.workers.messages import Batches
 
 # `lora_path` is SGLang's.
 _MODEL_FIELDS = ("model", "lora_path")
-
-
-class WorkerAccess(Access):
-    """Checks keys. The limits of keys are counted in one place, by the owner."""
-
-    async def _limited(self, handler: Handler, request: web.Request, allowance: Allowance) -> web.StreamResponse:
-        raise RunsElsewhere
 
 
 class WorkerRoutes(RolloutRoutes):

@@ -22,6 +22,7 @@ from gateway.fleet.deliveries import Deliveries
 from gateway.fleet.metrics import Metrics
 from gateway.fleet.placement.inquiries import Inquiries
 from gateway.fleet.replica import Replica
+from gateway.http.access import Access
 from gateway.http.descriptors import raise_limit
 from gateway.http.engine_client import engine_client
 from gateway.http.guard.tls import Certificate
@@ -55,7 +56,7 @@ from gateway.http.workers.messages import (
     Withdraw,
 )
 from gateway.http.workers.remote_scheduler import RemoteScheduler
-from gateway.http.workers.routes import WorkerAccess, WorkerReplays, WorkerRoutes
+from gateway.http.workers.routes import WorkerReplays, WorkerRoutes
 from gateway.ledger.shared import SharedLedger
 
 log = structlog.get_logger()
@@ -89,7 +90,7 @@ class Parts:
         self.replays = WorkerReplays(gateway, completions, self.fleet, self.metrics, SharedLedger(None))
         self.replays.tell, self.replays.is_owners = channel.send, gateway.ledger is not None
         self._measurement = Measurement(self.metrics, None)
-        self._access = WorkerAccess(gateway, self.metrics)
+        self._access = Access(gateway)
         self._routes = WorkerRoutes(
             self.fleet,
             completions,

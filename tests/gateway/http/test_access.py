@@ -5,7 +5,6 @@ from pydantic import ValidationError
 
 from engines.errors import NotAllowed
 from gateway.config.schema import Config, GatewayConfig
-from gateway.fleet.metrics import Metrics
 from gateway.http.access import Access
 from tests.rigs.rig import StartRig
 
@@ -13,7 +12,7 @@ KEYS = {"inference_keys": ["infer"], "admin_keys": ["admin"]}
 
 
 def access(**config: object) -> Access:
-    return Access(GatewayConfig.model_validate(KEYS | config), Metrics())
+    return Access(GatewayConfig.model_validate(KEYS | config))
 
 
 def test_loopback_needs_no_key() -> None:
@@ -55,7 +54,7 @@ def test_without_trusted_networks_loopback_needs_a_key_too() -> None:
 
 def test_an_empty_key_is_no_key() -> None:
     with pytest.raises(NotAllowed):
-        Access(GatewayConfig(), Metrics()).check("10.0.0.7", "Bearer ", admin=False)
+        Access(GatewayConfig()).check("10.0.0.7", "Bearer ", admin=False)
 
 
 @pytest.mark.parametrize("keys", [{}, {"admin_keys": ["a"]}, {"inference_keys": ["i"]}])

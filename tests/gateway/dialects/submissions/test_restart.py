@@ -11,7 +11,6 @@ import pytest
 from engines.config import SimConfig
 from engines.process.port import free_port
 from gateway.dialects.submissions import registry
-from gateway.http.guard.limits import Allowance
 from gateway.ledger import ledger as ledger_module
 from gateway.ledger import shared
 from gateway.ledger.file import LedgerFile
@@ -193,30 +192,6 @@ async def test_a_submission_that_outgrows_the_ledger_hurts_itself_alone(
     again = await start_rig(2, replicas=rig.replicas, gateway=gateway)
     assert samples(await read(again, "other")) == [(0, 0)]
     assert (await again.get("/v1/rollouts/large"))[0] == 404
-
-
-async def test_tokens_are_charged_to_their_key_over_a_restart_and_once(start_rig: StartRig, tmp_path: Path) -> None:
-    keys = {"inference_keys": ["mine"], "admin_keys": ["owner"], "trusted_networks": []}
-    room = keys | {"ledger": str(tmp_path / "ledger.sqlite")}
-    mine = {"Authorization": "Bearer mine"}
-    charged: list[int] = []
-    rig = await start_rig(1, gateway=room | {"key_limits": {"tokens_per_minute": 1_000_000}})
-    with pytest.MonkeyPatch.context() as limits:
-        limits.setattr(Allowance, "charge", lambda self, tokens: charged.append(tokens))
-        status, _ = await rig.post("/v1/rollouts", body([GROUP | {"n": 2}], id="one", stream=False), headers=mine)
-        assert status == 202
-        await rig.begun(samples=2, tokens=4)
-        async with asyncio.timeout(20):
-            while (await rig.get("/status", headers=mine))[1]["ledger"]["unwritten_samples"] or sum(charged) < 8:
-                await asyncio.sleep(0.02)
-        assert sum(charged) == 8
-        await rig.stop_gateway()
-        gateway = rig.config.gateway.model_dump(include={"ledger", "key_limits"}) | keys
-        again = await start_rig(1, replicas=rig.replicas, gateway=gateway)
-        again.hurry()
-        async with again.client.get(again.url + "/v1/rollouts/one", headers=mine) as response:
-            assert sorted(samples(lines(await response.read()))) == [(0, 0), (0, 1)]
-    assert sum(charged) == 2 * 8 + 3  # samples and their prompt
 
 
 async def test_acks_hold_over_a_restart(start_rig: StartRig, kept_rig: Rig) -> None:

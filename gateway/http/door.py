@@ -19,7 +19,6 @@ _HEAD_TIMEOUT_S = 30.0
 _OWN_DELAY_S = 1.0
 _KEEPALIVE_S = 900.0
 BACKLOG = 2048
-_HTTP_2 = b"PRI * HTTP/2"
 
 
 class Door(web.BaseSite):
@@ -88,25 +87,13 @@ class Connection(RequestHandler):
         super().resume_writing()
 
     def data_received(self, data: bytes) -> None:
-        known = self._request_count
-        if known == 0 and data.startswith(_HTTP_2):
-            self._refuse_http_2()
-            return
-        # The last byte of a request completes it. A byte after that, also in the same packet, begins a head.
-        self._feed(data[:-1])
-        before_last, is_between = self._request_count, self._body is None or self._body.is_eof()
-        self._feed(data[-1:])
-        if self._request_count > known:
-            self._head_arrived()
-        if data and is_between and self._request_count == before_last and self._head_deadline is None:
-            self._await_head()
-
-    def _feed(self, data: bytes) -> None:
-        """Parse bytes, and note the body of the last request that they begin. aiohttp itself feeds none, to go on."""
-        known = self._request_count
+        known, is_between = self._request_count, self._body is None or self._body.is_eof()
         super().data_received(data)
         if self._request_count > known:
             self._body = self._messages[-1][1]
+            self._head_arrived()
+        elif data and is_between and self._head_deadline is None:  # aiohttp itself feeds no bytes, to go on
+            self._await_head()
 
     def handle_error(
         self,
@@ -163,11 +150,3 @@ class Connection(RequestHandler):
         self._read_deadline = None
         log.warning("a client does not read its reply and is cut off", seconds=self._write_timeout_s)
         self.transport.abort()
-
-    def _refuse_http_2(self) -> None:
-        body = reply(error_body("HTTP/2 is not spoken here: send HTTP/1.1", 505), 505).body
-        assert isinstance(body, bytes)
-        head = "HTTP/1.1 505 HTTP Version Not Supported\r\nContent-Type: application/json\r\nConnection: close\r\n"
-        assert self.transport is not None  # uvloop's is no asyncio.Transport
-        self.transport.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-        self.transport.close()

@@ -22,7 +22,6 @@ import structlog
 from engines.engine import Json
 from engines.errors import ConfigError
 from gateway.config.schema import TraceConfig
-from gateway.http.guard.whole_lines import append_line
 
 log = structlog.get_logger()
 
@@ -65,8 +64,7 @@ class Trace:
         self._room = config.max_bytes - os.fstat(self._file).st_size
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="trace")
         first = {"trace": 1, "began": self._began, "block_tokens": BLOCK_TOKENS, "content": self._content}
-        # That begins the thread: where the system has none left, the first request would fail.
-        self._thread.submit(self._write, first).result()
+        self._write(first)
 
     def ended(self, arrival: Arrival, status: int, usage: Json) -> None:
         """Record a request that has ended. Return at once."""
@@ -97,7 +95,7 @@ class Trace:
             log.warning("trace is full: raise gateway.trace.max_bytes, or take the file away", file=str(self._path))
             return
         self._room -= len(encoded)
-        append_line(self._file, encoded)
+        os.write(self._file, encoded)
 
     def _line(self, arrival: Arrival, seconds: float, status: int, usage: Json) -> Json:
         body = arrival.body

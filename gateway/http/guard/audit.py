@@ -12,7 +12,6 @@ from aiohttp import web
 from engines.engine import Json
 from engines.errors import ConfigError, NotAllowed, RolloutGatewayError
 from gateway.api import status_of
-from gateway.http.guard.whole_lines import append_line
 
 log = structlog.get_logger()
 
@@ -28,11 +27,9 @@ class Audit:
         self._path = path
         # A disk that hangs must not hold up an admin's call.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="audit") if path else None
-        if path and self._thread:
-            first = {"at": round(time.time(), 3), "event": "gateway started"}
+        if path:
             try:
-                # That begins the thread: where the system has none left, the first admin's call would fail.
-                self._thread.submit(self._append, path, first).result()
+                self._append(path, {"at": round(time.time(), 3), "event": "gateway started"})
             except OSError as error:
                 raise ConfigError(f"gateway.audit_file = {path!r} cannot be written: {error.strerror}") from error
 
@@ -90,6 +87,6 @@ class Audit:
         """Open the file for each line, so that it may be moved away at any time. Its owner alone may read it."""
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         try:
-            append_line(file, orjson.dumps(line) + b"\n")
+            os.write(file, orjson.dumps(line) + b"\n")
         finally:
             os.close(file)

@@ -62,15 +62,6 @@ async def test_a_later_head_has_its_deadline_too(rig: Rig, monkeypatch: pytest.M
     assert (await reply_to(rig, WHOLE, HEAD)).count(b"HTTP/1.1 200 OK") == 1
 
 
-@pytest.mark.parametrize("begun", [b"P", HEAD])
-async def test_a_head_that_begins_in_the_packet_of_the_request_before_has_its_deadline(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch, begun: bytes
-) -> None:
-    monkeypatch.setattr(door, "_HEAD_TIMEOUT_S", 0.2)
-    assert (await reply_to(rig, WHOLE + begun)).count(b"HTTP/1.1 200 OK") == 1
-    assert (await reply_to(rig, WHOLE, WHOLE + begun)).count(b"HTTP/1.1 200 OK") == 2
-
-
 @pytest.mark.parametrize("cut", [1, len(WHOLE) - len(BODY), len(WHOLE) - len(BODY) + 1, len(WHOLE) - 1])
 async def test_a_head_may_begin_in_the_packet_of_the_request_before(rig: Rig, cut: int) -> None:
     last = WHOLE.replace(b"Host:", b"Connection: close\r\nHost:")
@@ -106,13 +97,6 @@ async def test_a_body_that_stops_is_an_error_and_closes_its_connection(
     reply = await reply_to(rig, WHOLE[:-5])
     assert reply.startswith(b"HTTP/1.1 400")
     assert b"no part of it for 0.2 s" in reply
-
-
-async def test_http_2_is_refused_in_json_and_leaves_no_traceback(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
-    reply = await reply_to(rig, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\x12\x04\0\0\0\0\0")
-    assert reply.startswith(b"HTTP/1.1 505 ")
-    assert b'"HTTP/2 is not spoken here: send HTTP/1.1"' in reply
-    assert not [record for record in caplog.records if record.exc_info]
 
 
 @pytest.mark.parametrize(

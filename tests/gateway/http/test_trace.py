@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import threading
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ from pydantic import ValidationError
 
 from engines.errors import ConfigError
 from gateway.config.schema import TraceConfig
-from gateway.http.trace import BLOCK_TOKENS, Arrival, Trace, prompts_of
+from gateway.http.trace import BLOCK_TOKENS, Trace, prompts_of
 from tests.rigs.rig import Json, Rig, StartRig
 
 PREFIX = list(range(3, 3 + 2 * BLOCK_TOKENS))
@@ -191,15 +190,3 @@ async def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 )
 def test_prompts_of_every_dialect(body: Json, prompts: list[object]) -> None:
     assert prompts_of(body) == prompts
-
-
-def test_the_first_request_needs_no_new_thread(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trace = Trace(TraceConfig(file=str(file)))
-
-    def refused(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refused)
-    trace.ended(Arrival("/v1/completions", {"prompt": PREFIX}, "", 0.0, 0.0), 200, {})
-    trace.close()
-    assert len(text(file).splitlines()) == 2

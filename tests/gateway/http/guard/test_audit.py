@@ -1,17 +1,9 @@
 """The audit log of admin requests."""
 
-import asyncio
-import errno
 import json
-import os
-import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from aiohttp import web
-from aiohttp.test_utils import make_mocked_request
-from structlog.testing import capture_logs
 
 from engines.errors import ConfigError
 from gateway.http.guard.audit import Audit
@@ -55,61 +47,6 @@ async def test_a_file_that_is_moved_away_is_made_again(start_rig: StartRig, tmp_
     assert [line["key"] for line in lines(file)] == ["trusted network"]
 
 
-async def test_a_line_that_the_disk_takes_in_part_goes_to_the_log(
-    start_rig: StartRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "audit.jsonl"
-    rig = await start_rig(1, gateway={"audit_file": str(file)})
-    with capture_logs() as logged, monkeypatch.context() as full:
-        full.setattr(os, "write", _disk_with_room_for(20))
-        await rig.get("/is_paused")
-        async with asyncio.timeout(10):
-            while not logged:
-                await asyncio.sleep(0.01)
-    await rig.get("/get_world_size")
-    await rig.stop_gateway()
-    assert [(line["log_level"], line["path"]) for line in logged] == [("error", "/is_paused")]
-    assert [line.get("path") for line in lines(file)] == [None, "/get_world_size"]
-
-
-def _disk_with_room_for(num_bytes: int) -> Callable[[int, bytes], int]:
-    write, left = os.write, num_bytes
-
-    def part(file: int, content: bytes) -> int:
-        nonlocal left
-        if not left:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        written = write(file, content[:left])
-        left -= written
-        return written
-
-    return part
-
-
-async def test_without_a_file_the_lines_go_to_the_log(start_rig: StartRig) -> None:
-    rig = await start_rig(1)
-    with capture_logs() as logged:
-        await rig.get("/is_paused")
-    (line,) = [entry for entry in logged if entry["event"] == "admin request"]
-    assert (line["path"], line["key"], line["status"]) == ("/is_paused", "trusted network", 200)
-
-
 def test_a_file_that_cannot_be_written_stops_the_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"gateway\.audit_file"):
         Audit(str(tmp_path / "absent" / "audit.jsonl"))
-
-
-async def test_the_first_line_needs_no_new_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "audit.jsonl"
-    audit = Audit(str(file))
-
-    def refused(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    async def handler(request: web.Request) -> web.Response:
-        return web.Response()
-
-    monkeypatch.setattr(threading.Thread, "start", refused)
-    await audit.noted(make_mocked_request("POST", "/pause"), lambda: "owner", handler)
-    audit.close()
-    assert [line["key"] for line in lines(file)[1:]] == ["owner"]

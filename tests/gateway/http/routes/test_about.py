@@ -12,13 +12,10 @@ from gateway.http.openapi.fields import BODIES, QUERIES
 from tests.rigs.browser import page_of
 from tests.rigs.rig import Json, Rig, StartRig
 
-LEGACY = {"trl_legacy": True}
-
 
 @pytest.fixture
 async def all_routes(start_rig: StartRig) -> Rig:
-    """A gateway with every route that the configuration can turn on."""
-    return await start_rig(1, gateway=LEGACY)
+    return await start_rig(1)
 
 
 def routes_of(router: web.UrlDispatcher) -> set[tuple[str, str]]:

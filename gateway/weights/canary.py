@@ -215,7 +215,8 @@ class Canary:
         with suppress(EngineError, InvalidRequest, DeadlineExceeded, TimeoutError, _NoLogprobs):
             async with asyncio.timeout(self._config.timeout_s):
                 for size in _BATCHES:
-                    *_, last = await asyncio.gather(*(self._score(replica, token_ids) for _ in range(size)))
+                    others = (self._generate(replica, token_ids) for _ in range(size - 1))
+                    *_, last = await asyncio.gather(*others, self._score(replica, token_ids))
                     scored.append(last)
         return tuple(scored)
 
@@ -276,19 +277,22 @@ class Canary:
         return Reading(held or 0, logprobs, seconds=time.monotonic() - began)
 
     async def _score(self, replica: Replica, token_ids: list[int]) -> Logprobs:
+        answer = await self._generate(replica, token_ids, prompt_logprobs=0)
+        try:
+            return _logprobs(answer, token_ids)
+        except (AttributeError, IndexError, KeyError, TypeError) as error:
+            raise _NoLogprobs(f"its answer {answer!r:.200} cannot be read: {type(error).__name__}: {error}") from error
+
+    async def _generate(self, replica: Replica, token_ids: list[int], **more: int) -> Json:
         body: Json = {
             "model": replica.info.model,
             "prompt": token_ids,
             "max_tokens": 1,
             "temperature": 0.0,
-            "prompt_logprobs": 0,
             "cache_salt": f"canary-{uuid.uuid4().hex}",  # KV of an earlier canary would be scored instead of weights
+            **more,
         }
-        answer = await replica.unless_lost(replica.engine.generate(PATH, body, self._config.timeout_s))
-        try:
-            return _logprobs(answer, token_ids)
-        except (AttributeError, IndexError, KeyError, TypeError) as error:
-            raise _NoLogprobs(f"its answer {answer!r:.200} cannot be read: {type(error).__name__}: {error}") from error
+        return await replica.unless_lost(replica.engine.generate(PATH, body, self._config.timeout_s))
 
 
 class _NoLogprobs(Exception):

@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 
+from engines.clients.vllm_engine import VllmEngine
 from engines.config import EngineConfig
 from engines.errors import EngineFailed, EngineRefused, StoreFailed
 from engines.sim.model import SimModel, read, weights_key
@@ -461,13 +462,13 @@ async def test_the_noise_of_a_kind_is_measured_with_the_checkpoint_and_with_the_
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: Counter[str] = Counter()
-    score = Canary._score
+    generate = VllmEngine.generate
 
-    async def counted(canary: Canary, replica: Replica, token_ids: list[int]) -> tuple[float, ...]:
-        asked[replica.replica_id] += 1
-        return await score(canary, replica, token_ids)
+    async def counted(engine: VllmEngine, path: str, body: Json, timeout_s: float) -> Json:
+        asked[engine.replica_id] += 1
+        return await generate(engine, path, body, timeout_s)
 
-    monkeypatch.setattr(Canary, "_score", counted)
+    monkeypatch.setattr(VllmEngine, "generate", counted)
     await rig.open_group()
     of_updates = []
     for _ in range(4):

@@ -211,13 +211,14 @@ class Canary:
 
     async def _in_batches(self, replica: Replica) -> tuple[Logprobs, ...]:
         """Return the log-probs in batches of several sizes, as far as the replica answers in time."""
-        token_ids, scored = self.token_ids([replica]), []
+        token_ids = self.token_ids([replica])
+        scored: list[Logprobs] = []
         with suppress(EngineError, InvalidRequest, DeadlineExceeded, TimeoutError, _NoLogprobs):
             async with asyncio.timeout(self._config.timeout_s):
                 for size in _BATCHES:
-                    others = (self._generate(replica, token_ids) for _ in range(size - 1))
-                    *_, last = await asyncio.gather(*others, self._score(replica, token_ids))
-                    scored.append(last)
+                    others = asyncio.gather(*(self._generate(replica, token_ids) for _ in range(size - 1)))
+                    _, logprobs = await asyncio.gather(others, self._score(replica, token_ids))
+                    scored.append(logprobs)
         return tuple(scored)
 
     def _known(self, replica: Replica) -> Reading | None:

@@ -76,7 +76,7 @@ class SimConfig(Section):
     draft_decay: float = Field(0.0, ge=0, le=1)
     """Share of that acceptance that each weight update takes: the draft is frozen."""
     logprob_noise: float = Field(0.0, ge=0)
-    """Nats by which a prompt's log-probs vary with the batch, as rounding does on real engines."""
+    """Most nats by which a prompt's log-probs vary with the size of the batch, as by rounding; fp8 is like 0.3."""
 
 
 REPLACED_BY = "ROLLOUT_ENGINE_GROUP"

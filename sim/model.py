@@ -77,8 +77,12 @@ class SimModel:
         return -0.70 - 11.0 * share
 
     def jitter(self, context: int, neighbours: int) -> float:
-        """Return the effect of batching on a log-prob, from -1 to 1; 0 for a prompt alone."""
-        return 2 * _hash(context, neighbours, 0) / (_MASK + 1) - 1 if neighbours else 0.0
+        """Return the effect of the batch's size on a log-prob, from -1 to 1; 0 for a prompt alone.
+
+        It is a kernel's, as on real engines: the same for one neighbour, for two or three, and for all more.
+        """
+        kernel = min(neighbours.bit_length(), 3)
+        return 2 * _hash(context, kernel, 0) / (_MASK + 1) - 1 if kernel else 0.0
 
     def rank(self, logprob: float) -> int:
         """Return the rank in the vocabulary of a token with this log-prob."""

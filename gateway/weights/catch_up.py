@@ -9,7 +9,8 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
-from weakref import WeakKeyDictionary, WeakSet
+from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import structlog
 
@@ -20,7 +21,7 @@ from gateway.config.schema import WeightsConfig
 from gateway.fleet.brake import Holder
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.replica import Replica
-from gateway.weights.canary import Canary
+from gateway.weights.canary import Canary, Proof
 from gateway.weights.snapshots import Snapshots, bounded
 from gateway.weights.updates.record import WeightUpdate
 from gateway.weights.verdicts import UNASKED, Finding, Result
@@ -55,7 +56,6 @@ class CatchUp:
         self._ahead: set[Replica] = set()
         self._restored: set[Replica] = set()
         self._given_up: WeakKeyDictionary[Replica, int] = WeakKeyDictionary()
-        self._unforgetting: WeakSet[Replica] = WeakSet()
         self._look = asyncio.Event()
         fleet.on_change(self._look.set)
         snapshots.on_change(self._look_again)
@@ -301,8 +301,7 @@ class CatchUp:
                 break
             except (EngineError, DeadlineExceeded, WeightUpdateFailed) as error:
                 log.warning("catch up failed", replica=replica.replica_id, version=version, error=str(error))
-                # A reset had its time already, which pushes to the replica's group wait for.
-                if failures == _TRIES or replica in self._unforgetting:
+                if failures == _TRIES:
                     self._give_up(replica, version, f"did not take version {version}: {error}")
                     break
                 with suppress(EngineError):  # a lost replica ends the wait
@@ -330,51 +329,47 @@ class CatchUp:
     async def _load(self, replica: Replica, version: int) -> None:
         """Load, check, and serve if that is still the fleet's version."""
         timeout_s = self._config.load_timeout_s
+
+        async def prove_bytes() -> None:
+            if version:  # the checkpoint has no manifest
+                await bounded(self._snapshots.check(Path(path)), timeout_s, f"{path} was not read")
+
         async with self._source(replica, version) as path:
             await self._empty(replica)
             load = replica.engine.load_snapshot(path, version, timeout_s)
             await bounded(replica.unless_lost(load), timeout_s, f"replica {replica.replica_id} did not load {path}")
-        await self.forget_kv(replica)
-        await self._admit(replica, version, f"loaded version {version} from {path}")
+            await self.forget_kv(replica)
+            await self._admit(replica, version, f"loaded version {version} from {path}", prove_bytes)
 
     async def _empty(self, replica: Replica) -> None:
         """End the rollouts of a replica whose weights are overwritten next.
 
-        An engine that loads between steps may end its requests beside the load, which takes longer, unless it has not
-        ended them in time before: it would be loaded again and again.
+        An engine that loads between steps may end its requests during the load, which takes longer.
         """
         replica.lose_version()
         await self._snapshots.note_overwritten([replica])
         replica.drop_calls(rollouts_alone=True)  # a replica that was SUSPECT during the update may still have some
         await bounded(replica.idle.wait(), self._config.control_timeout_s, "its rollouts did not end")
-        if replica in self._unforgetting or not replica.info.loads_between_steps:
+        if not replica.info.loads_between_steps:
             await self._reset_cache(replica)
 
-    async def _admit(self, replica: Replica, version: int, how: str) -> None:
+    async def _admit(self, replica: Replica, version: int, how: str, prove_bytes: Proof | None = None) -> None:
         """Check the weights by the canary, label and serve them. Not before: a gateway that restarts serves them by the
         label."""
-        await self._check(replica, version)
         timeout_s = self._config.control_timeout_s
+        if self._canary.is_enabled:
+            async with replica.brake.lifted(timeout_s):  # a paused engine cannot answer
+                finding = (await self._canary.admit([replica], version, prove_bytes))[replica]
+            log.info("canary", replica=replica.replica_id, version=version, **finding.report())
+            if not finding.may_serve:
+                raise WeightUpdateFailed(finding.reason, replica_id=replica.replica_id)
         label = replica.engine.label_weights(version, timeout_s)
         await bounded(replica.unless_lost(label), timeout_s, "its weights were not labelled")
-        if replica.info.kind is EngineKind.EXTERNAL:
-            # Behind a URL of others another process may have got the label, with weights of its own.
-            await self._check(replica, version)
         replica.hold(version, keeps_kv=False)
         await self._snapshots.note_holders(version, [replica])
         log.info("replica caught up", replica=replica.replica_id, version=version)
         if replica.state is ReplicaState.SYNCING:
             self._fleet.settle(replica, how)
-
-    async def _check(self, replica: Replica, version: int) -> None:
-        """Raise `WeightUpdateFailed` where the canary does not find the version."""
-        if not self._canary.is_enabled:
-            return
-        async with replica.brake.lifted(self._config.control_timeout_s):  # a paused engine cannot answer
-            finding = (await self._canary.admit([replica], version))[replica]
-        log.info("canary", replica=replica.replica_id, version=version, **finding.report())
-        if not finding.may_serve:
-            raise WeightUpdateFailed(finding.reason, replica_id=replica.replica_id)
 
     async def _reset_cache(self, replica: Replica) -> None:
         """Empty the prefix cache: refused weights may have written KV for requests salted with an older version.
@@ -388,14 +383,7 @@ class CatchUp:
             while not await replica.engine.reset_prefix_cache(self._config.control_timeout_s):  # noqa: ASYNC110 it says no
                 await asyncio.sleep(_RESET_AGAIN_S)
 
-        try:
-            await bounded(
-                replica.unless_lost(reset()), self._config.control_timeout_s, "its prefix cache was not reset"
-            )
-        except DeadlineExceeded:
-            self._unforgetting.add(replica)
-            raise
-        self._unforgetting.discard(replica)
+        await bounded(replica.unless_lost(reset()), self._config.control_timeout_s, "its prefix cache was not reset")
 
     @asynccontextmanager
     async def _source(self, replica: Replica, version: int) -> AsyncIterator[str]:

@@ -7,9 +7,10 @@ its peers, which should be noise, and between a replica and itself before the up
 import math
 import statistics
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import product
 from typing import TypeVar
 
 from engines.engine import Json
@@ -17,14 +18,14 @@ from gateway.config.schema import WeightsConfig
 
 Key = TypeVar("Key")
 
+Logprobs = tuple[float, ...]
+
 # Healthy replicas differ by about the noise, and measurements of noise vary, so three times the noise is tolerated. The
 # previous version is distinguishable when half the distance to it exceeds twice the noise.
 _NOISES = 3.0
 _TOLD_APART = 4.0
 # Engines compute log-probs in float32, so this much noise is always assumed.
 _ROUNDING = 1e-5
-LARGEST_LOGPROB = 3.4028234663852886e38
-"""The largest float32. Sums of such numbers do not overflow, as those of larger numbers do."""
 
 
 class Result(StrEnum):
@@ -40,12 +41,18 @@ class Result(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One replica's canary: finite log-probs of all tokens but the first, and their distance in a batch (noise)."""
+    """One replica's canary: finite log-probs of all tokens but the first, asked for alone. Those in batches of several
+    sizes are there where the replica seemed apart."""
 
     version: int
-    logprobs: tuple[float, ...]
-    noise: float
+    logprobs: Logprobs
+    in_batches: tuple[Logprobs, ...] = ()
     seconds: float = 0.0
+
+    def apart(self, other: "Reading") -> float:
+        """Return the distance of the two batches that are nearest: most likely the same kernels computed these."""
+        pairs = product((self.logprobs, *self.in_batches), (other.logprobs, *other.in_batches))
+        return min(distance(one, another) for one, another in pairs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +80,18 @@ class Finding:
         """True where its log-probs are farther from its peers' than noise explains."""
         return self.to_peers is not None and self.tolerance is not None and self.to_peers > self.tolerance
 
+    @property
+    def is_refused_as_far(self) -> bool:
+        return self.result is Result.FAILED and self.is_far
+
     def excused_if_late(self) -> "Finding":
         """Return a late finding as unverified: an engine full of rollouts may be late and healthy."""
         return replace(self, result=Result.UNVERIFIED) if self.is_late else self
+
+    def excused_by_bytes(self) -> "Finding":
+        """Return a far reading as that of a replica whose bytes are right and that no other can bear out."""
+        reason = f"it is alone with the right bytes of its version, and serves although {self.reason}"
+        return replace(self, result=Result.NO_PEER, reason=reason)
 
     def report(self) -> Json:
         """Return the finding as JSON; distances are in nats a token."""
@@ -95,35 +111,34 @@ def judge(
     readings: Mapping[Key, Reading],
     previous: Mapping[Key, Reading],
     *,
+    noise: float,
     elsewhere: Sequence[Reading] = (),
-    trainers: tuple[float, ...] | None = None,
+    trainers: Logprobs | None = None,
     trainers_before: Reading | None = None,
     busy: bool = False,
 ) -> dict[Key, Finding]:
     """Return a finding for each of `readings`, which are of peers at one version.
 
-    `previous` has their readings before the update, `elsewhere` accepted readings of more peers at this version. `busy`
-    is True where rollouts ran beside the canary.
+    `previous` has their readings before the update, `elsewhere` accepted readings of more peers at this version.
+    `noise` is the distance between readings of the same weights. `busy` is True where rollouts ran during the canary.
     """
-    moved = {key: distance(readings[key].logprobs, previous[key].logprobs) for key in readings if key in previous}
+    moved = {key: readings[key].apart(previous[key]) for key in readings if key in previous}
     latest = max((reading.version for reading in previous.values()), default=0)
-    sizes = [value for key, value in moved.items() if previous[key].version == latest]
-    scale = Scale.of([*readings.values(), *previous.values()], sizes)
+    scale = Scale.of(noise, [value for key, value in moved.items() if previous[key].version == latest])
     stale = {key for key, value in moved.items() if scale.is_told_apart and value <= scale.still}
     stale |= set() if busy else _frozen(readings, moved, previous)
-    current = {key: reading.logprobs for key, reading in readings.items() if key not in stale}
-    known = [other.logprobs for other in elsewhere]
-    centre = _centre([*known, *current.values()], scale.tolerance)
+    current = {key: reading for key, reading in readings.items() if key not in stale}
+    centre = _centre([*elsewhere, *current.values()], scale.tolerance)
     findings = {}
     for key, reading in readings.items():
-        peers = [*known, *(logprobs for name, logprobs in current.items() if name != key)]
+        peers = [*elsewhere, *(other for name, other in current.items() if name != key)]
         finding = Finding(
             Result.VERIFIED,
-            to_peers=_to_peers(reading.logprobs, centre, peers),
+            to_peers=_to_peers(reading, centre, peers),
             to_previous=moved.get(key),
             to_trainer=distance(reading.logprobs, trainers) if trainers else None,
             tolerance=scale.tolerance,
-            noise=reading.noise,
+            noise=scale.noise,
             seconds=reading.seconds,
         )
         move = _Move.of(reading, previous.get(key), trainers, trainers_before, scale.still)
@@ -140,9 +155,7 @@ class Scale:
     update: float | None
 
     @classmethod
-    def of(cls, readings: Iterable[Reading], moved: Collection[float]) -> "Scale":
-        # The median: broken weights may be very noisy, and must not widen their own tolerance.
-        noise = statistics.median_high(reading.noise for reading in readings)
+    def of(cls, noise: float, moved: Collection[float]) -> "Scale":
         return cls(max(noise, _ROUNDING), statistics.median_high(moved) if moved else None)
 
     @property
@@ -166,7 +179,7 @@ def distance(one: Sequence[float], other: Sequence[float]) -> float:
     """Return the mean absolute difference, in nats a token; infinite for sequences of different lengths."""
     if len(one) != len(other) or not one:
         return math.inf
-    return statistics.fmean(abs(a - b) for a, b in zip(one, other, strict=True))
+    return sum(abs(a - b) for a, b in zip(one, other, strict=True)) / len(one)
 
 
 def to_other_kinds(readings: Mapping[Key, Reading], kinds: Sequence[Sequence[Key]]) -> dict[Key, float]:
@@ -263,7 +276,7 @@ class _Move:
         cls,
         now: Reading,
         before: Reading | None,
-        trainers: tuple[float, ...] | None,
+        trainers: Logprobs | None,
         trainers_before: Reading | None,
         still: float,
     ) -> "_Move | None":
@@ -278,23 +291,21 @@ class _Move:
         return cls(distance([a - b for a, b in zip(now.logprobs, before.logprobs, strict=True)], wanted), size / 2)
 
 
-def _centre(vectors: Sequence[tuple[float, ...]], tolerance: float) -> tuple[float, ...] | None:
-    """Return the vector that has more than half of all within `tolerance`; None where there is none."""
-    agreeing = [sum(distance(one, other) <= tolerance for other in vectors) for one in vectors]
-    if not vectors or 2 * max(agreeing) <= len(vectors):
+def _centre(readings: Sequence[Reading], tolerance: float) -> Reading | None:
+    """Return the reading that has more than half of all within `tolerance`; None where there is none."""
+    agreeing = [sum(one.apart(other) <= tolerance for other in readings) for one in readings]
+    if not readings or 2 * max(agreeing) <= len(readings):
         return None
-    return vectors[agreeing.index(max(agreeing))]
+    return readings[agreeing.index(max(agreeing))]
 
 
-def _to_peers(
-    own: tuple[float, ...], centre: tuple[float, ...] | None, others: Sequence[tuple[float, ...]]
-) -> float | None:
+def _to_peers(own: Reading, centre: Reading | None, others: Sequence[Reading]) -> float | None:
     """Return the distance to the centre; to the nearest peer where there is no centre, or the replica is the centre."""
     if not others:
         return None
     if centre is not None and centre is not own:
-        return distance(own, centre)
-    return min(distance(own, other) for other in others)
+        return own.apart(centre)
+    return min(own.apart(other) for other in others)
 
 
 def _said(value: float | None) -> str:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import math
 
 from aiohttp import web
 
@@ -16,7 +17,6 @@ from gateway.http.replies.lost_host import LEASE_PATH, notice_lost_host
 from gateway.http.routes.served_weights import served_weights
 from gateway.weights.coordinator import WeightCoordinator
 from gateway.weights.snapshots import Snapshots
-from gateway.weights.verdicts import LARGEST_LOGPROB
 
 _LEASE_BEAT_S = 3.0
 """A byte so often keeps a lease open through proxies."""
@@ -246,9 +246,7 @@ def _canary_logprobs(body: Json) -> list[float] | None:
     given = body.get("canary_logprobs")
     if given is None:
         return None
-    if not isinstance(given, list) or not all(
-        type(value) in (int, float) and abs(value) <= LARGEST_LOGPROB for value in given
-    ):
+    if not isinstance(given, list) or not all(type(value) in (int, float) and math.isfinite(value) for value in given):
         raise InvalidRequest(
             "canary_logprobs must be a list of numbers: the log-prob of each token of GET /v1/weight_canary but the "
             "first, or left out",

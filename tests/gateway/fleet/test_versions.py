@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -128,8 +129,8 @@ async def test_a_joiner_without_a_record_whose_canary_ends_after_an_update_does_
 ) -> None:
     asked, is_committed, admit = asyncio.Event(), asyncio.Event(), Canary.admit
 
-    async def late(canary: Canary, replicas: Sequence[Replica], version: int) -> dict[Replica, Finding]:
-        findings = await admit(canary, replicas, version)
+    async def late(canary: Canary, *given: Any) -> dict[Replica, Finding]:
+        findings = await admit(canary, *given)
         asked.set()
         await is_committed.wait()
         return findings

@@ -3,7 +3,6 @@
 import asyncio
 import shutil
 import threading
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +18,6 @@ from engines.store.draft import Draft, claim_draft, raw
 from engines.store.manifest import Manifest, check_bytes
 from engines.store.weight_store import WeightStore, remove_folder
 from engines.types import ReplicaInfo, ReplicaState
-from gateway.config.schema import CanaryConfig
 from gateway.fleet.replica import Replica
 from gateway.weights import catch_up
 from gateway.weights.canary import Canary
@@ -746,35 +744,6 @@ async def test_good_weights_beside_kv_of_refused_ones_are_not_believed_after_an_
     assert await served_versions(rig) == {1}
 
 
-async def until_given_up(rounds: list[str], times: int = 1) -> None:
-    async with asyncio.timeout(20):
-        while len(rounds) < times:
-            await asyncio.sleep(0.01)
-
-
-async def test_an_engine_that_does_not_forget_its_kv_is_loaded_once_for_all_tries(
-    start_rig: StartRig, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ending = Ending(monkeypatch)
-    monkeypatch.setattr(catch_up, "_RETRY_S", 0.01)
-    monkeypatch.setattr(catch_up, "_AGAIN_S", 0.1)
-    rounds: list[str] = []
-    tries: list[str] = []
-    monkeypatch.setattr(catch_up.log, "error", lambda event, **_: rounds.append(event))
-    monkeypatch.setattr(catch_up.log, "warning", lambda event, **_: tries.append(event))
-    rig = await start_rig(1, sim=TENSORS, weights={"store": str(folder), "control_timeout_s": 0.2})
-    await rig.open_group()
-    assert await refused(rig) == 424
-    await until_given_up(rounds, times=3)
-    assert "its prefix cache was not reset" in rig.fleet.replicas[0].reason
-    assert tries == ["catch up failed"] * len(rounds)  # pushes to the group wait for each
-    assert ending.loads == 1
-    assert await rig.states() == {"engine-0": "SYNCING"}
-    ending.still = False
-    await rig.until({"engine-0": "SERVING"})
-    assert ending.loads == 2
-
-
 async def test_a_reset_that_breaks_off_is_tried_again_as_a_load_is(kept: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(catch_up, "_RETRY_S", 0.01)
     replica = kept.fleet.replicas[0]
@@ -789,33 +758,6 @@ async def test_a_reset_that_breaks_off_is_tried_again_as_a_load_is(kept: Rig, mo
     monkeypatch.setattr(VllmEngine, "reset_prefix_cache", break_once)
     kept.fleet.fence(replica, "its weights are wrong")
     await kept.until(BOTH_SERVE)  # after 60 s where it is given up
-
-
-async def test_an_engine_that_has_forgotten_its_kv_has_all_tries_again(
-    start_rig: StartRig, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ending = Ending(monkeypatch)
-    monkeypatch.setattr(catch_up, "_RETRY_S", 0.01)
-    monkeypatch.setattr(catch_up, "_AGAIN_S", 0.1)
-    rounds: list[str] = []
-    monkeypatch.setattr(catch_up.log, "error", lambda event, **_: rounds.append(event))
-    rig = await start_rig(1, sim=TENSORS, weights={"store": str(folder), "control_timeout_s": 0.2})
-    await rig.open_group()
-    assert await refused(rig) == 424
-    await until_given_up(rounds)
-    failures = iter([EngineFailed("a peer hung up"), EngineFailed("a peer hung up")])
-    load = VllmEngine.load_snapshot
-
-    async def fail_twice(engine: VllmEngine, path: str, version: int, timeout_s: float) -> None:
-        if error := next(failures, None):
-            raise error
-        await load(engine, path, version, timeout_s)
-
-    monkeypatch.setattr(VllmEngine, "load_snapshot", fail_twice)
-    rounds.clear()
-    ending.still = False
-    await rig.until({"engine-0": "SERVING"})
-    assert rounds == []
 
 
 async def test_weights_that_no_canary_has_passed_are_not_believed_by_the_next_gateway(
@@ -940,191 +882,58 @@ async def until_placed(rig: Rig, rollouts: Sequence["asyncio.Task[Json]"]) -> No
             await asyncio.sleep(0.01)
 
 
-@pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
-    """Lengths of the prompts that replicas score when they are brought back, by their ids."""
-
-    async def admit(canary: Canary, replicas: Sequence[Replica], version: int) -> dict[Replica, Finding]:
-        lengths.update({replica.replica_id: [] for replica in replicas})
-        return await admitted(canary, replicas, version)
-
-    async def score(canary: Canary, replica: Replica, token_ids: list[int]) -> tuple[float, ...]:
-        if replica.replica_id in lengths:
-            lengths[replica.replica_id].append(len(token_ids))
-        return await scored(canary, replica, token_ids)
-
-    lengths: dict[str, list[int]] = {}
-    admitted, scored = Canary.admit, Canary._score
-    monkeypatch.setattr(Canary, "admit", admit)
-    monkeypatch.setattr(Canary, "_score", score)
-    return lengths
-
-
-async def test_a_replica_that_says_again_what_it_said_at_the_version_is_asked_once(
-    kept: Rig, asked: dict[str, list[int]]
-) -> None:
-    assert await refused(kept) == 424
-    await kept.until(BOTH_SERVE)
-    assert asked == {"engine-0": [64], "engine-1": [64]}
-
-
-async def test_the_noise_of_a_replica_is_measured_that_says_something_else_by_a_hair(
-    kept: Rig, asked: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def score(canary: Canary, replica: Replica, token_ids: list[int]) -> tuple[float, ...]:
-        hair = 1e-7 * (1 + int(replica.replica_id[-1])) if asked else 0.0  # equal to no peer's either
-        return tuple(value + hair for value in await scored(canary, replica, token_ids))
-
-    scored = Canary._score
-    monkeypatch.setattr(Canary, "_score", score)
-    assert await refused(kept) == 424
-    await kept.until(BOTH_SERVE)
-    assert [sorted(lengths) for lengths in asked.values()] == [[16, 21, 32, 64, 64]] * 2
-
-
-class BatchedScores:
-    """Canaries whose log-probs depend on the batch, as those of large models do. `busy` names replicas under load,
-    `wrong` replicas with the distance of their wrong weights."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.busy: set[str] = set()
-        self.wrong: dict[str, float] = {}
-        self.asked = 0
-        self.by_batch = 0.03
-        self.large = 8
-        self._running: Counter[str] = Counter()
-        self._score = Canary._score
-        monkeypatch.setattr(Canary, "_score", lambda canary, replica, ids: self.score(canary, replica, ids))
-
-    async def score(self, canary: Canary, replica: Replica, token_ids: list[int]) -> tuple[float, ...]:
-        self._running[replica.replica_id] += 1
-        self.asked += 1
-        try:
-            await asyncio.sleep(0)  # until the batch is whole
-            is_large = self._running[replica.replica_id] >= self.large or replica.replica_id in self.busy
-            apart = self.by_batch * is_large + self.wrong.get(replica.replica_id, 0.0)
-            return tuple(value + apart for value in await self._score(canary, replica, token_ids))
-        finally:
-            self._running[replica.replica_id] -= 1
+def rotten(folder: Path) -> None:
+    """Change the last byte of the files of a version."""
+    for file in folder.glob("*.safetensors"):
+        file.chmod(0o600)
+        file.write_bytes(file.read_bytes()[:-1] + b"\x7f")
 
 
 @pytest.fixture
-async def loaded(start_rig: StartRig, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Rig, BatchedScores]:
-    """A replica under load, but for the times in which it is brought back."""
-    scores = BatchedScores(monkeypatch)
+async def alone(start_rig: StartRig, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Rig:
+    """One fp8 replica under load at version 1. It says something else when it is brought back, idle, in any batch."""
     rig = await start_rig(1, sim=TENSORS, weights={"store": str(folder)})
     await rig.open_group()
-    scores.busy.add("engine-0")
     await rig.update()
-    empty = CatchUp._empty
+    await until_kept(rig, [1])
+    empty, score, by = CatchUp._empty, Canary._score, 0.0
 
     async def idle(catch_up: CatchUp, replica: Replica) -> None:
-        scores.busy.clear()
-        scores.asked = 0
+        nonlocal by
+        by = 0.16
         await empty(catch_up, replica)
 
+    async def moved(canary: Canary, replica: Replica, token_ids: list[int]) -> tuple[float, ...]:
+        return tuple(value + by for value in await score(canary, replica, token_ids))
+
     monkeypatch.setattr(CatchUp, "_empty", idle)
-    return rig, scores
+    monkeypatch.setattr(Canary, "_score", moved)
+    return rig
 
 
-async def test_a_replica_comes_back_idle_though_it_said_something_else_under_load(
-    loaded: tuple[Rig, BatchedScores],
+async def test_one_replica_alone_that_was_refused_once_serves_the_version_before_again(alone: Rig) -> None:
+    assert await refused(alone) == 424
+    await alone.until({"engine-0": "SERVING"})
+    assert await served_versions(alone) == {2}
+    await alone.update()
+    assert await served_versions(alone) == {3}
+
+
+async def test_one_replica_alone_does_not_serve_damaged_bytes_of_the_store(
+    alone: Rig, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rig, _ = loaded
-    assert await refused(rig) == 424
-    await rig.until({"engine-0": "SERVING"})
-    assert (await served_versions(rig)) == {2}
+    load = VllmEngine.load_snapshot
 
+    async def rot(engine: VllmEngine, path: str, version: int, timeout_s: float) -> None:
+        await load(engine, path, version, timeout_s)
+        rotten(Path(path))
 
-@pytest.mark.parametrize(("large", "first"), [(8, 1 + 4 + 8 + 32), (4, 1 + 4)])
-async def test_the_noise_of_a_batch_that_shows_it_is_measured_once(
-    loaded: tuple[Rig, BatchedScores], large: int, first: int
-) -> None:
-    rig, scores = loaded
-    scores.large = large
-    asked = []
-    for _ in range(2):
-        scores.busy.add("engine-0")
-        assert await refused(rig) == 424
-        await rig.until({"engine-0": "SERVING"})
-        asked.append(scores.asked)
-        scores.busy.add("engine-0")
-        await rig.update()
-    assert asked == [first, 1]
-
-
-async def test_another_noise_of_large_batches_is_measured_anew(loaded: tuple[Rig, BatchedScores]) -> None:
-    rig, scores = loaded
-    scores.by_batch = 0.001
-    assert await refused(rig) == 424
-    await rig.until({"engine-0": "SERVING"})
-    scores.by_batch = 0.03
-    scores.busy.add("engine-0")
-    await rig.update()
-    assert await refused(rig) == 424
-    await rig.until({"engine-0": "SERVING"})
-    assert scores.asked == 1 + 4 + 8 + 32
-
-
-async def test_returns_to_a_version_do_not_drift_by_the_noise_of_large_batches(
-    loaded: tuple[Rig, BatchedScores],
-) -> None:
-    rig, scores = loaded
-    canary, replicas = Canary(CanaryConfig(), {}), rig.fleet.replicas
-    await canary.check(replicas, 1, busy=True)
-    canary.accept()
-    scores.busy.clear()
-    passed = []
-    for times in (1, 2, 3):
-        scores.wrong = {"engine-0": -0.05 * times}
-        passed += [finding.may_serve for finding in (await canary.admit(replicas, 1)).values()]
-    assert passed == [True, False, False]
-
-
-async def test_replicas_that_differ_by_their_load_alone_take_an_update_together(
-    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    scores = BatchedScores(monkeypatch)
-    rig = await start_rig(2, sim=TENSORS)
-    await rig.open_group()
-    scores.busy.add("engine-1")
-    await rig.update()
-    assert await rig.states() == BOTH_SERVE
-    scores.busy = {"engine-0"}
-    await rig.update()
-    assert await rig.states() == BOTH_SERVE
-
-
-async def test_noise_of_an_earlier_update_hides_no_wrong_replica(
-    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    scores = BatchedScores(monkeypatch)
-    rig = await start_rig(3, sim=TENSORS, weights={"must_pass": "quorum"})
-    await rig.open_group()
-    scores.busy = {"engine-1"}
-    await rig.update()
-    scores.busy, scores.by_batch = set(), 0.0
-    await rig.update()
-    scores.wrong = {"engine-1": 0.08}
-    await rig.update()
-    assert await rig.states() == BOTH_SERVE | {"engine-1": "SYNCING", "engine-2": "SERVING"}
-
-
-async def test_the_noise_of_a_refused_replica_is_not_kept_for_the_next_update(
-    start_rig: StartRig, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    scores = BatchedScores(monkeypatch)
-    rig = await start_rig(3, sim=TENSORS, weights={"must_pass": "quorum", "store": str(folder)})
-    await rig.open_group()
-    await rig.update()
-    scores.wrong = {"engine-1": 5.0}
-    await rig.update()
-    assert (await rig.states())["engine-1"] == "SYNCING"
-    scores.wrong, scores.by_batch = {}, 0.0
-    await rig.until(dict.fromkeys(("engine-0", "engine-1", "engine-2"), "SERVING"))
-    scores.wrong = {"engine-1": 0.08}
-    await rig.update()
-    assert (await rig.states())["engine-1"] == "SYNCING"
+    monkeypatch.setattr(VllmEngine, "load_snapshot", rot)
+    assert await refused(alone) == 424
+    async with asyncio.timeout(20):
+        while "is damaged" not in alone.fleet.replicas[0].reason:
+            await asyncio.sleep(0.01)
+    assert await alone.states() == {"engine-0": "SYNCING"}
 
 
 async def test_a_replica_that_fails_the_canary_is_mended_from_the_store(start_rig: StartRig, folder: Path) -> None:

@@ -1,10 +1,12 @@
 """Verdicts on canary readings: numbers in, findings out."""
 
 import random
+from functools import partial
 
 import pytest
 
-from gateway.weights.verdicts import Finding, Reading, Result, distance, judge, to_other_kinds
+from gateway.weights import verdicts
+from gateway.weights.verdicts import Finding, Reading, Result, distance, to_other_kinds
 
 TOKENS = 64
 
@@ -23,12 +25,15 @@ def near(logprobs: tuple[float, ...], by: float, seed: int = 9) -> tuple[float, 
 OLD, NEW = vector(1), vector(2)
 
 
-def reading(logprobs: tuple[float, ...], noise: float = 0.01, version: int = 1) -> Reading:
-    return Reading(version, logprobs, noise)
+judge = partial(verdicts.judge, noise=0.01)
+
+
+def reading(logprobs: tuple[float, ...], *in_batches: tuple[float, ...], version: int = 1) -> Reading:
+    return Reading(version, logprobs, in_batches)
 
 
 def before(*names: str) -> dict[str, Reading]:
-    return {name: reading(OLD, noise=0.0, version=0) for name in names}
+    return {name: reading(OLD, version=0) for name in names}
 
 
 def results(findings: dict[str, Finding]) -> dict[str, str]:
@@ -77,7 +82,7 @@ def test_the_previous_version_never_passes_where_the_update_can_be_told_from_noi
     for noise in (0.0, 0.001, 0.01, 0.1):
         for times in (4.1, 6.0, 10.0, 100.0):
             new = near(OLD, times * max(noise, 1e-5))
-            found = judge({"a": reading(new, noise), "b": reading(OLD, noise)}, before("a", "b"))
+            found = judge({"a": reading(new), "b": reading(OLD)}, before("a", "b"), noise=noise)
             assert found["b"].result is Result.FAILED, (noise, times)
 
 
@@ -103,11 +108,25 @@ def test_replicas_that_never_agreed_to_the_last_bit_are_not_held_to_it() -> None
     assert results(judge(readings, previous)) == {"a": "unchanged", "b": "unchanged"}
 
 
-def test_a_replica_of_broken_weights_does_not_widen_what_is_tolerated() -> None:
-    readings = {"a": reading(NEW), "b": reading(NEW), "c": reading(vector(3), noise=50.0)}
+def test_replicas_whose_loads_choose_other_kernels_agree_in_the_batch_that_they_share() -> None:
+    idle, loaded = reading(NEW, near(NEW, 0.16)), reading(near(NEW, 0.16))
+    assert results(judge({"a": idle, "b": loaded}, before("a", "b"))) == {"a": "verified", "b": "verified"}
+    assert results(judge({"a": idle}, {}, elsewhere=[loaded])) == {"a": "verified"}
+
+
+def test_damaged_weights_that_differ_from_batch_to_batch_widen_no_tolerance() -> None:
+    damaged = reading(near(NEW, 1.4), near(NEW, 0.9, 5), near(NEW, 2.0, 6))
+    readings = {"a": reading(NEW), "b": reading(NEW), "c": damaged}
     assert results(judge(readings, before("a", "b", "c"))) == {"a": "verified", "b": "verified", "c": "failed"}
-    pair = {"a": reading(NEW), "c": reading(vector(3), noise=50.0)}
-    assert results(judge(pair, before("a", "c")))["c"] == "failed"
+    assert results(judge({"c": damaged}, {}, elsewhere=[reading(NEW)])) == {"c": "failed"}
+
+
+def test_a_far_replica_that_is_alone_with_the_right_bytes_may_serve_and_says_why() -> None:
+    (far,) = judge({"a": reading(near(NEW, 0.16))}, {}, elsewhere=[reading(NEW)]).values()
+    assert far.result is Result.FAILED
+    excused = far.excused_by_bytes()
+    assert (excused.result, excused.may_serve) == (Result.NO_PEER, True)
+    assert "0.16 nats a token" in excused.reason
 
 
 def test_a_replica_alone_says_that_it_has_no_peer() -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -273,9 +273,9 @@ async def test_a_pause_of_the_trainer_in_the_middle_of_an_undo_fails_neither(
 ) -> None:
     admit = Canary.admit
 
-    async def pause_first(self: Canary, replicas: Sequence[Replica], version: int) -> dict[Replica, Finding]:
+    async def pause_first(self: Canary, *given: Any) -> dict[Replica, Finding]:
         assert (await refusing.post("/pause?mode=keep"))[0] == 200
-        return await admit(self, replicas, version)
+        return await admit(self, *given)
 
     monkeypatch.setattr(Canary, "admit", pause_first)
     await refused(refusing)

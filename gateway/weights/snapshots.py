@@ -121,10 +121,7 @@ class Snapshots:
     async def claim(self, served: int | None, num_bytes: int) -> Path:
         """As `draft`, where replicas get the version from the store alone. Raises `StoreFailed`."""
         store = self._open_store()
-        if self._keeping is not None:
-            await asyncio.wait([self._keeping], timeout=self._config.store_wait_s)
-            if not self._keeping.done():
-                raise StoreFailed("the version before is still being written (weights.store_wait_s)")
+        await self._kept()
         await self.make_room(served)
         if not await self._has_room(num_bytes):
             raise StoreFailed(self._why_not)
@@ -136,6 +133,13 @@ class Snapshots:
             if claiming.exception() is None:
                 await self.discard(claiming.result())
             raise
+
+    async def _kept(self) -> None:
+        """Return once the committed version is written. Raise `StoreFailed` where that takes too long."""
+        if self._keeping is not None:
+            await asyncio.wait([self._keeping], timeout=self._config.store_wait_s)
+            if not self._keeping.done():
+                raise StoreFailed("the version before is still being written (weights.store_wait_s)")
 
     def in_thread(self, call: Callable[..., T], *arguments: object) -> asyncio.Future[T]:
         """Run a call that reads or writes the store."""
@@ -317,6 +321,8 @@ class Snapshots:
         A version from before our start counts where one of `holders`, incarnations of engines, was noted to hold it.
         """
         store = self._open_store()
+        if not store.has(version):
+            await self._kept()
         for incarnation in holders:
             if store.has(version) or await self._aside(store.adopt, version, incarnation):
                 break

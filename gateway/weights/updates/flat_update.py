@@ -7,7 +7,7 @@ import structlog
 from engines.announcement import check_fused, check_tensors
 from engines.engine import Json, ReceiptCopy
 from engines.errors import InvalidRequest, WeightUpdateConflict, WeightUpdateFailed
-from engines.types import Dialect, InFlight
+from engines.types import Dialect, InFlight, ReplicaState
 from gateway.fleet.replica import Replica
 from gateway.fleet.replica_calls import on_all, try_on_all
 from gateway.fleet.together import together
@@ -22,7 +22,7 @@ from gateway.weights.transfer_group import (
     rank_offsets,
     transport_of,
 )
-from gateway.weights.updates.machine import UpdateMachine
+from gateway.weights.updates.machine import UpdateMachine, living
 from gateway.weights.updates.parts import Parts
 from gateway.weights.updates.record import Phase, WeightUpdate, num_bytes
 from gateway.weights.updates.swaps import Load, Swaps
@@ -59,7 +59,9 @@ class FlatUpdate:
                 self._parts.config.init_timeout_s,
             )
         except BaseException:
-            await self._leave(members)
+            # In the background: a worker that waits for the others to join answers once the trainer has left, and the
+            # trainer leaves at this error.
+            self._parts.catch_up.bring_back(living(members), leaves_group=True)
             raise
         self._group = group
         log.info("transfer group open", replicas=[member.replica_id for member in members])
@@ -69,6 +71,10 @@ class FlatUpdate:
         broadcast."""
         group = await self._whole_group()
         self._machine.check_none_open()
+        for replica in self.lacking():
+            if replica.state is ReplicaState.SYNCING:
+                reason = "joined after the trainer's transfer group was opened: takes part once a new one is opened"
+                self._parts.fleet.explain(replica, reason)
         # The question for room would free the weights that a refused update has left for its undo.
         await self._parts.catch_up.settled(group.members, self._parts.config.control_timeout_s)
         in_flight = self._parts.pauses.in_flight(group.members, in_flight)
@@ -87,9 +93,10 @@ class FlatUpdate:
             for replica in group.members:
                 check_tensors(update_info, replica.info, "update_info")
         except InvalidRequest as error:
-            # The trainer may already be in its broadcast, which ends when the replicas leave the group.
-            await self._machine.abort(str(error))
-            await self.close()
+            # The trainer may already be in its broadcast, which ends when the replicas leave the group: in the
+            # background, so that the trainer has the reason before its group breaks.
+            self._group = None
+            await self._machine.abort(str(error), leaving=group.members)
             raise
         try:
             if update.phase is Phase.OPEN:
@@ -135,10 +142,15 @@ class FlatUpdate:
         """Leave the group, if any, which ends a trainer's broadcast."""
         group, self._group = self._group, None
         if group is not None:
-            await self._leave(group.members)
+            timeout_s = self._parts.config.control_timeout_s
+            await try_on_all(group.members, lambda engine: engine.close_weight_group(timeout_s))
 
-    async def _leave(self, members: Sequence[Replica]) -> None:
-        await try_on_all(members, lambda engine: engine.close_weight_group(self._parts.config.control_timeout_s))
+    def lacking(self) -> list[Replica]:
+        """Return the replicas that take weights and joined after the group was opened, less those that are being
+        brought back."""
+        members = self._group.members if self._group is not None else ()
+        others = [replica for replica in self._parts.fleet.updatable() if replica not in members]
+        return [one for one in others if one.info.takes_weights and not self._parts.catch_up.is_busy_with(one)]
 
     async def _whole_group(self) -> TransferGroup:
         """Return the open group. Abort the update, and raise, where the group has lost a member."""

@@ -157,7 +157,7 @@ async def test_a_second_trainer_opens_no_group_while_the_first_holds_its_update(
 async def test_a_trainer_whose_group_another_has_replaced_opens_no_update(rig: Rig) -> None:
     place = {"group": "127.0.0.1:1"}
     status, reply = await rig.post("/start_weight_update", place)
-    assert (status, "none is open" in reply["error"]["message"]) == (409, True)
+    assert (status, "is gone, as after a restart of the gateway" in reply["error"]["message"]) == (424, True)
     for info in (json.loads(INIT), json.loads(INIT) | {"master_port": 2}):
         assert (await rig.post("/init_weight_transfer_engine", {"init_info": info}))[0] == 200
     status, reply = await rig.post("/start_weight_update", place)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.client import OK
-from typing import Any
+from typing import Any, Self
 from urllib.parse import urlsplit
 
 import torch
@@ -59,7 +59,7 @@ class _Replayed(Retry):
     """Repeats a call whose connection broke, as TRL's own client does: a gateway that was restarted knows what it has
     done of it. A call without an answer is not repeated."""
 
-    def increment(self, *args: Any, **kwargs: Any) -> Retry:
+    def increment(self, *args: Any, **kwargs: Any) -> Self:
         if isinstance(error := kwargs.get("error"), ReadTimeoutError):
             raise error
         return super().increment(*args, **kwargs)
@@ -80,7 +80,9 @@ class GlooVLLMClient(VLLMClient):
         self._timeout_s = timeout_s
         self._place = ""
         self._refused: Exception | None = None
-        replayed = HTTPAdapter(max_retries=_Replayed(total=5, status=0, other=0, backoff_factor=2, allowed_methods=None))
+        replayed = HTTPAdapter(
+            max_retries=_Replayed(total=5, status=0, other=0, backoff_factor=2, allowed_methods=None)
+        )
         for route in WEIGHT_ROUTES:
             self.session.mount(f"{self.base_url}{route}", replayed)
 
@@ -155,7 +157,8 @@ class GlooVLLMClient(VLLMClient):
 
     def _start(self) -> Response:
         url, timeout = f"{self.base_url}/start_weight_update", (CONNECT_TIMEOUT_S, self._timeout_s)
-        return self.session.post(url, json={"group": self._place}, timeout=timeout)
+        answer: Response = self.session.post(url, json={"group": self._place}, timeout=timeout)
+        return answer
 
     def _abandon(self, reason: str) -> None:
         # The trainer needs its own error. A plain vLLM has no such route, and leaves the update open.

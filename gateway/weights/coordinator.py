@@ -18,7 +18,7 @@ from pathlib import Path
 import structlog
 
 from engines.engine import Json
-from engines.errors import WeightUpdateConflict, WeightUpdateFailed
+from engines.errors import RolloutGatewayError, WeightUpdateConflict, WeightUpdateFailed
 from engines.types import Dialect, InFlight
 from gateway.config.schema import WeightsConfig
 from gateway.fleet.fleet import Fleet
@@ -63,7 +63,7 @@ class WeightCoordinator:
         self.pauses = pauses = Pauses(config, fleet, scheduler)
         self._catch_up = catch_up = CatchUp(config, fleet, snapshots, canary)
         self._updates = UpdateLog(metrics)
-        self._relay = Relay(config, _log_dir(fleet))
+        self._relay = Relay(config, snapshots, _log_dir(fleet))
         parts = Parts(config, fleet, canary, pauses, snapshots, catch_up)
         self._machine = machine = UpdateMachine(parts, self._updates)
         self._by_store = StoreUpdate(parts, machine)
@@ -129,7 +129,10 @@ class WeightCoordinator:
             with self._metrics.weight_update_seconds.labels("init").time():
                 await (self._flat if why else self._by_relay).init(init_info)
             place = f"{init_info.get('master_address')}:{init_info.get('master_port')}"
-            self._group = TrainersGroup(place, has_lease=lease is not None)
+            group = TrainersGroup(place, has_lease=lease is not None)
+            if not why:
+                await self._relay.note({"place": group.place, "has_lease": group.has_lease})
+            self._group = group
 
     async def start(
         self,
@@ -230,6 +233,15 @@ class WeightCoordinator:
             if self._machine.update is not None:
                 await self._machine.abort(reason)
                 await self._flat.close()
+
+    async def restore(self) -> None:
+        """Take over the trainer's group of a gateway that has died, before the first call comes."""
+        try:
+            if note := await self._by_relay.restore():
+                self._group = TrainersGroup(**note)
+        except RolloutGatewayError as error:
+            log.error("the trainer's group is not taken over", error=str(error))
+            await self._relay.close()
 
     async def run(self) -> None:
         """Abort updates whose trainer is gone or silent, and bring back replicas that are behind, until cancelled."""

@@ -236,6 +236,11 @@ class Snapshots:
             await self.discard(draft)
             raise
 
+    async def reopen(self, draft: Path) -> int | Path | None:
+        """The version that a draft of the gateway before has become, if it was committed. Any other is a draft again;
+        None where it was discarded."""
+        return await self._soon(self._open_store().reopen, draft)
+
     async def withdraw(self, version: int) -> None:
         """Remove a version that is not served, as `discard` does a draft."""
         if self._store is not None:

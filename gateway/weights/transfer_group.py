@@ -34,8 +34,8 @@ class TrainersGroup:
             return
         raise WeightUpdateConflict(
             f"the transfer group {'of ' + asked if asked else 'of this trainer'} is over: another trainer has opened "
-            f"one, of {self.place}, {time.monotonic() - self.opened_at:.0f} s ago; one trainer at a time can update the "
-            "policy: end the other, and call /init_weight_transfer_engine to form a new group (TRL: restart the trainer)"
+            f"one, of {self.place}, {time.monotonic() - self.opened_at:.0f} s ago; end the other trainer, and call "
+            "/init_weight_transfer_engine to form a new group (TRL: restart the trainer)"
         )
 
 

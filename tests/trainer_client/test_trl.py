@@ -191,7 +191,7 @@ def test_an_engine_that_cannot_load_fails_the_update_with_its_reason(
         return 424, {"error": "a replica failed"}
 
     gateway.answers["/update_weights"] = leave_instead
-    with pytest.raises(WeightUpdateFailed, match="424.*a replica failed.*rank 2: KeyError: 'lm_head'"):
+    with pytest.raises(WeightUpdateFailed, match=r"424.*a replica failed.*rank 2: KeyError: 'lm_head'"):
         client.update_model_params(model())
 
 

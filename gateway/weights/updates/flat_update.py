@@ -156,7 +156,10 @@ class FlatUpdate:
         """Return the open group. Abort the update, and raise, where the group has lost a member."""
         group = self._group
         if group is None:
-            raise WeightUpdateConflict("there is no transfer group: call /init_weight_transfer_engine first")
+            raise WeightUpdateConflict(
+                "there is no transfer group: none was opened, a failed update has closed it, or the gateway was "
+                "restarted: call /init_weight_transfer_engine first (TRL: restart the trainer)"
+            )
         await self._parts.fleet.settled_within(self._parts.config.control_timeout_s)
         if (gone := group.broken_by) is not None:
             error = WeightUpdateFailed(

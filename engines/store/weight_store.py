@@ -8,6 +8,7 @@
     draft-gone-...   discarded, and being removed
     .gateway         locked by the gateway that keeps the store
     .relay.json      process id and port of the relay, which outlives its gateway
+    .group.json      the trainer's flat transfer group between two updates, for the next gateway
 
 Any file system will do; in /dev/shm a version is written and read at the speed of memory. `manifest.py` describes a
 version's content, and `draft.py` writes it, for gateway, engines' workers and trainers alike.
@@ -35,7 +36,7 @@ from engines.store.files import check_place, disk_errors, is_locked, sync, try_l
 from engines.store.manifest import MANIFEST, Manifest
 
 _KEEPER = ".gateway"
-_RELAY = ".relay.json"
+RELAY, GROUP = ".relay.json", ".group.json"
 _MADE_OF = ".draft"
 HELD_BY = "held_by"
 _HOLDERS = ".holders.json"
@@ -340,18 +341,18 @@ def is_kept(folder: Path) -> bool:
     return is_locked(folder / _KEEPER)
 
 
-def note_relay(folder: Path, record: Mapping[str, object]) -> None:
-    """Note the relay that belongs to the store, in place of any other."""
+def note_record(folder: Path, name: str, record: Mapping[str, object]) -> None:
+    """Write the record of this name, in place of any other."""
     with disk_errors(folder):
-        whole = folder / f"{_RELAY}.new"
+        whole = folder / f"{name}.new"
         whole.write_text(json.dumps(record), encoding="utf-8")
-        whole.rename(folder / _RELAY)
+        whole.rename(folder / name)
 
 
-def relay_of(folder: Path) -> dict[str, Any]:
-    """Return the record of the store's relay; empty where there is none."""
+def record_in(folder: Path, name: str) -> dict[str, Any]:
+    """Return the record of this name; empty where there is none."""
     try:
-        return dict(json.loads((folder / _RELAY).read_bytes()))
+        return dict(json.loads((folder / name).read_bytes()))
     except (OSError, ValueError):
         return {}
 

@@ -30,7 +30,7 @@ from aiohttp import web
 from engines.engine import Json, ReceiptCopy
 from engines.errors import InvalidRequest, RolloutGatewayError, WeightUpdateFailed
 from engines.store.draft import OWNER
-from engines.store.weight_store import is_kept, relay_of
+from engines.store.weight_store import RELAY, is_kept, record_in
 from engines.transfer.gloo import WeightGroup, receive
 from engines.transfer.packed_streams import keep_streams
 from engines.transfer.packing import CHUNK_BYTES, NamedTensor, unpack_quickly
@@ -256,7 +256,7 @@ def _key(route: str, body: Json) -> bytes:
 async def _end_with_store(store: Path) -> None:
     """Return when another relay has this one's place, or no gateway has kept the store for a while."""
     kept_at = time.monotonic()
-    while relay_of(store).get("pid") == os.getpid() and time.monotonic() - kept_at < _LINGERS_S:
+    while record_in(store, RELAY).get("pid") == os.getpid() and time.monotonic() - kept_at < _LINGERS_S:
         if is_kept(store):
             kept_at = time.monotonic()
         await asyncio.sleep(_LOOK_S)

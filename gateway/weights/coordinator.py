@@ -126,12 +126,12 @@ class WeightCoordinator:
             if why:
                 log.info("flat transfer group", reason=why)
                 await self._relay.close()
+            way = self._flat if why else self._by_relay
             with self._metrics.weight_update_seconds.labels("init").time():
-                await (self._flat if why else self._by_relay).init(init_info)
+                await way.init(init_info)
             place = f"{init_info.get('master_address')}:{init_info.get('master_port')}"
             group = TrainersGroup(place, has_lease=lease is not None)
-            if not why:
-                await self._relay.note({"place": group.place, "has_lease": group.has_lease})
+            await way.note({"place": group.place, "has_lease": group.has_lease})
             self._group = group
 
     async def start(
@@ -237,7 +237,7 @@ class WeightCoordinator:
     async def restore(self) -> None:
         """Take over the trainer's group of a gateway that has died, before the first call comes."""
         try:
-            if note := await self._by_relay.restore():
+            if note := await self._by_relay.restore() or await self._flat.restore():
                 self._group = TrainersGroup(**note)
         except RolloutGatewayError as error:
             log.error("the trainer's group is not taken over", error=str(error))

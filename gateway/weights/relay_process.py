@@ -26,7 +26,7 @@ from engines.errors import (
 )
 from engines.process.port import HeldPort
 from engines.process.process import Command, LastingProcess
-from engines.store.weight_store import note_relay, relay_of
+from engines.store.weight_store import RELAY
 from gateway.config.schema import WeightsConfig
 from gateway.weights.snapshots import Snapshots
 
@@ -77,8 +77,7 @@ class Relay:
 
     async def find(self) -> Json:
         """Take over the relay of a gateway that has died. Return what it has been asked for; empty where none runs."""
-        record = relay_of(self._snapshots.folder) if self._snapshots.is_open else {}
-        if not record:
+        if not (record := await self._snapshots.record(RELAY)):
             return {}
         process = LastingProcess(Command(record["argv"]), Path(record["log_path"]), record["pid"])
         if process.exit_code is not None:
@@ -173,7 +172,7 @@ class Relay:
         self._client = client = self._client_at(port)
         process.start()
         record = {"pid": process.pid, "port": port, "argv": argv, "log_path": str(log_path)}
-        await self._snapshots.in_thread(note_relay, self._snapshots.folder, record)
+        await self._snapshots.note(RELAY, record)
         async with asyncio.timeout(self._config.init_timeout_s):
             while process.exit_code is None:
                 try:

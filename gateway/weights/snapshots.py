@@ -21,7 +21,7 @@ from engines.engine import Json
 from engines.errors import DeadlineExceeded, InvalidRequest, StoreFailed
 from engines.store.draft import complete, is_whole
 from engines.store.manifest import Manifest, check_bytes
-from engines.store.weight_store import Note, WeightStore, remove_folder
+from engines.store.weight_store import Note, WeightStore, note_record, record_in, remove_folder
 from engines.types import EngineKind, ReplicaState
 from gateway.config.schema import WeightsConfig
 from gateway.fleet.replica import Replica
@@ -273,6 +273,15 @@ class Snapshots:
                 await self._soon(self._store.note_holders, version, holders)
         # Last: a gateway that believes this must find the version in the store.
         await self._note(version, replicas)
+
+    async def note(self, name: str, record: Json) -> None:
+        """Keep a record for the next gateway, where there is a store. Raises `StoreFailed`."""
+        if self._store is not None:
+            await self._soon(note_record, self._store.folder, name, record)
+
+    async def record(self, name: str) -> Json:
+        """The record that this gateway or the one before has kept; empty where there is none."""
+        return await self._soon(record_in, self._store.folder, name) if self._store is not None else {}
 
     async def note_overwritten(self, replicas: Iterable[Replica]) -> None:
         """Note that these replicas are about to hold no version. Our engines that report versions report this too;

@@ -6,7 +6,8 @@ import structlog
 
 from engines.announcement import check_fused, check_tensors
 from engines.engine import Json, ReceiptCopy
-from engines.errors import InvalidRequest, WeightUpdateConflict, WeightUpdateFailed
+from engines.errors import InvalidRequest, StoreFailed, WeightUpdateConflict, WeightUpdateFailed
+from engines.store.weight_store import GROUP
 from engines.types import Dialect, InFlight, ReplicaState
 from gateway.fleet.replica import Replica
 from gateway.fleet.replica_calls import on_all, try_on_all
@@ -38,6 +39,35 @@ class FlatUpdate:
         self._parts = parts
         self._machine = machine
         self._group: TransferGroup | None = None
+        self._record: Json = {}
+
+    async def restore(self) -> Json:
+        """Go on with the group of a gateway that has died between two updates, if all members live. Return its note;
+        empty where there is none."""
+        if not (record := await self._parts.snapshots.record(GROUP)):
+            return {}
+        there = {replica.info.incarnation: replica for replica in self._parts.fleet.updatable()}
+        if not there.keys() >= set(record["members"]):
+            return {}
+        self._record = record
+        self._group = TransferGroup(tuple(there[one] for one in record["members"]), record["transport"])
+        log.info("transfer group found", replicas=[member.replica_id for member in self._group.members])
+        note: Json = record["note"]
+        return note
+
+    async def note(self, note: Json) -> None:
+        """Keep a note of the trainer's group for the next gateway."""
+        assert self._group is not None
+        members = [member.info.incarnation for member in self._group.members]
+        self._record = {"note": note, "members": members, "transport": self._group.transport}
+        await self._remember(self._record)
+
+    async def _remember(self, record: Json) -> None:
+        """Write the record of the group; an empty one during an update, at whose breach the group is over."""
+        try:
+            await self._parts.snapshots.note(GROUP, record)
+        except StoreFailed as error:  # only a restarted gateway reads it
+            log.warning("not noted: the transfer group", error=str(error))
 
     async def init(self, init_info: Json) -> None:
         """Join all replicas to the trainer's group."""
@@ -100,6 +130,7 @@ class FlatUpdate:
             raise
         try:
             if update.phase is Phase.OPEN:
+                await self._remember({})
                 await self._stage_no_more_than_fits(update, group, num_bytes(update_info))
                 await self._begin(update, group)
             async with self._machine.step(update, "transfer", leaving=group.members):
@@ -135,12 +166,14 @@ class FlatUpdate:
         if update.draft is None and update.staged:
             # After the commit: without a store only these weights can undo an update whose trainer leaves before it.
             await self._keep_receipts(reached)
+        await self._remember(self._record)
         await self._keep(update, group.scribe, digests)
         return update.version
 
     async def close(self) -> None:
         """Leave the group, if any, which ends a trainer's broadcast."""
         group, self._group = self._group, None
+        await self._remember({})
         if group is not None:
             timeout_s = self._parts.config.control_timeout_s
             await try_on_all(group.members, lambda engine: engine.close_weight_group(timeout_s))

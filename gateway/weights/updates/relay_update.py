@@ -60,6 +60,10 @@ class RelayUpdate:
         await self._relay.open(init_info)
         log.info("transfer group open", relay=self._relay.report()["pid"])
 
+    async def note(self, note: Json) -> None:
+        """Keep a note of the trainer's group for the next gateway."""
+        await self._relay.note(note)
+
     async def start(self, in_flight: InFlight | None) -> None:
         """Open the next version. No replica is called yet: all serve until they load."""
         if self._restored is not None and self._machine.update is self._restored:

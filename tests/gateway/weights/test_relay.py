@@ -462,6 +462,27 @@ async def test_a_trainer_goes_on_with_the_relay_of_a_gateway_that_was_killed(
     assert await trainer.update() == 3
 
 
+@pytest.mark.parametrize("moment", ["between updates", "in an update"])
+async def test_a_flat_group_lives_through_a_gateway_that_is_killed_between_updates(
+    start: StartRig, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    rig = await start(relay="never")
+    await rig.open_group()
+    await rig.update()
+    if moment == "in an update":
+        assert (await rig.post("/start_weight_update", {}))[0] == 200
+        assert (await rig.post("/update_weights", {"update_info": rig.tensors}))[0] == 200
+    await kill_gateway(rig, monkeypatch)
+    rig = await start(replicas=rig.replicas, relay="never")
+    status, reply = await rig.post("/start_weight_update", {"group": "127.0.0.1:1"})
+    if moment == "between updates":
+        assert status == 200
+        assert (await rig.post("/update_weights", {"update_info": rig.tensors}))[0] == 200
+        assert (await rig.post("/finish_weight_update", {}))[1]["weight_version"] == 2
+    else:
+        assert (status, "as after a restart of the gateway" in reply["error"]["message"]) == (424, True)
+
+
 async def promoted_alone(update: StoreUpdate, record: WeightUpdate, members: object, snapshot: str) -> None:
     """What a gateway has done that is killed before replicas load the version."""
     await update._promote(record, members, snapshot)  # type: ignore[arg-type]

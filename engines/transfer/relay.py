@@ -1,4 +1,6 @@
-"""The relay: receives a trainer's weights and writes them to the store: `python -m engines.transfer.relay --port N --store FOLDER`.
+"""The relay: receives a trainer's weights, writes them to the store.
+
+    python -m engines.transfer.relay --port N --store FOLDER
 
 A separate process, so that a blocked transfer ends with it. It has vLLM's weight routes for a receiver, receives like
 vLLM's workers, and writes a draft of the weight store with their tee. Replicas then load the version.

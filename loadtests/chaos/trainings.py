@@ -59,7 +59,9 @@ class Training:
         return fmean(step["reward"] for step in self.steps[-_LAST_STEPS:]) if self.steps else 0.0
 
     def went_on(self, steps: int) -> bool:
-        return self.code == 0 and len(self.steps) == steps and self.served == steps
+        """True where all steps were made, and each weight sync, one before each step and one at the end, has a
+        version."""
+        return self.code == 0 and len(self.steps) == steps and self.served is not None and self.served > steps
 
 
 async def main() -> int:

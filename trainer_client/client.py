@@ -224,9 +224,12 @@ class RolloutClient:
         """Return the number of workers in a transfer group, without the trainer."""
         return int((await self._call("GET", "/get_world_size", None, timeout_s))["world_size"])
 
-    async def init_weight_transfer(self, init_info: Json, timeout_s: float = _WEIGHTS_TIMEOUT_S) -> None:
-        """Let the engines join the trainer's group; returns when they have joined."""
-        await self._call("POST", "/init_weight_transfer_engine", {"init_info": init_info}, timeout_s)
+    async def init_weight_transfer(
+        self, init_info: Json, timeout_s: float = _WEIGHTS_TIMEOUT_S, *, lease: str | None = None
+    ) -> None:
+        """Let the engines join the trainer's group; returns when they have joined. Under a `lease` each
+        `start_weight_update` must name the group."""
+        await self._call("POST", "/init_weight_transfer_engine", {"init_info": init_info} | _under(lease), timeout_s)
 
     @asynccontextmanager
     async def weight_lease(self, timeout_s: float = _CONTROL_TIMEOUT_S) -> AsyncIterator[str]:

@@ -8,16 +8,19 @@ import functools
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
+from http.client import OK
+from typing import Any, Self
 from urllib.parse import urlsplit
 
 import torch
-from requests import RequestException
+from requests import RequestException, Response
 from requests.adapters import HTTPAdapter
 from trl.generation import vllm_client, vllm_generation
 from trl.generation.vllm_client import VLLMClient
+from urllib3.exceptions import ReadTimeoutError
 from urllib3.util.retry import Retry
 
+from engines.errors import WeightUpdateFailed
 from engines.transfer.gloo import TIMEOUT_S, WeightGroup, address_towards, group_info, send
 from engines.transfer.packing import NamedTensor
 
@@ -31,6 +34,7 @@ WEIGHT_ROUTES = (
 COLLECTIVE_ROUTES = ("/init_weight_transfer_engine", "/update_weights")
 """Calls during which the trainer waits for engines in the group."""
 CONNECT_TIMEOUT_S = 10.0
+_GROUP_IS_OVER = 424
 
 
 def install(timeout_s: float = TIMEOUT_S) -> None:
@@ -51,6 +55,16 @@ def send_packed(
     send(((named[0], post_iter_func(named)) for named in iterator), group)
 
 
+class _Replayed(Retry):
+    """Repeats a call whose connection broke, as TRL's own client does: a gateway that was restarted knows what it has
+    done of it. A call without an answer is not repeated."""
+
+    def increment(self, *args: Any, **kwargs: Any) -> Self:
+        if isinstance(error := kwargs.get("error"), ReadTimeoutError):
+            raise error
+        return super().increment(*args, **kwargs)
+
+
 class GlooVLLMClient(VLLMClient):
     """TRL's client over gloo, with bounded waits in a weight sync.
 
@@ -64,10 +78,13 @@ class GlooVLLMClient(VLLMClient):
     def __init__(self, *args: Any, timeout_s: float = TIMEOUT_S, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._timeout_s = timeout_s
-        # A weight call is retried only if it never arrived: a second one would wait for a broadcast that is over.
-        never_arrived = HTTPAdapter(max_retries=Retry(total=5, connect=5, read=0, status=0, other=0, backoff_factor=2))
+        self._place = ""
+        self._refused: Exception | None = None
+        replayed = HTTPAdapter(
+            max_retries=_Replayed(total=5, status=0, other=0, backoff_factor=2, allowed_methods=None)
+        )
         for route in WEIGHT_ROUTES:
-            self.session.mount(f"{self.base_url}{route}", never_arrived)
+            self.session.mount(f"{self.base_url}{route}", replayed)
 
     def init_communicator(self, device: torch.device | str | int = 0) -> None:
         """Join the engines in a gloo group. Weights are copied from `device`."""
@@ -81,8 +98,9 @@ class GlooVLLMClient(VLLMClient):
         init_info = group_info(address, self.group_port, world_size)
         self.close_communicator()
         self.communicator = group = WeightGroup(address, self.group_port, 0, world_size, self._timeout_s)
+        self._place = f"{address}:{self.group_port}"
         group.listen()
-        with ThreadPoolExecutor(max_workers=1) as beside:
+        with self._refusals_first(), ThreadPoolExecutor(max_workers=1) as beside:
             answer = beside.submit(
                 self._post, f"{self.base_url}/init_weight_transfer_engine", json={"init_info": init_info}
             )
@@ -110,6 +128,38 @@ class GlooVLLMClient(VLLMClient):
             self._updating_weights = False
         self._finish_weight_update()
 
+    def update_named_params(
+        self, metadata: list[tuple[str, str, list[int]]], named_params: Iterator[NamedTensor]
+    ) -> None:
+        with self._refusals_first():
+            super().update_named_params(metadata, named_params)
+
+    @contextmanager
+    def _refusals_first(self) -> Iterator[None]:
+        """Raise the server's reason where the group ended with a refusal: the group may end before the answer comes,
+        for which the block waits."""
+        self._refused = None
+        try:
+            yield
+        except WeightUpdateFailed as error:
+            if self._refused is None:
+                raise
+            raise WeightUpdateFailed(f"{self._refused}; {error}") from self._refused
+
+    def _start_weight_update(self) -> None:
+        """Open the update. Where the group is over, as after a restart of the gateway, open another first."""
+        answer = self._start()
+        if answer.status_code == _GROUP_IS_OVER:
+            self.init_communicator()
+            answer = self._start()
+        if answer.status_code != OK:
+            raise WeightUpdateFailed(f"/start_weight_update failed: {answer.status_code}, {answer.text}")
+
+    def _start(self) -> Response:
+        url, timeout = f"{self.base_url}/start_weight_update", (CONNECT_TIMEOUT_S, self._timeout_s)
+        answer: Response = self.session.post(url, json={"group": self._place}, timeout=timeout)
+        return answer
+
     def _abandon(self, reason: str) -> None:
         # The trainer needs its own error. A plain vLLM has no such route, and leaves the update open.
         with contextlib.suppress(RequestException):
@@ -123,6 +173,7 @@ class GlooVLLMClient(VLLMClient):
         try:
             reply: dict[str, Any] = super()._post(url, timeout=(CONNECT_TIMEOUT_S, self._timeout_s), **kwargs)
         except Exception as error:
+            self._refused = error
             if route in COLLECTIVE_ROUTES and self.communicator is not None:
                 self.communicator.give_up(f"{route} failed: {error}")
             raise

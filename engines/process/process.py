@@ -50,22 +50,89 @@ class Command:
     hidden: Sequence[str] = ()
 
 
-class EngineProcess:
+class _LoggedProcess:
+    """A command whose output goes into a log file."""
+
+    def __init__(self, command: Command, log_path: Path) -> None:
+        self.log_path = log_path
+        self._command = command
+
+    def opened_log(self) -> BinaryIO:
+        """Open the log with the command as its first line. Its owner alone may read it: engines write requests that
+        they fail with."""
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        written = os.fdopen(os.open(self.log_path, flags, 0o600), "ab")
+        written.write(f"{time.strftime('%F %T')} {' '.join(self._command.argv)}\n".encode())
+        written.flush()
+        return written
+
+    def log_tail(self) -> str:
+        """Return the last 1 MiB of the log; "" where it cannot be read, as after somebody has removed it: the failure
+        that it is read for has to be told."""
+        try:
+            return read_tail(self.log_path)
+        except OSError:
+            return ""
+
+    def last_words(self, lines: int = 20) -> str:
+        """Return the last `lines` of the log; "" where it cannot be read."""
+        return "\n".join(self.log_tail().splitlines()[-lines:])
+
+
+class LastingProcess(_LoggedProcess):
+    """Runs a command that outlives this process, or takes over one that runs already, as `pid`."""
+
+    def __init__(self, command: Command, log_path: Path, pid: int = 0) -> None:
+        super().__init__(command, log_path)
+        self.pid = pid
+        self._child: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        with self.opened_log() as written:
+            self._child = subprocess.Popen(
+                self._command.argv,
+                stdin=subprocess.DEVNULL,
+                stdout=written,
+                stderr=subprocess.STDOUT,
+                env={**_inherited(self._command.hidden), **self._command.env},
+                start_new_session=True,
+            )
+        self.pid = self._child.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs; 0 for one that was taken over, and has ended."""
+        if self._child is not None:
+            return self._child.poll()
+        try:
+            words = Path(f"/proc/{self.pid}/cmdline").read_bytes().split(b"\0")
+        except OSError:
+            return 0
+        return None if words[:-1] == [word.encode() for word in self._command.argv] else 0
+
+    async def stop(self) -> None:
+        """End it, and wait for its end."""
+        if self.exit_code is None:
+            os.kill(self.pid, signal.SIGKILL)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_KILLED_END_WITHIN_S):
+                while self.exit_code is None:  # noqa: ASYNC110 no process tells of the end of another's child
+                    await asyncio.sleep(0.02)
+
+
+class EngineProcess(_LoggedProcess):
     """Runs a command under `engines.process.guard`, so that it ends with this process, also on SIGKILL."""
 
     def __init__(self, command: Command, log_path: Path, stop_timeout_s: float) -> None:
-        self.log_path = log_path
-        self._command = command
+        super().__init__(command, log_path)
         self._stop_timeout_s = stop_timeout_s
         self._guard: subprocess.Popen[bytes] | None = None
         self._mark = uuid.uuid4().hex
         self._killed: set[int] = set()
 
     def start(self) -> None:
-        self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        with self._opened_log() as written:
-            written.write(f"{time.strftime('%F %T')} {' '.join(self._command.argv)}\n".encode())
-            written.flush()
+        with self.opened_log() as written:
             self._guard = subprocess.Popen(
                 [sys.executable, "-m", "engines.process.guard", str(self._stop_timeout_s), *self._command.argv],
                 stdin=subprocess.PIPE,
@@ -74,11 +141,6 @@ class EngineProcess:
                 env={**_inherited(self._command.hidden), **self._command.env, MARK: self._mark},
                 start_new_session=True,
             )
-
-    def _opened_log(self) -> BinaryIO:
-        """Open the log. Its owner alone may read it: engines write requests that they fail with."""
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-        return open(self.log_path, "ab", opener=lambda path, _: os.open(path, flags, 0o600))
 
     @property
     def pid(self) -> int:
@@ -95,18 +157,6 @@ class EngineProcess:
     def exit_code(self) -> int | None:
         """None while it runs."""
         return self._guard.poll() if self._guard else None
-
-    def log_tail(self) -> str:
-        """Return the last 1 MiB of the log; "" where it cannot be read, as after somebody has removed it: the failure
-        that it is read for has to be told."""
-        try:
-            return read_tail(self.log_path)
-        except OSError:
-            return ""
-
-    def last_words(self, lines: int = 20) -> str:
-        """Return the last `lines` of the log; "" where it cannot be read."""
-        return "\n".join(self.log_tail().splitlines()[-lines:])
 
     async def stop(self) -> None:
         """End the whole process tree and wait for its end."""

@@ -7,6 +7,8 @@
                      the draft is promoted, so that a version is whole, and kept for machines that hold the base
     draft-gone-...   discarded, and being removed
     .gateway         locked by the gateway that keeps the store
+    .relay.json      process id and port of the relay, which outlives its gateway
+    .group.json      the trainer's flat transfer group between two updates, for the next gateway
 
 Any file system will do; in /dev/shm a version is written and read at the speed of memory. `manifest.py` describes a
 version's content, and `draft.py` writes it, for gateway, engines' workers and trainers alike.
@@ -19,11 +21,13 @@ import os
 import re
 import shutil
 import threading
+import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from engines.checkpoint import WEIGHT_FILES
 from engines.errors import InvalidRequest, StoreFailed
@@ -32,10 +36,13 @@ from engines.store.files import check_place, disk_errors, is_locked, sync, try_l
 from engines.store.manifest import MANIFEST, Manifest
 
 _KEEPER = ".gateway"
+RELAY, GROUP = ".relay.json", ".group.json"
+_MADE_OF = ".draft"
 HELD_BY = "held_by"
 _HOLDERS = ".holders.json"
 _HIGHEST = ".highest.json"
 _HOLDERS_NOTED = 1000
+_LOOK_S = 0.05
 _GONE = "gone-"
 _LONGEST_NAME = 256
 _DRAFTS = re.compile(rf"{DRAFT}({_GONE})?[0-9a-f]{{32}}")
@@ -70,6 +77,8 @@ class WeightStore:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._check_ours()
             self._lock = os.open(folder / _KEEPER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        if not try_lock(self._lock):
+            time.sleep(_LOOK_S)  # a relay that looks for its gateway has the lock for a moment
         if not try_lock(self._lock):
             os.close(self._lock)
             raise StoreFailed(
@@ -154,6 +163,7 @@ class WeightStore:
         with disk_errors(draft):
             _link_rest(checkpoint, draft)
             replace(manifest, version=version).write(draft)
+            (draft / _MADE_OF).write_text(draft.name, encoding="utf-8")
             draft.stat()  # raises where it was thrown away meanwhile
             remove_folder(self.throw_away(target))
             self._known.add(version)  # before it is there: `prune` may run beside this
@@ -167,6 +177,18 @@ class WeightStore:
         if (owner := self._owned.pop(draft, None)) is not None:
             os.close(owner)
         return target
+
+    def reopen(self, draft: Path) -> int | Path | None:
+        """Return the version that a draft has become, if engines were noted to hold it. Any other is a draft again: the
+        gateway died before it was committed. None where it was discarded."""
+        for folder in self.folder.glob("v*"):
+            with contextlib.suppress(FileNotFoundError):  # of an earlier release
+                if (folder / _MADE_OF).read_text(encoding="utf-8") == draft.name:
+                    version = int(folder.name[1:])
+                    if version in self._read(_HOLDERS).values():
+                        return version
+                    folder.rename(draft)
+        return draft if draft.is_dir() else None
 
     def withdraw(self, version: int) -> Path:
         """Forget an aborted version. Return the folder to remove, as `throw_away` does."""
@@ -317,6 +339,22 @@ def remove_folder(folder: Path) -> None:
 def is_kept(folder: Path) -> bool:
     """Return True where a living gateway keeps the store in this folder."""
     return is_locked(folder / _KEEPER)
+
+
+def note_record(folder: Path, name: str, record: Mapping[str, object]) -> None:
+    """Write the record of this name, in place of any other."""
+    with disk_errors(folder):
+        whole = folder / f"{name}.new"
+        whole.write_text(json.dumps(record), encoding="utf-8")
+        whole.rename(folder / name)
+
+
+def record_in(folder: Path, name: str) -> dict[str, Any]:
+    """Return the record of this name; empty where there is none."""
+    try:
+        return dict(json.loads((folder / name).read_bytes()))
+    except (OSError, ValueError):
+        return {}
 
 
 def remove_store(folder: Path) -> bool:

@@ -1,15 +1,26 @@
-"""The relay: receives a trainer's weights and writes them to the store: `python -m engines.transfer.relay --port N`.
+"""The relay: receives a trainer's weights, writes them to the store.
+
+    python -m engines.transfer.relay --port N --store FOLDER
 
 A separate process, so that a blocked transfer ends with it. It has vLLM's weight routes for a receiver, receives like
 vLLM's workers, and writes a draft of the weight store with their tee. Replicas then load the version.
+
+It outlives the gateway, as its own end would break the trainer's group: the next gateway finds it by its record in the
+store, and trainers repeat the calls that were cut off. It ends when its record is another's, and when no gateway keeps
+the store for a minute.
 """
 
 import argparse
 import asyncio
+import fcntl
 import inspect
 import logging
+import os
 import sys
-from collections.abc import Awaitable, Callable, Iterable
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import ExitStack
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +31,8 @@ from aiohttp import web
 
 from engines.engine import Json, ReceiptCopy
 from engines.errors import InvalidRequest, RolloutGatewayError, WeightUpdateFailed
+from engines.store.draft import OWNER
+from engines.store.weight_store import RELAY, is_kept, record_in
 from engines.transfer.gloo import WeightGroup, receive
 from engines.transfer.packed_streams import keep_streams
 from engines.transfer.packing import CHUNK_BYTES, NamedTensor, unpack_quickly
@@ -29,6 +42,9 @@ from engines.transfer.tee import prepare
 log = logging.getLogger("relay")
 
 _MAX_BODY_BYTES = 256 << 20
+_LOOK_S = 1.0
+_LINGERS_S = 60.0
+"""A gateway that was killed is back in seconds; the relay's GPU memory is somebody else's after that."""
 
 
 class NoModel:
@@ -122,10 +138,17 @@ class RelayServer:
         self._receiver = receiver
         self._model = model
         self._receipts = Receipts()
+        self._draft = ""
+        self._lock = ExitStack()
+        self._note: Json = {}
+        self._calls: dict[bytes, asyncio.Task[Any]] = {}
+        self._announced: dict[bytes, Json] = {}
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[_answer_errors])
         app.router.add_get("/health", self.health)
+        app.router.add_get("/state", self.state)
+        app.router.add_post("/note", self.note)
         app.router.add_post("/init_weight_transfer_engine", self.init_weight_transfer_engine)
         app.router.add_post("/update_weights", self.update_weights)
         app.router.add_post("/collective_rpc", self.collective_rpc)
@@ -134,17 +157,35 @@ class RelayServer:
     async def health(self, _: web.Request) -> web.Response:
         return _json({})
 
+    async def state(self, _: web.Request) -> web.Response:
+        """Tell another gateway what the one before has asked for; `received` may still arrive."""
+        return _json({"note": self._note, "draft": self._draft, "received": list(self._announced.values())})
+
+    async def note(self, request: web.Request) -> web.Response:
+        self._note = await _object(request)
+        return _json({})
+
     async def init_weight_transfer_engine(self, request: web.Request) -> web.Response:
-        self._receipts.drop()
         init_info = (await _object(request))["init_info"]
         for key in ("master_address", "master_port", "rank_offset", "world_size"):
             if init_info.get(key) is None:
                 raise InvalidRequest(f"init_info.{key} is missing: it locates the trainer's group", param=key)
-        await asyncio.to_thread(self._receiver.join, init_info)
+        call = _key("join", init_info)
+        if call not in self._calls:
+            self._drop()
+            self._note = {}
+        await self._once(call, lambda: self._receiver.join(init_info))
+        self._calls.pop(call, None)  # answered: the next is of another trainer, which may listen at the same place
         return _json({"message": "Weight transfer initialized"})
 
     async def update_weights(self, request: web.Request) -> web.Response:
-        await asyncio.to_thread(self._receiver.receive, (await _object(request))["update_info"])
+        update_info = (await _object(request))["update_info"]
+        call = _key("receive", update_info)
+        if self._draft:
+            self._announced[call] = update_info
+            await self._once(call, lambda: self._receiver.receive(update_info))
+        else:
+            await asyncio.to_thread(self._receiver.receive, update_info)
         return _json({"message": "Weights updated"})
 
     async def collective_rpc(self, request: web.Request) -> web.Response:
@@ -152,17 +193,44 @@ class RelayServer:
         asked = await _object(request)
         match asked["method"]:
             case "open_receipt":
-                await asyncio.to_thread(self._receipts.open, self._model, copy=ReceiptCopy(**asked["kwargs"]))
+                self._drop()
+                copy = ReceiptCopy(**asked["kwargs"])
+                self._hold(copy.draft)
+                await asyncio.to_thread(self._receipts.open, self._model, copy=copy)
             case "close_receipt":
-                digests = self._receipts.close()
-                # Answered when all is written: unlike a worker, a relay has no rollouts to serve.
-                await asyncio.to_thread(self._receipts.kept)
-                return _json({"results": [digests]})
+                return _json({"results": [await self._once(b"close", self._closed)]})
             case "drop_receipt":
-                self._receipts.drop()
+                self._drop()
             case method:
                 raise InvalidRequest(f"the relay has no method {method!r}", param="method")
         return _json({"results": [None]})
+
+    async def _once(self, call: bytes, work: Callable[[], Any]) -> Any:
+        """Return the result of the call. It goes on where its caller is gone, and is the same when it is repeated."""
+        if call not in self._calls:
+            self._calls[call] = asyncio.ensure_future(asyncio.to_thread(work))
+        return await asyncio.shield(self._calls[call])
+
+    def _closed(self) -> Json:
+        digests = self._receipts.close()
+        self._receipts.kept()  # all is written then: unlike a worker, a relay has no rollouts to serve
+        return digests
+
+    def _hold(self, draft: str) -> None:
+        """Keep the draft from being removed while no gateway lives."""
+        owner = self._lock.enter_context((Path(draft) / OWNER).open("a"))
+        fcntl.flock(owner, fcntl.LOCK_SH)
+        self._draft = draft
+
+    def _drop(self) -> None:
+        """Forget the update. Raise where a call still waits for the trainer: only the end of the process ends it."""
+        if any(not call.done() for call in self._calls.values()):
+            raise WeightUpdateFailed("a call of the update before still waits for its trainer")
+        self._receipts.drop()
+        self._calls.clear()
+        self._announced.clear()
+        self._draft = ""
+        self._lock.close()
 
 
 @web.middleware
@@ -183,6 +251,19 @@ async def _answer_errors(
         return _json({"error": {"message": message, "type": "InternalServerError", "code": 500}}, 500)
 
 
+def _key(route: str, body: Json) -> bytes:
+    return orjson.dumps([route, body], option=orjson.OPT_SORT_KEYS)
+
+
+async def _end_with_store(store: Path) -> None:
+    """Return when another relay has this one's place, or no gateway has kept the store for a while."""
+    kept_at = time.monotonic()
+    while record_in(store, RELAY).get("pid") == os.getpid() and time.monotonic() - kept_at < _LINGERS_S:
+        if is_kept(store):
+            kept_at = time.monotonic()
+        await asyncio.sleep(_LOOK_S)
+
+
 async def _object(request: web.Request) -> Any:
     return orjson.loads(await request.read())
 
@@ -194,6 +275,7 @@ def _json(body: Json, status: int = 200) -> web.Response:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m engines.transfer.relay", description=__doc__)
     parser.add_argument("--port", type=int, required=True, help="on loopback")
+    parser.add_argument("--store", type=Path, required=True, help="folder of the weight store")
     parser.add_argument("--device", default="cpu", help="cpu receives over gloo, cuda:N over NCCL")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
@@ -202,8 +284,17 @@ def main() -> None:
         sys.exit("torch sees no GPU: set weights.relay_device to cpu, or to a GPU of the gateway's node")
     prepare(device)
     receiver = GlooReceiver(model) if device.type == "cpu" else NcclReceiver(model, device)
+    app = RelayServer(receiver, model).app()
+
+    async def watching(_: web.Application) -> AsyncIterator[None]:
+        watch = asyncio.create_task(_end_with_store(arguments.store))
+        watch.add_done_callback(lambda task: None if task.cancelled() else os._exit(0))  # a thread may hang for ever
+        yield
+        watch.cancel()
+
+    app.cleanup_ctx.append(watching)
     web.run_app(
-        RelayServer(receiver, model).app(),
+        app,
         host="127.0.0.1",
         port=arguments.port,
         loop=uvloop.new_event_loop(),

@@ -156,6 +156,7 @@ class GatewayServer:
             self.fleet.places.keep_in(self._snapshots.folder, _digest(self._config))
         self.fleet.events.add("gateway", "started")
         await self.fleet.look()
+        await self._weights.restore()
         self._tasks.start("watch fleet", self.fleet.run())
         self._tasks.start("watch update", self._weights.run())
         self._tasks.start("watch adapters", self._adapters.run())

@@ -18,7 +18,7 @@ from pathlib import Path
 import structlog
 
 from engines.engine import Json
-from engines.errors import WeightUpdateConflict
+from engines.errors import RolloutGatewayError, WeightUpdateConflict, WeightUpdateFailed
 from engines.types import Dialect, InFlight
 from gateway.config.schema import WeightsConfig
 from gateway.fleet.fleet import Fleet
@@ -31,7 +31,7 @@ from gateway.weights.pauses import Pauses
 from gateway.weights.relay_process import WORLD_SIZE as RELAY_WORLD_SIZE
 from gateway.weights.relay_process import Relay
 from gateway.weights.snapshots import Snapshots
-from gateway.weights.transfer_group import check_some_take_weights, checkpoint_bytes, transport_of
+from gateway.weights.transfer_group import TrainersGroup, check_some_take_weights, checkpoint_bytes, transport_of
 from gateway.weights.updates.flat_update import FlatUpdate
 from gateway.weights.updates.machine import UpdateMachine
 from gateway.weights.updates.parts import Parts
@@ -63,14 +63,14 @@ class WeightCoordinator:
         self.pauses = pauses = Pauses(config, fleet, scheduler)
         self._catch_up = catch_up = CatchUp(config, fleet, snapshots, canary)
         self._updates = UpdateLog(metrics)
-        self._relay = Relay(config, _log_dir(fleet))
+        self._relay = Relay(config, snapshots, _log_dir(fleet))
         parts = Parts(config, fleet, canary, pauses, snapshots, catch_up)
         self._machine = machine = UpdateMachine(parts, self._updates)
         self._by_store = StoreUpdate(parts, machine)
         self._by_relay = RelayUpdate(parts, self._relay, self._by_store, machine)
         self._flat = FlatUpdate(parts, machine)
         self._busy_with = ""
-        self._group = ""
+        self._group: TrainersGroup | None = None
         fleet.on_change(lambda: metrics.observe_versions(fleet.version, fleet.serving_behind))
 
     @property
@@ -105,8 +105,9 @@ class WeightCoordinator:
         check_some_take_weights(members, self._fleet.updatable())
         return self._canary.token_ids(members)
 
-    async def init(self, init_info: Json) -> None:
-        """Open a trainer's group. An update and a group that an earlier trainer left open end first.
+    async def init(self, init_info: Json, lease: str | None = None) -> None:
+        """Open a trainer's group. An update and a group that an earlier trainer left open end first. With `lease`, the
+        trainer's, updates in the group must name it.
 
         Raise `WeightUpdateConflict` where that trainer lives, and holds the update's lease.
         """
@@ -117,7 +118,7 @@ class WeightCoordinator:
         async with self._exclusively("init_weight_transfer_engine"):
             if self.leases.is_held(self._machine.update):
                 self._machine.check_none_open()
-            self._group = ""
+            self._group = None
             await self._machine.abort("a trainer opened a new transfer group")
             await self._flat.close()
             await self._fleet.settled_within(self._config.control_timeout_s)
@@ -125,9 +126,13 @@ class WeightCoordinator:
             if why:
                 log.info("flat transfer group", reason=why)
                 await self._relay.close()
+            way = self._flat if why else self._by_relay
             with self._metrics.weight_update_seconds.labels("init").time():
-                await (self._flat if why else self._by_relay).init(init_info)
-            self._group = f"{init_info.get('master_address')}:{init_info.get('master_port')}"
+                await way.init(init_info)
+            place = f"{init_info.get('master_address')}:{init_info.get('master_port')}"
+            group = TrainersGroup(place, has_lease=lease is not None)
+            await way.note({"place": group.place, "has_lease": group.has_lease})
+            self._group = group
 
     async def start(
         self,
@@ -143,12 +148,7 @@ class WeightCoordinator:
         async with self._exclusively("start_weight_update"):
             self.leases.check(lease)
             self._check_served(after)
-            if group not in (None, self._group):
-                raise WeightUpdateConflict(
-                    f"the transfer group of {group} is over: "
-                    + (f"another trainer has opened one, of {self._group}" if self._group else "none is open")
-                    + "; call /init_weight_transfer_engine to form a new one"
-                )
+            self._check_group(group)
             if version not in (None, self._fleet.next_version):
                 raise WeightUpdateConflict(
                     f"version = {version}, but the fleet is at {self._fleet.version} and the next is "
@@ -197,6 +197,24 @@ class WeightCoordinator:
             self._check_served(after)
             return await self._by_store.load(snapshot, version, canary_logprobs, rolling=rolling, in_flight=in_flight)
 
+    def _check_group(self, asked: str | None) -> None:
+        """Raise where the trainer's group is not the open one. A trainer that names its group can open another: it does
+        so, at a `WeightUpdateFailed`, where the group is gone, or lacks a replica that has joined since."""
+        if self._group is not None:
+            self._group.check(asked)
+        if asked is None:
+            return
+        if self._group is None:
+            raise WeightUpdateFailed(
+                f"the transfer group of {asked} is gone, as after a restart of the gateway: call "
+                "/init_weight_transfer_engine to form a new group"
+            )
+        if self._way is self._flat and (lacking := self._flat.lacking()):
+            raise WeightUpdateFailed(
+                f"the group lacks replica {lacking[0].replica_id}, which has joined since: call "
+                "/init_weight_transfer_engine to form a new group"
+            )
+
     def _check_served(self, after: str | None) -> None:
         """Raise `WeightUpdateConflict` unless the update `after`, if given, made the served version."""
         last = self._updates.last_committed
@@ -215,6 +233,15 @@ class WeightCoordinator:
             if self._machine.update is not None:
                 await self._machine.abort(reason)
                 await self._flat.close()
+
+    async def restore(self) -> None:
+        """Take over the trainer's group of a gateway that has died, before the first call comes."""
+        try:
+            if note := await self._by_relay.restore() or await self._flat.restore():
+                self._group = TrainersGroup(**note)
+        except RolloutGatewayError as error:
+            log.error("the trainer's group is not taken over", error=str(error))
+            await self._relay.close()
 
     async def run(self) -> None:
         """Abort updates whose trainer is gone or silent, and bring back replicas that are behind, until cancelled."""

@@ -1,7 +1,8 @@
 """The relay process: it receives a trainer's weights instead of the replicas, and writes them into the store.
 
-The trainer's group has two members, the trainer and the relay, so a replica's death cannot break it. The process runs
-`engines/transfer/relay.py`; `updates/relay_update.py` loads the version that it wrote on the replicas.
+The trainer's group has two members, the trainer and the relay, so a replica's death cannot break it. Neither can the
+gateway's: the process goes on, and the next gateway finds it. It runs `engines/transfer/relay.py`;
+`updates/relay_update.py` loads the version that it wrote on the replicas.
 """
 
 import asyncio
@@ -24,8 +25,10 @@ from engines.errors import (
     WeightUpdateFailed,
 )
 from engines.process.port import HeldPort
-from engines.process.process import Command, EngineProcess
+from engines.process.process import Command, LastingProcess
+from engines.store.weight_store import RELAY
 from gateway.config.schema import WeightsConfig
+from gateway.weights.snapshots import Snapshots
 
 TRANSPORT = "relay"
 WORLD_SIZE = 1
@@ -33,7 +36,6 @@ WORLD_SIZE = 1
 
 _POLL_S = 0.05
 _PROBE_TIMEOUT_S = 5.0
-_STOP_GRACE_S = 0.5  # its unfinished work is lost anyway, and the trainer waits for the connection to end
 
 
 class Relay:
@@ -43,11 +45,12 @@ class Relay:
     `WeightUpdateFailed` or `DeadlineExceeded`.
     """
 
-    def __init__(self, config: WeightsConfig, log_dir: Path) -> None:
+    def __init__(self, config: WeightsConfig, snapshots: Snapshots, log_dir: Path) -> None:
         self._config = config
+        self._snapshots = snapshots
         self._log_dir = log_dir
         self._port: HeldPort | None = None
-        self._process: EngineProcess | None = None
+        self._process: LastingProcess | None = None
         self._client: VllmEngine | None = None
         self._is_open = False
 
@@ -71,6 +74,27 @@ class Relay:
             "pid": process.pid if process and running else None,
             "log_path": str(process.log_path) if process else None,
         }
+
+    async def find(self) -> Json:
+        """Take over the relay of a gateway that has died. Return what it has been asked for; empty where none runs."""
+        if not (record := await self._snapshots.record(RELAY)):
+            return {}
+        process = LastingProcess(Command(record["argv"]), Path(record["log_path"]), record["pid"])
+        if process.exit_code is not None:
+            return {}
+        self._process, self._client = process, self._client_at(record["port"])
+        try:
+            state = await self._client.ask("GET", "/state", None, _PROBE_TIMEOUT_S)
+        except (EngineError, DeadlineExceeded):
+            await self.close()
+            return {}
+        self._is_open = bool(state["note"])
+        return state
+
+    async def note(self, note: Json) -> None:
+        """Have the relay keep a note for the next gateway, until a trainer opens another group."""
+        async with self._or_ended("note its trainer", self._config.control_timeout_s):
+            await self._member().ask("POST", "/note", note, self._config.control_timeout_s)
 
     async def open(self, init_info: Json) -> None:
         """Join a trainer's group and leave any earlier one."""
@@ -138,15 +162,17 @@ class Relay:
             "engines.transfer.relay",
             "--port",
             str(port),
+            "--store",
+            str(self._snapshots.folder),
             "--device",
             "cuda:0" if device else "cpu",
         ]
         log_path = self._log_dir / f"relay-{time.strftime('%Y%m%d-%H%M%S')}-{port}.log"
-        self._process = process = EngineProcess(Command(argv, env), log_path, _STOP_GRACE_S)
-        # Over NCCL the relay receives with vLLM's receiver, and vLLM's messages differ between releases.
-        version = _vllm_version() if device else ""
-        self._client = client = VllmEngine("", f"http://127.0.0.1:{port}", version, has_tee=True)
+        self._process = process = LastingProcess(Command(argv, env), log_path)
+        self._client = client = self._client_at(port)
         process.start()
+        record = {"pid": process.pid, "port": port, "argv": argv, "log_path": str(log_path)}
+        await self._snapshots.note(RELAY, record)
         async with asyncio.timeout(self._config.init_timeout_s):
             while process.exit_code is None:
                 try:
@@ -156,6 +182,11 @@ class Relay:
                 else:
                     return client
         raise EngineError(f"it ended with {process.exit_code} before it was ready: {process.last_words(lines=1)}")
+
+    def _client_at(self, port: int) -> VllmEngine:
+        # Over NCCL the relay receives with vLLM's receiver, and vLLM's messages differ between releases.
+        version = _vllm_version() if self._config.relay_device else ""
+        return VllmEngine("", f"http://127.0.0.1:{port}", version, has_tee=True)
 
     @asynccontextmanager
     async def _or_ended(self, purpose: str, timeout_s: float) -> AsyncIterator[None]:

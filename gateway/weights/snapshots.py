@@ -21,7 +21,7 @@ from engines.engine import Json
 from engines.errors import DeadlineExceeded, InvalidRequest, StoreFailed
 from engines.store.draft import complete, is_whole
 from engines.store.manifest import Manifest, check_bytes
-from engines.store.weight_store import Note, WeightStore, remove_folder
+from engines.store.weight_store import Note, WeightStore, note_record, record_in, remove_folder
 from engines.types import EngineKind, ReplicaState
 from gateway.config.schema import WeightsConfig
 from gateway.fleet.replica import Replica
@@ -121,10 +121,7 @@ class Snapshots:
     async def claim(self, served: int | None, num_bytes: int) -> Path:
         """As `draft`, where replicas get the version from the store alone. Raises `StoreFailed`."""
         store = self._open_store()
-        if self._keeping is not None:
-            await asyncio.wait([self._keeping], timeout=self._config.store_wait_s)
-            if not self._keeping.done():
-                raise StoreFailed("the version before is still being written (weights.store_wait_s)")
+        await self._kept()
         await self.make_room(served)
         if not await self._has_room(num_bytes):
             raise StoreFailed(self._why_not)
@@ -136,6 +133,13 @@ class Snapshots:
             if claiming.exception() is None:
                 await self.discard(claiming.result())
             raise
+
+    async def _kept(self) -> None:
+        """Return once the committed version is written. Raise `StoreFailed` where that takes too long."""
+        if self._keeping is not None:
+            await asyncio.wait([self._keeping], timeout=self._config.store_wait_s)
+            if not self._keeping.done():
+                raise StoreFailed("the version before is still being written (weights.store_wait_s)")
 
     def in_thread(self, call: Callable[..., T], *arguments: object) -> asyncio.Future[T]:
         """Run a call that reads or writes the store."""
@@ -239,6 +243,11 @@ class Snapshots:
             await self.discard(draft)
             raise
 
+    async def reopen(self, draft: Path) -> int | Path | None:
+        """The version that a draft of the gateway before has become, if it was committed. Any other is a draft again;
+        None where it was discarded."""
+        return await self._soon(self._open_store().reopen, draft)
+
     async def withdraw(self, version: int) -> None:
         """Remove a version that is not served, as `discard` does a draft."""
         if self._store is not None:
@@ -271,6 +280,15 @@ class Snapshots:
                 await self._soon(self._store.note_holders, version, holders)
         # Last: a gateway that believes this must find the version in the store.
         await self._note(version, replicas)
+
+    async def note(self, name: str, record: Json) -> None:
+        """Keep a record for the next gateway, where there is a store. Raises `StoreFailed`."""
+        if self._store is not None:
+            await self._soon(note_record, self._store.folder, name, record)
+
+    async def record(self, name: str) -> Json:
+        """The record that this gateway or the one before has kept; empty where there is none."""
+        return await self._soon(record_in, self._store.folder, name) if self._store is not None else {}
 
     async def note_overwritten(self, replicas: Iterable[Replica]) -> None:
         """Note that these replicas are about to hold no version. Our engines that report versions report this too;
@@ -324,6 +342,8 @@ class Snapshots:
         A version from before our start counts where one of `holders`, incarnations of engines, was noted to hold it.
         """
         store = self._open_store()
+        if not store.has(version):
+            await self._kept()
         for incarnation in holders:
             if store.has(version) or await self._aside(store.adopt, version, incarnation):
                 break

@@ -2,39 +2,43 @@
 
 import multiprocessing
 import os
+import signal
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
-from engines.process.process import Command, EngineProcess
+from engines.process.process import Command, LastingProcess
 
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(["engines.transfer.relay"])
 
 
-class ForkedRelay(EngineProcess):
-    """Stands where `EngineProcess` does. It has no guard: `pid` is the relay's own."""
+class ForkedRelay(LastingProcess):
+    """Stands where `LastingProcess` does."""
 
-    def __init__(self, command: Command, log_path: Path, stop_timeout_s: float) -> None:
-        super().__init__(command, log_path, stop_timeout_s)
+    def __init__(self, command: Command, log_path: Path, pid: int = 0) -> None:
+        super().__init__(command, log_path, pid)
         assert list(command.argv[1:3]) == ["-m", "engines.transfer.relay"]
         self._process = _FORKS.Process(target=_run, args=(command.argv[3:], dict(command.env), log_path))
 
     def start(self) -> None:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         self._process.start()
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid or 0
+        self.pid = self._process.pid or 0
 
     @property
     def exit_code(self) -> int | None:
-        return self._process.exitcode
+        """None while it runs, also where another gateway has started it."""
+        return self._process.exitcode if self._process.pid else (None if Path(f"/proc/{self.pid}").exists() else 0)
 
     async def stop(self) -> None:
-        self._process.kill()
-        self._process.join()
+        if self._process.pid:
+            self._process.kill()
+            self._process.join()
+        else:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
 
 
 def _run(arguments: Sequence[str], env: Mapping[str, str], log_path: Path) -> None:

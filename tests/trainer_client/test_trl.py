@@ -191,7 +191,7 @@ def test_an_engine_that_cannot_load_fails_the_update_with_its_reason(
         return 424, {"error": "a replica failed"}
 
     gateway.answers["/update_weights"] = leave_instead
-    with pytest.raises(WeightUpdateFailed, match="rank 2: KeyError: 'lm_head'"):
+    with pytest.raises(WeightUpdateFailed, match=r"424.*a replica failed.*rank 2: KeyError: 'lm_head'"):
         client.update_model_params(model())
 
 
@@ -211,13 +211,27 @@ def test_a_weight_call_without_an_answer_ends_in_time_and_is_not_replayed(gatewa
 
 
 @pytest.mark.usefixtures("installed")
-def test_an_update_whose_connection_drops_is_not_replayed(gateway: PlayedGateway) -> None:
+def test_an_update_whose_connection_drops_is_made_again(gateway: PlayedGateway) -> None:
     client = client_of(gateway)
     client.init_communicator("cpu")
-    gateway.answers["/update_weights"] = lambda _: None
-    with pytest.raises(WeightUpdateFailed, match="/update_weights failed"):
-        client.update_model_params(model())
-    assert gateway.calls.count("/update_weights") == 1
+    receive = gateway.answers["/update_weights"]
+    answers = iter([lambda _: None, receive])
+    gateway.answers["/update_weights"] = lambda body: next(answers)(body)
+    client.update_model_params(model())
+    assert gateway.calls.count("/update_weights") == 2
+    client.close_communicator()
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_group_that_is_over_is_opened_again_before_the_update(gateway: PlayedGateway) -> None:
+    client = client_of(gateway)
+    client.init_communicator("cpu")
+    answers = iter([(424, {"error": "the group is gone, as after a restart of the gateway"}), (200, {})])
+    gateway.answers["/start_weight_update"] = lambda _: next(answers)
+    client.update_model_params(model())
+    assert gateway.calls.count("/init_weight_transfer_engine") == 2
+    assert client.weight_version == 7
+    client.close_communicator()
 
 
 def test_a_server_without_weight_transfer_is_named(gateway: PlayedGateway) -> None:

@@ -97,7 +97,7 @@ class GroupTransport:
 
     def _start(self, options: PushOptions) -> Channel:
         """Open the update, in a new group if there is none. A refused start changes nothing, so that it can be retried
-        in a new group after a replica has left."""
+        in a new group after a replica has left or joined, or the gateway was restarted."""
         start = partial(
             self._client.start_weight_update,
             self._timeout_s,
@@ -111,7 +111,7 @@ class GroupTransport:
                 start(group=self._place)
                 return self._channel
             except WeightUpdateFailed:
-                self.close("a replica left the group")
+                self.close("the group is over")
         self._channel = channel = self._open()
         start(group=self._place)
         return channel
@@ -131,7 +131,11 @@ class GroupTransport:
         init_info = group_info(address, port, world_size)
         try:
             channel.listen()
-            self._beside(channel, lambda: self._client.init_weight_transfer(init_info, self._timeout_s), channel.join)
+            self._beside(
+                channel,
+                lambda: self._client.init_weight_transfer(init_info, self._timeout_s, lease=self._lease),
+                channel.join,
+            )
         except DeadlineExceeded as error:
             channel.close("the group was not formed")
             raise DeadlineExceeded(

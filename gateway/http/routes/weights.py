@@ -60,7 +60,8 @@ class WeightRoutes:
 
     async def _init(self, request: web.Request) -> web.Response:
         """Open the weight transfer group of the trainer and all replicas."""
-        await self._weights.init(_section(await read_object(request), "init_info"))
+        body = await read_object(request)
+        await self._weights.init(_section(body, "init_info"), _lease(body))
         return reply({"message": "Weight transfer initialized"})
 
     async def _start(self, request: web.Request) -> web.Response:

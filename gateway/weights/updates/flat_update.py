@@ -6,8 +6,9 @@ import structlog
 
 from engines.announcement import check_fused, check_tensors
 from engines.engine import Json, ReceiptCopy
-from engines.errors import InvalidRequest, WeightUpdateConflict, WeightUpdateFailed
-from engines.types import Dialect, InFlight
+from engines.errors import InvalidRequest, StoreFailed, WeightUpdateConflict, WeightUpdateFailed
+from engines.store.weight_store import GROUP
+from engines.types import Dialect, InFlight, ReplicaState
 from gateway.fleet.replica import Replica
 from gateway.fleet.replica_calls import on_all, try_on_all
 from gateway.fleet.together import together
@@ -22,7 +23,7 @@ from gateway.weights.transfer_group import (
     rank_offsets,
     transport_of,
 )
-from gateway.weights.updates.machine import UpdateMachine
+from gateway.weights.updates.machine import UpdateMachine, living
 from gateway.weights.updates.parts import Parts
 from gateway.weights.updates.record import Phase, WeightUpdate, num_bytes
 from gateway.weights.updates.swaps import Load, Swaps
@@ -38,6 +39,35 @@ class FlatUpdate:
         self._parts = parts
         self._machine = machine
         self._group: TransferGroup | None = None
+        self._record: Json = {}
+
+    async def restore(self) -> Json:
+        """Go on with the group of a gateway that has died between two updates, if all members live. Return its note;
+        empty where there is none."""
+        if not (record := await self._parts.snapshots.record(GROUP)):
+            return {}
+        there = {replica.info.incarnation: replica for replica in self._parts.fleet.updatable()}
+        if not there.keys() >= set(record["members"]):
+            return {}
+        self._record = record
+        self._group = TransferGroup(tuple(there[one] for one in record["members"]), record["transport"])
+        log.info("transfer group found", replicas=[member.replica_id for member in self._group.members])
+        note: Json = record["note"]
+        return note
+
+    async def note(self, note: Json) -> None:
+        """Keep a note of the trainer's group for the next gateway."""
+        assert self._group is not None
+        members = [member.info.incarnation for member in self._group.members]
+        self._record = {"note": note, "members": members, "transport": self._group.transport}
+        await self._remember(self._record)
+
+    async def _remember(self, record: Json) -> None:
+        """Write the record of the group; an empty one during an update, at whose breach the group is over."""
+        try:
+            await self._parts.snapshots.note(GROUP, record)
+        except StoreFailed as error:  # only a restarted gateway reads it
+            log.warning("not noted: the transfer group", error=str(error))
 
     async def init(self, init_info: Json) -> None:
         """Join all replicas to the trainer's group."""
@@ -59,7 +89,9 @@ class FlatUpdate:
                 self._parts.config.init_timeout_s,
             )
         except BaseException:
-            await self._leave(members)
+            # In the background: a worker that waits for the others to join answers once the trainer has left, and the
+            # trainer leaves at this error.
+            self._parts.catch_up.bring_back(living(members), leaves_group=True)
             raise
         self._group = group
         log.info("transfer group open", replicas=[member.replica_id for member in members])
@@ -69,6 +101,10 @@ class FlatUpdate:
         broadcast."""
         group = await self._whole_group()
         self._machine.check_none_open()
+        for replica in self.lacking():
+            if replica.state is ReplicaState.SYNCING:
+                reason = "joined after the trainer's transfer group was opened: takes part once a new one is opened"
+                self._parts.fleet.explain(replica, reason)
         # The question for room would free the weights that a refused update has left for its undo.
         await self._parts.catch_up.settled(group.members, self._parts.config.control_timeout_s)
         in_flight = self._parts.pauses.in_flight(group.members, in_flight)
@@ -87,12 +123,14 @@ class FlatUpdate:
             for replica in group.members:
                 check_tensors(update_info, replica.info, "update_info")
         except InvalidRequest as error:
-            # The trainer may already be in its broadcast, which ends when the replicas leave the group.
-            await self._machine.abort(str(error))
-            await self.close()
+            # The trainer may already be in its broadcast, which ends when the replicas leave the group: in the
+            # background, so that the trainer has the reason before its group breaks.
+            self._group = None
+            await self._machine.abort(str(error), leaving=group.members)
             raise
         try:
             if update.phase is Phase.OPEN:
+                await self._remember({})
                 await self._stage_no_more_than_fits(update, group, num_bytes(update_info))
                 await self._begin(update, group)
             async with self._machine.step(update, "transfer", leaving=group.members):
@@ -128,23 +166,33 @@ class FlatUpdate:
         if update.draft is None and update.staged:
             # After the commit: without a store only these weights can undo an update whose trainer leaves before it.
             await self._keep_receipts(reached)
+        await self._remember(self._record)
         await self._keep(update, group.scribe, digests)
         return update.version
 
     async def close(self) -> None:
         """Leave the group, if any, which ends a trainer's broadcast."""
         group, self._group = self._group, None
+        await self._remember({})
         if group is not None:
-            await self._leave(group.members)
+            timeout_s = self._parts.config.control_timeout_s
+            await try_on_all(group.members, lambda engine: engine.close_weight_group(timeout_s))
 
-    async def _leave(self, members: Sequence[Replica]) -> None:
-        await try_on_all(members, lambda engine: engine.close_weight_group(self._parts.config.control_timeout_s))
+    def lacking(self) -> list[Replica]:
+        """Return the replicas that take weights and joined after the group was opened, less those that are being
+        brought back."""
+        members = self._group.members if self._group is not None else ()
+        others = [replica for replica in self._parts.fleet.updatable() if replica not in members]
+        return [one for one in others if one.info.takes_weights and not self._parts.catch_up.is_busy_with(one)]
 
     async def _whole_group(self) -> TransferGroup:
         """Return the open group. Abort the update, and raise, where the group has lost a member."""
         group = self._group
         if group is None:
-            raise WeightUpdateConflict("there is no transfer group: call /init_weight_transfer_engine first")
+            raise WeightUpdateConflict(
+                "there is no transfer group: none was opened, a failed update has closed it, or the gateway was "
+                "restarted: call /init_weight_transfer_engine first (TRL: restart the trainer)"
+            )
         await self._parts.fleet.settled_within(self._parts.config.control_timeout_s)
         if (gone := group.broken_by) is not None:
             error = WeightUpdateFailed(

@@ -96,7 +96,7 @@ class UpdateMachine:
         async with self.or_aborted():
             await self._parts.snapshots.note_holders(update.version, passed)
         self._parts.canary.accept()
-        self._parts.catch_up.bring_back(_living(fenced))
+        self._parts.catch_up.bring_back(living(fenced))
         self._parts.fleet.commit(update.version, passed, fenced, keeps_kv=update.keeps_kv)
         self._end(update, list(findings), Phase.COMMITTED)
 
@@ -110,7 +110,7 @@ class UpdateMachine:
             return
         fleet, catch_up = self._parts.fleet, self._parts.catch_up
         overwritten = fleet.abort(update.version, reason)
-        touched = _living(leaving or {*overwritten, *update.receivers})
+        touched = living(leaving or {*overwritten, *update.receivers})
         catch_up.bring_back(touched, after=update, leaves_group=bool(leaving), is_awaited=not update.rolling)
         update.go_on()
         ahead = [replica for replica in fleet.trained_alive if replica.weight_version == update.version]
@@ -143,5 +143,5 @@ def _reason(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
-def _living(replicas: Iterable[Replica]) -> Iterable[Replica]:
+def living(replicas: Iterable[Replica]) -> Iterable[Replica]:
     return (replica for replica in replicas if replica.state is not ReplicaState.LOST)

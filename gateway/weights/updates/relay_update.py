@@ -1,6 +1,7 @@
 """Updates through the relay, which receives a trainer's tensors and writes them into the store for the replicas."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import structlog
 
@@ -26,7 +27,31 @@ class RelayUpdate:
         self._relay = relay
         self._store = store
         self._machine = machine
+        self._restored: WeightUpdate | None = None
+        self._committed: int | None = None
         machine.on_abort(self._drop)
+
+    async def restore(self) -> Json:
+        """Go on with the group, and with the update, of a gateway that has died: its trainer repeats the call that was
+        cut off. Return the note of the trainer's group; empty where there is none."""
+        state = await self._relay.find()
+        if not self._relay.is_open:
+            return {}
+        note: Json = state["note"]
+        if not state["draft"] or note["has_lease"]:  # a trainer's lease has ended with the gateway
+            return note
+        draft = await self._parts.snapshots.reopen(Path(state["draft"]))
+        if isinstance(draft, int):
+            self._committed = draft
+        elif draft is not None:
+            fleet, in_flight = self._parts.fleet, self._parts.pauses.in_flight(self._parts.fleet.updatable(), None)
+            self._restored = update = WeightUpdate(fleet.next_version, TRANSPORT, in_flight, draft=draft)
+            for received in state["received"]:
+                update.phase = Phase.RECEIVING
+                update.receive(received)
+            self._machine.register(update)
+        log.info("transfer group found", relay=self._relay.report()["pid"], committed=self._committed)
+        return note
 
     async def init(self, init_info: Json) -> None:
         """Join the relay to the trainer's group."""
@@ -35,8 +60,15 @@ class RelayUpdate:
         await self._relay.open(init_info)
         log.info("transfer group open", relay=self._relay.report()["pid"])
 
+    async def note(self, note: Json) -> None:
+        """Keep a note of the trainer's group for the next gateway."""
+        await self._relay.note(note)
+
     async def start(self, in_flight: InFlight | None) -> None:
         """Open the next version. No replica is called yet: all serve until they load."""
+        if self._restored is not None and self._machine.update is self._restored:
+            await self._machine.abort("its trainer began it again after a restart of the gateway")
+        self._restored = self._committed = None
         self._machine.check_none_open()
         members = await self._store.loaders()
         in_flight = self._parts.pauses.in_flight(members, in_flight)
@@ -63,11 +95,16 @@ class RelayUpdate:
         async with self._machine.step(update, "transfer"):
             update.phase = Phase.RECEIVING
             await self._relay.receive(update_info)
-        update.receive(update_info)
+        if not update.names.issuperset(update_info["names"]):
+            update.receive(update_info)
 
     async def finish(self, canary_logprobs: Sequence[float] | None) -> int:
         """Load the relay's draft on the replicas. Return the version now served."""
+        if self._machine.update is None and self._committed is not None:
+            return self._committed  # by the gateway before, which could not answer
         update = self._machine.opened("finish_weight_update")
+        if update is self._restored:
+            update.version = self._parts.fleet.next_version  # known once replicas have told theirs
         if update.phase is Phase.OPEN or update.draft is None:
             await self._machine.abort("no tensors were sent")
             return self._parts.fleet.version

@@ -5,7 +5,7 @@ import dataclasses
 
 import pytest
 
-from engines.errors import EngineFailed
+from engines.errors import EngineFailed, EngineUnreachable
 from engines.types import Dialect
 from gateway.weights import catch_up
 from tests.rigs.rig import Json, Rig, StartRig
@@ -498,3 +498,41 @@ async def test_a_part_of_what_vllm_holds_together_is_no_update(start_rig: StartR
     await rig.open_group()
     assert (await send(attention[2]))[0] == 200
     assert (await send(*attention[:2]))[0] == 200
+
+
+async def test_a_death_while_a_group_forms_is_told_before_the_others_have_left_it(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    joined, dead = rig.fleet.replicas
+    left, trainer_is_told = asyncio.Event(), asyncio.Event()
+
+    async def die(*_: object) -> None:
+        raise EngineUnreachable("the server closed the connection", replica_id=dead.replica_id)
+
+    async def leave(*_: object) -> None:
+        await trainer_is_told.wait()
+        left.set()
+
+    monkeypatch.setattr(dead.engine, "open_weight_group", die)
+    monkeypatch.setattr(joined.engine, "close_weight_group", leave)
+    async with asyncio.timeout(20):
+        with pytest.raises(AssertionError, match="the server closed the connection"):
+            await rig.open_group()
+        trainer_is_told.set()
+        await left.wait()
+
+
+async def test_a_group_that_lacks_a_replica_is_opened_again_by_a_trainer_that_names_it(start_rig: StartRig) -> None:
+    rig = await start_rig(1, weights={"relay": "never"})
+    await rig.open_group()
+    await rig.update()
+    await rig.add_replica("engine-1")
+    await rig.until({"engine-0": "SERVING", "engine-1": "SYNCING"})
+    status, reply = await rig.post("/start_weight_update", {"group": "127.0.0.1:1"})
+    assert (status, "the group lacks replica engine-1" in reply["error"]["message"]) == (424, True)
+    await rig.update()  # as TRL, which cannot open another
+    reason = next(one["reason"] for one in (await rig.get("/status"))[1]["replicas"] if one["weight_version"] == 0)
+    assert "takes part once a new one is opened" in reason
+    await rig.open_group()
+    await rig.update()
+    assert await rig.states() == {"engine-0": "SERVING", "engine-1": "SERVING"}

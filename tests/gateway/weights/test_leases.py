@@ -157,13 +157,24 @@ async def test_a_second_trainer_opens_no_group_while_the_first_holds_its_update(
 async def test_a_trainer_whose_group_another_has_replaced_opens_no_update(rig: Rig) -> None:
     place = {"group": "127.0.0.1:1"}
     status, reply = await rig.post("/start_weight_update", place)
-    assert (status, "none is open" in reply["error"]["message"]) == (409, True)
+    assert (status, "is gone, as after a restart of the gateway" in reply["error"]["message"]) == (424, True)
     for info in (json.loads(INIT), json.loads(INIT) | {"master_port": 2}):
         assert (await rig.post("/init_weight_transfer_engine", {"init_info": info}))[0] == 200
     status, reply = await rig.post("/start_weight_update", place)
     assert (status, "another trainer has opened one, of 127.0.0.1:2" in reply["error"]["message"]) == (409, True)
     assert (await rig.get("/status"))[1]["weight_update"] is None
     assert (await rig.post("/start_weight_update", {"group": "127.0.0.1:2"}))[0] == 200
+
+
+async def test_a_trainer_without_a_lease_is_refused_at_once_in_the_group_of_one_with_a_lease(rig: Rig) -> None:
+    await rig.open_group()
+    async with rig.client.post(f"{rig.url}/v1/weight_lease", json={"lease": "a"}):
+        init = {"init_info": json.loads(INIT), "lease": "a"}
+        assert (await rig.post("/init_weight_transfer_engine", init))[0] == 200
+    status, reply = await rig.post("/start_weight_update", {})
+    assert (status, "another trainer has opened one, of 127.0.0.1:1" in reply["error"]["message"]) == (409, True)
+    await rig.open_group()
+    await rig.update()
 
 
 @pytest.mark.parametrize("group", ["", 7, "x" * 301])

@@ -31,8 +31,10 @@ from engines.transfer.relay import GlooReceiver, NoModel, RelayServer
 from engines.types import Dialect
 from gateway.weights import coordinator
 from gateway.weights import relay_process as relay
+from gateway.weights.updates.record import WeightUpdate
+from gateway.weights.updates.store_update import StoreUpdate
 from tests.rigs.forked_relay import ForkedRelay
-from tests.rigs.rig import Json, Rig, StartRig
+from tests.rigs.rig import Json, Rig, SimReplica, StartRig
 from trainer_client import BlockingRolloutClient, WeightSender
 from trainer_client.transports import tensors as sources
 
@@ -115,7 +117,7 @@ class NearRelay:
     exit_code: int | None = None
     _words = ""
 
-    def __init__(self, command: Command, log_path: Path, stop_timeout_s: float) -> None:
+    def __init__(self, command: Command, log_path: Path, pid: int = 0) -> None:
         self.log_path = log_path
         self._port = int(command.argv[command.argv.index("--port") + 1])
         model = NoModel()
@@ -155,7 +157,7 @@ def fork() -> None:
 @pytest.fixture(autouse=True)
 def stand_in(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if "process" not in request.fixturenames:
-        monkeypatch.setattr(relay, "EngineProcess", ForkedRelay if "fork" in request.fixturenames else NearRelay)
+        monkeypatch.setattr(relay, "LastingProcess", ForkedRelay if "fork" in request.fixturenames else NearRelay)
 
 
 @pytest.fixture
@@ -165,10 +167,16 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 async def start(start_rig: StartRig, folder: Path, tmp_path: Path) -> Callable[..., object]:
-    async def start(num_replicas: int = 2, tensors: Json = SHAPES, **weights: object) -> Rig:
+    async def start(
+        num_replicas: int = 2,
+        tensors: Json = SHAPES,
+        replicas: list[SimReplica] | None = None,
+        **weights: object,
+    ) -> Rig:
         engine = {"kind": "sim", "model": "sim", "num_replicas": num_replicas, "log_dir": str(tmp_path / "logs")}
         weights = {"store": str(folder), "relay": "always", **weights}
-        return await start_rig(num_replicas, sim={"tensors": tensors}, weights=weights, engine=engine)
+        sim = {"tensors": tensors}
+        return await start_rig(num_replicas, sim=sim, replicas=replicas, weights=weights, engine=engine)
 
     return start
 
@@ -203,12 +211,7 @@ def runs(pid: int) -> bool:
 
 
 async def relay_pid(rig: Rig) -> int:
-    """The process that the gateway started: the relay's guard, where it has a guard."""
     return int((await rig.get("/status"))[1]["weight_relay"]["pid"])
-
-
-def child(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/task/{pid}/children").read_text())
 
 
 @pytest.mark.usefixtures("process")
@@ -226,7 +229,7 @@ async def test_all_replicas_load_what_the_relay_received_and_it_ends_with_its_ga
     assert (record["transport"], record["end"], record["tensors"], record["bytes"]) == ("relay", "committed", 2, 80)
     assert list(record["seconds"]) == ["transfer", "store", "prepare", "load", "canary"]
     assert (await rig.get("/status"))[1]["weight_relay"]["in_group"]
-    pid = child(await relay_pid(rig))
+    pid = await relay_pid(rig)
     assert runs(pid)
     await rig.stop_gateway()
     assert not runs(pid)
@@ -427,6 +430,72 @@ async def test_a_relay_that_dies_is_named_and_the_next_group_has_another(trainer
     assert await served(rig) == {0}
     assert (await trainer.join())[0] == 200
     assert await trainer.update() == 1
+
+
+@pytest.mark.usefixtures("fork")
+@pytest.mark.parametrize("moment", ["between updates", "started", "received", "promoted", "committed"])
+async def test_a_trainer_goes_on_with_the_relay_of_a_gateway_that_was_killed(
+    trainer: Trainer, start: StartRig, monkeypatch: pytest.MonkeyPatch, folder: Path, moment: str
+) -> None:
+    assert await trainer.update() == 1
+    if moment != "between updates":
+        assert (await trainer.start())[0] == 200
+    if moment not in ("between updates", "started"):
+        assert (await trainer.send(tensors()))[0] == 200
+    if moment == "promoted":
+        monkeypatch.setattr(StoreUpdate, "take", promoted_alone)
+    if moment in ("promoted", "committed"):
+        assert (await trainer.finish())[0] == 200
+    await kill_gateway(trainer.rig, monkeypatch)
+    monkeypatch.undo()
+    monkeypatch.setattr(relay, "LastingProcess", ForkedRelay)
+    trainer.rig = await start(replicas=trainer.rig.replicas)
+    assert (await trainer.rig.get("/status"))[1]["weight_relay"]["in_group"]
+    if moment == "between updates":
+        assert await trainer.update() == 2
+    else:
+        if moment == "started":
+            assert (await trainer.send(tensors()))[0] == 200
+        status, reply = await trainer.finish()
+        assert (status, reply["weight_version"]) == (200, 2), reply
+    assert await served(trainer.rig) == {2}
+    assert await trainer.update() == 3
+
+
+@pytest.mark.parametrize("moment", ["between updates", "in an update"])
+async def test_a_flat_group_lives_through_a_gateway_that_is_killed_between_updates(
+    start: StartRig, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    rig = await start(relay="never")
+    await rig.open_group()
+    await rig.update()
+    if moment == "in an update":
+        assert (await rig.post("/start_weight_update", {}))[0] == 200
+        assert (await rig.post("/update_weights", {"update_info": rig.tensors}))[0] == 200
+    await kill_gateway(rig, monkeypatch)
+    rig = await start(replicas=rig.replicas, relay="never")
+    status, reply = await rig.post("/start_weight_update", {"group": "127.0.0.1:1"})
+    if moment == "between updates":
+        assert status == 200
+        assert (await rig.post("/update_weights", {"update_info": rig.tensors}))[0] == 200
+        assert (await rig.post("/finish_weight_update", {}))[1]["weight_version"] == 2
+    else:
+        assert (status, "as after a restart of the gateway" in reply["error"]["message"]) == (424, True)
+
+
+async def promoted_alone(update: StoreUpdate, record: WeightUpdate, members: object, snapshot: str) -> None:
+    """What a gateway has done that is killed before replicas load the version."""
+    await update._promote(record, members, snapshot)  # type: ignore[arg-type]
+
+
+async def kill_gateway(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """End a gateway that cleans nothing up: neither its relay nor its drafts."""
+
+    async def nothing(*_: object) -> None: ...
+
+    monkeypatch.setattr(relay.Relay, "close", nothing)
+    monkeypatch.setattr(WeightStore, "discard", lambda *_: None)
+    await rig.stop_gateway()
 
 
 async def test_a_relay_over_nccl_without_vllm_is_refused_with_the_remedy(

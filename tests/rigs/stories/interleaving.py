@@ -379,6 +379,12 @@ class PlayedRelay:
         self._wire, self._draft, self.is_open = self._world.wires[init_info["master_port"]], None, True
         self._closed = asyncio.Event()
 
+    async def find(self) -> Json:
+        return {}
+
+    async def note(self, note: Json) -> None:
+        await self._answer()
+
     async def begin(self, draft: Path, model: str) -> None:
         await self._answer()
         self._draft = Draft(draft, model)

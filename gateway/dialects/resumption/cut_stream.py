@@ -8,7 +8,7 @@ from engines.errors import EngineFailed
 from gateway.dialects.replies.carried import opened
 from gateway.dialects.resumption.features import MARK
 from gateway.dialects.resumption.tokens import cut_off_at, joined_spans, shifted, was_cut_off
-from gateway.dialects.spans import Contradiction, check_spans, name_adapter, stamp_choice
+from gateway.dialects.spans import name_adapter, spans_so_far, stamp_choice
 from gateway.fleet.adapters import Adapter
 from gateway.fleet.flight import Flight
 from gateway.fleet.replica import Replica
@@ -21,6 +21,8 @@ _OF_THE_END = ("index", "finish_reason", "stop_reason", "weight_version", "weigh
 @dataclass(slots=True)
 class _Sample:
     token_ids: list[int] = field(default_factory=list)
+    report: list[Json] = field(default_factory=list)
+    """The engine's last report of the spans."""
     spans: list[Json] = field(default_factory=list)
     kv_versions: list[int] = field(default_factory=list)
     num_characters: int = 0
@@ -62,20 +64,6 @@ class CutStream:
         """Note the prompt as the engine read it, if it reports that beside its choices."""
         self._prompt_token_ids = token_ids or self._prompt_token_ids
 
-    def check(self, chunk: Json, replica_id: str) -> None:
-        """Raise `Contradiction` if an engine's counts in a chunk contradict the tokens of its samples.
-
-        Tokens that were delivered cannot be taken back, so the stream ends with this error and does not continue.
-        """
-        if not self._has_ids:
-            return
-        for choice in chunk["choices"]:
-            made = len(self._samples[choice["index"]].token_ids) + len(choice.get("token_ids") or ())
-            check_spans(choice, made, replica_id)
-        counted, made = (chunk.get("usage") or {}).get("completion_tokens"), self.num_made
-        if not chunk["choices"] and counted is not None and made > counted:
-            raise Contradiction(f"its chunks have {made} tokens, and its usage {counted}", replica_id=replica_id)
-
     @property
     def is_whole(self) -> bool:
         """True if all samples have ended, uncut."""
@@ -100,9 +88,11 @@ class CutStream:
         choice["weight_version"] = replica.weight_version
         if choice.get("finish_reason") is not None:
             stamp_choice(choice, flight, len(sample.token_ids) if self._has_ids else None)
+        else:
+            sample.report = choice.pop("weight_versions", None) or sample.report
         name_adapter(choice, self._adapter)
         if self._keeps_record and choice.get("finish_reason") is None:
-            choice[SO_FAR] = self._spans_of(sample, flight)
+            choice[SO_FAR] = self._so_far(sample, flight)["weight_versions"]
         if not (self._may_resume and self._prompt_token_ids and was_cut_off({"choices": [choice]}, replica)):
             sample.has_ended = choice.get("finish_reason") is not None
             return False
@@ -126,7 +116,8 @@ class CutStream:
         if not (self._may_resume and self._prompt_token_ids and self.num_made):
             return False
         for sample in left:
-            sample.spans, sample.kv_versions = self._spans_of(sample, flight), flight.kv_versions({})
+            so_far = self._so_far(sample, flight)
+            sample.spans, sample.kv_versions = so_far["weight_versions"], so_far["kv_versions"]
         self.is_cut = True
         return True
 
@@ -165,8 +156,7 @@ class CutStream:
                 continue
             sample.has_ended = True
             if flight is not None and (sample.token_ids or not self._has_ids):
-                stamp_choice(choice, flight, len(sample.token_ids) if self._has_ids else None)
-                name_adapter(choice, self._adapter)
+                choice |= self._so_far(sample, flight)
                 choice |= {key: None for key in ("prompt_token_ids",) if key in choice}
             ends.append(choice)
         return bare | {"choices": ends, "usage": self.usage(bare["usage"], {"completion_tokens": 0})}
@@ -180,12 +170,14 @@ class CutStream:
             self.read_prompt(part["prompt_token_ids"])
         self.is_cut = True
 
-    def _spans_of(self, sample: _Sample, flight: Flight) -> list[Json]:
+    def _so_far(self, sample: _Sample, flight: Flight) -> Json:
+        """The stamps of a sample that ends here, or continues elsewhere."""
         end: Json = {}
-        stamp_choice(end, flight, len(sample.token_ids))
+        if self._has_ids:
+            end["weight_versions"] = spans_so_far(sample.report, len(sample.token_ids))
+        stamp_choice(end, flight, len(sample.token_ids) if self._has_ids else None)
         name_adapter(end, self._adapter)
-        spans: list[Json] = end["weight_versions"]
-        return spans
+        return end
 
     def cut_off(self) -> dict[int, Json]:
         """The samples that an update cut off, by index, each with its prompt's and its own token ids.

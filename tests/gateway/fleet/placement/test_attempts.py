@@ -107,7 +107,6 @@ async def test_a_request_that_every_engine_fails_on_is_answered_after_three_atte
         {"status": 404},
         {"status": 503},
         {"garbage": True},
-        {"no_choices": True},
     ],
 )
 async def test_a_replica_that_refuses_everything_costs_no_completion(rig: Rig, faults: Json) -> None:
@@ -240,36 +239,6 @@ async def test_a_replica_that_was_dead_before_it_got_a_prompt_is_no_second_death
     await rig.add_replica("engine-2")
     async with asyncio.timeout(20):
         assert len((await asked)["choices"]) == 1
-
-
-async def test_spans_that_contradict_the_tokens_are_not_delivered(rig: Rig) -> None:
-    rig.replicas[0].inject(contradicting_spans=True)
-    for sampling in ({}, {"n": 2, "temperature": 1.0}, {"max_tokens": 80}):
-        for _ in range(4):
-            reply = await rig.complete([[5, 6]], ignore_eos=True, **sampling)
-            for choice in reply["choices"]:
-                assert choice["weight_versions"][-1]["end"] == len(choice["token_ids"])
-
-
-@pytest.mark.parametrize("faults", [{"doubled_chunks": True}, {"contradicting_spans": True}])
-async def test_a_stream_whose_tokens_contradict_their_counts_ends_with_an_error(
-    start_rig: StartRig, faults: Json
-) -> None:
-    rig = await start_rig(1)
-    rig.replicas[0].inject(**faults)
-    asked = ASKED | {"max_tokens": 24, "ignore_eos": True, "stream": True}
-    async with rig.client.post(f"{rig.url}/v1/completions", json=asked) as response:
-        text = await response.text()
-    assert '"error"' in text
-    assert "and its" in text
-
-
-async def test_many_chunks_doubled_by_an_engine_are_not_delivered(rig: Rig) -> None:
-    rig.replicas[0].inject(doubled_chunks=True)
-    asked = ASKED | {"n": 4, "temperature": 1.0, "return_token_ids": True, "ignore_eos": True}
-    for _ in range(6):
-        _, reply = await rig.post("/v1/completions", asked)
-        assert [len(choice["token_ids"]) for choice in reply["choices"]] == [4] * 4
 
 
 async def test_events_of_an_engine_behind_a_proxy_that_ends_lines_with_crlf_are_read(rig: Rig) -> None:

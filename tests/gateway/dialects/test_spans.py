@@ -170,3 +170,26 @@ async def test_a_late_rollout_cut_off_by_a_trainers_own_pause_may_be_of_either_v
     await rig.update()
     late.tell.set()
     assert await running == may_be_of(0, 1)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+async def test_an_update_and_then_a_death_leave_each_token_in_a_span_with_limits(
+    start_rig: StartRig, stream: bool
+) -> None:
+    rig = await start_rig(2, sim={"decode_step_s": 0.02}, weights={"in_flight": "keep"})
+    await rig.open_group()
+    longer: dict[str, Json] = {
+        "/v1/completions": {"max_tokens": 100},
+        "/inference/v1/generate": {"sampling_params": {"max_tokens": 100, "ignore_eos": True}},
+        "/generate": {"sampling_params": {"max_new_tokens": 100, "ignore_eos": True}},
+    }
+    running = [asyncio.create_task(asked(rig, path, stream=stream, **fields)) for path, fields in longer.items()]
+    await rig.begun(samples=3, tokens=20)
+    await rig.update()
+    rig.go_on()
+    await rig.begun(samples=3, tokens=42)
+    busy = max(rig.fleet.replicas, key=lambda replica: replica.load_samples)
+    await next(one for one in rig.replicas if one.info.replica_id == busy.replica_id).kill()
+    rig.hurry()
+    for found in await asyncio.gather(*running):
+        assert [(int(span["version"]), span["start"], span["end"]) for span in found] == [(0, 0, 20), (1, 20, 100)]

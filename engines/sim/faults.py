@@ -23,6 +23,8 @@ class Faults(BaseModel):
 
     status: int | None = None
     """HTTP status of the answer, such as 429, 401 or 500."""
+    status_for: str | None = None
+    """Text of the requests that get `status`; unset for all."""
     retry_after_s: int | None = None
     """Retry-After header beside `status`."""
     garbage: bool = False
@@ -68,7 +70,7 @@ class FaultInjector:
         faults = self.faults
         if faults.deadly_prompt is not None and faults.deadly_prompt.encode() in await request.read():
             await self.die()
-        if faults.status is not None:
+        if faults.status is not None and (faults.status_for or "").encode() in await request.read():
             headers = {} if faults.retry_after_s is None else {"Retry-After": str(faults.retry_after_s)}
             error = {"message": f"injected fault {faults.status}", "type": "Injected", "param": None}
             body = orjson.dumps({"error": error | {"code": faults.status}})

@@ -4,13 +4,14 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
+
 from engines.engine import Json
 from engines.errors import EngineError, EngineFailed, EngineRefused, Withdrawn
 from gateway.dialects.replies.assembly import Assembly
 from gateway.dialects.replies.carried import num_tokens, opened
 from gateway.dialects.resumption.cut_stream import CutStream
 from gateway.dialects.resumption.tokens import CUT_OFF, mark_cut_off, places_cut_off, retried_if_empty, was_cut_off
-from gateway.dialects.spans import name_adapter, stamp_versions
+from gateway.dialects.spans import mark_unscored, name_adapter, stamp_versions
 from gateway.dialects.tally import TALLY
 from gateway.dialects.usage import usage_of_joined
 from gateway.fleet.flight import Flight
@@ -164,18 +165,23 @@ class Runner:
             while True:
                 answer, made = made or await self._first_part(exchange), None
                 if not (cut := places_cut_off(answer)):
-                    self._delivered(exchange.rollout, answer.get("usage"), answer["choices"])
-                    return answer
+                    return self._whole(exchange.rollout, answer)
                 kept = [num_tokens(answer["choices"][place].get("token_ids")) for place in cut]
                 if (whole := await exchange.continued(opened(answer), cut)) is not None:
                     self.count_kept(kept)
-                    self._delivered(exchange.rollout, whole.get("usage"), whole["choices"])
-                    return whole
+                    return self._whole(exchange.rollout, whole)
                 exchange.rollout.attempts.lost_tokens()
 
     def expected(self, model: str, key: int) -> float | None:
         """The tokens that a sample of a prompt will have, by its last samples; None where there were none."""
         return self._scheduler.lengths.of(model, key)
+
+    def _whole(self, rollout: Rollout, reply: Json) -> Json:
+        unscored = sum(map(mark_unscored, reply["choices"]))
+        if not rollout.goes_on:
+            self._metrics.missing_logprobs.inc(unscored)
+        self._delivered(rollout, reply.get("usage"), reply["choices"])
+        return reply
 
     def _delivered(self, rollout: Rollout, usage: Json | None, choices: Iterable[Json]) -> None:
         """Let the scheduler learn from a whole rollout. The rest of a sample says nothing of its length."""
@@ -257,6 +263,7 @@ class Runner:
         except Withdrawn:
             is_withdrawn = True
         finally:
+            self._metrics.missing_logprobs.inc(cut.num_unscored)
             if cut.is_whole:  # its reader may leave before the usage comes
                 self._delivered(exchange.rollout, {"completion_tokens": cut.num_made} | usage, ())
         if is_withdrawn or cut.lacks_aborted:

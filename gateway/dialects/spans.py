@@ -3,9 +3,12 @@
 from engines.clients.vllm_engine import version_number
 from engines.engine import Json
 from engines.errors import EngineFailed
-from gateway.dialects.replies.carried import num_tokens
+from gateway.dialects.replies.carried import num_tokens, num_unscored
 from gateway.fleet.adapters import Adapter
 from gateway.fleet.flight import Flight
+
+UNSCORED = "missing_logprobs"
+"""The field of a choice with the number of its tokens for which the engine gave no finite log-prob; absent if none."""
 
 
 class Contradiction(EngineFailed):
@@ -43,6 +46,13 @@ def stamp_choice(choice: Json, flight: Flight, num_tokens: int | None) -> None:
     else:
         choice["weight_versions"] = [{"version": version, "start": None, "end": None} for version in flight.versions]
     choice["kv_versions"] = flight.kv_versions(choice)
+
+
+def mark_unscored(choice: Json) -> int:
+    """Mark a whole choice with the number of its tokens that lack log-probs, and return it."""
+    if unscored := num_unscored(choice):
+        choice[UNSCORED] = unscored
+    return unscored
 
 
 def _token_count(answer: Json, choice: Json) -> int | None:

@@ -5,17 +5,17 @@ from dataclasses import dataclass, field
 
 from engines.engine import Json
 from engines.errors import EngineFailed
-from gateway.dialects.replies.carried import opened
+from gateway.dialects.replies.carried import num_unscored, opened
 from gateway.dialects.resumption.features import MARK
 from gateway.dialects.resumption.tokens import cut_off_at, joined_spans, shifted, was_cut_off
-from gateway.dialects.spans import name_adapter, spans_so_far, stamp_choice
+from gateway.dialects.spans import UNSCORED, name_adapter, spans_so_far, stamp_choice
 from gateway.fleet.adapters import Adapter
 from gateway.fleet.flight import Flight
 from gateway.fleet.replica import Replica
 
 SO_FAR = "weight_versions_so_far"
 """The spans of a sample in a choice before its last, for records; no client sees it."""
-_OF_THE_END = ("index", "finish_reason", "stop_reason", "weight_version", "weight_versions", "kv_versions")
+_OF_THE_END = ("index", "finish_reason", "stop_reason", "weight_version", "weight_versions", "kv_versions", UNSCORED)
 
 
 @dataclass(slots=True)
@@ -26,6 +26,7 @@ class _Sample:
     spans: list[Json] = field(default_factory=list)
     kv_versions: list[int] = field(default_factory=list)
     num_characters: int = 0
+    num_unscored: int = 0
     shows_prompt: bool = False
     has_ended: bool = False
     end: Json | None = None
@@ -74,6 +75,11 @@ class CutStream:
         """Tokens of all samples."""
         return sum(len(sample.token_ids) for sample in self._samples.values())
 
+    @property
+    def num_unscored(self) -> int:
+        """Tokens of all samples without a log-prob, where log-probs are asked for."""
+        return sum(sample.num_unscored for sample in self._samples.values())
+
     def see(self, choice: Json, replica: Replica, flight: Flight) -> bool:
         """Record a choice. True if an update ends its sample and the sample continues for the client.
 
@@ -86,8 +92,10 @@ class CutStream:
         sample.shows_prompt |= bool(choice.get("prompt_token_ids") or token_ids)
         self._prompt_token_ids = choice.get("prompt_token_ids") or self._prompt_token_ids
         choice["weight_version"] = replica.weight_version
+        sample.num_unscored += num_unscored(choice)
         if choice.get("finish_reason") is not None:
             stamp_choice(choice, flight, len(sample.token_ids) if self._has_ids else None)
+            choice |= {UNSCORED: sample.num_unscored} if sample.num_unscored else {}
         else:
             sample.report = choice.pop("weight_versions", None) or sample.report
         name_adapter(choice, self._adapter)
@@ -100,6 +108,7 @@ class CutStream:
         self.is_cut, sample.spans = True, choice.pop("weight_versions")
         if self._keeps_record:
             choice[SO_FAR] = sample.spans
+        choice.pop(UNSCORED, None)
         choice |= {"finish_reason": None, "stop_reason": None}
         sample.kv_versions = choice.pop("kv_versions", [])
         return True
@@ -217,7 +226,10 @@ class CutStream:
             choice["logprobs"] = shifted(logprobs, sample.num_characters)
         if SO_FAR in choice:
             choice[SO_FAR] = joined_spans(sample.spans, choice[SO_FAR], len(sample.token_ids))
+            choice |= self._marks
         if choice.get("finish_reason") is not None:
+            if unscored := sample.num_unscored + choice.get(UNSCORED, 0):
+                choice[UNSCORED] = unscored
             rest = choice["weight_versions"]
             choice["weight_versions"] = joined_spans(sample.spans, rest, len(sample.token_ids))
             if sample.kv_versions:  # a rest without tokens has none of its own

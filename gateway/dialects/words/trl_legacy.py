@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from engines.engine import Json
-from engines.errors import InvalidRequest
+from engines.errors import InvalidRequest, shown
 from gateway.dialects.words.tokens import token_id_of
 
 _SAMPLING: Json = {
@@ -50,7 +50,8 @@ def chat_bodies(asked: Json) -> list[Json]:
     """Return a body of /chat/ as a body of /v1/chat/completions for each conversation."""
     conversations = asked.get("messages")
     if not isinstance(conversations, list) or not all(
-        isinstance(messages, list) and messages for messages in conversations
+        isinstance(messages, list) and messages and all(isinstance(message, dict) for message in messages)
+        for messages in conversations
     ):
         raise InvalidRequest("messages must be a list of conversations, each a list of messages", param="messages")
     sampling = _sampling(asked)
@@ -93,11 +94,11 @@ def scoring_bodies(asked: Json) -> list[Json]:
     for index, (sequence, length) in enumerate(zip(sequences, lengths, strict=True)):
         if not isinstance(sequence, list) or type(length) is not int or not 0 <= length <= len(sequence):
             raise InvalidRequest(
-                f"prompt_lengths[{index}] = {length!r} is not between 0 and the length of its sequence",
+                f"prompt_lengths[{index}] = {shown(length)} is not between 0 and the length of its sequence",
                 param="prompt_lengths",
             )
     if type(top) is not int or top < 1:
-        raise InvalidRequest(f"top_logprobs = {top!r} must be a whole number of at least 1", param="top_logprobs")
+        raise InvalidRequest(f"top_logprobs = {shown(top)} must be a whole number of at least 1", param="top_logprobs")
     if asked.get("response_format", "json") not in ("json", "binary"):
         raise InvalidRequest("response_format is json or binary", param="response_format")
     temperature = asked.get("temperature", 1.0)

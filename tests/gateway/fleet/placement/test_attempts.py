@@ -16,7 +16,6 @@ from engines.errors import (
     EngineOverwritten,
     EngineRefused,
     EngineUnreachable,
-    NoDescriptors,
 )
 from engines.types import ReplicaState
 from gateway.fleet.placement.attempts import Attempts, End, end_of
@@ -42,7 +41,6 @@ def refused(status: int) -> EngineRefused:
         (refused(429), End.BUSY),
         (EngineFailed("500"), End.FAILED),
         (EngineGone("refused"), End.FAILED),
-        (NoDescriptors("none left"), End.STARVED),
         (EngineOverwritten("a refused update"), End.CUT_OFF),
     ],
 )
@@ -247,16 +245,33 @@ async def test_events_of_an_engine_behind_a_proxy_that_ends_lines_with_crlf_are_
     assert len((await rig.complete([[5, 6]], n=4, temperature=1.0))["choices"]) == 4
 
 
-async def test_a_lack_of_our_own_descriptors_is_not_blamed_on_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_lack_of_our_own_descriptors_is_no_failure_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = VllmEngine("a", "http://127.0.0.1:9")
 
     def request(*_: Any, **__: Any) -> Any:
         raise CannotConnect("127.0.0.1:9", OSError(errno.EMFILE, "Too many open files"))
 
     monkeypatch.setattr(engine._connections, "request", request)
-    with pytest.raises(NoDescriptors, match="ulimit -n"):
+    with pytest.raises(EngineUnreachable, match="Too many open files") as raised:
         await engine.health(1)
+    assert end_of(raised.value, cuts_off=False) is End.BUSY
     await engine.close()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("num_replicas", [1, 3])
+async def test_a_request_that_engines_answer_with_500_while_they_serve_others_is_at_fault_itself(
+    start_rig: StartRig, num_replicas: int, stream: bool
+) -> None:
+    rig = await start_rig(num_replicas)
+    for replica in rig.replicas:
+        replica.inject(status=500, status_for="no grammar")
+    schema = {"response_format": {"type": "json_schema", "json_schema": {"schema": {"no grammar": 1}}}}
+    async with asyncio.timeout(20):
+        status, reply = await rig.post("/v1/completions", ASKED | schema | {"stream": stream})
+    assert (status, reply["error"]["code"]) == (400, 400)
+    assert "injected fault 500" in reply["error"]["message"]
+    assert len((await rig.complete([[5, 6]]))["choices"]) == 1
 
 
 async def test_a_connection_that_broke_suspects_nobody_while_health_is_good(rig: Rig) -> None:

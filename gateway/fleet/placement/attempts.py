@@ -4,7 +4,7 @@ import time
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from engines.errors import DeadlyPrompt, EngineError, EngineFailed, EngineOverwritten, EngineRefused
+from engines.errors import DeadlyPrompt, EngineError, EngineFailed, EngineOverwritten, EngineRefused, InvalidRequest
 
 # Statuses below 500 that say nothing about the prompt: a wrong key, a missing model or route, a slow read.
 _REPLICAS_FAULT = (401, 403, 404, 408)

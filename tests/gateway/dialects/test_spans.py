@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 from collections.abc import AsyncGenerator
 from functools import partial
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from engines.engine import Engine
+from engines.sim.model import SimModel
 from gateway.dialects.spans import stamp_versions
 from gateway.fleet.flight import Flight
 from gateway.fleet.replica import Replica
@@ -115,7 +117,8 @@ async def asked(rig: Rig, path: str, *, stream: bool, **fields: Any) -> list[Jso
 
 def spans(told: Json) -> list[Json]:
     choice = told["choices"][0] if "choices" in told else told
-    return list(choice.get("meta_info", choice)["weight_versions"])
+    found = choice.get("meta_info", choice)["weight_versions"]
+    return [{**span, "version": int(span["version"])} for span in found]
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
@@ -192,4 +195,22 @@ async def test_an_update_and_then_a_death_leave_each_token_in_a_span_with_limits
     await next(one for one in rig.replicas if one.info.replica_id == busy.replica_id).kill()
     rig.hurry()
     for found in await asyncio.gather(*running):
-        assert [(int(span["version"]), span["start"], span["end"]) for span in found] == [(0, 0, 20), (1, 20, 100)]
+        assert [(span["version"], span["start"], span["end"]) for span in found] == [(0, 0, 20), (1, 20, 100)]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("n", [1, 2])
+async def test_tokens_without_a_log_prob_are_null_marked_and_counted(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, n: int, stream: bool
+) -> None:
+    monkeypatch.setattr(SimModel, "logprob", lambda *_: math.nan)
+    body = BODIES["/v1/completions"] | {"n": n, "temperature": 1.0, "logprobs": 0, "stream": stream}
+    async with rig.client.post(rig.url + "/v1/completions", json=body) as response:
+        text = await response.text()
+    events = [event.removeprefix("data: ") for event in text.split("\n\n")]
+    choices = [choice for event in events if event.startswith("{") for choice in json.loads(event)["choices"]]
+    ended = [choice for choice in choices if choice["finish_reason"]]
+    assert [choice["missing_logprobs"] for choice in ended] == [12] * n
+    assert {score for choice in choices for score in choice["logprobs"]["token_logprobs"]} == {None}
+    metrics = await (await rig.client.get(f"{rig.url}/metrics")).text()
+    assert f"rollout_gateway_missing_logprobs_total {12 * n}.0" in metrics

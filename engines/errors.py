@@ -21,7 +21,6 @@ RolloutGatewayError
 │   ├── EngineUnreachable     the connection failed or broke: retry on another replica
 │   │   └── EngineGone        nothing listens on the port any more
 │   ├── EngineOverwritten     a failed update has overwritten its weights: generate the rollout again
-│   ├── NoDescriptors         this process has no file descriptor left for a connection to it
 │   ├── EngineRefused         it answered 4xx; `status` says whose fault that is
 │   └── EngineFailed          the engine answered 5xx, or broke its protocol
 └── WeightUpdateError         a weight call failed
@@ -29,7 +28,13 @@ RolloutGatewayError
     └── WeightUpdateFailed    a replica did not take the update
 """
 
+import reprlib
 from typing import Any
+
+_values = reprlib.Repr()
+_values.maxstring = _values.maxother = 120
+shown = _values.repr
+"""A value of any size and depth for a message; Python's own `repr` recurses."""
 
 
 class RolloutGatewayError(Exception):
@@ -148,10 +153,6 @@ class EngineOverwritten(EngineError):
     """A weight update that failed has overwritten the engine's weights: the rollout is generated again."""
 
 
-class NoDescriptors(EngineError):
-    """This process has no file descriptor left; the engine is not at fault."""
-
-
 class EngineRefused(EngineError):
     """The engine answered 4xx, with `status` and `body`."""
 
@@ -162,7 +163,9 @@ class EngineRefused(EngineError):
 
 
 class EngineFailed(EngineError):
-    """The engine answered 5xx, or broke its protocol."""
+    """The engine answered 5xx (`status`), or broke its protocol."""
+
+    status: int | None = None
 
 
 class WeightUpdateError(RolloutGatewayError):

@@ -420,10 +420,11 @@ class Answer(ABC):
         cut_off = isinstance(sample.stop_reason, str) and not self.body.include_stop_str_in_output
         return (text.removesuffix(cast(str, sample.stop_reason)) if cut_off else text)[sent:]
 
-    def _end(self, sample: Sample) -> Json:
-        """Return finish reason and weight versions of a sample; vLLM has versions only on /inference/v1/generate."""
+    def _end(self, sample: Sample, start: int) -> Json:
+        """Return finish reason and weight versions of a sample: as with our plugin in vLLM, a chunk of tokens from
+        `start` on has them at the end and with a version's first token."""
         end: Json = {"finish_reason": sample.finish_reason, "stop_reason": sample.stop_reason}
-        if sample.finish_reason:
+        if sample.finish_reason or any(first >= start for _, first, _ in sample.spans):
             spans = [{"version": version, "start": start, "end": end} for version, start, end in sample.spans]
             end["weight_versions"] = spans
         return end
@@ -477,7 +478,7 @@ class CompletionAnswer(Answer):
         if self.body.logprobs is not None:
             scores = self._scores(sample, start, context, self.body.logprobs)
             choice["logprobs"] = self._logprobs(sample, start, tokens, scores)
-        return choice | self._end(sample)
+        return choice | self._end(sample, start)
 
     def _logprobs(self, sample: Sample, start: int, tokens: list[int], scores: list[dict[int, float]]) -> Json:
         names = [self._name(token_id) for token_id in tokens]
@@ -537,7 +538,7 @@ class ChatAnswer(Answer):
         if self.body.logprobs:
             scores = self._scores(sample, start, context, self.body.top_logprobs or 0)
             choice["logprobs"] = {"content": [self._entry(*pair) for pair in zip(tokens, scores, strict=True)]}
-        return choice | self._end(sample)
+        return choice | self._end(sample, start)
 
     def _entry(self, token_id: int, scored: dict[int, float]) -> Json:
         likely = [self._named(i, logprob) for i, logprob in scored.items()]

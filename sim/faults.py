@@ -23,18 +23,14 @@ class Faults(BaseModel):
 
     status: int | None = None
     """HTTP status of the answer, such as 429, 401 or 500."""
+    status_for: str | None = None
+    """Text of the requests that get `status`; unset for all."""
     retry_after_s: int | None = None
     """Retry-After header beside `status`."""
     garbage: bool = False
     """True to answer 200 with text that is no JSON."""
-    no_choices: bool = False
-    """True to answer 200 with `choices: []`."""
-    doubled_chunks: bool = False
-    """True to send every chunk of a stream twice."""
     crlf: bool = False
     """True to end the lines of event streams with CRLF, as some proxies do."""
-    contradicting_spans: bool = False
-    """True to end the weight versions of each sample one token late, so that they contradict its tokens."""
     wedged: bool = False
     """True to make no token, while /health and /metrics answer."""
     black_hole: bool = False
@@ -74,19 +70,14 @@ class FaultInjector:
         faults = self.faults
         if faults.deadly_prompt is not None and faults.deadly_prompt.encode() in await request.read():
             await self.die()
-        if faults.status is not None:
+        if faults.status is not None and (faults.status_for or "").encode() in await request.read():
             headers = {} if faults.retry_after_s is None else {"Retry-After": str(faults.retry_after_s)}
             error = {"message": f"injected fault {faults.status}", "type": "Injected", "param": None}
             body = orjson.dumps({"error": error | {"code": faults.status}})
             return web.Response(body=body, status=faults.status, headers=headers, content_type="application/json")
         if faults.garbage:
             return web.Response(text="<html>a proxy's page</html>", content_type="text/html")
-        if faults.no_choices:
-            return web.Response(body=orjson.dumps({"choices": [], "usage": None}), content_type="application/json")
-        reply = await handler(request)
-        if faults.contradicting_spans and isinstance(reply, web.Response) and reply.status == 200:
-            reply.body = orjson.dumps(_contradicting(orjson.loads(_content(reply))))
-        return reply
+        return await handler(request)
 
     async def _hold(self, content: bytes) -> None:
         """Wait while a fault holds requests of this content."""
@@ -99,24 +90,8 @@ class FaultInjector:
 
     def events(self, chunk: Json) -> bytes:
         """Return a chunk with the faults of streams."""
-        if self.faults.contradicting_spans:
-            chunk = _contradicting(chunk)
         line_end = b"\r\n" if self.faults.crlf else b"\n"
-        event = b"data: " + orjson.dumps(chunk) + line_end + line_end
-        return event * 2 if self.faults.doubled_chunks else event
-
-
-def _contradicting(reply: Json) -> Json:
-    """Return a reply or chunk whose samples end their weight versions one token late."""
-    for choice in reply["choices"]:
-        for span in (choice.get("weight_versions") or [])[-1:]:
-            span["end"] += 1
-    return reply
-
-
-def _content(reply: web.Response) -> bytes:
-    assert isinstance(reply.body, bytes)
-    return reply.body
+        return b"data: " + orjson.dumps(chunk) + line_end + line_end
 
 
 async def _exit() -> None:

@@ -38,7 +38,8 @@ class Completion:
     """One sample of one prompt.
 
     token_ids: int32.
-    logprobs: float32 of the same length, at the requested temperature, as sampled; None unless requested.
+    logprobs: float32 of the same length, at the requested temperature, as sampled; None unless requested. NaN for a
+        token for which the engine gave none; `missing_logprobs` counts these.
     finish_reason: "stop", "length" or "abort".
     spans: empty if the server reports no weight versions, as a plain vLLM.
     kv_versions: versions that wrote the KV of its last token, oldest first; several if updates kept older KV.
@@ -52,6 +53,11 @@ class Completion:
     finish_reason: str
     spans: tuple[WeightSpan, ...]
     kv_versions: tuple[int, ...] = ()
+
+    @property
+    def missing_logprobs(self) -> int:
+        """Tokens whose log-prob is NaN: leave them, or the completion, out of the loss."""
+        return 0 if self.logprobs is None else int(np.isnan(self.logprobs).sum())
 
     @property
     def oldest_version(self) -> int | None:
@@ -121,7 +127,7 @@ def completion_of(
         text=given.get("text") or "",
         finish_reason=given.get("finish_reason") or "abort",
         spans=tuple(
-            WeightSpan(span["version"], span["start"], span["end"]) for span in given.get("weight_versions") or ()
+            WeightSpan(int(span["version"]), span["start"], span["end"]) for span in given.get("weight_versions") or ()
         ),
         kv_versions=tuple(given.get("kv_versions") or ()),
     )

@@ -21,7 +21,6 @@ from engines.errors import (
     EngineRefused,
     EngineUnreachable,
     InvalidRequest,
-    NoDescriptors,
 )
 from engines.trace_context import TRACE_CONTEXT
 
@@ -150,17 +149,12 @@ class HttpEngine(Engine, ABC):
         except TimeoutError as error:
             raise DeadlineExceeded(f"replica {self.replica_id}: no answer to {path} within {timeout_s:g} s") from error
 
-    def _unreachable(self, path: str, error: ConnectionError) -> EngineUnreachable | NoDescriptors:
+    def _unreachable(self, path: str, error: ConnectionError) -> EngineUnreachable:
         reason = error.reason if isinstance(error, CannotConnect) else None
-        if isinstance(reason, OSError) and reason.errno in _NO_DESCRIPTORS:
-            return NoDescriptors(
-                f"{path}: this process has no file descriptor left: raise its limit (ulimit -n)",
-                replica_id=self.replica_id,
-            )
         # A refused connection: nothing listens. A busy server lets connections wait.
         kind = EngineGone if isinstance(reason, ConnectionRefusedError) else EngineUnreachable
         unreachable = kind(f"{path}: {error or type(error).__name__}", replica_id=self.replica_id)
-        if isinstance(reason, TimeoutError):
+        if isinstance(reason, TimeoutError) or getattr(reason, "errno", None) in _NO_DESCRIPTORS:
             unreachable.retry_after_s = 0.0  # it has accepted nothing, so nothing has failed there
         return unreachable
 
@@ -204,7 +198,9 @@ def error_of(status: Any, message: str, body: Any, replica_id: str) -> EngineRef
     """Return the error of an answer by its status: of an HTTP reply, or of an error within a stream."""
     if isinstance(status, int) and 400 <= status < 500 and isinstance(body, dict):
         return EngineRefused(message, status=status, body=body, replica_id=replica_id)
-    return EngineFailed(message, replica_id=replica_id)
+    failed = EngineFailed(message, replica_id=replica_id)
+    failed.status = status if isinstance(status, int) else None
+    return failed
 
 
 def message_of(body: Any) -> str:

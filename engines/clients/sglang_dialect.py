@@ -25,7 +25,7 @@ from typing import Any
 
 from engines.clients.http import error_of
 from engines.engine import Json
-from engines.errors import InvalidRequest
+from engines.errors import InvalidRequest, shown
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -315,7 +315,9 @@ def _sampling(body: Json) -> Json:
         if key in _SAME_NAME or key in _RENAMED:
             sampling[_RENAMED.get(key, key)] = value
         elif key not in _NEUTRAL or value != _NEUTRAL[key]:
-            raise InvalidRequest(f"SGLang does not support {key} = {value!r}: leave it out, or use vLLM", param=key)
+            raise InvalidRequest(
+                f"SGLang does not support {key} = {shown(value)}: leave it out, or use vLLM", param=key
+            )
     _check(sampling)
     if sampling.get("top_k") in (0, -1):
         del sampling["top_k"]  # vLLM's two values for no limit; SGLang refuses 0
@@ -327,7 +329,7 @@ def _check(sampling: Json) -> None:
     for key in _NUMBERS:  # SGLang 0.5.17 answers 500 to another type
         if type(sampling.get(key, 0)) not in (int, float):
             asked = next((ours for ours, theirs in _RENAMED.items() if theirs == key), key)
-            raise InvalidRequest(f"{asked} must be a number, got {sampling[key]!r}", param=asked)
+            raise InvalidRequest(f"{asked} must be a number, got {shown(sampling[key])}", param=asked)
     for key in ("n", "max_new_tokens"):  # SGLang answers 0 with nothing
         if type(sampling.get(key, 1)) is not int or sampling.get(key, 1) < 1:
             asked = key.replace("_new_", "_")
@@ -352,7 +354,9 @@ def _grammar(wanted: Json | None) -> Json:
 def _top_count(counts: Iterable[Any]) -> int:
     for count in (counts := list(counts)):
         if type(count) is not int or count < 0:
-            raise InvalidRequest(f"logprobs = {count!r}: SGLang needs a whole number of at least 0", param="logprobs")
+            raise InvalidRequest(
+                f"logprobs = {shown(count)}: SGLang needs a whole number of at least 0", param="logprobs"
+            )
     return int(max(counts))
 
 

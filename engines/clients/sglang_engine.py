@@ -65,7 +65,6 @@ from engines.errors import (
     EngineRefused,
     EngineUnreachable,
     InvalidRequest,
-    NoDescriptors,
 )
 from engines.transfer.worker_calls import call_text
 from engines.types import PauseMode, TensorMeta
@@ -355,7 +354,7 @@ class SglangEngine(EngineWithWorkers):
         """Look again before the next stream: the server may have been started again, with other options."""
         self._repeats, self.passes_every_chunk = None, False
 
-    def _unreachable(self, path: str, error: ConnectionError) -> EngineUnreachable | NoDescriptors:
+    def _unreachable(self, path: str, error: ConnectionError) -> EngineUnreachable:
         self._forget_repeats()
         return super()._unreachable(path, error)
 

@@ -1,8 +1,10 @@
 """Adds weight versions to completions of vLLM's API server: the version of each token (vLLM 0.32 and later).
 
-vLLM counts them itself, exactly, but reports them only on /inference/v1/generate. Here each choice of /v1/completions
-and /v1/chat/completions gets `weight_versions`, a list of {version, start, end}, in its last chunk. A choice of a
-single version gets it too: the client cannot know on which side of an update during the request a sample was made.
+vLLM counts them itself, exactly, but reports them only with the last tokens of a request, and only on
+/inference/v1/generate. Here each choice of /v1/completions and /v1/chat/completions gets `weight_versions`, a list of
+{version, start, end}, also where it has a single version: the client cannot know on which side of an update a sample
+was made. A stream has them with the first token of each version as well, on all three routes, so that a client whose
+server dies knows the version of each token that it has.
 """
 
 import functools
@@ -12,8 +14,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mutabl
 from typing import Any
 
 Json = dict[str, Any]
-Spans = dict[int, list[Json]]
-"""Version spans by the index of a choice."""
 
 _MARK = "_reports_version_spans"
 
@@ -36,10 +36,25 @@ class VersionSpans:
 def _install() -> None:
     from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
     from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+    from vllm.v1.engine.output_processor import RequestState
 
     if not hasattr(OpenAIServingCompletion, _MARK):
+        count_so_far(RequestState)
         report_spans(OpenAIServingCompletion, OpenAIServingChat)
         setattr(OpenAIServingCompletion, _MARK, True)
+
+
+def count_so_far(requests: Any) -> None:
+    """Wrap the method of vLLM's `RequestState` that makes outputs, so that each has the spans of all tokens so far."""
+    new_output, spans_of = requests._new_completion_output, requests._weight_version_spans
+
+    @functools.wraps(new_output)
+    def output(self: Any, *args: Any, **kwargs: Any) -> Any:
+        made = new_output(self, *args, **kwargs)
+        made.weight_versions = spans_of(self)
+        return made
+
+    requests._new_completion_output = output
 
 
 def report_spans(completions: Any, chats: Any) -> None:
@@ -54,38 +69,49 @@ def report_spans(completions: Any, chats: Any) -> None:
     @functools.wraps(whole)
     def completion(self: Any, final_res_batch: list[Any], *args: Any, **kwargs: Any) -> Any:
         response = whole(self, final_res_batch, *args, **kwargs)
-        _add(response.choices, counted(output for result in final_res_batch for output in result.outputs))
+        _add(response.choices, enumerate(output for result in final_res_batch for output in result.outputs))
         return response
 
     @functools.wraps(stream)
     async def completion_chunks(
         self: Any, request: Any, engine_inputs: Any, result_generator: Any, *args: Any, **kwargs: Any
     ) -> AsyncIterator[str]:
-        spans: Spans = {}
+        spans = StreamSpans()
 
         async def noted() -> AsyncIterator[Any]:
             async for prompt_index, result in result_generator:
-                first = prompt_index * (request.n or 1)
-                spans.update({first + index: found for index, found in counted(result.outputs, by_index=True).items()})
+                spans.note(result.outputs, first=prompt_index * (request.n or 1))
                 yield prompt_index, result
 
         async for event in stream(self, request, engine_inputs, noted(), *args, **kwargs):
-            yield with_spans(event, spans) if spans else event
+            yield spans.added_to(event)
 
     @functools.wraps(chat)
     async def conversation(self: Any, request: Any, result_generator: Any, *args: Any, **kwargs: Any) -> Any:
-        spans: Spans = {}
-        response = await chat(self, request, _noted(result_generator, spans), *args, **kwargs)
-        _add(getattr(response, "choices", ()), spans)
+        last: dict[int, Any] = {}
+
+        async def noted() -> AsyncIterator[Any]:
+            async for result in result_generator:
+                last.update((output.index, output) for output in result.outputs)
+                yield result
+
+        response = await chat(self, request, noted(), *args, **kwargs)
+        _add(getattr(response, "choices", ()), last.items())
         return response
 
     @functools.wraps(chat_stream)
     async def conversation_chunks(
         self: Any, request: Any, result_generator: Any, *args: Any, **kwargs: Any
     ) -> AsyncIterator[str]:
-        spans: Spans = {}
-        async for event in chat_stream(self, request, _noted(result_generator, spans), *args, **kwargs):
-            yield with_spans(event, spans) if spans else event
+        spans = StreamSpans()
+
+        async def noted() -> AsyncIterator[Any]:
+            async for result in result_generator:
+                spans.note(result.outputs)
+                yield result
+
+        async for event in chat_stream(self, request, noted(), *args, **kwargs):
+            yield spans.added_to(event)
 
     completions.request_output_to_completion_response = completion
     completions.completion_stream_generator = completion_chunks
@@ -93,37 +119,46 @@ def report_spans(completions: Any, chats: Any) -> None:
     chats.chat_completion_stream_generator = conversation_chunks
 
 
-async def _noted(results: AsyncIterator[Any], spans: Spans) -> AsyncIterator[Any]:
-    """Pass results on, and add the spans of outputs that have ended to `spans`."""
-    async for result in results:
-        spans.update(counted(result.outputs, by_index=True))
-        yield result
+class StreamSpans:
+    """The spans that a stream has still to report: those of a choice with a new version, or at its end.
+
+    To write them into an event costs its decoding, so an event of tokens like those before passes as it is.
+    """
+
+    def __init__(self) -> None:
+        self._news: dict[int, tuple[list[Json], bool]] = {}  # by choice; True at its end
+        self._num_reported: dict[int, int] = {}
+
+    def note(self, outputs: Iterable[Any], *, first: int = 0) -> None:
+        """Take the outputs of a prompt whose choices are numbered from `first`, before their events."""
+        for output in outputs:
+            index, spans, has_ended = first + output.index, output.weight_versions, output.finish_reason is not None
+            if spans and (has_ended or len(spans) != self._num_reported.get(index)):
+                self._news[index] = _as_json(spans), has_ended
+                self._num_reported[index] = len(spans)
+
+    def added_to(self, event: str) -> str:
+        """Return a streamed event with the spans that its choices have to report."""
+        head, _, data = event.partition("data: ")
+        if not self._news or head or not data.startswith("{"):
+            return event
+        chunk = json.loads(data)
+        for choice in chunk.get("choices", ()):
+            spans, has_ended = self._news.get(choice["index"], (None, False))
+            if spans is None:
+                continue
+            choice["weight_versions"] = spans
+            if choice.get("finish_reason") or not has_ended:  # the event that opens a chat may come before its end
+                del self._news[choice["index"]]
+        return f"data: {json.dumps(chunk)}\n\n"
 
 
-def counted(outputs: Iterable[Any], *, by_index: bool = False) -> Spans:
-    """Return the spans of outputs that have ended, by position in `outputs`, or by their own index with `by_index`."""
-    return {
-        output.index if by_index else place: [
-            {"version": span.version, "start": span.start, "end": span.end} for span in output.weight_versions
-        ]
-        for place, output in enumerate(outputs)
-        if output.weight_versions
-    }
-
-
-def with_spans(event: str, spans: Spans) -> str:
-    """Return a streamed event with the spans of choices that end in it, which are removed from `spans`."""
-    head, _, data = event.partition("data: ")
-    if head or not data.startswith("{"):
-        return event
-    chunk = json.loads(data)
-    for choice in chunk.get("choices", ()):
-        if choice.get("finish_reason") and (found := spans.pop(choice["index"], None)):
-            choice["weight_versions"] = found
-    return f"data: {json.dumps(chunk)}\n\n"
-
-
-def _add(choices: Iterable[Any], spans: Spans) -> None:
+def _add(choices: Iterable[Any], outputs: Iterable[tuple[int, Any]]) -> None:
+    spans = {index: output.weight_versions for index, output in outputs}
     for choice in choices:
         if found := spans.get(choice.index):
-            choice.weight_versions = found
+            choice.weight_versions = _as_json(found)
+
+
+def _as_json(spans: Iterable[Any]) -> list[Json]:
+    return [{"version": span.version, "start": span.start, "end": span.end} for span in spans]

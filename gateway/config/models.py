@@ -6,7 +6,7 @@ from itertools import combinations, product
 from typing import Any
 
 from engines.config import EngineConfig
-from engines.errors import ConfigError, DeadlineExceeded, InvalidRequest, UnknownModel
+from engines.errors import ConfigError, DeadlineExceeded, InvalidRequest, UnknownModel, shown
 from engines.types import ReplicaInfo
 
 
@@ -71,7 +71,8 @@ class Models:
             return str(model)
         if model is not None:
             raise UnknownModel(
-                f"model {model!r} is not served here; there is {', '.join(names) or 'none'}{self._not_yet_known()}",
+                f"model {shown(model)} is not served here; "
+                f"there is {', '.join(names) or 'none'}{self._not_yet_known()}",
                 param="model",
             )
         if self.all_frozen and len(names) > 1:

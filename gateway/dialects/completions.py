@@ -61,7 +61,7 @@ class Completions:
         prompts, values = [], _prompt_list(body, self._config.max_prompts)
         expected = read_expected(body, len(values))
         for index, value in enumerate(values, first):
-            length = _checked_length(index, value, max_len)
+            length = _checked_length(index, value, max_len, body.get("truncate_prompt_tokens"))
             limit, key = _limit(body, max_len), prompt_key(value)
             length_of = expected[index - first] or self._runner.expected(model, key)
             rollout = Rollout(
@@ -234,14 +234,17 @@ def _prompt_list(body: Json, max_prompts: int) -> list[Any]:
     return [prompt] if isinstance(prompt[0], int) else prompt
 
 
-def _checked_length(index: int, value: Any, max_len: int | None) -> int:
-    """Length in tokens; an estimate for text, which only an engine can tokenise."""
+def _checked_length(index: int, value: Any, max_len: int | None, kept: Any) -> int:
+    """Length in tokens; an estimate for text, which only an engine can tokenise. Engines cut a prompt to its last
+    `kept` tokens; -1 is as many as fit."""
     if not isinstance(value, str | list):
         raise InvalidRequest(f"prompt[{index}] is a {type(value).__name__}, not text or token ids", param="prompt")
     if not value:
         raise InvalidRequest(f"prompt[{index}] is empty: an engine needs at least one token", param="prompt")
     if isinstance(value, str):
         return math.ceil(len(value) / _CHARACTERS_PER_TOKEN)
+    if type(kept) is int:
+        return min(len(value), kept if kept >= 0 else max_len or len(value))
     if max_len is not None and len(value) >= max_len:
         raise InvalidRequest(
             f"prompt[{index}] has {len(value)} tokens, which leaves none of max_model_len = {max_len} for a "

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from engines.engine import Json
-from engines.errors import InvalidRequest
+from engines.errors import InvalidRequest, shown
 from gateway.dialects.freshness import FIELDS
 
 FIELD = "expected_tokens"
@@ -38,5 +38,5 @@ def without_own_fields(body: Json) -> Json:
 
 def _checked(name: str, value: Any) -> int:
     if type(value) is not int or value < 1:
-        raise InvalidRequest(f"{name} = {value!r:.80} must be a whole number of at least 1", param=FIELD)
+        raise InvalidRequest(f"{name} = {shown(value)} must be a whole number of at least 1", param=FIELD)
     return value

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from engines.engine import Json
-from engines.errors import InvalidRequest
+from engines.errors import InvalidRequest, shown
 from gateway.fleet.fleet import Fleet
 
 FIELDS = ("min_version", "max_staleness")
@@ -22,7 +22,7 @@ def read_freshness(body: Json, fleet: Fleet, model: str) -> Freshness:
     asked = {field: body[field] for field in FIELDS if body.get(field) is not None}
     for field, value in asked.items():
         if type(value) is not int or value < 0:
-            raise InvalidRequest(f"{field} = {value!r} is no whole number of at least 0", param=field)
+            raise InvalidRequest(f"{field} = {shown(value)} is no whole number of at least 0", param=field)
     least = asked.get("min_version", 0)
     if least > fleet.version_of(model) and (reason := fleet.why_fixed(model)):
         raise InvalidRequest(

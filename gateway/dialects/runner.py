@@ -4,7 +4,6 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
-from typing import Any
 
 from engines.engine import Json
 from engines.errors import EngineError, EngineFailed, EngineRefused, Withdrawn
@@ -12,7 +11,7 @@ from gateway.dialects.replies.assembly import Assembly
 from gateway.dialects.replies.carried import num_tokens, opened
 from gateway.dialects.resumption.cut_stream import CutStream
 from gateway.dialects.resumption.tokens import CUT_OFF, mark_cut_off, places_cut_off, retried_if_empty, was_cut_off
-from gateway.dialects.spans import Contradiction, check_spans, name_adapter, stamp_versions
+from gateway.dialects.spans import mark_unscored, name_adapter, stamp_versions
 from gateway.dialects.usage import usage_of_joined
 from gateway.fleet.flight import Flight
 from gateway.fleet.metrics import Metrics
@@ -163,18 +162,23 @@ class Runner:
             while True:
                 answer, made = made or await self._first_part(exchange), None
                 if not (cut := places_cut_off(answer)):
-                    self._delivered(exchange.rollout, answer.get("usage"), answer["choices"])
-                    return answer
+                    return self._whole(exchange.rollout, answer)
                 kept = [num_tokens(answer["choices"][place].get("token_ids")) for place in cut]
                 if (whole := await exchange.continued(opened(answer), cut)) is not None:
                     self.count_kept(kept)
-                    self._delivered(exchange.rollout, whole.get("usage"), whole["choices"])
-                    return whole
+                    return self._whole(exchange.rollout, whole)
                 exchange.rollout.attempts.lost_tokens()
 
     def expected(self, model: str, key: int) -> float | None:
         """The tokens that a sample of a prompt will have, by its last samples; None where there were none."""
         return self._scheduler.lengths.of(model, key)
+
+    def _whole(self, rollout: Rollout, reply: Json) -> Json:
+        unscored = sum(map(mark_unscored, reply["choices"]))
+        if not rollout.goes_on:
+            self._metrics.missing_logprobs.inc(unscored)
+        self._delivered(rollout, reply.get("usage"), reply["choices"])
+        return reply
 
     def _delivered(self, rollout: Rollout, usage: Json | None, choices: Iterable[Json]) -> None:
         """Let the scheduler learn from a whole rollout. The rest of a sample says nothing of its length."""
@@ -236,7 +240,6 @@ class Runner:
             async with aclosing(self._scheduler.stream(exchange.rollout, call)) as placed:
                 async for replica, chunk in placed:
                     cut.read_prompt(chunk.get("prompt_token_ids"))
-                    cut.check(chunk, replica.replica_id)
                     assert flight is not None
                     usage = chunk.get("usage") or usage
                     shown = [
@@ -248,11 +251,12 @@ class Runner:
                         yield chunk | {"choices": shown}
             cut.check_ends()
         except EngineError as error:
-            if isinstance(error, EngineRefused | Contradiction) or flight is None or not cut.interrupt(flight):
+            if isinstance(error, EngineRefused) or flight is None or not cut.interrupt(flight):
                 raise
         except Withdrawn:
             is_withdrawn = True
         finally:
+            self._metrics.missing_logprobs.inc(cut.num_unscored)
             if cut.is_whole:  # its reader may leave before the usage comes
                 self._delivered(exchange.rollout, {"completion_tokens": cut.num_made} | usage, ())
         if is_withdrawn or cut.lacks_aborted:
@@ -267,17 +271,6 @@ def _aborted(part: Json) -> Json:
 
 
 def check_reply(answer: Json, n: int, replica_id: str) -> None:
-    """Raise `EngineFailed` if a reply lacks samples, or has spans that do not fit its tokens."""
-    choices = answer.get("choices")
-    if not isinstance(choices, list) or _indexes(choices) != list(range(n)):
-        found = len(choices) if isinstance(choices, list) else "no list of"
+    """Raise `EngineFailed` if a reply lacks samples, as that of an external server that knows no `n`."""
+    if (found := len(answer.get("choices") or ())) != n:
         raise EngineFailed(f"it answered with {found} choices, and {n} were asked for", replica_id=replica_id)
-    for choice in choices:
-        if choice.get("token_ids") is not None:
-            check_spans(choice, num_tokens(choice["token_ids"]), replica_id)
-
-
-def _indexes(choices: list[Any]) -> list[int]:
-    return sorted(
-        choice["index"] for choice in choices if isinstance(choice, dict) and type(choice.get("index")) is int
-    )

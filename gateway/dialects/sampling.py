@@ -3,7 +3,7 @@
 from uuid import uuid4
 
 from engines.engine import Json
-from engines.errors import InvalidRequest
+from engines.errors import InvalidRequest, shown
 from gateway.fleet.adapters import Adapter
 from gateway.fleet.replica import Replica
 
@@ -48,7 +48,7 @@ def _number(field: str, value: object, *, is_whole: bool) -> int | float:
                 return int(value) if isinstance(value, str) and value.strip("+-").isdecimal() else int(number)
         except (ValueError, OverflowError):
             pass
-    raise InvalidRequest(f"{field} = {value!r:.80} must be a {'whole ' if is_whole else ''}number", param=field)
+    raise InvalidRequest(f"{field} = {shown(value)} must be a {'whole ' if is_whole else ''}number", param=field)
 
 
 def check_sampling(body: Json, max_n: int) -> int:

@@ -3,23 +3,25 @@
 from engines.clients.vllm_engine import version_number
 from engines.engine import Json
 from engines.errors import EngineFailed
-from gateway.dialects.replies.carried import num_tokens
+from gateway.dialects.replies.carried import num_tokens, num_unscored
 from gateway.fleet.adapters import Adapter
 from gateway.fleet.flight import Flight
+
+UNSCORED = "missing_logprobs"
+"""The field of a choice with the number of its tokens for which the engine gave no finite log-prob; absent if none."""
 
 
 class Contradiction(EngineFailed):
     """An engine's own counts contradict the tokens that it sent: neither can be trusted."""
 
 
-def check_spans(choice: Json, num_tokens: int, replica_id: str) -> None:
-    """Raise `Contradiction` if the engine's own weight versions of a sample do not end with its last token."""
-    spans = choice.get("weight_versions")
-    if spans and spans[-1].get("end") not in (None, num_tokens):
-        raise Contradiction(
-            f"sample {choice['index']} has {num_tokens} tokens, and its weight versions end at {spans[-1]['end']}",
-            replica_id=replica_id,
-        )
+def spans_so_far(report: list[Json], num_tokens: int) -> list[Json]:
+    """The spans of the first `num_tokens` tokens of a sample, by the engine's last report, as it wrote them.
+
+    An engine reports a version with its first token, so the tokens after a report are of the report's last version.
+    """
+    spans = [span for span in report if span["start"] < num_tokens]
+    return [*spans[:-1], *({**last, "end": num_tokens} for last in spans[-1:])]
 
 
 def stamp_versions(answer: Json, flight: Flight, adapter: Adapter | None = None) -> None:
@@ -35,14 +37,22 @@ def stamp_choice(choice: Json, flight: Flight, num_tokens: int | None) -> None:
     Without a report a request that met one version has one span. A request that met several has them all, without
     limits: tokens arrive late, and the engine alone knows when it made them. `num_tokens` is None if it is unknown.
     """
-    if choice.get("weight_versions"):
-        for span in choice["weight_versions"]:
-            span["version"] = version_number(span["version"])
+    if spans := choice.get("weight_versions"):
+        choice["weight_versions"] = [{**span, "version": version_number(span["version"])} for span in spans]
     elif len(flight.versions) == 1:
         choice["weight_versions"] = [{"version": flight.versions[0], "start": 0, "end": num_tokens}]
+    elif num_tokens == 0:
+        choice["weight_versions"] = []
     else:
         choice["weight_versions"] = [{"version": version, "start": None, "end": None} for version in flight.versions]
     choice["kv_versions"] = flight.kv_versions(choice)
+
+
+def mark_unscored(choice: Json) -> int:
+    """Mark a whole choice with the number of its tokens that lack log-probs, and return it."""
+    if unscored := num_unscored(choice):
+        choice[UNSCORED] = unscored
+    return unscored
 
 
 def _token_count(answer: Json, choice: Json) -> int | None:

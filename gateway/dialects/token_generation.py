@@ -13,7 +13,7 @@ from typing import Any
 import structlog
 
 from engines.engine import Json
-from engines.errors import InvalidRequest, UnknownRoute
+from engines.errors import InvalidRequest, UnknownRoute, shown
 from gateway.config.schema import GatewayConfig
 from gateway.dialects import completion_prompt
 from gateway.dialects.completions import common_room
@@ -51,7 +51,6 @@ _MEDIA = ("features", "content_parts")  # images and sound as vLLM's route has t
 # Load of a prompt that names no limit; the engine lets it fill the context.
 _DEFAULT_MAX_TOKENS = 1024
 _ABORT_TIMEOUT_S = 10.0
-_MOST_ABORTED = 1 << 16
 
 
 class TokenGeneration:
@@ -177,11 +176,7 @@ class TokenGeneration:
         Raises `UnknownRoute` where no engine serves the route.
         """
         if not isinstance(request_ids, list) or not all(isinstance(item, str) and item for item in request_ids):
-            raise InvalidRequest(f"request_ids = {request_ids!r:.80} must be a list of ids", param="request_ids")
-        if len(request_ids) > _MOST_ABORTED:
-            raise InvalidRequest(
-                f"request_ids has {len(request_ids)} ids: give at most {_MOST_ABORTED} in a call", param="request_ids"
-            )
+            raise InvalidRequest(f"request_ids = {shown(request_ids)} must be a list of ids", param="request_ids")
         replicas = [replica for replica in self._fleet.replicas if ABORT_PATH in replica.info.capabilities]
         if not replicas:
             raise lacking(ABORT_PATH, self._fleet.replicas)
@@ -331,9 +326,12 @@ def _serves(replica: Replica) -> bool:
 
 
 def _as_asked(reply: Json, rollout: Rollout, body: Json) -> Json:
-    """A reply or chunk with the id that the client knows."""
+    """A reply or chunk with the id that the client knows, and with versions as text, which vLLM's own routes read."""
     if name := body.get("request_id"):
         reply["request_id"] = str(reply.get("request_id") or name).replace(rollout.request_id, name)
+    for choice in reply["choices"] if not rollout.goes_on else ():
+        for span in choice.get("weight_versions") or ():
+            span["version"] = str(span["version"])
     return reply
 
 
@@ -341,7 +339,7 @@ def _checked_id(request_id: Any) -> str | None:
     if request_id is None:
         return None
     if not isinstance(request_id, str) or not request_id:
-        raise InvalidRequest(f"request_id = {request_id!r:.80} must be text", param="request_id")
+        raise InvalidRequest(f"request_id = {shown(request_id)} must be text", param="request_id")
     return check_id(request_id, "request_id")
 
 

@@ -65,6 +65,9 @@ class Metrics:
         self.kept_tokens = counter(
             "kept_tokens", "Tokens that a death, a stall or an update interrupted, and that were not made twice."
         )
+        self.missing_logprobs = counter(
+            "missing_logprobs", "Delivered tokens for which an engine gave no finite log-prob, though asked for it."
+        )
         self.orphaned_batches = counter(
             "orphaned_batches", "Batches whose client left before it had the reply, and that ran on for a replay."
         )

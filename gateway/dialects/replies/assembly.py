@@ -31,6 +31,7 @@ from gateway.dialects.replies.carried import (
     opened,
     text_of,
 )
+from gateway.dialects.spans import spans_so_far
 from gateway.fleet.placement.routing import Rollout
 
 # Fields with which vLLM refuses to stream, or streams in another shape.
@@ -60,6 +61,7 @@ class _Choice(Struct, gc=False):
     text: Raw = NULL
     token_ids: Raw = NULL
     prompt_token_ids: Raw = NULL
+    weight_versions: Raw = NULL
     logprobs: dict[str, Raw] | None = None
 
 
@@ -68,11 +70,6 @@ class _Chunk(Struct, gc=False):
     usage: Raw = NULL
 
 
-class _Usage(Struct, gc=False):
-    completion_tokens: int | None = None
-
-
-_usage = msgspec.json.Decoder(_Usage).decode
 _chunk = msgspec.json.Decoder(_Chunk).decode
 _names = msgspec.json.Decoder(list[str]).decode
 
@@ -84,7 +81,6 @@ class Assembly:
         self._replica_id = replica_id
         self._head: Json | None = None
         self._usage = NULL
-        self._counted: int | None = None
         self._samples = [_Sample(index, has_text=has_text) for index in range(n)]
         self._num_bytes = 0
 
@@ -104,7 +100,7 @@ class Assembly:
         if self._head is None:
             self._head = head_of(event)
         if chunk.usage != NULL:
-            self._usage, self._counted = chunk.usage, _usage(chunk.usage).completion_tokens
+            self._usage = chunk.usage
         for choice in chunk.choices:
             if choice.index >= len(self._samples):
                 raise ValueError(f"a choice has index {choice.index}")
@@ -121,14 +117,9 @@ class Assembly:
         return self.reply()
 
     def reply(self) -> Json:
-        """The whole reply. Raises `EngineFailed` if a sample began and did not end, or has tokens that do not count."""
+        """The whole reply. Raises `EngineFailed` if a sample began and did not end."""
         self._check_ends()
-        reply = self._joined()
-        if (surplus := self._surplus) > 0:
-            raise EngineFailed(
-                f"its chunks have {surplus} tokens more than its usage counts", replica_id=self._replica_id
-            )
-        return reply
+        return self._joined()
 
     def _check_ends(self) -> None:
         for sample in self._samples:
@@ -149,7 +140,7 @@ class Assembly:
             part: Json = opened(self._joined())
         except EngineFailed:  # the reply has failed for the same reason, or for another
             return None
-        return None if self._surplus > 0 else part
+        return part
 
     def _joined(self) -> Json:
         head = (self._head or {}) | ({} if self._usage == NULL else {"usage": opened(self._usage)})
@@ -166,11 +157,6 @@ class Assembly:
         """Tokens of all samples so far."""
         return sum(sample.num_tokens for sample in self._samples)
 
-    @property
-    def _surplus(self) -> int:
-        """Tokens beyond those that the engine counts."""
-        return 0 if self._counted is None else self.num_made - self._counted
-
 
 class _Sample:
     """One sample: what its chunks have, without what is around it. vLLM sends none, or an opening alone, for a sample
@@ -184,6 +170,7 @@ class _Sample:
         self._text, self._ids = bytearray(), bytearray()
         self._logprobs: defaultdict[str, bytearray] = defaultdict(bytearray)
         self._prompt: Raw | None = None
+        self._spans = NULL  # as the engine reported them last
         self._finish_reason: str | None = None
         self._last = b""
         self._has_begun = True
@@ -212,6 +199,8 @@ class _Sample:
             if value:
                 so_far += b","
                 so_far += value
+        if choice.weight_versions != NULL:
+            self._spans = choice.weight_versions
         self._finish_reason = choice.finish_reason
         self._last = event
 
@@ -227,6 +216,8 @@ class _Sample:
             last = {"finish_reason": None}
         elif last.get("finish_reason") is None and not self.num_tokens:
             last["finish_reason"] = "abort"
+        if last.get("finish_reason") is None and self._spans != NULL:
+            last["weight_versions"] = spans_so_far(opened(self._spans), self.num_tokens)
         check_text(self._text)
         logprobs = self._joined_logprobs()  # nothing after it fails: a buffer can become a value once
         text = {"text": text_of(self._text), "prompt_logprobs": None} if self._has_text else {}

@@ -90,6 +90,22 @@ def num_tokens(token_ids: Any) -> int:
     return 0 if token_ids == EMPTY else bytes(token_ids).count(b",") + 1
 
 
+def num_unscored(choice: Json) -> int:
+    """Return how many tokens of a choice lack their log-prob, where it has log-probs: NaN comes from engines as null.
+
+    With `echo` the prompt's log-probs come before those of the tokens.
+    """
+    scores, made = choice.get("logprobs"), num_tokens(choice.get("token_ids"))
+    if isinstance(scores, dict):
+        scores = scores.get("token_logprobs") or scores.get("content")
+    if not scores or not made or (isinstance(scores, Raw) and b"null" not in bytes(scores)):
+        return 0
+    scores = opened(scores)
+    if isinstance(scores, dict):
+        scores = scores.get("token_logprobs") or scores.get("content") or ()
+    return sum((score["logprob"] if isinstance(score, dict) else score) is None for score in scores[-made:])
+
+
 def of_text(value: Raw) -> bytes:
     """Return a text without its delimiters; null has nothing. Raise `ValueError` for a value of another kind."""
     content = bytes(value)

@@ -5,25 +5,28 @@ from dataclasses import dataclass, field
 
 from engines.engine import Json
 from engines.errors import EngineFailed
-from gateway.dialects.replies.carried import opened
+from gateway.dialects.replies.carried import num_unscored, opened
 from gateway.dialects.resumption.features import MARK
 from gateway.dialects.resumption.tokens import cut_off_at, joined_spans, shifted, was_cut_off
-from gateway.dialects.spans import Contradiction, check_spans, name_adapter, stamp_choice
+from gateway.dialects.spans import UNSCORED, name_adapter, spans_so_far, stamp_choice
 from gateway.fleet.adapters import Adapter
 from gateway.fleet.flight import Flight
 from gateway.fleet.replica import Replica
 
 SO_FAR = "weight_versions_so_far"
 """The spans of a sample in a choice before its last, for records; no client sees it."""
-_OF_THE_END = ("index", "finish_reason", "stop_reason", "weight_version", "weight_versions", "kv_versions")
+_OF_THE_END = ("index", "finish_reason", "stop_reason", "weight_version", "weight_versions", "kv_versions", UNSCORED)
 
 
 @dataclass(slots=True)
 class _Sample:
     token_ids: list[int] = field(default_factory=list)
+    report: list[Json] = field(default_factory=list)
+    """The engine's last report of the spans."""
     spans: list[Json] = field(default_factory=list)
     kv_versions: list[int] = field(default_factory=list)
     num_characters: int = 0
+    num_unscored: int = 0
     shows_prompt: bool = False
     has_ended: bool = False
     end: Json | None = None
@@ -62,20 +65,6 @@ class CutStream:
         """Note the prompt as the engine read it, if it reports that beside its choices."""
         self._prompt_token_ids = token_ids or self._prompt_token_ids
 
-    def check(self, chunk: Json, replica_id: str) -> None:
-        """Raise `Contradiction` if an engine's counts in a chunk contradict the tokens of its samples.
-
-        Tokens that were delivered cannot be taken back, so the stream ends with this error and does not continue.
-        """
-        if not self._has_ids:
-            return
-        for choice in chunk["choices"]:
-            made = len(self._samples[choice["index"]].token_ids) + len(choice.get("token_ids") or ())
-            check_spans(choice, made, replica_id)
-        counted, made = (chunk.get("usage") or {}).get("completion_tokens"), self.num_made
-        if not chunk["choices"] and counted is not None and made > counted:
-            raise Contradiction(f"its chunks have {made} tokens, and its usage {counted}", replica_id=replica_id)
-
     @property
     def is_whole(self) -> bool:
         """True if all samples have ended, uncut."""
@@ -85,6 +74,11 @@ class CutStream:
     def num_made(self) -> int:
         """Tokens of all samples."""
         return sum(len(sample.token_ids) for sample in self._samples.values())
+
+    @property
+    def num_unscored(self) -> int:
+        """Tokens of all samples without a log-prob, where log-probs are asked for."""
+        return sum(sample.num_unscored for sample in self._samples.values())
 
     def see(self, choice: Json, replica: Replica, flight: Flight) -> bool:
         """Record a choice. True if an update ends its sample and the sample continues for the client.
@@ -98,11 +92,15 @@ class CutStream:
         sample.shows_prompt |= bool(choice.get("prompt_token_ids") or token_ids)
         self._prompt_token_ids = choice.get("prompt_token_ids") or self._prompt_token_ids
         choice["weight_version"] = replica.weight_version
+        sample.num_unscored += num_unscored(choice)
         if choice.get("finish_reason") is not None:
             stamp_choice(choice, flight, len(sample.token_ids) if self._has_ids else None)
+            choice |= {UNSCORED: sample.num_unscored} if sample.num_unscored else {}
+        else:
+            sample.report = choice.pop("weight_versions", None) or sample.report
         name_adapter(choice, self._adapter)
         if self._keeps_record and choice.get("finish_reason") is None:
-            choice[SO_FAR] = self._spans_of(sample, flight)
+            choice[SO_FAR] = self._so_far(sample, flight)["weight_versions"]
         if not (self._may_resume and self._prompt_token_ids and was_cut_off({"choices": [choice]}, replica)):
             sample.has_ended = choice.get("finish_reason") is not None
             return False
@@ -110,6 +108,7 @@ class CutStream:
         self.is_cut, sample.spans = True, choice.pop("weight_versions")
         if self._keeps_record:
             choice[SO_FAR] = sample.spans
+        choice.pop(UNSCORED, None)
         choice |= {"finish_reason": None, "stop_reason": None}
         sample.kv_versions = choice.pop("kv_versions", [])
         return True
@@ -126,7 +125,8 @@ class CutStream:
         if not (self._may_resume and self._prompt_token_ids and self.num_made):
             return False
         for sample in left:
-            sample.spans, sample.kv_versions = self._spans_of(sample, flight), flight.kv_versions({})
+            so_far = self._so_far(sample, flight)
+            sample.spans, sample.kv_versions = so_far["weight_versions"], so_far["kv_versions"]
         self.is_cut = True
         return True
 
@@ -165,8 +165,7 @@ class CutStream:
                 continue
             sample.has_ended = True
             if flight is not None and (sample.token_ids or not self._has_ids):
-                stamp_choice(choice, flight, len(sample.token_ids) if self._has_ids else None)
-                name_adapter(choice, self._adapter)
+                choice |= self._so_far(sample, flight)
                 choice |= {key: None for key in ("prompt_token_ids",) if key in choice}
             ends.append(choice)
         return bare | {"choices": ends, "usage": self.usage(bare["usage"], {"completion_tokens": 0})}
@@ -180,12 +179,14 @@ class CutStream:
             self.read_prompt(part["prompt_token_ids"])
         self.is_cut = True
 
-    def _spans_of(self, sample: _Sample, flight: Flight) -> list[Json]:
+    def _so_far(self, sample: _Sample, flight: Flight) -> Json:
+        """The stamps of a sample that ends here, or continues elsewhere."""
         end: Json = {}
-        stamp_choice(end, flight, len(sample.token_ids))
+        if self._has_ids:
+            end["weight_versions"] = spans_so_far(sample.report, len(sample.token_ids))
+        stamp_choice(end, flight, len(sample.token_ids) if self._has_ids else None)
         name_adapter(end, self._adapter)
-        spans: list[Json] = end["weight_versions"]
-        return spans
+        return end
 
     def cut_off(self) -> dict[int, Json]:
         """The samples that an update cut off, by index, each with its prompt's and its own token ids.
@@ -225,7 +226,10 @@ class CutStream:
             choice["logprobs"] = shifted(logprobs, sample.num_characters)
         if SO_FAR in choice:
             choice[SO_FAR] = joined_spans(sample.spans, choice[SO_FAR], len(sample.token_ids))
+            choice |= self._marks
         if choice.get("finish_reason") is not None:
+            if unscored := sample.num_unscored + choice.get(UNSCORED, 0):
+                choice[UNSCORED] = unscored
             rest = choice["weight_versions"]
             choice["weight_versions"] = joined_spans(sample.spans, rest, len(sample.token_ids))
             if sample.kv_versions:  # a rest without tokens has none of its own

@@ -10,9 +10,10 @@ from engines.engine import Json
 from gateway.dialects.replies.carried import opened
 from gateway.dialects.resumption.cut_stream import SO_FAR
 from gateway.dialects.resumption.features import MARK
+from gateway.dialects.spans import UNSCORED
 from gateway.ledger.file import PartRow
 
-_OF_THE_END = ("finish_reason", "stop_reason", "weight_versions", "kv_versions", MARK)
+_OF_THE_END = ("finish_reason", "stop_reason", "weight_versions", "kv_versions")
 _ABORT = "abort"
 
 
@@ -24,6 +25,8 @@ class Sample:
     token_ids: array = field(default_factory=lambda: array("i"))  # type: ignore[type-arg]  # array has no runtime type
     logprobs: array = field(default_factory=lambda: array("f"))  # type: ignore[type-arg]
     spans: list[Json] = field(default_factory=list)
+    marks: list[str] = field(default_factory=list)
+    """Fields with which its continuation is not exact."""
     end: Json | None = None
     is_done: bool = False
     """True for a sample that needs no work: delivered before, or by another submission."""
@@ -55,6 +58,7 @@ class Sample:
         if text := choice.get("text"):
             self._text.append(text)
         self.spans = choice.get(SO_FAR) or self.spans
+        self.marks = choice.get(MARK) or self.marks
         if choice.get("finish_reason") is not None:
             self.end = {key: choice[key] for key in _OF_THE_END if choice.get(key) is not None}
             self.spans = choice["weight_versions"]
@@ -64,7 +68,9 @@ class Sample:
         self.token_ids.frombytes(part.token_ids)
         self.logprobs.frombytes(part.logprobs)
         self._text.append(part.text)
-        self.spans = orjson.loads(part.spans)
+        stamps = orjson.loads(part.spans)
+        self.spans = [stamp for stamp in stamps if MARK not in stamp]
+        self.marks = next((stamp[MARK] for stamp in stamps if MARK in stamp), [])
         self._written = len(self.token_ids), len(self._text)
 
     def growth(self) -> PartRow | None:
@@ -75,7 +81,8 @@ class Sample:
         self._written = len(self.token_ids), len(self._text)
         text = "".join(self._text[words:])
         ids, logprobs = self.token_ids[start:].tobytes(), self.logprobs[start:].tobytes()
-        return PartRow(start, ids, logprobs, text, orjson.dumps(self.spans))
+        stamps = [*self.spans, {MARK: self.marks}] if self.marks else self.spans
+        return PartRow(start, ids, logprobs, text, orjson.dumps(stamps))
 
     def everything(self) -> PartRow | None:
         """Return all that there is, as if none had been written."""
@@ -85,7 +92,7 @@ class Sample:
     def forget(self) -> None:
         """Drop the tokens: the sample begins again."""
         self.token_ids, self.logprobs = array("i"), array("f")
-        self.spans, self._text, self._written = [], [], (0, 0)
+        self.spans, self.marks, self._text, self._written = [], [], [], (0, 0)
 
     def deliver(self) -> None:
         """The record has an event with all of it."""
@@ -106,6 +113,7 @@ class Sample:
         """The sample's event; `finish_reason` is that of an open sample."""
         end = self.end or {"finish_reason": finish_reason, "weight_versions": self.spans}
         has_logprobs = len(self.logprobs) == len(self.token_ids) > 0
+        unscored = sum(map(math.isnan, self.logprobs)) if has_logprobs else 0
         return {
             "type": "sample",
             "sample": self.index,
@@ -113,4 +121,6 @@ class Sample:
             "logprobs": self.logprobs.tobytes() if has_logprobs else None,
             "text": self.text,
             **end,
+            **({MARK: self.marks} if self.marks else {}),
+            **({UNSCORED: unscored} if unscored else {}),
         }

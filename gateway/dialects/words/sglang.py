@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engines.engine import Json
-from engines.errors import InvalidRequest
+from engines.errors import InvalidRequest, shown
 from gateway.dialects.sampling import check_id
 from gateway.dialects.words.tokens import token_id_of
 
@@ -83,7 +83,7 @@ def asked_prompts(body: Json, request_id: str) -> tuple[list[Asked], bool]:
     """Return the prompts of a body, and True if they came as a list. Raise `InvalidRequest`."""
     for key, value in body.items():
         if key not in _READ and key not in _PASSED and value not in (None, False, "", [], {}, -1):
-            raise InvalidRequest(f"{key} = {value!r:.80} has no meaning here: leave it out", param=key)
+            raise InvalidRequest(f"{key} = {shown(value)} has no meaning here: leave it out", param=key)
     field = _prompt_field(body)
     prompts, is_batch = _prompts(field, body[field])
     count = len(prompts)
@@ -134,7 +134,7 @@ def _asked(body: Json, prompt: Any, rid: str, own: Json) -> Asked:
     start, top = -1 if start is None else start, 0 if top is None else top
     for key, value, least in (("logprob_start_len", start, -1), ("top_logprobs_num", top, 0)):
         if type(value) is not int or value < least:
-            raise InvalidRequest(f"{key} = {value!r} must be a whole number of at least {least}", param=key)
+            raise InvalidRequest(f"{key} = {shown(value)} must be a whole number of at least {least}", param=key)
     if "max_new_tokens" in sampling and sampling["max_new_tokens"] is None:
         raise InvalidRequest("max_new_tokens = None: say how many, or leave it out for 128", param="max_new_tokens")
     no_tokens = type(sampling.get("max_new_tokens")) is int and sampling["max_new_tokens"] == 0
@@ -178,7 +178,7 @@ def _sampling(sampling: Json) -> Json:
             if value is not None:
                 grammar[_GRAMMARS[key]] = value
         elif value not in (None, False, "", [], {}):
-            raise InvalidRequest(f"sampling_params.{key} = {value!r:.80} has no meaning here: leave it out", param=key)
+            raise InvalidRequest(f"sampling_params.{key} = {shown(value)} has no meaning here: leave it out", param=key)
     if wanted["top_k"] == -1 or (type(wanted["top_k"]) is int and wanted["top_k"] >= _WHOLE_VOCABULARY):
         wanted["top_k"] = 0
     return wanted | {"structured_outputs": grammar} if grammar else wanted
@@ -200,14 +200,14 @@ def _prompts(field: str, value: Any) -> tuple[list[Any], bool]:
     if field == "text" and isinstance(value, str):
         return [value], False
     if not isinstance(value, list) or not value:
-        raise InvalidRequest(f"{field} = {value!r:.80} is no prompt and no list of prompts", param=field)
+        raise InvalidRequest(f"{field} = {shown(value)} is no prompt and no list of prompts", param=field)
     if field == "input_ids" and type(value[0]) is int:
         return [value], False
     for index, prompt in enumerate(value):
         is_right = isinstance(prompt, str) if single is str else isinstance(prompt, list)
         if not is_right or not prompt:
             kind = "text" if single is str else "a list of token ids"
-            raise InvalidRequest(f"{field}[{index}] = {prompt!r:.80} must be {kind}, and not empty", param=field)
+            raise InvalidRequest(f"{field}[{index}] = {shown(prompt)} must be {kind}, and not empty", param=field)
     return value, True
 
 
@@ -230,7 +230,7 @@ def _rids(rid: Any, request_id: str, count: int, is_batch: bool) -> list[str]:
         or not all(isinstance(name, str) and name for name in rids)
         or len(set(rids)) != count
     ):
-        raise InvalidRequest(f"rid = {rid!r:.200} must be a name for each of {count} prompts", param="rid")
+        raise InvalidRequest(f"rid = {shown(rid)} must be a name for each of {count} prompts", param="rid")
     return [check_id(name, "rid") for name in rids]
 
 
@@ -255,7 +255,8 @@ def _weights(choice: Json) -> Json:
     spans = choice.get("weight_versions")
     version = spans[-1]["version"] if spans else choice.get("weight_version")
     reported: Json = {"weight_version": str(version)}
-    return reported | {key: choice[key] for key in ("weight_versions", "kv_versions", "resumed") if choice.get(key)}
+    marks = ("weight_versions", "kv_versions", "resumed", "missing_logprobs")
+    return reported | {key: choice[key] for key in marks if choice.get(key)}
 
 
 def _output_logprobs(asked: Asked, choice: Json, token_ids: Sequence[int]) -> Json:

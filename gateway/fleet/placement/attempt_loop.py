@@ -7,7 +7,7 @@ from contextlib import AbstractAsyncContextManager, AbstractContextManager, aclo
 from typing import TypeVar
 
 from engines.engine import Json
-from engines.errors import EngineError, EngineGone, EngineUnreachable
+from engines.errors import DeadlineExceeded, EngineError, EngineFailed, EngineGone, EngineUnreachable
 from gateway.config.schema import GatewayConfig
 from gateway.fleet.placement.attempts import End, end_of
 from gateway.fleet.placement.lengths import Lengths
@@ -17,9 +17,11 @@ from gateway.fleet.replica import Replica
 T = TypeVar("T")
 
 _NO_ADAPTER = nullcontext()
-_STARVED_S = 0.2
 # Engines that die at once are all known to be dead after this time, and a prompt does not meet two of them.
 _AFTER_DEATH_S = 1.0
+_FAULT = 500
+_OTHER: Json = {"prompt": [1], "max_tokens": 1}
+_OTHER_TIMEOUT_S = 10.0
 
 
 def using(rollout: Rollout) -> AbstractContextManager[None]:
@@ -27,6 +29,15 @@ def using(rollout: Rollout) -> AbstractContextManager[None]:
     if rollout.adapter is None:
         return _NO_ADAPTER
     return rollout.adapter.used(rollout.request_id, goes_on=rollout.goes_on)
+
+
+async def _serves_others(replica: Replica) -> bool:
+    """True if the engine makes a token for another request: it is neither dying nor in an update."""
+    try:
+        await replica.unless_lost(replica.engine.generate("/v1/completions", _OTHER, _OTHER_TIMEOUT_S))
+    except (EngineError, DeadlineExceeded):
+        return False
+    return replica.can_serve
 
 
 def _nothing_kept() -> None:
@@ -134,9 +145,9 @@ class AttemptLoop(ABC):
         is_dead = await self.judged(rollout, replica, end, error)
         if end is End.CUT_OFF:
             return
-        if end is End.STARVED:
-            await asyncio.sleep(_STARVED_S)
-        elif end in (End.FAILED, End.REFUSED):
+        if end in (End.FAILED, End.REFUSED):
+            if isinstance(error, EngineFailed) and error.status == _FAULT and not rollout.goes_on:
+                rollout.attempts.faults += await _serves_others(replica)
             died = is_dead and not isinstance(error, EngineGone)  # else it was dead before it got the prompt
             rollout.attempts.failed(replica.replica_id, died=died, progressed=progressed)
             if died and not progressed:

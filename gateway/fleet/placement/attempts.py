@@ -4,12 +4,13 @@ import time
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from engines.errors import DeadlyPrompt, EngineError, EngineFailed, EngineOverwritten, EngineRefused, NoDescriptors
+from engines.errors import DeadlyPrompt, EngineError, EngineFailed, EngineOverwritten, EngineRefused, InvalidRequest
 
 # Statuses below 500 that say nothing about the prompt: a wrong key, a missing model or route, a slow read.
 _REPLICAS_FAULT = (401, 403, 404, 408)
 _BUSY = 429
 _DEATHS = 2
+_FAULTS = 2
 # Losses of engines that updates overwrote meanwhile. The prompt may be at fault for more: it meets that rarely.
 _LOST_IN_UPDATES = 3
 
@@ -21,7 +22,6 @@ class End(StrEnum):
     FAILED = "failed"  # the replica is at fault
     BUSY = "busy"  # the replica has no room, or did not accept the connection
     CUT_OFF = "cut off"  # by a weight update
-    STARVED = "starved"  # this process has no file descriptor left
 
 
 @dataclass
@@ -30,7 +30,7 @@ class Attempts:
 
     `avoid` names the replicas that failed; `failures` and `deaths` count attempts in a row without a new token.
     `without_tokens` are both counts as if the last failed attempt had added none. `losses_in_updates` counts engines
-    that were lost in an update.
+    that were lost in an update; `faults` counts answers of 500 by engines that serve others.
     """
 
     avoid: frozenset[str] = frozenset()
@@ -38,6 +38,7 @@ class Attempts:
     deaths: int = 0
     without_tokens: tuple[int, int] = (0, 0)
     losses_in_updates: int = 0
+    faults: int = 0
     began: float = field(default_factory=time.monotonic)
 
     @property
@@ -66,6 +67,8 @@ class Attempts:
             raise DeadlyPrompt(
                 f"the engine died under this prompt on {_DEATHS} replicas and it is not tried again; the last: {error}"
             ) from error
+        if self.faults >= _FAULTS:
+            raise InvalidRequest(f"engines fail at this request and serve others, {_FAULTS} times: {error}") from error
         if self.failures >= max_attempts:
             raise _as_failure(error, f"after {self.failures} attempts (gateway.max_attempts)") from error
         if self.seconds >= longest_s:
@@ -78,8 +81,6 @@ class Attempts:
 
 def end_of(error: EngineError, *, cuts_off: bool) -> End:
     """How an attempt ended that raised `error`; `cuts_off` if an update ends what the replica runs."""
-    if isinstance(error, NoDescriptors):
-        return End.STARVED
     if isinstance(error, EngineOverwritten):
         return End.CUT_OFF
     if cuts_off and not (isinstance(error, EngineRefused) and error.status < 500 and error.status != _BUSY):

@@ -15,7 +15,7 @@ from itertools import islice
 from typing import Any, Protocol, TypeVar
 
 from engines.engine import Json
-from engines.errors import InvalidRequest
+from engines.errors import InvalidRequest, shown
 from gateway.fleet.placement.client_names import name_of_client
 from gateway.fleet.placement.residents import Residents, Session
 from gateway.fleet.placement.routing import ReplicaView, Rollout
@@ -271,6 +271,6 @@ def session_of(client: str, headers: Mapping[str, str], body: Json) -> str:
         if value in (None, ""):
             continue
         if not isinstance(value, str):
-            raise InvalidRequest(f"{name} = {value!r:.80} must be text", param=name)
+            raise InvalidRequest(f"{name} = {shown(value)} must be text", param=name)
         return session_key(client, value)
     return ""

@@ -23,13 +23,14 @@ _EXAMPLE = Path("examples/tiny-cpu.yaml")
 _PROMPTS, _TOKENS, _PROBLEMS = 8, 48, 64
 
 
-def real_config(replicas: int, folder: Path) -> Config:
-    """Return the configuration of examples/tiny-cpu.yaml with a port and a name of its own."""
+def real_config(replicas: int, folder: Path, *settings: str) -> Config:
+    """Return the configuration of examples/tiny-cpu.yaml with a port and a name of its own, and with `settings`."""
     overrides = [
         f"name=soak-vllm-{os.getpid()}",
         f"gateway.port={free_port()}",
         f"engine.num_replicas={replicas}",
         f"engine.log_dir={folder}",
+        *settings,
     ]
     return load(_EXAMPLE, overrides)
 

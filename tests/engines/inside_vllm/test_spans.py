@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engines.inside_vllm.spans import counted, report_spans, with_spans
+from engines.inside_vllm.spans import StreamSpans, count_so_far, report_spans
 
 MIXED = [("1", 0, 3), ("2", 3, 8)]
 WHOLE = [("1", 0, 8)]
@@ -15,9 +15,9 @@ TOLD_WHOLE = [{"version": "1", "start": 0, "end": 8}]
 TOLD = [{"version": "1", "start": 0, "end": 3}, {"version": "2", "start": 3, "end": 8}]
 
 
-def output(index: int, spans: Any) -> SimpleNamespace:
+def output(index: int, spans: Any, finish_reason: str | None = "length") -> SimpleNamespace:
     told = spans and [SimpleNamespace(version=version, start=start, end=end) for version, start, end in spans]
-    return SimpleNamespace(index=index, weight_versions=told, finish_reason="length" if spans else None)
+    return SimpleNamespace(index=index, weight_versions=told, finish_reason=finish_reason if spans else None)
 
 
 def result(*outputs: SimpleNamespace) -> SimpleNamespace:
@@ -121,8 +121,45 @@ async def test_a_chat_that_failed_is_passed_on(serving: Any) -> None:
 
 @pytest.mark.parametrize("event", ["data: [DONE]\n\n", ": ping\n\n", 'data: {"error": {"message": "x"}}\n\n'])
 def test_other_events_are_passed_on(event: str) -> None:
-    assert with_spans(event, {0: TOLD}).strip() == event.strip()
+    spans = StreamSpans()
+    spans.note([output(0, MIXED)])
+    assert spans.added_to(event).strip() == event.strip()
 
 
 def test_what_has_no_tokens_and_what_has_no_label_has_no_spans() -> None:
-    assert counted([output(0, []), output(1, None)]) == {}
+    spans = StreamSpans()
+    spans.note([output(0, []), output(1, None)])
+    event = 'data: {"choices": [{"index": 0}, {"index": 1}]}\n\n'
+    assert spans.added_to(event) == event
+
+
+async def test_a_stream_reports_a_version_with_its_first_token_and_at_the_end(serving: Any) -> None:
+    parts = ([("1", 0, 1)], [("1", 0, 5)], [("1", 0, 6), ("2", 6, 9)], [("1", 0, 6), ("2", 6, 12)])
+    results = [(0, result(output(0, part, None))) for part in parts] + [(0, result(output(0, [*parts[3]])))]
+    request = SimpleNamespace(n=1)
+    wrapped = serving.completions.completion_stream_generator(request, [], each(*results), "r")
+    choices = [json.loads(event.removeprefix("data: "))["choices"][0] async for event in wrapped if '"index"' in event]
+    reported = [choice.get("weight_versions") for choice in choices]
+    assert [spans and [(one["version"], one["start"], one["end"]) for one in spans] for spans in reported] == [
+        parts[0], None, parts[2], None, parts[3],
+    ]  # fmt: skip
+
+
+def test_a_chat_whose_first_output_is_its_last_reports_its_spans_in_both_of_its_events() -> None:
+    spans = StreamSpans()
+    spans.note([output(0, WHOLE)])
+    events = [{"choices": [{"index": 0, "finish_reason": reason}]} for reason in (None, "length")]
+    told_in = [json.loads(spans.added_to(f"data: {json.dumps(event)}\n\n").removeprefix("data: ")) for event in events]
+    assert [event["choices"][0]["weight_versions"] for event in told_in] == [TOLD_WHOLE, TOLD_WHOLE]
+
+
+def test_each_output_of_a_request_has_the_spans_so_far() -> None:
+    class Request:
+        def _new_completion_output(self, *, ends: bool) -> Any:
+            return SimpleNamespace(weight_versions=self._weight_version_spans() if ends else None)
+
+        def _weight_version_spans(self) -> Any:
+            return WHOLE
+
+    count_so_far(Request)
+    assert [Request()._new_completion_output(ends=ends).weight_versions for ends in (False, True)] == [WHOLE, WHOLE]

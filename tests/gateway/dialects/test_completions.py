@@ -1,12 +1,15 @@
 """/v1/completions over a fleet: split by prompt, put together prompt-major, refused in the dialect's own form."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
+from typing import Any
 
 import orjson
 import pytest
 
 from gateway.dialects.sampling import versioned_salt
+from gateway.fleet.replica import Replica
 from tests.rigs.rig import MAX_MODEL_LEN, Json, Rig, StartRig
 
 PROMPTS = [[10 + i, 20 + i, 30 + i] for i in range(6)]
@@ -190,3 +193,40 @@ async def _events(rig: Rig, body: Json) -> list[bytes]:
         assert response.status == 200
         content = await response.read()
     return [event.removeprefix(b"data: ") for event in content.split(b"\n\n") if event]
+
+
+@pytest.mark.parametrize("form", [{}, {"stream": True}, {"prompt": [[5] * 5000, [5, 6]]}])
+async def test_a_prompt_of_ids_that_engines_are_to_cut_is_not_refused_for_its_length(rig: Rig, form: Json) -> None:
+    asked: list[Json] = []
+    for replica in rig.fleet.replicas:
+        monitored(replica, asked)
+    body = {"prompt": [5] * 5000, "max_tokens": 2, "truncate_prompt_tokens": 20} | form
+    async with rig.client.post(rig.url + "/v1/completions", json=body) as response:
+        await response.read()
+    assert {one["truncate_prompt_tokens"] for one in asked} == {20}
+    status, _ = await rig.post("/v1/completions", {**body, "truncate_prompt_tokens": None, "stream": False})
+    assert status == 400
+
+
+def monitored(replica: Replica, asked: list[Json]) -> None:
+    """Note the bodies that reach an engine, and give it the prompts as vLLM cuts them."""
+    reply, events = replica.engine.reply, replica.engine.events
+
+    def cut(body: Json) -> Json:
+        asked.append(body)
+        return body | {"prompt": body["prompt"][-20:]}
+
+    replica.engine.reply = lambda path, body, timeout_s: reply(path, cut(body), timeout_s)  # type: ignore[method-assign]
+    replica.engine.events = lambda path, body, timeout_s: events(path, cut(body), timeout_s)  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("path", "field"), [("/v1/completions", "temperature"), ("/generate", "rid"), ("/v1/completions", "model")]
+)
+async def test_a_refusal_of_a_value_that_is_nested_deeply_names_it(rig: Rig, path: str, field: str) -> None:
+    nested: Any = []
+    for _ in range(1000):
+        nested = [nested]
+    status, reply = await rig.post(path, {"prompt": [5], "input_ids": [5], field: nested})
+    assert 400 <= status < 500
+    assert field in json.dumps(reply)

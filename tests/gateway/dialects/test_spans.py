@@ -2,11 +2,13 @@
 
 import asyncio
 import json
+import math
 from collections.abc import AsyncGenerator
 from functools import partial
 from typing import Any
 
 import pytest
+from engines.sim.model import SimModel
 
 from engines.engine import Engine
 from gateway.dialects.spans import stamp_versions
@@ -115,7 +117,8 @@ async def asked(rig: Rig, path: str, *, stream: bool, **fields: Any) -> list[Jso
 
 def spans(told: Json) -> list[Json]:
     choice = told["choices"][0] if "choices" in told else told
-    return list(choice.get("meta_info", choice)["weight_versions"])
+    found = choice.get("meta_info", choice)["weight_versions"]
+    return [{**span, "version": int(span["version"])} for span in found]
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
@@ -170,3 +173,44 @@ async def test_a_late_rollout_cut_off_by_a_trainers_own_pause_may_be_of_either_v
     await rig.update()
     late.tell.set()
     assert await running == may_be_of(0, 1)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+async def test_an_update_and_then_a_death_leave_each_token_in_a_span_with_limits(
+    start_rig: StartRig, stream: bool
+) -> None:
+    rig = await start_rig(2, sim={"decode_step_s": 0.02}, weights={"in_flight": "keep"})
+    await rig.open_group()
+    longer: dict[str, Json] = {
+        "/v1/completions": {"max_tokens": 100},
+        "/inference/v1/generate": {"sampling_params": {"max_tokens": 100, "ignore_eos": True}},
+        "/generate": {"sampling_params": {"max_new_tokens": 100, "ignore_eos": True}},
+    }
+    running = [asyncio.create_task(asked(rig, path, stream=stream, **fields)) for path, fields in longer.items()]
+    await rig.begun(samples=3, tokens=20)
+    await rig.update()
+    rig.go_on()
+    await rig.begun(samples=3, tokens=42)
+    busy = max(rig.fleet.replicas, key=lambda replica: replica.load_samples)
+    await next(one for one in rig.replicas if one.info.replica_id == busy.replica_id).kill()
+    rig.hurry()
+    for found in await asyncio.gather(*running):
+        assert [(span["version"], span["start"], span["end"]) for span in found] == [(0, 0, 20), (1, 20, 100)]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("n", [1, 2])
+async def test_tokens_without_a_log_prob_are_null_marked_and_counted(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, n: int, stream: bool
+) -> None:
+    monkeypatch.setattr(SimModel, "logprob", lambda *_: math.nan)
+    body = BODIES["/v1/completions"] | {"n": n, "temperature": 1.0, "logprobs": 0, "stream": stream}
+    async with rig.client.post(rig.url + "/v1/completions", json=body) as response:
+        text = await response.text()
+    events = [event.removeprefix("data: ") for event in text.split("\n\n")]
+    choices = [choice for event in events if event.startswith("{") for choice in json.loads(event)["choices"]]
+    ended = [choice for choice in choices if choice["finish_reason"]]
+    assert [choice["missing_logprobs"] for choice in ended] == [12] * n
+    assert {score for choice in choices for score in choice["logprobs"]["token_logprobs"]} == {None}
+    metrics = await (await rig.client.get(f"{rig.url}/metrics")).text()
+    assert f"rollout_gateway_missing_logprobs_total {12 * n}.0" in metrics

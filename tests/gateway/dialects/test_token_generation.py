@@ -36,7 +36,7 @@ async def test_tokens_come_back_with_the_span_of_their_weights(rig: Rig) -> None
     choice = reply["choices"][0]
     assert reply["request_id"] == "mine"
     assert len(choice["token_ids"]) == 6
-    assert choice["weight_versions"] == [{"version": 0, "start": 0, "end": 6}]
+    assert choice["weight_versions"] == [{"version": "0", "start": 0, "end": 6}]
     assert reply["usage"]["completion_tokens"] == 6
 
 
@@ -73,7 +73,7 @@ async def test_a_stream_has_the_tokens_of_the_whole_reply_and_ends_with_the_span
     chunks = await _stream(rig, asked | {"stream_options": {"include_usage": True}})
     choices = [choice for chunk in chunks for choice in chunk["choices"]]
     assert [i for choice in choices for i in choice["token_ids"]] == whole["choices"][0]["token_ids"]
-    assert choices[-1]["weight_versions"] == [{"version": 0, "start": 0, "end": 9}]
+    assert choices[-1]["weight_versions"] == [{"version": "0", "start": 0, "end": 9}]
     assert chunks[-1]["choices"] == []
     assert chunks[-1]["usage"]["completion_tokens"] == 9
 

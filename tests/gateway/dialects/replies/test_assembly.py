@@ -127,8 +127,6 @@ async def test_a_sample_without_an_end_is_a_failure_of_the_engine() -> None:
         chunk(0, "a", token_ids="no list"),
         chunk(0, "a", token_ids={"no": "list"}),
         chunk(0, "a", finish_reason="stop", logprobs={"text_offset": [0], "token_logprobs": [-1.0]}),
-        chunk(0, "a", finish_reason="stop") | {"usage": [1]},
-        chunk(0, "a", finish_reason="stop") | {"usage": {"completion_tokens": "one"}},
     ],
 )
 async def test_a_chunk_of_another_form_is_a_failure_of_the_engine(odd: Json) -> None:
@@ -186,12 +184,18 @@ async def test_a_short_sample_alone_is_read_whole_and_a_long_one_in_chunks(rig: 
     assert is_read_in_chunks({"prompt": [5]}, 9, rollout(1, goes_on=True), info)  # where engines die in a row
 
 
-async def test_more_tokens_than_the_usage_counts_are_a_failure_of_the_engine() -> None:
-    one = chunk(0, "ab", token_ids=[1, 2], finish_reason="length")
-    usage: Json = {"choices": [], "usage": {"completion_tokens": 2}}
-    assert (await assemble(told(one, usage), 1, "a"))["choices"][0]["token_ids"] == [1, 2]
-    with pytest.raises(EngineFailed, match="2 tokens more than its usage counts"):
-        await assemble(told(one, one, usage), 1, "a")
+async def test_a_part_has_the_spans_that_its_engine_reported_with_the_first_token_of_each_version() -> None:
+    assembly = Assembly(2, "a")
+    spans = [{"version": "0", "start": 0, "end": 3}, {"version": "1", "start": 3, "end": 4}]
+    chunks = [
+        chunk(0, "a", token_ids=[1], weight_versions=[{"version": "0", "start": 0, "end": 1}]),
+        chunk(0, "bcd", token_ids=[2, 3, 4], weight_versions=spans),
+        chunk(0, "ef", token_ids=[5, 6]),
+    ]
+    assembly.add([orjson.dumps(one) for one in chunks])
+    part = assembly.part()
+    assert part is not None
+    assert part["choices"][0]["weight_versions"] == [spans[0], {"version": "1", "start": 3, "end": 6}]
 
 
 async def test_prompt_logprobs_reach_the_client(rig: Rig) -> None:

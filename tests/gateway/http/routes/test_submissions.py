@@ -468,13 +468,6 @@ async def test_need_of_n_holds_for_groups_whose_fields_restart(start_rig: StartR
     await idle(rig)
 
 
-async def test_an_engine_that_contradicts_itself_is_asked_no_more(rig: Rig) -> None:
-    rig.replicas[0].inject(contradicting_spans=True)
-    events = await submitted(rig, [GROUP | {"n": 2}] * 4)
-    assert set(outcomes(events).values()) == {"delivered"}
-    assert len(set(samples(events))) == len(samples(events)) == 8
-
-
 async def test_an_update_that_cuts_off_leaves_spans_of_both_versions(start_rig: StartRig) -> None:
     rig = await start_rig(2, weights={"in_flight": "abort"})
     await rig.open_group()

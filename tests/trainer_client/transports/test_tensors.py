@@ -15,8 +15,7 @@ from engines.errors import InvalidRequest
 from engines.types import TensorMeta
 from trainer_client.served import ServedWeights
 from trainer_client.transports import tensors
-from trainer_client.transports.tensors import Entry, Given
-
+from trainer_client.transports.tensors import Entry, Given, announced
 
 UNKNOWN = ServedWeights(model="m", version=0, update=None, tensors=None, gpus={})
 
@@ -60,17 +59,19 @@ def test_a_tied_weight_goes_by_the_name_that_is_served() -> None:
 
 
 def test_a_tied_weight_goes_by_both_names_where_the_served_checkpoint_has_both() -> None:
-    assert names(only_part(Model(), meta("head.weight"), meta("embed.weight")))[:2] == ["embed.weight", "head.weight"]
+    served = map(meta, ("head.weight", "embed.weight", "layer.weight", "layer.bias"))
+    assert names(only_part(Model(), *served))[:2] == ["embed.weight", "head.weight"]
 
 
 def test_a_state_dict_is_as_its_model() -> None:
-    part = only_part(Model().state_dict(), meta("embed.weight"))
+    part = only_part(Model().state_dict(), *map(meta, ("embed.weight", "layer.bias", "layer.weight", "scale")))
     assert sorted(names(part)) == ["embed.weight", "layer.bias", "layer.weight", "scale"]
 
 
 def test_a_buffer_is_sent_where_it_is_served() -> None:
-    assert "scale" in names(only_part(Model(), meta("scale")))
-    assert "cache" not in names(only_part(Model(), meta("cache")))
+    served = [meta(name) for name in ("embed.weight", "layer.bias", "layer.weight")]
+    assert "scale" in names(only_part(Model(), *served, meta("scale")))
+    assert "cache" not in names(only_part(Model(), *served, meta("cache")))
 
 
 def test_a_buffer_that_two_modules_share_is_a_buffer_by_both_names() -> None:
@@ -104,6 +105,36 @@ def test_whole_numbers_are_not_cast() -> None:
     assert entry.dtype == torch.int32
 
 
+def test_a_tensor_whose_first_name_a_hook_leaves_out_goes_by_its_other_name() -> None:
+    model = Model()
+
+    def leave_out(module: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
+        state.pop("embed.weight")
+
+    model.register_state_dict_post_hook(leave_out)
+    assert names(only_part(model)) == ["layer.weight", "layer.bias", "head.weight"]
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.module.", "module._orig_mod."])
+def test_prefixes_of_data_parallel_copies_are_taken_off_a_mapping(prefix: str) -> None:
+    assert announced(only_part({f"{prefix}w": torch.ones(1)}, meta("w")))["names"] == ["w"]
+
+
+def test_data_parallel_is_unwrapped() -> None:
+    assert names(only_part(nn.DataParallel(Model()))) == names(only_part(Model()))
+
+
+@pytest.mark.parametrize("given", [3, None])
+def test_what_is_no_tensor_is_told_by_its_type(given: Any) -> None:
+    with pytest.raises(InvalidRequest, match=f"'w' as builtins.{type(given).__name__}: give a torch.Tensor"):
+        Given({"w": given})
+
+
+def test_what_holds_no_tensors_is_told_by_its_type() -> None:
+    with pytest.raises(InvalidRequest, match="named_tensors is a SGD"):
+        Given(torch.optim.SGD([nn.Parameter(torch.ones(1))]))  # type: ignore[arg-type]
+
+
 def test_what_wrappers_add_to_names_is_taken_off() -> None:
     compiled = torch.compile(Model())
     assert names(only_part(compiled)) == names(only_part(Model()))
@@ -115,12 +146,12 @@ def test_a_model_that_wears_a_lora_adapter_is_refused_with_the_remedy() -> None:
     model = Model()
     model.layer = nn.ModuleDict({"base_layer": nn.Linear(3, 3), "lora_A": nn.Linear(3, 1)})
     with pytest.raises(
-        InvalidRequest, match=r"'layer\.base_layer\.weight', a part of a LoRA adapter.*merge_and_unload"
+        InvalidRequest, match=r"'layer\.base_layer\.weight', a part of a PEFT adapter.*merge_and_unload"
     ):
         Given(model)
 
 
-@pytest.mark.parametrize("source", [[torch.ones(1)], [("w", 3)], [(1, torch.ones(1))], {"w": None}, "model.pt"])
+@pytest.mark.parametrize("source", [[torch.ones(1)], [(1, torch.ones(1))], "model.pt"])
 def test_what_is_no_tensor_is_refused(source: Any) -> None:
     with pytest.raises(InvalidRequest, match=r"give a torch\.nn.Module, a mapping, or pairs of name and tensor"):
         Given(source)

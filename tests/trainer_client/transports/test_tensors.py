@@ -132,7 +132,7 @@ def test_what_is_no_tensor_is_told_by_its_type(given: Any) -> None:
 
 def test_what_holds_no_tensors_is_told_by_its_type() -> None:
     with pytest.raises(InvalidRequest, match="named_tensors is a SGD"):
-        Given(torch.optim.SGD([nn.Parameter(torch.ones(1))]))  # type: ignore[arg-type]
+        Given(torch.optim.SGD([nn.Parameter(torch.ones(1))]))
 
 
 def test_what_wrappers_add_to_names_is_taken_off() -> None:

@@ -29,6 +29,7 @@ import torch
 import uvloop
 from aiohttp import web
 
+from engines.checkpoint_names import CheckpointNames, announced_as
 from engines.engine import Json, ReceiptCopy
 from engines.errors import InvalidRequest, RolloutGatewayError, WeightUpdateFailed
 from engines.store.draft import OWNER
@@ -143,6 +144,7 @@ class RelayServer:
         self._note: Json = {}
         self._calls: dict[bytes, asyncio.Task[Any]] = {}
         self._announced: dict[bytes, Json] = {}
+        self._names = CheckpointNames()
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[_answer_errors])
@@ -159,7 +161,8 @@ class RelayServer:
 
     async def state(self, _: web.Request) -> web.Response:
         """Tell another gateway what the one before has asked for; `received` may still arrive."""
-        return _json({"note": self._note, "draft": self._draft, "received": list(self._announced.values())})
+        received = [await asyncio.to_thread(announced_as, self._names, one) for one in self._announced.values()]
+        return _json({"note": self._note, "draft": self._draft, "received": received})
 
     async def note(self, request: web.Request) -> web.Response:
         self._note = await _object(request)
@@ -192,11 +195,16 @@ class RelayServer:
         """Answer vLLM's route for the receipt methods of our worker extension."""
         asked = await _object(request)
         match asked["method"]:
+            case "know_checkpoint":
+                self._names = CheckpointNames(**asked["kwargs"])
+            case "announced_as":
+                announced = await asyncio.to_thread(announced_as, self._names, asked["kwargs"]["update_info"])
+                return _json({"results": [announced]})
             case "open_receipt":
                 self._drop()
                 copy = ReceiptCopy(**asked["kwargs"])
                 self._hold(copy.draft)
-                await asyncio.to_thread(self._receipts.open, self._model, copy=copy)
+                await asyncio.to_thread(self._receipts.open, self._model, None, copy, self._names)
             case "close_receipt":
                 return _json({"results": [await self._once(b"close", self._closed)]})
             case "drop_receipt":

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from engines.sim.model import SimModel
+from sim.model import SimModel
 
 from engines.engine import Engine
 from gateway.dialects.spans import stamp_versions

@@ -302,7 +302,7 @@ async def test_versions_go_on_coming_where_two_fit(
 @pytest.mark.parametrize(
     ("named", "message"),
     [
-        ({"extra": torch.ones(2)}, "'extra', which model 'sim' does not have"),
+        ({"extra": torch.ones(2)}, "'extra', which the served checkpoint does not have"),
         ({"b": torch.ones(5)}, r"gives \[5\] for 'b'"),
         ({"b": torch.ones(4, dtype=torch.int32)}, "gives 'int32' for 'b'"),
     ],

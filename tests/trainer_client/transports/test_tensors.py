@@ -1,6 +1,7 @@
 """A trainer's tensors to push: names, dtypes, tied weights, and parts."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,8 +13,11 @@ from torch import nn
 
 from engines.errors import InvalidRequest
 from engines.types import TensorMeta
+from trainer_client.served import ServedWeights
 from trainer_client.transports import tensors
-from trainer_client.transports.tensors import Entry, Given
+from trainer_client.transports.tensors import Entry, Given, announced
+
+UNKNOWN = ServedWeights(model="m", version=0, update=None, tensors=None, gpus={})
 
 
 class Model(nn.Module):
@@ -34,7 +38,7 @@ def meta(name: str, dtype: str = "bfloat16") -> TensorMeta:
 
 
 def only_part(source: Any, *served: TensorMeta, dtype: torch.dtype | None = None) -> list[Entry]:
-    (part,) = Given(source).parts(served or None, dtype)
+    (part,) = Given(source).parts(replace(UNKNOWN, tensors=served or None), dtype)
     return part
 
 
@@ -55,17 +59,19 @@ def test_a_tied_weight_goes_by_the_name_that_is_served() -> None:
 
 
 def test_a_tied_weight_goes_by_both_names_where_the_served_checkpoint_has_both() -> None:
-    assert names(only_part(Model(), meta("head.weight"), meta("embed.weight")))[:2] == ["embed.weight", "head.weight"]
+    served = map(meta, ("head.weight", "embed.weight", "layer.weight", "layer.bias"))
+    assert names(only_part(Model(), *served))[:2] == ["embed.weight", "head.weight"]
 
 
 def test_a_state_dict_is_as_its_model() -> None:
-    part = only_part(Model().state_dict(), meta("embed.weight"))
+    part = only_part(Model().state_dict(), *map(meta, ("embed.weight", "layer.bias", "layer.weight", "scale")))
     assert sorted(names(part)) == ["embed.weight", "layer.bias", "layer.weight", "scale"]
 
 
 def test_a_buffer_is_sent_where_it_is_served() -> None:
-    assert "scale" in names(only_part(Model(), meta("scale")))
-    assert "cache" not in names(only_part(Model(), meta("cache")))
+    served = [meta(name) for name in ("embed.weight", "layer.bias", "layer.weight")]
+    assert "scale" in names(only_part(Model(), *served, meta("scale")))
+    assert "cache" not in names(only_part(Model(), *served, meta("cache")))
 
 
 def test_a_buffer_that_two_modules_share_is_a_buffer_by_both_names() -> None:
@@ -99,6 +105,36 @@ def test_whole_numbers_are_not_cast() -> None:
     assert entry.dtype == torch.int32
 
 
+def test_a_tensor_whose_first_name_a_hook_leaves_out_goes_by_its_other_name() -> None:
+    model = Model()
+
+    def leave_out(module: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
+        state.pop("embed.weight")
+
+    model.register_state_dict_post_hook(leave_out)
+    assert names(only_part(model)) == ["layer.weight", "layer.bias", "head.weight"]
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.module.", "module._orig_mod."])
+def test_prefixes_of_data_parallel_copies_are_taken_off_a_mapping(prefix: str) -> None:
+    assert announced(only_part({f"{prefix}w": torch.ones(1)}, meta("w")))["names"] == ["w"]
+
+
+def test_data_parallel_is_unwrapped() -> None:
+    assert names(only_part(nn.DataParallel(Model()))) == names(only_part(Model()))
+
+
+@pytest.mark.parametrize("given", [3, None])
+def test_what_is_no_tensor_is_told_by_its_type(given: Any) -> None:
+    with pytest.raises(InvalidRequest, match=f"'w' as builtins.{type(given).__name__}: give a torch.Tensor"):
+        Given({"w": given})
+
+
+def test_what_holds_no_tensors_is_told_by_its_type() -> None:
+    with pytest.raises(InvalidRequest, match="named_tensors is a SGD"):
+        Given(torch.optim.SGD([nn.Parameter(torch.ones(1))]))
+
+
 def test_what_wrappers_add_to_names_is_taken_off() -> None:
     compiled = torch.compile(Model())
     assert names(only_part(compiled)) == names(only_part(Model()))
@@ -110,12 +146,12 @@ def test_a_model_that_wears_a_lora_adapter_is_refused_with_the_remedy() -> None:
     model = Model()
     model.layer = nn.ModuleDict({"base_layer": nn.Linear(3, 3), "lora_A": nn.Linear(3, 1)})
     with pytest.raises(
-        InvalidRequest, match=r"'layer\.base_layer\.weight', a part of a LoRA adapter.*merge_and_unload"
+        InvalidRequest, match=r"'layer\.base_layer\.weight', a part of a PEFT adapter.*merge_and_unload"
     ):
         Given(model)
 
 
-@pytest.mark.parametrize("source", [[torch.ones(1)], [("w", 3)], [(1, torch.ones(1))], {"w": None}, "model.pt"])
+@pytest.mark.parametrize("source", [[torch.ones(1)], [(1, torch.ones(1))], "model.pt"])
 def test_what_is_no_tensor_is_refused(source: Any) -> None:
     with pytest.raises(InvalidRequest, match=r"give a torch\.nn.Module, a mapping, or pairs of name and tensor"):
         Given(source)
@@ -132,13 +168,13 @@ def test_a_name_that_comes_twice_is_refused(as_given: Any, monkeypatch: pytest.M
     monkeypatch.setattr(tensors, "PART_BYTES", 1)
     pairs = [("w", torch.ones(3)), ("v", torch.ones(3)), ("_orig_mod.w", torch.zeros(3))]
     with pytest.raises(InvalidRequest, match="two tensors named 'w'"):
-        list(Given(as_given(pairs)).parts(None, None))
+        list(Given(as_given(pairs)).parts(UNKNOWN, None))
 
 
 def test_parts_end_with_a_layer_where_they_must(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensors, "PART_BYTES", 1)
     named = iter([(name, torch.ones(2)) for name in ("layers.0.q", "layers.0.k", "layers.1.q", "norm.weight")])
-    parts = [names(part) for part in Given(named, by_layer=True).parts(None, None)]
+    parts = [names(part) for part in Given(named, by_layer=True).parts(UNKNOWN, None)]
     assert parts == [["layers.0.q", "layers.0.k"], ["layers.1.q"], ["norm.weight"]]
 
 
@@ -147,11 +183,11 @@ def test_an_iterator_whose_later_parts_are_of_other_ranks_is_refused(monkeypatch
     whole, sharded = torch.ones(2), torch.zeros(2)
     monkeypatch.setattr(tensors, "is_sharded", lambda tensor: tensor is sharded)
     monkeypatch.setattr(tensors, "ranks_of", lambda _: (0, 1))
-    parts = Given(iter([("embed", whole), ("w", sharded)])).parts(None, None)
+    parts = Given(iter([("embed", whole), ("w", sharded)])).parts(UNKNOWN, None)
     assert names(next(parts)) == ["embed"]
     with pytest.raises(InvalidRequest, match=r"'w' is sharded over ranks \[0, 1\], .* no other rank"):
         next(parts)
-    assert [names(part) for part in Given(iter([("w", sharded), ("embed", whole)])).parts(None, None)] == [
+    assert [names(part) for part in Given(iter([("w", sharded), ("embed", whole)])).parts(UNKNOWN, None)] == [
         ["w"], ["embed"]
     ]  # fmt: skip
 
@@ -165,7 +201,7 @@ def test_an_iterator_is_read_no_further_than_a_part(monkeypatch: pytest.MonkeyPa
             made.append(name)
             yield name, torch.ones(2)
 
-    parts = Given(making()).parts(None, None)
+    parts = Given(making()).parts(UNKNOWN, None)
     assert names(next(parts)) == ["a", "b"]
     assert made == ["a", "b", "c"]
     assert [names(part) for part in parts] == [["c", "d"], ["e"]]

@@ -1,0 +1,148 @@
+"""Tensors of transformers' modules become what save_pretrained writes; tied ones are one tensor under any name."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from safetensors.torch import load_file
+
+from engines.checkpoint import tied_names
+from engines.checkpoint_names import CheckpointNames, Incoming, announced_as
+from engines.errors import InvalidRequest
+
+TEXT = {
+    "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
+}  # fmt: skip
+EXPERTS = {
+    **TEXT, "moe_intermediate_size": 8, "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2,
+    "shared_expert_intermediate_size": 8, "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1,
+    "n_group": 1, "topk_group": 1, "kv_lora_rank": 8, "q_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+}  # fmt: skip
+HYBRID = {
+    **EXPERTS, "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 4,
+    "linear_value_head_dim": 4, "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
+VISION = {
+    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16,
+    "patch_size": 8,
+}  # fmt: skip
+QWEN_TEXT = {**TEXT, "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2], "rope_type": "default"}}
+QWEN_VISION = {"depth": 1, "hidden_size": 16, "num_heads": 2, "patch_size": 4}
+LLAVA = {
+    "text_config": {**TEXT, "model_type": "llama"},
+    "vision_config": {**VISION, "model_type": "clip_vision_model", "projection_dim": 16},
+}
+MODELS: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("llama", "qwen3", "gemma2", "gpt2", "gpt_neox"), TEXT),
+    **dict.fromkeys(("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "granitemoe", "deepseek_v3", "glm4_moe"), EXPERTS),
+    **dict.fromkeys(("gpt_oss", "llama4_text"), EXPERTS),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_moe_text"), HYBRID),
+    "qwen2_vl": {"text_config": QWEN_TEXT, "vision_config": {**QWEN_VISION, "embed_dim": 16, "mlp_ratio": 2}},
+    "qwen2_5_vl": {
+        "text_config": QWEN_TEXT, "vision_config": {**QWEN_VISION, "out_hidden_size": 16, "intermediate_size": 16}
+    },
+    "qwen3_5_moe": {
+        "text_config": HYBRID, "vision_config": {**QWEN_VISION, "out_hidden_size": 16, "intermediate_size": 16}
+    },
+    "gemma3": {
+        "text_config": TEXT, "vision_config": {**VISION, "model_type": "siglip_vision_model"}, "mm_tokens_per_image": 4
+    },
+    "llava": LLAVA,
+    "llava_next": LLAVA,
+    "mistral3": {
+        "text_config": {**TEXT, "model_type": "mistral"},
+        "vision_config": {**VISION, "model_type": "pixtral", "head_dim": 8},
+    },
+    "paligemma": {
+        "text_config": {**TEXT, "model_type": "gemma"}, "projection_dim": 16,
+        "vision_config": {**VISION, "model_type": "siglip_vision_model", "projection_dim": 16},
+    },
+}  # fmt: skip
+
+
+def made(kind: str, *, tied: bool) -> Any:
+    config = transformers.AutoConfig.for_model(kind, **json.loads(json.dumps(MODELS[kind])))
+    config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = tied
+    sees = "text_config" in MODELS[kind]
+    auto = transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
+    return auto.from_config(config)
+
+
+def saved(model: Any, folder: Path) -> dict[str, Any]:
+    model.save_pretrained(folder)
+    return {name: one for file in folder.glob("*.safetensors") for name, one in load_file(file).items()}
+
+
+def rule(stored: Any, folder: Path, *tied: tuple[str, str]) -> CheckpointNames:
+    return CheckpointNames(stored, (folder / "config.json").read_text(), tied)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_modules_tensors_become_what_save_pretrained_writes(kind: str, tied: bool, tmp_path: Path) -> None:
+    model = made(kind, tied=tied)
+    stored = saved(model, tmp_path)
+    given = list(model.state_dict().items())
+    received = Incoming(rule(stored, tmp_path)).converted(given)
+    assert sorted(name for name, _ in received) == sorted(stored)
+    assert all(tensor.shape == stored[name].shape and torch.equal(tensor, stored[name]) for name, tensor in received)
+    announced = {
+        "names": [name for name, _ in given],
+        "shapes": [list(tensor.shape) for _, tensor in given],
+        "dtype_names": ["float32"] * len(given),
+    }
+    answered = announced_as(rule(stored, tmp_path), announced)
+    assert list(zip(answered["names"], answered["shapes"], strict=True)) == [
+        (name, list(tensor.shape)) for name, tensor in received
+    ]
+
+
+def test_experts_are_views_of_the_joined_tensor(tmp_path: Path) -> None:
+    model = made("qwen3_moe", tied=False)
+    names, joined = rule(saved(model, tmp_path), tmp_path), "model.layers.0.mlp.experts.gate_up_proj"
+    tensor = model.state_dict()[joined]
+    storages = {one.untyped_storage().data_ptr() for one in names.converted(joined, tensor).values()}
+    assert storages == {tensor.untyped_storage().data_ptr()}
+
+
+def test_a_tied_head_may_come_beside_its_embedding_with_the_same_values_only(tmp_path: Path) -> None:
+    model = made("qwen3", tied=True)
+    names, embed = rule(saved(model, tmp_path), tmp_path), torch.rand(64, 16)
+    both = [("model.embed_tokens.weight", embed), ("lm_head.weight", embed.clone())]
+    assert [name for name, _ in Incoming(names).converted(both)] == ["model.embed_tokens.weight"]
+    with pytest.raises(InvalidRequest, match=r"'model\.embed_tokens\.weight' and 'lm_head\.weight'"):
+        Incoming(names).converted([both[0], ("lm_head.weight", embed + 1)])
+
+
+@pytest.mark.parametrize("pushed", ["model.embed_tokens.weight", "lm_head.weight"])
+def test_a_tensor_that_is_stored_twice_is_replaced_under_both_names(pushed: str, tmp_path: Path) -> None:
+    model = made("qwen3", tied=True)
+    stored = saved(model, tmp_path)
+    stored["lm_head.weight"] = stored["model.embed_tokens.weight"].clone()
+    names = rule(stored, tmp_path, ("lm_head.weight", "model.embed_tokens.weight"))
+    received = Incoming(names).converted([(pushed, torch.ones(64, 16))])
+    assert sorted(name for name, _ in received) == ["lm_head.weight", "model.embed_tokens.weight"]
+
+
+@pytest.mark.parametrize("is_equal", [True, False])
+def test_a_stored_head_is_tied_where_its_bytes_are_the_embeddings(is_equal: bool, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    embed = torch.rand(64, 16)
+    head = embed.clone() if is_equal else embed + 1
+    save_file({"model.embed_tokens.weight": embed, "lm_head.weight": head}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 64, "tie_word_embeddings": True}))
+    assert tied_names(tmp_path) == ((("lm_head.weight", "model.embed_tokens.weight"),) if is_equal else ())
+
+
+def test_a_name_that_no_rule_explains_is_refused_with_the_nearest(tmp_path: Path) -> None:
+    names = rule(saved(made("qwen3", tied=True), tmp_path), tmp_path)
+    with pytest.raises(InvalidRequest, match=r"0\.extra\.weight', which .* nearest name is 'model\.layers"):
+        names.converted("model.layers.0.extra.weight", torch.ones(1))

@@ -46,7 +46,17 @@ other in any dtype."""
 _SAME = 1e-4
 _PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12], [3, 40, 57, 60, 20, 21]]
 _CALL_S, _WHOLE_S, _LOOK_S, _ROW_S = 90.0, 120.0, 0.2, 360.0
-_SOURCES = ("module", "state_dict")
+_SOURCES: dict[str, Callable[[Any], Any]] = {
+    "module": lambda model: model,
+    "state_dict": lambda model: model.state_dict(),
+}
+_FORMS: dict[str, Callable[[Any], Any]] = {
+    "copies": lambda model: {name: one.clone() for name, one in model.state_dict().items()},
+    "DDP": lambda model: {f"module.{name}": one for name, one in model.state_dict().items()},
+    "DDP of compiled": lambda model: {f"module._orig_mod.{name}": one for name, one in model.state_dict().items()},
+    "iterator": lambda model: ((name, one.detach().clone()) for name, one in model.named_parameters()),
+}
+"""Forms in which trainers hold a state_dict, or the tensors of a module."""
 
 
 def distance(one: Logprobs, other: Logprobs) -> float:
@@ -246,6 +256,8 @@ class Row:
         for source in _SOURCES:
             await self._cell(source, "store", transport="store")
             await self._delta_cells(source, "delta, store", transport="store")
+        for form in _FORMS:
+            await self._cell(form, "store", transport="store")
         await self._cell("TRL", "store")
 
     async def _cell(self, source: str, way: str, **options: Any) -> None:
@@ -271,7 +283,7 @@ class Row:
     async def _judged(self, source: str, way: str, push: Callable[[], None]) -> None:
         """Push through the gateway and to the engine alone, and compare."""
         self._step(f"{source}, {way}")
-        given = "module" if source == "TRL" else source
+        given = "module" if source in ("TRL", "iterator") else source if source in _SOURCES else "state_dict"
         alone_said, alone = await self._alone.given(given, self._trainer.tensors(given))
         said, own = "", self._trainer.logprobs()
         try:
@@ -387,8 +399,7 @@ class _Sender:
         self._client.close()
 
     def _push(self, source: str) -> None:
-        model = self._trainer.model
-        self._sender.push(model if source == "module" else model.state_dict())
+        self._sender.push((_SOURCES | _FORMS)[source](self._trainer.model))
 
 
 def _number(value: float) -> float | None:

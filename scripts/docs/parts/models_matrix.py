@@ -18,7 +18,12 @@ _COLUMNS = [
     *((source, way) for source in ("module", "state_dict") for way in ("flat", "store", "delta")),
     *(("TRL", way) for way in ("flat", "store")),
 ]
-_AFTER = {"kill": ("kill, flat", "kill"), "fetch": ("fetch",), "restart": ("restart",)}
+_AFTER = {
+    "forms": tuple(f"{form}, store" for form in ("copies", "DDP", "DDP of compiled", "iterator")),
+    "kill": ("kill, flat", "kill"),
+    "fetch": ("fetch",),
+    "restart": ("restart",),
+}
 _WORST = ("wrong", "better", "refused", "right", "-")
 
 Row = Mapping[str, Any]

@@ -13,7 +13,7 @@ def _row(verdicts: dict[str, str]) -> dict[str, Any]:
 
 def test_a_cell_is_the_worst_of_its_results() -> None:
     right = {"module, flat": "right", "module, delta, flat": "right", "kill": "right"}
-    assert "| tiny | dense | float32 | right |  | right |  |  |  |  |  | right |" in page([_row(right)])
+    assert "| tiny | dense | float32 | right |  | right |  |  |  |  |  |  | right |" in page([_row(right)])
     wrong = right | {"module, delta, store": "wrong"}
     assert "| tiny | dense | float32 | right |  | **wrong** |" in page([_row(wrong)])
 

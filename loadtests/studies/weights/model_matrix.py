@@ -186,9 +186,9 @@ class Alone:
 class Row:
     """One architecture. `found` is written to the file after every cell, so that a row that is cut off shows where."""
 
-    def __init__(self, name: str, folder: Path, into: Path) -> None:
+    def __init__(self, name: str, into: Path) -> None:
         self._shape = SHAPES[name]
-        self._folder = folder
+        self._folder = into.parent
         self._into = into
         self.found: Json = {
             "model": name, "family": self._shape.family, "kind": self._shape.kind, "dtype": self._shape.dtype,
@@ -426,7 +426,8 @@ def merged(before: Sequence[Json], rows: Sequence[Json]) -> list[Json]:
 
 
 def _row_in_process(name: str, cores: Sequence[int], timeout_s: float) -> Json:
-    with tempfile.TemporaryDirectory() as folder:
+    # Engines of a row that was cut off may still write to it.
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         into = Path(folder) / "row.json"
         own = ["--row", name, "--into", str(into), "--cores", ",".join(map(str, cores))]
         process = subprocess.Popen(
@@ -496,8 +497,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.row:
         os.sched_setaffinity(0, {int(core) for core in args.cores.split(",")})
-        with tempfile.TemporaryDirectory() as folder:
-            asyncio.run(Row(args.row, Path(folder), args.into).run())
+        asyncio.run(Row(args.row, args.into).run())
         return 0
     rows = _measured(args)
     is_right = all(cell["verdict"] != "wrong" for row in rows for cell in row["cells"].values())

@@ -1,0 +1,213 @@
+"""Tensors as trainers hold them, under the names and in the shapes of the served checkpoint.
+
+A trainer's module may have other names than its checkpoint: transformers 5 joins experts and renames the parts of
+vision-language models when it loads, and turns that back when it saves. The same tables of transformers are used here,
+where it is installed, for tensors that the checkpoint does not have under the given name.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
+from difflib import get_close_matches
+from functools import cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from engines.errors import InvalidRequest
+from engines.transfer.packing import NamedTensor
+
+_WRAPPERS = re.compile(r"\b(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.")
+_PARALLEL = re.compile(r"(^|\.)module\.")
+"""The part of a name that DistributedDataParallel and DataParallel add."""
+
+
+def clean(name: str) -> str:
+    """Return the name without the parts that FSDP, activation checkpointing and torch.compile add."""
+    return _WRAPPERS.sub("", name)
+
+
+class CheckpointNames:
+    """The names of one served checkpoint.
+
+    names: of its tensors.
+    config: content of its config.json; "" where unknown, and names are then not converted.
+    tied: pairs of names that the checkpoint has for one tensor.
+    """
+
+    def __init__(self, names: Iterable[str], config: str = "", tied: Iterable[Sequence[str]] = ()) -> None:
+        self._names = frozenset(names)
+        self._config = config
+        self._together = {name: tuple(group) for group in tied for name in group}
+
+    def are_tied(self, name: str) -> bool:
+        """Return True for a name of a tensor that has another name too."""
+        return name in self._together or name in self._tied_names
+
+    def has(self, name: str) -> bool:
+        return name in self._names
+
+    def converted(self, given: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the checkpoint's tensors that this tensor holds, by name: views of it where strides allow.
+
+        A tensor on the meta device gives the shapes. Raise `InvalidRequest` where the checkpoint has no such tensor.
+        """
+        name = self._spelled(given)
+        found = {name: tensor} if name in self._names else self._reverted(name, tensor)
+        if found is None:
+            raise InvalidRequest(self._refusal(given, name, tensor), param="named_tensors")
+        return {
+            target: part.contiguous() for one, part in found.items() for target in self._together.get(one, (one,))
+        }
+
+    def _spelled(self, given: str) -> str:
+        name = clean(given)
+        return name if name in self._names else _PARALLEL.sub(r"\1", name)
+
+    def _reverted(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor] | None:
+        for one in (name, *self._tied_names.get(name, ())):
+            if one in self._names:
+                return {one: tensor}
+            for table in self._tables:
+                found = table.reverted(one, tensor)
+                if found and found.keys() <= self._names:
+                    return found
+        return None
+
+    def _refusal(self, given: str, name: str, tensor: torch.Tensor) -> str:
+        became = next((min(found) for table in self._tables if (found := table.reverted(name, tensor))), name)
+        nearest = get_close_matches(became, self._names, 1, 0.0)
+        told = f" ({became!r} in a checkpoint)" if became != given else ""
+        return (
+            f"named_tensors has {given!r}{told}, which the served checkpoint does not have; its nearest name is "
+            f"{nearest[0] if nearest else 'none'!r}: send the tensors of the served model"
+        )
+
+    @cached_property
+    def _model(self) -> Any:
+        """The model on the meta device, as transformers would make it; None without transformers, or of other code."""
+        config = json.loads(self._config) if self._config else {}
+        try:
+            import transformers
+            from transformers import conversion_mapping  # noqa: F401  (from release 5 on)
+        except ImportError:
+            return None
+        architecture = getattr(transformers, next(iter(config.get("architectures") or ()), ""), None)
+        if architecture is None or "auto_map" in config:
+            return None
+        with TemporaryDirectory() as folder, torch.device("meta"):
+            (file := Path(folder, "config.json")).write_text(self._config, encoding="utf-8")
+            return architecture(architecture.config_class.from_json_file(file))  # which reads Infinity as it was written
+
+    @cached_property
+    def _tables(self) -> list["_Table"]:
+        """The ways back: as save_pretrained goes, then with prefixes that a checkpoint may or may not have."""
+        if self._model is None:
+            return []
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import PrefixChange
+
+        conversions = get_model_conversion_mapping(self._model, add_legacy=False)
+        plain = [one for one in conversions if not isinstance(one, PrefixChange)]
+        return [_Table(self._model, plain), *([_Table(self._model, conversions)] if len(plain) < len(conversions) else [])]
+
+    @cached_property
+    def _tied_names(self) -> Mapping[str, tuple[str, ...]]:
+        """Other names of tensors that the model's class ties, by name."""
+        declared = getattr(self._model, "all_tied_weights_keys", None) or {}
+        groups: dict[str, set[str]] = {}
+        for target, source in declared.items():
+            groups.setdefault(source, {source}).add(target)
+        return {
+            name: tuple(sorted(group - {name})) for group in groups.values() for name in group
+            if not group <= self._names
+        }  # fmt: skip
+
+
+class _Table:
+    """The reverse of transformers' conversions of one model."""
+
+    def __init__(self, model: Any, conversions: Sequence[Any]) -> None:
+        from transformers.core_model_loading import Chunk, WeightConverter, WeightRenaming
+
+        class Views(Chunk):  # type: ignore[misc]
+            """Chunks without the copies that transformers makes."""
+
+            def convert(self, given: Any, source_patterns: Any, target_patterns: Any, **about: Any) -> Any:
+                (tensor,) = (one[0] if isinstance(one, list) else one for one in given.values())
+                targets = self.get_target_patterns(target_patterns, **about)
+                return dict(zip(targets, torch.chunk(tensor, len(targets), dim=self.dim), strict=True))
+
+        self._model = model
+        back = [one.reverse_transform() for one in reversed(conversions)]
+        self._renamings = [one for one in back if isinstance(one, WeightRenaming)]
+        self._converters = [one for one in back if isinstance(one, WeightConverter)]
+        for one in self._converters:
+            one.operations = [
+                Views(step.dim, step.num_shards_attribute) if type(step) is Chunk else step for step in one.operations
+            ]
+        self._by_pattern = {pattern: one for one in self._converters for pattern in one.source_patterns}
+
+    def reverted(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor] | None:
+        """Return the tensors of a checkpoint that this tensor holds; None for one of several that make one."""
+        from transformers.core_model_loading import rename_source_key
+
+        renamed, pattern = rename_source_key(name, self._renamings, self._converters, reverse=True)
+        if pattern is None:
+            return {renamed: tensor}
+        if len(self._by_pattern[pattern].source_patterns) > 1:
+            return None
+        converter = deepcopy(self._by_pattern[pattern])
+        converter.add_tensor(renamed, name, pattern, tensor)
+        made = converter.convert(renamed, model=self._model, config=self._model.config)
+        return {target: part[0] if isinstance(part, list) else part for target, part in made.items()}
+
+
+class Incoming:
+    """The tensors of one update, under the checkpoint's names."""
+
+    def __init__(self, names: CheckpointNames) -> None:
+        self._names = names
+        self._tied: dict[str, tuple[str, torch.Tensor]] = {}
+
+    def converted(self, tensors: Iterable[NamedTensor]) -> list[NamedTensor]:
+        """Return tensors of the checkpoint. Raise `InvalidRequest` for a name that it does not have, and for a tied
+        tensor that comes under two names with two contents."""
+        return [one for name, tensor in tensors for one in self._taken(name, tensor)]
+
+    def _taken(self, name: str, tensor: torch.Tensor) -> Iterable[NamedTensor]:
+        for target, part in self._names.converted(name, tensor).items():
+            if target in self._tied:
+                self._check_same(target, name, part)
+                continue
+            if self._names.are_tied(target) or self._names.are_tied(name):
+                self._tied[target] = name, part
+            yield target, part
+
+    def _check_same(self, target: str, name: str, tensor: torch.Tensor) -> None:
+        before, held = self._tied[target]
+        if before == name or held.is_meta:
+            return
+        if held.shape != tensor.shape or not torch.equal(held, tensor.to(held)):
+            raise InvalidRequest(
+                f"named_tensors has different values for {before!r} and {name!r}, which the served model ties to one "
+                "tensor: send one of them, or serve a checkpoint whose config.json has tie_word_embeddings: false",
+                param="named_tensors",
+            )
+
+
+def announced_as(names: CheckpointNames, announced: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the announcement of /update_weights with the checkpoint's names and shapes."""
+    dtypes = announced.get("dtype_names") or ["float32"] * len(announced["names"])
+    given = zip(announced["names"], dtypes, announced["shapes"], strict=True)
+    metas = [(name, torch.empty(shape, dtype=getattr(torch, dtype), device="meta")) for name, dtype, shape in given]
+    made = Incoming(names).converted(metas)
+    return {
+        **announced,
+        "names": [name for name, _ in made],
+        "shapes": [list(tensor.shape) for _, tensor in made],
+        "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in made],
+    }

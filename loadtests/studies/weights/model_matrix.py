@@ -29,10 +29,8 @@ from pathlib import Path
 from typing import Any
 
 from engines.process.port import free_port
-from engines.store.weight_store import remove_store
 from gateway.config.load import load
 from gateway.config.schema import Config
-from gateway.weights.snapshots import in_memory
 from loadtests.chaos.processes.process_fleet import ProcessFleet
 from loadtests.fleet import engine_servers
 from loadtests.studies.weights.matrix_models import SHAPES, Shape, engine_settings, load_model, make
@@ -218,9 +216,10 @@ class Row:
         config = load(
             Path("examples/tiny-cpu.yaml"),
             [
-                f"name={fleet_name(os.getpid())}", f"gateway.port={free_port()}", f"engine.model={checkpoint}",
+                f"name=model-matrix-{os.getpid()}", f"gateway.port={free_port()}", f"engine.model={checkpoint}",
                 "engine.max_model_len=256", "engine.max_num_seqs=16", f"engine.log_dir={self._folder}",
                 f"gateway.ledger={self._folder / 'ledger.sqlite'}", "weights.relay=never",
+                f"weights.store={self._folder / 'store'}",
             ],
         )  # fmt: skip
         engine = config.engine.model_copy(update=engine_settings(self._shape))
@@ -407,11 +406,6 @@ def _number(value: float) -> float | None:
     return float(f"{value:.1e}") if value < math.inf else None
 
 
-def fleet_name(pid: int) -> str:
-    """Return the name of a row's fleet, by which its store is removed after its process was killed."""
-    return f"model-matrix-{pid}"
-
-
 def core_groups(cores: Sequence[int], jobs: int, per_job: int) -> list[list[int]]:
     """Return the cores of each job: `per_job` of its own, or all where there are too few."""
     if jobs * per_job > len(cores):
@@ -439,7 +433,6 @@ def _row_in_process(name: str, cores: Sequence[int], timeout_s: float) -> Json:
         except subprocess.TimeoutExpired:
             process.kill()  # its engines end with it
             process.wait()
-        remove_store(in_memory(fleet_name(process.pid)))
         row: Json = json.loads(into.read_text()) if into.exists() else {"model": name, "cells": {}}
         if process.returncode and not row.get("problem"):
             row["problem"] = f"cut off after {timeout_s:g} s, in: {row.get('cut_off_in', 'its start')}"

@@ -29,20 +29,11 @@ def check_tensors(announced: Mapping[str, Any], served: Served, param: str) -> N
 
     `announced` holds names, dtype_names and shapes as in /update_weights; `param` is their field in the request.
     """
-    names, shapes, dtypes = (announced.get(field) for field in ("names", "shapes", "dtype_names"))
-    if not (isinstance(names, list) and isinstance(shapes, list) and len(names) == len(shapes)):
-        raise InvalidRequest(f"{param} needs names and shapes, lists of equal length", param=param)
-    if not _are_strings(names) or not all(map(_is_shape, shapes)):
-        raise InvalidRequest(f"{param} needs names that are strings and shapes that are lists of integers", param=param)
-    if dtypes is not None and not (_are_strings(dtypes) and len(dtypes) == len(names)):
-        raise InvalidRequest(
-            f"{param}.dtype_names is {str(dtypes)[:80]}, not a list of a string for each name",
-            param=f"{param}.dtype_names",
-        )
+    check_form(announced, param)
     if served.tensors is None:
         return
     expected = {tensor.name: tensor for tensor in served.tensors}
-    for name, shape in zip(names, shapes, strict=True):
+    for name, shape in zip(announced["names"], announced["shapes"], strict=True):
         if name not in expected:
             raise InvalidRequest(
                 f"{param}.names has {name!r}, which model {served.model!r} does not have: send the tensors of the "
@@ -55,13 +46,35 @@ def check_tensors(announced: Mapping[str, Any], served: Served, param: str) -> N
                 f"{list(expected[name].shape)}",
                 param=f"{param}.shapes",
             )
-    for name, dtype in zip(names, dtypes or (), strict=False):
+    for name, dtype in zip(announced["names"], announced.get("dtype_names") or (), strict=False):
         if not _fits(dtype, expected[name].dtype):
             raise InvalidRequest(
                 f"{param}.dtype_names gives {dtype!r} for {name!r}, model {served.model!r} has "
                 f"{expected[name].dtype!r}",
                 param=f"{param}.dtype_names",
             )
+
+
+def check_form(announced: Mapping[str, Any], param: str) -> None:
+    """Raise `InvalidRequest` unless names, shapes and dtypes are lists as /update_weights has them."""
+    names, shapes, dtypes = (announced.get(field) for field in ("names", "shapes", "dtype_names"))
+    if not (isinstance(names, list) and isinstance(shapes, list) and len(names) == len(shapes)):
+        raise InvalidRequest(f"{param} needs names and shapes, lists of equal length", param=param)
+    if not _are_strings(names) or not all(map(_is_shape, shapes)):
+        raise InvalidRequest(f"{param} needs names that are strings and shapes that are lists of integers", param=param)
+    if dtypes is not None and not (_are_strings(dtypes) and len(dtypes) == len(names)):
+        raise InvalidRequest(
+            f"{param}.dtype_names is {str(dtypes)[:80]}, not a list of a string for each name",
+            param=f"{param}.dtype_names",
+        )
+
+
+def has_others(announced: Mapping[str, Any], served: Served) -> bool:
+    """Return True where names are announced that the served checkpoint does not have, and a trainer's module may.
+
+    Raise as `check_form` does."""
+    check_form(announced, "update_info")
+    return served.tensors is not None and not {*announced["names"]} <= {one.name for one in served.tensors}
 
 
 def check_fused(names: Collection[str], served: Served) -> None:

@@ -3,8 +3,10 @@
 import json
 import os
 import stat
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 from io import BufferedReader, FileIO
 from itertools import pairwise
 from operator import attrgetter, index
@@ -45,6 +47,7 @@ FileStates = tuple[tuple[str, int, int], ...]
 
 _MOST_HEADER_BYTES = 100_000_000  # as in the safetensors library
 _DESCRIPTORS = "/proc/self/fd"
+_PIECE_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +93,43 @@ def served_in(dtype: str, tensors: Sequence[TensorMeta]) -> tuple[TensorMeta, ..
     if floats == "auto":
         return tuple(tensors)
     return tuple(replace(tensor, dtype=floats) if tensor.dtype in CASTABLE else tensor for tensor in tensors)
+
+
+def read_config(folder: Path) -> str:
+    """Return the content of config.json; "" where there is none."""
+    file = folder / "config.json"
+    return file.read_text(encoding="utf-8") if file.is_file() else ""
+
+
+def tied_names(folder: Path) -> tuple[tuple[str, ...], ...]:
+    """Return the names of each tensor that a checkpoint stores more than once, as its configuration ties them.
+
+    A stored head that differs from the embedding is not tied, whatever config.json says: engines load both.
+    """
+    config = json.loads(read_config(folder) or "{}")
+    text = config.get("text_config") or config
+    if not (config.get("tie_word_embeddings") or text.get("tie_word_embeddings")):
+        return ()
+    files = read_spans(folder).items()
+    tables = [(file, span) for file, spans in files for span in spans if _has_rows(span, text.get("vocab_size"))]
+    alike = defaultdict[str, list[str]](list)
+    for file, span in tables if len(tables) > 1 else ():
+        alike[f"{span.dtype} {span.shape} {_digest(folder / file, span)}"].append(span.name)
+    return tuple(tuple(sorted(group)) for group in alike.values() if len(group) > 1)
+
+
+def _has_rows(span: Span, number: object) -> bool:
+    return len(span.shape) == 2 and span.shape[0] == number
+
+
+def _digest(file: Path, span: Span) -> str:
+    digest, left = blake2b(), span.num_bytes
+    with open_regular(file) as stream:
+        stream.seek(span.begin)
+        while left and (piece := stream.read(min(left, _PIECE_BYTES))):
+            digest.update(piece)
+            left -= len(piece)
+    return digest.hexdigest()
 
 
 def written_dtype(dtype: str) -> str:

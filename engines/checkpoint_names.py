@@ -33,49 +33,60 @@ def clean(name: str) -> str:
 class CheckpointNames:
     """The names of one served checkpoint.
 
-    names: of its tensors.
-    config: content of its config.json; "" where unknown, and names are then not converted.
+    names: of its tensors; none where they are unknown, and all are then left as they are.
+    config: content of its config.json; "" where unknown.
     tied: pairs of names that the checkpoint has for one tensor.
     """
 
-    def __init__(self, names: Iterable[str], config: str = "", tied: Iterable[Sequence[str]] = ()) -> None:
+    def __init__(self, names: Iterable[str] = (), config: str = "", tied: Iterable[Sequence[str]] = ()) -> None:
         self._names = frozenset(names)
         self._config = config
+        self._forms: dict[tuple[object, ...], dict[str, tuple[int, ...]]] = {}
         self._together = {name: tuple(group) for group in tied for name in group}
 
     def are_tied(self, name: str) -> bool:
         """Return True for a name of a tensor that has another name too."""
         return name in self._together or name in self._tied_names
 
-    def has(self, name: str) -> bool:
-        return name in self._names
+    def has(self, name: str, shape: Sequence[int]) -> bool:
+        """Return True for a name whose tensor the checkpoint has itself, and not only under a tied one."""
+        return bool(self._names) and self._own(self._spelled(name), torch.empty(shape, device="meta")) is not None
+
+    def forms(self, given: str, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the checkpoint's tensors that a tensor of this shape holds. Raise as `converted`."""
+        known = self._forms.get((given, *shape))
+        if known is None:
+            found = self.converted(given, torch.empty(shape, device="meta"))
+            known = self._forms[(given, *shape)] = {name: tuple(tensor.shape) for name, tensor in found.items()}
+        return known
+
+    def lacks_buffer(self, name: str) -> bool:
+        """Return True for a buffer of the model that its checkpoint does not have, such as a cache of angles."""
+        return bool(self._names) and self._spelled(name) not in self._names and self._spelled(name) in self._buffers
 
     def converted(self, given: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the checkpoint's tensors that this tensor holds, by name: views of it where strides allow.
 
         A tensor on the meta device gives the shapes. Raise `InvalidRequest` where the checkpoint has no such tensor.
         """
+        if not self._names:
+            return {clean(given): tensor}
         name = self._spelled(given)
-        found = {name: tensor} if name in self._names else self._reverted(name, tensor)
+        others = self._tied_names.get(name, ()) if name not in self._names else ()
+        found = next(filter(None, (self._own(one, tensor) for one in (name, *others))), None)
         if found is None:
             raise InvalidRequest(self._refusal(given, name, tensor), param="named_tensors")
-        return {
-            target: part.contiguous() for one, part in found.items() for target in self._together.get(one, (one,))
-        }
+        return {target: part.contiguous() for one, part in found.items() for target in self._together.get(one, (one,))}
 
     def _spelled(self, given: str) -> str:
         name = clean(given)
         return name if name in self._names else _PARALLEL.sub(r"\1", name)
 
-    def _reverted(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor] | None:
-        for one in (name, *self._tied_names.get(name, ())):
-            if one in self._names:
-                return {one: tensor}
-            for table in self._tables:
-                found = table.reverted(one, tensor)
-                if found and found.keys() <= self._names:
-                    return found
-        return None
+    def _own(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor] | None:
+        if name in self._names:
+            return {name: tensor}
+        found = (table.reverted(name, tensor) for table in self._tables)
+        return next((one for one in found if one and one.keys() <= self._names), None)
 
     def _refusal(self, given: str, name: str, tensor: torch.Tensor) -> str:
         became = next((min(found) for table in self._tables if (found := table.reverted(name, tensor))), name)
@@ -100,7 +111,13 @@ class CheckpointNames:
             return None
         with TemporaryDirectory() as folder, torch.device("meta"):
             (file := Path(folder, "config.json")).write_text(self._config, encoding="utf-8")
-            return architecture(architecture.config_class.from_json_file(file))  # which reads Infinity as it was written
+            return architecture(
+                architecture.config_class.from_json_file(file)
+            )  # which reads Infinity as it was written
+
+    @cached_property
+    def _buffers(self) -> frozenset[str]:
+        return frozenset(dict(self._model.named_buffers(remove_duplicate=False)) if self._model is not None else ())
 
     @cached_property
     def _tables(self) -> list["_Table"]:
@@ -112,7 +129,10 @@ class CheckpointNames:
 
         conversions = get_model_conversion_mapping(self._model, add_legacy=False)
         plain = [one for one in conversions if not isinstance(one, PrefixChange)]
-        return [_Table(self._model, plain), *([_Table(self._model, conversions)] if len(plain) < len(conversions) else [])]
+        return [
+            _Table(self._model, plain),
+            *([_Table(self._model, conversions)] if len(plain) < len(conversions) else []),
+        ]
 
     @cached_property
     def _tied_names(self) -> Mapping[str, tuple[str, ...]]:
@@ -192,19 +212,29 @@ class Incoming:
         if before == name or held.is_meta:
             return
         if held.shape != tensor.shape or not torch.equal(held, tensor.to(held)):
-            raise InvalidRequest(
-                f"named_tensors has different values for {before!r} and {name!r}, which the served model ties to one "
-                "tensor: send one of them, or serve a checkpoint whose config.json has tie_word_embeddings: false",
-                param="named_tensors",
-            )
+            raise untied(before, name)
+
+
+def untied(first: str, second: str) -> InvalidRequest:
+    """Return the error for two contents of one tied tensor."""
+    return InvalidRequest(
+        f"named_tensors has different values for {first!r} and {second!r}, which the served model ties to one tensor: "
+        "send one of them, or serve a checkpoint whose config.json has tie_word_embeddings: false",
+        param="named_tensors",
+    )
 
 
 def announced_as(names: CheckpointNames, announced: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the announcement of /update_weights with the checkpoint's names and shapes."""
+    """Return the announcement of /update_weights with the checkpoint's names and shapes, or `refused` with why not."""
     dtypes = announced.get("dtype_names") or ["float32"] * len(announced["names"])
+    if unknown := [dtype for dtype in dtypes if not isinstance(getattr(torch, dtype, None), torch.dtype)]:
+        return {"refused": f"update_info.dtype_names has {unknown[0]!r}, which torch does not have"}
     given = zip(announced["names"], dtypes, announced["shapes"], strict=True)
     metas = [(name, torch.empty(shape, dtype=getattr(torch, dtype), device="meta")) for name, dtype, shape in given]
-    made = Incoming(names).converted(metas)
+    try:
+        made = Incoming(names).converted(metas)
+    except InvalidRequest as error:
+        return {"refused": str(error)}
     return {
         **announced,
         "names": [name for name, _ in made],

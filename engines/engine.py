@@ -1,7 +1,7 @@
 """The interface of a running engine. Each kind of server has a class, which speaks vLLM's dialect to the gateway."""
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -146,6 +146,16 @@ class Engine(ABC):
         """Prepare for updates, before the first. Returns why each will be a reload by the engine itself, which takes
         longer; "" where it is loaded in place, and from an engine that does not say."""
         return ""
+
+    async def know_checkpoint(
+        self, names: Sequence[str], config: str, tied: Sequence[Sequence[str]], timeout_s: float
+    ) -> None:
+        """Name the checkpoint's tensors, the content of its config.json, and names of one tensor, for received tensors
+        that have other names (`checkpoint_names.py`). An engine without our code takes none of these."""
+
+    async def announced_as(self, update_info: Json, timeout_s: float) -> Json:
+        """Return the announcement under the checkpoint's names. Raise `InvalidRequest` where it has no such tensor."""
+        return update_info
 
     async def report_draft(self, timeout_s: float) -> Json | None:
         """Return the report of its draft (`loading.draft.Draft.report`); None without one, and from an engine that

@@ -66,6 +66,8 @@ class ReplicaInfo:
     incarnation: id of the engine process; a restarted engine has another, so old weights are never assumed.
     capabilities: the engine's routes.
     tensors: None if the checkpoint cannot be read; updates are then unchecked.
+    model_config: content of the checkpoint's config.json; "" where it cannot be read.
+    tied: names of each tensor that the checkpoint stores more than once.
     world_size: ranks in a weight group; 0 if the engine takes no weights.
     max_model_len: None if the engine does not report it.
     has_tee: True if the engine digests received weights and can copy them into the weight store.
@@ -105,6 +107,8 @@ class ReplicaInfo:
     profiles: str = ""
     key: str = field(default="", repr=False)
     tensors: tuple[TensorMeta, ...] | None = field(default=None, repr=False)
+    model_config: str = field(default="", repr=False)
+    tied: tuple[tuple[str, ...], ...] = ()
 
     @property
     def takes_weights(self) -> bool:

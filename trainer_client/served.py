@@ -13,6 +13,8 @@ class ServedWeights:
     """The policy's weights.
 
     tensors: checkpoint names, with the engines' dtypes and shapes; None if no replica could read its checkpoint.
+    config: content of the checkpoint's config.json.
+    tied: names of each tensor that the checkpoint stores more than once.
     update: id of the update that made the version, if any.
     gpus: replica ids by GPU UUID.
     """
@@ -22,6 +24,8 @@ class ServedWeights:
     update: str | None
     tensors: tuple[TensorMeta, ...] | None
     gpus: dict[str, str]
+    config: str = ""
+    tied: tuple[tuple[str, ...], ...] = ()
 
     @classmethod
     def read(cls, reply: Json) -> "ServedWeights":
@@ -33,6 +37,8 @@ class ServedWeights:
             update=reply["update"],
             tensors=None if listed is None else tuple(_tensor(one) for one in listed),
             gpus={gpu: replica["replica_id"] for replica in reply["replicas"] for gpu in replica["gpus"]},
+            config=reply.get("config", ""),
+            tied=tuple(map(tuple, reply.get("tied", ()))),
         )
 
     def json(self) -> Json:
@@ -42,6 +48,8 @@ class ServedWeights:
             "weight_version": self.version,
             "update": self.update,
             "tensors": self.tensors and [asdict(tensor) for tensor in self.tensors],
+            "config": self.config,
+            "tied": self.tied,
             "replicas": [{"replica_id": replica_id, "gpus": [gpu]} for gpu, replica_id in self.gpus.items()],
         }
 

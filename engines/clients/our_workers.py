@@ -12,7 +12,7 @@ import structlog
 
 from engines.clients.http import HttpEngine
 from engines.engine import Json, Peer, ReceiptCopy
-from engines.errors import EngineFailed, EngineRefused
+from engines.errors import EngineFailed, EngineRefused, InvalidRequest
 
 log = structlog.get_logger()
 
@@ -73,6 +73,21 @@ class EngineWithWorkers(HttpEngine, ABC):
 
     async def report_draft(self, timeout_s: float) -> Json | None:
         return _one_report(await self._on_workers("report_draft", {}, timeout_s)) if self._has_our_worker else None
+
+    async def know_checkpoint(
+        self, names: Sequence[str], config: str, tied: Sequence[Sequence[str]], timeout_s: float
+    ) -> None:
+        if self._has_tee:
+            told = {"names": list(names), "config": config, "tied": tied}
+            await self._on_workers("know_checkpoint", told, timeout_s)
+
+    async def announced_as(self, update_info: Json, timeout_s: float) -> Json:
+        if not self._has_tee:
+            return update_info
+        first, *_ = await self._on_workers("announced_as", {"update_info": update_info}, timeout_s)
+        if "refused" in first:
+            raise InvalidRequest(first["refused"], param="update_info.names")
+        return dict(first)
 
     async def room_to_stage(self, num_bytes: int, timeout_s: float) -> bool:
         if not self._has_tee:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from engines.checkpoint_names import CheckpointNames, announced_as
 from engines.engine import ReceiptCopy
 from engines.errors import WeightUpdateFailed
 from engines.loading.draft import Draft
@@ -123,6 +124,16 @@ class UpdatedWorker:
     def receipts(self) -> Receipts:
         return Receipts()
 
+    names = CheckpointNames()
+
+    def know_checkpoint(self, **checkpoint: Any) -> None:
+        """Convert the names of received tensors from now on, with the arguments of `CheckpointNames`."""
+        self.names = CheckpointNames(**checkpoint)
+
+    def announced_as(self, update_info: dict[str, Any]) -> dict[str, Any]:
+        """Return the announcement under the checkpoint's names, or the reason why it is refused."""
+        return announced_as(self.names, update_info)
+
     def report_draft(self) -> dict[str, Any]:
         """Return `Draft.report`; {} from an engine that does not decode speculatively."""
         return self.target.draft.report() if self.target.draft is not None else {}
@@ -136,7 +147,8 @@ class UpdatedWorker:
         """Digest tensors from now on that the `load_weights` of `model` gets, after `drop_receipt`. With `copy`, the
         fields of `ReceiptCopy`, the first worker also copies them."""
         self.target.begin()
-        self.receipts.open(model, self.target.load, ReceiptCopy(**copy) if copy and is_first else None)
+        told = ReceiptCopy(**copy) if copy and is_first else None
+        self.receipts.open(model, self.target.load, told, self.names)
 
     def begin_stage(self, engine: Any, update_info: dict[str, Any]) -> None:
         """Begin to receive the announced tensors by vLLM's transfer `engine` beside the weights, after `open_receipt`.

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from engines.checkpoint import known_tensors, served_in
+from engines.checkpoint import known_tensors, read_config, served_in, tied_names
 from engines.clients.connect import connect
 from engines.clients.sglang_engine import SglangEngine
 from engines.config import DEFAULT_LOG_DIR, EngineConfig
@@ -196,6 +196,8 @@ class EngineServer:
             self._has_tee = await engine.find_plugin(tensors or (), limit_s)
         reload_reason = await engine.plan_updates(limit_s)
         draft = await engine.report_draft(limit_s)
+        config, tied = await asyncio.to_thread(_names_of, self._config) if tensors else ("", ())
+        await engine.know_checkpoint([tensor.name for tensor in tensors or ()], config, tied, limit_s)
         visible = self._config.env.get("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES"))
         return ReplicaInfo(
             replica_id=self._replica_id,
@@ -221,6 +223,8 @@ class EngineServer:
             started=time.time(),
             log_path=str(process.log_path),
             tensors=tensors,
+            model_config=config,
+            tied=tied,
         )
 
 
@@ -251,3 +255,9 @@ def expected_tensors(config: EngineConfig) -> tuple[TensorMeta, ...] | None:
         return None
     tensors = known_tensors(folder)
     return tensors and served_in(config.dtype, tensors)
+
+
+def _names_of(config: EngineConfig) -> tuple[str, tuple[tuple[str, ...], ...]]:
+    """Return the checkpoint's config.json and its tied names."""
+    folder = model_folder(config)
+    return ("", ()) if folder is None else (read_config(folder), tied_names(folder))

@@ -62,8 +62,10 @@ class SimWorker:
                 copy, self._copy = self._copy, None
                 if copy is not None:
                     await asyncio.to_thread(_write, copy, list(self._received.values()))
-            case "wipe_kv":
+            case "wipe_kv" | "know_checkpoint":
                 pass
+            case "announced_as":
+                return arguments["update_info"]
             case "drop_receipt":
                 self._copy, self._receives = None, False
             case "room_to_stage":

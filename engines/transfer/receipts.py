@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from engines.checkpoint_names import CheckpointNames
 from engines.engine import ReceiptCopy
 from engines.errors import WeightUpdateFailed
 from engines.transfer.tee import Load, Scribe, WeightTee
@@ -14,13 +15,19 @@ class Receipts:
         self._tee: WeightTee | None = None
         self._scribe: Scribe | None = None
 
-    def open(self, model: Any, load: Load | None = None, copy: ReceiptCopy | None = None) -> None:
+    def open(
+        self,
+        model: Any,
+        load: Load | None = None,
+        copy: ReceiptCopy | None = None,
+        names: CheckpointNames | None = None,
+    ) -> None:
         """Digest the tensors that the `load_weights` of `model` gets from now on, and load them by `load`; default:
-        the model's own. With `copy`, also write them down."""
+        the model's own. With `copy`, also write them down. All see the checkpoint's names."""
         self.drop()
         scribe = _scribe_after(self._scribe, copy) if copy is not None else None
         self._scribe = scribe or self._scribe
-        self._tee = WeightTee(model, scribe, load)
+        self._tee = WeightTee(model, scribe, load, names)
 
     def load_by(self, load: Load) -> None:
         """Hand tensors to `load` from now on."""

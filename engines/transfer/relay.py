@@ -18,6 +18,7 @@ import torch
 import uvloop
 from aiohttp import web
 
+from engines.checkpoint_names import CheckpointNames, announced_as
 from engines.engine import Json, ReceiptCopy
 from engines.errors import InvalidRequest, RolloutGatewayError, WeightUpdateFailed
 from engines.transfer.gloo import WeightGroup, receive
@@ -122,6 +123,7 @@ class RelayServer:
         self._receiver = receiver
         self._model = model
         self._receipts = Receipts()
+        self._names = CheckpointNames()
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[_answer_errors])
@@ -151,8 +153,14 @@ class RelayServer:
         """Answer vLLM's route for the receipt methods of our worker extension."""
         asked = await _object(request)
         match asked["method"]:
+            case "know_checkpoint":
+                self._names = CheckpointNames(**asked["kwargs"])
+            case "announced_as":
+                announced = await asyncio.to_thread(announced_as, self._names, asked["kwargs"]["update_info"])
+                return _json({"results": [announced]})
             case "open_receipt":
-                await asyncio.to_thread(self._receipts.open, self._model, copy=ReceiptCopy(**asked["kwargs"]))
+                copy = ReceiptCopy(**asked["kwargs"])
+                await asyncio.to_thread(self._receipts.open, self._model, None, copy, self._names)
             case "close_receipt":
                 digests = self._receipts.close()
                 # Answered when all is written: unlike a worker, a relay has no rollouts to serve.

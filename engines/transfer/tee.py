@@ -1,6 +1,7 @@
 """The tee of a vLLM worker: digests the tensors of an update, and as scribe copies them to the store.
 
-The tee wraps the model's `load_weights`, so it sees the tensors of any receiver, gloo or NCCL.
+The tee wraps the model's `load_weights`, so it sees the tensors of any receiver, gloo or NCCL, and gives them the
+checkpoint's names.
 """
 
 import contextlib
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 
+from engines.checkpoint_names import CheckpointNames, Incoming
 from engines.engine import ReceiptCopy
 from engines.errors import RolloutGatewayError
 from engines.store.draft import Draft, RawTensor
@@ -39,8 +41,15 @@ _SPARE_BYTES = {"cuda": 4 << 30, "cpu": 1 << 30}
 class WeightTee:
     """One update in one worker, from its start to its end."""
 
-    def __init__(self, model: Any, scribe: "Scribe | None" = None, load: Load | None = None) -> None:
-        """`load` replaces the model's `load_weights`."""
+    def __init__(
+        self,
+        model: Any,
+        scribe: "Scribe | None" = None,
+        load: Load | None = None,
+        names: CheckpointNames | None = None,
+    ) -> None:
+        """`load` replaces the model's `load_weights`. Tensors get the checkpoint's `names` first."""
+        self._incoming = Incoming(names or CheckpointNames())
         self._model = model
         self._scribe = scribe
         self._digests: list[_Digests] = []  # of each chunk
@@ -71,7 +80,7 @@ class WeightTee:
             self._scribe.give_up("the update was aborted")
 
     def _load_and_see(self, weights: Iterable[NamedTensor]) -> Any:
-        tensors = list(weights)
+        tensors = self._incoming.converted(weights)
         try:
             if not self._is_blind:
                 self._digests.append(_Digests(tensors))

@@ -25,6 +25,7 @@ from engines.errors import (
 )
 from engines.process.port import HeldPort
 from engines.process.process import Command, EngineProcess
+from engines.types import ReplicaInfo
 from gateway.config.schema import WeightsConfig
 
 TRANSPORT = "relay"
@@ -81,13 +82,20 @@ class Relay:
             await client.open_weight_group(init_info, self._config.init_timeout_s)
         self._is_open = True
 
-    async def begin(self, draft: Path, model: str) -> None:
+    async def begin(self, draft: Path, served: ReplicaInfo) -> None:
         """Write the tensors of the next calls into this folder of the weight store."""
         # The trainer waits for a slow disk: a tensor that is not written would reach no replica.
         wait_s = self._config.transfer_timeout_s
-        copy = ReceiptCopy(draft=str(draft), model=model, base="", names=(), wait_s=wait_s)
+        copy = ReceiptCopy(draft=str(draft), model=served.model, base="", names=(), wait_s=wait_s)
+        names, timeout_s = [tensor.name for tensor in served.tensors or ()], self._config.control_timeout_s
         async with self._or_ended("begin an update", self._config.control_timeout_s):
-            await self._member().open_receipt(copy, self._config.control_timeout_s)
+            await self._member().know_checkpoint(names, served.model_config, served.tied, timeout_s)
+            await self._member().open_receipt(copy, timeout_s)
+
+    async def announced_as(self, update_info: Json) -> Json:
+        """Return the announcement under the checkpoint's names."""
+        async with self._or_ended("read the announcement", self._config.control_timeout_s):
+            return await self._member().announced_as(update_info, self._config.control_timeout_s)
 
     async def receive(self, update_info: Json) -> None:
         """Receive the announced tensors. Without `begin` they are discarded: a refused trainer does not block."""

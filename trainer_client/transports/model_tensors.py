@@ -4,6 +4,7 @@ FSDP, FSDP2 and tensor-parallel models give sharded tensors, which `sharded.py` 
 torch.distributed is used only if the trainer has loaded it.
 """
 
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,10 +12,12 @@ from typing import Any
 
 import torch
 
+from engines.checkpoint_names import clean
 from engines.errors import InvalidRequest
 
-_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
-_ADAPTERS = (".lora_A.", ".lora_B.", ".base_layer.")
+_ADAPTERS = re.compile(r"\.(lora_[A-Za-z_]+|base_layer|ia3_l|ln_tuning_layers|hada_\w+|vera_\w+|oft_\w+)\.")
+"""Names of PEFT's wrappers."""
+_PARALLEL = torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,14 +31,12 @@ class NamedOnes:
 
 def model_tensors(model: torch.nn.Module) -> list[NamedOnes]:
     """Return parameters and persistent buffers, in the model's order. A collective call if the model is sharded."""
-    model = _without_compiler(model)
-    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
-        model = model.module
+    model = _unwrapped(model)
     state = _state(model)
-    if adapted := next((name for name in state if any(part in name for part in _ADAPTERS)), None):
+    if adapted := next(filter(_ADAPTERS.search, state), None):
+        served = ", or serve the adapter with POST /v1/load_lora_adapter" if ".lora_" in adapted else ""
         raise InvalidRequest(
-            f"the model has {adapted!r}, a part of a LoRA adapter: push the result of merge_and_unload(), or serve "
-            "the adapter with POST /v1/load_lora_adapter",
+            f"the model has {adapted!r}, a part of a PEFT adapter: push the result of merge_and_unload(){served}",
             param="named_tensors",
         )
     buffers = {clean(name) for name, _ in model.named_buffers(remove_duplicate=False)}
@@ -43,7 +44,8 @@ def model_tensors(model: torch.nn.Module) -> list[NamedOnes]:
     names = defaultdict(list)
     for name in state:
         names[first_names.get(name, name)].append(name)
-    return [NamedOnes(tuple(names[name]), state[name], name in buffers) for name in state if name in names]
+    # A hook of the state_dict may leave out any of a tensor's names, also the first.
+    return [NamedOnes(tuple(group), state[group[0]], group[0] in buffers) for group in names.values()]
 
 
 def data_parallel_ranks(model: torch.nn.Module) -> set[int]:
@@ -63,16 +65,16 @@ def _ranks_of_unit(unit: Any) -> Iterator[int]:
             yield copy + rank - here
 
 
+def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the module that torch.compile, DistributedDataParallel and DataParallel have wrapped, in any order."""
+    while (inner := model.module if isinstance(model, _PARALLEL) else _without_compiler(model)) is not model:
+        model = inner
+    return model
+
+
 def _without_compiler(model: torch.nn.Module) -> torch.nn.Module:
     """Return the module that torch.compile has wrapped, as accelerate does with a DistributedDataParallel."""
     return getattr(model, "_orig_mod", model)
-
-
-def clean(name: str) -> str:
-    """Return the name without wrapper prefixes."""
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
 
 
 def _state(model: torch.nn.Module) -> dict[str, torch.Tensor]:

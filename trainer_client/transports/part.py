@@ -26,5 +26,5 @@ class Part:
         """Yield each tensor when its turn comes, or gathered shortly before."""
         for run in self.ranks.runs(self.entries):
             for entry, tensor in zip(run, self.ranks.gather(run), strict=True):
-                yield entry.name, tensor
+                yield from entry.sent_as(tensor).items()
                 self.on_sent(entry)

@@ -243,7 +243,7 @@ class WeightSender:
             )
 
         served = self._client.served_weights()
-        for entries in given.parts(served.tensors, self._dtype):
+        for entries in given.parts(served, self._dtype):
             ranks.agree(entries, served)
             sent = narrow(entries, served)
             check_tensors(announced(entries), served, "named_tensors")

@@ -6,17 +6,20 @@ and one part is held at a time.
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 from math import prod
 from typing import Any, TypeAlias
 
 import torch
 
 from engines.announcement import CASTABLE
+from engines.checkpoint_names import CheckpointNames, clean, untied
 from engines.errors import InvalidRequest
 from engines.transfer.packing import NamedTensor
 from engines.types import TensorMeta
-from trainer_client.transports.model_tensors import NamedOnes, clean, data_parallel_ranks, model_tensors
+from trainer_client.served import ServedWeights
+from trainer_client.transports.model_tensors import NamedOnes, data_parallel_ranks, model_tensors
 from trainer_client.transports.sharded import gathered, is_sharded, parts_here, placed, ranks_of, shape_of
 
 Source: TypeAlias = torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[NamedTensor]
@@ -25,13 +28,18 @@ PART_BYTES = 1 << 30
 """Size at which a part of an iterator ends."""
 
 
+_checkpoint_names = lru_cache(maxsize=2)(CheckpointNames)
+"""Kept from push to push: transformers makes a model to find its names."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Entry:
-    """A tensor to send, with the name and dtype that are sent."""
+    """A tensor to send: its name in the trainer, the dtype that is sent, and the checkpoint's names."""
 
     name: str
     tensor: torch.Tensor
     dtype: torch.dtype
+    names: CheckpointNames = field(default_factory=CheckpointNames)
 
     @property
     def shape(self) -> list[int]:
@@ -41,6 +49,15 @@ class Entry:
     @property
     def num_bytes(self) -> int:
         return prod(self.shape) * int(self.dtype.itemsize)
+
+    def sent_as(self, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the checkpoint's tensors in the whole tensor, by name."""
+        return self.names.converted(self.name, tensor)
+
+    @property
+    def forms(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the checkpoint's tensors in it, by name. Raises `InvalidRequest` where it has none of them."""
+        return self.names.forms(self.name, self.shape)
 
     def made(self) -> Any:
         """Return the whole tensor in `dtype`. A collective call if sharded; None on a rank that does not need it."""
@@ -67,22 +84,20 @@ class Given:
         self.ranks = sorted(copies.union(*map(ranks_of, sharded)))
         """Trainer ranks that must take part; empty if this process has all tensors."""
 
-    def parts(self, served: Sequence[TensorMeta] | None, dtype: torch.dtype | None) -> Iterator[list[Entry]]:
+    def parts(self, served: ServedWeights, dtype: torch.dtype | None) -> Iterator[list[Entry]]:
         """Yield the parts in `dtype`, else in the served dtypes, else in their own."""
-        held = {tensor.name: tensor for tensor in served} if served is not None else None
+        held = {tensor.name: tensor for tensor in served.tensors or ()}
+        names = _checkpoint_names(tuple(held), served.config, served.tied)
         part: list[NamedOnes] | None = self._first
         self._first = []
-        sent: set[str] = set()
+        sent: dict[str, Entry | None] = {}
         while part is not None:
             entries = [
-                Entry(
-                    name, _with_bytes(name, one.tensor), _sent_in(one.tensor, dtype, held.get(name) if held else None)
-                )
+                Entry(name, _with_bytes(name, one.tensor), _sent_in(name, one.tensor, dtype, names, held), names)
                 for one in part
-                for name in _sent_under(one, held)
+                for name in _sent_under(one, names)
             ]
-            _check_names_are_new(entries, sent)
-            yield entries
+            yield [entry for entry in entries if _is_new(entry, sent)]
             part = next(self._parts, None)
             self._check_ranks(part or ())
 
@@ -97,22 +112,46 @@ class Given:
                 )
 
 
-def _check_names_are_new(entries: Iterable[Entry], sent: set[str]) -> None:
-    """Note the names. Raise `InvalidRequest` for one that has come before, whose tensor may be another."""
-    for entry in entries:
-        if entry.name in sent:
-            raise InvalidRequest(
-                f"named_tensors has two tensors named {entry.name!r}: give each name once", param="named_tensors"
-            )
-        sent.add(entry.name)
+def _is_new(entry: Entry, sent: dict[str, Entry | None]) -> bool:
+    """Note the names under which it is sent. Return False for a tied tensor that has come under its other name.
+
+    Raise `InvalidRequest` for a name that has come before, and for a tied tensor with other values.
+    """
+    forms, is_tied = entry.forms, any(map(entry.names.are_tied, (entry.name, *entry.forms)))
+    for name in forms.keys() & sent.keys():
+        before = sent[name]
+        if before is None or before.name == entry.name:
+            raise InvalidRequest(f"named_tensors has two tensors named {name!r}: give each once", param="named_tensors")
+        if not _are_equal(before, entry):
+            raise untied(before.name, entry.name)
+        return False
+    sent |= dict.fromkeys(forms, entry if is_tied else None)
+    return True
+
+
+def _are_equal(first: Entry, second: Entry) -> bool:
+    """Return True for equal values in the dtype that is sent, as far as this rank has them."""
+    if first.tensor is second.tensor:
+        return True
+    ours, others = parts_here(first.tensor), parts_here(second.tensor)
+    return (
+        first.shape == second.shape
+        and len(ours) == len(others)
+        and all(
+            one.shape == other.shape
+            and torch.equal(one.detach().to(first.dtype), other.detach().to(one.device, first.dtype))
+            for one, other in zip(ours, others, strict=True)
+        )
+    )
 
 
 def announced(entries: Sequence[Entry]) -> dict[str, object]:
     """Return the entries in the form of /update_weights."""
+    forms = [(name, shape, entry.dtype) for entry in entries for name, shape in entry.forms.items()]
     return {
-        "names": [entry.name for entry in entries],
-        "dtype_names": [_name(entry.dtype) for entry in entries],
-        "shapes": [entry.shape for entry in entries],
+        "names": [name for name, _, _ in forms],
+        "dtype_names": [_name(dtype) for _, _, dtype in forms],
+        "shapes": [list(shape) for _, shape, _ in forms],
     }
 
 
@@ -141,6 +180,12 @@ def _parts(source: Source, *, by_layer: bool) -> Iterator[list[NamedOnes]]:
         yield model_tensors(source)
     elif isinstance(source, Iterator):
         yield from _bounded((_checked(one) for one in source), by_layer=by_layer)
+    elif not isinstance(source, Iterable):
+        raise InvalidRequest(
+            f"named_tensors is a {type(source).__name__}: give a torch.nn.Module, a mapping, or pairs of name and "
+            "tensor",
+            param="named_tensors",
+        )
     else:
         yield _same_as_one([_checked(one) for one in (source.items() if isinstance(source, Mapping) else source)])
 
@@ -149,6 +194,9 @@ def _checked(named: Any) -> NamedOnes:
     match named:
         case (str() as name, tensor) if isinstance(tensor, torch.Tensor) or is_sharded(tensor):
             return NamedOnes((clean(name),), tensor)
+        case (str() as name, value):
+            kind = f"{type(value).__module__}.{type(value).__qualname__}"
+            raise InvalidRequest(f"named_tensors has {name!r} as {kind}: give a torch.Tensor", param="named_tensors")
     raise InvalidRequest(
         f"named_tensors has {str(named)[:60]!r}: give a torch.nn.Module, a mapping, or pairs of name and tensor",
         param="named_tensors",
@@ -173,13 +221,14 @@ def _place(tensor: torch.Tensor) -> Any:
     return here, tuple(shape_of(tensor)), placed(tensor)
 
 
-def _sent_under(one: NamedOnes, held: Mapping[str, TensorMeta] | None) -> tuple[str, ...]:
+def _sent_under(one: NamedOnes, names: CheckpointNames) -> tuple[str, ...]:
     """Return its served names; a tied weight has one unless the served checkpoint has both.
 
     A parameter without a served name is kept, for the later check; a buffer need not be in a checkpoint.
     """
-    served = tuple(name for name in one.names if held and name in held)
-    return served or (() if one.is_buffer else one.names[:1])
+    served = tuple(name for name in one.names if names.has(name, shape_of(one.tensor)))
+    is_buffer = one.is_buffer or names.lacks_buffer(one.names[0])
+    return served or (() if is_buffer else one.names[:1])
 
 
 def _with_bytes(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -198,12 +247,20 @@ def _has_bytes(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_quantized
 
 
-def _sent_in(tensor: torch.Tensor, asked: torch.dtype | None, held: TensorMeta | None) -> torch.dtype:
+def _sent_in(
+    name: str,
+    tensor: torch.Tensor,
+    asked: torch.dtype | None,
+    names: CheckpointNames,
+    held: Mapping[str, TensorMeta],
+) -> torch.dtype:
     if _name(tensor.dtype) not in CASTABLE:
         return tensor.dtype
     if asked is not None:
         return asked
-    return getattr(torch, held.dtype) if held is not None and held.dtype in CASTABLE else tensor.dtype
+    into = next(iter(names.forms(name, shape_of(tensor))))
+    served = held[into].dtype if into in held else ""
+    return getattr(torch, served) if served in CASTABLE else tensor.dtype
 
 
 def _name(dtype: torch.dtype) -> str:

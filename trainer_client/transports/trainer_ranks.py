@@ -119,7 +119,7 @@ class TrainerRanks(Ranks):
                 continue
             if "part" in word:
                 served = ServedWeights.read(word["part"])
-                parts = parts or given.parts(served.tensors, dtype)
+                parts = parts or given.parts(served, dtype)
                 entries = self._next_part(parts)
                 runs = iter(self.runs(narrow(entries, served) if entries else []))
             else:

@@ -160,7 +160,7 @@ class Link:
 
     def joined(self, replica: Replica) -> None:
         self._replicas[replica.replica_id] = replica
-        info = replace(replica.info, tensors=None)
+        info = replace(replica.info, tensors=None, model_config="")
         self._channel.send(
             Joined(
                 info, replica.frozen, replica.state, writable(replica.reason), replica.weight_version, replica.cuts_off

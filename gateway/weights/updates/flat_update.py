@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import structlog
 
-from engines.announcement import check_fused, check_tensors
+from engines.announcement import check_fused, check_tensors, has_others
 from engines.engine import Json, ReceiptCopy
-from engines.errors import InvalidRequest, WeightUpdateConflict, WeightUpdateFailed
+from engines.errors import RolloutGatewayError, WeightUpdateConflict, WeightUpdateFailed
 from engines.types import Dialect, InFlight
 from gateway.fleet.replica import Replica
 from gateway.fleet.replica_calls import on_all, try_on_all
@@ -84,9 +84,12 @@ class FlatUpdate:
         """Have every replica receive the tensors that the trainer is about to send."""
         update, group = self._machine.opened("update_weights"), await self._whole_group()
         try:
+            announced = update_info
             for replica in group.members:
-                check_tensors(update_info, replica.info, "update_info")
-        except InvalidRequest as error:
+                if has_others(announced, replica.info):
+                    announced = await replica.engine.announced_as(update_info, self._parts.config.control_timeout_s)
+                check_tensors(announced, replica.info, "update_info")
+        except RolloutGatewayError as error:
             # The trainer may already be in its broadcast, which ends when the replicas leave the group.
             await self._machine.abort(str(error))
             await self.close()
@@ -100,7 +103,7 @@ class FlatUpdate:
         except BaseException:
             self._group = None
             raise
-        update.receive(update_info)
+        update.receive(announced)
 
     async def finish(self, canary_logprobs: Sequence[float] | None) -> int:
         """Commit on every replica, verify, and serve again. Return the version now served."""

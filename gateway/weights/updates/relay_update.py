@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import structlog
 
-from engines.announcement import check_tensors
+from engines.announcement import check_tensors, has_others
 from engines.engine import Json
 from engines.errors import RolloutGatewayError
 from engines.types import InFlight
@@ -44,7 +44,7 @@ class RelayUpdate:
             self._parts.fleet.settled_version, max(map(checkpoint_bytes, members))
         )
         try:
-            await self._relay.begin(draft, members[0].info.model)
+            await self._relay.begin(draft, members[0].info)
         except BaseException:
             await self._parts.snapshots.discard(draft)
             raise
@@ -54,8 +54,12 @@ class RelayUpdate:
         """Have the relay receive the tensors that the trainer is about to send."""
         try:
             update = self._machine.opened("update_weights")
-            for replica in await self._store.loaders():
-                check_tensors(update_info, replica.info, "update_info")
+            members = await self._store.loaders()
+            announced = update_info
+            if any(has_others(update_info, replica.info) for replica in members):
+                announced = await self._relay.announced_as(update_info)
+            for replica in members:
+                check_tensors(announced, replica.info, "update_info")
         except RolloutGatewayError as error:
             await self._machine.abort(str(error))
             await self._let_go(update_info)
@@ -63,7 +67,7 @@ class RelayUpdate:
         async with self._machine.step(update, "transfer"):
             update.phase = Phase.RECEIVING
             await self._relay.receive(update_info)
-        update.receive(update_info)
+        update.receive(announced)
 
     async def finish(self, canary_logprobs: Sequence[float] | None) -> int:
         """Load the relay's draft on the replicas. Return the version now served."""

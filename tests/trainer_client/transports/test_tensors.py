@@ -1,6 +1,7 @@
 """A trainer's tensors to push: names, dtypes, tied weights, and parts."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,8 +13,12 @@ from torch import nn
 
 from engines.errors import InvalidRequest
 from engines.types import TensorMeta
+from trainer_client.served import ServedWeights
 from trainer_client.transports import tensors
 from trainer_client.transports.tensors import Entry, Given
+
+
+UNKNOWN = ServedWeights(model="m", version=0, update=None, tensors=None, gpus={})
 
 
 class Model(nn.Module):
@@ -34,7 +39,7 @@ def meta(name: str, dtype: str = "bfloat16") -> TensorMeta:
 
 
 def only_part(source: Any, *served: TensorMeta, dtype: torch.dtype | None = None) -> list[Entry]:
-    (part,) = Given(source).parts(served or None, dtype)
+    (part,) = Given(source).parts(replace(UNKNOWN, tensors=served or None), dtype)
     return part
 
 
@@ -132,13 +137,13 @@ def test_a_name_that_comes_twice_is_refused(as_given: Any, monkeypatch: pytest.M
     monkeypatch.setattr(tensors, "PART_BYTES", 1)
     pairs = [("w", torch.ones(3)), ("v", torch.ones(3)), ("_orig_mod.w", torch.zeros(3))]
     with pytest.raises(InvalidRequest, match="two tensors named 'w'"):
-        list(Given(as_given(pairs)).parts(None, None))
+        list(Given(as_given(pairs)).parts(UNKNOWN, None))
 
 
 def test_parts_end_with_a_layer_where_they_must(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensors, "PART_BYTES", 1)
     named = iter([(name, torch.ones(2)) for name in ("layers.0.q", "layers.0.k", "layers.1.q", "norm.weight")])
-    parts = [names(part) for part in Given(named, by_layer=True).parts(None, None)]
+    parts = [names(part) for part in Given(named, by_layer=True).parts(UNKNOWN, None)]
     assert parts == [["layers.0.q", "layers.0.k"], ["layers.1.q"], ["norm.weight"]]
 
 
@@ -147,11 +152,11 @@ def test_an_iterator_whose_later_parts_are_of_other_ranks_is_refused(monkeypatch
     whole, sharded = torch.ones(2), torch.zeros(2)
     monkeypatch.setattr(tensors, "is_sharded", lambda tensor: tensor is sharded)
     monkeypatch.setattr(tensors, "ranks_of", lambda _: (0, 1))
-    parts = Given(iter([("embed", whole), ("w", sharded)])).parts(None, None)
+    parts = Given(iter([("embed", whole), ("w", sharded)])).parts(UNKNOWN, None)
     assert names(next(parts)) == ["embed"]
     with pytest.raises(InvalidRequest, match=r"'w' is sharded over ranks \[0, 1\], .* no other rank"):
         next(parts)
-    assert [names(part) for part in Given(iter([("w", sharded), ("embed", whole)])).parts(None, None)] == [
+    assert [names(part) for part in Given(iter([("w", sharded), ("embed", whole)])).parts(UNKNOWN, None)] == [
         ["w"], ["embed"]
     ]  # fmt: skip
 
@@ -165,7 +170,7 @@ def test_an_iterator_is_read_no_further_than_a_part(monkeypatch: pytest.MonkeyPa
             made.append(name)
             yield name, torch.ones(2)
 
-    parts = Given(making()).parts(None, None)
+    parts = Given(making()).parts(UNKNOWN, None)
     assert names(next(parts)) == ["a", "b"]
     assert made == ["a", "b", "c"]
     assert [names(part) for part in parts] == [["c", "d"], ["e"]]

@@ -23,7 +23,7 @@ _EXPERTS: Json = {
 """The same sizes by every family's names; a configuration takes the names that it has."""
 _MLA: Json = {
     "kv_lora_rank": 512, "q_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 32,
-    "num_key_value_heads": 4,
+    "num_key_value_heads": 4, "head_dim": 64,
 }  # fmt: skip
 _LINEAR: Json = {
     "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 32, "linear_value_head_dim": 32,

@@ -9,6 +9,7 @@ from scripts.docs.parts import (
     configuration_page,
     continuation_table,
     engines_matrix,
+    models_matrix,
     rooms_picture,
     tuning_guide,
     updates_matrix,
@@ -18,13 +19,19 @@ from scripts.docs.parts.marked_part import with_part
 DOCS = ROOT / "docs"
 
 
+def _compatibility() -> str:
+    page = (DOCS / "compatibility.md").read_text(encoding="utf-8")
+    page = with_part(page, clients_table.BEGIN, clients_table.clients_table(), clients_table.END)
+    return with_part(page, models_matrix.BEGIN, models_matrix.models_matrix(), models_matrix.END)
+
+
 def _part(page: str, begin: str, end: str, make: Callable[[], str]) -> Callable[[], str]:
     return lambda: with_part((DOCS / page).read_text(encoding="utf-8"), begin, make(), end)
 
 
 PAGES: dict[str, Callable[[], str]] = {
     "architecture.md": _part("architecture.md", rooms_picture.BEGIN, rooms_picture.END, rooms_picture.rooms_picture),
-    "compatibility.md": _part("compatibility.md", clients_table.BEGIN, clients_table.END, clients_table.clients_table),
+    "compatibility.md": _compatibility,
     "configuration.md": _part(
         "configuration.md", configuration_page.BEGIN, configuration_page.END, configuration_page.keys_tables
     ),

@@ -8,12 +8,12 @@ from functools import partial
 from typing import Any
 
 import pytest
-from sim.model import SimModel
 
 from engines.engine import Engine
 from gateway.dialects.spans import stamp_versions
 from gateway.fleet.flight import Flight
 from gateway.fleet.replica import Replica
+from sim.model import SimModel
 from tests.rigs.rig import Rig, StartRig
 
 Json = dict[str, Any]

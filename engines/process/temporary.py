@@ -8,7 +8,6 @@ import fcntl
 import getpass
 import os
 import shutil
-import stat
 import tempfile
 from pathlib import Path
 
@@ -31,9 +30,7 @@ class EngineFolder:
         self._lock = locked
         os.environ["TMPDIR"] = tempfile.tempdir = str(self.path)
         # torch keeps compiled kernels in the temporary folder; the next start is to find them.
-        kernels = Path(f"{outer}/torchinductor_{_user()}")
-        if "TORCHINDUCTOR_CACHE_DIR" not in os.environ and _is_made_by_us(kernels):
-            os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(kernels)
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{outer}/torchinductor_{_user()}")
 
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
@@ -74,16 +71,6 @@ def _is_removed(path: Path) -> bool:
             os.close(lock)
         return True
     return False
-
-
-def _is_made_by_us(path: Path) -> bool:
-    """Make a folder. False where another user has made it, or may write to it: its kernels could be forged."""
-    try:
-        path.mkdir(mode=0o700, exist_ok=True)
-        found = path.lstat()
-    except OSError:
-        return False
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & stat.S_IWOTH
 
 
 def _user() -> str:

@@ -51,7 +51,7 @@ from gateway.cli.trace import trace, trace_lines
 from gateway.cli.up import up
 from gateway.cli.vllm_serve import HELP, read_command
 from gateway.config.load import explain, load
-from gateway.config.machine import lacks
+from gateway.config.machine import lacks, missing_keys
 from gateway.config.node_gpus import read_gpus
 from gateway.config.schema import Config
 from gateway.config.serve_document import ENVIRONMENT_REFERENCES, serve_config, written_out_keys
@@ -106,7 +106,7 @@ def up_command(
     """Start Ray if none runs, deploy, and return when every replica is ready."""
     chosen = read_gpus(gpus) if gpus is not None else ()
     with shown(Console(stderr=True)) as report:
-        found = up(load(config, context.args), report, timeout_s, chosen)
+        found = up(load(config, context.args), report, timeout_s, chosen, config)
     print_running(found)
 
 
@@ -272,7 +272,9 @@ def show_command(context: typer.Context, config: File = None, as_json: AsJson = 
 
 @config_app.command("validate", context_settings=WITH_OVERRIDES, epilog=OVERRIDES)
 def validate_command(context: typer.Context, config: File = None, as_json: AsJson = False) -> None:
-    """Check the configuration: report each mistake with its place, and needs that this machine cannot meet."""
+    """Check the configuration: report each mistake with its place, and needs that this machine cannot meet.
+
+    Exit code 1 for either."""
     try:
         found = load(config, context.args)
     except ConfigError as error:
@@ -281,13 +283,15 @@ def validate_command(context: typer.Context, config: File = None, as_json: AsJso
         print_json({"valid": False, "errors": str(error).splitlines()})
         raise typer.Exit(1) from error
     groups = {name: group.num_replicas for name, group in found.groups.items()}
-    lacking = lacks(found)
+    lacking = [*lacks(found), *missing_keys(found)]
     if as_json:
         print_json({"valid": True, "errors": [], "replicas": groups, "lacking_here": lacking})
-        return
-    print("valid: " + ", ".join(f"{name} x {count}" for name, count in groups.items()))
-    for line in lacking:
-        print(f"cannot run on this machine: {line}")
+    else:
+        print("valid: " + ", ".join(f"{name} x {count}" for name, count in groups.items()))
+        for line in lacking:
+            print(f"cannot run on this machine: {line}")
+    if lacking:
+        raise typer.Exit(1)
 
 
 @config_app.command("explain", context_settings=WITH_OVERRIDES, epilog=OVERRIDES)

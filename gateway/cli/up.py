@@ -11,47 +11,57 @@ from gateway.cli.cluster.application import (
     DeployFailed,
     Running,
     configured_url,
+    describe,
     last_words,
     running,
+    serve_api,
     wait_for_gateway,
     wait_for_serve,
 )
 from gateway.cli.cluster.changes import changes, has_running_engine, replaced, scaled
 from gateway.cli.cluster.lock import changing
-from gateway.cli.cluster.ports import unbindable
+from gateway.cli.cluster.ports import is_here, unbindable
 from gateway.cli.cluster.progress import Report
 from gateway.cli.cluster.ray_head import check_gpus, start_ray
 from gateway.cli.cluster.serve_api import ClusterRefused, ServeApi, ask_control_plane
 from gateway.cli.cluster.state import State, write_private
 from gateway.cli.down import delete, down
-from gateway.config.machine import lacks
+from gateway.config.machine import lacks, misplaced, missing_keys
 from gateway.config.schema import Config
-from gateway.config.serve_document import serve_config, written_out_keys
+from gateway.config.serve_document import config_of, serve_config, written_out_keys
 
 # Time for placing replicas and for Serve's own start, on top of the engines' start.
 DEPLOY_SLACK_S = 120.0
 
 
-def up(config: Config, report: Report, timeout_s: float | None = None, gpus: Sequence[str] = ()) -> Running:
+def up(
+    config: Config,
+    report: Report,
+    timeout_s: float | None = None,
+    gpus: Sequence[str] = (),
+    file: Path | None = None,
+) -> Running:
     """Start what is missing, deploy, and return when the application runs. A failure undoes what this call began.
+
+    Raises `ConfigError`, and changes nothing, where the configuration cannot run here. `file` is noted for the user.
 
     `gpus` are the GPUs of this node that Ray may give to engines; all unless named. Raises `ClusterRefused` where a
     running Ray was started with others, or has another application in this one's place.
     """
     with changing(config.name, "up"):
-        return _up(config, report, timeout_s or _deploy_timeout_s(config), gpus)
+        return _up(config, report, timeout_s or _deploy_timeout_s(config), gpus, file)
 
 
-def _up(config: Config, report: Report, timeout_s: float, gpus: Sequence[str]) -> Running:
+def _up(config: Config, report: Report, timeout_s: float, gpus: Sequence[str], file: Path | None) -> Running:
     api = ServeApi.from_environment()
     state = _state(config.name, api)
-    is_new = False
+    is_new = deploying = False
     try:
         if api.is_up():
             check_gpus(state, gpus)
+            _check_cluster(config, api)
         else:
-            if lacking := [*lacks(config, gpus=len(gpus) or None), *unbindable(config)]:
-                raise ConfigError("\n".join(lacking))
+            _refuse([*lacks(config, gpus=len(gpus) or None), *missing_keys(config), *unbindable(config)])
             is_new = True
             state.gpus = list(gpus)
             start_ray(state, api, report)
@@ -59,6 +69,7 @@ def _up(config: Config, report: Report, timeout_s: float, gpus: Sequence[str]) -
         before = _application_before(api, config.name, report)
         is_new = before is None
         state.write()
+        deploying = True
         _deploy(api, config, before, report)
         _wait_until_running(api, config, before, report, timeout_s)
         found = running(config.name)
@@ -73,18 +84,53 @@ def _up(config: Config, report: Report, timeout_s: float, gpus: Sequence[str]) -
             "all replicas",
             lambda _: ask_control_plane(url, "/health") is not None,
         )
+        state.file = str(file.resolve()) if file else ""
+        state.write()
         return found
     except BaseException:  # Ctrl-C too: an application that never ran must not go on trying in the background
         if is_new:
             _undo(config.name, report)
+        elif deploying:
+            _say_what_serves(config.name, state.file, report)
         raise
+
+
+def _check_cluster(config: Config, api: ServeApi) -> None:
+    """Raise `ConfigError` where the running Ray cannot run the configuration. Nothing is changed yet.
+
+    Files and ports of other machines are not seen from here.
+    """
+    nodes, details = api.nodes(), api.details()
+    if not all(is_here(address) for address, _ in nodes):
+        _refuse(misplaced(config, nodes))
+        return
+    deployed = (details["applications"].get(config.name) or {}).get("deployed_app_config")
+    ports = unbindable(config, config_of(deployed).gateway.port if deployed else None, details["http_options"]["port"])
+    _refuse([*lacks(config, gpus=sum(gpus for _, gpus in nodes)), *ports])
+
+
+def _refuse(reasons: Sequence[str]) -> None:
+    if reasons:
+        raise ConfigError("\n".join([*reasons, "nothing was started or stopped"]))
+
+
+def _say_what_serves(name: str, file: str, report: Report) -> None:
+    try:
+        application = serve_api(name).application(name)
+    except RolloutGatewayError as error:
+        report.note(f"the state of {name} is unknown: {error}")
+        return
+    now = f"{application['status']}, {describe(application)}" if application else "removed"
+    report.note(f"{name} now: {now}")
+    report.note(f"to get the earlier fleet back: rollout-gateway up -c {file or 'FILE, with its own configuration'}")
 
 
 def _state(name: str, api: ServeApi) -> State:
     """Return the record of an earlier `up` where its Ray lives on, else a new one."""
     state = State.read(name)
     if state is None or not state.ray_lives:
-        return State(name=name, dashboard=api.address)
+        file = state.file if state and state.dashboard == api.address else ""
+        return State(name=name, dashboard=api.address, file=file)
     if state.dashboard != api.address:
         raise ClusterRefused(
             f"{name} is up already, on the Ray at {state.dashboard}, and another gateway of that name on this machine "

@@ -168,7 +168,8 @@ def _report(sources: Sequence[Source], problem: dict[str, Any]) -> str:
     place = source.place(key) + ": " if source and source.place(key) else ""
     dotted = ".".join(map(str, key))
     if problem["type"] == "extra_forbidden":
-        return f"{place}{dotted}: unknown key; {nearest(key)}"
+        said = "" if place == f"argument {dotted}: " else f"{dotted}: "
+        return f"{place}{said}unknown key; {nearest(key)}"
     message = str(problem["msg"]).removeprefix("Value error, ")
     if not key:
         return place + message if source else message

@@ -1,11 +1,12 @@
 """Needs of a configuration that one machine cannot meet. Others may: `serve deploy` runs elsewhere."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
 from engines.errors import ConfigError
+from engines.process.launch import engine_command
 from engines.types import EngineKind
 from gateway.config.certificate import read_certificate
 from gateway.config.load import with_secrets
@@ -19,14 +20,17 @@ _STARTED = (EngineKind.VLLM, EngineKind.SGLANG)
 def lacks(
     config: Config,
     *,
-    gpus: int | None = None,
+    gpus: float | None = None,
     environ: Mapping[str, str] = os.environ,
     devices: Path = Path("/dev"),
 ) -> list[str]:
-    """List what keeps the configuration from running on this machine alone; `gpus` replaces the count of its own."""
+    """List what keeps the configuration from running on this machine alone; `gpus` replaces the count of its own.
+
+    Keys are not read: a running Ray has variables of its own.
+    """
     present = len(visible_gpus(environ, devices)) if gpus is None else gpus
-    found = [*_models(config), *_gpus(config, present), *_keys(config, environ), *_certificate(config)]
-    return [*found, *_packages(config)]
+    found = [*_models(config), *_gpus(config, present), *_certificate(config), *_packages(config)]
+    return found or _engines(config)
 
 
 def _models(config: Config) -> Iterator[str]:
@@ -38,21 +42,40 @@ def _models(config: Config) -> Iterator[str]:
             yield f"{section}.model = {group.model!r}: this machine has no such folder"
 
 
-def _gpus(config: Config, present: int) -> Iterator[str]:
+def _gpus(config: Config, present: float) -> Iterator[str]:
+    for error in misplaced(config, [("this machine", present)]):
+        yield f"{error}. This machine has {present:g} GPUs" if present else f"{error}. This machine has no GPU"
+
+
+def misplaced(config: Config, nodes: Sequence[tuple[str, float]]) -> list[str]:
+    """List why the engines do not fit the GPUs of these nodes, each an address with its number of GPUs."""
     if config.serve.nodes_may_join:
-        return
-    nodes = [("this machine", float(present))]
+        return []
     try:
-        check_placement(config.groups, ClusterGpus(nodes=nodes, free=present))
+        check_placement(config.groups, ClusterGpus(nodes=nodes, free=0))
     except ConfigError as error:
-        yield f"{error}. This machine has {present} GPUs" if present else f"{error}. This machine has no GPU"
+        return [str(error)]
+    return []
 
 
-def _keys(config: Config, environ: Mapping[str, str]) -> Iterator[str]:
+def missing_keys(config: Config, environ: Mapping[str, str] = os.environ) -> list[str]:
+    """List the references to keys that lead to none, for a gateway with these variables."""
     try:
         with_secrets(config, environ)
     except ConfigError as error:
-        yield str(error)
+        return [str(error)]
+    return []
+
+
+def _engines(config: Config) -> list[str]:
+    """List the engines that are not installed or do not take these settings, as their start would report it."""
+    found = []
+    for group in config.groups.values():
+        try:
+            engine_command(group, port=1, index=0)
+        except ConfigError as error:
+            found.append(str(error))
+    return list(dict.fromkeys(found))
 
 
 def _certificate(config: Config) -> Iterator[str]:

@@ -7,13 +7,28 @@ from contextlib import closing
 from gateway.config.schema import Config
 
 
-def unbindable(config: Config) -> list[str]:
-    """List the addresses of the gateway and of Serve's proxy that cannot be bound, with the remedy."""
+def unbindable(config: Config, gateway_port: int | None = None, serve_port: int | None = None) -> list[str]:
+    """List the addresses of the gateway and of Serve's proxy that cannot be bound, with the remedy.
+
+    A running gateway has `gateway_port` already, and a running Serve `serve_port`.
+    """
     gateway, serve = config.gateway, config.serve
-    found = [*_failures("gateway.host", gateway.host, "gateway.port", gateway.port)]
-    if serve.proxy_location != "Disabled":
+    found: list[str] = []
+    if gateway.port != gateway_port:
+        found += _failures("gateway.host", gateway.host, "gateway.port", gateway.port)
+    if serve.proxy_location != "Disabled" and serve.http_port != serve_port:
         found += _failures("serve.http_host", serve.http_host, "serve.http_port", serve.http_port)
     return found
+
+
+def is_here(host: str) -> bool:
+    """Return True for an address of this machine. A forwarded port makes any cluster's dashboard look local."""
+    try:
+        with socket.socket() as probe:
+            probe.bind((host, 0))
+    except OSError:
+        return False
+    return True
 
 
 def _failures(host_key: str, host: str, port_key: str, port: int) -> Iterator[str]:

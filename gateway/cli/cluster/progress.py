@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from engines.config import EngineConfig
 from engines.process.engine_log import doing, read_tail
@@ -71,7 +72,7 @@ def _doing(name: str, log_folder: Path, replica: Mapping[str, Any], reserved: st
     except (ValueError, OSError):
         pass  # no log yet, or not here
     if replica.get("node_id") is None and reserved:
-        return f"STARTING, waits for {reserved} on one node"
+        return f"STARTING, waits for Ray to find {reserved} on one node and to start its worker"
     return "STARTING"
 
 
@@ -169,12 +170,12 @@ class _Table:
     def replicas(self, starts: Sequence[Start]) -> None:
         self._starts = starts
 
-    def draw(self) -> Table:
+    def draw(self) -> Group:
         title = f"{self._step} ({time.monotonic() - self._stepped:.0f} s)" if self._step else ""
-        table = Table(box=None, pad_edge=False, show_header=False, title=title, title_justify="left")
+        table = Table(box=None, pad_edge=False, show_header=False)
         for start in self._starts:
             table.add_row(start.name, start.doing, f"{start.elapsed_s:.0f} s")
-        return table
+        return Group(Text(title, style="italic"), table)  # a table without columns would not draw its title
 
 
 def _without_count(text: str) -> str:

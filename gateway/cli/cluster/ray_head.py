@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -42,7 +43,7 @@ def start_ray(state: State, api: ServeApi, report: Report) -> None:
     log = State.folder() / f"{state.name}.ray.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     # --block keeps one process that owns all others of this node, so that `down` ends these and no other Ray's.
-    command = [_script("ray"), "start", "--head", "--block", "--disable-usage-stats", f"--port={_gcs_port()}"]
+    command = [*_ray(), "start", "--head", "--block", "--disable-usage-stats", f"--port={_gcs_port()}"]
     command += ["--dashboard-host=127.0.0.1", f"--dashboard-port={where.port or 80}"]
     command += [f"--num-gpus={len(state.gpus)}"] if state.gpus else []
     with log.open("wb") as output:
@@ -99,7 +100,7 @@ def _environment() -> dict[str, str]:
     # `down` has removed the application before it stops Ray, so there is nothing to drain.
     environ.setdefault("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "0")
     if environ["RAY_AUTH_MODE"].lower() == "token":
-        _run([_script("ray"), "get-auth-token", "--generate"], environ)
+        _run([*_ray(), "get-auth-token", "--generate"], environ)
     return environ
 
 
@@ -114,11 +115,13 @@ def _gcs_port() -> int:
     return _GCS_PORT
 
 
-def _script(name: str) -> str:
-    path = Path(sys.executable).with_name(name)
-    if not path.exists():
-        raise RolloutGatewayError(f"{path} does not exist; install the extra: pip install 'rollout-gateway[serve]'")
-    return str(path)
+def _ray() -> list[str]:
+    """Return the command `ray` of this Python, wherever it finds Ray."""
+    if find_spec("ray") is None:
+        raise RolloutGatewayError(
+            f"{sys.executable} finds no Ray; install the extra: pip install 'rollout-gateway[serve]'"
+        )
+    return [sys.executable, "-m", "ray.scripts.scripts"]
 
 
 def _run(command: list[str], environ: Mapping[str, str]) -> None:

@@ -18,6 +18,7 @@ from engines.errors import RolloutGatewayError
 from gateway.opener import opener
 
 _APPLICATIONS = "/api/serve/applications/"
+_NODES = "/api/v0/nodes"
 # Serve starts its controller within the first deploy.
 _DEPLOY_TIMEOUT_S = 120.0
 # The dashboard imports Serve at the first question about it, which takes half a minute on a busy machine.
@@ -77,6 +78,12 @@ class ServeApi:
         found: dict[str, Any] = json.loads(self._call("GET", _APPLICATIONS))
         return found
 
+    def nodes(self) -> list[tuple[str, float]]:
+        """Return address and GPUs of each node that lives, from the API of `ray list nodes`."""
+        found = json.loads(self._call("GET", _NODES))["data"]["result"]["result"]
+        alive = (node for node in found if node["state"] == "ALIVE")
+        return [(node["node_ip"], float((node.get("resources_total") or {}).get("GPU", 0))) for node in alive]
+
     def application(self, name: str) -> dict[str, Any] | None:
         found: dict[str, Any] | None = self.details()["applications"].get(name)
         return found
@@ -124,7 +131,7 @@ class ServeApi:
             return _send(request, timeout_s)
         except urllib.error.HTTPError as error:
             with error:
-                message = self._refusal(method, error.code, error.read().decode(errors="replace"))
+                message = self._refusal(f"{method} {path}", error.code, error.read().decode(errors="replace"))
             raise (ClusterTroubled if error.code >= 500 else ClusterRefused)(message) from error
         except (OSError, ValueError, http.client.HTTPException) as error:
             raise self._no_answer(f"{method} {path}", getattr(error, "reason", error), timeout_s) from error
@@ -142,14 +149,14 @@ class ServeApi:
             "name another address in RAY_DASHBOARD_ADDRESS"
         )
 
-    def _refusal(self, method: str, status: int, text: str) -> str:
+    def _refusal(self, call: str, status: int, text: str) -> str:
         if status in (401, 403):
             remedy = (
                 "this cluster wants a token: set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH, or copy the head node's "
                 "~/.ray/auth_token here"
             )
             return f"{self.address} answered {status}: {remedy}"
-        return f"{self.address} answered {status} to {method} {_APPLICATIONS}: {text.strip()[-2000:]}"
+        return f"{self.address} answered {status} to {call}: {text.strip()[-2000:]}"
 
 
 def ask_control_plane(control_url: str, path: str) -> dict[str, Any] | None:

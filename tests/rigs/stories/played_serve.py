@@ -19,8 +19,10 @@ class PlayedServe:
         self.replicas: list[Json] = []
         self.deployed: list[Json] = []
         self.deleted: list[str] = []
+        self.node: Json = {"state": "ALIVE", "node_ip": "127.0.0.1", "resources_total": {"CPU": 2.0}}
         self._clock = 0.0
         self.url = ""
+        self.outcome = "RUNNING"
 
     def details(self) -> Json:
         host, _, port = self.url.removeprefix("http://").partition(":")
@@ -31,7 +33,7 @@ class PlayedServe:
         self.deployed.append(document)
         named = {one["name"]: one for one in document["applications"]}
         self.deleted += [name for name in self.applications if name not in named]
-        self.applications = {name: self.running(one) for name, one in named.items()}
+        self.applications = {name: self.running(one, status=self.outcome) for name, one in named.items()}
 
     def running(self, application: Json, engine_state: str = "RUNNING", status: str = "RUNNING") -> Json:
         self._clock += 1
@@ -51,6 +53,7 @@ class PlayedServe:
         pages: dict[str, Any] = {
             "/api/version": {},
             "/api/serve/applications/": self.details(),
+            "/api/v0/nodes": {"data": {"result": {"result": [self.node]}}},
             "/url": {"url": "http://127.0.0.1:8100"},
             "/status": {"replicas": self.replicas, "events": self.events},
             "/health": {"ready": True},

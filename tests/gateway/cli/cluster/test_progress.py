@@ -63,8 +63,11 @@ def test_each_replica_is_told_by_its_newest_log(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("reserved", "said"),
     [
-        ({"num_gpus": 2.0, "num_cpus": 0.0}, ", waits for 2 GPUs on one node"),
-        ({"num_gpus": 0.5, "num_cpus": 64.0}, ", waits for 0.5 GPUs and 64 CPUs on one node"),
+        ({"num_gpus": 2.0, "num_cpus": 0.0}, ", waits for Ray to find 2 GPUs on one node and to start its worker"),
+        (
+            {"num_gpus": 0.5, "num_cpus": 64.0},
+            ", waits for Ray to find 0.5 GPUs and 64 CPUs on one node and to start its worker",
+        ),
         ({"num_cpus": 0.0}, ""),
     ],
 )

@@ -205,7 +205,7 @@ class Run:
                 print(f"update refused: {error}", flush=True)
                 continue
             self.versions.add(version, number)
-            self.result.updates[in_flight] = self.result.updates.get(in_flight, 0) + 1
+            self.result.updates[in_flight.value] = self.result.updates.get(in_flight.value, 0) + 1
             return
 
     async def faults(self) -> None:

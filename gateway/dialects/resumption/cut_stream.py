@@ -173,7 +173,7 @@ class CutStream:
     def restore(self, parts: Mapping[int, Json]) -> None:
         """Take the first parts of samples, by index, from the record of a gateway before this one."""
         for index, part in parts.items():
-            sample = _Sample(list(part["token_ids"]), list(part["weight_versions"]))
+            sample = _Sample(list(part["token_ids"]), spans=list(part["weight_versions"]))
             sample.num_characters = len(part["text"])
             self._samples[index] = sample
             self.read_prompt(part["prompt_token_ids"])

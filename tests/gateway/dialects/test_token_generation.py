@@ -82,7 +82,7 @@ async def test_prefixes_are_salted_with_the_weight_version(rig: Rig) -> None:
     await rig.open_group()
     await rig.update()
     _, reply = await rig.post(PATH, ask(max_tokens=2) | {"min_version": 1})
-    assert reply["choices"][0]["weight_versions"][0]["version"] == 1
+    assert reply["choices"][0]["weight_versions"][0]["version"] == "1"
 
 
 async def test_a_replica_that_dies_costs_nothing(start_rig: StartRig) -> None:

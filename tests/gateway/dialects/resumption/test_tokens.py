@@ -144,7 +144,7 @@ async def streamed(rig: Rig, path: str, body: Json) -> list[Json]:
 def seam(told: Json, end: int = LONG) -> int:
     """Where the new weights begin."""
     old, new = told["weight_versions"]
-    assert (old["version"], old["start"], new["version"], new["end"]) == (0, 0, 1, end)
+    assert (int(old["version"]), old["start"], int(new["version"]), new["end"]) == (0, 0, 1, end)
     assert 0 < old["end"] == new["start"] < end
     return int(old["end"])
 
@@ -301,7 +301,7 @@ async def test_a_completion_may_be_cut_off_more_than_once(start_rig: StartRig) -
     (told,) = (await running)["choices"]
     last = (await stream)[-1]["choices"][0]
     for one in (told, last):
-        assert [span["version"] for span in one["weight_versions"]] == [0, 1, 2]
+        assert [int(span["version"]) for span in one["weight_versions"]] == [0, 1, 2]
         ends = [span["end"] for span in one["weight_versions"]]
         assert [span["start"] for span in one["weight_versions"]] == [0, *ends[:-1]]
         assert ends[-1] == LONG
@@ -460,7 +460,7 @@ async def test_samples_of_a_conversation_resume_separately_however_often_they_ar
     assert [told["index"] for told in reply["choices"]] == [0, 1, 2]
     assert reply["prompt_token_ids"] is None
     for told in reply["choices"]:
-        assert [one["version"] for one in told["weight_versions"]] == [0, 1, 2]
+        assert [int(one["version"]) for one in told["weight_versions"]] == [0, 1, 2]
         assert (told["weight_versions"][-1]["end"], told["token_ids"]) == (LONG, None)
         assert len(told["message"]["content"]) == LONG
     assert len({told["message"]["content"] for told in reply["choices"]}) == 3

@@ -2,17 +2,12 @@
 
 from engines.clients.vllm_engine import version_number
 from engines.engine import Json
-from engines.errors import EngineFailed
 from gateway.dialects.replies.carried import num_tokens, num_unscored
 from gateway.fleet.adapters import Adapter
 from gateway.fleet.flight import Flight
 
 UNSCORED = "missing_logprobs"
 """The field of a choice with the number of its tokens for which the engine gave no finite log-prob; absent if none."""
-
-
-class Contradiction(EngineFailed):
-    """An engine's own counts contradict the tokens that it sent: neither can be trusted."""
 
 
 def spans_so_far(report: list[Json], num_tokens: int) -> list[Json]:

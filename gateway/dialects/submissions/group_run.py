@@ -15,7 +15,6 @@ from gateway.dialects.completion_prompt import CompletionPrompt
 from gateway.dialects.completions import Completions
 from gateway.dialects.replies.carried import opened
 from gateway.dialects.runner import Runner
-from gateway.dialects.spans import Contradiction
 from gateway.dialects.submissions.sample import Sample
 from gateway.dialects.submissions.words import Group, OnDeadline
 from gateway.fleet.placement.sessions import session_key
@@ -152,13 +151,9 @@ class GroupRun:
             return
         prompt = await self._prompt(generation)
         if prompt.resumes:
-            try:
-                await self._read(self._chunks(generation.completions, prompt))
-            except Contradiction:
-                pass  # what is open is made again, read whole
-            else:
-                return
-        await self._make_whole(generation.runner, prompt)
+            await self._read(self._chunks(generation.completions, prompt))
+        else:
+            await self._make_whole(generation.runner, prompt)
 
     async def _prompt(self, generation: Generation) -> CompletionPrompt:
         asked = self.group.prompt
@@ -199,7 +194,7 @@ class GroupRun:
             self._record.ended(self, sample)
 
     async def _make_whole(self, runner: Runner, prompt: CompletionPrompt) -> None:
-        """Make each open sample by itself: requests whose fields restart, and engines that contradict themselves."""
+        """Make each open sample by itself: requests whose fields restart."""
         enough = asyncio.Event()
 
         async def make(sample: Sample) -> None:

@@ -15,7 +15,6 @@ from engines.errors import (
     UnknownModel,
 )
 from gateway.api import shortened
-from gateway.dialects.spans import Contradiction
 from gateway.fleet.placement.attempts import end_of
 from gateway.http.workers.failures import packed, unpacked
 
@@ -56,7 +55,10 @@ def test_the_field_of_a_wrong_request_is_kept() -> None:
 
 
 def test_an_error_of_another_module_is_the_nearest_that_both_processes_know() -> None:
-    assert type(unpacked(packed(Contradiction("counts", replica_id="engine-0")))) is EngineFailed
+    class OfAnotherModule(EngineFailed):
+        pass
+
+    assert type(unpacked(packed(OfAnotherModule("counts", replica_id="engine-0")))) is EngineFailed
 
 
 def test_an_error_that_was_not_foreseen_is_named() -> None:

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import cached_property
 from typing import Protocol
 
 from engines.engine import Json
@@ -67,7 +68,6 @@ class GroupRun:
     def __init__(self, group: Group, index: int, owner: str, submission_id: str, record: Record) -> None:
         self.group = group
         self.index = index
-        self.samples = [Sample(sample, is_done=sample in group.done) for sample in range(group.n)]
         self.read: list[int] = []
         self.model = ""
         """The model that makes it, once it has begun."""
@@ -79,6 +79,11 @@ class GroupRun:
         """Size of the tokens of open samples."""
         self._owner, self._submission_id = owner, submission_id
         self._record = record
+
+    @cached_property
+    def samples(self) -> list[Sample]:
+        """Made as the group begins, and dropped at its end: a submission may have half a million."""
+        return [Sample(sample, is_done=sample in self.group.done) for sample in range(self.group.n)]
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -95,10 +100,9 @@ class GroupRun:
         return array("i", self.read).tobytes()
 
     def drop(self) -> None:
-        """Forget what open samples have."""
+        """Forget the samples: the group has ended."""
         self.num_bytes = 0
-        for sample in self.open:
-            sample.deliver()
+        vars(self).pop("samples", None)
 
     def restore_end(self, index: int, *, is_good: bool) -> None:
         """Note a sample that a gateway before this one has ended."""

@@ -23,6 +23,7 @@ from gateway.ledger.moment import Moment
 TAKEN = "taken"
 """The mark of a suspended group that another submission goes on with."""
 _GOOD = "good"
+_OBJECT_BYTES = 300  # of an event, beside its content
 _LIFE_BITS = 20
 _ENDED = "ended"
 _AT_ONCE = 256  # events
@@ -165,7 +166,7 @@ class Submission:
         for run in () if self.is_released else self.runs:
             if run.is_read_by_engine:
                 row.prompts[run.index] = orjson.dumps(run.read)
-            if self.outcomes.get(run.index) in (None, Outcome.SUSPENDED):
+            if run.num_bytes and self.outcomes.get(run.index) in (None, Outcome.SUSPENDED):
                 for sample in run.open:
                     if part := sample.everything():
                         row.parts[run.index, sample.index].append(part)
@@ -241,7 +242,7 @@ class Submission:
             report["durable"] = False
         event = EventRow(cursor, group, sample, mark, msgspec.msgpack.encode({"cursor": cursor, **report}))
         self._events.append(event)
-        self._event_bytes += len(event.content or b"")
+        self._event_bytes += _size(event)
         self._put(
             lambda file: file.add_event(self.number, event, keeps_parts=keeps_parts),
             partial(self._is_durable, cursor),
@@ -320,7 +321,7 @@ class Submission:
         place = bisect_right(self._events, cursor, key=_cursor)
         freed = self._events[:place]
         del self._events[:place]
-        self._event_bytes -= sum(len(event.content or b"") for event in freed)
+        self._event_bytes -= sum(map(_size, freed))
         self._marks += [replace(event, content=None) for event in freed]
         self._put(lambda file: file.ack(self.number, cursor), self._wake)
 
@@ -355,7 +356,7 @@ class Submission:
         for event in row.events:
             (self._marks if event.content is None else self._events).append(event)
             self._last = self._durable = event.cursor
-            self._event_bytes += len(event.content or b"")
+            self._event_bytes += _size(event) if event.content is not None else 0
             self._restore_event(event)
         for group, token_ids in row.prompts.items():
             self.runs[group].read = orjson.loads(token_ids)
@@ -372,6 +373,11 @@ class Submission:
             self.outcomes[event.group] = event.mark
         else:
             self.runs[event.group].restore_end(event.sample, is_good=event.mark == _GOOD)
+
+
+def _size(event: EventRow) -> int:
+    """Bytes that an event takes in memory."""
+    return len(event.content or b"") + _OBJECT_BYTES
 
 
 def _cursor(event: EventRow) -> int:

@@ -510,11 +510,11 @@ async def test_a_submission_that_nobody_reads_is_cancelled(start_rig: StartRig) 
 
 
 async def test_ended_submissions_are_forgotten_beyond_the_bound_oldest_first(start_rig: StartRig) -> None:
-    rig = await start_rig(1, gateway={"submissions": {"max_bytes": 1500}})
+    rig = await start_rig(1, gateway={"submissions": {"max_bytes": 3000}})
     for number in range(5):
         await submitted(rig, [GROUP], id=f"s{number}")
     async with asyncio.timeout(20):
-        while (await rig.get("/status"))[1]["ledger"]["kept_bytes"] > 1500:
+        while (await rig.get("/status"))[1]["ledger"]["kept_bytes"] > 3000:
             await asyncio.sleep(0.05)
     assert (await rig.get("/v1/rollouts/s0"))[0] == 404
     assert samples(await read(rig, "s4")) == [(0, 0)]

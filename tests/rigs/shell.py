@@ -16,7 +16,7 @@ from gateway.cli import main as cli
 SCRIPT = Path(sys.executable).with_name("rollout-gateway")
 NAME = f"test-{os.getpid()}"
 """The application of a shell: another one's store, ledger and ports may be in use on this machine."""
-SIM = "engine: {kind: sim, num_replicas: 2, num_cpus: 0.1}\n"
+SIM = "engine: {kind: sim, num_replicas: 2, num_cpus: 0.1}\ngateway: {port: 0}\nserve: {http_port: 0}\n"
 _BOUND_S = 900.0  # a hang
 
 
@@ -30,8 +30,6 @@ class Shell:
             "HOME": str(folder),
             "RAY_DASHBOARD_ADDRESS": "http://127.0.0.1:1",
             "ROLLOUT_GATEWAY_NAME": NAME,
-            "ROLLOUT_GATEWAY_GATEWAY__PORT": "0",
-            "ROLLOUT_GATEWAY_SERVE__HTTP_PORT": "0",
         }
         self.environ.pop("XDG_STATE_HOME", None)
         (folder / "sim.yaml").write_text(SIM)

@@ -469,6 +469,22 @@ async def test_a_trainer_goes_on_with_the_relay_of_a_gateway_that_was_killed(
 
 
 @pytest.mark.usefixtures("fork")
+async def test_a_call_that_is_repeated_after_a_kill_counts_once_under_a_modules_names_too(
+    trainer: Trainer, start: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named = {f"module.{name}": tensor for name, tensor in tensors().items()}
+    assert (await trainer.start())[0] == 200
+    assert (await trainer.send(named))[0] == 200
+    await kill_gateway(trainer.rig, monkeypatch)
+    monkeypatch.undo()
+    monkeypatch.setattr(relay, "LastingProcess", ForkedRelay)
+    trainer.rig = await start(replicas=trainer.rig.replicas)
+    assert (await trainer.announce(named))[0] == 200
+    assert (await trainer.rig.get("/status"))[1]["weight_update"]["tensors"] == len(SHAPES)
+    assert (await trainer.finish())[1]["weight_version"] == 1
+
+
+@pytest.mark.usefixtures("fork")
 async def test_an_update_whose_lease_ended_with_a_killed_gateway_leaves_its_room_to_the_next(
     trainer: Trainer, start: StartRig, monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> None:

@@ -81,7 +81,6 @@ class ExternalEngine(_External, VllmEngine):
         version = info.engine_version if known else ""
         super().__init__(info.replica_id, info.url, version, api_key, peer=peer if info.fetches else None)
         self._info = info
-        self._has_labels = info.takes_weights  # it lists all weight routes
 
     async def ask(self, method: str, path: str, body: Json | None, timeout_s: float) -> Json:
         route = path.partition("?")[0]

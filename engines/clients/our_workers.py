@@ -149,10 +149,6 @@ class EngineWithWorkers(HttpEngine, ABC):
             await self._load_by_itself(path, timeout_s)
 
     async def label_weights(self, version: int, timeout_s: float) -> None:
-        told = await self._told_version(timeout_s)
-        if told is not None and self.tells_version:
-            reason = f"it no longer holds what was loaded as version {version}: was it restarted?"
-            raise EngineFailed(reason, replica_id=self.replica_id)
         await self._label(version, timeout_s)
 
     async def _label(self, version: int | None, timeout_s: float) -> None:

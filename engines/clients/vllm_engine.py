@@ -12,8 +12,6 @@ from engines.types import PauseMode
 _PACKED_AT_INIT = (0, 28)
 _NO_ROUTE = (404, 405)
 """Statuses of a release without a route."""
-_MOST_DIGITS = 19
-"""Length of the longest version, since trainers give numbers of up to 2**62."""
 
 
 class VllmEngine(EngineWithWorkers):
@@ -38,8 +36,6 @@ class VllmEngine(EngineWithWorkers):
         # The place of `packed` changed in vLLM 0.28, and the trainer's release may differ from the engine's.
         self._wants_packed_at_init = not engine_version or release(engine_version) >= _PACKED_AT_INIT
         self._packed = True
-        self._has_labels = False
-        """True once the server is known to tell versions: a later 404 there is a proxy's."""
 
     async def ask(self, method: str, path: str, body: Json | None, timeout_s: float) -> Json:
         return await self._call(method, path, body, timeout_s)
@@ -137,27 +133,26 @@ class VllmEngine(EngineWithWorkers):
         return self._translated(_results, await self.ask("POST", "/collective_rpc", body, timeout_s))
 
     async def _told_label(self, timeout_s: float) -> str:
-        if not self.tells_version:
-            return ""
-        try:
-            answer = await self.ask("GET", "/weight_info", None, timeout_s)
-        except EngineRefused as error:
-            if self._has_labels or error.status not in _NO_ROUTE:
-                raise
-            self.tells_version = False  # vLLM before weight versions
-            return ""
-        label = self._translated(label_of, answer)
-        self._has_labels = True
-        return label
+        answer = await self._of_labels("GET", "/weight_info", None, timeout_s)
+        return "" if answer is None else self._translated(label_of, answer)
 
     async def _told_version(self, timeout_s: float) -> int | None:
         return version_held(await self._told_label(timeout_s))
 
     async def _set_label(self, label: str, timeout_s: float) -> None:
-        if not self._has_labels:
-            await self._told_label(timeout_s)
-        if self.tells_version:
-            await self.ask("POST", "/update_weight_version", {"new_version": label}, timeout_s)
+        await self._of_labels("POST", "/update_weight_version", {"new_version": label}, timeout_s)
+
+    async def _of_labels(self, method: str, path: str, body: Json | None, timeout_s: float) -> Json | None:
+        """Return the answer of a route of weight versions; None from an older vLLM, which has none."""
+        if not self.tells_version:
+            return None
+        try:
+            return await self.ask(method, path, body, timeout_s)
+        except EngineRefused as error:
+            if error.status not in _NO_ROUTE:
+                raise
+            self.tells_version = False
+            return None
 
 
 def release(version: str) -> tuple[int, int]:
@@ -176,7 +171,7 @@ def label_of(answer: Json) -> str:
 
 def is_given(label: str) -> bool:
     """Return True for a label that a gateway gives. A server starts with another, mostly "default"."""
-    return label == MIXED or _is_number(label)
+    return label == MIXED or label.isdecimal()
 
 
 def version_held(label: str) -> int | None:
@@ -186,11 +181,7 @@ def version_held(label: str) -> int | None:
 
 def version_number(label: str) -> int:
     """Return the number of a vLLM label; 0 for "default", the checkpoint."""
-    return int(label) if _is_number(label) else 0
-
-
-def _is_number(label: str) -> bool:
-    return label.isascii() and label.isdigit() and len(label) <= _MOST_DIGITS
+    return int(label) if label.isdecimal() else 0
 
 
 def _results(answer: Json) -> list[Any]:

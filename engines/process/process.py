@@ -51,13 +51,24 @@ class Command:
 
 
 class _LoggedProcess:
-    """A command whose output goes into a log file."""
+    """A command in a session of its own, whose output goes into a log file."""
 
     def __init__(self, command: Command, log_path: Path) -> None:
         self.log_path = log_path
         self._command = command
 
-    def opened_log(self) -> BinaryIO:
+    def _run(self, argv: Sequence[str], stdin: int, env: Mapping[str, str]) -> "subprocess.Popen[bytes]":
+        with self._opened_log() as written:
+            return subprocess.Popen(
+                argv,
+                stdin=stdin,
+                stdout=written,
+                stderr=subprocess.STDOUT,
+                env={**_inherited(self._command.hidden), **self._command.env, **env},
+                start_new_session=True,
+            )
+
+    def _opened_log(self) -> BinaryIO:
         """Open the log with the command as its first line. Its owner alone may read it: engines write requests that
         they fail with."""
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -89,15 +100,7 @@ class LastingProcess(_LoggedProcess):
         self._child: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        with self.opened_log() as written:
-            self._child = subprocess.Popen(
-                self._command.argv,
-                stdin=subprocess.DEVNULL,
-                stdout=written,
-                stderr=subprocess.STDOUT,
-                env={**_inherited(self._command.hidden), **self._command.env},
-                start_new_session=True,
-            )
+        self._child = self._run(self._command.argv, subprocess.DEVNULL, {})
         self.pid = self._child.pid
 
     @property
@@ -132,15 +135,8 @@ class EngineProcess(_LoggedProcess):
         self._killed: set[int] = set()
 
     def start(self) -> None:
-        with self.opened_log() as written:
-            self._guard = subprocess.Popen(
-                [sys.executable, "-m", "engines.process.guard", str(self._stop_timeout_s), *self._command.argv],
-                stdin=subprocess.PIPE,
-                stdout=written,
-                stderr=subprocess.STDOUT,
-                env={**_inherited(self._command.hidden), **self._command.env, MARK: self._mark},
-                start_new_session=True,
-            )
+        guarded = [sys.executable, "-m", "engines.process.guard", str(self._stop_timeout_s), *self._command.argv]
+        self._guard = self._run(guarded, subprocess.PIPE, {MARK: self._mark})
 
     @property
     def pid(self) -> int:

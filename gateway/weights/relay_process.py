@@ -198,9 +198,11 @@ class Relay:
 
     @asynccontextmanager
     async def _or_ended(self, purpose: str, timeout_s: float) -> AsyncIterator[None]:
-        """End the process when a call fails or is cancelled: relay and trainer may be stuck in the call."""
+        """End the process where a call fails or is cancelled: relay and trainer may be stuck in the call."""
         try:
             yield
+        except InvalidRequest:  # an announcement that the relay has read and refused: it serves on
+            raise
         except EngineRefused as error:
             await self.close()
             raise InvalidRequest(message_of(error.body) or str(error), param=_param_of(error.body)) from error

@@ -130,6 +130,7 @@ class FlatUpdate:
             # background, so that the trainer has the reason before its group breaks.
             self._group = None
             await self._machine.abort(str(error), leaving=group.members)
+            await self._remember({})
             raise
         try:
             if update.phase is Phase.OPEN:

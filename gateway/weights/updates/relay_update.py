@@ -38,8 +38,11 @@ class RelayUpdate:
         if not self._relay.is_open:
             return {}
         note: Json = state["note"]
-        if not state["draft"] or note["has_lease"]:  # a trainer's lease has ended with the gateway
+        if not state["draft"]:
             return note
+        if note["has_lease"]:  # the trainer's lease has ended with the gateway, and its update with that
+            await self._drop()
+            return note if self._relay.is_open else {}
         draft = await self._parts.snapshots.reopen(Path(state["draft"]))
         if isinstance(draft, int):
             self._committed = draft

@@ -262,19 +262,6 @@ async def test_weights_that_the_gateway_brings_back_are_no_server_started_anew(v
     await theirs.stop()
 
 
-async def test_a_server_started_anew_gets_no_label_of_weights_that_it_does_not_hold(vllm: SimReplica) -> None:
-    """Another process behind the same URL, as of a Kubernetes service, between the load and the label."""
-    theirs = server_at(vllm.info.url)
-    engine = external_engine(await theirs.start())
-    await engine.ask("POST", "/update_weight_version", {"new_version": "mixed"}, SOON_S)
-    await engine.ask("POST", "/update_weight_version", {"new_version": "default"}, SOON_S)
-    with pytest.raises(EngineFailed, match="no longer holds what was loaded as version 3: was it restarted"):
-        await engine.label_weights(3, SOON_S)
-    assert await engine.weight_version(SOON_S) == 0
-    await engine.close()
-    await theirs.stop()
-
-
 async def test_weights_of_a_start_are_a_server_started_anew_until_it_is_described_anew(vllm: SimReplica) -> None:
     theirs = server_at(vllm.info.url)
     engine = ExternalEngine(await theirs.start())
@@ -303,20 +290,6 @@ async def test_an_earlier_version_that_comes_back_between_two_looks_is_no_server
         await engine.health(SOON_S)
     await engine.close()
     await theirs.stop()
-
-
-async def test_a_server_that_lists_the_weight_routes_tells_versions_though_a_proxy_hides_them_at_first(
-    engine: ExternalEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def hidden(asked: ExternalEngine, *_: object) -> bytes:
-        raise EngineRefused("default backend", status=404, body={}, replica_id=asked.replica_id)
-
-    monkeypatch.setattr(ExternalEngine, "_read", hidden)
-    with pytest.raises(EngineRefused, match="default backend"):
-        await engine.weight_version(SOON_S)
-    monkeypatch.undo()
-    assert engine.tells_version
-    assert await engine.weight_version(SOON_S) == 0
 
 
 async def test_a_server_that_is_replaced_after_an_update_is_found(vllm: SimReplica, engine: ExternalEngine) -> None:

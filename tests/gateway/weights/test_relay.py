@@ -54,7 +54,7 @@ class Trainer:
         self.group: WeightGroup | None = None
         self._port: HeldPort | None = None
 
-    async def join(self, **changes: object) -> tuple[int, Json]:
+    async def join(self, lease: str | None = None, **changes: object) -> tuple[int, Json]:
         """Status and reply of the call; the group is left where it is no success."""
         self.leave()
         self._port = HeldPort()  # or the relay might draw it before the group listens
@@ -62,11 +62,17 @@ class Trainer:
         self.group = group = WeightGroup("127.0.0.1", port, 0, 2, JOIN_S)
         info = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2, "packed": True}
         joining = asyncio.create_task(asyncio.to_thread(group.join))
-        answer = await self.rig.post("/init_weight_transfer_engine", {"init_info": info | changes})
+        body = {"init_info": info | changes} | ({"lease": lease} if lease else {})
+        answer = await self.rig.post("/init_weight_transfer_engine", body)
         if answer[0] != 200:
             self.leave()
         await asyncio.gather(joining, return_exceptions=answer[0] != 200)
         return answer
+
+    @property
+    def port(self) -> int:
+        assert self._port is not None
+        return self._port.number
 
     async def start(self) -> tuple[int, Json]:
         return await self.rig.post("/start_weight_update", {})
@@ -330,7 +336,7 @@ async def test_a_trainer_that_goes_silent_in_the_transfer_is_given_up_in_time(st
     assert "the relay did not receive the tensors within 0.5 s" in reply["error"]["message"]
     assert await served(trainer.rig) == {0}
     assert (await trainer.join())[0] == 200
-    assert await trainer.update() == 1
+    assert (await trainer.start())[0] == 200
     trainer.leave()
 
 
@@ -462,7 +468,41 @@ async def test_a_trainer_goes_on_with_the_relay_of_a_gateway_that_was_killed(
     assert await trainer.update() == 3
 
 
-@pytest.mark.parametrize("moment", ["between updates", "in an update"])
+@pytest.mark.usefixtures("fork")
+async def test_a_call_that_is_repeated_after_a_kill_counts_once_under_a_modules_names_too(
+    trainer: Trainer, start: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named = {f"module.{name}": tensor for name, tensor in tensors().items()}
+    assert (await trainer.start())[0] == 200
+    assert (await trainer.send(named))[0] == 200
+    await kill_gateway(trainer.rig, monkeypatch)
+    monkeypatch.undo()
+    monkeypatch.setattr(relay, "LastingProcess", ForkedRelay)
+    trainer.rig = await start(replicas=trainer.rig.replicas)
+    assert (await trainer.announce(named))[0] == 200
+    assert (await trainer.rig.get("/status"))[1]["weight_update"]["tensors"] == len(SHAPES)
+    assert (await trainer.finish())[1]["weight_version"] == 1
+
+
+@pytest.mark.usefixtures("fork")
+async def test_an_update_whose_lease_ended_with_a_killed_gateway_leaves_its_room_to_the_next(
+    trainer: Trainer, start: StartRig, monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    async with trainer.rig.client.post(f"{trainer.rig.url}/v1/weight_lease", json={"lease": "a"}):
+        assert (await trainer.join(lease="a"))[0] == 200
+        place = f"127.0.0.1:{trainer.port}"
+        assert (await trainer.rig.post("/start_weight_update", {"lease": "a", "group": place}))[0] == 200
+        left = draft_in(folder)
+        await kill_gateway(trainer.rig, monkeypatch)
+    monkeypatch.undo()
+    monkeypatch.setattr(relay, "LastingProcess", ForkedRelay)
+    trainer.rig = await start(replicas=trainer.rig.replicas)
+    async with trainer.rig.client.post(f"{trainer.rig.url}/v1/weight_lease", json={"lease": "b"}):
+        assert (await trainer.rig.post("/start_weight_update", {"lease": "b", "group": place}))[0] == 200
+        assert draft_in(folder) != left
+
+
+@pytest.mark.parametrize("moment", ["between updates", "in an update", "after a refusal"])
 async def test_a_flat_group_lives_through_a_gateway_that_is_killed_between_updates(
     start: StartRig, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
@@ -472,6 +512,10 @@ async def test_a_flat_group_lives_through_a_gateway_that_is_killed_between_updat
     if moment == "in an update":
         assert (await rig.post("/start_weight_update", {}))[0] == 200
         assert (await rig.post("/update_weights", {"update_info": rig.tensors}))[0] == 200
+    if moment == "after a refusal":
+        assert (await rig.post("/start_weight_update", {}))[0] == 200
+        unknown = rig.tensors | {"names": ["unknown", *rig.tensors["names"][1:]]}
+        assert (await rig.post("/update_weights", {"update_info": unknown}))[0] == 400
     await kill_gateway(rig, monkeypatch)
     rig = await start(replicas=rig.replicas, relay="never")
     status, reply = await rig.post("/start_weight_update", {"group": "127.0.0.1:1"})
@@ -494,7 +538,7 @@ async def kill_gateway(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     async def nothing(*_: object) -> None: ...
 
     monkeypatch.setattr(relay.Relay, "close", nothing)
-    monkeypatch.setattr(WeightStore, "discard", lambda *_: None)
+    monkeypatch.setattr(WeightStore, "discard", lambda store, draft: os.close(store._owned.pop(draft)))
     await rig.stop_gateway()
 
 

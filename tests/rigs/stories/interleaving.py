@@ -385,9 +385,9 @@ class PlayedRelay:
     async def note(self, note: Json) -> None:
         await self._answer()
 
-    async def begin(self, draft: Path, model: str) -> None:
+    async def begin(self, draft: Path, served: ReplicaInfo) -> None:
         await self._answer()
-        self._draft = Draft(draft, model)
+        self._draft = Draft(draft, served.model)
 
     async def receive(self, update_info: Json) -> None:
         wire = await self._answer()

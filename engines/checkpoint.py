@@ -36,6 +36,7 @@ _DTYPES = {
     "U8": "uint8",
     "BOOL": "bool",
 }
+_TIES = "tie_word_embeddings"
 _FLOATS = {"half": "float16", "float": "float32"}
 
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.index.json")
@@ -105,16 +106,37 @@ def tied_names(folder: Path) -> tuple[tuple[str, ...], ...]:
 
     A stored head that differs from the embedding is not tied, whatever config.json says: engines load both.
     """
-    config = json.loads(read_config(folder) or "{}")
-    text = config.get("text_config") or config
-    if not (config.get("tie_word_embeddings") or text.get("tie_word_embeddings")):
-        return ()
+    config = read_config(folder)
+    found = json.loads(config or "{}")
+    text = found.get("text_config") or found
     files = read_spans(folder).items()
     tables = [(file, span) for file, spans in files for span in spans if _has_rows(span, text.get("vocab_size"))]
     alike = defaultdict[str, list[str]](list)
     for file, span in tables if len(tables) > 1 else ():
         alike[f"{span.dtype} {span.shape} {_digest(folder / file, span)}"].append(span.name)
-    return tuple(tuple(sorted(group)) for group in alike.values() if len(group) > 1)
+    groups = tuple(tuple(sorted(group)) for group in alike.values() if len(group) > 1)
+    return groups if groups and ties_embeddings(config) else ()
+
+
+def ties_embeddings(config: str) -> bool:
+    """Return True for a config.json that ties the head to the embedding, or leaves it to its class, which does."""
+    found = json.loads(config or "{}")
+    said = found.get(_TIES)
+    if said is None and "model_type" in found:
+        said = _default_of(found["model_type"])
+    return bool((found.get("text_config") or {}).get(_TIES) if said is None else said)
+
+
+def _default_of(model_type: str) -> bool | None:
+    """Return what transformers' class ties by default; None where it has no such class, or that no word on it."""
+    try:
+        from transformers import AutoConfig
+    except ImportError:
+        return None
+    try:
+        return getattr(AutoConfig.for_model(model_type), _TIES, None)
+    except ValueError:  # a model of other code
+        return None
 
 
 def _has_rows(span: Span, number: object) -> bool:

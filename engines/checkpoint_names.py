@@ -5,24 +5,35 @@ vision-language models when it loads, and turns that back when it saves. The sam
 where it is installed, for tensors that the checkpoint does not have under the given name.
 """
 
+import contextlib
 import json
+import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from difflib import get_close_matches
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
+from engines.checkpoint import ties_embeddings
 from engines.errors import InvalidRequest
 from engines.transfer.packing import NamedTensor
+
+log = logging.getLogger("vllm.rollout_gateway")  # a child of vLLM's logger, whose handlers it uses
 
 _WRAPPERS = re.compile(r"\b(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.")
 _PARALLEL = re.compile(r"(^|\.)module\.")
 """The part of a name that DistributedDataParallel and DataParallel add."""
+_ONE_THREAD = threading.RLock()
+"""Imports transformers and makes a model, while other threads wait for the result."""
+
+T = TypeVar("T")
 
 
 def clean(name: str) -> str:
@@ -43,6 +54,11 @@ class CheckpointNames:
         self._config = config
         self._forms: dict[tuple[object, ...], dict[str, tuple[int, ...]]] = {}
         self._together = {name: tuple(group) for group in tied for name in group}
+
+    def prepare(self) -> None:
+        """Make now what an update may need, as this takes seconds. Only tensors of other names, or ties, need it."""
+        if self._names:
+            _ = self._tables, self._tied_names
 
     def are_tied(self, name: str) -> bool:
         """Return True for a name of a tensor that has another name too."""
@@ -97,32 +113,49 @@ class CheckpointNames:
             f"{nearest[0] if nearest else 'none'!r}: send the tensors of the served model"
         )
 
-    @cached_property
+    @property
     def _model(self) -> Any:
+        with _ONE_THREAD:
+            return self._made
+
+    @property
+    def _tables(self) -> "list[_Table]":
+        with _ONE_THREAD:
+            return self._ways_back
+
+    @property
+    def _tied_names(self) -> Mapping[str, tuple[str, ...]]:
+        with _ONE_THREAD:
+            return self._ties
+
+    @cached_property
+    def _made(self) -> Any:
         """The model on the meta device, as transformers would make it; None without transformers, or of other code."""
         config = json.loads(self._config) if self._config else {}
         try:
             import transformers
-            from transformers import conversion_mapping  # noqa: F401  (from release 5 on)
         except ImportError:
             return None
         architecture = getattr(transformers, next(iter(config.get("architectures") or ()), ""), None)
         if architecture is None or "auto_map" in config:
             return None
-        with TemporaryDirectory() as folder, torch.device("meta"):
-            (file := Path(folder, "config.json")).write_text(self._config, encoding="utf-8")
-            return architecture(
-                architecture.config_class.from_json_file(file)
-            )  # which reads Infinity as it was written
+        try:
+            with TemporaryDirectory() as folder, torch.device("meta"):
+                (file := Path(folder, "config.json")).write_text(self._config, encoding="utf-8")
+                # which reads Infinity as it was written
+                return architecture(architecture.config_class.from_json_file(file))
+        except Exception:  # an engine may serve a config.json that transformers does not take
+            log.exception("transformers cannot make %s: tensors keep the names they come with", architecture.__name__)
+            return None
 
     @cached_property
     def _buffers(self) -> frozenset[str]:
         return frozenset(dict(self._model.named_buffers(remove_duplicate=False)) if self._model is not None else ())
 
     @cached_property
-    def _tables(self) -> list["_Table"]:
+    def _ways_back(self) -> "list[_Table]":
         """The ways back: as save_pretrained goes, then with prefixes that a checkpoint may or may not have."""
-        if self._model is None:
+        if not _may_convert(self._config) or self._model is None:
             return []
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import PrefixChange
@@ -135,16 +168,48 @@ class CheckpointNames:
         ]
 
     @cached_property
-    def _tied_names(self) -> Mapping[str, tuple[str, ...]]:
+    def _ties(self) -> Mapping[str, tuple[str, ...]]:
         """Other names of tensors that the model's class ties, by name."""
-        declared = getattr(self._model, "all_tied_weights_keys", None) or {}
-        groups: dict[str, set[str]] = {}
-        for target, source in declared.items():
-            groups.setdefault(source, {source}).add(target)
+        if not (self._names and ties_embeddings(self._config)):
+            return {}
+        same = defaultdict[int, set[str]](set)
+        for name, parameter in self._model.named_parameters(remove_duplicate=False) if self._model is not None else ():
+            same[id(parameter)].add(name)
+        # Most code that transformers does not have names the two as Llama does.
+        others = ({name, name.replace("model.embed_tokens.", "lm_head.")} for name in self._names)
+        groups = others if self._model is None else same.values()
         return {
-            name: tuple(sorted(group - {name})) for group in groups.values() for name in group
-            if not group <= self._names
+            name: tuple(sorted(group - {name})) for group in groups for name in group
+            if len(group) > 1 and not group <= self._names
         }  # fmt: skip
+
+
+@lru_cache(maxsize=2)
+def _kept(names: tuple[str, ...], config: str, tied: tuple[tuple[str, ...], ...]) -> CheckpointNames:
+    return CheckpointNames(names, config, tied)
+
+
+def checkpoint_names(names: Iterable[str], config: str, tied: Iterable[Sequence[str]]) -> CheckpointNames:
+    """Return the names of a checkpoint, with what was made for them before: updates ask again and again."""
+    return _kept(tuple(names), config, tuple(map(tuple, tied)))
+
+
+def import_tables() -> None:
+    """Import transformers' tables, where it is installed and has them (from release 5 on)."""
+    with _ONE_THREAD, contextlib.suppress(ImportError):
+        from transformers import conversion_mapping  # noqa: F401
+
+
+def _may_convert(config: str) -> bool:
+    """Return True where transformers may give a model's tensors other names than its checkpoint has."""
+    try:
+        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+    except ImportError:
+        return False
+    found = json.loads(config or "{}")
+    parts = [one for one in found.values() if isinstance(one, dict) and "model_type" in one]
+    kinds = *(found.get("architectures") or ()), found.get("model_type")
+    return bool(parts) or any(get_checkpoint_conversion_mapping(kind) for kind in kinds)
 
 
 class _Table:
@@ -186,36 +251,56 @@ class _Table:
         return {target: part[0] if isinstance(part, list) else part for target, part in made.items()}
 
 
+class Ties(Generic[T]):
+    """The tied tensors of one update that have come, which may come again under their other names.
+
+    are_equal: compares two tensors that have come under two names.
+    """
+
+    def __init__(self, names: CheckpointNames, are_equal: Callable[[T, T], bool]) -> None:
+        self._names = names
+        self._are_equal = are_equal
+        self._known: dict[str, tuple[str, T]] = {}
+
+    def has(self, target: str, name: str, tensor: T) -> bool:
+        """Return True for a tensor of the checkpoint that has come under another name than this one.
+
+        Raise `InvalidRequest` for one that has come with other values.
+        """
+        before, held = self._known.get(target, (name, tensor))
+        if before != name:
+            if not self._are_equal(held, tensor):
+                raise _untied(before, name)
+            return True
+        if self._names.are_tied(target) or self._names.are_tied(name):
+            self._known[target] = name, tensor
+        return False
+
+
 class Incoming:
     """The tensors of one update, under the checkpoint's names."""
 
     def __init__(self, names: CheckpointNames) -> None:
         self._names = names
-        self._tied: dict[str, tuple[str, torch.Tensor]] = {}
+        self._ties = Ties(names, _are_equal)
 
     def converted(self, tensors: Iterable[NamedTensor]) -> list[NamedTensor]:
         """Return tensors of the checkpoint. Raise `InvalidRequest` for a name that it does not have, and for a tied
         tensor that comes under two names with two contents."""
-        return [one for name, tensor in tensors for one in self._taken(name, tensor)]
-
-    def _taken(self, name: str, tensor: torch.Tensor) -> Iterable[NamedTensor]:
-        for target, part in self._names.converted(name, tensor).items():
-            if target in self._tied:
-                self._check_same(target, name, part)
-                continue
-            if self._names.are_tied(target) or self._names.are_tied(name):
-                self._tied[target] = name, part
-            yield target, part
-
-    def _check_same(self, target: str, name: str, tensor: torch.Tensor) -> None:
-        before, held = self._tied[target]
-        if before == name or held.is_meta:
-            return
-        if held.shape != tensor.shape or not torch.equal(held, tensor.to(held)):
-            raise untied(before, name)
+        return [
+            (target, part)
+            for name, tensor in tensors
+            for target, part in self._names.converted(name, tensor).items()
+            if not self._ties.has(target, name, part)
+        ]
 
 
-def untied(first: str, second: str) -> InvalidRequest:
+def _are_equal(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Return True for equal values, and for tensors on the meta device, which have none."""
+    return bool(first.is_meta or (first.shape == second.shape and torch.equal(first, second.to(first))))
+
+
+def _untied(first: str, second: str) -> InvalidRequest:
     """Return the error for two contents of one tied tensor."""
     return InvalidRequest(
         f"named_tensors has different values for {first!r} and {second!r}, which the served model ties to one tensor: "

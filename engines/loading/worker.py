@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from engines.checkpoint_names import CheckpointNames, announced_as
+from engines.checkpoint_names import CheckpointNames, announced_as, checkpoint_names
 from engines.engine import ReceiptCopy
 from engines.errors import WeightUpdateFailed
 from engines.loading.draft import Draft
@@ -127,8 +127,12 @@ class UpdatedWorker:
     names = CheckpointNames()
 
     def know_checkpoint(self, **checkpoint: Any) -> None:
-        """Convert the names of received tensors from now on, with the arguments of `CheckpointNames`."""
-        self.names = CheckpointNames(**checkpoint)
+        """Convert the names of received tensors from now on, with the arguments of `CheckpointNames`.
+
+        What takes seconds is made now: at the start no rollout and no update waits for it.
+        """
+        self.names = checkpoint_names(**checkpoint)
+        self.names.prepare()
 
     def announced_as(self, update_info: dict[str, Any]) -> dict[str, Any]:
         """Return the announcement under the checkpoint's names, or the reason why it is refused."""

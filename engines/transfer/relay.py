@@ -17,6 +17,7 @@ import inspect
 import logging
 import os
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import ExitStack
@@ -29,7 +30,7 @@ import torch
 import uvloop
 from aiohttp import web
 
-from engines.checkpoint_names import CheckpointNames, announced_as
+from engines.checkpoint_names import CheckpointNames, announced_as, checkpoint_names, import_tables
 from engines.engine import Json, ReceiptCopy
 from engines.errors import InvalidRequest, RolloutGatewayError, WeightUpdateFailed
 from engines.store.draft import OWNER
@@ -196,7 +197,8 @@ class RelayServer:
         asked = await _object(request)
         match asked["method"]:
             case "know_checkpoint":
-                self._names = CheckpointNames(**asked["kwargs"])
+                self._names = checkpoint_names(**asked["kwargs"])
+                threading.Thread(target=self._names.prepare, daemon=True).start()
             case "announced_as":
                 announced = await asyncio.to_thread(announced_as, self._names, asked["kwargs"]["update_info"])
                 return _json({"results": [announced]})
@@ -292,6 +294,8 @@ def main() -> None:
         sys.exit("torch sees no GPU: set weights.relay_device to cpu, or to a GPU of the gateway's node")
     prepare(device)
     receiver = GlooReceiver(model) if device.type == "cpu" else NcclReceiver(model, device)
+    # While the trainer's ranks join. The receiver has imported all of vLLM by now.
+    threading.Thread(target=import_tables, daemon=True).start()
     app = RelayServer(receiver, model).app()
 
     async def watching(_: web.Application) -> AsyncIterator[None]:

@@ -1,6 +1,7 @@
 """Tensors of transformers' modules become what save_pretrained writes; tied ones are one tensor under any name."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,8 @@ transformers = pytest.importorskip("transformers")
 
 from safetensors.torch import load_file
 
-from engines.checkpoint import tied_names
-from engines.checkpoint_names import CheckpointNames, Incoming, announced_as
+from engines.checkpoint import tied_names, ties_embeddings
+from engines.checkpoint_names import CheckpointNames, Incoming, announced_as, checkpoint_names
 from engines.errors import InvalidRequest
 
 TEXT = {
@@ -131,15 +132,65 @@ def test_a_tensor_that_is_stored_twice_is_replaced_under_both_names(pushed: str,
     assert sorted(name for name, _ in received) == ["lm_head.weight", "model.embed_tokens.weight"]
 
 
+@pytest.mark.parametrize("said", [{"tie_word_embeddings": True}, {"model_type": "gemma"}], ids=["said", "gemma"])
 @pytest.mark.parametrize("is_equal", [True, False])
-def test_a_stored_head_is_tied_where_its_bytes_are_the_embeddings(is_equal: bool, tmp_path: Path) -> None:
+def test_a_stored_head_is_tied_where_its_bytes_are_the_embeddings(
+    is_equal: bool, said: dict[str, Any], tmp_path: Path
+) -> None:
     from safetensors.torch import save_file
 
     embed = torch.rand(64, 16)
     head = embed.clone() if is_equal else embed + 1
     save_file({"model.embed_tokens.weight": embed, "lm_head.weight": head}, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 64, "tie_word_embeddings": True}))
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 64, **said}))
     assert tied_names(tmp_path) == ((("lm_head.weight", "model.embed_tokens.weight"),) if is_equal else ())
+
+
+@pytest.mark.parametrize(
+    ("config", "ties"),
+    [
+        *(({"model_type": kind}, True) for kind in ("gemma", "gemma2", "gemma3_text", "gemma3", "gpt2", "paligemma")),
+        *(({"model_type": kind}, False) for kind in ("llama", "qwen3", "qwen3_moe", "qwen2_vl")),
+        ({"model_type": "gemma2", "tie_word_embeddings": False}, False),
+        ({"model_type": "qwen2_vl", "tie_word_embeddings": True, "text_config": {}}, True),
+        ({"model_type": "of_other_code", "text_config": {"tie_word_embeddings": True}}, True),
+        ({}, False),
+    ],
+)
+def test_a_configuration_without_a_word_on_ties_has_its_classes_default(config: dict[str, Any], ties: bool) -> None:
+    assert ties_embeddings(json.dumps(config)) == ties
+
+
+class Counted(transformers.Qwen3ForCausalLM):  # type: ignore[misc, name-defined]
+    """Counts the models that are made."""
+
+    made = 0
+
+    def __init__(self, config: Any) -> None:
+        Counted.made += 1
+        super().__init__(config)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_a_model_is_made_once_for_ties_and_never_for_the_checkpoints_own_names(
+    tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored = saved(made("qwen3", tied=tied), tmp_path)
+    monkeypatch.setattr(Counted, "made", 0)
+    monkeypatch.setattr(transformers, "Qwen3ForCausalLM", Counted)
+    config = (tmp_path / "config.json").read_text()
+    with ThreadPoolExecutor(8) as threads:
+        for _ in range(8):
+            threads.submit(checkpoint_names(list(stored), config, []).prepare)
+    Incoming(checkpoint_names(list(stored), config, [])).converted(stored.items())
+    assert Counted.made == tied
+
+
+def test_a_configuration_that_transformers_does_not_take_leaves_the_names() -> None:
+    config = json.dumps({"architectures": ["Qwen3ForCausalLM"], "hidden_size": "?", "tie_word_embeddings": True})
+    names = CheckpointNames(["model.embed_tokens.weight"], config)
+    names.prepare()
+    assert list(names.converted("lm_head.weight", torch.ones(1))) == ["model.embed_tokens.weight"]
 
 
 def test_a_name_that_no_rule_explains_is_refused_with_the_nearest(tmp_path: Path) -> None:

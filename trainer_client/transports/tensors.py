@@ -4,32 +4,26 @@ A model, a mapping or a sequence is one part. An iterator may create its tensors
 and one part is held at a time.
 """
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from math import prod
 from typing import Any, TypeAlias
 
 import torch
 
 from engines.announcement import CASTABLE
-from engines.checkpoint_names import CheckpointNames, clean, untied
+from engines.checkpoint_names import CheckpointNames, Ties, checkpoint_names, clean
 from engines.errors import InvalidRequest
 from engines.transfer.packing import NamedTensor
 from engines.types import TensorMeta
 from trainer_client.served import ServedWeights
 from trainer_client.transports.model_tensors import NamedOnes, data_parallel_ranks, model_tensors
-from trainer_client.transports.sharded import gathered, is_sharded, parts_here, placed, ranks_of, shape_of
+from trainer_client.transports.sharded import gathered, is_sharded, parts_here, ranks_of, shape_of
 
 Source: TypeAlias = torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[NamedTensor]
 
 PART_BYTES = 1 << 30
 """Size at which a part of an iterator ends."""
-
-
-_checkpoint_names = lru_cache(maxsize=2)(CheckpointNames)
-"""Kept from push to push: transformers makes a model to find its names."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,17 +81,18 @@ class Given:
     def parts(self, served: ServedWeights, dtype: torch.dtype | None) -> Iterator[list[Entry]]:
         """Yield the parts in `dtype`, else in the served dtypes, else in their own."""
         held = {tensor.name: tensor for tensor in served.tensors or ()}
-        names = _checkpoint_names(tuple(held), served.config, served.tied)
+        names = checkpoint_names(held, served.config, served.tied)
         part: list[NamedOnes] | None = self._first
         self._first = []
-        sent: dict[str, Entry | None] = {}
+        sent: set[str] = set()
+        ties = Ties(names, _are_equal)
         while part is not None:
             entries = [
                 Entry(name, _with_bytes(name, one.tensor), _sent_in(name, one.tensor, dtype, names, held), names)
                 for one in part
                 for name in _sent_under(one, names)
             ]
-            yield [entry for entry in entries if _is_new(entry, sent)]
+            yield [entry for entry in entries if _is_new(entry, ties, sent)]
             part = next(self._parts, None)
             self._check_ranks(part or ())
 
@@ -112,20 +107,18 @@ class Given:
                 )
 
 
-def _is_new(entry: Entry, sent: dict[str, Entry | None]) -> bool:
+def _is_new(entry: Entry, ties: Ties[Entry], sent: set[str]) -> bool:
     """Note the names under which it is sent. Return False for a tied tensor that has come under its other name.
 
     Raise `InvalidRequest` for a name that has come before, and for a tied tensor with other values.
     """
-    forms, is_tied = entry.forms, any(map(entry.names.are_tied, (entry.name, *entry.forms)))
-    for name in forms.keys() & sent.keys():
-        before = sent[name]
-        if before is None or before.name == entry.name:
-            raise InvalidRequest(f"named_tensors has two tensors named {name!r}: give each once", param="named_tensors")
-        if not _are_equal(before, entry):
-            raise untied(before.name, entry.name)
+    if any(ties.has(name, entry.name, entry) for name in entry.forms):
         return False
-    sent |= dict.fromkeys(forms, entry if is_tied else None)
+    if twice := sent.intersection(entry.forms):
+        raise InvalidRequest(
+            f"named_tensors has two tensors named {min(twice)!r}: give each once", param="named_tensors"
+        )
+    sent.update(entry.forms)
     return True
 
 
@@ -187,7 +180,7 @@ def _parts(source: Source, *, by_layer: bool) -> Iterator[list[NamedOnes]]:
             param="named_tensors",
         )
     else:
-        yield _same_as_one([_checked(one) for one in (source.items() if isinstance(source, Mapping) else source)])
+        yield [_checked(one) for one in (source.items() if isinstance(source, Mapping) else source)]
 
 
 def _checked(named: Any) -> NamedOnes:
@@ -201,24 +194,6 @@ def _checked(named: Any) -> NamedOnes:
         f"named_tensors has {str(named)[:60]!r}: give a torch.nn.Module, a mapping, or pairs of name and tensor",
         param="named_tensors",
     )
-
-
-def _same_as_one(part: list[NamedOnes]) -> list[NamedOnes]:
-    """Merge tensors at one place in memory, such as tied weights of a state_dict, into one with several names."""
-    names: dict[Any, list[str]] = defaultdict(list)
-    for one in part:
-        names[_place(one.tensor)] += one.names
-    return [NamedOnes(tuple(names.pop(place)), one.tensor) for one in part if (place := _place(one.tensor)) in names]
-
-
-def _place(tensor: torch.Tensor) -> Any:
-    """Return what two tensors at one place have in common. Tensors without bytes here, such as empty shards, have no
-    place."""
-    parts = parts_here(tensor)
-    if not parts or not all(_has_bytes(part) and part.numel() for part in parts):
-        return id(tensor)
-    here = tuple((part.data_ptr(), part.dtype, tuple(part.shape), part.stride()) for part in parts)
-    return here, tuple(shape_of(tensor)), placed(tensor)
 
 
 def _sent_under(one: NamedOnes, names: CheckpointNames) -> tuple[str, ...]:

@@ -1,5 +1,6 @@
 """A trainer's tensors to push: names, dtypes, tied weights, and parts."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -63,9 +64,16 @@ def test_a_tied_weight_goes_by_both_names_where_the_served_checkpoint_has_both()
     assert names(only_part(Model(), *served))[:2] == ["embed.weight", "head.weight"]
 
 
-def test_a_state_dict_is_as_its_model() -> None:
-    part = only_part(Model().state_dict(), *map(meta, ("embed.weight", "layer.bias", "layer.weight", "scale")))
-    assert sorted(names(part)) == ["embed.weight", "layer.bias", "layer.weight", "scale"]
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["views", "copies"])
+def test_a_tied_head_of_a_state_dict_is_its_embedding(dtype: torch.dtype) -> None:
+    embed = torch.rand(4, 3)
+    given = {name: embed.to(dtype) for name in ("model.embed_tokens.weight", "lm_head.weight")}
+    config = json.dumps({"auto_map": {}, "tie_word_embeddings": True})  # of code that transformers does not have
+    served = replace(UNKNOWN, tensors=(meta("model.embed_tokens.weight"),), config=config)
+    (part,) = Given(given).parts(served, None)
+    assert announced(part)["names"] == ["model.embed_tokens.weight"]
+    with pytest.raises(InvalidRequest, match=r"'model\.embed_tokens\.weight' and 'lm_head\.weight'"):
+        list(Given(given | {"lm_head.weight": embed + 1}).parts(served, None))
 
 
 def test_a_buffer_is_sent_where_it_is_served() -> None:

@@ -132,12 +132,15 @@ class CheckpointNames:
     def _made(self) -> Any:
         """The model on the meta device, as transformers would make it; None without transformers, or of other code."""
         config = json.loads(self._config) if self._config else {}
+        name = next(iter(config.get("architectures") or ()), None)
+        if name is None or "auto_map" in config:
+            return None
         try:
             import transformers
         except ImportError:
             return None
-        architecture = getattr(transformers, next(iter(config.get("architectures") or ()), ""), None)
-        if architecture is None or "auto_map" in config:
+        architecture = getattr(transformers, name, None)
+        if architecture is None:
             return None
         try:
             with TemporaryDirectory() as folder, torch.device("meta"):

@@ -1,6 +1,8 @@
 """Tensors of transformers' modules become what save_pretrained writes; tied ones are one tensor under any name."""
 
 import json
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -197,3 +199,15 @@ def test_a_name_that_no_rule_explains_is_refused_with_the_nearest(tmp_path: Path
     names = rule(saved(made("qwen3", tied=True), tmp_path), tmp_path)
     with pytest.raises(InvalidRequest, match=r"0\.extra\.weight', which .* nearest name is 'model\.layers"):
         names.converted("model.layers.0.extra.weight", torch.ones(1))
+
+
+def test_names_of_a_model_without_an_architecture_load_no_transformers() -> None:
+    """Its import takes seconds, in which the relay and a trainer of another library's modules stand still."""
+    code = (
+        "import sys, torch\n"
+        "from engines.checkpoint_names import CheckpointNames\n"
+        "for names in (CheckpointNames(), CheckpointNames(['w'])):\n"
+        "    names.converted('w', torch.ones(1)), names.are_tied('w')\n"
+        "print('transformers' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

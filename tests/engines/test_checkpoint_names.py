@@ -163,29 +163,24 @@ def test_a_configuration_without_a_word_on_ties_has_its_classes_default(config: 
     assert ties_embeddings(json.dumps(config)) == ties
 
 
-class Counted(transformers.Qwen3ForCausalLM):  # type: ignore[misc, name-defined]
-    """Counts the models that are made."""
-
-    made = 0
-
-    def __init__(self, config: Any) -> None:
-        Counted.made += 1
-        super().__init__(config)
-
-
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_a_model_is_made_once_for_ties_and_never_for_the_checkpoints_own_names(
     tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stored = saved(made("qwen3", tied=tied), tmp_path)
-    monkeypatch.setattr(Counted, "made", 0)
-    monkeypatch.setattr(transformers, "Qwen3ForCausalLM", Counted)
+    models, init = [], transformers.Qwen3ForCausalLM.__init__
+
+    def counted(model: Any, config: Any) -> None:
+        models.append(model)
+        init(model, config)
+
+    monkeypatch.setattr(transformers.Qwen3ForCausalLM, "__init__", counted)
     config = (tmp_path / "config.json").read_text()
     with ThreadPoolExecutor(8) as threads:
         for _ in range(8):
             threads.submit(checkpoint_names(list(stored), config, []).prepare)
     Incoming(checkpoint_names(list(stored), config, [])).converted(stored.items())
-    assert Counted.made == tied
+    assert len(models) == tied
 
 
 def test_a_configuration_that_transformers_does_not_take_leaves_the_names() -> None:

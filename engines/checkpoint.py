@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from io import BufferedReader, FileIO
+from io import BufferedReader
 from itertools import pairwise
 from operator import attrgetter, index
 from pathlib import Path
@@ -46,7 +46,6 @@ FileStates = tuple[tuple[str, int, int], ...]
 """Name, inode and change time of each file, which differ from other files of the same names."""
 
 _MOST_HEADER_BYTES = 100_000_000  # as in the safetensors library
-_DESCRIPTORS = "/proc/self/fd"
 _PIECE_BYTES = 16 << 20
 
 
@@ -178,23 +177,10 @@ def is_file_name(name: str) -> bool:
 
 
 def open_regular(file: Path) -> BufferedReader:
-    """Open a file to read. Raise `ValueError` for a pipe, a device, a socket or a folder, as opening or reading it may
-    not end, and `OSError` for no file."""
-    return BufferedReader(FileIO(os.fspath(file), opener=_open_regular))
-
-
-def _open_regular(path: str, flags: int) -> int:
-    place = os.open(path, os.O_PATH | os.O_CLOEXEC)  # which opens no pipe and no device
-    try:
-        if not stat.S_ISREG(os.fstat(place).st_mode):
-            raise ValueError(f"{path} is no regular file")
-        return os.open(f"{_DESCRIPTORS}/{place}", flags)
-    except OSError as error:
-        if not os.path.isdir(_DESCRIPTORS):  # else it would be told as a file that is not there
-            raise OSError(f"{path} cannot be opened without {_DESCRIPTORS}: mount /proc") from error
-        raise OSError(error.errno, error.strerror, path) from error
-    finally:
-        os.close(place)
+    """Open a file to read. Raise `ValueError` for a pipe, a device, a socket or a folder, and `OSError` for no file."""
+    if not stat.S_ISREG(file.stat().st_mode):
+        raise ValueError(f"{file} is no regular file")
+    return file.open("rb")
 
 
 def file_states(folder: Path) -> FileStates:

@@ -27,14 +27,14 @@ def check_room(folder: Path, size: int) -> None:
 
 
 def check_place(store: Path) -> None:
-    """Raises `StoreFailed` where another user has made a folder of the path in a place that is open to all, such as
-    /dev/shm: weights could be forged. A default store has its owner, the gateway's user, in its name."""
-    for folder in {one for path in (store.absolute(), store.resolve()) for one in (path, *path.parents)}:
-        if folder.parent == folder or not folder.parent.stat().st_mode & stat.S_IWOTH:
-            continue
-        owner = folder.lstat().st_uid
-        if owner not in (os.getuid(), _ROOT) and not folder.name.startswith(f"rollout-gateway-{owner}-"):
-            raise StoreFailed(f"{folder} belongs to user {owner}: give another folder in weights.store")
+    """Raises `StoreFailed` for a folder that another user made where all may, such as in /dev/shm: weights could be
+    forged. A default store has its owner, the gateway's user, in its name."""
+    folder = store.resolve()
+    owner = folder.lstat().st_uid
+    if owner in (os.getuid(), _ROOT) or folder.name.startswith(f"rollout-gateway-{owner}-"):
+        return
+    if folder.parent.stat().st_mode & stat.S_IWOTH:
+        raise StoreFailed(f"{folder} belongs to user {owner}: give another folder in weights.store")
 
 
 def try_lock(descriptor: int) -> bool:

@@ -1,17 +1,14 @@
 """The tensors of a checkpoint folder."""
 
-import errno
 import json
 import os
-import resource
 import socket
 import struct
 from pathlib import Path
 
 import pytest
 
-from engines import checkpoint
-from engines.checkpoint import checkpoint_files, known_tensors, open_regular, read_file, read_tensors, served_in
+from engines.checkpoint import checkpoint_files, known_tensors, read_file, read_tensors, served_in
 from engines.types import TensorMeta
 
 Header = dict[str, tuple[str, list[int]]]
@@ -146,14 +143,6 @@ def test_a_header_longer_than_the_safetensors_library_reads_is_refused(tmp_path:
         read_tensors(tmp_path)
 
 
-def test_an_opened_file_is_waited_for(tmp_path: Path) -> None:
-    """A file system may honour O_NONBLOCK, and answer a read with nothing."""
-    (tmp_path / "file").write_bytes(b"content")
-    with open_regular(tmp_path / "file") as stream:
-        assert os.get_blocking(stream.fileno())
-        assert stream.read() == b"content"
-
-
 @pytest.mark.parametrize("kind", ["folder", "pipe", "socket", "device"])
 def test_what_is_no_regular_file_is_told_by_its_path(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "it"
@@ -169,35 +158,6 @@ def test_what_is_no_regular_file_is_told_by_its_path(tmp_path: Path, kind: str) 
             path.symlink_to("/dev/null")
     with pytest.raises(ValueError, match=f"^{path} is no regular file$"):
         read_file(path)
-
-
-def test_an_error_of_an_open_names_the_file(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    os.close(last := os.open("/dev/null", os.O_RDONLY))
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (last + 1, limits[1]))  # and an open needs two
-        with pytest.raises(OSError, match="Too many open files") as raised:
-            open_regular(tmp_path / "file")
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    assert (raised.value.errno, raised.value.filename) == (errno.EMFILE, str(tmp_path / "file"))
-
-
-def test_a_machine_without_proc_is_not_told_as_a_file_that_is_not_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").touch()
-    monkeypatch.setattr(checkpoint, "_DESCRIPTORS", str(tmp_path / "proc"))
-    with pytest.raises(OSError, match=f"^{tmp_path}/file cannot be opened .* mount /proc$") as raised:
-        open_regular(tmp_path / "file")
-    assert type(raised.value) is OSError
-
-
-def test_a_pipe_is_refused_without_being_opened(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=r"model\.safetensors is no regular file"):
-        read_tensors(tmp_path)
 
 
 def test_files_behind_links_are_read(tmp_path: Path) -> None:

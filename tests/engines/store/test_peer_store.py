@@ -62,7 +62,7 @@ def serving(peer: Peer) -> Iterator[Peer]:
                 return self._say(409, orjson.dumps({"error": {"message": f"version {version} is not kept"}}))
             folder = peer.store.path(int(version))
             if not name:
-                files = [{"name": path.name, "bytes": path.stat().st_size} for path in folder.iterdir()]
+                files = [{"name": path.name, "bytes": path.stat().st_size} for path in folder.glob("[!.]*")]
                 return self._say(200, orjson.dumps({"files": files}))
             begin, end = (int(number) for number in self.headers["Range"].removeprefix("bytes=").split("-"))
             content = bytearray((folder / name).read_bytes()[begin : end + 1])
@@ -571,12 +571,12 @@ def test_a_folder_that_another_user_has_made_where_all_may_is_not_used(
 ) -> None:
     place = tmp_path / "shm"
     forged, default = place / "theirs", place / f"rollout-gateway-{THEIRS}-app"
-    for folder in (forged, forged / "store", default):
+    for folder in (forged, default):
         add_version(WeightStore(folder), 1)
     (place / "link").symlink_to(forged)
     place.chmod(0o1777)
     monkeypatch.setattr(Path, "lstat", lstat_with_others({forged, default}))
-    for folder in (forged, forged / "store", place / "link"):
+    for folder in (forged, place / "link"):
         with pytest.raises(StoreFailed, match=f"theirs belongs to user {THEIRS}"):
             fetched(folder / "v1", PeerStore(peer.url), 1, TIMEOUT_S)
     fetched(default / "v1", PeerStore(peer.url), 1, TIMEOUT_S)

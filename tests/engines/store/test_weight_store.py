@@ -16,7 +16,6 @@ from engines.store.draft import OWNER, Draft, claim_draft, is_whole
 from engines.store.manifest import MANIFEST, Manifest, check_bytes
 from engines.store.weight_store import Note, WeightStore, is_kept, remove_folder, remove_store
 from tests.material.drafts import file_bytes, tensor, written
-from tests.material.other_users import THEIRS, lstat_with_others
 
 
 @pytest.fixture
@@ -287,14 +286,6 @@ def test_a_pipe_in_the_place_of_the_keeper_s_lock_holds_nobody_up(tmp_path: Path
             assert asking.result(timeout=10) is False
         finally:
             os.close(os.open(tmp_path / ".gateway", os.O_RDWR))  # lets a reader go on
-
-
-def test_a_store_is_not_kept_where_another_user_may_replace_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "theirs").mkdir()
-    tmp_path.chmod(0o1777)
-    monkeypatch.setattr(Path, "lstat", lstat_with_others({tmp_path / "theirs"}))
-    with pytest.raises(StoreFailed, match=f"theirs belongs to user {THEIRS}"):
-        WeightStore(tmp_path / "theirs" / "store")
 
 
 def test_folders_of_others_stay(store: WeightStore) -> None:

@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from gateway.config.sources import PREFIX
+
 # Words after the known options are overrides.
 WITH_OVERRIDES = {"ignore_unknown_options": True, "allow_extra_args": True}
 OVERRIDES = (
@@ -15,4 +17,6 @@ File = Annotated[
     Path | None, typer.Option("--config", "-c", metavar="FILE", help="YAML or TOML file, or a Serve deploy document.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Name = Annotated[str, typer.Option("--name", help="Name of the Serve application.")]
+Name = Annotated[
+    str, typer.Option("--name", envvar=f"{PREFIX}NAME", show_envvar=False, help="Name of the Serve application.")
+]

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from engines.process.port import free_port
-from examples.demo import NAME
 from gateway.ledger.ledger import default_file
 from gateway.weights.snapshots import in_memory
+from tests.rigs.shell import NAME
 
 pytest.importorskip("trl")
 pytest.importorskip("vllm")
@@ -43,7 +43,7 @@ class Demo:
         self._environ.pop("RAY_ADDRESS", None)
 
     def start(self, *options: str) -> "subprocess.Popen[str]":
-        command = [sys.executable, "-m", "examples.demo", "--out", str(self.out), *options]
+        command = [sys.executable, "-m", "examples.demo", "--out", str(self.out), f"name={NAME}", *options]
         self.process = subprocess.Popen(
             command,
             env=self._environ,

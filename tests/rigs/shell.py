@@ -14,7 +14,9 @@ from engines.process.port import free_port
 from gateway.cli import main as cli
 
 SCRIPT = Path(sys.executable).with_name("rollout-gateway")
-SIM = "engine: {kind: sim, num_replicas: 2, num_cpus: 0.1}\n"
+NAME = f"test-{os.getpid()}"
+"""The application of a shell: another one's store, ledger and ports may be in use on this machine."""
+SIM = "engine: {kind: sim, num_replicas: 2, num_cpus: 0.1}\ngateway: {port: 0}\nserve: {http_port: 0}\n"
 _BOUND_S = 900.0  # a hang
 
 
@@ -23,7 +25,12 @@ class Shell:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.environ = {**os.environ, "HOME": str(folder), "RAY_DASHBOARD_ADDRESS": "http://127.0.0.1:1"}
+        self.environ = {
+            **os.environ,
+            "HOME": str(folder),
+            "RAY_DASHBOARD_ADDRESS": "http://127.0.0.1:1",
+            "ROLLOUT_GATEWAY_NAME": NAME,
+        }
         self.environ.pop("XDG_STATE_HOME", None)
         (folder / "sim.yaml").write_text(SIM)
 

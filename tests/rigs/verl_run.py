@@ -19,6 +19,7 @@ from typing import Any
 from engines.process.port import free_port
 from tests.material.vllm_plugin import python_path
 from tests.rigs.engines.engine_brake import VllmBrake
+from tests.rigs.shell import NAME
 
 ROOT = Path(__file__).parents[2]
 BIN = ROOT / ".venv" / "bin"
@@ -118,7 +119,12 @@ def fleet(folder: Path) -> Iterator[RealFleet]:
 def up(folder: Path, *settings: str) -> Iterator[RealFleet]:
     """The same replicas on Ray Serve, as `rollout-gateway up` starts them."""
     port = free_port()
-    environ = {**os.environ, "HOME": str(folder), "RAY_DASHBOARD_ADDRESS": f"http://127.0.0.1:{free_port()}"}
+    environ = {
+        **os.environ,
+        "HOME": str(folder),
+        "RAY_DASHBOARD_ADDRESS": f"http://127.0.0.1:{free_port()}",
+        "ROLLOUT_GATEWAY_NAME": NAME,
+    }
     for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "XDG_STATE_HOME"):
         environ.pop(name, None)
 

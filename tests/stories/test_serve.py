@@ -14,13 +14,11 @@ from engines.process.port import free_port
 from gateway.ledger.ledger import default_file
 from gateway.weights.snapshots import in_memory
 from tests.rigs.ray_app import RESTART_S, App, wait_until
-from tests.rigs.shell import SCRIPT, Shell, clusterless
+from tests.rigs.shell import NAME, SCRIPT, Shell, clusterless
 
 pytest.importorskip("ray")
 
 pytestmark = [pytest.mark.story, pytest.mark.ray]
-
-NAME = "rollout-gateway"
 
 
 def test_an_application_goes_up_replaces_a_killed_replica_and_goes_down_without_a_trace(tmp_path: Path) -> None:
@@ -34,9 +32,9 @@ def test_an_application_goes_up_replaces_a_killed_replica_and_goes_down_without_
         replace_one(app)
         assert sorted(replica["restarts"] for replica in app.replicas().values()) == [0, 1]
         assert versions(app) == {1}
-        assert shell.run("down").stdout == "rollout-gateway is down\n"
+        assert shell.run("down").stdout == f"{NAME} is down\n"
         assert shell.run("status").returncode == 1
-        assert not (shell.folder / ".local/state/rollout-gateway/rollout-gateway.json").exists()
+        assert not (shell.folder / f".local/state/rollout-gateway/{NAME}.json").exists()
         assert list(Path(temporary).glob("rollout-gateway-*")) == []
         wait_until(lambda: not processes(shell), RESTART_S)
     assert kept() <= before

@@ -17,6 +17,7 @@ pytest.importorskip("vllm")
 pytest.importorskip("ray")
 
 from engines.process.port import free_port
+from tests.rigs.shell import NAME
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.ray]
 
@@ -46,6 +47,7 @@ def test_it_serves_until_it_is_ended_and_leaves_nothing(tmp_path: Path) -> None:
     words += ["--serve.http_port", str(free_port()), "--engine.log_dir", str(tmp_path / "logs")]
     environ = {**os.environ, "XDG_STATE_HOME": str(tmp_path), "RAY_AUTH_MODE": "disabled"}
     environ["RAY_DASHBOARD_ADDRESS"] = f"http://127.0.0.1:{free_port()}"
+    environ["ROLLOUT_GATEWAY_NAME"] = NAME
     environ.pop("RAY_ADDRESS", None)
     output = tmp_path / "output"
     with output.open("w") as file:

@@ -30,10 +30,8 @@ from gateway.config.serve_document import serve_config
 from gateway.ledger.file import LedgerFile, SubmissionRow
 from gateway.ledger.moment import Moment
 from gateway.weights.snapshots import in_memory
-from tests.rigs.shell import NearShell, Shell
+from tests.rigs.shell import NAME, NearShell, Shell
 from tests.rigs.stories.played_serve import PlayedServe, played_serve
-
-NAME = "rollout-gateway"
 
 
 @pytest.fixture
@@ -60,7 +58,7 @@ def near_shell(tmp_path: Path, serve: PlayedServe) -> Shell:
 
 
 def document(**engine: object) -> Json:
-    config = Config.model_validate({"engine": {"kind": "sim", "num_cpus": 0.1, **engine}})
+    config = Config.model_validate({"name": NAME, "engine": {"kind": "sim", "num_cpus": 0.1, **engine}})
     return dict(serve_config(config)["applications"][0])
 
 
@@ -141,7 +139,7 @@ def test_what_a_killed_up_left_without_a_running_engine_is_removed_first(shell: 
     serve.applications = {NAME: serve.running(wrong, engine_state="STARTING", status="DEPLOYING")}
     done = shell.run("up", "-c", "sim.yaml")
     assert done.returncode == 0, done.stderr
-    assert "rollout-gateway has no running engine (DEPLOYING): removing it" in done.stderr
+    assert f"{NAME} has no running engine (DEPLOYING): removing it" in done.stderr
     assert serve.deleted == [NAME]
     assert "extra" not in serve.deployed[-1]["applications"][0]["args"]["engine"]
 
@@ -194,7 +192,7 @@ def test_a_failed_change_says_what_serves_and_the_way_back(shell: Shell, serve: 
     serve.outcome = "DEPLOY_FAILED"
     done = shell.run("up", "-c", "sim.yaml", "fleet.lost_after_s=20")
     assert done.returncode == 1
-    assert "rollout-gateway now: DEPLOY_FAILED, engine: 1 RUNNING" in done.stderr
+    assert f"{NAME} now: DEPLOY_FAILED, engine: 1 RUNNING" in done.stderr
     assert f"to get the earlier fleet back: rollout-gateway up -c {shell.folder / 'sim.yaml'}" in done.stderr
     assert serve.deleted == []
 
@@ -205,8 +203,8 @@ def test_a_second_application_on_one_ray_is_refused_and_the_first_is_left_alone(
     shell.run("up", "-c", "sim.yaml")
     done = shell.run("up", "-c", "sim.yaml", "name=other")
     assert done.returncode == 1
-    assert "serves the application 'rollout-gateway' at /" in done.stderr
-    assert "rollout-gateway down --name rollout-gateway" in done.stderr
+    assert f"serves the application {NAME!r} at /" in done.stderr
+    assert f"rollout-gateway down --name {NAME}" in done.stderr
     assert list(serve.applications) == [NAME]
     assert len(serve.deployed) == 1
 
@@ -224,7 +222,7 @@ def test_a_second_gateway_of_one_name_is_refused_where_the_first_has_its_own_ray
     ).write()
     done = shell.run("up", "-c", "sim.yaml")
     assert done.returncode == 1
-    assert "rollout-gateway is up already, on the Ray at http://127.0.0.1:1" in done.stderr
+    assert f"{NAME} is up already, on the Ray at http://127.0.0.1:1" in done.stderr
     assert serve.deployed == []
     found = State.read(NAME)
     assert found is not None
@@ -239,7 +237,7 @@ def test_two_at_once_are_told_apart(shell: Shell, serve: PlayedServe, monkeypatc
         with pytest.raises(ApplicationBusy), changing(NAME, "scale"):
             pass
     assert done.returncode == 1
-    assert f"`rollout-gateway up` (process {os.getpid()}) changes rollout-gateway already: wait for it" in done.stderr
+    assert f"`rollout-gateway up` (process {os.getpid()}) changes {NAME} already: wait for it" in done.stderr
     assert serve.deployed == []
     assert shell.run("up", "-c", "sim.yaml").returncode == 0
 

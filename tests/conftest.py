@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 import structlog
+from hypothesis import HealthCheck, settings
 
 from engines.config import SimConfig
 from gateway.cli.cluster.ray_head import SERVE_ENVIRONMENT
@@ -20,6 +21,9 @@ from tests.running.selection import pytest_ignore_collect as pytest_ignore_colle
 from tests.running.spreading import pytest_xdist_make_scheduler as pytest_xdist_make_scheduler
 
 os.environ |= {**SERVE_ENVIRONMENT, **os.environ}
+# Facts hold at every speed of the machine; hypothesis would fail an example that takes 0.2 s.
+settings.register_profile("at any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("at any speed")
 
 
 @pytest.fixture(autouse=True)

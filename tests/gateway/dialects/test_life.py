@@ -228,7 +228,7 @@ async def _life(world: World, n: int, length: int, *, is_stream: bool) -> dict[i
 endings = st.lists(st.builds(Ending, st.sampled_from(ENDS[:-1]), st.integers(0, 40)), max_size=8)
 
 
-@settings(max_examples=150, deadline=None, database=None)
+@settings(max_examples=150, database=None)
 @given(endings, st.integers(1, 3), st.sampled_from([5, 40, 70, 100]), st.sampled_from([1, 4, 16]), st.booleans())
 def test_what_is_delivered_is_what_would_have_been_without_the_ends(
     script: list[Ending], n: int, length: int, chunk: int, is_stream: bool
@@ -262,7 +262,7 @@ def check_spans(world: World, spans: list[Json], made: list[int]) -> None:
     assert versions == makers
 
 
-@settings(max_examples=50, deadline=None, database=None)
+@settings(max_examples=50, database=None)
 @given(endings, st.integers(0, 8), st.booleans())
 def test_a_refusal_of_a_whole_request_ends_it_at_once(script: list[Ending], place: int, is_stream: bool) -> None:
     world = World([*script[:place], Ending("refuses", 0), *script[place:]], 4)
@@ -272,7 +272,7 @@ def test_a_refusal_of_a_whole_request_ends_it_at_once(script: list[Ending], plac
         assert told.status == 400
 
 
-@settings(max_examples=50, deadline=None, database=None)
+@settings(max_examples=50, database=None)
 @given(st.integers(1, 60), st.integers(1, MAX_ATTEMPTS - 1), st.booleans())
 def test_a_rest_that_an_engine_refuses_continues_on_another(after: int, refusals: int, is_stream: bool) -> None:
     world = World([Ending("breaks", after), *[Ending("refuses", 0)] * refusals], after)
@@ -288,7 +288,7 @@ def test_a_rest_that_all_engines_refuse_is_their_failure(is_stream: bool) -> Non
     assert "wrong (after 3 attempts" in str(told)
 
 
-@settings(max_examples=50, deadline=None, database=None)
+@settings(max_examples=50, database=None)
 @given(st.sampled_from(["breaks", "dies", "fails"]), st.integers(1, 3), st.booleans())
 def test_attempts_without_a_token_are_bounded(end: str, n: int, is_stream: bool) -> None:
     world = World([Ending(end, 0)] * 50, 4)
@@ -297,7 +297,7 @@ def test_attempts_without_a_token_are_bounded(end: str, n: int, is_stream: bool)
     assert world.attempts == (2 if end == "dies" else MAX_ATTEMPTS)
 
 
-@settings(max_examples=50, deadline=None, database=None)
+@settings(max_examples=50, database=None)
 @given(st.integers(1, 3), st.integers(1, 60), st.booleans())
 def test_attempts_that_add_tokens_are_not_counted(n: int, after: int, is_stream: bool) -> None:
     length = 70

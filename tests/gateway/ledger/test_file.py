@@ -252,7 +252,7 @@ OPERATIONS = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(OPERATIONS)
 def test_the_file_equals_plain_objects_after_any_operations(
     tmp_path_factory: pytest.TempPathFactory, operations: list[tuple[str, int, int, int]]

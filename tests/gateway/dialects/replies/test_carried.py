@@ -120,7 +120,7 @@ def decoded_and_joined(n: int, chunks: list[Json]) -> Json:
     return reply
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.large_base_example, HealthCheck.too_slow])
+@settings(max_examples=300, suppress_health_check=[HealthCheck.large_base_example])
 @given(streams(), st.randoms(use_true_random=False))
 def test_chunks_joined_as_bytes_are_those_joined_decoded(stream: tuple[int, list[Json]], ways: random.Random) -> None:
     n, chunks = stream
@@ -139,7 +139,7 @@ def test_chunks_joined_as_bytes_are_those_joined_decoded(stream: tuple[int, list
     assert opened(reply) == expected
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.large_base_example, HealthCheck.too_slow])
+@settings(max_examples=200, suppress_health_check=[HealthCheck.large_base_example])
 @given(streams(), st.randoms(use_true_random=False))
 def test_a_whole_reply_is_the_reply_that_was_written(stream: tuple[int, list[Json]], ways: random.Random) -> None:
     reply = decoded_and_joined(*stream)
@@ -152,7 +152,7 @@ def test_a_whole_reply_is_the_reply_that_was_written(stream: tuple[int, list[Jso
             assert choice[field] == expected[field]
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.large_base_example, HealthCheck.too_slow])
+@settings(max_examples=200, suppress_health_check=[HealthCheck.large_base_example])
 @given(streams(), st.randoms(use_true_random=False))
 def test_a_chunk_is_the_chunk_that_was_written(stream: tuple[int, list[Json]], ways: random.Random) -> None:
     for chunk in stream[1]:

@@ -116,7 +116,7 @@ class Client:
             self.events.append(msgspec.msgpack.decode(row.content or b""))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(STEPS)
 def test_each_event_is_delivered_once_whatever_is_killed_when(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, int, int]]

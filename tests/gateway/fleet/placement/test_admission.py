@@ -499,7 +499,7 @@ def steps() -> st.SearchStrategy[list[tuple[str, int, int]]]:
     return st.lists(step, max_size=60)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(steps=steps(), step_tokens=st.sampled_from([0.0, 300.0, 1e9]))
 def test_residents_fit_and_each_turn_runs_in_the_end(steps: list[tuple[str, int, int]], step_tokens: float) -> None:
     with played_clock() as clock:

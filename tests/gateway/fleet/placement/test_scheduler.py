@@ -309,7 +309,6 @@ async def test_the_longest_of_a_turn_is_placed_first_and_a_later_turn_waits() ->
 lengths = st.none() | st.integers(1, 50)
 
 
-@settings(deadline=None)
 @given(arrivals=st.lists(st.tuples(st.integers(0, 3), lengths, st.integers(0, 2)), min_size=1, max_size=40))
 def test_no_rollout_waits_for_more_than_its_turn_and_equals_keep_their_order(
     arrivals: list[tuple[int, int | None, int]],
@@ -324,7 +323,7 @@ arrivals = st.fixed_dictionaries(
 ends = st.integers(0, 20)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(steps=st.lists(arrivals | ends, max_size=40))
 def test_replicas_keep_to_their_room_the_first_in_line_takes_it_and_each_rollout_runs(
     steps: list[dict[str, Any] | int],

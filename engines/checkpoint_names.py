@@ -62,6 +62,7 @@ class CheckpointNames:
 
     def are_tied(self, name: str) -> bool:
         """Return True for a name of a tensor that has another name too."""
+        name = self._spelled(name)
         return name in self._together or name in self._tied_names
 
     def has(self, name: str, shape: Sequence[int]) -> bool:

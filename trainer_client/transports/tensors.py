@@ -4,6 +4,7 @@ A model, a mapping or a sequence is one part. An iterator may create its tensors
 and one part is held at a time.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -18,7 +19,7 @@ from engines.transfer.packing import NamedTensor
 from engines.types import TensorMeta
 from trainer_client.served import ServedWeights
 from trainer_client.transports.model_tensors import NamedOnes, data_parallel_ranks, model_tensors
-from trainer_client.transports.sharded import gathered, is_sharded, parts_here, ranks_of, shape_of
+from trainer_client.transports.sharded import gathered, is_sharded, parts_here, placed, ranks_of, shape_of
 
 Source: TypeAlias = torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[NamedTensor]
 
@@ -180,7 +181,7 @@ def _parts(source: Source, *, by_layer: bool) -> Iterator[list[NamedOnes]]:
             param="named_tensors",
         )
     else:
-        yield [_checked(one) for one in (source.items() if isinstance(source, Mapping) else source)]
+        yield _same_as_one([_checked(one) for one in (source.items() if isinstance(source, Mapping) else source)])
 
 
 def _checked(named: Any) -> NamedOnes:
@@ -194,6 +195,24 @@ def _checked(named: Any) -> NamedOnes:
         f"named_tensors has {str(named)[:60]!r}: give a torch.nn.Module, a mapping, or pairs of name and tensor",
         param="named_tensors",
     )
+
+
+def _same_as_one(part: list[NamedOnes]) -> list[NamedOnes]:
+    """Merge tensors at one place in memory, such as tied weights of a state_dict, into one with several names."""
+    names: dict[Any, list[str]] = defaultdict(list)
+    for one in part:
+        names[_place(one.tensor)] += one.names
+    return [NamedOnes(tuple(names.pop(place)), one.tensor) for one in part if (place := _place(one.tensor)) in names]
+
+
+def _place(tensor: torch.Tensor) -> Any:
+    """Return what two tensors at one place have in common. Tensors without bytes here, such as empty shards, have no
+    place."""
+    parts = parts_here(tensor)
+    if not parts or not all(_has_bytes(part) and part.numel() for part in parts):
+        return id(tensor)
+    here = tuple((part.data_ptr(), part.dtype, tuple(part.shape), part.stride()) for part in parts)
+    return here, tuple(shape_of(tensor)), placed(tensor)
 
 
 def _sent_under(one: NamedOnes, names: CheckpointNames) -> tuple[str, ...]:

@@ -36,6 +36,7 @@ def test_a_promoted_draft_is_a_checkpoint_folder_with_a_manifest(store: WeightSt
         "model-00001.safetensors",
         "model.safetensors.index.json",
         MANIFEST,
+        ".draft",
     }
     assert (folder / "config.json").resolve() == (checkpoint / "config.json").resolve()
     manifest = check_bytes(folder)
@@ -192,7 +193,8 @@ def test_a_draft_is_not_swept_in_the_moment_that_it_is_made(
         locked(file, operation)
 
     locked = fcntl.flock
-    monkeypatch.setattr("engines.store.draft.fcntl", SimpleNamespace(flock=flock, LOCK_EX=fcntl.LOCK_EX))
+    locks = SimpleNamespace(flock=flock, LOCK_SH=fcntl.LOCK_SH, LOCK_EX=fcntl.LOCK_EX)
+    monkeypatch.setattr("engines.store.draft.fcntl", locks)
     folder, owner = claim_draft(store.folder)
     assert [path.name for path in folder.iterdir()] == [OWNER]
     os.close(owner)

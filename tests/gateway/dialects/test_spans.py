@@ -82,7 +82,7 @@ class LateEngine:
 
     async def generate(self, path: str, body: Json, timeout_s: float) -> Json:
         answer = await self._generate(path, body, timeout_s)
-        if "prompt_logprobs" not in body:
+        if not str(body.get("cache_salt")).startswith("canary-"):
             await self._late(answer)
         return answer
 

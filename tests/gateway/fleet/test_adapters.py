@@ -82,7 +82,7 @@ async def test_every_dialect_asks_for_an_adapter_by_its_name(rig: Rig, tmp_path:
     by_name = {"model": "trl-policy-v7", "token_ids": PROMPT, "sampling_params": limit | {"max_tokens": 12}}
     _, tokens = await rig.post("/inference/v1/generate", by_name)
     assert tokens["choices"][0]["token_ids"] == adapted
-    assert tokens["choices"][0]["weight_versions"][0]["version"] == 7
+    assert tokens["choices"][0]["weight_versions"][0]["version"] == "7"
     by_path = {"lora_path": "trl-policy-v7", "input_ids": PROMPT, "sampling_params": limit | {"max_new_tokens": 12}}
     _, generated = await rig.post("/generate", by_path)
     assert generated["output_ids"] == adapted
@@ -390,7 +390,7 @@ async def test_token_generation_takes_the_adapter_and_one_model_may_be_looked_up
     assert status == 200, reply
     assert reply["choices"][0]["token_ids"] == await greedy(rig, "v4")
     assert reply["choices"][0]["weight_versions"][0] | {"end": 12} == {
-        "version": 4, "start": 0, "end": 12, "base_version": 0, "adapter": "v4",
+        "version": "4", "start": 0, "end": 12, "base_version": 0, "adapter": "v4",
     }  # fmt: skip
     status, card = await rig.get("/v1/models/v4")
     assert (status, card["parent"]) == (200, "sim")
@@ -457,6 +457,6 @@ async def test_what_an_update_cut_off_goes_on_with_an_adapter_that_is_being_unlo
     rig.hurry()
     for choice in await asyncio.wait_for(running, 30):
         spans = choice["weight_versions"]
-        assert [(span["version"], span["base_version"]) for span in spans] == [(1, 0), (1, 1)]
+        assert [(int(span["version"]), span["base_version"]) for span in spans] == [(1, 0), (1, 1)]
         assert (spans[0]["start"], spans[0]["end"], spans[1]["end"]) == (0, spans[1]["start"], 60)
     assert (await unloading)[0] == 200

@@ -39,7 +39,7 @@ def gateway(gateway: PlayedGateway) -> PlayedGateway:
 @pytest.mark.parametrize(
     ("named", "message"),
     [
-        ({"other": torch.ones(2)}, "named_tensors.names has 'other', which model 'tiny' does not have"),
+        ({"other": torch.ones(2)}, "named_tensors has 'other', which the served checkpoint does not have"),
         ({"w": torch.ones(3, 2)}, r"gives \[3, 2\] for 'w', model 'tiny' has \[2, 3\]"),
         ({"w": torch.ones(2, 3, dtype=torch.int32)}, "gives 'int32' for 'w', model 'tiny' has 'bfloat16'"),
         ({"q": torch.ones(4)}, "gives 'float32' for 'q', model 'tiny' has 'float8_e4m3fn'"),

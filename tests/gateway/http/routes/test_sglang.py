@@ -283,4 +283,4 @@ async def test_abort_all_keeps_the_tokens_of_a_rollout_whose_rest_waits(
     told = await running
     made, end, spans = made_of(told if is_stream else told[1])
     assert (len(made), end) == (12, "abort")
-    assert [(span["version"], span["start"], span["end"]) for span in spans] == [(0, 0, 12)]
+    assert [(int(span["version"]), span["start"], span["end"]) for span in spans] == [(0, 0, 12)]

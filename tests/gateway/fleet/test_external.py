@@ -3,20 +3,17 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 from pydantic import SecretStr
 
 from engines.clients.http import HttpEngine
-from engines.clients.vllm_engine import VllmEngine
 from engines.config import EngineConfig
 from engines.engine import Json
 from engines.errors import ConfigError, EngineRefused
 from gateway.config.load import explain, load, with_secrets
 from gateway.config.schema import Config
 from gateway.config.serve_document import serve_config
-from gateway.weights import catch_up
 from tests.rigs.openai_server import OpenAiServer
 from tests.rigs.rig import Rig, SimReplica, StartRig, described
 
@@ -64,50 +61,6 @@ async def test_a_vllm_server_of_others_takes_rollouts_and_weights(start_rig: Sta
     assert await rig.states() == {"engine-0": "SERVING", "theirs-0": "SERVING"}
     reply = await rig.complete([[1, 2, 3]] * 4)
     assert {span["version"] for choice in reply["choices"] for span in choice["weight_versions"]} == {1}
-    await theirs.kill()
-
-
-async def test_a_server_that_is_replaced_as_it_is_labelled_does_not_serve(
-    start_rig: StartRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another process behind the same URL takes the label, and computes with the weights that it came with."""
-    sim = {"tensors": {"w": [4, 4], "b": [4]}}
-    weights = {"store": str(tmp_path / "store")}
-    rig = await start_rig(1, sim=sim, weights=weights)
-    await rig.open_group()
-    await rig.update()
-    theirs = await SimReplica("theirs", 5, rig.sim).start()
-    set_label = VllmEngine._set_label
-
-    async def replaced(engine: VllmEngine, label: str, timeout_s: float) -> None:
-        await set_label(engine, label, timeout_s)
-        if label == "1" and engine.replica_id == "theirs-0":
-            theirs.label(1, weights="of its checkpoint")
-
-    async def load(engine: VllmEngine, path: str, timeout_s: float) -> None:
-        theirs._server._model.held.clear()
-        await engine._on_workers("load_snapshot", {"path": path, "version": 1}, timeout_s)
-
-    monkeypatch.setattr(VllmEngine, "_set_label", replaced)
-    monkeypatch.setattr(VllmEngine, "_load_by_itself", load)  # which simulated engines cannot do
-    monkeypatch.setattr(catch_up, "_RETRY_S", 0.01)
-    await joined(rig, theirs.info.url)
-    replica = rig.fleet.find("theirs-0")
-    assert replica is not None
-    async with asyncio.timeout(SOON_S):
-        while "did not take version 1" not in replica.reason:
-            await asyncio.sleep(0.01)
-    assert "nats a token from the nearest other" in replica.reason
-    assert await rig.states() == {"engine-0": "SERVING", "theirs-0": "SYNCING"}
-    assert await replica.engine.weight_version(SOON_S) == 1
-    external = rig.external
-    await rig.stop_gateway()
-    second = await start_rig(1, sim=sim, weights=weights, replicas=rig.replicas)
-    second.external = external
-    async with asyncio.timeout(SOON_S):
-        while (replica := second.fleet.find("theirs-0")) is None:
-            await asyncio.sleep(0.01)
-    assert (replica.state, replica.weight_version) == ("SYNCING", None)  # the label is not believed
     await theirs.kill()
 
 

@@ -11,10 +11,11 @@ pytest.importorskip("verl")
 
 import torch
 
-from engines.errors import InvalidRequest, NotAllowed, WeightUpdateConflict
+from engines.errors import GatewayUnreachable, InvalidRequest, NotAllowed, WeightUpdateConflict
 from engines.store.manifest import Manifest
 from tests.rigs.rig import STORED, Rig, StartRig
 from tests.rigs.stories.played_gateway import PlayedGateway
+from trainer_client import BlockingRolloutClient
 from trainer_client.verl.checkpoint_engine import GatewayCheckpointEngine
 
 pytestmark = pytest.mark.verl
@@ -80,6 +81,30 @@ async def test_an_update_of_somebody_else_is_a_conflict_and_no_wrong_step(rig: R
 async def test_tensors_are_sent_in_the_served_dtype(rig: Rig, engine_of: EngineOf, folder: Path) -> None:
     await send(engine_of(rig.url, dtype="bfloat16"), 0)
     assert {tensor.dtype for tensor in Manifest.read(folder / "v1").tensors.values()} == {"bfloat16"}
+
+
+async def test_a_head_that_the_served_model_does_not_name_is_its_embedding_and_is_left_out(
+    rig: Rig, engine_of: EngineOf, folder: Path
+) -> None:
+    await send(engine_of(rig.url), 0, Gathered(**STORED, **{"lm_head.weight": [4, 4]}))
+    assert set(Manifest.read(folder / "v1").tensors) == {"w", "b"}
+
+
+async def test_the_head_is_left_out_after_a_first_sync_that_failed_too(
+    rig: Rig, engine_of: EngineOf, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_of(rig.url)
+    shapes = {**STORED, "lm_head.weight": [4, 4]}
+
+    def unreachable(_: object) -> Any:
+        raise GatewayUnreachable("the connection broke", arrived=False)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(BlockingRolloutClient, "served_weights", unreachable)
+        with pytest.raises(GatewayUnreachable):
+            await send(engine, 0, Gathered(**shapes))
+    await send(engine, 0, Gathered(**shapes))
+    assert set(Manifest.read(folder / "v1").tensors) == {"w", "b"}
 
 
 async def test_the_other_workers_take_part_and_send_nothing(engine_of: EngineOf) -> None:

@@ -1,8 +1,10 @@
 """Light stays light: what a trainer or a shell imports must not pull in what a server runs on."""
 
+import ast
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -37,3 +39,40 @@ def test_importing_it_loads_nothing_heavy(loaded: dict[str, list[str]], module: 
 
 def test_the_command_line_needs_no_package_of_the_serve_extra(loaded: dict[str, list[str]]) -> None:
     assert SERVE_EXTRA.intersection(loaded["gateway.cli.main"]) == set()
+
+
+ROOT = Path(__file__).parents[1]
+LINES = {"gateway": 26416, "engines": 12370, "trainer_client": 4937, "sim": 2164, "tuning": 9813, "loadtests": 11598}
+"""The most lines of Python of each package. A change may lower a number, and raise none."""
+ATTRIBUTES = {
+    "gateway/fleet/replica.py:Replica": 40,
+    "gateway/weights/updates/record.py:WeightUpdate": 26,
+    "gateway/fleet/placement/routing.py:Rollout": 18,
+}
+"""The most attributes of the classes that every flag would like to join: a new one takes the place of another."""
+
+
+@pytest.mark.parametrize("package", LINES)
+def test_a_package_only_shrinks(package: str) -> None:
+    lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in (ROOT / package).rglob("*.py"))
+    assert lines <= LINES[package]
+
+
+@pytest.mark.parametrize("place", ATTRIBUTES)
+def test_a_class_takes_a_new_attribute_in_place_of_another(place: str) -> None:
+    file, _, name = place.partition(":")
+    assert len(attributes(ROOT / file, name)) <= ATTRIBUTES[place]
+
+
+def attributes(file: Path, name: str) -> set[str]:
+    """The names that a class sets on its objects, or declares as fields."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    (found,) = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == name]
+    fields = {
+        node.target.id for node in found.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    }
+    return fields | {
+        node.attr
+        for node in ast.walk(found)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self"
+    }

@@ -228,7 +228,8 @@ class RelayServer:
 
     def _hold(self, draft: str) -> None:
         """Keep the draft from being removed while no gateway lives."""
-        owner = self._lock.enter_context((Path(draft) / OWNER).open("a"))
+        owner = os.open(Path(draft) / OWNER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._lock.callback(os.close, owner)
         fcntl.flock(owner, fcntl.LOCK_SH)
         self._draft = draft
 

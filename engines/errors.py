@@ -12,7 +12,7 @@ RolloutGatewayError
 │   └── DeadlyPrompt          engines die under it
 ├── Withdrawn                 its client aborted the rollout while no replica had it
 ├── NotAllowed                the key is missing, wrong, or not an admin key
-├── TooManyRequests           the key is over one of its limits; `retry_after_s` says when to retry
+├── TooManyRequests           submissions are full; `retry_after_s` says when to retry
 ├── StoreFailed               the weight store cannot write or read a version: disk full, folder gone
 ├── DeadlineExceeded          a bounded wait ran out; names the wait
 ├── GatewayUnreachable        no gateway answers at the rollout URL, or the connection broke before the reply
@@ -99,7 +99,7 @@ class NotAllowed(RolloutGatewayError):
 
 
 class TooManyRequests(RolloutGatewayError):
-    """The key is over one of its limits for `retry_after_s` from now."""
+    """Submissions are full, or a proxy limits the key, for `retry_after_s` from now."""
 
     def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
         super().__init__(message)

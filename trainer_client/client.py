@@ -58,7 +58,7 @@ class RolloutClient:
     attempts: tries per prompt that was answered with 502 or 504.
     outage_s: time to retry for while the gateway is not reached or answers 503; longer than its restart takes.
 
-    Calls over a limit of the key (429) wait as long as Retry-After says, and are retried until their time is over.
+    Calls that are answered 429 wait as long as Retry-After says, and are retried until their time is over.
 
     Raises the gateway's errors, classes of engines/errors.py. A client needs a running event loop, and belongs to the
     loop of its first call.
@@ -316,7 +316,7 @@ class RolloutClient:
 
     async def _call(self, method: str, path: str, body: Json | None, timeout_s: float) -> Json:
         """Call the gateway. Retry a failed connection if the call has no effects or cannot have arrived, and a call
-        over a limit of the key."""
+        that is answered 429."""
         clock = asyncio.get_running_loop().time
         deadline = clock() + timeout_s
         outage_ends = clock() + min(timeout_s, self._outage_s)

@@ -61,10 +61,6 @@ class CompletionPrompt(Exchange):
         return self.index // self.parts
 
     @property
-    def prompt_tokens(self) -> int:
-        return self.rollout.prompt_tokens if self._is_first_part else 0
-
-    @property
     def _is_first_part(self) -> bool:
         return self.index % self.parts == 0
 

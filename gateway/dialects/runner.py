@@ -39,11 +39,6 @@ class Exchange(ABC):
         return self.inexact is not None
 
     @property
-    def prompt_tokens(self) -> int:
-        """Tokens of the prompt, as they count for the client's request."""
-        return self.rollout.prompt_tokens
-
-    @property
     def is_full(self) -> bool:
         """True for the rest of a sample that has all of its tokens: its engine died before it reported the end."""
         return False
@@ -84,8 +79,6 @@ class Part:
     def __init__(self, replica: Replica, large: asyncio.Lock) -> None:
         self.flight = replica.take_off()
         self.is_whole = False
-        self.num_made = 0
-        """Tokens that came in chunks."""
         self.replica = replica
         self._large = large
         self._assembly: Assembly | None = None
@@ -97,14 +90,11 @@ class Part:
         self._assembly = assembly
         async with aclosing(events):
             with self.replica.awaiting_chunk():  # no client is in between, which could hold it up
-                try:
-                    async for together in events:
-                        self.replica.saw_progress()
-                        await self._add(together, assembly)
-                        if note is not None:
-                            note(together)
-                finally:
-                    self.num_made = assembly.num_made
+                async for together in events:
+                    self.replica.saw_progress()
+                    await self._add(together, assembly)
+                    if note is not None:
+                        note(together)
         return await assembly.joined(self._large)
 
     async def _add(self, together: list[bytes], assembly: Assembly) -> None:

@@ -697,26 +697,25 @@ class Ending:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.still = True
-        self.forgot = 0
-        self.loads = 0
+        self.done: list[str] = []
         reset, load = SimServer.reset_prefix_cache, VllmEngine.load_snapshot
 
         async def answer(server: SimServer, request: web.Request) -> web.Response:
             if self.still:
                 return web.json_response({"success": False})
-            self.forgot += 1
+            self.done.append("forgot")
             return await reset(server, request)
 
         async def count(engine: VllmEngine, path: str, version: int, timeout_s: float) -> None:
             await load(engine, path, version, timeout_s)
-            self.loads += 1
+            self.done.append("loaded")
 
         monkeypatch.setattr(SimServer, "reset_prefix_cache", answer)
         monkeypatch.setattr(VllmEngine, "load_snapshot", count)
 
     async def loaded(self) -> None:
         async with asyncio.timeout(20):
-            while not self.loads:
+            while not self.done:
                 await asyncio.sleep(0.01)
 
 
@@ -731,7 +730,7 @@ async def test_good_weights_beside_kv_of_refused_ones_are_not_believed_after_an_
     await ending.loaded()
     await asyncio.sleep(0.1)
     assert await rig.fleet.replicas[0].engine.weight_version(5.0) is None
-    assert ending.forgot == 0
+    assert ending.done == ["loaded"]
     if end == "restart":
         await rig.stop_gateway()
     else:
@@ -740,7 +739,9 @@ async def test_good_weights_beside_kv_of_refused_ones_are_not_believed_after_an_
     if end == "restart":
         rig = await start_rig(1, sim=TENSORS, replicas=rig.replicas, weights=weights)
     await rig.until({"engine-0": "SERVING"})
-    assert (ending.loads, ending.forgot) == (2, 1)
+    # A reset that was on its way when the replica was lost may arrive too; it proves nothing.
+    assert ending.done.count("loaded") == 2
+    assert ending.done[-2:] == ["loaded", "forgot"]
     assert await served_versions(rig) == {1}
 
 

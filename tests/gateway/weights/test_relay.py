@@ -535,9 +535,14 @@ async def promoted_alone(update: StoreUpdate, record: WeightUpdate, members: obj
 async def kill_gateway(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """End a gateway that cleans nothing up: neither its relay nor its drafts."""
 
-    async def nothing(*_: object) -> None: ...
+    async def die(dead: relay.Relay) -> None:
+        """What the kernel does for a process that has died: it closes its sockets."""
+        if dead._client is not None:
+            await dead._client.close()
+        if dead._port is not None:
+            dead._port.release()
 
-    monkeypatch.setattr(relay.Relay, "close", nothing)
+    monkeypatch.setattr(relay.Relay, "close", die)
     monkeypatch.setattr(WeightStore, "discard", lambda store, draft: os.close(store._owned.pop(draft)))
     await rig.stop_gateway()
 

@@ -11,6 +11,7 @@ CASTABLE = ("float64", "float32", "float16", "bfloat16")
 """Dtypes that engines cast into each other. Integers and 8-bit floats are quantisation codes."""
 
 _FUSED_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"))
+_LEFT_ALONE = ".e_score_correction_bias"  # by vLLM's reload (its SKIP_TENSORS); a buffer, which TRL does not send
 _FUSED = {part: parts[0] for parts in _FUSED_TOGETHER for part in parts}
 
 
@@ -85,7 +86,7 @@ def check_fused(names: Collection[str], served: Served) -> None:
     received = frozenset(names)
     absent = defaultdict(list)
     for tensor in served.tensors or ():
-        if tensor.name not in received:
+        if tensor.name not in received and not tensor.name.endswith(_LEFT_ALONE):
             absent[_fused_into(tensor.name)].append(tensor.name)
     for name in names if absent else ():
         if missing := absent.get(_fused_into(name)):

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from difflib import get_close_matches
 from functools import cached_property, lru_cache
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Generic, TypeVar
@@ -31,7 +32,6 @@ _WRAPPERS = re.compile(r"\b(_fsdp_wrapped_module|_checkpoint_wrapped_module|_ori
 _PARALLEL = re.compile(r"(^|\.)module\.")
 """The part of a name that DistributedDataParallel and DataParallel add."""
 _ONE_THREAD = threading.RLock()
-"""Imports transformers and makes a model, while other threads wait for the result."""
 
 T = TypeVar("T")
 
@@ -39,6 +39,14 @@ T = TypeVar("T")
 def clean(name: str) -> str:
     """Return the name without the parts that FSDP, activation checkpointing and torch.compile add."""
     return _WRAPPERS.sub("", name)
+
+
+class _Once(cached_property[T]):
+    """A property that one thread makes, while others wait for it."""
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        with _ONE_THREAD:
+            return super().__get__(instance, owner)
 
 
 class CheckpointNames:
@@ -102,8 +110,15 @@ class CheckpointNames:
     def _own(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor] | None:
         if name in self._names:
             return {name: tensor}
-        found = (table.reverted(name, tensor) for table in self._tables)
-        return next((one for one in found if one and one.keys() <= self._names), None)
+        found = chain([{name: tensor}], (table.reverted(name, tensor) for table in self._tables))
+        return next(
+            (one for form in found if form for one in (form, self._bare(form)) if one.keys() <= self._names), None
+        )
+
+    def _bare(self, form: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the form as of the base model alone, whose checkpoint is served with a head too, such as GPT-2's."""
+        prefix = f"{self._model.base_model_prefix}." if self._model is not None else ""
+        return {name.removeprefix(prefix): part for name, part in form.items()}
 
     def _refusal(self, given: str, name: str, tensor: torch.Tensor) -> str:
         became = next((min(found) for table in self._tables if (found := table.reverted(name, tensor))), name)
@@ -114,27 +129,14 @@ class CheckpointNames:
             f"{nearest[0] if nearest else 'none'!r}: send the tensors of the served model"
         )
 
-    @property
+    @_Once
     def _model(self) -> Any:
-        with _ONE_THREAD:
-            return self._made
+        """The model on the meta device, as transformers would make it; None where it has no such class.
 
-    @property
-    def _tables(self) -> "list[_Table]":
-        with _ONE_THREAD:
-            return self._ways_back
-
-    @property
-    def _tied_names(self) -> Mapping[str, tuple[str, ...]]:
-        with _ONE_THREAD:
-            return self._ties
-
-    @cached_property
-    def _made(self) -> Any:
-        """The model on the meta device, as transformers would make it; None without transformers, or of other code."""
-        config = json.loads(self._config) if self._config else {}
-        name = next(iter(config.get("architectures") or ()), None)
-        if name is None or "auto_map" in config:
+        A checkpoint with code of its own may be trained by transformers' class, without `trust_remote_code`.
+        """
+        name = next(iter(json.loads(self._config or "{}").get("architectures") or ()), None)
+        if name is None:
             return None
         try:
             import transformers
@@ -152,12 +154,12 @@ class CheckpointNames:
             log.exception("transformers cannot make %s: tensors keep the names they come with", architecture.__name__)
             return None
 
-    @cached_property
+    @_Once
     def _buffers(self) -> frozenset[str]:
         return frozenset(dict(self._model.named_buffers(remove_duplicate=False)) if self._model is not None else ())
 
-    @cached_property
-    def _ways_back(self) -> "list[_Table]":
+    @_Once
+    def _tables(self) -> "list[_Table]":
         """The ways back: as save_pretrained goes, then with prefixes that a checkpoint may or may not have."""
         if not _may_convert(self._config) or self._model is None:
             return []
@@ -166,13 +168,10 @@ class CheckpointNames:
 
         conversions = get_model_conversion_mapping(self._model, add_legacy=False)
         plain = [one for one in conversions if not isinstance(one, PrefixChange)]
-        return [
-            _Table(self._model, plain),
-            *([_Table(self._model, conversions)] if len(plain) < len(conversions) else []),
-        ]
+        return [_Table(self._model, one) for one in (plain, conversions)]
 
-    @cached_property
-    def _ties(self) -> Mapping[str, tuple[str, ...]]:
+    @_Once
+    def _tied_names(self) -> Mapping[str, tuple[str, ...]]:
         """Other names of tensors that the model's class ties, by name."""
         if not (self._names and ties_embeddings(self._config)):
             return {}

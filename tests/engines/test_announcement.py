@@ -91,6 +91,13 @@ def test_tensors_that_vllm_holds_as_one_come_together(sent: list[str], missing: 
         check_fused({f"{LAYER}.{name}" for name in sent}, FUSED)
 
 
+def test_a_bias_of_the_router_that_vllm_leaves_as_it_is_may_be_absent() -> None:
+    """TRL's sync of DeepSeek-V3 and GLM-4.5: a buffer, and TRL sends parameters."""
+    router = [f"{LAYER}.mlp.gate.{name}" for name in ("weight", "e_score_correction_bias")]
+    served = Model(tuple(TensorMeta(name=name, dtype="bfloat16", shape=(4,)) for name in router))
+    check_fused(router[:1], served)
+
+
 @pytest.mark.parametrize("sent", [["self_attn.o_proj.weight"], ["input_layernorm.weight"], []])
 def test_tensors_of_their_own_may_come_alone(sent: list[str]) -> None:
     check_fused({f"{LAYER}.{name}" for name in sent}, FUSED)

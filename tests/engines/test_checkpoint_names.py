@@ -43,7 +43,7 @@ LLAVA = {
     "vision_config": {**VISION, "model_type": "clip_vision_model", "projection_dim": 16},
 }
 MODELS: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("llama", "qwen3", "gemma2", "gpt2", "gpt_neox"), TEXT),
+    **dict.fromkeys(("llama", "qwen3", "gemma2", "gpt2", "gpt_neox", "bloom"), TEXT),
     **dict.fromkeys(("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "granitemoe", "deepseek_v3", "glm4_moe"), EXPERTS),
     **dict.fromkeys(("gpt_oss", "llama4_text"), EXPERTS),
     **dict.fromkeys(("qwen3_next", "qwen3_5_moe_text"), HYBRID),
@@ -188,6 +188,25 @@ def test_a_configuration_that_transformers_does_not_take_leaves_the_names() -> N
     names = CheckpointNames(["model.embed_tokens.weight"], config)
     names.prepare()
     assert list(names.converted("lm_head.weight", torch.ones(1))) == ["model.embed_tokens.weight"]
+
+
+@pytest.mark.parametrize(("kind", "prefix"), [("gpt2", "transformer."), ("bloom", "transformer.")])
+def test_a_checkpoint_may_lack_the_prefix_of_its_base_model(kind: str, prefix: str, tmp_path: Path) -> None:
+    """As openai-community/gpt2 and bigscience/bloom-560m do."""
+    model = made(kind, tied=True)
+    stored = {name.removeprefix(prefix): one for name, one in saved(model, tmp_path).items()}
+    received = Incoming(rule(stored, tmp_path)).converted(model.state_dict().items())
+    assert sorted(name for name, _ in received) == sorted(stored)
+
+
+def test_a_checkpoint_with_code_of_its_own_is_trained_by_transformers_class_too(tmp_path: Path) -> None:
+    """As DeepSeek-V2-Lite and Moonlight are without `trust_remote_code`."""
+    model = made("deepseek_v3", tied=False)
+    stored = saved(model, tmp_path)
+    own_code = json.loads((tmp_path / "config.json").read_text()) | {"auto_map": {"AutoConfig": "configuration.Config"}}
+    (tmp_path / "config.json").write_text(json.dumps(own_code))
+    received = Incoming(rule(stored, tmp_path)).converted(model.state_dict().items())
+    assert sorted(name for name, _ in received) == sorted(stored)
 
 
 def test_a_name_that_no_rule_explains_is_refused_with_the_nearest(tmp_path: Path) -> None:

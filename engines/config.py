@@ -69,12 +69,6 @@ class SimConfig(Section):
     """Free memory for the tensors of an update beside the weights."""
     load_s: float = Field(0.0, ge=0)
     """Seconds to load weights from a folder."""
-    draft_tokens: int = Field(0, ge=0)
-    """Tokens that a draft proposes for each step, for the counters of speculative decoding alone; 0: no draft."""
-    draft_acceptance: float = Field(0.7, ge=0, le=1)
-    """Share of these that is accepted."""
-    draft_decay: float = Field(0.0, ge=0, le=1)
-    """Share of that acceptance that each weight update takes: the draft is frozen."""
     logprob_noise: float = Field(0.0, ge=0)
     """Most nats by which a prompt's log-probs vary with the size of the batch, as by rounding; fp8 is like 0.3."""
 

@@ -157,10 +157,9 @@ class Engine(ABC):
         """Return the announcement under the checkpoint's names. Raise `InvalidRequest` where it has no such tensor."""
         return update_info
 
-    async def report_draft(self, timeout_s: float) -> Json | None:
-        """Return the report of its draft (`loading.draft.Draft.report`); None without one, and from an engine that
-        does not say."""
-        return None
+    async def describe_draft(self, timeout_s: float) -> str:
+        """Return `loading.draft.Draft.describe`; "" without a draft, and from an engine that does not say."""
+        return ""
 
     # An engine that does not expose received tensors has no receipts: for it these calls do nothing.
 

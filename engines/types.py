@@ -73,7 +73,7 @@ class ReplicaInfo:
     has_tee: True if the engine digests received weights and can copy them into the weight store.
     fetches: True if the engine can fetch a weight version that is not on its machine.
     reload_reason: why an update is a slower reload by the engine; "" if it is loaded in place, or unknown.
-    draft: method of its speculative decoding; "" without, or unknown.
+    draft: method of its speculative decoding, and what updates do to its weights; "" without, or unknown.
     gpus: UUIDs of its GPUs, if the driver reports them.
     key: bearer key of `url` if that is a forwarder's, for an engine on another node than the gateway.
     started: time at which the engine became ready, in seconds since the epoch; 0 for an external server.

@@ -26,11 +26,6 @@ class SchedulerMetrics(Collector):
         yield self._counter("prefix_cache_queries", "Tokens looked up.", scheduler.cache.queried_tokens)
         yield self._counter("prefix_cache_hits", "Tokens found.", scheduler.cache.hit_tokens)
         yield self._counter("num_preemptions", "Requests sent back to wait.", scheduler.preemptions)
-        if scheduler.config.draft_tokens:
-            yield self._counter("spec_decode_num_draft_tokens", "Number of draft tokens.", scheduler.drafted_tokens)
-            yield self._counter(
-                "spec_decode_num_accepted_tokens", "Number of accepted tokens.", scheduler.accepted_tokens
-            )
         yield self._cache_config()
         finished = CounterMetricFamily(
             "vllm:request_success", "Requests that ended.", labels=[*self._labels, "finished_reason"]

@@ -150,9 +150,6 @@ class SimScheduler:
         self.prompt_tokens = 0
         self.generated_tokens = 0
         self.steps = 0
-        self.drafted_tokens = 0.0
-        self.accepted_tokens = 0.0
-        self.draft_acceptance = config.draft_acceptance
         self.preemptions = 0
         self.finished: dict[str, int] = {}
         self.finished_lengths: Counter[int] = Counter()
@@ -298,17 +295,10 @@ class SimScheduler:
                 sample.reports.put_nowait(sample)
         self.steps += 1
         self.generated_tokens += len(moving)
-        self._count_drafts(len(moving))
         self.kv_used += len(moving)
         if ended:
             self.running = [sample for sample in self.running if sample.finish_reason is None]
             self._account()
-
-    def _count_drafts(self, tokens: int) -> None:
-        """Count what the draft has proposed for these tokens: a step makes one, and those that are accepted."""
-        drafted = tokens * self.config.draft_tokens / (1 + self.draft_acceptance * self.config.draft_tokens)
-        self.drafted_tokens += drafted
-        self.accepted_tokens += drafted * self.draft_acceptance
 
     def _preempt(self) -> None:
         """Return the youngest running sample to the queue; it keeps its tokens and is prefilled again."""

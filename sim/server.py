@@ -148,7 +148,7 @@ class SimServer:
             max_num_batched_tokens=max_num_batched_tokens,
             graph_seqs=graph_seqs,
         )
-        self.worker = SimWorker(model_name, sim.tensors, sim.stage_bytes, has_draft=sim.draft_tokens > 0)
+        self.worker = SimWorker(model_name, sim.tensors, sim.stage_bytes)
         self.injector = FaultInjector()
         self.scheduler.is_wedged = lambda: self.injector.faults.stops_tokens
         self.profiler = Profiler()
@@ -349,7 +349,6 @@ class SimServer:
         if after is not None and self._num_updates >= after:
             held[version] = self._weights_before() if self._corrupt == "previous" else self._garbage()
         self._num_updates += 1
-        self.scheduler.draft_acceptance *= 1 - self.scheduler.config.draft_decay
         self._last_held = version
         self.scheduler.hold_version(version)
 

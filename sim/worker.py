@@ -12,25 +12,14 @@ from engines.store.draft import Draft, RawTensor, raw
 from engines.store.manifest import check_bytes, digest_of
 from engines.store.peer_store import PeerStore, fetched
 
-_FROZEN_DRAFT = {
-    "method": "draft_model",
-    "weights": "frozen",
-    "shared": [],
-    "loads": 0,
-    "reason": "its checkpoint is its own: no update has its tensors",
-}
-
 
 class SimWorker:
     """The methods that /collective_rpc reaches."""
 
-    def __init__(
-        self, model_name: str, tensors: dict[str, list[int]], stage_bytes: int = 0, *, has_draft: bool = False
-    ) -> None:
+    def __init__(self, model_name: str, tensors: dict[str, list[int]], stage_bytes: int = 0) -> None:
         self._name = model_name
         self._tensors = tensors
         self._stage_bytes = stage_bytes
-        self._has_draft = has_draft
         self._damaged: set[str] = set()
         self._copy: ReceiptCopy | None = None
         self._received: dict[str, RawTensor] = {}
@@ -78,8 +67,8 @@ class SimWorker:
                 return {"fetches": True}
             case "plan_updates":
                 return {"obstacle": ""}
-            case "report_draft":
-                return _FROZEN_DRAFT if self._has_draft else {}
+            case "describe_draft":
+                return ""
             case "prepare_snapshot":
                 await asyncio.to_thread(self._fetch, **arguments)
                 return {"ready": True}

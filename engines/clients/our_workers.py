@@ -71,8 +71,10 @@ class EngineWithWorkers(HttpEngine, ABC):
             self._held, self._was_asked = version, True
         return version
 
-    async def report_draft(self, timeout_s: float) -> Json | None:
-        return _one_report(await self._on_workers("report_draft", {}, timeout_s)) if self._has_our_worker else None
+    async def describe_draft(self, timeout_s: float) -> str:
+        said = await self._on_workers("describe_draft", {}, timeout_s) if self._has_our_worker else []
+        # One worker of a pipeline alone holds the draft's model.
+        return min(filter(None, said), key=lambda draft: draft.endswith("without weights"), default="")
 
     async def know_checkpoint(
         self, names: Sequence[str], config: str, tied: Sequence[Sequence[str]], timeout_s: float
@@ -179,9 +181,3 @@ class EngineWithWorkers(HttpEngine, ABC):
 def _all_say(word: str, workers: Sequence[Any]) -> bool:
     """Return True if all workers answer yes: SGLang's with True, vLLM's with it under `word`."""
     return all(answer[word] if isinstance(answer, dict) else answer for answer in workers)
-
-
-def _one_report(workers: Sequence[Json | None]) -> Json | None:
-    """Return the report of a draft among those of all workers: one without weights only where no other has some."""
-    found = [report for report in workers if report]
-    return next((report for report in found if report["weights"] != "none"), found[0] if found else None)

@@ -25,12 +25,9 @@ class Draft:
         self._model = model
         self._obstacle = obstacle
         theirs = set() if model is None else {id(parameter) for parameter in target.parameters()}
-        held = [] if model is None else list(model.named_parameters())
-        self._own = {_storage(parameter) for _, parameter in held if id(parameter) not in theirs}
-        self._shared = [name for name, parameter in held if id(parameter) in theirs]
+        held = [] if model is None else list(model.parameters())
+        self._own = {_storage(parameter) for parameter in held if id(parameter) not in theirs}
         self._in_place = PlannedLoad(model) if self._own and not obstacle else None
-        self._loaded: set[int] = set(self._own)
-        self._loads = 0
 
     @property
     def takes_tensors(self) -> bool:
@@ -44,8 +41,7 @@ class Draft:
             self._in_place.plan(forms)
 
     def begin(self) -> None:
-        """Begin an update: the draft is behind the target until its tensors have come."""
-        self._loaded = set()
+        """Begin an update."""
         if self._in_place is not None:
             self._in_place.begin()
 
@@ -62,28 +58,15 @@ class Draft:
 
         return load_both
 
-    def report(self) -> dict[str, Any]:
-        """Return method and parts shared with the target, and the state of the draft's own weights.
-
-        `weights` is "none" without a model, "shared" where all are the target's, "updated" where the last update
-        changed them too, or "frozen" for a `reason`. `loads` counts their updates since the engine's start.
-        """
-        weights, reason = self._state()
-        return {
-            "method": self.method, "weights": weights, "shared": self._shared, "loads": self._loads, "reason": reason,
-        }  # fmt: skip
-
-    def _state(self) -> tuple[str, str]:
+    def describe(self) -> str:
+        """Return its method, and what updates do to its own weights."""
         if self._model is None:
-            return "none", ""
+            return f"{self.method}, without weights"
         if not self._own:
-            return "shared", ""
+            return f"{self.method}, whose weights are all the model's"
         if self._in_place is None:
-            return "frozen", self._obstacle
-        missing = len(self._own - self._loaded)
-        if not missing:
-            return "updated", ""
-        return "frozen", f"the update had no tensor for {missing} of the draft's {len(self._own)} parameters"
+            return f"{self.method}, frozen: {self._obstacle}"
+        return f"{self.method}, updated where the trainer sends its tensors"
 
     def _load(self, tensors: list[NamedTensor]) -> None:
         assert self._in_place is not None
@@ -91,12 +74,8 @@ class Draft:
         self._in_place.plan(forms)
         places = [{_storage(place) for place in self._in_place.places(form)} & self._own for form in forms]
         own = [named for named, reached in zip(tensors, places, strict=True) if reached]
-        if not own:
-            return
-        self._in_place.load(own)
-        was_whole = self._loaded == self._own
-        self._loaded = self._loaded.union(*places)
-        self._loads += self._loaded == self._own and not was_whole
+        if own:
+            self._in_place.load(own)
 
 
 def own_checkpoint(path: str, target: str) -> str:

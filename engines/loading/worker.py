@@ -138,9 +138,9 @@ class UpdatedWorker:
         """Return the announcement under the checkpoint's names, or the reason why it is refused."""
         return announced_as(self.names, update_info)
 
-    def report_draft(self) -> dict[str, Any]:
-        """Return `Draft.report`; {} from an engine that does not decode speculatively."""
-        return self.target.draft.report() if self.target.draft is not None else {}
+    def describe_draft(self) -> str:
+        """Return `Draft.describe`; "" from an engine that does not decode speculatively."""
+        return self.target.draft.describe() if self.target.draft is not None else ""
 
     def room_to_stage(self, num_bytes: int) -> Any:
         """Report whether tensors of so many bytes fit beside the weights, without those that an update has left."""

@@ -195,7 +195,7 @@ class EngineServer:
         if isinstance(engine, SglangEngine) and not self._config.frozen:
             self._has_tee = await engine.find_plugin(tensors or (), limit_s)
         reload_reason = await engine.plan_updates(limit_s)
-        draft = await engine.report_draft(limit_s)
+        draft = await engine.describe_draft(limit_s)
         config, tied = await asyncio.to_thread(_names_of, self._config) if tensors else ("", ())
         await engine.know_checkpoint([tensor.name for tensor in tensors or ()], config, tied, limit_s)
         visible = self._config.env.get("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES"))
@@ -218,7 +218,7 @@ class EngineServer:
             has_tee=self._has_tee,
             fetches=self._has_tee,
             reload_reason=reload_reason,
-            draft=str(draft["method"]) if draft else "",
+            draft=draft,
             pid=process.engine_pid,
             started=time.time(),
             log_path=str(process.log_path),

@@ -65,18 +65,12 @@ def print_fleet(fleet: dict[str, Any]) -> None:
         _print_row("missing", f"a replica of {missing['group']}: {missing['reason']}")
     for replica in fleet["replicas"]:
         if draft := replica.get("draft"):
-            _print_row(f"draft of {replica['replica_id']}", _describe_draft(draft))
+            _print_row(f"draft of {replica['replica_id']}", draft)
     columns = ["label", "replica_id", "model", "state", "weight_version", "samples_in_flight"]
     columns += ["gpu_ids", "pid", "uptime_s", "restarts", "reason", "url"]
     rows = [[_cell(replica, column) for column in columns] for replica in fleet["replicas"]]
     print_table([column.replace("_", " ") for column in columns], rows)
     print_events(fleet["events"][-_EVENTS:])
-
-
-def _describe_draft(draft: dict[str, Any]) -> str:
-    share = draft["acceptance"]
-    seen = "unknown yet" if share is None else f"{share:.0%}"
-    return f"{draft['method']}, weights {draft['summary']}; acceptance {seen}"
 
 
 def print_events(events: Sequence[dict[str, Any]]) -> None:

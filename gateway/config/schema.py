@@ -171,8 +171,6 @@ class FleetConfig(Section):
     """Silence after which a SUSPECT replica is LOST."""
     stalled_after_s: float = Field(10.0, gt=0)
     """Standstill of a replica's tokens after which its rollouts move to others, although it answers probes."""
-    acceptance_alarm: float = Field(0.8, ge=0, le=1)
-    """Speculative decoding: share of the draft's acceptance before an update below which that after it is an event."""
     complete_within_s: float = Field(900.0, gt=0)
     """How long /health stays 503 while replicas are missing; after that those present are the fleet."""
 

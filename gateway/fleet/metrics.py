@@ -21,11 +21,9 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from engines.engine import Json
 from engines.types import ReplicaState
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.placement.attempts import End
-from gateway.fleet.replica import Replica
 
 log = structlog.get_logger()
 
@@ -117,15 +115,6 @@ class Metrics:
         self.replica_restarts = gauge(
             "replica_restarts", "Times that an engine was started again in this place after a loss.", ["replica"]
         )
-        self.draft_acceptance = gauge(
-            "draft_acceptance", "Accepted share of the tokens that a replica's draft proposes.", ["replica"]
-        )
-        self.draft_versions_behind = gauge(
-            "draft_versions_behind", "Versions between the weights of a replica and of its frozen draft.", ["replica"]
-        )
-        self.draft_acceptance_falls = counter(
-            "draft_acceptance_falls", "Falls of a draft's acceptance after a weight update.", ["replica"]
-        )
         self.weight_age_seconds = gauge("weight_age_seconds", "Time since the policy's weight version changed.")
         self.replicas_lost = gauge(
             "replicas_lost", "Replicas lost since the gateway's start, each of which is restarted by Serve.", ["group"]
@@ -173,17 +162,6 @@ class Metrics:
             self._version_at = (version, time.monotonic())
         self.weight_version.set(version)
         self.replicas_behind.set(behind)
-
-    def observe_drafts(self, drafts: Mapping[Replica, Json]) -> None:
-        """Set the gauges of drafts from their reports in `status`."""
-        self.draft_acceptance.clear()
-        self.draft_versions_behind.clear()
-        for replica, draft in drafts.items():
-            self.draft_acceptance_falls.labels(replica.label)
-            if draft["acceptance"] is not None:
-                self.draft_acceptance.labels(replica.label).set(draft["acceptance"])
-            if draft["version"] is not None and replica.weight_version is not None:
-                self.draft_versions_behind.labels(replica.label).set(replica.weight_version - draft["version"])
 
     def counts(self) -> list[Count]:
         """Return all that is counted here, which another process may sum."""

@@ -27,7 +27,6 @@ from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics
 from gateway.fleet.placement.inquiries import Inquiries
 from gateway.fleet.placement.scheduler import Scheduler
-from gateway.fleet.watch.drafts import Drafts
 from gateway.http.access import Access, Routes
 from gateway.http.middleware import Measurement, answer_errors, note_begin
 from gateway.http.own_requests import OwnRequests
@@ -72,7 +71,6 @@ class GatewayServer:
         self._adapters = AdapterCoordinator(config.weights, fleet)
         self._trace = Trace(config.gateway.trace) if config.gateway.trace.file else None
         self._measurement = Measurement(metrics, self._trace)
-        self.drafts = Drafts(config.fleet, fleet, metrics)
         self._access = Access(config.gateway)
         self._tasks = Supervisor()
         runner = Runner(scheduler, metrics)
@@ -141,7 +139,7 @@ class GatewayServer:
 
     def status(self) -> Json:
         """The status report."""
-        report = status_report(self.fleet, self._scheduler, self._weights, self._snapshots, self.drafts)
+        report = status_report(self.fleet, self._scheduler, self._weights, self._snapshots)
         return report | {
             "workers": self.workers.report(),
             "ledger": self._submissions.report() | self._replays.report(),
@@ -161,7 +159,6 @@ class GatewayServer:
         self._tasks.start("watch update", self._weights.run())
         self._tasks.start("watch adapters", self._adapters.run())
         self._tasks.start("watch load", self._dashboard.run())
-        self._tasks.start("watch drafts", self.drafts.run())
         await self._ledger.open()
         self._tasks.start("watch submissions", self._submissions.run())
         self._tasks.start("watch batches", self._replays.run())

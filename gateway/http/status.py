@@ -7,22 +7,18 @@ from gateway.fleet.adapters import Adapter
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.placement.scheduler import Scheduler
 from gateway.fleet.replica import Replica
-from gateway.fleet.watch.drafts import Drafts
 from gateway.weights.coordinator import WeightCoordinator
 from gateway.weights.snapshots import Snapshots
 
 
-def status_report(
-    fleet: Fleet, scheduler: Scheduler, weights: WeightCoordinator, snapshots: Snapshots, drafts: Drafts
-) -> Json:
+def status_report(fleet: Fleet, scheduler: Scheduler, weights: WeightCoordinator, snapshots: Snapshots) -> Json:
     """Seconds and counts; `weight_version` of a replica is null where its weights are unknown.
 
     `pid` is the engine's own process; `replicas_missing` has a row for each expected replica that is not there;
     `replicas_lost` counts by engine group since the gateway's start; `events` are the last hundred, oldest first.
     `restarts` counts how often an engine was started again under this label after a loss, since the last change of the
     configuration; with a weight store it outlives the gateway. Removals on purpose, as by `scale`, count from 0 again.
-    `draft` is null without speculative decoding. Its `weights` are none, shared, updated, frozen or unknown, `version`
-    is that of its own weights, `acceptance` of the last minute, and `reference` the acceptance to compare it with.
+    `draft` names the method of speculative decoding, and says what updates do to its weights; "" without one.
 
     Updates, pauses and the gate concern the model `policy`, which is null where all models are frozen.
     """
@@ -44,7 +40,7 @@ def status_report(
         "replicas_expected": fleet.expected,
         "replicas_refused": fleet.arrivals.refused,
         "replicas_lost": dict(fleet.losses),
-        "replicas": [_replica_report(replica, drafts.report(replica)) for replica in fleet.replicas],
+        "replicas": [_replica_report(replica) for replica in fleet.replicas],
         "replicas_missing": [
             {"group": group, "reason": reason or "has not joined yet"}
             for group, (number, reason) in fleet.missing.items()
@@ -60,7 +56,7 @@ def _adapter_report(adapter: Adapter, fleet: Fleet) -> Json:
     return own | {"rollouts": adapter.users, "replicas": holders}
 
 
-def _replica_report(replica: Replica, draft: Json | None) -> Json:
+def _replica_report(replica: Replica) -> Json:
     info = replica.info
     return {
         "replica_id": info.replica_id,
@@ -77,7 +73,7 @@ def _replica_report(replica: Replica, draft: Json | None) -> Json:
         "frozen": replica.frozen,
         "world_size": info.world_size,
         "reload_reason": info.reload_reason,
-        "draft": draft,
+        "draft": info.draft,
         "gpu_ids": info.gpu_ids,
         "node": info.node,
         "url": info.url,

@@ -71,7 +71,6 @@ class SimReplica:
             engine_version="0.32.0+sim",
             streams=True,
             has_tee=True,
-            draft="draft_model" if sim.draft_tokens else "",
             capabilities=frozenset(CAPABILITIES | ({LOAD_ROUTE} if loras else set())),
             tensors=tuple(TensorMeta(name=n, dtype="float32", shape=tuple(s)) for n, s in sim.tensors.items()),
         )
@@ -188,7 +187,6 @@ class Rig:
             connect=lambda info: engine_client(config, info),
         )
         self._gateway = gateway = GatewayServer(config, self.fleet, Metrics())
-        self.drafts = gateway.drafts
         self._runner = web.AppRunner(gateway.application(), handler_cancellation=True, shutdown_timeout=0.1)
         self.client = aiohttp.ClientSession()
         self.url = ""

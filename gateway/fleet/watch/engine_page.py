@@ -114,11 +114,6 @@ def read_total(page: str, names: tuple[str, ...]) -> float | None:
     return sum(found) if found else None
 
 
-def read_largest(page: str, names: tuple[str, ...]) -> float | None:
-    """The largest sample of these names; None where the page has none."""
-    return max((value for _, _, value in _samples(page, names)), default=None)
-
-
 def _samples(page: str, names: tuple[str, ...]) -> Iterator[tuple[str, str, float]]:
     """Yield name, labels and value of the finite samples of these names, in the order of the page."""
     for name, labels, text in _lines_of(names).findall("\n" + page):

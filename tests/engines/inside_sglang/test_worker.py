@@ -288,9 +288,7 @@ def test_an_update_beside_a_draft_of_its_own_checkpoint_leaves_the_draft(model: 
     assert own.load_snapshot(str(tmp_path), 1)
     assert (model.both == 1).all()
     assert (draft.both == 0).all()
-    report = own.report_draft()
-    assert (report["method"], report["weights"]) == ("standalone", "frozen")
-    assert "/other" in report["reason"]
+    assert own.describe_draft().startswith("standalone, frozen: its checkpoint is its own (/other)")
 
 
 def test_layers_of_the_targets_checkpoint_that_guess_tokens_are_updated_with_it(model: Model, tmp_path: Path) -> None:
@@ -300,15 +298,14 @@ def test_layers_of_the_targets_checkpoint_that_guess_tokens_are_updated_with_it(
     assert own.load_snapshot(str(tmp_path), 1)
     assert (model.both == 1).all()
     assert (draft.both == 1).all()
-    assert own.report_draft()["weights"] == "updated"
+    assert own.describe_draft() == "eagle, updated where the trainer sends its tensors"
 
 
 def test_a_draft_of_several_models_or_of_none_says_so(model: Model) -> None:
-    assert WeightWorker(speculating(model, "NGRAM")).report_draft()["weights"] == "none"
-    assert WeightWorker(speculating(model, "EAGLE", Model(), Model())).report_draft()["reason"] == (
-        "it has several models"
-    )
-    assert WeightWorker(manager_of(model)).report_draft() == {}
+    assert WeightWorker(speculating(model, "NGRAM")).describe_draft() == "ngram, without weights"
+    several = WeightWorker(speculating(model, "EAGLE", Model(), Model())).describe_draft()
+    assert several == "eagle, frozen: it has several models"
+    assert WeightWorker(manager_of(model)).describe_draft() == ""
 
 
 def test_a_method_that_was_not_checked_or_a_release_before_is_refused(model: Model) -> None:

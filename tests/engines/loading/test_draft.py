@@ -1,4 +1,4 @@
-"""A draft's own weights follow an update whose tensors they are in, and are reported as frozen otherwise."""
+"""A draft's own weights follow an update whose tensors they are in, and stay otherwise."""
 
 from collections.abc import Iterable
 
@@ -59,24 +59,21 @@ OF_DRAFT: Tensors = {"mtp.gate": torch.ones(2, 2), "mtp.up": torch.ones(2, 2), "
 
 
 def test_a_method_without_weights_has_none_to_update() -> None:
-    report = Draft("ngram").report()
-    assert report == {"method": "ngram", "weights": "none", "shared": [], "loads": 0, "reason": ""}
+    assert Draft("ngram").describe() == "ngram, without weights"
 
 
 def test_a_draft_of_the_targets_checkpoint_follows_an_update_that_has_its_tensors() -> None:
     target = Target()
     layers = MtpLayers(target)
     draft = Draft("mtp", layers, target)
-    assert draft.report()["weights"] == "updated"  # the checkpoint's, as the target's
-    assert draft.report()["shared"] == ["embedding"]
+    assert draft.describe() == "mtp, updated where the trainer sends its tensors"
     load = draft.beside(target.load_weights)
     draft.begin()
     load(list(OF_TARGET.items()))
-    assert draft.report()["weights"] == "frozen"
-    assert draft.report()["reason"] == "the update had no tensor for 2 of the draft's 2 parameters"
+    assert (layers.both == -1).all()
+    assert (layers.embedding == 1).all()  # a part of the target
     load(iter(OF_DRAFT.items()))
     assert all((tensor == 1).all() for tensor in (layers.both, layers.norm, target.layer))
-    assert (draft.report()["weights"], draft.report()["loads"]) == ("updated", 1)
 
 
 def test_loads_planned_ahead_change_nothing_and_are_those_of_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,34 +83,10 @@ def test_loads_planned_ahead_change_nothing_and_are_those_of_the_update(monkeypa
     sent = OF_TARGET | OF_DRAFT
     draft.plan([(name, tensor.shape, tensor.dtype) for name, tensor in sent.items()])
     assert (layers.both == -1).all()
-    assert draft.report()["weights"] == "updated"
     monkeypatch.delattr(MtpLayers, "load_weights")  # plans need no loader
     draft.begin()
     draft.beside(target.load_weights)(sent.items())
     assert (layers.both == 1).all()
-
-
-def test_a_draft_whose_tensors_do_not_come_stays_as_it_was_and_is_frozen() -> None:
-    target = Target()
-    layers = MtpLayers(target)
-    draft = Draft("mtp", layers, target)
-    draft.begin()
-    draft.beside(target.load_weights)(OF_TARGET.items())
-    assert (layers.both == -1).all()
-    assert (layers.embedding == 1).all()  # a part of the target
-    assert (draft.report()["weights"], draft.report()["loads"]) == ("frozen", 0)
-
-
-def test_a_draft_that_gets_a_part_of_its_tensors_is_frozen_until_the_rest_has_come() -> None:
-    target = Target()
-    draft = Draft("mtp", MtpLayers(target), target)
-    draft.begin()
-    load = draft.beside(target.load_weights)
-    load([("mtp.norm", torch.ones(2))])
-    assert draft.report()["reason"] == "the update had no tensor for 1 of the draft's 2 parameters"
-    load([(name, OF_DRAFT[name]) for name in ("mtp.gate", "mtp.up")])
-    assert draft.report()["weights"] == "updated"
-    assert draft.report()["loads"] == 1
 
 
 def test_a_draft_of_another_checkpoint_gets_none_of_the_targets_tensors() -> None:
@@ -122,11 +95,11 @@ def test_a_draft_of_another_checkpoint_gets_none_of_the_targets_tensors() -> Non
     draft.begin()
     draft.beside(target.load_weights)(OF_TARGET.items())
     assert other.calls == 0
-    assert (draft.report()["weights"], draft.report()["reason"]) == ("frozen", "its checkpoint is its own")
+    assert draft.describe() == "draft_model, frozen: its checkpoint is its own"
 
 
 def test_a_draft_that_is_all_the_targets_is_loaded_with_it() -> None:
     target = Target()
     layers = Module()
     layers.register_parameter("embedding", target.embedding)
-    assert Draft("eagle", layers, target).report()["weights"] == "shared"
+    assert Draft("eagle", layers, target).describe() == "eagle, whose weights are all the model's"

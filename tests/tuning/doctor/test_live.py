@@ -163,26 +163,13 @@ def test_a_replica_whose_updates_are_reloads_is_told_with_the_cost() -> None:
     assert found.effect
 
 
-async def test_a_draft_that_stays_behind_the_weights_is_told_with_the_remedy(start_rig: StartRig) -> None:
-    rig = await start_rig(1, sim={"draft_tokens": 4, "draft_decay": 0.3, "decode_step_s": 0.0})
-    await rig.open_group()
-
-    async def draft_found() -> Finding:
-        await rig.drafts.look()
-        await rig.complete([[5, index] for index in range(16)], max_tokens=128, ignore_eos=True)
-        await rig.drafts.look()
-        (found,) = (await examined(rig))["live-draft"]
-        return found
-
-    before = await draft_found()
-    assert before.severity is FINE
-    assert before.message == "weights of the draft: frozen since version 0; acceptance is 70%"
-    await rig.update()
-    after = await draft_found()
-    assert (after.severity, after.key, after.value) == (CONSIDER, "engine-0", "draft_model")
-    assert "frozen since version 0 beside weights of version 1" in after.message
-    assert "acceptance is 49%" in after.message
-    assert "ngram" in after.suggestion
+def test_a_draft_that_stays_behind_the_weights_is_told_with_the_remedy() -> None:
+    frozen = replica("a") | {"draft": "eagle3, frozen: its checkpoint is its own (/eagle): no update has its tensors"}
+    follows = replica("b") | {"draft": "mtp, updated where the trainer sends its tensors"}
+    first, second = of(page(replicas=[frozen, follows]), "live-draft")
+    assert (first.severity, first.key, second.severity) == (CONSIDER, "a", FINE)
+    assert "/eagle" in str(first.value)
+    assert "ngram" in first.suggestion
 
 
 def test_the_rules_of_engines_judge_what_a_running_vllm_says_of_itself() -> None:

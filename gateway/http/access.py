@@ -45,10 +45,6 @@ class Access:
         self._store = store_key(config)
         self._audit = Audit(config.audit_file)
 
-    def close(self) -> None:
-        """Write the lines of the audit log that wait."""
-        self._audit.close()
-
     def for_inference(self, handler: Handler) -> Handler:
         async def checked(request: web.Request) -> web.StreamResponse:
             key = self._key_of(request, admin=False)

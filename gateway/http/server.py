@@ -104,12 +104,11 @@ class GatewayServer:
                 sglang,
                 self._measurement,
                 deliveries,
-                config.gateway.write_timeout_s,
                 self._replays,
                 own,
                 workers.abort,
             ),
-            SubmissionRoutes(self._submissions, scheduler.lives, config.gateway.write_timeout_s),
+            SubmissionRoutes(self._submissions, scheduler.lives),
             SessionRoutes(scheduler),
             SnapshotFiles(fleet, self._snapshots),
             AdapterRoutes(self._adapters),
@@ -172,7 +171,6 @@ class GatewayServer:
         await self._tasks.stop()
         for record in (self.fleet.events, self.fleet.places):
             await asyncio.to_thread(record.flush, _FLUSH_S)
-        await asyncio.to_thread(self._access.close)
         if self._trace is not None:
             await asyncio.to_thread(self._trace.close)
         await asyncio.to_thread(tracing.stop)

@@ -24,11 +24,9 @@ from gateway.fleet.deliveries import Deliveries
 from gateway.fleet.placement.sessions import session_of
 from gateway.http.access import CLIENT, Access
 from gateway.http.json_body import as_object, read_content, read_object, reply
-from gateway.http.middleware import Measurement
+from gateway.http.middleware import Measurement, given_id, request_id
 from gateway.http.own_requests import AbortElsewhere, AbortKind, OwnRequests, reach
-from gateway.http.replies.event_stream import send_events
-from gateway.http.replies.large_reply import BeforeEnd, at_once, send_pieces
-from gateway.http.request_id import given_id, request_id
+from gateway.http.replies import BeforeEnd, at_once, send_events, send_pieces
 
 _HEALTH_TIMEOUT_S = 20.0
 
@@ -44,7 +42,6 @@ class RolloutRoutes:
         sglang: SglangGenerate,
         measurement: Measurement,
         deliveries: Deliveries,
-        write_timeout_s: float,
         replays: Replays,
         own: OwnRequests,
         abort_elsewhere: AbortElsewhere,
@@ -52,7 +49,6 @@ class RolloutRoutes:
         self._own = own
         self._abort_elsewhere = abort_elsewhere
         self._replays = replays
-        self._write_timeout_s = write_timeout_s
         self._completions = completions
         self._chat = chat
         self._tokens = tokens
@@ -178,6 +174,6 @@ class RolloutRoutes:
         """Send chunks. Their tokens are counted also if the client disconnects."""
         usage = Usage()
         try:
-            return await send_events(request, self._deliveries.counted(model, chunks(usage)), self._write_timeout_s)
+            return await send_events(request, self._deliveries.counted(model, chunks(usage)))
         finally:
             self._measurement.count_tokens(request, model, usage.total())

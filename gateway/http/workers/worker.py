@@ -99,12 +99,11 @@ class Parts:
             self.sglang,
             self._measurement,
             Deliveries(self.fleet, self.metrics),
-            gateway.write_timeout_s,
             self.replays,
             self.own,
             _abort_nothing,
         )
-        self.hops = Hops(self.folder, gateway.write_timeout_s)
+        self.hops = Hops(self.folder)
 
     def application(self, *outermost: object) -> web.Application:
         middlewares = [

@@ -99,8 +99,6 @@ def read_yaml(path: Path, text: str) -> tuple[Tree, dict[Key, int]]:
         raise ConfigError(f"{path}:{mark.line + 1 if mark else 1}: not YAML: {error.problem}") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: not YAML: {error}") from error
-    except RecursionError as error:
-        raise ConfigError(f"{path}: an anchor refers to itself: write the value out") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}:1: a mapping of keys to values is expected, this is a {type(tree).__name__}")
     return tree, lines

@@ -57,8 +57,7 @@ class Access:
         """Check for an inference key; a request without a key gets `otherwise`."""
 
         async def checked(request: web.Request) -> web.StreamResponse:
-            is_known = self.admits(direct_peer(request), request.headers.get("Authorization"))
-            return await (handler if is_known else otherwise)(request)
+            return await (handler if self._opens(request, admin=False) else otherwise)(request)
 
         return checked
 
@@ -73,7 +72,8 @@ class Access:
         for_admin = self.for_admin(handler)
 
         async def checked(request: web.Request) -> web.StreamResponse:
-            opens = self.opens_store(request.headers.get("Authorization"))
+            given = _bearer(request.headers.get("Authorization")).encode(errors="surrogateescape")
+            opens = bool(self._store) and secrets.compare_digest(given, self._store.encode())
             return await (handler if opens else for_admin)(request)
 
         return checked
@@ -98,21 +98,9 @@ class Access:
             )
         return name
 
-    def admits(self, peer: str | None, authorization: str | None) -> bool:
-        """Return True for a trusted peer or a key that opens generation."""
-        try:
-            self.check(peer, authorization, admin=False)
-        except NotAllowed:
-            return False
-        return True
-
     def is_admin(self, request: web.Request) -> bool:
         """Return True for a trusted peer or an admin key."""
-        try:
-            self._key_of(request, admin=True)
-        except NotAllowed:
-            return False
-        return True
+        return self._opens(request, admin=True)
 
     def clients_within_reach(self, request: web.Request) -> list[str]:
         """Return the clients whose requests and sessions the client of `request` may end: its own; for a trusted peer
@@ -121,10 +109,12 @@ class Access:
             return [request[CLIENT]]
         return [TRUSTED, *self._inference.digests, *self._admin.digests]
 
-    def opens_store(self, authorization: str | None) -> bool:
-        """True for the key that engines fetch weight versions with; it opens nothing else."""
-        given = _bearer(authorization).encode(errors="surrogateescape")
-        return bool(self._store) and secrets.compare_digest(given, self._store.encode())
+    def _opens(self, request: web.Request, *, admin: bool) -> bool:
+        try:
+            self._key_of(request, admin=admin)
+        except NotAllowed:
+            return False
+        return True
 
     def _key_of(self, request: web.Request, *, admin: bool) -> str:
         return self.check(direct_peer(request), request.headers.get("Authorization"), admin=admin)

@@ -2,6 +2,7 @@
 a head that cannot be read."""
 
 import asyncio
+import resource
 import socket
 from ssl import SSLContext
 from typing import Any
@@ -19,6 +20,7 @@ _HEAD_TIMEOUT_S = 30.0
 # A timer so late shows that this process stood still, and may not have read heads that have arrived.
 _OWN_DELAY_S = 1.0
 _KEEPALIVE_S = 900.0
+_MOST_FILES, _FEW_FILES = 1 << 20, 16_384
 BACKLOG = 2048
 LEASE_PATH = "/v1/weight_lease"
 """The route whose connection has to end with its trainer, and with the trainer's host."""
@@ -139,6 +141,25 @@ class Connection(RequestHandler):
         self._read_deadline = None
         log.warning("a client does not read its reply and is cut off", seconds=self._write_timeout_s)
         self.transport.abort()
+
+
+def raise_limit() -> None:
+    """Raise the soft limit of open files to the hard limit: each client and each request to an engine needs one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else hard
+    if soft == resource.RLIM_INFINITY:
+        return
+    if soft < wanted:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            soft = wanted
+        except (OSError, ValueError) as error:
+            log.warning("the limit of open files cannot be raised", soft=soft, hard=hard, error=str(error))
+    if soft < _FEW_FILES:
+        log.warning(
+            "few open files are allowed: raise the hard limit (ulimit -Hn) above two for each rollout in flight",
+            limit=soft,
+        )
 
 
 def notice_lost_host(request: web.Request) -> None:

@@ -32,17 +32,14 @@ from gateway.http.access import Access, Routes
 from gateway.http.middleware import Measurement, answer_errors, note_begin
 from gateway.http.own_requests import OwnRequests
 from gateway.http.pages.dashboard import Dashboard
-from gateway.http.routes.about import AboutRoutes
 from gateway.http.routes.adapters import AdapterRoutes
 from gateway.http.routes.fleet import FleetRoutes
 from gateway.http.routes.models import ModelRoutes
 from gateway.http.routes.profiles import ProfileRoutes
 from gateway.http.routes.rollouts import RolloutRoutes
-from gateway.http.routes.sessions import SessionRoutes
 from gateway.http.routes.sglang import SglangRoutes
 from gateway.http.routes.snapshot_files import SnapshotFiles
 from gateway.http.routes.submissions import SubmissionCounts, SubmissionRoutes
-from gateway.http.routes.traces import TraceRoutes
 from gateway.http.routes.weights import WeightRoutes
 from gateway.http.status import status_report
 from gateway.http.supervisor import Supervisor
@@ -109,15 +106,12 @@ class GatewayServer:
                 workers.abort,
             ),
             SubmissionRoutes(self._submissions, scheduler.lives),
-            SessionRoutes(scheduler),
             SnapshotFiles(fleet, self._snapshots),
             AdapterRoutes(self._adapters),
             WeightRoutes(config.weights, fleet, weights, self._snapshots),
             SglangRoutes(fleet, scheduler, weights, sglang, models.description, own, workers),
             dashboard,
-            TraceRoutes(scheduler.lives),
             ProfileRoutes(fleet),
-            AboutRoutes(),
         ]
 
     def application(self) -> web.Application:

@@ -13,7 +13,7 @@ from aiohttp import ClientError, ClientSession, web
 from aiohttp.test_utils import TestServer
 
 from engines.types import ReplicaState
-from gateway.http.descriptors import raise_limit
+from gateway.http.door import raise_limit
 from gateway.http.replies import send_events
 from gateway.http.supervisor import Supervisor
 from tests.rigs.rig import FAST_WATCH, Json, Rig, StartRig
@@ -223,36 +223,6 @@ async def test_an_abort_reaches_a_request_that_waits_for_a_replica(rig: Rig, mon
     assert (status, reply["choices"][0]["finish_reason"], reply["choices"][0]["token_ids"]) == (200, "abort", [])
 
 
-async def test_a_key_ends_its_own_requests_by_id_and_no_other_key_s(
-    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    keys = {"trusted_networks": [], "inference_keys": ["one", "two"], "admin_keys": ["boss"]}
-    rig = await start_rig(1, gateway=keys)
-    one, two, boss = ({"Authorization": f"Bearer {key}"} for key in ("one", "two", "boss"))
-    for replica in rig.fleet.replicas:
-        monkeypatch.setattr(replica, "info", _with_abort(replica.info))
-    assert (await rig.post("/pause?mode=keep", headers=boss))[0] == 200
-    sampling = {"max_tokens": 4}
-
-    async def waits(name: str) -> asyncio.Task[tuple[int, Json]]:
-        body = {"token_ids": [5], "sampling_params": sampling, "request_id": name}
-        before = (await rig.get("/status", headers=boss))[1]["queue_length"]
-        task = asyncio.create_task(rig.post("/inference/v1/generate", body, headers=one))
-        while (await rig.get("/status", headers=boss))[1]["queue_length"] == before:
-            await asyncio.sleep(0.01)
-        return task
-
-    async with asyncio.timeout(30):
-        first, second = await waits("first"), await waits("second")
-        ids = {"request_ids": ["first", "generate-tokens-second"]}
-        assert (await rig.post("/inference/v1/abort_requests", ids, headers=two))[0] == 200
-        assert (await rig.get("/status", headers=boss))[1]["queue_length"] == 2
-        assert (await rig.post("/inference/v1/abort_requests", {"request_ids": ["first"]}, headers=one))[0] == 200
-        assert (await first)[1]["choices"][0]["finish_reason"] == "abort"
-        assert (await rig.post("/inference/v1/abort_requests", ids, headers=boss))[0] == 200
-        assert (await second)[1]["choices"][0]["finish_reason"] == "abort"
-
-
 GENERATE, ABORT = "/inference/v1/generate", "/inference/v1/abort_requests"
 TWO_KEYS: Json = {"trusted_networks": [], "inference_keys": ["one", "two"], "admin_keys": ["boss"]}
 ONE, TWO, BOSS = ({"Authorization": f"Bearer {key}"} for key in ("one", "two", "boss"))
@@ -335,31 +305,6 @@ async def test_keys_with_equal_rids_end_their_own_alone(start_rig: StartRig, str
         assert '"abort"' in await twos
         rig.hurry()
         assert '"abort"' not in await ones
-
-
-async def test_a_rid_of_another_key_ends_nothing(start_rig: StartRig) -> None:
-    keys = {"trusted_networks": [], "inference_keys": ["one", "two"], "admin_keys": ["boss"]}
-    rig = await start_rig(1, gateway=keys)
-    one, two, boss = ({"Authorization": f"Bearer {key}"} for key in ("one", "two", "boss"))
-    sampling = {"max_new_tokens": 100, "ignore_eos": True}
-
-    async def ask(name: str) -> asyncio.Task[tuple[int, Json]]:
-        body = {"input_ids": [5], "rid": name, "sampling_params": sampling}
-        return asyncio.create_task(rig.post("/generate", body, headers=one))
-
-    async def abort(name: str, headers: Json) -> None:
-        async with rig.client.post(f"{rig.url}/abort_request", json={"rid": name}, headers=headers) as response:
-            assert response.status == 200
-
-    async with asyncio.timeout(30):
-        tasks = {name: await ask(name) for name in ("other's", "own", "admin's")}
-        await rig.begun(3)
-        for name, headers in (("other's", two), ("own", one), ("admin's", boss)):
-            await abort(name, headers)
-        ended = [(await tasks[name])[1]["meta_info"]["finish_reason"]["type"] for name in ("own", "admin's")]
-        assert ended == ["abort", "abort"]
-        rig.hurry()
-        assert len((await tasks["other's"])[1]["output_ids"]) == 100
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ _ID = "X-Request-Id"
 _GONE = 499  # the client left before there was an answer
 _USAGE: web.RequestKey[Json] = web.RequestKey("usage", dict)
 _ARRIVAL = web.RequestKey("arrival", Arrival)
+_BEGAN = web.RequestKey("began", float)
 _HAS_BEGUN = web.RequestKey("has_begun", bool)
 HANDED_ON = web.RequestKey("handed_on", bool)
 """True for a request that another process of the gateway answers, and counts."""
@@ -51,7 +52,7 @@ class Measurement:
         resource = request.match_info.route.resource
         route, began = resource.canonical if resource else "unknown", time.monotonic()
         status = _GONE
-        request[_USAGE] = {}
+        request[_USAGE], request[_BEGAN] = {}, began
         TRACE_CONTEXT.set(trace_context(request.headers))
         try:
             with _span(request, route) as span:
@@ -63,9 +64,11 @@ class Measurement:
             if not request.get(HANDED_ON):
                 self._ended(request, route, status, began)
 
-    def arrived(self, request: web.Request, body: Json, session: str, at: float, began: float) -> None:
-        """Record a request for tokens; `at` is the time of day, `began` the monotonic clock, both in seconds."""
+    def arrived(self, request: web.Request, body: Json, session: str) -> None:
+        """Record a request for tokens."""
         if self._trace is not None:
+            began = request[_BEGAN]
+            at = time.time() - (time.monotonic() - began)
             request[_ARRIVAL] = Arrival(request.path, body, session, at, began)
 
     def _ended(self, request: web.Request, route: str, status: int, began: float) -> None:

@@ -29,12 +29,7 @@ class Wire(StrEnum):
     MSGPACK = "application/msgpack"
 
 
-_NAMES = {
-    "application/x-ndjson": Wire.NDJSON, "application/ndjson": Wire.NDJSON, "application/jsonl": Wire.NDJSON,
-    "application/json": Wire.NDJSON, "application/*": Wire.NDJSON, "*/*": Wire.NDJSON,
-    "application/msgpack": Wire.MSGPACK, "application/x-msgpack": Wire.MSGPACK,
-    "application/vnd.msgpack": Wire.MSGPACK,
-}  # fmt: skip
+_NAMES = {str(wire): wire for wire in Wire} | dict.fromkeys(("application/json", "application/*", "*/*"), Wire.NDJSON)
 
 
 def wire_of(request: web.Request) -> Wire:

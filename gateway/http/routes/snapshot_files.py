@@ -33,7 +33,6 @@ class SnapshotFiles:
         router.add_get(version + "/{file}", access.for_store(self._send))
 
     async def _list_versions(self, request: web.Request) -> web.Response:
-        """Reply with the weight versions that the store keeps."""
         # The store may hold versions of an earlier gateway. Reading the fleet's version makes it known.
         with contextlib.suppress(StoreFailed):
             async with self._reading(self._fleet.version):
@@ -44,14 +43,12 @@ class SnapshotFiles:
         )
 
     async def _list_files(self, request: web.Request) -> web.Response:
-        """Reply with the files of a weight version."""
         version = int(request.match_info["version"])
         async with self._reading(version) as folder:
             sizes = await self._snapshots.in_thread(_sizes, folder)
         return reply({"version": version, "files": [{"name": name, "bytes": sizes[name]} for name in sorted(sizes)]})
 
     async def _send(self, request: web.Request) -> web.StreamResponse:
-        """Send a file of a weight version, whole or the range asked for."""
         version, name = int(request.match_info["version"]), request.match_info["file"]
         async with self._reading(version) as folder:
             sizes = await self._snapshots.in_thread(_sizes, folder)

@@ -65,7 +65,6 @@ class WeightRoutes:
         return reply({"message": "Weight transfer initialized"})
 
     async def _start(self, request: web.Request) -> web.Response:
-        """Begin a weight update."""
         body = await read_object(request, required=False)
         await self._weights.start(_in_flight(body), _lease(body), _version(body), _group(body), _after(body))
         return reply({"message": "Weight update started"})
@@ -123,7 +122,6 @@ class WeightRoutes:
         return reply({"weight_version": self._fleet.version})
 
     async def _info(self, request: web.Request) -> web.Response:
-        """Reply with the weight version of the fleet."""
         return reply({"weight_version": str(self._fleet.version)})
 
     async def _served(self, request: web.Request) -> web.Response:
@@ -156,7 +154,6 @@ class WeightRoutes:
         return None
 
     async def _pause(self, request: web.Request) -> web.Response:
-        """Pause the policy's replicas."""
         mode = request.query.get("mode", PauseMode.ABORT)
         if mode not in list(PauseMode):
             raise InvalidRequest(f"mode = {mode!r} is none of {', '.join(PauseMode)}", param="mode")
@@ -167,16 +164,13 @@ class WeightRoutes:
         return reply({"status": "paused"})
 
     async def _resume(self, request: web.Request) -> web.Response:
-        """Resume the policy's replicas."""
         await self._weights.pauses.resume()
         return reply({"status": "resumed"})
 
     async def _is_paused(self, request: web.Request) -> web.Response:
-        """Reply with the state of the pause."""
         return reply({"is_paused": self._weights.pauses.is_paused})
 
     async def _reset_prefix_cache(self, request: web.Request) -> web.Response:
-        """Empty the prefix caches of all replicas."""
         return reply({"success": await self._weights.pauses.reset_prefix_cache()})
 
 

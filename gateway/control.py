@@ -10,10 +10,10 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
 _ANSWER_S = 10.0
 
-# FastAPI's pages of documentation load their scripts from elsewhere, and are blank offline; the rollout URL has /docs.
+# FastAPI's pages of documentation load their scripts from elsewhere, and are blank offline.
 api = FastAPI(
     title="rollout-gateway",
-    description="Status of the fleet. Rollouts and weights go to the rollout URL, which describes itself at /docs.",
+    description="Status of the fleet. Rollouts and weights go to the rollout URL.",
     docs_url=None,
     redoc_url=None,
 )

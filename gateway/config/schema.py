@@ -125,7 +125,7 @@ class GatewayConfig(Section):
     session_idle_s: float = Field(300.0, gt=0)
     """Longest time without a turn in which a session counts as holding KV."""
     write_timeout_s: float = Field(60.0, gt=0)
-    """Longest wait for a client to take the next chunk of a stream or more of a reply; later it is cut off."""
+    """Longest time in which a client reads nothing of its reply, whole or streamed; later it is cut off."""
     max_prompts: int = Field(16_384, gt=0)
     """Most prompts of one request."""
     max_attempts: int = Field(3, ge=1)

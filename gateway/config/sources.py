@@ -15,15 +15,12 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 import yaml
 from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
-from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
 
 from engines.errors import ConfigError
 from gateway.config.schema import Config
 
 PREFIX = "ROLLOUT_GATEWAY_"
 SERVE_IMPORT_PATH = "gateway.app:build"
-
-_TOML_PART = r"""(?:[\w-]+|"[^"]*"|'[^']*')"""
 
 T = TypeVar("T")
 Key = tuple[str | int, ...]
@@ -66,8 +63,9 @@ def nearest_place(places: Mapping[Key, T], key: Key, otherwise: T) -> T:
 def from_file(path: Path) -> Source:
     """A plain tree, or a Serve deploy document whose application's `args` is the tree."""
     text = read_text(path)
+    lines: dict[Key, int] = {}  # tomllib tells none
     if path.suffix == ".toml":
-        tree, lines = _read_toml(path, text)
+        tree = _read_toml(path, text)
     elif path.suffix in (".yaml", ".yml", ".json"):
         tree, lines = read_yaml(path, text)
     else:
@@ -76,7 +74,8 @@ def from_file(path: Path) -> Source:
         tree, lines = _read_serve_document(path, tree, lines)
     # `gateway:` with nothing under it means a section left as it is.
     tree = {key: {} if value is None and nested_model(field_at((key,))) else value for key, value in tree.items()}
-    return Source(origin="file", tree=tree, places={key: f"{path}:{line}" for key, line in lines.items()})
+    places = {key: f"{path}:{line}" for key, line in lines.items()} or {(key,): str(path) for key in tree}
+    return Source(origin="file", tree=tree, places=places)
 
 
 def read_text(path: Path) -> str:
@@ -99,8 +98,6 @@ def read_yaml(path: Path, text: str) -> tuple[Tree, dict[Key, int]]:
         raise ConfigError(f"{path}:{mark.line + 1 if mark else 1}: not YAML: {error.problem}") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: not YAML: {error}") from error
-    except RecursionError as error:
-        raise ConfigError(f"{path}: an anchor refers to itself: write the value out") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}:1: a mapping of keys to values is expected, this is a {type(tree).__name__}")
     return tree, lines
@@ -123,32 +120,11 @@ def _yaml_lines(path: Path, node: yaml.Node, key: Key = ()) -> Iterator[tuple[Ke
             yield from _yaml_lines(path, item, (*key, index))
 
 
-def _read_toml(path: Path, text: str) -> tuple[Tree, dict[Key, int]]:
+def _read_toml(path: Path, text: str) -> Tree:
     try:
-        lines: dict[Key, int] = {}
-        for key, number in _toml_lines(text):
-            lines.setdefault(key, number)
-        return tomllib.loads(text), lines
+        return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        found = re.search(r"at line (\d+)", str(error))
-        line = int(found[1]) if found else text.count("\n") + 1
-        raise ConfigError(f"{path}:{line}: not TOML: {error}") from error
-
-
-def _toml_lines(text: str) -> Iterator[tuple[Key, int]]:
-    """Find the lines of headers and keys, which tomllib drops; parts of a value share its key's line."""
-    table: Key = ()
-    for number, line in enumerate(text.splitlines(), start=1):
-        if header := re.match(r"\s*\[+([^\[\]]+)\]+", line):
-            table = _toml_key(header[1])
-            yield from ((table[:n], number) for n in range(1, len(table) + 1))
-        elif pair := re.match(rf"\s*({_TOML_PART}(?:\s*\.\s*{_TOML_PART})*)\s*=", line):
-            key = (*table, *_toml_key(pair[1]))
-            yield from ((key[:n], number) for n in range(len(table) + 1, len(key) + 1))
-
-
-def _toml_key(text: str) -> Key:
-    return tuple(part.strip().strip("\"'") for part in re.findall(_TOML_PART, text))
+        raise ConfigError(f"{path}: not TOML: {error}") from error
 
 
 def _read_serve_document(path: Path, document: Tree, lines: dict[Key, int]) -> tuple[Tree, dict[Key, int]]:
@@ -209,41 +185,21 @@ def leaves(tree: Mapping[Any, Any], key: Key = ()) -> Iterator[tuple[Key, Any]]:
             yield (*key, name), value
 
 
-class _Settings(Config, BaseSettings):
-    """The same tree, as pydantic-settings wants it in order to know which variables may exist."""
-
-    model_config = SettingsConfigDict(env_prefix=PREFIX, env_nested_delimiter="__", extra="ignore")
-
-
-class _Environment(EnvSettingsSource):
-    """pydantic-settings' own reading of the environment, over a given mapping and with comma separated lists."""
-
-    def __init__(self, environ: Mapping[str, str]) -> None:
-        super().__init__(_Settings)
-        self.env_vars = {name.lower(): value for name, value in environ.items()}
-
-    def decode_complex_value(self, field_name: str, field: FieldInfo, value: Any) -> Any:
-        if _is_list(field):
-            return split_list(value)
-        try:
-            return json.loads(value)
-        except ValueError:
-            return value  # validation names the variable
-
-
 def from_environment(environ: Mapping[str, str]) -> Source:
-    """ROLLOUT_GATEWAY_SECTION__KEY=value, sections as JSON too."""
-    names = {name: _environment_key(name) for name in sorted(environ) if name.upper().startswith(PREFIX)}
-    for name, key in names.items():
-        # A lone unknown word is let pass: Kubernetes makes ROLLOUT_GATEWAY_PORT and its like for a service of our name.
-        if len(key) > 1 and key[0] not in Config.model_fields:
+    """ROLLOUT_GATEWAY_SECTION__KEY=value, sections as JSON or YAML too."""
+    return from_pairs("env", _variables(environ))
+
+
+def _variables(environ: Mapping[str, str]) -> Iterator[tuple[Key, str, str]]:
+    for name in sorted(environ):
+        if not name.upper().startswith(PREFIX):
+            continue
+        key: Key = tuple(name[len(PREFIX) :].lower().split("__"))
+        if key[0] in Config.model_fields:
+            yield key, environ[name], f"environment variable {name}"
+        elif len(key) > 1:
             raise ConfigError(f"environment variable {name}: unknown section {key[0]}; {_advice(key)}")
-    places = {key: f"environment variable {name}" for name, key in names.items() if key[0] in Config.model_fields}
-    return Source(origin="env", tree=_Environment(environ)(), places=places)
-
-
-def _environment_key(name: str) -> Key:
-    return tuple(name[len(PREFIX) :].lower().split("__"))
+        # Kubernetes makes ROLLOUT_GATEWAY_PORT and its like for a service of our name.
 
 
 def from_overrides(arguments: Sequence[str]) -> Source:
@@ -295,9 +251,16 @@ def parse_value(text: Any, field: FieldInfo | None) -> Any:
         return [yaml.safe_load(item) if isinstance(item, str) else item for item in text]
     if not isinstance(text, str):
         return text
-    value = yaml.safe_load(text)
-    if field is None or value is None or isinstance(value, (list, dict)):
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        if field is None or not _holds_text(field.annotation):
+            raise
+        value = text  # such as a key that begins with @
+    if field is None or isinstance(value, (list, dict)):
         return value
+    if value is None and (text or type(None) in get_args(field.annotation)):
+        return None
     if _is_list(field):
         return split_list(text)
     return text if _holds_text(field.annotation) else value

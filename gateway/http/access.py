@@ -4,7 +4,6 @@ import hashlib
 import ipaddress
 import secrets
 from collections.abc import Awaitable, Callable
-from enum import StrEnum
 from functools import lru_cache
 from typing import Protocol
 
@@ -34,21 +33,8 @@ class Routes(Protocol):
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class Need(StrEnum):
-    """The key that a route needs from clients that are not trusted without one."""
-
-    NONE = "none"
-    OPTIONAL = "optional"  # without a key it says less
-    INFERENCE = "inference"
-    ADMIN = "admin"
-    STORE = "store"
-
-
 class Access:
-    """Inference keys open generation, admin keys open everything; `for_...` wraps a handler with the check.
-
-    `need_of` reports the check and the handler behind it, for the description of the routes.
-    """
+    """Inference keys open generation, admin keys open everything; `for_...` wraps a handler with the check."""
 
     def __init__(self, config: GatewayConfig) -> None:
         self._trusted = tuple(config.trusted_networks)
@@ -58,15 +44,6 @@ class Access:
         self._admin = Keys("gateway.admin_keys", config.admin_keys)
         self._store = store_key(config)
         self._audit = Audit(config.audit_file)
-        self._needs: dict[Handler, tuple[Need, Handler]] = {}
-
-    def close(self) -> None:
-        """Write the lines of the audit log that wait."""
-        self._audit.close()
-
-    def need_of(self, handler: Handler) -> tuple[Need, Handler]:
-        """Return the key that a route needs, and its own handler behind the check."""
-        return self._needs.get(handler, (Need.NONE, handler))
 
     def for_inference(self, handler: Handler) -> Handler:
         async def checked(request: web.Request) -> web.StreamResponse:
@@ -74,32 +51,32 @@ class Access:
             request[CLIENT] = key if key == TRUSTED else _digest(request)
             return await handler(request)
 
-        return self._noted(Need.INFERENCE, handler, checked)
+        return checked
 
     def for_inference_or(self, handler: Handler, otherwise: Handler) -> Handler:
         """Check for an inference key; a request without a key gets `otherwise`."""
 
         async def checked(request: web.Request) -> web.StreamResponse:
-            is_known = self.admits(direct_peer(request), request.headers.get("Authorization"))
-            return await (handler if is_known else otherwise)(request)
+            return await (handler if self._opens(request, admin=False) else otherwise)(request)
 
-        return self._noted(Need.OPTIONAL, handler, checked)
+        return checked
 
     def for_admin(self, handler: Handler) -> Handler:
         async def checked(request: web.Request) -> web.StreamResponse:
             return await self._audit.noted(request, lambda: self._key_of(request, admin=True), handler)
 
-        return self._noted(Need.ADMIN, handler, checked)
+        return checked
 
     def for_store(self, handler: Handler) -> Handler:
         """Check for an admin key, or for the key that engines fetch weight versions with."""
         for_admin = self.for_admin(handler)
 
         async def checked(request: web.Request) -> web.StreamResponse:
-            opens = self.opens_store(request.headers.get("Authorization"))
+            given = _bearer(request.headers.get("Authorization")).encode(errors="surrogateescape")
+            opens = bool(self._store) and secrets.compare_digest(given, self._store.encode())
             return await (handler if opens else for_admin)(request)
 
-        return self._noted(Need.STORE, handler, checked)
+        return checked
 
     def check(self, peer: str | None, authorization: str | None, *, admin: bool) -> str:
         """Return the key's name. Raise `NotAllowed` unless the peer is trusted or its key opens the route."""
@@ -121,21 +98,9 @@ class Access:
             )
         return name
 
-    def admits(self, peer: str | None, authorization: str | None) -> bool:
-        """Return True for a trusted peer or a key that opens generation."""
-        try:
-            self.check(peer, authorization, admin=False)
-        except NotAllowed:
-            return False
-        return True
-
     def is_admin(self, request: web.Request) -> bool:
         """Return True for a trusted peer or an admin key."""
-        try:
-            self._key_of(request, admin=True)
-        except NotAllowed:
-            return False
-        return True
+        return self._opens(request, admin=True)
 
     def clients_within_reach(self, request: web.Request) -> list[str]:
         """Return the clients whose requests and sessions the client of `request` may end: its own; for a trusted peer
@@ -144,17 +109,15 @@ class Access:
             return [request[CLIENT]]
         return [TRUSTED, *self._inference.digests, *self._admin.digests]
 
-    def opens_store(self, authorization: str | None) -> bool:
-        """True for the key that engines fetch weight versions with; it opens nothing else."""
-        given = _bearer(authorization).encode(errors="surrogateescape")
-        return bool(self._store) and secrets.compare_digest(given, self._store.encode())
+    def _opens(self, request: web.Request, *, admin: bool) -> bool:
+        try:
+            self._key_of(request, admin=admin)
+        except NotAllowed:
+            return False
+        return True
 
     def _key_of(self, request: web.Request, *, admin: bool) -> str:
         return self.check(direct_peer(request), request.headers.get("Authorization"), admin=admin)
-
-    def _noted(self, need: Need, handler: Handler, checked: Handler) -> Handler:
-        self._needs[checked] = need, handler
-        return checked
 
     def _is_trusted(self, peer: str | None) -> bool:
         return bool(peer) and self._is_in_trusted_network(peer)

@@ -1,12 +1,14 @@
-"""The gateway's own port: deadlines for the head of each request and for a client that does not read, and JSON for a
-head that cannot be read."""
+"""The gateway's own port: deadlines for a connection's first request and for a client that does not read, and JSON for
+a head that cannot be read."""
 
 import asyncio
+import resource
+import socket
 from ssl import SSLContext
 from typing import Any
 
 import structlog
-from aiohttp import StreamReader, web
+from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
 from gateway.api import error_body
@@ -18,7 +20,10 @@ _HEAD_TIMEOUT_S = 30.0
 # A timer so late shows that this process stood still, and may not have read heads that have arrived.
 _OWN_DELAY_S = 1.0
 _KEEPALIVE_S = 900.0
+_MOST_FILES, _FEW_FILES = 1 << 20, 16_384
 BACKLOG = 2048
+LEASE_PATH = "/v1/weight_lease"
+"""The route whose connection has to end with its trainer, and with the trainer's host."""
 
 
 class Door(web.BaseSite):
@@ -57,16 +62,15 @@ class Door(web.BaseSite):
 
 
 class Connection(RequestHandler):
-    """One client's connection. It is closed where the first head, or a later one that has begun, is late, and where the
-    client reads nothing for `write_timeout_s` of a reply that fills the buffer."""
+    """One client's connection. It is closed where the first head is late (a later one has the time of an idle
+    connection), and where the client reads nothing for `write_timeout_s` of a reply that fills the buffer."""
 
-    __slots__ = ("_body", "_head_deadline", "_read_deadline", "_write_timeout_s")
+    __slots__ = ("_head_deadline", "_read_deadline", "_write_timeout_s")
 
     def __init__(self, *args: Any, write_timeout_s: float, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._write_timeout_s = write_timeout_s
         self._read_deadline: asyncio.TimerHandle | None = None
-        self._body: StreamReader | None = None
         self._head_deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -74,7 +78,8 @@ class Connection(RequestHandler):
         self._await_head()
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        self._head_arrived()
+        if self._head_deadline is not None:
+            self._head_deadline.cancel()
         self._has_read()
         super().connection_lost(exc)
 
@@ -85,15 +90,6 @@ class Connection(RequestHandler):
     def resume_writing(self) -> None:
         self._has_read()
         super().resume_writing()
-
-    def data_received(self, data: bytes) -> None:
-        known, is_between = self._request_count, self._body is None or self._body.is_eof()
-        super().data_received(data)
-        if self._request_count > known:
-            self._body = self._messages[-1][1]
-            self._head_arrived()
-        elif data and is_between and self._head_deadline is None:  # aiohttp itself feeds no bytes, to go on
-            self._await_head()
 
     def handle_error(
         self,
@@ -118,16 +114,11 @@ class Connection(RequestHandler):
         due = asyncio.get_running_loop().time() + _HEAD_TIMEOUT_S
         self._head_deadline = asyncio.get_running_loop().call_at(due, self._head_is_late, due)
 
-    def _head_arrived(self) -> None:
-        if self._head_deadline is not None:
-            self._head_deadline.cancel()
-            self._head_deadline = None
-
     def _head_is_late(self, due: float) -> None:
-        self._head_deadline = None
-        stood_still = asyncio.get_running_loop().time() - due > _OWN_DELAY_S
-        if self._request_in_progress or stood_still:
-            self._await_head()  # one that came early has its time from the end of the request before it
+        if self._request_count:
+            return
+        if asyncio.get_running_loop().time() - due > _OWN_DELAY_S:
+            self._await_head()
         else:
             self.force_close()
 
@@ -150,3 +141,34 @@ class Connection(RequestHandler):
         self._read_deadline = None
         log.warning("a client does not read its reply and is cut off", seconds=self._write_timeout_s)
         self.transport.abort()
+
+
+def raise_limit() -> None:
+    """Raise the soft limit of open files to the hard limit: each client and each request to an engine needs one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else hard
+    if soft == resource.RLIM_INFINITY:
+        return
+    if soft < wanted:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            soft = wanted
+        except (OSError, ValueError) as error:
+            log.warning("the limit of open files cannot be raised", soft=soft, hard=hard, error=str(error))
+    if soft < _FEW_FILES:
+        log.warning(
+            "few open files are allowed: raise the hard limit (ulimit -Hn) above two for each rollout in flight",
+            limit=soft,
+        )
+
+
+def notice_lost_host(request: web.Request) -> None:
+    """Let the kernel end a connection whose other host has been silent for 4 s, as it sends no end of its connections;
+    one of this host ends by itself."""
+    connection = request.transport.get_extra_info("socket") if request.transport else None
+    if connection is None or connection.family == socket.AF_UNIX:
+        return
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in ((socket.TCP_KEEPIDLE, 1), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, 3)):
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 4000)  # while a byte is unacknowledged

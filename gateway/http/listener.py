@@ -24,8 +24,7 @@ from gateway.config.addresses import url_of
 from gateway.config.schema import Config, GatewayConfig
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics
-from gateway.http.descriptors import raise_limit
-from gateway.http.door import Door
+from gateway.http.door import Door, raise_limit
 from gateway.http.engine_client import engine_client
 from gateway.http.guard.tls import Certificate
 from gateway.http.server import GatewayServer

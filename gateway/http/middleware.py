@@ -1,8 +1,11 @@
-"""Passed by every request: metrics and the trace outside, errors in the client's dialect inside."""
+"""Passed by every request: its id, metrics and the trace outside, errors in the client's dialect inside."""
 
 import math
 import time
+import uuid
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import structlog
 from aiohttp import web
@@ -19,17 +22,19 @@ from engines.errors import (
 )
 from engines.trace_context import TRACE_CONTEXT, trace_context
 from gateway.api import body_of, error_body, status_of
+from gateway.dialects.sampling import LONGEST_ID
 from gateway.fleet.metrics import Metrics
 from gateway.http.access import Handler
 from gateway.http.json_body import reply
-from gateway.http.request_id import HEADER, given_id
 from gateway.http.trace import Arrival, Trace
 
 log = structlog.get_logger()
 
+_ID = "X-Request-Id"
 _GONE = 499  # the client left before there was an answer
 _USAGE: web.RequestKey[Json] = web.RequestKey("usage", dict)
 _ARRIVAL = web.RequestKey("arrival", Arrival)
+_BEGAN = web.RequestKey("began", float)
 _HAS_BEGUN = web.RequestKey("has_begun", bool)
 HANDED_ON = web.RequestKey("handed_on", bool)
 """True for a request that another process of the gateway answers, and counts."""
@@ -47,23 +52,23 @@ class Measurement:
         resource = request.match_info.route.resource
         route, began = resource.canonical if resource else "unknown", time.monotonic()
         status = _GONE
-        request[_USAGE] = {}
+        request[_USAGE], request[_BEGAN] = {}, began
         TRACE_CONTEXT.set(trace_context(request.headers))
         try:
             with _span(request, route) as span:
                 response = await handler(request)
                 status = response.status
                 span.note({"http.response.status_code": status})
-            if (given := given_id(request)) and not response.prepared:
-                response.headers[HEADER] = given
             return response
         finally:
             if not request.get(HANDED_ON):
                 self._ended(request, route, status, began)
 
-    def arrived(self, request: web.Request, body: Json, session: str, at: float, began: float) -> None:
-        """Record a request for tokens; `at` is the time of day, `began` the monotonic clock, both in seconds."""
+    def arrived(self, request: web.Request, body: Json, session: str) -> None:
+        """Record a request for tokens."""
         if self._trace is not None:
+            began = request[_BEGAN]
+            at = time.time() - (time.monotonic() - began)
             request[_ARRIVAL] = Arrival(request.path, body, session, at, began)
 
     def _ended(self, request: web.Request, route: str, status: int, began: float) -> None:
@@ -87,9 +92,27 @@ def _span(request: web.Request, route: str) -> AbstractContextManager[tracing.Sp
     return tracing.span(f"{request.method} {route}", facts, "server")
 
 
-async def note_begin(request: web.Request, _: web.StreamResponse) -> None:
-    """Note that the head of a reply is on its way."""
+async def note_begin(request: web.Request, response: web.StreamResponse) -> None:
+    """Note that the head of a reply is on its way, and name it by the id that the client has given."""
     request[_HAS_BEGUN] = True
+    if given := given_id(request):
+        response.headers[_ID] = given
+
+
+def request_id(request: web.Request, body: Mapping[str, Any] | None = None) -> str:
+    """The header's id, then `request_id` of the body, then a random id."""
+    return given_id(request) or _printable((body or {}).get("request_id")) or uuid.uuid4().hex
+
+
+def given_id(request: web.Request) -> str:
+    """The client's own id; "" if it gives none that may be sent back."""
+    return _printable(request.headers.get(_ID))
+
+
+def _printable(given: object) -> str:
+    return (
+        given if isinstance(given, str) and given.isascii() and given.isprintable() and len(given) <= LONGEST_ID else ""
+    )
 
 
 @web.middleware

@@ -31,17 +31,14 @@ from gateway.http.access import Access, Routes
 from gateway.http.middleware import Measurement, answer_errors, note_begin
 from gateway.http.own_requests import OwnRequests
 from gateway.http.pages.dashboard import Dashboard
-from gateway.http.routes.about import AboutRoutes
 from gateway.http.routes.adapters import AdapterRoutes
 from gateway.http.routes.fleet import FleetRoutes
 from gateway.http.routes.models import ModelRoutes
 from gateway.http.routes.profiles import ProfileRoutes
 from gateway.http.routes.rollouts import RolloutRoutes
-from gateway.http.routes.sessions import SessionRoutes
 from gateway.http.routes.sglang import SglangRoutes
 from gateway.http.routes.snapshot_files import SnapshotFiles
 from gateway.http.routes.submissions import SubmissionCounts, SubmissionRoutes
-from gateway.http.routes.traces import TraceRoutes
 from gateway.http.routes.weights import WeightRoutes
 from gateway.http.status import status_report
 from gateway.http.supervisor import Supervisor
@@ -102,21 +99,17 @@ class GatewayServer:
                 sglang,
                 self._measurement,
                 deliveries,
-                config.gateway.write_timeout_s,
                 self._replays,
                 own,
                 workers.abort,
             ),
-            SubmissionRoutes(self._submissions, scheduler.lives, config.gateway.write_timeout_s),
-            SessionRoutes(scheduler),
+            SubmissionRoutes(self._submissions, scheduler.lives),
             SnapshotFiles(fleet, self._snapshots),
             AdapterRoutes(self._adapters),
             WeightRoutes(config.weights, fleet, weights, self._snapshots),
             SglangRoutes(fleet, scheduler, weights, sglang, models.description, own, workers),
             dashboard,
-            TraceRoutes(scheduler.lives),
             ProfileRoutes(fleet),
-            AboutRoutes(),
         ]
 
     def application(self) -> web.Application:
@@ -169,7 +162,6 @@ class GatewayServer:
         await self._tasks.stop()
         for record in (self.fleet.events, self.fleet.places):
             await asyncio.to_thread(record.flush, _FLUSH_S)
-        await asyncio.to_thread(self._access.close)
         if self._trace is not None:
             await asyncio.to_thread(self._trace.close)
         await asyncio.to_thread(tracing.stop)

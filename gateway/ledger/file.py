@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 
 from gateway.ledger.batches import BatchFiles, BatchRow
-from gateway.ledger.moment import Moment
 
 OF_GROUP = -1
 """In place of a sample's number: the event is of a whole group. Of `OF_SUBMISSION` groups it is of all."""
@@ -23,13 +22,13 @@ _WAL_BYTES = 16 << 20
 _SWEPT_AT_ONCE = 64  # rows, the largest of which have a sample of a full context
 _SWEEP_S = 0.05  # so that what is forgotten, of any size, holds up no write
 _BUSY_S = 0.2
-_LAYOUT = 1
+_LAYOUT = 2
 _ROOT = 0
 _TABLES = """
 CREATE TABLE life (number INTEGER NOT NULL);
 CREATE TABLE submissions (
     number INTEGER PRIMARY KEY, owner TEXT NOT NULL, id TEXT NOT NULL, digest BLOB NOT NULL, body BLOB NOT NULL,
-    wall REAL NOT NULL, boot TEXT NOT NULL, uptime REAL NOT NULL, acked INTEGER NOT NULL, UNIQUE (owner, id));
+    began REAL NOT NULL, acked INTEGER NOT NULL, UNIQUE (owner, id));
 CREATE TABLE events (
     number INTEGER, cursor INTEGER, grp INTEGER NOT NULL, sample INTEGER NOT NULL, mark TEXT NOT NULL, content BLOB,
     PRIMARY KEY (number, cursor)) WITHOUT ROWID;
@@ -76,14 +75,14 @@ class PartRow:
 
 @dataclass(slots=True)
 class SubmissionRow:
-    """A submission as the file has it."""
+    """A submission as the file has it; `began` is in seconds since the epoch."""
 
     number: int
     owner: str
     id: str
     digest: bytes
     body: bytes
-    moment: Moment
+    began: float
     acked: int = 0
     events: list[EventRow] = field(default_factory=list)
     prompts: dict[int, bytes] = field(default_factory=dict)
@@ -167,10 +166,8 @@ class LedgerFile:
         if (found := ask("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
             raise sqlite3.DatabaseError(found)
         rows = {
-            number: SubmissionRow(number, owner, name, digest, body, Moment(wall, boot, uptime), acked)
-            for number, owner, name, digest, body, wall, boot, uptime, acked in ask(
-                "SELECT number, owner, id, digest, body, wall, boot, uptime, acked FROM submissions ORDER BY number"
-            )
+            row[0]: SubmissionRow(*row)
+            for row in ask("SELECT number, owner, id, digest, body, began, acked FROM submissions ORDER BY number")
         }
         for table in _CONTENT:
             self._leavings |= dict.fromkeys(number for (number,) in ask(f"SELECT DISTINCT number FROM {table}"))
@@ -205,11 +202,10 @@ class LedgerFile:
     def add_submission(self, row: SubmissionRow) -> None:
         if row.number in self._dropped:
             return
-        moment = row.moment
         self._asked[row.number] += len(row.body)
         self._connection.execute(
-            "INSERT INTO submissions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            (row.number, row.owner, row.id, row.digest, row.body, moment.wall, moment.boot, moment.uptime, row.acked),
+            "INSERT INTO submissions VALUES (?, ?, ?, ?, ?, ?, ?)",
+            (row.number, row.owner, row.id, row.digest, row.body, row.began, row.acked),
         )
         self._add_events(row.number, row.events)
         for group, token_ids in row.prompts.items():

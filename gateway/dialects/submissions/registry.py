@@ -27,7 +27,6 @@ from gateway.dialects.submissions.words import Asked, Group, Resumption
 from gateway.fleet.event_wait import is_set_within
 from gateway.ledger.file import LedgerFile, SubmissionRow
 from gateway.ledger.ledger import Ledger
-from gateway.ledger.moment import Moment
 from gateway.ledger.shared import SharedLedger
 
 log = structlog.get_logger()
@@ -228,7 +227,7 @@ class Submissions:
             if isinstance(one, Resumption):
                 self._resumed(owner, index, one)
         self._number += 1
-        submission = self._made(self._number, owner, name, digest, groups, Moment.now())
+        submission = self._made(self._number, owner, name, digest, groups, time.time())
         for index, one in enumerate(asked):
             if isinstance(one, Resumption):
                 submission.take_over(index, self.find(owner, one.id), one.group)
@@ -236,9 +235,9 @@ class Submissions:
         return submission
 
     def _made(
-        self, number: int, owner: str, name: str, digest: bytes, groups: Sequence[Group], moment: Moment
+        self, number: int, owner: str, name: str, digest: bytes, groups: Sequence[Group], began: float
     ) -> Submission:
-        submission = Submission(number, owner, name, digest, groups, moment, self._put, self._counts)
+        submission = Submission(number, owner, name, digest, groups, began, self._put, self._counts)
         submission.life = self._ledger.life
         self._kept[owner, name] = submission
         return submission
@@ -267,7 +266,7 @@ class Submissions:
             await submission.opened.wait()
             for source in list(self._kept.values()):
                 self._release_if_done(source)  # its last suspended group may be here now
-        age_s = submission.moment.seconds_until(Moment.now())
+        age_s = max(0.0, time.time() - submission.began)
         async with asyncio.TaskGroup() as group:
             for place, run in enumerate(sorted(submission.runs, key=lambda run: run.rank)):
                 if run.index not in submission.outcomes:
@@ -330,9 +329,9 @@ class Submissions:
         return kept - self._config.max_bytes
 
     async def _keep_bounds(self) -> None:
-        now, clock = Moment.now(), time.monotonic()
+        now, clock = time.time(), time.monotonic()
         for submission in list(self._kept.values()):
-            is_old = submission.moment.seconds_until(now) > self._config.max_age_s
+            is_old = now - submission.began > self._config.max_age_s
             quiet_s = 0.0 if submission.readers else clock - submission.quiet_since
             if submission.is_ended and is_old:
                 self._forget(submission, f"older than gateway.submissions.max_age_s = {self._config.max_age_s:g}")
@@ -421,7 +420,7 @@ class Submissions:
             return
         try:
             groups = [Group.restored(group) for group in orjson.loads(row.body)] if row.body else []
-            submission = self._made(row.number, row.owner, row.id, row.digest, groups, row.moment)
+            submission = self._made(row.number, row.owner, row.id, row.digest, groups, row.began)
             submission.restore(row)
         except (ValueError, KeyError, TypeError, IndexError) as error:
             log.error("a submission in the ledger cannot be read", id=row.id, error=repr(error))

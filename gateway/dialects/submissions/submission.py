@@ -18,7 +18,6 @@ from gateway.dialects.submissions.group_run import DEADLINE, GroupRun, Outcome
 from gateway.dialects.submissions.sample import Sample
 from gateway.dialects.submissions.words import Group
 from gateway.ledger.file import OF_GROUP, OF_SUBMISSION, EventRow, LedgerFile, PartRow, SubmissionRow
-from gateway.ledger.moment import Moment
 
 TAKEN = "taken"
 """The mark of a suspended group that another submission goes on with."""
@@ -55,12 +54,13 @@ class Submission:
         name: str,
         digest: bytes,
         groups: Sequence[Group],
-        moment: Moment,
+        began: float,
         put: Put,
         counts: Counts,
     ) -> None:
         self.number, self.owner, self.id, self.digest = number, owner, name, digest
-        self.moment = moment
+        self.began = began
+        """Time of its arrival in seconds since the epoch."""
         self.acked = 0
         self.outcomes: dict[int, str] = {}
         self.runs = [GroupRun(group, index, owner, name, self) for index, group in enumerate(groups)]
@@ -160,7 +160,7 @@ class Submission:
         groups = [] if self.is_released else [run.group for run in self.runs]
         body = orjson.dumps(groups) if groups else b""
         self._body_bytes = len(body)
-        row = SubmissionRow(self.number, self.owner, self.id, self.digest, body, self.moment, self.acked)
+        row = SubmissionRow(self.number, self.owner, self.id, self.digest, body, self.began, self.acked)
         row.events = [] if self.is_released else [self._as_now(event) for event in (*self._marks, *self._events)]
         self._grown.clear()
         for run in () if self.is_released else self.runs:

@@ -1,9 +1,9 @@
 """The audit log: a line for each request to an admin route, allowed or not, with the key's name and never its value."""
 
+import asyncio
 import os
 import time
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import orjson
 import structlog
@@ -25,11 +25,9 @@ class Audit:
     def __init__(self, path: str | None) -> None:
         """Raise `ConfigError` where the file cannot be written."""
         self._path = path
-        # A disk that hangs must not hold up an admin's call.
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="audit") if path else None
         if path:
             try:
-                self._append(path, {"at": round(time.time(), 3), "event": "gateway started"})
+                _append(path, {"at": round(time.time(), 3), "event": "gateway started"})
             except OSError as error:
                 raise ConfigError(f"gateway.audit_file = {path!r} cannot be written: {error.strerror}") from error
 
@@ -39,7 +37,7 @@ class Audit:
         check: Callable[[], str],
         handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
     ) -> web.StreamResponse:
-        """Return the handler's reply after the check, which returns the key's name, and write a line about it."""
+        """Return the handler's reply after the check, which returns the key's name, once a line about it is written."""
         at, began, key, status = time.time(), time.monotonic(), "", _GONE
         try:
             key = check()
@@ -55,14 +53,9 @@ class Audit:
             status = _FAILED
             raise
         finally:
-            self._write(request, at, time.monotonic() - began, key, status)
+            await self._write(request, at, time.monotonic() - began, key, status)
 
-    def close(self) -> None:
-        """Write the lines that wait."""
-        if self._thread:
-            self._thread.shutdown()
-
-    def _write(self, request: web.Request, at: float, seconds: float, key: str, status: int) -> None:
+    async def _write(self, request: web.Request, at: float, seconds: float, key: str, status: int) -> None:
         line: Json = {
             "at": round(at, 3),
             "method": request.method,
@@ -72,21 +65,19 @@ class Audit:
             "status": status,
             "seconds": round(seconds, 3),
         }
-        if self._path is None or self._thread is None:
+        if self._path is None:
             log.info("admin request", **line)
-        else:
-            self._thread.submit(self._append_or_log, self._path, line)
-
-    def _append_or_log(self, path: str, line: Json) -> None:
+            return
         try:
-            self._append(path, line)
+            await asyncio.to_thread(_append, self._path, line)  # a disk that hangs holds up no tokens
         except OSError as error:
-            log.error("the audit file cannot be written: the line is here", file=path, error=str(error), **line)
+            log.error("the audit file cannot be written: the line is here", file=self._path, error=str(error), **line)
 
-    def _append(self, path: str, line: Json) -> None:
-        """Open the file for each line, so that it may be moved away at any time. Its owner alone may read it."""
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        try:
-            os.write(file, orjson.dumps(line) + b"\n")
-        finally:
-            os.close(file)
+
+def _append(path: str, line: Json) -> None:
+    """Open the file for each line, so that it may be moved away at any time. Its owner alone may read it."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    try:
+        os.write(file, orjson.dumps(line) + b"\n")
+    finally:
+        os.close(file)

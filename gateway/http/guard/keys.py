@@ -21,80 +21,56 @@ class Keys:
     """The keys of one list of the configuration. A key's name is its place there, with its file and place in that."""
 
     def __init__(self, section: str, items: Sequence[SecretStr], now: Callable[[], float] = time.monotonic) -> None:
+        """Raise `ConfigError` for a file without a key that can be read."""
         self._now = now
-        self._sources = [_source(f"{section}[{index}]", item) for index, item in enumerate(items)]
         self._looked_at = now()
+        self._known: dict[str, list[tuple[str, bytes]]] = {}
+        self._files: dict[str, tuple[Path, object]] = {}
+        for index, item in enumerate(items):
+            name, text = f"{section}[{index}]", item.get_secret_value()
+            if path := key_file(text):
+                try:
+                    self._read(name, path)
+                except (OSError, ValueError) as error:
+                    raise ConfigError(f"{name}: {path} holds no key that can be read: {error}") from error
+            else:
+                self._known[name] = [(name, _digest(text))]
 
     def name_of(self, key: str) -> str:
         """Return the name of a key; "" for a key that is not among them."""
-        self._look()
-        return self._name_of(_digest(key))
-
-    def _name_of(self, digest: bytes) -> str:
+        if self._now() - self._looked_at >= _LOOK_S:
+            self._looked_at = self._now()
+            self._look()
+        digest = _digest(key)
         # All are compared, each in constant time, so that the time taken reveals nothing about the keys.
-        found = [name for source in self._sources for name, known in source.keys if _is_equal(digest, known)]
+        found = [name for keys in self._known.values() for name, known in keys if secrets.compare_digest(digest, known)]
         return found[0] if found else ""
 
     @property
     def digests(self) -> list[str]:
         """The SHA-256 of all keys in hexadecimal digits."""
-        return [digest.hex() for source in self._sources for _, digest in source.keys]
+        return [digest.hex() for keys in self._known.values() for _, digest in keys]
 
     def _look(self) -> None:
-        if self._now() - self._looked_at >= _LOOK_S:
-            self._looked_at = self._now()
-            for source in self._sources:
-                source.look()
+        """Read the files that have changed. One that is gone, or holds no key, leaves the keys that it had before."""
+        for name, (path, seen) in self._files.items():
+            if _signature(path) == seen:
+                continue
+            try:
+                self._read(name, path)
+                log.info("keys were read again", file=str(path), keys=len(self._known[name]))
+            except (OSError, ValueError) as error:
+                log.error("keys cannot be read: the keys before still hold", file=str(path), error=str(error))
 
-
-class _Written:
-    """A key that the configuration holds itself."""
-
-    def __init__(self, name: str, key: str) -> None:
-        self.keys = [(name, _digest(key))]
-
-    def look(self) -> None:
-        """It cannot change."""
-
-
-class _InFile:
-    """The keys of a file. A file that is gone, or holds no key, leaves the keys that it had before."""
-
-    def __init__(self, name: str, path: Path) -> None:
-        self._name, self._path = name, path
-        self._seen = self._unread = _signature(path)
-        try:
-            self.keys = self._read()
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{name}: {path} holds no key that can be read: {error}") from error
-
-    def look(self) -> None:
-        """Read the file again if it has changed, each time until it can be read."""
-        if (found := _signature(self._path)) == self._seen:
-            return
-        try:
-            self.keys = self._read()
-        except (OSError, ValueError) as error:
-            if found != self._unread:
-                log.error("keys cannot be read: the keys before still hold", file=str(self._path), error=str(error))
-            self._unread = found
-            return
-        self._seen = self._unread = found
-        log.info("keys were read again", file=str(self._path), keys=len(self.keys))
-
-    def _read(self) -> list[tuple[str, bytes]]:
-        return [
-            (f"{self._name}, key {number} of {self._path}", _digest(key))
-            for number, key in enumerate(keys_in(self._path), 1)
+    def _read(self, name: str, path: Path) -> None:
+        found = _signature(path)
+        self._known[name] = [
+            (f"{name}, key {number} of {path}", _digest(key)) for number, key in enumerate(keys_in(path), 1)
         ]
+        self._files[name] = path, found
 
 
-def _source(name: str, item: SecretStr) -> _Written | _InFile:
-    text = item.get_secret_value()
-    return _InFile(name, path) if (path := key_file(text)) else _Written(name, text)
-
-
-def _signature(path: Path) -> tuple[int, int, int, int] | None:
+def _signature(path: Path) -> object:
     """What changes with the content, and with the permission to read it."""
     try:
         found = path.stat()
@@ -105,7 +81,3 @@ def _signature(path: Path) -> tuple[int, int, int, int] | None:
 
 def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode(errors="surrogateescape")).digest()
-
-
-def _is_equal(one: bytes, other: bytes) -> bool:
-    return secrets.compare_digest(one, other)

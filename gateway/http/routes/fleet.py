@@ -1,21 +1,26 @@
-"""Routes about the fleet: health, status, metrics."""
+"""Routes about the gateway and its fleet: health, status, metrics, the lives of rollouts, the ends of sessions."""
 
 from collections.abc import Callable
 
-from aiohttp import web
+from aiohttp import hdrs, web
 
 from engines.engine import Json
+from engines.errors import UnknownRequest
 from gateway.fleet.fleet import Fleet
-from gateway.fleet.metrics import Metrics
+from gateway.fleet.metrics import Metrics, package_version
+from gateway.fleet.placement.lives import KEPT
 from gateway.fleet.placement.scheduler import Scheduler
+from gateway.fleet.placement.sessions import session_key
 from gateway.http.access import Access
 from gateway.http.json_body import reply
 from gateway.http.supervisor import Supervisor
 from gateway.http.workers.crew import Workers
 
+_METHODS = (hdrs.METH_GET, hdrs.METH_POST, hdrs.METH_DELETE)
+
 
 class FleetRoutes:
-    """Health, status and metrics of the fleet."""
+    """What is open holds no data of the fleet."""
 
     def __init__(
         self,
@@ -34,18 +39,42 @@ class FleetRoutes:
         self._status = status
 
     def add_routes(self, router: web.UrlDispatcher, access: Access) -> None:
+        self._router, self._access = router, access
+        router.add_get("/", self._start)
+        router.add_get("/openapi.json", self._document)
         health = access.for_inference_or(self._health_report, self._health)
         router.add_get("/health", health)
         router.add_get("/ping", health)
         router.add_get("/status", access.for_inference(self._report))
         router.add_get("/metrics", access.for_inference(self._metrics_page))
+        router.add_get("/traces/{request_id:.+}", access.for_admin(self._life))
+        router.add_post("/v1/sessions/{id}/finish", access.for_inference(self._finish_session))
+
+    async def _start(self, request: web.Request) -> web.Response:
+        text = (
+            f"rollout-gateway {package_version()}: one URL in front of inference engines for RL rollouts.\n"
+            "/dashboard shows the fleet, /openapi.json lists the routes; /v1/completions, /v1/chat/completions and "
+            "vLLM's other routes generate.\n"
+        )
+        return web.Response(text=text)
+
+    async def _document(self, request: web.Request) -> web.Response:
+        """Reply with an OpenAPI document of the paths and their methods, by which clients tell what a server can do.
+
+        Routes that refuse every method are left out.
+        """
+        paths: dict[str, Json] = {}
+        for route in self._router.routes():
+            if route.resource is not None and route.method in _METHODS:
+                paths.setdefault(route.resource.canonical, {})[route.method.lower()] = {}
+        info = {"title": "rollout-gateway", "version": package_version()}
+        return reply({"openapi": "3.1.0", "info": info, "paths": dict(sorted(paths.items()))})
 
     async def _health(self, request: web.Request) -> web.Response:
         """Reply 200 once the fleet is complete, else 503, on which TRL waits. An ended background task gives 503."""
         return reply({"ready": self._is_ready}, self._health_status)
 
     async def _health_report(self, request: web.Request) -> web.Response:
-        """Reply 200 once the fleet is complete, else 503; with a key the body is the status report."""
         return reply(self._status(), self._health_status)
 
     @property
@@ -57,7 +86,6 @@ class FleetRoutes:
         return 200 if self._is_ready else 503
 
     async def _report(self, request: web.Request) -> web.Response:
-        """Reply with replicas, weights, updates, queues and events."""
         return reply(self._status())
 
     async def _metrics_page(self, request: web.Request) -> web.Response:
@@ -68,3 +96,28 @@ class FleetRoutes:
         return web.Response(
             body=self._metrics.page(found, self._workers.counts()), content_type="text/plain", charset="utf-8"
         )
+
+    async def _life(self, request: web.Request) -> web.Response:
+        """Reply with the attempts of each rollout of a request: times, replicas, weight versions, ends."""
+        name = request.match_info["request_id"]
+        if not (found := self._scheduler.lives.of(name)):
+            raise UnknownRequest(
+                f"no rollout of request {name!r} is among the last {KEPT:,}: send X-Request-Id to choose the id, or "
+                "take it from the reply"
+            )
+        return reply({"request_id": name, "rollouts": found})
+
+    async def _finish_session(self, request: web.Request) -> web.Response:
+        """End a session whose last turn is over: others may take its place in the KV cache.
+
+        An inference key ends its own sessions, an admin key those of all clients.
+        """
+        name = request.match_info["id"]
+        clients = self._access.clients_within_reach(request)
+        were_known = [self._scheduler.finish_session(session_key(client, name)) for client in clients]
+        if not any(were_known):
+            raise UnknownRequest(
+                f"no session {name!r:.300} of this key is known: it had no turn here, has ended, or was forgotten",
+                param="id",
+            )
+        return reply({"session": name})

@@ -61,7 +61,6 @@ class ModelRoutes:
         return reply({"object": "list", "data": [*(card for card in (base, *cards) if card), *adapters]})
 
     async def _retrieve_model(self, request: web.Request) -> web.Response:
-        """Reply with the card of one model or LoRA adapter."""
         model, adapter = self._fleet.asked(request.match_info["model"])
         card = await self._model_card(model)
         return reply(_adapter_card(adapter, card) if adapter else card)
@@ -92,7 +91,6 @@ class ModelRoutes:
         return reply(answer["value"] if answer.keys() == {"value"} else answer)  # a list is wrapped by the client
 
     async def _model_info(self, request: web.Request) -> web.Response:
-        """Reply with SGLang's description of the policy."""
         return reply(await self.description())
 
     async def _model_card(self, model: str) -> Json:

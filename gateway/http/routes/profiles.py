@@ -48,18 +48,15 @@ class ProfileRoutes:
         """Return the replicas of these ids or labels; without names all that can serve."""
         if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
             raise InvalidRequest(f"replicas = {names!r} is no list of ids or labels of /status", param="replicas")
-        found = [one for one in self._fleet.replicas if one.can_serve] if names is None else self._named(names)
+        known = {name: one for one in self._fleet.replicas for name in (one.replica_id, one.label)}
+        if unknown := set(names or ()) - known.keys():
+            raise InvalidRequest(f"there is no replica {', '.join(sorted(unknown))}: see /status", param="replicas")
+        found = [one for one in self._fleet.replicas if one.can_serve] if names is None else [known[n] for n in names]
         if not found:
             raise InvalidRequest("there is no replica to profile: see /status", param="replicas")
         for replica in found:
             check_can_be_profiled(replica)
-        return found
-
-    def _named(self, names: Sequence[str]) -> list[Replica]:
-        found = [one for one in self._fleet.replicas if {one.replica_id, one.label} & set(names)]
-        if unknown := set(names) - {name for one in found for name in (one.replica_id, one.label)}:
-            raise InvalidRequest(f"there is no replica {', '.join(sorted(unknown))}: see /status", param="replicas")
-        return found
+        return list(dict.fromkeys(found))
 
 
 def _seconds(body: Json) -> float:

@@ -1,7 +1,6 @@
 """The routes that generate tokens, in every dialect: decoded here, run by the dialect, encoded here."""
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any
@@ -24,11 +23,9 @@ from gateway.fleet.deliveries import Deliveries
 from gateway.fleet.placement.sessions import session_of
 from gateway.http.access import CLIENT, Access
 from gateway.http.json_body import as_object, read_content, read_object, reply
-from gateway.http.middleware import Measurement
+from gateway.http.middleware import Measurement, given_id, request_id
 from gateway.http.own_requests import AbortElsewhere, AbortKind, OwnRequests, reach
-from gateway.http.replies.event_stream import send_events
-from gateway.http.replies.large_reply import BeforeEnd, at_once, send_pieces
-from gateway.http.request_id import given_id, request_id
+from gateway.http.replies import BeforeEnd, at_once, send_events, send_pieces
 
 _HEALTH_TIMEOUT_S = 20.0
 
@@ -44,7 +41,6 @@ class RolloutRoutes:
         sglang: SglangGenerate,
         measurement: Measurement,
         deliveries: Deliveries,
-        write_timeout_s: float,
         replays: Replays,
         own: OwnRequests,
         abort_elsewhere: AbortElsewhere,
@@ -52,7 +48,6 @@ class RolloutRoutes:
         self._own = own
         self._abort_elsewhere = abort_elsewhere
         self._replays = replays
-        self._write_timeout_s = write_timeout_s
         self._completions = completions
         self._chat = chat
         self._tokens = tokens
@@ -74,11 +69,7 @@ class RolloutRoutes:
         router.add_post("/generate", access.for_inference(self._generate_sglang))
 
     async def _create_completions(self, request: web.Request) -> web.StreamResponse:
-        """Generate samples of one or many prompts, whole or streamed."""
-        at, began = time.time(), time.monotonic()
-        content = await read_content(request)
-        body = as_object(content)
-        session = self._arrived(request, content, body, at, began)
+        content, body, session = await self._read(request)
         prompts = self._completions.parts_of(self._completions.decode(body, request_id(request, body), session))
         if body.get("stream"):
             model = prompts[0].rollout.model
@@ -107,16 +98,14 @@ class RolloutRoutes:
         return response
 
     async def _create_chat_completion(self, request: web.Request) -> web.StreamResponse:
-        """Generate samples of one conversation, whole or streamed."""
-        body, session = await self._read(request)
+        _, body, session = await self._read(request)
         rollout = self._chat.decode(body, request_id(request, body), session)
         if body.get("stream"):
             return await self._stream(request, rollout.model, partial(self._chat.stream, rollout, body))
         return await self._answer(request, rollout.model, self._chat.generate(rollout, body))
 
     async def _generate_tokens(self, request: web.Request) -> web.StreamResponse:
-        """Generate token ids from token ids, in vLLM's dialect."""
-        body, session = await self._read(request)
+        _, body, session = await self._read(request)
         rollout = self._tokens.decode(body, request_id(request), session, request[CLIENT])
         with self._own.under_way(request, [body["request_id"]]):
             if body.get("stream"):
@@ -124,8 +113,7 @@ class RolloutRoutes:
             return await self._answer(request, rollout.model, self._tokens.generate(rollout, body))
 
     async def _generate_sglang(self, request: web.Request) -> web.StreamResponse:
-        """Generate samples of one or many prompts, in SGLang's dialect."""
-        body, session = await self._read(request)
+        _, body, session = await self._read(request)
         batch = self._sglang.decode(body, request_id(request), session, request[CLIENT])
         with self._own.under_way(request, [asked.rid for asked in batch.asked]):
             if body.get("stream"):
@@ -152,18 +140,13 @@ class RolloutRoutes:
             return reply(error_body(f"{reason}: see /status", 503), 503)
         return reply({})
 
-    async def _read(self, request: web.Request) -> tuple[Json, str]:
-        """Return the body of a request for tokens, and its session."""
-        at, began = time.time(), time.monotonic()
+    async def _read(self, request: web.Request) -> tuple[bytes, Json, str]:
+        """Record a request for tokens. Return its content, its body, and its session."""
         content = await read_content(request)
         body = as_object(content)
-        return body, self._arrived(request, content, body, at, began)
-
-    def _arrived(self, request: web.Request, content: bytes, body: Json, at: float, began: float) -> str:
-        """Record a request for tokens, which was read as `content`; return its session."""
         session = session_of(request[CLIENT], request.headers, body)
-        self._measurement.arrived(request, body, session, at, began)
-        return session
+        self._measurement.arrived(request, body, session)
+        return content, body, session
 
     async def _answer(self, request: web.Request, model: str, generated: Awaitable[Json]) -> web.Response:
         """Send the whole answer, and count its tokens and choices."""
@@ -178,6 +161,6 @@ class RolloutRoutes:
         """Send chunks. Their tokens are counted also if the client disconnects."""
         usage = Usage()
         try:
-            return await send_events(request, self._deliveries.counted(model, chunks(usage)), self._write_timeout_s)
+            return await send_events(request, self._deliveries.counted(model, chunks(usage)))
         finally:
             self._measurement.count_tokens(request, model, usage.total())

@@ -86,7 +86,6 @@ class SglangRoutes:
         router.add_route("*", "/workers/{worker:.+}", access.for_inference(self._refuse))
 
     async def _workers(self, request: web.Request) -> web.Response:
-        """Reply with the gateway as the only worker."""
         worker = {
             "id": self._fleet.models.first,
             "url": _own_url(request),
@@ -100,7 +99,6 @@ class SglangRoutes:
         return reply({"workers": [worker], "total": 1, "stats": stats})
 
     async def _list_workers(self, request: web.Request) -> web.Response:
-        """Reply with the gateway's URL as the only worker."""
         return reply({"urls": [_own_url(request)]})
 
     async def _server_info(self, request: web.Request) -> web.Response:
@@ -117,7 +115,6 @@ class SglangRoutes:
         return reply(await self._model_info() | info | {"internal_states": states})
 
     async def _weight_version(self, request: web.Request) -> web.Response:
-        """Reply with the weight version of the fleet."""
         return reply({"weight_version": str(self._fleet.version)})
 
     async def _abort_request(self, abort_all: Handler, request: web.Request) -> web.StreamResponse:
@@ -145,13 +142,11 @@ class SglangRoutes:
         return web.Response()
 
     async def _flush_cache(self, request: web.Request) -> web.Response:
-        """Empty the prefix caches of all replicas."""
         if await self._weights.pauses.reset_prefix_cache():
             return web.Response(text="Cache flushed.\n")
         return web.Response(text="Flush cache failed: rollouts run.\n", status=400)
 
     async def _pause_generation(self, request: web.Request) -> web.Response:
-        """Pause the policy's replicas."""
         mode = (await read_object(request, required=False)).get("mode", "abort")
         if not isinstance(mode, str) or mode not in _MODES:
             raise InvalidRequest(f"mode = {mode!r} is none of {', '.join(_MODES)}", param="mode")
@@ -159,12 +154,10 @@ class SglangRoutes:
         return reply({"message": "Generation paused successfully.", "status": "ok"})
 
     async def _continue_generation(self, request: web.Request) -> web.Response:
-        """Resume the policy's replicas."""
         await self._weights.pauses.resume()
         return reply({"message": "Generation continued successfully.", "status": "ok"})
 
     async def _refuse(self, request: web.Request) -> web.Response:
-        """Refuse a call that makes no sense in front of replicas, with the alternative."""
         raise UnknownRoute(f"{request.method} {request.path}: {REFUSED.get(request.path, _WORKERS)}")
 
 

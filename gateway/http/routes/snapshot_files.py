@@ -3,9 +3,7 @@
 `engines/store/peer_store.py` is the client.
 """
 
-import asyncio
 import contextlib
-import os
 from pathlib import Path
 
 from aiohttp import web
@@ -35,7 +33,6 @@ class SnapshotFiles:
         router.add_get(version + "/{file}", access.for_store(self._send))
 
     async def _list_versions(self, request: web.Request) -> web.Response:
-        """Reply with the weight versions that the store keeps."""
         # The store may hold versions of an earlier gateway. Reading the fleet's version makes it known.
         with contextlib.suppress(StoreFailed):
             async with self._reading(self._fleet.version):
@@ -46,58 +43,44 @@ class SnapshotFiles:
         )
 
     async def _list_files(self, request: web.Request) -> web.Response:
-        """Reply with the files of a weight version."""
         version = int(request.match_info["version"])
         async with self._reading(version) as folder:
             sizes = await self._snapshots.in_thread(_sizes, folder)
         return reply({"version": version, "files": [{"name": name, "bytes": sizes[name]} for name in sorted(sizes)]})
 
     async def _send(self, request: web.Request) -> web.StreamResponse:
-        """Send a file of a weight version, whole or the range asked for."""
         version, name = int(request.match_info["version"]), request.match_info["file"]
         async with self._reading(version) as folder:
-            if name not in await self._snapshots.in_thread(_sizes, folder):
+            sizes = await self._snapshots.in_thread(_sizes, folder)
+            if name not in sizes:
                 raise InvalidRequest(f"version {version} has no file {name!r}", param="file")
-            return await self._send_part(request, folder / name)
+            return await self._send_part(request, folder / name, sizes[name])
 
-    async def _send_part(self, request: web.Request, path: Path) -> web.StreamResponse:
+    async def _send_part(self, request: web.Request, path: Path, size: int) -> web.StreamResponse:
         """Send the bytes that `Range` names. Reads run in a thread: no token waits for the disk."""
-        # aiohttp's FileResponse leaks the file when a client disconnects while it is opened.
-        descriptor = await self._opened(path)
-        try:
-            size = os.fstat(descriptor).st_size
-            begin, end, is_part = _span(request, size)
-            response = web.StreamResponse(status=206 if is_part else 200, headers={"Accept-Ranges": "bytes"})
-            response.content_length, response.content_type = end - begin, "application/octet-stream"
-            if is_part:
-                response.headers["Content-Range"] = f"bytes {begin}-{end - 1}/{size}"
-            await response.prepare(request)
-            while begin < end:
-                piece = await self._snapshots.in_thread(os.pread, descriptor, min(_CHUNK_BYTES, end - begin), begin)
-                assert piece, f"{path} was cut short while it was read: versions never change"
-                await response.write(piece)
-                begin += len(piece)
-            await response.write_eof()
-            return response
-        finally:
-            os.close(descriptor)
-
-    async def _opened(self, path: Path) -> int:
-        """Return the descriptor of a file. It is closed where the client leaves while it is opened."""
-        opening = self._snapshots.in_thread(os.open, path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            return await asyncio.shield(opening)
-        except asyncio.CancelledError:
-            opening.add_done_callback(_close)
-            raise
+        begin, end, is_part = _span(request, size)
+        response = web.StreamResponse(status=206 if is_part else 200, headers={"Accept-Ranges": "bytes"})
+        response.content_length, response.content_type = end - begin, "application/octet-stream"
+        if is_part:
+            response.headers["Content-Range"] = f"bytes {begin}-{end - 1}/{size}"
+        await response.prepare(request)
+        while begin < end:
+            piece = await self._snapshots.in_thread(_piece, path, begin, min(_CHUNK_BYTES, end - begin))
+            assert piece, f"{path} was cut short while it was read: versions never change"
+            await response.write(piece)
+            begin += len(piece)
+        await response.write_eof()
+        return response
 
     def _reading(self, version: int) -> contextlib.AbstractAsyncContextManager[Path]:
         return self._snapshots.reading(version, [replica.info.incarnation for replica in self._fleet.trained])
 
 
-def _close(opening: "asyncio.Future[int]") -> None:
-    if not opening.cancelled() and opening.exception() is None:
-        os.close(opening.result())
+def _piece(path: Path, begin: int, size: int) -> bytes:
+    """Read bytes of a file, which is opened for them alone: no client that leaves keeps it open."""
+    with path.open("rb") as file:
+        file.seek(begin)
+        return file.read(size)
 
 
 def _span(request: web.Request, size: int) -> tuple[int, int, bool]:

@@ -14,7 +14,7 @@ from gateway.fleet.metrics import Metrics
 from gateway.fleet.placement.lives import Lives
 from gateway.http.access import CLIENT, Access
 from gateway.http.json_body import read_object, read_packed, reply
-from gateway.http.replies.record_stream import is_packed, send_records, wire_of
+from gateway.http.records import is_packed, send_records, wire_of
 
 
 class SubmissionCounts:
@@ -41,10 +41,9 @@ class SubmissionCounts:
 class SubmissionRoutes:
     """Submissions: groups of rollouts under one id, kept until they are acked."""
 
-    def __init__(self, submissions: Submissions, lives: Lives, write_timeout_s: float) -> None:
+    def __init__(self, submissions: Submissions, lives: Lives) -> None:
         self._submissions = submissions
         self._lives = lives
-        self._write_timeout_s = write_timeout_s
 
     def add_routes(self, router: web.UrlDispatcher, access: Access) -> None:
         router.add_post("/v1/rollouts", access.for_inference(self._submit))
@@ -109,7 +108,7 @@ class SubmissionRoutes:
     async def _stream(self, request: web.Request, submission: Submission, cursor: int) -> web.StreamResponse:
         wire_of(request)
         submission.check_cursor(cursor)
-        return await send_records(request, self._head(submission), submission.read(cursor), self._write_timeout_s)
+        return await send_records(request, self._head(submission), submission.read(cursor))
 
 
 def _flag(request: web.Request, name: str) -> bool:

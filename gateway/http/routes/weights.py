@@ -12,11 +12,11 @@ from engines.types import InFlight, PauseMode
 from gateway.config.schema import WeightsConfig
 from gateway.fleet.fleet import Fleet
 from gateway.http.access import Access
+from gateway.http.door import LEASE_PATH, notice_lost_host
 from gateway.http.json_body import read_object, reply
-from gateway.http.replies.lost_host import LEASE_PATH, notice_lost_host
-from gateway.http.routes.served_weights import served_weights
 from gateway.weights.coordinator import WeightCoordinator
 from gateway.weights.snapshots import Snapshots
+from gateway.weights.updates.update_log import UpdateLog
 
 _LEASE_BEAT_S = 3.0
 """A byte so often keeps a lease open through proxies."""
@@ -65,7 +65,6 @@ class WeightRoutes:
         return reply({"message": "Weight transfer initialized"})
 
     async def _start(self, request: web.Request) -> web.Response:
-        """Begin a weight update."""
         body = await read_object(request, required=False)
         await self._weights.start(_in_flight(body), _lease(body), _version(body), _group(body), _after(body))
         return reply({"message": "Weight update started"})
@@ -123,12 +122,11 @@ class WeightRoutes:
         return reply({"weight_version": self._fleet.version})
 
     async def _info(self, request: web.Request) -> web.Response:
-        """Reply with the weight version of the fleet."""
         return reply({"weight_version": str(self._fleet.version)})
 
     async def _served(self, request: web.Request) -> web.Response:
         """Reply with the served version and its tensors: names, dtypes, shapes."""
-        return reply(served_weights(self._fleet, self._weights.updates))
+        return reply(_tensors(self._fleet, self._weights.updates))
 
     async def _updates(self, request: web.Request) -> web.Response:
         """Reply with the records of the running update and of earlier updates, newest first."""
@@ -156,7 +154,6 @@ class WeightRoutes:
         return None
 
     async def _pause(self, request: web.Request) -> web.Response:
-        """Pause the policy's replicas."""
         mode = request.query.get("mode", PauseMode.ABORT)
         if mode not in list(PauseMode):
             raise InvalidRequest(f"mode = {mode!r} is none of {', '.join(PauseMode)}", param="mode")
@@ -167,17 +164,45 @@ class WeightRoutes:
         return reply({"status": "paused"})
 
     async def _resume(self, request: web.Request) -> web.Response:
-        """Resume the policy's replicas."""
         await self._weights.pauses.resume()
         return reply({"status": "resumed"})
 
     async def _is_paused(self, request: web.Request) -> web.Response:
-        """Reply with the state of the pause."""
         return reply({"is_paused": self._weights.pauses.is_paused})
 
     async def _reset_prefix_cache(self, request: web.Request) -> web.Response:
-        """Empty the prefix caches of all replicas."""
         return reply({"success": await self._weights.pauses.reset_prefix_cache()})
+
+
+def _tensors(fleet: Fleet, updates: UpdateLog) -> Json:
+    """Return model, version, and each tensor under its checkpoint name, with the dtype and shape in the engines.
+
+    `update` is the unique name of the update that made the version, null after a restart of the gateway. `tensors` is
+    null where no replica could read its checkpoint, whose config.json is `config`, and `tied` has the names of tensors
+    that it stores more than once. `replicas` has engine, release and GPU UUIDs of each.
+    """
+    infos = [replica.info for replica in fleet.trained_alive]
+    known = next((info for info in infos if info.tensors is not None), None)
+    tensors = known and known.tensors
+    return {
+        "model": fleet.models.first,
+        "weight_version": fleet.version,
+        "update": updates.last_committed and updates.last_committed.name,
+        "tensors": tensors
+        and [{"name": tensor.name, "dtype": tensor.dtype, "shape": list(tensor.shape)} for tensor in tensors],
+        "config": known.model_config if known else "",
+        "tied": known.tied if known else (),
+        "replicas": [
+            {
+                "replica_id": info.replica_id,
+                "kind": info.kind,
+                "engine_version": info.engine_version,
+                "dialect": info.dialect,
+                "gpus": list(info.gpus),
+            }
+            for info in infos
+        ],
+    }
 
 
 def _section(body: Json, key: str) -> Json:

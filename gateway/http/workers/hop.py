@@ -18,10 +18,9 @@ from yarl import URL
 
 from gateway.api import error_body
 from gateway.http.access import Handler
+from gateway.http.door import LEASE_PATH, notice_lost_host
 from gateway.http.json_body import reply as json_reply
 from gateway.http.middleware import HANDED_ON
-from gateway.http.replies.lost_host import LEASE_PATH, notice_lost_host
-from gateway.http.replies.parted import writing
 
 log = structlog.get_logger()
 
@@ -72,9 +71,8 @@ async def as_sent(request: web.Request, handler: Handler) -> web.StreamResponse:
 class Hops:
     """Sends requests on to the other processes, and their replies back as they come."""
 
-    def __init__(self, folder: Path, write_timeout_s: float) -> None:
+    def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._write_timeout_s = write_timeout_s
         self._sessions: dict[str, aiohttp.ClientSession] = {}
 
     async def close(self) -> None:
@@ -129,10 +127,8 @@ class Hops:
         response = web.StreamResponse(status=reply.status, reason=reply.reason, headers=_kept(reply.headers))
         await response.prepare(request)
         async for block in reply.content.iter_any():
-            async with writing(request, self._write_timeout_s):
-                await response.write(block)
-        async with writing(request, self._write_timeout_s):
-            await response.write_eof()
+            await response.write(block)
+        await response.write_eof()
         return response
 
     def _session(self, door: str) -> aiohttp.ClientSession:

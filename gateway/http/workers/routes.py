@@ -33,11 +33,12 @@ class WorkerRoutes(RolloutRoutes):
     def add_routes(self, router: web.UrlDispatcher, access: Access) -> None:
         self.add_generation(router, access)
 
-    def _arrived(self, request: web.Request, content: bytes, body: Json, at: float, began: float) -> str:
+    async def _read(self, request: web.Request) -> tuple[bytes, Json, str]:
+        content, body, session = await super()._read(request)
         named = (body.get(field) for field in _MODEL_FIELDS)
         if any(name and name not in self._fleet.models.names for name in named):
             raise RunsElsewhere(content)
-        return super()._arrived(request, content, body, at, began)
+        return content, body, session
 
 
 class WorkerReplays(Replays):

@@ -23,7 +23,7 @@ from gateway.fleet.metrics import Metrics
 from gateway.fleet.placement.inquiries import Inquiries
 from gateway.fleet.replica import Replica
 from gateway.http.access import Access
-from gateway.http.descriptors import raise_limit
+from gateway.http.door import raise_limit
 from gateway.http.engine_client import engine_client
 from gateway.http.guard.tls import Certificate
 from gateway.http.middleware import Measurement, answer_errors, note_begin
@@ -99,12 +99,11 @@ class Parts:
             self.sglang,
             self._measurement,
             Deliveries(self.fleet, self.metrics),
-            gateway.write_timeout_s,
             self.replays,
             self.own,
             _abort_nothing,
         )
-        self.hops = Hops(self.folder, gateway.write_timeout_s)
+        self.hops = Hops(self.folder)
 
     def application(self, *outermost: object) -> web.Application:
         middlewares = [

@@ -28,7 +28,6 @@ from gateway.cli.cluster.state import State, process_started_at
 from gateway.config.schema import Config
 from gateway.config.serve_document import serve_config
 from gateway.ledger.file import LedgerFile, SubmissionRow
-from gateway.ledger.moment import Moment
 from gateway.weights.snapshots import in_memory
 from tests.rigs.shell import NAME, NearShell, Shell
 from tests.rigs.stories.played_serve import PlayedServe, played_serve
@@ -332,7 +331,7 @@ def test_down_removes_the_ledger_unless_a_client_has_results_to_fetch(
     ledger = LedgerFile(path, max_bytes=1 << 20)
     ledger.begin()
     for number in range(left):
-        ledger.add_submission(SubmissionRow(number, "key", f"id-{number}", b"", b"", Moment(1.0, "boot", 1.0)))
+        ledger.add_submission(SubmissionRow(number, "key", f"id-{number}", b"", b"", 1.0))
     ledger.commit()
     ledger.close()
     shell.run("up", "-c", "sim.yaml")

@@ -83,6 +83,13 @@ def test_lists_in_the_environment_are_json_or_comma_separated(text: str) -> None
     assert [key.get_secret_value() for key in config.gateway.inference_keys] == ["a", "b"]
 
 
+def test_text_in_the_environment_is_text_whatever_it_is_in_yaml() -> None:
+    environ = {"ROLLOUT_GATEWAY_GATEWAY__ADMIN_KEYS": "@a*,1", "ROLLOUT_GATEWAY_ENGINE__MODEL": ""}
+    config = load(None, [], environ)
+    assert [key.get_secret_value() for key in config.gateway.admin_keys] == ["@a*", "1"]
+    assert config.engine.model == ""
+
+
 def test_a_section_in_the_environment_is_json() -> None:
     config = load(None, [], {"ROLLOUT_GATEWAY_ENGINE__ENV": '{"OMP_NUM_THREADS": "1"}'})
     assert config.engine.env == {"OMP_NUM_THREADS": "1"}
@@ -115,11 +122,9 @@ def test_a_wrong_key_names_line_and_nearest_key() -> None:
     assert mistake(path) == "fleet.yaml:3: gateway.prot: unknown key; did you mean gateway.port?"
 
 
-def test_a_wrong_key_in_toml_names_its_line() -> None:
-    path = write('name = "x"\n\n[engine]\n# a comment\nengine.sim.start = 3\ndtipe = "a"\n', "fleet.toml")
-    told = mistake(path)
-    assert "fleet.toml:5: engine.engine: unknown key" in told
-    assert "fleet.toml:6: engine.dtipe: unknown key; did you mean engine.dtype?" in told
+def test_a_wrong_key_in_toml_names_its_file() -> None:
+    told = mistake(write('name = "x"\n[engine]\ndtipe = "a"\n', "fleet.toml"))
+    assert told == "fleet.toml: engine.dtipe: unknown key; did you mean engine.dtype?"
 
 
 def test_a_key_at_the_wrong_level_is_pointed_home() -> None:
@@ -178,8 +183,7 @@ def test_a_key_given_twice_is_refused() -> None:
     [
         ("fleet.yaml", "gateway: [\n", "fleet.yaml:2: not YAML"),
         ("fleet.yaml", "gateway:\n  host: {{ host }}\n", "fleet.yaml:2: not YAML: found unhashable key"),
-        ("fleet.yaml", "engine: &own\n  env: *own\n", "fleet.yaml: an anchor refers to itself"),
-        ("fleet.toml", "a = 1\nb =\n", "fleet.toml:2: not TOML"),
+        ("fleet.toml", "a = 1\nb =\n", "fleet.toml: not TOML: Invalid value (at line 2"),
         ("fleet.yaml", "- a\n", "fleet.yaml:1: a mapping"),
         ("fleet.ini", "", "fleet.ini: the name must end in"),
     ],

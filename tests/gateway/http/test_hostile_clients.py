@@ -3,16 +3,18 @@
 import asyncio
 import gzip
 import resource
+from collections.abc import AsyncGenerator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from aiohttp import ClientError, web
+from aiohttp import ClientError, ClientSession, web
+from aiohttp.test_utils import TestServer
 
 from engines.types import ReplicaState
-from gateway.http.descriptors import raise_limit
-from gateway.http.json_body import event
+from gateway.http.door import raise_limit
+from gateway.http.replies import send_events
 from gateway.http.supervisor import Supervisor
 from tests.rigs.rig import FAST_WATCH, Json, Rig, StartRig
 
@@ -63,21 +65,23 @@ async def test_an_error_that_nobody_foresaw_is_json(rig: Rig, monkeypatch: pytes
     assert (status, reply["error"]["code"]) == (500, 500)
 
 
-async def test_an_error_that_nobody_foresaw_ends_a_stream_in_its_own_words(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sent: list[Json] = []
+async def test_an_error_that_nobody_foresaw_ends_a_stream_in_its_own_words() -> None:
+    has_begun = asyncio.Event()
 
-    def broken(chunk: Json) -> bytes:
-        sent.append(chunk)
-        if len(sent) == 2:
-            raise ZeroDivisionError
-        return event(chunk)
+    async def chunks() -> AsyncGenerator[Json]:
+        yield {"index": 0}
+        await has_begun.wait()
+        raise ZeroDivisionError
 
-    monkeypatch.setattr("gateway.http.replies.event_stream.event", broken)
-    body = ASKED | {"prompt": [[5], [6]], "stream": True}
-    async with rig.client.post(rig.url + "/v1/completions", json=body) as response:
+    async def stream(request: web.Request) -> web.StreamResponse:
+        return await send_events(request, chunks())
+
+    app = web.Application()
+    app.router.add_get("/", stream)
+    async with TestServer(app) as server, ClientSession() as client, client.get(server.make_url("/")) as response:
+        has_begun.set()
         events = [line for line in (await response.text()).split("\n\n") if line]
+    assert events[0] == 'data: {"index":0}'
     assert '"code":500' in events[1]
     assert events[2:] == ["data: [DONE]"]
 
@@ -96,7 +100,7 @@ async def test_a_client_that_leaves_its_stream_is_no_error_of_the_server(
                 raise ConnectionResetError
             await super().write_eof(data)
 
-    monkeypatch.setattr("gateway.http.replies.parted.web", SimpleNamespace(StreamResponse=Left))
+    monkeypatch.setattr("gateway.http.replies.web", SimpleNamespace(StreamResponse=Left))
     async with rig.client.post(rig.url + "/v1/completions", json=ASKED | {"stream": True}) as response:
         with pytest.raises(ClientError):
             await response.read()
@@ -120,32 +124,6 @@ async def test_more_prompts_than_allowed_are_refused_at_once(start_rig: StartRig
     assert (status, reply["error"]["param"]) == (400, "prompt")
     assert "gateway.max_prompts = 10" in reply["error"]["message"]
     assert (await rig.post("/v1/completions", ASKED | {"prompt": [5] * 11}))[0] == 200  # one prompt of 11 tokens
-
-
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/generate"])
-async def test_a_client_that_stops_reading_holds_no_replica_and_is_cut_off(
-    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch, path: str
-) -> None:
-    rig = await start_rig(1, gateway={"write_timeout_s": 1.0})
-    blocked = asyncio.Event()
-
-    class Unread(web.StreamResponse):
-        async def write(self, data: Any) -> None:
-            blocked.set()
-            await asyncio.Event().wait()
-
-    monkeypatch.setattr("gateway.http.replies.parted.web", SimpleNamespace(StreamResponse=Unread))
-    body = {"prompt": [5], "messages": [{"role": "user", "content": "a"}], "max_tokens": 50, "ignore_eos": True}
-    if path == "/generate":
-        body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 50, "ignore_eos": True}}
-    request = asyncio.create_task(rig.client.post(rig.url + path, json=body | {"stream": True}))
-    async with asyncio.timeout(20):
-        await blocked.wait()
-        await rig.fleet.replicas[0].idle.wait()
-        response = await request
-        with pytest.raises(Exception, match=r".*"):  # the connection is cut
-            await response.read()
-        response.close()
 
 
 async def test_abort_all_needs_an_admin_key(start_rig: StartRig) -> None:
@@ -245,36 +223,6 @@ async def test_an_abort_reaches_a_request_that_waits_for_a_replica(rig: Rig, mon
     assert (status, reply["choices"][0]["finish_reason"], reply["choices"][0]["token_ids"]) == (200, "abort", [])
 
 
-async def test_a_key_ends_its_own_requests_by_id_and_no_other_key_s(
-    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    keys = {"trusted_networks": [], "inference_keys": ["one", "two"], "admin_keys": ["boss"]}
-    rig = await start_rig(1, gateway=keys)
-    one, two, boss = ({"Authorization": f"Bearer {key}"} for key in ("one", "two", "boss"))
-    for replica in rig.fleet.replicas:
-        monkeypatch.setattr(replica, "info", _with_abort(replica.info))
-    assert (await rig.post("/pause?mode=keep", headers=boss))[0] == 200
-    sampling = {"max_tokens": 4}
-
-    async def waits(name: str) -> asyncio.Task[tuple[int, Json]]:
-        body = {"token_ids": [5], "sampling_params": sampling, "request_id": name}
-        before = (await rig.get("/status", headers=boss))[1]["queue_length"]
-        task = asyncio.create_task(rig.post("/inference/v1/generate", body, headers=one))
-        while (await rig.get("/status", headers=boss))[1]["queue_length"] == before:
-            await asyncio.sleep(0.01)
-        return task
-
-    async with asyncio.timeout(30):
-        first, second = await waits("first"), await waits("second")
-        ids = {"request_ids": ["first", "generate-tokens-second"]}
-        assert (await rig.post("/inference/v1/abort_requests", ids, headers=two))[0] == 200
-        assert (await rig.get("/status", headers=boss))[1]["queue_length"] == 2
-        assert (await rig.post("/inference/v1/abort_requests", {"request_ids": ["first"]}, headers=one))[0] == 200
-        assert (await first)[1]["choices"][0]["finish_reason"] == "abort"
-        assert (await rig.post("/inference/v1/abort_requests", ids, headers=boss))[0] == 200
-        assert (await second)[1]["choices"][0]["finish_reason"] == "abort"
-
-
 GENERATE, ABORT = "/inference/v1/generate", "/inference/v1/abort_requests"
 TWO_KEYS: Json = {"trusted_networks": [], "inference_keys": ["one", "two"], "admin_keys": ["boss"]}
 ONE, TWO, BOSS = ({"Authorization": f"Bearer {key}"} for key in ("one", "two", "boss"))
@@ -357,31 +305,6 @@ async def test_keys_with_equal_rids_end_their_own_alone(start_rig: StartRig, str
         assert '"abort"' in await twos
         rig.hurry()
         assert '"abort"' not in await ones
-
-
-async def test_a_rid_of_another_key_ends_nothing(start_rig: StartRig) -> None:
-    keys = {"trusted_networks": [], "inference_keys": ["one", "two"], "admin_keys": ["boss"]}
-    rig = await start_rig(1, gateway=keys)
-    one, two, boss = ({"Authorization": f"Bearer {key}"} for key in ("one", "two", "boss"))
-    sampling = {"max_new_tokens": 100, "ignore_eos": True}
-
-    async def ask(name: str) -> asyncio.Task[tuple[int, Json]]:
-        body = {"input_ids": [5], "rid": name, "sampling_params": sampling}
-        return asyncio.create_task(rig.post("/generate", body, headers=one))
-
-    async def abort(name: str, headers: Json) -> None:
-        async with rig.client.post(f"{rig.url}/abort_request", json={"rid": name}, headers=headers) as response:
-            assert response.status == 200
-
-    async with asyncio.timeout(30):
-        tasks = {name: await ask(name) for name in ("other's", "own", "admin's")}
-        await rig.begun(3)
-        for name, headers in (("other's", two), ("own", one), ("admin's", boss)):
-            await abort(name, headers)
-        ended = [(await tasks[name])[1]["meta_info"]["finish_reason"]["type"] for name in ("own", "admin's")]
-        assert ended == ["abort", "abort"]
-        rig.hurry()
-        assert len((await tasks["other's"])[1]["output_ids"]) == 100
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from engines.store.weight_store import WeightStore
-from gateway.http.guard.audit import Audit
+from gateway.http.trace import Trace
 from tests.rigs.rig import MAX_MODEL_LEN, Rig, StartRig
 
 
@@ -62,15 +62,15 @@ async def test_the_gateways_end_writes_its_own_files_before_it_waits_for_a_store
         ended.append("store")
         store_answers.wait(20)
 
-    monkeypatch.setattr(Audit, "close", lambda _: ended.append("audit"))
+    monkeypatch.setattr(Trace, "close", lambda _: ended.append("trace"))
     monkeypatch.setattr(WeightStore, "close", hang)
     weights = {"store": str(tmp_path), "load_timeout_s": 20.0, "control_timeout_s": 0.2}
-    rig = await start_rig(1, weights=weights)
+    rig = await start_rig(1, weights=weights, gateway={"trace": {"file": str(tmp_path / "trace.jsonl")}})
     try:
         with capture_logs() as logged:
             async with asyncio.timeout(10):
                 await rig.stop_gateway()
     finally:
         store_answers.set()
-    assert ended == ["audit", "store"]
+    assert ended == ["trace", "store"]
     assert [line["event"] for line in logged if line["log_level"] == "error"] == ["the weight store is left as it is"]

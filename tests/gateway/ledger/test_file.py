@@ -13,14 +13,12 @@ from hypothesis import strategies as st
 
 from gateway.ledger.batches import BatchRow
 from gateway.ledger.file import OF_GROUP, EventRow, LedgerFile, PartRow, SubmissionRow
-from gateway.ledger.moment import Moment
 
-MOMENT = Moment(1.0, "boot", 2.0)
 MAX_BYTES = 1 << 20
 
 
 def row(number: int, **fields: object) -> SubmissionRow:
-    return replace(SubmissionRow(number, "owner", f"id-{number}", b"d", b"[]", MOMENT), **fields)  # type: ignore[arg-type]
+    return replace(SubmissionRow(number, "owner", f"id-{number}", b"d", b"[]", 1.0), **fields)  # type: ignore[arg-type]
 
 
 def opened(path: Path, max_bytes: int = MAX_BYTES) -> LedgerFile:
@@ -64,7 +62,7 @@ def test_a_file_gives_back_what_was_written(tmp_path: Path) -> None:
     assert (one.events, one.prompts, dict(one.parts)) == (
         first.events, first.prompts, {(1, 2): [part, replace(part, start=4)]},
     )  # fmt: skip
-    assert (other.id, other.moment, other.events) == ("id-2", MOMENT, [])
+    assert (other.id, other.began, other.events) == ("id-2", 1.0, [])
 
 
 def test_a_transaction_that_was_not_committed_never_was(tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from gateway.ledger import ledger as ledger_module
 from gateway.ledger.batches import BatchRow
 from gateway.ledger.file import EventRow, LedgerFile, SubmissionRow
 from gateway.ledger.ledger import Ledger, default_file
-from gateway.ledger.moment import Moment
 
 MAX_BYTES = 1 << 20
 _HOLDER = """
@@ -31,7 +30,7 @@ time.sleep(60)
 
 
 def submission(number: int, size: int = 0) -> SubmissionRow:
-    row = SubmissionRow(number, "owner", f"id-{number}", b"d", b"[]", Moment(1.0, "b", 2.0))
+    row = SubmissionRow(number, "owner", f"id-{number}", b"d", b"[]", 1.0)
     row.events = [EventRow(1, 0, 0, "good", bytes(size))] if size else []
     return row
 

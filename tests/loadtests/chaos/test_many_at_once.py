@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 
 from engines.config import SimConfig
-from gateway.http.descriptors import raise_limit
+from gateway.http.door import raise_limit
 from loadtests.chaos.contents import Asked, Delivered, flaw
 from loadtests.chaos.faults import until
 from loadtests.chaos.processes.process_fleet import ProcessFleet, fleet_config

@@ -16,7 +16,6 @@ from gateway.dialects.submissions.sample import Sample
 from gateway.dialects.submissions.submission import Submission
 from gateway.dialects.submissions.words import Group
 from gateway.ledger.file import LedgerFile
-from gateway.ledger.moment import Moment
 from tests.rigs.rig import Json
 
 NUM_GROUPS, N, LENGTH = 2, 2, 4
@@ -52,7 +51,7 @@ class Life:
         rows = self.file.load()
         groups = [Group(n=N, need=N, sampling={}, prompt=[1, 2]) for _ in range(NUM_GROUPS)]
         put = lambda work, then: self.waiting.append((work, then))  # noqa: E731
-        self.submission = Submission(1, "me", "one", b"d", groups, Moment.now(), put, Uncounted())
+        self.submission = Submission(1, "me", "one", b"d", groups, 0.0, put, Uncounted())
         self.submission.life = number
         if rows:
             self.submission.restore(rows[0])
@@ -214,7 +213,7 @@ def test_a_suspended_group_is_in_one_submission_or_the_other_whatever_is_killed_
     run = life.submission.runs[0]
     life.submission.end_group(run, Outcome.SUSPENDED)
     life.commit()
-    other = Submission(2, "me", "two", b"d", [run.group], Moment.now(), life.submission._put, Uncounted())
+    other = Submission(2, "me", "two", b"d", [run.group], 0.0, life.submission._put, Uncounted())
     other.take_over(0, life.submission, 0)
     other.write()
     assert len(life.waiting) == 1  # both in one transaction

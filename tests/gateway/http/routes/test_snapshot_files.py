@@ -1,11 +1,9 @@
 """Weight versions over HTTP: who may read them, and engines that fetch what their machine does not have."""
 
 import asyncio
-import os
 import threading
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
@@ -16,10 +14,7 @@ from engines.store.draft import Draft, claim_draft, raw
 from engines.store.manifest import check_bytes
 from engines.store.peer_store import VERSIONS_PATH, PeerStore
 from engines.types import ReplicaState
-from gateway.config.schema import WeightsConfig
 from gateway.http.access import store_key
-from gateway.http.routes.snapshot_files import SnapshotFiles
-from gateway.weights.snapshots import Snapshots
 from sim.worker import SimWorker
 from tests.rigs.rig import Rig, StartRig
 from tests.rigs.shell import NearShell
@@ -196,34 +191,3 @@ async def test_the_command_line_makes_a_checkpoint_folder_of_the_newest_version(
         done = await asyncio.to_thread(shell.run, "fetch", str(tmp_path / "mine"), "--url", rig.url)
         assert (done.returncode, said in done.stdout + done.stderr) == (code, True), done
     assert check_bytes(tmp_path / "mine").version == 1
-
-
-async def test_a_file_whose_client_leaves_while_it_is_opened_is_closed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    may_open, closed = threading.Event(), asyncio.Event()
-    loop, open_now, close_now = asyncio.get_running_loop(), os.open, os.close
-    descriptors: list[int] = []
-
-    def open_late(*args: Any) -> int:
-        may_open.wait(20)
-        descriptors.append(open_now(*args))
-        return descriptors[0]
-
-    def close(descriptor: int) -> None:
-        close_now(descriptor)
-        if descriptor in descriptors:
-            loop.call_soon_threadsafe(closed.set)
-
-    path = tmp_path / "model.safetensors"
-    path.write_bytes(b"1")
-    monkeypatch.setattr(os, "open", open_late)
-    monkeypatch.setattr(os, "close", close)
-    files = SnapshotFiles(Mock(), Snapshots(WeightsConfig(store=None), "app", lambda: None))
-    opening = asyncio.create_task(files._opened(path))
-    await asyncio.sleep(0.05)
-    opening.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await opening
-    may_open.set()
-    await asyncio.wait_for(closed.wait(), 20)

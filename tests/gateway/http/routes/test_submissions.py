@@ -80,11 +80,11 @@ async def test_a_conversation_waits_for_a_replica_that_renders_it(start_rig: Sta
         assert outcomes(await read(rig, "one")) == {0: "delivered"}
 
 
-async def test_need_of_n_ends_the_others_on_their_engines(start_rig: StartRig) -> None:
+@pytest.mark.parametrize("restarts", [{}, {"stop": ["never"]}], ids=["goes on", "restarts"])
+async def test_need_of_n_ends_the_others_on_their_engines(start_rig: StartRig, restarts: Json) -> None:
     rig = await start_rig(1, sim=SLOW)
-    sampling = {"max_tokens": 100, "ignore_eos": False}
-    group = GROUP | {"n": 8, "need": 2, "sampling": sampling}
-    events = await submitted(rig, [group])
+    sampling = {"max_tokens": 100, "ignore_eos": False} | restarts
+    events = await submitted(rig, [GROUP | {"n": 8, "need": 2, "sampling": sampling}])
     assert outcomes(events) == {0: "delivered"}
     assert 2 <= len(samples(events)) < 8
     await idle(rig)
@@ -339,31 +339,22 @@ async def test_a_msgpack_body_may_have_prompts_as_bytes(rig: Rig) -> None:
 
 
 BAD: list[tuple[Any, str]] = [
-    ({"groups": []}, "groups"),
     ({"groups": None}, "groups"),
-    ({"groups": 7}, "groups"),
     ({"groups": ["a"]}, "groups[0]"),
     ({"groups": [{}]}, "groups[0].prompt"),
     ({"groups": [{"prompt": "a", "messages": []}]}, "groups[0].prompt"),
     ({"groups": [{"prompt": []}]}, "groups[0].prompt"),
-    ({"groups": [{"prompt": ""}]}, "groups[0].prompt"),
     ({"groups": [{"prompt": [1.5]}]}, "groups[0].prompt"),
-    ({"groups": [{"prompt": [True]}]}, "groups[0].prompt"),
     ({"groups": [{"prompt": [1] * 128}]}, "groups[0].prompt"),
-    ({"groups": [{"messages": "hi"}]}, "groups[0].messages"),
     ({"groups": [{"messages": ["hi"]}]}, "groups[0].messages"),
     ({"groups": [{"promt": "a"}]}, "groups[0].promt"),
     ({"groups": [GROUP, GROUP | {"n": 0}]}, "groups[1].n"),
-    ({"groups": [GROUP | {"n": 1.0}]}, "groups[0].n"),
     ({"groups": [GROUP | {"n": True}]}, "groups[0].n"),
     ({"groups": [GROUP | {"n": 2000}]}, "groups[0].n"),
     ({"groups": [GROUP | {"n": 2, "need": 3}]}, "groups[0].need"),
-    ({"groups": [GROUP | {"need": "1"}]}, "groups[0].need"),
     ({"groups": [GROUP | {"deadline_s": 0}]}, "groups[0].deadline_s"),
-    ({"groups": [GROUP | {"deadline_s": "1"}]}, "groups[0].deadline_s"),
     ({"groups": [GROUP | {"deadline_s": 1e99}]}, "groups[0].deadline_s"),
     ({"groups": [GROUP | {"on_deadline": "stop"}]}, "groups[0].on_deadline"),
-    ({"groups": [GROUP | {"on_deadline": []}]}, "groups[0].on_deadline"),
     ({"groups": [GROUP | {"sampling": [1]}]}, "groups[0].sampling"),
     ({"groups": [GROUP | {"sampling": {"stream": True}}]}, "groups[0].sampling.stream"),
     ({"groups": [GROUP | {"sampling": {"logprobs": 5}}]}, "groups[0].sampling.logprobs"),
@@ -371,10 +362,8 @@ BAD: list[tuple[Any, str]] = [
     ({"groups": [GROUP | {"sampling": {"temperature": "warm"}}]}, "groups[0].temperature"),
     ({"groups": [GROUP | {"min_version": -1}]}, "groups[0].min_version"),
     ({"groups": [GROUP | {"max_staleness": "1"}]}, "groups[0].max_staleness"),
-    ({"groups": [GROUP | {"priority": 0.5}]}, "groups[0].priority"),
     ({"groups": [GROUP | {"priority": 10**7}]}, "groups[0].priority"),
     ({"groups": [GROUP | {"session_id": 7}]}, "groups[0].session_id"),
-    ({"groups": [GROUP | {"parent": "a"}]}, "groups[0].parent"),
     ({"groups": [GROUP | {"parent": {"id": "a", "group": 0}}]}, "groups[0].parent.sample"),
     ({"groups": [GROUP | {"model": 7}]}, "groups[0].model"),
     ({"groups": [GROUP | {"model": "unknown"}]}, "groups[0].model"),
@@ -382,11 +371,8 @@ BAD: list[tuple[Any, str]] = [
     ({"groups": [{"resume": {"id": "none"}}]}, "groups[0].resume.group"),
     ({"groups": [{"resume": {"id": "none", "group": 0}, "n": 2}]}, "groups[0].n"),
     ({"groups": [GROUP], "id": ""}, "id"),
-    ({"groups": [GROUP], "id": "a/b"}, "id"),
     ({"groups": [GROUP], "id": "."}, "id"),
-    ({"groups": [GROUP], "id": "{a}"}, "id"),
     ({"groups": [GROUP], "id": "a" * 257}, "id"),
-    ({"groups": [GROUP], "id": "\u00e9"}, "id"),
     ({"groups": [GROUP], "id": 7}, "id"),
     ({"groups": [GROUP], "stream": "no"}, "stream"),
     ({"groups": [GROUP], "nn": 2}, "nn"),
@@ -421,24 +407,20 @@ async def test_one_group_fails_alone(rig: Rig) -> None:
     assert outcomes(events)[1] == "delivered"
 
 
-async def test_engines_that_fail_end_a_group_with_their_error(rig: Rig) -> None:
+@pytest.mark.parametrize(("status", "code"), [(500, 502), (422, 422)])
+async def test_engines_that_fail_or_refuse_end_a_group_with_their_error(rig: Rig, status: int, code: int) -> None:
     for replica in rig.replicas:
-        replica.inject(status=500)
-    events = await submitted(rig)
-    [group] = of_type(events, "group")
-    assert (group["outcome"], group["error"]["code"], bool(group["error"]["replica_id"])) == ("failed", 502, True)
-
-
-async def test_a_refusal_of_the_engine_is_the_groups_error(rig: Rig) -> None:
-    for replica in rig.replicas:
-        replica.inject(status=422)
+        replica.inject(status=status)
     [group] = of_type(await submitted(rig), "group")
-    assert (group["outcome"], group["error"]["code"]) == ("failed", 422)
+    assert (group["outcome"], group["error"]["code"]) == ("failed", code)
+    assert bool(group["error"].get("replica_id")) == (status == 500)
 
 
-async def test_a_death_costs_a_group_no_token(rig: Rig) -> None:
-    whole = of_type(await submitted(rig, [GROUP | {"sampling": {"temperature": 0}}]), "sample")[0]
-    asking = asyncio.create_task(submitted(rig, [GROUP | {"sampling": {"temperature": 0}}], id="one"))
+@pytest.mark.parametrize("restarts", [{}, {"stop": ["never"]}], ids=["goes on", "restarts"])
+async def test_a_death_changes_no_token_of_a_group(rig: Rig, restarts: Json) -> None:
+    group = GROUP | {"sampling": {"temperature": 0} | restarts}
+    whole = of_type(await submitted(rig, [group]), "sample")[0]
+    asking = asyncio.create_task(submitted(rig, [group], id="one"))
     await rig.begun(samples=1, tokens=6)
     busy = next(one for one in rig.replicas if one.scheduler.stalled)
     await busy.kill()
@@ -446,26 +428,6 @@ async def test_a_death_costs_a_group_no_token(rig: Rig) -> None:
     [sample] = of_type(await asking, "sample")
     assert sample["token_ids"] == whole["token_ids"]
     assert sample["weight_versions"] == [{"version": 0, "start": 0, "end": 8}]
-
-
-async def test_a_group_whose_fields_restart_is_made_again_after_a_death(rig: Rig) -> None:
-    sampling = {"temperature": 0, "stop": ["never"]}
-    asking = asyncio.create_task(submitted(rig, [GROUP | {"sampling": sampling}], id="one"))
-    await rig.begun(samples=1, tokens=6)
-    busy = next(one for one in rig.replicas if one.scheduler.stalled)
-    await busy.kill()
-    rig.hurry()
-    [sample] = of_type(await asking, "sample")
-    assert (len(sample["token_ids"]), "resumed" in sample) == (8, False)
-
-
-async def test_need_of_n_holds_for_groups_whose_fields_restart(start_rig: StartRig) -> None:
-    rig = await start_rig(1, sim=SLOW)
-    sampling = {"max_tokens": 100, "ignore_eos": False, "stop": ["never"]}
-    events = await submitted(rig, [GROUP | {"n": 8, "need": 2, "sampling": sampling}])
-    assert outcomes(events) == {0: "delivered"}
-    assert 2 <= len(samples(events)) < 8
-    await idle(rig)
 
 
 async def test_an_update_that_cuts_off_leaves_spans_of_both_versions(start_rig: StartRig) -> None:

@@ -16,7 +16,6 @@ from aiohttp import web
 
 from engines.engine import Json
 from engines.errors import InvalidRequest
-from gateway.http.replies.parted import parted, writing
 
 _DTYPES = {"token_ids": "<i4", "prompt_token_ids": "<i4", "logprobs": "<f4"}
 _LENGTH = struct.Struct(">BI")
@@ -30,12 +29,7 @@ class Wire(StrEnum):
     MSGPACK = "application/msgpack"
 
 
-_NAMES = {
-    "application/x-ndjson": Wire.NDJSON, "application/ndjson": Wire.NDJSON, "application/jsonl": Wire.NDJSON,
-    "application/json": Wire.NDJSON, "application/*": Wire.NDJSON, "*/*": Wire.NDJSON,
-    "application/msgpack": Wire.MSGPACK, "application/x-msgpack": Wire.MSGPACK,
-    "application/vnd.msgpack": Wire.MSGPACK,
-}  # fmt: skip
+_NAMES = {str(wire): wire for wire in Wire} | dict.fromkeys(("application/json", "application/*", "*/*"), Wire.NDJSON)
 
 
 def wire_of(request: web.Request) -> Wire:
@@ -52,20 +46,16 @@ def is_packed(request: web.Request) -> bool:
     return _NAMES.get(request.content_type) is Wire.MSGPACK
 
 
-async def send_records(
-    request: web.Request, head: Json, events: AsyncGenerator[Sequence[bytes]], write_timeout_s: float
-) -> web.StreamResponse:
-    """Send `head`, then the events, which are msgpack. A client that stops reading is cut off."""
+async def send_records(request: web.Request, head: Json, events: AsyncGenerator[Sequence[bytes]]) -> web.StreamResponse:
+    """Send `head`, then the events, which are msgpack. A client that stops reading is cut off by its connection."""
     wire = wire_of(request)
-    response = parted(request, {"Content-Type": wire, "Cache-Control": "no-cache"})
+    response = web.StreamResponse(headers={"Content-Type": wire, "Cache-Control": "no-cache"})
     write = packed if wire is Wire.MSGPACK else as_lines
     async with aclosing(events):
-        async with writing(request, write_timeout_s):
-            await response.prepare(request)
-            await response.write(write([msgspec.msgpack.encode(head)]))
+        await response.prepare(request)
+        await response.write(write([msgspec.msgpack.encode(head)]))
         async for some in events:
-            async with writing(request, write_timeout_s):
-                await response.write(write(some))
+            await response.write(write(some))
     await response.write_eof()
     return response
 

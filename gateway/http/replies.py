@@ -1,0 +1,95 @@
+"""Replies that are sent in parts: streams of events, and bodies of any size. A client that does not read is cut off by
+its connection."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from contextlib import aclosing
+
+import structlog
+from aiohttp import web
+
+from engines.engine import Json
+from engines.errors import RolloutGatewayError
+from gateway.api import body_of, error_body
+from gateway.dialects.parallel import read_ahead
+from gateway.http.json_body import event
+
+log = structlog.get_logger()
+
+_JSON = {"Content-Type": "application/json"}
+_SMALL_BYTES = 1 << 20
+_BLOCK_BYTES = 1 << 18
+
+BeforeEnd = Callable[[], Awaitable[None]]
+
+
+async def send_events(request: web.Request, chunks: AsyncGenerator[Json]) -> web.StreamResponse:
+    """Send the chunks of a rollout as server-sent events. They are read ahead of the client: one that stops reading
+    blocks no engine and no weight update.
+
+    The head is sent with the first chunk, so that an error before it keeps its status.
+    """
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    try:
+        async with aclosing(read_ahead([chunks])) as ahead:
+            async for together in ahead:
+                for block in _blocks(map(event, together)):
+                    if not response.prepared:
+                        await response.prepare(request)
+                    await response.write(block)
+    except ConnectionError:
+        raise  # the client is gone
+    except Exception as error:
+        if not response.prepared:
+            raise
+        if isinstance(error, RolloutGatewayError):
+            body = body_of(error)
+        else:
+            log.exception("a stream failed in a way that was not foreseen", path=request.path)
+            body = error_body("the gateway failed; its log has the reason", 500)
+        await response.write(event(body))
+    if not response.prepared:
+        await response.prepare(request)
+    await response.write_eof(b"data: [DONE]\n\n")
+    return response
+
+
+async def at_once() -> None:
+    """Nothing to do before the end."""
+
+
+async def send_pieces(
+    request: web.Request, pieces: Iterator[bytes], num_bytes: int, before_end: BeforeEnd = at_once
+) -> web.StreamResponse:
+    """Send JSON in pieces, of about `num_bytes` in all, without a copy of the whole or a long turn of the loop.
+    Return once it has left. Raise `ConnectionError` where the client is gone.
+
+    `before_end` is awaited before the bytes without which no client takes the reply for whole.
+    """
+    response: web.StreamResponse
+    if num_bytes < _SMALL_BYTES:
+        await before_end()
+        response = web.Response(body=b"".join(pieces), headers=_JSON)
+        await response.prepare(request)
+    else:
+        response = web.StreamResponse(headers=_JSON)
+        await response.prepare(request)
+        for block in _blocks(pieces):
+            await response.write(block)
+            await asyncio.sleep(0)  # a client that reads as fast as this writes would keep the loop
+        await before_end()
+    await response.write_eof()
+    return response
+
+
+def _blocks(pieces: Iterator[bytes]) -> Iterator[bytes]:
+    """Pieces in blocks of about one size."""
+    block = bytearray()
+    for piece in pieces:
+        for begin in range(0, len(piece), _BLOCK_BYTES):
+            block += piece[begin : begin + _BLOCK_BYTES]
+            if len(block) >= _BLOCK_BYTES:
+                yield bytes(block)
+                block.clear()
+    if block:
+        yield bytes(block)

@@ -1,1 +1,0 @@
-"""Bodies that are sent in parts."""

@@ -13,18 +13,16 @@ from engines.errors import ConfigError, DeadlineExceeded, RolloutGatewayError, W
 from engines.types import InFlight
 from trainer_client.blocking import BlockingRolloutClient
 from trainer_client.progress import OnWeightProgress, WeightProgress
-from trainer_client.push_options import PushOptions
-from trainer_client.served import ServedWeights
+from trainer_client.served import PushOptions, ServedWeights
 
 if TYPE_CHECKING:
     import torch
 
     from trainer_client.transports.group import GroupTransport
-    from trainer_client.transports.part import Part
     from trainer_client.transports.pushed import Pushed
     from trainer_client.transports.store import StoreTransport
     from trainer_client.transports.tensors import Entry, Given, Source
-    from trainer_client.transports.trainer_ranks import Narrow, Outcome, Ranks, TrainerRanks
+    from trainer_client.transports.trainer_ranks import Narrow, Outcome, Part, Ranks, TrainerRanks
 
 _WAITS_BETWEEN_WORDS = 5
 """Bounded waits of the sending rank between two messages to the others, such as for a group or rollouts in flight."""
@@ -228,8 +226,8 @@ class WeightSender:
 
     def _checked_parts(self, given: "Given", ranks: "Ranks", narrow: "Narrow") -> "Iterator[Part]":
         """Yield the parts, checked against the served model. Their callbacks report progress."""
-        from trainer_client.transports.part import Part
         from trainer_client.transports.tensors import announced, wait_for_values
+        from trainer_client.transports.trainer_ranks import Part
 
         tensors = bytes_sent = num_tensors = num_bytes = 0
 

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -223,7 +223,7 @@ class Played:
 
 
 async def groups_of(gateway: Played) -> list[int]:
-    asked = submission.Submission(gateway, {"groups": []}, timeout_s=60.0, outage_s=60.0)
+    asked = submission.Submission(cast(Any, gateway), {"groups": []}, timeout_s=60.0, outage_s=60.0)
     return [one.prompt_index async for one in asked]
 
 

@@ -1,119 +1,66 @@
-"""`RolloutClient` for a trainer without an event loop.
+"""`RolloutClient` for a trainer without an event loop, and what its calls return.
 
-The asynchronous client runs on its own thread, so that generation goes on while the trainer computes.
+The asynchronous client runs on its own thread, so that generation goes on while the trainer computes. Each method here
+has arguments and result of the asynchronous one of its name.
 """
 
 import functools
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterator
 from contextlib import contextmanager
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 
 from trainer_client.batch import Batch
-from trainer_client.client import Prompt, RolloutClient
+from trainer_client.client import RolloutClient
 from trainer_client.loop_thread import LoopThread
 from trainer_client.pool import RolloutPool
 from trainer_client.progress import Progress
-from trainer_client.results import Completion, Rollout
-from trainer_client.sampling import SamplingParams
 from trainer_client.submission import Submission
 
+A = TypeVar("A")
 P = ParamSpec("P")
 T = TypeVar("T")
 R = TypeVar("R")
 
 
-def _blocking(
-    call: Callable[Concatenate[RolloutClient, P], Coroutine[Any, Any, T]],
-) -> Callable[Concatenate["BlockingRolloutClient", P], T]:
-    """Make a method that waits for `call` on the client's thread."""
+class _Blocking(Generic[A]):
+    """An asynchronous object, and the thread on which it is called."""
+
+    def __init__(self, inner: A, thread: LoopThread) -> None:
+        self._inner = inner
+        self._thread = thread
+
+
+def _waiting(call: Callable[Concatenate[A, P], Coroutine[Any, Any, T]]) -> Callable[Concatenate[_Blocking[A], P], T]:
+    """Make a method that waits for `call`."""
 
     @functools.wraps(call)
-    def waiting(self: "BlockingRolloutClient", /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return self._thread.wait(call(self._client, *args, **kwargs))
+    def wait(self: _Blocking[A], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self._thread.wait(call(self._inner, *args, **kwargs))
 
-    return waiting
+    return wait
 
 
 def _beginning(
-    call: Callable[Concatenate[RolloutClient, P], T], wrapped: Callable[[T, "BlockingRolloutClient"], R]
-) -> Callable[Concatenate["BlockingRolloutClient", P], R]:
-    """Make a method that makes `call` on the client's thread, and returns its result `wrapped`, at once."""
+    call: Callable[Concatenate[A, P], T], wrapped: Callable[[T, LoopThread], R]
+) -> Callable[Concatenate[_Blocking[A], P], R]:
+    """Make a method that returns the result of `call`, which does not wait, `wrapped`."""
 
     @functools.wraps(call)
-    def beginning(self: "BlockingRolloutClient", /, *args: P.args, **kwargs: P.kwargs) -> R:
-        return wrapped(self._thread.run(lambda: call(self._client, *args, **kwargs)), self)
+    def begin(self: _Blocking[A], /, *args: P.args, **kwargs: P.kwargs) -> R:
+        return wrapped(self._thread.run(lambda: call(self._inner, *args, **kwargs)), self._thread)
 
-    return beginning
+    return begin
 
 
-class BlockingRolloutClient:
-    """`RolloutClient` with blocking calls; `on_progress` runs on the client's thread.
+def _each(call: Callable[[A], AsyncGenerator[T]]) -> Callable[[_Blocking[A]], Generator[T]]:
+    """Make a method that yields the items of `call`, whose loop closes it once an iteration has let go of it.
 
-    Usable from several threads. `close`, or the end of a `with` block, cancels running calls.
+    Nothing waits for that: the garbage collector may end an iteration in any call of any thread.
     """
 
-    def __init__(
-        self,
-        url: str | None = None,
-        *,
-        api_key: str | None = None,
-        model: str | None = None,
-        max_in_flight: int = 512,
-        attempts: int = 5,
-        outage_s: float = 180.0,
-    ) -> None:
-        self._client = RolloutClient(
-            url, api_key=api_key, model=model, max_in_flight=max_in_flight, attempts=attempts, outage_s=outage_s
-        )
-        self.url = self._client.url
-        self._thread = LoopThread("rollout client")
-
-    def close(self) -> None:
-        """Cancel running calls and drop the connections. May be called twice."""
-        self._thread.close(self._client.close)
-
-    def __enter__(self) -> "BlockingRolloutClient":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    generate = _beginning(RolloutClient.generate, lambda batch, client: BlockingBatch(batch, client))
-    submit = _beginning(RolloutClient.submit, lambda submission, client: BlockingSubmission(submission, client))
-    wait_ready = _blocking(RolloutClient.wait_ready)
-    status = _blocking(RolloutClient.status)
-    models = _blocking(RolloutClient.models)
-    server_info = _blocking(RolloutClient.server_info)
-    weight_version = _blocking(RolloutClient.weight_version)
-    world_size = _blocking(RolloutClient.world_size)
-    init_weight_transfer = _blocking(RolloutClient.init_weight_transfer)
-    start_weight_update = _blocking(RolloutClient.start_weight_update)
-    update_weights = _blocking(RolloutClient.update_weights)
-    finish_weight_update = _blocking(RolloutClient.finish_weight_update)
-    abandon_weight_update = _blocking(RolloutClient.abandon_weight_update)
-    served_weights = _blocking(RolloutClient.served_weights)
-    weight_store = _blocking(RolloutClient.weight_store)
-    load_weights = _blocking(RolloutClient.load_weights)
-    canary_token_ids = _blocking(RolloutClient.canary_token_ids)
-    pause = _blocking(RolloutClient.pause)
-    resume = _blocking(RolloutClient.resume)
-
-    @contextmanager
-    def weight_lease(self) -> Iterator[str]:
-        """As `RolloutClient.weight_lease`."""
-        lease = self._client.weight_lease()
-        name = self._thread.wait(lease.__aenter__())
-        try:
-            yield name
-        finally:
-            if not self._thread.is_over:
-                self._thread.wait(lease.__aexit__(None, None, None))
-
-    def _each(self, source: AsyncGenerator[T]) -> Generator[T]:
-        """Yield the items of `source`, whose loop closes it once this has let go of it.
-
-        Nothing waits for that: the garbage collector may end an iteration in any call of any thread.
-        """
+    @functools.wraps(call)
+    def each(self: _Blocking[A]) -> Generator[T]:
+        source = call(self._inner)
 
         async def following() -> T | None:
             return await anext(source, None)
@@ -121,86 +68,126 @@ class BlockingRolloutClient:
         while (item := self._thread.wait(following())) is not None:
             yield item
 
+    return each
 
-class BlockingSubmission:
+
+def _with_arguments_of(
+    made: Callable[P, A],
+) -> Callable[[Callable[Concatenate[R, P], None]], Callable[Concatenate[R, P], None]]:
+    """Give an `__init__` the arguments of `made`."""
+    return functools.wraps(made.__init__)
+
+
+class BlockingBatch(_Blocking[Batch]):
+    """The rollouts of one call of `generate`, as `Batch`."""
+
+    __iter__ = _each(Batch.__aiter__)
+    rollouts = _each(Batch.rollouts)
+    gather = _waiting(Batch.gather)
+    cancel = _beginning(Batch.cancel, lambda none, _: none)
+
+    @property
+    def request_id(self) -> str:
+        return self._inner.request_id
+
+    @property
+    def num_prompts(self) -> int:
+        return self._inner.num_prompts
+
+    @property
+    def is_done(self) -> bool:
+        return self._inner.is_done
+
+    @property
+    def progress(self) -> Progress:
+        return self._inner.progress
+
+
+class BlockingSubmission(_Blocking[Submission]):
     """The completions of one call of `submit`, as `Submission`."""
 
-    def __init__(self, submission: Submission, client: BlockingRolloutClient) -> None:
-        self._submission = submission
-        self._client = client
-        self.id = submission.id
-        self.outcomes, self.failures = submission.outcomes, submission.failures
+    def __init__(self, inner: Submission, thread: LoopThread) -> None:
+        super().__init__(inner, thread)
+        self.id = inner.id
+        self.outcomes, self.failures = inner.outcomes, inner.failures
 
-    def __iter__(self) -> Generator[Completion]:
-        return self._client._each(aiter(self._submission))
-
-    def cancel(self, groups: list[int] | None = None) -> None:
-        """End groups that run; all unless named."""
-        self._client._thread.wait(self._submission.cancel(groups))
+    __iter__ = _each(Submission.__aiter__)
+    cancel = _waiting(Submission.cancel)
 
 
-class BlockingRolloutPool:
-    """`RolloutPool` with blocking calls. `prompts` are read on the client's thread."""
+class BlockingRolloutClient(_Blocking[RolloutClient]):
+    """`RolloutClient` with blocking calls; `on_progress` runs on the client's thread.
 
-    def __init__(
-        self,
-        client: BlockingRolloutClient,
-        prompts: Iterable[Prompt],
-        sampling: SamplingParams | None = None,
-        *,
-        size: int,
-        need: int | None = None,
-        max_staleness: int | None = None,
-        timeout_s: float = 3600.0,
-    ) -> None:
-        self._client = client
-        self._pool = RolloutPool(
-            client._client, prompts, sampling, size=size, need=need, max_staleness=max_staleness, timeout_s=timeout_s
-        )
+    Usable from several threads. `close`, or the end of a `with` block, cancels running calls.
+    """
 
-    def __enter__(self) -> "BlockingRolloutPool":
+    @_with_arguments_of(RolloutClient)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        client = RolloutClient(*args, **kwargs)
+        super().__init__(client, LoopThread("rollout client"))
+        self.url = client.url
+
+    def close(self) -> None:
+        """Cancel running calls and drop the connections. May be called twice."""
+        self._thread.close(self._inner.close)
+
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def batch(self, num_groups: int) -> list[Rollout]:
-        """Return the first groups to end, as `RolloutPool.batch`."""
-        return self._client._thread.wait(self._pool.batch(num_groups))
+    generate = _beginning(RolloutClient.generate, BlockingBatch)
+    submit = _beginning(RolloutClient.submit, BlockingSubmission)
+    wait_ready = _waiting(RolloutClient.wait_ready)
+    status = _waiting(RolloutClient.status)
+    models = _waiting(RolloutClient.models)
+    server_info = _waiting(RolloutClient.server_info)
+    weight_version = _waiting(RolloutClient.weight_version)
+    world_size = _waiting(RolloutClient.world_size)
+    init_weight_transfer = _waiting(RolloutClient.init_weight_transfer)
+    start_weight_update = _waiting(RolloutClient.start_weight_update)
+    update_weights = _waiting(RolloutClient.update_weights)
+    finish_weight_update = _waiting(RolloutClient.finish_weight_update)
+    abandon_weight_update = _waiting(RolloutClient.abandon_weight_update)
+    served_weights = _waiting(RolloutClient.served_weights)
+    weight_store = _waiting(RolloutClient.weight_store)
+    load_weights = _waiting(RolloutClient.load_weights)
+    canary_token_ids = _waiting(RolloutClient.canary_token_ids)
+    pause = _waiting(RolloutClient.pause)
+    resume = _waiting(RolloutClient.resume)
 
-    def close(self) -> None:
-        """Cancel a batch that another thread waits for, and free what the gateway keeps of suspended groups."""
-        self._client._thread.wait(self._pool.close())
+    @contextmanager
+    def weight_lease(self) -> Iterator[str]:
+        """As `RolloutClient.weight_lease`."""
+        lease = self._inner.weight_lease()
+        name = self._thread.wait(lease.__aenter__())
+        try:
+            yield name
+        finally:
+            if not self._thread.is_over:
+                self._thread.wait(lease.__aexit__(None, None, None))
 
 
-class BlockingBatch:
-    """The rollouts of one call of `generate`, as `Batch`."""
+def _after_a_blocking_client(
+    made: Callable[Concatenate[RolloutClient, P], RolloutPool],
+) -> Callable[[Callable[..., None]], Callable[Concatenate["BlockingRolloutPool", BlockingRolloutClient, P], None]]:
+    """Give an `__init__` the arguments of `made`, but for its client."""
+    return functools.wraps(made.__init__)
 
-    def __init__(self, batch: Batch, client: BlockingRolloutClient) -> None:
-        self._batch = batch
-        self._client = client
-        self.request_id = batch.request_id
-        self.num_prompts = batch.num_prompts
 
-    @property
-    def is_done(self) -> bool:
-        return self._batch.is_done
+class BlockingRolloutPool(_Blocking[RolloutPool]):
+    """`RolloutPool` with blocking calls. `prompts` are read on the client's thread."""
 
-    @property
-    def progress(self) -> Progress:
-        return self._batch.progress
+    @_after_a_blocking_client(RolloutPool)
+    def __init__(self, client: BlockingRolloutClient, *args: Any, **kwargs: Any) -> None:
+        super().__init__(RolloutPool(client._inner, *args, **kwargs), client._thread)
 
-    def __iter__(self) -> Generator[Completion]:
-        return self._client._each(aiter(self._batch))
+    batch = _waiting(RolloutPool.batch)
+    close = _waiting(RolloutPool.close)
 
-    def rollouts(self) -> Generator[Rollout]:
-        """Yield rollouts as they end."""
-        return self._client._each(self._batch.rollouts())
+    def __enter__(self) -> Self:
+        return self
 
-    def gather(self) -> list[Rollout]:
-        """Return all rollouts, in the order of their prompts."""
-        return self._client._thread.wait(self._batch.gather())
-
-    def cancel(self, prompt_index: int | None = None) -> None:
-        """Cancel one prompt, or all."""
-        self._client._thread.run(lambda: self._batch.cancel(prompt_index))
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -27,10 +27,9 @@ from engines.types import InFlight, PauseMode
 from trainer_client.batch import Batch, Failures
 from trainer_client.http import CONNECT_TIMEOUT_S, GatewayHttp, Json, may_pass
 from trainer_client.progress import OnProgress
-from trainer_client.push_options import PushOptions
 from trainer_client.results import Rollout, read_rollout
 from trainer_client.sampling import SamplingParams
-from trainer_client.served import ServedWeights
+from trainer_client.served import PushOptions, ServedWeights
 from trainer_client.submission import Submission, Suspended
 
 URL_VARIABLE = "ROLLOUT_URL"

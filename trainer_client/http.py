@@ -4,8 +4,8 @@ import asyncio
 import os
 import socket
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from typing import Any, NamedTuple
 
 import aiohttp
@@ -25,6 +25,7 @@ Json = dict[str, Any]
 
 CONNECT_TIMEOUT_S = 10.0
 _SILENT_S = 60.0
+_JSON = {"Content-Type": "application/json"}
 _PASSING = (502, 503, 504)
 
 
@@ -63,11 +64,12 @@ def closed() -> InvalidRequest:
 
 
 class Answer(NamedTuple):
-    """An answer of any status. `retry_after_s` is None without a header Retry-After in seconds."""
+    """An answer of any status."""
 
     status: int
     body: Any
     retry_after_s: float | None
+    """None without a header Retry-After in seconds: only proxies send a date."""
 
     @property
     def error(self) -> RolloutGatewayError:
@@ -104,10 +106,7 @@ class GatewayHttp:
         timeout_s: float | None,
         headers: Mapping[str, str] | None = None,
     ) -> Json:
-        """Return the JSON object answered. Raise the gateway's error, or as `answer` does.
-
-        `timeout_s` is None if the caller bounds the wait.
-        """
+        """Return the JSON object answered. Raise the gateway's error, or as `answer` does."""
         answer = await self.answer(method, path, body, timeout_s=timeout_s, headers=headers)
         if answer.status >= 400:
             raise answer.error
@@ -122,69 +121,51 @@ class GatewayHttp:
         timeout_s: float | None,
         headers: Mapping[str, str] | None = None,
     ) -> Answer:
-        """Return the answer, whatever its status. Raise `GatewayUnreachable` or `DeadlineExceeded`."""
-        sent = {"Content-Type": "application/json"} if body is not None else {}
-        sent.update(headers or {})
+        """Return the answer, whatever its status. Raise `GatewayUnreachable` or `DeadlineExceeded`.
+
+        `timeout_s` is None if the caller bounds the wait.
+        """
         data = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
-        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
-        try:
-            async with self._opened().request(
-                method, self.url + path, data=data, headers=sent, timeout=timeout, allow_redirects=False
-            ) as response:
-                self._check_is_here(path, response)
-                decoded = self._decoded(path, response.status, await response.read())
-                return Answer(response.status, decoded, _seconds(response.headers.get("Retry-After", "")))
-        except (aiohttp.ClientError, ConnectionError) as error:
-            # Before TimeoutError: a failed connection can be both.
-            arrived = not isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
-            raise self._lost(path, error, arrived=arrived) from error
-        except TimeoutError as error:
-            raise DeadlineExceeded(f"{self.url}: no answer to {path} within {timeout_s or 0:g} s") from error
+        sent = {**(_JSON if body is not None else {}), **(headers or {})}
+        with self._translated(path, timeout_s):
+            async with self._request(method, path, data, sent, total=timeout_s) as response:
+                return await self._read(path, response)
 
     async def streamed(
         self, method: str, path: str, content: bytes | None, headers: Mapping[str, str]
     ) -> AsyncGenerator[bytes]:
         """Yield an answer's body as it comes. Raise the gateway's error, or `GatewayUnreachable`, also where no byte
         came for a minute."""
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=_SILENT_S)
-        try:
-            async with self._opened().request(
-                method, self.url + path, data=content, headers=headers, timeout=timeout, allow_redirects=False
-            ) as response:
-                self._check_is_here(path, response)
-                if response.status >= 400:
-                    decoded = self._decoded(path, response.status, await response.read())
-                    raise Answer(response.status, decoded, _seconds(response.headers.get("Retry-After", ""))).error
+        with self._translated(path, _SILENT_S):
+            async with self._request(method, path, content, headers, sock_read=_SILENT_S) as response:
+                await self._check(path, response)
                 self._streams.add(response)
                 async for block in response.content.iter_any():
                     yield block
-        except (aiohttp.ClientError, ConnectionError) as error:
-            raise self._lost(path, error) from error
 
     @asynccontextmanager
     async def held(self, path: str, body: Json, *, timeout_s: float) -> AsyncIterator[None]:
         """Keep the connection of an answer without an end open during the block. Raise the gateway's error, or as
         `answer` does; `timeout_s` bounds the answer's begin."""
         async with AsyncExitStack() as stack:
-            sent, timeout = {"Content-Type": "application/json"}, aiohttp.ClientTimeout(sock_connect=CONNECT_TIMEOUT_S)
-            request = self._opened().post(
-                self.url + path, data=orjson.dumps(body), headers=sent, timeout=timeout, allow_redirects=False
-            )
-            try:
+            with self._translated(path, timeout_s):
                 async with asyncio.timeout(timeout_s):
+                    request = self._request("POST", path, orjson.dumps(body), _JSON)
                     response = await stack.enter_async_context(request)
-                    self._check_is_here(path, response)
-                    if response.status >= 400:
-                        raise error_of(response.status, self._decoded(path, response.status, await response.read()))
-            except (aiohttp.ClientError, ConnectionError) as error:
-                raise self._lost(path, error, arrived=False) from error
-            except TimeoutError as error:
-                raise DeadlineExceeded(f"{self.url}: no answer to {path} within {timeout_s:g} s") from error
+                    await self._check(path, response)
             stack.callback(response.close)
             yield
 
-    def _opened(self) -> aiohttp.ClientSession:
-        """Return the session; the first call opens it, since it belongs to the running loop."""
+    def _request(
+        self,
+        method: str,
+        path: str,
+        data: bytes | None,
+        headers: Mapping[str, str],
+        total: float | None = None,
+        sock_read: float | None = None,
+    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        """Begin a request. The first opens the session, since it belongs to the running loop."""
         if self._is_closed:
             raise closed()
         if self._session is None:
@@ -193,33 +174,42 @@ class GatewayHttp:
                 cookie_jar=aiohttp.DummyCookieJar(),
                 headers=self._headers,
             )
-        return self._session
-
-    def _lost(self, path: str, error: Exception, *, arrived: bool = True) -> RolloutGatewayError:
-        """Return the error of a broken connection."""
-        if self._is_closed:
-            return closed()
-        return GatewayUnreachable(
-            f"{self.url} is unreachable: {path}: {str(error) or type(error).__name__}", arrived=arrived
+        timeout = aiohttp.ClientTimeout(total=total, sock_connect=CONNECT_TIMEOUT_S, sock_read=sock_read)
+        return self._session.request(
+            method, self.url + path, data=data, headers=headers, timeout=timeout, allow_redirects=False
         )
 
-    def _check_is_here(self, path: str, response: aiohttp.ClientResponse) -> None:
-        """Raise `ConfigError` for a redirect, which would have a POST repeated as a GET."""
-        if 300 <= response.status < 400:
-            place = response.headers.get("Location", "another place")
-            raise ConfigError(
-                f"{self.url}{path} redirects to {place} ({response.status}): give the client the URL there"
-            )
-
-    def _decoded(self, path: str, status: int, content: bytes) -> Any:
+    @contextmanager
+    def _translated(self, path: str, timeout_s: float | None) -> Iterator[None]:
+        """Raise errors of a connection as ours."""
         try:
-            return orjson.loads(content) if content else {}
+            yield
+        except (aiohttp.ClientError, ConnectionError) as error:
+            # Before TimeoutError: a failed connection can be both.
+            if self._is_closed:
+                raise closed() from error
+            arrived = not isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
+            reason = str(error) or type(error).__name__
+            raise GatewayUnreachable(f"{self.url} is unreachable: {path}: {reason}", arrived=arrived) from error
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"{self.url}: no answer to {path} within {timeout_s or 0:g} s") from error
+
+    async def _check(self, path: str, response: aiohttp.ClientResponse) -> None:
+        """Raise the error of an answer that is one."""
+        if response.status >= 300:
+            raise (await self._read(path, response)).error
+
+    async def _read(self, path: str, response: aiohttp.ClientResponse) -> Answer:
+        """Return the answer. Raise `ConfigError` for a redirect, which would have a POST repeated as a GET."""
+        status = response.status
+        if 300 <= status < 400:
+            place = response.headers.get("Location", "another place")
+            raise ConfigError(f"{self.url}{path} redirects to {place} ({status}): give the client the URL there")
+        content, retry_after = await response.read(), response.headers.get("Retry-After", "")
+        try:
+            body = orjson.loads(content) if content else {}
         except orjson.JSONDecodeError as error:
             if status < 400:
                 raise RolloutGatewayError(f"{self.url}{path} did not answer JSON: {content[:200]!r}") from error
-            return content[:500].decode(errors="replace")
-
-
-def _seconds(retry_after: str) -> float | None:
-    """Return the header's seconds; None for a date, which only proxies send, and for no header."""
-    return float(retry_after) if retry_after.isdecimal() else None
+            body = content[:500].decode(errors="replace")
+        return Answer(status, body, float(retry_after) if retry_after.isdecimal() else None)

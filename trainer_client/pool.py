@@ -30,15 +30,16 @@ _SUSPENDED, _FAILED = "suspended", "failed"
 
 @dataclass(slots=True, eq=False)
 class _Group:
-    """One prompt in work. `version`: no token is older. `source` and `place`: the submission that keeps its tokens, or
-    has ended it."""
+    """One prompt in work."""
 
     index: int
     prompt: Prompt
     version: int = 0
+    """No token is older."""
     attempts: int = 0
     completions: list[Completion] = field(default_factory=list)
     source: Submission | None = None
+    """What keeps its tokens, or has ended it, where it is at `place`."""
     place: int = 0
 
     @property

@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engines.errors import EngineFailed
-
-Json = dict[str, Any]
+from trainer_client.http import Json
 
 
 class Outcome(StrEnum):
@@ -35,24 +34,21 @@ class WeightSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Completion:
-    """One sample of one prompt.
-
-    token_ids: int32.
-    logprobs: float32 of the same length, at the requested temperature, as sampled; None unless requested. NaN for a
-        token for which the engine gave none; `missing_logprobs` counts these.
-    finish_reason: "stop", "length" or "abort".
-    spans: empty if the server reports no weight versions, as a plain vLLM.
-    kv_versions: versions that wrote the KV of its last token, oldest first; several if updates kept older KV.
-    """
+    """One sample of one prompt."""
 
     prompt_index: int
     sample_index: int
     token_ids: NDArray[np.int32]
     logprobs: NDArray[np.float32] | None
+    """As many, at the requested temperature, as sampled; None unless requested. NaN for a token for which the engine
+    gave none; `missing_logprobs` counts these."""
     text: str
     finish_reason: str
+    """One of "stop", "length" and "abort"."""
     spans: tuple[WeightSpan, ...]
+    """Empty if the server reports no weight versions, as a plain vLLM."""
     kv_versions: tuple[int, ...] = ()
+    """Versions that wrote the KV of its last token, oldest first; several if updates kept older KV."""
 
     @property
     def missing_logprobs(self) -> int:
@@ -67,17 +63,16 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rollout:
-    """One prompt with its completions, in order of `sample_index`; none unless `outcome` is DELIVERED.
-
-    `prompt_token_ids` (int32) are the engine's, also for a text prompt. `attempts` counts requests.
-    """
+    """One prompt with its completions, in order of `sample_index`; none unless `outcome` is DELIVERED."""
 
     request_id: str
     prompt_index: int
     outcome: Outcome
     prompt_token_ids: NDArray[np.int32] | None = None
+    """The engine's, also for a text prompt."""
     completions: tuple[Completion, ...] = ()
     attempts: int = 1
+    """Requests made for it."""
     error: Exception | None = None
 
 

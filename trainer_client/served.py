@@ -1,31 +1,41 @@
-"""The served weights, as a trainer sees them before a push."""
+"""The served weights, as a trainer sees them before a push, and what a push asks for."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
-from engines.types import TensorMeta
+from engines.types import InFlight, TensorMeta
+from trainer_client.http import Json
 
-Json = dict[str, Any]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushOptions:
+    """The arguments of `WeightSender.push` beside the tensors; None leaves the choice to the gateway."""
+
+    version: int | None = None
+    canary_logprobs: Sequence[float] | None = None
+    rolling: bool | None = None
+    in_flight: InFlight | None = None
+    after: str | None = None
+    """Id of the update that made the weights to which the tensors are an addition; a conflict where another made the
+    served version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedWeights:
-    """The policy's weights.
-
-    tensors: checkpoint names, with the engines' dtypes and shapes; None if no replica could read its checkpoint.
-    config: content of the checkpoint's config.json.
-    tied: names of each tensor that the checkpoint stores more than once.
-    update: id of the update that made the version, if any.
-    gpus: replica ids by GPU UUID.
-    """
+    """The policy's weights."""
 
     model: str
     version: int
     update: str | None
+    """Id of the update that made the version, if any."""
     tensors: tuple[TensorMeta, ...] | None
+    """Checkpoint names, with the engines' dtypes and shapes; None if no replica could read its checkpoint."""
     gpus: dict[str, str]
+    """Replica ids by GPU UUID."""
     config: str = ""
+    """Content of the checkpoint's config.json."""
     tied: tuple[tuple[str, ...], ...] = ()
+    """Names of each tensor that the checkpoint stores more than once."""
 
     @classmethod
     def read(cls, reply: Json) -> "ServedWeights":

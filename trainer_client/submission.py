@@ -7,7 +7,7 @@ import uuid
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import quote
 
 import msgspec
@@ -23,7 +23,7 @@ from engines.errors import (
     UnknownRoute,
 )
 from gateway.api import error_of
-from trainer_client.http import Json, may_pass
+from trainer_client.http import GatewayHttp, Json, may_pass
 from trainer_client.results import Completion, completion_of
 
 PATH = "/v1/rollouts"
@@ -32,15 +32,6 @@ _HEAD = struct.Struct(">xI")
 _PAUSE_S = 0.5
 _ACK_EVERY_S = 1.0
 _CALL_TIMEOUT_S = 30.0
-
-
-class Connection(Protocol):
-    """The part of `GatewayHttp` that a submission uses."""
-
-    def streamed(
-        self, method: str, path: str, content: bytes | None, headers: Mapping[str, str]
-    ) -> AsyncGenerator[bytes]: ...
-    async def call(self, method: str, path: str, body: Json | None = None, *, timeout_s: float | None) -> Json: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +55,12 @@ class Submission:
     each completion in the body of its loop can restart with the same id and loses none.
     """
 
-    def __init__(self, connection: Connection, body: Json, *, timeout_s: float, outage_s: float) -> None:
+    def __init__(self, http: GatewayHttp, body: Json, *, timeout_s: float, outage_s: float) -> None:
         self.id: str = body.setdefault("id", uuid.uuid4().hex)
         self.outcomes: dict[int, str] = {}
         self.failures: dict[int, RolloutGatewayError] = {}
         self.prompt_token_ids: dict[int, NDArray[np.int32]] = {}
-        self._connection = connection
+        self._http = http
         self._body = body
         self._timeout_s, self._outage_s = timeout_s, outage_s
         self._cursor: int | None = None
@@ -92,11 +83,11 @@ class Submission:
     async def cancel(self, groups: list[int] | None = None) -> None:
         """End groups that run or are suspended; all unless named. Completions that ended before still come."""
         body = {} if groups is None else {"groups": groups}
-        await self._connection.call("DELETE", self._path, body, timeout_s=_CALL_TIMEOUT_S)
+        await self._http.call("DELETE", self._path, body, timeout_s=_CALL_TIMEOUT_S)
 
     async def let_deadline_pass(self) -> None:
         """End groups that run as their deadline would, by `on_deadline`. Completions that ended before still come."""
-        await self._connection.call("POST", f"{self._path}/deadline", {}, timeout_s=_CALL_TIMEOUT_S)
+        await self._http.call("POST", f"{self._path}/deadline", {}, timeout_s=_CALL_TIMEOUT_S)
 
     def suspended(self, place: int) -> Suspended:
         """Return the name of a suspended group, for another submission."""
@@ -158,9 +149,9 @@ class Submission:
         headers = {"Accept": _PACKED}
         if self._cursor is None:
             headers["Content-Type"] = _PACKED
-            blocks = self._connection.streamed("POST", PATH, msgspec.msgpack.encode(self._body), headers)
+            blocks = self._http.streamed("POST", PATH, msgspec.msgpack.encode(self._body), headers)
         else:
-            blocks = self._connection.streamed("GET", f"{self._path}?cursor={self._cursor}", None, headers)
+            blocks = self._http.streamed("GET", f"{self._path}?cursor={self._cursor}", None, headers)
         content = bytearray()
         async with aclosing(blocks):
             async for block in blocks:
@@ -194,9 +185,7 @@ class Submission:
         """Free what was delivered. A lost ack costs memory until the next, and no completion."""
         self._acked_at = time.monotonic()
         with suppress(RolloutGatewayError):
-            await self._connection.call(
-                "POST", f"{self._path}/ack", {"cursor": self._cursor}, timeout_s=_CALL_TIMEOUT_S
-            )
+            await self._http.call("POST", f"{self._path}/ack", {"cursor": self._cursor}, timeout_s=_CALL_TIMEOUT_S)
 
 
 def read_completion(event: Mapping[str, Any]) -> Completion:

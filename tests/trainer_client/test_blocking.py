@@ -88,21 +88,11 @@ async def test_errors_reach_the_caller(start_rig: StartRig) -> None:
         with BlockingRolloutClient(rig.url) as client:
             with pytest.raises(InvalidRequest, match="prompts is empty"):
                 client.generate([], TOKENS)
-            with pytest.raises(InvalidRequest, match=r"prompt\[0\] is empty"):
-                client.generate([[]], TOKENS).gather()
             with pytest.raises(DeadlineExceeded, match=r"timeout_s = 0\.2"):
                 list(client.generate(PROMPTS, LONG, timeout_s=0.2))
             with pytest.raises(WeightUpdateConflict, match="no transfer group"):
                 client.start_weight_update(timeout_s=SOON_S)
-
-    await asyncio.to_thread(work)
-
-
-async def test_a_closed_client_closes_again_without_harm(rig: Rig) -> None:
-    def work() -> None:
-        client = BlockingRolloutClient(rig.url)
-        client.close()
-        client.close()
+        client.close()  # again, without harm
 
     await asyncio.to_thread(work)
 

@@ -4,16 +4,12 @@ import asyncio
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterator
-from functools import partial
-from itertools import count
-from types import FrameType
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from engines.errors import DeadlineExceeded, InvalidRequest
-from trainer_client import BlockingRolloutClient, loop_thread
+from trainer_client import loop_thread
 from trainer_client.loop_thread import LoopThread
 
 SOON_S = 30.0
@@ -50,12 +46,6 @@ def thread() -> Iterator[LoopThread]:
     thread.close(nothing)
 
 
-def in_thread(work: Callable[[], object]) -> threading.Thread:
-    beside = threading.Thread(target=work, daemon=True)
-    beside.start()
-    return beside
-
-
 def ends_with(call: Callable[[], object]) -> tuple[threading.Thread, list[BaseException | None]]:
     """A thread that makes the call, and the call's error."""
     ends: list[BaseException | None] = []
@@ -67,7 +57,9 @@ def ends_with(call: Callable[[], object]) -> tuple[threading.Thread, list[BaseEx
         except BaseException as error:
             ends.append(error)
 
-    return in_thread(work), ends
+    beside = threading.Thread(target=work, daemon=True)
+    beside.start()
+    return beside, ends
 
 
 def test_a_call_after_the_close_is_refused(thread: LoopThread) -> None:
@@ -135,87 +127,6 @@ def test_a_close_ends_in_time_where_a_callback_does_not(thread: LoopThread, monk
     may_end.set()
     monkeypatch.undo()
     assert [type(error) for error in ends] == [DeadlineExceeded]
-
-
-def wait_and_call(thread: LoopThread, inner: Callable[[], object], place: int, calls: list[int]) -> None:
-    """Wait, and make the inner call before this line of the wait, as a signal handler would. `calls` gets the line, if
-    there is such a line."""
-    lines = count()
-
-    def trace(frame: FrameType, event: str, _: Any) -> Callable[..., Any]:
-        if event == "line" and next(lines) == place:
-            calls.append(place)
-            inner()
-        return trace
-
-    sys.settrace(trace)
-    try:
-        thread.wait(number())
-    finally:
-        sys.settrace(None)
-
-
-def at_every_line(begin: Callable[[LoopThread], Callable[[], object]]) -> set[type[BaseException]]:
-    """Make the call that is begun so in the middle of a wait. Return the errors that waits ended with."""
-    errors: set[type[BaseException]] = set()
-    for place in count():
-        thread, calls = LoopThread("a test's loop"), list[int]()
-        beside, ends = ends_with(partial(wait_and_call, thread, begin(thread), place, calls))
-        beside.join(SOON_S)
-        assert len(ends) == 1, f"the wait hangs after line {place}"
-        thread.close(nothing)
-        errors |= {type(error) for error in ends if error is not None}
-        if not calls:
-            assert place > 10
-            return errors
-    raise AssertionError("the loop returns")
-
-
-def test_a_thread_may_close_it_in_the_middle_of_its_wait() -> None:
-    def begin(thread: LoopThread) -> Callable[[], object]:
-        return lambda: thread.close(nothing)
-
-    assert at_every_line(begin) == {InvalidRequest}
-
-
-def test_a_thread_may_wait_in_the_middle_of_its_wait() -> None:
-    def begin(thread: LoopThread) -> Callable[[], object]:
-        return lambda: thread.wait(number())
-
-    assert at_every_line(begin) == set()
-
-
-def left_iteration(thread: LoopThread, is_closed: threading.Event) -> Callable[[], object]:
-    """The end of an iteration that was left, as the garbage collector makes it."""
-
-    async def source() -> AsyncGenerator[int]:
-        try:
-            yield 7
-            yield 8
-        finally:
-            is_closed.set()
-
-    client = BlockingRolloutClient.__new__(BlockingRolloutClient)
-    client._thread = thread
-    iteration = client._each(source())
-    assert next(iteration) == 7
-    return iteration.close
-
-
-def test_an_iteration_may_end_in_the_middle_of_a_wait() -> None:
-    closed: list[threading.Event] = []
-
-    def begin(thread: LoopThread) -> Callable[[], object]:
-        closed.append(threading.Event())
-        return left_iteration(thread, closed[-1])
-
-    assert at_every_line(begin) == set()
-
-
-def test_an_iteration_that_ends_on_the_loops_thread_closes_its_source(thread: LoopThread) -> None:
-    is_closed = threading.Event()
-    thread.run(left_iteration(thread, is_closed))
-    assert is_closed.wait(SOON_S)
 
 
 def test_its_own_thread_is_refused_a_wait_and_may_make_calls(thread: LoopThread) -> None:

@@ -3,12 +3,11 @@
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from engines.config import SimConfig
-from engines.errors import DeadlineExceeded, EngineFailed, GatewayUnreachable, InvalidRequest, RolloutGatewayError
+from engines.errors import DeadlineExceeded, EngineFailed, GatewayUnreachable, InvalidRequest
 from engines.process.port import free_port
 from tests.rigs.forked_gateway import ForkedGateway
 from tests.rigs.rig import MAX_MODEL_LEN, Rig, SimReplica
@@ -184,38 +183,6 @@ async def test_each_group_that_fails_is_told_with_its_prompt(rig: Rig, client: R
     assert lengths(await pool.batch(3)) == {1: [4, 4]}
 
 
-async def test_a_prompt_that_is_none_is_told_once_and_leaves_the_pool(rig: Rig, client: RolloutClient) -> None:
-    pool = RolloutPool(client, [3.5, SHORT], SAMPLING, size=2)
-    with pytest.raises(InvalidRequest, match=r"prompts\[0\] is a float"):
-        await pool.batch(2)
-    assert lengths(await pool.batch(2)) == {1: [4, 4]}
-
-
-class Broken:
-    """Prompts of which the second cannot be read at the first time."""
-
-    def __init__(self) -> None:
-        self._number = 0
-
-    def __iter__(self) -> "Broken":
-        return self
-
-    def __next__(self) -> list[int]:
-        self._number += 1
-        if self._number == 2:
-            raise OSError("broken")
-        if self._number > 3:
-            raise StopIteration
-        return SHORT
-
-
-async def test_prompts_that_were_read_before_their_source_broke_stay(rig: Rig, client: RolloutClient) -> None:
-    pool = RolloutPool(client, Broken(), SAMPLING, size=2)
-    with pytest.raises(OSError, match="broken"):
-        await pool.batch(2)
-    assert len(await pool.batch(2)) == 2
-
-
 async def test_suspended_groups_go_on_after_a_group_that_the_gateway_refused(rig: Rig, client: RolloutClient) -> None:
     too_long = [5] * (MAX_MODEL_LEN + 1)
     pool = RolloutPool(client, [LONG, SHORT, too_long], SAMPLING, size=2)
@@ -231,26 +198,6 @@ async def test_suspended_groups_go_on_after_a_group_that_the_gateway_refused(rig
     assert await kept(rig) == 0
 
 
-async def test_a_batch_that_never_arrives_frees_what_was_suspended(
-    rig: Rig, client: RolloutClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(*_: Any) -> AsyncIterator[bytes]:
-        raise GatewayUnreachable("broken")
-
-    pool = RolloutPool(client, [LONG, SHORT], SAMPLING, size=2)
-    stall(rig.replicas)
-    await pool.batch(1)
-    assert await kept(rig) > 0
-    client._outage_s = 0.0
-    with monkeypatch.context() as patch:
-        patch.setattr(client._http, "streamed", broken)
-        with pytest.raises(GatewayUnreachable):
-            await pool.batch(1)
-    assert await kept(rig) == 0
-    rig.hurry()
-    assert lengths(await pool.batch(1)) == {0: [WHOLE] * 2}
-
-
 async def test_a_batch_that_is_interrupted_ends_on_the_engines_and_is_made_again(
     rig: Rig, client: RolloutClient
 ) -> None:
@@ -264,23 +211,6 @@ async def test_a_batch_that_is_interrupted_ends_on_the_engines_and_is_made_again
     await until_idle(rig.replicas)
     rig.hurry()
     assert lengths(await pool.batch(2)) == {0: [WHOLE] * 2, 1: [WHOLE] * 2}
-
-
-async def test_a_batch_whose_other_groups_cannot_be_suspended_raises_and_is_made_again(
-    rig: Rig, client: RolloutClient
-) -> None:
-    async def broken(_: Submission) -> None:
-        raise RolloutGatewayError("500")
-
-    pool = RolloutPool(client, [LONG, SHORT], SAMPLING, size=2)
-    stall(rig.replicas)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Submission, "let_deadline_pass", broken)
-        async with asyncio.timeout(20):
-            with pytest.raises(RolloutGatewayError, match="500"):
-                await pool.batch(1)
-    rig.hurry()
-    assert lengths(await pool.batch(2)) == {0: [WHOLE] * 2, 1: [4, 4]}
 
 
 async def test_other_groups_are_suspended_where_a_proxy_fails_for_a_while(
@@ -302,17 +232,6 @@ async def test_other_groups_are_suspended_where_a_proxy_fails_for_a_while(
     assert next(answers, None) is None
     rig.hurry()
     assert lengths(await pool.batch(1)) == {0: [WHOLE] * 2}
-
-
-async def test_a_batch_that_is_late_raises_and_is_made_again(rig: Rig, client: RolloutClient) -> None:
-    pool = RolloutPool(client, [LONG, SHORT], SAMPLING, size=2, timeout_s=1.0)
-    stall(rig.replicas)
-    with pytest.raises(DeadlineExceeded):
-        await pool.batch(2)
-    await until_idle(rig.replicas)
-    rig.hurry()
-    pool._timeout_s = 60.0
-    assert lengths(await pool.batch(2)) == {0: [WHOLE] * 2, 1: [4, 4]}
 
 
 async def test_a_pool_that_is_closed_leaves_nothing_on_the_gateway(rig: Rig, client: RolloutClient) -> None:
@@ -456,17 +375,3 @@ async def until_idle_of_the_dead(engine: SimReplica) -> None:
     async with asyncio.timeout(20):
         while engine.scheduler.stalled:
             await asyncio.sleep(0.01)
-
-
-async def test_a_gateway_that_stays_away_raises_and_the_pool_begins_again(engine: SimReplica, tmp_path: Path) -> None:
-    async with Restarts(engine, tmp_path, keeps=True) as gateway:
-        gateway.client._outage_s = 0.0
-        pool = RolloutPool(gateway.client, [LONG, SHORT], SAMPLING, size=2)
-        stall([engine])
-        assert lengths(await pool.batch(1)) == {1: [4, 4]}
-        gateway.kill()
-        with pytest.raises(GatewayUnreachable):
-            await pool.batch(1)
-        engine.hurry()
-        await gateway.start()
-        assert lengths(await pool.batch(1)) == {0: [WHOLE] * 2}

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -14,7 +14,7 @@ from engines.errors import DeadlineExceeded, GatewayUnreachable, IdTaken, Invali
 from engines.process.port import free_port
 from gateway.api import error_of
 from tests.rigs.forked_gateway import ForkedGateway
-from tests.rigs.rig import Rig, SimReplica, StartRig
+from tests.rigs.rig import Rig, SimReplica
 from trainer_client import RolloutClient, SamplingParams, http, submission
 from trainer_client.results import Completion
 
@@ -121,24 +121,12 @@ async def test_a_submission_whose_client_is_closed_says_so(rig: Rig, client: Rol
         await asyncio.wait_for(reading, 30)
 
 
-async def test_a_gateway_that_lost_its_memory_makes_the_rest_and_nothing_comes_twice(
-    start_rig: StartRig, tmp_path: Path
-) -> None:
-    rig = await start_rig(1)
-    await _kill_and_read(rig.replicas[0], free_port(), tmp_path / "log", None)
-
-
-async def test_a_killed_gateway_costs_no_completion(tmp_path: Path) -> None:
-    replica = await SimReplica("engine-0", 0, SimConfig(decode_step_s=0.0, decode_step_per_seq_s=0.0)).start()
-    try:
-        await _kill_and_read(replica, free_port(), tmp_path / "log", tmp_path / "ledger.sqlite")
-    finally:
-        await replica.kill()
-
-
-async def _kill_and_read(engine: SimReplica, port: int, log: Path, ledger: Path | None) -> None:
-    """Kill a gateway under a submission; each completion comes once all the same."""
-    gateway = ForkedGateway(port, engine.info.url, log, ledger)
+@pytest.mark.parametrize("keeps", [True, False])
+async def test_a_killed_gateway_costs_no_completion_and_nothing_comes_twice(tmp_path: Path, keeps: bool) -> None:
+    engine = await SimReplica("engine-0", 0, SimConfig(decode_step_s=0.0, decode_step_per_seq_s=0.0)).start()
+    port = free_port()
+    ledger = tmp_path / "ledger.sqlite" if keeps else None
+    gateway = ForkedGateway(port, engine.info.url, tmp_path / "log", ledger)
     await asyncio.to_thread(gateway.start)
     completions: list[Completion] = []
     try:
@@ -161,6 +149,7 @@ async def _kill_and_read(engine: SimReplica, port: int, log: Path, ledger: Path 
                 await reading
     finally:
         gateway.kill()
+        await engine.kill()
     assert sorted(names(completions)) == ALL
     assert all(len(completion.token_ids) == 8 for completion in completions)
 
@@ -234,7 +223,7 @@ class Played:
 
 
 async def groups_of(gateway: Played) -> list[int]:
-    asked = submission.Submission(gateway, {"groups": []}, timeout_s=60.0, outage_s=60.0)
+    asked = submission.Submission(cast(Any, gateway), {"groups": []}, timeout_s=60.0, outage_s=60.0)
     return [one.prompt_index async for one in asked]
 
 

@@ -17,9 +17,9 @@ import torch
 from engines.errors import ConfigError, DeadlineExceeded, RolloutGatewayError, WeightUpdateConflict, WeightUpdateFailed
 from engines.transfer.gloo import address_towards, group_info
 from trainer_client.blocking import BlockingRolloutClient
-from trainer_client.push_options import PushOptions
+from trainer_client.served import PushOptions
 from trainer_client.transports.channels import Channel, GlooChannel, NcclChannel
-from trainer_client.transports.part import Part
+from trainer_client.transports.trainer_ranks import Part
 
 Backend = Literal["gloo", "nccl"]
 

@@ -11,7 +11,7 @@ import torch
 from engines.errors import DeadlineExceeded, InvalidRequest
 from engines.transfer.tensor_bytes import digest_on_host
 from trainer_client.served import ServedWeights
-from trainer_client.transports.sharded import parts_here
+from trainer_client.transports.model_tensors import parts_here
 from trainer_client.transports.tensors import Entry, layer_of
 
 

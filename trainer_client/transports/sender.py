@@ -13,18 +13,16 @@ from engines.errors import ConfigError, DeadlineExceeded, RolloutGatewayError, W
 from engines.types import InFlight
 from trainer_client.blocking import BlockingRolloutClient
 from trainer_client.progress import OnWeightProgress, WeightProgress
-from trainer_client.push_options import PushOptions
-from trainer_client.served import ServedWeights
+from trainer_client.served import PushOptions, ServedWeights
 
 if TYPE_CHECKING:
     import torch
 
     from trainer_client.transports.group import GroupTransport
-    from trainer_client.transports.part import Part
     from trainer_client.transports.pushed import Pushed
     from trainer_client.transports.store import StoreTransport
     from trainer_client.transports.tensors import Entry, Given, Source
-    from trainer_client.transports.trainer_ranks import Narrow, Outcome, Ranks, TrainerRanks
+    from trainer_client.transports.trainer_ranks import Narrow, Outcome, Part, Ranks, TrainerRanks
 
 _WAITS_BETWEEN_WORDS = 5
 """Bounded waits of the sending rank between two messages to the others, such as for a group or rollouts in flight."""
@@ -130,23 +128,22 @@ class WeightSender:
     def _push(self, named_tensors: "Source", options: PushOptions) -> int:
         import torch
 
+        from trainer_client.transports.pushed import Pushed
         from trainer_client.transports.tensors import Given
 
-        with torch.inference_mode(False), torch.no_grad():  # in inference mode torch gathers no shards
-            return self._push_tensors(Given(named_tensors, by_layer=self._delta and self._by_layer), options)
-
-    def _push_tensors(self, given: "Given", options: PushOptions) -> int:
-        ranks = self._ranks(tuple(given.ranks))
-        pushed = self._pushed_before()
+        self._pushed = pushed = self._pushed or Pushed(by_layer=self._by_layer)
         pushed.begin()
 
         def narrow(entries: "list[Entry]", served: ServedWeights) -> "list[Entry]":
             return pushed.changed(entries, served, ranks.any_rank) if self._delta else entries
 
-        if ranks.is_sender:
-            done, served = self._send(given, ranks, narrow, options)
-        else:
-            done, served = ranks.follow(given, self._dtype, narrow)
+        with torch.inference_mode(False), torch.no_grad():  # in inference mode torch gathers no shards
+            given = Given(named_tensors, by_layer=self._delta and self._by_layer)
+            ranks = self._ranks(tuple(given.ranks))
+            if ranks.is_sender:
+                done, served = self._send(given, ranks, narrow, pushed, options)
+            else:
+                done, served = ranks.follow(given, self._dtype, narrow)
         if served is not None:
             pushed.committed(served)
         return done
@@ -162,11 +159,7 @@ class WeightSender:
             self._transport.close(reason)
 
     def _send(
-        self,
-        given: "Given",
-        ranks: "Ranks",
-        narrow: "Narrow",
-        options: PushOptions,
+        self, given: "Given", ranks: "Ranks", narrow: "Narrow", pushed: "Pushed", options: PushOptions
     ) -> "Outcome":
         """Push as the sending rank, and report the result to the other ranks."""
         try:
@@ -174,8 +167,7 @@ class WeightSender:
             first = next(parts)  # refuses tensors that do not fit before any effect
             if self._transport is None:
                 self._transport = self._new_transport()
-            options = replace(options, after=self._pushed_before().adds_to)
-            done = self._transport.push(chain([first], parts), options)
+            done = self._transport.push(chain([first], parts), replace(options, after=pushed.adds_to))
             outcome = done, self._served_as(done) if self._delta else None
         except BaseException as error:
             with contextlib.suppress(DeadlineExceeded):  # a rank is gone too, and this error came first
@@ -190,13 +182,6 @@ class WeightSender:
             served = self._client.served_weights()
             return served if served.version == version else None
         return None
-
-    def _pushed_before(self) -> "Pushed":
-        from trainer_client.transports.pushed import Pushed
-
-        if self._pushed is None:
-            self._pushed = Pushed(by_layer=self._by_layer)
-        return self._pushed
 
     def _new_transport(self) -> "StoreTransport | GroupTransport":
         if self._name == "store":
@@ -228,8 +213,8 @@ class WeightSender:
 
     def _checked_parts(self, given: "Given", ranks: "Ranks", narrow: "Narrow") -> "Iterator[Part]":
         """Yield the parts, checked against the served model. Their callbacks report progress."""
-        from trainer_client.transports.part import Part
         from trainer_client.transports.tensors import announced, wait_for_values
+        from trainer_client.transports.trainer_ranks import Part
 
         tensors = bytes_sent = num_tensors = num_bytes = 0
 

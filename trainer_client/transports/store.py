@@ -7,21 +7,26 @@ blocks no other process.
 import os
 import shutil
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from engines.errors import StoreFailed
-from engines.store.draft import Draft, claim_draft
-from engines.store.manifest import Manifest, StoredTensor
+from engines.store.changed_elements import Array, ChangedElements
+from engines.store.draft import ChangedTensor, Draft, RawTensor, claim_draft
+from engines.store.manifest import Manifest, StoredTensor, digest_of
 from engines.store.shard_writer import ShardWriter
 from engines.transfer.tensor_bytes import raw_tensor
 from trainer_client.blocking import BlockingRolloutClient
-from trainer_client.push_options import PushOptions
-from trainer_client.transports.last_sent import LastSent
-from trainer_client.transports.part import Part
+from trainer_client.served import PushOptions
+from trainer_client.transports.trainer_ranks import Part
 
 _STEPS_IN_ONE_CALL = 4
 """Checksum, wait for rollouts in flight, load, canary: the gateway bounds each one."""
+_WORTH = 0.25
+"""Largest share of a tensor's bytes to write as changed elements: joining them has a cost too."""
 
 
 class StoreTransport:
@@ -93,3 +98,50 @@ def _base(folder: Path, store: Mapping[str, Any]) -> Manifest | None:
         return Manifest.read(folder / f"v{version}")
     except StoreFailed:
         return None  # just removed
+
+
+@dataclass(slots=True)
+class _Sent:
+    content: Array
+    digest: str
+
+
+class LastSent:
+    """The last sent bytes of each tensor, in host memory, to find changed elements.
+
+    The alternative, to read the version before from the store, would move a whole version over the network to a trainer
+    on another machine in every step.
+    """
+
+    def __init__(self) -> None:
+        self._tensors: dict[str, _Sent] = {}
+
+    def narrowed(self, tensor: RawTensor, base: Mapping[str, StoredTensor]) -> RawTensor | ChangedTensor:
+        """Return the tensor for the store: only its changes, if few and if `base`, the served version, has the last
+        sent bytes."""
+        content, digest = np.frombuffer(tensor.bytes, np.uint8), digest_of(tensor.bytes)
+        sent, served = self._tensors.get(tensor.name), base.get(tensor.name)
+        if sent is None or sent.content.size != content.size:
+            self._tensors[tensor.name] = _Sent(content.copy(), digest)
+            return replace(tensor, digest=digest)
+        before, sent.digest = sent.digest, digest
+        elements = ChangedElements.between(sent.content, content, _width(tensor))
+        elements.apply_to(sent.content)
+        is_worth_it = elements.num_bytes < _WORTH * tensor.num_bytes
+        is_like_it = served is not None and (served.digest, served.dtype, served.shape) == (
+            before,
+            tensor.dtype,
+            list(tensor.shape),
+        )
+        if not (is_worth_it and is_like_it):
+            return replace(tensor, digest=digest)
+        return ChangedTensor(tensor.name, tensor.dtype, tensor.shape, digest, before, elements)
+
+    def forget(self) -> None:
+        """Forget all tensors: the next send is complete."""
+        self._tensors.clear()
+
+
+def _width(tensor: RawTensor) -> int:
+    num_elements = int(np.prod(tensor.shape, dtype=np.int64))
+    return max(1, tensor.num_bytes // max(1, num_elements))

@@ -18,8 +18,17 @@ from engines.errors import InvalidRequest
 from engines.transfer.packing import NamedTensor
 from engines.types import TensorMeta
 from trainer_client.served import ServedWeights
-from trainer_client.transports.model_tensors import NamedOnes, data_parallel_ranks, model_tensors
-from trainer_client.transports.sharded import gathered, is_sharded, parts_here, placed, ranks_of, shape_of
+from trainer_client.transports.model_tensors import (
+    NamedOnes,
+    data_parallel_ranks,
+    gathered,
+    is_sharded,
+    model_tensors,
+    parts_here,
+    placed,
+    ranks_of,
+    shape_of,
+)
 
 Source: TypeAlias = torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[NamedTensor]
 

@@ -10,22 +10,22 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from itertools import repeat
 from operator import attrgetter
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from engines.batches import batches
 from engines.errors import DeadlineExceeded, InvalidRequest, RolloutGatewayError, WeightUpdateFailed
+from engines.transfer.packing import NamedTensor
 from gateway.api import body_of, error_of, status_of
+from trainer_client.http import Json
 from trainer_client.served import ServedWeights
-from trainer_client.transports.sharded import holders_of, is_sharded, placed
-from trainer_client.transports.tensors import Entry, Given
-
-Json = dict[str, Any]
+from trainer_client.transports.model_tensors import holders_of, is_sharded, placed
+from trainer_client.transports.tensors import Entry, Given, announced
 
 logger = logging.getLogger(__name__)
 
@@ -261,6 +261,28 @@ class TrainerRanks(Ranks):
                 f"trainer rank {dist.get_rank()}: the ranks {self._ranks} did not all take part within "
                 f"{self._silence_s:g} s, or a rank is gone; rank {self._ranks[0]} is the sender ({error})"
             ) from error
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """A part. `ranks` gathers its tensors; `on_sent` is called after each tensor."""
+
+    entries: Sequence[Entry]
+    ranks: Ranks
+    on_sent: Callable[[Entry], None]
+
+    @property
+    def announced(self) -> dict[str, object]:
+        """The part in the form of /update_weights."""
+        return announced(self.entries)
+
+    @property
+    def tensors(self) -> Iterator[NamedTensor]:
+        """Yield each tensor when its turn comes, or gathered shortly before."""
+        for run in self.ranks.runs(self.entries):
+            for entry, tensor in zip(run, self.ranks.gather(run), strict=True):
+                yield from entry.sent_as(tensor).items()
+                self.on_sent(entry)
 
 
 def _world() -> object:

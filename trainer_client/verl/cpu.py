@@ -3,7 +3,6 @@
 import contextlib
 import os
 import types
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -49,38 +48,18 @@ def _do_nothing(*_: Any, **__: Any) -> None:
 class _CpuModule(types.ModuleType):
     """Replaces `torch.cuda`."""
 
+    empty_cache = ipc_collect = reset_peak_memory_stats = staticmethod(_do_nothing)
+    memory_allocated = memory_reserved = max_memory_allocated = max_memory_reserved = staticmethod(lambda *_: 0)
+    mem_get_info = staticmethod(lambda *_: (_MEMORY_BYTES, _MEMORY_BYTES))
+    current_device = staticmethod(lambda: "cpu")
+    get_device_name = staticmethod(lambda *_: "CPU")
+    is_initialized = staticmethod(lambda: True)
+    manual_seed = manual_seed_all = staticmethod(torch.manual_seed)
+    get_rng_state = staticmethod(lambda *_: torch.get_rng_state())
+    set_rng_state = staticmethod(lambda state, *_: torch.set_rng_state(state))
+
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cpu, name)
-
-    empty_cache = ipc_collect = reset_peak_memory_stats = staticmethod(_do_nothing)
-
-    def current_device(self) -> str:
-        return "cpu"
-
-    def memory_allocated(self, *_: Any) -> int:
-        return 0
-
-    memory_reserved = max_memory_allocated = max_memory_reserved = memory_allocated
-
-    def mem_get_info(self, *_: Any) -> tuple[int, int]:
-        return _MEMORY_BYTES, _MEMORY_BYTES
-
-    def get_device_name(self, *_: Any) -> str:
-        return "CPU"
-
-    def is_initialized(self) -> bool:
-        return True
-
-    def manual_seed(self, seed: int) -> None:
-        torch.manual_seed(seed)
-
-    manual_seed_all = manual_seed
-
-    def get_rng_state(self, *_: Any) -> torch.Tensor:
-        return torch.get_rng_state()
-
-    def set_rng_state(self, state: torch.Tensor, *_: Any) -> None:
-        torch.set_rng_state(state)
 
 
 _MODULE = _CpuModule("torch.cpu as verl's device")
@@ -95,47 +74,20 @@ class CpuPlatform(PlatformBase):
 
     set_device = synchronize = set_allocator_settings = empty_cache = staticmethod(_do_nothing)
     profiler_start = profiler_stop = cudart = staticmethod(_do_nothing)
-
-    def is_available(self, *_: Any, **__: Any) -> bool:
-        return True
-
-    is_platform_available = is_available
-
-    def current_device(self) -> str:
-        return "cpu"
-
-    def device_count(self) -> int:
-        return 1
-
-    def manual_seed(self, seed: int) -> None:
-        torch.manual_seed(seed)
-
-    manual_seed_all = manual_seed
-
-    def get_device_capability(self, device_index: int = 0) -> tuple[int | None, int | None]:
-        return None, None
-
-    def communication_backend_name(self) -> str:
-        return "gloo"
-
-    def visible_devices_envvar(self) -> str:
-        return "CUDA_VISIBLE_DEVICES"
-
-    @contextlib.contextmanager
-    def nvtx_range(self, msg: str) -> Iterator[None]:
-        yield
-
-    def ray_resource_name(self) -> str:
-        return "GPU"
-
-    def ray_resource_options(self, num_gpus: float) -> dict[str, Any]:
-        return {"num_gpus": num_gpus}
+    is_available = is_platform_available = staticmethod(lambda *_, **__: True)
+    current_device = staticmethod(lambda: "cpu")
+    device_count = staticmethod(lambda: 1)
+    manual_seed = manual_seed_all = staticmethod(torch.manual_seed)
+    get_device_capability = staticmethod(lambda *_: (None, None))
+    communication_backend_name = staticmethod(lambda: "gloo")
+    visible_devices_envvar = staticmethod(lambda: "CUDA_VISIBLE_DEVICES")
+    nvtx_range = staticmethod(contextlib.nullcontext)
+    ray_resource_name = staticmethod(lambda: "GPU")
+    ray_resource_options = staticmethod(lambda num_gpus: {"num_gpus": num_gpus})
+    is_ipc_supported = staticmethod(lambda: False)
 
     def ray_noset_envvars(self) -> list[str]:
         return []
-
-    def is_ipc_supported(self) -> bool:
-        return False
 
     def rollout_env_vars(self) -> dict[str, str]:
         return {}

@@ -8,8 +8,7 @@ try:
         from trainer_client.verl import cpu
 
         cpu.install()
-    from trainer_client.verl import checkpoint_engine, trainer  # noqa: F401
-    from trainer_client.verl import rollout_replica as replica  # noqa: F401
+    from trainer_client.verl import actor, checkpoint_engine, trainer  # noqa: F401
 except Exception as error:
     # verl ignores a failed plugin silently; trainer mode "gateway" is then unknown.
     logging.getLogger(__name__).error(

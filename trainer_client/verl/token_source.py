@@ -1,4 +1,5 @@
-"""Completions from a gateway in verl's terms: sampling parameters, token budget, `TokenOutput`."""
+"""Completions from a gateway in verl's terms: sampling parameters, token budget, `TokenOutput`, and the client of its
+agent loops."""
 
 import asyncio
 import hashlib
@@ -7,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verl.utils import normalize_token_ids
+from verl.utils.rollout_trace import rollout_trace_op
+from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
 from engines.errors import DeadlineExceeded, EngineFailed, InvalidRequest
@@ -162,3 +165,34 @@ def _sampling(params: Mapping[str, Any], max_tokens: int) -> SamplingParams:
         extra=rest,
         **named,
     )
+
+
+class GatewayLLMClient(LLMServerClient):
+    """The client of one agent loop worker, to which it is pickled.
+
+    `version_of_step_0` and `max_model_len` are those of `TokenSource`.
+    """
+
+    def __init__(self, config: Any, settings: Settings, *, version_of_step_0: int, max_model_len: int) -> None:
+        super().__init__(config=config)
+        self._source = TokenSource(settings, config.actor_rollout_ref.rollout, max_model_len)
+        self._source.version_of_step_0 = version_of_step_0
+
+    async def close(self) -> None:
+        """Drop the connections. verl's workers never call this: theirs end with the process."""
+        await self._source.close()
+
+    @rollout_trace_op
+    async def generate(
+        self,
+        request_id: str,
+        *,
+        prompt_ids: list[int],
+        sampling_params: dict[str, Any],
+        **others: Any,
+    ) -> TokenOutput:
+        """Return one completion. The rest of an aborted completion is made by the weights served then.
+
+        Raises the gateway's own error, which costs verl this prompt's group, and `DeadlineExceeded`.
+        """
+        return await self._source.generate(request_id, prompt_ids, sampling_params, resumes=True, others=others)

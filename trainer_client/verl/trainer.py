@@ -10,8 +10,8 @@ from verl.utils.debug import marked_timer
 
 from engines.errors import ConfigError, DeadlineExceeded, EngineError, GatewayUnreachable, WeightUpdateFailed
 from trainer_client.verl.checkpoint_engine import WEIGHT_VERSION
-from trainer_client.verl.llm_client import GatewayLLMClient
 from trainer_client.verl.settings import Settings, check_gateway, read_settings
+from trainer_client.verl.token_source import GatewayLLMClient
 
 logger = logging.getLogger(__name__)
 

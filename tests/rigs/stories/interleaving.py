@@ -42,7 +42,7 @@ from tests.rigs.stories.played_engine import (
     raw_tensor,
 )
 from tests.rigs.stories.played_engine import key as content_key
-from trainer_client.transports.last_sent import LastSent
+from trainer_client.transports.store import LastSent
 
 T = TypeVar("T")
 

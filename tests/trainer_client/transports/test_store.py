@@ -3,8 +3,8 @@
 import asyncio
 import os
 import shutil
-import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ import torch
 from engines.errors import (
     ConfigError,
     GatewayUnreachable,
-    InvalidRequest,
     StoreFailed,
     WeightUpdateConflict,
     WeightUpdateFailed,
@@ -106,52 +105,11 @@ async def test_versions_only_grow(rig: Rig) -> None:
     assert await push(rig, tensors()) == 8
 
 
-async def test_a_replica_that_comes_back_serves_what_was_pushed(rig: Rig) -> None:
-    await push(rig, tensors())
-    before = await said(rig)
-    await rig.replicas[0].kill()
-    await rig.add_replica("engine-0")
-    await rig.until({"engine-0": "SERVING", "engine-1": "SERVING"})
-    assert await said(rig) == before
-
-
 async def test_what_is_left_out_stays_as_it_is(rig: Rig, folder: Path) -> None:
     await push(rig, tensors())
     assert await push(rig, [("b", torch.ones(4))]) == 2
     before, after = check_bytes(folder / "v1").tensors, check_bytes(folder / "v2").tensors
     assert [name for name in STORED if before[name].digest != after[name].digest] == ["b"]
-
-
-async def test_a_delta_writes_what_changed_and_links_the_rest(rig: Rig, folder: Path) -> None:
-    def push_thrice() -> list[int]:
-        with (
-            BlockingRolloutClient(rig.url) as client,
-            WeightSender(client, transport="store", delta=True, timeout_s=10, on_progress=sent.append) as sender,
-        ):
-            return [sender.push(tensors(b=torch.full((4,), float(value)))) for value in range(3)]
-
-    sent: list[WeightProgress] = []
-    assert await asyncio.to_thread(push_thrice) == [1, 2, 3]
-    assert [(progress.tensors, progress.bytes) for progress in sent] == [(1, 64), (2, 80), (1, 16), (1, 16)]
-    before, after = check_bytes(folder / "v2"), check_bytes(folder / "v3")
-    assert before.tensors["b"].digest != after.tensors["b"].digest
-    unchanged = [folder / f"v{version.version}" / version.tensors["w"].file for version in (before, after)]
-    assert unchanged[0].samefile(unchanged[1])
-    assert (await said(rig))[0] == {3}
-
-
-async def test_a_delta_of_a_fleet_that_another_trainer_moved_is_whole(rig: Rig, folder: Path) -> None:
-    def push_twice() -> int:
-        with (
-            BlockingRolloutClient(rig.url) as client,
-            WeightSender(client, transport="store", delta=True, timeout_s=10) as sender,
-        ):
-            sender.push(tensors())
-            send(rig.url, tensors(w=torch.ones(4, 4)))
-            return sender.push(tensors(b=torch.ones(4)))
-
-    await asyncio.to_thread(push_twice)
-    assert check_bytes(folder / "v3").tensors["w"].digest == digest_of(bytes(64))
 
 
 def with_one(value: float) -> torch.Tensor:
@@ -161,15 +119,45 @@ def with_one(value: float) -> torch.Tensor:
     return changed
 
 
-async def test_a_delta_writes_the_elements_that_changed_and_the_version_is_whole(rig: Rig, folder: Path) -> None:
-    def push_thrice() -> list[int]:
-        with (
-            BlockingRolloutClient(rig.url) as client,
-            WeightSender(client, transport="store", delta=True, timeout_s=10) as sender,
-        ):
-            return [sender.push(tensors(w=with_one(value))) for value in (0.0, 1.0, 2.0)]
+@contextmanager
+def delta_sender(rig: Rig, sent: list[WeightProgress] | None = None) -> Iterator[WeightSender]:
+    told = sent.append if sent is not None else None
+    with (
+        BlockingRolloutClient(rig.url, attempts=1) as client,
+        WeightSender(client, transport="store", delta=True, timeout_s=10, on_progress=told) as sender,
+    ):
+        yield sender
 
-    assert await asyncio.to_thread(push_thrice) == [1, 2, 3]
+
+async def push_deltas(
+    rig: Rig, *changes: dict[str, torch.Tensor], sent: list[WeightProgress] | None = None
+) -> list[int]:
+    """Push a whole version for each, out of one sender. Return the versions."""
+
+    def work() -> list[int]:
+        with delta_sender(rig, sent) as sender:
+            return [sender.push(tensors(**changed)) for changed in changes]
+
+    return await asyncio.to_thread(work)
+
+
+async def test_a_delta_writes_what_changed_and_links_the_rest(rig: Rig, folder: Path) -> None:
+    sent: list[WeightProgress] = []
+    assert await push_deltas(rig, *({"b": torch.full((4,), float(value))} for value in range(3)), sent=sent) == [
+        1,
+        2,
+        3,
+    ]
+    assert [(progress.tensors, progress.bytes) for progress in sent] == [(1, 64), (2, 80), (1, 16), (1, 16)]
+    before, after = check_bytes(folder / "v2"), check_bytes(folder / "v3")
+    assert before.tensors["b"].digest != after.tensors["b"].digest
+    unchanged = [folder / f"v{version.version}" / version.tensors["w"].file for version in (before, after)]
+    assert unchanged[0].samefile(unchanged[1])
+    assert (await said(rig))[0] == {3}
+
+
+async def test_a_delta_writes_the_elements_that_changed_and_the_version_is_whole(rig: Rig, folder: Path) -> None:
+    assert await push_deltas(rig, *({"w": with_one(value)} for value in (0.0, 1.0, 2.0))) == [1, 2, 3]
     manifest = check_bytes(folder / "v3")
     entry = manifest.tensors["w"]
     assert (manifest.base, entry.base) == (2, check_bytes(folder / "v2").tensors["w"].digest)
@@ -180,24 +168,13 @@ async def test_a_delta_writes_the_elements_that_changed_and_the_version_is_whole
 
 
 async def test_a_tensor_with_many_changed_elements_goes_whole(rig: Rig, folder: Path) -> None:
-    def push_twice() -> int:
-        with (
-            BlockingRolloutClient(rig.url) as client,
-            WeightSender(client, transport="store", delta=True, timeout_s=10) as sender,
-        ):
-            sender.push(tensors())
-            return sender.push(tensors(w=torch.ones(4, 4)))
-
-    await asyncio.to_thread(push_twice)
+    await push_deltas(rig, {}, {"w": torch.ones(4, 4)})
     assert [one.changes for one in check_bytes(folder / "v2").tensors.values()] == ["", ""]
 
 
 async def test_after_a_push_that_failed_and_one_of_another_trainer_a_delta_is_whole(rig: Rig, folder: Path) -> None:
     def push_on() -> list[int]:
-        with (
-            BlockingRolloutClient(rig.url) as client,
-            WeightSender(client, transport="store", delta=True, timeout_s=10) as sender,
-        ):
+        with delta_sender(rig) as sender:
             first = sender.push(tensors())
             with pytest.raises(WeightUpdateConflict):
                 sender.push(tensors(w=with_one(1.0)), version=1)
@@ -209,13 +186,6 @@ async def test_after_a_push_that_failed_and_one_of_another_trainer_a_delta_is_wh
     manifest = check_bytes(folder / "v4")
     assert manifest.tensors["w"].digest == digest_of(with_one(2.0).numpy().tobytes())
     assert manifest.tensors["w"].changes == ""
-
-
-async def test_the_store_tells_which_version_a_draft_may_have_changes_of(rig: Rig) -> None:
-    with BlockingRolloutClient(rig.url) as client:
-        assert (await asyncio.to_thread(client.weight_store))["base"] is None
-        await push(rig, tensors())
-        assert (await asyncio.to_thread(client.weight_store))["base"] == 1
 
 
 def written_changes(folder: Path, base: int) -> str:
@@ -241,14 +211,6 @@ async def test_a_gateway_started_anew_takes_changes_to_what_its_engines_hold(
     assert (status, reply) == (200, {"weight_version": 2})
     assert check_bytes(folder / "v2").tensors["w"].digest == digest_of(with_one(1).numpy().tobytes())
     assert (await said(second))[0] == {2}
-
-
-async def test_changes_to_a_version_that_is_gone_are_refused_and_nothing_is_touched(rig: Rig, folder: Path) -> None:
-    await push(rig, tensors())
-    status, reply = await announce(rig, snapshot=written_changes(folder, base=9))
-    assert (status, reply["error"]["param"]) == (400, "snapshot")
-    assert "changes to version 9, and version 1 is served" in reply["error"]["message"]
-    assert (await said(rig))[0] == {1}
 
 
 @pytest.mark.parametrize("moment", ["load_weights", "weight_store"])
@@ -299,24 +261,6 @@ async def test_versions_go_on_coming_where_two_fit(
         assert await push(rig, [("w", torch.zeros(512, 512))]) == version
 
 
-@pytest.mark.parametrize(
-    ("named", "message"),
-    [
-        ({"extra": torch.ones(2)}, "'extra', which the served checkpoint does not have"),
-        ({"b": torch.ones(5)}, r"gives \[5\] for 'b'"),
-        ({"b": torch.ones(4, dtype=torch.int32)}, "gives 'int32' for 'b'"),
-    ],
-)
-async def test_tensors_of_another_model_are_refused_and_nothing_is_touched(
-    rig: Rig, folder: Path, named: dict[str, torch.Tensor], message: str
-) -> None:
-    with pytest.raises(InvalidRequest, match=message):
-        await push(rig, tensors(**named))
-    assert (await said(rig))[0] == {0}
-    assert folders(folder) == set()
-    assert await push(rig, tensors()) == 1
-
-
 async def test_a_damaged_file_is_refused_by_the_tensors_name(rig: Rig, folder: Path) -> None:
     draft, _ = claim_draft(folder)
     written = Draft(draft, "sim")
@@ -336,13 +280,8 @@ async def test_a_damaged_file_is_refused_by_the_tensors_name(rig: Rig, folder: P
     ("body", "param"),
     [
         ({"snapshot": "../elsewhere"}, "snapshot"),
-        ({"snapshot": "/etc"}, "snapshot"),
-        ({"snapshot": "v1"}, "snapshot"),
-        ({"snapshot": 3}, "snapshot"),
         ({}, "snapshot"),
         ({"snapshot": "draft-x", "version": "next"}, "version"),
-        ({"snapshot": "draft-x", "version": 0}, "version"),
-        ({"snapshot": "draft-x", "version": True}, "version"),
         ({"snapshot": "draft-x", "transport": "nccl"}, "transport"),
     ],
 )
@@ -357,24 +296,6 @@ async def test_a_push_during_another_update_is_a_conflict(rig: Rig, folder: Path
     with pytest.raises(WeightUpdateConflict, match="update to version 1 is open"):
         await push(rig, tensors())
     assert folders(folder) == set()
-
-
-async def test_a_replica_that_dies_while_it_loads_costs_the_others_nothing(
-    rig: Rig, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    await push(rig, tensors())
-    with monkeypatch.context() as slow:
-        slow.setattr(SimWorker, "_load", lambda *_: time.sleep(0.3))
-        pushing = asyncio.create_task(push(rig, tensors(), version=5))
-        await asyncio.sleep(0.2)
-        await rig.replicas[1].kill()
-        assert await pushing == 5
-    versions, tokens = await said(rig)
-    assert versions == {5}
-    await rig.add_replica("engine-1")
-    await rig.until({"engine-0": "SERVING", "engine-1": "SERVING"})
-    assert await said(rig) == (versions, tokens)
-    assert folders(folder) == {"v1", "v5"}
 
 
 async def test_a_replica_that_cannot_load_is_named_and_all_serve_the_version_before(
@@ -393,25 +314,6 @@ async def test_a_replica_that_cannot_load_is_named_and_all_serve_the_version_bef
     await rig.until({"engine-0": "SERVING", "engine-1": "SERVING"})
     assert await said(rig) == before
     assert folders(folder) == {"v1"}
-
-
-async def test_a_trainer_that_leaves_in_the_middle_leaves_the_version_before(
-    rig: Rig, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    await push(rig, tensors())
-    before = await said(rig)
-    draft, _ = claim_draft(folder)
-    written = Draft(draft, "sim")
-    written.add([raw("b", "float32", [4], bytes(16))])
-    written.finish()
-    with monkeypatch.context() as slow:
-        slow.setattr(SimWorker, "_load", lambda *_: time.sleep(0.3))
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.2):
-                await announce(rig, snapshot=draft.name)
-    await rig.until({"engine-0": "SERVING", "engine-1": "SERVING"})
-    assert await said(rig) == before
-    assert await push(rig, tensors()) == 2
 
 
 async def test_without_a_store_the_remedy_is_named(start_rig: StartRig) -> None:

@@ -124,7 +124,7 @@ async def test_a_worker_that_fails_to_send_gathers_on_for_the_others(
 
 
 async def test_another_models_tensors_are_refused_by_name(rig: Rig, engine_of: EngineOf) -> None:
-    with pytest.raises(InvalidRequest, match="'other', which model 'sim' does not have"):
+    with pytest.raises(InvalidRequest, match="'other', which the served checkpoint does not have"):
         await send(engine_of(rig.url), 0, Gathered(w=[4, 4], other=[1]))
 
 

@@ -147,7 +147,7 @@ def _guidellm_clients(load: Load, folder: Path, python: str) -> list[Client]:
 
 
 def row(client: Client, result: dict[str, Any], prompts: int) -> str:
-    """Return a line of the table in docs/benchmarks.md."""
+    """Return a row of Markdown."""
     answered = f"{result['completed']} of {prompts}"
     return (
         f"| `{client.name}` | `{client.route}` | {answered} | {result['total_output_tokens']} | "

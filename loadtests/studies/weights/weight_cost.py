@@ -16,8 +16,7 @@ for the copy of the version before, is counted as late, and is in no figure. `--
 canary, and, of more than 2 GiB, updates that their trainer gives up half sent, all beside the load: their figures are
 the time for which they stopped generation, and the times from the refusal until all serve the version before, and to
 its first completion, which waits behind the load's prompts. TRL's
-client sends no log-probs, so the canary refuses NaN of it. First the media are measured alone: torch's own broadcast of
-the same bytes, a file written and read where the weight store is, a copy to the engine's GPU.
+client sends no log-probs, so the canary refuses NaN of it. First torch's own broadcast of the same bytes is measured.
 """
 
 import argparse
@@ -43,15 +42,13 @@ from gateway.weights.updates.record import num_bytes as bytes_of
 from loadtests.fleet import LocalFleet
 from loadtests.studies.clients import ClientPool, Stream, Totals, total
 from loadtests.studies.weights.pusher import Flaw, Pushed, Pusher, Way
-from loadtests.studies.weights.raw_speed import broadcast_speed, copy_speeds, file_speeds
+from loadtests.studies.weights.raw_speed import broadcast_speed
 from loadtests.workloads import LengthMix, Workload
 from trainer_client.transports.sender import TransportName
 
 _WAYS: tuple[Way, ...] = (*get_args(TransportName), "trl")
 _QUIET = "none"
 _COPY_S = 60.0
-_MEDIUM_BYTES = 4 << 30
-"""Most bytes of a file or a copy whose speed is measured: more have the same speed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -312,20 +309,14 @@ def steps_of(row: dict[str, Any]) -> str:
     return f"{row['in_flight']}: {row['staged']} of {row['updates']} staged; {steps} s"
 
 
-def media(transports: set[str], args: argparse.Namespace, store: Path, num_bytes: int) -> dict[str, float]:
-    """Return GB/s of the variants' media alone."""
+def broadcasts(transports: set[str], args: argparse.Namespace, num_bytes: int) -> dict[str, float]:
+    """Return GB/s of torch's broadcasts alone, by backend."""
     speeds: dict[str, float] = {}
-    receiver = args.receiver or args.device
     for backend in sorted({"nccl" if one == "trl" else one for one in transports} - {"store"}):
         try:
-            speeds[f"{backend} broadcast"] = broadcast_speed(backend, (args.device, receiver), num_bytes)
+            speeds[backend] = broadcast_speed(backend, (args.device, args.receiver or args.device), num_bytes)
         except TimeoutError as error:
             print(error, file=sys.stderr)  # what was measured through us stands by itself
-    store.mkdir(parents=True, exist_ok=True)
-    part = min(num_bytes, _MEDIUM_BYTES)
-    speeds["file write"], speeds["file read"] = file_speeds(store, part)
-    if receiver.startswith("cuda"):
-        speeds["pinned copy"], speeds["mapped copy"] = copy_speeds(receiver, part)
     return speeds
 
 
@@ -394,14 +385,12 @@ async def _measured(args: argparse.Namespace) -> dict[str, Any]:
     texts = args.variant or [args.transport or "as it is"]
     variants = [Variant.parse(text, args.transport, args.in_flight) for text in texts]
     fleet, report = LocalFleet(config, []), Report(args)
-    named = args.medium or config.weights.store or ""
-    store = Path(named if Path(named).is_absolute() else "/dev/shm")
     transports: set[str] = {variant.transport for variant in variants}
     try:
         infos = await fleet.start_engines()
         report.note(replicas=len(infos), engine=f"{infos[0].kind} {infos[0].engine_version}")
         size = _checkpoint_bytes(infos[0])
-        report.note(bytes=size, media_gb_per_s=await asyncio.to_thread(media, transports, args, store, size))
+        report.note(bytes=size, broadcast_gb_per_s=await asyncio.to_thread(broadcasts, transports, args, size))
         with ClientPool(args.clients, args.timeout_s) as pool:
             for variant in variants:
                 print(f"{variant.name}:", file=sys.stderr)
@@ -450,8 +439,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{variant['name']}, {variant['transport']}:", table(variant["summary"]), sep="\n")
         print(*map(steps_of, variant["summary"]), sep="\n")
         print(*(Restore(**restore).told() for restore in variant["restores"]), sep="\n")
-    speeds = ", ".join(f"{name} {speed:.2f} GB/s" for name, speed in report["media_gb_per_s"].items())
-    print(f"{report['bytes'] / 1e9:.3f} GB to {report['replicas']} replicas; alone: {speeds}")
+    speeds = "".join(f"; {name} alone {speed:.2f} GB/s" for name, speed in report["broadcast_gb_per_s"].items())
+    print(f"{report['bytes'] / 1e9:.3f} GB to {report['replicas']} replicas{speeds}")
     has_failed = any(
         one["restore_errors"] or any(row["errors"] for row in one["summary"]) for one in report["variants"]
     )
@@ -467,8 +456,7 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--transport", choices=_WAYS, help="of variants without their own; trl: TRL's own client")
     add("--variant", action="append", metavar="NAME: KEY=VALUE ...", help="a variant; repeatable")
     add("--device", default="cpu", help="device of the trainer's tensors, such as cuda:1")
-    add("--receiver", default="", help="receiving device of the raw medium; default: --device")
-    add("--medium", default="", metavar="FOLDER", help="folder to measure file speed; default: the weight store")
+    add("--receiver", default="", help="receiving device of the broadcast alone; default: --device")
     add("--in-flight", nargs="+", choices=list(InFlight), default=[InFlight.KEEP], type=InFlight)
     add("--updates", type=int, default=2, help="updates in each run")
     add("--restores", type=int, default=0, help="refused updates per variant")

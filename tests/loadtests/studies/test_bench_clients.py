@@ -1,4 +1,4 @@
-"""How the bench clients are called; the calls themselves were run by hand, see docs/benchmarks.md."""
+"""How the bench clients are called; the calls themselves were run by hand, see docs/compatibility.md."""
 
 import json
 import sys

@@ -18,7 +18,6 @@ import orjson
 
 from engines.config import SimConfig
 from engines.errors import DeadlineExceeded
-from gateway.dialects.resumption.features import MARK
 from loadtests.chaos.contents import Asked, Delivered, flaw
 from loadtests.chaos.faults import Versioned
 from loadtests.chaos.witness import Tally
@@ -189,7 +188,8 @@ class Callers:
                 seen.add(rollout.prompt_index)
                 prompt, is_greedy = prompts[rollout.prompt_index], sampling.temperature == 0
                 asked = Asked(prompt, sampling.max_tokens, floor, is_greedy=is_greedy)
-                self._take([(asked, _read(completion)) for completion in _each_once(rollout, sampling.n)])
+                got = map(Delivered.of_completion, _each_once(rollout, sampling.n))
+                self._take([(asked, one) for one in got])
 
     async def _plain(self, asked: Sequence[Asked], send: Callable[[], Awaitable[list[Json]]]) -> None:
         """Send a request until it is answered, and check its choices."""
@@ -213,7 +213,7 @@ class Callers:
         places = [choice["index"] for choice in choices]
         tally.duplicated += len(places) - len(set(places))
         first = {choice["index"]: choice for choice in reversed(choices)}
-        self._take([(one, _choice(first[place])) for place, one in enumerate(asked) if place in first])
+        self._take([(one, Delivered.of_choice(first[place])) for place, one in enumerate(asked) if place in first])
 
     def _take(self, samples: Sequence[tuple[Asked, Delivered]]) -> None:
         """Count and check delivered samples."""
@@ -231,16 +231,13 @@ class Callers:
         self.record.tally.note(reason)
 
     async def _whole(self, path: str, body: Json) -> list[Json]:
-        async with self._session.post(self.url + path, json=body) as response:
-            _check(response, await response.read())
-            return list((await response.json())["choices"])
+        return await choices_of(self._session, self.url + path, orjson.dumps(body))
 
     async def _stream(self, path: str, body: Json) -> list[Json]:
         """Return the choices of a stream, joined."""
         joined: dict[int, Json] = {}
         async with self._session.post(self.url + path, json=body) as response:
-            if response.status != 200:
-                _check(response, await response.read())
+            await _check(response)
             async for chunk in _events(response):
                 for choice in chunk["choices"]:
                     _join(joined.setdefault(choice["index"], {"index": choice["index"]}), choice)
@@ -254,24 +251,6 @@ def _prompts(number: int, count: int) -> list[list[int]]:
 def _each_once(rollout: Rollout, n: int) -> Sequence[Completion]:
     assert [completion.sample_index for completion in rollout.completions] == list(range(n))
     return rollout.completions
-
-
-def _read(completion: Completion) -> Delivered:
-    return Delivered(
-        completion.token_ids.tolist(),
-        [(span.version, span.start, span.end) for span in completion.spans],
-        None if completion.logprobs is None else completion.logprobs.tolist(),
-        completion.text,
-    )
-
-
-def _choice(choice: Json) -> Delivered:
-    """Read a choice of a reply, or of a joined stream."""
-    scores, message = choice.get("logprobs"), choice.get("message")
-    spans = [(span["version"], span["start"], span["end"]) for span in choice.get("weight_versions") or ()]
-    text = choice.get("text") if message is None else message["content"]
-    is_redrawn = "seed" in choice.get(MARK, ())
-    return Delivered(choice.get("token_ids") or [], spans, scores and scores["token_logprobs"], text, is_redrawn)
 
 
 def _join(whole: Json, choice: Json) -> None:
@@ -298,9 +277,16 @@ async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[Json]:
     raise BrokenOff("the stream ended without [DONE]")
 
 
-def _check(response: aiohttp.ClientResponse, content: bytes) -> None:
+async def choices_of(session: aiohttp.ClientSession, url: str, content: bytes) -> list[Json]:
+    """Return the choices of a whole reply. Raise `aiohttp.ClientError`, for another status than 200 with its words."""
+    async with session.post(url, data=content, headers={"Content-Type": "application/json"}) as response:
+        await _check(response)
+        return list(orjson.loads(await response.read())["choices"])
+
+
+async def _check(response: aiohttp.ClientResponse) -> None:
     if response.status != 200:
-        shown = content[:300].decode(errors="replace")
+        shown = (await response.read())[:300].decode(errors="replace")
         raise aiohttp.ClientResponseError(
             response.request_info, response.history, status=response.status, message=shown
         )

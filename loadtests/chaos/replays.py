@@ -28,6 +28,7 @@ import aiohttp
 import orjson
 
 from engines.config import SimConfig
+from loadtests.chaos.callers import choices_of
 from loadtests.chaos.contents import Asked, Delivered, flaw
 from loadtests.chaos.faults import until
 from loadtests.chaos.processes.process_fleet import ProcessFleet, fleet_config
@@ -101,10 +102,7 @@ class Clients:
         sampling = SamplingParams(max_tokens=self._tokens, n=_SAMPLES, ignore_eos=True)
         submission = self._client.submit(prompts, sampling, submission_id=f"s{self._number}", timeout_s=_BOUND_S)
         async for completion in submission:
-            spans = [(span.version, span.start, span.end) for span in completion.spans]
-            logprobs = None if completion.logprobs is None else completion.logprobs.tolist()
-            got = Delivered(completion.token_ids.tolist(), spans, logprobs, completion.text)
-            self._take(prompts[completion.prompt_index], got)
+            self._take(prompts[completion.prompt_index], Delivered.of_completion(completion))
         for error in submission.failures.values():
             self._fail(str(error), _SAMPLES)
 
@@ -115,7 +113,7 @@ class Clients:
         deadline = time.monotonic() + _BOUND_S
         while time.monotonic() < deadline:
             try:
-                choices = await self._answer(content)
+                choices = await choices_of(self._session, f"{self.url}/v1/completions", content)
                 break
             except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError):
                 self.result.replays += 1
@@ -128,21 +126,7 @@ class Clients:
             return
         self.result.tally.duplicated += len(choices) - len({choice["index"] for choice in choices})
         for choice in choices:
-            spans = [(span["version"], span["start"], span["end"]) for span in choice["weight_versions"]]
-            got = Delivered(choice["token_ids"], spans, choice["logprobs"]["token_logprobs"], choice["text"])
-            self._take(prompts[choice["index"] // _SAMPLES], got)
-
-    async def _answer(self, content: bytes) -> list[Json]:
-        headers = {"Content-Type": "application/json"}
-        async with self._session.post(f"{self.url}/v1/completions", data=content, headers=headers) as response:
-            reply = await response.read()
-            if response.status != 200:
-                message = reply[:300].decode(errors="replace")
-                raise aiohttp.ClientResponseError(
-                    response.request_info, response.history, status=response.status, message=message
-                )
-        choices: list[Json] = orjson.loads(reply)["choices"]
-        return choices
+            self._take(prompts[choice["index"] // _SAMPLES], Delivered.of_choice(choice))
 
     def _take(self, prompt: Sequence[int], got: Delivered) -> None:
         """Count and check a delivered sample."""

@@ -8,13 +8,12 @@ import asyncio
 import itertools
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import aiohttp
 
 from engines.config import SimConfig
-from gateway.dialects.resumption.features import MARK
 from loadtests.chaos.contents import Asked, Delivered, Flaw, flaw
 from sim.model import SimModel
 
@@ -51,16 +50,8 @@ class Tally:
             self.reasons.append(reason)
 
     def add(self, other: "Tally") -> None:
-        self.submitted += other.submitted
-        self.delivered += other.delivered
-        self.failed += other.failed
-        self.lost += other.lost
-        self.duplicated += other.duplicated
-        self.stale += other.stale
-        self.wrong += other.wrong
-        self.hung += other.hung
-        self.retried += other.retried
-        self.reasons += other.reasons
+        for one in fields(self):
+            setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
 
 
 class Witness:
@@ -158,14 +149,7 @@ class Witness:
     def _flaw(self, seed: int, floor: int, choice: Json) -> Flaw | None:
         prompt, sample = _prompts(seed)[choice["index"] // _SAMPLES], choice["index"] % _SAMPLES
         asked = Asked(prompt, _TOKENS, floor, is_greedy=False, seed=seed, sample=sample)
-        scores, is_redrawn = choice["logprobs"]["token_logprobs"], "seed" in choice.get(MARK, ())
-        got = Delivered(choice["token_ids"], spans_of(choice), scores, is_redrawn=is_redrawn)
-        return flaw(self._model, asked, got)
-
-
-def spans_of(choice: Json) -> list[tuple[int, int | None, int | None]]:
-    """Return version, start and end of each span of a choice."""
-    return [(span["version"], span["start"], span["end"]) for span in choice["weight_versions"]]
+        return flaw(self._model, asked, Delivered.of_choice(choice))
 
 
 def _prompts(seed: int) -> list[list[int]]:

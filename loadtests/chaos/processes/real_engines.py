@@ -14,8 +14,8 @@ from engines.config import SimConfig
 from engines.process.port import free_port
 from gateway.config.load import load
 from gateway.config.schema import Config
-from loadtests.chaos.contents import Flaw
-from loadtests.chaos.witness import Witness, spans_of
+from loadtests.chaos.contents import Flaw, spans_of
+from loadtests.chaos.witness import Witness
 
 Json = dict[str, Any]
 

@@ -384,7 +384,7 @@ async def _measured(args: argparse.Namespace) -> dict[str, Any]:
     config = load_config(args.config, args.overrides)
     texts = args.variant or [args.transport or "as it is"]
     variants = [Variant.parse(text, args.transport, args.in_flight) for text in texts]
-    fleet, report = LocalFleet(config, []), Report(args)
+    fleet, report = LocalFleet(config), Report(args)
     transports: set[str] = {variant.transport for variant in variants}
     try:
         infos = await fleet.start_engines()

@@ -30,8 +30,7 @@ import orjson
 from engines.config import SimConfig
 from loadtests.chaos.callers import choices_of
 from loadtests.chaos.contents import Asked, Delivered, flaw
-from loadtests.chaos.faults import until
-from loadtests.chaos.processes.process_fleet import ProcessFleet, fleet_config
+from loadtests.chaos.processes.process_fleet import ProcessFleet, fleet_config, healthy_within, running
 from loadtests.chaos.witness import Tally
 from sim.model import SimModel
 from trainer_client.client import RolloutClient
@@ -150,17 +149,14 @@ async def campaign(rollouts: int, replicas: int, tokens: int, clients: int, kill
     with tempfile.TemporaryDirectory(prefix="replays-") as folder:
         config = fleet_config("replays", replicas, _SIM, Path(folder), ledger=str(Path(folder) / "ledger.sqlite"))
         fleet = ProcessFleet(config, Path(folder))
-        await fleet.start()
-        try:
+        async with running(fleet):
             senders = Clients(fleet.url, rollouts, tokens)
             try:
-                await until(lambda: _is_up(fleet.url), _UP_S, "the fleet to come up")
+                await healthy_within(fleet.url, _UP_S)
                 await _hurt(fleet, senders, clients, kill_every_s)
             finally:
                 await senders.close()
             return senders.result
-        finally:
-            await fleet.stop()
 
 
 async def _hurt(fleet: ProcessFleet, senders: Clients, clients: int, kill_every_s: float) -> None:
@@ -178,7 +174,7 @@ async def _hurt(fleet: ProcessFleet, senders: Clients, clients: int, kill_every_
 async def _kills(fleet: ProcessFleet, result: Campaign, every_s: float) -> None:
     draw = random.Random(1)
     while True:
-        await until(lambda: _is_up(fleet.url), _UP_S, "the gateway to come up")
+        await healthy_within(fleet.url, _UP_S)
         await asyncio.sleep(max(_LEAST_LIFE_S, draw.uniform(0.5, 1.5) * every_s))
         fleet.kill_gateway()
         result.kills += 1
@@ -188,14 +184,6 @@ async def _kills(fleet: ProcessFleet, result: Campaign, every_s: float) -> None:
             f"{tally.wrong} wrong, {result.replays} replays",
             flush=True,
         )
-
-
-async def _is_up(url: str) -> bool:
-    try:
-        async with aiohttp.ClientSession() as session, session.get(url + "/health") as response:
-            return response.status == 200
-    except aiohttp.ClientError:
-        return False
 
 
 def main(argv: Sequence[str] | None = None) -> int:

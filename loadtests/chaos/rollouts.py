@@ -19,7 +19,7 @@ from engines.config import SimConfig
 from loadtests.chaos.callers import Callers, Record
 from loadtests.chaos.faults import CallFailed, Hung, Trainer, World, until
 from loadtests.chaos.measures import Goodput, Kept, batch_with, go_on, kept_at, kill_one, stop_one
-from loadtests.chaos.processes.process_fleet import ProcessFleet, fleet_config, started, stopped
+from loadtests.chaos.processes.process_fleet import ProcessFleet, fleet_config, running
 from loadtests.chaos.rollout_faults import ROLLOUT_FAULTS, Scene
 from loadtests.chaos.witness import Tally
 
@@ -115,19 +115,16 @@ async def _sides(replicas: int, workers: int) -> AsyncIterator[tuple[Side, Side]
         for name in ("hurt", "calm"):
             (own := Path(folder) / name).mkdir()
             fleets.append(ProcessFleet(fleet_config(name, replicas, SIM, own, workers=workers), own))
-        await started(fleets)
-        try:
-            async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_BOUND_S)) as session:
-                hurt, calm = (Side(fleet, session) for fleet in fleets)
-                try:
-                    for side in (hurt, calm):
-                        await until(side.world.serves, _UP_S, "the fleet to come up")
-                    yield hurt, calm
-                finally:
-                    await hurt.close()
-                    await calm.close()
-        finally:
-            await stopped(fleets)
+        timeout = aiohttp.ClientTimeout(total=_BOUND_S)
+        async with running(*fleets), aiohttp.ClientSession(timeout=timeout) as session:
+            hurt, calm = (Side(fleet, session) for fleet in fleets)
+            try:
+                for side in (hurt, calm):
+                    await until(side.world.serves, _UP_S, "the fleet to come up")
+                yield hurt, calm
+            finally:
+                await hurt.close()
+                await calm.close()
 
 
 async def _bounded(name: str, hurt: Side, calm: Side, seconds: float) -> Outcome:

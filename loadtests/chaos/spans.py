@@ -28,7 +28,7 @@ import orjson
 
 from engines.errors import RolloutGatewayError
 from engines.types import InFlight
-from loadtests.chaos.processes.process_fleet import ProcessFleet, healthy_within
+from loadtests.chaos.processes.process_fleet import ProcessFleet, healthy_within, running
 from loadtests.chaos.processes.real_engines import real_config
 from loadtests.updates import tensors_of
 
@@ -260,8 +260,7 @@ async def run(completions: int, clients: int, minutes: float) -> Result:
         config = real_config(2, Path(folder), "fleet.stalled_after_s=3", "gateway.ledger=null")
         fleet, began = ProcessFleet(config, Path(folder)), time.monotonic()
         made = Run(fleet, await asyncio.to_thread(Versions, config.engine.model), completions)
-        await fleet.start()
-        try:
+        async with running(fleet):
             await healthy_within(fleet.url, _BOUND_S)
             timeout = aiohttp.ClientTimeout(total=_BOUND_S)
             async with aiohttp.ClientSession(fleet.url, timeout=timeout, read_bufsize=1 << 20) as session:
@@ -277,8 +276,6 @@ async def run(completions: int, clients: int, minutes: float) -> Result:
             for error in ended:
                 if isinstance(error, Exception):
                     raise error
-        finally:
-            await fleet.stop()
         made.result.seconds = time.monotonic() - began
         await asyncio.to_thread(made.judge)
         return made.result

@@ -215,7 +215,7 @@ class Scene:
         if self._pusher is None:
             self._pusher = await asyncio.to_thread(Pusher, self.fleet.url, "gloo", "cpu", _BOUND_S)
         try:
-            pushed = await asyncio.to_thread(self._pusher.push, "keep")
+            pushed = await asyncio.to_thread(self._pusher.push)
         except EOFError:
             return "-"
         self.witness.version = max(self.witness.version, pushed.version)

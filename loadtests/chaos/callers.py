@@ -153,7 +153,7 @@ class Callers:
         floor, prompts = self._trainer.version, _prompts(next(self._numbers), 2)
         asked = [Asked(prompt, self.tokens, floor, is_greedy=False) for prompt in prompts for _ in range(_SAMPLES)]
         body = self._body(prompt=prompts, n=_SAMPLES, logprobs=0, stream=True)
-        await self._plain(asked, lambda: self._stream(_COMPLETIONS, body))
+        await self._plain(asked, lambda: self._streamed(_COMPLETIONS, body))
 
     async def chat(self) -> None:
         messages, asked = self._conversation()
@@ -163,7 +163,7 @@ class Callers:
     async def chat_streamed(self) -> None:
         messages, asked = self._conversation()
         body = self._body(messages=messages, temperature=0.0, stream=True)
-        await self._plain([asked], lambda: self._stream(_CHAT, body))
+        await self._plain([asked], lambda: self._streamed(_CHAT, body))
 
     def _conversation(self) -> tuple[list[Json], Asked]:
         messages = [{"role": "user", "content": f"rollout {next(self._numbers)}"}]
@@ -233,15 +233,8 @@ class Callers:
     async def _whole(self, path: str, body: Json) -> list[Json]:
         return await choices_of(self._session, self.url + path, orjson.dumps(body))
 
-    async def _stream(self, path: str, body: Json) -> list[Json]:
-        """Return the choices of a stream, joined."""
-        joined: dict[int, Json] = {}
-        async with self._session.post(self.url + path, json=body) as response:
-            await _check(response)
-            async for chunk in _events(response):
-                for choice in chunk["choices"]:
-                    _join(joined.setdefault(choice["index"], {"index": choice["index"]}), choice)
-        return list(joined.values())
+    async def _streamed(self, path: str, body: Json) -> list[Json]:
+        return await streamed_choices_of(self._session, self.url + path, orjson.dumps(body))
 
 
 def _prompts(number: int, count: int) -> list[list[int]]:
@@ -282,6 +275,17 @@ async def choices_of(session: aiohttp.ClientSession, url: str, content: bytes) -
     async with session.post(url, data=content, headers={"Content-Type": "application/json"}) as response:
         await _check(response)
         return list(orjson.loads(await response.read())["choices"])
+
+
+async def streamed_choices_of(session: aiohttp.ClientSession, url: str, content: bytes) -> list[Json]:
+    """Return the choices of a stream, joined. Raise also `BrokenOff`."""
+    joined: dict[int, Json] = {}
+    async with session.post(url, data=content, headers={"Content-Type": "application/json"}) as response:
+        await _check(response)
+        async for chunk in _events(response):
+            for choice in chunk["choices"]:
+                _join(joined.setdefault(choice["index"], {"index": choice["index"]}), choice)
+    return list(joined.values())
 
 
 async def _check(response: aiohttp.ClientResponse) -> None:

@@ -144,7 +144,7 @@ async def _meet(name: str, world: World, witness: Witness) -> Outcome:
         witness.hurt_now()
         hurt_at = time.monotonic()
         await FAULTS[name](world)
-        await until(lambda: _updates(world), _UP_S, "an update on all replicas after the fault")
+        await until(world.updated, _UP_S, "an update on all replicas after the fault")
         whole_again_s = time.monotonic() - hurt_at
     except Hung as error:
         problem, hung = str(error), 1
@@ -154,15 +154,6 @@ async def _meet(name: str, world: World, witness: Witness) -> Outcome:
     tally.hung += hung
     silence_s = witness.longest_silence_s
     return Outcome(fault=name, silence_s=silence_s, whole_again_s=whole_again_s, tally=tally, problem=problem)
-
-
-async def _updates(world: World) -> bool:
-    """Push a version from a new trainer session to a complete fleet."""
-    if len(await world.replicas()) < world.size:
-        return False
-    await world.trainer.join()
-    await world.trainer.update()
-    return await world.serves()
 
 
 def _say(outcome: Outcome) -> None:

@@ -82,18 +82,12 @@ class Side:
 
     async def whole_again(self) -> None:
         """Return when all replicas have taken a new version."""
-        await until(self._updates, _UP_S, "an update on all replicas after the fault")
+        await until(self.world.updated, _UP_S, "an update on all replicas after the fault")
 
     async def close(self) -> None:
         await self.callers.close()
         await self.newcomers.close()
         await self.waves.close()
-
-    async def _updates(self) -> bool:
-        if len(await self.world.replicas()) < self.world.size:
-            return False
-        await self.update()
-        return await self.world.serves()
 
 
 async def hurt_rollouts(names: Sequence[str], replicas: int, seconds: float, workers: int = 1) -> list[Outcome]:

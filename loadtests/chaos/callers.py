@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import aiohttp
@@ -18,9 +19,9 @@ import orjson
 
 from engines.config import SimConfig
 from engines.errors import DeadlineExceeded
-from loadtests.chaos.contents import Asked, Delivered, flaw
+from loadtests.chaos.contents import Asked, Delivered, Flaw, flaw
 from loadtests.chaos.faults import Versioned
-from loadtests.chaos.witness import Tally
+from loadtests.chaos.tally import Tally
 from sim.dialect import chat_text
 from sim.model import SimModel, tokenize
 from trainer_client.client import RolloutClient
@@ -73,10 +74,17 @@ class Callers:
         self._numbers: Iterator[int] = itertools.count(1)
         self._stopping = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
-        timeout = aiohttp.ClientTimeout(total=bound_s)
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._session = aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0), headers=headers)
-        self._client = RolloutClient(url, api_key=key)
+        self._key = key
+
+    @cached_property
+    def _session(self) -> aiohttp.ClientSession:
+        timeout = aiohttp.ClientTimeout(total=self._bound_s)
+        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        return aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0), headers=headers)
+
+    @cached_property
+    def _client(self) -> RolloutClient:
+        return RolloutClient(self.url, api_key=self._key)
 
     @property
     def kinds(self) -> dict[str, Callable[[], Awaitable[None]]]:
@@ -91,8 +99,10 @@ class Callers:
         }
 
     async def close(self) -> None:
-        await self._client.close()
-        await self._session.close()
+        """Close what is open; the next request opens it again."""
+        for opened in ("_client", "_session"):
+            if (one := vars(self).pop(opened, None)) is not None:
+                await one.close()
 
     def start(self, each: int) -> None:
         """Let `each` clients of each kind send without pause, from a new record on."""
@@ -138,15 +148,18 @@ class Callers:
 
     async def completions(self) -> None:
         """One request for several prompts, seeded."""
-        number, floor = next(self._numbers), self._trainer.version
-        prompts = _prompts(number, _PLAIN_PROMPTS)
+        asked, body = self._numbered(next(self._numbers))
+        await self._plain(asked, lambda: self._whole(_COMPLETIONS, body))
+
+    def _numbered(self, number: int) -> tuple[list[Asked], Json]:
+        """Return the samples of the request of this number, and its body."""
+        floor, prompts = self._trainer.version, _prompts(number, _PLAIN_PROMPTS)
         asked = [
             Asked(prompt, self.tokens, floor, is_greedy=False, seed=number, sample=sample)
             for prompt in prompts
             for sample in range(_SAMPLES)
         ]
-        body = self._body(prompt=prompts, n=_SAMPLES, seed=number, logprobs=0)
-        await self._plain(asked, lambda: self._whole(_COMPLETIONS, body))
+        return asked, self._body(prompt=prompts, n=_SAMPLES, seed=number, logprobs=0)
 
     async def streamed(self) -> None:
         """One stream with two samples of an unknown draw for each prompt."""
@@ -206,11 +219,19 @@ class Callers:
             except (aiohttp.ClientError, ConnectionError, BrokenOff) as error:
                 tally.retried += 1
                 self.record.retries[_named(error)] += 1
-                if not _may_retry(error) or time.monotonic() > deadline:
+                status = error.status if isinstance(error, aiohttp.ClientResponseError) else 0
+                if not self._may_retry(status) or time.monotonic() > deadline:
                     self._fail(len(asked), _named(error))
                     return
             await asyncio.sleep(_RETRY_S)
-        places = [choice["index"] for choice in choices]
+        self._answered(asked, choices)
+
+    def _may_retry(self, status: int) -> bool:
+        """Return True if a request is sent again after an answer of this status; 0 where none came."""
+        return status in _RETRIED or status >= 500 or status == 0
+
+    def _answered(self, asked: Sequence[Asked], choices: Sequence[Json]) -> None:
+        tally, places = self.record.tally, [choice["index"] for choice in choices]
         tally.duplicated += len(places) - len(set(places))
         first = {choice["index"]: choice for choice in reversed(choices)}
         self._take([(one, Delivered.of_choice(first[place])) for place, one in enumerate(asked) if place in first])
@@ -221,10 +242,13 @@ class Callers:
         for asked, got in samples:
             tally.delivered += 1
             self.record.deliveries.append((time.monotonic(), len(got.token_ids)))
-            if found := flaw(self._model, asked, got):
+            if found := self._flaw(asked, got):
                 tally.stale += found.is_stale
                 tally.wrong += not found.is_stale
                 tally.note(f"prompt {list(asked.prompt[:8])}: {found.reason}")
+
+    def _flaw(self, asked: Asked, got: Delivered) -> Flaw | None:
+        return flaw(self._model, asked, got)
 
     def _fail(self, samples: int, reason: str) -> None:
         self.record.tally.failed += samples
@@ -299,8 +323,3 @@ async def _check(response: aiohttp.ClientResponse) -> None:
 def _named(error: Exception) -> str:
     """Return an error in few words, to count it by."""
     return f"{error.status} {error.message}" if isinstance(error, aiohttp.ClientResponseError) else repr(error)
-
-
-def _may_retry(error: Exception) -> bool:
-    status = error.status if isinstance(error, aiohttp.ClientResponseError) else 0
-    return status in _RETRIED or status >= 500 or status == 0

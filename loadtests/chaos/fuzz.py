@@ -27,7 +27,7 @@ from loadtests.chaos.bad_requests import ADMIN_KEY, INFERENCE_KEY, BadRequest, b
 from loadtests.chaos.callers import Callers
 from loadtests.chaos.faults import until
 from loadtests.chaos.processes.process_fleet import ProcessFleet, fleet_config, running
-from loadtests.chaos.witness import Tally
+from loadtests.chaos.tally import Tally
 
 SIM = SimConfig(decode_step_s=0.001)
 _REPLICAS = 2

@@ -21,7 +21,7 @@ from loadtests.chaos.faults import CallFailed, Hung, Trainer, World, until
 from loadtests.chaos.measures import Goodput, Kept, batch_with, go_on, kept_at, kill_one, stop_one
 from loadtests.chaos.processes.process_fleet import ProcessFleet, fleet_config, running
 from loadtests.chaos.rollout_faults import ROLLOUT_FAULTS, Scene
-from loadtests.chaos.witness import Tally
+from loadtests.chaos.tally import Tally
 
 SIM = SimConfig(decode_step_s=0.03, load_s=0.1)
 KEPT = {f"replica killed at {share:.0%} of its rollouts": share for share in (0.25, 0.5, 0.9)}

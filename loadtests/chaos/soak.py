@@ -35,7 +35,8 @@ from gateway.weights.snapshots import in_memory
 from loadtests.chaos.faults import CallFailed, Trainer
 from loadtests.chaos.processes.process_fleet import ProcessFleet, fleet_config, healthy_within, running
 from loadtests.chaos.processes.real_engines import GreedyWitness, real_config, store_trainer
-from loadtests.chaos.witness import Tally, Witness
+from loadtests.chaos.tally import Tally
+from loadtests.chaos.witness import Witness
 
 Push = Callable[[], Awaitable[None]]
 
@@ -132,7 +133,7 @@ async def soak(seconds: float, soaked: Sequence[Soaked], *, update_every_s: floa
         for one in soaked:
             await healthy_within(one.fleet.url, _BOUND_S)
             push = await stack.enter_async_context(one.trainer())
-            one.witness.start()
+            one.witness.watch()
             work += [_updates(push, one, update_every_s), _kills(one, kill_every_s), _looks(one)]
         tasks = [asyncio.create_task(one) for one in work]
         try:
@@ -144,7 +145,7 @@ async def soak(seconds: float, soaked: Sequence[Soaked], *, update_every_s: floa
         for task in ended:
             task.result()  # raises: none of them ends by itself
         for one in soaked:
-            one.result.tally = await one.witness.stop()
+            one.result.tally = await one.witness.seen()
 
 
 @asynccontextmanager

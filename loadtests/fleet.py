@@ -1,10 +1,9 @@
-"""Engines and gateways on this host without Ray, to measure the data path alone.
+"""Engines and a gateway on this host without Ray, to measure the data path alone.
 
-    python -m loadtests.fleet -c examples/sim.yaml [--sizes 1,2,4] [KEY=VALUE ...] [-- COMMAND ...]
+    python -m loadtests.fleet -c examples/sim.yaml [KEY=VALUE ...] [-- COMMAND ...]
 
 Prints one line of JSON with URLs and process ids and runs until standard input closes; or runs COMMAND and ends with
 it. In COMMAND, {url} and {pid} are replaced by the gateway's, and the word {engines} by the URLs of all engines.
-`--sizes 1,2,4` starts gateway processes over the first one, two and four engines, to measure scaling with one start.
 """
 
 import argparse
@@ -44,29 +43,24 @@ _COMMAND_STOP_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class GatewayProcess:
-    """A gateway over `replicas` engines."""
+    """A gateway that runs."""
 
     url: str
     pid: int
-    replicas: int
 
 
 class LocalFleet:
-    """Starts the engines of a configuration and the gateways; ends them all with `stop`."""
+    """Starts the engines of a configuration and a gateway; ends them all with `stop`."""
 
-    def __init__(self, config: Config, sizes: Sequence[int]) -> None:
+    def __init__(self, config: Config) -> None:
         self._config = config
         self._servers = engine_servers(config, visible_gpus())
-        self._sizes = list(sizes) or [len(self._servers)]
         self._running: list[tuple[BaseProcess, Connection]] = []
-        if max(self._sizes) > len(self._servers):
-            raise ConfigError(f"--sizes {max(self._sizes)}, but the configuration has {len(self._servers)} engines")
 
-    async def start(self) -> tuple[list[ReplicaInfo], list[GatewayProcess]]:
-        """Start engines and gateways. Raise `EngineStartFailed` for the first engine that fails, and stop the
-        others."""
+    async def start(self) -> tuple[list[ReplicaInfo], GatewayProcess]:
+        """Start engines and gateway. Raise `EngineStartFailed` for the first engine that fails, and stop the others."""
         infos = await self.start_engines()
-        return infos, [await asyncio.to_thread(self._start_gateway, self._config, infos[:n]) for n in self._sizes]
+        return infos, await asyncio.to_thread(self._start_gateway, self._config, infos)
 
     async def start_engines(self) -> list[ReplicaInfo]:
         """Start only the engines; see `gateway`."""
@@ -94,7 +88,7 @@ class LocalFleet:
     def _start_gateway(self, given: Config, infos: list[ReplicaInfo]) -> GatewayProcess:
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
-        config = gateway_config(given, len(infos), own_port=len(self._sizes) == 1)
+        config = gateway_config(given, len(infos))
         process = context.Process(target=_serve_gateway, args=(config, infos, theirs), daemon=True)
         process.start()
         theirs.close()
@@ -103,7 +97,7 @@ class LocalFleet:
             raise TimeoutError(f"the gateway did not start within {_GATEWAY_START_TIMEOUT_S:g} s")
         if isinstance(url := ours.recv(), ConfigError):
             raise url
-        return GatewayProcess(url=url, pid=process.pid or 0, replicas=len(infos))
+        return GatewayProcess(url=url, pid=process.pid or 0)
 
 
 def engine_servers(config: Config, gpus: Sequence[str]) -> list[EngineServer]:
@@ -119,11 +113,10 @@ def engine_servers(config: Config, gpus: Sequence[str]) -> list[EngineServer]:
     return servers
 
 
-def gateway_config(config: Config, num_replicas: int, *, own_port: bool) -> Config:
-    """Return the configuration of a gateway for `num_replicas`; the configured port is used only with `own_port`."""
+def gateway_config(config: Config, num_replicas: int) -> Config:
+    """Return the configuration of a gateway for `num_replicas`."""
     engine = config.engine.model_copy(update={"num_replicas": num_replicas})
-    gateway = config.gateway if own_port else config.gateway.model_copy(update={"port": 0})
-    return config.model_copy(update={"engine": engine, "engines": {}, "gateway": gateway})
+    return config.model_copy(update={"engine": engine, "engines": {}})
 
 
 def _on_gpus(engine: EngineConfig, gpus: Sequence[str]) -> EngineConfig:
@@ -171,22 +164,22 @@ def named_apart(config: Config) -> Iterator[Config]:
         shutil.rmtree(default_file(own.name).parent, ignore_errors=True)
 
 
-async def _run(config: Config, sizes: Sequence[int], command: Sequence[str]) -> int:
+async def _run(config: Config, command: Sequence[str]) -> int:
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stopping.set)
-    fleet = LocalFleet(config, sizes)
+    fleet = LocalFleet(config)
     starting = asyncio.create_task(fleet.start())
     try:
         await _first(starting, stopping)
         if not starting.done():
             return 130
-        infos, gateways = starting.result()
+        infos, gateway = starting.result()
         if command:
-            return await _run_command(filled(command, infos, gateways[-1]), stopping)
+            return await _run_command(filled(command, infos, gateway), stopping)
         engines = [{"url": info.url, "pid": info.pid, "log": info.log_path} for info in infos]
-        print(json.dumps({"engines": engines, "gateways": [asdict(g) for g in gateways]}), flush=True)
+        print(json.dumps({"engines": engines, "gateway": asdict(gateway)}), flush=True)
         threading.Thread(target=_wait_for_end_of_input, args=(loop, stopping), daemon=True).start()
         await stopping.wait()
         return 0
@@ -232,16 +225,9 @@ def _wait_for_end_of_input(loop: asyncio.AbstractEventLoop, stopping: asyncio.Ev
     loop.call_soon_threadsafe(stopping.set)
 
 
-def _sizes(text: str) -> list[int]:
-    return [int(size) for size in text.split(",")]
-
-
 def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m loadtests.fleet", description=__doc__.splitlines()[0])
     parser.add_argument("-c", "--config", type=Path, metavar="FILE")
-    parser.add_argument(
-        "--sizes", type=_sizes, default=[], metavar="N,...", help="one gateway for each N, over the first N engines"
-    )
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings that override the file's")
     return parser.parse_args(argv)
 
@@ -254,7 +240,7 @@ def main() -> int:
     try:
         if command and not shutil.which(command[0]):
             raise ConfigError(f"{command[0]}: no such command; put .venv/bin on PATH, or give its path")
-        return asyncio.run(_run(with_secrets(load(args.config, args.overrides)), args.sizes, command))
+        return asyncio.run(_run(with_secrets(load(args.config, args.overrides)), command))
     except (ConfigError, EngineStartFailed) as error:
         print(error, file=sys.stderr)
         return 1

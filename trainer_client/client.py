@@ -1,7 +1,7 @@
 """The asynchronous client of a rollout URL: completions as they end, and weight calls.
 
 Each prompt is its own request, with its own end, failure, retry and cancellation. The gateway's cost is about that of a
-single stream for all prompts, which has none of these (docs/benchmarks.md).
+single stream for all prompts, which has none of these (docs/design/rollouts.md).
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """A tensor as its difference from another of equal size: gaps between changed elements, and their new values.
 
 In a step of reinforcement learning a few percent of the bfloat16 elements change, and almost every block of 4 KiB has
-some (docs/benchmarks.md): so elements are stored, and not blocks.
+some (docs/trainer_client.md): so elements are stored, and not blocks.
 """
 
 from dataclasses import dataclass

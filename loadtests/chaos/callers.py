@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import aiohttp
@@ -18,10 +19,9 @@ import orjson
 
 from engines.config import SimConfig
 from engines.errors import DeadlineExceeded
-from gateway.dialects.resumption.features import MARK
-from loadtests.chaos.contents import Asked, Delivered, flaw
+from loadtests.chaos.contents import Asked, Delivered, Flaw, flaw
 from loadtests.chaos.faults import Versioned
-from loadtests.chaos.witness import Tally
+from loadtests.chaos.tally import Tally
 from sim.dialect import chat_text
 from sim.model import SimModel, tokenize
 from trainer_client.client import RolloutClient
@@ -74,10 +74,17 @@ class Callers:
         self._numbers: Iterator[int] = itertools.count(1)
         self._stopping = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
-        timeout = aiohttp.ClientTimeout(total=bound_s)
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._session = aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0), headers=headers)
-        self._client = RolloutClient(url, api_key=key)
+        self._key = key
+
+    @cached_property
+    def _session(self) -> aiohttp.ClientSession:
+        timeout = aiohttp.ClientTimeout(total=self._bound_s)
+        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        return aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0), headers=headers)
+
+    @cached_property
+    def _client(self) -> RolloutClient:
+        return RolloutClient(self.url, api_key=self._key)
 
     @property
     def kinds(self) -> dict[str, Callable[[], Awaitable[None]]]:
@@ -92,8 +99,10 @@ class Callers:
         }
 
     async def close(self) -> None:
-        await self._client.close()
-        await self._session.close()
+        """Close what is open; the next request opens it again."""
+        for opened in ("_client", "_session"):
+            if (one := vars(self).pop(opened, None)) is not None:
+                await one.close()
 
     def start(self, each: int) -> None:
         """Let `each` clients of each kind send without pause, from a new record on."""
@@ -139,22 +148,25 @@ class Callers:
 
     async def completions(self) -> None:
         """One request for several prompts, seeded."""
-        number, floor = next(self._numbers), self._trainer.version
-        prompts = _prompts(number, _PLAIN_PROMPTS)
+        asked, body = self._numbered(next(self._numbers))
+        await self._plain(asked, lambda: self._whole(_COMPLETIONS, body))
+
+    def _numbered(self, number: int) -> tuple[list[Asked], Json]:
+        """Return the samples of the request of this number, and its body."""
+        floor, prompts = self._trainer.version, _prompts(number, _PLAIN_PROMPTS)
         asked = [
             Asked(prompt, self.tokens, floor, is_greedy=False, seed=number, sample=sample)
             for prompt in prompts
             for sample in range(_SAMPLES)
         ]
-        body = self._body(prompt=prompts, n=_SAMPLES, seed=number, logprobs=0)
-        await self._plain(asked, lambda: self._whole(_COMPLETIONS, body))
+        return asked, self._body(prompt=prompts, n=_SAMPLES, seed=number, logprobs=0)
 
     async def streamed(self) -> None:
         """One stream with two samples of an unknown draw for each prompt."""
         floor, prompts = self._trainer.version, _prompts(next(self._numbers), 2)
         asked = [Asked(prompt, self.tokens, floor, is_greedy=False) for prompt in prompts for _ in range(_SAMPLES)]
         body = self._body(prompt=prompts, n=_SAMPLES, logprobs=0, stream=True)
-        await self._plain(asked, lambda: self._stream(_COMPLETIONS, body))
+        await self._plain(asked, lambda: self._streamed(_COMPLETIONS, body))
 
     async def chat(self) -> None:
         messages, asked = self._conversation()
@@ -164,7 +176,7 @@ class Callers:
     async def chat_streamed(self) -> None:
         messages, asked = self._conversation()
         body = self._body(messages=messages, temperature=0.0, stream=True)
-        await self._plain([asked], lambda: self._stream(_CHAT, body))
+        await self._plain([asked], lambda: self._streamed(_CHAT, body))
 
     def _conversation(self) -> tuple[list[Json], Asked]:
         messages = [{"role": "user", "content": f"rollout {next(self._numbers)}"}]
@@ -189,7 +201,8 @@ class Callers:
                 seen.add(rollout.prompt_index)
                 prompt, is_greedy = prompts[rollout.prompt_index], sampling.temperature == 0
                 asked = Asked(prompt, sampling.max_tokens, floor, is_greedy=is_greedy)
-                self._take([(asked, _read(completion)) for completion in _each_once(rollout, sampling.n)])
+                got = map(Delivered.of_completion, _each_once(rollout, sampling.n))
+                self._take([(asked, one) for one in got])
 
     async def _plain(self, asked: Sequence[Asked], send: Callable[[], Awaitable[list[Json]]]) -> None:
         """Send a request until it is answered, and check its choices."""
@@ -206,14 +219,22 @@ class Callers:
             except (aiohttp.ClientError, ConnectionError, BrokenOff) as error:
                 tally.retried += 1
                 self.record.retries[_named(error)] += 1
-                if not _may_retry(error) or time.monotonic() > deadline:
+                status = error.status if isinstance(error, aiohttp.ClientResponseError) else 0
+                if not self._may_retry(status) or time.monotonic() > deadline:
                     self._fail(len(asked), _named(error))
                     return
             await asyncio.sleep(_RETRY_S)
-        places = [choice["index"] for choice in choices]
+        self._answered(asked, choices)
+
+    def _may_retry(self, status: int) -> bool:
+        """Return True if a request is sent again after an answer of this status; 0 where none came."""
+        return status in _RETRIED or status >= 500 or status == 0
+
+    def _answered(self, asked: Sequence[Asked], choices: Sequence[Json]) -> None:
+        tally, places = self.record.tally, [choice["index"] for choice in choices]
         tally.duplicated += len(places) - len(set(places))
         first = {choice["index"]: choice for choice in reversed(choices)}
-        self._take([(one, _choice(first[place])) for place, one in enumerate(asked) if place in first])
+        self._take([(one, Delivered.of_choice(first[place])) for place, one in enumerate(asked) if place in first])
 
     def _take(self, samples: Sequence[tuple[Asked, Delivered]]) -> None:
         """Count and check delivered samples."""
@@ -221,30 +242,23 @@ class Callers:
         for asked, got in samples:
             tally.delivered += 1
             self.record.deliveries.append((time.monotonic(), len(got.token_ids)))
-            if found := flaw(self._model, asked, got):
+            if found := self._flaw(asked, got):
                 tally.stale += found.is_stale
                 tally.wrong += not found.is_stale
                 tally.note(f"prompt {list(asked.prompt[:8])}: {found.reason}")
+
+    def _flaw(self, asked: Asked, got: Delivered) -> Flaw | None:
+        return flaw(self._model, asked, got)
 
     def _fail(self, samples: int, reason: str) -> None:
         self.record.tally.failed += samples
         self.record.tally.note(reason)
 
     async def _whole(self, path: str, body: Json) -> list[Json]:
-        async with self._session.post(self.url + path, json=body) as response:
-            _check(response, await response.read())
-            return list((await response.json())["choices"])
+        return await choices_of(self._session, self.url + path, orjson.dumps(body))
 
-    async def _stream(self, path: str, body: Json) -> list[Json]:
-        """Return the choices of a stream, joined."""
-        joined: dict[int, Json] = {}
-        async with self._session.post(self.url + path, json=body) as response:
-            if response.status != 200:
-                _check(response, await response.read())
-            async for chunk in _events(response):
-                for choice in chunk["choices"]:
-                    _join(joined.setdefault(choice["index"], {"index": choice["index"]}), choice)
-        return list(joined.values())
+    async def _streamed(self, path: str, body: Json) -> list[Json]:
+        return await streamed_choices_of(self._session, self.url + path, orjson.dumps(body))
 
 
 def _prompts(number: int, count: int) -> list[list[int]]:
@@ -254,24 +268,6 @@ def _prompts(number: int, count: int) -> list[list[int]]:
 def _each_once(rollout: Rollout, n: int) -> Sequence[Completion]:
     assert [completion.sample_index for completion in rollout.completions] == list(range(n))
     return rollout.completions
-
-
-def _read(completion: Completion) -> Delivered:
-    return Delivered(
-        completion.token_ids.tolist(),
-        [(span.version, span.start, span.end) for span in completion.spans],
-        None if completion.logprobs is None else completion.logprobs.tolist(),
-        completion.text,
-    )
-
-
-def _choice(choice: Json) -> Delivered:
-    """Read a choice of a reply, or of a joined stream."""
-    scores, message = choice.get("logprobs"), choice.get("message")
-    spans = [(span["version"], span["start"], span["end"]) for span in choice.get("weight_versions") or ()]
-    text = choice.get("text") if message is None else message["content"]
-    is_redrawn = "seed" in choice.get(MARK, ())
-    return Delivered(choice.get("token_ids") or [], spans, scores and scores["token_logprobs"], text, is_redrawn)
 
 
 def _join(whole: Json, choice: Json) -> None:
@@ -298,9 +294,27 @@ async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[Json]:
     raise BrokenOff("the stream ended without [DONE]")
 
 
-def _check(response: aiohttp.ClientResponse, content: bytes) -> None:
+async def choices_of(session: aiohttp.ClientSession, url: str, content: bytes) -> list[Json]:
+    """Return the choices of a whole reply. Raise `aiohttp.ClientError`, for another status than 200 with its words."""
+    async with session.post(url, data=content, headers={"Content-Type": "application/json"}) as response:
+        await _check(response)
+        return list(orjson.loads(await response.read())["choices"])
+
+
+async def streamed_choices_of(session: aiohttp.ClientSession, url: str, content: bytes) -> list[Json]:
+    """Return the choices of a stream, joined. Raise also `BrokenOff`."""
+    joined: dict[int, Json] = {}
+    async with session.post(url, data=content, headers={"Content-Type": "application/json"}) as response:
+        await _check(response)
+        async for chunk in _events(response):
+            for choice in chunk["choices"]:
+                _join(joined.setdefault(choice["index"], {"index": choice["index"]}), choice)
+    return list(joined.values())
+
+
+async def _check(response: aiohttp.ClientResponse) -> None:
     if response.status != 200:
-        shown = content[:300].decode(errors="replace")
+        shown = (await response.read())[:300].decode(errors="replace")
         raise aiohttp.ClientResponseError(
             response.request_info, response.history, status=response.status, message=shown
         )
@@ -309,8 +323,3 @@ def _check(response: aiohttp.ClientResponse, content: bytes) -> None:
 def _named(error: Exception) -> str:
     """Return an error in few words, to count it by."""
     return f"{error.status} {error.message}" if isinstance(error, aiohttp.ClientResponseError) else repr(error)
-
-
-def _may_retry(error: Exception) -> bool:
-    status = error.status if isinstance(error, aiohttp.ClientResponseError) else 0
-    return status in _RETRIED or status >= 500 or status == 0

@@ -42,7 +42,8 @@ from loadtests.chaos.faults import DISK_FULL, FAULTS, CallFailed, Hung, Trainer,
 from loadtests.chaos.rollout_faults import OF_WORKERS
 from loadtests.chaos.rollouts import OF_ROLLOUTS, hurt_rollouts, report
 from loadtests.chaos.rollouts import Outcome as RolloutOutcome
-from loadtests.chaos.witness import Tally, Witness
+from loadtests.chaos.tally import Tally
+from loadtests.chaos.witness import Witness
 
 _SIM = SimConfig(load_s=0.3, decode_step_s=0.004)
 _CLIENTS = 4
@@ -136,7 +137,7 @@ async def hurt(url: str, replicas: int, faults: Sequence[str]) -> list[Outcome]:
 
 
 async def _meet(name: str, world: World, witness: Witness) -> Outcome:
-    witness.start()
+    witness.watch()
     problem, hung, whole_again_s = "", 0, float("nan")
     try:
         await world.trainer.join()
@@ -144,25 +145,16 @@ async def _meet(name: str, world: World, witness: Witness) -> Outcome:
         witness.hurt_now()
         hurt_at = time.monotonic()
         await FAULTS[name](world)
-        await until(lambda: _updates(world), _UP_S, "an update on all replicas after the fault")
+        await until(world.updated, _UP_S, "an update on all replicas after the fault")
         whole_again_s = time.monotonic() - hurt_at
     except Hung as error:
         problem, hung = str(error), 1
     except CallFailed as error:
         problem = str(error)
-    tally = await witness.stop()
+    tally = await witness.seen()
     tally.hung += hung
     silence_s = witness.longest_silence_s
     return Outcome(fault=name, silence_s=silence_s, whole_again_s=whole_again_s, tally=tally, problem=problem)
-
-
-async def _updates(world: World) -> bool:
-    """Push a version from a new trainer session to a complete fleet."""
-    if len(await world.replicas()) < world.size:
-        return False
-    await world.trainer.join()
-    await world.trainer.update()
-    return await world.serves()
 
 
 def _say(outcome: Outcome) -> None:

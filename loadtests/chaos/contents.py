@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from math import isclose
 from typing import Any
 
+from gateway.dialects.resumption.features import MARK
 from sim.model import CHECKPOINT_VERSION, GREEDY, SimModel, detokenize, read, seeded_draw, weights_key
+from trainer_client.results import Completion
 
 Json = dict[str, Any]
 
@@ -40,6 +42,27 @@ class Delivered:
     logprobs: Sequence[float] | None = None
     text: str | None = None
     is_redrawn: bool = False
+
+    @classmethod
+    def of_choice(cls, choice: Json) -> "Delivered":
+        """Read a choice of a reply, or of a joined stream."""
+        scores, message = choice.get("logprobs"), choice.get("message")
+        text = choice.get("text") if message is None else message["content"]
+        is_redrawn = "seed" in choice.get(MARK, ())
+        return cls(
+            choice.get("token_ids") or [], spans_of(choice), scores and scores["token_logprobs"], text, is_redrawn
+        )
+
+    @classmethod
+    def of_completion(cls, completion: Completion) -> "Delivered":
+        spans = [(span.version, span.start, span.end) for span in completion.spans]
+        logprobs = None if completion.logprobs is None else completion.logprobs.tolist()
+        return cls(completion.token_ids.tolist(), spans, logprobs, completion.text)
+
+
+def spans_of(choice: Json) -> list[tuple[int, int | None, int | None]]:
+    """Return version, start and end of each span of a choice."""
+    return [(span["version"], span["start"], span["end"]) for span in choice.get("weight_versions") or ()]
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,6 +134,14 @@ class World:
         found: list[Json] = (await self.trainer.call("GET", "/status"))["replicas"]
         return sorted(found, key=lambda replica: replica["state"] != "SERVING")
 
+    async def updated(self) -> bool:
+        """Push a version from a new trainer session to a complete fleet."""
+        if len(await self.replicas()) < self.size:
+            return False
+        await self.trainer.join()
+        await self.trainer.update()
+        return await self.serves()
+
     async def engine_pid(self) -> int:
         """Return the engine server of one replica, a serving one if possible."""
         return engine_of((await self.replicas())[0])

@@ -26,8 +26,8 @@ from engines.config import SimConfig
 from loadtests.chaos.bad_requests import ADMIN_KEY, INFERENCE_KEY, BadRequest, bad_requests
 from loadtests.chaos.callers import Callers
 from loadtests.chaos.faults import until
-from loadtests.chaos.processes.process_fleet import ProcessFleet, fleet_config
-from loadtests.chaos.witness import Tally
+from loadtests.chaos.processes.process_fleet import ProcessFleet, fleet_config, running
+from loadtests.chaos.tally import Tally
 
 SIM = SimConfig(decode_step_s=0.001)
 _REPLICAS = 2
@@ -82,12 +82,9 @@ async def fuzzed(seed: int, count: int) -> Findings:
         config = fleet_config("fuzz", _REPLICAS, SIM, Path(folder), queue_timeout_s=_QUEUE_S, max_n=_MAX_N, **keys)
         config = config.model_copy(update={"engine": config.engine.model_copy(update={"max_model_len": 512})})
         fleet = ProcessFleet(config, Path(folder))
-        try:
-            await fleet.start()
+        async with running(fleet):
             await until(lambda: _serves(fleet), _UP_S, "the fleet to come up")
             return await _run(fleet, bad_requests(seed, count))
-        finally:
-            await fleet.stop()
 
 
 async def _run(fleet: ProcessFleet, requests: Sequence[BadRequest]) -> Findings:

@@ -28,10 +28,10 @@ import aiohttp
 import orjson
 
 from engines.config import SimConfig
+from loadtests.chaos.callers import choices_of
 from loadtests.chaos.contents import Asked, Delivered, flaw
-from loadtests.chaos.faults import until
-from loadtests.chaos.processes.process_fleet import ProcessFleet, fleet_config
-from loadtests.chaos.witness import Tally
+from loadtests.chaos.processes.process_fleet import ProcessFleet, fleet_config, healthy_within, running
+from loadtests.chaos.tally import Tally
 from sim.model import SimModel
 from trainer_client.client import RolloutClient
 from trainer_client.sampling import SamplingParams
@@ -101,10 +101,7 @@ class Clients:
         sampling = SamplingParams(max_tokens=self._tokens, n=_SAMPLES, ignore_eos=True)
         submission = self._client.submit(prompts, sampling, submission_id=f"s{self._number}", timeout_s=_BOUND_S)
         async for completion in submission:
-            spans = [(span.version, span.start, span.end) for span in completion.spans]
-            logprobs = None if completion.logprobs is None else completion.logprobs.tolist()
-            got = Delivered(completion.token_ids.tolist(), spans, logprobs, completion.text)
-            self._take(prompts[completion.prompt_index], got)
+            self._take(prompts[completion.prompt_index], Delivered.of_completion(completion))
         for error in submission.failures.values():
             self._fail(str(error), _SAMPLES)
 
@@ -115,7 +112,7 @@ class Clients:
         deadline = time.monotonic() + _BOUND_S
         while time.monotonic() < deadline:
             try:
-                choices = await self._answer(content)
+                choices = await choices_of(self._session, f"{self.url}/v1/completions", content)
                 break
             except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError):
                 self.result.replays += 1
@@ -128,21 +125,7 @@ class Clients:
             return
         self.result.tally.duplicated += len(choices) - len({choice["index"] for choice in choices})
         for choice in choices:
-            spans = [(span["version"], span["start"], span["end"]) for span in choice["weight_versions"]]
-            got = Delivered(choice["token_ids"], spans, choice["logprobs"]["token_logprobs"], choice["text"])
-            self._take(prompts[choice["index"] // _SAMPLES], got)
-
-    async def _answer(self, content: bytes) -> list[Json]:
-        headers = {"Content-Type": "application/json"}
-        async with self._session.post(f"{self.url}/v1/completions", data=content, headers=headers) as response:
-            reply = await response.read()
-            if response.status != 200:
-                message = reply[:300].decode(errors="replace")
-                raise aiohttp.ClientResponseError(
-                    response.request_info, response.history, status=response.status, message=message
-                )
-        choices: list[Json] = orjson.loads(reply)["choices"]
-        return choices
+            self._take(prompts[choice["index"] // _SAMPLES], Delivered.of_choice(choice))
 
     def _take(self, prompt: Sequence[int], got: Delivered) -> None:
         """Count and check a delivered sample."""
@@ -166,17 +149,14 @@ async def campaign(rollouts: int, replicas: int, tokens: int, clients: int, kill
     with tempfile.TemporaryDirectory(prefix="replays-") as folder:
         config = fleet_config("replays", replicas, _SIM, Path(folder), ledger=str(Path(folder) / "ledger.sqlite"))
         fleet = ProcessFleet(config, Path(folder))
-        await fleet.start()
-        try:
+        async with running(fleet):
             senders = Clients(fleet.url, rollouts, tokens)
             try:
-                await until(lambda: _is_up(fleet.url), _UP_S, "the fleet to come up")
+                await healthy_within(fleet.url, _UP_S)
                 await _hurt(fleet, senders, clients, kill_every_s)
             finally:
                 await senders.close()
             return senders.result
-        finally:
-            await fleet.stop()
 
 
 async def _hurt(fleet: ProcessFleet, senders: Clients, clients: int, kill_every_s: float) -> None:
@@ -194,7 +174,7 @@ async def _hurt(fleet: ProcessFleet, senders: Clients, clients: int, kill_every_
 async def _kills(fleet: ProcessFleet, result: Campaign, every_s: float) -> None:
     draw = random.Random(1)
     while True:
-        await until(lambda: _is_up(fleet.url), _UP_S, "the gateway to come up")
+        await healthy_within(fleet.url, _UP_S)
         await asyncio.sleep(max(_LEAST_LIFE_S, draw.uniform(0.5, 1.5) * every_s))
         fleet.kill_gateway()
         result.kills += 1
@@ -204,14 +184,6 @@ async def _kills(fleet: ProcessFleet, result: Campaign, every_s: float) -> None:
             f"{tally.wrong} wrong, {result.replays} replays",
             flush=True,
         )
-
-
-async def _is_up(url: str) -> bool:
-    try:
-        async with aiohttp.ClientSession() as session, session.get(url + "/health") as response:
-            return response.status == 200
-    except aiohttp.ClientError:
-        return False
 
 
 def main(argv: Sequence[str] | None = None) -> int:

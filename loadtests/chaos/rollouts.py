@@ -19,9 +19,9 @@ from engines.config import SimConfig
 from loadtests.chaos.callers import Callers, Record
 from loadtests.chaos.faults import CallFailed, Hung, Trainer, World, until
 from loadtests.chaos.measures import Goodput, Kept, batch_with, go_on, kept_at, kill_one, stop_one
-from loadtests.chaos.processes.process_fleet import ProcessFleet, fleet_config, started, stopped
+from loadtests.chaos.processes.process_fleet import ProcessFleet, fleet_config, running
 from loadtests.chaos.rollout_faults import ROLLOUT_FAULTS, Scene
-from loadtests.chaos.witness import Tally
+from loadtests.chaos.tally import Tally
 
 SIM = SimConfig(decode_step_s=0.03, load_s=0.1)
 KEPT = {f"replica killed at {share:.0%} of its rollouts": share for share in (0.25, 0.5, 0.9)}
@@ -82,18 +82,12 @@ class Side:
 
     async def whole_again(self) -> None:
         """Return when all replicas have taken a new version."""
-        await until(self._updates, _UP_S, "an update on all replicas after the fault")
+        await until(self.world.updated, _UP_S, "an update on all replicas after the fault")
 
     async def close(self) -> None:
         await self.callers.close()
         await self.newcomers.close()
         await self.waves.close()
-
-    async def _updates(self) -> bool:
-        if len(await self.world.replicas()) < self.world.size:
-            return False
-        await self.update()
-        return await self.world.serves()
 
 
 async def hurt_rollouts(names: Sequence[str], replicas: int, seconds: float, workers: int = 1) -> list[Outcome]:
@@ -115,19 +109,16 @@ async def _sides(replicas: int, workers: int) -> AsyncIterator[tuple[Side, Side]
         for name in ("hurt", "calm"):
             (own := Path(folder) / name).mkdir()
             fleets.append(ProcessFleet(fleet_config(name, replicas, SIM, own, workers=workers), own))
-        await started(fleets)
-        try:
-            async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_BOUND_S)) as session:
-                hurt, calm = (Side(fleet, session) for fleet in fleets)
-                try:
-                    for side in (hurt, calm):
-                        await until(side.world.serves, _UP_S, "the fleet to come up")
-                    yield hurt, calm
-                finally:
-                    await hurt.close()
-                    await calm.close()
-        finally:
-            await stopped(fleets)
+        timeout = aiohttp.ClientTimeout(total=_BOUND_S)
+        async with running(*fleets), aiohttp.ClientSession(timeout=timeout) as session:
+            hurt, calm = (Side(fleet, session) for fleet in fleets)
+            try:
+                for side in (hurt, calm):
+                    await until(side.world.serves, _UP_S, "the fleet to come up")
+                yield hurt, calm
+            finally:
+                await hurt.close()
+                await calm.close()
 
 
 async def _bounded(name: str, hurt: Side, calm: Side, seconds: float) -> Outcome:

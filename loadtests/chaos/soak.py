@@ -33,9 +33,10 @@ from engines.errors import RolloutGatewayError
 from gateway.config.schema import Config
 from gateway.weights.snapshots import in_memory
 from loadtests.chaos.faults import CallFailed, Trainer
-from loadtests.chaos.processes.process_fleet import ProcessFleet, fleet_config, healthy_within, started, stopped
+from loadtests.chaos.processes.process_fleet import ProcessFleet, fleet_config, healthy_within, running
 from loadtests.chaos.processes.real_engines import GreedyWitness, real_config, store_trainer
-from loadtests.chaos.witness import Tally, Witness
+from loadtests.chaos.tally import Tally
+from loadtests.chaos.witness import Witness
 
 Push = Callable[[], Awaitable[None]]
 
@@ -127,29 +128,24 @@ def real(replicas: int, clients: int, folder: Path) -> Soaked:
 
 async def soak(seconds: float, soaked: Sequence[Soaked], *, update_every_s: float, kill_every_s: float) -> None:
     """Run fleets in processes of their own, and fill their results."""
-    fleets = [one.fleet for one in soaked]
-    await started(fleets)
-    try:
-        async with AsyncExitStack() as stack:
-            work = []
-            for one in soaked:
-                await healthy_within(one.fleet.url, _BOUND_S)
-                push = await stack.enter_async_context(one.trainer())
-                one.witness.start()
-                work += [_updates(push, one, update_every_s), _kills(one, kill_every_s), _looks(one)]
-            tasks = [asyncio.create_task(one) for one in work]
-            try:
-                ended, _ = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
-            finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
-            for task in ended:
-                task.result()  # raises: none of them ends by itself
-            for one in soaked:
-                one.result.tally = await one.witness.stop()
-    finally:
-        await stopped(fleets)
+    async with running(*(one.fleet for one in soaked)), AsyncExitStack() as stack:
+        work = []
+        for one in soaked:
+            await healthy_within(one.fleet.url, _BOUND_S)
+            push = await stack.enter_async_context(one.trainer())
+            one.witness.watch()
+            work += [_updates(push, one, update_every_s), _kills(one, kill_every_s), _looks(one)]
+        tasks = [asyncio.create_task(one) for one in work]
+        try:
+            ended, _ = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        for task in ended:
+            task.result()  # raises: none of them ends by itself
+        for one in soaked:
+            one.result.tally = await one.witness.seen()
 
 
 @asynccontextmanager

@@ -28,15 +28,15 @@ import orjson
 
 from engines.errors import RolloutGatewayError
 from engines.types import InFlight
-from loadtests.chaos.processes.process_fleet import ProcessFleet, healthy_within
+from loadtests.chaos.callers import BrokenOff, choices_of, streamed_choices_of
+from loadtests.chaos.contents import Delivered
+from loadtests.chaos.processes.process_fleet import ProcessFleet, healthy_within, running
 from loadtests.chaos.processes.real_engines import real_config
 from loadtests.updates import tensors_of
 
 if TYPE_CHECKING:
     import torch
 
-Json = dict[str, Any]
-Span = tuple[int, int | None, int | None]
 
 _TOKENS, _SAMPLES = 240, 2
 _TOLERANCE = 2e-3
@@ -47,22 +47,15 @@ _UPDATE_EVERY_S, _FAULT_EVERY_S, _STOPPED_S = 4.0, 12.0, 8.0
 _BOUND_S, _RETRY_S = 180.0, 0.5
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One completion as delivered."""
+Sample = tuple[list[int], Delivered]
+"""A prompt, and a completion of it."""
 
-    prompt: list[int]
-    token_ids: list[int]
-    logprobs: list[float | None]
-    spans: list[Span]
 
-    @property
-    def is_covered(self) -> bool:
-        """True if its spans name each token once, in order, and no version twice in a row."""
-        starts, ends = [start for _, start, _ in self.spans], [end for _, _, end in self.spans]
-        versions = [version for version, _, _ in self.spans]
-        follow = all(before != after for before, after in itertools.pairwise(versions))
-        return follow and starts == [0, *ends[:-1]] and ends[-1:] == [len(self.token_ids)]
+def is_covered(got: Delivered) -> bool:
+    """Return True if its spans name each token once, in order, and no version twice in a row."""
+    starts, ends = [start for _, start, _ in got.spans], [end for _, _, end in got.spans]
+    follow = all(before[0] != after[0] for before, after in itertools.pairwise(got.spans))
+    return follow and starts == [0, *ends[:-1]] and ends[-1:] == [len(got.token_ids)]
 
 
 @dataclass(slots=True)
@@ -113,32 +106,32 @@ class Versions:
         for one in range(max(self._models) + 1, version + 1):
             self._models[one] = model
 
-    def worst(self, sample: Sample) -> float:
-        """The largest difference of a log-prob of the sample from what its spans' weights make of it."""
-        told = [float("nan") if score is None else score for score in sample.logprobs]
-        found = [self._scores(sample, first) for first in range(len(sample.spans))]
+    def worst(self, prompt: list[int], got: Delivered) -> float:
+        """The largest difference of a log-prob of the completion from what its spans' weights make of it."""
+        told = [float("nan") if score is None else score for score in got.logprobs or ()]
+        found = [self._scores(prompt, got, first) for first in range(len(got.spans))]
         differences = [
             min((abs(scores[place] - score) for scores in found if place in scores), default=float("inf"))
             for place, score in enumerate(told)
         ]
         return max((one if one == one else float("inf") for one in differences), default=0.0)
 
-    def _scores(self, sample: Sample, first: int) -> dict[int, float]:
+    def _scores(self, prompt: list[int], got: Delivered, first: int) -> dict[int, float]:
         """Log-probs by place of the tokens from span `first` on, whose weights have read all before. Each later span
         is read on the KV so far."""
         import torch
 
         read, cache, scores = 0, None, dict[int, float]()
-        whole = torch.tensor([sample.prompt + sample.token_ids])
-        for version, start, end in sample.spans[first:]:
+        whole = torch.tensor([[*prompt, *got.token_ids]])
+        for version, start, end in got.spans[first:]:
             assert start is not None
             assert end is not None
-            last = len(sample.prompt) + end - 1
+            last = len(prompt) + end - 1
             with torch.inference_mode():
                 made = self._models[version](whole[:, read:last], past_key_values=cache, use_cache=True)
             cache, logprobs = made.past_key_values, made.logits[0].log_softmax(-1)
             for place in range(start, end):
-                at = len(sample.prompt) + place
+                at = len(prompt) + place
                 scores[place] = float(logprobs[at - 1 - read, whole[0, at]])
             read = last
         return scores
@@ -161,7 +154,7 @@ class Run:
             while True:
                 try:
                     self.samples += await self._asked(session, prompt, stream=stream)
-                except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+                except (aiohttp.ClientError, TimeoutError, BrokenOff) as error:
                     self.result.requests_failed += 1
                     print(f"a request failed: {error}", flush=True)
                     await asyncio.sleep(_RETRY_S)
@@ -173,13 +166,11 @@ class Run:
             "prompt": prompt, "n": _SAMPLES, "max_tokens": _TOKENS, "temperature": 1.0, "logprobs": 0,
             "ignore_eos": True, "return_token_ids": True, "stream": stream,
         }  # fmt: skip
-        async with session.post("/v1/completions", json=body) as response:
-            text = await response.text()
-        if response.status != 200 or (stream and "[DONE]" not in text):
-            raise ValueError(text[-300:])
-        events = [line.removeprefix("data: ") for line in text.splitlines()] if stream else [text]
-        choices = [choice for event in events if event.startswith("{") for choice in orjson.loads(event)["choices"]]
-        return [_joined(prompt, [one for one in choices if one["index"] == index]) for index in range(_SAMPLES)]
+        ask = streamed_choices_of if stream else choices_of
+        choices = await ask(session, "/v1/completions", orjson.dumps(body))
+        if len(choices) != _SAMPLES:
+            raise BrokenOff(f"{len(choices)} samples came, {_SAMPLES} were requested")
+        return [(prompt, Delivered.of_choice(choice)) for choice in choices]
 
     async def trainer(self, url: str) -> None:
         """Push version after version; one that is refused is pushed again."""
@@ -226,15 +217,15 @@ class Run:
 
     def judge(self) -> None:
         """Compute the log-probs of all samples again."""
-        for sample in self.samples:
+        for prompt, got in self.samples:
             self.result.completions += 1
-            self.result.several_versions += len(sample.spans) > 1
-            if not sample.is_covered:
+            self.result.several_versions += len(got.spans) > 1
+            if not is_covered(got):
                 self.result.without_limits += 1
-                self._note(f"spans {sample.spans} over {len(sample.token_ids)} tokens")
-            elif (worst := self.versions.worst(sample)) > _TOLERANCE:
+                self._note(f"spans {got.spans} over {len(got.token_ids)} tokens")
+            elif (worst := self.versions.worst(prompt, got)) > _TOLERANCE:
                 self.result.wrong += 1
-                self._note(f"a log-prob is {worst:.4f} nats off, spans {sample.spans}")
+                self._note(f"a log-prob is {worst:.4f} nats off, spans {got.spans}")
             else:
                 self.result.worst = max(self.result.worst, worst)
 
@@ -243,25 +234,13 @@ class Run:
             self.result.examples.append(example)
 
 
-def _joined(prompt: list[int], choices: list[Json]) -> Sample:
-    if not choices or choices[-1]["finish_reason"] is None:
-        raise ValueError("a sample has no end")
-    return Sample(
-        prompt,
-        [token_id for one in choices for token_id in one.get("token_ids") or ()],
-        [score for one in choices for score in (one.get("logprobs") or {}).get("token_logprobs") or ()],
-        [(span["version"], span["start"], span["end"]) for span in choices[-1]["weight_versions"]],
-    )
-
-
 async def run(completions: int, clients: int, minutes: float) -> Result:
     """Run a fleet of two replicas in processes of their own until so many completions are made."""
     with tempfile.TemporaryDirectory(prefix="spans-") as folder:
         config = real_config(2, Path(folder), "fleet.stalled_after_s=3", "gateway.ledger=null")
         fleet, began = ProcessFleet(config, Path(folder)), time.monotonic()
         made = Run(fleet, await asyncio.to_thread(Versions, config.engine.model), completions)
-        await fleet.start()
-        try:
+        async with running(fleet):
             await healthy_within(fleet.url, _BOUND_S)
             timeout = aiohttp.ClientTimeout(total=_BOUND_S)
             async with aiohttp.ClientSession(fleet.url, timeout=timeout, read_bufsize=1 << 20) as session:
@@ -277,8 +256,6 @@ async def run(completions: int, clients: int, minutes: float) -> Result:
             for error in ended:
                 if isinstance(error, Exception):
                     raise error
-        finally:
-            await fleet.stop()
         made.result.seconds = time.monotonic() - began
         await asyncio.to_thread(made.judge)
         return made.result

@@ -14,8 +14,7 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -27,7 +26,7 @@ import orjson
 from engines.process.port import free_port
 from gateway.config.load import load
 from gateway.config.schema import Config
-from loadtests.chaos.processes.process_fleet import ProcessFleet, healthy_within
+from loadtests.chaos.processes.process_fleet import ProcessFleet, healthy_within, running
 
 Json = dict[str, Any]
 
@@ -91,7 +90,8 @@ async def main() -> int:
 async def _train(arguments: argparse.Namespace, chance: random.Random, run: int) -> Training:
     with tempfile.TemporaryDirectory(prefix="trainings-") as name:
         folder = Path(name)
-        async with _fleet(_config(arguments.config, folder), folder) as fleet:
+        fleet = ProcessFleet(_config(arguments.config, folder), folder)
+        async with running(fleet):
             await healthy_within(fleet.url, _UP_S)
             training = Training()
             killing = asyncio.create_task(_kill(fleet, training, arguments.steps, chance, run))
@@ -110,16 +110,6 @@ def _config(path: Path, folder: Path) -> Config:
     gateway = given.gateway.model_copy(update={"port": free_port(), "ledger": str(folder / "ledger.sqlite")})
     engine = given.engine.model_copy(update={"log_dir": str(folder)})
     return given.model_copy(update={"name": f"trainings-{folder.name}", "gateway": gateway, "engine": engine})
-
-
-@asynccontextmanager
-async def _fleet(config: Config, folder: Path) -> AsyncIterator[ProcessFleet]:
-    fleet = ProcessFleet(config, folder)
-    try:
-        await fleet.start()
-        yield fleet
-    finally:
-        await fleet.stop()
 
 
 async def _follow(fleet: ProcessFleet, training: Training, arguments: argparse.Namespace, folder: Path) -> None:

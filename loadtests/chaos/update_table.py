@@ -28,7 +28,8 @@ from engines.config import SimConfig
 from gateway.config.schema import Config
 from loadtests.chaos.faults import CallFailed, Hung, Trainer
 from loadtests.chaos.processes.process_fleet import WAITS, ProcessFleet, fleet_config
-from loadtests.chaos.witness import Tally, Witness
+from loadtests.chaos.tally import Tally
+from loadtests.chaos.witness import Witness
 from loadtests.studies.weights.pusher import Pusher
 
 Json = dict[str, Any]
@@ -215,7 +216,7 @@ class Scene:
         if self._pusher is None:
             self._pusher = await asyncio.to_thread(Pusher, self.fleet.url, "gloo", "cpu", _BOUND_S)
         try:
-            pushed = await asyncio.to_thread(self._pusher.push, "keep")
+            pushed = await asyncio.to_thread(self._pusher.push)
         except EOFError:
             return "-"
         self.witness.version = max(self.witness.version, pushed.version)
@@ -269,7 +270,7 @@ FAULTS: dict[str, Fault] = {
 async def meet(scene: Scene, transport: Transport, moment: Moment, fault: str) -> Row:
     """Let one fault strike in one step, and wait until the fleet is whole again."""
     witness = scene.witness
-    witness.start()
+    witness.watch()
     problem, saw, whole_again_s, struck_at, by_next = "", "", float("nan"), time.monotonic(), False
     pushing = asyncio.create_task(scene.push(transport))
     try:
@@ -288,7 +289,7 @@ async def meet(scene: Scene, transport: Transport, moment: Moment, fault: str) -
         problem = f"{type(error).__name__} {error}"
     finally:
         pushing.cancel()
-    tally: Tally = await witness.stop()
+    tally: Tally = await witness.seen()
     return Row(
         transport.name, moment.step, fault, tally.stale, tally.wrong, tally.lost + tally.hung + tally.failed,
         await scene.frozen(), saw, round(witness.longest_silence_s, 2), round(whole_again_s, 2), by_next,

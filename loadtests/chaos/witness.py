@@ -4,169 +4,50 @@ The simulated engine's tokens are a pure function of prompt, seed and weights: e
 reported weight versions.
 """
 
-import asyncio
 import itertools
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any
-
-import aiohttp
+from collections.abc import Awaitable, Callable
 
 from engines.config import SimConfig
-from gateway.dialects.resumption.features import MARK
-from loadtests.chaos.contents import Asked, Delivered, Flaw, flaw
-from sim.model import SimModel
+from loadtests.chaos.callers import Callers
+from loadtests.chaos.tally import Tally
 
-Json = dict[str, Any]
-
-_PROMPTS, _SAMPLES, _TOKENS = 4, 2, 40
-_RETRY_S = 0.1
-_REASONS_KEPT = 5
+_TOKENS = 40
 
 
-@dataclass(slots=True)
-class Tally:
-    """Counts of submitted rollouts by result. `failed` ones got an error; `stale` ones have tokens of older weights
-    than the fleet's at the request; `wrong` ones have other content than the weights that they name make of their
-    prompt. `retried` counts requests that a plain client sent again."""
-
-    submitted: int = 0
-    delivered: int = 0
-    failed: int = 0
-    lost: int = 0
-    duplicated: int = 0
-    stale: int = 0
-    wrong: int = 0
-    hung: int = 0
-    retried: int = 0
-    reasons: list[str] = field(default_factory=list)
-
-    @property
-    def is_clean(self) -> bool:
-        return not (self.lost or self.duplicated or self.stale or self.wrong or self.hung)
-
-    def note(self, reason: str) -> None:
-        if len(self.reasons) < _REASONS_KEPT:
-            self.reasons.append(reason)
-
-    def add(self, other: "Tally") -> None:
-        self.submitted += other.submitted
-        self.delivered += other.delivered
-        self.failed += other.failed
-        self.lost += other.lost
-        self.duplicated += other.duplicated
-        self.stale += other.stale
-        self.wrong += other.wrong
-        self.hung += other.hung
-        self.retried += other.retried
-        self.reasons += other.reasons
-
-
-class Witness:
-    """Clients that send batch after batch to `url`. `version` is the trainer's newest committed version."""
+class Witness(Callers):
+    """Clients that send seeded batches, and take an error for a failure: they ask again only where a connection fails,
+    since a dead gateway has reported nothing. `version` is the trainer's newest committed version."""
 
     def __init__(self, url: str, sim: SimConfig, *, num_clients: int, bound_s: float) -> None:
+        super().__init__(url, sim, self, tokens=_TOKENS, bound_s=bound_s)
         self.version = 0
-        self.longest_silence_s = 0.0
-        self._last_delivery = time.monotonic()
-        self._url = url
-        self._model = SimModel.of(sim)
         self._num_clients = num_clients
-        self._bound_s = bound_s
-        self._seeds: Iterator[int] = itertools.count(1)
-        self._tally = Tally()
-        self._stopping = asyncio.Event()
-        self._clients: list[asyncio.Task[None]] = []
+        self._hurt_at = time.monotonic()
 
-    def start(self) -> None:
-        self._tally, self._stopping = Tally(), asyncio.Event()
-        self._clients = [asyncio.create_task(self._run()) for _ in range(self._num_clients)]
+    @property
+    def kinds(self) -> dict[str, Callable[[], Awaitable[None]]]:
+        return {"completions": self.completions}
+
+    @property
+    def longest_silence_s(self) -> float:
+        """Return the longest time without a delivery since `hurt_now`."""
+        times = [self._hurt_at, *(at for at, _ in self.record.deliveries if at > self._hurt_at)]
+        return max((after - before for before, after in itertools.pairwise(times)), default=0.0)
 
     def hurt_now(self) -> None:
         """Start to measure the longest time without a delivery."""
-        self._last_delivery, self.longest_silence_s = time.monotonic(), 0.0
+        self._hurt_at = time.monotonic()
 
-    async def stop(self) -> Tally:
+    def watch(self) -> None:
+        """Let all clients send without pause, from a new record on."""
+        self.start(self._num_clients)
+
+    async def seen(self) -> Tally:
         """Wait for every client's last answer; rollouts without one are lost."""
-        self._stopping.set()
-        _, waiting = await asyncio.wait(self._clients, timeout=2 * self._bound_s)
-        for client in waiting:
-            client.cancel()
-        await asyncio.gather(*self._clients, return_exceptions=True)
-        tally = self._tally
-        tally.lost = tally.submitted - tally.delivered - tally.failed
+        tally = (await self.stop()).tally
+        await self.close()
         return tally
 
-    async def _run(self) -> None:
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=self._bound_s)) as session:
-            while not self._stopping.is_set():
-                await self._ask(session, next(self._seeds))
-
-    async def _ask(self, session: aiohttp.ClientSession, seed: int) -> None:
-        """Send one batch; retry while the connection fails, since a dead gateway has reported nothing."""
-        body, floor, deadline = self._body(seed), self.version, time.monotonic() + self._bound_s
-        tally = self._tally
-        tally.submitted += _PROMPTS * _SAMPLES
-        while True:
-            try:
-                async with session.post(self._url + "/v1/completions", json=body) as response:
-                    answer = await response.json()
-            except TimeoutError:
-                tally.hung += 1
-                tally.note(f"batch {seed}: no answer within {self._bound_s:g} s")
-                return
-            except aiohttp.ClientError as error:
-                if time.monotonic() > deadline:
-                    tally.failed += _PROMPTS * _SAMPLES
-                    tally.note(f"batch {seed}: {error!r}")
-                    return
-                await asyncio.sleep(_RETRY_S)
-                continue
-            if response.status != 200:
-                tally.failed += _PROMPTS * _SAMPLES
-                tally.note(f"batch {seed}: {response.status} {answer['error']['message'][:300]}")
-            else:
-                self._check(seed, floor, answer["choices"])
-                now = time.monotonic()
-                self.longest_silence_s = max(self.longest_silence_s, now - self._last_delivery)
-                self._last_delivery = now
-            return
-
-    def _check(self, seed: int, floor: int, choices: list[Json]) -> None:
-        places = [choice["index"] for choice in choices]
-        self._tally.duplicated += len(places) - len(set(places))
-        self._tally.delivered += len(set(places) & set(range(_PROMPTS * _SAMPLES)))
-        for choice in choices:
-            if (found := self._flaw(seed, floor, choice)) is not None:
-                self._tally.stale += found.is_stale
-                self._tally.wrong += not found.is_stale
-                self._tally.note(f"batch {seed}, choice {choice['index']}: {found.reason}")
-
-    def _body(self, seed: int) -> Json:
-        """Return the request of a batch: 8 samples."""
-        return {
-            "prompt": _prompts(seed),
-            "n": _SAMPLES,
-            "seed": seed,
-            "max_tokens": _TOKENS,
-            "ignore_eos": True,
-            "return_token_ids": True,
-            "logprobs": 0,
-        }
-
-    def _flaw(self, seed: int, floor: int, choice: Json) -> Flaw | None:
-        prompt, sample = _prompts(seed)[choice["index"] // _SAMPLES], choice["index"] % _SAMPLES
-        asked = Asked(prompt, _TOKENS, floor, is_greedy=False, seed=seed, sample=sample)
-        scores, is_redrawn = choice["logprobs"]["token_logprobs"], "seed" in choice.get(MARK, ())
-        got = Delivered(choice["token_ids"], spans_of(choice), scores, is_redrawn=is_redrawn)
-        return flaw(self._model, asked, got)
-
-
-def spans_of(choice: Json) -> list[tuple[int, int | None, int | None]]:
-    """Return version, start and end of each span of a choice."""
-    return [(span["version"], span["start"], span["end"]) for span in choice["weight_versions"]]
-
-
-def _prompts(seed: int) -> list[list[int]]:
-    return [[3 + seed % 900, 3 + seed // 900 % 900, 3 + place] for place in range(_PROMPTS)]
+    def _may_retry(self, status: int) -> bool:
+        return status == 0

@@ -14,9 +14,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -46,76 +45,50 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """A bench client in one dialect; `command` writes its result to `result`."""
+    """A bench client in one dialect; `command` writes its result to `result`. Its Python has `module`."""
 
     program: str
-    distribution: str
+    module: str
     dialect: str
     route: str
     command: list[str]
     result: Path
-    python_path: str = ""
 
     @property
     def name(self) -> str:
         return f"{self.program} {self.dialect}"
 
-    @property
-    def python(self) -> str:
-        return self.command[0]
 
-
-def clients(
-    load: Load,
-    folder: Path,
-    vllm_python: str,
-    sglang_python: str | None,
-    sglang_python_path: str = "",
-    aiperf_python: str | None = None,
-    guidellm_python: str | None = None,
-) -> list[Client]:
-    """Return the clients. SGLang's, aiperf and guidellm need a Python that has them."""
-    common = {
-        "base-url": load.url,
-        "model": load.model,
-        "tokenizer": load.tokenizer,
-        "num-prompts": load.prompts,
-        "random-input-len": load.tokens_in,
-        "random-output-len": load.tokens_out,
+def clients(load: Load, folder: Path, pythons: Mapping[str, str]) -> list[Client]:
+    """Return the clients of the modules in `pythons`, each for a Python that has the module."""
+    makers = {
+        "vllm": _vllm_clients,
+        "sglang": _sglang_clients,
+        "aiperf": _aiperf_clients,
+        "guidellm": _guidellm_clients,
     }
-    found = []
+    return [client for module, python in pythons.items() for client in makers[module](load, folder, python)]
+
+
+def _vllm_clients(load: Load, folder: Path, python: str) -> Iterator[Client]:
     for backend, route in (("openai", "/v1/completions"), ("openai-chat", "/v1/chat/completions")):
         result = folder / f"vllm-{backend}.json"
         own = {"backend": backend, "endpoint": route, "dataset-name": "random", "result-filename": result}
-        command = [vllm_python, "-c", _VLLM_BENCH, *_flags(common | own), "--ignore-eos", "--save-result"]
-        found.append(
-            Client("vllm bench serve", _vllm_distribution(vllm_python), f"--backend {backend}", route, command, result)
-        )
-    if sglang_python is not None:
-        found += _sglang_clients(common, folder, sglang_python, sglang_python_path)
-    if aiperf_python is not None:
-        found += _aiperf_clients(load, folder, aiperf_python)
-    if guidellm_python is not None:
-        found += _guidellm_clients(load, folder, guidellm_python)
-    return found
+        command = [python, "-c", _VLLM_BENCH, *_flags(_common(load) | own), "--ignore-eos", "--save-result"]
+        yield Client("vllm bench serve", "vllm", f"--backend {backend}", route, command, result)
 
 
-def _sglang_clients(common: dict[str, Any], folder: Path, python: str, python_path: str) -> list[Client]:
-    found = []
+def _sglang_clients(load: Load, folder: Path, python: str) -> Iterator[Client]:
     for backend, route in (
         ("sglang-oai", "/v1/completions"), ("sglang-oai-chat", "/v1/chat/completions"), ("sglang", "/generate"),
     ):  # fmt: skip
         result = folder / f"sglang-{backend}.jsonl"
         own = {"backend": backend, "dataset-name": "random-ids", "output-file": result}
-        command = [python, "-m", "sglang.bench_serving", *_flags(common | own)]
-        found.append(
-            Client("sglang.bench_serving", "sglang", f"--backend {backend}", route, command, result, python_path)
-        )
-    return found
+        command = [python, "-m", "sglang.bench_serving", *_flags(_common(load) | own)]
+        yield Client("sglang.bench_serving", "sglang", f"--backend {backend}", route, command, result)
 
 
-def _aiperf_clients(load: Load, folder: Path, python: str) -> list[Client]:
-    found = []
+def _aiperf_clients(load: Load, folder: Path, python: str) -> Iterator[Client]:
     for kind, route in (("completions", "/v1/completions"), ("chat", "/v1/chat/completions")):
         out = folder / f"aiperf-{kind}"
         options = {
@@ -124,13 +97,10 @@ def _aiperf_clients(load: Load, folder: Path, python: str) -> list[Client]:
             "osl": load.tokens_out, "extra-inputs": "ignore_eos:true", "artifact-dir": out, "ui": "none",
         }  # fmt: skip
         command = [python, "-m", "aiperf", "profile", *_flags(options), "--streaming", "--use-server-token-count"]
-        result = out / "profile_export_aiperf.json"
-        found.append(Client("aiperf", "aiperf", f"--endpoint-type {kind}", route, command, result))
-    return found
+        yield Client("aiperf", "aiperf", f"--endpoint-type {kind}", route, command, out / "profile_export_aiperf.json")
 
 
-def _guidellm_clients(load: Load, folder: Path, python: str) -> list[Client]:
-    found = []
+def _guidellm_clients(load: Load, folder: Path, python: str) -> Iterator[Client]:
     for route in ("/v1/completions", "/v1/chat/completions"):
         result = folder / f"guidellm{route.replace('/', '-')}.json"
         options = {
@@ -142,12 +112,18 @@ def _guidellm_clients(load: Load, folder: Path, python: str) -> list[Client]:
             "output": f"kind=json,path={result}",
         }
         command = [python, "-m", "guidellm", "run", *_flags(options), "--disable-console-interactive"]
-        found.append(Client("guidellm", "guidellm", f"request_format={route}", route, command, result))
-    return found
+        yield Client("guidellm", "guidellm", f"request_format={route}", route, command, result)
+
+
+def _common(load: Load) -> dict[str, Any]:
+    return {
+        "base-url": load.url, "model": load.model, "tokenizer": load.tokenizer, "num-prompts": load.prompts,
+        "random-input-len": load.tokens_in, "random-output-len": load.tokens_out,
+    }  # fmt: skip
 
 
 def row(client: Client, result: dict[str, Any], prompts: int) -> str:
-    """Return a line of the table in docs/benchmarks.md."""
+    """Return a row of Markdown."""
     answered = f"{result['completed']} of {prompts}"
     return (
         f"| `{client.name}` | `{client.route}` | {answered} | {result['total_output_tokens']} | "
@@ -186,9 +162,13 @@ def _of_guidellm(report: Any) -> dict[str, Any]:
 
 def record(folder: Path, client: Client, load: Load, against: str, completed: int) -> None:
     """Keep what docs/compatibility.md shows of this run."""
+    # A module's distribution may have another name, as that of vLLM's CPU build.
+    asked = "from importlib.metadata import packages_distributions, version; "
+    asked += f"print(version(packages_distributions()[{client.module!r}][0]))"
+    done = subprocess.run([client.command[0], "-c", asked], capture_output=True, text=True, timeout=60, check=True)
     run = ClientRun(
         client=client.program,
-        version=_ask(client.python, f"from importlib.metadata import version; print(version({client.distribution!r}))"),
+        version=done.stdout.strip(),
         against=against,
         ran="its own load in each of its dialects, streamed",
     )
@@ -196,29 +176,17 @@ def record(folder: Path, client: Client, load: Load, against: str, completed: in
     write_record(folder, run, client.dialect, outcome, [f"{load.prompts} prompts each"])
 
 
-def _run(client: Client) -> dict[str, Any]:
+def _run(client: Client, sglang_path: str) -> dict[str, Any]:
     """Run the client and return its result. Raise `RuntimeError` with the end of its output on failure."""
     # aiperf reads a tokenizer's folder only if the Hub is allowed; it does not ask the Hub for a path.
     env = os.environ | ({} if client.program == "aiperf" else {"HF_HUB_OFFLINE": "1"})
-    if client.python_path:
-        env["PYTHONPATH"] = client.python_path
+    if sglang_path and client.module == "sglang":
+        env["PYTHONPATH"] = sglang_path
     done = subprocess.run(client.command, env=env, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
     if done.returncode or not client.result.exists():
         words = (done.stdout + done.stderr)[-_SHOWN_OF_A_FAILURE:]
         raise RuntimeError(f"{client.name} ended with {done.returncode}:\n{words}")
     return read_result(client)
-
-
-@cache
-def _vllm_distribution(python: str) -> str:
-    """Return the installed version; the CPU build has another distribution name."""
-    asked = "from importlib.metadata import packages_distributions as found; print(*found().get('vllm', ()))"
-    return (_ask(python, asked).split() or ["vllm"])[0]
-
-
-def _ask(python: str, program: str) -> str:
-    done = subprocess.run([python, "-c", program], capture_output=True, text=True, timeout=60, check=True)
-    return done.stdout.strip()
 
 
 def _flags(options: dict[str, Any]) -> list[str]:
@@ -235,38 +203,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--tokens-in", type=int, default=64)
     parser.add_argument("--tokens-out", type=int, default=32)
-    parser.add_argument("--vllm-python", default=sys.executable)
-    parser.add_argument("--sglang-python", help="Python of an environment with SGLang, such as .venv-sglang/bin/python")
-    parser.add_argument("--sglang-python-path", default="", help="on CPU tests/sglang_cpu")
-    parser.add_argument("--aiperf-python", help="Python of an environment with aiperf")
-    parser.add_argument("--guidellm-python", help="Python of an environment with guidellm")
+    others = "a Python that has the module: vllm (this one unless given), sglang, aiperf or guidellm; repeat for more"
+    parser.add_argument("--python", action="append", default=[], metavar="MODULE=PYTHON", help=others)
+    parser.add_argument("--sglang-path", default="", help="PYTHONPATH of SGLang's client, on CPU tests/sglang_cpu")
     parser.add_argument("--record", type=Path, help="folder of the table of clients in docs/compatibility.md")
     parser.add_argument(
         "--against", default="4 simulated engines", help="description of the URL's engines for --record"
     )
     args = parser.parse_args(argv)
     load = Load(
-        url=args.url,
-        model=args.model,
-        tokenizer=args.tokenizer,
-        prompts=args.prompts,
-        tokens_in=args.tokens_in,
+        url=args.url, model=args.model, tokenizer=args.tokenizer, prompts=args.prompts, tokens_in=args.tokens_in,
         tokens_out=args.tokens_out,
-    )
+    )  # fmt: skip
+    pythons = {"vllm": sys.executable} | dict(one.split("=", 1) for one in args.python)
     failed = 0
     print("| client | route | answered | tokens | tokens/s | median TTFT, ms |\n| --- | --- | --- | --- | --- | --- |")
     with tempfile.TemporaryDirectory() as folder:
-        for client in clients(
-            load,
-            Path(folder),
-            args.vllm_python,
-            args.sglang_python,
-            args.sglang_python_path,
-            args.aiperf_python,
-            args.guidellm_python,
-        ):
+        for client in clients(load, Path(folder), pythons):
             try:
-                result = _run(client)
+                result = _run(client, args.sglang_path)
             except (RuntimeError, subprocess.TimeoutExpired) as error:
                 failed += 1
                 print(error, file=sys.stderr)

@@ -42,7 +42,6 @@ class Side(StrEnum):
     STREAMED = "streamed"  # directly, a chunk every `stream_interval` tokens
     ONE_SERVER = "one-server"  # the first engine has the load of all
     GATEWAY = "gateway"
-    GATEWAY_STREAMED = "gateway-streamed"
     VLLM_ROUTER = "vllm-router"
     SGLANG_ROUTER = "sglang-router"
 
@@ -50,14 +49,6 @@ class Side(StrEnum):
     def is_direct(self) -> bool:
         """True if each engine gets its own part of the load."""
         return self in (Side.DIRECT, Side.STREAMED)
-
-    @property
-    def is_ours(self) -> bool:
-        return self in (Side.GATEWAY, Side.GATEWAY_STREAMED)
-
-    @property
-    def is_streamed(self) -> bool:
-        return self in (Side.STREAMED, Side.GATEWAY_STREAMED)
 
 
 ROUTERS = {Side.VLLM_ROUTER: "VLLM_ROUTER", Side.SGLANG_ROUTER: "SGLANG_ROUTER"}
@@ -97,7 +88,7 @@ class Targets:
             return None
         if side is Side.ONE_SERVER:
             return Middle(self.engines[0])
-        return self.gateway if side.is_ours else self.routers[side]
+        return self.gateway if side is Side.GATEWAY else self.routers[side]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +156,7 @@ def streams_of(load: Load, side: Side, targets: Targets, seed: str) -> list[Stre
             url=middle.url if middle else targets.engines[index % num_engines],
             workload=workload,
             seeds=tuple(f"{seed} {index} {turn}" for turn in range(load.rounds)),
-            stream=side.is_streamed,
+            stream=side is Side.STREAMED,
         )
         for index in range(num_streams)
     ]
@@ -211,9 +202,9 @@ def summarise(runs: Sequence[Run], load: str, side: Side, references: Sequence[S
 def summary(runs: Sequence[Run], loads: Sequence[Load], sides: Sequence[Side]) -> list[dict[str, Any]]:
     """Return a row per load and side. Other sides are compared with direct load, the gateway with all."""
     direct = [side for side in sides if side.is_direct]
-    others = [side for side in sides if not side.is_ours]
+    others = [side for side in sides if side is not Side.GATEWAY]
     return [
-        summarise(runs, load.name, side, others if side.is_ours else [] if side.is_direct else direct)
+        summarise(runs, load.name, side, others if side is Side.GATEWAY else [] if side.is_direct else direct)
         for load in loads
         for side in sides
         if any(run.load == load.name and run.side == side for run in runs)

@@ -109,7 +109,7 @@ def fleet(folder: Path) -> Iterator[RealFleet]:
         assert process.stdout is not None
         try:
             told = json.loads(process.stdout.readline())
-            yield RealFleet(told["gateways"][0]["url"], [engine["pid"] for engine in told["engines"]])
+            yield RealFleet(told["gateway"]["url"], [engine["pid"] for engine in told["engines"]])
         finally:
             process.stdin.close()
             process.wait(STOP_TIMEOUT_S)

@@ -8,8 +8,8 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from ipaddress import IPv4Network, IPv6Network
 from pathlib import Path
 from typing import Any
@@ -199,14 +199,15 @@ def _plain(tree: Any) -> Any:
     return str(tree) if isinstance(tree, IPv4Network | IPv6Network) else tree
 
 
-async def started(fleets: Sequence[ProcessFleet]) -> None:
-    """Start fleets one after the other; stop all if one fails."""
+@asynccontextmanager
+async def running(*fleets: ProcessFleet) -> AsyncIterator[None]:
+    """Start fleets one after the other; stop all at the end, and where one fails."""
     try:
         for fleet in fleets:
             await fleet.start()
-    except BaseException:
-        await stopped(fleets)
-        raise
+        yield
+    finally:
+        await asyncio.gather(*(fleet.stop() for fleet in fleets))
 
 
 async def healthy_within(url: str, seconds: float) -> None:
@@ -218,7 +219,3 @@ async def healthy_within(url: str, seconds: float) -> None:
                     if response.status == 200:
                         return
             await asyncio.sleep(_LOOK_S)
-
-
-async def stopped(fleets: Sequence[ProcessFleet]) -> None:
-    await asyncio.gather(*(fleet.stop() for fleet in fleets))

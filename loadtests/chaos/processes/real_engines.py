@@ -5,7 +5,7 @@ The trainer pushes the checkpoint's own tensors as each version, so the greedy a
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,8 @@ from engines.config import SimConfig
 from engines.process.port import free_port
 from gateway.config.load import load
 from gateway.config.schema import Config
-from loadtests.chaos.contents import Flaw
-from loadtests.chaos.witness import Witness, spans_of
+from loadtests.chaos.contents import Asked, Delivered, Flaw
+from loadtests.chaos.witness import Witness
 
 Json = dict[str, Any]
 
@@ -40,28 +40,27 @@ class GreedyWitness(Witness):
 
     def __init__(self, url: str, *, num_clients: int, bound_s: float) -> None:
         super().__init__(url, SimConfig(), num_clients=num_clients, bound_s=bound_s)
-        self._answers: dict[int, list[int]] = {}
+        self.tokens = _TOKENS
+        self._answers: dict[int, Sequence[int]] = {}
 
-    def _body(self, seed: int) -> Json:
-        return {
-            "prompt": [_prompt(problem) for problem in _problems(seed)],
-            "temperature": 0.0,
-            "max_tokens": _TOKENS,
-            "ignore_eos": True,
-            "return_token_ids": True,
-        }
+    def _numbered(self, number: int) -> tuple[list[Asked], Json]:
+        problems = _problems(number)
+        asked = [Asked([problem], self.tokens, self.version, is_greedy=True) for problem in problems]
+        return asked, self._body(prompt=[_prompt(problem) for problem in problems], temperature=0.0)
 
-    def _flaw(self, seed: int, floor: int, choice: Json) -> Flaw | None:
-        problem, token_ids, spans = _problems(seed)[choice["index"]], choice["token_ids"], spans_of(choice)
-        first = self._answers.setdefault(problem, token_ids)
-        if len(token_ids) != _TOKENS:
-            return Flaw(f"{len(token_ids)} tokens, {_TOKENS} were requested")
-        if token_ids != first:
-            place = next(place for place in range(_TOKENS) if token_ids[place] != first[place])
-            return Flaw(f"token {place} of prompt {_prompt(problem)!r} differs from the first answer's; spans {spans}")
-        oldest = min(version for version, _, _ in spans)
-        if oldest < floor:
-            return Flaw(f"version {oldest}, requested when the fleet was at {floor}", is_stale=True)
+    def _flaw(self, asked: Asked, got: Delivered) -> Flaw | None:
+        (problem,) = asked.prompt
+        first = self._answers.setdefault(problem, got.token_ids)
+        if len(got.token_ids) != _TOKENS:
+            return Flaw(f"{len(got.token_ids)} tokens, {_TOKENS} were requested")
+        if got.token_ids != first:
+            place = next(place for place in range(_TOKENS) if got.token_ids[place] != first[place])
+            return Flaw(
+                f"token {place} of prompt {_prompt(problem)!r} differs from the first answer's; spans {got.spans}"
+            )
+        oldest = min(version for version, _, _ in got.spans)
+        if oldest < asked.floor:
+            return Flaw(f"version {oldest}, requested when the fleet was at {asked.floor}", is_stale=True)
         return None
 
 

@@ -14,21 +14,15 @@ import dataclasses
 import os
 import statistics
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import aiohttp
 import orjson
 
-from engines.process.engine_server import EngineServer
-from engines.process.log_lines import write_log_lines
-from engines.types import ReplicaInfo
 from gateway.config.load import load
-from gateway.config.schema import Config
-from gateway.http.listener import Listener
-from loadtests.fleet import named_apart
+from loadtests.fleet import LocalFleet
 from loadtests.studies.gateway_cost import canned_engine, pass_through
 from loadtests.studies.gateway_cost.own_process import Served, own_process
 from loadtests.studies.ratios import pair_ratios
@@ -38,7 +32,10 @@ _TOKENS = "/v1/completions"
 _CHAT = "/v1/chat/completions"
 _TIMEOUT_S = 300.0
 _SAMPLING = {"temperature": 1.0, "ignore_eos": True}
-_STEPS = {"decode_step_s": 0.0005, "decode_step_per_seq_s": 0.0}
+_SETTINGS = (
+    "engine.kind=sim", "engine.num_replicas=1", "weights.store=null", "gateway.port=0",
+    "engine.sim.decode_step_s=0.0005", "engine.sim.decode_step_per_seq_s=0",
+)  # fmt: skip
 TOKEN_IDS = {**_SAMPLING, "logprobs": 0, "return_token_ids": True}
 
 
@@ -76,21 +73,6 @@ ROWS = (
     Row("chat 64", _CHAT, _conversation(), 400, 16),
     Row("chat 64, streamed", _CHAT, _conversation(stream=True), 300, 16),
 )
-
-
-def run_gateway(config: Config, infos: list[ReplicaInfo], pipe: Connection) -> None:
-    """Run a gateway process over engines until the pipe closes."""
-    write_log_lines(sys.stderr, least="warning")
-
-    async def discover() -> list[ReplicaInfo]:
-        return infos
-
-    with named_apart(config) as own:
-        listener = Listener(own, discover)
-        pipe.send(listener.start())
-        with contextlib.suppress(EOFError):
-            pipe.recv()
-        listener.stop()
 
 
 class Load:
@@ -151,31 +133,17 @@ def table(costs: Costs) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def studied_config() -> Config:
-    """Return the configuration of a gateway over one simulated engine."""
-    config = load(None, ["engine.kind=sim", "weights.store=null", "gateway.port=0"])
-    sim = config.engine.sim.model_copy(update=_STEPS)
-    return config.model_copy(update={"engine": config.engine.model_copy(update={"sim": sim})})
-
-
-@contextlib.asynccontextmanager
-async def recorded_from(config: Config) -> AsyncIterator[ReplicaInfo]:
-    """Run the engine whose replies are recorded."""
-    server = EngineServer(config.engine, replica_id="engine-0", group="engine", index=0)
-    try:
-        yield await server.start()
-    finally:
-        await server.stop()
-
-
 async def _run(args: argparse.Namespace) -> Costs:
-    config = studied_config()
-    async with recorded_from(config) as info:
-        with contextlib.ExitStack() as stack:
+    config = load(None, _SETTINGS)
+    fleet = LocalFleet(config)
+    try:
+        (info,) = await fleet.start_engines()
+        async with contextlib.AsyncExitStack() as stack:
             canned = stack.enter_context(own_process(canned_engine.run, info.url, args.apart_ms / 1e3))
             ours = dataclasses.replace(info, url=canned.url)
+            gateway = await stack.enter_async_context(fleet.gateway(config, [ours]))
             servers = {
-                "gateway": stack.enter_context(own_process(run_gateway, config, [ours])),
+                "gateway": Served(gateway.url, gateway.pid),
                 "pass-through": stack.enter_context(own_process(pass_through.run, canned.url)),
             }
             for name, command in (("vllm-router", args.vllm_router), ("sglang-router", args.sglang_router)):
@@ -183,6 +151,8 @@ async def _run(args: argparse.Namespace) -> Costs:
                     servers[name] = Served(*stack.enter_context(running_router(command, [canned.url])))
             rows = [row for row in ROWS if not args.rows or row.name in args.rows]
             return await measured(servers, rows, args.rounds)
+    finally:
+        await fleet.stop()
 
 
 def main() -> int:

@@ -25,26 +25,6 @@ class Served:
         threads = Path(f"/proc/{self.pid}/task").glob("*/schedstat")
         return sum(int(thread.read_text().split()[0]) for thread in threads) / 1e9
 
-    @property
-    def peak_mib(self) -> float:
-        """The largest resident size since `forget_peak`."""
-        return _status_mib(self.pid, "VmHWM")
-
-    @property
-    def resident_mib(self) -> float:
-        return _status_mib(self.pid, "VmRSS")
-
-    def forget_peak(self) -> None:
-        """Begin a new peak of the resident size."""
-        Path(f"/proc/{self.pid}/clear_refs").write_text("5")
-
-
-def _status_mib(pid: int, field: str) -> float:
-    words = next(
-        line.split() for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith(field)
-    )
-    return int(words[1]) / 1024
-
 
 @contextmanager
 def own_process(run: Callable[..., None], *arguments: object) -> Iterator[Served]:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from engines.errors import RolloutGatewayError, WeightUpdateFailed
 from engines.process.port import free_port
-from engines.types import InFlight
 from trainer_client import BlockingRolloutClient, WeightSender
 from trainer_client.transports.sender import TransportName
 
@@ -73,13 +72,13 @@ class Pusher:
         """Kill the process with SIGKILL; a push that waits for it raises `EOFError`."""
         self._process.kill()
 
-    def push(self, in_flight: str) -> Pushed:
+    def push(self) -> Pushed:
         """Push one update; return its result."""
-        return self._ask(in_flight, Flaw.NONE)
+        return self._ask(Flaw.NONE)
 
     def push_in_vain(self, flaw: Flaw) -> Pushed:
         """Push an update, then one with this flaw."""
-        return self._ask(InFlight.KEEP, flaw)
+        return self._ask(flaw)
 
     def flaws(self) -> list[Flaw]:
         """The flaws that this way can have. A trainer gives up only an update of more than one part, of which the
@@ -91,8 +90,8 @@ class Pusher:
         can_halve = self._transport != "store" and self.num_bytes > 2 * PART_BYTES
         return [Flaw.LOGPROBS, *([Flaw.HALF] if can_halve else [])]
 
-    def _ask(self, in_flight: str, flaw: Flaw) -> Pushed:
-        self._pipe.send((in_flight, flaw))
+    def _ask(self, flaw: Flaw) -> Pushed:
+        self._pipe.send(flaw)
         pushed: Pushed = self._receive(10 * self._timeout_s)
         return pushed
 
@@ -151,7 +150,7 @@ def _serve(pipe: Connection, url: str, transport: Way, device: str, timeout_s: f
         with sender_of(client, transport, device, timeout_s) as sender:
             while True:
                 try:
-                    in_flight, flaw = pipe.recv()
+                    flaw: Flaw = pipe.recv()
                 except (EOFError, KeyboardInterrupt):
                     return
                 told: list[float] | None = None
@@ -159,9 +158,9 @@ def _serve(pipe: Connection, url: str, transport: Way, device: str, timeout_s: f
                 try:
                     if flaw is not Flaw.NONE:
                         told = [-1.0] * (len(client.canary_token_ids()) - 1)
-                        sender.push(tensors, in_flight=in_flight, canary_logprobs=told)
+                        sender.push(tensors, canary_logprobs=told)
                         told, began = [_NO_LOGPROB] * len(told), time.perf_counter()
-                    version, error = sender.push(_flawed(tensors, flaw), in_flight=in_flight, canary_logprobs=told), ""
+                    version, error = sender.push(_flawed(tensors, flaw), canary_logprobs=told), ""
                 except RolloutGatewayError as refused:
                     version, error = 0, f"{type(refused).__name__}: {refused}"
                 pipe.send(Pushed(seconds=time.perf_counter() - began, version=version, error=error))

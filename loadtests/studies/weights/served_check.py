@@ -23,87 +23,32 @@ from typing import Any
 
 from engines.config import EngineConfig
 from engines.errors import WeightUpdateFailed
-from examples.tiny_model.task import COMMITTED
 from gateway.config.load import load
 from loadtests.fleet import LocalFleet
+from loadtests.studies.weights.checked_models import KINDS, MADE_TOKENS, Checked, Models, device_kind, prompts, verdict
 from loadtests.studies.weights.pusher import Way, sender_of
-from loadtests.studies.weights.update_check import KINDS, NEAR, NEAR_FP8, Checked, device_kind, differences, verdict
 from trainer_client import BlockingRolloutClient
 
-_EXPERTS = {"moe_intermediate_size": 128, "num_experts": 16, "num_experts_per_tok": 4, "decoder_sparse_step": 1}
-_KEPT = (
-    "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
-    "intermediate_size", "max_position_embeddings", "eos_token_id", "pad_token_id",
-)  # fmt: skip
-_PROMPTS, _PROMPT_TOKENS, _MADE_TOKENS = 32, 24, 8
 _TIMEOUT_S = 120.0
 _SETTINGS = {"fp8": ("engine.quantization=fp8",), "LoRA on": ("engine.enable_lora=true",)}
 """The engine's settings for the second word of a kind."""
 
 
-class Models:
-    """The versions of one kind of model, each with random weights of its number."""
-
-    def __init__(self, kind: str, folder: Path, device: str) -> None:
-        from transformers import AutoTokenizer
-
-        self._kind = kind
-        self._device = device
-        self.version(0).save_pretrained(folder)
-        AutoTokenizer.from_pretrained(COMMITTED).save_pretrained(folder)
-
-    def version(self, number: int) -> Any:
-        import torch
-        from transformers import AutoModelForCausalLM
-
-        torch.manual_seed(number)
-        return AutoModelForCausalLM.from_config(self._config(), dtype=torch.bfloat16).to(self._device).eval()
-
-    def sent(self, number: int) -> dict[str, Any]:
-        """The tensors by the names of the checkpoint."""
-        from safetensors.torch import load_file
-
-        with tempfile.TemporaryDirectory() as folder:
-            self.version(number).save_pretrained(folder)
-            files = sorted(Path(folder).glob("*.safetensors"))
-            return {name: one.to(self._device) for file in files for name, one in load_file(file).items()}
-
-    def _config(self) -> Any:
-        from transformers import AutoConfig, GPT2Config, Qwen3MoeConfig
-
-        config = AutoConfig.from_pretrained(COMMITTED)
-        more = {"tie_word_embeddings": self._kind == "tied head", "initializer_range": 0.08, "dtype": "bfloat16"}
-        if self._kind == "square transposed":
-            return GPT2Config(
-                n_embd=config.hidden_size, n_layer=config.num_hidden_layers, n_head=2, vocab_size=config.vocab_size,
-                n_positions=config.max_position_embeddings, **more | {"tie_word_embeddings": True},
-            )  # fmt: skip
-        if not self._kind.startswith("experts"):
-            config.update(more)
-            return config
-        return Qwen3MoeConfig(**{name: getattr(config, name) for name in _KEPT}, **_EXPERTS, **more)
-
-
 class Subject:
     """The gateway under test."""
 
-    def __init__(self, url: str, models: Models, near: float) -> None:
+    def __init__(self, url: str, models: Models) -> None:
         self._url = url
         self._models = models
-        self._near = near
 
     def judged(self, version: int, way: str, before: int) -> Checked:
         answers = self._complete()
-        whole = [[*ids, *choice["token_ids"]] for ids, choice in zip(_prompts(), answers, strict=True)]
-        told = [_told(choice, ids) for choice, ids in zip(answers, whole, strict=True)]
-        right, wrong = (differences(self._models.version(one), whole, told) for one in (version, before))
-        means = [sum(found) / len(found) for found in (right, wrong)]
-        return Checked(
-            version=version, way=way, distance=means[0], farthest=max(right), distance_before=means[1], near=self._near
-        )
+        made = [choice["token_ids"] for choice in answers]
+        told = [_told(choice, ids) for choice, ids in zip(answers, prompts(), strict=True)]
+        return self._models.judged(version, way, before, made, told)
 
     def _complete(self) -> list[Any]:
-        body = {"prompt": _prompts(), "max_tokens": _MADE_TOKENS, "temperature": 0, "ignore_eos": True}
+        body = {"prompt": prompts(), "max_tokens": MADE_TOKENS, "temperature": 0, "ignore_eos": True}
         asked = body | {"logprobs": 0, "prompt_logprobs": 0, "return_token_ids": True}
         request = urllib.request.Request(f"{self._url}/v1/completions", json.dumps(asked).encode())
         request.add_header("Content-Type", "application/json")
@@ -116,10 +61,10 @@ async def check(kind: str, args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         models = Models(kind, Path(folder), args.device)
         settings = _SETTINGS.get(kind.partition(", ")[2], ())
-        config = load(args.config, [*settings, *args.overrides, f"engine.model={folder}", "gateway.port=0"])
-        fleet = LocalFleet(config, [])
+        config = load(args.config, [*settings, *args.overrides, f"engine.model={models.path(0)}", "gateway.port=0"])
+        fleet = LocalFleet(config)
         try:
-            infos, (gateway,) = await fleet.start()
+            infos, gateway = await fleet.start()
             is_dummy = config.engine.load_format == "dummy"
             found = await asyncio.to_thread(_checked, gateway.url, models, kind, args, has_dummy_weights=is_dummy)
             engines = sorted({f"{info.kind} {info.engine_version}" for info in infos})
@@ -132,7 +77,7 @@ async def check(kind: str, args: argparse.Namespace) -> dict[str, Any]:
 def _checked(
     url: str, models: Models, kind: str, args: argparse.Namespace, *, has_dummy_weights: bool
 ) -> dict[str, Any]:
-    subject, seconds, transport = Subject(url, models, NEAR_FP8 if "fp8" in kind else NEAR), [], args.transport
+    subject, seconds, transport = Subject(url, models), [], args.transport
     with BlockingRolloutClient(url) as client, sender_of(client, transport, args.device, _TIMEOUT_S) as sender:
         found = [] if has_dummy_weights else [subject.judged(0, "the checkpoint", 1)]
         for version in range(1, args.updates + 1):
@@ -168,15 +113,9 @@ def _split(engine: EngineConfig) -> str:
     return " ".join([*parts, *(["EP"] if has_experts_apart else [])])
 
 
-def _prompts() -> list[list[int]]:
-    return [
-        [5 + (7 * row + 13 * place * (row + 1)) % 100 for place in range(_PROMPT_TOKENS)] for row in range(_PROMPTS)
-    ]
-
-
 def _told(choice: Any, ids: Sequence[int]) -> list[float]:
-    """Log-probabilities of all tokens but the first."""
-    scored = zip(choice["prompt_logprobs"][1:], ids[1:_PROMPT_TOKENS], strict=True)
+    """Log-probabilities of all tokens but the first of the prompt `ids` and what was made."""
+    scored = zip(choice["prompt_logprobs"][1:], ids[1:], strict=True)
     made: list[float] = choice["logprobs"]["token_logprobs"]
     return [*(entry[str(token)]["logprob"] for entry, token in scored), *made]
 

@@ -12,7 +12,6 @@ loads by that reload alone.
 
 import argparse
 import json
-import math
 import multiprocessing
 import os
 import sys
@@ -21,98 +20,41 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
-from importlib.metadata import version as version_of
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-_HIDDEN = 256
-_SIZES = {
-    "hidden_size": _HIDDEN, "intermediate_size": 512, "num_hidden_layers": 3, "vocab_size": 1024,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "initializer_range": 0.08,
-}  # fmt: skip
-_EXPERTS = {"head_dim": 64, "moe_intermediate_size": 128, "num_experts": 16, "num_experts_per_tok": 4}
+from loadtests.studies.weights.checked_models import (
+    KINDS,
+    MADE_TOKENS,
+    PROMPTS,
+    Checked,
+    Models,
+    device_kind,
+    prompts,
+    verdict,
+)
+
 _CONTEXT = 128
-_PROMPTS, _PROMPT_TOKENS, _MADE_TOKENS = 32, 24, 8
 _CHUNK_BYTES = 1 << 20
-KINDS = (
-    "dense", "tied head", "square transposed", "experts", "dense, LoRA on", "experts, LoRA on", "dense, fp8",
-    "experts, fp8",
-)  # fmt: skip
-NEAR, NEAR_FP8 = 0.02, 0.25
-"""Mean distances that an engine's own arithmetic may cause, in nats; a single token's may be 25 times as large."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Checked:
-    """One version. Distances are means of absolute differences of log-probabilities, in nats."""
-
-    version: int
-    way: str
-    distance: float
-    farthest: float
-    distance_before: float
-    """From the weights of the version before: what an update that came to nothing would leave."""
-    near: float = NEAR
-    """The mean distance that is the engine's own arithmetic."""
-
-    @property
-    def is_right(self) -> bool:
-        is_near = self.distance < self.near and self.farthest < 25 * self.near
-        return is_near and self.distance_before > 10 * self.distance
-
-
-def verdict(report: dict[str, Any]) -> str:
-    """Return the words for the versions of one kind of model."""
-    far = [max(one[key] for one in report["versions"]) for key in ("distance", "farthest")]
-    nearest = min((one["distance_before"] for one in report["versions"]), default=math.nan)
-    return (
-        f"{'right' if report['is_right'] else 'WRONG'}; mean distance at most {far[0]:.4f}, of one token "
-        f"{far[1]:.3f}, from the version before {nearest:.2f}"
-    )
-
-
-def device_kind(device: str) -> str:
-    """Return GPU or CPU, as tables name devices."""
-    return "GPU" if device.startswith("cuda") else "CPU"
 
 
 class Subject:
-    """One kind of model: its versions as transformers makes them, and the engine."""
+    """A vLLM engine with the first version of one kind of model."""
 
-    def __init__(self, kind: str, folder: Path, device: str) -> None:
-        self._kind = kind
+    def __init__(self, models: Models, device: str) -> None:
+        self.models = models
         self.device = device
-        self._folder = folder
-        self.has_lora = "LoRA" in kind
-        self._is_fp8 = "fp8" in kind
-        self.path(0)
+        self.has_lora = "LoRA" in models.kind
         self._engine = self._started()
         self._worker: Any = None
         self._engine.collective_rpc(self._hold)
 
-    def path(self, version: int) -> Path:
-        """The version as a checkpoint; made at the first call."""
-        folder = self._folder / f"v{version}"
-        if not folder.exists():
-            self.model(version).save_pretrained(folder)
-        return folder
-
-    def model(self, version: int) -> Any:
-        import torch
-        from transformers import AutoModelForCausalLM
-
-        torch.manual_seed(version)
-        return AutoModelForCausalLM.from_config(self._config(), dtype=torch.bfloat16).to(self.device).eval()
-
     def sent(self, version: int, *, in_memory: bool) -> dict[str, Any]:
         """Tensors by the names of the checkpoint, or those that transformers has in memory, which joins experts."""
-        from safetensors.torch import load_file
-
         if in_memory:
-            return {name: one.detach() for name, one in self.model(version).named_parameters()}
-        files = sorted(self.path(version).glob("*.safetensors"))
-        return {name: one.to(self.device) for file in files for name, one in load_file(file).items()}
+            return {name: one.detach() for name, one in self.models.version(version).named_parameters()}
+        return self.models.sent(version)
 
     def obstacle(self) -> str:
         return str(self._worker.plan_updates()["obstacle"])
@@ -134,7 +76,7 @@ class Subject:
         return digests
 
     def load_snapshot(self, version: int) -> None:
-        self._worker.load_snapshot(str(self.path(version)))
+        self._worker.load_snapshot(str(self.models.path(version)))
 
     def reload(self, tensors: dict[str, Any]) -> None:
         """By vLLM's own layerwise reload."""
@@ -147,39 +89,21 @@ class Subject:
         return {name: one.detach().clone() for name, one in self._worker.get_model().named_parameters()}
 
     def judged(self, version: int, way: str, before: int) -> Checked:
-        prompts = _prompts()
         from vllm import SamplingParams
 
-        asked = SamplingParams(max_tokens=_MADE_TOKENS, temperature=0, logprobs=0, prompt_logprobs=0, ignore_eos=True)
-        outputs = self._engine.generate([{"prompt_token_ids": ids} for ids in prompts], asked, use_tqdm=False)
-        told = [_told(output) for output in outputs]
-        whole = [[*ids, *output.outputs[0].token_ids] for ids, output in zip(prompts, outputs, strict=True)]
-        right, wrong = (differences(self.model(one), whole, told) for one in (version, before))
-        mean = [sum(found) / len(found) for found in (right, wrong)]
-        near = NEAR_FP8 if self._is_fp8 else NEAR
-        return Checked(
-            version=version, way=way, distance=mean[0], farthest=max(right), distance_before=mean[1], near=near
-        )
+        asked = SamplingParams(max_tokens=MADE_TOKENS, temperature=0, logprobs=0, prompt_logprobs=0, ignore_eos=True)
+        outputs = self._engine.generate([{"prompt_token_ids": ids} for ids in prompts()], asked, use_tqdm=False)
+        made = [list(output.outputs[0].token_ids) for output in outputs]
+        return self.models.judged(version, way, before, made, list(map(_told, outputs)))
 
     def _hold(self, worker: Any) -> None:
         self._worker = getattr(worker, "worker", worker)
-
-    def _config(self) -> Any:
-        from transformers import GPT2Config, Qwen2Config, Qwen3MoeConfig
-
-        if self._kind == "square transposed":
-            return GPT2Config(
-                n_embd=_HIDDEN, n_layer=3, n_head=4, vocab_size=1024, n_positions=512, initializer_range=0.08
-            )
-        if self._kind.startswith("experts"):
-            return Qwen3MoeConfig(**_SIZES, **_EXPERTS, decoder_sparse_step=1, tie_word_embeddings=False)
-        return Qwen2Config(**_SIZES, tie_word_embeddings=self._kind == "tied head")
 
     def _started(self) -> Any:
         from vllm import LLM
 
         more: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8} if self.has_lora else {}
-        if self._is_fp8:
+        if "fp8" in self.models.kind:
             more["quantization"] = "fp8"
         if self.device == "cuda":
             graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
@@ -187,11 +111,11 @@ class Subject:
         else:
             more |= {"enforce_eager": True}
         return LLM(
-            model=str(self.path(0)),
+            model=str(self.models.path(0)),
             skip_tokenizer_init=True,
             dtype="bfloat16",
             max_model_len=_CONTEXT,
-            max_num_seqs=_PROMPTS,
+            max_num_seqs=PROMPTS,
             enable_prefix_caching=False,
             kv_cache_memory_bytes=1 << 28,
             disable_log_stats=True,
@@ -205,12 +129,14 @@ def check(kind: str, updates: int, device: str) -> dict[str, Any]:
     """All versions of one kind. Once in a process: what vLLM sets up for one model does not serve another kind."""
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
     with tempfile.TemporaryDirectory() as folder:
-        return _checked(Subject(kind, Path(folder), device), kind, updates)
+        return _checked(Subject(Models(kind, Path(folder), device), device), kind, updates)
 
 
 def _checked(subject: Subject, kind: str, updates: int) -> dict[str, Any]:
+    import vllm
+
     report: dict[str, Any] = {
-        "engine": f"vllm {version_of('vllm')}", "device": device_kind(subject.device), "transport": "the worker alone",
+        "engine": f"vllm {vllm.__version__}", "device": device_kind(subject.device), "transport": "the worker alone",
         "kind": kind, "obstacle": subject.obstacle(), "versions": [],
     }  # fmt: skip
     seconds = []
@@ -267,25 +193,11 @@ def _digest(tensor: Any) -> str:
     return f"sum64:{(int(total) + tensor.nbytes) % (1 << 64):016x}"
 
 
-def _prompts() -> list[list[int]]:
-    return [[(7 * row + 13 * place * (row + 1)) % 1000 for place in range(_PROMPT_TOKENS)] for row in range(_PROMPTS)]
-
-
 def _told(output: Any) -> list[float]:
     """Log-probabilities of all tokens but the first."""
     ids = [*output.prompt_token_ids, *output.outputs[0].token_ids]
     found = [*output.prompt_logprobs[1:], *output.outputs[0].logprobs]
     return [one[token].logprob for one, token in zip(found, ids[1:], strict=True)]
-
-
-def differences(model: Any, whole: Sequence[Sequence[int]], told: Sequence[Sequence[float]]) -> list[float]:
-    """Return the distances of log-probabilities from those of `model`, in nats, token by token."""
-    import torch
-
-    ids = torch.tensor(whole, device=model.device)
-    with torch.no_grad():
-        said = model.float()(ids).logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0].tolist()
-    return [abs(x - y) for row, other in zip(said, told, strict=True) for x, y in zip(row, other, strict=True)]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

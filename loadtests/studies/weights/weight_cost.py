@@ -1,7 +1,7 @@
 """The cost of weight updates for rollouts: the same load with and without updates, in alternating runs.
 
     python -m loadtests.studies.weights.weight_cost -c FILE.yaml --transport nccl --device cuda:0 --json out.json
-    python -m loadtests.studies.weights.weight_cost -c FILE.yaml [KEY=VALUE ...] --transport store --in-flight drain
+    python -m loadtests.studies.weights.weight_cost -c FILE.yaml --transport store weights.in_flight=drain
     python -m loadtests.studies.weights.weight_cost -c FILE.yaml \
         --variant "staged: transport=nccl weights.relay=never" \
         --variant "flat: transport=nccl weights.relay=never weights.stage=never" \
@@ -9,15 +9,14 @@
 
 Starts the engines, a gateway over them, without Ray, and a trainer's process that pushes weights of the served model's
 shapes. Variants are settings of the gateway over the file's: one after the other has the same engines. A pair is one
-run of the load alone and one for each of `--in-flight`, with up to `--updates` spread over it. The extra time
-of a run with updates, by update, is the work that an update costs. The updates' own records have the time for which
-generation stood still, and the time of each step. An update that ends after the load of its run, as where it waited
-for the copy of the version before, is counted as late, and is in no figure. `--restores` are updates refused by the
-canary, and, of more than 2 GiB, updates that their trainer gives up half sent, all beside the load: their figures are
-the time for which they stopped generation, and the times from the refusal until all serve the version before, and to
-its first completion, which waits behind the load's prompts. TRL's
-client sends no log-probs, so the canary refuses NaN of it. First the media are measured alone: torch's own broadcast of
-the same bytes, a file written and read where the weight store is, a copy to the engine's GPU.
+run of the load alone and one with up to `--updates` spread over it, whose extra time, by update, is the work that an
+update costs. The updates' own records have the time for which generation stood still, and the time of each step. An
+update that ends after the load of its run, as where it waited for the copy of the version before, is counted as late,
+and is in no figure. `--restores` are updates refused by the canary, and, of more than 2 GiB, updates that their trainer
+gives up half sent, all beside the load: their figures are the time for which they stopped generation, and the times
+from the refusal until all serve the version before, and to its first completion, which waits behind the load's prompts.
+TRL's client sends no log-probs, so the canary refuses NaN of it. First torch's own broadcast of the same bytes is
+measured.
 """
 
 import argparse
@@ -37,30 +36,27 @@ import aiohttp
 import orjson
 
 from engines.errors import ConfigError, EngineStartFailed
-from engines.types import InFlight, ReplicaInfo
+from engines.types import ReplicaInfo
 from gateway.config.load import load as load_config
 from gateway.weights.updates.record import num_bytes as bytes_of
 from loadtests.fleet import LocalFleet
 from loadtests.studies.clients import ClientPool, Stream, Totals, total
 from loadtests.studies.weights.pusher import Flaw, Pushed, Pusher, Way
-from loadtests.studies.weights.raw_speed import broadcast_speed, copy_speeds, file_speeds
+from loadtests.studies.weights.raw_speed import broadcast_speed
 from loadtests.workloads import LengthMix, Workload
 from trainer_client.transports.sender import TransportName
 
 _WAYS: tuple[Way, ...] = (*get_args(TransportName), "trl")
-_QUIET = "none"
 _COPY_S = 60.0
-_MEDIUM_BYTES = 4 << 30
-"""Most bytes of a file or a copy whose speed is measured: more have the same speed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One run of the load; `in_flight` is "none" without updates. `updates` are the gateway's records. `ended` is the
-    Unix time of the last reply."""
+    """One run of the load; a quiet one has no updates. `updates` are the gateway's records. `ended` is the Unix time of
+    the last reply."""
 
     pair: int
-    in_flight: str
+    is_quiet: bool
     wall_s: float
     ended: float
     tokens: int
@@ -102,47 +98,35 @@ class Restore:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """Settings of the gateway, the trainer's transport, and the treatment of rollouts in flight."""
+    """Settings of the gateway and the trainer's transport."""
 
     name: str
     transport: Way
-    in_flight: tuple[InFlight, ...]
     overrides: tuple[str, ...]
 
     @classmethod
-    def parse(cls, text: str, transport: Way | None, in_flight: Sequence[InFlight]) -> "Variant":
-        """Parse `NAME: transport=nccl in_flight=keep,drain KEY=VALUE`. Raise `ConfigError` without a transport."""
+    def parse(cls, text: str, transport: Way | None) -> "Variant":
+        """Parse `NAME: transport=nccl KEY=VALUE`. Raise `ConfigError` without a transport."""
         name, _, settings = text.partition(":")
         told = dict(word.partition("=")[::2] for word in shlex.split(settings))
         asked = told.pop("transport", transport)
         chosen = next((known for known in _WAYS if known == asked), None)
         if chosen is None:
             raise ConfigError(f"variant {name!r} names no transport: say transport=store, gloo, nccl or trl")
-        ways = told.pop("in_flight", None)
-        kinds = tuple(map(InFlight, ways.split(","))) if ways else tuple(in_flight)
-        return cls(name.strip(), chosen, kinds, tuple(f"{key}={value}" for key, value in told.items()))
+        return cls(name.strip(), chosen, tuple(f"{key}={value}" for key, value in told.items()))
 
 
 class Bench:
     """One gateway, its clients and a trainer."""
 
     def __init__(
-        self,
-        url: str,
-        pool: ClientPool,
-        pusher: Pusher,
-        args: argparse.Namespace,
-        *,
-        replicas: int,
-        in_flight: Sequence[InFlight],
-        restores: int,
+        self, url: str, pool: ClientPool, pusher: Pusher, args: argparse.Namespace, *, replicas: int, restores: int
     ) -> None:
         self._url = url
         self._pool = pool
         self._pusher = pusher
         self._args = args
         self._replicas = replicas
-        self._in_flight = in_flight
         self._num_restores = restores
         self.runs: list[Run] = []
         self.restores: list[Restore] = []
@@ -150,15 +134,15 @@ class Bench:
 
     async def measure(self) -> None:
         """Run all pairs, after an unrecorded run of one round. The order alternates between pairs."""
-        expected_s = (await self._run(-1, _QUIET, 0.0, rounds=1)).wall_s * self._args.rounds
-        opened = await asyncio.to_thread(self._pusher.push, self._in_flight[0])  # opens the group
+        expected_s = (await self._run(-1, 0.0, is_quiet=True, rounds=1)).wall_s * self._args.rounds
+        opened = await asyncio.to_thread(self._pusher.push)  # opens the group
         await self._until_kept(opened)
         for pair in range(self._args.pairs):
-            kinds = [*([] if self._args.no_quiet_runs else [_QUIET]), *self._in_flight]
-            for kind in kinds[:: -1 if pair % 2 else 1]:
-                run = await self._run(pair, kind, expected_s, rounds=self._args.rounds)
+            both = [False] if self._args.no_quiet_runs else [True, False]
+            for is_quiet in both[:: -1 if pair % 2 else 1]:
+                run = await self._run(pair, expected_s, is_quiet=is_quiet, rounds=self._args.rounds)
                 self.runs.append(run)
-                if kind == kinds[0]:
+                if is_quiet == both[0]:
                     expected_s = run.wall_s
                 if run.pushed:
                     await self._until_kept(run.pushed[-1])
@@ -208,23 +192,24 @@ class Bench:
         reply = await self._ask("POST", "/v1/completions", {"prompt": [1, 2, 3], "max_tokens": 1})
         return time.time(), reply["choices"][0]["weight_versions"][-1]["version"]
 
-    async def _run(self, pair: int, in_flight: str, expected_s: float, *, rounds: int) -> Run:
-        count = 0 if in_flight == _QUIET else self._args.updates
-        loaded = self._loaded(f"{pair}/{in_flight}", rounds)
+    async def _run(self, pair: int, expected_s: float, *, is_quiet: bool, rounds: int) -> Run:
+        count = 0 if is_quiet else self._args.updates
+        loaded = self._loaded(f"{pair}/{is_quiet}", rounds)
         began, pushed = time.monotonic(), []
         for update in range(count):
             due = began + expected_s * (update + 0.5) / count
             await asyncio.wait([loaded], timeout=max(0.0, due - time.monotonic()))
             if loaded.done():  # a push waits for the copy of the version before, and none may be beside no load
                 break
-            pushed.append(await asyncio.to_thread(self._pusher.push, in_flight))
+            pushed.append(await asyncio.to_thread(self._pusher.push))
         totals, ended = await loaded
         errors = totals.errors + [push.error for push in pushed if push.error]
         run = Run(
-            pair=pair, in_flight=in_flight, wall_s=totals.wall_s, ended=ended, tokens=totals.tokens, errors=errors,
+            pair=pair, is_quiet=is_quiet, wall_s=totals.wall_s, ended=ended, tokens=totals.tokens, errors=errors,
             pushed=pushed, updates=await self._records(len(pushed)),
         )  # fmt: skip
-        print(f"{_name(pair)} {in_flight:>9} {run.wall_s:8.2f} s {len(errors)} errors", *errors[:2], file=sys.stderr)
+        name = f"pair {pair + 1}" if pair >= 0 else "warm-up"
+        print(f"{name} {len(pushed)} updates {run.wall_s:8.2f} s {len(errors)} errors", *errors[:2], file=sys.stderr)
         return run
 
     def _loaded(self, name: str, rounds: int) -> "asyncio.Task[tuple[Totals, float]]":
@@ -235,15 +220,9 @@ class Bench:
         end."""
         args = self._args
         workload = Workload(prompts=1, samples=1, prompt_tokens=args.prompt_tokens, max_tokens=args.max_tokens)
-        streams = [
-            Stream(
-                url=self._url,
-                workload=workload,
-                seeds=tuple(f"{name}/{caller}/{turn}" for turn in range(rounds)),
-                stream=False,
-            )
-            for caller in range(args.streams * self._replicas)
-        ]
+        callers = range(args.streams * self._replicas)
+        seeds = [tuple(f"{name}/{caller}/{turn}" for turn in range(rounds)) for caller in callers]
+        streams = [Stream(url=self._url, workload=workload, seeds=own, stream=False) for own in seeds]
         outcomes = self._pool.run(streams)
         return total(outcomes), time.time()
 
@@ -263,44 +242,39 @@ class Bench:
         return answer
 
 
-def summarise(runs: Sequence[Run], num_bytes: int) -> list[dict[str, Any]]:
-    """Return a row per `in_flight`. Seconds are medians of the updates beside the load; `lost_s` is lost work per such
+def summarise(name: str, runs: Sequence[Run], num_bytes: int) -> dict[str, Any]:
+    """Return the row of a variant. Seconds are medians of the updates beside the load; `lost_s` is lost work per such
     update, and `late` counts the others."""
-    quiet = {run.pair: run for run in runs if run.in_flight == _QUIET}
-    rows = []
-    for kind in dict.fromkeys(run.in_flight for run in runs if run.in_flight != _QUIET):
-        ours = [run for run in runs if run.in_flight == kind]
-        records = [record for run in ours for record in run.beside]
-        pairs = [(run, quiet[run.pair]) for run in ours if run.beside and run.pair in quiet]
-        lost = [(run.wall_s - alone.wall_s) / len(run.beside) for run, alone in pairs]
-        speed = _median(run.tokens / run.wall_s for run in quiet.values()) or 0.0
-        steps = {step: _median(record["seconds"].get(step) for record in records) for step in _steps(records)}
-        moved = steps.get("transfer") or steps.get("load")
-        rows.append(
-            {
-                "in_flight": kind,
-                "updates": len(records),
-                "late": sum(len(run.updates) for run in ours) - len(records),
-                "failed": sum(bool(push.error) for run in ours for push in run.pushed),
-                "lost_s": statistics.median(lost) if lost else None,
-                "lost_s_of_pairs": lost,
-                "lost_tokens": statistics.median(lost) * speed if lost else None,
-                "stopped_s": _median(record["stopped_s"] for record in records),
-                "stopped_s_max": max((record["stopped_s"] for record in records), default=None),
-                "push_s": _median(push.seconds for run in ours for push in run.pushed),
-                "moved_gb_per_s": num_bytes / moved / 1e9 if moved else None,
-                "staged": sum(record["staged"] for record in records),
-                "seconds": steps,
-                "errors": sum(len(run.errors) for run in ours),
-            }
-        )
-    return rows
+    quiet, ours = {run.pair: run for run in runs if run.is_quiet}, [run for run in runs if not run.is_quiet]
+    records = [record for run in ours for record in run.beside]
+    pairs = [(run, quiet[run.pair]) for run in ours if run.beside and run.pair in quiet]
+    lost = [(run.wall_s - alone.wall_s) / len(run.beside) for run, alone in pairs]
+    speed = _median(run.tokens / run.wall_s for run in quiet.values()) or 0.0
+    names = dict.fromkeys(step for record in records for step in record["seconds"])
+    steps = {step: _median(record["seconds"].get(step) for record in records) for step in names}
+    moved = steps.get("transfer") or steps.get("load")
+    return {
+        "variant": name,
+        "updates": len(records),
+        "late": sum(len(run.updates) for run in ours) - len(records),
+        "failed": sum(bool(push.error) for run in ours for push in run.pushed),
+        "lost_s": statistics.median(lost) if lost else None,
+        "lost_s_of_pairs": lost,
+        "lost_tokens": statistics.median(lost) * speed if lost else None,
+        "stopped_s": _median(record["stopped_s"] for record in records),
+        "stopped_s_max": max((record["stopped_s"] for record in records), default=None),
+        "push_s": _median(push.seconds for run in ours for push in run.pushed),
+        "moved_gb_per_s": num_bytes / moved / 1e9 if moved else None,
+        "staged": sum(record["staged"] for record in records),
+        "seconds": steps,
+        "errors": sum(len(run.errors) for run in ours),
+    }
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Return the summary as text."""
-    head = ["in flight", "updates", "late", "work lost s", "tokens lost", "stopped s", "at most", "push s", "GB/s"]
-    keys = ("in_flight", "updates", "late", "lost_s", "lost_tokens", "stopped_s", "stopped_s_max", "push_s")
+    """Return the rows as text."""
+    head = ["variant", "updates", "late", "work lost s", "tokens lost", "stopped s", "at most", "push s", "GB/s"]
+    keys = ("variant", "updates", "late", "lost_s", "lost_tokens", "stopped_s", "stopped_s_max", "push_s")
     cells = [[*head, "errors"], *([_cell(row[key]) for key in (*keys, "moved_gb_per_s", "errors")] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells)
@@ -309,33 +283,23 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 def steps_of(row: dict[str, Any]) -> str:
     """Return the medians of the steps as text. A staged transfer takes place while rollouts go on."""
     steps = ", ".join(f"{step} {seconds:.3f}" for step, seconds in row["seconds"].items())
-    return f"{row['in_flight']}: {row['staged']} of {row['updates']} staged; {steps} s"
+    return f"{row['variant']}: {row['staged']} of {row['updates']} staged; {steps} s"
 
 
-def media(transports: set[str], args: argparse.Namespace, store: Path, num_bytes: int) -> dict[str, float]:
-    """Return GB/s of the variants' media alone."""
+def broadcasts(transports: set[str], args: argparse.Namespace, num_bytes: int) -> dict[str, float]:
+    """Return GB/s of torch's broadcasts alone, by backend."""
     speeds: dict[str, float] = {}
-    receiver = args.receiver or args.device
     for backend in sorted({"nccl" if one == "trl" else one for one in transports} - {"store"}):
         try:
-            speeds[f"{backend} broadcast"] = broadcast_speed(backend, (args.device, receiver), num_bytes)
+            speeds[backend] = broadcast_speed(backend, (args.device, args.receiver or args.device), num_bytes)
         except TimeoutError as error:
             print(error, file=sys.stderr)  # what was measured through us stands by itself
-    store.mkdir(parents=True, exist_ok=True)
-    part = min(num_bytes, _MEDIUM_BYTES)
-    speeds["file write"], speeds["file read"] = file_speeds(store, part)
-    if receiver.startswith("cuda"):
-        speeds["pinned copy"], speeds["mapped copy"] = copy_speeds(receiver, part)
     return speeds
 
 
 def _ended(record: dict[str, Any]) -> float:
     began: float = datetime.fromisoformat(record["started"]).timestamp()
     return began + float(record["age_s"])
-
-
-def _steps(records: Sequence[dict[str, Any]]) -> list[str]:
-    return list(dict.fromkeys(step for record in records for step in record["seconds"]))
 
 
 def _median(values: Iterator[float | None]) -> float | None:
@@ -347,71 +311,36 @@ def _cell(value: object) -> str:
     return "-" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
-def _name(pair: int) -> str:
-    return f"pair {pair + 1}" if pair >= 0 else "warm-up"
-
-
-class Report:
-    """Write the results so far, after each variant, so that an interrupted run keeps them."""
-
-    def __init__(self, args: argparse.Namespace) -> None:
-        self._path: Path | None = args.json
-        self.content: dict[str, Any] = {
-            "taken": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "label": args.label,
-            "cpus": os.cpu_count(),
-            "streams": args.streams,
-            "prompt_tokens": str(args.prompt_tokens),
-            "max_tokens": args.max_tokens,
-            "variants": [],
-        }
-
-    def note(self, **facts: Any) -> None:
-        self.content |= facts
-        self._write()
-
-    def add(self, variant: Variant, bench: Bench) -> None:
-        self.content["variants"].append(
-            {
-                "name": variant.name,
-                "transport": variant.transport,
-                "settings": variant.overrides,
-                "summary": summarise(bench.runs, self.content["bytes"]),
-                "restore_errors": bench.restore_errors,
-                "restores": [asdict(restore) for restore in bench.restores],
-                "runs": [asdict(run) for run in bench.runs],
-            }
-        )
-        self._write()
-
-    def _write(self) -> None:
-        if self._path:
-            self._path.write_bytes(orjson.dumps(self.content, option=orjson.OPT_INDENT_2))
+def _write(report: dict[str, Any], file: Path | None) -> None:
+    """Write the results so far, so that an interrupted run keeps them."""
+    if file:
+        file.write_bytes(orjson.dumps(report, option=orjson.OPT_INDENT_2))
 
 
 async def _measured(args: argparse.Namespace) -> dict[str, Any]:
     config = load_config(args.config, args.overrides)
-    texts = args.variant or [args.transport or "as it is"]
-    variants = [Variant.parse(text, args.transport, args.in_flight) for text in texts]
-    fleet, report = LocalFleet(config, []), Report(args)
-    named = args.medium or config.weights.store or ""
-    store = Path(named if Path(named).is_absolute() else "/dev/shm")
-    transports: set[str] = {variant.transport for variant in variants}
+    variants = [Variant.parse(text, args.transport) for text in args.variant or [args.transport or "as it is"]]
+    fleet = LocalFleet(config)
     try:
         infos = await fleet.start_engines()
-        report.note(replicas=len(infos), engine=f"{infos[0].kind} {infos[0].engine_version}")
         size = _checkpoint_bytes(infos[0])
-        report.note(bytes=size, media_gb_per_s=await asyncio.to_thread(media, transports, args, store, size))
+        alone = await asyncio.to_thread(broadcasts, {variant.transport for variant in variants}, args, size)
+        report: dict[str, Any] = {
+            "taken": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "label": args.label, "cpus": os.cpu_count(),
+            "streams": args.streams, "prompt_tokens": str(args.prompt_tokens), "max_tokens": args.max_tokens,
+            "replicas": len(infos), "engine": f"{infos[0].kind} {infos[0].engine_version}", "bytes": size,
+            "broadcast_gb_per_s": alone, "variants": [],
+        }  # fmt: skip
         with ClientPool(args.clients, args.timeout_s) as pool:
             for variant in variants:
                 print(f"{variant.name}:", file=sys.stderr)
                 settings = load_config(args.config, [*args.overrides, *variant.overrides])
                 async with fleet.gateway(settings, infos) as gateway:
                     restores = args.restores if settings.weights.store else 0  # without a store there is no rollback
-                    await _measure(variant, gateway.url, pool, args, len(infos), restores, report)
+                    await _measure(variant, gateway.url, pool, args, restores, report)
     finally:
         await fleet.stop()
-    return report.content
+    return report
 
 
 def _checkpoint_bytes(info: ReplicaInfo) -> int:
@@ -420,22 +349,27 @@ def _checkpoint_bytes(info: ReplicaInfo) -> int:
 
 
 async def _measure(
-    variant: Variant,
-    url: str,
-    pool: ClientPool,
-    args: argparse.Namespace,
-    replicas: int,
-    restores: int,
-    report: Report,
+    variant: Variant, url: str, pool: ClientPool, args: argparse.Namespace, restores: int, report: dict[str, Any]
 ) -> None:
     """Measure one variant. The report has the results so far also where it fails."""
     with await asyncio.to_thread(Pusher, url, variant.transport, args.device, args.timeout_s) as pusher:
-        bench = Bench(url, pool, pusher, args, replicas=replicas, in_flight=variant.in_flight, restores=restores)
-        report.note(bytes=pusher.num_bytes)
+        bench = Bench(url, pool, pusher, args, replicas=report["replicas"], restores=restores)
+        report["bytes"] = pusher.num_bytes
         try:
             await bench.measure()
         finally:
-            report.add(variant, bench)
+            report["variants"].append(
+                {
+                    "name": variant.name,
+                    "transport": variant.transport,
+                    "settings": variant.overrides,
+                    "summary": summarise(variant.name, bench.runs, report["bytes"]),
+                    "restore_errors": bench.restore_errors,
+                    "restores": [asdict(restore) for restore in bench.restores],
+                    "runs": [asdict(run) for run in bench.runs],
+                }
+            )
+            _write(report, args.json)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -446,16 +380,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, EngineStartFailed) as error:
         print(error, file=sys.stderr)
         return 2
+    rows = [variant["summary"] for variant in report["variants"]]
+    print(table(rows), *map(steps_of, rows), sep="\n")
     for variant in report["variants"]:
-        print(f"{variant['name']}, {variant['transport']}:", table(variant["summary"]), sep="\n")
-        print(*map(steps_of, variant["summary"]), sep="\n")
-        print(*(Restore(**restore).told() for restore in variant["restores"]), sep="\n")
-    speeds = ", ".join(f"{name} {speed:.2f} GB/s" for name, speed in report["media_gb_per_s"].items())
-    print(f"{report['bytes'] / 1e9:.3f} GB to {report['replicas']} replicas; alone: {speeds}")
-    has_failed = any(
-        one["restore_errors"] or any(row["errors"] for row in one["summary"]) for one in report["variants"]
-    )
-    return 1 if has_failed else 0
+        print(*(f"{variant['name']}: {Restore(**restore).told()}" for restore in variant["restores"]), sep="\n")
+    speeds = "".join(f"; {name} alone {speed:.2f} GB/s" for name, speed in report["broadcast_gb_per_s"].items())
+    print(f"{report['bytes'] / 1e9:.3f} GB to {report['replicas']} replicas{speeds}")
+    return 1 if any(one["restore_errors"] or one["summary"]["errors"] for one in report["variants"]) else 0
 
 
 def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -467,9 +398,7 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--transport", choices=_WAYS, help="of variants without their own; trl: TRL's own client")
     add("--variant", action="append", metavar="NAME: KEY=VALUE ...", help="a variant; repeatable")
     add("--device", default="cpu", help="device of the trainer's tensors, such as cuda:1")
-    add("--receiver", default="", help="receiving device of the raw medium; default: --device")
-    add("--medium", default="", metavar="FOLDER", help="folder to measure file speed; default: the weight store")
-    add("--in-flight", nargs="+", choices=list(InFlight), default=[InFlight.KEEP], type=InFlight)
+    add("--receiver", default="", help="receiving device of the broadcast alone; default: --device")
     add("--updates", type=int, default=2, help="updates in each run")
     add("--restores", type=int, default=0, help="refused updates per variant")
     add("--pairs", type=int, default=5)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from loadtests.chaos.soak import Look, Soak, bytes_in, main
-from loadtests.chaos.witness import Tally
+from loadtests.chaos.tally import Tally
 
 
 def soaked(rss_mb: float) -> Soak:

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from engines.config import SimConfig
-from loadtests.chaos.witness import Tally, Witness
+from loadtests.chaos.tally import Tally
+from loadtests.chaos.witness import Witness
 from sim.model import CHECKPOINT_VERSION, SimModel, read, seeded_draw, weights_key
 
 SEED = 7
@@ -44,8 +45,9 @@ def test_a_choice_marked_as_continued_with_another_seed_is_judged_by_its_log_pro
 
 
 def tallied(witness: Witness, floor: int, choices: list[Json]) -> Tally:
-    witness._check(SEED, floor, choices)
-    return witness._tally
+    witness.version = floor
+    witness._answered(witness._numbered(SEED)[0], choices)
+    return witness.record.tally
 
 
 def test_tokens_of_the_weights_they_name_are_delivered(witness: Witness) -> None:

@@ -1,4 +1,4 @@
-"""How the bench clients are called; the calls themselves were run by hand, see docs/benchmarks.md."""
+"""How the bench clients are called; the calls themselves were run by hand, see docs/compatibility.md."""
 
 import json
 import sys
@@ -10,7 +10,8 @@ LOAD = Load(url="http://127.0.0.1:1", model="m", tokenizer="t", prompts=4, token
 
 
 def test_each_client_writes_a_result_of_its_own() -> None:
-    found = clients(LOAD, Path("/tmp/out"), sys.executable, "other", aiperf_python="third", guidellm_python="fourth")
+    pythons = {"vllm": sys.executable, "sglang": "other", "aiperf": "third", "guidellm": "fourth"}
+    found = clients(LOAD, Path("/tmp/out"), pythons)
     assert len({client.result for client in found}) == len(found) == 9
     counts = {"aiperf": ("--request-count", "4"), "guidellm": ("--constraint", "kind=max_requests,count=4")}
     for client in found:
@@ -20,21 +21,19 @@ def test_each_client_writes_a_result_of_its_own() -> None:
         assert client.command[client.command.index(option) + 1] == count
 
 
-def test_without_a_python_that_has_sglang_its_clients_are_left_out() -> None:
-    assert [client.route for client in clients(LOAD, Path("/tmp/out"), sys.executable, None)] == [
-        "/v1/completions",
-        "/v1/chat/completions",
-    ]
+def test_a_module_without_a_python_is_left_out() -> None:
+    found = clients(LOAD, Path("/tmp/out"), {"vllm": sys.executable})
+    assert [client.route for client in found] == ["/v1/completions", "/v1/chat/completions"]
 
 
 def test_a_row_tells_what_was_answered() -> None:
-    client = clients(LOAD, Path("/tmp/out"), sys.executable, "other")[-1]
+    client = clients(LOAD, Path("/tmp/out"), {"sglang": "other"})[-1]
     result = {"completed": 3, "total_output_tokens": 6, "output_throughput": 12.4, "median_ttft_ms": 1.6}
     assert row(client, result, 4) == "| `sglang.bench_serving --backend sglang` | `/generate` | 3 of 4 | 6 | 12 | 2 |"
 
 
 def test_aiperfs_result_is_read_in_the_words_of_the_others(tmp_path: Path) -> None:
-    client = clients(LOAD, tmp_path, sys.executable, None, aiperf_python="third")[-1]
+    client = clients(LOAD, tmp_path, {"aiperf": "third"})[-1]
     client.result.parent.mkdir()
     told = {"request_count": 4.0, "total_output_tokens": 8.0, "output_token_throughput": 12.6}
     client.result.write_text(
@@ -46,7 +45,7 @@ def test_aiperfs_result_is_read_in_the_words_of_the_others(tmp_path: Path) -> No
 
 
 def test_guidellms_result_is_read_in_the_words_of_the_others(tmp_path: Path) -> None:
-    client = clients(LOAD, tmp_path, sys.executable, None, guidellm_python="fourth")[-1]
+    client = clients(LOAD, tmp_path, {"guidellm": "fourth"})[-1]
     told = {
         "request_totals": {"successful": 3, "errored": 1},
         "output_token_count": {"successful": {"total_sum": 6.0}},

@@ -155,8 +155,8 @@ async def test_a_short_run(replicas: list[SimReplica], gateway_url: str, tmp_pat
         **{("4", side.value): 2 * 4 * 8 for side in sides},
         **{("3x2", side.value): 2 * 3 * 2 * 8 for side in sides},
     }
-    assert [run["side"] for run in told["runs"][:6]] == sides
-    assert [run["side"] for run in told["runs"][12:18]] == sides[::-1]
+    assert [run["side"] for run in told["runs"][:5]] == sides
+    assert [run["side"] for run in told["runs"][10:15]] == sides[::-1]
     assert all(row["pairs"] == 2 for row in told["summary"])
     rows = {row["side"]: row for row in told["summary"] if row["load"] == "4"}
     assert set(rows["gateway"]["ratios"]) == {"direct", "streamed", "one-server", "vllm-router"}
@@ -164,7 +164,6 @@ async def test_a_short_run(replicas: list[SimReplica], gateway_url: str, tmp_pat
     # A short run may take less than the hundredth of a second that the kernel counts in.
     assert rows["vllm-router"]["middle_cpu_s_per_million_tokens"] >= 0
     assert "middle_cpu_s_per_million_tokens" not in rows["direct"]
-    assert "gateway-streamed" in printed
 
 
 @pytest.mark.load

@@ -1,4 +1,4 @@
-"""The cost of an update: a run with it against a run without, and the medium alone."""
+"""The cost of an update: a run with it against a run without, and the broadcast alone."""
 
 from pathlib import Path
 
@@ -6,52 +6,56 @@ import orjson
 import pytest
 
 from engines.errors import ConfigError
-from engines.types import InFlight
 from loadtests.studies.weights.pusher import Flaw, Pushed
-from loadtests.studies.weights.raw_speed import broadcast_speed, file_speeds
+from loadtests.studies.weights.raw_speed import broadcast_speed
 from loadtests.studies.weights.weight_cost import Restore, Run, Variant, main, steps_of, summarise, table
 
 
-def run(pair: int, in_flight: str, wall_s: float, stopped_s: float = 0.0, error: str = "", ended: float = 100.0) -> Run:
-    is_quiet = in_flight == "none"
+def run(pair: int, kind: str, wall_s: float, stopped_s: float = 0.0, error: str = "", ended: float = 100.0) -> Run:
+    is_quiet = kind == "quiet"
     record = {
-        "started": "1970-01-01T00:00:10+00:00", "age_s": 2.0, "stopped_s": stopped_s, "staged": in_flight == "keep",
+        "started": "1970-01-01T00:00:10+00:00", "age_s": 2.0, "stopped_s": stopped_s, "staged": True,
         "seconds": {"transfer": 0.5, "canary": 0.1},
     }  # fmt: skip
     return Run(
-        pair=pair, in_flight=in_flight, wall_s=wall_s, ended=ended, tokens=1000, errors=[error] if error else [],
+        pair=pair, is_quiet=is_quiet, wall_s=wall_s, ended=ended, tokens=1000, errors=[error] if error else [],
         pushed=[] if is_quiet else [Pushed(seconds=0.7, version=1, error=error)] * 2,
         updates=[] if is_quiet else [record] * 2,
     )  # fmt: skip
 
 
 def test_the_work_lost_is_what_the_run_beside_it_did_not_take_by_update() -> None:
-    runs = [run(0, "none", 10.0), run(0, "keep", 10.4, 0.2), run(1, "keep", 12.2, 0.3), run(1, "none", 12.0)]
-    (row,) = summarise(runs, num_bytes=2_000_000_000)
+    runs = [run(0, "quiet", 10.0), run(0, "updates", 10.4, 0.2), run(1, "updates", 12.2, 0.3), run(1, "quiet", 12.0)]
+    row = summarise("flat", runs, num_bytes=2_000_000_000)
     assert row["lost_s"] == pytest.approx(0.15)
     assert row["lost_tokens"] == pytest.approx(0.15 * (1000 / 10 + 1000 / 12) / 2)
     assert (row["updates"], row["stopped_s"], row["stopped_s_max"]) == (4, 0.25, 0.3)
     assert row["moved_gb_per_s"] == pytest.approx(4.0)
     assert row["seconds"] == {"transfer": 0.5, "canary": 0.1}
-    assert steps_of(row) == "keep: 4 of 4 staged; transfer 0.500, canary 0.100 s"
+    assert steps_of(row) == "flat: 4 of 4 staged; transfer 0.500, canary 0.100 s"
 
 
 def test_updates_that_end_after_the_load_are_counted_and_in_no_figure() -> None:
-    runs = [run(0, "none", 10.0), run(0, "keep", 10.4, 0.2), run(1, "none", 9.0), run(1, "keep", 9.0, 0.9, ended=11.9)]
-    (row,) = summarise(runs, num_bytes=1)
+    runs = [run(0, "quiet", 10.0), run(0, "updates", 10.4, 0.2), run(1, "quiet", 9.0)]
+    row = summarise("flat", [*runs, run(1, "updates", 9.0, 0.9, ended=11.9)], num_bytes=1)
     assert (row["updates"], row["late"], row["stopped_s"], row["stopped_s_max"]) == (2, 2, 0.2, 0.2)
     assert row["lost_s"] == pytest.approx(0.2)
 
 
 def test_a_run_whose_updates_all_end_after_the_load_has_no_figures() -> None:
-    (row,) = summarise([run(0, "none", 10.0), run(0, "keep", 10.4, ended=1.0)], num_bytes=1)
+    row = summarise("flat", [run(0, "quiet", 10.0), run(0, "updates", 10.4, ended=1.0)], num_bytes=1)
     assert (row["updates"], row["late"], row["lost_s"], row["moved_gb_per_s"]) == (0, 2, None, None)
-    assert "keep" in table([row])
+    assert "flat" in table([row])
 
 
 def test_without_quiet_runs_the_work_lost_is_unknown_and_the_stop_is_not() -> None:
-    (row,) = summarise([run(0, "keep", 10.4, 0.2)], num_bytes=1)
+    row = summarise("flat", [run(0, "updates", 10.4, 0.2)], num_bytes=1)
     assert (row["updates"], row["stopped_s"], row["lost_s"], row["lost_tokens"]) == (2, 0.2, None, None)
+
+
+def test_failed_updates_are_counted() -> None:
+    row = summarise("flat", [run(0, "quiet", 1.0), run(0, "updates", 1.5, error="refused")], num_bytes=1)
+    assert (row["failed"], row["errors"]) == (2, 1)
 
 
 def test_a_refused_update_is_reported_with_its_stop_and_the_way_back() -> None:
@@ -70,17 +74,12 @@ def test_a_refused_update_is_reported_with_its_stop_and_the_way_back() -> None:
     )
 
 
-def test_each_way_with_rollouts_in_flight_has_a_row_and_failures_are_counted() -> None:
-    rows = summarise([run(0, "none", 1.0), run(0, "keep", 1.0), run(0, "drain", 1.5, error="refused")], num_bytes=1)
-    assert [(row["in_flight"], row["failed"], row["errors"]) for row in rows] == [("keep", 0, 0), ("drain", 2, 1)]
-
-
 @pytest.mark.load
 def test_a_fleet_is_measured_with_updates_and_without(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.json"
     status = main(
         ["-c", "examples/sim.yaml", "--variant", "together: transport=store", "--variant",
-         "rolling: transport=store weights.rolling=true", "--in-flight", "keep", "drain", "--pairs", "1",
+         "rolling: transport=store weights.rolling=true", "--pairs", "1",
          "--updates", "1", "--restores", "1", "--streams", "2", "--rounds", "1", "--max-tokens", "64",
          "--prompt-tokens", "8",
          "--json", str(out), "gateway.port=0", f"weights.store={tmp_path / 'store'}", "engine.num_replicas=2",
@@ -92,10 +91,11 @@ def test_a_fleet_is_measured_with_updates_and_without(tmp_path: Path, capsys: py
     together, rolling = report["variants"]
     assert (together["name"], rolling["settings"]) == ("together", ["weights.rolling=true"])
     # The second gateway finds the first one's version. A rolling update leaves a replica that serves meanwhile.
-    for variant, version, sources in ((together, 4, ["store"]), (rolling, 8, ["", "store"])):
-        assert [row["in_flight"] for row in variant["summary"]] == ["keep", "drain"]
-        assert all(row["updates"] + row["late"] == 1 and row["push_s"] > 0 for row in variant["summary"])
-        assert {one["in_flight"] for one in variant["runs"]} == {"none", "keep", "drain"}
+    for variant, version, sources in ((together, 3, ["store"]), (rolling, 6, ["", "store"])):
+        row = variant["summary"]
+        assert row["updates"] + row["late"] == 1
+        assert row["push_s"] > 0
+        assert [one["is_quiet"] for one in variant["runs"]] == [True, False]
         (restore,) = variant["restores"]
         assert restore["version"] == version
         assert "canary" in restore["error"]
@@ -106,21 +106,17 @@ def test_a_fleet_is_measured_with_updates_and_without(tmp_path: Path, capsys: py
 
 
 @pytest.mark.load
-def test_the_medium_alone_has_a_speed(tmp_path: Path) -> None:
+def test_a_broadcast_alone_has_a_speed() -> None:
     pytest.importorskip("torch")
-    written, read = file_speeds(tmp_path, 1 << 20)
-    assert written > 0
-    assert read > 0
-    assert not list(tmp_path.iterdir())
     assert broadcast_speed("gloo", ("cpu", "cpu"), 1 << 20) > 0
 
 
 def test_a_variant_says_what_it_differs_in() -> None:
-    variant = Variant.parse("a b: transport=gloo in_flight=keep,drain weights.store=null", "nccl", [InFlight.KEEP])
-    assert variant == Variant("a b", "gloo", (InFlight.KEEP, InFlight.DRAIN), ("weights.store=null",))
-    assert Variant.parse("plain", "nccl", [InFlight.DRAIN]) == Variant("plain", "nccl", (InFlight.DRAIN,), ())
+    variant = Variant.parse("a b: transport=gloo weights.store=null", "nccl")
+    assert variant == Variant("a b", "gloo", ("weights.store=null",))
+    assert Variant.parse("plain", "nccl") == Variant("plain", "nccl", ())
 
 
 def test_a_variant_without_a_transport_is_refused() -> None:
     with pytest.raises(ConfigError, match="variant 'flat' names no transport"):
-        Variant.parse("flat: weights.relay=never", None, [InFlight.KEEP])
+        Variant.parse("flat: weights.relay=never", None)

@@ -1,1 +1,0 @@
-"""Studies of placement, admission and batches, on engines and in virtual time."""

@@ -8,7 +8,7 @@ from scripts import setup
 
 UV = "uv==0.13.9"
 SGLANG = "sglang==0.5.23"
-VERL_BESIDE = "\n".join(["editables", "hatchling", "pytest", "pytest-asyncio", "ray==2.60.0", "uvloop"])
+VERL_BESIDE = "\n".join(["editables", "hatchling", "hypothesis", "pytest", "pytest-asyncio", "ray==2.60.0", "uvloop"])
 PROJECT = setup.ENVIRONMENTS["project"]
 
 

@@ -71,6 +71,8 @@ def _engines(config: Config) -> list[str]:
     """List the engines that are not installed or do not take these settings, as their start would report it."""
     found = []
     for group in config.groups.values():
+        if group.kind is EngineKind.EXTERNAL:  # its owner starts it
+            continue
         try:
             engine_command(group, port=1, index=0)
         except ConfigError as error:

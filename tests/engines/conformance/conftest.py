@@ -62,6 +62,11 @@ async def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
         await subject.stop()
 
 
+@pytest_asyncio.fixture(autouse=True, loop_scope="session")
+async def measured(engine: Subject) -> None:
+    await engine.measure()
+
+
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def someone_with_weights(engine: Subject) -> Trainer:
     """Made once: the weights of a large model take their time."""

@@ -99,7 +99,7 @@ class Subject:
         server = EngineServer(config, replica_id="engine-0", group="engine", index=0)
         info = await server.start()
         subject = cls(config, server, info, _client(info))
-        await subject._measure()
+        await subject.measure()
         return subject
 
     async def start_again(self) -> None:
@@ -225,11 +225,12 @@ class Subject:
         end = json.loads((self.model_folder / "config.json").read_text())["eos_token_id"]
         return int(end[0] if isinstance(end, list) else end)
 
-    async def _measure(self) -> None:
+    async def measure(self) -> None:
+        """Note how fast it is at best: a machine that was busy at the start may be free later."""
         await self.token_ids(max_tokens=16)
         began = time.monotonic()
         await self.token_ids(max_tokens=32)
-        self.tokens_per_s = 32 / (time.monotonic() - began)
+        self.tokens_per_s = max(self.tokens_per_s, 32 / (time.monotonic() - began))
 
 
 def _client(info: ReplicaInfo) -> Engine:

@@ -54,6 +54,10 @@ def test_an_engine_that_is_not_installed(tmp_path: Path) -> None:
     assert "engine.python = '/nowhere/python' cannot be run" in lack
 
 
+def test_a_server_that_another_starts_needs_nothing_of_this_machine(tmp_path: Path) -> None:
+    assert found(tmp_path, engine={"kind": "external", "url": "http://127.0.0.1:1"}) == []
+
+
 def test_a_certificate_whose_files_are_missing(tmp_path: Path) -> None:
     tls = {"certificate": "/nowhere/certificate.pem", "key": "/nowhere/key.pem"}
     (lack,) = found(tmp_path, engine={"kind": "sim"}, gateway={"tls": tls})

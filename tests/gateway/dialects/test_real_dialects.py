@@ -235,7 +235,7 @@ def test_token_ids_in_and_out_with_the_engines_own_spans(real: RealFleet) -> Non
     assert "mine" in reply["request_id"]
     assert reply["prompt_token_ids"] == IDS
     for choice in reply["choices"]:
-        assert choice["weight_versions"] == [{"version": 0, "start": 0, "end": 7}]
+        assert choice["weight_versions"] == [{"version": "0", "start": 0, "end": 7}]
         assert [entry["token_id"] for entry in choice["logprobs"]["content"]] == choice["token_ids"]
     completed = {"prompt": IDS, "max_tokens": 7, "n": 2, "seed": 3, "ignore_eos": True, "return_token_ids": True}
     _, other = real.call("/v1/completions", completed)
@@ -248,7 +248,7 @@ def test_token_ids_are_streamed(real: RealFleet) -> None:
     chunks = real.stream(PATH, body | {"stream_options": {"include_usage": True}})
     choices = [choice for chunk in chunks for choice in chunk["choices"]]
     assert [i for choice in choices for i in choice["token_ids"]] == whole["choices"][0]["token_ids"]
-    assert choices[-1]["weight_versions"] == [{"version": 0, "start": 0, "end": 40}]
+    assert choices[-1]["weight_versions"] == [{"version": "0", "start": 0, "end": 40}]
     assert chunks[-1]["usage"]["completion_tokens"] == 40
 
 

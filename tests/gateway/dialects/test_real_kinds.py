@@ -227,11 +227,11 @@ def test_sglang_takes_token_ids_in_vllms_dialect(real: real_vllm.RealFleet) -> N
     assert status == 200, reply
     choice = reply["choices"][0]
     assert [entry["token_id"] for entry in choice["logprobs"]["content"]] == choice["token_ids"]
-    assert choice["weight_versions"] == [{"version": 0, "start": 0, "end": 6}]
+    assert choice["weight_versions"] == [{"version": "0", "start": 0, "end": 6}]
     chunks = real.stream("/inference/v1/generate", body)
     streamed = [told for chunk in chunks for told in chunk["choices"]]
     assert [token_id for told in streamed for token_id in told["token_ids"]] == choice["token_ids"]
-    assert streamed[-1]["weight_versions"] == [{"version": 0, "start": 0, "end": 6}]
+    assert streamed[-1]["weight_versions"] == [{"version": "0", "start": 0, "end": 6}]
 
 
 def test_sglangs_own_dialect_says_through_the_gateway_what_sglang_says(real: real_vllm.RealFleet) -> None:

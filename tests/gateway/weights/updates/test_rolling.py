@@ -273,6 +273,7 @@ async def test_a_rollout_that_demands_the_coming_version_goes_to_those_that_have
         assert await said(rig, max_staleness=1) == {0}  # the others are not held up
         turns.allow(1)
         await until_held(rig, 1, version=1)
+        await until_held(rig, 1, version=0)  # the next has left: what it gets before would wait there for its turn
         assert await waiting == {1}
         assert await said(rig, max_staleness=1) == {0, 1}
         assert await said(rig, **demand) == {1}

@@ -151,7 +151,7 @@ def sync(url: str, named: Sequence[tuple[str, Any]]) -> None:
 
 
 def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"[:400]
+    return f"{type(error).__name__}: {error}".splitlines()[0][:400]  # lines after it quote a log, with local paths
 
 
 class Alone:

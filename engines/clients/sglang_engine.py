@@ -57,7 +57,7 @@ from engines.clients.sglang_dialect import (
     server_info,
     world_size,
 )
-from engines.clients.vllm_engine import label_of, version_held
+from engines.clients.vllm_engine import label_of
 from engines.engine import Json, Peer
 from engines.errors import (
     DeadlineExceeded,
@@ -184,9 +184,6 @@ class SglangEngine(EngineWithWorkers):
     async def _told_label(self, timeout_s: float) -> str:
         return self._translated(label_of, await self._call("GET", "/model_info", None, timeout_s))
 
-    async def _told_version(self, timeout_s: float) -> int | None:
-        return version_held(await self._told_label(timeout_s))
-
     async def open_weight_group(self, init_info: Json, timeout_s: float) -> None:
         self._is_packed = bool(init_info.get("packed", True))
         if self._is_packed:
@@ -226,7 +223,7 @@ class SglangEngine(EngineWithWorkers):
         await self._call("POST", "/destroy_weights_update_group", {"group_name": _GROUP}, timeout_s)
 
     async def start_weight_update(self, timeout_s: float) -> None:
-        await self._label(None, timeout_s)
+        await self._label("", timeout_s)
         if self._has_sessions:
             await self._call("POST", _BEGIN, {"selector": "all"}, timeout_s)
 
@@ -245,10 +242,10 @@ class SglangEngine(EngineWithWorkers):
         }
         await self._call("POST", _UPDATE_ROUTE, body, timeout_s)
 
-    async def finish_weight_update(self, version: int, timeout_s: float) -> None:
+    async def finish_weight_update(self, made: str, timeout_s: float) -> None:
         if self._has_sessions:
             await self._call("POST", "/end_weight_update", {}, timeout_s)
-        await self._label(version, timeout_s)
+        await self._label(made, timeout_s)
 
     async def abandon_weight_update(self, timeout_s: float, *, drops_receipt: bool = False) -> None:
         if drops_receipt:

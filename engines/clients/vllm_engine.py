@@ -4,10 +4,11 @@ import contextlib
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from engines.clients.our_workers import MIXED, EngineWithWorkers
+from engines.clients.our_workers import EngineWithWorkers
 from engines.engine import Json, Peer
 from engines.errors import EngineFailed, EngineRefused
 from engines.types import PauseMode
+from engines.weight_label import open_label
 
 _PACKED_AT_INIT = (0, 28)
 _NO_ROUTE = (404, 405)
@@ -36,6 +37,7 @@ class VllmEngine(EngineWithWorkers):
         # The place of `packed` changed in vLLM 0.28, and the trainer's release may differ from the engine's.
         self._wants_packed_at_init = not engine_version or release(engine_version) >= _PACKED_AT_INIT
         self._packed = True
+        self._has_labels = True
 
     async def ask(self, method: str, path: str, body: Json | None, timeout_s: float) -> Json:
         return await self._call(method, path, body, timeout_s)
@@ -62,15 +64,17 @@ class VllmEngine(EngineWithWorkers):
         await self.ask("POST", "/shutdown_weight_transfer_engine", None, timeout_s)
 
     async def start_weight_update(self, timeout_s: float) -> None:
-        await self._label(None, timeout_s)
+        await self._label("", timeout_s)
         await self.ask("POST", "/start_weight_update", {}, timeout_s)
 
     async def update_weights(self, update_info: Json, timeout_s: float) -> None:
         await self.ask("POST", "/update_weights", self._receive(update_info, timeout_s), timeout_s)
 
-    async def finish_weight_update(self, version: int, timeout_s: float) -> None:
-        await self.ask("POST", "/finish_weight_update", {"weight_version": str(version)}, timeout_s)
-        self._held = version
+    async def finish_weight_update(self, made: str, timeout_s: float) -> None:
+        label = open_label(made, self._committed)
+        self._held = None
+        await self.ask("POST", "/finish_weight_update", {"weight_version": label}, timeout_s)
+        self._held = label
 
     async def abandon_weight_update(self, timeout_s: float, *, drops_receipt: bool = False) -> None:
         if self._has_tee:
@@ -82,7 +86,7 @@ class VllmEngine(EngineWithWorkers):
             # already, vLLM answers 500 and nothing is left to do.
             with contextlib.suppress(EngineFailed):
                 await self.ask("POST", "/finish_weight_update", {}, timeout_s)
-        await self._label(None, timeout_s)
+        await self._label("", timeout_s)
 
     async def plan_updates(self, timeout_s: float) -> str:
         workers = await self._on_workers("plan_updates", {}, timeout_s) if self._has_tee else []
@@ -136,22 +140,19 @@ class VllmEngine(EngineWithWorkers):
         answer = await self._of_labels("GET", "/weight_info", None, timeout_s)
         return "" if answer is None else self._translated(label_of, answer)
 
-    async def _told_version(self, timeout_s: float) -> int | None:
-        return version_held(await self._told_label(timeout_s))
-
     async def _set_label(self, label: str, timeout_s: float) -> None:
         await self._of_labels("POST", "/update_weight_version", {"new_version": label}, timeout_s)
 
     async def _of_labels(self, method: str, path: str, body: Json | None, timeout_s: float) -> Json | None:
-        """Return the answer of a route of weight versions; None from an older vLLM, which has none."""
-        if not self.tells_version:
+        """Return the answer of a route of labels; None from vLLM before 0.28, which has none."""
+        if not self._has_labels:
             return None
         try:
             return await self.ask(method, path, body, timeout_s)
         except EngineRefused as error:
             if error.status not in _NO_ROUTE:
                 raise
-            self.tells_version = False
+            self._has_labels = False
             return None
 
 
@@ -167,21 +168,6 @@ def label_of(answer: Json) -> str:
     if type(label) not in (str, int):
         raise TypeError(f"a label is text, not {type(label).__name__}")
     return str(label)
-
-
-def is_given(label: str) -> bool:
-    """Return True for a label that a gateway gives. A server starts with another, mostly "default"."""
-    return label == MIXED or label.isdecimal()
-
-
-def version_held(label: str) -> int | None:
-    """Return the version of a label; None for mixed weights."""
-    return None if label == MIXED else version_number(label)
-
-
-def version_number(label: str) -> int:
-    """Return the number of a vLLM label; 0 for "default", the checkpoint."""
-    return int(label) if label.isdecimal() else 0
 
 
 def _results(answer: Json) -> list[Any]:

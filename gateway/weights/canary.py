@@ -166,10 +166,6 @@ class Canary:
             self._accepted.update({one: readings[one] for one in peers if found[one].may_serve and one not in kept})
         return findings
 
-    def forget(self, replica: Replica) -> None:
-        """Compare nobody with this replica, which does not serve though it may."""
-        self._accepted.pop(replica, None)
-
     async def _judged(
         self,
         peers: Sequence[Replica],

@@ -1,6 +1,6 @@
 """Updates over a transfer group of the trainer and all engines' workers."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import structlog
 
@@ -11,7 +11,7 @@ from engines.store.weight_store import GROUP
 from engines.types import Dialect, InFlight, ReplicaState
 from gateway.fleet.replica import Replica
 from gateway.fleet.replica_calls import on_all, try_on_all
-from gateway.fleet.together import together
+from gateway.fleet.together import to_its_end, together
 from gateway.weights.receipts import check_receipts
 from gateway.weights.transfer_group import (
     TransferGroup,
@@ -27,7 +27,7 @@ from gateway.weights.updates.machine import UpdateMachine, living
 from gateway.weights.updates.parts import Parts
 from gateway.weights.updates.record import Phase, WeightUpdate, num_bytes
 from gateway.weights.updates.swaps import Load, Swaps
-from gateway.weights.verdicts import Result
+from gateway.weights.verdicts import Finding, Result
 
 log = structlog.get_logger()
 
@@ -161,18 +161,22 @@ class FlatUpdate:
             self._machine.open(update)
         async with self._machine.or_aborted():
             findings = await Swaps(self._parts, update, group.members, self._load(update)).run()
-        reached = [replica for replica, finding in findings.items() if finding.result is not Result.LOST]
         if update.draft is not None:
             async with self._machine.step(update, "keep"):
                 # Before the commit, which restores a replica that failed: that replica may have the copy.
-                await self._keep_receipts(reached)
+                await self._keep_receipts(_reached(findings))
+        await to_its_end(self._commit(update, group, findings, digests))
+        return update.version
+
+    async def _commit(
+        self, update: WeightUpdate, group: TransferGroup, findings: Mapping[Replica, Finding], digests: dict[str, str]
+    ) -> None:
         await self._machine.commit(update, findings)
         if update.draft is None and update.staged:
             # After the commit: without a store only these weights can undo an update whose trainer leaves before it.
-            await self._keep_receipts(reached)
+            await self._keep_receipts(_reached(findings))
         await self._remember(self._record)
         await self._keep(update, group.scribe, digests)
-        return update.version
 
     async def close(self) -> None:
         """Leave the group, if any, which ends a trainer's broadcast."""
@@ -252,7 +256,6 @@ class FlatUpdate:
             update.overwrites = True
             self._parts.fleet.overwrite(group.members, update.version)
             await self._parts.fleet.changes.taken()
-            await self._parts.snapshots.note_overwritten(group.members)
         async with self._machine.step(update, "begin", leaving=group.members):
             await on_all(group.members, lambda replica: replica.engine.start_weight_update(timeout_s), timeout_s)
 
@@ -285,7 +288,7 @@ class FlatUpdate:
             if update.staged:
                 await replica.engine.start_weight_update(config.control_timeout_s)
                 await replica.engine.load_staged(config.load_timeout_s)
-            await replica.engine.finish_weight_update(update.version, config.control_timeout_s)
+            await replica.engine.finish_weight_update(update.made, config.control_timeout_s)
 
         return load
 
@@ -315,8 +318,11 @@ class FlatUpdate:
         if update.draft is None or scribe is None:
             await self._parts.snapshots.settle(update.version)
             return
-        holders = self._parts.fleet.holders(update.version)
-        self._parts.snapshots.keep(update.draft, update.version, scribe, holders, digests)
+        self._parts.snapshots.keep(update.draft, update.made, scribe, digests)
+
+
+def _reached(findings: Mapping[Replica, Finding]) -> list[Replica]:
+    return [replica for replica, finding in findings.items() if finding.result is not Result.LOST]
 
 
 def _checkpoint_bytes(group: TransferGroup) -> int:

@@ -2,6 +2,7 @@
 
 import re
 import time
+import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from pathlib import Path
 from engines import tracing
 from engines.engine import Json
 from engines.types import InFlight
+from engines.weight_label import made_by
 from gateway.fleet.replica import Replica
 
 
@@ -71,6 +73,7 @@ class WeightUpdate:
     stopped_s: float = 0.0
     error: str = ""
     ended_at: float | None = None
+    _id: str = field(default_factory=lambda: uuid.uuid4().hex[:8])
     _span: tracing.Span = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -80,6 +83,11 @@ class WeightUpdate:
             "rollout_gateway.transport": self.transport,
         }
         self._span = tracing.begin("weight update", facts)
+
+    @property
+    def made(self) -> str:
+        """The label of its version."""
+        return made_by(self.version, self._id)
 
     @property
     def age_s(self) -> float:

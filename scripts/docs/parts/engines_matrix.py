@@ -28,6 +28,9 @@ with the reason below; `not run` lacked a precondition outside of the engine; `F
 
     CONFORMANCE_CONFIG=FILE.yaml CONFORMANCE_OUT=docs/results/conformance/NAME.json \\
         python -m pytest -q tests/engines/conformance
+
+Engines whose weights are updated should be vLLM 0.28 or later, or SGLang. An older vLLM has no label for its weights
+([versions](design/weight-updates.md#versions)): whenever a gateway finds one, it loads the weights again.
 """
 _SPECULATION = """## Speculative decoding
 

@@ -606,7 +606,7 @@ async def test_the_routes_of_vllm_are_answered(engine: SglangEngine) -> None:
     assert config["model_config"]["logprobs_mode"] == "processed_logprobs"
     assert config["lora_config"] is None
     assert await engine.ask("POST", "/detokenize", {"tokens": [1]}, TIMEOUT_S) == {"prompt": "hi"}
-    assert await engine.weight_version(TIMEOUT_S) == 0
+    assert (await engine.weight_label(TIMEOUT_S)).version == 0
 
 
 @pytest.mark.parametrize(
@@ -658,7 +658,7 @@ async def test_an_update_is_a_session_where_the_version_has_them(
     await engine.start_weight_update(TIMEOUT_S)
     tensors = {"names": ["w"], "dtype_names": ["bfloat16"], "shapes": [[2, 3]], "packed": False}
     await engine.update_weights(tensors, TIMEOUT_S)
-    await engine.finish_weight_update(4, TIMEOUT_S)
+    await engine.finish_weight_update("4", TIMEOUT_S)
     await engine.close_weight_group(TIMEOUT_S)
     update = {"names": ["w"], "dtypes": ["bfloat16"], "shapes": [[2, 3]], "flush_cache": False, "load_format": None}
     name = {"group_name": "rollout_gateway"}
@@ -667,11 +667,11 @@ async def test_an_update_is_a_session_where_the_version_has_them(
     assert server.asked == [
         ("/openapi.json", {}),
         ("/init_weights_update_group", {**GROUP, **name, "backend": "gloo"}),
-        ("/update_weight_version", {"new_version": "mixed", "abort_all_requests": False}),
+        ("/update_weight_version", {"new_version": "?0", "abort_all_requests": False}),
         *begun,
         ("/update_weights_from_distributed", update | name),
         *ended,
-        ("/update_weight_version", {"new_version": "4", "abort_all_requests": False}),
+        ("/update_weight_version", {"new_version": "4?0", "abort_all_requests": False}),
         ("/destroy_weights_update_group", name),
     ]
 
@@ -713,7 +713,7 @@ async def test_with_the_plugin_workers_join_receive_and_report_digests(
     await engine.start_weight_update(TIMEOUT_S)
     await engine.update_weights({"names": ["w"], "dtype_names": ["bfloat16"], "shapes": [[2, 3]]}, TIMEOUT_S)
     assert await engine.close_receipt(TIMEOUT_S) == {"w": "1"}
-    await engine.finish_weight_update(4, TIMEOUT_S)
+    await engine.finish_weight_update("4", TIMEOUT_S)
     await engine.keep_receipt(TIMEOUT_S)
     await engine.close_weight_group(TIMEOUT_S)
     info = {"names": ["w"], "dtype_names": ["bfloat16"], "shapes": [[2, 3]]}
@@ -728,7 +728,7 @@ async def test_with_the_plugin_workers_join_receive_and_report_digests(
         ("close_group", {}),
     ]
     labels = [body["new_version"] for path, body in server.asked if path == "/update_weight_version"]
-    assert (labels, server.paths().count("/begin_weight_update")) == (["mixed", "4"], 0)
+    assert (labels, server.paths().count("/begin_weight_update")) == (["?0", "4?0"], 0)
     server.asked.clear()
     server.workers |= {"room_to_stage": [True, True], "staged": [True, True]}
     assert await engine.room_to_stage(7, TIMEOUT_S)
@@ -742,7 +742,7 @@ async def test_with_the_plugin_workers_join_receive_and_report_digests(
         server.workers["undo_load"] = answers
         assert await engine.undo_load(TIMEOUT_S) is undone
     labels = [body["new_version"] for path, body in server.asked if path == "/update_weight_version"]
-    assert labels == ["mixed", "mixed"], "nobody may believe the weights before their KV is forgotten"
+    assert labels == ["?0", "?0"], "nobody may believe the weights before their KV is forgotten"
     server.workers["close_receipt"] = [{"w": "1"}, {"w": "2"}]
     with pytest.raises(EngineFailed, match="workers 0 and 1 received different bytes"):
         await engine.close_receipt(TIMEOUT_S)
@@ -759,9 +759,9 @@ async def test_a_version_is_loaded_by_the_plugin_or_else_by_sglang_whatever_it_w
     loads = [body for path, body in server.asked if path == "/update_weights_from_disk"]
     own = {"model_path": "/store/v3", "load_format": "auto", "flush_cache": False, "abort_all_requests": False}
     assert loads == ([] if loaded else [own])
-    await engine.label_weights(3, TIMEOUT_S)
+    await engine.label_weights("3", TIMEOUT_S, is_committed=True)
     labels = [body for path, body in server.asked if path == "/update_weight_version"]
-    assert labels == [{"new_version": label, "abort_all_requests": False} for label in ("mixed", "3")]
+    assert labels == [{"new_version": label, "abort_all_requests": False} for label in ("?0", "3")]
 
 
 async def test_an_adapter_is_chosen_by_the_model_that_names_it(server: FakeSglang, engine: SglangEngine) -> None:

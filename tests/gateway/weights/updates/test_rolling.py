@@ -3,7 +3,7 @@
 import asyncio
 import json
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from engines.types import ReplicaState
 from gateway.fleet.replica import Replica
 from gateway.weights.canary import Canary
 from gateway.weights.catch_up import CatchUp
-from gateway.weights.snapshots import Snapshots
 from gateway.weights.updates.swaps import Swaps
 from sim.worker import SimWorker
 from tests.rigs.rig import Json, Rig, StartRig
@@ -535,38 +534,6 @@ async def test_a_replica_that_is_away_as_its_version_is_aborted_does_not_lead_th
 def damage_loads(rig: Rig, *, is_on: bool) -> None:
     for replica in rig.replicas:
         replica._server.corrupt_loads = is_on
-
-
-async def test_a_trainer_that_leaves_while_a_turn_is_noted_leaves_no_note_of_the_aborted_version(
-    start: StartRig, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sim = {"tensors": {"weight": [4, 4]}}
-    first = await start(sim=sim)
-    assert (await push(first, folder))[0] == 200
-    noted, note = asyncio.Event(), Snapshots._note
-
-    async def stay(snapshots: Snapshots, version: int | None, replicas: Iterable[Replica]) -> None:
-        await note(snapshots, version, replicas)
-        if version == 2:
-            noted.set()
-            await asyncio.Event().wait()
-
-    async def never(*_: object, **__: object) -> None:  # the gateway dies before it asks an engine for anything
-        await asyncio.Event().wait()
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Snapshots, "_note", stay)
-        patch.setattr(CatchUp, "_bring_back", never)
-        pushing = asyncio.create_task(push(first, folder))
-        async with asyncio.timeout(20):
-            await noted.wait()
-            pushing.cancel()
-            while first.fleet.update_to is not None:
-                await asyncio.sleep(0.01)
-        await first.stop_gateway()
-    second = await start(replicas=first.replicas, sim=sim)
-    await second.until(THREE)
-    assert await said(second) == {1}
 
 
 async def test_metrics_tell_who_serves_behind(start: StartRig, folder: Path, turns: Turns) -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import dataclasses
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from engines.clients.vllm_engine import VllmEngine
 from engines.errors import EngineFailed
 from gateway.fleet.replica import Replica
 from gateway.weights.canary import Canary
-from gateway.weights.snapshots import Snapshots
 from gateway.weights.verdicts import Finding
 from sim.model import SimModel
 from tests.rigs.calls import note_calls
@@ -342,27 +340,31 @@ async def test_an_update_that_is_refused_is_taken_back_without_a_store(start_rig
     assert "load_snapshot" not in calls
 
 
-async def test_a_trainer_that_leaves_before_the_commit_costs_no_replica_its_weights_without_a_store(
-    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("leaves", ["before", "during"])
+async def test_a_trainer_that_leaves_before_the_commit_has_no_update_and_during_it_has_all_of_it(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch, leaves: str
 ) -> None:
     rig = await start_rig(2, sim=ROOM, weights={"relay": "never", "store": None})
     await rig.open_group()
     await rig.update()
-    note_holders, is_noting = Snapshots.note_holders, asyncio.Event()
+    owner, name = (Canary, "check") if leaves == "before" else (VllmEngine, "label_weights")
+    call, has_begun, may_end = getattr(owner, name), asyncio.Event(), asyncio.Event()
 
-    async def stay(self: Snapshots, version: int, replicas: Iterable[Replica]) -> None:
-        if version == 2:
-            is_noting.set()
-            await asyncio.Event().wait()
-        await note_holders(self, version, replicas)
+    async def stay(*given: Any, **named: Any) -> Any:
+        has_begun.set()
+        await may_end.wait()
+        return await call(*given, **named)
 
-    monkeypatch.setattr(Snapshots, "note_holders", stay)
+    monkeypatch.setattr(owner, name, stay)
     await receive(rig)
     finishing = asyncio.create_task(rig.post("/finish_weight_update", {}))
-    await asyncio.wait_for(is_noting.wait(), 20)
+    await asyncio.wait_for(has_begun.wait(), 20)
     finishing.cancel()
+    if leaves == "during":
+        await rig.begun(0)
+    may_end.set()
     await rig.until(BOTH_SERVE)
-    assert {replica.weight_version for replica in rig.fleet.replicas} == {1}
+    assert {replica.weight_version for replica in rig.fleet.replicas} == {1 if leaves == "before" else 2}
 
 
 @pytest.mark.parametrize("store", [None, "auto"])

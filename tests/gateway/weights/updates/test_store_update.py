@@ -173,7 +173,7 @@ async def test_a_store_that_hangs_keeps_no_replica_from_its_own_memory(
         raise OSError("the mount was gone")
 
     rig = await start_rig(2, sim=ROOM, weights={"store": str(folder)})
-    monkeypatch.setattr(WeightStore, "last_held_by", hang)
+    monkeypatch.setattr(WeightStore, "adopt", hang)
     try:
         record = await refuse(rig, folder)
     finally:

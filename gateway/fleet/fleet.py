@@ -123,9 +123,6 @@ class Fleet:
             )
         return self.trained_alive
 
-    def holders(self, version: int) -> list[Replica]:
-        return [replica for replica in self.trained if replica.weight_version == version]
-
     def serving(self, model: str, adapter: Adapter | None = None) -> Sequence[Replica]:
         """Replicas that take rollouts of `model`, or of an adapter of it."""
         found = self._serving.get(model)

@@ -313,7 +313,7 @@ class CatchUp:
         timeout_s = self._config.control_timeout_s
         if self._canary.is_enabled:
             async with replica.brake.lifted(timeout_s):  # a paused engine cannot answer
-                finding = (await self._canary.admit([replica], version, prove_bytes))[replica]
+                finding = await self._canary.admit(replica, version, prove_bytes)
             log.info("canary", replica=replica.replica_id, version=version, **finding.report())
             if not finding.may_serve:
                 raise WeightUpdateFailed(finding.reason, replica_id=replica.replica_id)

@@ -34,9 +34,9 @@ class Phase(StrEnum):
 class WeightUpdate:
     """An update in progress, and its record afterwards.
 
-    `seconds` are by step (drain, abort, store, prepare, receipt, pause, begin, transfer, digests, load, canary, keep);
-    the rest of `age_s` is the trainer's time between its calls. `undo`, after its end, is the time until the last of
-    its replicas was taken back. A `rolling` update sums them over its turns.
+    `seconds` are by step (drain, abort, store, prepare, receipt, pause, begin, transfer, digests, load, canary, keep,
+    label); the rest of `age_s` is the trainer's time between its calls. `undo`, after its end, is the time until the
+    last of its replicas was taken back. A `rolling` update sums them over its turns.
     `frozen_at` is set while it holds engines frozen, and `stopped_s` is for how long it did. `replicas` has its outcome
     by replica id.
     `draft` is the folder that its tensors are written to for the weight store, `lease` the trainer's lease, if it has

@@ -416,7 +416,7 @@ FP8 = {"logprob_noise": 0.32}
 async def comes_back(canary: Canary, replica: Replica, version: int) -> bool:
     """True where it may serve as a successor that took `version` outside an update."""
     canary._accepted.pop(replica, None)
-    return (await canary.admit([replica], version))[replica].may_serve
+    return (await canary.admit(replica, version)).may_serve
 
 
 def loaded(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
@@ -501,14 +501,14 @@ async def test_a_replica_without_others_serves_by_its_bytes_unless_they_are_dama
     canary.accept()
     await rig.open_group()
     await rig.update()  # and now it scores other weights
-    assert not (await canary.admit([one], 1))[one].may_serve
+    assert not (await canary.admit(one, 1)).may_serve
     with pytest.raises(StoreFailed):
-        await canary.admit([one], 1, damaged)
-    finding = (await canary.admit([one], 1, right))[one]
+        await canary.admit(one, 1, damaged)
+    finding = await canary.admit(one, 1, right)
     assert (finding.result, proven) == (Result.NO_PEER, ["right"])
     assert "serves although its canary is" in finding.reason
     await rig.update()
-    assert not (await canary.admit([other], 1, right))[other].may_serve  # it has a peer now
+    assert not (await canary.admit(other, 1, right)).may_serve  # it has a peer now
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ import pytest
 
 from engines.clients.vllm_engine import VllmEngine
 from engines.errors import EngineFailed
-from gateway.fleet.replica import Replica
 from gateway.weights.canary import Canary
 from gateway.weights.verdicts import Finding
 from sim.model import SimModel
@@ -271,7 +270,7 @@ async def test_a_pause_of_the_trainer_in_the_middle_of_an_undo_fails_neither(
 ) -> None:
     admit = Canary.admit
 
-    async def pause_first(self: Canary, *given: Any) -> dict[Replica, Finding]:
+    async def pause_first(self: Canary, *given: Any) -> Finding:
         assert (await refusing.post("/pause?mode=keep"))[0] == 200
         return await admit(self, *given)
 

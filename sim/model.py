@@ -15,7 +15,6 @@ from engines.weight_label import WeightLabel, version_of
 EOS_TOKEN = 2
 FIRST_TOKEN = 3  # ids below are special: padding, begin, end
 CHECKPOINT_VERSION = "default"  # vLLM's label of the checkpoint
-_OVERWRITTEN = "overwritten"
 GREEDY = 0  # the draw of temperature 0
 
 _MASK = (1 << 64) - 1
@@ -66,7 +65,7 @@ class SimModel:
 
     def weights(self, made: str) -> str:
         """Return the name of the weights that a label names: that of its version, as tests compute them."""
-        return self.held.get(made, version_name(version_of(made)) if made else _OVERWRITTEN)
+        return self.held.get(made, version_name(version_of(made)) if made else "overwritten")
 
     def next_token(self, context: int, draw: int, weights: int, may_end: bool = True) -> int:
         """Return one token. The chance of an end is the same everywhere, so lengths are geometric."""

@@ -340,7 +340,7 @@ class SimServer:
     async def finish_weight_update(self, request: web.Request) -> web.Response:
         asked = await _body(request, FinishBody) if request.body_exists else FinishBody()
         self._weights.finish()
-        self._take(asked.weight_version or _next_version(self.scheduler.version))
+        self._take(asked.weight_version or str(WeightLabel.read(self.scheduler.version).version + 1))
         return _json({"message": "Weight update finished"})
 
     def _take(self, label: str) -> None:
@@ -357,8 +357,7 @@ class SimServer:
         loaded = self._model.held.pop("", None)
         if made := WeightLabel.read(label).made:
             self._last_made = made
-            if loaded is not None:
-                self._model.held[made] = loaded
+            self._model.held.update({made: loaded} if loaded else {})
         self.scheduler.hold_version(label)
         return _json({"success": True, "new_version": label})
 
@@ -485,10 +484,6 @@ def _json(content: Json, status: int = 200) -> web.Response:
 
 def _flag(request: web.Request, name: str, *, default: bool) -> bool:
     return request.query.get(name, str(default)).lower() in {"true", "1"}
-
-
-def _next_version(label: str) -> str:
-    return str(WeightLabel.read(label).version + 1)
 
 
 async def _body(request: web.Request, kind: type[Body]) -> Body:

@@ -2,13 +2,13 @@
 
 import re
 import time
-import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import StrEnum
 from functools import cache
+from hashlib import blake2s
 from math import prod
 from pathlib import Path
 
@@ -73,7 +73,6 @@ class WeightUpdate:
     stopped_s: float = 0.0
     error: str = ""
     ended_at: float | None = None
-    _id: str = field(default_factory=lambda: uuid.uuid4().hex[:8])
     _span: tracing.Span = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -87,7 +86,7 @@ class WeightUpdate:
     @property
     def made(self) -> str:
         """The label of its version."""
-        return made_by(self.version, self._id)
+        return made_by(self.version, blake2s(self.name.encode(), digest_size=4).hexdigest())
 
     @property
     def age_s(self) -> float:

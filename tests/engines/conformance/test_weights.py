@@ -67,7 +67,7 @@ async def test_a_kept_request_tells_which_version_made_which_tokens(engine: Subj
         declared(lack)
     assert spans is not None
     (one, start, middle), (other, also_middle, end) = [(span["version"], span["start"], span["end"]) for span in spans]
-    assert (one, other) == ("9", "10")
+    assert (WeightLabel.read(one).version, WeightLabel.read(other).version) == (9, 10)
     assert (start, end) == (0, engine.long)
     assert 0 < middle == also_middle < end
 

@@ -116,7 +116,7 @@ async def test_after_it_all_serve_the_version_and_the_record_says_how_long_each_
     _, updates = await rig.get("/v1/weight_updates")
     (record,) = updates["weight_updates"]
     assert (record["rolling"], record["end"], record["tensors"]) == (True, "committed", 1)
-    assert set(record["seconds"]) == {"prepare", "load", "canary"}
+    assert set(record["seconds"]) == {"prepare", "load", "canary", "label"}
     results = [record["replicas"][name]["canary"]["result"] for name in sorted(record["replicas"])]
     assert sorted(results) == ["no peer", "verified", "verified"]
     assert all(replica["away_s"] > 0 for replica in record["replicas"].values())

@@ -106,8 +106,8 @@ class Engine(ABC):
         """Receive the announced tensors; returns when all are loaded."""
 
     @abstractmethod
-    async def finish_weight_update(self, made: str, timeout_s: float) -> None:
-        """End the update. The weights are labelled `made`, before a verdict, until `label_weights`."""
+    async def finish_weight_update(self, label: str, timeout_s: float) -> None:
+        """End the update. The weights have the label, before a verdict, until `label_weights`."""
 
     @abstractmethod
     async def abandon_weight_update(self, timeout_s: float, *, drops_receipt: bool = False) -> None:
@@ -196,7 +196,7 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    async def label_weights(self, made: str, timeout_s: float, *, is_committed: bool) -> None:
+    async def label_weights(self, label: str, timeout_s: float, *, is_committed: bool) -> None:
         """Label the weights, where the engine knows labels. A restarted gateway believes those that are committed."""
 
     @abstractmethod

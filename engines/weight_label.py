@@ -14,16 +14,16 @@ import re
 from dataclasses import dataclass
 
 CHECKPOINT = "0"
-_MADE = r"[0-9]+(?:-[0-9a-f]{8})?"
-_LABEL = re.compile(rf"({_MADE})|({_MADE})?\?({_MADE})")
+_HELD = r"[0-9]+(?:-[0-9a-f]{8})?"
+_LABEL = re.compile(rf"({_HELD})|({_HELD})?\?({_HELD})")
 
 
 @dataclass(frozen=True, slots=True)
 class WeightLabel:
-    """A label that was read. `made` is the version with its update, "" for weights of no version; `committed` is the
-    last one here that was committed, the same where the verdict was that."""
+    """A label that was read. `held` is the version with its update, "" for weights of no version; `committed` is the
+    last here that was committed, the same where `held` was."""
 
-    made: str = CHECKPOINT
+    held: str = CHECKPOINT
     committed: str = CHECKPOINT
 
     @classmethod
@@ -31,36 +31,36 @@ class WeightLabel:
         """Return what the text of a label tells."""
         if (found := _LABEL.fullmatch(text)) is None:
             return cls()
-        whole, made, before = found.groups()
-        return cls(whole, whole) if whole else cls(made or "", before)
+        whole, held, before = found.groups()
+        return cls(whole, whole) if whole else cls(held or "", before)
 
     @property
     def is_committed(self) -> bool:
-        return self.made == self.committed
+        return self.held == self.committed
 
     @property
     def version(self) -> int:
         """The version of tokens that are made under this label; 0 for weights of no version."""
-        return version_of(self.made)
+        return version_of(self.held)
 
 
 UNKNOWN = WeightLabel("")
 """For an engine that has no labels."""
 
 
-def made_by(version: int, update: str) -> str:
+def committed_label(version: int, update: str) -> str:
     """Return the label of a version that this update, 8 hexadecimal digits, has made and committed."""
     return f"{version}-{update}"
 
 
-def open_label(made: str, committed: str) -> str:
-    """Return the label of weights before the verdict on them; `made` is "" while they are overwritten."""
-    return f"{made}?{committed}"
+def open_label(held: str, committed: str) -> str:
+    """Return the label of weights before the verdict on them; `held` is "" while they are overwritten."""
+    return f"{held}?{committed}"
 
 
-def version_of(made: str) -> int:
+def version_of(label: str) -> int:
     """Return the version of a committed label."""
-    return int(made.partition("-")[0] or 0)
+    return int(label.partition("-")[0] or 0)
 
 
 def is_given(text: str) -> bool:

@@ -27,7 +27,7 @@ _pack = Struct("<QQQ").pack
 class SimModel:
     """An autoregressive model: a token depends on all ids before it, the weights, and the draw.
 
-    `held` maps what a label says was made to the weights actually used, where they differ from those of its version.
+    `held` maps what a label says is held to the weights actually used, where they differ from those of its version.
     """
 
     vocab_size: int
@@ -60,12 +60,12 @@ class SimModel:
 
     def key(self, label: str, adapter: str = "") -> int:
         """Return the key of the weights used under a reported label, with the adapter of this digest."""
-        held = self.weights(WeightLabel.read(label).made)
+        held = self.weights(WeightLabel.read(label).held)
         return weights_key(f"{held} under {adapter}" if adapter else held)
 
-    def weights(self, made: str) -> str:
+    def weights(self, held: str) -> str:
         """Return the name of the weights that a label names: that of its version, as tests compute them."""
-        return self.held.get(made, version_name(version_of(made)) if made else "overwritten")
+        return self.held.get(held, version_name(version_of(held)) if held else "overwritten")
 
     def next_token(self, context: int, draw: int, weights: int, may_end: bool = True) -> int:
         """Return one token. The chance of an end is the same everywhere, so lengths are geometric."""

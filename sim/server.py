@@ -129,7 +129,7 @@ class SimServer:
         adapters: SimAdapters | None = None,
     ) -> None:
         self._name = model_name
-        self._last_made = CHECKPOINT
+        self._last_held = CHECKPOINT
         self.adapters = adapters
         self.corrupt_after = sim.corrupt_after
         self._corrupt = sim.corrupt
@@ -345,19 +345,19 @@ class SimServer:
 
     def _take(self, label: str) -> None:
         """Hold the version of the label, or only report it if `corrupt_after` is reached."""
-        after, held, made = self.corrupt_after, self._model.held, WeightLabel.read(label).made
+        after, weights, held = self.corrupt_after, self._model.held, WeightLabel.read(label).held
         if after is not None and self._num_updates >= after:
-            held[made] = self._weights_before() if self._corrupt == "previous" else self._garbage()
+            weights[held] = self._weights_before() if self._corrupt == "previous" else self._garbage()
         self._num_updates += 1
-        self._last_made = made
+        self._last_held = held
         self.scheduler.hold_version(label)
 
     async def update_weight_version(self, request: web.Request) -> web.Response:
         label = (await _body(request, VersionBody)).new_version
         loaded = self._model.held.pop("", None)
-        if made := WeightLabel.read(label).made:
-            self._last_made = made
-            self._model.held.update({made: loaded} if loaded else {})
+        if held := WeightLabel.read(label).held:
+            self._last_held = held
+            self._model.held.update({held: loaded} if loaded else {})
         self.scheduler.hold_version(label)
         return _json({"success": True, "new_version": label})
 
@@ -416,7 +416,7 @@ class SimServer:
 
     def _weights_before(self) -> str:
         """The weights under the last label of a version."""
-        return self._model.weights(self._last_made)
+        return self._model.weights(self._last_held)
 
     def _garbage(self) -> str:
         return f"garbage of {self._limits.seed}"

@@ -146,17 +146,17 @@ class EngineWithWorkers(HttpEngine, ABC):
         if not self._has_our_worker or False in await self._on_workers("load_snapshot", asked, timeout_s):
             await self._load_by_itself(path, timeout_s)
 
-    async def label_weights(self, made: str, timeout_s: float, *, is_committed: bool) -> None:
-        await self._label(made, timeout_s, is_committed=is_committed)
+    async def label_weights(self, label: str, timeout_s: float, *, is_committed: bool) -> None:
+        await self._label(label, timeout_s, is_committed=is_committed)
 
-    async def _label(self, made: str, timeout_s: float, *, is_committed: bool = False) -> None:
-        """Label the weights; `made` is "" for those that are being overwritten."""
-        label = made if is_committed else open_label(made, self._committed)
+    async def _label(self, label: str, timeout_s: float, *, is_committed: bool = False) -> None:
+        """Label the weights; `label` is "" for those that are being overwritten."""
+        text = label if is_committed else open_label(label, self._committed)
         self._held = None
-        await self._set_label(label, timeout_s)
-        self._held = label
+        await self._set_label(text, timeout_s)
+        self._held = text
         if is_committed:
-            self._committed = made
+            self._committed = label
 
     @property
     def _has_our_worker(self) -> bool:

@@ -242,10 +242,10 @@ class SglangEngine(EngineWithWorkers):
         }
         await self._call("POST", _UPDATE_ROUTE, body, timeout_s)
 
-    async def finish_weight_update(self, made: str, timeout_s: float) -> None:
+    async def finish_weight_update(self, label: str, timeout_s: float) -> None:
         if self._has_sessions:
             await self._call("POST", "/end_weight_update", {}, timeout_s)
-        await self._label(made, timeout_s)
+        await self._label(label, timeout_s)
 
     async def abandon_weight_update(self, timeout_s: float, *, drops_receipt: bool = False) -> None:
         if drops_receipt:

@@ -70,11 +70,11 @@ class VllmEngine(EngineWithWorkers):
     async def update_weights(self, update_info: Json, timeout_s: float) -> None:
         await self.ask("POST", "/update_weights", self._receive(update_info, timeout_s), timeout_s)
 
-    async def finish_weight_update(self, made: str, timeout_s: float) -> None:
-        label = open_label(made, self._committed)
+    async def finish_weight_update(self, label: str, timeout_s: float) -> None:
+        text = open_label(label, self._committed)
         self._held = None
-        await self.ask("POST", "/finish_weight_update", {"weight_version": label}, timeout_s)
-        self._held = label
+        await self.ask("POST", "/finish_weight_update", {"weight_version": text}, timeout_s)
+        self._held = text
 
     async def abandon_weight_update(self, timeout_s: float, *, drops_receipt: bool = False) -> None:
         if self._has_tee:

@@ -142,14 +142,14 @@ class WeightStore:
             os.close(owner)
         return gone
 
-    def promote(self, draft: Path, made: str, checkpoint: Path | None) -> Path:
+    def promote(self, draft: Path, label: str, checkpoint: Path | None) -> Path:
         """Make a whole draft the version that engines are labelled with once it is committed, in place of any earlier
         version of that number. Return its folder.
 
         Config and tokenizer files are linked from `checkpoint`. Raise `StoreFailed` where a folder that is no version
         has its name.
         """
-        version = version_of(made)
+        version = version_of(label)
         manifest, target = Manifest.read(draft), self.path(version)
         if target.exists() and not _is_version(target):
             raise StoreFailed(f"{target} is no weight version: give weights.store a folder of its own")
@@ -157,7 +157,7 @@ class WeightStore:
             _link_rest(checkpoint, draft)
             replace(manifest, version=version).write(draft)
             (draft / _MADE_OF).write_text(draft.name, encoding="utf-8")
-            (draft / _LABEL).write_text(made, encoding="utf-8")
+            (draft / _LABEL).write_text(label, encoding="utf-8")
             draft.stat()  # raises where it was thrown away meanwhile
             remove_folder(self.throw_away(target))
             self._known.add(version)  # before it is there: `prune` may run beside this

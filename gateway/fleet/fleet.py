@@ -42,7 +42,7 @@ Discover = Callable[[], Awaitable[list[ReplicaInfo]]]
 class Fleet:
     """All replicas of all models.
 
-    `version` is the policy's committed weight version, `made` its label. `target_version` is the next one while an
+    `version` is the policy's committed weight version, `label` its label. `target_version` is the next one while an
     update runs. `rolling_to` is the version of a rolling update, which replicas may serve beside `version` until the
     update ends or is taken back. `discover` lists the replicas that Serve runs; `connect` makes a replica's engine
     client.
@@ -50,7 +50,7 @@ class Fleet:
 
     def __init__(self, config: Config, *, discover: Discover, connect: Connect) -> None:
         self.version = 0
-        self.made = CHECKPOINT
+        self.label = CHECKPOINT
         self.update_to: int | None = None
         self.rolling_to: int | None = None
         self._begun = 0
@@ -184,10 +184,11 @@ class Fleet:
             replica.overwrite()  # the next call on a lost replica fails and names it
             self.set_state(replica, ReplicaState.UPDATING, f"update to version {version}")
 
-    def commit(self, made: str, members: Iterable[Replica], fenced: Mapping[Replica, str], *, keeps_kv: bool) -> None:
+    def commit(self, label: str, members: Iterable[Replica], fenced: Mapping[Replica, str], *, keeps_kv: bool) -> None:
         """Serve the version of this label on these members, but for the fenced ones, whose reason is given."""
-        version = version_of(made)
-        self.version, self.made, self.update_to, self.rolling_to, self._has_committed = version, made, None, None, True
+        self.version = version = version_of(label)
+        self.label, self._has_committed = label, True
+        self.update_to = self.rolling_to = None
         self.changes.versions()
         for replica in members:
             if replica not in fenced:
@@ -403,11 +404,11 @@ class Fleet:
         if replica.state not in (ReplicaState.SUSPECT, ReplicaState.LOST):
             self.set_state(replica, ReplicaState.SUSPECT, reason)
 
-    def learn(self, made: str) -> None:
+    def learn(self, label: str) -> None:
         """Take over a newer version that was committed before the gateway was restarted. A version that this gateway
         began is no news."""
-        if version_of(made) > max(self.version, self._begun):
-            self.version, self.made = version_of(made), made
+        if version_of(label) > max(self.version, self._begun):
+            self.version, self.label = version_of(label), label
             self.changes.versions()
             self._settle_serving("a replica holds newer weights")
 
@@ -430,11 +431,11 @@ class Fleet:
         for replica in joined:
             found, is_ours = replica.found, replica.info.kind is not EngineKind.EXTERNAL
             if found.is_committed and (is_ours or (is_open and kinds == {EngineKind.EXTERNAL})):
-                self.learn(found.made)
+                self.learn(found.held)
             elif not found.is_committed and found.version > self._begun:
                 self._spent = max(self._spent, found.version)  # in a rolling update it may have been served
         for replica in joined:
-            if replica.found.is_committed and replica.found.made in (self.made, CHECKPOINT):
+            if replica.found.is_committed and replica.found.held in (self.label, CHECKPOINT):
                 replica.hold(replica.found.version, keeps_kv=True)
 
     def _settle_serving(self, reason: str) -> None:

@@ -17,7 +17,7 @@ import structlog
 from engines.errors import DeadlineExceeded, EngineError, StoreFailed, WeightUpdateFailed
 from engines.model_folder import model_folder
 from engines.types import EngineKind, ReplicaState
-from engines.weight_label import version_of
+from engines.weight_label import CHECKPOINT, version_of
 from gateway.config.schema import WeightsConfig
 from gateway.fleet.brake import Holder
 from gateway.fleet.fleet import Fleet
@@ -245,9 +245,9 @@ class CatchUp:
         for failures in range(1, _TRIES + 1):
             if not self._is_behind(replica):
                 break
-            version, made = self._fleet.version, self._fleet.made
+            version, label = self._fleet.version, self._fleet.label
             try:
-                await self._load(replica, version, made)
+                await self._load(replica, label)
                 is_back = True
             except StoreFailed as error:
                 self._give_up(replica, version, f"it waits for the next update, since {error}")
@@ -266,33 +266,33 @@ class CatchUp:
         store has to bring them."""
         if not self._is_behind(replica) or version != self._fleet.version:
             return False
-        timeout_s, made = self._config.load_timeout_s, self._fleet.made
+        timeout_s, label = self._config.load_timeout_s, self._fleet.label
         try:
             await self._empty(replica)
             undo = replica.engine.undo_load(timeout_s)
             is_undone = await bounded(replica.unless_lost(undo), timeout_s, f"version {version} was not taken back")
             if is_undone:
                 await self.forget_kv(replica)
-                await self._admit(replica, version, made, f"took version {version} back from its memory")
+                await self._admit(replica, label, f"took version {version} back from its memory")
         except (EngineError, DeadlineExceeded, WeightUpdateFailed) as error:
             log.warning("undo failed", replica=replica.replica_id, version=version, error=str(error))
             return False
         return is_undone
 
-    async def _load(self, replica: Replica, version: int, made: str) -> None:
+    async def _load(self, replica: Replica, label: str) -> None:
         """Load, check, and serve if that is still the fleet's version."""
-        timeout_s = self._config.load_timeout_s
+        timeout_s, version = self._config.load_timeout_s, version_of(label)
 
         async def prove_bytes() -> None:
             if version:  # the checkpoint has no manifest
                 await bounded(self._snapshots.check(Path(path)), timeout_s, f"{path} was not read")
 
-        async with self._source(replica, version, made) as path:
+        async with self._source(replica, label) as path:
             await self._empty(replica)
             load = replica.engine.load_snapshot(path, version, timeout_s)
             await bounded(replica.unless_lost(load), timeout_s, f"replica {replica.replica_id} did not load {path}")
             await self.forget_kv(replica)
-            await self._admit(replica, version, made, f"loaded version {version} from {path}", prove_bytes)
+            await self._admit(replica, label, f"loaded version {version} from {path}", prove_bytes)
 
     async def _empty(self, replica: Replica) -> None:
         """End the rollouts of a replica whose weights are overwritten next.
@@ -305,20 +305,18 @@ class CatchUp:
         if not replica.info.loads_between_steps:
             await self._reset_cache(replica)
 
-    async def _admit(
-        self, replica: Replica, version: int, made: str, how: str, prove_bytes: Proof | None = None
-    ) -> None:
+    async def _admit(self, replica: Replica, label: str, how: str, prove_bytes: Proof | None = None) -> None:
         """Check the weights by the canary, label and serve them. Not before: a gateway that restarts serves them by the
         label."""
-        timeout_s = self._config.control_timeout_s
+        timeout_s, version = self._config.control_timeout_s, version_of(label)
         if self._canary.is_enabled:
             async with replica.brake.lifted(timeout_s):  # a paused engine cannot answer
                 finding = await self._canary.admit(replica, version, prove_bytes)
             log.info("canary", replica=replica.replica_id, version=version, **finding.report())
             if not finding.may_serve:
                 raise WeightUpdateFailed(finding.reason, replica_id=replica.replica_id)
-        label = replica.engine.label_weights(made, timeout_s, is_committed=True)
-        await bounded(replica.unless_lost(label), timeout_s, "its weights were not labelled")
+        labelling = replica.engine.label_weights(label, timeout_s, is_committed=True)
+        await bounded(replica.unless_lost(labelling), timeout_s, "its weights were not labelled")
         replica.hold(version, keeps_kv=False)
         log.info("replica caught up", replica=replica.replica_id, version=version)
         if replica.state is ReplicaState.SYNCING:
@@ -339,15 +337,15 @@ class CatchUp:
         await bounded(replica.unless_lost(reset()), self._config.control_timeout_s, "its prefix cache was not reset")
 
     @asynccontextmanager
-    async def _source(self, replica: Replica, version: int, made: str) -> AsyncIterator[str]:
+    async def _source(self, replica: Replica, label: str) -> AsyncIterator[str]:
         """The folder of the version. Raises `StoreFailed` where there is none."""
-        if version == 0:
+        if label == CHECKPOINT:
             group = self._fleet.models.groups[replica.info.group]
             if group.kind is EngineKind.EXTERNAL:
                 raise StoreFailed(f"the checkpoint of {replica.info.url} is somebody else's")
             yield str(model_folder(group) or group.model or group.served_name)
             return
-        async with self._snapshots.reading(version, made) as path:
+        async with self._snapshots.reading(version_of(label), label) as path:
             yield str(path)
 
     async def _clear(

@@ -177,13 +177,13 @@ class Snapshots:
         self._removing.add(removing)
         removing.add_done_callback(self._removing.discard)
 
-    def keep(self, draft: Path, made: str, scribe: Replica, digests: dict[str, str]) -> None:
+    def keep(self, draft: Path, label: str, scribe: Replica, digests: dict[str, str]) -> None:
         """In the background, wait until `scribe` has written the draft, and make it the version of this label.
 
         `digests` are those of the received tensors: the draft must have the same. It is given up with its scribe.
         """
         self._keeping = asyncio.create_task(
-            self._keep(draft, made, scribe, digests), name=f"keep version {version_of(made)}"
+            self._keep(draft, label, scribe, digests), name=f"keep version {version_of(label)}"
         )
 
     async def announced(self, name: str, served: int) -> Json:
@@ -224,7 +224,7 @@ class Snapshots:
         except InvalidRequest as error:  # the relay's fault, not the trainer's
             raise StoreFailed(f"the draft differs from what was received: {error}") from error
 
-    async def promote(self, name: str, made: str, served: int, names: Iterable[str]) -> Path:
+    async def promote(self, name: str, label: str, served: int, names: Iterable[str]) -> Path:
         """Make a draft the version of this label, with missing tensors of `names` copied from version `served`.
 
         A cancelled call returns when the thread has ended: what it promoted can be withdrawn then. Where the thread
@@ -236,7 +236,7 @@ class Snapshots:
             base = await self._aside(self.base, served)
             await to_its_end(self._aside(complete, draft, Path(base) if base else None, list(names)))
             checkpoint = await self._aside(self._checkpoint)
-            return await to_its_end(self._aside(store.promote, draft, made, checkpoint))
+            return await to_its_end(self._aside(store.promote, draft, label, checkpoint))
         except BaseException:
             await self.discard(draft)
             raise
@@ -295,8 +295,8 @@ class Snapshots:
         with contextlib.ExitStack() as stack:
             yield await self._aside(stack.enter_context, store.reading(version))
 
-    async def _keep(self, draft: Path, made: str, scribe: Replica, digests: dict[str, str]) -> None:
-        began, version = time.monotonic(), version_of(made)
+    async def _keep(self, draft: Path, label: str, scribe: Replica, digests: dict[str, str]) -> None:
+        began, version = time.monotonic(), version_of(label)
         try:
             async with asyncio.timeout(self._config.load_timeout_s):
                 while not await self._aside(is_whole, draft):
@@ -306,7 +306,7 @@ class Snapshots:
             await self._aside(_check_digests, draft, digests)
             store = self._open_store()
             checkpoint = await self._aside(self._checkpoint)
-            await self._aside(store.promote, draft, made, checkpoint)
+            await self._aside(store.promote, draft, label, checkpoint)
             log.info("version kept", version=version, seconds=round(time.monotonic() - began, 3))
         except (StoreFailed, TimeoutError) as error:
             reason = (

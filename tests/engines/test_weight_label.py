@@ -2,10 +2,10 @@
 
 import pytest
 
-from engines.weight_label import WeightLabel, is_given, made_by, open_label, version_of
+from engines.weight_label import WeightLabel, committed_label, is_given, open_label, version_of
 
-BEFORE = made_by(16, "0000000a")
-MADE = made_by(17, "0000000b")
+BEFORE = committed_label(16, "0000000a")
+MADE = committed_label(17, "0000000b")
 
 
 @pytest.mark.parametrize("made", [MADE, BEFORE, "17", "0"])

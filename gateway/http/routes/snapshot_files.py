@@ -72,7 +72,7 @@ class SnapshotFiles:
         return response
 
     def _reading(self, version: int) -> contextlib.AbstractAsyncContextManager[Path]:
-        return self._snapshots.reading(version, self._fleet.made)
+        return self._snapshots.reading(version, self._fleet.label)
 
 
 def _piece(path: Path, begin: int, size: int) -> bytes:

@@ -288,7 +288,7 @@ class FlatUpdate:
             if update.staged:
                 await replica.engine.start_weight_update(config.control_timeout_s)
                 await replica.engine.load_staged(config.load_timeout_s)
-            await replica.engine.finish_weight_update(update.made, config.control_timeout_s)
+            await replica.engine.finish_weight_update(update.label, config.control_timeout_s)
 
         return load
 
@@ -318,7 +318,7 @@ class FlatUpdate:
         if update.draft is None or scribe is None:
             await self._parts.snapshots.settle(update.version)
             return
-        self._parts.snapshots.keep(update.draft, update.made, scribe, digests)
+        self._parts.snapshots.keep(update.draft, update.label, scribe, digests)
 
 
 def _reached(findings: Mapping[Replica, Finding]) -> list[Replica]:

@@ -100,14 +100,14 @@ class UpdateMachine:
                 fenced |= await self._label(update, passed)
         self._parts.canary.accept()
         self._parts.catch_up.bring_back(living(fenced))
-        self._parts.fleet.commit(update.made, passed, fenced, keeps_kv=update.keeps_kv)
+        self._parts.fleet.commit(update.label, passed, fenced, keeps_kv=update.keeps_kv)
         self._end(update, list(findings), Phase.COMMITTED)
 
     async def _label(self, update: WeightUpdate, passed: Sequence[Replica]) -> dict[Replica, str]:
         """Label the version as committed. Return reasons by replica where that failed; raise where it did on all."""
         timeout_s = self._parts.config.control_timeout_s
         calls = (
-            on_one(one, lambda it: it.engine.label_weights(update.made, timeout_s, is_committed=True), timeout_s)
+            on_one(one, lambda it: it.engine.label_weights(update.label, timeout_s, is_committed=True), timeout_s)
             for one in passed
         )
         ends = await asyncio.gather(*calls, return_exceptions=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 from engines import tracing
 from engines.engine import Json
 from engines.types import InFlight
-from engines.weight_label import made_by
+from engines.weight_label import committed_label
 from gateway.fleet.replica import Replica
 
 
@@ -84,9 +84,9 @@ class WeightUpdate:
         self._span = tracing.begin("weight update", facts)
 
     @property
-    def made(self) -> str:
+    def label(self) -> str:
         """The label of its version."""
-        return made_by(self.version, blake2s(self.name.encode(), digest_size=4).hexdigest())
+        return committed_label(self.version, blake2s(self.name.encode(), digest_size=4).hexdigest())
 
     @property
     def age_s(self) -> float:

@@ -105,7 +105,7 @@ class StoreUpdate:
 
         async def load(replica: Replica) -> None:
             await replica.engine.load_snapshot(path, version, timeout_s)
-            await replica.engine.label_weights(update.made, timeout_s, is_committed=False)
+            await replica.engine.label_weights(update.label, timeout_s, is_committed=False)
 
         return Swaps(self._parts, update, members, load, prepare)
 
@@ -121,4 +121,4 @@ class StoreUpdate:
 
     async def _promote(self, update: WeightUpdate, members: Sequence[Replica], snapshot: str) -> Path:
         names = {tensor.name for replica in members for tensor in replica.info.tensors or ()}
-        return await self._parts.snapshots.promote(snapshot, update.made, self._parts.fleet.version, names)
+        return await self._parts.snapshots.promote(snapshot, update.label, self._parts.fleet.version, names)

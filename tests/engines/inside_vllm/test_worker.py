@@ -57,9 +57,9 @@ def test_a_version_is_copied_as_it_arrives_and_loads_over_an_update_that_broke_o
 
         def load(path: Path, version: int) -> None:
             on_engine(url, lambda engine: engine.load_snapshot(str(path), version, TIMEOUT_S))
-            assert not on_engine(url, lambda engine: engine.weight_label(TIMEOUT_S)).made
+            assert not on_engine(url, lambda engine: engine.weight_label(TIMEOUT_S)).held
             on_engine(url, lambda engine: engine.label_weights(str(version), TIMEOUT_S, is_committed=True))
-            assert on_engine(url, lambda engine: engine.weight_label(TIMEOUT_S)).made == str(version)
+            assert on_engine(url, lambda engine: engine.weight_label(TIMEOUT_S)).held == str(version)
 
         patch.setattr(vllm_client, "packed_nccl_broadcast_producer", gloo_trl.send_packed)
         client = gloo_trl.GlooVLLMClient(url, group_port=free_port(), timeout_s=TIMEOUT_S)
@@ -88,13 +88,13 @@ def test_a_version_is_copied_as_it_arrives_and_loads_over_an_update_that_broke_o
         assert says() == second_says
 
         on_engine(url, lambda engine: engine.start_weight_update(TIMEOUT_S))
-        assert not on_engine(url, lambda engine: engine.weight_label(TIMEOUT_S)).made
+        assert not on_engine(url, lambda engine: engine.weight_label(TIMEOUT_S)).held
         load(version_1, 1)
         assert says() == second_says
 
         with pytest.raises(EngineFailed):
             load(tmp_path / "nowhere", 2)
-        assert not on_engine(url, lambda engine: engine.weight_label(TIMEOUT_S)).made
+        assert not on_engine(url, lambda engine: engine.weight_label(TIMEOUT_S)).held
         load(tmp_path / "first", 0)
         assert says() == first_says
         client.close_communicator()

@@ -51,7 +51,7 @@ async def test_a_label_of_another_update_is_not_believed_also_of_the_same_number
 
 
 async def test_a_joiner_with_the_fleets_label_serves_at_once(updated: Rig) -> None:
-    joiner = await joined(updated, await labelled("engine-2", updated.fleet.made))
+    joiner = await joined(updated, await labelled("engine-2", updated.fleet.label))
     assert (joiner.weight_version, joiner.can_serve) == (1, True)
 
 
@@ -73,7 +73,7 @@ async def test_a_restarted_gateway_serves_the_newest_version_that_was_committed(
     rig = await start_rig(len(labels), replicas=replicas)
     assert rig.fleet.version == version
     serving = [replica.replica_id for replica in rig.fleet.replicas if replica.can_serve]
-    holders = [f"engine-{index}" for index, label in enumerate(labels) if label == rig.fleet.made]
+    holders = [f"engine-{index}" for index, label in enumerate(labels) if label == rig.fleet.label]
     assert set(serving) >= set(holders)
     assert rig.fleet.next_version > max(version, 7 if "?" in "".join(labels) else 0)
 
@@ -114,10 +114,10 @@ async def test_where_no_engine_holds_the_version_before_the_store_has_it_by_its_
     async with asyncio.timeout(20):
         while not (tmp_path / "v1" / ".label").exists():
             await asyncio.sleep(0.02)
-    made = rig.fleet.made
+    made = rig.fleet.label
     await rig.stop_gateway()
     for replica in rig.replicas:
         replica.scheduler.hold_version(open_label("2-0000000b", made))
     again = await start_rig(2, replicas=rig.replicas, weights={"store": str(tmp_path)})
     await again.until({"engine-0": "SERVING", "engine-1": "SERVING"})
-    assert (again.fleet.version, again.fleet.made, again.fleet.next_version) == (1, made, 3)
+    assert (again.fleet.version, again.fleet.label, again.fleet.next_version) == (1, made, 3)

@@ -83,7 +83,7 @@ async def test_under_a_quorum_a_replica_that_does_not_load_is_fenced_and_resumed
     rig = await start_rig(3, weights=QUORUM)
     await rig.open_group()
 
-    async def fail(made: str, timeout_s: float) -> None:
+    async def fail(label: str, timeout_s: float) -> None:
         raise EngineFailed("no memory", replica_id="engine-1")
 
     rig.fleet.replicas[1].engine.finish_weight_update = fail  # type: ignore[method-assign]
@@ -101,7 +101,7 @@ async def test_without_a_quorum_a_replica_that_does_not_load_takes_all_back(star
     rig = await start_rig(3, weights=QUORUM | {"quorum": 0.9})
     await rig.open_group()
 
-    async def fail(made: str, timeout_s: float) -> None:
+    async def fail(label: str, timeout_s: float) -> None:
         raise EngineFailed("no memory", replica_id="engine-1")
 
     rig.fleet.replicas[1].engine.finish_weight_update = fail  # type: ignore[method-assign]
@@ -171,8 +171,8 @@ async def test_a_replica_that_dies_before_the_canary_holds_nobody_up(rig: Rig) -
     engine = rig.fleet.replicas[1].engine
     finish = engine.finish_weight_update
 
-    async def finish_and_die(made: str, timeout_s: float) -> None:
-        await finish(made, timeout_s)
+    async def finish_and_die(label: str, timeout_s: float) -> None:
+        await finish(label, timeout_s)
         await rig.replicas[1].kill()
 
     engine.finish_weight_update = finish_and_die  # type: ignore[method-assign]

@@ -598,9 +598,9 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         await load_snapshot(engine, path, version, timeout_s)
         found.append(f"load {version}")
 
-    async def finish(engine: VllmEngine, made: str, timeout_s: float) -> None:
-        await finish_weight_update(engine, made, timeout_s)
-        found.append(f"finish {version_of(made)}")
+    async def finish(engine: VllmEngine, label: str, timeout_s: float) -> None:
+        await finish_weight_update(engine, label, timeout_s)
+        found.append(f"finish {version_of(label)}")
 
     async def wipe_kv(engine: VllmEngine, timeout_s: float) -> None:
         found.append("wipe")
@@ -756,7 +756,7 @@ async def test_good_weights_beside_kv_of_refused_ones_are_not_believed_after_an_
     assert await refused(rig) == 424
     await ending.loaded()
     await asyncio.sleep(0.1)
-    assert not (await rig.fleet.replicas[0].engine.weight_label(5.0)).made
+    assert not (await rig.fleet.replicas[0].engine.weight_label(5.0)).held
     assert ending.done == ["loaded"]
     if end == "restart":
         await rig.stop_gateway()

@@ -274,7 +274,7 @@ class Story:
         version = gateway.fleet.version
         for replica in gateway.fleet.replicas:
             label = self.world.engines[replica.replica_id].server.scheduler.version
-            if replica.can_serve and WeightLabel.read(label) != WeightLabel(gateway.fleet.made, gateway.fleet.made):
+            if replica.can_serve and WeightLabel.read(label) != WeightLabel(gateway.fleet.label, gateway.fleet.label):
                 raise Violation(f"{replica.replica_id} serves version {version}, and is labelled {label}")
         await self._last_push(gateway)
         await self._until(lambda: self._is_settled(gateway, may_wait=False), "every replica serves the last push")

@@ -63,7 +63,7 @@ def the_canary_is_skipped(patch: pytest.MonkeyPatch) -> None:
 
 
 def labels_before_a_verdict_are_believed(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(WeightLabel, "is_committed", property(lambda self: bool(self.made)))
+    patch.setattr(WeightLabel, "is_committed", property(lambda self: bool(self.held)))
 
 
 def a_replica_that_is_behind_stays_behind(patch: pytest.MonkeyPatch) -> None:

@@ -97,12 +97,12 @@ def test_a_gateway_that_dies_between_the_labels_of_a_commit_has_committed_for_al
             dying, labels = world.gateway, list[str]()
             assert await Trainer(world).push(dying, "store", **push) == 1
 
-            async def last_of_some(client: PlayedClient, made: str, timeout_s: float, *, is_committed: bool) -> None:
+            async def last_of_some(client: PlayedClient, label: str, timeout_s: float, *, is_committed: bool) -> None:
                 if is_committed:
-                    labels.append(made)
+                    labels.append(label)
                     if len(labels) > labelled:
                         await asyncio.Event().wait()
-                await label_weights(client, made, timeout_s, is_committed=is_committed)
+                await label_weights(client, label, timeout_s, is_committed=is_committed)
 
             with monkeypatch.context() as patch:
                 patch.setattr(PlayedClient, "label_weights", last_of_some)

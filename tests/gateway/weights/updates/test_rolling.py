@@ -7,18 +7,15 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
-from unittest.mock import AsyncMock
 
 import pytest
 
 from engines.clients.vllm_engine import VllmEngine
 from engines.errors import EngineFailed
 from engines.store.draft import Draft, claim_draft, raw
-from engines.types import ReplicaState
 from gateway.fleet.replica import Replica
 from gateway.weights.canary import Canary
 from gateway.weights.catch_up import CatchUp
-from gateway.weights.updates.swaps import Swaps
 from sim.worker import SimWorker
 from tests.rigs.rig import Json, Rig, StartRig
 
@@ -481,59 +478,6 @@ async def test_a_gateway_started_anew_over_two_versions_brings_all_to_the_newer(
     second = await start(replicas=first.replicas)
     await second.until(THREE)
     assert await said(second) == {1}
-
-
-async def test_a_gateway_started_anew_after_an_aborted_update_takes_replicas_back_that_were_ahead(
-    start: StartRig, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def never(*_: object) -> None:  # their rollouts go on, and the gateway dies meanwhile
-        await asyncio.Event().wait()
-
-    sim = {"tensors": {"weight": [4, 4]}}
-    first = await start(sim=sim)
-    assert (await push(first, folder))[0] == 200
-    first.replicas[2]._server.corrupt_loads = True
-    with monkeypatch.context() as patch:
-        patch.setattr(CatchUp, "_take_back", never)
-        assert (await push(first, folder))[0] == 424
-        assert 2 in (await held(first)).values()
-        await first.stop_gateway()
-    first.replicas[2]._server.corrupt_loads = False
-    second = await start(replicas=first.replicas, sim=sim)
-    await second.until(THREE)
-    assert await said(second) == {1}
-
-
-async def test_a_replica_that_is_away_as_its_version_is_aborted_does_not_lead_the_next_gateway(
-    start: StartRig, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sim = {"tensors": {"weight": [4, 4]}}
-    first = await start(sim=sim)
-    assert (await push(first, folder))[0] == 200
-    serve_ahead = Swaps._serve_ahead
-    away: list[str] = []
-
-    async def leave(swaps: Swaps, began: float) -> None:
-        await serve_ahead(swaps, began)
-        if not away:
-            away.append(swaps._turn[0].replica_id)
-            rest = [replica.info for replica in first.replicas if replica.info.replica_id not in away]
-            monkeypatch.setattr(first.fleet, "_discover", AsyncMock(return_value=rest))
-            first.fleet.set_state(swaps._turn[0], ReplicaState.LOST, "its network is gone")
-            damage_loads(first, is_on=True)
-
-    monkeypatch.setattr(Swaps, "_serve_ahead", leave)
-    assert (await push(first, folder))[0] == 424
-    damage_loads(first, is_on=False)
-    await first.stop_gateway()
-    second = await start(replicas=first.replicas, sim=sim)
-    await second.until(THREE)
-    assert await said(second) == {1}
-
-
-def damage_loads(rig: Rig, *, is_on: bool) -> None:
-    for replica in rig.replicas:
-        replica._server.corrupt_loads = is_on
 
 
 async def test_metrics_tell_who_serves_behind(start: StartRig, folder: Path, turns: Turns) -> None:

@@ -52,7 +52,11 @@ def send_packed(
     post_iter_func: Callable[[NamedTensor], torch.Tensor],
 ) -> None:
     """Send over gloo in place of vLLM's `packed_nccl_broadcast_producer`; the trainer is `src`, which is 0."""
-    send(((named[0], post_iter_func(named)) for named in iterator), group)
+    try:
+        send(((named[0], post_iter_func(named)) for named in iterator), group)
+    except BaseException as error:  # which TRL raises after the engines' answer
+        group.close(f"the trainer failed: {type(error).__name__}: {error}")
+        raise
 
 
 class _Replayed(Retry):
@@ -80,18 +84,14 @@ class GlooVLLMClient(VLLMClient):
         self._timeout_s = timeout_s
         self._place = ""
         self._refused: Exception | None = None
-        replayed = HTTPAdapter(
-            max_retries=_Replayed(total=5, status=0, other=0, backoff_factor=2, allowed_methods=None)
-        )
+        replayed = HTTPAdapter(max_retries=_Replayed(5, status=0, other=0, backoff_factor=2, allowed_methods=None))
         for route in WEIGHT_ROUTES:
             self.session.mount(f"{self.base_url}{route}", replayed)
 
     def init_communicator(self, device: torch.device | str | int = 0) -> None:
         """Join the engines in a gloo group. Weights are copied from `device`."""
         if self.get_server_info()["weight_transfer_config"] is None:
-            raise RuntimeError(
-                f"{self.base_url} has no weight transfer engine: start its engines with the gloo backend"
-            )
+            raise RuntimeError(f"{self.base_url} has no weight transfer: start its engines with the gloo backend")
         server = urlsplit(self.base_url)
         address = address_towards(server.hostname or "", server.port or 80)
         world_size = self.get_world_size() + 1
@@ -101,9 +101,8 @@ class GlooVLLMClient(VLLMClient):
         self._place = f"{address}:{self.group_port}"
         group.listen()
         with self._refusals_first(), ThreadPoolExecutor(max_workers=1) as beside:
-            answer = beside.submit(
-                self._post, f"{self.base_url}/init_weight_transfer_engine", json={"init_info": init_info}
-            )
+            url = f"{self.base_url}/init_weight_transfer_engine"
+            answer = beside.submit(self._post, url, json={"init_info": init_info})
             group.join()
             answer.result()
 

@@ -9,14 +9,7 @@ from typing import Any
 from engines.errors import ConfigError
 from engines.process.process import longest_stop_s
 from engines.types import EngineKind
-from gateway.cli.cluster.application import (
-    Running,
-    deployed,
-    running,
-    serve_api,
-    wait_for_gateway,
-    wait_for_serve,
-)
+from gateway.cli.cluster.application import Running, deployed, running, serve_api, wait_for_gateway, wait_for_serve
 from gateway.cli.cluster.changes import scaled
 from gateway.cli.cluster.lock import changing
 from gateway.cli.cluster.progress import Report

@@ -206,6 +206,8 @@ def test_a_fleet_that_goes_on_after_a_failed_change_is_not_removed(shell: Shell,
     serve.replicas = [{"state": "SERVING"}, {"state": "SERVING"}]
     failed = shell.run("up", "-c", "sim.yaml", "engine.env.A=b", "gateway.max_n=7")
     assert f"{NAME} now: DEPLOY_FAILED, no replica listed; 2 replicas serve" in failed.stderr
+    scaling = shell.run("scale", "3")
+    assert f"Serve could not build the last change of {NAME}: first run rollout-gateway up -c FILE" in scaling.stderr
     serve.outcome, serve.builds = "RUNNING", True
     done = shell.run("up", "-c", "sim.yaml", "gateway.max_n=7")  # of the failed change, only the engines' key goes
     assert done.returncode == 0, done.stderr

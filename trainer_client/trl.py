@@ -82,7 +82,6 @@ class GlooVLLMClient(VLLMClient):
     def __init__(self, *args: Any, timeout_s: float = TIMEOUT_S, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._timeout_s = timeout_s
-        self._place = ""
         self._refused: Exception | None = None
         replayed = HTTPAdapter(max_retries=_Replayed(5, status=0, other=0, backoff_factor=2, allowed_methods=None))
         for route in WEIGHT_ROUTES:
@@ -95,14 +94,13 @@ class GlooVLLMClient(VLLMClient):
         server = urlsplit(self.base_url)
         address = address_towards(server.hostname or "", server.port or 80)
         world_size = self.get_world_size() + 1
-        init_info = group_info(address, self.group_port, world_size)
+        info = group_info(address, self.group_port, world_size)
         self.close_communicator()
         self.communicator = group = WeightGroup(address, self.group_port, 0, world_size, self._timeout_s)
         self._place = f"{address}:{self.group_port}"
         group.listen()
         with self._refusals_first(), ThreadPoolExecutor(max_workers=1) as beside:
-            url = f"{self.base_url}/init_weight_transfer_engine"
-            answer = beside.submit(self._post, url, json={"init_info": init_info})
+            answer = beside.submit(self._post, f"{self.base_url}/init_weight_transfer_engine", json={"init_info": info})
             group.join()
             answer.result()
 
@@ -135,18 +133,21 @@ class GlooVLLMClient(VLLMClient):
 
     @contextmanager
     def _refusals_first(self) -> Iterator[None]:
-        """Raise the server's reason where the group ended with a refusal: the group may end before the answer comes,
-        for which the block waits."""
+        """Raise the server's reason where a refusal has ended the group, and leave it."""
         self._refused = None
         try:
             yield
-        except WeightUpdateFailed as error:
+        except Exception as error:
             if self._refused is None:
                 raise
-            raise WeightUpdateFailed(f"{self._refused}; {error}") from self._refused
+            self.close_communicator()
+            reason = f"{error}" if error is self._refused else f"{self._refused}; {error}"
+            raise WeightUpdateFailed(reason) from self._refused
 
     def _start_weight_update(self) -> None:
-        """Open the update. Where the group is over, as after a restart of the gateway, open another first."""
+        """Open the update. Where the group is over, as after a refusal or a gateway's restart, open another first."""
+        if self.communicator is None:
+            self.init_communicator()
         answer = self._start()
         if answer.status_code == _GROUP_IS_OVER:
             self.init_communicator()

@@ -166,6 +166,20 @@ def test_a_refused_update_ends_the_broadcast_at_once_with_the_reason(gateway: Pl
 
 
 @pytest.mark.usefixtures("installed", "late_trainer")
+@pytest.mark.usefixtures("installed")
+def test_the_update_after_a_refused_one_goes_over_another_group(gateway: PlayedGateway) -> None:
+    client = client_of(gateway)
+    client.init_communicator("cpu")
+    taken = gateway.answers["/update_weights"]
+    gateway.answers["/update_weights"] = lambda _: (400, {"error": "it has no such name"})
+    with pytest.raises(WeightUpdateFailed, match="it has no such name"):
+        client.update_model_params(model())
+    gateway.answers["/update_weights"] = taken
+    client.update_model_params(model())
+    assert gateway.calls.count("/init_weight_transfer_engine") == 2
+    client.close_communicator()
+
+
 def test_the_trainer_listens_before_it_calls_the_engines_to_join(gateway: PlayedGateway) -> None:
     client = client_of(gateway)
     client.init_communicator("cpu")

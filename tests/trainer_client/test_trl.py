@@ -128,6 +128,23 @@ def test_an_error_among_the_tensors_of_an_update_ends_it_without_a_commit(gatewa
 
 
 @pytest.mark.usefixtures("installed")
+def test_an_error_within_the_broadcast_is_raised_at_once(gateway: PlayedGateway) -> None:
+    """Such as of a full GPU, or an operator's Ctrl-C: the engines need not wait for the rest until their limit."""
+    client = client_of(gateway)
+    client.init_communicator("cpu")
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "a", torch.ones(3)
+        raise KeyboardInterrupt
+
+    metadata, began = [("a", "float32", [3]), ("b", "float32", [3])], time.monotonic()
+    with pytest.raises(KeyboardInterrupt), client.weight_update():
+        client.update_named_params(metadata, tensors())
+    assert time.monotonic() - began < SOON_S
+    assert gateway.calls[-1] == "/v1/weight_updates"
+
+
+@pytest.mark.usefixtures("installed")
 def test_a_trainer_can_join_again_after_another_left(gateway: PlayedGateway) -> None:
     client = client_of(gateway)
     client.init_communicator("cpu")
@@ -248,7 +265,7 @@ def test_a_group_that_is_over_is_opened_again_before_the_update(gateway: PlayedG
 
 def test_a_server_without_weight_transfer_is_named(gateway: PlayedGateway) -> None:
     gateway.answers["/server_info"] = lambda _: (200, {"vllm_config": {"weight_transfer_config": None}})
-    with pytest.raises(RuntimeError, match="has no weight transfer engine"):
+    with pytest.raises(RuntimeError, match="has no weight transfer: start"):
         client_of(gateway).init_communicator("cpu")
 
 

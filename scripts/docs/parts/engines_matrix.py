@@ -63,7 +63,8 @@ def read_results(folder: Path = RESULTS) -> list[Result]:
 
 def page(results: Sequence[Result], checks: Sequence[Check]) -> str:
     """Return docs/engines.md."""
-    conformance = [_HEAD, *_runs(results), "", *_matrix(results), "", *_reasons(results)]
+    columns = list({(_name(one), *one["checks"].values()): one for one in results}.values())  # models alike share one
+    conformance = [_HEAD, *_runs(results), "", *_matrix(columns), "", *_reasons(columns)]
     return "\n".join([*conformance, *section(checks), _SPECULATION, _LEVERS_HEAD, *_levers(), ""])
 
 

@@ -1,7 +1,7 @@
 """The configuration of one group of identical engines. Levers have vLLM's names."""
 
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationInfo, field_validator, model_validator
@@ -162,7 +162,7 @@ class EngineConfig(Section):
     """Turn off the engine's statistics and its /metrics."""
     weight_transfer: Literal["auto", "nccl", "gloo"] = "auto"
     """Transport of trainer weights: auto is nccl on CUDA, gloo on CPU."""
-    env: dict[str, str] = Field(default_factory=dict)
+    env: dict[str, Annotated[str, Field(coerce_numbers_to_str=True)]] = Field(default_factory=dict)
     """Environment variables of the engine process; they override ours. They are in Serve's document, which its
     dashboard shows: leave a token, such as HF_TOKEN, in the node's environment, which engines inherit."""
     extra: dict[str, Any] = Field(default_factory=dict)

@@ -88,7 +88,7 @@ class Engine(ABC):
 
     @abstractmethod
     async def weight_label(self, timeout_s: float) -> WeightLabel:
-        """Return what the label of its weights tells; `UNKNOWN` where it has no labels, as vLLM before 0.28."""
+        """Return what the label of its weights tells; `UNKNOWN` where it has no labels."""
 
     @abstractmethod
     async def open_weight_group(self, init_info: Json, timeout_s: float) -> None:

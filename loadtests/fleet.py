@@ -220,7 +220,7 @@ async def _first(task: "asyncio.Task[object]", stopping: asyncio.Event) -> None:
 
 
 def _wait_for_end_of_input(loop: asyncio.AbstractEventLoop, stopping: asyncio.Event) -> None:
-    while sys.stdin.buffer.read(4096):
+    while os.read(0, 4096):  # a read of sys.stdin would hold its lock, at which the interpreter ends in an abort
         pass
     loop.call_soon_threadsafe(stopping.set)
 

@@ -52,7 +52,11 @@ def send_packed(
     post_iter_func: Callable[[NamedTensor], torch.Tensor],
 ) -> None:
     """Send over gloo in place of vLLM's `packed_nccl_broadcast_producer`; the trainer is `src`, which is 0."""
-    send(((named[0], post_iter_func(named)) for named in iterator), group)
+    try:
+        send(((named[0], post_iter_func(named)) for named in iterator), group)
+    except BaseException as error:  # which TRL raises after the engines' answer
+        group.close(f"the trainer failed: {type(error).__name__}: {error}")
+        raise
 
 
 class _Replayed(Retry):
@@ -78,32 +82,25 @@ class GlooVLLMClient(VLLMClient):
     def __init__(self, *args: Any, timeout_s: float = TIMEOUT_S, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._timeout_s = timeout_s
-        self._place = ""
         self._refused: Exception | None = None
-        replayed = HTTPAdapter(
-            max_retries=_Replayed(total=5, status=0, other=0, backoff_factor=2, allowed_methods=None)
-        )
+        replayed = HTTPAdapter(max_retries=_Replayed(5, status=0, other=0, backoff_factor=2, allowed_methods=None))
         for route in WEIGHT_ROUTES:
             self.session.mount(f"{self.base_url}{route}", replayed)
 
     def init_communicator(self, device: torch.device | str | int = 0) -> None:
         """Join the engines in a gloo group. Weights are copied from `device`."""
         if self.get_server_info()["weight_transfer_config"] is None:
-            raise RuntimeError(
-                f"{self.base_url} has no weight transfer engine: start its engines with the gloo backend"
-            )
+            raise RuntimeError(f"{self.base_url} has no weight transfer: start its engines with the gloo backend")
         server = urlsplit(self.base_url)
         address = address_towards(server.hostname or "", server.port or 80)
         world_size = self.get_world_size() + 1
-        init_info = group_info(address, self.group_port, world_size)
+        info = group_info(address, self.group_port, world_size)
         self.close_communicator()
         self.communicator = group = WeightGroup(address, self.group_port, 0, world_size, self._timeout_s)
         self._place = f"{address}:{self.group_port}"
         group.listen()
         with self._refusals_first(), ThreadPoolExecutor(max_workers=1) as beside:
-            answer = beside.submit(
-                self._post, f"{self.base_url}/init_weight_transfer_engine", json={"init_info": init_info}
-            )
+            answer = beside.submit(self._post, f"{self.base_url}/init_weight_transfer_engine", json={"init_info": info})
             group.join()
             answer.result()
 
@@ -136,18 +133,20 @@ class GlooVLLMClient(VLLMClient):
 
     @contextmanager
     def _refusals_first(self) -> Iterator[None]:
-        """Raise the server's reason where the group ended with a refusal: the group may end before the answer comes,
-        for which the block waits."""
-        self._refused = None
+        """Raise the server's reason where a refusal has ended the group, and leave it."""
         try:
             yield
-        except WeightUpdateFailed as error:
+        except Exception as error:
             if self._refused is None:
                 raise
-            raise WeightUpdateFailed(f"{self._refused}; {error}") from self._refused
+            self.close_communicator()
+            reason = f"{error}" if error is self._refused else f"{self._refused}; {error}"
+            raise WeightUpdateFailed(reason) from self._refused
 
     def _start_weight_update(self) -> None:
-        """Open the update. Where the group is over, as after a restart of the gateway, open another first."""
+        """Open the update. Where the group is over, as after a refusal or a gateway's restart, open another first."""
+        if self.communicator is None:
+            self.init_communicator()
         answer = self._start()
         if answer.status_code == _GROUP_IS_OVER:
             self.init_communicator()
@@ -170,6 +169,7 @@ class GlooVLLMClient(VLLMClient):
         route = url.removeprefix(self.base_url)
         if route not in WEIGHT_ROUTES:
             return dict(super()._post(url, **kwargs))
+        self._refused = None
         try:
             reply: dict[str, Any] = super()._post(url, timeout=(CONNECT_TIMEOUT_S, self._timeout_s), **kwargs)
         except Exception as error:

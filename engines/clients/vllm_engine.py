@@ -144,7 +144,7 @@ class VllmEngine(EngineWithWorkers):
         await self._of_labels("POST", "/update_weight_version", {"new_version": label}, timeout_s)
 
     async def _of_labels(self, method: str, path: str, body: Json | None, timeout_s: float) -> Json | None:
-        """Return the answer of a route of labels; None from vLLM before 0.28, which has none."""
+        """Return the answer of a route of labels; None from a server that has none."""
         if not self._has_labels:
             return None
         try:

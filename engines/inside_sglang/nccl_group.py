@@ -1,6 +1,6 @@
 """A worker's place in the NCCL group of vLLM's trainer: rendezvous, packed chunks, bounded waits, an abort.
 
-The protocol is vLLM's (0.26 to 0.32): a TCPStore of the trainer with the NCCL id, one all-reduce of one number, then a
+The protocol is vLLM's (0.28 to 0.32): a TCPStore of the trainer with the NCCL id, one all-reduce of one number, then a
 broadcast of each packed chunk. A collective that a peer has left never ends by itself. So the host never waits in CUDA
 or NCCL: it polls, looks at the trainer's store meanwhile, and aborts the communicator.
 """

@@ -1,6 +1,6 @@
 """SGLang plugin: takes the gateway's calls in every worker. `worker.py` answers them.
 
-One method is hooked, the same in SGLang 0.5.17 and 0.5.23: the worker's end of `/weights_checker`. Its errors are
+One method is hooked: the worker's end of `/weights_checker`. Its errors are
 answered with 400, while an error in most other routes ends the server.
 """
 

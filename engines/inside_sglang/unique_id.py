@@ -15,5 +15,5 @@ def unique_id_of(pickled: bytes) -> bytes:
     arguments = [argument for _, argument, _ in pickletools.genops(pickled)]
     found = {one for one in arguments if isinstance(one, bytes) and len(one) == _NUM_BYTES}
     if len(found) != 1:
-        raise ValueError(f"the trainer's store holds {len(found)} NCCL ids instead of one: is its vLLM 0.26 or later?")
+        raise ValueError(f"the trainer's store holds {len(found)} NCCL ids instead of one: is its vLLM 0.28 or later?")
     return found.pop()

@@ -1,4 +1,4 @@
-"""A mend of vLLM's rendezvous over NCCL (0.26 to 0.32), which waits 300 s for a trainer that has died."""
+"""A mend of vLLM's rendezvous over NCCL (0.28 to 0.32), which waits 300 s for a trainer that has died."""
 
 from typing import Any
 

@@ -15,7 +15,6 @@ from engines.loading.planned_load import Load, PlannedLoad, form_of
 from engines.loading.prefetch import Prefetch
 from engines.loading.snapshot_reader import pin_memory
 from engines.loading.worker import Target, UpdatedWorker, tensors_in
-from engines.transfer.packed_streams import keep_streams
 from engines.transfer.packing import unpack_quickly
 from engines.transfer.tee import prepare
 from engines.types import TensorMeta
@@ -32,7 +31,6 @@ class WeightWorker(UpdatedWorker):
         _end_reload(worker)
         prepare(worker.device)
         if worker.device.type == "cuda":
-            keep_streams()
             unpack_quickly()
             pin_memory()
         if not self.target.obstacle:

@@ -28,7 +28,7 @@ actions = make_arg_parser(FlexibleArgumentParser())._actions
 print(json.dumps(sorted({option for action in actions for option in action.option_strings})))
 """
 
-# The same for `sglang.launch_server` of 0.5.17 and 0.5.23.
+# The same for `sglang.launch_server` of 0.5.23.
 ASK_SGLANG = """
 import argparse, json
 from sglang.srt.server_args import ServerArgs

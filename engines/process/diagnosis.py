@@ -1,6 +1,6 @@
 """Causes of failed engine starts: known log lines with their meaning and the lever to change.
 
-The lines are those of vLLM 0.26 to 0.32 and SGLang 0.5.17 to 0.5.23, as in `tests/engines/process/test_diagnosis.py`.
+The lines are those of vLLM 0.28 to 0.32 and SGLang 0.5.23, as in `tests/engines/process/test_diagnosis.py`.
 """
 
 import re

@@ -1,15 +1,20 @@
 """The log of a starting engine: plain lines and the current stage of the start.
 
-Known lines are those of vLLM 0.26 to 0.32 and SGLang 0.5.17 to 0.5.23.
+Known lines are those of vLLM 0.28 to 0.32 and SGLang 0.5.23.
 """
 
 import contextlib
 import re
+import tempfile
 from pathlib import Path
+
+from engines.config import EngineConfig
+from engines.errors import ConfigError
 
 _TAIL_BYTES = 1 << 20
 _LOGS_KEPT = 200
 _SHORT = 100
+_PAGE = bytes(4096)
 
 # Colours; `(EngineCore pid=12)`; `ERROR 11-21 15:00:26 [core.py:1510]`; SGLang's `[2026-11-21 15:02:41 TP0]`.
 _PREFIX = re.compile(
@@ -33,7 +38,7 @@ _STAGES = tuple(
             "turns off",
         ),
         (
-            r"Dynamo bytecode transform|Compiling a graph|torch\.compile took|Start compiling|Compiling num tokens",
+            r"Dynamo bytecode transform|Compiling (a graph|num tokens)|torch\.compile took|Start compiling",
             "compiling",
         ),
         (r"Loading weights took|Model loading took|Load weight end", "profiling memory"),
@@ -45,6 +50,17 @@ _STAGES = tuple(
         (r"Initializing a V1 LLM engine|server_args=|Init (?:torch distributed|parallel) begin", "starting workers"),
     )
 )
+
+
+def check_log_folder(config: EngineConfig, section: str) -> None:
+    """Raise `ConfigError` where no log can be written."""
+    try:
+        config.log_folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=config.log_folder, buffering=0) as page:
+            page.write(_PAGE)  # on a full disk a file can be made, and nothing written
+    except OSError as error:
+        where = f"{section}.log_dir = {config.log_dir!r}: no log can be written there ({error.strerror})"
+        raise ConfigError(f"{where}; name a folder that this user may write to, on every node") from error
 
 
 def read_tail(path: Path) -> str:

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import tempfile
 import textwrap
 import time
 from collections.abc import Callable, Sequence
@@ -14,11 +13,11 @@ from engines.clients.connect import connect
 from engines.clients.sglang_engine import SglangEngine
 from engines.config import DEFAULT_LOG_DIR, EngineConfig
 from engines.engine import Engine
-from engines.errors import ConfigError, DeadlineExceeded, EngineError, EngineStartFailed
+from engines.errors import DeadlineExceeded, EngineError, EngineStartFailed
 from engines.gpus import visible_gpus
 from engines.model_folder import is_quantised, model_folder
 from engines.process.diagnosis import diagnose, last_error
-from engines.process.engine_log import doing, forget_old_logs
+from engines.process.engine_log import check_log_folder, doing, forget_old_logs
 from engines.process.launch import VLLM_WORKER, engine_command
 from engines.process.port import HeldPort
 from engines.process.process import Command, EngineProcess
@@ -31,7 +30,6 @@ _REMAINS_END_WITHIN_S = 2.0
 # The only failure after which SGLang neither serves nor ends.
 _NO_PORT = "error while attempting to bind on address"
 _COARSE_INTERVAL = 16
-_PAGE = bytes(4096)
 
 
 class EngineServer:
@@ -102,7 +100,7 @@ class EngineServer:
     async def _started(self) -> ReplicaInfo:
         self._port = HeldPort()
         config, port = self._config, self._port.number
-        await asyncio.to_thread(self._check_log_folder)
+        await asyncio.to_thread(check_log_folder, config, self._section)
         log_path = config.log_folder / f"{self._replica_id}-{time.strftime('%Y%m%d-%H%M%S')}-{port}.log"
         if config.log_dir == DEFAULT_LOG_DIR:
             await asyncio.to_thread(forget_old_logs, config.log_folder)
@@ -134,20 +132,6 @@ class EngineServer:
         except (LookupError, TypeError, OSError) as error:
             why, may_pass = f"the engine describes itself in a way that is not understood: {error!r}", False
         raise EngineStartFailed(f"{why}\n{_last_words(process)}", replica_id=self._replica_id, may_pass=may_pass)
-
-    def _check_log_folder(self) -> None:
-        """Raise `ConfigError` where no log can be written."""
-        folder = self._config.log_folder
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=folder) as page:
-                page.write(_PAGE)  # on a full disk a file can be made, and nothing written
-                page.flush()
-        except OSError as error:
-            raise ConfigError(
-                f"{self._section}.log_dir = {self._config.log_dir!r}: no log can be written there ({error.strerror}); "
-                "name a folder that this user may write to, on every node"
-            ) from error
 
     async def _healthy(self, process: EngineProcess, engine: Engine) -> None:
         while True:

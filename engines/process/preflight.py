@@ -1,6 +1,6 @@
 """Conflicts between configuration and checkpoint, found before an engine is started.
 
-The rules are start failures of vLLM 0.26 to 0.32 and SGLang 0.5.17 to 0.5.23. A checkpoint on another node or only in
+The rules are start failures of vLLM 0.28 to 0.32 and SGLang 0.5.23. A checkpoint on another node or only in
 the hub, and an engine that is not installed, are not checked.
 """
 

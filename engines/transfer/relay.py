@@ -36,7 +36,6 @@ from engines.errors import InvalidRequest, RolloutGatewayError, WeightUpdateFail
 from engines.store.draft import OWNER
 from engines.store.weight_store import RELAY, is_kept, record_in
 from engines.transfer.gloo import WeightGroup, receive
-from engines.transfer.packed_streams import keep_streams
 from engines.transfer.packing import CHUNK_BYTES, NamedTensor, unpack_quickly
 from engines.transfer.receipts import Receipts
 from engines.transfer.tee import prepare
@@ -103,7 +102,6 @@ class NcclReceiver:
         from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
         torch.cuda.set_device(device)
-        keep_streams()
         unpack_quickly()
         self._model = model
         # A receiver reads only its rank from vLLM's configuration; the relay is the only worker.

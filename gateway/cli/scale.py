@@ -9,14 +9,7 @@ from typing import Any
 from engines.errors import ConfigError
 from engines.process.process import longest_stop_s
 from engines.types import EngineKind
-from gateway.cli.cluster.application import (
-    Running,
-    deployed,
-    running,
-    serve_api,
-    wait_for_gateway,
-    wait_for_serve,
-)
+from gateway.cli.cluster.application import Running, deployed, running, serve_api, wait_for_gateway, wait_for_serve
 from gateway.cli.cluster.changes import scaled
 from gateway.cli.cluster.lock import changing
 from gateway.cli.cluster.progress import Report
@@ -25,7 +18,6 @@ from gateway.cli.up import DEPLOY_SLACK_S
 from gateway.config.schema import Config
 
 _MAX_REPLICAS = 1024
-_NOT_LEAVING = ("STARTING", "RUNNING")
 
 
 def scale(
@@ -40,6 +32,8 @@ def scale(
         application, config = deployed(name)
         group = config.chosen_group(group)
         _check(config, group, num_replicas)
+        if not application["deployments"]:
+            raise ConfigError(f"Serve could not build the last change of {name}: first run rollout-gateway up -c FILE")
         api = serve_api(name)
         report.step(f"{group}: {num_replicas} replicas")
         api.redeploy(name, scaled(application["deployed_app_config"], group, num_replicas))
@@ -71,10 +65,9 @@ def _longest_s(config: Config, group: str) -> float:
 
 def _wait(api: ServeApi, config: Config, group: str, num_replicas: int, report: Report, timeout_s: float) -> None:
     def settled(application: dict[str, Any]) -> bool:
-        replicas = application["deployments"][group]["replicas"]
-        leaving = [replica for replica in replicas if replica["state"] not in _NOT_LEAVING]
-        ready = [replica for replica in replicas if replica["state"] == "RUNNING"]
-        report.step(f"{group}: {len(ready)} of {num_replicas} run, {len(leaving)} finish their rollouts")
-        return len(ready) == num_replicas == len(replicas)
+        states = [replica["state"] for replica in application["deployments"][group]["replicas"]]
+        ready, leaving = states.count("RUNNING"), len(states) - states.count("RUNNING") - states.count("STARTING")
+        report.step(f"{group}: {ready} of {num_replicas} run, {leaving} finish their rollouts")
+        return ready == num_replicas == len(states)
 
     wait_for_serve(api, config, report, timeout_s, f"{num_replicas} replicas of {group}", settled)

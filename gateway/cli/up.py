@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from engines.errors import ConfigError, RolloutGatewayError
+from engines.types import ReplicaState
 from gateway.cli.cluster.application import (
     DeployFailed,
     Running,
     configured_url,
     describe,
+    gateway_status,
     last_words,
     running,
     serve_api,
@@ -26,7 +28,7 @@ from gateway.cli.cluster.ray_head import check_gpus, start_ray
 from gateway.cli.cluster.serve_api import ClusterRefused, ServeApi, ask_control_plane
 from gateway.cli.cluster.state import State, write_private
 from gateway.cli.down import delete, down
-from gateway.config.machine import lacks, misplaced, missing_keys
+from gateway.config.machine import lacks, misplaced, missing_keys, too_few_cpus
 from gateway.config.schema import Config
 from gateway.config.serve_document import config_of, serve_config, written_out_keys
 
@@ -101,12 +103,13 @@ def _check_cluster(config: Config, api: ServeApi) -> None:
     Files and ports of other machines are not seen from here.
     """
     nodes, details = api.nodes(), api.details()
+    cpus = too_few_cpus(config, [number for _, number in api.nodes("CPU")])
     if not all(is_here(address) for address, _ in nodes):
-        _refuse(misplaced(config, nodes))
+        _refuse([*misplaced(config, nodes), *cpus])
         return
     deployed = (details["applications"].get(config.name) or {}).get("deployed_app_config")
     ports = unbindable(config, config_of(deployed).gateway.port if deployed else None, details["http_options"]["port"])
-    _refuse([*lacks(config, gpus=sum(gpus for _, gpus in nodes)), *ports])
+    _refuse([*lacks(config, gpus=sum(gpus for _, gpus in nodes)), *cpus, *ports])
 
 
 def _refuse(reasons: Sequence[str]) -> None:
@@ -116,11 +119,13 @@ def _refuse(reasons: Sequence[str]) -> None:
 
 def _say_what_serves(name: str, file: str, report: Report) -> None:
     try:
-        application = serve_api(name).application(name)
+        api = serve_api(name)
+        application, replicas = api.application(name), gateway_status(api).get("replicas", ())
     except RolloutGatewayError as error:
         report.note(f"the state of {name} is unknown: {error}")
         return
-    now = f"{application['status']}, {describe(application)}" if application else "removed"
+    serving = sum(replica["state"] == ReplicaState.SERVING for replica in replicas)
+    now = f"{application['status']}, {describe(application)}; {serving} replicas serve" if application else "removed"
     report.note(f"{name} now: {now}")
     report.note(f"to get the earlier fleet back: rollout-gateway up -c {file or 'FILE, with its own configuration'}")
 
@@ -165,7 +170,7 @@ def _deploy(api: ServeApi, config: Config, before: Mapping[str, Any] | None, rep
     if found is not None:
         report.note(str(found))
     report.step("deploying")
-    if before is None or deployed is None or found is None or found.groups is None:
+    if before is None or deployed is None or found is None or found.groups is None or not before["deployments"]:
         api.deploy(document)
         return
     for group in found.groups:

@@ -1,17 +1,19 @@
 """Needs of a configuration that one machine cannot meet. Others may: `serve deploy` runs elsewhere."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
 from engines.errors import ConfigError
+from engines.process.engine_log import check_log_folder
 from engines.process.launch import engine_command
 from engines.types import EngineKind
 from gateway.config.certificate import read_certificate
 from gateway.config.load import with_secrets
 from gateway.config.node_gpus import visible_gpus
-from gateway.config.placement import ClusterGpus, check_placement
+from gateway.config.placement import ClusterGpus, check_cpus, check_placement
 from gateway.config.schema import Config
 
 _STARTED = (EngineKind.VLLM, EngineKind.SGLANG)
@@ -29,17 +31,19 @@ def lacks(
     Keys are not read: a running Ray has variables of its own.
     """
     present = len(visible_gpus(environ, devices)) if gpus is None else gpus
-    found = [*_models(config), *_gpus(config, present), *_certificate(config), *_packages(config)]
+    found = [*_groups(config), *_gpus(config, present), *_files(config), *_packages(config)]
     return found or _engines(config)
 
 
-def _models(config: Config) -> Iterator[str]:
+def _groups(config: Config) -> Iterator[str]:
     for name, group in config.groups.items():
         section = f"engines.{name}" if config.engines else "engine"
         if group.kind in _STARTED and not group.model:
             yield f"{section}.model is missing: a checkpoint folder or a Hugging Face id"
         elif group.kind in _STARTED and Path(group.model).is_absolute() and not Path(group.model).is_dir():
             yield f"{section}.model = {group.model!r}: this machine has no such folder"
+        if group.kind is not EngineKind.EXTERNAL:
+            yield from _error(check_log_folder, group, section)
 
 
 def _gpus(config: Config, present: float) -> Iterator[str]:
@@ -51,43 +55,47 @@ def misplaced(config: Config, nodes: Sequence[tuple[str, float]]) -> list[str]:
     """List why the engines do not fit the GPUs of these nodes, each an address with its number of GPUs."""
     if config.serve.nodes_may_join:
         return []
-    try:
-        check_placement(config.groups, ClusterGpus(nodes=nodes, free=0))
-    except ConfigError as error:
-        return [str(error)]
-    return []
+    return _error(check_placement, config.groups, ClusterGpus(nodes=nodes, free=0))
+
+
+def too_few_cpus(config: Config, nodes: Sequence[float]) -> list[str]:
+    """List why the engines do not fit the CPUs of these nodes."""
+    return [] if config.serve.nodes_may_join else _error(check_cpus, config.groups, nodes)
 
 
 def missing_keys(config: Config, environ: Mapping[str, str] = os.environ) -> list[str]:
     """List the references to keys that lead to none, for a gateway with these variables."""
-    try:
-        with_secrets(config, environ)
-    except ConfigError as error:
-        return [str(error)]
-    return []
+    return _error(with_secrets, config, environ)
 
 
 def _engines(config: Config) -> list[str]:
     """List the engines that are not installed or do not take these settings, as their start would report it."""
-    found = []
-    for group in config.groups.values():
-        if group.kind is EngineKind.EXTERNAL:  # its owner starts it
-            continue
+    started = (group for group in config.groups.values() if group.kind is not EngineKind.EXTERNAL)
+    errors = [_error(partial(engine_command, port=1, index=0), group) for group in started]
+    return list(dict.fromkeys(text for found in errors for text in found))
+
+
+def _files(config: Config) -> Iterator[str]:
+    """Files that the gateway would not start without."""
+    for key, path in (("audit_file", config.gateway.audit_file), ("trace.file", config.gateway.trace.file)):
         try:
-            engine_command(group, port=1, index=0)
-        except ConfigError as error:
-            found.append(str(error))
-    return list(dict.fromkeys(found))
-
-
-def _certificate(config: Config) -> Iterator[str]:
-    try:
-        if config.gateway.tls.is_on:
-            read_certificate(config.gateway.tls)
-    except ConfigError as error:
-        yield str(error)
+            if path:
+                os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600))
+        except OSError as error:
+            yield f"gateway.{key} = {path!r} cannot be written: {error.strerror}"
+    if config.gateway.tls.is_on:
+        yield from _error(read_certificate, config.gateway.tls)
 
 
 def _packages(config: Config) -> Iterator[str]:
     if config.gateway.otlp_endpoint and not find_spec("opentelemetry"):
         yield "gateway.otlp_endpoint needs OpenTelemetry: pip install 'rollout-gateway[otel]'"
+
+
+def _error(check: Callable[..., object], *arguments: object) -> list[str]:
+    """The error of a check, if it has one."""
+    try:
+        check(*arguments)
+    except ConfigError as error:
+        return [str(error)]
+    return []

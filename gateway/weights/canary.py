@@ -45,6 +45,7 @@ _BATCHES = (1, 4, 8, 32)
 _SMALL_VOCABULARY = 96
 # Python's words for a NaN that JSON cannot hold: vLLM answers 400 with them where it would report one.
 _NOT_FINITE = "Out of range float values"
+_NAN = "a log-prob of the canary is not finite: the weights hold infinities or NaN"
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "tok_embeddings.weight")
 # Engines that differ in any of these keys compute different log-probs, so they are not compared.
 _NUMERICS = (
@@ -125,10 +126,8 @@ class Canary:
             findings |= await self._judged(peers, readings, judged)
         for replica, apart in to_other_kinds(readings, kinds).items():
             findings[replica] = replace(findings[replica], to_other_kinds=apart)
-        self._checked = (
-            {replica: reading for replica, reading in readings.items() if findings[replica].may_serve},
-            given,
-        )
+        served = {replica: reading for replica, reading in readings.items() if findings[replica].may_serve}
+        self._checked = served, given
         return findings
 
     def accept(self) -> None:
@@ -261,11 +260,12 @@ class Canary:
             async with asyncio.timeout(self._config.timeout_s):
                 logprobs = await self._score(replica, self.token_ids([replica]))
         except (EngineRefused, InvalidRequest) as error:
-            result = Result.FAILED if _NOT_FINITE in str(error) else Result.UNVERIFIED
-            return Finding(result, f"the canary was refused: {error}")
+            if _NOT_FINITE in str(error):
+                return Finding(Result.FAILED, _NAN)
+            return Finding(Result.UNVERIFIED, f"the canary was refused: {error}")
         except (TimeoutError, DeadlineExceeded):
-            limit = f"weights.canary.timeout_s = {self._config.timeout_s:g}"
-            return Finding(Result.FAILED, f"no answer to the canary within {limit}", is_late=True)
+            reason = f"no answer to the canary within weights.canary.timeout_s = {self._config.timeout_s:g}"
+            return Finding(Result.FAILED, reason, is_late=True)
         except (EngineUnreachable, EngineOverwritten) as error:
             return Finding(Result.LOST, str(error))
         except (EngineError, _NoLogprobs) as error:
@@ -320,5 +320,5 @@ def _logprobs(answer: Json, token_ids: list[int]) -> Logprobs:
         if type(value) not in (int, float):
             raise _NoLogprobs(f"the log-prob of token {position} is {value!r:.80}, which is no log-prob")
         if not math.isfinite(value):
-            raise _NoLogprobs(f"the log-prob of token {position} is not finite: the weights hold infinities or NaN")
+            raise _NoLogprobs(_NAN)
     return tuple(map(float, values))

@@ -37,8 +37,7 @@ _POLL_S = 0.05
 _SHARED_MEMORY = Path("/dev/shm")
 _COPIES = 2
 _THREADS = 16
-"""Calls of the store at a time. Those that hang leave the loop its own threads, on which the rest of the gateway
-depends."""
+"""Calls of the store at a time. Those that hang leave the rest of the gateway the loop's own threads."""
 
 
 class Snapshots:
@@ -61,7 +60,6 @@ class Snapshots:
             return
         try:
             self._store = await self._aside(WeightStore, self._folder)
-            self._why_not = ""
             checkpoint = await self._aside(self._checkpoint)
             await self._has_room(await self._aside(stored_bytes, checkpoint) if checkpoint else 0)
         except (StoreFailed, ValueError) as error:
@@ -120,12 +118,11 @@ class Snapshots:
 
     async def claim(self, served: int | None, num_bytes: int) -> Path:
         """As `draft`, where replicas get the version from the store alone. Raises `StoreFailed`."""
-        store = self._open_store()
         await self._kept()
         await self.make_room(served)
         if not await self._has_room(num_bytes):
             raise StoreFailed(self._why_not)
-        claiming = asyncio.ensure_future(self._aside(store.draft))
+        claiming = asyncio.ensure_future(self._aside(self._open_store().draft))
         try:
             return await asyncio.shield(claiming)
         except asyncio.CancelledError:  # the trainer has left, and nobody else knows the draft
@@ -146,9 +143,12 @@ class Snapshots:
         return asyncio.get_running_loop().run_in_executor(self._threads, call, *arguments)
 
     async def make_room(self, served: int | None) -> None:
-        """Keep the served version alone beside one that is about to be written; all versions where it is None."""
+        """Keep the served version alone, all where it is None, beside the next. Make a folder that is gone again."""
         await self.removed()
         if self._store is not None:
+            if not await self._aside(self._store.folder.is_dir):  # systemd empties /dev/shm at a user's last logout
+                gone, self._store = self._store, await self._aside(WeightStore, self._store.folder)
+                await self._aside(gone.close)
             if served is not None:
                 await self._aside(self._store.prune, served, 1)
             await self._aside(self._store.sweep)
@@ -323,8 +323,9 @@ class Snapshots:
         """The reason why versions of so many bytes cannot be kept; empty where they can."""
         if self._store is not None:
             try:
+                await self.make_room(None)
                 await self._has_room(num_bytes)
-            except StoreFailed as error:  # its folder is gone
+            except StoreFailed as error:  # its folder is gone, and cannot be made again
                 self._go_without(str(error))
         return self._why_not
 
@@ -350,8 +351,7 @@ class Snapshots:
         return self._store
 
     async def _soon(self, call: Callable[..., T], *arguments: object) -> T:
-        """As `_aside`, for small calls: replicas stand still until a record is written, and a trainer waits for the end
-        of an update."""
+        """As `_aside`, for small calls: replicas stand still until a record is written, and trainers wait."""
         return await self._aside(call, *arguments, timeout_s=self._config.control_timeout_s)
 
     async def _aside(self, call: Callable[..., T], *arguments: object, timeout_s: float | None = None) -> T:

@@ -1,5 +1,6 @@
 """Engines and gateways without Ray."""
 
+import json
 import os
 import socket
 import subprocess
@@ -83,3 +84,15 @@ def test_a_gateway_leaves_neither_ledger_nor_weight_store(status: int) -> None:
     assert run.returncode == status
     places = [default_file(name).parent, in_memory(name)]
     assert [left for place in places for left in place.parent.glob(f"*{name}*")] == []
+
+
+def test_a_fleet_that_is_stopped_ends_without_an_abort() -> None:
+    """A thread waits for the end of standard input, which a terminal keeps open."""
+    settings = ["gateway.port=0", "engine.num_replicas=1", "engine.kind=sim"]
+    command, pipe = [sys.executable, "-m", "loadtests.fleet", *settings], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout is not None
+        assert "gateway" in json.loads(process.stdout.readline())
+        process.terminate()
+        process.wait(60)
+        assert process.returncode == 0

@@ -128,6 +128,23 @@ def test_an_error_among_the_tensors_of_an_update_ends_it_without_a_commit(gatewa
 
 
 @pytest.mark.usefixtures("installed")
+def test_an_error_within_the_broadcast_is_raised_at_once(gateway: PlayedGateway) -> None:
+    """Such as of a full GPU, or an operator's Ctrl-C: the engines need not wait for the rest until their limit."""
+    client = client_of(gateway)
+    client.init_communicator("cpu")
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "a", torch.ones(3)
+        raise KeyboardInterrupt
+
+    metadata, began = [("a", "float32", [3]), ("b", "float32", [3])], time.monotonic()
+    with pytest.raises(KeyboardInterrupt), client.weight_update():
+        client.update_named_params(metadata, tensors())
+    assert time.monotonic() - began < SOON_S
+    assert gateway.calls[-1] == "/v1/weight_updates"
+
+
+@pytest.mark.usefixtures("installed")
 def test_a_trainer_can_join_again_after_another_left(gateway: PlayedGateway) -> None:
     client = client_of(gateway)
     client.init_communicator("cpu")
@@ -149,6 +166,20 @@ def test_a_refused_update_ends_the_broadcast_at_once_with_the_reason(gateway: Pl
 
 
 @pytest.mark.usefixtures("installed", "late_trainer")
+@pytest.mark.usefixtures("installed")
+def test_the_update_after_a_refused_one_goes_over_another_group(gateway: PlayedGateway) -> None:
+    client = client_of(gateway)
+    client.init_communicator("cpu")
+    taken = gateway.answers["/update_weights"]
+    gateway.answers["/update_weights"] = lambda _: (400, {"error": "it has no such name"})
+    with pytest.raises(WeightUpdateFailed, match="it has no such name"):
+        client.update_model_params(model())
+    gateway.answers["/update_weights"] = taken
+    client.update_model_params(model())
+    assert gateway.calls.count("/init_weight_transfer_engine") == 2
+    client.close_communicator()
+
+
 def test_the_trainer_listens_before_it_calls_the_engines_to_join(gateway: PlayedGateway) -> None:
     client = client_of(gateway)
     client.init_communicator("cpu")
@@ -234,7 +265,7 @@ def test_a_group_that_is_over_is_opened_again_before_the_update(gateway: PlayedG
 
 def test_a_server_without_weight_transfer_is_named(gateway: PlayedGateway) -> None:
     gateway.answers["/server_info"] = lambda _: (200, {"vllm_config": {"weight_transfer_config": None}})
-    with pytest.raises(RuntimeError, match="has no weight transfer engine"):
+    with pytest.raises(RuntimeError, match="has no weight transfer: start"):
         client_of(gateway).init_communicator("cpu")
 
 

@@ -35,7 +35,7 @@ class GlooChannel(WeightGroup):
 
 
 class NcclChannel:
-    """Sends from GPU memory, as the packed sender of vLLM does, whose communicator it has (0.26 and later)."""
+    """Sends from GPU memory, as the packed sender of vLLM does, whose communicator it has."""
 
     def __init__(self, address: str, port: int, world_size: int, timeout_s: float, device: torch.device) -> None:
         if device.type != "cuda":
@@ -53,7 +53,7 @@ class NcclChannel:
     def listen(self) -> None:
         """Get ready to listen at once in `join`, which opens the listener. The import of vLLM takes seconds, in which
         engines that wait for the listener would make no token."""
-        _engine_class()
+        _trainer_init()
 
     def join(self) -> None:
         self._bounded(self._open, f"for all ranks to join at {self._place}")
@@ -80,13 +80,7 @@ class NcclChannel:
 
     def _open(self) -> None:
         torch.cuda.set_device(self._device)
-        engine = _engine_class()
-        if hasattr(engine, "trainer_init"):
-            self._group = engine.trainer_init(self._info)
-        else:
-            from vllm.distributed.weight_transfer.nccl_common import trainer_init
-
-            self._group = trainer_init(self._info)
+        self._group = _trainer_init()(self._info)
 
     def _broadcast(self, tensors: Iterator[NamedTensor]) -> None:
         """Broadcast chunk after chunk, each packed beside the broadcast of the chunk before.
@@ -146,10 +140,10 @@ Channel: TypeAlias = GlooChannel | NcclChannel
 """A group with the trainer as rank 0. Unusable after its first failure."""
 
 
-def _engine_class() -> Any:
-    """Return vLLM's NCCL transfer class; up to 0.27 it has static helpers for the trainer."""
+def _trainer_init() -> Callable[[dict[str, Any]], Any]:
+    """Return vLLM's call by which a trainer joins a group, as rank 0."""
     try:
-        from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"weights over NCCL need vLLM 0.26 or later beside the trainer: {error}") from error
-    return NCCLWeightTransferEngine
+        from vllm.distributed.weight_transfer.nccl_common import trainer_init
+    except ImportError as error:
+        raise ConfigError(f"weights over NCCL need vLLM 0.28 or later beside the trainer: {error}") from error
+    return trainer_init  # type: ignore[no-any-return]

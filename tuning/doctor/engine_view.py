@@ -103,7 +103,7 @@ class EngineView:
 
     def reaches(self, lever: str) -> bool:
         """True if the lever is passed to the engine."""
-        return self.owner != "verl" or self.is_vllm or _VERL_LEVERS.get(lever, False)
+        return self.owner != "verl" or self.is_vllm or _VERL_LEVERS.get(lever, True)
 
 
 def gateway_engines(config: Config, settings: Sequence[Setting]) -> Iterator[EngineView]:

@@ -8,10 +8,11 @@ from pathlib import Path
 from tuning.doctor.finding import Finding, Severity
 
 _KEYS = "verl-keys"
-# Rules whose suggestion is half of a change: the other half is another key.
-_IN_TWO_PLACES = ("tensor-parallel", "data-parallel", "prompt-length", "response-length", "verl-sampling")
+# Rules whose suggestion is half of a change, though it does not say so as "True, with ..." does: the other half is
+# another key.
+_IN_TWO_PLACES = ("data-parallel", "prompt-length", "response-length", "verl-sampling", "verl-ulysses")
 _NO_VALUES = ("on", "off", "one")
-_VALUE = re.compile(r"(True|False|true|false|-?\d+(?:\.\d+)?|[a-z][\w-]+)(?=$|[,;]| to | or )")
+_VALUE = re.compile(r"(True|False|true|false|-?\d+(?:\.\d+)?|[a-z][\w-]+)(?=$|;|,? or | to )")
 _WRITTEN = r"(?P<before>(?<![\w.]){name}[\"']?\s*[:=]\s*)(?P<value>[^\s#,\\\"'}}]+)"
 
 

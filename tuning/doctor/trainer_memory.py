@@ -18,10 +18,14 @@ def is_fsdp(values: Values) -> bool:
     return values.text(ACTOR + "strategy").startswith("fsdp")
 
 
+def section_of(values: Values) -> str:
+    """The section of what trains the actor."""
+    return ACTOR + ("fsdp_config" if is_fsdp(values) else values.text(ACTOR + "strategy"))
+
+
 def is_offloaded(values: Values, name: str) -> bool:
     """True if the actor's `param` or `optimizer` goes to the host while the engine runs."""
-    backend = "megatron" if is_megatron(values) else "fsdp_config"
-    return values.is_true(f"{ACTOR}{backend}.{name}_offload")
+    return values.is_true(f"{section_of(values)}.{name}_offload")
 
 
 def gpus_of(values: Values, section: str = "trainer.") -> int | None:

@@ -134,7 +134,7 @@ def wait_for_gateway(found: Running, timeout_s: float, awaited: str, met: Callab
 def describe(application: Mapping[str, Any]) -> str:
     """Return one line: each deployment with its replicas by state."""
     states = replica_states(application)
-    return "  ".join(f"{name}: {text}" for name, text in states.items()) or str(application.get("status", "waiting"))
+    return "  ".join(f"{name}: {text}" for name, text in states.items()) or "no replica listed"
 
 
 def replica_states(application: Mapping[str, Any]) -> dict[str, str]:

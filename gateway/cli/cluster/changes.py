@@ -91,9 +91,11 @@ def scaled(deployed: Mapping[str, Any], group: str, num_replicas: int) -> dict[s
 
 
 def has_running_engine(application: Mapping[str, Any]) -> bool:
-    """Return True where an engine replica of the application runs."""
-    engines = (found for name, found in application["deployments"].items() if name not in (GATEWAY, CONTROL))
-    return any(replica["state"] == "RUNNING" for engine in engines for replica in engine["replicas"])
+    """Return True where an engine replica of the application runs, or may: after a change that it cannot build Serve
+    lists nothing, and the fleet before it goes on."""
+    found = application["deployments"]
+    engines = (deployment for name, deployment in found.items() if name not in (GATEWAY, CONTROL))
+    return not found or any(replica["state"] == "RUNNING" for engine in engines for replica in engine["replicas"])
 
 
 def _overridden(deployed: Mapping[str, Any], name: str, **settings: Any) -> dict[str, Any]:

@@ -23,12 +23,7 @@ def unbindable(config: Config, gateway_port: int | None = None, serve_port: int 
 
 def is_here(host: str) -> bool:
     """Return True for an address of this machine. A forwarded port makes any cluster's dashboard look local."""
-    try:
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-    except OSError:
-        return False
-    return True
+    return not any(_failures("", host, "", 0))
 
 
 def _failures(host_key: str, host: str, port_key: str, port: int) -> Iterator[str]:

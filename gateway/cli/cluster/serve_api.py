@@ -78,11 +78,11 @@ class ServeApi:
         found: dict[str, Any] = json.loads(self._call("GET", _APPLICATIONS))
         return found
 
-    def nodes(self) -> list[tuple[str, float]]:
-        """Return address and GPUs of each node that lives, from the API of `ray list nodes`."""
+    def nodes(self, resource: str = "GPU") -> list[tuple[str, float]]:
+        """Return address and GPUs, or CPUs, of each node that lives, from the API of `ray list nodes`."""
         found = json.loads(self._call("GET", _NODES))["data"]["result"]["result"]
         alive = (node for node in found if node["state"] == "ALIVE")
-        return [(node["node_ip"], float((node.get("resources_total") or {}).get("GPU", 0))) for node in alive]
+        return [(node["node_ip"], float((node.get("resources_total") or {}).get(resource, 0))) for node in alive]
 
     def application(self, name: str) -> dict[str, Any] | None:
         found: dict[str, Any] | None = self.details()["applications"].get(name)

@@ -76,8 +76,5 @@ class Audit:
 
 def _append(path: str, line: Json) -> None:
     """Open the file for each line, so that it may be moved away at any time. Its owner alone may read it."""
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    try:
-        os.write(file, orjson.dumps(line) + b"\n")
-    finally:
-        os.close(file)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab", 0) as file:
+        file.write(orjson.dumps(line) + b"\n")

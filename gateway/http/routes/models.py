@@ -35,9 +35,9 @@ class ModelRoutes:
     def add_routes(self, router: web.UrlDispatcher, access: Access) -> None:
         router.add_get("/v1/models", access.for_inference(self._list_models))
         router.add_get("/v1/models/{model:.+}", access.for_inference(self._retrieve_model))
-        router.add_get("/version", access.for_inference(self._pass_through))
-        router.add_get("/tokenizer_info", access.for_inference(self._pass_through))
-        router.add_get("/server_info", access.for_inference(self._server_info))
+        router.add_get("/version", access.for_inference(self._pass_through), allow_head=False)
+        router.add_get("/tokenizer_info", access.for_inference(self._pass_through), allow_head=False)
+        router.add_get("/server_info", access.for_inference(self._server_info), allow_head=False)
         router.add_post("/tokenize", access.for_inference(self._pass_through))
         router.add_post("/detokenize", access.for_inference(self._pass_through))
         router.add_post("/v1/completions/render", access.for_inference(self._render))

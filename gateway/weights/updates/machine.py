@@ -50,14 +50,14 @@ class UpdateMachine:
         if self._update is not None:
             leased = "wait for its trainer, which lives, or abort it with DELETE /v1/weight_updates"
             remedy = leased if self._update.lease else "finish it, or call /init_weight_transfer_engine to abort it"
-            raise WeightUpdateConflict(
-                f"update to version {self._update.version} is open since {self._update.age_s:.1f} s: {remedy}"
-            )
+            since = f"update to version {self._update.version} is open since {self._update.age_s:.1f} s"
+            raise WeightUpdateConflict(f"{since}: {remedy}")
 
     def opened(self, call: str) -> WeightUpdate:
         """Return the update in progress. Raise `WeightUpdateConflict` where there is none for `call`."""
         if self._update is None:
-            raise WeightUpdateConflict(f"/{call} without an open update: call /start_weight_update first")
+            why = f"/{call} without an open update, as after a restart of the gateway"
+            raise WeightUpdateConflict(f"{why}: call /start_weight_update first (TRL: restart the trainer)")
         return self._update
 
     def register(self, update: WeightUpdate) -> None:

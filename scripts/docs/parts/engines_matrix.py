@@ -28,9 +28,6 @@ with the reason below; `not run` lacked a precondition outside of the engine; `F
 
     CONFORMANCE_CONFIG=FILE.yaml CONFORMANCE_OUT=docs/results/conformance/NAME.json \\
         python -m pytest -q tests/engines/conformance
-
-Engines whose weights are updated should be vLLM 0.28 or later, or SGLang. An older vLLM has no label for its weights
-([versions](design/weight-updates.md#versions)): whenever a gateway finds one, it loads the weights again.
 """
 _SPECULATION = """## Speculative decoding
 
@@ -66,7 +63,8 @@ def read_results(folder: Path = RESULTS) -> list[Result]:
 
 def page(results: Sequence[Result], checks: Sequence[Check]) -> str:
     """Return docs/engines.md."""
-    conformance = [_HEAD, *_runs(results), "", *_matrix(results), "", *_reasons(results)]
+    columns = list({(_name(one), *one["checks"].values()): one for one in results}.values())  # models alike share one
+    conformance = [_HEAD, *_runs(results), "", *_matrix(columns), "", *_reasons(columns)]
     return "\n".join([*conformance, *section(checks), _SPECULATION, _LEVERS_HEAD, *_levers(), ""])
 
 

@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
-from engines.clients.vllm_engine import release
 from engines.config import EngineConfig
 from engines.errors import EngineError
 from engines.process.launch import gpus_per_replica
@@ -203,43 +202,25 @@ class PackedGloo(Channel):
 
 
 class PackedNccl(Channel):
-    """vLLM's own transport, as TRL drives it: static helpers up to 0.27, since 0.28 those that they were built on."""
+    """vLLM's own transport, as TRL drives it."""
 
-    def __init__(self, world_size: int, device: str, engine_version: str) -> None:
+    def __init__(self, world_size: int, device: str) -> None:
         super().__init__(world_size)
         self._device = device
-        self._has_statics = release(engine_version) < (0, 28)
 
     def join(self) -> None:
         import torch
+        from vllm.distributed.weight_transfer.nccl_common import trainer_init
 
         torch.cuda.set_device(self._device)
-        if self._has_statics:
-            from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
-
-            info = {key: value for key, value in self.init_info().items() if key != "packed"}
-            self._group = NCCLWeightTransferEngine.trainer_init(info)
-        else:
-            from vllm.distributed.weight_transfer.nccl_common import trainer_init
-
-            self._group = trainer_init(self.init_info())
+        self._group = trainer_init(self.init_info())
 
     def send(self, tensors: Iterator[tuple[str, Any]]) -> None:
         import torch
+        from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
 
         torch.cuda.set_device(self._device)
-        if self._has_statics:
-            from vllm.distributed.weight_transfer.nccl_engine import (
-                NCCLTrainerSendWeightsArgs,
-                NCCLWeightTransferEngine,
-            )
-
-            sent_how = NCCLTrainerSendWeightsArgs(group=self._group, packed=True)
-            NCCLWeightTransferEngine.trainer_send_weights(iterator=tensors, trainer_args=sent_how)
-        else:
-            from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
-
-            packed_nccl_broadcast_producer(tensors, self._group, 0, lambda named: named[1])
+        packed_nccl_broadcast_producer(tensors, self._group, 0, lambda named: named[1])
         torch.cuda.synchronize()
 
     def close(self) -> None:
@@ -363,7 +344,7 @@ async def trainer_of(subject: Subject) -> Trainer:
     server_info = await subject.ask("/server_info?config_format=json")
     if server_info["vllm_config"]["weight_transfer_config"]["backend"] == "gloo":
         return Trainer(subject, weights, lambda: PackedGloo(world_size))
-    return Trainer(subject, weights, lambda: PackedNccl(world_size, device, subject.info.engine_version))
+    return Trainer(subject, weights, lambda: PackedNccl(world_size, device))
 
 
 def _bucket(tensors: Iterator[tuple[str, Any]]) -> tuple[str, Any]:

@@ -122,8 +122,31 @@ def test_spans_are_asked_only_of_a_vllm_that_counts_them(installed: dict[str, st
     installed["vllm"] = "0.32.0"
     assert "middleware" in flags(command())
     assert "middleware" not in flags(command(frozen=True))
-    installed["vllm"] = "0.26.0"
+    installed["vllm"] = "0.31.0"
     assert "middleware" not in flags(command())
+
+
+@pytest.mark.parametrize(
+    ("kind", "version", "is_taken"),
+    [
+        ("vllm", "0.27.1", False),
+        ("vllm", "0.28.0", True),
+        ("vllm", "0.28", True),
+        ("vllm", "0.1.dev1+gabc", True),
+        ("sglang", "0.5.22.post1", False),
+        ("sglang", "0.5.23.post1", True),
+        ("sglang", "0.6", True),
+    ],
+)
+def test_an_older_release_is_refused(
+    monkeypatch: pytest.MonkeyPatch, kind: str, version: str, *, is_taken: bool
+) -> None:
+    monkeypatch.setattr(Interpreter, "versions", lambda *_: {kind: version})
+    if is_taken:
+        assert command(kind=kind)
+    else:
+        with pytest.raises(ConfigError, match=rf"{version} is installed: it must be 0\.\S+ or later"):
+            command(kind=kind)
 
 
 def test_the_distribution_of_the_cpu_build_cannot_run_vllm_serve(installed: dict[str, str]) -> None:
@@ -331,7 +354,7 @@ def test_several_api_processes_share_adapters_by_our_plugin() -> None:
 
 
 def test_a_python_without_our_plugin_cannot_share_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Interpreter, "versions", lambda *_: {"vllm": "0.26.0"})
+    monkeypatch.setattr(Interpreter, "versions", lambda *_: {"vllm": "0.32.0"})
     assert command(python="/opt/python", enable_lora=True)
     with pytest.raises(ConfigError, match=r"engine\.python = '/opt/python' lacks rollout-gateway, .* share adapters"):
         command(python="/opt/python", enable_lora=True, api_server_count=2)
@@ -504,7 +527,7 @@ def test_extra_that_sglang_does_not_take_is_refused(monkeypatch: pytest.MonkeyPa
 
 
 def test_an_engine_runs_under_the_python_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Interpreter, "versions", lambda *_: {"sglang": "0.5.17", "vllm": "0.26.0"})
+    monkeypatch.setattr(Interpreter, "versions", lambda *_: {"sglang": "0.5.23", "vllm": "0.32.0"})
     assert command(kind="sglang", python="/opt/python").argv[0] == "/opt/python"
     assert command(kind="vllm", python="/opt/python").argv[0] == "/opt/python"
     assert gpus_per_replica(config(python="/opt/python")) == 1

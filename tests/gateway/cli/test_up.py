@@ -162,6 +162,8 @@ def test_a_taken_port_is_named_before_ray_is_started(
         ("gateway.port={taken}", "cannot be bound here (Address already in use)"),
         ("engine.model=/nowhere/model", "engine.model = '/nowhere/model': this machine has no such folder"),
         ("engine.gpus_per_replica=1", "This machine has no GPU"),
+        ("engine.num_cpus=64", "engine.num_cpus = 64: the largest node has 2"),
+        ("gateway.audit_file=/nowhere/audit", "gateway.audit_file = '/nowhere/audit' cannot be written"),
     ],
 )
 def test_what_cannot_run_leaves_the_running_fleet_alone(
@@ -169,7 +171,7 @@ def test_what_cannot_run_leaves_the_running_fleet_alone(
 ) -> None:
     shell.run("up", "-c", "sim.yaml")
     words = [word.format(taken=urlsplit(serve.url).port), "serve.http_port=0"]
-    kind = [] if "port" in word else ["engine.kind=vllm", "engine.model=org/model"]
+    kind = [] if word.startswith("gateway") else ["engine.kind=vllm", "engine.model=org/model"]
     done = shell.run("up", "-c", "sim.yaml", *kind, *words)
     assert done.returncode == 1
     assert reason in done.stderr
@@ -192,7 +194,23 @@ def test_a_failed_change_says_what_serves_and_the_way_back(shell: Shell, serve: 
     done = shell.run("up", "-c", "sim.yaml", "fleet.lost_after_s=20")
     assert done.returncode == 1
     assert f"{NAME} now: DEPLOY_FAILED, engine: 1 RUNNING" in done.stderr
+    assert "; 0 replicas serve" in done.stderr
     assert f"to get the earlier fleet back: rollout-gateway up -c {shell.folder / 'sim.yaml'}" in done.stderr
+    assert serve.deleted == []
+
+
+def test_a_fleet_that_goes_on_after_a_failed_change_is_not_removed(shell: Shell, serve: PlayedServe) -> None:
+    """Serve lists nothing of an application whose change it cannot build, and leaves what runs."""
+    shell.run("up", "-c", "sim.yaml")
+    serve.outcome, serve.builds = "DEPLOY_FAILED", False
+    serve.replicas = [{"state": "SERVING"}, {"state": "SERVING"}]
+    failed = shell.run("up", "-c", "sim.yaml", "engine.env.A=b", "gateway.max_n=7")
+    assert f"{NAME} now: DEPLOY_FAILED, no replica listed; 2 replicas serve" in failed.stderr
+    scaling = shell.run("scale", "3")
+    assert f"Serve could not build the last change of {NAME}: first run rollout-gateway up -c FILE" in scaling.stderr
+    serve.outcome, serve.builds = "RUNNING", True
+    done = shell.run("up", "-c", "sim.yaml", "gateway.max_n=7")  # of the failed change, only the engines' key goes
+    assert done.returncode == 0, done.stderr
     assert serve.deleted == []
 
 

@@ -95,6 +95,11 @@ def test_a_section_in_the_environment_is_json() -> None:
     assert config.engine.env == {"OMP_NUM_THREADS": "1"}
 
 
+def test_a_number_as_variable_of_an_engine_is_text() -> None:
+    """`NCCL_P2P_DISABLE=1` is written without quotes everywhere else."""
+    assert load(None, ["engine.env.NCCL_P2P_DISABLE=1"], {}).engine.env == {"NCCL_P2P_DISABLE": "1"}
+
+
 def test_kubernetes_service_variables_are_let_pass() -> None:
     environ = {"ROLLOUT_GATEWAY_PORT": "tcp://10.0.0.1:8100", "ROLLOUT_GATEWAY_SERVICE_HOST": "10.0.0.1"}
     assert load(None, [], environ) == load(None, [], {})

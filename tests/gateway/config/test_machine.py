@@ -54,6 +54,20 @@ def test_an_engine_that_is_not_installed(tmp_path: Path) -> None:
     assert "engine.python = '/nowhere/python' cannot be run" in lack
 
 
+@pytest.mark.parametrize("key", ["engine.log_dir", "gateway.audit_file", "gateway.trace.file"])
+def test_a_file_that_cannot_be_written(tmp_path: Path, key: str) -> None:
+    """At `up` over a running fleet its engines or its gateway would not start again."""
+    (tmp_path / "file").touch()
+    tree: dict[str, Any] = {"engine": {"kind": "sim", "log_dir": str(tmp_path)}, "gateway": {}}
+    *sections, name = key.split(".")
+    section = tree[sections[0]] if len(sections) == 1 else tree[sections[0]].setdefault(sections[1], {})
+    section[name] = str(tmp_path / "file" / "log")
+    (lack,) = found(tmp_path, **tree)
+    assert lack.startswith(f"{key} = '{tmp_path}/file/log'")
+    section[name] = str(tmp_path / "log")
+    assert found(tmp_path, **tree) == []
+
+
 def test_a_server_that_another_starts_needs_nothing_of_this_machine(tmp_path: Path) -> None:
     assert found(tmp_path, engine={"kind": "external", "url": "http://127.0.0.1:1"}) == []
 

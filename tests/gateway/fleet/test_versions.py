@@ -128,7 +128,7 @@ async def test_where_no_engine_holds_the_version_before_the_store_has_it_by_its_
 async def test_an_engine_without_labels_loads_the_fleets_version_whenever_it_is_found(
     start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As vLLM before 0.28: a gateway may have updated it before."""
+    """A gateway may have updated it before."""
 
     async def no_route(*_: object) -> None:
         raise web.HTTPNotFound

@@ -204,7 +204,7 @@ async def test_a_canary_that_an_engine_refuses_to_report_as_nan_fails(rig: Rig) 
     rig.fleet.replicas[0].engine.generate = refuse  # type: ignore[assignment, method-assign]
     status, reply = await finished(rig)
     assert status == 424
-    assert "replica engine-0: " in reply["error"]["message"]
+    assert "replica engine-0: a log-prob of the canary is not finite: the weights hold" in reply["error"]["message"]
 
 
 @pytest.mark.parametrize(

@@ -632,7 +632,10 @@ async def test_a_second_trainer_waits_for_the_firsts_transfer(trainer: Trainer) 
 async def test_a_call_of_an_update_that_is_over_leaves_the_relay_to_the_next_trainer(trainer: Trainer) -> None:
     other = {"names": ["w"], "dtype_names": ["float32"], "shapes": [[4, 4]]}
     status, reply = await trainer.rig.post("/update_weights", {"update_info": other, "lease": "of another"})
-    assert (status, "without an open update" in reply["error"]["message"]) == (409, True)
+    assert (status, "without an open update, as after a restart of the gateway" in reply["error"]["message"]) == (
+        409,
+        True,
+    )
     assert await trainer.update() == 1
 
 

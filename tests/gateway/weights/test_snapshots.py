@@ -21,16 +21,33 @@ from gateway.weights.snapshots import Snapshots
 MADE = "1-0000000a"
 
 
-async def test_where_the_folder_is_gone_the_reason_is_told_until_it_is_back(tmp_path: Path) -> None:
+async def test_a_folder_that_is_gone_is_made_again_for_the_next_version(tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    snapshots = Snapshots(WeightsConfig(store=str(folder)), "app", lambda: None)
+    await snapshots.open()
+    try:
+        shutil.rmtree(folder)
+        draft = await snapshots.draft(0, 1)
+        assert draft is not None
+        assert draft.is_dir()
+        shutil.rmtree(folder)
+        assert await snapshots.why_not(1) == ""
+        assert folder.is_dir()
+    finally:
+        await snapshots.close()
+
+
+async def test_where_the_folder_cannot_be_made_again_the_reason_is_told_until_it_can(tmp_path: Path) -> None:
     folder = tmp_path / "store"
     snapshots = Snapshots(WeightsConfig(store=str(folder)), "app", lambda: None)
     await snapshots.open()
     try:
         assert await snapshots.why_not(1) == ""
         shutil.rmtree(folder)
-        assert "No such file" in await snapshots.why_not(1)
+        folder.touch()
+        assert "File exists" in await snapshots.why_not(1)
         assert await snapshots.draft(0, 1) is None
-        folder.mkdir()
+        folder.unlink()
         assert await snapshots.why_not(1) == ""
     finally:
         await snapshots.close()

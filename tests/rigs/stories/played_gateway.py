@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from engines.errors import WeightUpdateFailed
 from engines.transfer.gloo import WeightGroup, receive
 
 NUM_ENGINES = 2
@@ -65,8 +66,11 @@ class PlayedGateway:
             self._pool.submit(receive, announced, group, got.update)
             for group, got in zip(self.groups, self.received, strict=True)
         ]
-        for future in running:
-            future.result()
+        try:
+            for future in running:
+                future.result()
+        except WeightUpdateFailed as error:
+            return 424, {"error": str(error)}
         return 200, {"message": "received"}
 
     def close(self) -> None:

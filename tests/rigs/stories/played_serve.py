@@ -23,6 +23,7 @@ class PlayedServe:
         self._clock = 0.0
         self.url = ""
         self.outcome = "RUNNING"
+        self.builds = True
 
     def details(self) -> Json:
         host, _, port = self.url.removeprefix("http://").partition(":")
@@ -45,7 +46,7 @@ class PlayedServe:
             "message": "",
             "route_prefix": application.get("route_prefix"),
             "last_deployed_time_s": self._clock,
-            "deployments": {"engine": deployment, "gateway": {**deployment, "replicas": []}},
+            "deployments": {"engine": deployment, "gateway": {**deployment, "replicas": []}} if self.builds else {},
             "deployed_app_config": application,
         }
 

@@ -209,10 +209,10 @@ def test_nccl_without_vllm_is_refused_before_engines_wait_for_the_trainer(
 ) -> None:
     device = SimpleNamespace(uuid="5f3a")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
-    monkeypatch.setitem(sys.modules, "vllm.distributed.weight_transfer.nccl_engine", None)
+    monkeypatch.setitem(sys.modules, "vllm.distributed.weight_transfer.nccl_common", None)
     with (
         WeightSender(client, transport="nccl", device="cuda:0", timeout_s=SOON_S) as sender,
-        pytest.raises(ConfigError, match=r"need vLLM 0\.26 or later beside the trainer"),
+        pytest.raises(ConfigError, match=r"need vLLM 0\.28 or later beside the trainer"),
     ):
         sender.push(model())
     assert "/init_weight_transfer_engine" not in gateway.calls

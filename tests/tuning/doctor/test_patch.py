@@ -78,3 +78,24 @@ def test_a_key_is_renamed_by_the_table_alone_and_never_to_one_that_is_given(tmp_
     path = tmp_path / "train.sh"
     path.write_text(f"python3 -m verl.trainer.main_ppo {words}\n", encoding="utf-8")
     assert words.split("=")[0] + "=" not in patch_of(examine(subject_of(verl=path)))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "actor.use_dynamic_bsz=False data.max_response_length=32768",  # the budget is 16384 tokens
+        "model.use_liger=False actor_rollout_ref.model.path=Qwen/Qwen2-7B",  # it need not be installed
+        "actor.ulysses_sequence_parallel_size=2 actor_rollout_ref.actor.ppo_max_token_len_per_gpu=1024",
+    ],
+)
+def test_half_of_a_change_is_no_patch(tmp_path: Path, words: str) -> None:
+    path = tmp_path / "train.sh"
+    path.write_text(f"python3 -m verl.trainer.main_ppo actor_rollout_ref.{words}\n", encoding="utf-8")
+    found = examine(subject_of(verl=path))
+    key = f"actor_rollout_ref.{words.split('=')[0]}"
+    assert key in [one.key for one in found if one.severity is not Severity.FINE]
+    assert patch_of(found) == ""
+
+
+def test_a_trainer_that_may_run_on_cpu_is_left_as_it_is() -> None:
+    assert patch_of(examine(subject_of(trl=Path("examples/train_sort.py")))) == ""

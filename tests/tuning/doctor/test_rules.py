@@ -17,6 +17,9 @@ SEVEN_B = "Qwen/Qwen2-7B-Instruct"
 R, A, M = "actor_rollout_ref.rollout.", "actor_rollout_ref.actor.", "actor_rollout_ref.model."
 # A verl run on GPUs of one node that has nothing to complain of but what a row says.
 OFFLOADED = {A + "fsdp_config.param_offload": True, A + "fsdp_config.optimizer_offload": True}
+VEOMNI = {"model_engine": "veomni", A + "veomni.param_offload": True, A + "veomni.optimizer_offload": True}
+FOUR_A_SEQUENCE = {A + "fsdp_config.ulysses_sequence_parallel_size": 4}
+DISTILLED = "distillation.distillation_loss"
 VERL = {
     "data.train_batch_size": 512,
     "data.max_prompt_length": 1024,
@@ -157,6 +160,9 @@ def test_on_cpu_neither_graphs_nor_shares_of_a_gpu_are_judged(tmp_path: Path) ->
         ("max-model-len", "", {R + "max_model_len": 8192}, FINE),
         ("max-model-len", "", {R + "max_model_len": 32768}, CONSIDER),
         ("unreached-lever", "", {R + "name": "sglang", R + "enable_prefix_caching": False}, CONSIDER),
+        ("gpu-memory", "", {R + "gpu_memory_utilization": 0.6, **VEOMNI}, CONSIDER),
+        ("verl-token-budget", "", {A + "ppo_max_token_len_per_gpu": 4096, **FOUR_A_SEQUENCE}, FINE),
+        ("verl-ulysses", "", {"data.max_response_length": 100_000, **FOUR_A_SEQUENCE}, FINE),
         ("prompt-length", "", {"data.truncation": "left"}, CONSIDER),
         ("prompt-length", "", {}, FINE),
         ("response-length", "", {"data.max_response_length": 512}, CONSIDER),
@@ -326,6 +332,7 @@ def test_verl_rules(tmp_path: Path, rule: str, key: str, given: dict[str, Any], 
         ("trl-precision", {"bf16": False}, HURTS),
         ("trl-precision", {"bf16": False, "use_cpu": True}, FINE),
         ("trl-gradient-checkpointing", {"gradient_checkpointing": False}, CONSIDER),
+        ("trl-gradient-checkpointing", {"gradient_checkpointing": False, "use_cpu": True}, FINE),
         ("trl-liger", {"use_liger_kernel": True}, CONSIDER),
         ("trl-vllm", {"use_vllm": "true"}, FINE),
         ("trl-sampling", {"temperature": 0}, HURTS),
@@ -339,6 +346,18 @@ def test_verl_rules(tmp_path: Path, rule: str, key: str, given: dict[str, Any], 
 )
 def test_trl_rules(tmp_path: Path, rule: str, given: dict[str, Any], severity: Severity) -> None:
     assert severities(trl(tmp_path, **given), rule) == [severity]
+
+
+@pytest.mark.parametrize(
+    ("rule", "given"),
+    [
+        ("verl-group", {R + "n": 1, "distillation.enabled": True, f"{DISTILLED}.use_task_rewards": False}),
+        ("verl-types", {"algorithm.rollout_correction.rollout_is_threshold": "0.5_4.0"}),
+        ("unreached-lever", {R + "name": "sglang", f"+{R}engine_kwargs.sglang.attention_backend": "triton"}),
+    ],
+)
+def test_verls_own_recipes_are_no_mistakes(tmp_path: Path, rule: str, given: dict[str, Any]) -> None:
+    assert severities(verl(tmp_path, **given), rule) == []
 
 
 def test_trl_is_not_told_to_use_what_it_drops(tmp_path: Path) -> None:

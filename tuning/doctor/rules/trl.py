@@ -198,7 +198,7 @@ def _correction(values: Values, subject: Subject) -> Iterator[Found]:
 )
 def _precision(values: Values, subject: Subject) -> Iterator[Found]:
     setting = values.at("bf16")
-    if values.is_true("use_cpu"):
+    if values.at("use_cpu").value is not False:
         yield fine(setting, "on CPU, where float32 is as good")
     elif setting.value is False and values.at("fp16").value is not True:
         yield hurts(
@@ -211,14 +211,14 @@ def _precision(values: Values, subject: Subject) -> Iterator[Found]:
 @trl_trainer_rule(
     id="trl-gradient-checkpointing",
     asks="Is gradient checkpointing on?",
-    reads="gradient_checkpointing",
+    reads="gradient_checkpointing, use_cpu",
     why="It trades computing for memory, which larger batches then use.",
     source=f"{TRL_CODE}: on by default",
 )
 def _checkpointing(values: Values, subject: Subject) -> Iterator[Found]:
     setting = values.at("gradient_checkpointing")
-    if setting.value is False:
-        yield consider(setting, "all activations are kept, which keeps batches small", "True")
+    if setting.value is False and values.at("use_cpu").value is False:
+        yield consider(setting, "all activations are kept", "True where they keep the batch small")
     else:
         yield fine(setting, "on")
 

@@ -20,8 +20,8 @@ from tuning.doctor.rules.rule import (
     verl_trainer_rule,
 )
 from tuning.doctor.subject import Subject
-from tuning.doctor.trainer_memory import gpus_of, is_fsdp, is_megatron
-from tuning.doctor.values import Values
+from tuning.doctor.trainer_memory import gpus_of, is_fsdp, is_megatron, section_of
+from tuning.doctor.values import Values, as_number
 
 REF = "actor_rollout_ref.ref."
 MODEL = "actor_rollout_ref.model."
@@ -189,10 +189,6 @@ def _micro_batches_given(values: Values, subject: Subject) -> Iterator[Found]:
             )
 
 
-def _mini_batch_per_gpu(values: Values) -> float | None:
-    return _per_gpu(values, values.number(ACTOR + "ppo_mini_batch_size"))
-
-
 def _per_gpu(values: Values, prompts: float | None) -> float | None:
     """verl's own normalisation: the samples of `prompts` over the groups of GPUs that share sequences."""
     group, gpus = values.number(ROLLOUT + "n"), gpus_of(values)
@@ -202,9 +198,16 @@ def _per_gpu(values: Values, prompts: float | None) -> float | None:
 def _gpus_a_sequence(values: Values) -> float:
     """The GPUs that work on one sequence together."""
     if not is_megatron(values):
-        return values.number(ACTOR + "ulysses_sequence_parallel_size") or 1
+        return as_number(_ulysses_of(values).value) or 1
     sizes = [values.number(f"{ACTOR}megatron.{name}_parallel_size") for name in _MEGATRON_SPLITS]
     return math.prod(size or 1 for size in sizes)
+
+
+def _ulysses_of(values: Values, role: str = ACTOR) -> Setting:
+    """The GPUs that share a sequence. The key that is deprecated overrides that of the engine."""
+    engines = ("fsdp_config.ulysses_sequence", "fsdp.ulysses_sequence", "veomni.ulysses")
+    settings = [values.at(f"{role}{name}_parallel_size") for name in ("ulysses_sequence", *engines)]
+    return max(settings, key=lambda setting: as_number(setting.value) or 0)
 
 
 _MEGATRON_SPLITS = ("tensor_model", "pipeline_model", "context")
@@ -239,8 +242,11 @@ def _pass_tokens(values: Values, subject: Subject, size: float) -> float:
     gain=0.1,
 )
 def _micro_batch_size(values: Values, subject: Subject) -> Iterator[Found]:
-    micro, whole = values.at(ACTOR + "ppo_micro_batch_size_per_gpu"), _mini_batch_per_gpu(values)
-    size = values.number(ACTOR + "ppo_micro_batch_size_per_gpu")
+    micro, whole = (
+        values.at(ACTOR + "ppo_micro_batch_size_per_gpu"),
+        _per_gpu(values, values.number(ACTOR + "ppo_mini_batch_size")),
+    )
+    size = as_number(micro.value)
     if values.is_true(ACTOR + "use_dynamic_bsz") or size is None or whole is None:
         return
     if size < whole and _stages(values) > 1:
@@ -291,13 +297,11 @@ def _token_budget(values: Values, subject: Subject) -> Iterator[Found]:
     tokens = subject.workload.tokens
     if not values.is_true(ACTOR + "use_dynamic_bsz") or not tokens:
         return
-    keys = [(ACTOR + "ppo_max_token_len_per_gpu", ACTOR + "ulysses_sequence_parallel_size")]
-    if _critic_runs(values):
-        keys.append(("critic.ppo_max_token_len_per_gpu", "critic.ulysses_sequence_parallel_size"))
     context = values.number(ACTOR + "megatron.context_parallel_size") if is_megatron(values) else None
-    for key, shards in keys:
-        setting, budget = values.at(key), values.number(key)
-        held = None if budget is None else budget * (context or values.number(shards) or 1)
+    for role in (ACTOR, "critic.") if _critic_runs(values) else (ACTOR,):
+        setting = values.at(role + "ppo_max_token_len_per_gpu")
+        budget, shards = as_number(setting.value), as_number(_ulysses_of(values, role).value)
+        held = None if budget is None else budget * (context or shards or 1)
         if held is None:
             continue
         if held < tokens:
@@ -343,19 +347,11 @@ def _forward_only(values: Values, subject: Subject) -> Iterator[Found]:
 
 
 def _forward_pairs(values: Values) -> Iterator[tuple[str, str, bool]]:
-    if values.is_true(ACTOR + "use_dynamic_bsz"):
-        name, trained, critic = (
-            "log_prob_max_token_len_per_gpu",
-            "ppo_max_token_len_per_gpu",
-            "forward_max_token_len_per_gpu",
-        )
-    else:
-        name, trained = "log_prob_micro_batch_size_per_gpu", "ppo_micro_batch_size_per_gpu"
-        critic = "forward_micro_batch_size_per_gpu"
-    yield ROLLOUT + name, ACTOR + trained, False
+    size = "max_token_len_per_gpu" if values.is_true(ACTOR + "use_dynamic_bsz") else "micro_batch_size_per_gpu"
+    yield f"{ROLLOUT}log_prob_{size}", f"{ACTOR}ppo_{size}", False
     if _reference_runs(values):
-        yield REF + name, ACTOR + trained, False
-    yield f"critic.{critic}", f"critic.{trained}", True
+        yield f"{REF}log_prob_{size}", f"{ACTOR}ppo_{size}", False
+    yield f"critic.forward_{size}", f"critic.ppo_{size}", True
 
 
 @verl_trainer_rule(
@@ -426,13 +422,12 @@ def _micro_batch_keys(values: Values) -> Iterator[tuple[str, str]]:
 @fsdp_rule(
     id="verl-ulysses",
     asks="Are long sequences split over GPUs, and short ones not?",
-    reads="actor.ulysses_sequence_parallel_size",
+    reads="actor.fsdp_config.ulysses_sequence_parallel_size",
     why="Above 32k tokens the activations of one sequence outgrow a GPU; below, splitting costs communication.",
     source=f"{VERL_GUIDE}; {VERL_CODE}, workers/config/actor.py",
 )
 def _ulysses(values: Values, subject: Subject) -> Iterator[Found]:
-    key = ACTOR + "ulysses_sequence_parallel_size"
-    setting, shards, tokens = values.at(key), values.number(key) or 1, subject.workload.tokens
+    setting, shards, tokens = _ulysses_of(values), _gpus_a_sequence(values), subject.workload.tokens
     if shards > 1 and not values.is_true(MODEL + "use_remove_padding"):
         yield hurts(
             setting, "verl refuses it without use_remove_padding", "actor_rollout_ref.model.use_remove_padding: True"
@@ -485,17 +480,11 @@ def _activation_offload(values: Values, subject: Subject) -> Iterator[Found]:
     setting, strategy = values.at(MODEL + "enable_activation_offload"), values.text(ACTOR + "strategy")
     if setting.value is True and not strategy.startswith("fsdp"):
         yield hurts(setting, f"the FSDP backends alone have it, not {strategy}", "False")
+    elif setting.value is True and values.is_true(MODEL + "enable_gradient_checkpointing"):
+        yield fine(setting, "activations go to the host")
     elif setting.value is True:
-        checkpointed = values.is_true(MODEL + "enable_gradient_checkpointing")
-        yield (
-            fine(setting, "activations go to the host")
-            if checkpointed
-            else consider(
-                setting,
-                "without gradient checkpointing all activations cross the bus",
-                "enable_gradient_checkpointing: True",
-            )
-        )
+        message = "without gradient checkpointing all activations cross the bus"
+        yield consider(setting, message, "enable_gradient_checkpointing: True")
     elif (subject.workload.tokens or 0) >= 16_384:
         yield consider(
             setting, f"sequences of {subject.workload.tokens} tokens: larger micro batches need the room", "True"
@@ -635,12 +624,10 @@ def _liger(values: Values, subject: Subject) -> Iterator[Found]:
     gain=0.1,
 )
 def _offload(values: Values, subject: Subject) -> Iterator[Found]:
-    """Offloading makes room for an engine on the same GPUs."""
     if values.at("actor_rollout_ref.hybrid_engine").value is not False:
         return
-    backend = "megatron" if is_megatron(values) else "fsdp_config"
     for name in ("param_offload", "optimizer_offload"):
-        setting = values.at(f"{ACTOR}{backend}.{name}")
+        setting = values.at(f"{section_of(values)}.{name}")
         if setting.value is True:
             yield consider(
                 setting, "no engine shares these GPUs: what is moved to the host comes back each step", "False"

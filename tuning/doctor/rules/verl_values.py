@@ -22,6 +22,8 @@ from tuning.doctor.values import Values
 _ENGINES = ("vllm", "sglang", "trtllm", "hf", "sglang_async")
 _MISSING = "???"  # of OmegaConf
 _MODES = ("sync", "async")
+_NUMBER_OR_RANGE = "algorithm.rollout_correction.rollout_is_threshold"  # "0.5_4.0" too
+_TASK_REWARDS = "distillation.distillation_loss.use_task_rewards"
 _ESTIMATORS = (
     "gae", "grpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "rloo", "opo", "grpo_passk", "gpg",
     "rloo_vectorized", "grpo_vectorized", "optimal_token_baseline", "tir_optimal_token_baseline", "gdpo",
@@ -48,7 +50,11 @@ _BY_GROUP = ("grpo", "grpo_passk", "grpo_vectorized", "rloo", "rloo_vectorized",
 def _types(file: VerlFile, subject: Subject) -> Iterator[Found]:
     for setting in file.values:
         default = file.keys.defaults.get(setting.key if file.has_trainer else ROLLOUT + setting.key)
-        if is_known(setting.value) and (wanted := _mistyped(setting.value, default)):
+        if (
+            setting.key != _NUMBER_OR_RANGE
+            and is_known(setting.value)
+            and (wanted := _mistyped(setting.value, default))
+        ):
             message = f"{setting.value!r} is no {wanted}, as its default {default!r} is"
             yield hurts(setting, message, f"a {wanted}")
 
@@ -103,6 +109,8 @@ def _unknown_choices(values: Values, choices: Mapping[str, tuple[str, ...]], *, 
 )
 def _group(values: Values, subject: Subject) -> Iterator[Found]:
     estimator, setting = values.text("algorithm.adv_estimator"), values.at(ROLLOUT + "n")
+    if values.is_true("distillation.enabled") and values.at(_TASK_REWARDS).value is False:
+        return  # nothing is compared: the teacher judges each token
     if estimator in _BY_GROUP and values.whole(ROLLOUT + "n") == 1:
         message = f"{estimator} compares completions of one prompt, and there is one: its advantage is no comparison"
         yield hurts(setting, message, "8")

@@ -1,5 +1,6 @@
 """A request that any engine can answer is answered by another where an engine fails, is silent, or refuses all."""
 
+import asyncio
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -97,3 +98,9 @@ async def test_routes_of_models_are_answered_though_the_first_replica_is_silent(
     monkeypatch.setattr(rig.fleet.replicas[0].engine, "ask", silent)
     async with rig.client.request(method, rig.url + path) as response:
         assert response.status == 200
+
+
+@pytest.mark.parametrize("path", ["/version", "/server_info", "/tokenizer_info"])
+async def test_a_head_of_a_route_of_engines_is_refused_at_once_as_engines_do(rig: Rig, path: str) -> None:
+    async with asyncio.timeout(5), rig.client.head(rig.url + path) as response:
+        assert response.status == 405

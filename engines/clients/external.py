@@ -1,7 +1,6 @@
 """An external server: its dialect and routes are detected, and only supported routes are called."""
 
 import asyncio
-import re
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
@@ -18,7 +17,6 @@ from engines.weight_label import is_given
 
 _PROBE_TIMEOUT_S = 5.0
 _PROBE_INTERVAL_S = 1.0
-_RELEASE = re.compile(r"\d+\.\d+")
 
 # Routes of every OpenAI-compatible server, listed or not.
 _COMMON_ROUTES = frozenset({"/v1/models", "/v1/completions", "/v1/chat/completions"})
@@ -77,9 +75,7 @@ class ExternalEngine(_External, VllmEngine):
     """
 
     def __init__(self, info: ReplicaInfo, api_key: str = "", peer: Peer | None = None) -> None:
-        known = info.speaks_vllm and _RELEASE.match(info.engine_version)
-        version = info.engine_version if known else ""
-        super().__init__(info.replica_id, info.url, version, api_key, peer=peer if info.fetches else None)
+        super().__init__(info.replica_id, info.url, api_key, peer=peer if info.fetches else None)
         self._info = info
 
     async def ask(self, method: str, path: str, body: Json | None, timeout_s: float) -> Json:

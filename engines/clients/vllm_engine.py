@@ -10,15 +10,13 @@ from engines.errors import EngineFailed, EngineRefused
 from engines.types import PauseMode
 from engines.weight_label import open_label
 
-_PACKED_AT_INIT = (0, 28)
 _NO_ROUTE = (404, 405)
 """Statuses of a release without a route."""
 
 
 class VllmEngine(EngineWithWorkers):
-    """One vLLM server (tested with 0.26 and 0.32).
+    """One vLLM server (tested with 0.32).
 
-    engine_version: the server's; default: the latest.
     api_key: the server's bearer key, if it needs one.
     has_tee: its workers run our extension (`engines/inside_vllm/worker.py`).
     """
@@ -27,16 +25,12 @@ class VllmEngine(EngineWithWorkers):
         self,
         replica_id: str,
         url: str,
-        engine_version: str = "",
         api_key: str = "",
         *,
         has_tee: bool = False,
         peer: Peer | None = None,
     ) -> None:
         super().__init__(replica_id, url, api_key, has_tee=has_tee, peer=peer)
-        # The place of `packed` changed in vLLM 0.28, and the trainer's release may differ from the engine's.
-        self._wants_packed_at_init = not engine_version or release(engine_version) >= _PACKED_AT_INIT
-        self._packed = True
         self._has_labels = True
 
     async def ask(self, method: str, path: str, body: Json | None, timeout_s: float) -> Json:
@@ -55,9 +49,7 @@ class VllmEngine(EngineWithWorkers):
         return self._events(path, {**body, "stream": True}, timeout_s)
 
     async def open_weight_group(self, init_info: Json, timeout_s: float) -> None:
-        rest = {key: value for key, value in init_info.items() if key != "packed"}
-        self._packed = init_info.get("packed", True)  # a trainer that sends it later always packs
-        info = rest | {"packed": self._packed} if self._wants_packed_at_init else rest
+        info = {"packed": True} | init_info  # trainers beside vLLM before 0.28 say it later, and always pack
         await self.ask("POST", "/init_weight_transfer_engine", {"init_info": info}, timeout_s)
 
     async def close_weight_group(self, timeout_s: float) -> None:
@@ -117,10 +109,7 @@ class VllmEngine(EngineWithWorkers):
                 raise
 
     def _receive(self, update_info: Json, timeout_s: float) -> Json:
-        """Return the announcement of tensors as this release takes it."""
-        if self._wants_packed_at_init:
-            return {"update_info": {key: value for key, value in update_info.items() if key != "packed"}}
-        return {"update_info": {"packed": self._packed} | update_info}
+        return {"update_info": {key: value for key, value in update_info.items() if key != "packed"}}
 
     async def _load_by_itself(self, path: str, timeout_s: float) -> None:
         await self._on_workers("reload_weights", {"weights_path": path}, timeout_s)

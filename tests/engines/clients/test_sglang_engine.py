@@ -1,4 +1,4 @@
-"""vLLM's dialect on top of SGLang's routes, against a small server that answers as SGLang 0.5.23 and 0.5.17 do."""
+"""vLLM's dialect on top of SGLang's routes, against a small server that answers as SGLang 0.5.23 does."""
 
 import json
 from collections.abc import AsyncIterator
@@ -48,8 +48,6 @@ class FakeSglang:
         self.asked: list[tuple[str, Json]] = []
         self.answers: Any = answer([5, 6], "ab", LENGTH)
         self.running: list[int] = []
-        self.has_sessions = True
-        self.own_ids = "response_token_ids"
         self.chat: Json | None = None  # the answer to a conversation, if it is another
         self.flush_status = 200
         self.workers: dict[str, list[Any]] | None = None  # answers of our plugin's methods; None without it
@@ -83,7 +81,7 @@ class FakeSglang:
                 return web.json_response(self.answers, status=status)
             case "/openapi.json":
                 paths: dict[str, object] = {"/generate": {}, "/init_weights_update_group": {}}
-                return web.json_response({"paths": paths | ({"/begin_weight_update": {}} if self.has_sessions else {})})
+                return web.json_response({"paths": paths})
             case "/server_info":
                 info = {"version": "0.5.23", "tp_size": 2, "pp_size": 3, "model_path": "m", "served_model_name": "m"}
                 return web.json_response(info | {"incremental_streaming_output": not self.repeats})
@@ -105,7 +103,7 @@ class FakeSglang:
             case "/v1/detokenize":
                 return web.json_response({"text": "hi"})
             case "/v1/chat/completions":
-                choice = {"index": 0, self.own_ids: [5], "prompt_token_ids": [1, 2]}
+                choice = {"index": 0, "response_token_ids": [5], "prompt_token_ids": [1, 2]}
                 return web.json_response(self.chat or {"choices": [choice]})
         return web.json_response({"success": True})
 
@@ -584,9 +582,7 @@ async def test_a_conversation_that_is_not_sglangs_is_the_replicas_failure(
         await engine.generate("/v1/chat/completions", {"messages": []}, TIMEOUT_S)
 
 
-@pytest.mark.parametrize("own_ids", ["token_ids", "response_token_ids"], ids=["0.5.17", "0.5.23"])
-async def test_a_conversation_is_sglangs_own(engine: SglangEngine, server: FakeSglang, own_ids: str) -> None:
-    server.own_ids = own_ids
+async def test_a_conversation_is_sglangs_own(engine: SglangEngine, server: FakeSglang) -> None:
     body = {"messages": [], "cache_salt": "v1", "structured_outputs": {"json": {"a": 1}}}
     reply = await engine.generate("/v1/chat/completions", body, TIMEOUT_S)
     assert reply == {"choices": [{"index": 0, "token_ids": [5]}], "prompt_token_ids": [1, 2]}
@@ -649,11 +645,7 @@ async def test_a_cache_in_use_is_not_flushed(
     assert await engine.reset_prefix_cache(TIMEOUT_S) is forgotten
 
 
-@pytest.mark.parametrize("has_sessions", [True, False], ids=["0.5.23", "0.5.17"])
-async def test_an_update_is_a_session_where_the_version_has_them(
-    engine: SglangEngine, server: FakeSglang, has_sessions: bool
-) -> None:
-    server.has_sessions = has_sessions
+async def test_an_update_in_torchs_group_is_a_session(engine: SglangEngine, server: FakeSglang) -> None:
     await engine.open_weight_group({**GROUP, "packed": False, "backend": "gloo"}, TIMEOUT_S)
     await engine.start_weight_update(TIMEOUT_S)
     tensors = {"names": ["w"], "dtype_names": ["bfloat16"], "shapes": [[2, 3]], "packed": False}
@@ -662,15 +654,12 @@ async def test_an_update_is_a_session_where_the_version_has_them(
     await engine.close_weight_group(TIMEOUT_S)
     update = {"names": ["w"], "dtypes": ["bfloat16"], "shapes": [[2, 3]], "flush_cache": False, "load_format": None}
     name = {"group_name": "rollout_gateway"}
-    begun = [("/begin_weight_update", {"selector": "all"})] if has_sessions else []
-    ended: list[object] = [("/end_weight_update", {})] if has_sessions else []
     assert server.asked == [
-        ("/openapi.json", {}),
         ("/init_weights_update_group", {**GROUP, **name, "backend": "gloo"}),
         ("/update_weight_version", {"new_version": "?0", "abort_all_requests": False}),
-        *begun,
+        ("/begin_weight_update", {"selector": "all"}),
         ("/update_weights_from_distributed", update | name),
-        *ended,
+        ("/end_weight_update", {}),
         ("/update_weight_version", {"new_version": "4?0", "abort_all_requests": False}),
         ("/destroy_weights_update_group", name),
     ]

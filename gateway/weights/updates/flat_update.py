@@ -108,10 +108,10 @@ class FlatUpdate:
         # The question for room would free the weights that a refused update has left for its undo.
         await self._parts.catch_up.settled(group.members, self._parts.config.control_timeout_s)
         in_flight = self._parts.pauses.in_flight(group.members, in_flight)
-        staged = await self._may_stage(group, _checkpoint_bytes(group))
+        unstaged = await self._why_unstaged(group, _checkpoint_bytes(group))
         version = self._parts.fleet.next_version
-        update = WeightUpdate(version, group.transport, in_flight, staged=staged, receivers=group.members)
-        if staged:
+        update = WeightUpdate(version, group.transport, in_flight, unstaged=unstaged, receivers=group.members)
+        if update.staged:
             self._machine.register(update)
         else:
             await self._announce(update)
@@ -222,11 +222,11 @@ class FlatUpdate:
 
     async def _stage_no_more_than_fits(self, update: WeightUpdate, group: TransferGroup, size: int) -> None:
         """Ask for room again where more bytes are announced than the checkpoint has, such as in float32."""
-        if not update.staged or size <= _checkpoint_bytes(group):
+        if update.unstaged or size <= _checkpoint_bytes(group):
             return
         async with self._machine.or_aborted(group.members):
-            update.staged = await self._may_stage(group, size)
-        if not update.staged:
+            update.unstaged = await self._why_unstaged(group, size)
+        if update.unstaged:
             await self._announce(update, leaving=group.members)
 
     async def _begin(self, update: WeightUpdate, group: TransferGroup) -> None:
@@ -259,17 +259,23 @@ class FlatUpdate:
         async with self._machine.step(update, "begin", leaving=group.members):
             await on_all(group.members, lambda replica: replica.engine.start_weight_update(timeout_s), timeout_s)
 
-    async def _may_stage(self, group: TransferGroup, size: int) -> bool:
-        """Return True where all replicas have room for `size` bytes beside their weights.
+    async def _why_unstaged(self, group: TransferGroup, size: int) -> str:
+        """Return "" where all replicas have room for `size` bytes beside their weights, else the reason.
 
         Under a trainer's pause no rollout gains. A replica of several workers generates with collectives of its own,
         beside which a broadcast may deadlock.
         """
         config, members = self._parts.config, group.members
-        if config.stage == "never" or self._parts.pauses.is_paused or any(one.info.world_size > 1 for one in members):
-            return False
+        if config.stage == "never":
+            return "weights.stage is never"
+        if self._parts.pauses.is_paused:
+            return "the trainer has paused generation"
+        if any(one.info.world_size > 1 for one in members):
+            return "a replica has several workers"
         timeout_s = config.control_timeout_s
-        return all(await on_all(members, lambda replica: replica.engine.room_to_stage(size, timeout_s), timeout_s))
+        fits = await on_all(members, lambda replica: replica.engine.room_to_stage(size, timeout_s), timeout_s)
+        full = ", ".join(one.replica_id for one, has_room in zip(members, fits, strict=True) if not has_room)
+        return f"no room for {size / 1e9:.1f} GB beside the weights of {full}" if full else ""
 
     async def _transfer(self, update: WeightUpdate, group: TransferGroup, update_info: Json) -> None:
         timeout_s = self._parts.config.transfer_timeout_s

@@ -42,7 +42,8 @@ class WeightUpdate:
     `draft` is the folder that its tensors are written to for the weight store, `lease` the trainer's lease, if it has
     taken one (`leases.py`). With `keeps_kv` requests in flight go on
     over KV of the version before. `receivers` are the replicas that have tensors of it, and drop them at an abort:
-    received in a group with the trainer, beside their weights if it is `staged`, or read ahead from the store.
+    received in a group with the trainer, beside their weights unless `unstaged` says why not, or read ahead from the
+    store.
     `overwrites` is set where its engines are overwritten as tensors arrive. `canary_logprobs` are the trainer's own, if
     it has sent them. `kept` are the replicas that may have kept the version before in memory when they loaded tensors
     that lay beside the weights, with that version.
@@ -63,7 +64,7 @@ class WeightUpdate:
     draft: Path | None = None
     lease: str | None = None
     rolling: bool = False
-    staged: bool = False
+    unstaged: str = "it is not received in a group with the trainer"
     receivers: tuple[Replica, ...] = ()
     kept: dict[Replica, int] = field(default_factory=dict)
     canary_logprobs: Sequence[float] | None = None
@@ -87,6 +88,10 @@ class WeightUpdate:
     def label(self) -> str:
         """The label of its version."""
         return committed_label(self.version, blake2s(self.name.encode(), digest_size=4).hexdigest())
+
+    @property
+    def staged(self) -> bool:
+        return not self.unstaged
 
     @property
     def age_s(self) -> float:
@@ -146,6 +151,7 @@ class WeightUpdate:
             "transport": self.transport,
             "rolling": self.rolling,
             "staged": self.staged,
+            "unstaged": self.unstaged or None,
             "in_flight": self.in_flight.value,
             "started": self.opened.isoformat(timespec="milliseconds"),
             "age_s": round(self.age_s, 4),

@@ -65,17 +65,20 @@ async def test_status_and_record_report_a_staged_update(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize(
-    ("odd", "weights"),
-    [({"engine-1": {"stage_bytes": 63}}, {}), ({}, {"stage": "never"})],
+    ("odd", "weights", "reason"),
+    [
+        ({"engine-1": {"stage_bytes": 63}}, {}, "no room for 0.0 GB beside the weights of engine-1"),
+        ({}, {"stage": "never"}, "weights.stage is never"),
+    ],
     ids=["one replica without room", "weights.stage=never"],
 )
-async def test_all_replicas_stage_or_none(
-    start_rig: StartRig, calls: list[str], odd: dict[str, Json], weights: Json
+async def test_all_replicas_stage_or_none_and_the_record_says_why(
+    start_rig: StartRig, calls: list[str], odd: dict[str, Json], weights: Json, reason: str
 ) -> None:
     rig = await start_rig(2, sim=ROOM, odd=odd, weights={"relay": "never", **weights})
     await rig.open_group()
     await rig.update()
-    assert (await record(rig))["staged"] is False
+    assert (await record(rig))["unstaged"] == reason
     assert calls == ["pause"] * 2 + ["start_weight_update"] * 2 + ["update_weights"] * 2
 
 
@@ -99,13 +102,13 @@ async def test_replicas_of_several_workers_do_not_stage(rig: Rig) -> None:
     replica = rig.fleet.replicas[0]
     replica.info = dataclasses.replace(replica.info, world_size=2)
     assert (await rig.post("/start_weight_update", {}))[0] == 200
-    assert (await rig.get("/status"))[1]["weight_update"]["staged"] is False
+    assert (await rig.get("/status"))[1]["weight_update"]["unstaged"] == "a replica has several workers"
 
 
 async def test_an_update_under_a_trainers_pause_is_not_staged(rig: Rig) -> None:
     await rig.post("/pause?mode=keep")
     await rig.update()
-    assert (await record(rig))["staged"] is False
+    assert (await record(rig))["unstaged"] == "the trainer has paused generation"
     await rig.post("/resume")
     assert (await rig.complete([[5]]))["choices"][0]["weight_versions"][0]["version"] == 1
 

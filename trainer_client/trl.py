@@ -140,8 +140,11 @@ class GlooVLLMClient(VLLMClient):
             if self._refused is None:
                 raise
             self.close_communicator()
-            reason = f"{error}" if error is self._refused else f"{self._refused}; {error}"
-            raise WeightUpdateFailed(reason) from self._refused
+            if error is self._refused:
+                raise WeightUpdateFailed(f"{error}") from error
+            if isinstance(error, WeightUpdateFailed):
+                raise WeightUpdateFailed(f"{self._refused}; {error}") from self._refused
+            raise  # the trainer's own, of which the refusal came
 
     def _start_weight_update(self) -> None:
         """Open the update. Where the group is over, as after a refusal or a gateway's restart, open another first."""

@@ -8,7 +8,7 @@ from engines.types import EngineKind
 from gateway.config.load import Setting
 from gateway.config.schema import Config
 from tuning.doctor.files.trl import TrlFile
-from tuning.doctor.files.verl import VerlFile, VerlKind
+from tuning.doctor.files.verl import VerlFile
 from tuning.doctor.known_keys import ROLLOUT
 from tuning.doctor.model_size import weight_gib
 from tuning.doctor.trainer_memory import gpus_of, is_offloaded, resident_gib
@@ -129,8 +129,8 @@ def verl_engine(file: VerlFile) -> EngineView | None:
     """None where verl's rollouts run elsewhere, such as behind a gateway."""
     values = file.values
     # RolloutConfig wants a name, and most of its levers mean the same in both engines.
-    name = values.text(ROLLOUT + "name") or ("vllm" if file.kind is VerlKind.ROLLOUT else "")
-    if not file.has_rollouts or name not in (EngineKind.VLLM, EngineKind.SGLANG):
+    name = values.text(ROLLOUT + "name") or ("" if file.has_trainer else "vllm")
+    if name not in (EngineKind.VLLM, EngineKind.SGLANG):
         return None
     settings = {
         lever: values.at(ROLLOUT + key)

@@ -52,12 +52,8 @@ class VerlKeys:
 
     def renamed(self, key: str) -> str:
         """The key that replaced a key of an older release; "" where none did."""
-        if self.has(key):
-            return ""
-        for old, new in _RENAMED.items():
-            if (key == old or key.startswith(f"{old}.")) and self.has(new + key.removeprefix(old)):
-                return new + key.removeprefix(old)
-        return ""
+        found = (new + key.removeprefix(old) for old, new in _RENAMED.items() if f"{key}.".startswith(f"{old}."))
+        return "" if self.has(key) else next(filter(self.has, found), "")
 
     def nearest(self, key: str) -> str:
         """The key of the same section with the nearest spelling; "" where none is like it."""
@@ -65,6 +61,11 @@ class VerlKeys:
         here = [known.rpartition(".")[2] for known in self.defaults if known.rpartition(".")[0] == section]
         close = difflib.get_close_matches(name, here, n=1, cutoff=0.75)
         return f"{section}.{close[0]}".lstrip(".") if close else ""
+
+
+def is_rename(old: str, new: str) -> bool:
+    """True if verl replaced the key `old` by the key `new`."""
+    return any(f"{old}.".startswith(f"{key}.") and new == by + old.removeprefix(key) for key, by in _RENAMED.items())
 
 
 @cache

@@ -6,10 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 from gateway.config.load import Setting
-from tuning.doctor.files.hydra_override import hydra_value
 
 _SELECT = re.compile(r"\$\{oc\.select:\s*([\w.]+)\s*(?:,\s*(.*))?\}", re.DOTALL)
 _REFERENCE = re.compile(r"\$\{\s*([\w.]+)\s*\}")
+_WHOLE = re.compile(r"[+-]?(0|[1-9]\d*)")
+_FLOAT = re.compile(r"[+-]?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][+-]?\d+)?|[+-]?(inf|nan)")
+_WORDS = {"true": True, "false": False, "null": None}
 _MOST_HOPS = 8
 _MOST = 1e18  # no setting is larger
 
@@ -72,6 +74,20 @@ class Values:
         if reference := _REFERENCE.fullmatch(found.value):
             return replace(self._at(_absolute(reference[1], key), hops - 1), key=self.shown(key))
         return found
+
+
+def hydra_value(text: str) -> Any:
+    """Return the value of an override: a word, a number or a flat list. Anything else stays text."""
+    text = text.strip()
+    if len(text) > 1 and text[0] in "'\"" and text[-1] == text[0]:
+        return text[1:-1]
+    if text[:1] == "[" and text[-1:] == "]" and not set(text[1:-1]) & set("[]{}"):
+        return [hydra_value(part) for part in text[1:-1].split(",") if part.strip()]
+    if text.lower() in _WORDS:
+        return _WORDS[text.lower()]
+    if _WHOLE.fullmatch(text):
+        return int(text)
+    return float(text) if _FLOAT.fullmatch(text) else text
 
 
 def as_number(value: Any) -> float | None:

@@ -7,8 +7,8 @@ import pytest
 import yaml
 
 from engines.errors import ConfigError
-from tuning.doctor.files.verl import VerlKind, read_verl
-from tuning.doctor.known_keys import ROLLOUT, verl_keys
+from tuning.doctor.files.verl import read_verl
+from tuning.doctor.known_keys import verl_keys
 from tuning.doctor.rules.all import examine
 from tuning.doctor.subject import subject_of
 
@@ -127,29 +127,21 @@ def test_keys_are_those_of_the_trainer_that_is_called(tmp_path: Path, command: s
 
 
 @pytest.mark.parametrize(
-    ("command", "kind", "trainer"),
+    ("command", "trainer"),
     [
-        ("verl.trainer.main_ppo actor_rollout_ref.rollout.n=2", VerlKind.RL, "ppo_trainer"),
-        ("verl.trainer.main_ppo model_engine=megatron data.seed=1", VerlKind.RL, "ppo_trainer model_engine=megatron"),
-        (
-            "verl.trainer.main_ppo --config-name=ppo_megatron_trainer.yaml data.seed=1",
-            VerlKind.RL,
-            "ppo_megatron_trainer",
-        ),
-        ("verl.trainer.sft_trainer data.seed=1", VerlKind.SFT, "sft_trainer_engine"),
-        (
-            "verl.trainer.sft_trainer engine=megatron optim=megatron data.seed=1",
-            VerlKind.SFT,
-            "sft_trainer_engine engine=megatron optim=megatron",
-        ),
-        ("verl.trainer.main_generation_server data.seed=1", VerlKind.GENERATION, "ppo_trainer"),
+        ("verl.trainer.main_ppo actor_rollout_ref.rollout.n=2", "ppo_trainer"),
+        ("verl.trainer.main_ppo model_engine=megatron data.seed=1", "ppo_trainer model_engine=megatron"),
+        ("verl.trainer.main_ppo --config-name=ppo_megatron_trainer.yaml data.seed=1", "ppo_megatron_trainer"),
     ],
 )
-def test_the_trainer_and_its_kind_are_known_by_the_command(
-    tmp_path: Path, command: str, kind: VerlKind, trainer: str
-) -> None:
-    file = read_verl(script(tmp_path, f"torchrun -m {command}"))
-    assert (file.kind, file.keys.trainer) == (kind, trainer)
+def test_the_trainer_is_known_by_the_command(tmp_path: Path, command: str, trainer: str) -> None:
+    assert read_verl(script(tmp_path, f"torchrun -m {command}")).keys.trainer == trainer
+
+
+@pytest.mark.parametrize("module", ["verl.trainer.sft_trainer", "verl.trainer.main_generation_server"])
+def test_what_does_not_train_by_rollouts_is_refused(tmp_path: Path, module: str) -> None:
+    with pytest.raises(ConfigError, match=f"{module} does not train by rollouts"):
+        read_verl(script(tmp_path, f"torchrun -m {module} data.seed=1"))
 
 
 def test_a_trainer_unknown_to_verl_is_read_with_the_bases_defaults_and_listed(tmp_path: Path) -> None:
@@ -210,7 +202,7 @@ def test_all_keys_of_a_standalone_rollout_server_are_known(tmp_path: Path) -> No
     )
     for text in (rollout, "nnodes: 1\nn_gpus_per_node: 4\n"):
         file = read_verl(document(tmp_path, text))
-        asked = [setting.key if file.has_trainer else ROLLOUT + setting.key for setting in file.values]
+        asked = [file.full_key(setting.key) for setting in file.values]
         assert len(asked) >= 2
         assert [key for key in asked if not file.keys.has(key)] == []
 
@@ -229,4 +221,4 @@ def test_a_composed_configuration_is_read_whole_with_no_key_refused(tmp_path: Pa
     (tmp_path / name).parent.mkdir(exist_ok=True)
     path = document(tmp_path, yaml.safe_dump(tree, sort_keys=False), name)
     assert (read_verl(path).values.whole("data.train_batch_size"), read_verl(path).has_trainer) == (96, True)
-    assert not [one for one in examine(subject_of(verl=path)) if one.rule == "verl-keys" and one.severity != "fine"]
+    assert not [one for one in examine(subject_of(verl=path)) if one.rule == "verl-keys"]

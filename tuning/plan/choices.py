@@ -66,26 +66,6 @@ class Choice:
     """Sequences of full length that the KV cache of a replica holds."""
 
     @property
-    def trainer_gpus(self) -> int:
-        return self.layout.trainer_gpus
-
-    @property
-    def training(self) -> Training | None:
-        return self.layout.training
-
-    @property
-    def tensor_parallel(self) -> int:
-        return self.layout.tensor_parallel
-
-    @property
-    def data_parallel(self) -> int:
-        return self.layout.data_parallel
-
-    @property
-    def replicas(self) -> int:
-        return self.layout.replicas
-
-    @property
     def limit(self) -> str:
         """The limit of a replica's speed: its API processes, its KV cache, max_num_seqs, or the GPU."""
         if self.on_rank.api_s > self.on_rank.engine_s:
@@ -123,7 +103,9 @@ def best_of_each(choices: Sequence[Choice]) -> list[Choice]:
     """The first of each split and parallelism of an engine, in the order given."""
     first: dict[tuple[int, int, int], Choice] = {}
     for choice in choices:
-        first.setdefault((choice.trainer_gpus, choice.tensor_parallel, choice.data_parallel), choice)
+        first.setdefault(
+            (choice.layout.trainer_gpus, choice.layout.tensor_parallel, choice.layout.data_parallel), choice
+        )
     return list(first.values())
 
 
@@ -158,7 +140,6 @@ def _choice(question: Question, layout: Layout, memory: EngineMemory, max_num_se
         train_s = training.seconds(question.gpu, work, question.mfu, question.gpus) + layout.parking_s
         moved = shape.weight_bytes if not question.lora_rank else training.trained * 2
         sync_s = max(_SYNC_S, moved / _SYNC_BYTES_PER_S)
-    together = max(made.seconds, train_s) if question.overlaps else made.seconds + train_s
     return Choice(
         layout=layout,
         max_num_seqs=max_num_seqs,
@@ -168,7 +149,7 @@ def _choice(question: Question, layout: Layout, memory: EngineMemory, max_num_se
         rollout_s=made.seconds,
         train_s=train_s,
         sync_s=sync_s,
-        step_s=together + sync_s,
+        step_s=made.seconds + train_s + sync_s,
         tokens_per_s=work.new_tokens / made.seconds,
         trl=_trl(question, training),
         is_even=training is None or work.completions % training.groups == 0,

@@ -1,15 +1,9 @@
-"""The batch that engines are measured with: drawn from lengths, or of a gateway's trace."""
+"""The batch that engines are measured with."""
 
-import json
-import math
 import random
 from dataclasses import dataclass, replace
-from itertools import islice
-from pathlib import Path
 from typing import Any
 
-from engines.errors import ConfigError
-from gateway.http.trace import CHARACTERS_PER_TOKEN
 from tuning.plan.workload import StepWorkload
 
 Json = dict[str, Any]
@@ -76,33 +70,3 @@ def drawn(work: StepWorkload) -> Batch:
     draw.shuffle(responses)
     asks = tuple(Ask(prompt, response, work.samples) for prompt, response in zip(prompts, responses, strict=True))
     return Batch(asks, f"{work.prompts} prompts x {work.samples} samples")
-
-
-def recorded(file: Path, most: int | None = None) -> Batch:
-    """Return the first `most` prompts of a gateway's trace (`gateway.trace.file`) with their lengths; completions have
-    the mean length of their request's. Raise `ConfigError` with the line at fault."""
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--workload {str(file)!r}: cannot be read: {error}") from error
-    asks = tuple(islice((ask for number, line in enumerate(lines, 1) for ask in _asks(file, number, line)), most))
-    if not asks:
-        raise ConfigError(f"--workload {str(file)!r}: it holds no request that was answered")
-    return Batch(asks, f"{len(asks)} prompts of {file.name}")
-
-
-def _asks(file: Path, number: int, line: str) -> list[Ask]:
-    """Return the prompts of one request; none for the head of a trace, a failed request, or without counted tokens."""
-    try:
-        found = json.loads(line)
-        if "trace" in found or found["status"] != 200 or not found["completion_tokens"] or not found["prompts"]:
-            return []
-        samples = int(found["params"].get("n") or 1)
-        max_tokens = max(1, math.ceil(found["completion_tokens"] / (len(found["prompts"]) * samples)))
-        return [Ask(_length(prompt), max_tokens, samples) for prompt in found["prompts"]]
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ConfigError(f"--workload {file}:{number}: not a line of a trace: {error!r}") from None
-
-
-def _length(prompt: Json) -> int:
-    return max(1, int(prompt.get("tokens") or prompt["characters"] // CHARACTERS_PER_TOKEN))

@@ -35,29 +35,22 @@ class Bench(Protocol):
     tokens: int
     """Of one batch."""
 
-    def both_fit(self, engine: EngineConfig) -> bool:
-        """Return True if two such engines can be up at the same time."""
-
     def serving(self, engine: EngineConfig, start_s: float) -> AbstractAsyncContextManager[Running]:
         """Yield an engine, whose start may take `start_s`. Errors are those of its start."""
 
 
 class EngineBench:
-    """Measures engines on this host: each has GPUs of its own, or no GPU and the whole CPU."""
+    """Measures engines on this host, one at a time."""
 
     def __init__(self, batch: Batch, gpus: Sequence[str]) -> None:
         self.tokens = batch.tokens
         self._batch = batch
-        self._free = list(gpus)
+        self._gpus = gpus
         self._names = itertools.count()
-
-    def both_fit(self, engine: EngineConfig) -> bool:
-        return 2 * gpus_per_replica(engine) <= len(self._free)
 
     @asynccontextmanager
     async def serving(self, engine: EngineConfig, start_s: float) -> AsyncIterator[Running]:
-        needed = gpus_per_replica(engine)
-        gpus, self._free = self._free[:needed], self._free[needed:]
+        gpus = self._gpus[: gpus_per_replica(engine)]
         name = f"{_GROUP}-{next(self._names)}"
         server = EngineServer(_bounded(engine, gpus, start_s), replica_id=name, group=_GROUP, index=0)
         try:
@@ -71,7 +64,6 @@ class EngineBench:
                 await client.close()
         finally:
             await server.stop()
-            self._free += gpus
 
 
 class _Served:

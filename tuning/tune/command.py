@@ -13,13 +13,11 @@ from gateway.config.load import load
 from gateway.config.node_gpus import read_gpus, visible_gpus
 from tuning.duration import seconds_of
 from tuning.plan.options import BATCH, PromptLengths, ResponseLengths, Samples, step_of
-from tuning.tune.batch import drawn, recorded
+from tuning.tune.batch import drawn
 from tuning.tune.bench import EngineBench
 from tuning.tune.levers import grid
 from tuning.tune.report import as_json, configuration, print_outcome
 from tuning.tune.search import Tuner
-
-_PROMPTS = 64
 
 
 def tune_command(
@@ -36,13 +34,7 @@ def tune_command(
     gpu_ids: Annotated[str, typer.Option("--gpus", metavar="0,1", help="GPUs to measure on; all unless given.")] = "",
     pairs: Annotated[int, typer.Option("--pairs", min=1, help="Final runs of start and favoured, in turn.")] = 3,
     out: Annotated[Path, typer.Option("--out", metavar="FOLDER", help="Folder for results.")] = Path("tune"),
-    workload: Annotated[
-        Path | None, typer.Option("--workload", metavar="FILE", help="A gateway's trace.", rich_help_panel=BATCH)
-    ] = None,
-    prompts: Annotated[
-        int | None,
-        typer.Option("--prompts", min=1, help="Prompts at a time; 64, or all recorded.", rich_help_panel=BATCH),
-    ] = None,
+    prompts: Annotated[int, typer.Option("--prompts", min=1, help="Prompts at a time.", rich_help_panel=BATCH)] = 64,
     samples: Samples = 8,
     prompt: PromptLengths = "256:512",
     response: ResponseLengths = "512:2048",
@@ -52,7 +44,7 @@ def tune_command(
     found = load(config, context.args)
     name = found.chosen_group(group)
     engine = found.groups[name]
-    batch = recorded(workload, prompts) if workload else drawn(step_of(prompts or _PROMPTS, samples, prompt, response))
+    batch = drawn(step_of(prompts, samples, prompt, response))
     gpus = list(read_gpus(gpu_ids)) if gpu_ids else visible_gpus()
     settings = grid(engine, lever or (), batch.completions, len(gpus))
     budget_s = seconds_of(budget, "--budget")

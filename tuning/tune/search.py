@@ -21,7 +21,7 @@ _SLOWER = 1.5
 _BEYOND_DOUBT = 2.0
 # The runs of the final pairs have prompts of their own.
 _FIRST_PAIR = 1000
-# Runs of each start where only one engine fits.
+# Runs for each start in the pairs.
 _RUNS_A_START = 2
 # Factor on the estimated time of the pairs.
 _RESERVE = 1.2
@@ -110,7 +110,8 @@ class Tuner:
         if max(record.speed for record in records) >= _BEYOND_DOUBT * self._start.speed:
             return 0.0
         pairs = self._num_pairs if len(records) > 1 else 1
-        return _RESERVE * (2 * self._start_s + 2 * pairs * self._run_s)
+        starts = 1 + -(-pairs // _RUNS_A_START)
+        return _RESERVE * (starts * self._start_s + 2 * pairs * self._run_s)
 
     async def _measured_start(self) -> Record:
         began = self._clock()
@@ -161,27 +162,22 @@ class Tuner:
         return pairs, favoured.setting if is_better else {}, reason
 
     async def _run_pairs(self, favoured: EngineConfig, pairs: list[tuple[float, float]]) -> None:
-        """Run both in turn, the order turned each time: together where both fit, else a few runs for each start."""
-        fit = self._bench.both_fit(favoured)
-        at_a_time = 1 if fit else _RUNS_A_START
+        """Run both in turn, a few runs for each start, the order turned each time."""
         engines, order = [self._engine, favoured], [0, 1]
         async with AsyncExitStack() as stack:
             up: dict[int, Running] = {}
-            for first in range(0, self._num_pairs, at_a_time):
-                numbers = range(first, min(first + at_a_time, self._num_pairs))
+            for first in range(0, self._num_pairs, _RUNS_A_START):
                 speeds: list[list[float]] = [[], []]
                 for index in order:
                     if index not in up:
-                        if not fit:
-                            await stack.aclose()
-                            up.clear()
-                        up[index] = await stack.enter_async_context(self._bench.serving(engines[index], self._left_s))
-                    for number in numbers:
+                        await stack.aclose()
+                        up = {index: await stack.enter_async_context(self._bench.serving(engines[index], self._left_s))}
+                    for number in range(first, min(first + _RUNS_A_START, self._num_pairs)):
                         seconds = await up[index].run(_FIRST_PAIR + number, self._left_s)
                         speeds[index].append(self._bench.tokens / seconds)
-                for pair in zip(*speeds, strict=True):
-                    pairs.append((pair[0], pair[1]))
-                    self._report(f"pair {len(pairs)}: start {pair[0]:,.0f}, favoured {pair[1]:,.0f} tokens/s")
+                for start, other in zip(*speeds, strict=True):
+                    pairs.append((start, other))
+                    self._report(f"pair {len(pairs)}: start {start:,.0f}, favoured {other:,.0f} tokens/s")
                 order.reverse()
 
 

@@ -22,14 +22,14 @@ The rules of `rollout-gateway doctor`: each with what it reads, its reason and i
     rollout-gateway doctor --url http://127.0.0.1:8100 --watch 30   # counters of these 30 s
 
 The surest input is a configuration that its own program has resolved: what verl prints with `--cfg job`, the YAML that
-a run saved, or a running gateway. Files are read, with the Hydra defaults beside them. A shell script is expanded by a
+a run saved, or a running gateway. A file with `defaults` in other files is refused. A shell script is expanded by a
 restricted bash with an empty environment, which finds no program and writes no file; values that only a run has are
 listed. A finding `hurts` or is one to `consider`; it is `fine` where a common belief says otherwise. Those with the
 most to gain come first. It names the value, its file and line or `default`, the value to set, and the expected effect
 where one was measured. The exit code is 1 when something hurts and 2 when a file cannot be read; `--json` prints all
 findings. `--fix` prints a patch that renames keys which verl replaced, where the new key is not given; it changes no
-value. `--against FILE` compares lengths with a verl configuration that is known to be good; `--gpu-gib` is the memory of
-a GPU (80 unless given).
+value. `--against FILE` compares lengths with a verl configuration that is known to be good; `--gpu-gib` is the memory
+of a GPU (80 unless given).
 
 At a running gateway the doctor reports replicas that do not serve, sequences that the KV cache holds, preemptions,
 requests that wait, prefix hits, completions cut by their length, imbalance, and the time of the last weight update. It

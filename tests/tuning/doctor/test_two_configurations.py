@@ -119,7 +119,7 @@ def test_production_could_gain_from_what_the_guides_advise(production: list[Find
     assert rules >= {
         "tensor-parallel",
         "verl-dynamic-batches",
-        "verl-critic-batches",
+        "verl-pass-sizes",
         "verl-entropy-memory",
         "verl-fsdp2",
         "verl-liger",

@@ -28,7 +28,7 @@ def document(folder: Path, text: str, name: str = "train.yaml") -> Path:
 def test_overrides_have_values_of_hydra_and_their_lines(tmp_path: Path) -> None:
     path = script(
         tmp_path,
-        "BATCH=64\npython3 -m verl.trainer.main_ppo --config-name=x \\\n"
+        "BATCH=64\npython3 -m verl.trainer.main_ppo --config-name=ppo_trainer \\\n"
         "  data.train_batch_size=$((BATCH * 2)) \\\n"
         '  actor_rollout_ref.actor.optim.lr=1e-6 trainer.logger=\'["console","wandb"]\' \\\n'
         "  ++actor_rollout_ref.rollout.enforce_eager=True critic.enable=null $@\n",
@@ -151,29 +151,6 @@ def test_a_trainer_unknown_to_verl_is_read_with_the_bases_defaults_and_listed(tm
     assert any("has no trainer recipe.mine.main: its keys are not judged" in text for text in file.unread)
 
 
-def test_a_configuration_of_the_users_own_is_read_below_the_overrides(tmp_path: Path) -> None:
-    text = "defaults: [ppo_megatron_trainer, _self_]\ndata: {seed: 5, max_prompt_length: 9}\n"
-    (tmp_path / "config").mkdir()
-    document(tmp_path / "config", text, "mine.yaml")
-    command = "python -m verl.trainer.main_ppo --config-path=config --config-name=mine data.seed=6"
-    file = read_verl(script(tmp_path, command))
-    assert (file.keys.trainer, file.values.at("data.seed").value) == ("ppo_megatron_trainer", 6)
-    assert file.values.at("data.max_prompt_length").value == 9
-
-
-def test_a_configuration_further_up_is_found_and_megatron_is_known_by_its_keys(
-    tmp_path: Path,
-) -> None:
-    (tmp_path / "config").mkdir()
-    (tmp_path / "examples").mkdir()
-    document(tmp_path / "config", "defaults: [ppo_megatron_trainer, _self_]\n", "mine.yaml")
-    command = 'python -m verl.trainer.main_ppo --config-path="$PWD/config" --config-name=mine data.seed=6'
-    assert read_verl(script(tmp_path / "examples", command)).keys.trainer == "ppo_megatron_trainer"
-    command = "python -m mine.main actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2"
-    file = read_verl(script(tmp_path, command))
-    assert (file.values.text("actor_rollout_ref.actor.strategy"), file.keys.is_complete) == ("megatron", False)
-
-
 def test_values_that_a_run_alone_has_are_listed(tmp_path: Path) -> None:
     command = "python -m verl.trainer.main_ppo data.seed=$N trainer.nnodes=$1 $@"
     text = f"N=$(nproc)\nif [ $# -lt 1 ]; then exit 1; fi\n{command}\n"
@@ -222,3 +199,24 @@ def test_a_composed_configuration_is_read_whole_with_no_key_refused(tmp_path: Pa
     path = document(tmp_path, yaml.safe_dump(tree, sort_keys=False), name)
     assert (read_verl(path).values.whole("data.train_batch_size"), read_verl(path).has_trainer) == (96, True)
     assert not [one for one in examine(subject_of(verl=path)) if one.rule == "verl-keys"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("run.yaml", "defaults: [base, _self_]\ndata: {seed: 5}\n"),
+        ("train.sh", "python -m verl.trainer.main_ppo --config-path=config --config-name=mine data.seed=6\n"),
+    ],
+)
+def test_what_hydra_alone_composes_is_refused_with_what_to_give(tmp_path: Path, name: str, text: str) -> None:
+    """No value of a base that is not read counts as not given."""
+    with pytest.raises(ConfigError, match="give the YAML that `--cfg job` prints, or that a run saved"):
+        read_verl(document(tmp_path, text, name))
+
+
+def test_megatron_is_known_by_its_keys(tmp_path: Path) -> None:
+    command = "python -m mine.main actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2"
+    file = read_verl(script(tmp_path, command))
+    assert (file.values.text("actor_rollout_ref.actor.strategy"), file.keys.is_complete) == ("megatron", False)
+    text = "defaults: [ppo_megatron_trainer, _self_]\ndata: {seed: 5}\n"
+    assert read_verl(document(tmp_path, text)).keys.trainer == "ppo_megatron_trainer"

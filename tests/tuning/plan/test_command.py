@@ -19,7 +19,7 @@ def test_it_prints_a_table_and_writes_a_configuration_that_is_ready(tmp_path: Pa
     file = tmp_path / "plan.yaml"
     done = CliRunner().invoke(app, ["plan", "-m", str(TINY), *SHORT, "--write", str(file)])
     assert done.exit_code == 0, done.output
-    assert "replicas x TP" in done.stdout
+    assert max(map(len, done.stdout.splitlines()[3:8])) <= 120
     assert "TRL on " in done.stdout
     assert f"{file} is ready: rollout-gateway up -c {file}" in done.stderr
     assert load(file, environ={}).engine.model == str(TINY)
@@ -59,7 +59,7 @@ def test_a_colocated_plan_has_overrides_for_verl_and_no_file(tmp_path: Path) -> 
     asked = ["plan", "--shape", EXAMPLE_SHAPE, "--colocated", "--nodes", "2", "--gpu", "H100"]
     done = CliRunner().invoke(app, asked)
     assert done.exit_code == 0, done.output
-    assert "trainer.nnodes=2 trainer.n_gpus_per_node=8 data.train_batch_size=128" in done.stdout
+    assert "trainer.nnodes=2 \\\n    trainer.n_gpus_per_node=8 \\\n" in done.stdout
     with pytest.raises(ConfigError, match="--write with --colocated"):
         CliRunner().invoke(app, [*asked, "--write", str(tmp_path / "plan.yaml")], catch_exceptions=False)
 

@@ -46,8 +46,6 @@ _OWN_COMMANDS = (["set", "+eu", "-x"], ["set", "-T"], ["trap", "set +eu -x", "DE
 _STARTERS = ("nohup", "env", "srun", "time", "nice")
 _OPTION = re.compile(r"-.*|\w+=.*|\d+", re.DOTALL)
 _GPUS = re.compile(r"CUDA_VISIBLE_DEVICES=([\d,]+)")
-# Complaints of bash that concern no word.
-_HARMLESS = re.compile(r"restricted|not found|readonly|No such file|Permission denied|builtin|ulimit")
 _QUOTED = re.compile(r"\\.|'[^']*'|\$'((?:\\.|[^'\\])*)'", re.DOTALL)
 
 
@@ -60,15 +58,7 @@ class Command:
     gpus: frozenset[str] = frozenset()
 
 
-@dataclass(frozen=True, slots=True)
-class Script:
-    """`problems` are the places that bash could not expand, with its reason."""
-
-    commands: tuple[Command, ...]
-    problems: tuple[str, ...]
-
-
-def read_script(path: Path, *arguments: str) -> Script:
+def read_script(path: Path, *arguments: str) -> list[Command]:
     """Return the commands that the script would start with these arguments, in order.
 
     Raises `ConfigError` where there is no bash, or the script opens network connections.
@@ -82,10 +72,10 @@ def read_script(path: Path, *arguments: str) -> Script:
         prelude.write_text(_PRELUDE.replace("@MARK@", mark), encoding="utf-8")
         script.write_text(_TO_NOWHERE.sub("", text.replace("\r\n", "\n")), encoding="utf-8")
         with trace.open("wb") as sink:
-            errors = _run_bash(script, arguments, prelude, sink.fileno(), path.parent)
+            _run_bash(script, arguments, prelude, sink.fileno(), path.parent)
         # The script sees itself in the folder that it was read from.
         traced = trace.read_text(encoding="utf-8", errors="replace").replace(folder, str(path.parent))
-    return Script(tuple(_commands(traced, mark)), tuple(_problems(errors)))
+    return list(_commands(traced, mark))
 
 
 def is_known(value: object) -> bool:
@@ -93,8 +83,8 @@ def is_known(value: object) -> bool:
     return not isinstance(value, str) or not _OUTPUT.search(value)
 
 
-def _run_bash(script: Path, arguments: Sequence[str], prelude: Path, trace: int, folder: Path) -> str:
-    """Run bash, and return its stderr. After a time limit the shell and all its children are killed."""
+def _run_bash(script: Path, arguments: Sequence[str], prelude: Path, trace: int, folder: Path) -> None:
+    """Run bash. After a time limit the shell and all its children are killed: the script is read up to there."""
     environ = {"PATH": "/nonexistent", "HOME": "$HOME", "LC_ALL": "C.UTF-8", "BASH_ENV": str(prelude)}
     try:
         bash = subprocess.Popen(
@@ -110,14 +100,11 @@ def _run_bash(script: Path, arguments: Sequence[str], prelude: Path, trace: int,
         )
     except OSError as error:
         raise ConfigError(f"{script.name}: /bin/bash cannot be started: {error.strerror}; {_INSTEAD}") from error
-    try:
-        return bash.communicate(timeout=_TIMEOUT_S)[1].decode("utf-8", errors="replace")
-    except subprocess.TimeoutExpired:
-        return f"line 0: it did not end within {_TIMEOUT_S:g} s, and is read up to there"
-    finally:
-        with contextlib.suppress(ProcessLookupError):  # all have ended
-            os.killpg(bash.pid, signal.SIGKILL)
-        bash.communicate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        bash.communicate(timeout=_TIMEOUT_S)  # until all that it started in the background have ended
+    with contextlib.suppress(ProcessLookupError):  # all have ended
+        os.killpg(bash.pid, signal.SIGKILL)
+    bash.communicate()
 
 
 def _limit() -> None:
@@ -149,14 +136,6 @@ def _started(words: list[str]) -> tuple[str, ...]:
         while len(words) > 1 and _OPTION.fullmatch(words[0]):
             words = words[1:]
     return tuple(words)
-
-
-def _problems(errors: str) -> Iterator[str]:
-    """Yield lines of stderr about words that were not expanded. Refused programs and files are no problem."""
-    for line in errors.splitlines():
-        found = re.search(r"line (\d+): (.*)", line)
-        if found and not _HARMLESS.search(found[2]):
-            yield f"line {found[1]}: {found[2]}"
 
 
 def split_words(text: str) -> list[str]:

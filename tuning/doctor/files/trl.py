@@ -114,11 +114,11 @@ def _literal(node: ast.expr) -> tuple[Any, bool]:
 
 def _from_script(path: Path) -> TrlFile:
     """The first trainer by GRPO, with the server. Raises `ConfigError` for a script that starts neither."""
-    script = read_script(path)
-    trainers = [(command, launch) for command in script.commands if (launch := _launch(command.words))]
-    server = next((command for command in script.commands if command.words[:2] == _SERVER), None)
+    commands = read_script(path)
+    trainers = [(command, launch) for command in commands if (launch := _launch(command.words))]
+    server = next((command for command in commands if command.words[:2] == _SERVER), None)
     served = _options(f"{path}:{server.line}", server.words[2:]) if server else {}
-    unread = [f"{path}: {problem}" for problem in script.problems]
+    unread = list[str]()
     found: TrlFile | None = None
     for command, (launcher, _, words) in trainers:
         place = f"{path}:{command.line}"

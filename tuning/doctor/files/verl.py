@@ -30,6 +30,7 @@ _NO_RL = re.compile(r"sft|eval|generation")
 # verl finds an NPU by itself.
 _NAMES_NPU = re.compile(r"npu|ascend|hccl", re.IGNORECASE)
 _ENGINE = "model_engine"
+_RESOLVED = "give the YAML that `--cfg job` prints, or that a run saved"
 # So many keys that verl lacks are those of a fork or of another release, not typing errors.
 _FORK_KEYS = 3
 
@@ -85,12 +86,12 @@ def read_verl(path: Path) -> VerlFile:
 
 
 def _from_script(path: Path, text: str) -> VerlFile:
-    script = read_script(path)
-    if not any(map(_is_trainer, script.commands)):
+    commands = read_script(path)
+    if not any(map(_is_trainer, commands)):
         # A script that wants arguments ends before its command. They stand for themselves.
-        script = read_script(path, *(f"${number}" for number in range(1, 10)))
-    started = [command for command in script.commands if _is_trainer(command)]
-    lists = [command for command in script.commands if _is_override(command.words[0], behind_dot=True)]
+        commands = read_script(path, *(f"${number}" for number in range(1, 10)))
+    started = [command for command in commands if _is_trainer(command)]
+    lists = [command for command in commands if _is_override(command.words[0], behind_dot=True)]
     if not started and not lists:
         raise ConfigError(
             f"{path}: no override of verl in it; expected words such as data.train_batch_size=1024, or give the YAML "
@@ -103,14 +104,15 @@ def _from_script(path: Path, text: str) -> VerlFile:
         *_overrides(path, lines, first.words, first.line, is_lost=False),
         *_overrides(path, lines, behind, first.line, is_lost=bool(started)),
     ]
-    unread = [f"{path}: {problem}" for problem in script.problems]
+    unread = []
     if len(started) > 1:
         unread.append(f"{path}: {len(started)} trainers are started, and the first is read")
-    keys, given, notes = _trainer(path, first.words, overrides)
+    keys = _keys(path, first.words, overrides)
+    if not keys.is_complete:
+        unread.append(f"{path}: {VERL} has no trainer {keys.trainer}: its keys are not judged")
     defaults = dict(keys.defaults)
     counted = [one for one in overrides if not one.is_lost and one.key != _ENGINE]
-    given |= {one.key: one.setting for one in counted}
-    unread += notes
+    given = {one.key: one.setting for one in counted}
     unread += [
         f"{one.setting.place}: {one.key}={one.setting.value}: a run alone has its value"
         for one in overrides
@@ -157,26 +159,20 @@ def _line_of(lines: Sequence[str], key: str, word: str, line: int) -> int:
     return (literal or found or [line])[-1]
 
 
-def _trainer(
-    path: Path, words: Sequence[str], overrides: Sequence[Override]
-) -> tuple[VerlKeys, dict[str, Setting], list[str]]:
-    """The keys of the trainer that a command starts, the settings of the configuration file that it names, and what
-    could not be read."""
-    module = _module(words)
+def _keys(path: Path, words: Sequence[str], overrides: Sequence[Override]) -> VerlKeys:
+    """The keys of the trainer that a command starts. Raises `ConfigError` where it takes a configuration that is not
+    verl's own, which Hydra alone composes."""
+    module, named = _module(words), _option(words, "--config-name").removesuffix(".yaml")
     if _NO_RL.search(module):
         raise ConfigError(f"{path}: {module} does not train by rollouts")
-    tree = _Tree()
-    name = _option(words, "--config-name").removesuffix(".yaml") or (trainer_of_module(module) if module else BASE)
-    if name not in trainer_names() and (file := _config_file(path, _option(words, "--config-path"), name)):
-        tree = _read_tree(file)
-        name = tree.trainer
+    if named and named not in trainer_names():
+        raise ConfigError(f"{path}: --config-name {named} is not verl's own: {_RESOLVED}")
+    name = named or (trainer_of_module(module) if module else BASE)
     engine = next((f" {_ENGINE}={one.setting.value}" for one in overrides if one.key == _ENGINE), "")
     keys = verl_keys(name + engine if name + engine in trainer_names() else name or module)
-    if not keys.is_complete:
-        if any(".megatron." in one.key for one in overrides):
-            keys = replace(verl_keys("ppo_megatron_trainer"), is_complete=False)
-        tree.unread.append(f"{path}: {VERL} has no trainer {name or module}: its keys are not judged")
-    return keys, tree.settings, tree.unread
+    if not keys.is_complete and any(".megatron." in one.key for one in overrides):
+        return replace(verl_keys("ppo_megatron_trainer"), trainer=module, is_complete=False)
+    return keys
 
 
 def _option(words: Sequence[str], option: str) -> str:
@@ -185,84 +181,38 @@ def _option(words: Sequence[str], option: str) -> str:
     return found[1] if found else ""
 
 
-def _config_file(path: Path, folder: str, name: str) -> Path | None:
-    """The file that --config-path and --config-name name, from the script's folder or one above it: a script that calls
-    its own working directory the root of the project may stand further down."""
-    parts = Path(folder).parts
-    bases = (path.parent, *path.resolve().parents)
-    files = (base.joinpath(*parts[start:], f"{name}.yaml") for base in bases for start in range(len(parts) + 1))
-    return next((file for file in files if name and file.is_file()), None)
-
-
-class _Tree:
-    """A YAML file with those that its Hydra `defaults` name, as far as they lie in its folder. `trainer` is the trainer
-    of verl that it builds on, "" for none; `unread` says which defaults were not found."""
-
-    def __init__(self) -> None:
-        self.trainer = ""
-        self.settings: dict[str, Setting] = {}
-        self.unread: list[str] = []
-
-
-def _read_tree(file: Path, seen: tuple[Path, ...] = ()) -> _Tree:
-    """Read a file and its defaults, which come before its own values unless `_self_` stands before them."""
-    content, lines = read_yaml(file, read_text(file))
-    listed = content.pop("defaults", None)
+def _from_yaml(path: Path) -> VerlFile:
+    content, lines = read_yaml(path, read_text(path))
+    trainer = _trainer_of(path, content.pop("defaults", None))
     content.pop("hydra", None)
-    own = {}
+    settings = {}
     for key, value in leaves(content):
         parts = tuple(map(str, key))
         line, dotted = nearest_place(lines, parts, 0), ".".join(parts)
-        place = f"{file}:{line}" if line else str(file)
-        own[dotted] = Setting(key=dotted, value=_of_omegaconf(value), origin="file", place=place)
-    tree = _Tree()
-    entries = [*listed] if isinstance(listed, list) else []
-    for entry in entries if "_self_" in entries else [*entries, "_self_"]:
-        if entry == "_self_":
-            tree.settings.update(own)
-        else:
-            _add_default(tree, entry, file, (*seen, file))
-    if tree.trainer:  # whose own defaults are in the table
-        tree.unread.clear()
-    return tree
-
-
-def _add_default(tree: _Tree, entry: Any, file: Path, seen: tuple[Path, ...]) -> None:
-    """Merge one entry of a `defaults` list: a name, or a group with its choice."""
-    group, choice = next(iter(entry.items())) if isinstance(entry, dict) and entry else ("", entry)
-    folder, _, package = str(group).removeprefix("override ").partition("@")
-    named = file.parent / folder / f"{choice}.yaml"
-    if choice is None or folder.startswith("hydra"):
-        return
-    if not group and choice in trainer_names():
-        tree.trainer = str(choice)
-    elif not named.is_file() or named in seen:
-        tree.unread.append(f"{file}: its default {entry} is not in its folder")
-    else:
-        base = _read_tree(named, seen)
-        section = (package or folder).replace("/", ".").removeprefix("_global_")
-        for key, setting in base.settings.items():
-            full = f"{section}.{key}" if section else key
-            tree.settings[full] = replace(setting, key=full)
-        tree.trainer = tree.trainer or base.trainer
-        tree.unread += base.unread
-
-
-def _from_yaml(path: Path) -> VerlFile:
-    tree = _read_tree(path)
-    settings, given, unread = tree.settings, tuple(tree.settings.values()), tuple(tree.unread)
-    sections = {key.partition(".")[0] for key in settings}
-    if tree.trainer or sections & {*_ROOTS, *(key.partition(".")[0] for key in verl_keys().defaults)}:
-        keys = verl_keys(tree.trainer) if tree.trainer else _nearest_trainer(settings)
-        # What a default that is not here gives is unknown.
-        keys = replace(keys, is_complete=keys.is_complete and not unread)
-        return VerlFile(Values("verl", settings, keys.defaults), (), keys, given, unread=unread)
+        place = f"{path}:{line}" if line else str(path)
+        settings[dotted] = Setting(key=dotted, value=_of_omegaconf(value), origin="file", place=place)
+    sections, given = {key.partition(".")[0] for key in settings}, tuple(settings.values())
+    if trainer or sections & {*_ROOTS, *(key.partition(".")[0] for key in verl_keys().defaults)}:
+        keys = verl_keys(trainer) if trainer else _nearest_trainer(settings)
+        return VerlFile(Values("verl", settings, keys.defaults), (), keys, given)
     if not sections & rollout_config().keys():
         raise ConfigError(f"{path}: no configuration of verl: none of {', '.join(sections) or 'its keys'} is a key")
     own = {ROLLOUT + key: setting for key, setting in settings.items()}
     defaults = {ROLLOUT + name: value for name, value in rollout_config().items()}
     keys = VerlKeys("RolloutConfig", {**verl_keys().defaults, **defaults})
-    return VerlFile(Values("verl", own, defaults, ROLLOUT), (), keys, given, has_trainer=False, unread=unread)
+    return VerlFile(Values("verl", own, defaults, ROLLOUT), (), keys, given, has_trainer=False)
+
+
+def _trainer_of(path: Path, defaults: Any) -> str:
+    """The trainer of verl that Hydra's `defaults` name. Raises `ConfigError` for others, which Hydra alone composes."""
+    names = (
+        [name for name in defaults or () if name != "_self_"]
+        if isinstance(defaults, (list, type(None)))
+        else [defaults]
+    )
+    if names and not (len(names) == 1 and names[0] in trainer_names()):
+        raise ConfigError(f"{path}: its defaults are in other files: {_RESOLVED}")
+    return names[0] if names else ""
 
 
 def _nearest_trainer(settings: Mapping[str, Setting]) -> VerlKeys:

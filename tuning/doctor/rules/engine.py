@@ -2,8 +2,6 @@
 
 from collections.abc import Iterator
 
-from engines.config import EngineConfig
-from engines.types import EngineKind
 from tuning.doctor.engine_view import EngineView
 from tuning.doctor.finding import Found, consider, fine, hurts
 from tuning.doctor.kv_room import whole_sequences
@@ -17,7 +15,6 @@ from tuning.doctor.rules.rule import (
     VLLM_CODE,
     Rule,
     of_engines,
-    of_groups,
 )
 from tuning.doctor.subject import Subject
 from tuning.doctor.workload import FEW_COMPLETIONS
@@ -339,34 +336,3 @@ def _log_stats(engine: EngineView, subject: Subject) -> Iterator[Found]:
     if engine.reaches("disable_log_stats") and engine.value("disable_log_stats") is True:
         message = "the engine reports no KV cache use, preemptions and queues, so that nothing can be tuned"
         yield consider(engine.at("disable_log_stats"), message, "false while tuning")
-
-
-@Rule(
-    of_groups, "external-engine", "kind: external",
-    "A server that somebody else runs was started with arguments of its own.", "engines/clients/external.py",
-)  # fmt: skip
-def _unseen(group: EngineConfig, subject: Subject) -> Iterator[Found]:
-    if group.kind is EngineKind.EXTERNAL:
-        message = f"the settings of {group.url} are its own, in none of these files"
-        yield consider(None, message, "examine it live: doctor --url URL_OF_THE_GATEWAY")
-
-
-@Rule(
-    of_engines, "unreached-lever", "actor_rollout_ref.rollout.* with name=sglang",
-    "A lever that is dropped on the way looks set and changes nothing.",
-    f"{VERL_CODE}, workers/rollout/sglang_rollout/async_sglang_server.py",
-)  # fmt: skip
-def _unreached(engine: EngineView, subject: Subject) -> Iterator[Found]:
-    """Levers with a rule of their own are left to it; verl itself bounds max_tokens by max_model_len."""
-    for lever, setting in engine.settings.items():
-        own = lever in ("max_num_batched_tokens", "seed", "max_model_len")
-        if not engine.reaches(lever) and setting.origin != "default" and not own:
-            instead = f"engine_kwargs.sglang.{_SGLANG_NAMES[lever]}" if lever in _SGLANG_NAMES else "leave it out"
-            yield consider(setting, "verl does not pass it to SGLang: it changes nothing", instead)
-
-
-_SGLANG_NAMES = {
-    "cudagraph_capture_sizes": "cuda_graph_bs_decode",
-    "enable_prefix_caching": "disable_radix_cache",
-    "enable_chunked_prefill": "chunked_prefill_size",
-}

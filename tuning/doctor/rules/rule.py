@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, Generic, TypeVar
 
-from engines.config import EngineConfig
 from tuning.doctor.engine_view import EngineView
 from tuning.doctor.files.trl import TrlFile
 from tuning.doctor.files.verl import VerlFile
@@ -100,10 +99,6 @@ def rules_of(module: ModuleType) -> tuple[Rule[Any], ...]:
 
 def of_engines(subject: Subject) -> Iterator[tuple[str, EngineView]]:
     yield from ((engine.where, engine) for engine in subject.engines)
-
-
-def of_groups(subject: Subject) -> Iterator[tuple[str, EngineConfig]]:
-    yield from ((f"gateway {name}", group) for name, group in (subject.config.groups if subject.config else {}).items())
 
 
 def of_workload(subject: Subject) -> Iterator[tuple[str, Workload]]:

@@ -18,7 +18,7 @@ _FIELD = re.compile(r": (\w+)=")
 _JUDGED = re.compile(
     r"use_vllm|vllm_\w+|num_generations|max_completion_length|per_device_train_batch_size|gradient_\w+"
     r"|steps_per_generation|generation_\w+|temperature|top_[pk]|min_p|repetition_penalty|bf16|fp16|use_cpu"
-    r"|use_liger_kernel|liger_kernel_config|chat_template_kwargs|\w*model_name_or_path"
+    r"|chat_template_kwargs|\w*model_name_or_path"
 )
 
 
@@ -130,23 +130,6 @@ def _sampling(values: Values, subject: Subject) -> Iterator[Found]:
         if as_number(setting.value) not in (off, None):
             message = f"{setting.value} cuts the distribution that is drawn from, not the trainer's: ratios are biased"
             yield consider(setting, message, f"{off}")
-
-
-@Rule(
-    of_trl, "trl-liger", "use_liger_kernel, liger_kernel_config",
-    "TRL 2 drops Liger, and its loss needs no logits held whole without it: it computes them in chunks.",
-    f"{TRL_CODE}, trainer/grpo_trainer.py", 0.05,
-)  # fmt: skip
-def _liger(values: Values, subject: Subject) -> Iterator[Found]:
-    config = values.at("liger_kernel_config")
-    if not values.is_true("use_liger_kernel"):
-        return
-    if isinstance(config.value, dict) and config.value.get("fused_linear_cross_entropy"):
-        message = "TRL refuses fused_linear_cross_entropy: it replaces the forward pass that the loss patches"
-        yield hurts(config, message, "leave it out")
-    message = "TRL 1.16 warns of it and TRL 2 drops it; of Liger it takes the layers' kernels alone"
-    instead = "leave it out; measure model_init_kwargs={'use_kernels': True}"
-    yield consider(values.at("use_liger_kernel"), message, instead)
 
 
 def _is_on_gpu(values: Values) -> bool:

@@ -1,17 +1,13 @@
 """Rules about verl's trainer and its rollout section."""
 
-import difflib
 import math
 import re
 from collections.abc import Iterator
-from typing import Any
 
 from gateway.config.load import Setting
-from tuning.doctor.files.shell_script import is_known
 from tuning.doctor.files.verl import VerlFile
 from tuning.doctor.finding import Found, consider, hurts
 from tuning.doctor.known_keys import ACTOR, ROLLOUT, VERL
-from tuning.doctor.model_size import USUAL_VOCABULARY, vocabulary
 from tuning.doctor.rules.rule import (
     VERL_CODE,
     VERL_GUIDE,
@@ -30,12 +26,9 @@ from tuning.doctor.values import Values, as_number
 
 REF = "actor_rollout_ref.ref."
 MODEL = "actor_rollout_ref.model."
-# float32 logits, autocast for softmax and logsumexp, the softmax's output: bytes per entry of [tokens, vocabulary].
-_ENTROPY_BYTES = 7
 _LONG_CONTEXT = 32_768
-# Tokens of a pass on one GPU. With many, gathering the weights is a small share of the computing. With few, kernels are
-# so short that their launches on the CPU are waited for.
-_FULL_PASS, _FULL_PASS_OVER_NODES, _SHORT_PASS = 8_192, 16_384, 4_096
+# Tokens of a pass on one GPU with which gathering the weights is a small share of the computing.
+_FULL_PASS, _FULL_PASS_OVER_NODES = 8_192, 16_384
 # Tokens that verl's chunked entropy computes at a time.
 _ENTROPY_CHUNK = 2_048
 _MEGATRON_SPLITS = ("tensor_model", "pipeline_model", "context")
@@ -47,26 +40,6 @@ _LIGER = re.compile(
 _PACKED = re.compile(r"llama|mistral|qwen|deepseek-llm|deepseek-math", re.IGNORECASE)
 # Keys of names and places, with which nothing can be wrong that a file shows.
 _LABEL = re.compile(r"\b(trainer\.(project_name|experiment_name|default_local_dir)|data\.(train|val)_files)=")
-_NUMBER_OR_RANGE = "algorithm.rollout_correction.rollout_is_threshold"  # "0.5_4.0" too
-_MISSING = "???"  # of OmegaConf
-# Names that verl 0.9.1 has. A run may register estimators and losses of its own.
-_CLOSED: dict[str, tuple[str, ...]] = {
-    ROLLOUT + "name": ("vllm", "sglang", "trtllm", "hf", "sglang_async"),
-    ROLLOUT + "mode": ("sync", "async"),
-    ACTOR + "loss_agg_mode": (
-        "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm",
-    ),
-}  # fmt: skip
-_OPEN: dict[str, tuple[str, ...]] = {
-    "algorithm.adv_estimator": (
-        "gae", "grpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "rloo", "opo", "grpo_passk",
-        "gpg", "rloo_vectorized", "grpo_vectorized", "optimal_token_baseline", "tir_optimal_token_baseline", "gdpo",
-    ),
-    ACTOR + "policy_loss.loss_mode": (
-        "vanilla", "dppo_tv", "dppo_kl", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "dro", "cispo",
-        "bypass_mode",
-    ),
-}  # fmt: skip
 # Their advantage is what a completion earns beside others of its prompt.
 _BY_GROUP = ("grpo", "grpo_passk", "grpo_vectorized", "rloo", "rloo_vectorized", "opo", "gdpo", "gpg")
 
@@ -123,50 +96,6 @@ def _lost_overrides(file: VerlFile, subject: Subject) -> Iterator[Found]:
         message = f"{len(lost)} overrides from here on belong to no command: the one above ended before them, at a "
         message += "comment, an empty line or a line without a backslash at its very end"
         yield hurts(lost[0].setting, message, "no comments or empty lines between continued lines")
-
-
-@Rule(
-    of_verl_file, "verl-types", "every key",
-    "Text where a number or a boolean is expected ends the run, or counts as true.",
-    f"{VERL_CODE}, the defaults of its configuration", 1.0,
-)  # fmt: skip
-def _types(file: VerlFile, subject: Subject) -> Iterator[Found]:
-    for setting in file.values:
-        default = file.keys.defaults.get(file.full_key(setting.key))
-        wanted = _mistyped(setting.value, default) if setting.key != _NUMBER_OR_RANGE else ""
-        if wanted and is_known(setting.value):
-            message = f"{setting.value!r} is no {wanted}, as its default {default!r} is"
-            yield hurts(setting, message, f"a {wanted}")
-
-
-def _mistyped(value: Any, default: Any) -> str:
-    """The type that the default has and the value does not; "" where they go together."""
-    if value in (None, "") or (isinstance(value, str) and "${" in value) or isinstance(value, (list, dict)):
-        return ""
-    if isinstance(default, bool):
-        return "" if isinstance(value, bool) else "boolean"
-    return "number" if isinstance(default, (int, float)) and isinstance(value, (str, bool)) else ""
-
-
-@Rule(
-    of_stock_verl, "verl-choices",
-    "rollout.name, rollout.mode, algorithm.adv_estimator, actor.policy_loss.loss_mode, actor.loss_agg_mode",
-    "A name that is not registered ends the run.",
-    f"{VERL_CODE}, trainer/ppo/core_algos.py, workers/rollout/base.py and workers/config/actor.py", 1.0,
-)  # fmt: skip
-def _choices(values: Values, subject: Subject) -> Iterator[Found]:
-    for key, names in (_CLOSED | _OPEN).items():
-        setting = values.at(key)
-        if not isinstance(setting.value, str) or setting.value in names or not is_known(setting.value):
-            continue
-        near = difflib.get_close_matches(setting.value, names, n=1)
-        if setting.value == _MISSING:
-            yield hurts(setting, "not given, and verl ends the run without it", f"one of {', '.join(names)}")
-        elif near or key in _CLOSED:
-            message = f"verl has no {setting.value}: it has {', '.join(names)}"
-            yield hurts(setting, message, near[0] if near else names[0])
-        else:
-            yield consider(setting, f"verl itself has no {setting.value}", "register it before the trainer starts")
 
 
 def _critic_runs(values: Values) -> bool:
@@ -323,37 +252,23 @@ def _token_budget(values: Values, subject: Subject) -> Iterator[Found]:
 
 
 @Rule(
-    of_verl, "verl-forward-only",
-    "ref and rollout log_prob_micro_batch_size_per_gpu or log_prob_max_token_len_per_gpu, critic.forward_*",
-    "They keep no activations for a backward pass.", f"{VERL_GUIDE}: for instance 2 x", is_general=True,
+    of_verl, "verl-pass-sizes",
+    "log_prob_micro_batch_size_per_gpu or log_prob_max_token_len_per_gpu of ref and rollout, the critic's sizes",
+    "Passes without gradients keep no activations, and the critic's last layer has one output.",
+    f"{VERL_GUIDE}: for instance 2 x", is_general=True,
 )  # fmt: skip
-def _forward_only(values: Values, subject: Subject) -> Iterator[Found]:
-    """Passes without gradients keep no activations, so they may be larger than those that train."""
+def _pass_sizes(values: Values, subject: Subject) -> Iterator[Found]:
     name = "max_token_len_per_gpu" if _is_dynamic(values) else "micro_batch_size_per_gpu"
     pairs = [(f"{ROLLOUT}log_prob_{name}", f"{ACTOR}ppo_{name}")]
     pairs += [(f"{REF}log_prob_{name}", f"{ACTOR}ppo_{name}")] if _reference_runs(values) else []
-    pairs += [(f"critic.forward_{name}", f"critic.ppo_{name}")] if _critic_runs(values) else []
+    if _critic_runs(values):
+        pairs += [(f"critic.forward_{name}", f"critic.ppo_{name}"), (f"critic.ppo_{name}", f"{ACTOR}ppo_{name}")]
     samples = math.inf if _is_dynamic(values) else _per_gpu(values, values.number("data.train_batch_size")) or math.inf
     for key, than in pairs:
         training, size = values.number(than), values.number(key)
-        if not training or size is None or _has_stages(values) or _is_full(values, subject, size):
-            continue
-        if size < min(2 * training, samples):
-            message = f"{size:g}, and the training pass has {training:g}; this one keeps no activations"
-            yield consider(values.at(key), message, f"{2 * training:g}")
-
-
-@Rule(
-    of_verl, "verl-critic-batches", "critic.ppo_micro_batch_size_per_gpu, critic.ppo_max_token_len_per_gpu",
-    "The actor's last layer has an output for each entry of the vocabulary, the critic's one.",
-    f"{VERL_GUIDE}: at least 2 x the actor's", is_general=True,
-)  # fmt: skip
-def _critic_batches(values: Values, subject: Subject) -> Iterator[Found]:
-    name = "ppo_max_token_len_per_gpu" if _is_dynamic(values) else "ppo_micro_batch_size_per_gpu"
-    actor, critic = values.number(ACTOR + name), values.number(f"critic.{name}")
-    if actor and critic and critic < 2 * actor and _critic_runs(values) and not _has_stages(values):
-        message = f"{critic:g}, the actor's is {actor:g}; its last layer has one output"
-        yield consider(values.at(f"critic.{name}"), message, f"{2 * actor:g}")
+        is_full = size is not None and key != f"critic.ppo_{name}" and _is_full(values, subject, size)
+        if training and size and size < min(2 * training, samples) and not _has_stages(values) and not is_full:
+            yield consider(values.at(key), f"{size:g}, and {than} is {training:g}", f"{2 * training:g}")
 
 
 @Rule(
@@ -416,15 +331,11 @@ def _entropy(values: Values, subject: Subject) -> Iterator[Found]:
     tokens = _tokens_of_a_pass(values, subject)
     if tokens <= _ENTROPY_CHUNK or values.is_true(MODEL + "use_fused_kernels"):
         return
-    known = vocabulary(values.text(MODEL + "path"))
-    gib_a_token = (known or USUAL_VOCABULARY) * _ENTROPY_BYTES / 2**30
-    message = f"entropy of all logits at once takes up to {tokens * gib_a_token:.1f} GiB: {tokens:.0f} tokens x "
-    message += f"{known or USUAL_VOCABULARY:,} entries{'' if known else ' (Qwen2)'} x 7 bytes"
+    message = f"logits of {tokens:.0f} tokens are held whole: 7 bytes for each entry of the vocabulary"
     chunking = values.at(ACTOR + "entropy_from_logits_with_chunking")
     # verl computes the entropy of packed sequences alone in pieces.
     if chunking.value is not True and values.at(MODEL + "use_remove_padding").value is not False:
-        effect = f"logits in pieces of 2,048 tokens: at most {_ENTROPY_CHUNK * gib_a_token:.1f} GiB"
-        yield consider(chunking, message, "True, under ref too", effect)
+        yield consider(chunking, message, "True, under ref too", "logits in pieces of 2,048 tokens")
     needs_gradient = values.is_true(ACTOR + "calculate_entropy") or bool(values.number(ACTOR + "entropy_coeff"))
     checkpointing = values.at(ACTOR + "entropy_checkpointing")
     if needs_gradient and checkpointing.value is not True:
@@ -437,20 +348,6 @@ def _tokens_of_a_pass(values: Values, subject: Subject) -> float:
         return values.number(ACTOR + "ppo_max_token_len_per_gpu") or 0.0
     keys = (ROLLOUT + "log_prob_micro_batch_size_per_gpu", ACTOR + "ppo_micro_batch_size_per_gpu")
     return max(values.number(key) or 0.0 for key in keys) * (subject.workload.tokens or 0)
-
-
-@Rule(
-    of_fsdp, "verl-forward-prefetch", "actor.fsdp_config.forward_prefetch",
-    "Communication then overlaps with computing. FSDP2 gathers the next layer by itself.", VERL_GUIDE, is_general=True,
-)  # fmt: skip
-def _forward_prefetch(values: Values, subject: Subject) -> Iterator[Found]:
-    setting = values.at(ACTOR + "fsdp_config.forward_prefetch")
-    name = "ppo_max_token_len_per_gpu" if _is_dynamic(values) else "ppo_micro_batch_size_per_gpu"
-    tokens = _pass_tokens(values, subject, values.number(ACTOR + name) or 0)
-    is_alone = gpus_of(values) == 1 or values.text(ACTOR + "strategy") == "fsdp2"
-    if setting.value is not True and not is_alone and 0 < tokens < _SHORT_PASS:
-        message = f"a pass has about {tokens:.0f} tokens: the GPU waits for the CPU to issue each all-gather"
-        yield consider(setting, message, "True")
 
 
 @Rule(
@@ -520,32 +417,9 @@ TABLE = (
         "completions of one prompt are compared, and there is one: its advantage is no comparison", "8",
     ),
     row(
-        Rule(of_verl, "verl-kl-twice", "algorithm.use_kl_in_reward, actor.use_kl_loss",
-             "Both together hold the policy back twice, with two coefficients.",
-             f"{VERL_CODE}, trainer/ppo/ray_trainer.py", 0.05),
-        "algorithm.use_kl_in_reward", lambda values, key: values.is_true(key) and values.is_true(ACTOR + "use_kl_loss"),
-        consider, "the KL term counts twice: in the reward and in the loss (use_kl_loss)", "False",
-    ),
-    row(
-        Rule(of_verl, "verl-quantized-rollout", "rollout.quantization, algorithm.rollout_correction.rollout_is",
-             "Quantized weights are another policy than the one that is trained.",
-             f"{VERL_CODE}, trainer/config/algorithm/rollout_correction.yaml", 0.1),
-        ROLLOUT + "quantization",
-        lambda values, key: values.text(key) and values.at("algorithm.rollout_correction.rollout_is").value is None,
-        consider, "rollouts are drawn from {} weights, and the loss takes them for the trainer's own",
-        "algorithm.rollout_correction.rollout_is: token",
-    ),
-    row(
         Rule(of_verl, "verl-balance", "trainer.balance_batch", "Training waits for the GPU with the most tokens.",
              VERL_CODE, 0.1),
         "trainer.balance_batch", False, consider, "the GPU with the longest sequences keeps all others waiting", "True",
-    ),
-    row(
-        Rule(of_verl, "verl-prometheus", "rollout.prometheus.enable, rollout.disable_log_stats",
-             "It shows the engine's statistics, which disable_log_stats turns off.", VERL_CODE, 1.0),
-        ROLLOUT + "prometheus.enable",
-        lambda values, key: values.is_true(key) and values.is_true(ROLLOUT + "disable_log_stats"),
-        hurts, "verl refuses it while disable_log_stats is True", "disable_log_stats: False",
     ),
     row(
         Rule(of_fsdp, "verl-gradient-checkpointing", "model.enable_gradient_checkpointing of actor and critic",

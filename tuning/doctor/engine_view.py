@@ -1,7 +1,7 @@
 """An engine as rules see it, from a gateway's group, verl's rollout section or TRL's colocated vLLM."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from engines.types import EngineKind
@@ -137,7 +137,7 @@ def verl_engine(file: VerlFile) -> EngineView | None:
         for lever in _VERL_LEVERS
         for key in (_VERL_KEYS.get(lever, lever),)
         # A lever that this release does not have is the engine's own choice.
-        if file.keys.has(ROLLOUT + key) or values.has_any(ROLLOUT + key)
+        if file.keys.has(ROLLOUT + key) or values.at(ROLLOUT + key).origin != "default"
     }
     settings |= dict(_engine_kwargs(values, name))
     shares_gpu = file.has_trainer and _is_colocated(file)
@@ -162,9 +162,6 @@ def _engine_kwargs(values: Values, engine: str) -> Iterator[tuple[str, Setting]]
         if setting.key.startswith(section):
             key = setting.key.removeprefix(section)
             yield _SGLANG_LEVERS.get(key) or key, values.at(setting.key)
-        elif setting.key == section[:-1] and isinstance(setting.value, dict):
-            for key, value in setting.value.items():
-                yield _SGLANG_LEVERS.get(key) or key, replace(setting, value=value)
 
 
 def _is_colocated(file: VerlFile) -> bool:

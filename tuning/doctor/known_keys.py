@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 VERL = "verl 0.9.1"
-TRL = "TRL 1.16.0"
 ROLLOUT = "actor_rollout_ref.rollout."
 ACTOR = "actor_rollout_ref.actor."
 BASE = "ppo_trainer"
@@ -61,11 +60,6 @@ class VerlKeys:
         here = [known.rpartition(".")[2] for known in self.defaults if known.rpartition(".")[0] == section]
         close = difflib.get_close_matches(name, here, n=1, cutoff=0.75)
         return f"{section}.{close[0]}".lstrip(".") if close else ""
-
-
-def is_rename(old: str, new: str) -> bool:
-    """True if verl replaced the key `old` by the key `new`."""
-    return any(f"{old}.".startswith(f"{key}.") and new == by + old.removeprefix(key) for key, by in _RENAMED.items())
 
 
 @cache

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from tuning.doctor.finding import Finding
-from tuning.doctor.known_keys import is_rename
 
 
 def patch_of(findings: Iterable[Finding]) -> str:
@@ -14,7 +13,9 @@ def patch_of(findings: Iterable[Finding]) -> str:
     files: dict[Path, list[str]] = {}
     for finding in findings:
         name, _, line = finding.place.rpartition(":")
-        if finding.origin == "cli" and is_rename(finding.key, finding.suggestion) and Path(name).is_file():
+        # A key alone is that of the table: other findings on keys have a value, a sign or a question.
+        is_key = finding.rule == "verl-keys" and re.fullmatch(r"[\w.]+", finding.suggestion)
+        if is_key and finding.origin == "cli" and Path(name).is_file():
             lines = files.setdefault(Path(name), Path(name).read_text(encoding="utf-8").splitlines(keepends=True))
             wanted = rf"(?<![\w.]){re.escape(finding.key)}="
             lines[int(line) - 1] = re.sub(wanted, f"{finding.suggestion}=", lines[int(line) - 1], count=1)

@@ -17,12 +17,10 @@ _MOST = 1e18  # no setting is larger
 
 
 class Values:
-    """Given settings over defaults. Interpolations of OmegaConf are followed; a value of another key has that
-    key's origin and place. `title` names the file's kind, `prefix` is left out of the keys that are shown.
-    """
+    """Given settings over defaults. Interpolations of OmegaConf are followed; a value of another key has that key's
+    origin and place. `prefix` is left out of the keys that are shown."""
 
-    def __init__(self, title: str, given: Mapping[str, Setting], defaults: Mapping[str, Any], prefix: str = "") -> None:
-        self.title = title
+    def __init__(self, given: Mapping[str, Setting], defaults: Mapping[str, Any], prefix: str = "") -> None:
         self._given = given
         self._defaults = defaults
         self._prefix = prefix
@@ -52,10 +50,6 @@ class Values:
         value = self.at(key).value
         return value if isinstance(value, str) else ""
 
-    def has_any(self, prefix: str) -> bool:
-        """True if the file has a key below `prefix`."""
-        return any(key.startswith(prefix) for key in self._given)
-
     def _at(self, key: str, hops: int) -> Setting:
         found = self._given.get(key) or Setting(
             key=self.shown(key), value=self._defaults.get(key), origin="default", place=""
@@ -69,7 +63,7 @@ class Values:
             rest = select[2] or "null"
             if "${" not in rest:
                 return replace(found, value=hydra_value(rest))
-            without = Values(self.title, {**self._given, key: replace(found, value=rest)}, self._defaults, self._prefix)
+            without = Values({**self._given, key: replace(found, value=rest)}, self._defaults, self._prefix)
             return without._at(key, hops - 1)
         if reference := _REFERENCE.fullmatch(found.value):
             return replace(self._at(_absolute(reference[1], key), hops - 1), key=self.shown(key))

@@ -12,13 +12,8 @@ from engines.model_folder import cached_folder
 _ATTENTION = ("full_attention", "sliding_attention", "attention")
 # Keys of models whose layers keep a state instead of a KV cache.
 _STATEFUL = (
-    "linear_num_key_heads",
-    "linear_attn_config",
-    "mamba_d_state",
-    "ssm_cfg",
-    "state_size",
-    "full_attention_interval",
-)
+    "linear_num_key_heads", "linear_attn_config", "mamba_d_state", "ssm_cfg", "state_size", "full_attention_interval",
+)  # fmt: skip
 # One layer in so many has full attention, where config.json has no layer_types.
 _FULL_EVERY = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6}
 _ALL_SLIDE = ("mistral", "mixtral")  # where config.json has a window

@@ -75,14 +75,14 @@ class Tuner:
         self._num_pairs = pairs
         self._report = report
         self._clock = clock
-        self._began = clock()
         self._budget_s = budget_s
+        self._ends_s = clock() + budget_s
         self._start = Record({})
         self._start_s = self._run_s = 0.0
 
     @property
     def _left_s(self) -> float:
-        return self._budget_s - (self._clock() - self._began)
+        return self._ends_s - self._clock()
 
     async def run(self) -> Outcome:
         """Search, and return the outcome. Raise `ConfigError` where the start itself cannot be measured."""

@@ -80,7 +80,7 @@ def severities(findings: list[Finding], rule: str, key: str = "") -> list[Severi
         ("capture-sizes", {"cudagraph_capture_sizes": [1, 8, 32]}, HURTS),
         ("capture-sizes", {"max_cudagraph_capture_size": 128}, CONSIDER),
         ("capture-sizes", {"cudagraph_capture_sizes": [1, 256]}, FINE),
-        ("capture-sizes", {"cudagraph_capture_sizes": [1, 256], "enforce_eager": True}, CONSIDER),
+
         ("chunked-prefill", {"enable_chunked_prefill": False}, CONSIDER), ("chunked-prefill", {}, FINE),
         ("prefix-caching", {"enable_prefix_caching": False}, CONSIDER),
         ("prefix-caching", {"kind": "sglang", "extra": {"disable_radix_cache": True}}, CONSIDER),
@@ -399,12 +399,6 @@ def test_a_pass_of_a_reference_that_does_not_run_is_not_judged(tmp_path: Path) -
     with_kl = [one.key for one in verl(tmp_path, **short, **{A + "use_kl_loss": True}) if one.rule == "verl-pass-sizes"]
     assert not any(".ref." in key for key in keys)
     assert any(".ref." in key for key in with_kl)
-
-
-def test_splitting_that_is_not_needed_is_undone_with_as_many_tokens_a_gpu(tmp_path: Path) -> None:
-    given = {A + "ulysses_sequence_parallel_size": 4, A + "ppo_micro_batch_size_per_gpu": 8}
-    (found,) = [one for one in verl(tmp_path, **given, **{A + "use_dynamic_bsz": False}) if one.rule == "verl-ulysses"]
-    assert found.suggestion == "1, and ppo_micro_batch_size_per_gpu 2"
 
 
 def test_liger_is_not_advised_for_a_model_that_it_has_no_kernels_for(tmp_path: Path) -> None:

@@ -18,8 +18,6 @@ from tuning.doctor.known_keys import trl_defaults
 from tuning.doctor.values import Values, hydra_value
 
 _CONFIG = "GRPOConfig"
-# Keys that `accelerate config` writes, and TRL does not read.
-_OF_ACCELERATE = ("compute_environment", "distributed_type", "num_machines")
 # Fields of GRPOConfig that neither transformers nor TRL's other trainers have; more begin with vllm_.
 _OF_GRPO = (
     "num_generations", "max_completion_length", "use_vllm", "num_iterations", "scale_rewards", "reward_weights",
@@ -59,8 +57,6 @@ def read_trl(path: Path) -> TrlFile:
     if path.suffix not in (".yaml", ".yml", ".json"):
         raise ConfigError(f"{path}: the name must end in .yaml, .yml, .json, .py or .sh")
     given = _yaml_fields(path)
-    if any(name in given for name in _OF_ACCELERATE):
-        raise ConfigError(f"{path}: a configuration of accelerate, which has no field of {_CONFIG}")
     if not _has_grpo_field(given):
         raise ConfigError(
             f"{path}: none of its keys is a field of {_CONFIG} alone, such as num_generations: "
@@ -71,7 +67,7 @@ def read_trl(path: Path) -> TrlFile:
 
 def _values(given: Mapping[str, Setting], *, has_all: bool = True) -> Values:
     """Without all that is given, a default may be another value in a run."""
-    return Values("TRL", given, trl_defaults() if has_all else {})
+    return Values(given, trl_defaults() if has_all else {})
 
 
 def _has_grpo_field(names: Iterable[str]) -> bool:

@@ -121,7 +121,7 @@ def _from_script(path: Path, text: str) -> VerlFile:
     if _NAMES_NPU.search(path.name + text):
         defaults["trainer.device"] = "npu"
     written = tuple(one.setting for one in counted if not one.plus)
-    return VerlFile(Values("verl", given, defaults), tuple(overrides), keys, written, unread=tuple(unread))
+    return VerlFile(Values(given, defaults), tuple(overrides), keys, written, unread=tuple(unread))
 
 
 def _is_trainer(command: Command) -> bool:
@@ -194,13 +194,13 @@ def _from_yaml(path: Path) -> VerlFile:
     sections, given = {key.partition(".")[0] for key in settings}, tuple(settings.values())
     if trainer or sections & {*_ROOTS, *(key.partition(".")[0] for key in verl_keys().defaults)}:
         keys = verl_keys(trainer) if trainer else _nearest_trainer(settings)
-        return VerlFile(Values("verl", settings, keys.defaults), (), keys, given)
+        return VerlFile(Values(settings, keys.defaults), (), keys, given)
     if not sections & rollout_config().keys():
         raise ConfigError(f"{path}: no configuration of verl: none of {', '.join(sections) or 'its keys'} is a key")
     own = {ROLLOUT + key: setting for key, setting in settings.items()}
     defaults = {ROLLOUT + name: value for name, value in rollout_config().items()}
     keys = VerlKeys("RolloutConfig", {**verl_keys().defaults, **defaults})
-    return VerlFile(Values("verl", own, defaults, ROLLOUT), (), keys, given, has_trainer=False)
+    return VerlFile(Values(own, defaults, ROLLOUT), (), keys, given, has_trainer=False)
 
 
 def _trainer_of(path: Path, defaults: Any) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from tuning.doctor.engine_view import EngineView
 from tuning.doctor.finding import Found, consider, fine, hurts
-from tuning.doctor.kv_room import whole_sequences
+from tuning.doctor.model_size import model_shape
 from tuning.doctor.rules.rule import (
     LEVERS,
     TRL_CODE,
@@ -18,6 +18,8 @@ from tuning.doctor.rules.rule import (
 )
 from tuning.doctor.subject import Subject
 from tuning.doctor.workload import FEW_COMPLETIONS
+from tuning.plan.gpu import Gpu
+from tuning.plan.memory import GPU_SHARE, engine_memory
 
 # Memory of an engine beside weights and KV cache: activations, CUDA graphs, the buffers of a weight transfer.
 _BESIDE_KV_GIB = 5.0
@@ -103,7 +105,7 @@ def _tensor_parallel(engine: EngineView, subject: Subject) -> Iterator[Found]:
             setting, f"weights of about {weights:.0f} GiB do not fit {tp} x {subject.gpu_gib:g} GiB", f"{needed}"
         )
     elif tp > 1 and weights < _roomy(engine) * subject.gpu_gib:
-        alone = whole_sequences(engine, subject.gpu_gib, 1)
+        alone = _whole_sequences(engine, subject.gpu_gib, 1)
         # More replicas may cost instead beside several API processes, and for an engine of another's loop.
         costs = (engine.number("api_server_count") or 1) > 1 or engine.owner == "TRL"
         if (alone is not None and alone < _FEW_ALONE) or (load <= _FEW_FOR_REPLICAS if load else costs):
@@ -114,6 +116,25 @@ def _tensor_parallel(engine: EngineView, subject: Subject) -> Iterator[Found]:
         effect = "two TP1 against one TP2, same GPUs: 1.7 times the tokens/s at 512 streams, 0.97 at 64"
         judge = hurts if (load or 0) > 128 and engine.owner == "gateway" else consider
         yield judge(setting, f"{message}each do more than one of all", f"1, and {tp} times the replicas", effect)
+
+
+def _whole_sequences(engine: EngineView, gpu_gib: float, tensor_parallel: int | None = None) -> int | None:
+    """Return the sequences of max_model_len that the cache of each rank holds, with another tensor parallel size where
+    one is given; None for a model or a length that is not known."""
+    shape, longest = model_shape(engine.model), engine.number("max_model_len")
+    if shape is None or not longest:
+        return None
+    gpu = Gpu("GPU", gpu_gib, 1.0, 1.0, 1.0, "given")
+    memory = engine_memory(
+        shape,
+        gpu,
+        tensor_parallel or int(engine.number("tensor_parallel_size") or 1),
+        int(engine.number("max_num_seqs") or 256),
+        longest,
+        data_parallel=int(engine.number("data_parallel_size") or 1) if engine.has_expert_parallelism else 1,
+        share=engine.number("gpu_memory_utilization") or GPU_SHARE,
+    )
+    return memory.sequences(longest)
 
 
 def _roomy(engine: EngineView) -> float:
@@ -160,7 +181,7 @@ def _batched_tokens(engine: EngineView, subject: Subject) -> Iterator[Found]:
 )  # fmt: skip
 def _max_num_seqs(engine: EngineView, subject: Subject) -> Iterator[Found]:
     setting, most = engine.at("max_num_seqs"), engine.number("max_num_seqs")
-    load, room = subject.samples_per_replica(engine), whole_sequences(engine, subject.gpu_gib)
+    load, room = subject.samples_per_replica(engine), _whole_sequences(engine, subject.gpu_gib)
     if engine.on_cpu or most is None or (room is not None and room <= most):
         return
     if load and most < min(load, 128) and load >= 2 * most:
@@ -203,9 +224,7 @@ def _capture_sizes(engine: EngineView, subject: Subject) -> Iterator[Found]:
     widest = min(widest, subject.samples_per_replica(engine) or widest)
     instead = f"up to {min(widest, 512):.0f}, or leave it out"
     message = f"batches of more than {largest:.0f} run without a graph, and up to {widest:.0f} sequences run at a time"
-    if engine.value("enforce_eager") is True:
-        yield consider(setting, "without effect: enforce_eager turns graphs off", "enforce_eager: false")
-    elif largest < min(64, widest):
+    if largest < min(64, widest):
         yield hurts(setting, message, instead, _GRAPHS)
     elif largest < widest:
         yield consider(setting, message, instead, "1.01 to 1.13 at 512 streams")
@@ -279,18 +298,13 @@ def _api_servers(engine: EngineView, subject: Subject) -> Iterator[Found]:
     if not engine.is_vllm or engine.owner != "gateway" or engine.on_cpu or (engine.number("api_server_count") or 1) > 1:
         return
     one = "one API process parses and streams about 20,000 tok/s at most"
+    message = f"{one}, and answers of the engine wait behind them"
+    effect = "7B on one H200, 256 streams with log-probabilities: 13,000 tok/s with 1, 19,000 with 4"
     if weights is not None and weights < 3:
-        effect = "0.5B model, 2 processes: 1.57 times the tokens/s at 512 streams, 4: 1.74; at 64 streams 0.94 and 1.10"
         message = f"{one}, and a model of {weights:.1f} GiB can make more"
+        effect = "0.5B model, 2 processes: 1.57 times the tokens/s at 512 streams, 4: 1.74; at 64 streams 0.94 and 1.10"
     elif tp > 1:
-        effect = "one TP2 of a 7B made 17,900 tok/s and no more"
-        message = f"{one}, for the work of {tp:.0f} GPUs"
-    else:
-        effect = (
-            "7B on one H200, 256 streams with log-probabilities: 13,000 tok/s with 1, 19,000 with 4; a weight update "
-            "stood still for 0.66 s and 0.22 s, and its canary waited 4.5 s and 0.12 s"
-        )
-        message = f"{one}, and answers of the engine wait behind them"
+        message, effect = f"{one}, for the work of {tp:.0f} GPUs", "one TP2 of a 7B made 17,900 tok/s and no more"
     yield consider(setting, message, f"api_server_count: {max(tp, 4):.0f}", effect)
 
 

@@ -6,10 +6,7 @@ from types import ModuleType
 from typing import Any, Generic, TypeVar
 
 from tuning.doctor.engine_view import EngineView
-from tuning.doctor.files.trl import TrlFile
-from tuning.doctor.files.verl import VerlFile
 from tuning.doctor.finding import Finding, Found, Severity
-from tuning.doctor.live import Live
 from tuning.doctor.subject import Subject
 from tuning.doctor.trainer_memory import is_fsdp
 from tuning.doctor.values import Values
@@ -106,42 +103,30 @@ def of_workload(subject: Subject) -> Iterator[tuple[str, Workload]]:
         yield subject.workload.where, subject.workload
 
 
-def of_verl_file(subject: Subject) -> Iterator[tuple[str, VerlFile]]:
-    if subject.verl:
-        yield "verl", subject.verl
+def _part(where: str, value_of: Callable[[Subject], V | None]) -> Callable[[Subject], Iterable[tuple[str, V]]]:
+    def found(subject: Subject) -> Iterator[tuple[str, V]]:
+        if (value := value_of(subject)) is not None:
+            yield where, value
+
+    return found
 
 
-def of_verl(subject: Subject) -> Iterator[tuple[str, Values]]:
-    if subject.verl and subject.verl.has_trainer:
-        yield "verl", subject.verl.values
+def _trained(subject: Subject, *, by_stock: bool = False) -> Values | None:
+    file = subject.verl
+    return file.values if file and file.has_trainer and (file.is_stock or not by_stock) else None
 
 
-def of_stock_verl(subject: Subject) -> Iterator[tuple[str, Values]]:
-    """verl's own trainer: a fork's, or one whose defaults are not all read, makes other checks."""
-    if subject.verl and subject.verl.is_stock:
-        yield from of_verl(subject)
+def _by_fsdp(subject: Subject) -> Values | None:
+    values = _trained(subject)
+    return values if values and is_fsdp(values) else None
 
 
-def of_fsdp(subject: Subject) -> Iterator[tuple[str, Values]]:
-    yield from ((where, values) for where, values in of_verl(subject) if is_fsdp(values))
-
-
-def of_rollout(subject: Subject) -> Iterator[tuple[str, Values]]:
-    """verl's rollout section, with a trainer or without."""
-    if subject.verl:
-        yield "verl rollout", subject.verl.values
-
-
-def of_trl_file(subject: Subject) -> Iterator[tuple[str, TrlFile]]:
-    if subject.trl:
-        yield "TRL", subject.trl
-
-
-def of_trl(subject: Subject) -> Iterator[tuple[str, Values]]:
-    if subject.trl and subject.trl.has_trainer:
-        yield "TRL", subject.trl.values
-
-
-def of_live(subject: Subject) -> Iterator[tuple[str, Live]]:
-    if subject.live:
-        yield "running", subject.live
+of_verl_file = _part("verl", lambda subject: subject.verl)
+of_verl = _part("verl", _trained)
+# A fork's trainer, or one of which not all is read, makes other checks.
+of_stock_verl = _part("verl", lambda subject: _trained(subject, by_stock=True))
+of_fsdp = _part("verl", _by_fsdp)
+of_rollout = _part("verl rollout", lambda subject: subject.verl.values if subject.verl else None)
+of_trl_file = _part("TRL", lambda subject: subject.trl)
+of_trl = _part("TRL", lambda subject: subject.trl.values if subject.trl and subject.trl.has_trainer else None)
+of_live = _part("running", lambda subject: subject.live)

@@ -33,9 +33,7 @@ _FULL_PASS, _FULL_PASS_OVER_NODES = 8_192, 16_384
 _ENTROPY_CHUNK = 2_048
 _MEGATRON_SPLITS = ("tensor_model", "pipeline_model", "context")
 # Models that liger-kernel has kernels for, but for those with images, which verl patches in the same place.
-_LIGER = re.compile(
-    r"llama|mistral|mixtral|gemma|phi-?[34]|qwen(?!.*(vl|moe|omni|a\d+b))|deepseek-(llm|math)", re.IGNORECASE
-)
+_LIGER = re.compile(r"(?i)llama|mistral|mixtral|gemma|phi-?[34]|qwen(?!.*(vl|moe|omni|a\d+b))|deepseek-(llm|math)")
 # Models that verl's guide names among those that it packs.
 _PACKED = re.compile(r"llama|mistral|qwen|deepseek-llm|deepseek-math", re.IGNORECASE)
 # Keys of names and places, with which nothing can be wrong that a file shows.
@@ -299,10 +297,7 @@ def _ulysses(values: Values, subject: Subject) -> Iterator[Found]:
         yield hurts(setting, message, "2 or more, with smaller micro batches or token limits")
     elif tokens and tokens <= _LONG_CONTEXT and shards > 1:
         message = f"sequences of {tokens} tokens need no splitting over {shards:g} GPUs"
-        micro = 0 if _is_dynamic(values) else values.number(ACTOR + "ppo_micro_batch_size_per_gpu") or 0
-        # A smaller count keeps the tokens of a GPU as they are.
-        beside = f", and ppo_micro_batch_size_per_gpu {max(1, micro // shards):g}" if micro > 1 else ""
-        yield consider(setting, message, f"1{beside}")
+        yield consider(setting, message, "1, and micro batches that keep the tokens of a GPU")
 
 
 @Rule(

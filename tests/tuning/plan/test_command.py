@@ -55,6 +55,12 @@ def test_the_example_shape_runs_anywhere() -> None:
     assert EXAMPLE_SHAPE in shown.stdout.replace("\n", "").replace(" ", "")
 
 
+def test_what_sliding_layers_hold_is_told_within_their_window_and_beyond() -> None:
+    shape = f"{EXAMPLE_SHAPE},sliding_window=1024,sliding_window_pattern=2"
+    done = CliRunner().invoke(app, ["plan", "--shape", shape])
+    assert "56 KiB of KV cache a token up to 1,024 tokens, 28 beyond" in done.stdout
+
+
 def test_a_colocated_plan_has_overrides_for_verl_and_no_file(tmp_path: Path) -> None:
     asked = ["plan", "--shape", EXAMPLE_SHAPE, "--colocated", "--nodes", "2", "--gpu", "H100"]
     done = CliRunner().invoke(app, asked)

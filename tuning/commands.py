@@ -1,7 +1,6 @@
 """The commands that this package adds to `rollout-gateway`, by its entry point.
 
-plan, tune, doctor      choose engines for GPUs; measure levers; find mistakes in configurations
-simulate                run a workload through the scheduler in virtual time, beside other placements
+plan, tune, doctor: choose engines for GPUs; measure levers; find mistakes in configurations.
 """
 
 import typer
@@ -9,12 +8,11 @@ import typer
 from gateway.cli.options import OVERRIDES, WITH_OVERRIDES
 from tuning.doctor.command import doctor_command
 from tuning.plan.command import EXAMPLE_SHAPE, plan_command
-from tuning.simulate.command import simulate_command
 from tuning.tune.command import tune_command
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands to the application."""
     app.command("plan", epilog=f"Anywhere: rollout-gateway plan --shape {EXAMPLE_SHAPE}")(plan_command)
-    for name, command in (("simulate", simulate_command), ("tune", tune_command), ("doctor", doctor_command)):
+    for name, command in (("tune", tune_command), ("doctor", doctor_command)):
         app.command(name, context_settings=WITH_OVERRIDES, epilog=OVERRIDES)(command)

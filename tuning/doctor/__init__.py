@@ -1,5 +1,2 @@
-"""`rollout-gateway doctor`: reads configurations of the gateway and of trainers, and finds settings that cost speed,
-memory or correctness.
-
-Files are read and never run; rules are pure functions in tables; figures come from docs/benchmarks.md.
-"""
+"""`rollout-gateway doctor`: finds settings of the gateway and of trainers that cost speed, memory or correctness.
+It reads files, and runs none."""

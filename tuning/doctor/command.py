@@ -29,7 +29,9 @@ def doctor_command(
     ] = None,
     trl: Annotated[
         Path | None,
-        typer.Option("--trl", metavar="FILE", help="TRL: YAML, JSON, Python with a GRPOConfig(...), or a script."),
+        typer.Option(
+            "--trl", metavar="FILE", help="TRL: YAML, JSON, Python with a plain GRPOConfig(...), or a script."
+        ),
     ] = None,
     against: Annotated[
         Path | None, typer.Option("--against", metavar="FILE", help="A verl configuration known to be good.")
@@ -43,8 +45,7 @@ def doctor_command(
         int | None, typer.Option("--trl-processes", min=1, help="Training processes of TRL.")
     ] = None,
     gpu_gib: Annotated[float, typer.Option("--gpu-gib", min=1, help="Memory of one GPU.")] = 80.0,
-    show_all: Annotated[bool, typer.Option("--all", help="Show what is fine, too.")] = False,
-    fix: Annotated[bool, typer.Option("--fix", help="Print a patch with the values that findings suggest.")] = False,
+    fix: Annotated[bool, typer.Option("--fix", help="Print a patch that renames what verl renamed.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Find settings that cost speed, memory or correctness. Exit code 1 when something hurts, 2 on bad input."""
@@ -73,6 +74,6 @@ def doctor_command(
     elif fix:
         print(patch_of(findings), end="")
     else:
-        print_findings(Console(), findings, with_fine=show_all)
+        print_findings(Console(), findings)
     if any(finding.severity is Severity.HURTS for finding in findings):
         raise typer.Exit(1)

@@ -1,14 +1,14 @@
 """An engine as rules see it, from a gateway's group, verl's rollout section or TRL's colocated vLLM."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from engines.types import EngineKind
 from gateway.config.load import Setting
 from gateway.config.schema import Config
 from tuning.doctor.files.trl import TrlFile
-from tuning.doctor.files.verl import VerlFile, VerlKind
+from tuning.doctor.files.verl import VerlFile
 from tuning.doctor.known_keys import ROLLOUT
 from tuning.doctor.model_size import weight_gib
 from tuning.doctor.trainer_memory import gpus_of, is_offloaded, resident_gib
@@ -129,15 +129,15 @@ def verl_engine(file: VerlFile) -> EngineView | None:
     """None where verl's rollouts run elsewhere, such as behind a gateway."""
     values = file.values
     # RolloutConfig wants a name, and most of its levers mean the same in both engines.
-    name = values.text(ROLLOUT + "name") or ("vllm" if file.kind is VerlKind.ROLLOUT else "")
-    if not file.has_rollouts or name not in (EngineKind.VLLM, EngineKind.SGLANG):
+    name = values.text(ROLLOUT + "name") or ("" if file.has_trainer else "vllm")
+    if name not in (EngineKind.VLLM, EngineKind.SGLANG):
         return None
     settings = {
         lever: values.at(ROLLOUT + key)
         for lever in _VERL_LEVERS
         for key in (_VERL_KEYS.get(lever, lever),)
         # A lever that this release does not have is the engine's own choice.
-        if file.keys.has(ROLLOUT + key) or values.has_any(ROLLOUT + key)
+        if file.keys.has(ROLLOUT + key) or values.at(ROLLOUT + key).origin != "default"
     }
     settings |= dict(_engine_kwargs(values, name))
     shares_gpu = file.has_trainer and _is_colocated(file)
@@ -162,9 +162,6 @@ def _engine_kwargs(values: Values, engine: str) -> Iterator[tuple[str, Setting]]
         if setting.key.startswith(section):
             key = setting.key.removeprefix(section)
             yield _SGLANG_LEVERS.get(key) or key, values.at(setting.key)
-        elif setting.key == section[:-1] and isinstance(setting.value, dict):
-            for key, value in setting.value.items():
-                yield _SGLANG_LEVERS.get(key) or key, replace(setting, value=value)
 
 
 def _is_colocated(file: VerlFile) -> bool:

@@ -9,7 +9,7 @@ from gateway.config.load import Setting
 
 
 class Severity(StrEnum):
-    """`hurts` sets the exit status; `consider` may pay; `fine` was checked and is right."""
+    """`hurts` sets the exit status; `consider` may pay; `fine` is right, though a common belief says otherwise."""
 
     HURTS = "hurts"
     CONSIDER = "consider"
@@ -59,4 +59,4 @@ class Finding:
 
 hurts = partial(Found, Severity.HURTS)
 consider = partial(Found, Severity.CONSIDER)
-fine = partial(Found, Severity.FINE)
+fine = partial(Found, Severity.FINE, corrects=True)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 VERL = "verl 0.9.1"
-TRL = "TRL 1.16.0"
 ROLLOUT = "actor_rollout_ref.rollout."
 ACTOR = "actor_rollout_ref.actor."
 BASE = "ppo_trainer"
@@ -52,12 +51,8 @@ class VerlKeys:
 
     def renamed(self, key: str) -> str:
         """The key that replaced a key of an older release; "" where none did."""
-        if self.has(key):
-            return ""
-        for old, new in _RENAMED.items():
-            if (key == old or key.startswith(f"{old}.")) and self.has(new + key.removeprefix(old)):
-                return new + key.removeprefix(old)
-        return ""
+        found = (new + key.removeprefix(old) for old, new in _RENAMED.items() if f"{key}.".startswith(f"{old}."))
+        return "" if self.has(key) else next(filter(self.has, found), "")
 
     def nearest(self, key: str) -> str:
         """The key of the same section with the nearest spelling; "" where none is like it."""

@@ -1,6 +1,5 @@
 """The size of a model, from its files, else from config.json as `plan` reads it, else from its name."""
 
-import json
 import re
 from pathlib import Path
 
@@ -10,9 +9,6 @@ from engines.model_folder import cached_folder
 from tuning.plan.shape import ModelShape, read_shape
 
 BYTES_PER_PARAMETER = 2  # bfloat16
-# Of Qwen2, for models whose config.json is elsewhere: the largest of the usual ones, nearly.
-USUAL_VOCABULARY = 152_064
-
 _IN_NAME = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)\s*[bB](?![a-zA-Z0-9])")
 # Bytes a parameter of checkpoints whose name has the sign; embeddings keep two.
 _BYTES_IN_NAME = (
@@ -54,25 +50,10 @@ def model_shape(model: str) -> ModelShape | None:
         return None
 
 
-def vocabulary(model: str) -> int | None:
-    """Return the entries of the vocabulary; None without a local config.json."""
-    return _from_config(model, "vocab_size")
-
-
 def context(model: str) -> int | None:
-    """Return the positions of the model; None without a local config.json."""
-    return _from_config(model, "max_position_embeddings")
-
-
-def _from_config(model: str, key: str) -> int | None:
-    if (folder := _folder(model)) is None:
-        return None
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        value = (config.get("text_config") or config).get(key)
-    except (OSError, ValueError, AttributeError):
-        return None
-    return value if isinstance(value, int) else None
+    """Return the positions of the model; None where its shape is not known."""
+    shape = model_shape(model)
+    return shape.positions if shape else None
 
 
 def _stored(folder: Path) -> int:

@@ -63,7 +63,7 @@ def subject_of(
     workload = Workload()
     if trl_file and trl_file.has_trainer:
         workload = trl_workload(trl_file.values, trl_processes or 1)
-    if verl_file and verl_file.has_rollouts:
+    if verl_file:
         workload = verl_workload(verl_file)
     return Subject(
         engines=(*(gateway_engines(config, settings or []) if config else ()), *(engine for engine in found if engine)),

@@ -6,21 +6,21 @@ from dataclasses import replace
 from typing import Any
 
 from gateway.config.load import Setting
-from tuning.doctor.files.hydra_override import hydra_value
 
 _SELECT = re.compile(r"\$\{oc\.select:\s*([\w.]+)\s*(?:,\s*(.*))?\}", re.DOTALL)
 _REFERENCE = re.compile(r"\$\{\s*([\w.]+)\s*\}")
+_WHOLE = re.compile(r"[+-]?(0|[1-9]\d*)")
+_FLOAT = re.compile(r"[+-]?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][+-]?\d+)?|[+-]?(inf|nan)")
+_WORDS = {"true": True, "false": False, "null": None}
 _MOST_HOPS = 8
 _MOST = 1e18  # no setting is larger
 
 
 class Values:
-    """Given settings over defaults. Interpolations of OmegaConf are followed; a value of another key has that
-    key's origin and place. `title` names the file's kind, `prefix` is left out of the keys that are shown.
-    """
+    """Given settings over defaults. Interpolations of OmegaConf are followed; a value of another key has that key's
+    origin and place. `prefix` is left out of the keys that are shown."""
 
-    def __init__(self, title: str, given: Mapping[str, Setting], defaults: Mapping[str, Any], prefix: str = "") -> None:
-        self.title = title
+    def __init__(self, given: Mapping[str, Setting], defaults: Mapping[str, Any], prefix: str = "") -> None:
         self._given = given
         self._defaults = defaults
         self._prefix = prefix
@@ -50,10 +50,6 @@ class Values:
         value = self.at(key).value
         return value if isinstance(value, str) else ""
 
-    def has_any(self, prefix: str) -> bool:
-        """True if the file has a key below `prefix`."""
-        return any(key.startswith(prefix) for key in self._given)
-
     def _at(self, key: str, hops: int) -> Setting:
         found = self._given.get(key) or Setting(
             key=self.shown(key), value=self._defaults.get(key), origin="default", place=""
@@ -67,11 +63,25 @@ class Values:
             rest = select[2] or "null"
             if "${" not in rest:
                 return replace(found, value=hydra_value(rest))
-            without = Values(self.title, {**self._given, key: replace(found, value=rest)}, self._defaults, self._prefix)
+            without = Values({**self._given, key: replace(found, value=rest)}, self._defaults, self._prefix)
             return without._at(key, hops - 1)
         if reference := _REFERENCE.fullmatch(found.value):
             return replace(self._at(_absolute(reference[1], key), hops - 1), key=self.shown(key))
         return found
+
+
+def hydra_value(text: str) -> Any:
+    """Return the value of an override: a word, a number or a flat list. Anything else stays text."""
+    text = text.strip()
+    if len(text) > 1 and text[0] in "'\"" and text[-1] == text[0]:
+        return text[1:-1]
+    if text[:1] == "[" and text[-1:] == "]" and not set(text[1:-1]) & set("[]{}"):
+        return [hydra_value(part) for part in text[1:-1].split(",") if part.strip()]
+    if text.lower() in _WORDS:
+        return _WORDS[text.lower()]
+    if _WHOLE.fullmatch(text):
+        return int(text)
+    return float(text) if _FLOAT.fullmatch(text) else text
 
 
 def as_number(value: Any) -> float | None:

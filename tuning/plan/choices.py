@@ -6,10 +6,9 @@ from dataclasses import dataclass, replace
 
 from engines.errors import ConfigError
 from tuning.plan.gpu import Gpu
-from tuning.plan.layout import Layout, layouts
+from tuning.plan.layout import Layout, layouts, trains
 from tuning.plan.memory import EngineMemory
 from tuning.plan.question import Question
-from tuning.plan.remedies import why_none
 from tuning.plan.speed import EngineModel, Rollout, rollout
 from tuning.plan.trainer import Training
 
@@ -66,26 +65,6 @@ class Choice:
     """Sequences of full length that the KV cache of a replica holds."""
 
     @property
-    def trainer_gpus(self) -> int:
-        return self.layout.trainer_gpus
-
-    @property
-    def training(self) -> Training | None:
-        return self.layout.training
-
-    @property
-    def tensor_parallel(self) -> int:
-        return self.layout.tensor_parallel
-
-    @property
-    def data_parallel(self) -> int:
-        return self.layout.data_parallel
-
-    @property
-    def replicas(self) -> int:
-        return self.layout.replicas
-
-    @property
     def limit(self) -> str:
         """The limit of a replica's speed: its API processes, its KV cache, max_num_seqs, or the GPU."""
         if self.on_rank.api_s > self.on_rank.engine_s:
@@ -114,7 +93,7 @@ def ranked(question: Question) -> list[Choice]:
     _check_length(question)
     found = [choice for layout in layouts(question) for choice in _of_layout(question, layout)]
     if not found:
-        raise ConfigError(why_none(question))
+        raise ConfigError(_why_none(question))
     best_s = min((choice.step_s for choice in found if choice.is_even), default=min(choice.step_s for choice in found))
     return sorted(found, key=lambda choice: choice.order(best_s))
 
@@ -123,8 +102,32 @@ def best_of_each(choices: Sequence[Choice]) -> list[Choice]:
     """The first of each split and parallelism of an engine, in the order given."""
     first: dict[tuple[int, int, int], Choice] = {}
     for choice in choices:
-        first.setdefault((choice.trainer_gpus, choice.tensor_parallel, choice.data_parallel), choice)
+        first.setdefault(
+            (choice.layout.trainer_gpus, choice.layout.tensor_parallel, choice.layout.data_parallel), choice
+        )
     return list(first.values())
+
+
+def _why_none(question: Question) -> str:
+    """Return the part that does not fit, and the options that may help."""
+    shape, gpu, gpus = question.shape, question.gpu, question.all_gpus
+    machine = f"{gpus} x {gpu.name} ({gpu.memory_gib:g} GiB each)"
+    if not trains(question):
+        trained = "adapters" if question.lora_rank else "all"
+        reason = f"training {trained} of {shape.parameters / 1e9:.1f} billion parameters fits no split of {machine}"
+    else:
+        needed = f"{shape.weight_bytes / 2**30:.0f} GiB of weights and the KV cache of {question.work.longest} tokens"
+        left = "" if question.is_colocated or question.trainer_gpus == 0 or gpus == 1 else "what the trainer leaves of "
+        reason = f"{needed} fit no engine on {left}{machine}"
+    ways = ["more --nodes", "a larger --gpu", "a shorter --response"]
+    if question.trainer_gpus != 0:
+        ways += ["--lora 32"] if not question.lora_rank else []
+        ways += ["--colocated"] if not question.is_colocated else []
+        ways += ["--trainer-gpus 0 (the engines alone)"]
+    return (
+        f"--gpus {question.gpus}: {reason}, even with offload, sequence parallelism and chunked logits; try "
+        f"{'; or '.join(ways)}"
+    )
 
 
 def _of_layout(question: Question, layout: Layout) -> Iterator[Choice]:
@@ -158,7 +161,6 @@ def _choice(question: Question, layout: Layout, memory: EngineMemory, max_num_se
         train_s = training.seconds(question.gpu, work, question.mfu, question.gpus) + layout.parking_s
         moved = shape.weight_bytes if not question.lora_rank else training.trained * 2
         sync_s = max(_SYNC_S, moved / _SYNC_BYTES_PER_S)
-    together = max(made.seconds, train_s) if question.overlaps else made.seconds + train_s
     return Choice(
         layout=layout,
         max_num_seqs=max_num_seqs,
@@ -168,7 +170,7 @@ def _choice(question: Question, layout: Layout, memory: EngineMemory, max_num_se
         rollout_s=made.seconds,
         train_s=train_s,
         sync_s=sync_s,
-        step_s=together + sync_s,
+        step_s=made.seconds + train_s + sync_s,
         tokens_per_s=work.new_tokens / made.seconds,
         trl=_trl(question, training),
         is_even=training is None or work.completions % training.groups == 0,

@@ -20,8 +20,6 @@ from tuning.plan.report import as_json, configuration, print_plan
 from tuning.plan.shape import read_shape
 from tuning.plan.speed import fitted
 
-_HARDWARE = "The hardware"
-_TRAINER = "The trainer"
 # A shape that needs no file, of Qwen2-7B.
 EXAMPLE_SHAPE = (
     "num_hidden_layers=28,hidden_size=3584,num_attention_heads=28,num_key_value_heads=4,intermediate_size=18944,"
@@ -30,63 +28,23 @@ EXAMPLE_SHAPE = (
 
 
 def plan_command(
-    model: Annotated[
-        Path | None,
-        typer.Option(
-            "--model", "-m", metavar="FOLDER", help="Checkpoint folder, its config.json, or a Hugging Face id."
-        ),
-    ] = None,
+    model: Annotated[Path | None, typer.Option("--model", "-m", metavar="FOLDER", help="Checkpoint or its id.")] = None,
     shape: Annotated[
         str, typer.Option("--shape", metavar="KEY=VALUE,...", help="Numbers in config.json's words, over --model's.")
     ] = "",
-    gpu: Annotated[
-        str,
-        typer.Option("--gpu", help="H200, H100, A100, ..., or memory_gib=...,tb_per_s=...", rich_help_panel=_HARDWARE),
-    ] = "H200",
-    gpus: Annotated[
-        int, typer.Option("--gpus", help="GPUs of a node, trainer's included.", rich_help_panel=_HARDWARE)
-    ] = 8,
-    nodes: Annotated[int, typer.Option("--nodes", help="Nodes of so many GPUs.", rich_help_panel=_HARDWARE)] = 1,
-    cpu_factor: Annotated[
-        float,
-        typer.Option(
-            "--cpu-factor",
-            help="How much slower the CPU cores are than the fit's; slow clouds: 1.6.",
-            rich_help_panel=_HARDWARE,
-        ),
-    ] = 1.0,
-    trainer_gpus: Annotated[
-        int | None,
-        typer.Option("--trainer-gpus", help="GPUs that train; every split unless given.", rich_help_panel=_TRAINER),
-    ] = None,
-    colocated: Annotated[
-        bool,
-        typer.Option(
-            "--colocated", help="Trainer and engines take turns on all GPUs, as in verl.", rich_help_panel=_TRAINER
-        ),
-    ] = False,
-    lora: Annotated[
-        int,
-        typer.Option("--lora", metavar="RANK", help="Train adapters of this rank alone.", rich_help_panel=_TRAINER),
-    ] = 0,
+    gpu: Annotated[str, typer.Option("--gpu", help="H100, ..., or memory_gib=...,tb_per_s=...")] = "H200",
+    gpus: Annotated[int, typer.Option("--gpus", help="GPUs of a node, trainer's included.")] = 8,
+    nodes: Annotated[int, typer.Option("--nodes", help="Nodes of so many GPUs.")] = 1,
+    cpu_factor: Annotated[float, typer.Option("--cpu-factor", help="Slowness of CPU cores; slow clouds: 1.6.")] = 1.0,
+    trainer_gpus: Annotated[int | None, typer.Option("--trainer-gpus", help="GPUs that train; all splits.")] = None,
+    colocated: Annotated[bool, typer.Option("--colocated", help="Trainer and engines take turns on all GPUs.")] = False,
+    lora: Annotated[int, typer.Option("--lora", metavar="RANK", help="Train adapters of this rank alone.")] = 0,
     prompts: Annotated[int, typer.Option("--prompts", help="Prompts of a step.", rich_help_panel=BATCH)] = 128,
     samples: Samples = 8,
     prompt: PromptLengths = "512:1024",
     response: ResponseLengths = "1024:4096",
-    overlaps: Annotated[
-        bool,
-        typer.Option(
-            "--async",
-            help="The trainer learns from one batch while engines make the next.",
-            rich_help_panel=_TRAINER,
-        ),
-    ] = False,
-    mfu: Annotated[
-        float,
-        typer.Option("--mfu", help="Share of the GPU's FLOP/s that training reaches.", rich_help_panel=_TRAINER),
-    ] = 0.4,
+    mfu: Annotated[float, typer.Option("--mfu", help="Share of the GPU's FLOP/s that training reaches.")] = 0.4,
     top: Annotated[int, typer.Option("--top", min=1, help="Rows of the table.")] = 12,
-    show_all: Annotated[bool, typer.Option("--all", help="Every max_num_seqs, not the best of each split.")] = False,
     write: Annotated[
         Path | None, typer.Option("--write", metavar="FILE", help="Write the first choice as a configuration.")
     ] = None,
@@ -112,7 +70,6 @@ def plan_command(
         trainer_gpus=trainer_gpus,
         is_colocated=colocated,
         lora_rank=lora,
-        overlaps=overlaps,
         mfu=mfu,
         cpu_factor=cpu_factor,
     )
@@ -120,7 +77,7 @@ def plan_command(
     if as_json_:
         print(json.dumps(as_json(question, choices), indent=2))
     else:
-        print_plan(Console(), question, (choices if show_all else best_of_each(choices))[:top])
+        print_plan(Console(), question, best_of_each(choices)[:top])
     if write is not None:
         _write(write, configuration(question, _deployable(question, choices), _checkpoint(model)))
 

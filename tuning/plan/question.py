@@ -17,7 +17,7 @@ _MOST_GPUS, _MOST_NODES = 72, 1024
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
     """`gpus` are those of each of `nodes` nodes. `trainer_gpus` None tries every split; `is_colocated` has trainer and
-    engines take turns on all GPUs; `overlaps` is training on one batch while the next is generated; `mfu` is the share
+    engines take turns on all GPUs; `mfu` is the share
     of the GPU's FLOP/s that training reaches, which nothing here has measured."""
 
     shape: ModelShape
@@ -29,7 +29,6 @@ class Question:
     trainer_gpus: int | None = None
     is_colocated: bool = False
     lora_rank: int = 0
-    overlaps: bool = False
     mfu: float = 0.4
     cpu_factor: float = 1.0
 
@@ -44,11 +43,8 @@ class Question:
             )
         if self.lora_rank < 0:
             raise ConfigError(f"--lora {self.lora_rank}: a rank of at least 1, or 0 to train all parameters")
-        for option, is_given in (("--trainer-gpus", self.trainer_gpus is not None), ("--async", self.overlaps)):
-            if self.is_colocated and is_given:
-                raise ConfigError(
-                    f"{option} with --colocated: trainer and engines take turns on all GPUs; leave one out"
-                )
+        if self.is_colocated and self.trainer_gpus is not None:
+            raise ConfigError("--trainer-gpus with --colocated: they take turns on all GPUs; leave one out")
         if not 0 < self.mfu <= 1:
             raise ConfigError(f"--mfu {self.mfu:g}: above 0 and at most 1")
         if not 0 < self.cpu_factor < math.inf:

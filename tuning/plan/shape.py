@@ -12,13 +12,8 @@ from engines.model_folder import cached_folder
 _ATTENTION = ("full_attention", "sliding_attention", "attention")
 # Keys of models whose layers keep a state instead of a KV cache.
 _STATEFUL = (
-    "linear_num_key_heads",
-    "linear_attn_config",
-    "mamba_d_state",
-    "ssm_cfg",
-    "state_size",
-    "full_attention_interval",
-)
+    "linear_num_key_heads", "linear_attn_config", "mamba_d_state", "ssm_cfg", "state_size", "full_attention_interval",
+)  # fmt: skip
 # One layer in so many has full attention, where config.json has no layer_types.
 _FULL_EVERY = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6}
 _ALL_SLIDE = ("mistral", "mixtral")  # where config.json has a window
@@ -167,7 +162,6 @@ def read_shape(model: Path | None, given: Sequence[str] = ()) -> ModelShape:
 def shape_of(config: Mapping[str, Any], name: str, *, quantization: Mapping[str, Any] | None = None) -> ModelShape:
     """The shape that the keys of a config.json describe. Raises `ConfigError` naming a key that cannot be."""
     _check(config, name)
-    _check_quantization(quantization, name)
     if others := sorted({str(kind) for kind in config.get("layer_types") or ()} - set(_ATTENTION)):
         raise ConfigError(f"{name}: layers of {', '.join(others)} keep no KV cache that is known here")
     if state := [key for key in _STATEFUL if config.get(key)]:
@@ -188,7 +182,10 @@ def shape_of(config: Mapping[str, Any], name: str, *, quantization: Mapping[str,
         attention = 2 * hidden * heads * head + 2 * hidden * kv_heads * head + bias
         kv_values, width = 2 * kv_heads * head, heads * head
     experts, dense_mlp = _feed_forward(config, name, layers, hidden, intermediate)
-    dense_bytes, expert_bytes = _weight_bytes(config, quantization)
+    try:
+        (dense_bytes, expert_bytes), block = _weight_bytes(config, quantization), _block(quantization or {})
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{name}: cannot size this: quantization_config: {error}") from error
     sliding_share, window = _sliding(config, layers)
     tied = config.get("tie_word_embeddings", str(config.get("model_type", "")).startswith(_TIED))
     return ModelShape(
@@ -209,7 +206,7 @@ def shape_of(config: Mapping[str, Any], name: str, *, quantization: Mapping[str,
         sliding_share=sliding_share,
         window=window,
         positions=config.get("max_position_embeddings"),
-        block=_block(quantization or {}),
+        block=block,
     )
 
 
@@ -331,26 +328,6 @@ def _check(config: Mapping[str, Any], name: str) -> None:
     for key in _LISTS:
         if not isinstance(config.get(key) or [], list):
             raise ConfigError(f"{name}: {key} = {config[key]!r} is no list")
-
-
-def _check_quantization(found: Mapping[str, Any] | None, name: str) -> None:
-    """Raises `ConfigError` for a quantization whose bytes cannot be counted."""
-    quantization = found or {}
-    where = f"{name}: cannot size this: quantization_config"
-    if not isinstance(quantization, Mapping):
-        raise ConfigError(f"{where} = {found!r} is no mapping")
-    for key in ("bits", "weight_bits"):
-        value = quantization.get(key)
-        if value is not None and not (type(value) is int and 1 <= value <= 16):
-            raise ConfigError(f"{where}.{key} = {value!r} is no number of bits from 1 to 16")
-    groups = quantization.get("config_groups") or {}
-    described = isinstance(groups, Mapping) and all(isinstance(group, Mapping) for group in groups.values())
-    weights = [group.get("weights") or {} for group in groups.values()] if described else [None]
-    if not all(isinstance(one, Mapping) and one.get("num_bits", 8) in range(1, 17) for one in weights):
-        raise ConfigError(f"{where}.config_groups = {groups!r} has no weights with num_bits")
-    blocks = quantization.get("weight_block_size") or []
-    if not isinstance(blocks, list) or not all(type(block) is int and block >= 1 for block in blocks):
-        raise ConfigError(f"{where}.weight_block_size = {blocks!r} is no list of whole numbers")
 
 
 def _whole(config: Mapping[str, Any], key: str, name: str) -> int:

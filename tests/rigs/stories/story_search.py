@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from engines.types import InFlight, PauseMode
+from tests.rigs import virtual_time
 from tests.rigs.stories.interleaving import world_of
 from tests.rigs.stories.story import (
     AbortAll,
@@ -32,7 +33,6 @@ from tests.rigs.stories.story import (
     Story,
     UnloadAdapter,
 )
-from tuning.simulate import virtual_time
 
 MOST_STEPS = 14
 _FOLDER = "/dev/shm" if Path("/dev/shm").is_dir() else None

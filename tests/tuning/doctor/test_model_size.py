@@ -6,7 +6,7 @@ import pytest
 
 from examples.tiny_model import task
 from tests.material.hub_cache import cached
-from tuning.doctor.model_size import context, vocabulary, weight_gib
+from tuning.doctor.model_size import context, weight_gib
 from tuning.plan.shape import read_shape
 
 
@@ -18,7 +18,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_folder_and_an_id_in_the_cache_tell_the_same(cache: Path) -> None:
     cached(task.COMMITTED, cache, "acme/sorter-7B")
-    for ask in (weight_gib, vocabulary, context):
+    for ask in (weight_gib, context):
         assert ask("acme/sorter-7B") == ask(str(task.COMMITTED))
     size = sum(file.stat().st_size for file in task.COMMITTED.glob("*.safetensors"))
     assert weight_gib("acme/sorter-7B") == size / 2**30
@@ -29,7 +29,7 @@ def test_a_folder_and_an_id_in_the_cache_tell_the_same(cache: Path) -> None:
 )
 def test_a_name_tells_where_there_are_no_files(cache: Path, model: str, gib: float | None) -> None:
     assert weight_gib(model) == (gib and gib * 2 / 2**30)
-    assert (vocabulary(model), context(model)) == (None, None)
+    assert context(model) is None
 
 
 @pytest.mark.parametrize(

@@ -4,57 +4,33 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import yaml
 from typer.testing import CliRunner
 
 from gateway.cli.main import app
-from gateway.config.load import explain, load
-from tuning.doctor.finding import Severity
 from tuning.doctor.patch import patch_of
 from tuning.doctor.rules.all import examine
 from tuning.doctor.subject import subject_of
 
-SCRIPT = r"""# rollout.enforce_eager=True stays in this line
+SCRIPT = r"""# rollout.tensor_parallel_size=2 stays in this line
 ARGS=(
-  actor_rollout_ref.rollout.enforce_eager=True # why
-  actor_rollout_ref.rollout.tensor_parallel_size=2
+  actor_rollout_ref.rollout.enforce_eager=True
+  actor_rollout_ref.rollout.tensor_parallel_size=2 # why
 )
-SEQS=16
-python3 -m verl.trainer.main_ppo "${ARGS[@]}" +data.train_batch_size=1024 \
-  actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.max_num_seqs=$SEQS \
-  actor_rollout_ref.model.path=Qwen/Qwen2-7B actor_rollout_ref.actor.loss_agg_mode=token_mean
+python3 -m verl.trainer.main_ppo "${ARGS[@]}" actor_rollout_ref.rollout.name=vllm
 """
 
 
-def apply(patch: str, folder: Path) -> None:
-    subprocess.run(["patch", "-p0"], input=patch, text=True, check=True, cwd=folder, timeout=30, capture_output=True)
-
-
-def test_a_script_is_repaired_where_it_writes_the_values(tmp_path: Path) -> None:
+def test_a_script_is_repaired_where_it_writes_the_key_and_no_value_is_changed(tmp_path: Path) -> None:
     path = tmp_path / "train.sh"
     path.write_text(SCRIPT, encoding="utf-8")
-    patch = patch_of(examine(subject_of(verl=path)))
+    patch = patch_of(examine(subject_of(verl=path))).replace(f"{tmp_path}/", "")
     assert path.read_text(encoding="utf-8") == SCRIPT
-    apply(patch.replace(f"{tmp_path}/", ""), tmp_path)
-    text = path.read_text(encoding="utf-8")
-    assert text.startswith("# rollout.enforce_eager=True stays")
-    assert "  actor_rollout_ref.rollout.enforce_eager=false # why\n" in text
-    assert "rollout.tensor_model_parallel_size=2\n" in text
-    assert " data.train_batch_size=1024 " in text
-    assert "max_num_seqs=$SEQS" in text
-    assert "loss_agg_mode=token-mean\n" in text
-    hurting = {one.rule for one in examine(subject_of(verl=path)) if one.severity is Severity.HURTS}
-    assert not hurting & {"cuda-graphs", "verl-keys", "verl-choices"}
-
-
-def test_a_file_of_ours_is_repaired(tmp_path: Path) -> None:
-    path = tmp_path / "ours.yaml"
-    engine = {"kind": "vllm", "model": "Qwen/Qwen2-7B", "enforce_eager": True, "gpu_memory_utilization": 0.5}
-    path.write_text(yaml.safe_dump({"engine": engine}), encoding="utf-8")
-    patch = patch_of(examine(subject_of(config=load(path, (), {}), settings=explain(path, (), {}))))
-    apply(patch.replace(f"{tmp_path}/", ""), tmp_path)
-    found = load(path, (), {}).engine
-    assert (found.enforce_eager, found.gpu_memory_utilization) == (False, 0.9)
+    subprocess.run(["patch", "-p0"], input=patch, text=True, check=True, cwd=tmp_path, timeout=30, capture_output=True)
+    repaired = SCRIPT.replace(
+        "  actor_rollout_ref.rollout.tensor_parallel", "  actor_rollout_ref.rollout.tensor_model_parallel"
+    )
+    assert path.read_text(encoding="utf-8") == repaired
+    assert "verl-keys" not in {one.rule for one in examine(subject_of(verl=path))}
 
 
 def test_the_command_prints_the_patch_and_nothing_else(tmp_path: Path) -> None:
@@ -78,24 +54,3 @@ def test_a_key_is_renamed_by_the_table_alone_and_never_to_one_that_is_given(tmp_
     path = tmp_path / "train.sh"
     path.write_text(f"python3 -m verl.trainer.main_ppo {words}\n", encoding="utf-8")
     assert words.split("=")[0] + "=" not in patch_of(examine(subject_of(verl=path)))
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        "actor.use_dynamic_bsz=False data.max_response_length=32768",  # the budget is 16384 tokens
-        "model.use_liger=False actor_rollout_ref.model.path=Qwen/Qwen2-7B",  # it need not be installed
-        "actor.ulysses_sequence_parallel_size=2 actor_rollout_ref.actor.ppo_max_token_len_per_gpu=1024",
-    ],
-)
-def test_half_of_a_change_is_no_patch(tmp_path: Path, words: str) -> None:
-    path = tmp_path / "train.sh"
-    path.write_text(f"python3 -m verl.trainer.main_ppo actor_rollout_ref.{words}\n", encoding="utf-8")
-    found = examine(subject_of(verl=path))
-    key = f"actor_rollout_ref.{words.split('=')[0]}"
-    assert key in [one.key for one in found if one.severity is not Severity.FINE]
-    assert patch_of(found) == ""
-
-
-def test_a_trainer_that_may_run_on_cpu_is_left_as_it_is() -> None:
-    assert patch_of(examine(subject_of(trl=Path("examples/train_sort.py")))) == ""

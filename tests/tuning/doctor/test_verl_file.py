@@ -7,8 +7,8 @@ import pytest
 import yaml
 
 from engines.errors import ConfigError
-from tuning.doctor.files.verl import VerlKind, read_verl
-from tuning.doctor.known_keys import ROLLOUT, verl_keys
+from tuning.doctor.files.verl import read_verl
+from tuning.doctor.known_keys import verl_keys
 from tuning.doctor.rules.all import examine
 from tuning.doctor.subject import subject_of
 
@@ -28,7 +28,7 @@ def document(folder: Path, text: str, name: str = "train.yaml") -> Path:
 def test_overrides_have_values_of_hydra_and_their_lines(tmp_path: Path) -> None:
     path = script(
         tmp_path,
-        "BATCH=64\npython3 -m verl.trainer.main_ppo --config-name=x \\\n"
+        "BATCH=64\npython3 -m verl.trainer.main_ppo --config-name=ppo_trainer \\\n"
         "  data.train_batch_size=$((BATCH * 2)) \\\n"
         '  actor_rollout_ref.actor.optim.lr=1e-6 trainer.logger=\'["console","wandb"]\' \\\n'
         "  ++actor_rollout_ref.rollout.enforce_eager=True critic.enable=null $@\n",
@@ -127,29 +127,21 @@ def test_keys_are_those_of_the_trainer_that_is_called(tmp_path: Path, command: s
 
 
 @pytest.mark.parametrize(
-    ("command", "kind", "trainer"),
+    ("command", "trainer"),
     [
-        ("verl.trainer.main_ppo actor_rollout_ref.rollout.n=2", VerlKind.RL, "ppo_trainer"),
-        ("verl.trainer.main_ppo model_engine=megatron data.seed=1", VerlKind.RL, "ppo_trainer model_engine=megatron"),
-        (
-            "verl.trainer.main_ppo --config-name=ppo_megatron_trainer.yaml data.seed=1",
-            VerlKind.RL,
-            "ppo_megatron_trainer",
-        ),
-        ("verl.trainer.sft_trainer data.seed=1", VerlKind.SFT, "sft_trainer_engine"),
-        (
-            "verl.trainer.sft_trainer engine=megatron optim=megatron data.seed=1",
-            VerlKind.SFT,
-            "sft_trainer_engine engine=megatron optim=megatron",
-        ),
-        ("verl.trainer.main_generation_server data.seed=1", VerlKind.GENERATION, "ppo_trainer"),
+        ("verl.trainer.main_ppo actor_rollout_ref.rollout.n=2", "ppo_trainer"),
+        ("verl.trainer.main_ppo model_engine=megatron data.seed=1", "ppo_trainer model_engine=megatron"),
+        ("verl.trainer.main_ppo --config-name=ppo_megatron_trainer.yaml data.seed=1", "ppo_megatron_trainer"),
     ],
 )
-def test_the_trainer_and_its_kind_are_known_by_the_command(
-    tmp_path: Path, command: str, kind: VerlKind, trainer: str
-) -> None:
-    file = read_verl(script(tmp_path, f"torchrun -m {command}"))
-    assert (file.kind, file.keys.trainer) == (kind, trainer)
+def test_the_trainer_is_known_by_the_command(tmp_path: Path, command: str, trainer: str) -> None:
+    assert read_verl(script(tmp_path, f"torchrun -m {command}")).keys.trainer == trainer
+
+
+@pytest.mark.parametrize("module", ["verl.trainer.sft_trainer", "verl.trainer.main_generation_server"])
+def test_what_does_not_train_by_rollouts_is_refused(tmp_path: Path, module: str) -> None:
+    with pytest.raises(ConfigError, match=f"{module} does not train by rollouts"):
+        read_verl(script(tmp_path, f"torchrun -m {module} data.seed=1"))
 
 
 def test_a_trainer_unknown_to_verl_is_read_with_the_bases_defaults_and_listed(tmp_path: Path) -> None:
@@ -157,29 +149,6 @@ def test_a_trainer_unknown_to_verl_is_read_with_the_bases_defaults_and_listed(tm
     assert not file.keys.is_complete
     assert file.values.at("data.train_batch_size").value == 1024
     assert any("has no trainer recipe.mine.main: its keys are not judged" in text for text in file.unread)
-
-
-def test_a_configuration_of_the_users_own_is_read_below_the_overrides(tmp_path: Path) -> None:
-    text = "defaults: [ppo_megatron_trainer, _self_]\ndata: {seed: 5, max_prompt_length: 9}\n"
-    (tmp_path / "config").mkdir()
-    document(tmp_path / "config", text, "mine.yaml")
-    command = "python -m verl.trainer.main_ppo --config-path=config --config-name=mine data.seed=6"
-    file = read_verl(script(tmp_path, command))
-    assert (file.keys.trainer, file.values.at("data.seed").value) == ("ppo_megatron_trainer", 6)
-    assert file.values.at("data.max_prompt_length").value == 9
-
-
-def test_a_configuration_further_up_is_found_and_megatron_is_known_by_its_keys(
-    tmp_path: Path,
-) -> None:
-    (tmp_path / "config").mkdir()
-    (tmp_path / "examples").mkdir()
-    document(tmp_path / "config", "defaults: [ppo_megatron_trainer, _self_]\n", "mine.yaml")
-    command = 'python -m verl.trainer.main_ppo --config-path="$PWD/config" --config-name=mine data.seed=6'
-    assert read_verl(script(tmp_path / "examples", command)).keys.trainer == "ppo_megatron_trainer"
-    command = "python -m mine.main actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2"
-    file = read_verl(script(tmp_path, command))
-    assert (file.values.text("actor_rollout_ref.actor.strategy"), file.keys.is_complete) == ("megatron", False)
 
 
 def test_values_that_a_run_alone_has_are_listed(tmp_path: Path) -> None:
@@ -210,7 +179,7 @@ def test_all_keys_of_a_standalone_rollout_server_are_known(tmp_path: Path) -> No
     )
     for text in (rollout, "nnodes: 1\nn_gpus_per_node: 4\n"):
         file = read_verl(document(tmp_path, text))
-        asked = [setting.key if file.has_trainer else ROLLOUT + setting.key for setting in file.values]
+        asked = [file.full_key(setting.key) for setting in file.values]
         assert len(asked) >= 2
         assert [key for key in asked if not file.keys.has(key)] == []
 
@@ -229,4 +198,25 @@ def test_a_composed_configuration_is_read_whole_with_no_key_refused(tmp_path: Pa
     (tmp_path / name).parent.mkdir(exist_ok=True)
     path = document(tmp_path, yaml.safe_dump(tree, sort_keys=False), name)
     assert (read_verl(path).values.whole("data.train_batch_size"), read_verl(path).has_trainer) == (96, True)
-    assert not [one for one in examine(subject_of(verl=path)) if one.rule == "verl-keys" and one.severity != "fine"]
+    assert not [one for one in examine(subject_of(verl=path)) if one.rule == "verl-keys"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("run.yaml", "defaults: [base, _self_]\ndata: {seed: 5}\n"),
+        ("train.sh", "python -m verl.trainer.main_ppo --config-path=config --config-name=mine data.seed=6\n"),
+    ],
+)
+def test_what_hydra_alone_composes_is_refused_with_what_to_give(tmp_path: Path, name: str, text: str) -> None:
+    """No value of a base that is not read counts as not given."""
+    with pytest.raises(ConfigError, match="give the YAML that `--cfg job` prints, or that a run saved"):
+        read_verl(document(tmp_path, text, name))
+
+
+def test_megatron_is_known_by_its_keys(tmp_path: Path) -> None:
+    command = "python -m mine.main actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2"
+    file = read_verl(script(tmp_path, command))
+    assert (file.values.text("actor_rollout_ref.actor.strategy"), file.keys.is_complete) == ("megatron", False)
+    text = "defaults: [ppo_megatron_trainer, _self_]\ndata: {seed: 5}\n"
+    assert read_verl(document(tmp_path, text)).keys.trainer == "ppo_megatron_trainer"

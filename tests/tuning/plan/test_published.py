@@ -73,8 +73,8 @@ def test_weights_of_every_choice_are_within_three_percent_of_the_published_check
     assert published.shape(model).weight_bytes == pytest.approx(published.gigabytes * 1e9, rel=0.03)
     _, choices = plan_of(model, where, trainer_gpus=0)
     for choice in choices:
-        whole = choice.memory.weights * 2**30 * choice.tensor_parallel
-        if choice.data_parallel == 1:
+        whole = choice.memory.weights * 2**30 * choice.layout.tensor_parallel
+        if choice.layout.data_parallel == 1:
             assert whole == pytest.approx(published.gigabytes * 1e9, rel=0.03)
         else:
             assert whole < published.gigabytes * 1e9
@@ -99,11 +99,11 @@ def test_training_that_is_published_as_possible_is(
 
 
 @pytest.mark.parametrize(("model", "where"), PAIRS)
-def test_an_impossible_ask_names_changes_that_are_possible(model: str, where: str) -> None:
+def test_an_impossible_ask_names_what_to_try(model: str, where: str) -> None:
     gpu, gpus = MACHINES[where]
     asked = question(MODELS[model].shape(model), gpu, gpus)
     if next(layouts(asked), None) is None:
-        with pytest.raises(ConfigError, match="possible with --"):
+        with pytest.raises(ConfigError, match="try more --nodes"):
             ranked(asked)
 
 

@@ -235,7 +235,6 @@ def test_numbers_that_cannot_be_are_refused_with_their_key(changes: dict[str, An
     "quantization",
     [
         {"bits": "x"},
-        {"bits": 0},
         {"config_groups": True},
         {"config_groups": {"a": 1}},
         {"config_groups": {"a": {"weights": {"num_bits": "x"}}}},

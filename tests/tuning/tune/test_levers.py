@@ -7,27 +7,28 @@ import pytest
 from engines.config import EngineConfig
 from engines.errors import ConfigError
 from engines.types import EngineKind
-from tuning.tune.levers import Lever, Setting, expected_of, levers_of, start_of
+from tuning.tune.levers import grid, text_of
 
 TINY = Path(__file__).parents[3] / "examples" / "tiny_model" / "digit-sort"
-SIM = EngineConfig(kind=EngineKind.SIM)
+SIM = EngineConfig(kind=EngineKind.SIM, max_num_seqs=100)
 GPU = EngineConfig(kind=EngineKind.SGLANG, device="cuda", model=str(TINY))
 
 
-def test_the_starts_own_value_is_always_among_those_tried() -> None:
-    levers = levers_of(SIM.model_copy(update={"max_num_seqs": 100}), ["max_num_seqs=8,16"], 64, 0)
-    assert levers == [Lever("max_num_seqs", (100, 8, 16))]
+def test_unless_levers_are_given_sequences_are_tried_that_hold_the_batch_or_less() -> None:
+    assert grid(SIM, [], 100, 0) == [{"max_num_seqs": 128}, {"max_num_seqs": 64}, {"max_num_seqs": 32}]
 
 
-def test_sequences_are_tried_up_to_what_holds_the_whole_batch() -> None:
-    levers = {lever.name: lever.values for lever in levers_of(SIM, [], 100, 0)}
-    assert levers["max_num_seqs"] == (256, 16, 32, 64, 128)
+def test_what_measurements_favour_comes_first_and_then_what_differs_least() -> None:
+    eager = EngineConfig(kind=EngineKind.VLLM, device="cuda", model=str(TINY), enforce_eager=True, max_num_seqs=64)
+    settings = grid(eager, [], 64, 1)
+    assert settings[0] == {"enforce_eager": False, "api_server_count": 4}
+    assert {"enforce_eager": False} in settings[1:5]
+    assert settings[-1] == {"max_num_seqs": 16}
+    assert len(settings) == 2 * 3 * 2 - 1, "all of the grid but the start"
 
 
-def test_eager_is_tried_off_where_it_is_on() -> None:
-    eager = SIM.model_copy(update={"enforce_eager": True})
-    assert Lever("enforce_eager", (True, False)) in levers_of(eager, [], 64, 0)
-    assert "enforce_eager" not in [lever.name for lever in levers_of(SIM, [], 64, 0)]
+def test_eager_is_not_tried_where_it_is_off() -> None:
+    assert all("enforce_eager" not in setting for setting in grid(SIM, [], 64, 0))
 
 
 @pytest.mark.parametrize(
@@ -38,48 +39,20 @@ def test_eager_is_tried_off_where_it_is_on() -> None:
         (SIM, "max_num_seqs", r"--lever 'max_num_seqs': expected NAME=VALUE,VALUE"),
         (SIM, "max_num_seqs=0", r"--lever max_num_seqs=0: Input should be greater than 0"),
         (GPU, "api_server_count=2", r"SGLang has no such lever; engine\.extra\.tokenizer_worker_num"),
-        (
-            EngineConfig(kind=EngineKind.EXTERNAL, url="http://h:1"),
-            "max_num_seqs=8",
-            "the gateway does not start that engine",
-        ),
+        (GPU, "max_num_seqs=8", "a replica needs 1 GPUs, and 0 are here"),
+        (EngineConfig(kind=EngineKind.EXTERNAL, url="http://h:1"), "max_num_seqs=8", "does not start that engine"),
     ],
 )
 def test_a_lever_that_cannot_be_is_refused_by_name(engine: EngineConfig, given: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        levers_of(engine, [given], 64, 0)
+        grid(engine, [given], 64, 0)
 
 
 def test_values_that_do_not_go_together_are_no_setting() -> None:
-    engine = EngineConfig(kind=EngineKind.VLLM, model=str(TINY), max_num_seqs=64)
-    levers = [Lever("max_num_seqs", (64, 512)), Lever("max_num_batched_tokens", (None, 256))]
-    start = start_of(engine, levers)
-    fewer = start.changed_to("max_num_batched_tokens", 256)
-    assert fewer.applied_to(engine).max_num_batched_tokens == 256
-    with pytest.raises(
-        ConfigError, match=r"max_num_batched_tokens = 256: a step cannot hold engine\.max_num_seqs = 512"
-    ):
-        fewer.changed_to("max_num_seqs", 512).applied_to(engine)
+    engine = EngineConfig(kind=EngineKind.VLLM, model=str(TINY), max_num_seqs=64, device="cpu")
+    settings = grid(engine, ["max_num_seqs=512", "max_num_batched_tokens=256"], 64, 0)
+    assert settings == [{"max_num_seqs": 512}, {"max_num_batched_tokens": 256}]
 
 
 def test_a_setting_is_told_by_what_it_changes() -> None:
-    levers = [Lever("max_num_seqs", (256, 8)), Lever("enforce_eager", (False, True))]
-    start = start_of(SIM, levers)
-    assert start.changes_text(start) == "start"
-    assert start.changed_to("enforce_eager", True).changes_text(start) == "enforce_eager=true"
-
-
-def test_what_is_too_little_is_expected_to_be_enough_and_the_rest_to_stay() -> None:
-    slow = SIM.model_copy(update={"enforce_eager": True, "max_num_seqs": 16, "max_num_batched_tokens": 512})
-    given = ["enforce_eager=false", "max_num_seqs=64,128,512", "max_num_batched_tokens=2048,8192,32768"]
-    levers = levers_of(slow, [*given, "stream_interval=32,128"], 100, 0)
-    expected = expected_of(slow, levers, 100).changes_from(start_of(slow, levers))
-    assert expected == {"enforce_eager": False, "max_num_seqs": 128, "max_num_batched_tokens": 8192}
-    large = slow.model_copy(update={"enforce_eager": False, "max_num_seqs": 1024, "max_num_batched_tokens": None})
-    assert expected_of(large, levers, 100) == start_of(large, levers)
-
-
-def test_the_most_that_is_tried_is_expected_where_nothing_is_enough() -> None:
-    levers = [Lever("max_num_seqs", (8, 16, 32))]
-    few = SIM.model_copy(update={"max_num_seqs": 8})
-    assert expected_of(few, levers, 100) == Setting((("max_num_seqs", 32),))
+    assert (text_of({}), text_of({"enforce_eager": True})) == ("start", "enforce_eager=true")

@@ -26,11 +26,9 @@ def test_it_tunes_a_real_engine_within_its_budget(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["spent_s"] <= 900
-    assert found["start"] == {"max_num_seqs": 1}
-    tried = {one["setting"]["max_num_seqs"]: one for one in found["measured"]}
-    assert tried[1]["speeds"][0] > 0
-    if found["best"]["max_num_seqs"] == 16:
-        assert tried[16]["speeds"][0] > tried[1]["speeds"][0]
+    start, tried = found["measured"]
+    assert (start["setting"], tried["setting"]) == ({}, {"max_num_seqs": 16})
+    assert start["speeds"][0] > 0
     best = load(tmp_path / "out" / "best.yaml", environ={})
-    assert best.engine.max_num_seqs == found["best"]["max_num_seqs"]
+    assert best.engine.max_num_seqs == found["best"].get("max_num_seqs", 1)
     assert best.engine.model == str(ROOT / "examples" / "tiny_model" / "digit-sort")

@@ -3,14 +3,14 @@
 from typing import Any
 
 from tuning.doctor.finding import Finding, Severity
-from tuning.doctor.rules import engine, lengths, live, trl, verl, verl_values
+from tuning.doctor.rules import engine, lengths, live, trl, verl
 from tuning.doctor.rules.rule import Rule, rules_of
 from tuning.doctor.subject import Subject
 
 SECTIONS: dict[str, tuple[Rule[Any], ...]] = {
     "Lengths": rules_of(lengths),
     "Engines": rules_of(engine),
-    "verl": (*rules_of(verl), *rules_of(verl_values)),
+    "verl": rules_of(verl),
     "TRL": rules_of(trl),
     "A running gateway": rules_of(live),
 }

@@ -1,17 +1,12 @@
-"""A rule: its texts, and the pure function under them that judges values."""
+"""A rule: its texts, and the pure function that judges values. A rule about one key is a row of a table."""
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import KW_ONLY, dataclass, replace
-from functools import partial
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, Generic, TypeVar
 
-from engines.config import EngineConfig
 from tuning.doctor.engine_view import EngineView
-from tuning.doctor.files.trl import TrlFile
-from tuning.doctor.files.verl import VerlFile
 from tuning.doctor.finding import Finding, Found, Severity
-from tuning.doctor.live import Live
 from tuning.doctor.subject import Subject
 from tuning.doctor.trainer_memory import is_fsdp
 from tuning.doctor.values import Values
@@ -30,33 +25,27 @@ V = TypeVar("V")
 Judge = Callable[[V, Subject], Iterable[Found]]
 
 
-def _silent(value: object, subject: Subject) -> Iterable[Found]:
-    return ()
-
-
 @dataclass(frozen=True, slots=True)
 class Rule(Generic[V]):
-    """A question about each value of a subject. It decorates the pure function that answers it.
+    """A question about each value of a subject.
 
-    `of` has the values, each with the part that it was read from; `asks` is the question, `reads` the keys, `why` what
-    they do, `corrects` a wrong belief.
+    `of` has the values, each with the part that it was read from; `reads` are the keys, `why` what they do, `corrects`
+    a wrong belief. `gain` is the share of a step that following it may save, roughly: 1 for a run that fails or learns
+    nothing; it ranks. Advice that `is_general` holds for nearly every file: it is named in one line.
     """
 
     of: Callable[[Subject], Iterable[tuple[str, V]]]
-    _: KW_ONLY
     id: str
-    asks: str
     reads: str
     why: str
     source: str
-    corrects: str = ""
     gain: float = 0.02
-    """Share of a step that following it may save, roughly: 1 for a run that fails or learns nothing. It ranks."""
+    corrects: str = ""
     is_general: bool = False
-    """Its advice holds for nearly every file: it is named in one line, without its text."""
-    judge: Judge[V] = _silent
+    judge: Judge[V] = lambda value, subject: ()
 
     def __call__(self, judge: Judge[V]) -> "Rule[V]":
+        """Decorate the function that judges."""
         return replace(self, judge=judge)
 
     def findings(self, subject: Subject) -> Iterator[Finding]:
@@ -85,73 +74,59 @@ class Rule(Generic[V]):
         )
 
 
+def row(rule: Rule[Values], keys: str | Iterable[str], wrong: object, judge: Callable[..., Found], *says: str) -> Any:
+    """Return the rule with a judgement of each key: `judge` with the texts `says` where its value is `wrong`, or where
+    that is a function of values and key, where it is true. In the texts {} stands for the value."""
+
+    def judged(values: Values, subject: Subject) -> Iterator[Found]:
+        for key in [keys] if isinstance(keys, str) else keys:
+            setting = values.at(key)
+            if wrong(values, key) if callable(wrong) else setting.value is wrong:
+                message, *rest = says
+                yield judge(setting, message.replace("{}", f"{setting.value}"), *rest)
+
+    return rule(judged)
+
+
 def rules_of(module: ModuleType) -> tuple[Rule[Any], ...]:
-    """Return the rules of a module in its order, which is that of findings and docs."""
-    return tuple(found for found in vars(module).values() if isinstance(found, Rule))
+    """Return the rules of a module, those of its table last: the order of findings and docs."""
+    single = (found for found in vars(module).values() if isinstance(found, Rule))
+    return (*single, *getattr(module, "TABLE", ()))
 
 
-def _engines(subject: Subject) -> Iterator[tuple[str, EngineView]]:
+def of_engines(subject: Subject) -> Iterator[tuple[str, EngineView]]:
     yield from ((engine.where, engine) for engine in subject.engines)
 
 
-def _engine_groups(subject: Subject) -> Iterator[tuple[str, EngineConfig]]:
-    yield from ((f"gateway {name}", group) for name, group in (subject.config.groups if subject.config else {}).items())
-
-
-def _workload(subject: Subject) -> Iterator[tuple[str, Workload]]:
+def of_workload(subject: Subject) -> Iterator[tuple[str, Workload]]:
     if subject.workload.where:
         yield subject.workload.where, subject.workload
 
 
-def _verl_file(subject: Subject) -> Iterator[tuple[str, VerlFile]]:
-    if subject.verl:
-        yield "verl", subject.verl
+def _part(where: str, value_of: Callable[[Subject], V | None]) -> Callable[[Subject], Iterable[tuple[str, V]]]:
+    def found(subject: Subject) -> Iterator[tuple[str, V]]:
+        if (value := value_of(subject)) is not None:
+            yield where, value
+
+    return found
 
 
-def _verl_trainer(subject: Subject) -> Iterator[tuple[str, Values]]:
-    if subject.verl and subject.verl.has_trainer:
-        yield "verl", subject.verl.values
+def _trained(subject: Subject, *, by_stock: bool = False) -> Values | None:
+    file = subject.verl
+    return file.values if file and file.has_trainer and (file.is_stock or not by_stock) else None
 
 
-def _stock_trainer(subject: Subject) -> Iterator[tuple[str, Values]]:
-    """verl's own trainer: a fork's, or one whose defaults are not all read, makes other checks."""
-    if subject.verl and subject.verl.is_stock:
-        yield from _verl_trainer(subject)
+def _by_fsdp(subject: Subject) -> Values | None:
+    values = _trained(subject)
+    return values if values and is_fsdp(values) else None
 
 
-def _fsdp_trainer(subject: Subject) -> Iterator[tuple[str, Values]]:
-    yield from ((where, values) for where, values in _verl_trainer(subject) if is_fsdp(values))
-
-
-def _verl_rollout(subject: Subject) -> Iterator[tuple[str, Values]]:
-    """verl's rollout section, with a trainer or without."""
-    if subject.verl and subject.verl.has_rollouts:
-        yield "verl rollout", subject.verl.values
-
-
-def _trl_file(subject: Subject) -> Iterator[tuple[str, TrlFile]]:
-    if subject.trl:
-        yield "TRL", subject.trl
-
-
-def _trl_trainer(subject: Subject) -> Iterator[tuple[str, Values]]:
-    if subject.trl and subject.trl.has_trainer:
-        yield "TRL", subject.trl.values
-
-
-def _gateway(subject: Subject) -> Iterator[tuple[str, Live]]:
-    if subject.live:
-        yield "running", subject.live
-
-
-engine_rule = partial(Rule, _engines)
-engine_group_rule = partial(Rule, _engine_groups)
-workload_rule = partial(Rule, _workload)
-verl_file_rule = partial(Rule, _verl_file)
-verl_trainer_rule = partial(Rule, _verl_trainer)
-stock_verl_rule = partial(Rule, _stock_trainer)
-fsdp_rule = partial(Rule, _fsdp_trainer)
-verl_rollout_rule = partial(Rule, _verl_rollout)
-trl_file_rule = partial(Rule, _trl_file)
-trl_trainer_rule = partial(Rule, _trl_trainer)
-live_rule = partial(Rule, _gateway)
+of_verl_file = _part("verl", lambda subject: subject.verl)
+of_verl = _part("verl", _trained)
+# A fork's trainer, or one of which not all is read, makes other checks.
+of_stock_verl = _part("verl", lambda subject: _trained(subject, by_stock=True))
+of_fsdp = _part("verl", _by_fsdp)
+of_rollout = _part("verl rollout", lambda subject: subject.verl.values if subject.verl else None)
+of_trl_file = _part("TRL", lambda subject: subject.trl)
+of_trl = _part("TRL", lambda subject: subject.trl.values if subject.trl and subject.trl.has_trainer else None)
+of_live = _part("running", lambda subject: subject.live)

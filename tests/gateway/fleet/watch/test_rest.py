@@ -13,7 +13,7 @@ from gateway.config.load import load
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.placement.routing import Rollout
 from gateway.fleet.replica import Replica
-from tuning.simulate.virtual_time import run
+from tests.rigs.virtual_time import run
 
 SETTLED_S = 10.0
 

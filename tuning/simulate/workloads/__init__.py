@@ -1,1 +1,0 @@
-"""Workloads that are simulated: groups of a trainer, agents, and recorded requests."""

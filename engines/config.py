@@ -170,7 +170,7 @@ class EngineConfig(Section):
     log_dir: str = DEFAULT_LOG_DIR
     """Folder of the engine logs, one file per start. The default folder keeps the last 200; another is yours."""
     profiling: bool = False
-    """True to let `rollout-gateway profile` record the engine: torch's profiler, and Python's of the simulated engine.
+    """True to let `POST /profile` record the engine: torch's profiler, and Python's of the simulated engine.
     Costs nothing until then but for its start."""
     start_timeout_s: float = Field(900.0, gt=0)
     """Limit on an engine's start."""

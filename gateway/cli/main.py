@@ -2,18 +2,16 @@
 
 up, vllm-serve          deploy, from a configuration or with the options of `trl vllm-serve`
 down, scale             remove the application; change the number of replicas
-status, top             report replicas, weights and updates, once or each second
+status                  report replicas, weights and updates
 logs                    print the ends of the engines' logs, and the gateway's events
-trace                   print the life of a request's rollouts
-profile                 record engines with their own profilers
 fetch                   copy a weight version out of a gateway's store
-config                  show, validate, explain, schema
+config                  show, validate, schema
 build                   print the document for `serve deploy`
 
 Packages add commands by the entry point `rollout_gateway.commands`, a function that is given the application.
 """
 
-import contextlib
+import json
 import sys
 from dataclasses import asdict
 from importlib.metadata import entry_points, version
@@ -22,32 +20,18 @@ from typing import Annotated
 
 import typer
 import yaml
-from rich.console import Console
 
 from engines.errors import ConfigError, RolloutGatewayError
 from engines.process.log_lines import write_log_lines
 from engines.store.peer_store import PeerStore
 from gateway.cli.cluster.application import running, unknown_application
-from gateway.cli.cluster.progress import shown
+from gateway.cli.cluster.progress import Report
 from gateway.cli.cluster.serve_api import ask_control_plane
 from gateway.cli.down import down, stay
-from gateway.cli.explanation import explain_engines
 from gateway.cli.logs import engine_logs, gateway_events, log_end
 from gateway.cli.options import OVERRIDES, WITH_OVERRIDES, AsJson, File, Name
-from gateway.cli.output import (
-    print_events,
-    print_explanation,
-    print_fleet,
-    print_json,
-    print_running,
-    print_table,
-    shown_value,
-    stdout_console,
-)
-from gateway.cli.profile import profile
+from gateway.cli.output import print_events, print_fleet, print_json, print_running
 from gateway.cli.scale import scale
-from gateway.cli.top import top
-from gateway.cli.trace import trace, trace_lines
 from gateway.cli.up import up
 from gateway.cli.vllm_serve import HELP, read_command
 from gateway.config.load import explain, load
@@ -105,7 +89,7 @@ def up_command(
 ) -> None:
     """Start Ray if none runs, deploy, and return when every replica is ready."""
     chosen = read_gpus(gpus) if gpus is not None else ()
-    with shown(Console(stderr=True)) as report:
+    with Report() as report:
         found = up(load(config, context.args), report, timeout_s, chosen, config)
     print_running(found)
 
@@ -117,11 +101,11 @@ def vllm_serve_command(context: typer.Context) -> None:
         print(HELP, end="")
         return
     command = read_command(context.args)
-    with shown(Console(stderr=True)) as report:
+    with Report() as report:
         found = up(command.config, report, command.timeout_s, command.gpus)
     print_running(found)
     if not command.detach:
-        with shown(Console(stderr=True)) as report:
+        with Report() as report:
             stay(command.config.name, report)
 
 
@@ -129,7 +113,7 @@ def vllm_serve_command(context: typer.Context) -> None:
 def down_command(name: Name = DEFAULT_NAME, config: File = None) -> None:
     """Remove the application, and stop Ray where `up` started it."""
     name = _application(name, config)
-    with shown(Console(stderr=True)) as report:
+    with Report() as report:
         removed = down(name, report)
     print(f"{name} is down" if removed else f"nothing to do: {name} does not run")
 
@@ -144,7 +128,7 @@ def scale_command(
 ) -> None:
     """Add or remove replicas while the others serve. Holds until the next `up`, which deploys its file."""
     name = _application(name, config)
-    with shown(Console(stderr=True)) as report:
+    with Report() as report:
         found = scale(name, num_replicas, report, group, timeout_s)
     print_running(found)
 
@@ -202,50 +186,6 @@ def logs_command(
     print_events(gateway_events(name))
 
 
-@app.command("top")
-def top_command(
-    url: Annotated[str, typer.Option("--url", envvar="ROLLOUT_URL", help="The gateway.")] = "http://127.0.0.1:8100",
-    api_key: Annotated[str, typer.Option("--api-key", envvar="ROLLOUT_API_KEY", help="Inference or admin key.")] = "",
-    once: Annotated[bool, typer.Option("--once", help="Print once and exit.")] = False,
-) -> None:
-    """Watch the fleet in the terminal: the dashboard's figures, each second, until Ctrl-C."""
-    with contextlib.suppress(KeyboardInterrupt):
-        top(stdout_console(), url, api_key, once=once)
-
-
-@app.command("trace")
-def trace_command(
-    request_id: Annotated[str, typer.Argument(metavar="ID", help="The X-Request-Id sent, or the `id` of the reply.")],
-    url: Annotated[str, typer.Option("--url", envvar="ROLLOUT_URL", help="The gateway.")] = "http://127.0.0.1:8100",
-    api_key: Annotated[str, typer.Option("--api-key", envvar="ROLLOUT_API_KEY", help="Admin key.")] = "",
-    as_json: AsJson = False,
-) -> None:
-    """Print the life of a request's rollouts: waits, replicas, weight versions, ends of attempts, times."""
-    found = trace(url, api_key, request_id)
-    if as_json:
-        print_json(found)
-        return
-    for line in trace_lines(found):
-        print(line)
-
-
-@app.command("profile")
-def profile_command(
-    seconds: Annotated[float, typer.Option("--seconds", help="Length of the record.")] = 5.0,
-    replicas: Annotated[
-        list[str] | None, typer.Option("--replica", help="Id or label of `status`; may be repeated.")
-    ] = None,
-    out: Annotated[Path, typer.Option("--out", dir_okay=False, help="The archive to write.")] = Path("profile.tar"),
-    url: Annotated[str, typer.Option("--url", envvar="ROLLOUT_URL", help="The gateway.")] = "http://127.0.0.1:8100",
-    api_key: Annotated[str, typer.Option("--api-key", envvar="ROLLOUT_API_KEY", help="Admin key.")] = "",
-) -> None:
-    """Record the engines with their own profilers while they serve; needs engine.profiling: true."""
-    names = profile(url, api_key, seconds, replicas or (), out)
-    for name in names:
-        print(name)
-    print(f"{out}: {len(names)} files", file=sys.stderr)
-
-
 @app.command("build", context_settings=WITH_OVERRIDES, epilog=OVERRIDES)
 def build_command(context: typer.Context, config: File = None) -> None:
     """Print the document that `serve deploy` takes."""
@@ -263,11 +203,10 @@ def show_command(context: typer.Context, config: File = None, as_json: AsJson = 
     settings = explain(config, context.args)
     if as_json:
         print_json([asdict(setting) for setting in settings])
-    elif sys.stdout.isatty():
-        print_table(["key", "value", "from"], [[s.key, shown_value(s), s.place or s.origin] for s in settings])
-    else:
-        for setting in settings:
-            print(f"{setting.key}: {shown_value(setting)}  # {setting.place or setting.origin}")
+        return
+    for setting in settings:
+        value = setting.value if isinstance(setting.value, str) else json.dumps(setting.value)
+        print(f"{setting.key}: {value}  # {setting.place or setting.origin}")
 
 
 @config_app.command("validate", context_settings=WITH_OVERRIDES, epilog=OVERRIDES)
@@ -292,17 +231,6 @@ def validate_command(context: typer.Context, config: File = None, as_json: AsJso
             print(f"cannot run on this machine: {line}")
     if lacking:
         raise typer.Exit(1)
-
-
-@config_app.command("explain", context_settings=WITH_OVERRIDES, epilog=OVERRIDES)
-def explain_command(context: typer.Context, config: File = None, as_json: AsJson = False) -> None:
-    """Print the command line of each engine group, with the key and the place behind every argument."""
-    found = explain_engines(load(config, context.args), explain(config, context.args))
-    if as_json:
-        print_json([asdict(group) for group in found])
-        return
-    for group in found:
-        print_explanation(group)
 
 
 @config_app.command("schema")

@@ -9,11 +9,11 @@ from typing import Any
 from engines.errors import ConfigError
 from engines.process.process import longest_stop_s
 from engines.types import EngineKind
-from gateway.cli.cluster.application import Running, deployed, running, serve_api, wait_for_gateway, wait_for_serve
+from gateway.cli.cluster.application import Running, deployed, met_by_the_gateway, serve_api, wait_for_serve
 from gateway.cli.cluster.changes import scaled
-from gateway.cli.cluster.lock import changing
 from gateway.cli.cluster.progress import Report
 from gateway.cli.cluster.serve_api import ServeApi
+from gateway.cli.cluster.state import changing
 from gateway.cli.up import DEPLOY_SLACK_S
 from gateway.config.schema import Config
 
@@ -36,19 +36,14 @@ def scale(
             raise ConfigError(f"Serve could not build the last change of {name}: first run rollout-gateway up -c FILE")
         api = serve_api(name)
         report.step(f"{group}: {num_replicas} replicas")
-        api.redeploy(name, scaled(application["deployed_app_config"], group, num_replicas))
+        api.deploy(scaled(application["deployed_app_config"], group, num_replicas))
         _wait(api, config, group, num_replicas, report, timeout_s or _longest_s(config, group))
-    found = running(name)
-    assert found is not None
-    if found.control_url:
-        report.step(f"waiting for the gateway to meet {num_replicas} replicas of {group}")
-        wait_for_gateway(
-            found,
-            config.fleet.complete_within_s,
-            f"{num_replicas} replicas of {group}",
-            lambda status: sum(replica["group"] == group for replica in status.get("replicas", ())) == num_replicas,
-        )
-    return found
+
+    def met(found: Running, status: dict[str, Any]) -> bool:
+        rows = status.get("replicas", ())
+        return not found.control_url or sum(replica["group"] == group for replica in rows) == num_replicas
+
+    return met_by_the_gateway(config, report, f"{num_replicas} replicas of {group}", met)
 
 
 def _check(config: Config, group: str, num_replicas: int) -> None:

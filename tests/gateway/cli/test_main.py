@@ -98,18 +98,6 @@ def test_show_tells_origins_and_hides_keys(shell: Shell) -> None:
     assert {"key": "engine.num_replicas", "value": 2, "origin": "file", "place": "sim.yaml:1"} in settings
 
 
-def test_explain_prints_the_command_and_where_its_words_come_from(shell: Shell) -> None:
-    done = shell.run("config", "explain", "-c", "sim.yaml", "engine.max_num_seqs=7")
-    assert done.returncode == 0, done.stderr
-    first, command, *rows = done.stdout.splitlines()
-    assert first == "engine: 2 x sim"
-    assert "-m sim.server --host 127.0.0.1 --port '<free port>'" in command
-    (row,) = (row.split() for row in rows if "--max-num-seqs" in row)
-    assert row == ["--max-num-seqs", "7", "engine.max_num_seqs", "argument", "engine.max_num_seqs"]
-    (found,) = json.loads(shell.run("config", "explain", "--json", "-c", "sim.yaml").stdout)
-    assert found["command"][1:3] == ["-m", "sim.server"]
-
-
 def test_schema_is_json_schema(shell: Shell) -> None:
     assert "engine" in json.loads(shell.run("config", "schema").stdout)["properties"]
 

@@ -20,11 +20,10 @@ from engines.process.process import MARK
 from engines.store.weight_store import WeightStore
 from engines.types import EngineKind
 from gateway.cli import down, scale, up
-from gateway.cli.cluster import waiting
+from gateway.cli.cluster import progress
 from gateway.cli.cluster.changes import changes
-from gateway.cli.cluster.lock import ApplicationBusy, changing
 from gateway.cli.cluster.serve_api import ServeApi
-from gateway.cli.cluster.state import State, process_started_at
+from gateway.cli.cluster.state import ApplicationBusy, State, changing, process_started_at
 from gateway.config.schema import Config
 from gateway.config.serve_document import serve_config
 from gateway.ledger.file import LedgerFile, SubmissionRow
@@ -41,7 +40,7 @@ def serve() -> Iterator[PlayedServe]:
 
 @pytest.fixture
 def shell(tmp_path: Path, serve: PlayedServe, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shell]:
-    monkeypatch.setattr(waiting, "_POLL_S", 0.01)
+    monkeypatch.setattr(progress, "_POLL_S", 0.01)
     with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as place:
         # Without the folders of engines of others on this machine.
         monkeypatch.setattr(tempfile, "tempdir", place)

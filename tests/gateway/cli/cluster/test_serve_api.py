@@ -9,10 +9,9 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from engines.process.port import free_port
-from gateway.cli.cluster.progress import Report, shown
+from gateway.cli.cluster.progress import Report
 from gateway.cli.cluster.serve_api import (
     ClusterRefused,
     ClusterSilent,
@@ -91,8 +90,7 @@ def test_a_dashboard_that_still_starts_is_asked_again(dashboard: Dashboard) -> N
     dashboard.statuses = [500, 0, 200]
     assert api.details() == {"applications": {}}
     dashboard.statuses = [0, 200, 500, 503, 200]
-    settings = {"proxy_location": "HeadOnly", "http_options": {}, "applications": [{"name": "mine"}]}
-    api.deploy(settings)
+    api.deploy({"name": "mine"}, {"proxy_location": "HeadOnly", "http_options": {}})
     assert dashboard.asked == ["GET"] * 3 + ["GET"] * 2 + ["PUT"] * 3
 
 
@@ -117,7 +115,7 @@ def test_a_control_plane_that_speaks_no_http_does_not_answer() -> None:
 
 @pytest.fixture
 def report() -> Iterator[Report]:
-    with shown(Console(file=StringIO())) as report:
+    with Report(StringIO()) as report:
         yield report
 
 

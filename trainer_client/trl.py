@@ -134,7 +134,6 @@ class GlooVLLMClient(VLLMClient):
     @contextmanager
     def _refusals_first(self) -> Iterator[None]:
         """Raise the server's reason where a refusal has ended the group, and leave it."""
-        self._refused = None
         try:
             yield
         except Exception as error:
@@ -170,6 +169,7 @@ class GlooVLLMClient(VLLMClient):
         route = url.removeprefix(self.base_url)
         if route not in WEIGHT_ROUTES:
             return dict(super()._post(url, **kwargs))
+        self._refused = None
         try:
             reply: dict[str, Any] = super()._post(url, timeout=(CONNECT_TIMEOUT_S, self._timeout_s), **kwargs)
         except Exception as error:

@@ -24,7 +24,7 @@ from gateway.cli.cluster.ray_head import check_gpus, start_ray
 from gateway.cli.cluster.serve_api import ClusterRefused, ServeApi, ask_control_plane
 from gateway.cli.cluster.state import State, changing, write_private
 from gateway.cli.down import delete, down
-from gateway.config.machine import lacks, misplaced, missing_keys, too_few_cpus
+from gateway.config.machine import lacks, misplaced, missing_keys
 from gateway.config.schema import Config
 from gateway.config.serve_document import config_of, serve_config, written_out_keys
 
@@ -92,7 +92,7 @@ def _check_cluster(config: Config, api: ServeApi) -> None:
     Files and ports of other machines are not seen from here.
     """
     nodes, details = api.nodes(), api.details()
-    cpus = too_few_cpus(config, [number for _, number in api.nodes("CPU")])
+    cpus = misplaced(config, api.nodes("CPU"), "CPU")
     if not all(is_here(address) for address, _ in nodes):
         _refuse([*misplaced(config, nodes), *cpus])
         return

@@ -1,6 +1,6 @@
 """Serve's documented REST API, which the stock `serve` command uses too, and our control plane.
 
-Standard library alone: importing ray takes seconds.
+Without ray, whose import takes seconds.
 """
 
 import http.client
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from engines.errors import RolloutGatewayError
+from gateway.config.placement import Nodes, Resource
 from gateway.opener import opener
 
 _APPLICATIONS = "/api/serve/applications/"
@@ -78,7 +79,7 @@ class ServeApi:
         found: dict[str, Any] = json.loads(self._call("GET", _APPLICATIONS))
         return found
 
-    def nodes(self, resource: str = "GPU") -> list[tuple[str, float]]:
+    def nodes(self, resource: Resource = "GPU") -> Nodes:
         """Return address and GPUs, or CPUs, of each node that lives, from the API of `ray list nodes`."""
         found = json.loads(self._call("GET", _NODES))["data"]["result"]["result"]
         alive = (node for node in found if node["state"] == "ALIVE")

@@ -161,7 +161,7 @@ def test_a_taken_port_is_named_before_ray_is_started(
         ("gateway.port={taken}", "cannot be bound here (Address already in use)"),
         ("engine.model=/nowhere/model", "engine.model = '/nowhere/model': this machine has no such folder"),
         ("engine.gpus_per_replica=1", "This machine has no GPU"),
-        ("engine.num_cpus=64", "engine.num_cpus = 64: the largest node has 2"),
+        ("engine.num_cpus=64", "engine: a replica takes 64 CPUs (num_cpus) and the largest node has 2"),
         ("gateway.audit_file=/nowhere/audit", "gateway.audit_file = '/nowhere/audit' cannot be written"),
     ],
 )

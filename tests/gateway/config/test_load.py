@@ -105,12 +105,6 @@ def test_kubernetes_service_variables_are_let_pass() -> None:
     assert load(None, [], environ) == load(None, [], {})
 
 
-def test_toml_reads_as_yaml_does() -> None:
-    toml = write('[gateway]\nport = 9\n[engine]\nkind = "sim"\n', "fleet.toml")
-    yaml = write("gateway: {port: 9}\nengine: {kind: sim}\n")
-    assert load(toml, [], {}) == load(yaml, [], {})
-
-
 def test_an_empty_section_is_its_defaults() -> None:
     assert load(write("gateway:\nengine:\n"), [], {}) == load(None, [], {})
 
@@ -125,11 +119,6 @@ def test_groups_start_from_engine() -> None:
 def test_a_wrong_key_names_line_and_nearest_key() -> None:
     path = write("gateway:\n  host: 127.0.0.1\n  prot: 9\n")
     assert mistake(path) == "fleet.yaml:3: gateway.prot: unknown key; did you mean gateway.port?"
-
-
-def test_a_wrong_key_in_toml_names_its_file() -> None:
-    told = mistake(write('name = "x"\n[engine]\ndtipe = "a"\n', "fleet.toml"))
-    assert told == "fleet.toml: engine.dtipe: unknown key; did you mean engine.dtype?"
 
 
 def test_a_key_at_the_wrong_level_is_pointed_home() -> None:
@@ -188,7 +177,6 @@ def test_a_key_given_twice_is_refused() -> None:
     [
         ("fleet.yaml", "gateway: [\n", "fleet.yaml:2: not YAML"),
         ("fleet.yaml", "gateway:\n  host: {{ host }}\n", "fleet.yaml:2: not YAML: found unhashable key"),
-        ("fleet.toml", "a = 1\nb =\n", "fleet.toml: not TOML: Invalid value (at line 2"),
         ("fleet.yaml", "- a\n", "fleet.yaml:1: a mapping"),
         ("fleet.ini", "", "fleet.ini: the name must end in"),
     ],
@@ -266,7 +254,7 @@ def test_a_share_of_memory_that_is_no_number_is_refused() -> None:
 
 def test_what_up_would_drop_from_a_serve_document_is_refused() -> None:
     told = mistake(write(SERVE_DOCUMENT + "    runtime_env: {env_vars: {A: b}}\n"))
-    assert told.startswith("fleet.yaml:13: applications.0.runtime_env.env_vars.A: rollout-gateway does not carry")
+    assert told.startswith("fleet.yaml:13: applications.0.runtime_env: rollout-gateway does not carry")
 
 
 def test_a_serve_document_of_another_application_is_refused() -> None:

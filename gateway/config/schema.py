@@ -33,6 +33,8 @@ def _one_place(file: str | None) -> str | None:
 
 OnePlace = Annotated[str | None, AfterValidator(_one_place)]
 """An absolute path, or nothing."""
+AutoPlace = Annotated[str | None, AfterValidator(lambda file: file if file == "auto" else _one_place(file))]
+"""The same, or a place of the gateway's choice."""
 
 _REFERENCES = ("env:", "file:")
 
@@ -55,8 +57,6 @@ class TraceConfig(Section):
 
     file: OnePlace = None
     """Absolute path of the file, one line of JSON a request; none is written unless given."""
-    max_bytes: int = Field(1 << 30, gt=0)
-    """Size at which recording ends."""
     content: bool = False
     """True to keep prompts as they came, and not their lengths and hashes alone."""
 
@@ -86,10 +86,6 @@ class SubmissionsConfig(Section):
     max_bytes: int = Field(1 << 30, gt=0)
     """Most bytes. Beyond that, ended submissions are forgotten, the oldest first, then new submissions are answered
     429. Submissions that outgrew the ledger have as much again for themselves, and their keys alone are refused."""
-    max_age_s: float = Field(86_400.0, gt=0)
-    """Age at which a submission is ended and forgotten."""
-    abandoned_after_s: float = Field(600.0, gt=0)
-    """Longest time in which no client reads the events of a submission before its groups are cancelled."""
 
 
 class GatewayConfig(Section):
@@ -110,8 +106,6 @@ class GatewayConfig(Section):
     process that owns what has to be known in one place."""
     max_body_bytes: int = Field(256 << 20, gt=0)
     """Largest request body."""
-    max_n: int = Field(1024, gt=0)
-    """Most completions of one prompt."""
     queue_timeout_s: float = Field(600.0, gt=0)
     """Longest wait of a rollout for a replica that may take it, while none of these makes a token."""
     generate_timeout_s: float = Field(1800.0, gt=0)
@@ -124,16 +118,12 @@ class GatewayConfig(Section):
     the turns of further sessions wait if reading an evicted context again costs more time. null admits all."""
     session_idle_s: float = Field(300.0, gt=0)
     """Longest time without a turn in which a session counts as holding KV."""
-    write_timeout_s: float = Field(60.0, gt=0)
-    """Longest time in which a client reads nothing of its reply, whole or streamed; later it is cut off."""
-    max_prompts: int = Field(16_384, gt=0)
-    """Most prompts of one request."""
     max_attempts: int = Field(3, ge=1)
     """Attempts in a row without a new token, on whichever replicas, before a rollout is reported failed."""
     replay_grace_s: float = Field(45.0, ge=0)
     """How long a whole batch of /v1/completions runs on whose connection broke, for an equal request to adopt it; TRL's
     client sends it again after at most 32 s. 0 ends it at once."""
-    ledger: str | None = "auto"
+    ledger: AutoPlace = "auto"
     """File that brings submissions and batches over a restart of the gateway, on a local disk; null keeps them
     in memory alone, auto is /var/tmp/rollout-gateway-USER-NAME/ledger.sqlite."""
     submissions: SubmissionsConfig = SubmissionsConfig()
@@ -151,11 +141,6 @@ class GatewayConfig(Section):
         if self.workers > 1 and self.trace.file is not None:
             raise ValueError("trace.file is written by one process: set workers = 1, or leave the trace out")
         return self
-
-    @field_validator("ledger")
-    @classmethod
-    def _ledger_is_one_place(cls, ledger: str | None) -> str | None:
-        return ledger if ledger == "auto" else _one_place(ledger)
 
 
 class FleetConfig(Section):
@@ -206,7 +191,7 @@ class WeightsConfig(Section):
     rolling_width: int = Field(1, ge=1)
     """Replicas that a rolling update takes out of service at a time; of two or more, one always serves."""
 
-    store: str | None = "auto"
+    store: AutoPlace = "auto"
     """Folder that keeps the last two weight versions, for replicas that lose theirs; null keeps none, auto is a folder
     in memory, /dev/shm/rollout-gateway-USER-NAME."""
     peer_url: str | None = Field(None, pattern=r"^https?://[^/\s@]+$")
@@ -244,18 +229,6 @@ class WeightsConfig(Section):
     """Longest wait for the rollouts that use a LoRA adapter before it is unloaded."""
     idle_timeout_s: float = Field(600.0, gt=0)
     """Silence of a trainer in an open update after which it is aborted."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _renamed(cls, tree: Any) -> Any:
-        if isinstance(tree, dict) and "policy" in tree:
-            raise ValueError(f"policy = {tree['policy']!r}: the key is now weights.must_pass, with the same values")
-        return tree
-
-    @field_validator("store")
-    @classmethod
-    def _store_is_one_place(cls, store: str | None) -> str | None:
-        return store if store == "auto" else _one_place(store)
 
     @model_validator(mode="after")
     def _the_relay_has_a_store(self) -> "WeightsConfig":
@@ -317,23 +290,14 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _open_ports_need_keys(self) -> "Config":
-        gateway = self.gateway
-        if gateway.host not in LOOPBACK_HOSTS and not (gateway.inference_keys and gateway.admin_keys):
-            raise ValueError(
-                f"gateway.host = {gateway.host!r} is reachable from other hosts: set gateway.inference_keys and "
-                "gateway.admin_keys, or bind 127.0.0.1"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _an_open_control_plane_is_meant(self) -> "Config":
         serve, gateway = self.serve, self.gateway
-        is_open = serve.proxy_location != "Disabled" and serve.http_host not in LOOPBACK_HOSTS
-        if is_open and not (gateway.inference_keys and gateway.admin_keys):
-            raise ValueError(
-                f"serve.http_host = {serve.http_host!r} shows the fleet's status to other hosts: bind 127.0.0.1, or "
-                "set gateway.inference_keys and gateway.admin_keys"
-            )
+        if gateway.inference_keys and gateway.admin_keys:
+            return self
+        remedy = "set gateway.inference_keys and gateway.admin_keys, or bind 127.0.0.1"
+        if gateway.host not in LOOPBACK_HOSTS:
+            raise ValueError(f"gateway.host = {gateway.host!r} is reachable from other hosts: {remedy}")
+        if serve.proxy_location != "Disabled" and serve.http_host not in LOOPBACK_HOSTS:
+            raise ValueError(f"serve.http_host = {serve.http_host!r} shows the fleet's status to other hosts: {remedy}")
         return self
 
     @model_validator(mode="after")

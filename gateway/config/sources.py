@@ -7,8 +7,6 @@ import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
-from operator import getitem
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
@@ -128,10 +126,11 @@ def _read_serve_document(path: Path, document: Tree, lines: dict[Key, int]) -> t
     }
     silent = {root[:1], root, ("http_options",), (*root, "import_path"), (*root, "route_prefix")}
     tree: Tree = {}
+    whole = Source(origin="file", tree=document)
     places: dict[Key, int] = {}
     for key, line in lines.items():
         if key in renamed:
-            put(tree, renamed[key], reduce(getitem, key, document))
+            put(tree, renamed[key], whole.value(key))
             places[renamed[key]] = line
         elif key[:3] == arguments:
             places[key[3:]] = line

@@ -203,12 +203,14 @@ def test_a_fleet_that_goes_on_after_a_failed_change_is_not_removed(shell: Shell,
     shell.run("up", "-c", "sim.yaml")
     serve.outcome, serve.builds = "DEPLOY_FAILED", False
     serve.replicas = [{"state": "SERVING"}, {"state": "SERVING"}]
-    failed = shell.run("up", "-c", "sim.yaml", "engine.env.A=b", "gateway.max_n=7")
+    failed = shell.run("up", "-c", "sim.yaml", "engine.env.A=b", "gateway.max_attempts=7")
     assert f"{NAME} now: DEPLOY_FAILED, no replica listed; 2 replicas serve" in failed.stderr
     scaling = shell.run("scale", "3")
     assert f"Serve could not build the last change of {NAME}: first run rollout-gateway up -c FILE" in scaling.stderr
     serve.outcome, serve.builds = "RUNNING", True
-    done = shell.run("up", "-c", "sim.yaml", "gateway.max_n=7")  # of the failed change, only the engines' key goes
+    done = shell.run(
+        "up", "-c", "sim.yaml", "gateway.max_attempts=7"
+    )  # of the failed change, only the engines' key goes
     assert done.returncode == 0, done.stderr
     assert serve.deleted == []
 
@@ -313,7 +315,7 @@ def test_an_application_of_another_release_is_told_with_the_remedy_and_taken_dow
     for command in (["up", "-c", "sim.yaml"], ["scale", "2"], ["logs"]):
         done = shell.run(*command)
         assert done.returncode == 1
-        assert "weights: Value error, policy = 'all'" in done.stderr
+        assert "(weights.policy: Extra inputs are not permitted)" in done.stderr
         assert f"first run: rollout-gateway down --name {NAME}" in done.stderr
     assert shell.run("down").stdout == f"{NAME} is down\n"
     assert serve.deleted == [NAME]

@@ -62,11 +62,11 @@ def test_the_model_is_served_by_the_name_that_was_given(monkeypatch: pytest.Monk
 
 def test_options_of_vllm_and_keys_of_ours_are_taken_too() -> None:
     words = [*MODEL, "--max-num-seqs", "64", "--enable-lora", "--max-loras", "6", "--tokenizer-mode", "slow"]
-    words += ["--no-async-scheduling", "--gateway.max_n", "4", "engine.num_cpus=2", "--max-logprobs", "-1"]
+    words += ["--no-async-scheduling", "--gateway.max_attempts", "4", "engine.num_cpus=2", "--max-logprobs", "-1"]
     asked = read_command(words, {}).config
     assert (asked.engine.max_num_seqs, asked.engine.enable_lora, asked.engine.max_loras) == (64, True, 6)
     assert asked.engine.extra == {"tokenizer_mode": "slow", "async_scheduling": False}
-    assert (asked.gateway.max_n, asked.engine.num_cpus, asked.engine.max_logprobs) == (4, 2, -1)
+    assert (asked.gateway.max_attempts, asked.engine.num_cpus, asked.engine.max_logprobs) == (4, 2, -1)
 
 
 def test_a_file_of_trls_options_counts_less_than_the_words(tmp_path: Path) -> None:

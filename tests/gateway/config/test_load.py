@@ -49,11 +49,11 @@ def test_nothing_given_is_the_defaults() -> None:
 
 
 def test_command_line_wins_over_environment_over_file_over_default() -> None:
-    path = write("gateway: {port: 1, max_n: 2, max_attempts: 5}\n")
-    environ = {"ROLLOUT_GATEWAY_GATEWAY__PORT": "3", "ROLLOUT_GATEWAY_GATEWAY__MAX_N": "4"}
+    path = write("gateway: {port: 1, workers: 2, max_attempts: 5}\n")
+    environ = {"ROLLOUT_GATEWAY_GATEWAY__PORT": "3", "ROLLOUT_GATEWAY_GATEWAY__WORKERS": "4"}
     config = load(path, ["gateway.port=6"], environ)
     assert config.gateway.port == 6
-    assert config.gateway.max_n == 4
+    assert config.gateway.workers == 4
     assert config.gateway.max_attempts == 5
     assert config.gateway.host == "127.0.0.1"
 
@@ -125,11 +125,6 @@ def test_a_key_at_the_wrong_level_is_pointed_home() -> None:
     assert "did you mean engine.tensor_parallel_size?" in mistake(write("tensor_parallel_size: 2\n"))
 
 
-def test_a_renamed_key_is_refused_with_its_new_name() -> None:
-    told = mistake(write("weights:\n  policy: quorum\n"))
-    assert told.startswith("fleet.yaml:1: weights: policy = 'quorum': the key is now weights.must_pass")
-
-
 def test_a_wrong_value_names_line_and_value() -> None:
     told = mistake(write("gateway:\n  port: 99999\n"))
     assert told == "fleet.yaml:2: gateway.port = 99999: input should be less than or equal to 65535"
@@ -165,7 +160,7 @@ def test_an_override_without_key_or_value_is_refused(arguments: list[str]) -> No
 
 
 def test_all_mistakes_are_told_at_once() -> None:
-    assert len(mistake(write("gateway:\n  prot: 1\n  max_n: 0\nnaem: x\n")).splitlines()) == 3
+    assert len(mistake(write("gateway:\n  prot: 1\n  workers: 0\nnaem: x\n")).splitlines()) == 3
 
 
 def test_a_key_given_twice_is_refused() -> None:

@@ -104,9 +104,10 @@ def test_gpus_detach_and_the_wait_are_read_apart() -> None:
         ([*MODEL, "--distributed_executor_backend", "ray"], "a replica's GPUs are on one node"),
         ([*MODEL, "--host", "0.0.0.0"], "set gateway.inference_keys and gateway.admin_keys"),
         ([*MODEL, "--gateway.prot", "1"], r"gateway.prot: unknown key; did you mean gateway.port"),
-        ([*MODEL, "--timeout-s", "soon"], "give seconds above 0"),
-        ([*MODEL, "--detach", "perhaps"], "neither true nor false"),
-        ([*MODEL, "--detach", "["], "neither true nor false"),
+        ([*MODEL, "--timeout-s", "soon"], "--timeout_s = 'soon': Input should be a valid number"),
+        ([*MODEL, "--timeout-s", "0"], "--timeout_s = '0': Input should be greater than 0"),
+        ([*MODEL, "--detach", "perhaps"], "--detach = 'perhaps': Input should be a valid boolean"),
+        ([*MODEL, "--gpus"], "--gpus = True: Input should be a valid string"),
     ],
 )
 def test_a_mistake_is_named_by_the_option_that_made_it(words: list[str], told: str) -> None:

@@ -10,7 +10,6 @@ from engines.errors import ConfigError
 from engines.process.engine_log import check_log_folder
 from engines.process.launch import engine_command
 from engines.types import EngineKind
-from gateway.config.certificate import read_certificate
 from gateway.config.load import with_secrets
 from gateway.config.node_gpus import visible_gpus
 from gateway.config.placement import Nodes, Resource, check_placement
@@ -73,7 +72,7 @@ def _files(config: Config) -> Iterator[str]:
         except OSError as error:
             yield f"gateway.{key} = {path!r} cannot be written: {error.strerror}"
     if config.gateway.tls.is_on:
-        yield from _error(read_certificate, config.gateway.tls)
+        yield from _error(config.gateway.tls.read)
     if config.gateway.otlp_endpoint and not find_spec("opentelemetry"):
         yield "gateway.otlp_endpoint needs OpenTelemetry: pip install 'rollout-gateway[otel]'"
 

@@ -1,6 +1,7 @@
 """The configuration: one strict pydantic tree. How files, environment and command line become one is in `load.py`."""
 
 import re
+import ssl
 from ipaddress import ip_network
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,7 +15,7 @@ from pydantic import (
     model_validator,
 )
 
-from engines.config import EngineConfig, Section
+from engines.config import KEY_REFERENCES, EngineConfig, Secret, Section, is_reference
 from engines.errors import ConfigError
 from engines.types import InFlight
 from gateway.config.models import Models
@@ -36,20 +37,18 @@ OnePlace = Annotated[str | None, AfterValidator(_one_place)]
 AutoPlace = Annotated[str | None, AfterValidator(lambda file: file if file == "auto" else _one_place(file))]
 """The same, or a place of the gateway's choice."""
 
-_REFERENCES = ("env:", "file:")
-
 
 def _sendable(key: SecretStr) -> SecretStr:
     """Refuse a key that every client sends, which is nothing, or that none can send."""
     text = key.get_secret_value()
-    if text in _REFERENCES:
+    if text in KEY_REFERENCES:
         raise ValueError(f"nothing is named after {text}: give env:NAME or file:PATH")
-    if not text.startswith(_REFERENCES) and text.split() != [text]:
+    if not is_reference(key) and text.split() != [text]:
         raise ValueError("the key is empty or has white space: give a key, env:NAME or file:PATH")
     return key
 
 
-Key = Annotated[SecretStr, AfterValidator(_sendable)]
+Key = Annotated[Secret, AfterValidator(_sendable)]
 
 
 class TraceConfig(Section):
@@ -78,6 +77,18 @@ class TlsConfig(Section):
     @property
     def is_on(self) -> bool:
         return self.certificate is not None
+
+    def read(self) -> ssl.SSLContext:
+        """Return the context of a server. Raise `ConfigError` where the files hold no certificate and its key."""
+        assert self.certificate is not None
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        try:
+            # Without a password OpenSSL would ask for that of a key at a terminal, and wait.
+            context.load_cert_chain(self.certificate, self.key, password="")
+        except (OSError, ssl.SSLError) as error:
+            files = f"{self.certificate} and {self.key}"
+            raise ConfigError(f"gateway.tls: {files} hold no certificate with its key: {error}") from error
+        return context
 
 
 class SubmissionsConfig(Section):

@@ -29,7 +29,6 @@ class Running:
     replicas: dict[str, str]
     """Counts of replicas by state, per deployment."""
     dashboard: str
-    started_ray: bool
 
 
 def serve_api(name: str) -> ServeApi:
@@ -40,7 +39,7 @@ def serve_api(name: str) -> ServeApi:
 
 def running(name: str) -> Running | None:
     """Return the application as it is now; None when Serve does not know it."""
-    state, api = State.read(name), serve_api(name)
+    api = serve_api(name)
     details = api.details()
     application = details["applications"].get(name)
     if application is None:
@@ -54,7 +53,6 @@ def running(name: str) -> Running | None:
         control_url=url,
         replicas=replica_states(application),
         dashboard=api.address,
-        started_ray=state is not None and state.ray_lives,
     )
 
 

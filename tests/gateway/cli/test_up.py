@@ -215,6 +215,14 @@ def test_a_fleet_that_goes_on_after_a_failed_change_is_not_removed(shell: Shell,
     assert serve.deleted == []
 
 
+def test_a_replica_that_the_gateway_refuses_undoes_up_with_the_reason(shell: Shell, serve: PlayedServe) -> None:
+    serve.refused = {"theirs-0": "engines.policy serves 'sim' and engines.theirs serves 'judge'"}
+    done = shell.run("up", "-c", "sim.yaml")
+    assert done.returncode == 1
+    assert "replica theirs-0 does not fit in: engines.policy serves 'sim' and engines.theirs serves" in done.stderr
+    assert serve.deleted == [NAME]
+
+
 def test_a_second_application_on_one_ray_is_refused_and_the_first_is_left_alone(
     shell: Shell, serve: PlayedServe
 ) -> None:

@@ -42,12 +42,6 @@ def mistake(path: Path | None = None, overrides: Sequence[str] = (), environ: Ma
     return str(caught.value)
 
 
-def test_nothing_given_is_the_defaults() -> None:
-    config = load(None, [], {})
-    assert config.gateway.port == 8100
-    assert config.name == "rollout-gateway"
-
-
 def test_command_line_wins_over_environment_over_file_over_default() -> None:
     path = write("gateway: {port: 1, workers: 2, max_attempts: 5}\n")
     environ = {"ROLLOUT_GATEWAY_GATEWAY__PORT": "3", "ROLLOUT_GATEWAY_GATEWAY__WORKERS": "4"}
@@ -236,12 +230,6 @@ def test_a_group_has_a_name_that_serve_and_files_can_carry(name: str) -> None:
     assert f"{name!r} cannot name a group" in told
 
 
-def test_a_home_of_nobody_is_no_folder() -> None:
-    assert "engine.model = '~nobody-here/model': no such folder" in mistake(
-        overrides=["engine.model=~nobody-here/model"]
-    )
-
-
 def test_a_share_of_memory_that_is_no_number_is_refused() -> None:
     arguments = ["engine.gpus_per_replica=0.5", "engine.extra={gpu_memory_utilization: most}"]
     assert "gpu_memory_utilization = 'most' leaves no room" in mistake(overrides=arguments)
@@ -283,11 +271,6 @@ def test_a_model_id_is_left_alone() -> None:
     assert load(None, ["engine.model=Qwen/Qwen2-7B"], {}).engine.model == "Qwen/Qwen2-7B"
 
 
-def test_a_model_path_that_leads_nowhere_is_refused() -> None:
-    told = mistake(write("engine:\n  model: some/folder/model\n"))
-    assert told.startswith("fleet.yaml:2: engine.model = 'some/folder/model': no such folder under ")
-
-
 def test_a_python_becomes_absolute_and_stays_in_its_environment(tmp_path: Path) -> None:
     link = tmp_path / "env" / "bin" / "python"
     link.parent.mkdir(parents=True)
@@ -304,9 +287,17 @@ def test_a_home_in_the_path_of_a_python_is_found(tmp_path: Path, monkeypatch: py
     assert load(None, ["engine.python=~/python"], {}).engine.python == str(tmp_path / "python")
 
 
-def test_a_relative_python_that_leads_nowhere_is_refused() -> None:
-    told = mistake(write("engine:\n  python: python3\n"))
-    assert told.startswith("fleet.yaml:2: engine.python = 'python3': no such file under ")
+@pytest.mark.parametrize(
+    ("key", "path", "kind"),
+    [
+        ("model", "some/folder/model", "folder"),
+        ("model", "~nobody-here/model", "folder"),
+        ("python", "python3", "file"),
+    ],
+)
+def test_a_path_that_leads_nowhere_is_refused(key: str, path: str, kind: str) -> None:
+    told = mistake(write(f"engine:\n  {key}: {path}\n"))
+    assert told.startswith(f"fleet.yaml:2: engine.{key} = {path!r}: no such {kind} under ")
 
 
 def test_a_python_for_an_engine_that_runs_none_is_refused() -> None:

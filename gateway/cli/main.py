@@ -110,9 +110,8 @@ def vllm_serve_command(context: typer.Context) -> None:
 
 
 @app.command("down")
-def down_command(name: Name = DEFAULT_NAME, config: File = None) -> None:
+def down_command(name: Name = DEFAULT_NAME) -> None:
     """Remove the application, and stop Ray where `up` started it."""
-    name = _application(name, config)
     with Report() as report:
         removed = down(name, report)
     print(f"{name} is down" if removed else f"nothing to do: {name} does not run")
@@ -123,13 +122,10 @@ def scale_command(
     num_replicas: Annotated[int, typer.Argument(metavar="N", help="Number of replicas.")],
     group: Annotated[str | None, typer.Option("--group", help="Engine group, where there are several.")] = None,
     name: Name = DEFAULT_NAME,
-    config: File = None,
-    timeout_s: Annotated[float | None, typer.Option("--timeout-s", help="Longest wait for the replicas.")] = None,
 ) -> None:
     """Add or remove replicas while the others serve. Holds until the next `up`, which deploys its file."""
-    name = _application(name, config)
     with Report() as report:
-        found = scale(name, num_replicas, report, group, timeout_s)
+        found = scale(name, num_replicas, report, group)
     print_running(found)
 
 
@@ -154,9 +150,8 @@ def fetch_command(
 
 
 @app.command("status")
-def status_command(name: Name = DEFAULT_NAME, config: File = None, as_json: AsJson = False) -> None:
+def status_command(name: Name = DEFAULT_NAME, as_json: AsJson = False) -> None:
     """Report replicas, weights and updates."""
-    name = _application(name, config)
     found = running(name)
     if found is None:
         raise unknown_application(name)
@@ -176,10 +171,8 @@ def logs_command(
     ] = "",
     lines: Annotated[int, typer.Option("--lines", "-n", min=1, help="Lines from the end of each log.")] = 20,
     name: Name = DEFAULT_NAME,
-    config: File = None,
 ) -> None:
     """Print the ends of the engines' logs on this machine, of engines that failed too, and the gateway's events."""
-    name = _application(name, config)
     for log in engine_logs(name, replica):
         print(f"==> {log} <==")
         print(log_end(log, lines))
@@ -226,11 +219,6 @@ def validate_command(context: typer.Context, config: File = None) -> None:
 def schema_command() -> None:
     """Print the JSON schema of the configuration, for editors."""
     print_json(Config.model_json_schema())
-
-
-def _application(name: str, config: Path | None) -> str:
-    """Return the application's name: the configuration's where there is a file."""
-    return load(config).name if config else name
 
 
 for plugin in entry_points(group="rollout_gateway.commands"):

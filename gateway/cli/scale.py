@@ -20,9 +20,7 @@ from gateway.config.schema import Config
 _MAX_REPLICAS = 1024
 
 
-def scale(
-    name: str, num_replicas: int, report: Report, group: str | None = None, timeout_s: float | None = None
-) -> Running:
+def scale(name: str, num_replicas: int, report: Report, group: str | None = None) -> Running:
     """Bring an engine group to `num_replicas`, and return when they run and the rest are gone.
 
     The group may be left out where there is one. Removed replicas finish their rollouts first, up to
@@ -37,7 +35,7 @@ def scale(
         api = serve_api(name)
         report.step(f"{group}: {num_replicas} replicas")
         api.deploy(scaled(application["deployed_app_config"], group, num_replicas))
-        _wait(api, config, group, num_replicas, report, timeout_s or _longest_s(config, group))
+        _wait(api, config, group, num_replicas, report)
 
     def met(found: Running, status: dict[str, Any]) -> bool:
         rows = status.get("replicas", ())
@@ -53,16 +51,21 @@ def _check(config: Config, group: str, num_replicas: int) -> None:
         raise ConfigError(f"{group} is external: one URL is one replica; give each external server a group")
 
 
-def _longest_s(config: Config, group: str) -> float:
+def _wait(api: ServeApi, config: Config, group: str, num_replicas: int, report: Report) -> None:
     engine = config.groups[group]
-    return max(engine.start_timeout_s, engine.drain_timeout_s + longest_stop_s(engine.stop_timeout_s)) + DEPLOY_SLACK_S
+    leave_s = engine.drain_timeout_s + longest_stop_s(engine.stop_timeout_s)
 
-
-def _wait(api: ServeApi, config: Config, group: str, num_replicas: int, report: Report, timeout_s: float) -> None:
     def settled(application: dict[str, Any]) -> bool:
         states = [replica["state"] for replica in application["deployments"][group]["replicas"]]
         ready, leaving = states.count("RUNNING"), len(states) - states.count("RUNNING") - states.count("STARTING")
         report.step(f"{group}: {ready} of {num_replicas} run, {leaving} finish their rollouts")
         return ready == num_replicas == len(states)
 
-    wait_for_serve(api, config, report, timeout_s, f"{num_replicas} replicas of {group}", settled)
+    wait_for_serve(
+        api,
+        config,
+        report,
+        max(engine.start_timeout_s, leave_s) + DEPLOY_SLACK_S,
+        f"{num_replicas} replicas of {group}",
+        settled,
+    )

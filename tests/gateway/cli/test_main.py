@@ -4,14 +4,14 @@ import json
 import re
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 
 from engines.process.port import free_port
+from tests.rigs.ray_app import wait_until
 from tests.rigs.shell import NAME, SCRIPT, NearShell, Shell, clusterless
 
 
@@ -233,7 +233,7 @@ def test_vllm_serve_stays_until_it_is_ended_and_takes_its_ray_down(cluster_shell
             [SCRIPT, "vllm-serve", *words], cwd=shell.folder, env=shell.environ, stdout=file, stderr=file
         )
     try:
-        _wait_until(lambda: "rollout URL:" in output.read_text() or serving.poll() is not None, 300)
+        wait_until(lambda: "rollout URL:" in output.read_text() or serving.poll() is not None, 300)
         assert f"http://127.0.0.1:{port}" in output.read_text()
         fleet = json.loads(shell.run("status", "--json").stdout)["fleet"]
         assert sorted(replica["gpu_ids"] for replica in fleet["replicas"]) == [[2], [3]]
@@ -263,10 +263,3 @@ def test_up_refuses_gpus_that_are_none(shell: Shell) -> None:
     done = shell.run("up", "-c", "sim.yaml", "--gpus", "first")
     assert (done.returncode, done.stdout) == (1, "")
     assert "--gpus first: 'first' is no GPU" in done.stderr
-
-
-def _wait_until(condition: Callable[[], bool], timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.2)

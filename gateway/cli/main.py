@@ -28,7 +28,7 @@ from gateway.cli.cluster.application import running, unknown_application
 from gateway.cli.cluster.progress import Report
 from gateway.cli.cluster.serve_api import ask_control_plane
 from gateway.cli.down import down, stay
-from gateway.cli.logs import engine_logs, gateway_events, log_end
+from gateway.cli.logs import log_end, logs_and_events
 from gateway.cli.options import OVERRIDES, WITH_OVERRIDES, AsJson, File, Name
 from gateway.cli.output import print_events, print_fleet, print_json, print_running
 from gateway.cli.scale import scale
@@ -173,10 +173,11 @@ def logs_command(
     name: Name = DEFAULT_NAME,
 ) -> None:
     """Print the ends of the engines' logs on this machine, of engines that failed too, and the gateway's events."""
-    for log in engine_logs(name, replica):
+    logs, events = logs_and_events(name, replica)
+    for log in logs:
         print(f"==> {log} <==")
         print(log_end(log, lines))
-    print_events(gateway_events(name))
+    print_events(events)
 
 
 @app.command("build", context_settings=WITH_OVERRIDES, epilog=OVERRIDES)

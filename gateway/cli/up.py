@@ -47,13 +47,14 @@ def up(
     running Ray was started with others, or has another application in this one's place.
     """
     with changing(config.name, "up"):
-        return _up(config, report, timeout_s or _deploy_timeout_s(config), gpus, file)
+        longest_s = max(group.start_timeout_s for group in config.groups.values()) + DEPLOY_SLACK_S
+        return _up(config, report, timeout_s or longest_s, gpus, file)
 
 
 def _up(config: Config, report: Report, timeout_s: float, gpus: Sequence[str], file: Path | None) -> Running:
     api = ServeApi.from_environment()
     state = _state(config.name, api)
-    is_new = deploying = False
+    is_new, before = False, None
     try:
         if api.is_up():
             check_gpus(state, gpus)
@@ -67,7 +68,6 @@ def _up(config: Config, report: Report, timeout_s: float, gpus: Sequence[str], f
         before = _application_before(api, config.name, report)
         is_new = before is None
         state.write()
-        deploying = True
         _deploy(api, config, before, report)
         _wait_until_running(api, config, before, report, timeout_s)
         found = met_by_the_gateway(config, report, "all replicas", _is_healthy)
@@ -77,7 +77,7 @@ def _up(config: Config, report: Report, timeout_s: float, gpus: Sequence[str], f
     except BaseException:  # Ctrl-C too: an application that never ran must not go on trying in the background
         if is_new:
             _undo(config.name, report)
-        elif deploying:
+        elif before is not None:
             _say_what_serves(config.name, state.file, report)
         raise
 
@@ -193,10 +193,6 @@ def _key_file(name: str, keys: Sequence[str]) -> Path:
     path = State.folder() / f"{name}.{secrets.token_hex(4)}"
     write_private(path, text)
     return path
-
-
-def _deploy_timeout_s(config: Config) -> float:
-    return max(group.start_timeout_s for group in config.groups.values()) + DEPLOY_SLACK_S
 
 
 def _wait_until_running(

@@ -10,6 +10,7 @@ import orjson
 
 from engines.errors import WeightUpdateConflict
 from engines.types import PauseMode
+from engines.weight_label import WeightLabel
 
 Json = dict[str, Any]
 
@@ -46,8 +47,6 @@ class Engine(ABC):
 
     replica_id: str
     url: str
-    tells_version = True
-    """False once `weight_version` has found an engine without weight versions."""
     passes_every_chunk = True
     """False where chunks of a long sample are held back until they are worth their cost."""
 
@@ -88,9 +87,8 @@ class Engine(ABC):
                 yield [orjson.dumps(chunk)]
 
     @abstractmethod
-    async def weight_version(self, timeout_s: float) -> int | None:
-        """Return the engine's version: 0 for the checkpoint or an engine without versions, None for weights that an
-        interrupted update left mixed."""
+    async def weight_label(self, timeout_s: float) -> WeightLabel:
+        """Return what the label of its weights tells; `UNKNOWN` where it has no labels."""
 
     @abstractmethod
     async def open_weight_group(self, init_info: Json, timeout_s: float) -> None:
@@ -108,12 +106,12 @@ class Engine(ABC):
         """Receive the announced tensors; returns when all are loaded."""
 
     @abstractmethod
-    async def finish_weight_update(self, version: int, timeout_s: float) -> None:
-        """End the update and label the weights `version`."""
+    async def finish_weight_update(self, label: str, timeout_s: float) -> None:
+        """End the update. The weights have the label, before a verdict, until `label_weights`."""
 
     @abstractmethod
     async def abandon_weight_update(self, timeout_s: float, *, drops_receipt: bool = False) -> None:
-        """End an update without a commit, so that the next can start. The weights are then mixed. With
+        """End an update without a commit, so that the next can start. The weights are of no version then. With
         `drops_receipt` it does the work of that call too, in the same pause between two steps where it can."""
 
     # An engine stages where it has free memory beside its weights: a thread receives while the engine makes tokens.
@@ -136,7 +134,8 @@ class Engine(ABC):
 
     async def undo_load(self, timeout_s: float) -> bool:
         """Take back the weights that `load_staged` or `load_snapshot` replaced; the receipt is dropped. Return False
-        where not all workers have kept them: the weights are then a mixture. The label is mixed, until `label_weights`.
+        where not all workers have kept them: the weights are then a mixture. Until `label_weights` they are of no
+        version.
 
         The update must have ended. Requests as in `load_snapshot`.
         """
@@ -188,8 +187,8 @@ class Engine(ABC):
 
     @abstractmethod
     async def load_snapshot(self, path: str, version: int, timeout_s: float) -> None:
-        """Load all weights from a checkpoint folder, also after an interrupted update. They are labelled as mixed,
-        until `label_weights`. Where `prepare_snapshot` has read the folder beside the weights and that is exact, the
+        """Load all weights from a checkpoint folder, also after an interrupted update. They are of no version until
+        `label_weights`. Where `prepare_snapshot` has read the folder beside the weights and that is exact, the
         weights before are kept as by `load_staged`, until `drop_receipt` or a load.
 
         Tokens of requests that run during the load are of no version. None may run where `loads_between_steps` of its
@@ -197,11 +196,8 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    async def label_weights(self, version: int, timeout_s: float) -> None:
-        """Label weights that are labelled as mixed, where the engine knows labels, which a restarted gateway believes.
-
-        Raise `EngineFailed` for another label: another process has taken the engine's place, with its own weights.
-        """
+    async def label_weights(self, label: str, timeout_s: float, *, is_committed: bool) -> None:
+        """Label the weights, where the engine knows labels. A restarted gateway believes those that are committed."""
 
     @abstractmethod
     async def pause(self, mode: PauseMode, *, clear_cache: bool, timeout_s: float) -> None: ...

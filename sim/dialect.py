@@ -392,8 +392,8 @@ class Answer(ABC):
         """Return for each token from `start` on its log-prob (first) and those of the `count` likeliest tokens."""
         scores: list[dict[int, float]] = []
         for version, first, end in sample.spans:
+            weights = self.model.key(version, sample.adapter)
             for token_id in sample.tokens[max(first, start) : max(end, start)]:
-                weights = self.model.key(version, sample.adapter)
                 scores.append(self._scored(context, token_id, weights, count))
                 context = read((token_id,), context)
         return scores

@@ -10,6 +10,7 @@ from hashlib import blake2b
 from struct import Struct
 
 from engines.config import SimConfig
+from engines.weight_label import WeightLabel, version_of
 
 EOS_TOKEN = 2
 FIRST_TOKEN = 3  # ids below are special: padding, begin, end
@@ -26,7 +27,7 @@ _pack = Struct("<QQQ").pack
 class SimModel:
     """An autoregressive model: a token depends on all ids before it, the weights, and the draw.
 
-    `held` maps a reported version to the weights actually used, where they differ.
+    `held` maps what a label says is held to the weights actually used, where they differ from those of its version.
     """
 
     vocab_size: int
@@ -57,10 +58,14 @@ class SimModel:
             context = read(tokens[-1:], context)
         return tokens
 
-    def key(self, version: str, adapter: str = "") -> int:
-        """Return the key of the weights used for reported `version`, with the adapter of this digest."""
-        held = self.held.get(version, version)
+    def key(self, label: str, adapter: str = "") -> int:
+        """Return the key of the weights used under a reported label, with the adapter of this digest."""
+        held = self.weights(WeightLabel.read(label).held)
         return weights_key(f"{held} under {adapter}" if adapter else held)
+
+    def weights(self, held: str) -> str:
+        """Return the name of the weights that a label names: that of its version, as tests compute them."""
+        return self.held.get(held, version_name(version_of(held)) if held else "overwritten")
 
     def next_token(self, context: int, draw: int, weights: int, may_end: bool = True) -> int:
         """Return one token. The chance of an end is the same everywhere, so lengths are geometric."""
@@ -95,6 +100,11 @@ class SimModel:
         chosen = list(dict.fromkeys([best, *_first(count, others)]))[:count]
         scored = {token_id: self.logprob(context, token_id, weights) for token_id in chosen}
         return dict(sorted(scored.items(), key=lambda item: -item[1]))
+
+
+def version_name(version: int) -> str:
+    """Return the name of a version's weights."""
+    return str(version) if version else CHECKPOINT_VERSION
 
 
 def read(token_ids: Iterable[int], context: int = 0) -> int:

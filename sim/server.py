@@ -18,10 +18,10 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel, ValidationError
 
-from engines.clients.our_workers import MIXED
 from engines.config import SimConfig
 from engines.errors import InvalidRequest, StoreFailed, UnknownModel, WeightUpdateConflict
 from engines.types import PauseMode
+from engines.weight_label import CHECKPOINT, WeightLabel
 from sim.adapters import AdapterNotFound, SimAdapters
 from sim.dialect import (
     Adapter,
@@ -43,7 +43,7 @@ from sim.dialect import (
 )
 from sim.faults import FaultInjector
 from sim.metrics import SchedulerMetrics
-from sim.model import CHECKPOINT_VERSION, SimModel, detokenize, tokenize
+from sim.model import SimModel, detokenize, tokenize, version_name
 from sim.profiler import Profiler
 from sim.scheduler import GRAPH_SEQS, MAX_NUM_BATCHED_TOKENS, SimScheduler
 from sim.weights import WeightSession
@@ -129,7 +129,7 @@ class SimServer:
         adapters: SimAdapters | None = None,
     ) -> None:
         self._name = model_name
-        self._last_held = CHECKPOINT_VERSION
+        self._last_held = CHECKPOINT
         self.adapters = adapters
         self.corrupt_after = sim.corrupt_after
         self._corrupt = sim.corrupt
@@ -340,27 +340,26 @@ class SimServer:
     async def finish_weight_update(self, request: web.Request) -> web.Response:
         asked = await _body(request, FinishBody) if request.body_exists else FinishBody()
         self._weights.finish()
-        self._take(asked.weight_version or _next_version(self.scheduler.version))
+        self._take(asked.weight_version or str(WeightLabel.read(self.scheduler.version).version + 1))
         return _json({"message": "Weight update finished"})
 
-    def _take(self, version: str) -> None:
-        """Hold `version`, or only report it if `corrupt_after` is reached."""
-        after, held = self.corrupt_after, self._model.held
+    def _take(self, label: str) -> None:
+        """Hold the version of the label, or only report it if `corrupt_after` is reached."""
+        after, weights, held = self.corrupt_after, self._model.held, WeightLabel.read(label).held
         if after is not None and self._num_updates >= after:
-            held[version] = self._weights_before() if self._corrupt == "previous" else self._garbage()
+            weights[held] = self._weights_before() if self._corrupt == "previous" else self._garbage()
         self._num_updates += 1
-        self._last_held = version
-        self.scheduler.hold_version(version)
+        self._last_held = held
+        self.scheduler.hold_version(label)
 
     async def update_weight_version(self, request: web.Request) -> web.Response:
-        version = (await _body(request, VersionBody)).new_version
-        loaded = self._model.held.pop(MIXED, None)
-        if version != MIXED:
-            self._last_held = _own_label(version)
-            if loaded is not None:
-                self._model.held[self._last_held] = loaded
-        self.scheduler.hold_version(MIXED if version == MIXED else self._last_held)
-        return _json({"success": True, "new_version": version})
+        label = (await _body(request, VersionBody)).new_version
+        loaded = self._model.held.pop("", None)
+        if held := WeightLabel.read(label).held:
+            self._last_held = held
+            self._model.held.update({held: loaded} if loaded else {})
+        self.scheduler.hold_version(label)
+        return _json({"success": True, "new_version": label})
 
     async def collective_rpc(self, request: web.Request) -> web.Response:
         asked = await _body(request, RpcBody)
@@ -395,7 +394,7 @@ class SimServer:
                 await self.worker.call(method, arguments)
                 await asyncio.sleep(self._load_s)
                 self._weights.break_off()
-                self._hold(self._garbage() if self.corrupt_loads else _own_label(str(arguments["version"])))
+                self._hold(self._garbage() if self.corrupt_loads else version_name(arguments["version"]))
                 self._replaced = replaced if was_read and self.worker.has_room else None
             case _:
                 return await self.worker.call(method, arguments)
@@ -411,13 +410,13 @@ class SimServer:
         return True
 
     def _hold(self, weights: str) -> None:
-        """Hold these weights under the label of mixed weights, and under the next label."""
+        """Hold these weights as of no version, and under the next label."""
         self._model.held.clear()
-        self._model.held[MIXED] = weights
+        self._model.held[""] = weights
 
     def _weights_before(self) -> str:
         """The weights under the last label of a version."""
-        return self._model.held.get(self._last_held, self._last_held)
+        return self._model.weights(self._last_held)
 
     def _garbage(self) -> str:
         return f"garbage of {self._limits.seed}"
@@ -479,21 +478,12 @@ async def _stream(request: web.Request, answer: Answer, event: Callable[[Json], 
     return response
 
 
-def _own_label(version: str) -> str:
-    """Return the engine's name of the version that a gateway calls so."""
-    return CHECKPOINT_VERSION if version == "0" else version
-
-
 def _json(content: Json, status: int = 200) -> web.Response:
     return web.Response(body=orjson.dumps(content), status=status, content_type="application/json")
 
 
 def _flag(request: web.Request, name: str, *, default: bool) -> bool:
     return request.query.get(name, str(default)).lower() in {"true", "1"}
-
-
-def _next_version(version: str) -> str:
-    return str(int(version) + 1) if version.isdecimal() else "1"
 
 
 async def _body(request: web.Request, kind: type[Body]) -> Body:

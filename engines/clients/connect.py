@@ -10,13 +10,12 @@ def connect(
     kind: EngineKind,
     replica_id: str,
     url: str,
-    engine_version: str = "",
     api_key: str = "",
     *,
     has_tee: bool = False,
     peer: Peer | None = None,
 ) -> Engine:
-    """Return the client of one engine server; a vLLM without `engine_version` counts as the latest."""
+    """Return the client of one engine server."""
     if kind is EngineKind.SGLANG:
         return SglangEngine(replica_id, url, api_key, has_tee=has_tee, peer=peer if has_tee else None)
-    return VllmEngine(replica_id, url, engine_version, api_key, has_tee=has_tee, peer=peer if has_tee else None)
+    return VllmEngine(replica_id, url, api_key, has_tee=has_tee, peer=peer if has_tee else None)

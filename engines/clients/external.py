@@ -1,7 +1,6 @@
 """An external server: its dialect and routes are detected, and only supported routes are called."""
 
 import asyncio
-import re
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
@@ -9,15 +8,15 @@ from dataclasses import dataclass
 from engines.clients.http import HttpEngine
 from engines.clients.our_workers import EngineWithWorkers
 from engines.clients.sglang_engine import SglangEngine
-from engines.clients.vllm_engine import VllmEngine, is_given
+from engines.clients.vllm_engine import VllmEngine
 from engines.config import EngineConfig
 from engines.engine import Json, Peer
 from engines.errors import DeadlineExceeded, EngineError, EngineFailed, EngineRefused, EngineStartFailed
 from engines.types import Dialect, ReplicaInfo
+from engines.weight_label import is_given
 
 _PROBE_TIMEOUT_S = 5.0
 _PROBE_INTERVAL_S = 1.0
-_RELEASE = re.compile(r"\d+\.\d+")
 
 # Routes of every OpenAI-compatible server, listed or not.
 _COMMON_ROUTES = frozenset({"/v1/models", "/v1/completions", "/v1/chat/completions"})
@@ -48,16 +47,15 @@ class _External(EngineWithWorkers):
         return await self._told_label(timeout_s) if self._info.takes_weights else ""
 
     async def health(self, timeout_s: float) -> None:
-        """Raise also if the server reports another version than was read or given here last: another process, with
-        weights of its own, is behind the URL."""
+        """Raise also if the server has another label than was read or given here last: another process, with weights of
+        its own, is behind the URL."""
         await self.ask("GET", "/health" if self._info.has("/health") else "/v1/models", None, timeout_s)
         if (held := self._held) is None:
             return
-        version = await self._told_version(timeout_s)
-        if version != held == self._held:
-            told = "mixed weights" if version is None else f"version {version}"
+        label = await self._told_label(timeout_s)
+        if label != held == self._held:
             raise EngineFailed(
-                f"it reports {told}, and held version {held}: was it restarted?", replica_id=self.replica_id
+                f"its weights are labelled {label!r}, and were {held!r}: was it restarted?", replica_id=self.replica_id
             )
 
 
@@ -77,9 +75,7 @@ class ExternalEngine(_External, VllmEngine):
     """
 
     def __init__(self, info: ReplicaInfo, api_key: str = "", peer: Peer | None = None) -> None:
-        known = info.speaks_vllm and _RELEASE.match(info.engine_version)
-        version = info.engine_version if known else ""
-        super().__init__(info.replica_id, info.url, version, api_key, peer=peer if info.fetches else None)
+        super().__init__(info.replica_id, info.url, api_key, peer=peer if info.fetches else None)
         self._info = info
 
     async def ask(self, method: str, path: str, body: Json | None, timeout_s: float) -> Json:

@@ -13,6 +13,7 @@ import structlog
 from engines.clients.http import HttpEngine
 from engines.engine import Json, Peer, ReceiptCopy
 from engines.errors import EngineFailed, EngineRefused, InvalidRequest
+from engines.weight_label import CHECKPOINT, UNKNOWN, WeightLabel, open_label
 
 log = structlog.get_logger()
 
@@ -22,8 +23,6 @@ _LATE = 1 / 16
 """Share of the time so far by which a look may be late."""
 _NO_METHOD = re.compile(r"'wipe_kv' is not implemented|no attribute 'wipe_kv'")
 """The words of vLLM and of our code in SGLang for a method that the workers lack."""
-MIXED = "mixed"
-"""Label of weights that are being overwritten, so that a restarted gateway does not serve them."""
 
 
 class EngineWithWorkers(HttpEngine, ABC):
@@ -37,9 +36,10 @@ class EngineWithWorkers(HttpEngine, ABC):
         super().__init__(replica_id, url, api_key)
         self._has_tee = has_tee
         self._peer = peer
-        self._held: int | None = None
-        """The version that was read first or given last; None before, and while the weights are overwritten."""
-        self._was_asked = False
+        self._held: str | None = None
+        """The label that was read or given last; None before, and while it changes."""
+        self._committed = CHECKPOINT
+        """The label of the last commit that was read or made here."""
 
     @abstractmethod
     async def _on_workers(self, method: str, arguments: Json, timeout_s: float) -> list[Any]:
@@ -58,18 +58,14 @@ class EngineWithWorkers(HttpEngine, ABC):
         """Return the label of the weights, "" where the engine knows no labels."""
 
     @abstractmethod
-    async def _told_version(self, timeout_s: float) -> int | None:
-        """Return the version of the label; None for mixed weights."""
-
-    @abstractmethod
     async def _set_label(self, label: str, timeout_s: float) -> None:
         """Label the weights, where the engine knows labels."""
 
-    async def weight_version(self, timeout_s: float) -> int | None:
-        version = await self._told_version(timeout_s)
-        if not self._was_asked:
-            self._held, self._was_asked = version, True
-        return version
+    async def weight_label(self, timeout_s: float) -> WeightLabel:
+        self._held = await self._told_label(timeout_s)
+        label = WeightLabel.read(self._held) if self._held else UNKNOWN
+        self._committed = label.committed
+        return label
 
     async def describe_draft(self, timeout_s: float) -> str:
         said = await self._on_workers("describe_draft", {}, timeout_s) if self._has_our_worker else []
@@ -104,7 +100,7 @@ class EngineWithWorkers(HttpEngine, ABC):
         await self._on_workers("load_staged", {}, timeout_s)
 
     async def undo_load(self, timeout_s: float) -> bool:
-        await self._label(None, timeout_s)
+        await self._label("", timeout_s)
         return _all_say("undone", await self._on_workers("undo_load", {}, timeout_s))
 
     async def wipe_kv(self, timeout_s: float) -> None:
@@ -144,20 +140,23 @@ class EngineWithWorkers(HttpEngine, ABC):
             await self._until_ready("prepare_snapshot", self._snapshot(path, version, timeout_s), timeout_s)
 
     async def load_snapshot(self, path: str, version: int, timeout_s: float) -> None:
-        await self._label(None, timeout_s)
+        await self._label("", timeout_s)
         asked = self._snapshot(path, version, timeout_s)
         # Our worker in SGLang answers False for a version that it leaves to SGLang.
         if not self._has_our_worker or False in await self._on_workers("load_snapshot", asked, timeout_s):
             await self._load_by_itself(path, timeout_s)
 
-    async def label_weights(self, version: int, timeout_s: float) -> None:
-        await self._label(version, timeout_s)
+    async def label_weights(self, label: str, timeout_s: float, *, is_committed: bool) -> None:
+        await self._label(label, timeout_s, is_committed=is_committed)
 
-    async def _label(self, version: int | None, timeout_s: float) -> None:
-        """Label the weights with their version; None for mixed weights."""
+    async def _label(self, label: str, timeout_s: float, *, is_committed: bool = False) -> None:
+        """Label the weights; `label` is "" for those that are being overwritten."""
+        text = label if is_committed else open_label(label, self._committed)
         self._held = None
-        await self._set_label(MIXED if version is None else str(version), timeout_s)
-        self._held = version
+        await self._set_label(text, timeout_s)
+        self._held = text
+        if is_committed:
+            self._committed = label
 
     @property
     def _has_our_worker(self) -> bool:

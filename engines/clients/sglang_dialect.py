@@ -11,7 +11,7 @@
     logprobs k                                 return_logprob, top_logprobs_num k
     prompt_logprobs k                          the same, logprob_start_len 0
     return_token_ids                           output_ids and return_prompt_token_ids; for a chat, which is then
-                                               not streamed, token_ids (0.5.17) or response_token_ids (0.5.23)
+                                               not streamed, response_token_ids
 
 Unknown fields are refused: SGLang would silently ignore some.
 """
@@ -269,10 +269,10 @@ def chat_body(body: Json) -> Json:
 
 
 def chat_reply(answer: Json) -> Json:
-    """Move the prompt's ids, which SGLang repeats in each choice, to vLLM's place; rename the answer's ids (0.5.23)."""
+    """Move the prompt's ids, which SGLang repeats in each choice, to vLLM's place; rename the answer's ids."""
     for choice in answer["choices"]:
         answer["prompt_token_ids"] = choice.pop("prompt_token_ids", answer.get("prompt_token_ids"))
-        choice["token_ids"] = choice.pop("response_token_ids", choice.get("token_ids"))
+        choice["token_ids"] = choice.pop("response_token_ids", None)
     return answer
 
 
@@ -326,7 +326,7 @@ def _sampling(body: Json) -> Json:
 
 def _check(sampling: Json) -> None:
     """Refuse values that vLLM refuses and SGLang does not."""
-    for key in _NUMBERS:  # SGLang 0.5.17 answers 500 to another type
+    for key in _NUMBERS:  # SGLang answers 500 to another type
         if type(sampling.get(key, 0)) not in (int, float):
             asked = next((ours for ours, theirs in _RENAMED.items() if theirs == key), key)
             raise InvalidRequest(f"{asked} must be a number, got {shown(sampling[key])}", param=asked)

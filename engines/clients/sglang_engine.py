@@ -1,4 +1,4 @@
-"""An SGLang server over HTTP, behind vLLM's dialect (tested with 0.5.17 and 0.5.23).
+"""An SGLang server over HTTP, behind vLLM's dialect (tested with 0.5.23).
 
     vLLM                                  SGLang
     POST /v1/completions                  /generate, see `sglang_dialect`
@@ -9,7 +9,7 @@
     GET /version, /server_info,           /server_info
         /get_world_size
     GET /weight_info                      /model_info weight_version
-    weight_versions of a completion       meta_info weight_versions (0.5.23; not in 0.5.17)
+    weight_versions of a completion       meta_info weight_versions
     POST /pause mode=abort                /pause_generation abort
                 mode=keep                 /pause_generation in_place
                 mode=wait                 poll /v1/loads until nothing runs, then in_place
@@ -17,7 +17,7 @@
     POST /reset_prefix_cache              /flush_cache, which answers 400 while requests run
     POST /init_weight_transfer_engine     /init_weights_update_group; with packed = true our plugin joins vLLM's group
     POST /shutdown_weight_transfer_engine /destroy_weights_update_group
-    POST /start_weight_update             /begin_weight_update if available (0.5.23)
+    POST /start_weight_update             /begin_weight_update, in a group of torch's own
     POST /update_weights                  /update_weights_from_distributed, one broadcast a tensor, in the order named,
                                           or one for all with load_format = flattened_bucket
     POST /collective_rpc load_snapshot    /update_weights_from_disk
@@ -57,7 +57,7 @@ from engines.clients.sglang_dialect import (
     server_info,
     world_size,
 )
-from engines.clients.vllm_engine import label_of, version_held
+from engines.clients.vllm_engine import label_of
 from engines.engine import Json, Peer
 from engines.errors import (
     DeadlineExceeded,
@@ -78,7 +78,6 @@ _PACKING = {"chunk_bytes": "packed_buffer_size_bytes", "buffers": "packed_num_bu
 _SHARE = 0.9
 """Share of a call's time after which a worker gives up a collective, so that its answer is heard."""
 _NO_TOKEN = 2**31 - 1
-_BEGIN = "/begin_weight_update"
 _UPDATE_ROUTE = "/update_weights_from_distributed"
 _LOAD_ROUTE = "/update_weights_from_disk"
 _WORKERS = "/weights_checker"
@@ -184,16 +183,12 @@ class SglangEngine(EngineWithWorkers):
     async def _told_label(self, timeout_s: float) -> str:
         return self._translated(label_of, await self._call("GET", "/model_info", None, timeout_s))
 
-    async def _told_version(self, timeout_s: float) -> int | None:
-        return version_held(await self._told_label(timeout_s))
-
     async def open_weight_group(self, init_info: Json, timeout_s: float) -> None:
         self._is_packed = bool(init_info.get("packed", True))
+        self._has_sessions = not self._is_packed
         if self._is_packed:
             await self._open_packed_group(init_info, timeout_s)
             return
-        described = await self._call("GET", "/openapi.json", None, timeout_s)
-        self._has_sessions = self._translated(lambda answer: _BEGIN in answer["paths"], described)
         self._load_format = init_info.get("load_format")
         group = {key: init_info[key] for key in ("master_address", "master_port", "rank_offset", "world_size")}
         body = group | {"group_name": _GROUP, "backend": init_info.get("backend", "nccl")}
@@ -208,7 +203,6 @@ class SglangEngine(EngineWithWorkers):
                 "one broadcast per tensor over a torch process group with packed = false",
                 "packed",
             )
-        self._has_sessions = False
         group = {
             "address": init_info["master_address"],
             "port": init_info["master_port"],
@@ -226,9 +220,9 @@ class SglangEngine(EngineWithWorkers):
         await self._call("POST", "/destroy_weights_update_group", {"group_name": _GROUP}, timeout_s)
 
     async def start_weight_update(self, timeout_s: float) -> None:
-        await self._label(None, timeout_s)
+        await self._label("", timeout_s)
         if self._has_sessions:
-            await self._call("POST", _BEGIN, {"selector": "all"}, timeout_s)
+            await self._call("POST", "/begin_weight_update", {"selector": "all"}, timeout_s)
 
     async def update_weights(self, update_info: Json, timeout_s: float) -> None:
         if self._is_packed:
@@ -245,10 +239,10 @@ class SglangEngine(EngineWithWorkers):
         }
         await self._call("POST", _UPDATE_ROUTE, body, timeout_s)
 
-    async def finish_weight_update(self, version: int, timeout_s: float) -> None:
+    async def finish_weight_update(self, label: str, timeout_s: float) -> None:
         if self._has_sessions:
             await self._call("POST", "/end_weight_update", {}, timeout_s)
-        await self._label(version, timeout_s)
+        await self._label(label, timeout_s)
 
     async def abandon_weight_update(self, timeout_s: float, *, drops_receipt: bool = False) -> None:
         if drops_receipt:

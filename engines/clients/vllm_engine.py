@@ -4,20 +4,19 @@ import contextlib
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from engines.clients.our_workers import MIXED, EngineWithWorkers
+from engines.clients.our_workers import EngineWithWorkers
 from engines.engine import Json, Peer
 from engines.errors import EngineFailed, EngineRefused
 from engines.types import PauseMode
+from engines.weight_label import open_label
 
-_PACKED_AT_INIT = (0, 28)
 _NO_ROUTE = (404, 405)
 """Statuses of a release without a route."""
 
 
 class VllmEngine(EngineWithWorkers):
-    """One vLLM server (tested with 0.26 and 0.32).
+    """One vLLM server (tested with 0.32).
 
-    engine_version: the server's; default: the latest.
     api_key: the server's bearer key, if it needs one.
     has_tee: its workers run our extension (`engines/inside_vllm/worker.py`).
     """
@@ -26,16 +25,13 @@ class VllmEngine(EngineWithWorkers):
         self,
         replica_id: str,
         url: str,
-        engine_version: str = "",
         api_key: str = "",
         *,
         has_tee: bool = False,
         peer: Peer | None = None,
     ) -> None:
         super().__init__(replica_id, url, api_key, has_tee=has_tee, peer=peer)
-        # The place of `packed` changed in vLLM 0.28, and the trainer's release may differ from the engine's.
-        self._wants_packed_at_init = not engine_version or release(engine_version) >= _PACKED_AT_INIT
-        self._packed = True
+        self._has_labels = True
 
     async def ask(self, method: str, path: str, body: Json | None, timeout_s: float) -> Json:
         return await self._call(method, path, body, timeout_s)
@@ -53,24 +49,24 @@ class VllmEngine(EngineWithWorkers):
         return self._events(path, {**body, "stream": True}, timeout_s)
 
     async def open_weight_group(self, init_info: Json, timeout_s: float) -> None:
-        rest = {key: value for key, value in init_info.items() if key != "packed"}
-        self._packed = init_info.get("packed", True)  # a trainer that sends it later always packs
-        info = rest | {"packed": self._packed} if self._wants_packed_at_init else rest
+        info = {"packed": True} | init_info  # trainers beside vLLM before 0.28 say it later, and always pack
         await self.ask("POST", "/init_weight_transfer_engine", {"init_info": info}, timeout_s)
 
     async def close_weight_group(self, timeout_s: float) -> None:
         await self.ask("POST", "/shutdown_weight_transfer_engine", None, timeout_s)
 
     async def start_weight_update(self, timeout_s: float) -> None:
-        await self._label(None, timeout_s)
+        await self._label("", timeout_s)
         await self.ask("POST", "/start_weight_update", {}, timeout_s)
 
     async def update_weights(self, update_info: Json, timeout_s: float) -> None:
         await self.ask("POST", "/update_weights", self._receive(update_info, timeout_s), timeout_s)
 
-    async def finish_weight_update(self, version: int, timeout_s: float) -> None:
-        await self.ask("POST", "/finish_weight_update", {"weight_version": str(version)}, timeout_s)
-        self._held = version
+    async def finish_weight_update(self, label: str, timeout_s: float) -> None:
+        text = open_label(label, self._committed)
+        self._held = None
+        await self.ask("POST", "/finish_weight_update", {"weight_version": text}, timeout_s)
+        self._held = text
 
     async def abandon_weight_update(self, timeout_s: float, *, drops_receipt: bool = False) -> None:
         if self._has_tee:
@@ -82,7 +78,7 @@ class VllmEngine(EngineWithWorkers):
             # already, vLLM answers 500 and nothing is left to do.
             with contextlib.suppress(EngineFailed):
                 await self.ask("POST", "/finish_weight_update", {}, timeout_s)
-        await self._label(None, timeout_s)
+        await self._label("", timeout_s)
 
     async def plan_updates(self, timeout_s: float) -> str:
         workers = await self._on_workers("plan_updates", {}, timeout_s) if self._has_tee else []
@@ -113,10 +109,7 @@ class VllmEngine(EngineWithWorkers):
                 raise
 
     def _receive(self, update_info: Json, timeout_s: float) -> Json:
-        """Return the announcement of tensors as this release takes it."""
-        if self._wants_packed_at_init:
-            return {"update_info": {key: value for key, value in update_info.items() if key != "packed"}}
-        return {"update_info": {"packed": self._packed} | update_info}
+        return {"update_info": {key: value for key, value in update_info.items() if key != "packed"}}
 
     async def _load_by_itself(self, path: str, timeout_s: float) -> None:
         await self._on_workers("reload_weights", {"weights_path": path}, timeout_s)
@@ -136,22 +129,19 @@ class VllmEngine(EngineWithWorkers):
         answer = await self._of_labels("GET", "/weight_info", None, timeout_s)
         return "" if answer is None else self._translated(label_of, answer)
 
-    async def _told_version(self, timeout_s: float) -> int | None:
-        return version_held(await self._told_label(timeout_s))
-
     async def _set_label(self, label: str, timeout_s: float) -> None:
         await self._of_labels("POST", "/update_weight_version", {"new_version": label}, timeout_s)
 
     async def _of_labels(self, method: str, path: str, body: Json | None, timeout_s: float) -> Json | None:
-        """Return the answer of a route of weight versions; None from an older vLLM, which has none."""
-        if not self.tells_version:
+        """Return the answer of a route of labels; None from a server that has none."""
+        if not self._has_labels:
             return None
         try:
             return await self.ask(method, path, body, timeout_s)
         except EngineRefused as error:
             if error.status not in _NO_ROUTE:
                 raise
-            self.tells_version = False
+            self._has_labels = False
             return None
 
 
@@ -167,21 +157,6 @@ def label_of(answer: Json) -> str:
     if type(label) not in (str, int):
         raise TypeError(f"a label is text, not {type(label).__name__}")
     return str(label)
-
-
-def is_given(label: str) -> bool:
-    """Return True for a label that a gateway gives. A server starts with another, mostly "default"."""
-    return label == MIXED or label.isdecimal()
-
-
-def version_held(label: str) -> int | None:
-    """Return the version of a label; None for mixed weights."""
-    return None if label == MIXED else version_number(label)
-
-
-def version_number(label: str) -> int:
-    """Return the number of a vLLM label; 0 for "default", the checkpoint."""
-    return int(label) if label.isdecimal() else 0
 
 
 def _results(answer: Json) -> list[Any]:

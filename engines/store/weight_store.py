@@ -20,12 +20,11 @@ import json
 import os
 import re
 import shutil
-import threading
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +33,13 @@ from engines.errors import InvalidRequest, StoreFailed
 from engines.store.draft import DRAFT, OWNER, Draft, claim_draft
 from engines.store.files import disk_errors, is_locked, sync, try_lock
 from engines.store.manifest import MANIFEST, Manifest
+from engines.weight_label import version_of
 
 _KEEPER = ".gateway"
 RELAY, GROUP = ".relay.json", ".group.json"
 _MADE_OF = ".draft"
-HELD_BY = "held_by"
-_HOLDERS = ".holders.json"
-_HIGHEST = ".highest.json"
-_HOLDERS_NOTED = 1000
+_LABEL = ".label"
+_OF_EARLIER_RELEASES = ".holders.json", ".highest.json"
 _LOOK_S = 0.05
 _GONE = "gone-"
 _LONGEST_NAME = 256
@@ -49,18 +47,10 @@ _DRAFTS = re.compile(rf"{DRAFT}({_GONE})?[0-9a-f]{{32}}")
 """Names of drafts. Other names are somebody else's, and their folders stay."""
 
 
-@dataclass(frozen=True, slots=True)
-class Note:
-    """The version that was last noted for an engine, None while the engine is overwritten, and its highest version."""
-
-    version: int | None
-    highest: int = 0
-
-
 class WeightStore:
     """The store of one gateway. Blocking: not for an event loop.
 
-    Only versions of this run are known. A version of an earlier run is known once a living engine was noted to hold it
+    Only versions of this run are known. A version of an earlier run is known once a living engine is labelled with it
     (`adopt`).
     """
 
@@ -72,7 +62,6 @@ class WeightStore:
         self.folder = folder
         self._known: set[int] = set()
         self._owned: dict[Path, int] = {}
-        self._noting = threading.Lock()  # replicas are noted by several threads
         with disk_errors(folder):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._check_ours()
@@ -84,6 +73,8 @@ class WeightStore:
             raise StoreFailed(
                 f"{folder} is kept by another gateway: give this one a folder of its own in weights.store"
             )
+        for name in _OF_EARLIER_RELEASES:
+            (folder / name).unlink(missing_ok=True)
         self.sweep()
 
     @property
@@ -151,12 +142,14 @@ class WeightStore:
             os.close(owner)
         return gone
 
-    def promote(self, draft: Path, version: int, checkpoint: Path | None) -> Path:
-        """Make a whole draft version `version`, in place of any earlier version of that number. Return its folder.
+    def promote(self, draft: Path, label: str, checkpoint: Path | None) -> Path:
+        """Make a whole draft the version that engines are labelled with once it is committed, in place of any earlier
+        version of that number. Return its folder.
 
         Config and tokenizer files are linked from `checkpoint`. Raise `StoreFailed` where a folder that is no version
         has its name.
         """
+        version = version_of(label)
         manifest, target = Manifest.read(draft), self.path(version)
         if target.exists() and not _is_version(target):
             raise StoreFailed(f"{target} is no weight version: give weights.store a folder of its own")
@@ -164,6 +157,7 @@ class WeightStore:
             _link_rest(checkpoint, draft)
             replace(manifest, version=version).write(draft)
             (draft / _MADE_OF).write_text(draft.name, encoding="utf-8")
+            (draft / _LABEL).write_text(label, encoding="utf-8")
             draft.stat()  # raises where it was thrown away meanwhile
             remove_folder(self.throw_away(target))
             self._known.add(version)  # before it is there: `prune` may run beside this
@@ -178,16 +172,14 @@ class WeightStore:
             os.close(owner)
         return target
 
-    def reopen(self, draft: Path) -> int | Path | None:
-        """Return the version that a draft has become, if engines were noted to hold it. Any other is a draft again: the
+    def reopen(self, draft: Path, committed: str) -> int | Path | None:
+        """Return the version that a draft has become, if it is the one `committed`. Any other is a draft again: the
         gateway died before it was committed. None where it was discarded."""
         for folder in self.folder.glob("v*"):
-            with contextlib.suppress(FileNotFoundError):  # of an earlier release
-                if (folder / _MADE_OF).read_text(encoding="utf-8") == draft.name:
-                    version = int(folder.name[1:])
-                    if version in self._read(_HOLDERS).values():
-                        return version
-                    folder.rename(draft)
+            if _text(folder / _MADE_OF) == draft.name:
+                if _text(folder / _LABEL) == committed:
+                    return version_of(committed)
+                folder.rename(draft)
         return draft if draft.is_dir() else None
 
     def withdraw(self, version: int) -> Path:
@@ -195,69 +187,12 @@ class WeightStore:
         self._known.discard(version)
         return self.throw_away(self.path(version))
 
-    def note_holders(self, version: int, incarnations: Iterable[str]) -> None:
-        """Note that these engines hold the version, for a restarted gateway; see `adopt`."""
-        with disk_errors(self.path(version)), (self.path(version) / HELD_BY).open("a", encoding="utf-8") as notes:
-            notes.writelines(f"{incarnation}\n" for incarnation in incarnations)
-
-    def note_held(self, version: int | None, incarnations: Iterable[str]) -> None:
-        """Note the version that engines hold, even if the store does not keep it; None is a mixture."""
-        incarnations = list(incarnations)
-        with self._noting:
-            self._write(_HOLDERS, self._noted(_HOLDERS), dict.fromkeys(incarnations, version))
-            if version is not None:
-                highest = self._noted(_HIGHEST)
-                self._write(_HIGHEST, highest, {one: max(version, highest.get(one) or 0) for one in incarnations})
-
-    def note_aborted(self, version: int) -> None:
-        """Note a mixture for all engines that were noted to hold the version, also those that are away."""
-        with self._noting:
-            notes = self._noted(_HOLDERS)
-            if holders := [one for one, held in notes.items() if held == version]:
-                self._write(_HOLDERS, notes, dict.fromkeys(holders))
-
-    def held_by(self, incarnation: str) -> Note:
-        """Return the last `note_held` of this engine; version 0 where there is none."""
-        return Note(self._read(_HOLDERS).get(incarnation, 0), self._read(_HIGHEST).get(incarnation) or 0)
-
-    def _noted(self, name: str) -> dict[str, int | None]:
-        """Return a version by engine, for more notes: none of a damaged file, as after a power cut."""
-        try:
-            return self._read(name)
-        except StoreFailed as error:
-            if isinstance(error.__cause__, ValueError):
-                return {}
-            raise
-
-    def _read(self, name: str) -> dict[str, int | None]:
-        """Return a version by engine."""
-        try:
-            notes: dict[str, int | None] = json.loads((self.folder / name).read_bytes())
-            return notes
-        except FileNotFoundError:
-            return {}
-        except (OSError, ValueError) as error:
-            raise StoreFailed(f"{self.folder / name} cannot be read: {error!r}") from error
-
-    def _write(self, name: str, notes: dict[str, int | None], news: Mapping[str, int | None]) -> None:
-        latest_last = {one: version for one, version in notes.items() if one not in news} | dict(news)
-        path = self.folder / name
-        with disk_errors(path):
-            whole = path.with_suffix(".new")
-            whole.write_text(json.dumps(dict(list(latest_last.items())[-_HOLDERS_NOTED:])), encoding="utf-8")
-            sync(whole)
-            whole.rename(path)
-
-    def adopt(self, version: int, incarnation: str) -> bool:
-        """Make an earlier run's version known if this engine was noted to hold it. Return True if it is known."""
-        if version not in self._known and self._was_held(version, incarnation):
+    def adopt(self, committed: str) -> bool:
+        """Return True if the version that an engine is labelled with is here. It is known from now on."""
+        version = version_of(committed)
+        if is_here := _text(self.path(version) / _LABEL) == committed:
             self._known.add(version)
-        return version in self._known
-
-    def last_held_by(self, incarnation: str) -> int:
-        """Return the last stored version that this engine was noted to hold; 0 where there is none."""
-        numbers = [int(name) for path in self.folder.glob("v*") if (name := path.name[1:]).isdecimal()]
-        return max((version for version in numbers if self._was_held(version, incarnation)), default=0)
+        return is_here
 
     def join(self, draft: Path) -> None:
         """Join a draft's changes with their base version.
@@ -304,18 +239,19 @@ class WeightStore:
             if version not in kept and not is_locked(folder / MANIFEST):
                 remove_folder(self.withdraw(version))
 
-    def _was_held(self, version: int, incarnation: str) -> bool:
-        try:
-            holders = (self.path(version) / HELD_BY).read_text(encoding="utf-8").splitlines()
-            return incarnation in holders and Manifest.read(self.path(version)).version == version
-        except (OSError, StoreFailed):
-            return False
-
     def _check_ours(self) -> None:
         """Raise `StoreFailed` for another user's folder: /dev/shm is open to all, and its weights could be forged."""
         status = self.folder.lstat()
         if status.st_uid != os.getuid():
             raise StoreFailed(f"{self.folder} belongs to user {status.st_uid}: give another folder in weights.store")
+
+
+def _text(path: Path) -> str:
+    """Return the content of a small file; "" where there is none."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return ""
 
 
 def _is_draft(folder: Path) -> bool:

@@ -1,7 +1,7 @@
 """Stamps a sample with the weight versions of its tokens and of the KV under them."""
 
-from engines.clients.vllm_engine import version_number
 from engines.engine import Json
+from engines.weight_label import WeightLabel
 from gateway.dialects.replies.carried import num_tokens, num_unscored
 from gateway.fleet.adapters import Adapter
 from gateway.fleet.flight import Flight
@@ -33,7 +33,7 @@ def stamp_choice(choice: Json, flight: Flight, num_tokens: int | None) -> None:
     limits: tokens arrive late, and the engine alone knows when it made them. `num_tokens` is None if it is unknown.
     """
     if spans := choice.get("weight_versions"):
-        choice["weight_versions"] = [{**span, "version": version_number(span["version"])} for span in spans]
+        choice["weight_versions"] = _of_versions(spans)
     elif len(flight.versions) == 1:
         choice["weight_versions"] = [{"version": flight.versions[0], "start": 0, "end": num_tokens}]
     elif num_tokens == 0:
@@ -41,6 +41,18 @@ def stamp_choice(choice: Json, flight: Flight, num_tokens: int | None) -> None:
     else:
         choice["weight_versions"] = [{"version": version, "start": None, "end": None} for version in flight.versions]
     choice["kv_versions"] = flight.kv_versions(choice)
+
+
+def _of_versions(report: list[Json]) -> list[Json]:
+    """The spans of an engine's report by version: its label changes at a commit, and its weights do not."""
+    spans: list[Json] = []
+    for span in report:
+        version = WeightLabel.read(span["version"]).version
+        if spans and spans[-1]["version"] == version:
+            spans[-1]["end"] = span["end"]
+        else:
+            spans.append({**span, "version": version})
+    return spans
 
 
 def mark_unscored(choice: Json) -> int:

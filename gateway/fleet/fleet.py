@@ -19,6 +19,7 @@ from engines.errors import (
     WeightUpdateConflict,
 )
 from engines.types import EngineKind, ReplicaInfo, ReplicaState
+from engines.weight_label import CHECKPOINT, version_of
 from gateway.config.models import Models
 from gateway.config.schema import Config
 from gateway.fleet.adapters import Adapter, Adapters
@@ -41,13 +42,15 @@ Discover = Callable[[], Awaitable[list[ReplicaInfo]]]
 class Fleet:
     """All replicas of all models.
 
-    `version` is the policy's committed weight version. `target_version` is the next one while an update runs.
-    `rolling_to` is the version of a rolling update, which replicas may serve beside `version` until the update ends or
-    is taken back. `discover` lists the replicas that Serve runs; `connect` makes a replica's engine client.
+    `version` is the policy's committed weight version, `label` its label. `target_version` is the next one while an
+    update runs. `rolling_to` is the version of a rolling update, which replicas may serve beside `version` until the
+    update ends or is taken back. `discover` lists the replicas that Serve runs; `connect` makes a replica's engine
+    client.
     """
 
     def __init__(self, config: Config, *, discover: Discover, connect: Connect) -> None:
         self.version = 0
+        self.label = CHECKPOINT
         self.update_to: int | None = None
         self.rolling_to: int | None = None
         self._begun = 0
@@ -75,7 +78,7 @@ class Fleet:
         self._standstill = Standstill(config.fleet)
         self._listeners: list[Callable[[], None]] = []
         self._incomplete_since: float | None = time.monotonic()
-        self._is_certain = False
+        self._has_committed = False
 
     @property
     def expected_by_group(self) -> Mapping[str, int]:
@@ -120,9 +123,6 @@ class Fleet:
             )
         return self.trained_alive
 
-    def holders(self, version: int) -> list[Replica]:
-        return [replica for replica in self.trained if replica.weight_version == version]
-
     def serving(self, model: str, adapter: Adapter | None = None) -> Sequence[Replica]:
         """Replicas that take rollouts of `model`, or of an adapter of it."""
         found = self._serving.get(model)
@@ -156,12 +156,12 @@ class Fleet:
 
     @property
     def next_version(self) -> int:
-        """The number of the next update. A number whose tokens were delivered is not used again."""
-        return max(self.version, self._spent, self.arrivals.highest_noted) + 1
+        """The number of the next update. A number whose tokens may have been delivered is not used again."""
+        return max(self.version, self._spent) + 1
 
     def is_current(self, replica: Replica) -> bool:
         """True where a replica may serve with the weights that it holds."""
-        is_known = replica.weight_version is not None and not replica.is_unproven
+        is_known = replica.weight_version is not None
         return replica.frozen or (is_known and replica.weight_version in (self.version, self.rolling_to))
 
     @property
@@ -184,11 +184,11 @@ class Fleet:
             replica.overwrite()  # the next call on a lost replica fails and names it
             self.set_state(replica, ReplicaState.UPDATING, f"update to version {version}")
 
-    def commit(
-        self, version: int, members: Iterable[Replica], fenced: Mapping[Replica, str], *, keeps_kv: bool
-    ) -> None:
-        """Serve `version` on these members, but for the fenced ones, whose reason is given."""
-        self.version, self.update_to, self.rolling_to, self._is_certain = version, None, None, True
+    def commit(self, label: str, members: Iterable[Replica], fenced: Mapping[Replica, str], *, keeps_kv: bool) -> None:
+        """Serve the version of this label on these members, but for the fenced ones, whose reason is given."""
+        self.version = version = version_of(label)
+        self.label, self._has_committed = label, True
+        self.update_to = self.rolling_to = None
         self.changes.versions()
         for replica in members:
             if replica not in fenced:
@@ -288,15 +288,17 @@ class Fleet:
             return
         listed = {info.replica_id: info for info in infos}
         self._listed = set(listed)
+        is_open = self.settled_version is None
         for replica in self.replicas:
             replica.listed = replica.replica_id in listed
         self.arrivals.forget_all_but(listed)
         new = [info for info in infos if not self._is_known(info)]
         joined = [replica for replica in await asyncio.gather(*map(self._welcome, new)) if replica is not None]
         if joined:
-            self._agree()
+            self._agree(joined, is_open=is_open)
         for replica in joined:
-            self.settle(replica, "joined")
+            is_known = replica.weight_version is not None
+            self.settle(replica, "joined" if is_known else "joined with weights that no commit is known of")
             self._watchers[replica] = asyncio.create_task(self._watch(replica), name=f"watch {replica.replica_id}")
 
     async def metrics_pages(self, replicas: Sequence[Replica] | None = None) -> dict[Replica, str]:
@@ -402,11 +404,11 @@ class Fleet:
         if replica.state not in (ReplicaState.SUSPECT, ReplicaState.LOST):
             self.set_state(replica, ReplicaState.SUSPECT, reason)
 
-    def learn(self, version: int) -> None:
+    def learn(self, label: str) -> None:
         """Take over a newer version that was committed before the gateway was restarted. A version that this gateway
         began is no news."""
-        if version > max(self.version, self._begun):
-            self.version, self._is_certain = version, True
+        if version_of(label) > max(self.version, self._begun):
+            self.version, self.label = version_of(label), label
             self.changes.versions()
             self._settle_serving("a replica holds newer weights")
 
@@ -414,38 +416,27 @@ class Fleet:
     def settled_version(self) -> int | None:
         """The fleet's version; None while a replica may turn up that holds a newer one, after a restart of the
         gateway."""
-        return self.version if self._is_certain or self.is_ready else None
+        return self.version if self._has_committed or self.is_ready else None
 
-    @property
-    def is_certain(self) -> bool:
-        """False while the fleet's version is only what most engines reported without a record."""
-        return self._is_certain
+    def _agree(self, joined: Sequence[Replica], *, is_open: bool) -> None:
+        """Believe the labels of engines that joined, or not: the rule of `engines/weight_label.py`.
 
-    def believe(self, replica: Replica, *, is_verified: bool) -> None:
-        """Serve a version that was reported without a record. Verified by peers, it is the fleet's for certain."""
-        self._is_certain |= is_verified
-        replica.hold(self.version, keeps_kv=True)
-        self.settle(replica, f"holds version {self.version}, by its canary")
-
-    def _agree(self) -> None:
-        """Judge the versions that engines report without a record: only the fleet's counts, if the canary bears it out.
-
-        An engine may have another from an update that was never verified, or from another trainer. While no version is
-        certain, the fleet's is the one that most engines report; half is enough where they are not external.
+        A committed label that is the fleet's is what the engine holds. A newer one was committed before the gateway was
+        restarted, and the fleet takes it over. Servers of others may have theirs from another run: they count where
+        there are no engines of ours, and only while the fleet `is_open`, that is not complete yet. All else is unknown,
+        and `CatchUp` brings these engines back; it also learns what they held before, from the store.
         """
-        trained = self.trained
-        if not self._is_certain and trained:
-            votes = Counter(replica.weight_version or 0 for replica in trained)
-            version = max(votes, key=lambda version: (votes[version], version))
-            is_ours = any(one.weight_version == version and one.info.kind is not EngineKind.EXTERNAL for one in trained)
-            if 2 * votes[version] + is_ours > len(trained):
-                self.version = version
-                self.changes.versions()
-        for replica in trained:
-            if replica.is_unproven and replica.weight_version != self.version:
-                log.warning("no record of a version", replica=replica.replica_id, version=replica.weight_version)
-                replica.lose_version()
-        self._settle_serving(f"the fleet is at version {self.version}")
+        kinds = {group.kind for group in self.models.groups.values() if not group.frozen}
+        joined = [replica for replica in joined if not replica.frozen]
+        for replica in joined:
+            found, is_ours = replica.found, replica.info.kind is not EngineKind.EXTERNAL
+            if found.is_committed and (is_ours or (is_open and kinds == {EngineKind.EXTERNAL})):
+                self.learn(found.held)
+            elif not found.is_committed and found.version > self._begun:
+                self._spent = max(self._spent, found.version)  # in a rolling update it may have been served
+        for replica in joined:
+            if replica.found.is_committed and replica.found.held in (self.label, CHECKPOINT):
+                replica.hold(replica.found.version, keeps_kv=True)
 
     def _settle_serving(self, reason: str) -> None:
         for replica in self.trained:
@@ -471,8 +462,6 @@ class Fleet:
         missing = self.missing_adapters(replica)
         if current and missing:
             current, reason = False, f"loads LoRA adapters: {', '.join(adapter.name for adapter in missing)}"
-        elif replica.is_unproven:
-            reason = f"reports version {replica.weight_version} without a record: its canary is to bear it out"
         elif not current and not replica.info.takes_weights:
             reason = (
                 f"{replica.info.url} cannot take weights: it holds those it came with, and the fleet is at version "
@@ -493,8 +482,6 @@ class Fleet:
         if replica is not None:
             self._replicas[info.replica_id] = replica
             self.changes.joined(replica)
-            if not replica.is_unproven:
-                self.learn(replica.weight_version or 0)
         return replica
 
     async def _watch(self, replica: Replica) -> None:

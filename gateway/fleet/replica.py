@@ -11,6 +11,7 @@ from weakref import WeakSet
 from engines.engine import Engine
 from engines.errors import EngineError, EngineFailed, EngineOverwritten, EngineRefused, EngineUnreachable
 from engines.types import ReplicaInfo, ReplicaState
+from engines.weight_label import WeightLabel
 from gateway.fleet.adapters import Adapter
 from gateway.fleet.brake import Brake
 from gateway.fleet.changes import Argument, Changes
@@ -33,12 +34,11 @@ class Replica:
     """One replica. `weight_version` is None where its weights are unknown; a frozen replica always holds version 0.
 
     `was_unknown` is True where an update has overwritten weights of no known version, such as refused ones.
-    `is_unproven` marks a version that the engine reported when it joined, without a record of it: the replica serves
-    once the canary has borne it out. `adapters` has the adapters of its engine by name; None marks an adapter that may
-    be there and must not be used. `transport` is its engine's transfer backend, once known. `cuts_off` is True while an
-    update ends all rollouts in flight. `is_stalled` is True while its tokens stand still, `is_gone` once a probe found
-    nothing on its port, `is_silent` once a probe had no answer in time. `answered_at` is the monotonic time of its
-    last good probe or token.
+    `found` is what its engine's label told when it joined. `adapters` has the adapters of its engine by name; None
+    marks an adapter that may be there and must not be used. `transport` is its engine's transfer backend, once known.
+    `cuts_off` is True while an update ends all rollouts in flight. `is_stalled` is True while its tokens stand still,
+    `is_gone` once a probe found nothing on its port, `is_silent` once a probe had no answer in time. `answered_at` is
+    the monotonic time of its last good probe or token.
     `changes` tells those who keep a copy of it what happens to it. `rank` orders replicas by their tokens in flight,
     equal ones by the samples that were placed on them.
     """
@@ -53,7 +53,7 @@ class Replica:
         self.state = ReplicaState.STARTING
         self.weight_version: int | None = None
         self.was_unknown = False
-        self.is_unproven = False
+        self.found = WeightLabel()
         self.transport = ""
         self.adapters: dict[str, Adapter | None] = {}
         self.load_tokens = 0
@@ -184,7 +184,6 @@ class Replica:
 
     def hold(self, version: int, *, keeps_kv: bool) -> None:
         """Take `version`. Requests in flight keep their KV, or the engine computes it again."""
-        self.is_unproven = False
         if version == self.weight_version:
             return  # taken before the commit, in a rolling update
         self._tell("hold", version, keeps_kv)
@@ -249,7 +248,7 @@ class Replica:
     def lose_version(self) -> None:
         """Forget the version: the weights are unknown."""
         self._tell("lose_version")
-        self.weight_version, self.is_unproven = None, False
+        self.weight_version = None
 
     def cut_off(self, *, is_on: bool) -> None:
         """Note whether an update ends all rollouts in flight."""

@@ -1,8 +1,8 @@
-"""Calls at the same time, of which the first failure ends the others."""
+"""Calls at the same time, of which the first failure ends the others, and a call that its caller cannot leave."""
 
 import asyncio
 from collections import deque
-from collections.abc import Coroutine, Iterable
+from collections.abc import Awaitable, Coroutine, Iterable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -28,3 +28,13 @@ async def together(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         for call in waiting:
             call.close()
     return [task.result() for task in tasks]
+
+
+async def to_its_end(work: Awaitable[T]) -> T:
+    """Return the result. Where the caller is cancelled, the work is done before that is raised."""
+    running = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await asyncio.wait([running])
+        raise

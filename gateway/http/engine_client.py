@@ -22,7 +22,7 @@ def engine_client(config: Config, info: ReplicaInfo) -> Engine:
         group = config.groups.get(info.group)
         key = group.api_key if group else None
         return external_engine(info, key.get_secret_value() if key else "", peer)
-    return connect(info.kind, info.replica_id, info.url, info.engine_version, info.key, has_tee=info.has_tee, peer=peer)
+    return connect(info.kind, info.replica_id, info.url, info.key, has_tee=info.has_tee, peer=peer)
 
 
 def _peer(config: Config, info: ReplicaInfo) -> Peer | None:

@@ -62,7 +62,6 @@ class GatewayServer:
         self.fleet = fleet
         self._scheduler = scheduler = Scheduler(config.gateway, fleet, metrics)
         self._snapshots = Snapshots(config.weights, config.name, lambda: _checkpoint(config))
-        fleet.arrivals.noted = self._snapshots.noted
         self.workers = workers = Workers(config, fleet, scheduler)
         self._weights = weights = WeightCoordinator(config.weights, fleet, scheduler, metrics, self._snapshots)
         self._adapters = AdapterCoordinator(config.weights, fleet)

@@ -140,34 +140,29 @@ class Canary:
         """Keep the log-probs of the last batch of a rolling update, for comparison with the next batch."""
         self._accepted.update(self._checked[0])
 
-    async def admit(
-        self, replicas: Sequence[Replica], version: int, prove_bytes: Proof | None = None
-    ) -> dict[Replica, Finding]:
-        """Judge replicas that took `version` outside an update, with each other and with accepted readings of it.
+    async def admit(self, replica: Replica, version: int, prove_bytes: Proof | None = None) -> Finding:
+        """Judge a replica that took `version` outside an update, by accepted readings of it.
 
         A replica far from what it said itself may serve where no other of its kind has a reading of the version and
         `prove_bytes` does not raise: its load was another then, and so were its kernels.
         """
-        findings, readings = await self._read_all(replicas, version)
-        for peers in self._peers(list(readings)):
-            before = {replica: self._accepted[replica] for replica in peers if replica in self._accepted}
-            previous = {one: reading for one, reading in before.items() if reading.version != version}
-            known = self._accepted_at(version, peers[0])
-            found = await self._judged(peers, readings, partial(judge, previous=previous, elsewhere=known))
-            is_alone = len(peers) == 1 and not self._accepted_at(version, peers[0], without=peers)
-            if prove_bytes is not None and is_alone and found[peers[0]].is_refused_as_far:
-                await prove_bytes()
-                found = {peers[0]: (finding := found[peers[0]].excused_by_bytes())}
-                log.warning("served by its bytes", replica=peers[0].replica_id, version=version, reason=finding.reason)
-            findings |= found
-            # A reading of the same version stays: else readings that each pass beside the last might drift.
-            kept = {one for one in before.keys() - previous.keys() if found[one].result is not Result.NO_PEER}
-            self._accepted.update({one: readings[one] for one in peers if found[one].may_serve and one not in kept})
-        return findings
-
-    def forget(self, replica: Replica) -> None:
-        """Compare nobody with this replica, which does not serve though it may."""
-        self._accepted.pop(replica, None)
+        findings, readings = await self._read_all([replica], version)
+        if findings:
+            return findings[replica]
+        before, known = self._accepted.get(replica), self._accepted_at(version, replica)
+        has_read_it = before is not None and before.version == version
+        previous = {} if before is None or has_read_it else {replica: before}
+        judged = partial(judge, previous=previous, elsewhere=known)
+        finding = (await self._judged([replica], readings, judged))[replica]
+        is_alone = not self._accepted_at(version, replica, without=[replica])
+        if prove_bytes is not None and is_alone and finding.is_refused_as_far:
+            await prove_bytes()
+            finding = finding.excused_by_bytes()
+            log.warning("served by its bytes", replica=replica.replica_id, version=version, reason=finding.reason)
+        # A reading of the same version stays: else readings that each pass beside the last might drift.
+        if finding.may_serve and not (has_read_it and finding.result is not Result.NO_PEER):
+            self._accepted[replica] = readings[replica]
+        return finding
 
     async def _judged(
         self,

@@ -6,7 +6,7 @@ it serves the version of an aborted rolling update; it serves on until its turn.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ import structlog
 from engines.errors import DeadlineExceeded, EngineError, StoreFailed, WeightUpdateFailed
 from engines.model_folder import model_folder
 from engines.types import EngineKind, ReplicaState
+from engines.weight_label import CHECKPOINT, version_of
 from gateway.config.schema import WeightsConfig
 from gateway.fleet.brake import Holder
 from gateway.fleet.fleet import Fleet
@@ -24,7 +25,6 @@ from gateway.fleet.replica import Replica
 from gateway.weights.canary import Canary, Proof
 from gateway.weights.snapshots import Snapshots, bounded
 from gateway.weights.updates.record import WeightUpdate
-from gateway.weights.verdicts import UNASKED, Finding, Result
 
 log = structlog.get_logger()
 
@@ -66,7 +66,6 @@ class CatchUp:
             while True:
                 await self._look.wait()
                 self._look.clear()
-                self._start_proof()
                 for replica in self._fleet.trained:
                     if self._is_behind(replica) and self._given_up.get(replica) != self._fleet.version:
                         self._start(replica)
@@ -173,29 +172,6 @@ class CatchUp:
             work = self._bring_back(replica, after=after, drops_receipt=drops_receipt, leaves_group=leaves_group)
             self._own([replica], work)
 
-    def _start_proof(self) -> None:
-        """Verify versions that engines reported without a record; all together after a restart of the gateway, as most
-        are right.
-
-        Replicas whose version an update has replaced meanwhile are behind, whether it was right or not.
-        """
-        waiting = [replica for replica in self._fleet.trained if self._is_unproven(replica)]
-        unproven = [replica for replica in waiting if replica not in self._tasks]
-        for replica in unproven:
-            if replica.weight_version != self._fleet.version:
-                reported = f"reported version {replica.weight_version} without a record"
-                self._fleet.explain(replica, f"{reported}, and the fleet is at version {self._fleet.version} since")
-                replica.lose_version()
-        unproven = [replica for replica in unproven if replica.is_unproven]
-        # Those that report a certain version do not bear each other out.
-        groups = [[replica] for replica in unproven] if self._fleet.is_certain else [unproven]
-        for together in filter(None, groups):
-            self._own(together, self._prove(together))
-
-    def _is_unproven(self, replica: Replica) -> bool:
-        is_waiting = replica.state is ReplicaState.SYNCING and replica.is_unproven
-        return is_waiting and self._given_up.get(replica) != self._fleet.version
-
     def _own(self, replicas: Sequence[Replica], work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work, name=f"catch up {', '.join(replica.replica_id for replica in replicas)}")
         for replica in replicas:
@@ -228,30 +204,6 @@ class CatchUp:
                 self._fleet.fence(replica, f"held version {version}, which was aborted")
                 await self._bring_back(replica)
 
-    async def _prove(self, replicas: Sequence[Replica]) -> None:
-        """Serve replicas whose canary is that of their peers. A report without peers counts only while no version is
-        certain: after a restart of the gateway."""
-        version, is_certain = self._fleet.version, self._fleet.is_certain
-        findings: Mapping[Replica, Finding] = {}
-        if self._canary.is_enabled:
-            findings = await self._canary.admit(replicas, version)
-        for replica in filter(self._is_unproven, replicas):
-            finding = findings.get(replica, UNASKED)
-            is_verified = finding.result is Result.VERIFIED
-            if not replica.weight_version == version == self._fleet.version:
-                continue  # outvoted meanwhile, or an update has passed it by
-            reason = f"version {version} that it reports is not borne out: {finding.reason}"
-            if finding.result is Result.LOST or finding.is_late:
-                self._fleet.explain(replica, reason)
-                await asyncio.sleep(_RETRY_S)  # and it is asked again
-            elif is_verified or (finding.may_serve and not (is_certain and self._canary.is_enabled)):
-                self._fleet.believe(replica, is_verified=is_verified)
-                await self._snapshots.note_holders(version, [replica])
-            else:
-                self._canary.forget(replica)  # or the next of its kind would pass as its peer
-                self._fleet.fence(replica, reason)
-                self._fleet.explain(replica, reason)
-
     async def _bring_back(
         self,
         replica: Replica,
@@ -269,9 +221,10 @@ class CatchUp:
             ends_update=is_overwritten,
             leaves_group=leaves_group,
         )
-        if is_overwritten and aborted is None:
-            # After a restart of the gateway in the middle of an update only the store knows the version before.
-            self._fleet.learn(await self._snapshots.last_held_by(replica.info.incarnation))
+        before = replica.found.committed
+        if version_of(before) > self._fleet.version and await self._snapshots.adopt(before):
+            # The gateway was restarted in the middle of an update: no engine may hold the version before.
+            self._fleet.learn(before)
         source = await self._recover(replica, kept)
         if aborted is not None and source:
             aborted.take_back(replica, source)
@@ -292,9 +245,9 @@ class CatchUp:
         for failures in range(1, _TRIES + 1):
             if not self._is_behind(replica):
                 break
-            version = self._fleet.version
+            version, label = self._fleet.version, self._fleet.label
             try:
-                await self._load(replica, version)
+                await self._load(replica, label)
                 is_back = True
             except StoreFailed as error:
                 self._give_up(replica, version, f"it waits for the next update, since {error}")
@@ -313,33 +266,33 @@ class CatchUp:
         store has to bring them."""
         if not self._is_behind(replica) or version != self._fleet.version:
             return False
-        timeout_s = self._config.load_timeout_s
+        timeout_s, label = self._config.load_timeout_s, self._fleet.label
         try:
             await self._empty(replica)
             undo = replica.engine.undo_load(timeout_s)
             is_undone = await bounded(replica.unless_lost(undo), timeout_s, f"version {version} was not taken back")
             if is_undone:
                 await self.forget_kv(replica)
-                await self._admit(replica, version, f"took version {version} back from its memory")
+                await self._admit(replica, label, f"took version {version} back from its memory")
         except (EngineError, DeadlineExceeded, WeightUpdateFailed) as error:
             log.warning("undo failed", replica=replica.replica_id, version=version, error=str(error))
             return False
         return is_undone
 
-    async def _load(self, replica: Replica, version: int) -> None:
+    async def _load(self, replica: Replica, label: str) -> None:
         """Load, check, and serve if that is still the fleet's version."""
-        timeout_s = self._config.load_timeout_s
+        timeout_s, version = self._config.load_timeout_s, version_of(label)
 
         async def prove_bytes() -> None:
             if version:  # the checkpoint has no manifest
                 await bounded(self._snapshots.check(Path(path)), timeout_s, f"{path} was not read")
 
-        async with self._source(replica, version) as path:
+        async with self._source(replica, label) as path:
             await self._empty(replica)
             load = replica.engine.load_snapshot(path, version, timeout_s)
             await bounded(replica.unless_lost(load), timeout_s, f"replica {replica.replica_id} did not load {path}")
             await self.forget_kv(replica)
-            await self._admit(replica, version, f"loaded version {version} from {path}", prove_bytes)
+            await self._admit(replica, label, f"loaded version {version} from {path}", prove_bytes)
 
     async def _empty(self, replica: Replica) -> None:
         """End the rollouts of a replica whose weights are overwritten next.
@@ -347,26 +300,24 @@ class CatchUp:
         An engine that loads between steps may end its requests during the load, which takes longer.
         """
         replica.lose_version()
-        await self._snapshots.note_overwritten([replica])
         replica.drop_calls(rollouts_alone=True)  # a replica that was SUSPECT during the update may still have some
         await bounded(replica.idle.wait(), self._config.control_timeout_s, "its rollouts did not end")
         if not replica.info.loads_between_steps:
             await self._reset_cache(replica)
 
-    async def _admit(self, replica: Replica, version: int, how: str, prove_bytes: Proof | None = None) -> None:
+    async def _admit(self, replica: Replica, label: str, how: str, prove_bytes: Proof | None = None) -> None:
         """Check the weights by the canary, label and serve them. Not before: a gateway that restarts serves them by the
         label."""
-        timeout_s = self._config.control_timeout_s
+        timeout_s, version = self._config.control_timeout_s, version_of(label)
         if self._canary.is_enabled:
             async with replica.brake.lifted(timeout_s):  # a paused engine cannot answer
-                finding = (await self._canary.admit([replica], version, prove_bytes))[replica]
+                finding = await self._canary.admit(replica, version, prove_bytes)
             log.info("canary", replica=replica.replica_id, version=version, **finding.report())
             if not finding.may_serve:
                 raise WeightUpdateFailed(finding.reason, replica_id=replica.replica_id)
-        label = replica.engine.label_weights(version, timeout_s)
-        await bounded(replica.unless_lost(label), timeout_s, "its weights were not labelled")
+        labelling = replica.engine.label_weights(label, timeout_s, is_committed=True)
+        await bounded(replica.unless_lost(labelling), timeout_s, "its weights were not labelled")
         replica.hold(version, keeps_kv=False)
-        await self._snapshots.note_holders(version, [replica])
         log.info("replica caught up", replica=replica.replica_id, version=version)
         if replica.state is ReplicaState.SYNCING:
             self._fleet.settle(replica, how)
@@ -386,16 +337,15 @@ class CatchUp:
         await bounded(replica.unless_lost(reset()), self._config.control_timeout_s, "its prefix cache was not reset")
 
     @asynccontextmanager
-    async def _source(self, replica: Replica, version: int) -> AsyncIterator[str]:
+    async def _source(self, replica: Replica, label: str) -> AsyncIterator[str]:
         """The folder of the version. Raises `StoreFailed` where there is none."""
-        if version == 0:
+        if label == CHECKPOINT:
             group = self._fleet.models.groups[replica.info.group]
             if group.kind is EngineKind.EXTERNAL:
                 raise StoreFailed(f"the checkpoint of {replica.info.url} is somebody else's")
             yield str(model_folder(group) or group.model or group.served_name)
             return
-        holders = [other.info.incarnation for other in self._fleet.trained]
-        async with self._snapshots.reading(version, holders) as path:
+        async with self._snapshots.reading(version_of(label), label) as path:
             yield str(path)
 
     async def _clear(

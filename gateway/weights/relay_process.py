@@ -192,9 +192,9 @@ class Relay:
         raise EngineError(f"it ended with {process.exit_code} before it was ready: {process.last_words(lines=1)}")
 
     def _client_at(self, port: int) -> VllmEngine:
-        # Over NCCL the relay receives with vLLM's receiver, and vLLM's messages differ between releases.
-        version = _vllm_version() if self._config.relay_device else ""
-        return VllmEngine("", f"http://127.0.0.1:{port}", version, has_tee=True)
+        if self._config.relay_device:
+            _check_vllm()
+        return VllmEngine("", f"http://127.0.0.1:{port}", has_tee=True)
 
     @asynccontextmanager
     async def _or_ended(self, purpose: str, timeout_s: float) -> AsyncIterator[None]:
@@ -222,9 +222,9 @@ class Relay:
         return f"{where}; the trainer's group is over: call /init_weight_transfer_engine to form a new one"
 
 
-def _vllm_version() -> str:
+def _check_vllm() -> None:
     try:
-        return importlib.metadata.version("vllm")
+        importlib.metadata.version("vllm")
     except importlib.metadata.PackageNotFoundError as error:
         raise WeightUpdateConflict(
             "over NCCL the relay receives with vLLM's own receiver, which the gateway's Python lacks: install vLLM "

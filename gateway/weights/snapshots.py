@@ -8,7 +8,7 @@ import contextlib
 import os
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -21,10 +21,12 @@ from engines.engine import Json
 from engines.errors import DeadlineExceeded, InvalidRequest, StoreFailed
 from engines.store.draft import complete, is_whole
 from engines.store.manifest import Manifest, check_bytes
-from engines.store.weight_store import Note, WeightStore, note_record, record_in, remove_folder
-from engines.types import EngineKind, ReplicaState
+from engines.store.weight_store import WeightStore, note_record, record_in, remove_folder
+from engines.types import ReplicaState
+from engines.weight_label import version_of
 from gateway.config.schema import WeightsConfig
 from gateway.fleet.replica import Replica
+from gateway.fleet.together import to_its_end
 
 log = structlog.get_logger()
 
@@ -49,8 +51,6 @@ class Snapshots:
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="weight store")
         self._why_not = "weights.store is null" if config.store is None else "not open yet"
         self._keeping: asyncio.Task[None] | None = None
-        self._noted: dict[str, Note] = {}
-        self._highest_noted = 0
         self._removing: set[asyncio.Future[None]] = set()
         self._listeners: list[Callable[[], None]] = []
 
@@ -177,15 +177,13 @@ class Snapshots:
         self._removing.add(removing)
         removing.add_done_callback(self._removing.discard)
 
-    def keep(
-        self, draft: Path, version: int, scribe: Replica, holders: Sequence[Replica], digests: dict[str, str]
-    ) -> None:
-        """In the background, wait until `scribe` has written the draft, and make it `version` of these holders.
+    def keep(self, draft: Path, label: str, scribe: Replica, digests: dict[str, str]) -> None:
+        """In the background, wait until `scribe` has written the draft, and make it the version of this label.
 
         `digests` are those of the received tensors: the draft must have the same. It is given up with its scribe.
         """
         self._keeping = asyncio.create_task(
-            self._keep(draft, version, scribe, holders, digests), name=f"keep version {version}"
+            self._keep(draft, label, scribe, digests), name=f"keep version {version_of(label)}"
         )
 
     async def announced(self, name: str, served: int) -> Json:
@@ -226,8 +224,8 @@ class Snapshots:
         except InvalidRequest as error:  # the relay's fault, not the trainer's
             raise StoreFailed(f"the draft differs from what was received: {error}") from error
 
-    async def promote(self, name: str, version: int, served: int, names: Iterable[str]) -> Path:
-        """Make a draft `version`, with missing tensors of `names` copied from version `served`.
+    async def promote(self, name: str, label: str, served: int, names: Iterable[str]) -> Path:
+        """Make a draft the version of this label, with missing tensors of `names` copied from version `served`.
 
         A cancelled call returns when the thread has ended: what it promoted can be withdrawn then. Where the thread
         does not end in time, it finds no draft to promote.
@@ -236,17 +234,17 @@ class Snapshots:
         draft = await self._aside(store.named, name)
         try:
             base = await self._aside(self.base, served)
-            await self._to_its_end(complete, draft, Path(base) if base else None, list(names))
+            await to_its_end(self._aside(complete, draft, Path(base) if base else None, list(names)))
             checkpoint = await self._aside(self._checkpoint)
-            return await self._to_its_end(store.promote, draft, version, checkpoint)
+            return await to_its_end(self._aside(store.promote, draft, label, checkpoint))
         except BaseException:
             await self.discard(draft)
             raise
 
-    async def reopen(self, draft: Path) -> int | Path | None:
-        """The version that a draft of the gateway before has become, if it was committed. Any other is a draft again;
-        None where it was discarded."""
-        return await self._soon(self._open_store().reopen, draft)
+    async def reopen(self, draft: Path, committed: str) -> int | Path | None:
+        """The version that a draft of the gateway before has become, if it is the one `committed`. Any other is a draft
+        again; None where it was discarded."""
+        return await self._soon(self._open_store().reopen, draft, committed)
 
     async def withdraw(self, version: int) -> None:
         """Remove a version that is not served, as `discard` does a draft."""
@@ -271,16 +269,6 @@ class Snapshots:
         for listener in self._listeners:
             listener()
 
-    async def note_holders(self, version: int, replicas: Iterable[Replica]) -> None:
-        """Note that these replicas hold the version, for a restarted gateway: it is committed there."""
-        replicas, self._highest_noted = list(replicas), max(self._highest_noted, version)
-        if self._store is not None and self._store.has(version):
-            with contextlib.suppress(StoreFailed):  # only a restarted gateway reads it
-                holders = [replica.info.incarnation for replica in replicas]
-                await self._soon(self._store.note_holders, version, holders)
-        # Last: a gateway that believes this must find the version in the store.
-        await self._note(version, replicas)
-
     async def note(self, name: str, record: Json) -> None:
         """Keep a record for the next gateway, where there is a store. Raises `StoreFailed`."""
         if self._store is not None:
@@ -290,70 +278,25 @@ class Snapshots:
         """The record that this gateway or the one before has kept; empty where there is none."""
         return await self._soon(record_in, self._store.folder, name) if self._store is not None else {}
 
-    async def note_overwritten(self, replicas: Iterable[Replica]) -> None:
-        """Note that these replicas are about to hold no version. Our engines that report versions report this too;
-        behind a URL of others another server may get the label."""
-        external = EngineKind.EXTERNAL
-        await self._note(None, [one for one in replicas if one.info.kind is external or not one.engine.tells_version])
-
-    async def note_aborted(self, version: int) -> None:
-        """Note that no replica holds the version for good, or a restarted gateway would take it for the fleet's."""
-        if version > self._highest_noted:
-            return
-        if self._store is None:
-            self._noted |= {one: Note(None) for one, note in self._noted.items() if note.version == version}
-            return
-        try:
-            await self._soon(self._store.note_aborted, version)
-        except StoreFailed as error:
-            log.error("not noted: the abort of a version", version=version, error=str(error))
-
-    async def noted(self, incarnation: str) -> Note | None:
-        """The record of an engine. Without a store only what this gateway has noted; None where that is nothing.
-
-        Version 0, the checkpoint, needs no note.
-        """
-        if self._store is None:
-            return self._noted.get(incarnation)
-        try:
-            return await self._soon(self._store.held_by, incarnation)
-        except StoreFailed as error:
-            log.error("no record of an engine can be read", engine=incarnation, error=str(error))
-            return Note(None)
-
-    async def _note(self, version: int | None, replicas: Iterable[Replica]) -> None:
-        incarnations = [replica.info.incarnation for replica in replicas]
-        if self._store is None:
-            self._noted |= dict.fromkeys(incarnations, Note(version))
-        elif incarnations:
-            try:
-                await self._soon(self._store.note_held, version, incarnations)
-            except StoreFailed as error:
-                log.error("not noted: the version of engines", engines=incarnations, version=version, error=str(error))
-
-    async def last_held_by(self, incarnation: str) -> int:
-        """The last version that this engine was noted to hold, also before a restart of the gateway; 0 if none."""
-        return await self._aside(self._store.last_held_by, incarnation) if self._store else 0
+    async def adopt(self, committed: str) -> bool:
+        """True where the store has the version that an engine is labelled with, also one from before our start."""
+        return self._store is not None and await self._soon(self._store.adopt, committed)
 
     @asynccontextmanager
-    async def reading(self, version: int, holders: Iterable[str]) -> AsyncIterator[Path]:
+    async def reading(self, version: int, committed: str) -> AsyncIterator[Path]:
         """The folder of a version, which is not removed during the block. Raises `StoreFailed` where there is none.
 
-        A version from before our start counts where one of `holders`, incarnations of engines, was noted to hold it.
+        A version from before our start counts where it is the one that engines are labelled with, `committed`.
         """
         store = self._open_store()
         if not store.has(version):
             await self._kept()
-        for incarnation in holders:
-            if store.has(version) or await self._aside(store.adopt, version, incarnation):
-                break
+        await self.adopt(committed)
         with contextlib.ExitStack() as stack:
             yield await self._aside(stack.enter_context, store.reading(version))
 
-    async def _keep(
-        self, draft: Path, version: int, scribe: Replica, holders: Sequence[Replica], digests: dict[str, str]
-    ) -> None:
-        began = time.monotonic()
+    async def _keep(self, draft: Path, label: str, scribe: Replica, digests: dict[str, str]) -> None:
+        began, version = time.monotonic(), version_of(label)
         try:
             async with asyncio.timeout(self._config.load_timeout_s):
                 while not await self._aside(is_whole, draft):
@@ -363,8 +306,7 @@ class Snapshots:
             await self._aside(_check_digests, draft, digests)
             store = self._open_store()
             checkpoint = await self._aside(self._checkpoint)
-            await self._aside(store.promote, draft, version, checkpoint)
-            await self.note_holders(version, holders)
+            await self._aside(store.promote, draft, label, checkpoint)
             log.info("version kept", version=version, seconds=round(time.monotonic() - began, 3))
         except (StoreFailed, TimeoutError) as error:
             reason = (
@@ -407,14 +349,6 @@ class Snapshots:
         if self._store is None:
             raise StoreFailed(f"there is no weight store: {self._why_not}")
         return self._store
-
-    async def _to_its_end(self, call: Callable[..., T], *arguments: object) -> T:
-        running = asyncio.ensure_future(self._aside(call, *arguments))
-        try:
-            return await asyncio.shield(running)
-        except asyncio.CancelledError:
-            await asyncio.wait([running])
-            raise
 
     async def _soon(self, call: Callable[..., T], *arguments: object) -> T:
         """As `_aside`, for small calls: replicas stand still until a record is written, and trainers wait."""

@@ -8,6 +8,7 @@ from typing import cast
 
 from engines.engine import Engine
 from engines.types import ReplicaInfo
+from engines.weight_label import WeightLabel
 from gateway.config.schema import Config
 from gateway.fleet.fleet import Fleet
 from tuning.simulate.engine import ModelledEngine
@@ -26,13 +27,12 @@ class _JoiningEngine:
 
     replica_id: str
     model: ModelledEngine
-    tells_version: bool = True
 
     async def close(self) -> None:
         """Nothing is open."""
 
-    async def weight_version(self, timeout_s: float) -> int:
-        return 0
+    async def weight_label(self, timeout_s: float) -> WeightLabel:
+        return WeightLabel()
 
     async def metrics(self, timeout_s: float) -> str:
         """Return the part of vLLM's page that admission reads."""

@@ -77,8 +77,7 @@ class GroupRun:
         """Samples that count towards `need`."""
         self.num_bytes = 0
         """Size of the tokens of open samples."""
-        self._owner, self._submission_id = owner, submission_id
-        self._record = record
+        self._owner, self._submission_id, self._record = owner, submission_id, record
 
     @cached_property
     def samples(self) -> list[Sample]:
@@ -187,7 +186,8 @@ class GroupRun:
                     return
 
     def _take(self, sample: Sample, choice: Json) -> None:
-        self.read = self.read or choice.get("prompt_token_ids") or []
+        if not self.read and (read := choice.get("prompt_token_ids")):
+            self.read = asked if isinstance(asked := self.group.prompt, list) and asked == read else read
         bytes_before = sample.num_bytes
         sample.add(choice)
         self.num_bytes += sample.num_bytes - bytes_before

@@ -221,7 +221,7 @@ def _prompt(where: str, prompt: Any) -> str | list[int] | None:
     if prompt is None or isinstance(prompt, str):
         return prompt
     if isinstance(prompt, list) and all(type(token_id) is int for token_id in prompt):
-        return prompt
+        return list(map(dict[int, int]().setdefault, prompt, prompt))  # JSON gives an object for each token
     raise InvalidRequest(f"{where}.prompt is {_kind(prompt)}: send text or token ids", param=f"{where}.prompt")
 
 

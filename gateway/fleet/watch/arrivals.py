@@ -1,15 +1,15 @@
 """Replicas that come in: admitted or refused, resumed, and asked for the weights and adapters that they hold."""
 
 import time
-from collections.abc import Awaitable, Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from collections.abc import Set as AbstractSet
 
 import structlog
 
 from engines.engine import Engine
 from engines.errors import ConfigError, DeadlineExceeded, EngineError, EngineRefused
-from engines.store.weight_store import Note
 from engines.types import ReplicaInfo
+from engines.weight_label import UNKNOWN, WeightLabel
 from gateway.config.models import Models
 from gateway.config.schema import FleetConfig
 from gateway.fleet.adapters import Adapter, Adapters
@@ -24,17 +24,8 @@ Connect = Callable[[ReplicaInfo], Engine]
 _KEY_REFUSED = (401, 403)
 
 
-async def _no_record(incarnation: str) -> Note | None:
-    return None
-
-
 class Arrivals:
-    """Makes replicas of engines that are discovered.
-
-    `refused` has the reason by id of each that was not admitted. `noted` returns the record of an engine's last
-    committed version by its incarnation; None where no record is kept. `highest_noted` is the highest
-    version in any record.
-    """
+    """Makes replicas of engines that are discovered. `refused` has the reason by id of each that was not admitted."""
 
     def __init__(
         self,
@@ -47,8 +38,6 @@ class Arrivals:
         connect: Connect,
     ) -> None:
         self.refused: dict[str, str] = {}
-        self.noted: Callable[[str], Awaitable[Note | None]] = _no_record
-        self.highest_noted = 0
         self._timeout_s = config.probe_timeout_s
         self._models = models
         self._adapters = adapters
@@ -75,7 +64,7 @@ class Arrivals:
         replica.slot, replica.restarts = self._places.take(info, present)
         try:
             await self._wake(replica)
-            await self._read_version(replica)
+            await self._read_label(replica)
             adapters = await self._adapters_of(replica)
         except BaseException as error:
             await replica.engine.close()
@@ -107,25 +96,15 @@ class Arrivals:
         if replica.info.takes_weights and not replica.frozen and replica.info.has("/resume"):
             await replica.engine.resume(self._timeout_s)
 
-    async def _read_version(self, replica: Replica) -> None:
-        """Take the version that the engine reports, or that was noted where it cannot report one.
-
-        None where an update broke off in it, or it reports another version than was noted at the last commit. 0 is the
-        checkpoint that it started with, and needs no note.
-        """
+    async def _read_label(self, replica: Replica) -> None:
+        """Read what the engine holds; `Fleet._agree` judges it."""
         if replica.frozen:
             await replica.engine.health(self._timeout_s)
             replica.weight_version = 0
             return
-        version = await replica.engine.weight_version(self._timeout_s)
-        note = await self.noted(replica.info.incarnation)
-        self.highest_noted = max(self.highest_noted, note.highest if note else 0)
-        if not replica.engine.tells_version:
-            replica.weight_version = note.version if note else 0
-        elif note is None:
-            replica.weight_version, replica.is_unproven = version, bool(version)
-        else:
-            replica.weight_version = version if version in (0, note.version) else None
+        replica.found = await replica.engine.weight_label(self._timeout_s)
+        if replica.found == UNKNOWN and not replica.info.takes_weights:
+            replica.found = WeightLabel()  # it holds for ever what it came with
 
     async def _adapters_of(self, replica: Replica) -> dict[str, str]:
         if replica.frozen or "/v1/load_lora_adapter" not in replica.info.capabilities:

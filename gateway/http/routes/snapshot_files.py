@@ -10,7 +10,6 @@ from aiohttp import web
 
 from engines.errors import InvalidRequest, StoreFailed
 from engines.store.peer_store import VERSIONS_PATH
-from engines.store.weight_store import HELD_BY
 from gateway.fleet.fleet import Fleet
 from gateway.http.access import Access
 from gateway.http.json_body import reply
@@ -73,7 +72,7 @@ class SnapshotFiles:
         return response
 
     def _reading(self, version: int) -> contextlib.AbstractAsyncContextManager[Path]:
-        return self._snapshots.reading(version, [replica.info.incarnation for replica in self._fleet.trained])
+        return self._snapshots.reading(version, self._fleet.label)
 
 
 def _piece(path: Path, begin: int, size: int) -> bytes:
@@ -103,4 +102,4 @@ def _sizes(folder: Path) -> dict[str, int]:
 
 
 def _is_sent(path: Path) -> bool:
-    return path.is_file() and not path.name.startswith(".") and path.name != HELD_BY
+    return path.is_file() and not path.name.startswith(".")

@@ -149,7 +149,7 @@ class WeightRoutes:
     async def _base(self) -> int | None:
         served = self._fleet.version
         with contextlib.suppress(StoreFailed):
-            async with self._snapshots.reading(served, [replica.info.incarnation for replica in self._fleet.trained]):
+            async with self._snapshots.reading(served, self._fleet.label):
                 return served
         return None
 

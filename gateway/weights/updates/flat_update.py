@@ -1,6 +1,6 @@
 """Updates over a transfer group of the trainer and all engines' workers."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import structlog
 
@@ -11,7 +11,7 @@ from engines.store.weight_store import GROUP
 from engines.types import Dialect, InFlight, ReplicaState
 from gateway.fleet.replica import Replica
 from gateway.fleet.replica_calls import on_all, try_on_all
-from gateway.fleet.together import together
+from gateway.fleet.together import to_its_end, together
 from gateway.weights.receipts import check_receipts
 from gateway.weights.transfer_group import (
     TransferGroup,
@@ -27,7 +27,7 @@ from gateway.weights.updates.machine import UpdateMachine, living
 from gateway.weights.updates.parts import Parts
 from gateway.weights.updates.record import Phase, WeightUpdate, num_bytes
 from gateway.weights.updates.swaps import Load, Swaps
-from gateway.weights.verdicts import Result
+from gateway.weights.verdicts import Finding, Result
 
 log = structlog.get_logger()
 
@@ -108,10 +108,10 @@ class FlatUpdate:
         # The question for room would free the weights that a refused update has left for its undo.
         await self._parts.catch_up.settled(group.members, self._parts.config.control_timeout_s)
         in_flight = self._parts.pauses.in_flight(group.members, in_flight)
-        staged = await self._may_stage(group, _checkpoint_bytes(group))
+        unstaged = await self._why_unstaged(group, _checkpoint_bytes(group))
         version = self._parts.fleet.next_version
-        update = WeightUpdate(version, group.transport, in_flight, staged=staged, receivers=group.members)
-        if staged:
+        update = WeightUpdate(version, group.transport, in_flight, unstaged=unstaged, receivers=group.members)
+        if update.staged:
             self._machine.register(update)
         else:
             await self._announce(update)
@@ -161,18 +161,22 @@ class FlatUpdate:
             self._machine.open(update)
         async with self._machine.or_aborted():
             findings = await Swaps(self._parts, update, group.members, self._load(update)).run()
-        reached = [replica for replica, finding in findings.items() if finding.result is not Result.LOST]
         if update.draft is not None:
             async with self._machine.step(update, "keep"):
                 # Before the commit, which restores a replica that failed: that replica may have the copy.
-                await self._keep_receipts(reached)
+                await self._keep_receipts(_reached(findings))
+        await to_its_end(self._commit(update, group, findings, digests))
+        return update.version
+
+    async def _commit(
+        self, update: WeightUpdate, group: TransferGroup, findings: Mapping[Replica, Finding], digests: dict[str, str]
+    ) -> None:
         await self._machine.commit(update, findings)
         if update.draft is None and update.staged:
             # After the commit: without a store only these weights can undo an update whose trainer leaves before it.
-            await self._keep_receipts(reached)
+            await self._keep_receipts(_reached(findings))
         await self._remember(self._record)
         await self._keep(update, group.scribe, digests)
-        return update.version
 
     async def close(self) -> None:
         """Leave the group, if any, which ends a trainer's broadcast."""
@@ -218,11 +222,11 @@ class FlatUpdate:
 
     async def _stage_no_more_than_fits(self, update: WeightUpdate, group: TransferGroup, size: int) -> None:
         """Ask for room again where more bytes are announced than the checkpoint has, such as in float32."""
-        if not update.staged or size <= _checkpoint_bytes(group):
+        if update.unstaged or size <= _checkpoint_bytes(group):
             return
         async with self._machine.or_aborted(group.members):
-            update.staged = await self._may_stage(group, size)
-        if not update.staged:
+            update.unstaged = await self._why_unstaged(group, size)
+        if update.unstaged:
             await self._announce(update, leaving=group.members)
 
     async def _begin(self, update: WeightUpdate, group: TransferGroup) -> None:
@@ -252,21 +256,26 @@ class FlatUpdate:
             update.overwrites = True
             self._parts.fleet.overwrite(group.members, update.version)
             await self._parts.fleet.changes.taken()
-            await self._parts.snapshots.note_overwritten(group.members)
         async with self._machine.step(update, "begin", leaving=group.members):
             await on_all(group.members, lambda replica: replica.engine.start_weight_update(timeout_s), timeout_s)
 
-    async def _may_stage(self, group: TransferGroup, size: int) -> bool:
-        """Return True where all replicas have room for `size` bytes beside their weights.
+    async def _why_unstaged(self, group: TransferGroup, size: int) -> str:
+        """Return "" where all replicas have room for `size` bytes beside their weights, else the reason.
 
         Under a trainer's pause no rollout gains. A replica of several workers generates with collectives of its own,
         beside which a broadcast may deadlock.
         """
         config, members = self._parts.config, group.members
-        if config.stage == "never" or self._parts.pauses.is_paused or any(one.info.world_size > 1 for one in members):
-            return False
+        if config.stage == "never":
+            return "weights.stage is never"
+        if self._parts.pauses.is_paused:
+            return "the trainer has paused generation"
+        if any(one.info.world_size > 1 for one in members):
+            return "a replica has several workers"
         timeout_s = config.control_timeout_s
-        return all(await on_all(members, lambda replica: replica.engine.room_to_stage(size, timeout_s), timeout_s))
+        fits = await on_all(members, lambda replica: replica.engine.room_to_stage(size, timeout_s), timeout_s)
+        full = ", ".join(one.replica_id for one, has_room in zip(members, fits, strict=True) if not has_room)
+        return f"no room for {size / 1e9:.1f} GB beside the weights of {full}" if full else ""
 
     async def _transfer(self, update: WeightUpdate, group: TransferGroup, update_info: Json) -> None:
         timeout_s = self._parts.config.transfer_timeout_s
@@ -285,7 +294,7 @@ class FlatUpdate:
             if update.staged:
                 await replica.engine.start_weight_update(config.control_timeout_s)
                 await replica.engine.load_staged(config.load_timeout_s)
-            await replica.engine.finish_weight_update(update.version, config.control_timeout_s)
+            await replica.engine.finish_weight_update(update.label, config.control_timeout_s)
 
         return load
 
@@ -315,8 +324,11 @@ class FlatUpdate:
         if update.draft is None or scribe is None:
             await self._parts.snapshots.settle(update.version)
             return
-        holders = self._parts.fleet.holders(update.version)
-        self._parts.snapshots.keep(update.draft, update.version, scribe, holders, digests)
+        self._parts.snapshots.keep(update.draft, update.label, scribe, digests)
+
+
+def _reached(findings: Mapping[Replica, Finding]) -> list[Replica]:
+    return [replica for replica, finding in findings.items() if finding.result is not Result.LOST]
 
 
 def _checkpoint_bytes(group: TransferGroup) -> int:

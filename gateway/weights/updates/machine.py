@@ -19,6 +19,7 @@ import structlog
 from engines.errors import WeightUpdateConflict
 from engines.types import ReplicaState
 from gateway.fleet.replica import Replica
+from gateway.fleet.replica_calls import on_one
 from gateway.weights.updates.parts import Parts
 from gateway.weights.updates.record import Phase, WeightUpdate
 from gateway.weights.updates.update_log import UpdateLog
@@ -90,15 +91,30 @@ class UpdateMachine:
             await self._parts.canary.remember(members)
 
     async def commit(self, update: WeightUpdate, findings: Mapping[Replica, Finding]) -> None:
-        """Serve the version on the replicas that passed. They are noted first, for a restarted gateway."""
+        """Serve the version on the replicas that passed. The first label of it is the commit, before any token of it is
+        delivered: a restarted gateway goes by that. Do not cancel it."""
         passed = [replica for replica, finding in findings.items() if finding.may_serve]
         fenced = {replica: finding.reason for replica, finding in findings.items() if not finding.may_serve}
         async with self.or_aborted():
-            await self._parts.snapshots.note_holders(update.version, passed)
+            with update.timed("label"):
+                fenced |= await self._label(update, passed)
         self._parts.canary.accept()
         self._parts.catch_up.bring_back(living(fenced))
-        self._parts.fleet.commit(update.version, passed, fenced, keeps_kv=update.keeps_kv)
+        self._parts.fleet.commit(update.label, passed, fenced, keeps_kv=update.keeps_kv)
         self._end(update, list(findings), Phase.COMMITTED)
+
+    async def _label(self, update: WeightUpdate, passed: Sequence[Replica]) -> dict[Replica, str]:
+        """Label the version as committed. Return reasons by replica where that failed; raise where it did on all."""
+        timeout_s = self._parts.config.control_timeout_s
+        calls = (
+            on_one(one, lambda it: it.engine.label_weights(update.label, timeout_s, is_committed=True), timeout_s)
+            for one in passed
+        )
+        ends = await asyncio.gather(*calls, return_exceptions=True)
+        failed = {one: end for one, end in zip(passed, ends, strict=True) if isinstance(end, BaseException)}
+        if failed and len(failed) == len(passed):
+            raise next(iter(failed.values()))
+        return {one: f"its weights were not labelled: {error}" for one, error in failed.items()}
 
     async def abort(self, reason: str, *, leaving: Sequence[Replica] = ()) -> None:
         """End the open update, if any. Overwritten replicas are restored to the fleet's version in the background.
@@ -118,13 +134,10 @@ class UpdateMachine:
         if update.rolling:
             catch_up.take_back(ahead, self._parts.config.rolling_width)
         try:
-            await self._parts.snapshots.note_aborted(update.version)
+            for clear_up in self._on_abort:
+                await clear_up()
         finally:  # also where the trainer leaves meanwhile
-            try:
-                for clear_up in self._on_abort:
-                    await clear_up()
-            finally:
-                await self._parts.snapshots.discard(update.draft)
+            await self._parts.snapshots.discard(update.draft)
 
     def _end(self, update: WeightUpdate, members: Sequence[Replica], phase: Phase, error: str = "") -> None:
         for replica in members:

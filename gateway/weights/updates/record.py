@@ -8,12 +8,14 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import StrEnum
 from functools import cache
+from hashlib import blake2s
 from math import prod
 from pathlib import Path
 
 from engines import tracing
 from engines.engine import Json
 from engines.types import InFlight
+from engines.weight_label import committed_label
 from gateway.fleet.replica import Replica
 
 
@@ -32,15 +34,16 @@ class Phase(StrEnum):
 class WeightUpdate:
     """An update in progress, and its record afterwards.
 
-    `seconds` are by step (drain, abort, store, prepare, receipt, pause, begin, transfer, digests, load, canary, keep);
-    the rest of `age_s` is the trainer's time between its calls. `undo`, after its end, is the time until the last of
-    its replicas was taken back. A `rolling` update sums them over its turns.
+    `seconds` are by step (drain, abort, store, prepare, receipt, pause, begin, transfer, digests, load, canary, keep,
+    label); the rest of `age_s` is the trainer's time between its calls. `undo`, after its end, is the time until the
+    last of its replicas was taken back. A `rolling` update sums them over its turns.
     `frozen_at` is set while it holds engines frozen, and `stopped_s` is for how long it did. `replicas` has its outcome
     by replica id.
     `draft` is the folder that its tensors are written to for the weight store, `lease` the trainer's lease, if it has
     taken one (`leases.py`). With `keeps_kv` requests in flight go on
     over KV of the version before. `receivers` are the replicas that have tensors of it, and drop them at an abort:
-    received in a group with the trainer, beside their weights if it is `staged`, or read ahead from the store.
+    received in a group with the trainer, beside their weights unless `unstaged` says why not, or read ahead from the
+    store.
     `overwrites` is set where its engines are overwritten as tensors arrive. `canary_logprobs` are the trainer's own, if
     it has sent them. `kept` are the replicas that may have kept the version before in memory when they loaded tensors
     that lay beside the weights, with that version.
@@ -61,7 +64,7 @@ class WeightUpdate:
     draft: Path | None = None
     lease: str | None = None
     rolling: bool = False
-    staged: bool = False
+    unstaged: str = "it is not received in a group with the trainer"
     receivers: tuple[Replica, ...] = ()
     kept: dict[Replica, int] = field(default_factory=dict)
     canary_logprobs: Sequence[float] | None = None
@@ -80,6 +83,15 @@ class WeightUpdate:
             "rollout_gateway.transport": self.transport,
         }
         self._span = tracing.begin("weight update", facts)
+
+    @property
+    def label(self) -> str:
+        """The label of its version."""
+        return committed_label(self.version, blake2s(self.name.encode(), digest_size=4).hexdigest())
+
+    @property
+    def staged(self) -> bool:
+        return not self.unstaged
 
     @property
     def age_s(self) -> float:
@@ -139,6 +151,7 @@ class WeightUpdate:
             "transport": self.transport,
             "rolling": self.rolling,
             "staged": self.staged,
+            "unstaged": self.unstaged or None,
             "in_flight": self.in_flight.value,
             "started": self.opened.isoformat(timespec="milliseconds"),
             "age_s": round(self.age_s, 4),

@@ -43,7 +43,7 @@ class RelayUpdate:
         if note["has_lease"]:  # the trainer's lease has ended with the gateway, and its update with that
             await self._drop()
             return note if self._relay.is_open else {}
-        draft = await self._parts.snapshots.reopen(Path(state["draft"]))
+        draft = await self._parts.snapshots.reopen(Path(state["draft"]), self._parts.fleet.label)
         if isinstance(draft, int):
             self._committed = draft
         elif draft is not None:

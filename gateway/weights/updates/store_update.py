@@ -9,9 +9,10 @@ from engines.errors import WeightUpdateConflict
 from engines.types import InFlight
 from gateway.fleet.replica import Replica
 from gateway.fleet.replica_calls import names, prepare_all
+from gateway.fleet.together import to_its_end
 from gateway.weights.updates.machine import UpdateMachine
 from gateway.weights.updates.parts import Parts
-from gateway.weights.updates.record import WeightUpdate
+from gateway.weights.updates.record import Phase, WeightUpdate
 from gateway.weights.updates.swaps import Swaps
 from gateway.weights.verdicts import Finding
 
@@ -71,10 +72,14 @@ class StoreUpdate:
                 async with self._machine.step(update, "prepare"):
                     path = str(await self._promote(update, members, snapshot))
                 findings = await self._swaps(update, members, path).run()
-                await self._machine.commit(update, findings)
+                await to_its_end(self._commit(update, findings))
         except BaseException:  # also where the trainer leaves during the abort
-            await self._parts.snapshots.withdraw(update.version)
+            if update.phase is not Phase.COMMITTED:
+                await self._parts.snapshots.withdraw(update.version)
             raise
+
+    async def _commit(self, update: WeightUpdate, findings: Mapping[Replica, Finding]) -> None:
+        await self._machine.commit(update, findings)
         self._free_replaced(findings)
         await self._parts.snapshots.settle(update.version)
 
@@ -100,7 +105,7 @@ class StoreUpdate:
 
         async def load(replica: Replica) -> None:
             await replica.engine.load_snapshot(path, version, timeout_s)
-            await replica.engine.label_weights(version, timeout_s)
+            await replica.engine.label_weights(update.label, timeout_s, is_committed=False)
 
         return Swaps(self._parts, update, members, load, prepare)
 
@@ -116,4 +121,4 @@ class StoreUpdate:
 
     async def _promote(self, update: WeightUpdate, members: Sequence[Replica], snapshot: str) -> Path:
         names = {tensor.name for replica in members for tensor in replica.info.tensors or ()}
-        return await self._parts.snapshots.promote(snapshot, update.version, self._parts.fleet.version, names)
+        return await self._parts.snapshots.promote(snapshot, update.label, self._parts.fleet.version, names)

@@ -152,7 +152,6 @@ class Swaps:
         self._parts.fleet.overwrite(replicas, update.version)
         await self._parts.fleet.changes.taken()
         update.enter(Phase.RECEIVING)
-        await self._parts.snapshots.note_overwritten(replicas)
         return replicas
 
     async def _release(self, replica: Replica) -> None:
@@ -190,8 +189,6 @@ class Swaps:
         """Serve the version on those of the turn that passed, and leave the others out."""
         update, fleet = self._update, self._parts.fleet
         passed = [replica for replica in self._turn if self._findings[replica].may_serve]
-        # Before tokens are delivered: a restarted gateway must not use the number again.
-        await self._parts.snapshots.note_holders(update.version, passed)
         if passed:  # not before: an update that is aborted in its first turn leaves its number to the next
             self._parts.canary.accept_part()
         for replica in self._turn:

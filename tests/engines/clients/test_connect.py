@@ -13,6 +13,6 @@ from engines.types import EngineKind
     [(EngineKind.VLLM, VllmEngine), (EngineKind.SIM, VllmEngine), (EngineKind.SGLANG, SglangEngine)],
 )
 async def test_a_kind_has_its_client(kind: EngineKind, client: type) -> None:
-    engine = connect(kind, "r1", "http://127.0.0.1:1", "0.26.0")
+    engine = connect(kind, "r1", "http://127.0.0.1:1")
     assert (type(engine), engine.replica_id, engine.url) == (client, "r1", "http://127.0.0.1:1")
     await engine.close()

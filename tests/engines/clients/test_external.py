@@ -147,7 +147,7 @@ async def test_an_sglang_server_is_found_and_spoken_to_as_such(start_server: Sta
     engine = external_engine(info, "secret")
     assert isinstance(engine, SglangEngine)
     await engine.health(SOON_S)
-    assert await engine.weight_version(SOON_S) == 4
+    assert (await engine.weight_label(SOON_S)).version == 4
     await engine.close()
     await theirs.stop()
 
@@ -241,7 +241,7 @@ async def test_a_route_that_is_not_there_is_refused_with_replica_and_route(start
     engine = ExternalEngine(await theirs.start())
     with pytest.raises(EngineRefused, match=r"replica judge-0: the external server at .* has no /pause"):
         await engine.pause(PauseMode.KEEP, clear_cache=False, timeout_s=SOON_S)
-    assert await engine.weight_version(SOON_S) == 0
+    assert (await engine.weight_label(SOON_S)).version == 0
     assert await engine.metrics(SOON_S) == ""
     await engine.close()
     await theirs.stop()
@@ -255,7 +255,7 @@ async def test_weights_that_the_gateway_brings_back_are_no_server_started_anew(v
     await theirs.check()
     await engine.undo_load(SOON_S)
     await theirs.check()
-    await engine.label_weights(1, SOON_S)
+    await engine.label_weights("1", SOON_S, is_committed=True)
     await theirs.check()
     await engine.health(SOON_S)
     await engine.close()
@@ -283,9 +283,9 @@ async def test_an_earlier_version_that_comes_back_between_two_looks_is_no_server
 ) -> None:
     theirs = server_at(vllm.info.url)
     engine = external_engine(await theirs.start())
-    for version in (2, 1):
+    for version in ("2", "1"):
         await engine.undo_load(SOON_S)
-        await engine.label_weights(version, SOON_S)
+        await engine.label_weights(version, SOON_S, is_committed=True)
         await theirs.check()
         await engine.health(SOON_S)
     await engine.close()
@@ -295,17 +295,17 @@ async def test_an_earlier_version_that_comes_back_between_two_looks_is_no_server
 async def test_a_server_that_is_replaced_after_an_update_is_found(vllm: SimReplica, engine: ExternalEngine) -> None:
     await engine.open_weight_group({"world_size": 2, "rank_offset": 1}, SOON_S)
     await engine.start_weight_update(SOON_S)
-    await engine.finish_weight_update(1, SOON_S)
+    await engine.finish_weight_update("1", SOON_S)
     await engine.health(SOON_S)
     vllm.label(0)
-    with pytest.raises(EngineFailed, match="it reports version 0, and held version 1"):
+    with pytest.raises(EngineFailed, match=r"labelled '0', and were '1\?0': was it restarted"):
         await engine.health(SOON_S)
 
 
 async def test_a_look_at_a_server_that_has_its_label_before_the_answer_is_heard_finds_no_other(
     engine: ExternalEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert await engine.weight_version(SOON_S) == 0
+    assert (await engine.weight_label(SOON_S)).version == 0
     set_label = ExternalEngine._set_label
 
     async def looked_at(asked: ExternalEngine, label: str, timeout_s: float) -> None:
@@ -314,46 +314,46 @@ async def test_a_look_at_a_server_that_has_its_label_before_the_answer_is_heard_
 
     monkeypatch.setattr(ExternalEngine, "_set_label", looked_at)
     await engine.undo_load(SOON_S)
-    await engine.label_weights(1, SOON_S)
+    await engine.label_weights("1", SOON_S, is_committed=True)
     await engine.health(SOON_S)
 
 
-@pytest.mark.parametrize(("label", "told"), [("0", "version 0"), ("7", "version 7"), ("mixed", "mixed weights")])
+@pytest.mark.parametrize("label", ["0", "7", "1-0000000a", "default"])
 @pytest.mark.parametrize("is_probed", [True, False])
 async def test_a_version_that_was_not_given_here_is_another_server_behind_the_url(
-    engine: ExternalEngine, label: str, told: str, is_probed: bool
+    engine: ExternalEngine, label: str, is_probed: bool
 ) -> None:
     await engine.undo_load(SOON_S)
     if is_probed:
         await engine.health(SOON_S)
-    await engine.label_weights(1, SOON_S)
+    await engine.label_weights("1", SOON_S, is_committed=True)
     await engine.ask("POST", "/update_weight_version", {"new_version": label}, SOON_S)
-    with pytest.raises(EngineFailed, match=f"it reports {told}, and held version 1: was it restarted"):
+    with pytest.raises(EngineFailed, match=f"labelled '{label}', and were '1': was it restarted"):
         await engine.health(SOON_S)
 
 
 async def test_the_version_that_a_server_came_with_is_the_one_that_it_has_to_report(engine: ExternalEngine) -> None:
     await engine.ask("POST", "/update_weight_version", {"new_version": "3"}, SOON_S)
-    assert await engine.weight_version(SOON_S) == 3
+    assert (await engine.weight_label(SOON_S)).version == 3
     await engine.health(SOON_S)
     await engine.ask("POST", "/update_weight_version", {"new_version": "0"}, SOON_S)
-    with pytest.raises(EngineFailed, match="it reports version 0, and held version 3"):
+    with pytest.raises(EngineFailed, match="labelled '0', and were '3': was it restarted"):
         await engine.health(SOON_S)
 
 
 async def test_a_look_that_an_update_overtakes_is_no_other_server(
     engine: ExternalEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert await engine.weight_version(SOON_S) == 0
-    told = ExternalEngine._told_version
+    assert (await engine.weight_label(SOON_S)).version == 0
+    told = ExternalEngine._told_label
 
-    async def overtaken(asked: ExternalEngine, timeout_s: float) -> int | None:
+    async def overtaken(asked: ExternalEngine, timeout_s: float) -> str:
         monkeypatch.undo()
         await engine.undo_load(SOON_S)
-        await engine.label_weights(1, SOON_S)
+        await engine.label_weights("1", SOON_S, is_committed=True)
         return await told(asked, timeout_s)
 
-    monkeypatch.setattr(ExternalEngine, "_told_version", overtaken)
+    monkeypatch.setattr(ExternalEngine, "_told_label", overtaken)
     await engine.health(SOON_S)
     await engine.health(SOON_S)
 

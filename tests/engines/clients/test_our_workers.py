@@ -34,7 +34,7 @@ async def test_arrived_weights_are_seen_within_a_step_and_a_sixteenth_of_the_tra
     clock, looks = Clock(step_s=0.012), list[float]()
     monkeypatch.setattr(our_workers, "time", clock)
     monkeypatch.setattr(our_workers, "asyncio", clock)
-    engine = VllmEngine("r1", "http://127.0.0.1:1", "0.26.0")
+    engine = VllmEngine("r1", "http://127.0.0.1:1")
 
     async def on_workers(method: str, arguments: dict[str, Any], timeout_s: float) -> list[Any]:
         await clock.step()

@@ -1,4 +1,4 @@
-"""vLLM's dialect on top of SGLang's routes, against a small server that answers as SGLang 0.5.23 and 0.5.17 do."""
+"""vLLM's dialect on top of SGLang's routes, against a small server that answers as SGLang 0.5.23 does."""
 
 import json
 from collections.abc import AsyncIterator
@@ -48,8 +48,6 @@ class FakeSglang:
         self.asked: list[tuple[str, Json]] = []
         self.answers: Any = answer([5, 6], "ab", LENGTH)
         self.running: list[int] = []
-        self.has_sessions = True
-        self.own_ids = "response_token_ids"
         self.chat: Json | None = None  # the answer to a conversation, if it is another
         self.flush_status = 200
         self.workers: dict[str, list[Any]] | None = None  # answers of our plugin's methods; None without it
@@ -83,7 +81,7 @@ class FakeSglang:
                 return web.json_response(self.answers, status=status)
             case "/openapi.json":
                 paths: dict[str, object] = {"/generate": {}, "/init_weights_update_group": {}}
-                return web.json_response({"paths": paths | ({"/begin_weight_update": {}} if self.has_sessions else {})})
+                return web.json_response({"paths": paths})
             case "/server_info":
                 info = {"version": "0.5.23", "tp_size": 2, "pp_size": 3, "model_path": "m", "served_model_name": "m"}
                 return web.json_response(info | {"incremental_streaming_output": not self.repeats})
@@ -105,7 +103,7 @@ class FakeSglang:
             case "/v1/detokenize":
                 return web.json_response({"text": "hi"})
             case "/v1/chat/completions":
-                choice = {"index": 0, self.own_ids: [5], "prompt_token_ids": [1, 2]}
+                choice = {"index": 0, "response_token_ids": [5], "prompt_token_ids": [1, 2]}
                 return web.json_response(self.chat or {"choices": [choice]})
         return web.json_response({"success": True})
 
@@ -584,9 +582,7 @@ async def test_a_conversation_that_is_not_sglangs_is_the_replicas_failure(
         await engine.generate("/v1/chat/completions", {"messages": []}, TIMEOUT_S)
 
 
-@pytest.mark.parametrize("own_ids", ["token_ids", "response_token_ids"], ids=["0.5.17", "0.5.23"])
-async def test_a_conversation_is_sglangs_own(engine: SglangEngine, server: FakeSglang, own_ids: str) -> None:
-    server.own_ids = own_ids
+async def test_a_conversation_is_sglangs_own(engine: SglangEngine, server: FakeSglang) -> None:
     body = {"messages": [], "cache_salt": "v1", "structured_outputs": {"json": {"a": 1}}}
     reply = await engine.generate("/v1/chat/completions", body, TIMEOUT_S)
     assert reply == {"choices": [{"index": 0, "token_ids": [5]}], "prompt_token_ids": [1, 2]}
@@ -606,7 +602,7 @@ async def test_the_routes_of_vllm_are_answered(engine: SglangEngine) -> None:
     assert config["model_config"]["logprobs_mode"] == "processed_logprobs"
     assert config["lora_config"] is None
     assert await engine.ask("POST", "/detokenize", {"tokens": [1]}, TIMEOUT_S) == {"prompt": "hi"}
-    assert await engine.weight_version(TIMEOUT_S) == 0
+    assert (await engine.weight_label(TIMEOUT_S)).version == 0
 
 
 @pytest.mark.parametrize(
@@ -649,29 +645,22 @@ async def test_a_cache_in_use_is_not_flushed(
     assert await engine.reset_prefix_cache(TIMEOUT_S) is forgotten
 
 
-@pytest.mark.parametrize("has_sessions", [True, False], ids=["0.5.23", "0.5.17"])
-async def test_an_update_is_a_session_where_the_version_has_them(
-    engine: SglangEngine, server: FakeSglang, has_sessions: bool
-) -> None:
-    server.has_sessions = has_sessions
+async def test_an_update_in_torchs_group_is_a_session(engine: SglangEngine, server: FakeSglang) -> None:
     await engine.open_weight_group({**GROUP, "packed": False, "backend": "gloo"}, TIMEOUT_S)
     await engine.start_weight_update(TIMEOUT_S)
     tensors = {"names": ["w"], "dtype_names": ["bfloat16"], "shapes": [[2, 3]], "packed": False}
     await engine.update_weights(tensors, TIMEOUT_S)
-    await engine.finish_weight_update(4, TIMEOUT_S)
+    await engine.finish_weight_update("4", TIMEOUT_S)
     await engine.close_weight_group(TIMEOUT_S)
     update = {"names": ["w"], "dtypes": ["bfloat16"], "shapes": [[2, 3]], "flush_cache": False, "load_format": None}
     name = {"group_name": "rollout_gateway"}
-    begun = [("/begin_weight_update", {"selector": "all"})] if has_sessions else []
-    ended: list[object] = [("/end_weight_update", {})] if has_sessions else []
     assert server.asked == [
-        ("/openapi.json", {}),
         ("/init_weights_update_group", {**GROUP, **name, "backend": "gloo"}),
-        ("/update_weight_version", {"new_version": "mixed", "abort_all_requests": False}),
-        *begun,
+        ("/update_weight_version", {"new_version": "?0", "abort_all_requests": False}),
+        ("/begin_weight_update", {"selector": "all"}),
         ("/update_weights_from_distributed", update | name),
-        *ended,
-        ("/update_weight_version", {"new_version": "4", "abort_all_requests": False}),
+        ("/end_weight_update", {}),
+        ("/update_weight_version", {"new_version": "4?0", "abort_all_requests": False}),
         ("/destroy_weights_update_group", name),
     ]
 
@@ -713,7 +702,7 @@ async def test_with_the_plugin_workers_join_receive_and_report_digests(
     await engine.start_weight_update(TIMEOUT_S)
     await engine.update_weights({"names": ["w"], "dtype_names": ["bfloat16"], "shapes": [[2, 3]]}, TIMEOUT_S)
     assert await engine.close_receipt(TIMEOUT_S) == {"w": "1"}
-    await engine.finish_weight_update(4, TIMEOUT_S)
+    await engine.finish_weight_update("4", TIMEOUT_S)
     await engine.keep_receipt(TIMEOUT_S)
     await engine.close_weight_group(TIMEOUT_S)
     info = {"names": ["w"], "dtype_names": ["bfloat16"], "shapes": [[2, 3]]}
@@ -728,7 +717,7 @@ async def test_with_the_plugin_workers_join_receive_and_report_digests(
         ("close_group", {}),
     ]
     labels = [body["new_version"] for path, body in server.asked if path == "/update_weight_version"]
-    assert (labels, server.paths().count("/begin_weight_update")) == (["mixed", "4"], 0)
+    assert (labels, server.paths().count("/begin_weight_update")) == (["?0", "4?0"], 0)
     server.asked.clear()
     server.workers |= {"room_to_stage": [True, True], "staged": [True, True]}
     assert await engine.room_to_stage(7, TIMEOUT_S)
@@ -742,7 +731,7 @@ async def test_with_the_plugin_workers_join_receive_and_report_digests(
         server.workers["undo_load"] = answers
         assert await engine.undo_load(TIMEOUT_S) is undone
     labels = [body["new_version"] for path, body in server.asked if path == "/update_weight_version"]
-    assert labels == ["mixed", "mixed"], "nobody may believe the weights before their KV is forgotten"
+    assert labels == ["?0", "?0"], "nobody may believe the weights before their KV is forgotten"
     server.workers["close_receipt"] = [{"w": "1"}, {"w": "2"}]
     with pytest.raises(EngineFailed, match="workers 0 and 1 received different bytes"):
         await engine.close_receipt(TIMEOUT_S)
@@ -759,9 +748,9 @@ async def test_a_version_is_loaded_by_the_plugin_or_else_by_sglang_whatever_it_w
     loads = [body for path, body in server.asked if path == "/update_weights_from_disk"]
     own = {"model_path": "/store/v3", "load_format": "auto", "flush_cache": False, "abort_all_requests": False}
     assert loads == ([] if loaded else [own])
-    await engine.label_weights(3, TIMEOUT_S)
+    await engine.label_weights("3", TIMEOUT_S, is_committed=True)
     labels = [body for path, body in server.asked if path == "/update_weight_version"]
-    assert labels == [{"new_version": label, "abort_all_requests": False} for label in ("mixed", "3")]
+    assert labels == [{"new_version": label, "abort_all_requests": False} for label in ("?0", "3")]
 
 
 async def test_an_adapter_is_chosen_by_the_model_that_names_it(server: FakeSglang, engine: SglangEngine) -> None:

@@ -11,8 +11,9 @@ from aiohttp import web
 
 from engines.clients import http
 from engines.clients.our_workers import EngineWithWorkers
-from engines.clients.vllm_engine import VllmEngine, is_given, version_number
+from engines.clients.vllm_engine import VllmEngine
 from engines.errors import DeadlineExceeded, EngineFailed, EngineRefused, EngineUnreachable
+from engines.weight_label import UNKNOWN, WeightLabel
 
 TIMEOUT_S = 60.0
 PATH = "/v1/completions"
@@ -262,24 +263,11 @@ async def test_a_deadline_between_two_chunks_is_reported_at_the_next_and_disturb
         await anext(chunks)
 
 
-@pytest.mark.parametrize(
-    ("label", "number"),
-    [("7", 7), ("default", 0), ("None", 0), ("", 0), ("v3", 0), ("\u00b2", 0)],
-)
-def test_a_version_is_a_number(label: str, number: int) -> None:
-    assert version_number(label) == number
-
-
-def test_a_gateway_gives_numbers_and_the_label_of_mixed_weights_alone() -> None:
-    labels = ("0", "12", "mixed", "default", "", "v3", "\u00b2")
-    assert [label for label in labels if is_given(label)] == ["0", "12", "mixed"]
-
-
 @pytest.mark.parametrize("label", ["null", "true", "1.5", '["3"]', '{"a": 1}', None])
 async def test_a_label_that_is_no_text_is_a_failure(serve: Serve, label: str | None) -> None:
     answer = f'{{"weight_version": {label}}}' if label else "[]"
     with pytest.raises(EngineFailed, match=r"replica r1: its answer .* cannot be read"):
-        await (await serve(answering(answer))).weight_version(TIMEOUT_S)
+        await (await serve(answering(answer))).weight_label(TIMEOUT_S)
 
 
 @pytest.mark.parametrize("models", ['{"data": [1]}', '{"data": 1}', '{"data": [{"parent": "m"}]}'])
@@ -289,13 +277,18 @@ async def test_adapters_that_cannot_be_read_are_a_failure(serve: Serve, models: 
 
 
 @pytest.mark.parametrize(
-    ("body", "status", "version"),
-    [('{"weight_version": "3"}', 200, 3), ('{"weight_version": "mixed"}', 200, None), ("", 404, 0)],
+    ("body", "status", "label"),
+    [
+        ('{"weight_version": "3-0000000a"}', 200, WeightLabel("3-0000000a", "3-0000000a")),
+        ('{"weight_version": "?3-0000000a"}', 200, WeightLabel("", "3-0000000a")),
+        ('{"weight_version": "default"}', 200, WeightLabel("0", "0")),
+        ("", 404, UNKNOWN),
+    ],
 )
-async def test_the_weight_version_is_none_for_a_mixture_and_0_where_it_is_not_reported(
-    serve: Serve, body: str, status: int, version: int | None
+async def test_what_an_engine_holds_is_told_by_its_label(
+    serve: Serve, body: str, status: int, label: WeightLabel
 ) -> None:
-    assert await (await serve(answering(body, status))).weight_version(TIMEOUT_S) == version
+    assert await (await serve(answering(body, status))).weight_label(TIMEOUT_S) == label
 
 
 async def test_abandoning_an_update_that_is_over_is_no_error(serve: Serve) -> None:
@@ -318,13 +311,8 @@ async def test_metrics_that_are_no_text_are_read_as_far_as_they_are(serve: Serve
     assert (await (await serve(answer)).metrics(TIMEOUT_S)).endswith("vllm:a_total 1\n")
 
 
-@pytest.mark.parametrize(
-    ("engine_version", "at_init", "at_update"), [("0.26.0", None, True), ("0.28.0", True, None), ("", True, None)]
-)
 @pytest.mark.parametrize("said_at", ["init", "update"])
-async def test_packed_is_said_where_the_engines_version_wants_it(
-    serve: Serve, engine_version: str, at_init: bool | None, at_update: bool | None, said_at: str
-) -> None:
+async def test_packed_is_said_where_engines_want_it(serve: Serve, said_at: str) -> None:
     heard: dict[str, Any] = {}
 
     async def listen(request: web.Request) -> web.Response:
@@ -332,13 +320,12 @@ async def test_packed_is_said_where_the_engines_version_wants_it(
         return web.json_response({})
 
     url = (await serve(listen)).url
-    engine = VllmEngine("r1", url, engine_version)
+    engine = VllmEngine("r1", url)
     await engine.open_weight_group({"world_size": 2, **({"packed": True} if said_at == "init" else {})}, TIMEOUT_S)
     await engine.update_weights({"names": ["w"], **({"packed": True} if said_at == "update" else {})}, TIMEOUT_S)
     await engine.close()
-    assert heard["init_info"].get("packed") is at_init
-    assert heard["update_info"].get("packed") is at_update
-    assert heard["update_info"]["names"] == ["w"]
+    assert heard["init_info"]["packed"]
+    assert heard["update_info"] == {"names": ["w"]}
 
 
 @pytest.mark.parametrize(
@@ -386,22 +373,22 @@ def answered(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, int]], Vllm
     return made
 
 
-async def test_a_release_without_weight_versions_gets_no_labels(answered: Callable[..., VllmEngine]) -> None:
+async def test_a_release_without_labels_gets_none(answered: Callable[..., VllmEngine]) -> None:
     engine = answered({"/weight_info": 404, "/update_weight_version": 405})
     await engine.start_weight_update(TIMEOUT_S)
-    assert not engine.tells_version
+    assert await engine.weight_label(TIMEOUT_S) == UNKNOWN
     await engine.close()
 
 
 @pytest.mark.parametrize("status", [401, 429])
-async def test_a_refused_look_is_none_at_a_release_without_weight_versions(
+async def test_a_refused_look_is_none_at_a_release_without_labels(
     answered: Callable[..., VllmEngine], status: int
 ) -> None:
-    """As by a proxy in front of an external server: its label may be mixed."""
+    """As by a proxy in front of an external server: it may have a label."""
     engine = answered({"/weight_info": status})
     with pytest.raises(EngineRefused):
-        await engine.weight_version(TIMEOUT_S)
-    assert engine.tells_version
+        await engine.weight_label(TIMEOUT_S)
+    assert engine._has_labels
     await engine.close()
 
 

@@ -58,7 +58,7 @@ LACKS = (
     Lack(
         "weight_version",
         _vllm_without("/weight_info"),
-        "this version has no /weight_info; weight_version() is None and the gateway keeps count",
+        "this version has no /weight_info; the gateway loads it again when it finds it",
     ),
     Lack(
         "close_group",

@@ -4,6 +4,7 @@ import pytest
 
 from engines.errors import EngineError, EngineRefused
 from engines.types import EngineKind, PauseMode
+from engines.weight_label import UNKNOWN, WeightLabel
 from tests.engines.conformance.lacks import declared, lack_of, not_run
 from tests.engines.conformance.subject import REQUEST_S, Subject
 from tests.engines.conformance.trainers import BUCKET, SEQUENCE, Trainer, mean_distance
@@ -36,11 +37,13 @@ async def test_all_tensors_may_come_in_one_buffer(engine: Subject, trainer: Trai
 
 async def test_it_says_which_version_it_holds(engine: Subject, trainer: Trainer) -> None:
     await trainer.update(seed=11, version=7)
-    told = await engine.engine.weight_version(REQUEST_S)
+    told = await engine.engine.weight_label(REQUEST_S)
     if lack := lack_of("weight_version", engine):
-        assert told is None
+        assert told == UNKNOWN
         declared(lack)
-    assert told == 7
+    assert told == WeightLabel("7-0000000a", "0")
+    await engine.engine.label_weights("7-0000000a", REQUEST_S, is_committed=True)
+    assert (await engine.engine.weight_label(REQUEST_S)).is_committed
 
 
 async def test_a_kept_request_goes_on_with_the_new_weights(engine: Subject, trainer: Trainer) -> None:
@@ -64,7 +67,7 @@ async def test_a_kept_request_tells_which_version_made_which_tokens(engine: Subj
         declared(lack)
     assert spans is not None
     (one, start, middle), (other, also_middle, end) = [(span["version"], span["start"], span["end"]) for span in spans]
-    assert (one, other) == ("9", "10")
+    assert (WeightLabel.read(one).version, WeightLabel.read(other).version) == (9, 10)
     assert (start, end) == (0, engine.long)
     assert 0 < middle == also_middle < end
 

@@ -13,6 +13,7 @@ from engines.errors import EngineError
 from engines.process.launch import gpus_per_replica
 from engines.process.port import free_port
 from engines.types import EngineKind, PauseMode
+from engines.weight_label import committed_label
 from sim.model import CHECKPOINT_VERSION, SimModel, read, weights_key
 from tests.engines.conformance.lacks import lack_of, not_run
 from tests.engines.conformance.subject import REQUEST_S, Json, Subject
@@ -304,7 +305,7 @@ class Trainer:
         async with self.subject.paused(PauseMode.KEEP):
             await self.subject.engine.start_weight_update(REQUEST_S)
             await self.send(seed, **announced)
-            await self.subject.engine.finish_weight_update(version, REQUEST_S)
+            await self.subject.engine.finish_weight_update(committed_label(version, "0000000a"), REQUEST_S)
 
     async def send(self, seed: int, **announced: Any) -> None:
         """The tensors alone. `announced` says more of them, or other things than are true."""

@@ -13,7 +13,6 @@ pytest.importorskip("trl")
 import torch
 from trl.generation import vllm_client
 
-from engines.clients.our_workers import MIXED
 from engines.engine import ReceiptCopy
 from engines.errors import EngineFailed
 from engines.process.port import free_port
@@ -58,9 +57,9 @@ def test_a_version_is_copied_as_it_arrives_and_loads_over_an_update_that_broke_o
 
         def load(path: Path, version: int) -> None:
             on_engine(url, lambda engine: engine.load_snapshot(str(path), version, TIMEOUT_S))
-            assert on_engine(url, lambda engine: engine.weight_version(TIMEOUT_S)) is None
-            on_engine(url, lambda engine: engine.label_weights(version, TIMEOUT_S))
-            assert on_engine(url, lambda engine: engine.weight_version(TIMEOUT_S)) == version
+            assert not on_engine(url, lambda engine: engine.weight_label(TIMEOUT_S)).held
+            on_engine(url, lambda engine: engine.label_weights(str(version), TIMEOUT_S, is_committed=True))
+            assert on_engine(url, lambda engine: engine.weight_label(TIMEOUT_S)).held == str(version)
 
         patch.setattr(vllm_client, "packed_nccl_broadcast_producer", gloo_trl.send_packed)
         client = gloo_trl.GlooVLLMClient(url, group_port=free_port(), timeout_s=TIMEOUT_S)
@@ -74,7 +73,7 @@ def test_a_version_is_copied_as_it_arrives_and_loads_over_an_update_that_broke_o
         assert digests == {name: digest_on_host(tensor) for name, tensor in second.named_parameters()}
         on_engine(url, lambda engine: engine.keep_receipt(TIMEOUT_S))
         until_whole(draft)
-        version_1 = store.promote(draft, 1, tmp_path / "first")
+        version_1 = store.promote(draft, "1", tmp_path / "first")
         assert {name: tensor.digest for name, tensor in check_bytes(version_1).tensors.items()} == digests
         assert says() == second_says
 
@@ -89,15 +88,13 @@ def test_a_version_is_copied_as_it_arrives_and_loads_over_an_update_that_broke_o
         assert says() == second_says
 
         on_engine(url, lambda engine: engine.start_weight_update(TIMEOUT_S))
-        assert on_engine(url, lambda engine: engine.ask("GET", "/weight_info", None, TIMEOUT_S)) == {
-            "weight_version": MIXED
-        }
+        assert not on_engine(url, lambda engine: engine.weight_label(TIMEOUT_S)).held
         load(version_1, 1)
         assert says() == second_says
 
         with pytest.raises(EngineFailed):
             load(tmp_path / "nowhere", 2)
-        assert on_engine(url, lambda engine: engine.weight_version(TIMEOUT_S)) is None
+        assert not on_engine(url, lambda engine: engine.weight_label(TIMEOUT_S)).held
         load(tmp_path / "first", 0)
         assert says() == first_says
         client.close_communicator()

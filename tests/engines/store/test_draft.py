@@ -61,7 +61,7 @@ def test_a_full_disk_is_a_clear_error_and_leaves_nothing(store: WeightStore, mon
 
 
 def test_tensors_that_never_came_are_taken_from_the_version_before(store: WeightStore) -> None:
-    before = store.promote(written(store, 1, "a", "b", "c"), 1, None)
+    before = store.promote(written(store, 1, "a", "b", "c"), "1", None)
     folder = store.draft()
     draft = Draft(folder, "m")
     draft.add([tensor("b", 2)])
@@ -72,7 +72,7 @@ def test_tensors_that_never_came_are_taken_from_the_version_before(store: Weight
 
 
 def test_a_base_that_lacks_a_tensor_is_named(store: WeightStore) -> None:
-    before = store.promote(written(store, 1, "a"), 1, None)
+    before = store.promote(written(store, 1, "a"), "1", None)
     draft = Draft(store.draft(), "m")
     with pytest.raises(StoreFailed, match="'a' was not sent, and the version before is not kept"):
         draft.complete_from(None, ["a"])
@@ -106,10 +106,10 @@ def as_changes(store: WeightStore, *tensors: ChangedTensor, base: int = 1) -> Pa
 
 
 def test_a_draft_of_changes_becomes_whole_and_keeps_them(store: WeightStore) -> None:
-    store.promote(written(store, 1), 1, None)
+    store.promote(written(store, 1), "1", None)
     draft = as_changes(store, changed("a", bytes([1]) * 16, AFTER))
     store.join(draft)
-    store.promote(draft, 2, None)
+    store.promote(draft, "2", None)
     manifest = check_bytes(store.path(2))
     assert (manifest.version, manifest.base) == (2, 1)
     assert (file_bytes(store.path(2), "a"), file_bytes(store.path(2), "b")) == (AFTER, bytes([2]) * 16)
@@ -119,7 +119,7 @@ def test_a_draft_of_changes_becomes_whole_and_keeps_them(store: WeightStore) -> 
 
 
 def test_a_tensor_that_did_not_change_is_one_without_changed_elements(store: WeightStore) -> None:
-    store.promote(written(store, 1), 1, None)
+    store.promote(written(store, 1), "1", None)
     draft = as_changes(store, changed("a", bytes([1]) * 16, bytes([1]) * 16))
     store.join(draft)
     check_bytes(draft)
@@ -127,7 +127,7 @@ def test_a_tensor_that_did_not_change_is_one_without_changed_elements(store: Wei
 
 
 def test_changes_to_a_version_that_is_not_kept_are_refused(store: WeightStore) -> None:
-    store.promote(written(store, 1), 4, None)
+    store.promote(written(store, 1), "4", None)
     draft = as_changes(store, changed("a", bytes([1]) * 16, AFTER), base=3)
     with pytest.raises(
         InvalidRequest, match=r"changes to version 3, and the store keeps \[4\]: push the tensors whole"
@@ -139,7 +139,7 @@ def test_changes_to_a_version_that_is_not_kept_are_refused(store: WeightStore) -
     ("name", "message"), [("a", "'a' comes as changes to xxh3_128:0, .* it is xxh3_128"), ("c", "'c' .* it is none")]
 )
 def test_changes_to_other_bytes_are_refused_before_any_is_written(store: WeightStore, name: str, message: str) -> None:
-    store.promote(written(store, 1), 1, None)
+    store.promote(written(store, 1), "1", None)
     draft = as_changes(store, changed(name, bytes([1]) * 16, AFTER, base="xxh3_128:0"))
     there = set(draft.iterdir())
     with pytest.raises(InvalidRequest, match=message):
@@ -148,7 +148,7 @@ def test_changes_to_other_bytes_are_refused_before_any_is_written(store: WeightS
 
 
 def test_changes_that_make_other_bytes_than_the_digest_says_are_found(store: WeightStore) -> None:
-    store.promote(written(store, 1), 1, None)
+    store.promote(written(store, 1), "1", None)
     draft = as_changes(store, changed("a", bytes([1]) * 16, AFTER, digest=digest_of(b"others")))
     store.join(draft)
     with pytest.raises(InvalidRequest, match=r"'a' in model-00003.safetensors is damaged"):
@@ -157,7 +157,7 @@ def test_changes_that_make_other_bytes_than_the_digest_says_are_found(store: Wei
 
 @pytest.mark.parametrize("content", [b"", b"no safetensors"])
 def test_a_file_of_changes_that_is_none_is_named(store: WeightStore, content: bytes) -> None:
-    store.promote(written(store, 1), 1, None)
+    store.promote(written(store, 1), "1", None)
     draft = as_changes(store, changed("a", bytes([1]) * 16, AFTER))
     (draft / "changes-00002.delta").write_bytes(content)
     with pytest.raises(InvalidRequest, match=r"changes-00002\.delta does not hold the draft's changes"):
@@ -165,7 +165,7 @@ def test_a_file_of_changes_that_is_none_is_named(store: WeightStore, content: by
 
 
 def test_a_file_of_changes_that_was_cut_off_is_named(store: WeightStore) -> None:
-    store.promote(written(store, 1), 1, None)
+    store.promote(written(store, 1), "1", None)
     draft = as_changes(store, changed("a", bytes([1]) * 16, AFTER))
     path = draft / "changes-00002.delta"
     os.truncate(path, path.stat().st_size - 1)
@@ -174,7 +174,7 @@ def test_a_file_of_changes_that_was_cut_off_is_named(store: WeightStore) -> None
 
 
 def test_a_pipe_in_place_of_changes_is_refused_without_being_opened(store: WeightStore) -> None:
-    store.promote(written(store, 1), 1, None)
+    store.promote(written(store, 1), "1", None)
     draft = as_changes(store, changed("a", bytes([1]) * 16, AFTER))
     (draft / "changes-00002.delta").unlink()
     os.mkfifo(draft / "changes-00002.delta")
@@ -202,7 +202,7 @@ def with_a_pipe_once_read(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 def test_a_pipe_put_in_a_files_place_does_not_hold_up_a_join(
     store: WeightStore, monkeypatch: pytest.MonkeyPatch, name: str, kind: type[Exception]
 ) -> None:
-    store.promote(written(store, 1), 1, None)
+    store.promote(written(store, 1), "1", None)
     draft = as_changes(store, changed("a", bytes([1]) * 16, AFTER))
     with_a_pipe_once_read(monkeypatch, name)
     with pytest.raises(kind, match=rf"{name} is no regular file"):
@@ -212,7 +212,7 @@ def test_a_pipe_put_in_a_files_place_does_not_hold_up_a_join(
 def test_a_pipe_put_in_a_files_place_does_not_hold_up_a_copy(
     store: WeightStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    base = store.promote(written(store, 1), 1, None)
+    base = store.promote(written(store, 1), "1", None)
     draft = Draft(store.draft(), "m")
     draft.add([tensor("b", 2)])
     with_a_pipe_once_read(monkeypatch, "model-00001.safetensors")
@@ -222,7 +222,7 @@ def test_a_pipe_put_in_a_files_place_does_not_hold_up_a_copy(
 
 @pytest.mark.parametrize("lacking", [17, 200])
 def test_a_base_that_was_cut_off_is_named(store: WeightStore, lacking: int) -> None:
-    base = store.promote(written(store, 1), 1, None)
+    base = store.promote(written(store, 1), "1", None)
     draft = as_changes(store, changed("a", bytes([1]) * 16, AFTER))
     file = base / "model-00001.safetensors"
     os.truncate(file, max(3, file.stat().st_size - lacking))
@@ -235,7 +235,7 @@ def test_a_base_that_was_cut_off_is_named(store: WeightStore, lacking: int) -> N
 
 
 def test_changes_are_not_joined_on_a_full_disk(store: WeightStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    store.promote(written(store, 1), 1, None)
+    store.promote(written(store, 1), "1", None)
     draft = as_changes(store, changed("a", bytes([1]) * 16, AFTER))
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10))
     with pytest.raises(StoreFailed, match=r"the disk of the weight store is full"):
@@ -244,10 +244,10 @@ def test_changes_are_not_joined_on_a_full_disk(store: WeightStore, monkeypatch: 
 
 
 def test_a_linked_file_brings_no_changes_along(store: WeightStore) -> None:
-    store.promote(written(store, 1), 1, None)
+    store.promote(written(store, 1), "1", None)
     draft = as_changes(store, changed("a", bytes([1]) * 16, AFTER))
     store.join(draft)
-    store.promote(draft, 2, None)
+    store.promote(draft, "2", None)
     last = store.draft()
     completed = Draft(last, "m")
     completed.add([tensor("b", 3)])

@@ -111,7 +111,7 @@ def add_version(store: WeightStore, version: int) -> None:
     written = Draft(draft, "m")
     written.add([raw("w", "float32", [NUM_BYTES // 4], bytes(byte % 251 for byte in range(NUM_BYTES)))])
     written.finish()
-    store.promote(draft, version, None)
+    store.promote(draft, str(version), None)
 
 
 def content(version: int) -> Array:
@@ -133,7 +133,7 @@ def add_successor(store: WeightStore, version: int) -> None:
     written.finish()
     store.join(draft)
     complete(draft, store.path(version - 1), ["w", "new", "same"])
-    store.promote(draft, version, None)
+    store.promote(draft, str(version), None)
 
 
 @pytest.fixture
@@ -144,7 +144,7 @@ def grown(peer: Peer) -> Peer:
     for name, kind, made in (("w", "float32", content(1)), ("new", "uint8", b"x" * 300), ("same", "uint8", b"s" * 500)):
         written.add([raw(name, kind, [len(made) // (4 if kind == "float32" else 1)], bytes(made))])
     written.finish()
-    peer.store.promote(draft, 1, None)
+    peer.store.promote(draft, "1", None)
     for version in (2, 3, 4):
         add_successor(peer.store, version)
     return peer
@@ -191,7 +191,7 @@ def test_changes_to_another_runs_version_of_that_number_are_not_used(grown: Peer
     written.add([raw("w", "float32", [NUM_BYTES // 4], bytes(NUM_BYTES))])
     written.finish()
     here.mkdir()
-    other.promote(draft, 2, None).rename(here / "v2")
+    other.promote(draft, "2", None).rename(here / "v2")
     PeerStore(grown.url).fetch(3, here / "v3", TIMEOUT_S)
     there = check_bytes(grown.store.path(3))
     assert check_bytes(here / "v3").tensors["w"].digest == there.tensors["w"].digest
@@ -381,7 +381,7 @@ def test_another_runs_version_of_the_number_is_not_taken_for_the_peers(peer: Pee
     written = Draft(draft, "m")
     written.add([raw("w", "float32", [NUM_BYTES // 4], bytes(NUM_BYTES))])
     written.finish()
-    peer.store.promote(draft, 1, None)
+    peer.store.promote(draft, "1", None)
     fetched(target, PeerStore(peer.url), 1, TIMEOUT_S)
     assert check_bytes(target) == check_bytes(peer.store.path(1))
     assert [path.name for path in target.parent.iterdir() if path.is_dir()] == ["v1"]
@@ -501,7 +501,7 @@ def test_a_version_in_removal_is_not_handed_out(peer: Peer, tmp_path: Path, monk
     written = Draft(draft, "m")
     written.add([raw("w", "float32", [NUM_BYTES // 4], bytes(NUM_BYTES))])
     written.finish()
-    peer.store.promote(draft, 1, None)
+    peer.store.promote(draft, "1", None)
     is_removing, may_go_on = threading.Event(), threading.Event()
 
     def pause() -> None:

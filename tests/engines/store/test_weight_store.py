@@ -14,7 +14,7 @@ import pytest
 from engines.errors import InvalidRequest, StoreFailed
 from engines.store.draft import OWNER, Draft, claim_draft, is_whole
 from engines.store.manifest import MANIFEST, Manifest, check_bytes
-from engines.store.weight_store import Note, WeightStore, is_kept, remove_folder, remove_store
+from engines.store.weight_store import WeightStore, is_kept, remove_folder, remove_store
 from tests.material.drafts import file_bytes, tensor, written
 
 
@@ -28,7 +28,7 @@ def test_a_promoted_draft_is_a_checkpoint_folder_with_a_manifest(store: WeightSt
     checkpoint.mkdir()
     for name in ("config.json", "tokenizer.json", "model.safetensors", "pytorch_model.bin", "x.safetensors.index.json"):
         (checkpoint / name).write_text("{}")
-    folder = store.promote(written(store, 7), 3, checkpoint)
+    folder = store.promote(written(store, 7), "3", checkpoint)
     there = {path.name for path in folder.iterdir()}
     assert there == {
         "config.json",
@@ -37,6 +37,7 @@ def test_a_promoted_draft_is_a_checkpoint_folder_with_a_manifest(store: WeightSt
         "model.safetensors.index.json",
         MANIFEST,
         ".draft",
+        ".label",
     }
     assert (folder / "config.json").resolve() == (checkpoint / "config.json").resolve()
     manifest = check_bytes(folder)
@@ -59,7 +60,7 @@ def test_a_draft_is_no_version_until_promoted(store: WeightStore) -> None:
 
 def test_the_version_served_and_the_one_before_are_kept(store: WeightStore) -> None:
     for version in (1, 2, 5, 6):
-        store.promote(written(store, version), version, None)
+        store.promote(written(store, version), str(version), None)
     store.prune(served=5)
     assert store.versions == [2, 5, 6]
     store.prune(served=6)
@@ -71,13 +72,13 @@ def test_the_version_served_and_the_one_before_are_kept(store: WeightStore) -> N
 def test_a_version_that_is_promoted_while_others_are_pruned_stays(
     store: WeightStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store.promote(written(store, 1), 1, None)
+    store.promote(written(store, 1), "1", None)
     next_one, known = written(store, 2), WeightStore.versions
 
     def promoted_just_after(self: WeightStore) -> list[int]:
         versions: list[int] = known.fget(self)  # type: ignore[attr-defined]
         if next_one.exists():
-            store.promote(next_one, 2, None)
+            store.promote(next_one, "2", None)
         return versions
 
     monkeypatch.setattr(WeightStore, "versions", property(promoted_just_after))
@@ -87,7 +88,7 @@ def test_a_version_that_is_promoted_while_others_are_pruned_stays(
 
 def test_a_version_that_is_read_is_not_removed(store: WeightStore) -> None:
     for version in (1, 2, 3):
-        store.promote(written(store, version), version, None)
+        store.promote(written(store, version), str(version), None)
     with store.reading(1) as folder:
         store.prune(served=3)
         assert file_bytes(folder, "a") == bytes([1]) * 16
@@ -97,7 +98,7 @@ def test_a_version_that_is_read_is_not_removed(store: WeightStore) -> None:
 
 def test_a_version_read_by_another_process_is_not_removed(store: WeightStore) -> None:
     for version in (1, 2, 3):
-        store.promote(written(store, version), version, None)
+        store.promote(written(store, version), str(version), None)
     hold = "import fcntl, sys; f = open(sys.argv[1]); fcntl.flock(f, fcntl.LOCK_SH); print(1, flush=True); input()"
     path = str(store.path(1) / MANIFEST)
     with subprocess.Popen([sys.executable, "-c", hold, path], stdin=-1, stdout=-1) as reader:
@@ -134,25 +135,25 @@ def test_a_store_has_one_gateway(store: WeightStore) -> None:
     WeightStore(store.folder).close()
 
 
-def test_a_gateway_started_anew_knows_only_versions_that_a_living_engine_holds(store: WeightStore) -> None:
-    for version in (1, 2):
-        store.promote(written(store, version), version, None)
-    store.note_holders(2, ["engine-0@17"])
+def test_a_gateway_started_anew_knows_only_versions_that_an_engine_is_labelled_with(store: WeightStore) -> None:
+    for made in ("1-0000000a", "2-0000000b"):
+        store.promote(written(store, 1), made, None)
     store.close()
     again = WeightStore(store.folder)
     assert again.versions == []
-    assert not again.adopt(1, "engine-0@17")
-    assert not again.adopt(2, "engine-0@18")
-    assert again.adopt(2, "engine-0@17")
+    assert not again.adopt("1-0000000b")
+    assert not again.adopt("2-0000000a")
+    assert not again.adopt("0")
+    assert again.adopt("2-0000000b")
     again.prune(served=2)
     assert {path.name for path in again.folder.glob("v*")} == {"v2"}
 
 
 def test_a_version_of_another_run_is_replaced(store: WeightStore) -> None:
-    store.promote(written(store, 1), 1, None)
+    store.promote(written(store, 1), "1", None)
     store.close()
     again = WeightStore(store.folder)
-    again.promote(written(again, 9), 1, None)
+    again.promote(written(again, 9), "1", None)
     assert file_bytes(again.path(1), "a") == bytes([9]) * 16
 
 
@@ -176,7 +177,7 @@ def test_a_link_out_of_the_store_is_refused(store: WeightStore, tmp_path: Path) 
 
 
 def test_a_store_is_removed_unless_a_gateway_keeps_it(store: WeightStore) -> None:
-    store.promote(written(store, 1), 1, None)
+    store.promote(written(store, 1), "1", None)
     assert not remove_store(store.folder)
     assert store.path(1).is_dir()
     store.close()
@@ -214,7 +215,7 @@ def test_a_draft_is_not_swept_in_the_moment_that_it_becomes_a_version(
         return renamed(path, target)
 
     monkeypatch.setattr(Path, "rename", rename)
-    version = store.promote(folder, 1, None)
+    version = store.promote(folder, "1", None)
     os.close(owner)
     assert "a" in Manifest.read(version).tensors
     assert OWNER not in [path.name for path in version.iterdir()]
@@ -238,17 +239,17 @@ def test_a_writer_of_a_discarded_draft_fails_with_its_next_file_and_leaves_nothi
 
 
 def test_a_withdrawn_number_is_used_again_while_its_bytes_are_being_removed(store: WeightStore) -> None:
-    store.promote(written(store, 1), 1, None)
+    store.promote(written(store, 1), "1", None)
     gone = store.withdraw(1)
     assert (store.versions, store.path(1).exists()) == ([], False)
-    again = store.promote(written(store, 2), 1, None)
+    again = store.promote(written(store, 2), "1", None)
     remove_folder(gone)
     assert file_bytes(again, "a") == bytes([2]) * 16
     assert not gone.exists()
 
 
 def test_what_a_gateway_that_died_was_removing_is_removed_by_the_next(store: WeightStore) -> None:
-    store.promote(written(store, 1), 1, None)
+    store.promote(written(store, 1), "1", None)
     left = [store.withdraw(1), store.throw_away(store.draft())]
     assert all(folder.is_dir() for folder in left)
     store.close()
@@ -270,16 +271,6 @@ def test_what_is_removed_meanwhile_is_not_counted(store: WeightStore, monkeypatc
     assert store.has_room_for(1)
 
 
-def test_notes_of_several_threads_are_all_kept(store: WeightStore) -> None:
-    def note(engine: int) -> None:
-        for version in range(40):
-            store.note_held(version, [f"engine-{engine}"])
-
-    with ThreadPoolExecutor(4) as threads:
-        list(threads.map(note, range(4)))
-    assert {store.held_by(f"engine-{engine}") for engine in range(4)} == {Note(39, highest=39)}
-
-
 def test_a_pipe_in_the_place_of_the_keeper_s_lock_holds_nobody_up(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / ".gateway")
     with ThreadPoolExecutor(1) as pool:
@@ -296,7 +287,7 @@ def test_folders_of_others_stay(store: WeightStore) -> None:
     for folder in theirs:
         folder.mkdir()
         (folder / "notes.txt").write_text("mine")
-    store.promote(written(store, 3), 3, None)
+    store.promote(written(store, 3), "3", None)
     shutil.copytree(store.path(3), store.folder / "v9")
     store.sweep()
     store.prune(served=10, keep=1)
@@ -310,24 +301,25 @@ def test_a_version_replaces_no_folder_of_others(store: WeightStore) -> None:
     theirs.mkdir()
     (theirs / "notes.txt").write_text("mine")
     with pytest.raises(StoreFailed, match=r"v1 is no weight version: give weights\.store a folder of its own"):
-        store.promote(written(store, 1), 1, None)
+        store.promote(written(store, 1), "1", None)
     assert (theirs / "notes.txt").read_text() == "mine"
     assert store.versions == []
 
 
-@pytest.mark.parametrize("name", [".holders.json", ".highest.json"])
-def test_a_damaged_note_ends_with_the_next(store: WeightStore, name: str) -> None:
-    store.note_held(3, ["engine-0@1"])
-    (store.folder / name).write_bytes(b"")
-    with pytest.raises(StoreFailed, match="cannot be read"):
-        store.held_by("engine-0@1")
-    store.note_held(4, ["engine-1@1"])
-    assert store.held_by("engine-1@1") == Note(4, 4)
+def test_records_of_earlier_releases_are_removed(store: WeightStore) -> None:
+    store.close()
+    records = [store.folder / name for name in (".holders.json", ".highest.json")]
+    for record in records:
+        record.write_text("{}")
+    WeightStore(store.folder).close()
+    assert not any(record.exists() for record in records)
 
 
-def test_an_aborted_version_is_a_mixture_on_each_engine_that_was_noted_with_it(store: WeightStore) -> None:
-    for version, engine in ((1, "engine-0@1"), (2, "engine-1@1"), (2, "engine-2@1")):
-        store.note_held(version, [engine])
-    store.note_aborted(2)
-    notes = [store.held_by(f"engine-{index}@1") for index in range(3)]
-    assert notes == [Note(1, 1), Note(None, 2), Note(None, 2)]
+@pytest.mark.parametrize(("committed", "found"), [("1-0000000a", 1), ("1-0000000b", None), ("0", None)])
+def test_a_draft_that_became_a_version_is_one_again_unless_that_was_committed(
+    store: WeightStore, committed: str, found: int | None
+) -> None:
+    draft = written(store, 1)
+    store.promote(draft, "1-0000000a", None)
+    assert store.reopen(draft, committed) == (found or draft)
+    assert store.path(1).exists() == bool(found)

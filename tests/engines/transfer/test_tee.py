@@ -134,7 +134,7 @@ def test_what_never_comes_is_taken_from_the_base(store: WeightStore) -> None:
     first.keep()
     assert first.join(SOON_S)
     (draft,) = store.folder.glob("draft-*")
-    base = store.promote(draft, 1, None)
+    base = store.promote(draft, "1", None)
     second = scribe(store, list(sent), base)
     tee = WeightTee(model, second)
     model.load_weights([("b", sent["b"] + 1)])

@@ -162,7 +162,7 @@ async def test_an_engine_that_a_gateway_before_this_one_froze_goes_on(start_rig:
 async def test_an_error_that_nobody_foresaw_keeps_one_replica_out_and_the_watch_goes_on(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read, asked = rig.fleet.arrivals._read_version, asyncio.Event()
+    read, asked = rig.fleet.arrivals._read_label, asyncio.Event()
 
     async def broken(replica: Replica) -> None:
         if replica.replica_id == "engine-9":
@@ -170,7 +170,7 @@ async def test_an_error_that_nobody_foresaw_keeps_one_replica_out_and_the_watch_
             raise KeyError("weight_version")
         await read(replica)
 
-    monkeypatch.setattr(rig.fleet.arrivals, "_read_version", broken)
+    monkeypatch.setattr(rig.fleet.arrivals, "_read_label", broken)
     await rig.add_replica("engine-9")
     async with asyncio.timeout(20):
         await asked.wait()

@@ -83,7 +83,7 @@ async def test_under_a_quorum_a_replica_that_does_not_load_is_fenced_and_resumed
     rig = await start_rig(3, weights=QUORUM)
     await rig.open_group()
 
-    async def fail(version: int, timeout_s: float) -> None:
+    async def fail(label: str, timeout_s: float) -> None:
         raise EngineFailed("no memory", replica_id="engine-1")
 
     rig.fleet.replicas[1].engine.finish_weight_update = fail  # type: ignore[method-assign]
@@ -101,7 +101,7 @@ async def test_without_a_quorum_a_replica_that_does_not_load_takes_all_back(star
     rig = await start_rig(3, weights=QUORUM | {"quorum": 0.9})
     await rig.open_group()
 
-    async def fail(version: int, timeout_s: float) -> None:
+    async def fail(label: str, timeout_s: float) -> None:
         raise EngineFailed("no memory", replica_id="engine-1")
 
     rig.fleet.replicas[1].engine.finish_weight_update = fail  # type: ignore[method-assign]
@@ -171,8 +171,8 @@ async def test_a_replica_that_dies_before_the_canary_holds_nobody_up(rig: Rig) -
     engine = rig.fleet.replicas[1].engine
     finish = engine.finish_weight_update
 
-    async def finish_and_die(version: int, timeout_s: float) -> None:
-        await finish(version, timeout_s)
+    async def finish_and_die(label: str, timeout_s: float) -> None:
+        await finish(label, timeout_s)
         await rig.replicas[1].kill()
 
     engine.finish_weight_update = finish_and_die  # type: ignore[method-assign]
@@ -415,8 +415,8 @@ FP8 = {"logprob_noise": 0.32}
 
 async def comes_back(canary: Canary, replica: Replica, version: int) -> bool:
     """True where it may serve as a successor that took `version` outside an update."""
-    canary.forget(replica)
-    return (await canary.admit([replica], version))[replica].may_serve
+    canary._accepted.pop(replica, None)
+    return (await canary.admit(replica, version)).may_serve
 
 
 def loaded(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
@@ -501,14 +501,14 @@ async def test_a_replica_without_others_serves_by_its_bytes_unless_they_are_dama
     canary.accept()
     await rig.open_group()
     await rig.update()  # and now it scores other weights
-    assert not (await canary.admit([one], 1))[one].may_serve
+    assert not (await canary.admit(one, 1)).may_serve
     with pytest.raises(StoreFailed):
-        await canary.admit([one], 1, damaged)
-    finding = (await canary.admit([one], 1, right))[one]
+        await canary.admit(one, 1, damaged)
+    finding = await canary.admit(one, 1, right)
     assert (finding.result, proven) == (Result.NO_PEER, ["right"])
     assert "serves although its canary is" in finding.reason
     await rig.update()
-    assert not (await canary.admit([other], 1, right))[other].may_serve  # it has a peer now
+    assert not (await canary.admit(other, 1, right)).may_serve  # it has a peer now
 
 
 @pytest.mark.parametrize(

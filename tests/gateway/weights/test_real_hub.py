@@ -108,7 +108,7 @@ async def reload(url: str) -> None:
     engine = VllmEngine("engine-0", url, has_tee=True)
     try:
         await engine.load_snapshot(MODEL, 0, TIMEOUT_S)
-        await engine.label_weights(0, TIMEOUT_S)
+        await engine.label_weights("0", TIMEOUT_S, is_committed=True)
         assert await engine.reset_prefix_cache(TIMEOUT_S)
     finally:
         await engine.close()

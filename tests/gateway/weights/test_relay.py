@@ -233,7 +233,7 @@ async def test_all_replicas_load_what_the_relay_received_and_it_ends_with_its_ga
     assert {name: tensor.shape for name, tensor in check_bytes(folder / "v2").tensors.items()} == SHAPES
     record = (await rig.get("/v1/weight_updates"))[1]["weight_updates"][0]
     assert (record["transport"], record["end"], record["tensors"], record["bytes"]) == ("relay", "committed", 2, 80)
-    assert list(record["seconds"]) == ["transfer", "store", "prepare", "load", "canary"]
+    assert list(record["seconds"]) == ["transfer", "store", "prepare", "load", "canary", "label"]
     assert (await rig.get("/status"))[1]["weight_relay"]["in_group"]
     pid = await relay_pid(rig)
     assert runs(pid)

@@ -263,7 +263,7 @@ async def _told(
 
 async def _is_as_new(server: EngineServer, info: ReplicaInfo) -> bool:
     """Return True if the engine serves its checkpoint again, and nothing of earlier tests. Otherwise it is ended."""
-    engine = VllmEngine(info.replica_id, info.url, info.engine_version, has_tee=True)
+    engine = VllmEngine(info.replica_id, info.url, has_tee=True)
     try:
         await server.check()
         await engine.pause(PauseMode.ABORT, clear_cache=True, timeout_s=REQUEST_TIMEOUT_S)

@@ -293,8 +293,10 @@ class Gateway:
 
     async def start(self) -> "Gateway":
         self.world.gateway = self
-        await self._within(anext(self._watching))
-        self.world.up.set()
+        try:
+            await self._within(anext(self._watching))
+        finally:  # a violation at the start ends the story
+            self.world.up.set()
         return self
 
     async def call(self, work: Coroutine[Any, Any, T]) -> T:

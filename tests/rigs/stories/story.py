@@ -9,6 +9,7 @@ from typing import Any
 
 from engines.errors import RolloutGatewayError
 from engines.types import InFlight, PauseMode, ReplicaState
+from engines.weight_label import WeightLabel
 from sim.adapters import SimAdapters
 from tests.material.adapters import write_adapter
 from tests.rigs.stories.interleaving import SETTLE_S, Gateway, GatewayDied, Trainer, Violation, World
@@ -272,10 +273,9 @@ class Story:
         await self._until(lambda: self._is_settled(gateway, may_wait=True), "the fleet settles")
         version = gateway.fleet.version
         for replica in gateway.fleet.replicas:
-            if replica.can_serve and version and version not in gateway.snapshots.versions:
-                note = await gateway.snapshots.noted(replica.info.incarnation)
-                if note is None or note.version != version:
-                    raise Violation(f"version {version} is served by {replica.replica_id}, and nowhere recorded")
+            label = self.world.engines[replica.replica_id].server.scheduler.version
+            if replica.can_serve and WeightLabel.read(label) != WeightLabel(gateway.fleet.label, gateway.fleet.label):
+                raise Violation(f"{replica.replica_id} serves version {version}, and is labelled {label}")
         await self._last_push(gateway)
         await self._until(lambda: self._is_settled(gateway, may_wait=False), "every replica serves the last push")
         await asyncio.gather(*(self.roll(30) for _ in range(2 * len(self.world.engines))))

@@ -3,8 +3,8 @@
 import asyncio
 from pathlib import Path
 
-from tests.rigs.rig import Json, StartRig
-from tests.rigs.submissions import SAMPLING, body
+from tests.rigs.rig import Json, Rig, StartRig
+from tests.rigs.submissions import SAMPLING, body, submitted
 
 ADMIN, MINE, THEIRS = ({"Authorization": f"Bearer {key}"} for key in ("owner", "mine", "theirs"))
 MAX_BYTES = 60_000
@@ -47,3 +47,11 @@ async def test_a_submission_that_outgrew_the_ledger_is_held_against_its_key_alon
             await asyncio.sleep(0.02)
         assert (await found(MINE, "large"), await found(THEIRS, "unread")) == (404, 200)
         assert (await submit(MINE, "more", [{"prompt": [5, 6, 7]}]))[0] == 202
+
+
+async def test_a_prompt_is_kept_once_with_one_object_for_each_of_its_ids(rig: Rig) -> None:
+    await submitted(rig, [{"prompt": [300, 301] * 20}])
+    [submission] = rig.submissions
+    [run] = submission.runs
+    assert run.read is run.group.prompt
+    assert len({id(token_id) for token_id in run.read}) == 2

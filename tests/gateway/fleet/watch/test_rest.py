@@ -8,6 +8,7 @@ from typing import cast
 from engines.engine import Engine
 from engines.errors import DeadlineExceeded
 from engines.types import EngineKind, ReplicaInfo, ReplicaState
+from engines.weight_label import WeightLabel
 from gateway.config.load import load
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.placement.routing import Rollout
@@ -20,7 +21,6 @@ SETTLED_S = 10.0
 class ProbedEngine:
     """Answers probes at once, or never once it `hangs`; notes when it was probed."""
 
-    tells_version = True
     is_connected = True
     hangs = False
 
@@ -30,8 +30,8 @@ class ProbedEngine:
     async def close(self) -> None:
         """Nothing is open."""
 
-    async def weight_version(self, timeout_s: float) -> int:
-        return 0
+    async def weight_label(self, timeout_s: float) -> WeightLabel:
+        return WeightLabel()
 
     async def health(self, timeout_s: float) -> None:
         self.probed_at.append(time.monotonic())

@@ -54,7 +54,7 @@ async def test_a_version_is_fetched_whole_with_an_admin_key_or_the_engines_key(r
     for name, key in (("a", "owner"), ("b", store_key(rig.config.gateway))):
         folder = await fetch(rig, key, tmp_path / name)
         assert check_bytes(folder).version == 1
-        assert not (folder / "held_by").exists()
+        assert not (folder / ".label").exists()
     assert await asyncio.to_thread(PeerStore(rig.url, "owner").newest) == 1
 
 
@@ -71,7 +71,7 @@ async def test_the_engines_key_opens_nothing_else(rig: Rig) -> None:
     assert (await rig.get(VERSIONS_PATH, headers=headers))[0] == 200
 
 
-@pytest.mark.parametrize("name", ["held_by", ".gateway", "..%2F..%2Fetc%2Fpasswd", "absent", 300 * "a"])
+@pytest.mark.parametrize("name", [".label", ".gateway", "..%2F..%2Fetc%2Fpasswd", "absent", 300 * "a"])
 async def test_only_a_versions_own_files_are_sent(rig: Rig, name: str) -> None:
     async with rig.client.get(f"{rig.url}{VERSIONS_PATH}/1/{name}", headers=OWNER) as response:
         assert response.status == 400

@@ -33,7 +33,7 @@ async def test_after_the_highest_version_updates_go_on(rig: Rig, tmp_path: Path)
     assert (await rig.get(f"/v1/weight_store/versions/{HIGHEST + 1}"))[0] == 200
     (choice,) = (await rig.complete([[1, 2, 3]]))["choices"]
     assert {span["version"] for span in choice["weight_versions"]} == {HIGHEST + 1}
-    assert await rig.fleet.replicas[0].engine.weight_version(20.0) == HIGHEST + 1
+    assert (await rig.fleet.replicas[0].engine.weight_label(20.0)).version == HIGHEST + 1
 
 
 @pytest.mark.parametrize("version", [0, HIGHEST + 1, 2**64 - 1])

@@ -7,14 +7,15 @@ from typing import Any
 import pytest
 
 from engines.types import InFlight
+from engines.weight_label import WeightLabel
 from gateway.fleet.brake import Brake, Holder
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.replica import Replica
-from gateway.fleet.watch.arrivals import Arrivals
 from gateway.weights.catch_up import CatchUp
 from gateway.weights.leases import Leases
 from gateway.weights.pauses import Pauses
 from gateway.weights.snapshots import Snapshots
+from gateway.weights.updates.machine import UpdateMachine
 from gateway.weights.updates.swaps import Swaps
 from gateway.weights.verdicts import Finding, Result
 from tests.rigs.stories.interleaving import Violation
@@ -61,11 +62,8 @@ def the_canary_is_skipped(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Swaps, "_canary", broken)
 
 
-def labels_without_a_record_are_believed(patch: pytest.MonkeyPatch) -> None:
-    async def broken(self: Arrivals, replica: Replica) -> None:
-        replica.weight_version = await replica.engine.weight_version(1.0)
-
-    patch.setattr(Arrivals, "_read_version", broken)
+def labels_before_a_verdict_are_believed(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(WeightLabel, "is_committed", property(lambda self: bool(self.held)))
 
 
 def a_replica_that_is_behind_stays_behind(patch: pytest.MonkeyPatch) -> None:
@@ -79,11 +77,11 @@ def discarded_drafts_stay(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Snapshots, "discard", broken)
 
 
-def commits_are_not_recorded(patch: pytest.MonkeyPatch) -> None:
-    async def broken(self: Snapshots, *_: Any) -> None:
-        return
+def commits_are_not_labelled(patch: pytest.MonkeyPatch) -> None:
+    async def broken(self: UpdateMachine, *_: Any) -> dict[Replica, str]:
+        return {}
 
-    patch.setattr(Snapshots, "note_holders", broken)
+    patch.setattr(UpdateMachine, "_label", broken)
 
 
 def a_dead_trainer_is_not_noticed(patch: pytest.MonkeyPatch) -> None:
@@ -126,8 +124,8 @@ WAYS: list[Break] = [
 RARE: dict[Break, tuple[int, list[Step]]] = {
     a_dead_trainer_is_not_noticed: (2, [push(slow_s=2.0, dies_after=3.0)]),
     a_resume_ends_the_updates_hold_too: (2, [Rollout(0.0, 90, False, False), push(slow_s=0.5), Resume(2.3)]),
-    labels_without_a_record_are_believed: (2, [push(), push(3.0, bad=True), RestartGateway(0.28, True, 0.1)]),
-    commits_are_not_recorded: (2, [push(), RestartGateway(5.0, True, 0.1)]),
+    labels_before_a_verdict_are_believed: (2, [push(), push(3.0, bad=True), RestartGateway(0.28, True, 0.1)]),
+    commits_are_not_labelled: (2, [push()]),
     # With a second replica the rollout may restart there, and read nothing of the refused weights.
     kv_of_refused_weights_is_kept: (1, [Rollout(0.0, 90, False, False), RECOMPUTED_BY_REFUSED]),
 }

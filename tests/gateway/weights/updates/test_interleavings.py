@@ -6,12 +6,18 @@ paused while nobody holds it; a dead trainer's update ends within 5 s; every cal
 or on record; nothing leaks. 20,000 stories: `python -m tests.rigs.stories.story_search 20000 SEED`.
 """
 
+import asyncio
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from engines.types import PauseMode
-from tests.rigs.stories.played_engine import Content, PlayedEngine
-from tests.rigs.stories.story import Kill, Pause, PushStep, RestartGateway, Resume, Rollout
+from tests.rigs.stories.interleaving import Gateway, Trainer, world_of
+from tests.rigs.stories.played_engine import Content, PlayedClient, PlayedEngine
+from tests.rigs.stories.story import Kill, Pause, PushStep, RestartGateway, Resume, Rollout, Story
 from tests.rigs.stories.story_search import Tally, played, search
+from tuning.simulate import virtual_time
 
 LEFT_DURING_THE_ABORT = [
     Pause(3.0, PauseMode.ABORT, False),
@@ -73,6 +79,44 @@ def test_a_trainer_finds_nobody_where_its_gateway_has_ended() -> None:
 
 def test_a_trainer_whose_group_was_replaced_commits_nothing() -> None:
     played(REPLACED_GROUP, 1, Tally(), relay=True, replicas=1, rolling=False)
+
+
+@pytest.mark.parametrize("labelled", [0, 1, 2])
+def test_a_gateway_that_dies_between_the_labels_of_a_commit_has_committed_for_all_or_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, labelled: int
+) -> None:
+    label_weights = PlayedClient.label_weights
+
+    async def main() -> None:
+        async with world_of(tmp_path, 0, relay=False, replicas=2) as world:
+            push: Any = dict.fromkeys(("partial", "bad", "delta", "rolling"), False) | {
+                "in_flight": None,
+                "slow_s": 0.0,
+            }
+            assert world.gateway is not None
+            dying, labels = world.gateway, list[str]()
+            assert await Trainer(world).push(dying, "store", **push) == 1
+
+            async def last_of_some(client: PlayedClient, label: str, timeout_s: float, *, is_committed: bool) -> None:
+                if is_committed:
+                    labels.append(label)
+                    if len(labels) > labelled:
+                        await asyncio.Event().wait()
+                await label_weights(client, label, timeout_s, is_committed=is_committed)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(PlayedClient, "label_weights", last_of_some)
+                pushing = asyncio.create_task(Trainer(world).push(dying, "store", **push))
+                await asyncio.sleep(5.0)
+                assert pushing.done() == (labelled == 2)
+                await dying.kill()
+                await asyncio.gather(pushing, return_exceptions=True)
+            again = await Gateway(world).start()
+            await Story(world).play([])
+            assert again.has_ended
+            assert set(world.versions) == ({0, 1, 2, 3} if labelled else {0, 1, 3})
+
+    virtual_time.run(main)
 
 
 @pytest.mark.parametrize("examples", [100, pytest.param(1000, marks=pytest.mark.slow)])

@@ -2,16 +2,13 @@
 
 import asyncio
 import dataclasses
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
 
 from engines.clients.vllm_engine import VllmEngine
 from engines.errors import EngineFailed
-from gateway.fleet.replica import Replica
 from gateway.weights.canary import Canary
-from gateway.weights.snapshots import Snapshots
 from gateway.weights.verdicts import Finding
 from sim.model import SimModel
 from tests.rigs.calls import note_calls
@@ -68,17 +65,20 @@ async def test_status_and_record_report_a_staged_update(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize(
-    ("odd", "weights"),
-    [({"engine-1": {"stage_bytes": 63}}, {}), ({}, {"stage": "never"})],
+    ("odd", "weights", "reason"),
+    [
+        ({"engine-1": {"stage_bytes": 63}}, {}, "no room for 0.0 GB beside the weights of engine-1"),
+        ({}, {"stage": "never"}, "weights.stage is never"),
+    ],
     ids=["one replica without room", "weights.stage=never"],
 )
-async def test_all_replicas_stage_or_none(
-    start_rig: StartRig, calls: list[str], odd: dict[str, Json], weights: Json
+async def test_all_replicas_stage_or_none_and_the_record_says_why(
+    start_rig: StartRig, calls: list[str], odd: dict[str, Json], weights: Json, reason: str
 ) -> None:
     rig = await start_rig(2, sim=ROOM, odd=odd, weights={"relay": "never", **weights})
     await rig.open_group()
     await rig.update()
-    assert (await record(rig))["staged"] is False
+    assert (await record(rig))["unstaged"] == reason
     assert calls == ["pause"] * 2 + ["start_weight_update"] * 2 + ["update_weights"] * 2
 
 
@@ -102,13 +102,13 @@ async def test_replicas_of_several_workers_do_not_stage(rig: Rig) -> None:
     replica = rig.fleet.replicas[0]
     replica.info = dataclasses.replace(replica.info, world_size=2)
     assert (await rig.post("/start_weight_update", {}))[0] == 200
-    assert (await rig.get("/status"))[1]["weight_update"]["staged"] is False
+    assert (await rig.get("/status"))[1]["weight_update"]["unstaged"] == "a replica has several workers"
 
 
 async def test_an_update_under_a_trainers_pause_is_not_staged(rig: Rig) -> None:
     await rig.post("/pause?mode=keep")
     await rig.update()
-    assert (await record(rig))["staged"] is False
+    assert (await record(rig))["unstaged"] == "the trainer has paused generation"
     await rig.post("/resume")
     assert (await rig.complete([[5]]))["choices"][0]["weight_versions"][0]["version"] == 1
 
@@ -273,7 +273,7 @@ async def test_a_pause_of_the_trainer_in_the_middle_of_an_undo_fails_neither(
 ) -> None:
     admit = Canary.admit
 
-    async def pause_first(self: Canary, *given: Any) -> dict[Replica, Finding]:
+    async def pause_first(self: Canary, *given: Any) -> Finding:
         assert (await refusing.post("/pause?mode=keep"))[0] == 200
         return await admit(self, *given)
 
@@ -342,27 +342,31 @@ async def test_an_update_that_is_refused_is_taken_back_without_a_store(start_rig
     assert "load_snapshot" not in calls
 
 
-async def test_a_trainer_that_leaves_before_the_commit_costs_no_replica_its_weights_without_a_store(
-    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("leaves", ["before", "during"])
+async def test_a_trainer_that_leaves_before_the_commit_has_no_update_and_during_it_has_all_of_it(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch, leaves: str
 ) -> None:
     rig = await start_rig(2, sim=ROOM, weights={"relay": "never", "store": None})
     await rig.open_group()
     await rig.update()
-    note_holders, is_noting = Snapshots.note_holders, asyncio.Event()
+    owner, name = (Canary, "check") if leaves == "before" else (VllmEngine, "label_weights")
+    call, has_begun, may_end = getattr(owner, name), asyncio.Event(), asyncio.Event()
 
-    async def stay(self: Snapshots, version: int, replicas: Iterable[Replica]) -> None:
-        if version == 2:
-            is_noting.set()
-            await asyncio.Event().wait()
-        await note_holders(self, version, replicas)
+    async def stay(*given: Any, **named: Any) -> Any:
+        has_begun.set()
+        await may_end.wait()
+        return await call(*given, **named)
 
-    monkeypatch.setattr(Snapshots, "note_holders", stay)
+    monkeypatch.setattr(owner, name, stay)
     await receive(rig)
     finishing = asyncio.create_task(rig.post("/finish_weight_update", {}))
-    await asyncio.wait_for(is_noting.wait(), 20)
+    await asyncio.wait_for(has_begun.wait(), 20)
     finishing.cancel()
+    if leaves == "during":
+        await rig.begun(0)
+    may_end.set()
     await rig.until(BOTH_SERVE)
-    assert {replica.weight_version for replica in rig.fleet.replicas} == {1}
+    assert {replica.weight_version for replica in rig.fleet.replicas} == {1 if leaves == "before" else 2}
 
 
 @pytest.mark.parametrize("store", [None, "auto"])

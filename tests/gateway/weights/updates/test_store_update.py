@@ -1,7 +1,6 @@
 """Updates from the store: a refused version is taken back from the memory of the tensors that were read ahead."""
 
 import asyncio
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import pytest
 from engines.clients.vllm_engine import VllmEngine
 from engines.errors import EngineFailed
 from engines.store.draft import Draft, claim_draft, raw
-from engines.store.weight_store import WeightStore
 from tests.rigs.calls import note_calls
 from tests.rigs.rig import Json, Rig, StartRig
 
@@ -160,23 +158,3 @@ async def test_an_engine_that_no_call_of_an_update_reached_is_not_asked_for_weig
     await rig.until(BOTH_SERVE)
     assert calls.count("undo_load") == 0
     assert sources((await rig.get("/v1/weight_updates"))[1]["weight_updates"][0]) == {"store"}
-
-
-async def test_a_store_that_hangs_keeps_no_replica_from_its_own_memory(
-    start_rig: StartRig, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ends, asked = threading.Event(), []
-
-    def hang(*_: Any) -> int:
-        asked.append(1)
-        ends.wait(60)
-        raise OSError("the mount was gone")
-
-    rig = await start_rig(2, sim=ROOM, weights={"store": str(folder)})
-    monkeypatch.setattr(WeightStore, "last_held_by", hang)
-    try:
-        record = await refuse(rig, folder)
-    finally:
-        ends.set()
-    assert sources(record) == {"kept weights"}
-    assert not asked

@@ -32,6 +32,7 @@ async def test_an_update_leaves_a_record_with_steps_bytes_and_what_each_replica_
         "digests",
         "load",
         "canary",
+        "label",
     }
     assert sum(newest["seconds"].values()) <= newest["age_s"]
     assert (newest["end"], newest["transport"], newest["tensors"], newest["bytes"]) == ("committed", "sim", 1, 64)

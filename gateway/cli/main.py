@@ -192,13 +192,9 @@ def build_command(context: typer.Context, config: File = None) -> None:
 
 
 @config_app.command("show", context_settings=WITH_OVERRIDES, epilog=OVERRIDES)
-def show_command(context: typer.Context, config: File = None, as_json: AsJson = False) -> None:
+def show_command(context: typer.Context, config: File = None) -> None:
     """Print every value and its source. Keys are hidden."""
-    settings = explain(config, context.args)
-    if as_json:
-        print_json([asdict(setting) for setting in settings])
-        return
-    for setting in settings:
+    for setting in explain(config, context.args):
         value = setting.value if isinstance(setting.value, str) else json.dumps(setting.value)
         print(f"{setting.key}: {value}  # {setting.place or setting.origin}")
 

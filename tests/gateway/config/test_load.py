@@ -108,6 +108,7 @@ def test_groups_start_from_engine() -> None:
     config = load(path, ["engines.a.seed=5"], {})
     assert (config.engines["a"].dtype, config.engines["a"].num_replicas, config.engines["a"].seed) == ("float32", 3, 5)
     assert config.engines["b"].dtype == "auto"
+    assert (list(config.groups), list(load(None, [], {}).groups)) == (["a", "b"], ["engine"])
 
 
 def test_a_wrong_key_names_line_and_nearest_key() -> None:

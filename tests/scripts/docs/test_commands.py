@@ -48,7 +48,7 @@ def _found(root: Path, command: str) -> list[str]:
         "rollout-gateway --version",
         "rollout-gateway scale N",
         "rollout-gateway up -c FILE --gpus 0,1 --gateway.port 9000 engine.extra.anything=1",
-        "rollout-gateway config show -c FILE --json",
+        "rollout-gateway config show -c FILE",
         "rollout-gateway vllm-serve --model M --max-model-len 1 --tensor_parallel_size 2 --engine.num_cpus 1",
     ],
 )

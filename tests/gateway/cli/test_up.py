@@ -132,6 +132,12 @@ def test_other_keys_are_a_change_and_are_not_shown(shell: Shell, serve: PlayedSe
     assert "nothing changes" in shell.run("up", "-c", "sim.yaml", "gateway.admin_keys=hunter3").stderr
 
 
+def test_another_key_of_an_external_server_is_a_change() -> None:
+    theirs = {"kind": "external", "url": "http://127.0.0.1:1"}
+    before, after = document(**theirs, api_key="env:OLD"), document(**theirs, api_key="env:NEW")
+    assert changes(before, after).keys == ("engine.api_key",)
+
+
 def test_what_a_killed_up_left_without_a_running_engine_is_removed_first(shell: Shell, serve: PlayedServe) -> None:
     wrong = document(extra={"nonsense": 1})
     serve.applications = {NAME: serve.running(wrong, engine_state="STARTING", status="DEPLOYING")}

@@ -5,10 +5,23 @@ from typing import Annotated, Any, Literal, Self, get_args
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationInfo, field_validator, model_validator
+from pydantic.functional_serializers import PlainSerializer
 
 from engines.types import EngineKind
 
 _SECRET_ARGUMENTS = frozenset({"hf_token", "api_key", "admin_api_key"})
+
+KEY_REFERENCES = ("env:", "file:")
+
+
+def is_reference(key: SecretStr) -> bool:
+    return key.get_secret_value().startswith(KEY_REFERENCES)
+
+
+Secret = Annotated[
+    SecretStr, PlainSerializer(lambda key: key.get_secret_value() if is_reference(key) else str(key), when_used="json")
+]
+"""A key, or env:NAME or file:PATH, which a dump shows."""
 
 DEFAULT_LOG_DIR = "~/.local/state/rollout-gateway/logs"
 
@@ -84,7 +97,7 @@ class EngineConfig(Section):
     """Server to run: vllm, sglang, sim (no model, deterministic tokens, settable speed), external (at `url`)."""
     url: str = ""
     """kind: external: the server's address, http://host:port. Nothing is started; `model` picks one of its models."""
-    api_key: SecretStr | None = None
+    api_key: Secret | None = None
     """kind: external: the server's bearer key, as env:NAME or file:PATH."""
     python: str = ""
     """Path of the Python that runs the engine, for an engine in another environment; default: the gateway's."""
@@ -170,7 +183,7 @@ class EngineConfig(Section):
     log_dir: str = DEFAULT_LOG_DIR
     """Folder of the engine logs, one file per start. The default folder keeps the last 200; another is yours."""
     profiling: bool = False
-    """True to let `rollout-gateway profile` record the engine: torch's profiler, and Python's of the simulated engine.
+    """True to let `POST /profile` record the engine: torch's profiler, and Python's of the simulated engine.
     Costs nothing until then but for its start."""
     start_timeout_s: float = Field(900.0, gt=0)
     """Limit on an engine's start."""
@@ -202,7 +215,7 @@ class EngineConfig(Section):
             raise ValueError(
                 f"num_replicas = {self.num_replicas}: one URL is one replica; give each external server a group"
             )
-        if self.api_key and not self.api_key.get_secret_value().startswith(("env:", "file:")):
+        if self.api_key and not is_reference(self.api_key):
             raise ValueError("api_key must be env:NAME or file:PATH, so that the key is not in the configuration")
         return self
 

@@ -28,7 +28,7 @@ from rich.table import Table
 
 from engines.process.port import free_port
 from examples.picture import draw
-from gateway.cli.cluster.progress import shown
+from gateway.cli.cluster.progress import Report
 from gateway.cli.down import down
 from gateway.cli.up import up
 from gateway.config.load import load
@@ -81,7 +81,7 @@ def main() -> int:
 
 def _run(args: argparse.Namespace, console: Console) -> int:
     began = time.monotonic()
-    with _fleet(_config(args), console) as url:
+    with _fleet(_config(args)) as url:
         console.print(f"fleet ready after {time.monotonic() - began:.0f} s at [bold]{url}[/bold]")
         console.print(f"watch it at [bold]{url}/dashboard[/bold]")
         story = Story()
@@ -105,16 +105,16 @@ def _config(args: argparse.Namespace) -> Config:
 
 
 @contextmanager
-def _fleet(config: Config, console: Console) -> Iterator[str]:
+def _fleet(config: Config) -> Iterator[str]:
     """Run the fleet; yield its URL."""
-    with shown(console) as report:
+    with Report() as report:
         found = up(config, report)
     try:
         yield found.rollout_url
     finally:
         # A second Ctrl-C must not leave half a fleet behind.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        with shown(console) as report:
+        with Report() as report:
             down(config.name, report)
 
 

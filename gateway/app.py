@@ -22,7 +22,7 @@ from engines.process.process import longest_stop_s
 from engines.serve_replica import EngineReplica
 from engines.types import ReplicaInfo
 from gateway.config.load import check_models, key_variables, with_secrets
-from gateway.config.placement import ClusterGpus, check_cpus, check_placement, cpus_to_reserve, gpus_needed, lacking
+from gateway.config.placement import Nodes, Resource, check_placement, cpus_to_reserve, lacking, needed
 from gateway.config.schema import Config
 from gateway.control import Control
 from gateway.http.listener import Listener
@@ -46,8 +46,8 @@ def build(args: Config) -> serve.Application:
     config = with_secrets(args)
     check_models(config)
     if not config.serve.nodes_may_join:
-        check_cpus(config.groups, [node["Resources"].get("CPU", 0.0) for node in ray.nodes() if node["Alive"]])
-        if gpus_needed(config.groups):
+        check_placement(config.groups, _nodes("CPU"), "CPU")
+        if needed(config.groups):
             _check_gpus(config)
     engines = {name: _engine_group(name, group, key_variables(args)) for name, group in config.groups.items()}
     gateway = serve.deployment(
@@ -61,21 +61,22 @@ def build(args: Config) -> serve.Application:
 
 
 def _check_gpus(config: Config) -> None:
-    check_placement(config.groups, _cluster_gpus())
+    check_placement(config.groups, _nodes("GPU"))
     before = serve.status().applications.get(config.name)
     if before and any(deployment.replica_states for deployment in before.deployments.values()):
         return  # it holds GPUs of its own, which it gives up one by one
     deadline = time.monotonic() + _FREE_WITHIN_S
-    while problem := lacking(config.groups, _cluster_gpus()):
+    while problem := lacking(
+        config.groups, sum(gpus for _, gpus in _nodes("GPU")), ray.available_resources().get("GPU", 0.0)
+    ):
         if time.monotonic() > deadline:
             raise ConfigError(problem)
         time.sleep(1.0)
 
 
-def _cluster_gpus() -> ClusterGpus:
+def _nodes(resource: Resource) -> Nodes:
     alive = (node for node in ray.nodes() if node["Alive"])
-    nodes = [(node["NodeManagerAddress"], node["Resources"].get("GPU", 0.0)) for node in alive]
-    return ClusterGpus(nodes=nodes, free=ray.available_resources().get("GPU", 0.0))
+    return [(node["NodeManagerAddress"], node["Resources"].get(resource, 0.0)) for node in alive]
 
 
 def _engine_group(name: str, config: EngineConfig, hidden: Sequence[str]) -> serve.Application:

@@ -15,7 +15,7 @@ from engines.inside_vllm.plugin import FORK_CORE, SHARED_ADAPTERS
 from engines.levers import LEVERS, Lever
 from engines.process.arguments import ASK_SGLANG, ASK_VLLM, check_extra, installed_arguments
 from engines.process.interpreter import Interpreter, interpreter_of
-from engines.process.process import Argument, Command
+from engines.process.process import Command
 from engines.types import EngineKind
 
 # Words before the model: `vllm serve`, or the server module for the CPU build, since `vllm serve` looks up the version
@@ -96,20 +96,20 @@ def _sglang_command(config: EngineConfig, port: int, seed: int) -> Command:
         known = installed_arguments(f"sglang-{version}", ASK_SGLANG, interpreter)
         check_extra(config.extra, f"SGLang {version}", known)
     arguments = [
-        _argument("model_path", config.model, "model"),
-        *(_argument(lever.sglang, getattr(config, lever.name), lever.name, lever) for lever in _levers(config)),
+        _argument("model_path", config.model),
+        *(_argument(lever.sglang, getattr(config, lever.name), lever) for lever in _levers(config)),
         _argument("host", "127.0.0.1"),
         _argument("port", port),
-        _argument("random_seed", seed, "seed"),
+        _argument("random_seed", seed),
         _argument("enable_metrics", True),
         # Otherwise each chunk repeats its sample from the start, which costs the square of its length.
         _argument("incremental_streaming_output", True),
-        _argument("device", "cpu" if on_cpu else None, "device"),
+        _argument("device", "cpu" if on_cpu else None),
         _argument("attention_backend", "torch_native" if on_cpu else None),
         # Without an adapter at its start SGLang must be given the modules that later adapters may change.
         _argument("lora_target_modules", "all" if config.enable_lora else None),
         # False leaves a switch out: SGLang's have no off form.
-        *(_argument(name, None if value is False else value, f"extra.{name}") for name, value in config.extra.items()),
+        *(_argument(name, None if value is False else value) for name, value in config.extra.items()),
     ]
     env |= config.env | {"PYTHONPATH": _with_plugin(config)}
     return _command([interpreter.path, "-m", "sglang.launch_server"], arguments, env)
@@ -162,19 +162,19 @@ def _vllm_command(config: EngineConfig, port: int, seed: int) -> Command:
         )
     reports_weights = vllm.has_plugin and not config.frozen
     arguments = [
-        *(_argument(lever.name, getattr(config, lever.name), lever.name, lever) for lever in _levers(config)),
+        *(_argument(lever.name, getattr(config, lever.name), lever) for lever in _levers(config)),
         _argument("host", "127.0.0.1"),
         _argument("port", port),
-        _argument("seed", seed, "seed"),
-        _argument("weight_transfer_config", {"backend": backend}, "weight_transfer"),
+        _argument("seed", seed),
+        _argument("weight_transfer_config", {"backend": backend}),
         _argument("worker_extension_cls", VLLM_WORKER if reports_weights else None),
         _argument("distributed_executor_backend", "mp" if config.workers_per_copy > 1 else None),
-        _argument("profiler_config", _torch_profiler(config, port), "profiling"),
+        _argument("profiler_config", _torch_profiler(config, port)),
         # Reports the weight version of each token, which vLLM tracks since 0.32.
         _argument("middleware", _SPANS if reports_weights and release(vllm.version) >= (0, 32) else None),
         # /render and /inference/v1/generate
         _argument("enable_scale_out", True if release(vllm.version) >= (0, 30) else None),
-        *(_argument(name, value, f"extra.{name}") for name, value in config.extra.items()),
+        *(_argument(name, value) for name, value in config.extra.items()),
     ]
     if (config.api_server_count or 1) > 1 and not vllm.has_cli:
         raise ConfigError(
@@ -221,38 +221,33 @@ def _sim_command(config: EngineConfig, port: int, seed: int) -> Command:
     arguments = [
         _argument("host", "127.0.0.1"),
         _argument("port", port),
-        _argument("model", config.served_name, "served_model_name" if config.served_model_name else "model"),
-        *(_argument(lever.name, getattr(config, lever.name), lever.name, lever) for lever in _levers(config)),
-        _argument("seed", seed, "seed"),
-        _argument("world_size", config.world_size, "tensor_parallel_size"),
-        _argument("sim", config.sim.model_dump(), "sim"),
-        *(_argument(name, value, f"extra.{name}") for name, value in config.extra.items()),
+        _argument("model", config.served_name),
+        *(_argument(lever.name, getattr(config, lever.name), lever) for lever in _levers(config)),
+        _argument("seed", seed),
+        _argument("world_size", config.world_size),
+        _argument("sim", config.sim.model_dump()),
+        *(_argument(name, value) for name, value in config.extra.items()),
     ]
     return _command([sys.executable, "-m", "sim.server"], arguments, config.env)
 
 
-def _command(entry: list[str], given: list[Argument], env: dict[str, str]) -> Command:
+def _command(entry: list[str], arguments: list[tuple[str, list[str]]], env: dict[str, str]) -> Command:
     """Return the command. The last argument of a name counts, so `extra` wins; null removes an argument."""
-    arguments = [one for one in {_bare(argument): argument for argument in given}.values() if one.words]
-    argv = [*entry, *(word for argument in arguments for word in argument.words)]
-    return Command(argv, env, arguments)
+    return Command([*entry, *(word for words in dict(arguments).values() for word in words)], env)
 
 
-def _argument(name: str, value: Any, key: str = "", lever: Lever | None = None) -> Argument:
-    """Return `max_num_seqs`, 8 as `--max-num-seqs 8`, `enforce_eager`, True as `--enforce-eager`, None as no word."""
+def _argument(name: str, value: Any, lever: Lever | None = None) -> tuple[str, list[str]]:
+    """Return `max_num_seqs`, 8 as `--max-num-seqs 8`, `enforce_eager`, True as `--enforce-eager`, None as no word, with
+    the name by which a later argument replaces an earlier one."""
     flag = "--" + name.replace("_", "-")
+    bare = flag.removeprefix("--no-").removeprefix("--")
     if value is None or (value is False and lever is not None and lever.off_by_default):
-        return Argument(flag, (), key)
+        return bare, []
     if isinstance(value, bool):
-        return Argument(flag, (flag if value else "--no-" + flag[2:],), key)
+        return bare, [flag if value else "--no-" + flag[2:]]
     if isinstance(value, list) and lever is not None and lever.is_list:
-        return Argument(flag, (flag, *map(str, value)), key)
-    return Argument(flag, (flag, json.dumps(value) if isinstance(value, dict | list) else str(value)), key)
-
-
-def _bare(argument: Argument) -> str:
-    """Return the name by which a later argument replaces an earlier one."""
-    return argument.flag.removeprefix("--no-").removeprefix("--")
+        return bare, [flag, *map(str, value)]
+    return bare, [flag, json.dumps(value) if isinstance(value, dict | list) else str(value)]
 
 
 def _installed_vllm(interpreter: Interpreter) -> _Vllm:

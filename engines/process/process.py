@@ -31,22 +31,11 @@ _KEYS = ("ROLLOUT_API_KEY", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
 
 @dataclass(frozen=True, slots=True)
-class Argument:
-    """An argument as command-line words; `key` is its field of `EngineConfig`, or ""."""
-
-    flag: str
-    words: tuple[str, ...]
-    key: str
-
-
-@dataclass(frozen=True, slots=True)
 class Command:
-    """A command line. `env` is laid over the owner's environment, less `hidden` variables and our own keys; `arguments`
-    have the sources of its words."""
+    """A command line. `env` is laid over the owner's environment, less `hidden` variables and our own keys."""
 
     argv: Sequence[str]
     env: Mapping[str, str] = field(default_factory=dict)
-    arguments: Sequence[Argument] = ()
     hidden: Sequence[str] = ()
 
 

@@ -15,11 +15,10 @@ from engines.process.process import MARK
 from engines.process.temporary import remove_left_folders
 from engines.store.weight_store import remove_store
 from gateway.cli.cluster.application import deployed_config, gateway_status, running, serve_api
-from gateway.cli.cluster.progress import Report
+from gateway.cli.cluster.progress import Report, wait_until
 from gateway.cli.cluster.ray_head import stop_ray
 from gateway.cli.cluster.serve_api import ClusterSilent, ClusterTroubled, ClusterUnreachable, ServeApi
 from gateway.cli.cluster.state import State, process_started_at
-from gateway.cli.cluster.waiting import wait_until
 from gateway.ledger.ledger import default_file, remove_unless_needed
 from gateway.weights.snapshots import in_memory
 

@@ -2,18 +2,16 @@
 
 up, vllm-serve          deploy, from a configuration or with the options of `trl vllm-serve`
 down, scale             remove the application; change the number of replicas
-status, top             report replicas, weights and updates, once or each second
+status                  report replicas, weights and updates
 logs                    print the ends of the engines' logs, and the gateway's events
-trace                   print the life of a request's rollouts
-profile                 record engines with their own profilers
 fetch                   copy a weight version out of a gateway's store
-config                  show, validate, explain, schema
+config                  show, validate, schema
 build                   print the document for `serve deploy`
 
 Packages add commands by the entry point `rollout_gateway.commands`, a function that is given the application.
 """
 
-import contextlib
+import json
 import sys
 from dataclasses import asdict
 from importlib.metadata import entry_points, version
@@ -22,32 +20,18 @@ from typing import Annotated
 
 import typer
 import yaml
-from rich.console import Console
 
 from engines.errors import ConfigError, RolloutGatewayError
 from engines.process.log_lines import write_log_lines
 from engines.store.peer_store import PeerStore
 from gateway.cli.cluster.application import running, unknown_application
-from gateway.cli.cluster.progress import shown
+from gateway.cli.cluster.progress import Report
 from gateway.cli.cluster.serve_api import ask_control_plane
 from gateway.cli.down import down, stay
-from gateway.cli.explanation import explain_engines
-from gateway.cli.logs import engine_logs, gateway_events, log_end
+from gateway.cli.logs import log_end, logs_and_events
 from gateway.cli.options import OVERRIDES, WITH_OVERRIDES, AsJson, File, Name
-from gateway.cli.output import (
-    print_events,
-    print_explanation,
-    print_fleet,
-    print_json,
-    print_running,
-    print_table,
-    shown_value,
-    stdout_console,
-)
-from gateway.cli.profile import profile
+from gateway.cli.output import print_events, print_fleet, print_json, print_running
 from gateway.cli.scale import scale
-from gateway.cli.top import top
-from gateway.cli.trace import trace, trace_lines
 from gateway.cli.up import up
 from gateway.cli.vllm_serve import HELP, read_command
 from gateway.config.load import explain, load
@@ -105,7 +89,7 @@ def up_command(
 ) -> None:
     """Start Ray if none runs, deploy, and return when every replica is ready."""
     chosen = read_gpus(gpus) if gpus is not None else ()
-    with shown(Console(stderr=True)) as report:
+    with Report() as report:
         found = up(load(config, context.args), report, timeout_s, chosen, config)
     print_running(found)
 
@@ -117,19 +101,18 @@ def vllm_serve_command(context: typer.Context) -> None:
         print(HELP, end="")
         return
     command = read_command(context.args)
-    with shown(Console(stderr=True)) as report:
+    with Report() as report:
         found = up(command.config, report, command.timeout_s, command.gpus)
     print_running(found)
     if not command.detach:
-        with shown(Console(stderr=True)) as report:
+        with Report() as report:
             stay(command.config.name, report)
 
 
 @app.command("down")
-def down_command(name: Name = DEFAULT_NAME, config: File = None) -> None:
+def down_command(name: Name = DEFAULT_NAME) -> None:
     """Remove the application, and stop Ray where `up` started it."""
-    name = _application(name, config)
-    with shown(Console(stderr=True)) as report:
+    with Report() as report:
         removed = down(name, report)
     print(f"{name} is down" if removed else f"nothing to do: {name} does not run")
 
@@ -139,13 +122,10 @@ def scale_command(
     num_replicas: Annotated[int, typer.Argument(metavar="N", help="Number of replicas.")],
     group: Annotated[str | None, typer.Option("--group", help="Engine group, where there are several.")] = None,
     name: Name = DEFAULT_NAME,
-    config: File = None,
-    timeout_s: Annotated[float | None, typer.Option("--timeout-s", help="Longest wait for the replicas.")] = None,
 ) -> None:
     """Add or remove replicas while the others serve. Holds until the next `up`, which deploys its file."""
-    name = _application(name, config)
-    with shown(Console(stderr=True)) as report:
-        found = scale(name, num_replicas, report, group, timeout_s)
+    with Report() as report:
+        found = scale(name, num_replicas, report, group)
     print_running(found)
 
 
@@ -170,9 +150,8 @@ def fetch_command(
 
 
 @app.command("status")
-def status_command(name: Name = DEFAULT_NAME, config: File = None, as_json: AsJson = False) -> None:
+def status_command(name: Name = DEFAULT_NAME, as_json: AsJson = False) -> None:
     """Report replicas, weights and updates."""
-    name = _application(name, config)
     found = running(name)
     if found is None:
         raise unknown_application(name)
@@ -192,58 +171,13 @@ def logs_command(
     ] = "",
     lines: Annotated[int, typer.Option("--lines", "-n", min=1, help="Lines from the end of each log.")] = 20,
     name: Name = DEFAULT_NAME,
-    config: File = None,
 ) -> None:
     """Print the ends of the engines' logs on this machine, of engines that failed too, and the gateway's events."""
-    name = _application(name, config)
-    for log in engine_logs(name, replica):
+    logs, events = logs_and_events(name, replica)
+    for log in logs:
         print(f"==> {log} <==")
         print(log_end(log, lines))
-    print_events(gateway_events(name))
-
-
-@app.command("top")
-def top_command(
-    url: Annotated[str, typer.Option("--url", envvar="ROLLOUT_URL", help="The gateway.")] = "http://127.0.0.1:8100",
-    api_key: Annotated[str, typer.Option("--api-key", envvar="ROLLOUT_API_KEY", help="Inference or admin key.")] = "",
-    once: Annotated[bool, typer.Option("--once", help="Print once and exit.")] = False,
-) -> None:
-    """Watch the fleet in the terminal: the dashboard's figures, each second, until Ctrl-C."""
-    with contextlib.suppress(KeyboardInterrupt):
-        top(stdout_console(), url, api_key, once=once)
-
-
-@app.command("trace")
-def trace_command(
-    request_id: Annotated[str, typer.Argument(metavar="ID", help="The X-Request-Id sent, or the `id` of the reply.")],
-    url: Annotated[str, typer.Option("--url", envvar="ROLLOUT_URL", help="The gateway.")] = "http://127.0.0.1:8100",
-    api_key: Annotated[str, typer.Option("--api-key", envvar="ROLLOUT_API_KEY", help="Admin key.")] = "",
-    as_json: AsJson = False,
-) -> None:
-    """Print the life of a request's rollouts: waits, replicas, weight versions, ends of attempts, times."""
-    found = trace(url, api_key, request_id)
-    if as_json:
-        print_json(found)
-        return
-    for line in trace_lines(found):
-        print(line)
-
-
-@app.command("profile")
-def profile_command(
-    seconds: Annotated[float, typer.Option("--seconds", help="Length of the record.")] = 5.0,
-    replicas: Annotated[
-        list[str] | None, typer.Option("--replica", help="Id or label of `status`; may be repeated.")
-    ] = None,
-    out: Annotated[Path, typer.Option("--out", dir_okay=False, help="The archive to write.")] = Path("profile.tar"),
-    url: Annotated[str, typer.Option("--url", envvar="ROLLOUT_URL", help="The gateway.")] = "http://127.0.0.1:8100",
-    api_key: Annotated[str, typer.Option("--api-key", envvar="ROLLOUT_API_KEY", help="Admin key.")] = "",
-) -> None:
-    """Record the engines with their own profilers while they serve; needs engine.profiling: true."""
-    names = profile(url, api_key, seconds, replicas or (), out)
-    for name in names:
-        print(name)
-    print(f"{out}: {len(names)} files", file=sys.stderr)
+    print_events(events)
 
 
 @app.command("build", context_settings=WITH_OVERRIDES, epilog=OVERRIDES)
@@ -258,62 +192,30 @@ def build_command(context: typer.Context, config: File = None) -> None:
 
 
 @config_app.command("show", context_settings=WITH_OVERRIDES, epilog=OVERRIDES)
-def show_command(context: typer.Context, config: File = None, as_json: AsJson = False) -> None:
+def show_command(context: typer.Context, config: File = None) -> None:
     """Print every value and its source. Keys are hidden."""
-    settings = explain(config, context.args)
-    if as_json:
-        print_json([asdict(setting) for setting in settings])
-    elif sys.stdout.isatty():
-        print_table(["key", "value", "from"], [[s.key, shown_value(s), s.place or s.origin] for s in settings])
-    else:
-        for setting in settings:
-            print(f"{setting.key}: {shown_value(setting)}  # {setting.place or setting.origin}")
+    for setting in explain(config, context.args):
+        value = setting.value if isinstance(setting.value, str) else json.dumps(setting.value)
+        print(f"{setting.key}: {value}  # {setting.place or setting.origin}")
 
 
 @config_app.command("validate", context_settings=WITH_OVERRIDES, epilog=OVERRIDES)
-def validate_command(context: typer.Context, config: File = None, as_json: AsJson = False) -> None:
+def validate_command(context: typer.Context, config: File = None) -> None:
     """Check the configuration: report each mistake with its place, and needs that this machine cannot meet.
 
     Exit code 1 for either."""
-    try:
-        found = load(config, context.args)
-    except ConfigError as error:
-        if not as_json:
-            raise
-        print_json({"valid": False, "errors": str(error).splitlines()})
-        raise typer.Exit(1) from error
-    groups = {name: group.num_replicas for name, group in found.groups.items()}
-    lacking = [*lacks(found), *missing_keys(found)]
-    if as_json:
-        print_json({"valid": True, "errors": [], "replicas": groups, "lacking_here": lacking})
-    else:
-        print("valid: " + ", ".join(f"{name} x {count}" for name, count in groups.items()))
+    found = load(config, context.args)
+    print("valid: " + ", ".join(f"{name} x {group.num_replicas}" for name, group in found.groups.items()))
+    if lacking := [*lacks(found), *missing_keys(found)]:
         for line in lacking:
             print(f"cannot run on this machine: {line}")
-    if lacking:
         raise typer.Exit(1)
-
-
-@config_app.command("explain", context_settings=WITH_OVERRIDES, epilog=OVERRIDES)
-def explain_command(context: typer.Context, config: File = None, as_json: AsJson = False) -> None:
-    """Print the command line of each engine group, with the key and the place behind every argument."""
-    found = explain_engines(load(config, context.args), explain(config, context.args))
-    if as_json:
-        print_json([asdict(group) for group in found])
-        return
-    for group in found:
-        print_explanation(group)
 
 
 @config_app.command("schema")
 def schema_command() -> None:
     """Print the JSON schema of the configuration, for editors."""
     print_json(Config.model_json_schema())
-
-
-def _application(name: str, config: Path | None) -> str:
-    """Return the application's name: the configuration's where there is a file."""
-    return load(config).name if config else name
 
 
 for plugin in entry_points(group="rollout_gateway.commands"):

@@ -14,7 +14,7 @@ OVERRIDES = (
 )
 
 File = Annotated[
-    Path | None, typer.Option("--config", "-c", metavar="FILE", help="YAML or TOML file, or a Serve deploy document.")
+    Path | None, typer.Option("--config", "-c", metavar="FILE", help="YAML file, or a Serve deploy document.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Name = Annotated[

@@ -1,19 +1,12 @@
 """Output of the commands: reports as lines, tables and JSON."""
 
 import json
-import shlex
-import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from gateway.cli.cluster.application import Running
-from gateway.cli.explanation import Explanation
-from gateway.config.load import Setting
 
 _LABEL_WIDTH = 24
 _EVENTS = 10
@@ -69,7 +62,7 @@ def print_fleet(fleet: dict[str, Any]) -> None:
     columns = ["label", "replica_id", "model", "state", "weight_version", "samples_in_flight"]
     columns += ["gpu_ids", "pid", "uptime_s", "restarts", "reason", "url"]
     rows = [[_cell(replica, column) for column in columns] for replica in fleet["replicas"]]
-    print_table([column.replace("_", " ") for column in columns], rows)
+    _print_table([[column.replace("_", " ") for column in columns], *rows])
     print_events(fleet["events"][-_EVENTS:])
 
 
@@ -83,43 +76,14 @@ def _cell(replica: dict[str, Any], column: str) -> str:
     return f"{replica[column]}{' (frozen)' if column == 'model' and replica['frozen'] else ''}"
 
 
-def print_explanation(found: Explanation) -> None:
-    print(f"{found.group}: {found.num_replicas} x {found.kind}" + (f" at {found.url}" if found.url else ""))
-    if not found.command:
-        print("  nothing is started\n")
-        return
-    print(f"  {shlex.join(found.command)}\n")
-    rows = [[part.text, part.key, part.place or part.origin] for part in (*found.arguments, *found.environment)]
-    print_table(["argument or variable", "key", "from"], rows)
-    print()
-
-
 def _print_row(label: str, value: Any) -> None:
     print(f"{label + ':':<{_LABEL_WIDTH}}{value}")
 
 
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    table = plain_table(*columns)
+def _print_table(rows: Sequence[Sequence[str]]) -> None:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        table.add_row(*row)
-    stdout_console().print(table, markup=False)
-
-
-def plain_table(*columns: str) -> Table:
-    """Return a table without lines, whose columns fold."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    return table
-
-
-def stdout_console() -> Console:
-    """Return the console of standard output. A pipe has no width to fold at."""
-    return Console() if sys.stdout.isatty() else Console(width=250)
-
-
-def shown_value(setting: Setting) -> str:
-    return setting.value if isinstance(setting.value, str) else json.dumps(setting.value)
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
 def print_json(value: Any) -> None:

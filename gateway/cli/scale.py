@@ -6,28 +6,37 @@ changed. The gateway learns what to expect through the `user_config` of its own 
 
 from typing import Any
 
+from engines.config import EngineConfig
 from engines.errors import ConfigError
 from engines.process.process import longest_stop_s
 from engines.types import EngineKind
-from gateway.cli.cluster.application import Running, deployed, running, serve_api, wait_for_gateway, wait_for_serve
+from gateway.cli.cluster.application import Running, deployed, met_by_the_gateway, serve_api, wait_for_serve
 from gateway.cli.cluster.changes import scaled
-from gateway.cli.cluster.lock import changing
 from gateway.cli.cluster.progress import Report
-from gateway.cli.cluster.serve_api import ServeApi
+from gateway.cli.cluster.state import changing
 from gateway.cli.up import DEPLOY_SLACK_S
 from gateway.config.schema import Config
 
 _MAX_REPLICAS = 1024
 
 
-def scale(
-    name: str, num_replicas: int, report: Report, group: str | None = None, timeout_s: float | None = None
-) -> Running:
+def scale(name: str, num_replicas: int, report: Report, group: str | None = None) -> Running:
     """Bring an engine group to `num_replicas`, and return when they run and the rest are gone.
 
     The group may be left out where there is one. Removed replicas finish their rollouts first, up to
     `engine.drain_timeout_s`.
     """
+
+    def settled(application: dict[str, Any]) -> bool:
+        states = [replica["state"] for replica in application["deployments"][group]["replicas"]]
+        ready, leaving = states.count("RUNNING"), len(states) - states.count("RUNNING") - states.count("STARTING")
+        report.step(f"{group}: {ready} of {num_replicas} run, {leaving} finish their rollouts")
+        return ready == num_replicas == len(states)
+
+    def met(found: Running, status: dict[str, Any]) -> bool:
+        rows = status.get("replicas", ())
+        return not found.control_url or sum(replica["group"] == group for replica in rows) == num_replicas
+
     with changing(name, "scale"):
         application, config = deployed(name)
         group = config.chosen_group(group)
@@ -35,20 +44,11 @@ def scale(
         if not application["deployments"]:
             raise ConfigError(f"Serve could not build the last change of {name}: first run rollout-gateway up -c FILE")
         api = serve_api(name)
-        report.step(f"{group}: {num_replicas} replicas")
-        api.redeploy(name, scaled(application["deployed_app_config"], group, num_replicas))
-        _wait(api, config, group, num_replicas, report, timeout_s or _longest_s(config, group))
-    found = running(name)
-    assert found is not None
-    if found.control_url:
-        report.step(f"waiting for the gateway to meet {num_replicas} replicas of {group}")
-        wait_for_gateway(
-            found,
-            config.fleet.complete_within_s,
-            f"{num_replicas} replicas of {group}",
-            lambda status: sum(replica["group"] == group for replica in status.get("replicas", ())) == num_replicas,
-        )
-    return found
+        wanted = f"{num_replicas} replicas of {group}"
+        report.step(wanted)
+        api.deploy(scaled(application["deployed_app_config"], group, num_replicas))
+        wait_for_serve(api, config, report, _longest_s(config.groups[group]), wanted, settled)
+    return met_by_the_gateway(config, report, wanted, met)
 
 
 def _check(config: Config, group: str, num_replicas: int) -> None:
@@ -58,16 +58,6 @@ def _check(config: Config, group: str, num_replicas: int) -> None:
         raise ConfigError(f"{group} is external: one URL is one replica; give each external server a group")
 
 
-def _longest_s(config: Config, group: str) -> float:
-    engine = config.groups[group]
-    return max(engine.start_timeout_s, engine.drain_timeout_s + longest_stop_s(engine.stop_timeout_s)) + DEPLOY_SLACK_S
-
-
-def _wait(api: ServeApi, config: Config, group: str, num_replicas: int, report: Report, timeout_s: float) -> None:
-    def settled(application: dict[str, Any]) -> bool:
-        states = [replica["state"] for replica in application["deployments"][group]["replicas"]]
-        ready, leaving = states.count("RUNNING"), len(states) - states.count("RUNNING") - states.count("STARTING")
-        report.step(f"{group}: {ready} of {num_replicas} run, {leaving} finish their rollouts")
-        return ready == num_replicas == len(states)
-
-    wait_for_serve(api, config, report, timeout_s, f"{num_replicas} replicas of {group}", settled)
+def _longest_s(engine: EngineConfig) -> float:
+    leave_s = engine.drain_timeout_s + longest_stop_s(engine.stop_timeout_s)
+    return max(engine.start_timeout_s, leave_s) + DEPLOY_SLACK_S

@@ -2,7 +2,6 @@
 
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,24 +10,21 @@ from engines.types import ReplicaState
 from gateway.cli.cluster.application import (
     DeployFailed,
     Running,
-    configured_url,
     describe,
     gateway_status,
     last_words,
-    running,
+    met_by_the_gateway,
     serve_api,
-    wait_for_gateway,
     wait_for_serve,
 )
 from gateway.cli.cluster.changes import changes, has_running_engine, replaced, scaled
-from gateway.cli.cluster.lock import changing
 from gateway.cli.cluster.ports import is_here, unbindable
 from gateway.cli.cluster.progress import Report
 from gateway.cli.cluster.ray_head import check_gpus, start_ray
 from gateway.cli.cluster.serve_api import ClusterRefused, ServeApi, ask_control_plane
-from gateway.cli.cluster.state import State, write_private
+from gateway.cli.cluster.state import State, changing, write_private
 from gateway.cli.down import delete, down
-from gateway.config.machine import lacks, misplaced, missing_keys, too_few_cpus
+from gateway.config.machine import lacks, misplaced, missing_keys
 from gateway.config.schema import Config
 from gateway.config.serve_document import config_of, serve_config, written_out_keys
 
@@ -51,13 +47,14 @@ def up(
     running Ray was started with others, or has another application in this one's place.
     """
     with changing(config.name, "up"):
-        return _up(config, report, timeout_s or _deploy_timeout_s(config), gpus, file)
+        longest_s = max(group.start_timeout_s for group in config.groups.values()) + DEPLOY_SLACK_S
+        return _up(config, report, timeout_s or longest_s, gpus, file)
 
 
 def _up(config: Config, report: Report, timeout_s: float, gpus: Sequence[str], file: Path | None) -> Running:
     api = ServeApi.from_environment()
     state = _state(config.name, api)
-    is_new = deploying = False
+    is_new, before = False, None
     try:
         if api.is_up():
             check_gpus(state, gpus)
@@ -71,30 +68,22 @@ def _up(config: Config, report: Report, timeout_s: float, gpus: Sequence[str], f
         before = _application_before(api, config.name, report)
         is_new = before is None
         state.write()
-        deploying = True
         _deploy(api, config, before, report)
         _wait_until_running(api, config, before, report, timeout_s)
-        found = running(config.name)
-        assert found is not None
-        if not found.rollout_url:
-            found = replace(found, rollout_url=configured_url(config))
-        report.step("waiting for the gateway to meet all replicas")
-        url = found.control_url or found.rollout_url
-        wait_for_gateway(
-            found,
-            config.fleet.complete_within_s,
-            "all replicas",
-            lambda _: ask_control_plane(url, "/health") is not None,
-        )
+        found = met_by_the_gateway(config, report, "all replicas", _is_healthy)
         state.file = str(file.resolve()) if file else ""
         state.write()
         return found
     except BaseException:  # Ctrl-C too: an application that never ran must not go on trying in the background
         if is_new:
             _undo(config.name, report)
-        elif deploying:
+        elif before is not None:
             _say_what_serves(config.name, state.file, report)
         raise
+
+
+def _is_healthy(found: Running, _: object) -> bool:
+    return ask_control_plane(found.control_url or found.rollout_url, "/health") is not None
 
 
 def _check_cluster(config: Config, api: ServeApi) -> None:
@@ -103,7 +92,7 @@ def _check_cluster(config: Config, api: ServeApi) -> None:
     Files and ports of other machines are not seen from here.
     """
     nodes, details = api.nodes(), api.details()
-    cpus = too_few_cpus(config, [number for _, number in api.nodes("CPU")])
+    cpus = misplaced(config, api.nodes("CPU"), "CPU")
     if not all(is_here(address) for address, _ in nodes):
         _refuse([*misplaced(config, nodes), *cpus])
         return
@@ -171,14 +160,14 @@ def _deploy(api: ServeApi, config: Config, before: Mapping[str, Any] | None, rep
         report.note(str(found))
     report.step("deploying")
     if before is None or deployed is None or found is None or found.groups is None or not before["deployments"]:
-        api.deploy(document)
+        api.deploy(document["applications"][0], document)
         return
     for group in found.groups:
         options = before["deployments"][group]["deployment_config"]["ray_actor_options"]
         deployed = replaced(deployed, group, config.groups[group], options)
     for group, (_, number) in found.replicas.items():
         deployed = scaled(deployed, group, number)
-    api.redeploy(config.name, deployed)
+    api.deploy(deployed)
 
 
 def _undo(name: str, report: Report) -> None:
@@ -204,10 +193,6 @@ def _key_file(name: str, keys: Sequence[str]) -> Path:
     path = State.folder() / f"{name}.{secrets.token_hex(4)}"
     write_private(path, text)
     return path
-
-
-def _deploy_timeout_s(config: Config) -> float:
-    return max(group.start_timeout_s for group in config.groups.values()) + DEPLOY_SLACK_S
 
 
 def _wait_until_running(

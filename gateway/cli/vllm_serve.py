@@ -8,10 +8,11 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import yaml
+from pydantic import Field, ValidationError
 
+from engines.config import Section
 from engines.errors import ConfigError
 from engines.levers import LEVERS
 from gateway.config.load import load_sources
@@ -22,8 +23,7 @@ from gateway.config.sources import Key, Source, from_environment, from_pairs, pu
 TRL_PORT = 8000
 
 
-@dataclass(frozen=True, slots=True)
-class Flag:
+class Flag(NamedTuple):
     """An option of `trl vllm-serve`, and our key that it sets."""
 
     name: str
@@ -56,6 +56,7 @@ _KEYS |= {"replicas": "engine.num_replicas", "name": "name"}
 _NEEDS_VALUE = {flag.name for flag in FLAGS if flag.key.startswith("engine.extra.")} - {"trust_remote_code"}
 _DEFAULTS = Source(origin="default", tree={"gateway": {"port": TRL_PORT}})
 _OUR_PAIR = re.compile(r"[A-Za-z_]+(\.\w+)+=")  # engine.num_cpus=2, as every verb takes it
+_MODEL: Key = ("engine", "model")
 _RAY_KEY: Key = ("engine", "extra", "distributed_executor_backend")
 
 HELP = f"""Usage: rollout-gateway vllm-serve --model MODEL [--replicas N] [OPTIONS]
@@ -74,8 +75,17 @@ Options of trl vllm-serve, in either spelling (--max_model_len, --max-model-len)
 
 {chr(10).join(f"  --{flag.name:<30}{flag.key + ':':<44}{flag.meaning}" for flag in FLAGS)}
 
-Any other option goes to `vllm serve` as it is, and any key of ours can be given: --gateway.max_n 64.
+Any other option goes to `vllm serve` as it is, and any key of ours can be given: --gateway.workers 4.
 """
+
+
+class _Own(Section):
+    """Options of the command itself."""
+
+    config: str | None = None
+    gpus: str | None = None
+    detach: bool = False
+    timeout_s: float | None = Field(None, gt=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,17 +101,18 @@ class ServeCommand:
 def read_command(words: Sequence[str], environ: Mapping[str, str] = os.environ) -> ServeCommand:
     """Parse a command; `--config` < environment < words. Raises `ConfigError`, which names the option at fault."""
     given = dict(_options(words))
-    file = given.pop("config", None)
-    gpus, detach, timeout_s = given.pop("gpus", None), given.pop("detach", None), given.pop("timeout_s", None)
+    own = _own({name: given.pop(name) for name in _Own.model_fields if name in given})
     for name in _NEEDS_VALUE & given.keys():
-        _text(name, given[name])
+        if not isinstance(given[name], str):
+            raise ConfigError(f"--{name} needs one value, it has {given[name]!r}")
     from_words = from_pairs("cli", ((_key(name), value, f"argument --{name}") for name, value in given.items()))
-    sources = [_DEFAULTS, *([_from_file(file)] if file else []), from_environment(environ), from_words]
-    if not (models := [model for source in sources if (model := _value(source, ("engine", "model")))]):
+    file = [_from_file(Path(own.config))] if own.config else []
+    sources = [_DEFAULTS, *file, from_environment(environ), from_words]
+    if not (models := [one for source in sources if source.holds(_MODEL) and (one := source.value(_MODEL))]):
         raise ConfigError("--model is missing: a checkpoint folder or a Hugging Face id")
     # AsyncGRPO asks for the model by the name that it was given itself; ours would be the folder's whole path.
     sources.insert(0, Source(origin="default", tree={"engine": {"served_model_name": models[-1]}}))
-    if any(_value(source, _RAY_KEY) == "ray" for source in sources):
+    if any(source.holds(_RAY_KEY) and source.value(_RAY_KEY) == "ray" for source in sources):
         raise ConfigError(
             "--distributed_executor_backend ray: a replica's GPUs are on one node here; leave it out, and raise "
             "--replicas where one node is not enough"
@@ -109,10 +120,18 @@ def read_command(words: Sequence[str], environ: Mapping[str, str] = os.environ) 
     config = load_sources(sources)
     return ServeCommand(
         config=_with_a_control_port_of_its_own(config, sources),
-        gpus=read_gpus(_text("gpus", gpus), environ) if gpus is not None else (),
-        detach=detach is not None and _is_true("detach", detach),
-        timeout_s=None if timeout_s is None else _seconds(_text("timeout_s", timeout_s)),
+        gpus=read_gpus(own.gpus, environ) if own.gpus is not None else (),
+        detach=own.detach,
+        timeout_s=own.timeout_s,
     )
+
+
+def _own(options: dict[str, Any]) -> _Own:
+    try:
+        return _Own.model_validate(options)
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        raise ConfigError(f"--{wrong['loc'][0]} = {wrong['input']!r}: {wrong['msg']}") from None
 
 
 def _options(words: Sequence[str]) -> Iterator[tuple[str, str | bool | list[str]]]:
@@ -140,9 +159,8 @@ def _key(name: str) -> Key:
     return tuple(_KEYS.get(name, f"engine.extra.{name}").split("."))
 
 
-def _from_file(name: Any) -> Source:
+def _from_file(path: Path) -> Source:
     """Read TRL's own YAML: options by name, and environment variables under `env`."""
-    path = Path(_text("config", name))
     tree, lines = read_yaml(path, read_text(path))
     if sections := [key for key in ("engine", "engines", "gateway", "applications") if key in tree]:
         raise ConfigError(
@@ -169,33 +187,3 @@ def _with_a_control_port_of_its_own(config: Config, sources: Sequence[Source]) -
         return config
     serve = config.serve.model_copy(update={"http_port": config.gateway.port + 1})
     return config.model_copy(update={"serve": serve})
-
-
-def _value(source: Source, key: Key) -> Any:
-    return source.value(key) if source.holds(key) else None
-
-
-def _text(name: str, value: Any) -> str:
-    if not isinstance(value, str):
-        raise ConfigError(f"--{name.replace('_', '-')} needs one value, it has {value!r}")
-    return value
-
-
-def _is_true(name: str, value: Any) -> bool:
-    try:
-        found = yaml.safe_load(value) if isinstance(value, str) else value
-    except yaml.YAMLError:
-        found = value
-    if not isinstance(found, bool):
-        raise ConfigError(f"--{name} = {value!r} is neither true nor false")
-    return found
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not seconds > 0:
-        raise ConfigError(f"--timeout-s {text}: give seconds above 0")
-    return seconds

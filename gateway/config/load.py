@@ -22,6 +22,7 @@ from gateway.config.sources import (
     Key,
     Origin,
     Source,
+    dotted,
     field_at,
     from_environment,
     from_file,
@@ -34,8 +35,9 @@ from gateway.config.sources import (
 HIDDEN = "**********"
 _USER = re.compile(r"//[^/@\s]+@")
 """User and password of a URL."""
-SECRET_VARIABLE = re.compile(r"(TOKEN|KEY|SECRET|PASSWORD)$", re.IGNORECASE)
+_SECRET_VARIABLE = re.compile(r"(TOKEN|KEY|SECRET|PASSWORD)$", re.IGNORECASE)
 """Variables of engines whose values are not shown."""
+_DEFAULTS = Source(origin="default", tree={})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,9 +81,8 @@ def with_secrets(config: Config, environ: Mapping[str, str] = os.environ) -> Con
         name: [key for item in getattr(config.gateway, name) for key in _for_gateway(f"gateway.{name}", item, environ)]
         for name in ("inference_keys", "admin_keys")
     }
-    gateway = config.gateway.model_copy(update=lists)
-    config = config.model_copy(update={"gateway": gateway})
-    return _with_engines(config, lambda engine, section: _with_key(".".join(map(str, section)), engine, environ))
+    config = config.model_copy(update={"gateway": config.gateway.model_copy(update=lists)})
+    return _with_engines(config, lambda engine, section: _with_key(dotted(section), engine, environ))
 
 
 def key_variables(config: Config) -> tuple[str, ...]:
@@ -156,24 +157,21 @@ def _check_models(config: Config, sources: Sequence[Source]) -> None:
     for name, group in config.groups.items():
         section = ("engines", name) if config.engines else ("engine",)
         for misfit in misfits(group):
-            key, source = _blame(sources, (*section, misfit.field))
-            place = source.place(key) + ": " if source and source.place(key) else ""
-            lines.append(f"{place}{'.'.join(map(str, key))} = {misfit.value!r}: {misfit.message}")
+            place, key = _blamed(sources, (*section, misfit.field))
+            lines.append(f"{place}{dotted(key)} = {misfit.value!r}: {misfit.message}")
     if lines:
         raise ConfigError("\n".join(dict.fromkeys(lines)))
 
 
 def _report(sources: Sequence[Source], problem: dict[str, Any]) -> str:
-    key, source = _blame(sources, tuple(problem["loc"]))
-    place = source.place(key) + ": " if source and source.place(key) else ""
-    dotted = ".".join(map(str, key))
+    place, key = _blamed(sources, tuple(problem["loc"]))
     if problem["type"] == "extra_forbidden":
-        said = "" if place == f"argument {dotted}: " else f"{dotted}: "
+        said = "" if place == f"argument {dotted(key)}: " else f"{dotted(key)}: "
         return f"{place}{said}unknown key; {nearest(key)}"
     message = str(problem["msg"]).removeprefix("Value error, ")
     if not key:
-        return place + message if source else message
-    return f"{place}{dotted}{_shown(key, problem['input'])}: {message[0].lower()}{message[1:]}"
+        return place + message
+    return f"{place}{dotted(key)}{_shown(key, problem['input'])}: {message[0].lower()}{message[1:]}"
 
 
 def _shown(key: Key, value: Any) -> str:
@@ -184,17 +182,20 @@ def _shown(key: Key, value: Any) -> str:
 
 
 def _is_secret(key: Key) -> bool:
-    if key[-2:-1] == ("env",) and SECRET_VARIABLE.search(str(key[-1])):
+    if key[-2:-1] == ("env",) and _SECRET_VARIABLE.search(str(key[-1])):
         return True
     found = field_at(key) or field_at(key[:-1])
     return found is not None and "SecretStr" in repr(found.annotation)
 
 
-def _blame(sources: Sequence[Source], key: Key) -> tuple[Key, Source | None]:
-    """Return the key to mend and the source of its value, or of the nearest section that has a source."""
-    if given := _given(sources, key):
-        return given
-    return key, _blame(sources, key[:-1])[1] if key else None
+def _blamed(sources: Sequence[Source], key: Key) -> tuple[str, Key]:
+    """Return the place of the key to mend, for a message, and that key, which may be one of `engine`. A value without
+    a source has the place of the nearest section around it."""
+    for n in range(len(key), -1, -1):
+        if given := _given(sources, key[:n]):
+            place = given[1].place(given[0])
+            return f"{place}: " if place else "", given[0] if n == len(key) else key
+    return "", key
 
 
 def _given(sources: Sequence[Source], key: Key) -> tuple[Key, Source] | None:
@@ -239,11 +240,10 @@ def _found(path: str, key: Key, sources: Sequence[Source], bases: Sequence[Path]
             # The Python of a virtual environment is a link, and knows its environment by where the link is.
             return os.path.abspath(there) if is_python else str(there.resolve())
     if _is_relative_path(path) or (is_python and not os.path.isabs(os.path.expanduser(path))):
-        blamed, source = _blame(sources, key)
-        place = source.place(blamed) + ": " if source else ""
+        place, blamed = _blamed(sources, key)
         looked = " nor ".join(dict.fromkeys(str(base) for base in bases))
         raise ConfigError(
-            f"{place}{'.'.join(map(str, blamed))} = {path!r}: no such {'file' if is_python else 'folder'} under "
+            f"{place}{dotted(blamed)} = {path!r}: no such {'file' if is_python else 'folder'} under "
             f"{looked}; start from the folder it is relative to (with `serve deploy`: run `ray start` there), "
             "or write an absolute path"
         )
@@ -256,11 +256,7 @@ def _is_relative_path(model: str) -> bool:
 
 
 def _setting(sources: Sequence[Source], key: Key, value: Any) -> Setting:
-    dotted = ".".join(map(str, key))
-    shown = value
     if _is_secret(key) and value is not None:
-        shown = [HIDDEN for _ in value] if isinstance(value, list) else HIDDEN
-    given = _given(sources, key)
-    if given is None:
-        return Setting(key=dotted, value=shown, origin="default", place="")
-    return Setting(key=dotted, value=shown, origin=given[1].origin, place=given[1].place(given[0]))
+        value = [HIDDEN for _ in value] if isinstance(value, list) else HIDDEN
+    found, source = _given(sources, key) or (key, _DEFAULTS)
+    return Setting(key=dotted(key), value=value, origin=source.origin, place=source.place(found))

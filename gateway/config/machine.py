@@ -1,7 +1,7 @@
 """Needs of a configuration that one machine cannot meet. Others may: `serve deploy` runs elsewhere."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,10 +10,9 @@ from engines.errors import ConfigError
 from engines.process.engine_log import check_log_folder
 from engines.process.launch import engine_command
 from engines.types import EngineKind
-from gateway.config.certificate import read_certificate
 from gateway.config.load import with_secrets
 from gateway.config.node_gpus import visible_gpus
-from gateway.config.placement import ClusterGpus, check_cpus, check_placement
+from gateway.config.placement import Nodes, Resource, check_placement
 from gateway.config.schema import Config
 
 _STARTED = (EngineKind.VLLM, EngineKind.SGLANG)
@@ -31,8 +30,9 @@ def lacks(
     Keys are not read: a running Ray has variables of its own.
     """
     present = len(visible_gpus(environ, devices)) if gpus is None else gpus
-    found = [*_groups(config), *_gpus(config, present), *_files(config), *_packages(config)]
-    return found or _engines(config)
+    has = f"{present:g} GPUs" if present else "no GPU"
+    misfits = [f"{error}. This machine has {has}" for error in misplaced(config, [("this machine", present)])]
+    return [*_groups(config), *misfits, *_files(config)] or _engines(config)
 
 
 def _groups(config: Config) -> Iterator[str]:
@@ -46,21 +46,9 @@ def _groups(config: Config) -> Iterator[str]:
             yield from _error(check_log_folder, group, section)
 
 
-def _gpus(config: Config, present: float) -> Iterator[str]:
-    for error in misplaced(config, [("this machine", present)]):
-        yield f"{error}. This machine has {present:g} GPUs" if present else f"{error}. This machine has no GPU"
-
-
-def misplaced(config: Config, nodes: Sequence[tuple[str, float]]) -> list[str]:
-    """List why the engines do not fit the GPUs of these nodes, each an address with its number of GPUs."""
-    if config.serve.nodes_may_join:
-        return []
-    return _error(check_placement, config.groups, ClusterGpus(nodes=nodes, free=0))
-
-
-def too_few_cpus(config: Config, nodes: Sequence[float]) -> list[str]:
-    """List why the engines do not fit the CPUs of these nodes."""
-    return [] if config.serve.nodes_may_join else _error(check_cpus, config.groups, nodes)
+def misplaced(config: Config, nodes: Nodes, resource: Resource = "GPU") -> list[str]:
+    """List why the engines do not fit the GPUs or CPUs of these nodes."""
+    return [] if config.serve.nodes_may_join else _error(check_placement, config.groups, nodes, resource)
 
 
 def missing_keys(config: Config, environ: Mapping[str, str] = os.environ) -> list[str]:
@@ -76,7 +64,7 @@ def _engines(config: Config) -> list[str]:
 
 
 def _files(config: Config) -> Iterator[str]:
-    """Files that the gateway would not start without."""
+    """Files and packages that the gateway would not start without."""
     for key, path in (("audit_file", config.gateway.audit_file), ("trace.file", config.gateway.trace.file)):
         try:
             if path:
@@ -84,10 +72,7 @@ def _files(config: Config) -> Iterator[str]:
         except OSError as error:
             yield f"gateway.{key} = {path!r} cannot be written: {error.strerror}"
     if config.gateway.tls.is_on:
-        yield from _error(read_certificate, config.gateway.tls)
-
-
-def _packages(config: Config) -> Iterator[str]:
+        yield from _error(config.gateway.tls.read)
     if config.gateway.otlp_endpoint and not find_spec("opentelemetry"):
         yield "gateway.otlp_endpoint needs OpenTelemetry: pip install 'rollout-gateway[otel]'"
 

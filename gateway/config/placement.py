@@ -7,51 +7,19 @@ bundles of a larger one.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import Literal
 
 from engines.config import EngineConfig
 from engines.errors import ConfigError
 from engines.process.launch import gpus_to_reserve
 from engines.types import EngineKind
 
+Groups = Mapping[str, EngineConfig]
+Nodes = Sequence[tuple[str, float]]
+"""The address of each node, and what it has of a resource."""
+Resource = Literal["GPU", "CPU"]
+
 _REMEDY = "or, where nodes still join the cluster, set serve.nodes_may_join to true and the replicas wait for them"
-
-
-@dataclass(frozen=True, slots=True)
-class ClusterGpus:
-    """GPUs of each node, with its address, and how many of all are free."""
-
-    nodes: Sequence[tuple[str, float]]
-    free: float
-
-    @property
-    def total(self) -> float:
-        return sum(gpus for _, gpus in self.nodes)
-
-
-def gpus_needed(groups: Mapping[str, EngineConfig]) -> float:
-    """GPUs of all replicas of all groups together."""
-    return sum(gpus_to_reserve(group) * group.num_replicas for group in groups.values())
-
-
-def check_placement(groups: Mapping[str, EngineConfig], cluster: ClusterGpus) -> None:
-    """Raise `ConfigError` for replicas that do not fit these nodes even when all GPUs are free."""
-    largest = max((gpus for _, gpus in cluster.nodes), default=0)
-    for name, group in groups.items():
-        wanted = gpus_to_reserve(group)
-        if wanted > largest:
-            section = _section(name)
-            raise ConfigError(
-                f"{section}: a replica takes {wanted:g} GPUs (tensor x pipeline x data parallel size) and the largest "
-                f"node has {largest:g} ({_listed(cluster.nodes)}); a replica cannot span nodes. Lower "
-                f"{section}.tensor_parallel_size, {_REMEDY}"
-            )
-    needed = gpus_needed(groups)
-    if needed > cluster.total:
-        raise ConfigError(
-            f"the replicas take {needed:g} GPUs ({_shares(groups, gpus_to_reserve)}) and the cluster has "
-            f"{cluster.total:g} ({_listed(cluster.nodes)}). Lower num_replicas, {_REMEDY}"
-        )
 
 
 def cpus_to_reserve(config: EngineConfig) -> float:
@@ -59,42 +27,47 @@ def cpus_to_reserve(config: EngineConfig) -> float:
     return 0.0 if config.kind is EngineKind.EXTERNAL else config.num_cpus
 
 
-def check_cpus(groups: Mapping[str, EngineConfig], nodes: Sequence[float]) -> None:
-    """Raise `ConfigError` for replicas that do not fit the CPUs of these nodes even when all are free."""
-    largest = max(nodes, default=0)
+_RESERVED: Mapping[Resource, tuple[Callable[[EngineConfig], float], str, str]] = {
+    "GPU": (gpus_to_reserve, "tensor x pipeline x data parallel size", "tensor_parallel_size"),
+    "CPU": (cpus_to_reserve, "num_cpus", "num_cpus"),
+}
+"""What a replica reserves, the words for it, and the key to lower."""
+
+
+def needed(groups: Groups, resource: Resource = "GPU") -> float:
+    """What all replicas of all groups take together."""
+    return sum(_RESERVED[resource][0](group) * group.num_replicas for group in groups.values())
+
+
+def check_placement(groups: Groups, nodes: Nodes, resource: Resource = "GPU") -> None:
+    """Raise `ConfigError` for replicas that do not fit these nodes even when nothing of the resource is taken."""
+    reserved, words, key = _RESERVED[resource]
+    largest, total = max((amount for _, amount in nodes), default=0), sum(amount for _, amount in nodes)
+    listed = ", ".join(f"{address}: {amount:g}" for address, amount in nodes if amount) or "no node has any"
     for name, group in groups.items():
-        if (wanted := cpus_to_reserve(group)) > largest:
+        if reserved(group) > largest:
+            section = "engine" if name == "engine" else f"engines.{name}"
             raise ConfigError(
-                f"{_section(name)}.num_cpus = {wanted:g}: the largest node has {largest:g}. Lower it, {_REMEDY}"
+                f"{section}: a replica takes {reserved(group):g} {resource}s ({words}) and the largest node has "
+                f"{largest:g} ({listed}); a replica cannot span nodes. Lower {section}.{key}, {_REMEDY}"
             )
-    needed = sum(cpus_to_reserve(group) * group.num_replicas for group in groups.values())
-    if needed > sum(nodes):
+    if needed(groups, resource) > total:
         raise ConfigError(
-            f"the replicas take {needed:g} CPUs ({_shares(groups, cpus_to_reserve)}) and the cluster has "
-            f"{sum(nodes):g}. Lower num_cpus or num_replicas, {_REMEDY}"
+            f"{_demand(groups, resource)} and the cluster has {total:g} ({listed}). Lower num_replicas, {_REMEDY}"
         )
 
 
-def lacking(groups: Mapping[str, EngineConfig], cluster: ClusterGpus) -> str:
-    """Return the reason why replicas cannot be placed now on a large enough cluster; "" where they can."""
-    needed = gpus_needed(groups)
-    if needed <= cluster.free:
+def lacking(groups: Groups, total: float, free: float) -> str:
+    """Return the reason why replicas find no GPUs now on a large enough cluster; "" where they do."""
+    if needed(groups) <= free:
         return ""
     return (
-        f"the replicas take {needed:g} GPUs ({_shares(groups, gpus_to_reserve)}); of the cluster's {cluster.total:g} "
-        f"are {cluster.free:g} free and {cluster.total - cluster.free:g} taken by others. Free them (`ray status` and "
-        f"`serve status` list their users), lower num_replicas, {_REMEDY}"
+        f"{_demand(groups, 'GPU')}; of the cluster's {total:g} are {free:g} free and {total - free:g} taken by others. "
+        f"Free them (`ray status` and `serve status` list their users), lower num_replicas, {_REMEDY}"
     )
 
 
-def _section(name: str) -> str:
-    return "engine" if name == "engine" else f"engines.{name}"
-
-
-def _shares(groups: Mapping[str, EngineConfig], reserved: Callable[[EngineConfig], float]) -> str:
-    shares = {name: (group.num_replicas, reserved(group)) for name, group in groups.items()}
-    return ", ".join(f"{name}: {count} x {share:g}" for name, (count, share) in shares.items() if share)
-
-
-def _listed(nodes: Sequence[tuple[str, float]]) -> str:
-    return ", ".join(f"{address}: {gpus:g}" for address, gpus in nodes if gpus) or "no node has any"
+def _demand(groups: Groups, resource: Resource) -> str:
+    shares = {name: (group.num_replicas, _RESERVED[resource][0](group)) for name, group in groups.items()}
+    listed = ", ".join(f"{name}: {count} x {share:g}" for name, (count, share) in shares.items() if share)
+    return f"the replicas take {needed(groups, resource):g} {resource}s ({listed})"

@@ -1,6 +1,7 @@
 """The configuration: one strict pydantic tree. How files, environment and command line become one is in `load.py`."""
 
 import re
+import ssl
 from ipaddress import ip_network
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,7 +15,7 @@ from pydantic import (
     model_validator,
 )
 
-from engines.config import EngineConfig, Section
+from engines.config import KEY_REFERENCES, EngineConfig, Secret, Section, is_reference
 from engines.errors import ConfigError
 from engines.types import InFlight
 from gateway.config.models import Models
@@ -33,21 +34,21 @@ def _one_place(file: str | None) -> str | None:
 
 OnePlace = Annotated[str | None, AfterValidator(_one_place)]
 """An absolute path, or nothing."""
-
-_REFERENCES = ("env:", "file:")
+AutoPlace = Annotated[str | None, AfterValidator(lambda file: file if file == "auto" else _one_place(file))]
+"""The same, or a place of the gateway's choice."""
 
 
 def _sendable(key: SecretStr) -> SecretStr:
     """Refuse a key that every client sends, which is nothing, or that none can send."""
     text = key.get_secret_value()
-    if text in _REFERENCES:
+    if text in KEY_REFERENCES:
         raise ValueError(f"nothing is named after {text}: give env:NAME or file:PATH")
-    if not text.startswith(_REFERENCES) and text.split() != [text]:
+    if not is_reference(key) and text.split() != [text]:
         raise ValueError("the key is empty or has white space: give a key, env:NAME or file:PATH")
     return key
 
 
-Key = Annotated[SecretStr, AfterValidator(_sendable)]
+Key = Annotated[Secret, AfterValidator(_sendable)]
 
 
 class TraceConfig(Section):
@@ -55,8 +56,6 @@ class TraceConfig(Section):
 
     file: OnePlace = None
     """Absolute path of the file, one line of JSON a request; none is written unless given."""
-    max_bytes: int = Field(1 << 30, gt=0)
-    """Size at which recording ends."""
     content: bool = False
     """True to keep prompts as they came, and not their lengths and hashes alone."""
 
@@ -79,6 +78,18 @@ class TlsConfig(Section):
     def is_on(self) -> bool:
         return self.certificate is not None
 
+    def read(self) -> ssl.SSLContext:
+        """Return the context of a server. Raise `ConfigError` where the files hold no certificate and its key."""
+        assert self.certificate is not None
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        try:
+            # Without a password OpenSSL would ask for that of a key at a terminal, and wait.
+            context.load_cert_chain(self.certificate, self.key, password="")
+        except (OSError, ssl.SSLError) as error:
+            files = f"{self.certificate} and {self.key}"
+            raise ConfigError(f"gateway.tls: {files} hold no certificate with its key: {error}") from error
+        return context
+
 
 class SubmissionsConfig(Section):
     """Bounds of what /v1/rollouts keeps for clients, in memory and in the ledger, until they ack it."""
@@ -86,10 +97,6 @@ class SubmissionsConfig(Section):
     max_bytes: int = Field(1 << 30, gt=0)
     """Most bytes. Beyond that, ended submissions are forgotten, the oldest first, then new submissions are answered
     429. Submissions that outgrew the ledger have as much again for themselves, and their keys alone are refused."""
-    max_age_s: float = Field(86_400.0, gt=0)
-    """Age at which a submission is ended and forgotten."""
-    abandoned_after_s: float = Field(600.0, gt=0)
-    """Longest time in which no client reads the events of a submission before its groups are cancelled."""
 
 
 class GatewayConfig(Section):
@@ -110,8 +117,6 @@ class GatewayConfig(Section):
     process that owns what has to be known in one place."""
     max_body_bytes: int = Field(256 << 20, gt=0)
     """Largest request body."""
-    max_n: int = Field(1024, gt=0)
-    """Most completions of one prompt."""
     queue_timeout_s: float = Field(600.0, gt=0)
     """Longest wait of a rollout for a replica that may take it, while none of these makes a token."""
     generate_timeout_s: float = Field(1800.0, gt=0)
@@ -124,16 +129,12 @@ class GatewayConfig(Section):
     the turns of further sessions wait if reading an evicted context again costs more time. null admits all."""
     session_idle_s: float = Field(300.0, gt=0)
     """Longest time without a turn in which a session counts as holding KV."""
-    write_timeout_s: float = Field(60.0, gt=0)
-    """Longest time in which a client reads nothing of its reply, whole or streamed; later it is cut off."""
-    max_prompts: int = Field(16_384, gt=0)
-    """Most prompts of one request."""
     max_attempts: int = Field(3, ge=1)
     """Attempts in a row without a new token, on whichever replicas, before a rollout is reported failed."""
     replay_grace_s: float = Field(45.0, ge=0)
     """How long a whole batch of /v1/completions runs on whose connection broke, for an equal request to adopt it; TRL's
     client sends it again after at most 32 s. 0 ends it at once."""
-    ledger: str | None = "auto"
+    ledger: AutoPlace = "auto"
     """File that brings submissions and batches over a restart of the gateway, on a local disk; null keeps them
     in memory alone, auto is /var/tmp/rollout-gateway-USER-NAME/ledger.sqlite."""
     submissions: SubmissionsConfig = SubmissionsConfig()
@@ -151,11 +152,6 @@ class GatewayConfig(Section):
         if self.workers > 1 and self.trace.file is not None:
             raise ValueError("trace.file is written by one process: set workers = 1, or leave the trace out")
         return self
-
-    @field_validator("ledger")
-    @classmethod
-    def _ledger_is_one_place(cls, ledger: str | None) -> str | None:
-        return ledger if ledger == "auto" else _one_place(ledger)
 
 
 class FleetConfig(Section):
@@ -206,7 +202,7 @@ class WeightsConfig(Section):
     rolling_width: int = Field(1, ge=1)
     """Replicas that a rolling update takes out of service at a time; of two or more, one always serves."""
 
-    store: str | None = "auto"
+    store: AutoPlace = "auto"
     """Folder that keeps the last two weight versions, for replicas that lose theirs; null keeps none, auto is a folder
     in memory, /dev/shm/rollout-gateway-USER-NAME."""
     peer_url: str | None = Field(None, pattern=r"^https?://[^/\s@]+$")
@@ -244,18 +240,6 @@ class WeightsConfig(Section):
     """Longest wait for the rollouts that use a LoRA adapter before it is unloaded."""
     idle_timeout_s: float = Field(600.0, gt=0)
     """Silence of a trainer in an open update after which it is aborted."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _renamed(cls, tree: Any) -> Any:
-        if isinstance(tree, dict) and "policy" in tree:
-            raise ValueError(f"policy = {tree['policy']!r}: the key is now weights.must_pass, with the same values")
-        return tree
-
-    @field_validator("store")
-    @classmethod
-    def _store_is_one_place(cls, store: str | None) -> str | None:
-        return store if store == "auto" else _one_place(store)
 
     @model_validator(mode="after")
     def _the_relay_has_a_store(self) -> "WeightsConfig":
@@ -317,23 +301,14 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _open_ports_need_keys(self) -> "Config":
-        gateway = self.gateway
-        if gateway.host not in LOOPBACK_HOSTS and not (gateway.inference_keys and gateway.admin_keys):
-            raise ValueError(
-                f"gateway.host = {gateway.host!r} is reachable from other hosts: set gateway.inference_keys and "
-                "gateway.admin_keys, or bind 127.0.0.1"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _an_open_control_plane_is_meant(self) -> "Config":
         serve, gateway = self.serve, self.gateway
-        is_open = serve.proxy_location != "Disabled" and serve.http_host not in LOOPBACK_HOSTS
-        if is_open and not (gateway.inference_keys and gateway.admin_keys):
-            raise ValueError(
-                f"serve.http_host = {serve.http_host!r} shows the fleet's status to other hosts: bind 127.0.0.1, or "
-                "set gateway.inference_keys and gateway.admin_keys"
-            )
+        if gateway.inference_keys and gateway.admin_keys:
+            return self
+        remedy = "set gateway.inference_keys and gateway.admin_keys, or bind 127.0.0.1"
+        if gateway.host not in LOOPBACK_HOSTS:
+            raise ValueError(f"gateway.host = {gateway.host!r} is reachable from other hosts: {remedy}")
+        if serve.proxy_location != "Disabled" and serve.http_host not in LOOPBACK_HOSTS:
+            raise ValueError(f"serve.http_host = {serve.http_host!r} shows the fleet's status to other hosts: {remedy}")
         return self
 
     @model_validator(mode="after")

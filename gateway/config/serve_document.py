@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import SecretStr, ValidationError
+from pydantic import ValidationError
 
+from engines.config import KEY_REFERENCES, is_reference
 from engines.errors import ConfigError
 from gateway.config.schema import Config
 from gateway.config.sources import PREFIX, SERVE_IMPORT_PATH
@@ -53,9 +54,7 @@ def config_of(application: Mapping[str, Any]) -> Config:
 def written_out_keys(config: Config) -> dict[str, list[str]]:
     """Return keys that are written out in the configuration, by the name of their list."""
     lists = {name: getattr(config.gateway, name) for name in KEY_LISTS}
-    return {
-        name: [item.get_secret_value() for item in items if not _is_reference(item)] for name, items in lists.items()
-    }
+    return {name: [key.get_secret_value() for key in keys if not is_reference(key)] for name, keys in lists.items()}
 
 
 def _args(config: Config, references: Mapping[str, str]) -> dict[str, Any]:
@@ -65,22 +64,8 @@ def _args(config: Config, references: Mapping[str, str]) -> dict[str, Any]:
         args.pop("engine", None)
         # A group may be nothing but defaults.
         args["engines"] = {name: args["engines"].get(name, {}) for name in config.engines}
-    _refer_to_api_keys(config, args)
     for name, keys in written_out_keys(config).items():
-        items = getattr(config.gateway, name)
-        if items:
-            kept = [item.get_secret_value() for item in items if _is_reference(item)]
-            args["gateway"][name] = [*kept, references[name]] if keys else kept
+        if keys:
+            kept = [key for key in args["gateway"][name] if key.startswith(KEY_REFERENCES)]
+            args["gateway"][name] = [*kept, references[name]]
     return args
-
-
-def _refer_to_api_keys(config: Config, args: dict[str, Any]) -> None:
-    """Keys of external engines are references by the schema's own rule; a dump hides them all the same."""
-    sections = {name: args["engines"][name] for name in config.engines} or {"engine": args.get("engine", {})}
-    for name, section in sections.items():
-        if key := config.groups[name].api_key:
-            section["api_key"] = key.get_secret_value()
-
-
-def _is_reference(item: SecretStr) -> bool:
-    return item.get_secret_value().startswith(("env:", "file:"))

@@ -4,9 +4,7 @@ Their meaning and precedence belong to `load.py`.
 """
 
 import difflib
-import json
 import re
-import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +18,7 @@ from engines.errors import ConfigError
 from gateway.config.schema import Config
 
 PREFIX = "ROLLOUT_GATEWAY_"
-SERVE_IMPORT_PATH = "gateway.app:build"
+SERVE_IMPORT_PATH = _OURS = "gateway.app:build"
 
 T = TypeVar("T")
 Key = tuple[str | int, ...]
@@ -62,20 +60,14 @@ def nearest_place(places: Mapping[Key, T], key: Key, otherwise: T) -> T:
 
 def from_file(path: Path) -> Source:
     """A plain tree, or a Serve deploy document whose application's `args` is the tree."""
-    text = read_text(path)
-    lines: dict[Key, int] = {}  # tomllib tells none
-    if path.suffix == ".toml":
-        tree = _read_toml(path, text)
-    elif path.suffix in (".yaml", ".yml", ".json"):
-        tree, lines = read_yaml(path, text)
-    else:
-        raise ConfigError(f"{path}: the name must end in .yaml, .yml, .json or .toml")
+    if path.suffix not in (".yaml", ".yml", ".json"):
+        raise ConfigError(f"{path}: the name must end in .yaml, .yml or .json")
+    tree, lines = read_yaml(path, read_text(path))
     if "applications" in tree:
         tree, lines = _read_serve_document(path, tree, lines)
     # `gateway:` with nothing under it means a section left as it is.
     tree = {key: {} if value is None and nested_model(field_at((key,))) else value for key, value in tree.items()}
-    places = {key: f"{path}:{line}" for key, line in lines.items()} or {(key,): str(path) for key in tree}
-    return Source(origin="file", tree=tree, places=places)
+    return Source(origin="file", tree=tree, places={key: f"{path}:{line}" for key, line in lines.items()})
 
 
 def read_text(path: Path) -> str:
@@ -88,16 +80,13 @@ def read_text(path: Path) -> str:
 def read_yaml(path: Path, text: str) -> tuple[Tree, dict[Key, int]]:
     """The tree, and the line of each of its keys."""
     try:
-        tree = (
-            yaml.safe_load(text) or {}
-        )  # first, since it refuses keys that are no plain values, as in `{{ template }}`
+        tree = yaml.safe_load(text) or {}  # first: it refuses keys that are no plain values, as in `{{ template }}`
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         lines = dict(_yaml_lines(path, root)) if root else {}
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        raise ConfigError(f"{path}:{mark.line + 1 if mark else 1}: not YAML: {error.problem}") from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not YAML: {error}") from error
+        mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+        line, problem = f":{mark.line + 1}" if mark else "", getattr(error, "problem", None) or error
+        raise ConfigError(f"{path}{line}: not YAML: {problem}") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}:1: a mapping of keys to values is expected, this is a {type(tree).__name__}")
     return tree, lines
@@ -109,8 +98,9 @@ def _yaml_lines(path: Path, node: yaml.Node, key: Key = ()) -> Iterator[tuple[Ke
         for name, value in node.value:
             line = name.start_mark.line + 1
             if name.value in seen:  # YAML itself would let the last one win
-                dotted = ".".join(map(str, (*key, name.value)))
-                raise ConfigError(f"{path}:{line}: {dotted}: already given on line {seen[name.value]}")
+                raise ConfigError(
+                    f"{path}:{line}: {dotted((*key, name.value))}: already given on line {seen[name.value]}"
+                )
             seen[name.value] = line
             yield (*key, name.value), line
             yield from _yaml_lines(path, value, (*key, name.value))
@@ -120,60 +110,45 @@ def _yaml_lines(path: Path, node: yaml.Node, key: Key = ()) -> Iterator[tuple[Ke
             yield from _yaml_lines(path, item, (*key, index))
 
 
-def _read_toml(path: Path, text: str) -> Tree:
-    try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path}: not TOML: {error}") from error
-
-
 def _read_serve_document(path: Path, document: Tree, lines: dict[Key, int]) -> tuple[Tree, dict[Key, int]]:
     """The tree in `args`, with Serve's own settings where the tree has a key for them, each with its own line."""
-    index, application = _our_application(path, document, lines)
-    root: Key = ("applications", index)
+    listed = document["applications"] if isinstance(document["applications"], list) else []
+    ours = [index for index, app in enumerate(listed) if isinstance(app, dict) and app.get("import_path") == _OURS]
+    if not ours:
+        raise ConfigError(f"{path}:{lines.get(('applications',), 1)}: applications: none has import_path: {_OURS}")
+    root: Key = ("applications", ours[0])
+    arguments: Key = (*root, "args")
     renamed: dict[Key, Key] = {
         (*root, "name"): ("name",),
         ("proxy_location",): ("serve", "proxy_location"),
         ("http_options", "host"): ("serve", "http_host"),
         ("http_options", "port"): ("serve", "http_port"),
     }
-    silent: set[Key] = {
-        ("applications",),
-        ("http_options",),
-        (*root, "import_path"),
-        (*root, "route_prefix"),
-        (*root, "args"),
-    }
+    silent = {root[:1], root, ("http_options",), (*root, "import_path"), (*root, "route_prefix")}
     tree: Tree = {}
+    whole = Source(origin="file", tree=document)
     places: dict[Key, int] = {}
-    for key, value in leaves({**document, "applications": {index: {**application, "args": None}}}):
+    for key, line in lines.items():
         if key in renamed:
-            put(tree, renamed[key], value)
-            places[renamed[key]] = lines.get(key, 1)
-        elif key not in silent:
-            dotted = ".".join(map(str, key))
+            put(tree, renamed[key], whole.value(key))
+            places[renamed[key]] = line
+        elif key[:3] == arguments:
+            places[key[3:]] = line
+        elif key not in silent and (key[:1] != root[:1] or key[:2] == root):
             raise ConfigError(
-                f"{path}:{nearest_place(lines, key, 1)}: {dotted}: rollout-gateway does not carry this key to Serve; "
+                f"{path}:{line}: {dotted(key)}: rollout-gateway does not carry this key to Serve; "
                 "deploy the file with `serve deploy`, or leave the key out"
             )
-    arguments = application.get("args") or {}
-    args_root = (*root, "args")
-    if not isinstance(arguments, dict):
+    if not isinstance(args := listed[ours[0]].get("args") or {}, dict):
         raise ConfigError(
-            f"{path}:{nearest_place(lines, args_root, 1)}: {'.'.join(map(str, args_root))}: a mapping of the "
-            f"configuration's sections is expected, this is a {type(arguments).__name__}"
+            f"{path}:{lines.get(arguments, 1)}: {dotted(arguments)}: a mapping of the configuration's sections is "
+            f"expected, this is a {type(args).__name__}"
         )
-    places |= {key[len(args_root) :]: line for key, line in lines.items() if key[: len(args_root)] == args_root}
-    return merge(tree, arguments), places
+    return merge(tree, args), places
 
 
-def _our_application(path: Path, document: Tree, lines: Mapping[Key, int]) -> tuple[int, Tree]:
-    applications = document["applications"]
-    for index, application in enumerate(applications if isinstance(applications, list) else []):
-        if isinstance(application, dict) and application.get("import_path") == SERVE_IMPORT_PATH:
-            return index, application
-    line = lines.get(("applications",), 1)
-    raise ConfigError(f"{path}:{line}: applications: none has import_path: {SERVE_IMPORT_PATH}")
+def dotted(key: Key) -> str:
+    return ".".join(map(str, key))
 
 
 def leaves(tree: Mapping[Any, Any], key: Key = ()) -> Iterator[tuple[Key, Any]]:
@@ -198,15 +173,13 @@ def _variables(environ: Mapping[str, str]) -> Iterator[tuple[Key, str, str]]:
         if key[0] in Config.model_fields:
             yield key, environ[name], f"environment variable {name}"
         elif len(key) > 1:
-            raise ConfigError(f"environment variable {name}: unknown section {key[0]}; {_advice(key)}")
+            raise ConfigError(f"environment variable {name}: unknown section {key[0]}; {nearest(key[:1])}")
         # Kubernetes makes ROLLOUT_GATEWAY_PORT and its like for a service of our name.
 
 
 def from_overrides(arguments: Sequence[str]) -> Source:
     """`--a.b 2`, `--a.b=2` and `a.b=2`; values are YAML."""
-    return from_pairs(
-        "cli", ((tuple(dotted.split(".")), text, f"argument {shown}") for shown, dotted, text in _pairs(arguments))
-    )
+    return from_pairs("cli", _pairs(arguments))
 
 
 def from_pairs(origin: Origin, pairs: Iterable[tuple[Key, Any, str]]) -> Source:
@@ -214,32 +187,26 @@ def from_pairs(origin: Origin, pairs: Iterable[tuple[Key, Any, str]]) -> Source:
     tree: Tree = {}
     places: dict[Key, str] = {}
     for key, value, place in pairs:
-        dotted = ".".join(map(str, key))
         try:
             put(tree, key, parse_value(value, field_at(key)))
         except yaml.YAMLError as error:
-            raise ConfigError(f"{place}: {dotted}: {value!r} is not a YAML value") from error
+            raise ConfigError(f"{place}: {dotted(key)}: {value!r} is not a YAML value") from error
         except TypeError as error:
-            raise ConfigError(f"{place}: {dotted}: a value is already given above this key") from error
+            raise ConfigError(f"{place}: {dotted(key)}: a value is already given above this key") from error
         places[key] = place
     return Source(origin=origin, tree=tree, places=places)
 
 
-def _pairs(arguments: Sequence[str]) -> Iterator[tuple[str, str, str]]:
+def _pairs(arguments: Sequence[str]) -> Iterator[tuple[Key, str, str]]:
     rest = iter(arguments)
     for argument in rest:
         name, equals, value = argument.partition("=")
-        if not equals:
-            follows = next(rest, None) if argument.startswith("--") else None
-            if follows is None or follows.startswith("--"):
-                raise ConfigError(f"argument {argument}: expected --key value, --key=value or key=value")
-            value = follows
-        dotted = name.removeprefix("--")
-        if not re.fullmatch(r"[^.\s-][^.\s]*(\.[^.\s]+)*", dotted):
-            raise ConfigError(
-                f"argument {argument.split('=')[0]}: no key; expected --key value, --key=value or key=value"
-            )
-        yield name, dotted, value
+        if not equals and argument.startswith("--"):
+            value = next(rest, "--")
+        is_given = equals or (argument.startswith("--") and not value.startswith("--"))
+        if not is_given or not re.fullmatch(r"(--)?[^.\s-][^.\s]*(\.[^.\s]+)*", name):
+            raise ConfigError(f"argument {name}: expected --key value, --key=value or key=value")
+        yield tuple(name.removeprefix("--").split(".")), value, f"argument {name}"
 
 
 def parse_value(text: Any, field: FieldInfo | None) -> Any:
@@ -261,22 +228,9 @@ def parse_value(text: Any, field: FieldInfo | None) -> Any:
         return value
     if value is None and (text or type(None) in get_args(field.annotation)):
         return None
-    if _is_list(field):
-        return split_list(text)
+    if get_origin(field.annotation) is list:
+        return [item.strip() for item in text.split(",") if item.strip()]
     return text if _holds_text(field.annotation) else value
-
-
-def split_list(text: str) -> Any:
-    """JSON, or items separated by commas."""
-    try:
-        value = json.loads(text)
-    except ValueError:
-        value = None
-    return value if isinstance(value, list) else [item.strip() for item in text.split(",") if item.strip()]
-
-
-def _is_list(field: FieldInfo) -> bool:
-    return get_origin(field.annotation) is list
 
 
 def _holds_text(annotation: Any) -> bool:
@@ -312,22 +266,14 @@ def _as_model(annotation: Any) -> type[BaseModel] | None:
     return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
 
 
-def _advice(key: Key) -> str:
-    return nearest(key) or "the sections are " + ", ".join(Config.model_fields)
-
-
 def nearest(key: Key) -> str:
     """The remedy for an unknown key: its neighbour by spelling, or the same word elsewhere in the tree."""
     model = _resolved(key[:-1])[1]
-    names = list(model.model_fields) if model else []
-    wrong = str(key[-1])
-    close = difflib.get_close_matches(wrong, names, n=1)
-    if close:
-        return f"did you mean {'.'.join(map(str, (*key[:-1], close[0])))}?"
-    elsewhere = {dotted.rpartition(".")[2]: dotted for dotted in reversed(list(_known_keys(Config)))}
-    close = difflib.get_close_matches(wrong, elsewhere, n=1, cutoff=0.8)
-    if close:
-        return f"did you mean {elsewhere[close[0]]}?"
+    names = {name: dotted((*key[:-1], name)) for name in model.model_fields} if model else {}
+    elsewhere = {name.rpartition(".")[2]: name for name in reversed(list(_known_keys(Config)))}
+    for known, cutoff in ((names, 0.6), (elsewhere, 0.8)):
+        if close := difflib.get_close_matches(str(key[-1]), known, n=1, cutoff=cutoff):
+            return f"did you mean {known[close[0]]}?"
     return f"the keys here are {', '.join(names)}" if names else ""
 
 

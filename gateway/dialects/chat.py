@@ -55,7 +55,7 @@ class Chat:
     def decode(self, body: Json, request_id: str, session: str = "") -> Rollout:
         """Raises `InvalidRequest` for fields that no engine would take."""
         model, adapter = self._fleet.asked(body.get("model") or None)
-        n = check_sampling(body, self._config.max_n)
+        n = check_sampling(body)
         messages = body.get("messages")
         if not isinstance(messages, list) or not messages:
             raise InvalidRequest("messages must be a list of at least one message", param="messages")

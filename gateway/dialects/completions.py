@@ -19,7 +19,7 @@ from gateway.dialects.parallel import merged
 from gateway.dialects.replies.written import Written
 from gateway.dialects.resumption.cut_stream import CutStream
 from gateway.dialects.runner import Runner
-from gateway.dialects.sampling import asks_vllm, check_sampling
+from gateway.dialects.sampling import MAX_PROMPTS, asks_vllm, check_sampling
 from gateway.dialects.usage import Usage, wants_usage, with_usage_rule
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.placement.attempt_loop import using
@@ -52,13 +52,13 @@ class Completions:
         Prompts are numbered from `first`.
         """
         model, adapter = self._fleet.asked(body.get("model") or None)
-        n = check_sampling(body, self._config.max_n)
+        n = check_sampling(body)
         max_len = common_room(self._fleet, model)
         fresh = read_freshness(body, self._fleet, model)
         rest = without_own_fields(body)
         for field in ("prompt", "stream"):
             rest.pop(field, None)
-        prompts, values = [], _prompt_list(body, self._config.max_prompts)
+        prompts, values = [], _prompt_list(body)
         expected = read_expected(body, len(values))
         for index, value in enumerate(values, first):
             length = _checked_length(index, value, max_len, body.get("truncate_prompt_tokens"))
@@ -215,14 +215,14 @@ def _limit(body: Json, max_len: int | None) -> int:
     return min(asked, max_len or asked)
 
 
-def _prompt_list(body: Json, max_prompts: int) -> list[Any]:
+def _prompt_list(body: Json) -> list[Any]:
     """Every accepted form of `prompt` as a list of prompts, each a string or a list of token ids."""
     prompt = body.get("prompt")
     if isinstance(prompt, str):
         return [prompt]
-    if isinstance(prompt, list) and len(prompt) > max_prompts and not isinstance(prompt[0], int):
+    if isinstance(prompt, list) and len(prompt) > MAX_PROMPTS and not isinstance(prompt[0], int):
         raise InvalidRequest(
-            f"prompt has {len(prompt)} prompts, more than gateway.max_prompts = {max_prompts}: send fewer at a time",
+            f"prompt has {len(prompt)} prompts, more than {MAX_PROMPTS}: send fewer at a time",
             param="prompt",
         )
     if not isinstance(prompt, list) or not prompt:

@@ -12,6 +12,10 @@ _NUMBERS = (
     "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "length_penalty",
 )  # fmt: skip
 
+_MAX_N = 1024
+"""Most completions of one prompt."""
+MAX_PROMPTS = 16_384
+"""Most prompts of one request."""
 # The longest id that a client may give a request: ids are kept, and sent to every process that may have the request.
 LONGEST_ID = 256
 
@@ -51,14 +55,14 @@ def _number(field: str, value: object, *, is_whole: bool) -> int | float:
     raise InvalidRequest(f"{field} = {shown(value)} must be a {'whole ' if is_whole else ''}number", param=field)
 
 
-def check_sampling(body: Json, max_n: int) -> int:
+def check_sampling(body: Json) -> int:
     """The number of samples. Normalises numbers; raises `InvalidRequest` for fields that every engine would refuse."""
     normalise_numbers(body)
     n, temperature = 1 if body.get("n") is None else body["n"], body.get("temperature", 1.0)
     if body.get("prompt_embeds") is not None:
         raise InvalidRequest("prompt_embeds is refused: tensors are not read from requests", param="prompt_embeds")
-    if type(n) is not int or not 1 <= n <= max_n:
-        raise InvalidRequest(f"n = {n!r} is not between 1 and gateway.max_n = {max_n}", param="n")
+    if type(n) is not int or not 1 <= n <= _MAX_N:
+        raise InvalidRequest(f"n = {n!r} is not between 1 and {_MAX_N}", param="n")
     if n > 1 and temperature == 0 and not body.get("use_beam_search"):
         raise InvalidRequest(f"n = {n} with temperature = 0 would repeat one completion: use n = 1", param="n")
     for field in ("max_tokens", "max_completion_tokens"):

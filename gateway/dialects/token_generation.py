@@ -77,7 +77,7 @@ class TokenGeneration:
             )
         normalise_numbers(sampling)
         asked = {"stream": body.get("stream"), "stream_options": body.get("stream_options")}
-        n = check_sampling(sampling | asked, self._config.max_n)
+        n = check_sampling(sampling | asked)
         length = _checked_length(body.get("token_ids"), common_room(self._fleet, model))
         fresh = read_freshness(body, self._fleet, model)
         key, limit = prompt_key(body["token_ids"]), sampling.get("max_tokens") or _DEFAULT_MAX_TOKENS

@@ -20,6 +20,7 @@ _HEAD_TIMEOUT_S = 30.0
 # A timer so late shows that this process stood still, and may not have read heads that have arrived.
 _OWN_DELAY_S = 1.0
 _KEEPALIVE_S = 900.0
+WRITE_TIMEOUT_S = 60.0
 _MOST_FILES, _FEW_FILES = 1 << 20, 16_384
 BACKLOG = 2048
 LEASE_PATH = "/v1/weight_lease"
@@ -29,12 +30,9 @@ LEASE_PATH = "/v1/weight_lease"
 class Door(web.BaseSite):
     """Listens for the clients of an application, with TLS where it has a context."""
 
-    def __init__(
-        self, runner: web.AppRunner, host: str, port: int, context: SSLContext | None = None, *, write_timeout_s: float
-    ) -> None:
+    def __init__(self, runner: web.AppRunner, host: str, port: int, context: SSLContext | None = None) -> None:
         super().__init__(runner, ssl_context=context, backlog=BACKLOG)
         self._address = host, port
-        self._write_timeout_s = write_timeout_s
 
     @property
     def name(self) -> str:
@@ -52,24 +50,17 @@ class Door(web.BaseSite):
     def _connection(self) -> "Connection":
         assert self._runner.server is not None
         loop = asyncio.get_running_loop()
-        return Connection(
-            self._runner.server,
-            loop=loop,
-            access_log=None,
-            keepalive_timeout=_KEEPALIVE_S,
-            write_timeout_s=self._write_timeout_s,
-        )
+        return Connection(self._runner.server, loop=loop, access_log=None, keepalive_timeout=_KEEPALIVE_S)
 
 
 class Connection(RequestHandler):
     """One client's connection. It is closed where the first head is late (a later one has the time of an idle
-    connection), and where the client reads nothing for `write_timeout_s` of a reply that fills the buffer."""
+    connection), and where the client reads nothing for `WRITE_TIMEOUT_S` of a reply that fills the buffer."""
 
-    __slots__ = ("_head_deadline", "_read_deadline", "_write_timeout_s")
+    __slots__ = ("_head_deadline", "_read_deadline")
 
-    def __init__(self, *args: Any, write_timeout_s: float, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._write_timeout_s = write_timeout_s
         self._read_deadline: asyncio.TimerHandle | None = None
         self._head_deadline: asyncio.TimerHandle | None = None
 
@@ -125,7 +116,7 @@ class Connection(RequestHandler):
     def _await_reader(self) -> None:
         assert self.transport is not None
         unread = self.transport.get_write_buffer_size()
-        self._read_deadline = asyncio.get_running_loop().call_later(self._write_timeout_s, self._reader_is_late, unread)
+        self._read_deadline = asyncio.get_running_loop().call_later(WRITE_TIMEOUT_S, self._reader_is_late, unread)
 
     def _has_read(self) -> None:
         if self._read_deadline is not None:
@@ -139,7 +130,7 @@ class Connection(RequestHandler):
             self._await_reader()
             return
         self._read_deadline = None
-        log.warning("a client does not read its reply and is cut off", seconds=self._write_timeout_s)
+        log.warning("a client does not read its reply and is cut off", seconds=WRITE_TIMEOUT_S)
         self.transport.abort()
 
 

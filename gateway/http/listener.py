@@ -145,7 +145,7 @@ async def listen(runner: web.AppRunner, workers: Workers, gateway: GatewayConfig
     """
     context = Certificate(gateway.tls).context if gateway.tls.is_on else None
     if gateway.workers == 1:
-        door = Door(runner, gateway.host, gateway.port, context, write_timeout_s=gateway.write_timeout_s)
+        door = Door(runner, gateway.host, gateway.port, context)
         with _port_errors(gateway):
             await door.start()
         host, port = runner.addresses[0][:2]
@@ -153,7 +153,7 @@ async def listen(runner: web.AppRunner, workers: Workers, gateway: GatewayConfig
     with _port_errors(gateway):
         listening = await listening_at(gateway.host, gateway.port)
     path = door_path(workers.open_folder(), OWNER)
-    await BackDoor(runner, path, write_timeout_s=gateway.write_timeout_s).start()
+    await BackDoor(runner, path).start()
     try:
         await workers.start(listening)
     except BaseException:

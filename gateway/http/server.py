@@ -80,7 +80,6 @@ class GatewayServer:
         self._replays = Replays(config.gateway, completions, fleet, metrics, self._ledger)
         self._submissions = Submissions(
             config.gateway.submissions,
-            config.gateway.max_prompts,
             Generation(completions, runner, Rendering(fleet, inquiries, config.gateway.queue_timeout_s).render),
             self._ledger,
             SubmissionCounts(metrics, deliveries),

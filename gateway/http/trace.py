@@ -28,6 +28,7 @@ log = structlog.get_logger()
 BLOCK_TOKENS = 32
 CHARACTERS_PER_TOKEN = 4
 _HASH_BYTES = 6
+_MAX_BYTES = 1 << 30
 
 # Numbers, switches and the model's name only: a field that may hold a user's text is left out.
 _LIMITS = ("n", "best_of", "max_tokens", "max_completion_tokens", "max_new_tokens", "min_tokens", "ignore_eos", "seed")
@@ -61,7 +62,7 @@ class Trace:
             self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         except OSError as error:
             raise ConfigError(f"gateway.trace.file = {config.file!r} cannot be written: {error.strerror}") from error
-        self._room = config.max_bytes - os.fstat(self._file).st_size
+        self._room = _MAX_BYTES - os.fstat(self._file).st_size
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="trace")
         first = {"trace": 1, "began": self._began, "block_tokens": BLOCK_TOKENS, "content": self._content}
         self._write(first)
@@ -92,7 +93,7 @@ class Trace:
         encoded = orjson.dumps(line) + b"\n"
         if len(encoded) > self._room:
             self._room = 0
-            log.warning("trace is full: raise gateway.trace.max_bytes, or take the file away", file=str(self._path))
+            log.warning("trace is full: take the file away", file=str(self._path))
             return
         self._room -= len(encoded)
         os.write(self._file, encoded)

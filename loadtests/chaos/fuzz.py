@@ -31,7 +31,6 @@ from loadtests.chaos.tally import Tally
 
 SIM = SimConfig(decode_step_s=0.001)
 _REPLICAS = 2
-_MAX_N = 32
 _AT_ONCE = 16
 _BOUND_S = 60.0
 _QUEUE_S = 20.0  # a rollout may wait so long for a version that no replica has
@@ -79,7 +78,7 @@ async def fuzzed(seed: int, count: int) -> Findings:
     """Run `count` bad requests beside bystanders on a fleet of its own."""
     with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
         keys = {"inference_keys": [INFERENCE_KEY], "admin_keys": [ADMIN_KEY], "trusted_networks": []}
-        config = fleet_config("fuzz", _REPLICAS, SIM, Path(folder), queue_timeout_s=_QUEUE_S, max_n=_MAX_N, **keys)
+        config = fleet_config("fuzz", _REPLICAS, SIM, Path(folder), queue_timeout_s=_QUEUE_S, **keys)
         config = config.model_copy(update={"engine": config.engine.model_copy(update={"max_model_len": 512})})
         fleet = ProcessFleet(config, Path(folder))
         async with running(fleet):

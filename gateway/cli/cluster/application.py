@@ -6,10 +6,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from engines.errors import DeadlineExceeded, RolloutGatewayError
-from gateway.cli.cluster.progress import Report, starts_of
+from gateway.cli.cluster.progress import Report, stages_of, wait_until
 from gateway.cli.cluster.serve_api import ServeApi, ask_control_plane
 from gateway.cli.cluster.state import State
-from gateway.cli.cluster.waiting import wait_until
 from gateway.config.addresses import url_of
 from gateway.config.schema import Config
 from gateway.config.serve_document import config_of
@@ -30,7 +29,6 @@ class Running:
     replicas: dict[str, str]
     """Counts of replicas by state, per deployment."""
     dashboard: str
-    started_ray: bool
 
 
 def serve_api(name: str) -> ServeApi:
@@ -41,7 +39,7 @@ def serve_api(name: str) -> ServeApi:
 
 def running(name: str) -> Running | None:
     """Return the application as it is now; None when Serve does not know it."""
-    state, api = State.read(name), serve_api(name)
+    api = serve_api(name)
     details = api.details()
     application = details["applications"].get(name)
     if application is None:
@@ -50,11 +48,11 @@ def running(name: str) -> Running | None:
     return Running(
         status=application["status"],
         message=last_words(application),
-        rollout_url=(ask_control_plane(url, "/url") or {}).get("url", "") if url else "",
+        rollout_url=((ask_control_plane(url, "/url") or {}).get("url") if url else None)
+        or _configured_url(application),
         control_url=url,
         replicas=replica_states(application),
         dashboard=api.address,
-        started_ray=state is not None and state.ray_lives,
     )
 
 
@@ -86,9 +84,9 @@ def unknown_application(name: str) -> RolloutGatewayError:
     return RolloutGatewayError(f"Serve knows no application {name}; start it with: rollout-gateway up -c FILE")
 
 
-def configured_url(config: Config) -> str:
+def _configured_url(application: Mapping[str, Any]) -> str:
     """Return the rollout URL by configuration alone; empty for port 0, which the gateway alone resolves."""
-    gateway = config.gateway
+    gateway = deployed_config(application).gateway
     return url_of(gateway.host, gateway.port, tls=gateway.tls.is_on) if gateway.port else ""
 
 
@@ -105,10 +103,8 @@ def wait_for_serve(
 
     def check() -> bool:
         seen.update(api.application(config.name) or {})
-        if not seen:
-            return False
-        report.replicas(starts_of(seen, config.groups))
-        return settled(seen)
+        report.replicas(stages_of(seen, config.groups))
+        return bool(seen) and settled(seen)
 
     try:
         wait_until(check, timeout_s, awaited)
@@ -116,19 +112,26 @@ def wait_for_serve(
         raise DeployFailed(f"{error}; Serve says: {describe(seen)} {last_words(seen)}") from error
 
 
-def wait_for_gateway(found: Running, timeout_s: float, awaited: str, met: Callable[[dict[str, Any]], bool]) -> None:
-    """Wait until `met` holds for the gateway's status. Raises `DeployFailed` for a replica that it refuses.
+def met_by_the_gateway(
+    config: Config, report: Report, awaited: str, met: Callable[[Running, dict[str, Any]], bool]
+) -> Running:
+    """Wait until `met` holds for the application and the gateway's status, and return the application.
 
-    Serve knows that replicas run a moment before the gateway does, and new replicas may have weights to load.
+    Serve knows that replicas run a moment before the gateway does, and new replicas may have weights to load. Raises
+    `DeployFailed` for a replica that the gateway refuses.
     """
+    found = running(config.name)
+    assert found is not None
 
     def check() -> bool:
         status = ask_control_plane(found.control_url, "/status") or {}
         for replica_id, reason in status.get("replicas_refused", {}).items():
             raise DeployFailed(f"replica {replica_id} does not fit in: {reason}")
-        return met(status)
+        return met(found, status)
 
-    wait_until(check, timeout_s, f"the gateway to meet {awaited}")
+    report.step(f"waiting for the gateway to meet {awaited}")
+    wait_until(check, config.fleet.complete_within_s, f"the gateway to meet {awaited}")
+    return found
 
 
 def describe(application: Mapping[str, Any]) -> str:

@@ -13,8 +13,8 @@ from typing import Any
 from engines.config import REPLACED_BY, EngineConfig
 from engines.types import EngineKind
 from gateway.config.schema import Config
-from gateway.config.serve_document import KEY_LISTS, config_of
-from gateway.config.sources import leaves
+from gateway.config.serve_document import config_of
+from gateway.config.sources import dotted, leaves
 
 GATEWAY = "gateway"
 CONTROL = "control"
@@ -57,8 +57,8 @@ class Changes:
 def changes(deployed: Mapping[str, Any], document: Mapping[str, Any]) -> Changes:
     """Compare Serve's document of a deployed application with the one to deploy."""
     before, config = _running(deployed), config_of(document)
-    old, new = _revealed(before), _revealed(config)
-    changed = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
+    old, new = (dict(leaves(one.model_dump(mode="json"))) for one in (before, config))
+    changed = sorted(dotted(key) for key in old.keys() | new.keys() if old.get(key) != new.get(key))
     keys = tuple(key for key in changed if not key.endswith(".num_replicas"))
     counts = {group: engine.num_replicas for group, engine in before.groups.items()} | _scaled_to(deployed)
     wanted = {group: engine.num_replicas for group, engine in config.groups.items()}
@@ -145,11 +145,3 @@ def _alone(before: Config, config: Config, keys: tuple[str, ...]) -> tuple[str, 
 
 def _is_engines_own(key: str, prefix: str) -> bool:
     return key.startswith(prefix) and key.removeprefix(prefix).partition(".")[0] in _ENGINES_OWN
-
-
-def _revealed(config: Config) -> dict[str, Any]:
-    """Return values by dotted key, with the references to keys, which other dumps hide. They are no secrets."""
-    tree = config.model_dump(mode="json")
-    for name in KEY_LISTS:
-        tree["gateway"][name] = [item.get_secret_value() for item in getattr(config.gateway, name)]
-    return {".".join(map(str, key)): value for key, value in leaves(tree)}

@@ -1,181 +1,119 @@
-"""Progress of a deployment, for people: the current step, and the stage and age of every replica's start."""
+"""Progress of a command, for people: its step, the stage of every replica's start, and bounded waits."""
 
 import re
+import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
-
-from rich.console import Console, Group
-from rich.live import Live
-from rich.table import Table
-from rich.text import Text
+from typing import Any, TextIO
 
 from engines.config import EngineConfig
+from engines.errors import DeadlineExceeded
 from engines.process.engine_log import doing, read_tail
 
-# Off a terminal a count that goes up is printed this often.
+_POLL_S = 0.5
+# A count that goes up is printed this often.
 _COUNT_EVERY_S = 10.0
 _SILENCE_S = 10.0
 
 
-@dataclass(frozen=True, slots=True)
-class Start:
-    """One replica that starts. `name` is its group and Serve's tag, as in the names of its log files."""
+class Report:
+    """Prints a line for each step, note and change of a replica's stage, on stderr unless told otherwise.
 
-    name: str
-    doing: str
-    elapsed_s: float
+    The current step is repeated, with its age, after each `silence_s` seconds without a line, by a thread of its own,
+    since waits block.
+    """
 
+    def __init__(self, out: TextIO | None = None, silence_s: float = _SILENCE_S) -> None:
+        self._out, self._silence_s = out or sys.stderr, silence_s
+        self._began = self._stepped = self._spoke = time.monotonic()
+        self._step = ""
+        self._printed: dict[str, tuple[str, float]] = {}
+        self._lock, self._ended = threading.Lock(), threading.Event()
+        self._reminder = threading.Thread(target=self._remind, name="reminder", daemon=True)
 
-class Report(Protocol):
-    """Receives each step, notes, and the starts of all replicas repeatedly."""
+    def __enter__(self) -> "Report":
+        self._reminder.start()
+        return self
 
-    def step(self, text: str) -> None: ...
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._reminder.join()
+
+    def step(self, text: str) -> None:
+        if text != self._step:
+            self._step, self._stepped = text, time.monotonic()
+            self.note(text)
 
     def note(self, text: str) -> None:
-        """Print a line that stays."""
+        with self._lock:
+            self._spoke = time.monotonic()
+            # Nobody may read any more (`up | head -1`), and a half-made fleet would be left.
+            with suppress(OSError):
+                print(f"[{self._spoke - self._began:5.1f} s] {text}", file=self._out, flush=True)
 
-    def replicas(self, starts: Sequence[Start]) -> None: ...
+    def replicas(self, stages: Mapping[str, str]) -> None:
+        """Note changes of the replicas' stages; a stage that counts, now and then."""
+        for name, stage in stages.items():
+            before, printed_at = self._printed.get(name, ("", 0.0))
+            now = time.monotonic()
+            counts_on = _without_count(before) == _without_count(stage)
+            if stage != before and not (counts_on and now - printed_at < _COUNT_EVERY_S):
+                self._printed[name] = (stage, now)
+                self.note(f"{name}: {stage}")
+
+    def _remind(self) -> None:
+        while not self._ended.wait(min(1.0, self._silence_s / 4)):
+            now = time.monotonic()
+            if self._step and now - self._spoke >= self._silence_s:
+                self.note(f"still {self._step}, for {now - self._stepped:.0f} s now")
 
 
-def starts_of(application: Mapping[str, Any], groups: Mapping[str, EngineConfig]) -> list[Start]:
-    """Return the stage of each engine replica, from Serve's details of the application and the engines' logs.
+def wait_until(condition: Callable[[], bool], timeout_s: float, awaited: str) -> None:
+    """Raise `DeadlineExceeded` naming `awaited` when the condition does not hold in time."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise DeadlineExceeded(f"waited {timeout_s:.0f} s for {awaited}")
+        time.sleep(_POLL_S)
+
+
+def stages_of(application: Mapping[str, Any], groups: Mapping[str, EngineConfig]) -> dict[str, str]:
+    """Return the stage of each engine replica by its name in log files, from Serve's details and the engines' logs.
 
     A replica answers no calls before it is up. Its log is read where `engine.log_dir` is on this machine; elsewhere
     Serve's state is all there is.
     """
     deployments = application.get("deployments", {})
-    return [
-        Start(
-            name=f"{name}-{replica['replica_id']}",
-            doing=_doing(f"{name}-{replica['replica_id']}", group.log_folder, replica, _reserved(deployments[name])),
-            elapsed_s=time.time() - replica["start_time_s"],
-        )
-        for name, group in groups.items()
-        for replica in deployments.get(name, {}).get("replicas", ())
-    ]
+    return {
+        f"{group}-{replica['replica_id']}": _stage(f"{group}-{replica['replica_id']}", config.log_folder, replica)
+        or f"STARTING{_awaits(replica, deployments[group])}"
+        for group, config in groups.items()
+        for replica in deployments.get(group, {}).get("replicas", ())
+    }
 
 
-def _doing(name: str, log_folder: Path, replica: Mapping[str, Any], reserved: str) -> str:
-    if replica["state"] == "RUNNING":
-        return "ready"
+def _stage(name: str, log_folder: Path, replica: Mapping[str, Any]) -> str:
+    """Return "" for a replica that starts and has no log yet, or not here."""
     if replica["state"] != "STARTING":
-        return str(replica["state"])
+        return "ready" if replica["state"] == "RUNNING" else str(replica["state"])
     logs = log_folder.glob(f"{name}-*.log")
-    try:
+    with suppress(ValueError, OSError):
         # A second try has a log of its own.
         return doing(read_tail(max(logs, key=lambda log: log.stat().st_mtime)))
-    except (ValueError, OSError):
-        pass  # no log yet, or not here
-    if replica.get("node_id") is None and reserved:
-        return f"STARTING, waits for Ray to find {reserved} on one node and to start its worker"
-    return "STARTING"
+    return ""
 
 
-def _reserved(deployment: Mapping[str, Any]) -> str:
-    """Return the GPUs and CPUs that Serve reserves for a replica, in words."""
+def _awaits(replica: Mapping[str, Any], deployment: Mapping[str, Any]) -> str:
+    """Return what a replica without a node waits for: the GPUs and CPUs that Serve reserves for it."""
     options = deployment.get("deployment_config", {}).get("ray_actor_options", {})
     amounts = {"GPUs": options.get("num_gpus", 0), "CPUs": options.get("num_cpus", 0)}
-    return " and ".join(f"{amount:g} {unit}" for unit, amount in amounts.items() if amount)
-
-
-@contextmanager
-def shown(console: Console, silence_s: float = _SILENCE_S) -> Iterator[Report]:
-    """Open a report on `console`: a table that changes on a terminal, elsewhere a line per change.
-
-    The current step is repeated, with its age, after each `silence_s` seconds without a line.
-    """
-    if console.is_terminal:
-        table = _Table(console)
-        with Live(get_renderable=table.draw, console=console, refresh_per_second=4, transient=True):
-            yield table
-        return
-    lines, ended = _Lines(console), threading.Event()
-
-    def remind() -> None:
-        while not ended.wait(min(1.0, silence_s / 4)):
-            lines.remind(silence_s)
-
-    reminder = threading.Thread(target=remind, name="reminder", daemon=True)
-    reminder.start()
-    try:
-        yield lines
-    finally:
-        ended.set()
-        reminder.join()
-
-
-class _Lines:
-    """Prints a line per change. The reminder has a thread of its own, since waits block."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._began = self._stepped = self._spoke = time.monotonic()
-        self._step = ""
-        self._printed: dict[str, tuple[str, float]] = {}
-        self._lock = threading.Lock()
-
-    def step(self, text: str) -> None:
-        if text != self._step:
-            self._step, self._stepped = text, time.monotonic()
-            self._print(text)
-
-    def note(self, text: str) -> None:
-        self._print(text)
-
-    def replicas(self, starts: Sequence[Start]) -> None:
-        for start in starts:
-            before, printed_at = self._printed.get(start.name, ("", 0.0))
-            now = time.monotonic()
-            counts_on = _without_count(before) == _without_count(start.doing)
-            if start.doing == before or (counts_on and now - printed_at < _COUNT_EVERY_S):
-                continue
-            self._printed[start.name] = (start.doing, now)
-            self._print(f"{start.name}: {start.doing}")
-
-    def remind(self, silence_s: float) -> None:
-        """Repeat the step when nothing was printed for `silence_s`."""
-        now = time.monotonic()
-        if self._step and now - self._spoke >= silence_s:
-            self._print(f"still {self._step}, for {now - self._stepped:.0f} s now")
-
-    def _print(self, text: str) -> None:
-        with self._lock:
-            self._spoke = time.monotonic()
-            line = f"[{self._spoke - self._began:5.1f} s] {text}"
-            # Rich ends the process where nobody reads any more (`up | head -1`); a half-made fleet would be left.
-            with suppress(SystemExit):
-                self._console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
-class _Table:
-    """Redrawn in place: the step with its age, and below it a row per replica."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._step, self._stepped = "", time.monotonic()
-        self._starts: Sequence[Start] = ()
-
-    def step(self, text: str) -> None:
-        if text != self._step:
-            self._step, self._stepped = text, time.monotonic()
-
-    def note(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False)
-
-    def replicas(self, starts: Sequence[Start]) -> None:
-        self._starts = starts
-
-    def draw(self) -> Group:
-        title = f"{self._step} ({time.monotonic() - self._stepped:.0f} s)" if self._step else ""
-        table = Table(box=None, pad_edge=False, show_header=False)
-        for start in self._starts:
-            table.add_row(start.name, start.doing, f"{start.elapsed_s:.0f} s")
-        return Group(Text(title, style="italic"), table)  # a table without columns would not draw its title
+    reserved = " and ".join(f"{amount:g} {unit}" for unit, amount in amounts.items() if amount)
+    if replica.get("node_id") is not None or not reserved:
+        return ""
+    return f", waits for Ray to find {reserved} on one node and to start its worker"
 
 
 def _without_count(text: str) -> str:

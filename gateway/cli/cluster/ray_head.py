@@ -13,10 +13,9 @@ from urllib.parse import urlsplit
 
 from engines.errors import DeadlineExceeded, RolloutGatewayError
 from engines.process.diagnosis import last_error
-from gateway.cli.cluster.progress import Report
+from gateway.cli.cluster.progress import Report, wait_until
 from gateway.cli.cluster.serve_api import ClusterRefused, ClusterSilent, ClusterUnreachable, ServeApi
 from gateway.cli.cluster.state import State, process_started_at
-from gateway.cli.cluster.waiting import wait_until
 from gateway.config.node_gpus import VISIBLE
 
 _START_TIMEOUT_S = 240.0

@@ -1,6 +1,6 @@
 """Serve's documented REST API, which the stock `serve` command uses too, and our control plane.
 
-Standard library alone: importing ray takes seconds.
+Without ray, whose import takes seconds.
 """
 
 import http.client
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from engines.errors import RolloutGatewayError
+from gateway.config.placement import Nodes, Resource
 from gateway.opener import opener
 
 _APPLICATIONS = "/api/serve/applications/"
@@ -78,7 +79,7 @@ class ServeApi:
         found: dict[str, Any] = json.loads(self._call("GET", _APPLICATIONS))
         return found
 
-    def nodes(self, resource: str = "GPU") -> list[tuple[str, float]]:
+    def nodes(self, resource: Resource = "GPU") -> Nodes:
         """Return address and GPUs, or CPUs, of each node that lives, from the API of `ray list nodes`."""
         found = json.loads(self._call("GET", _NODES))["data"]["result"]["result"]
         alive = (node for node in found if node["state"] == "ALIVE")
@@ -88,37 +89,33 @@ class ServeApi:
         found: dict[str, Any] | None = self.details()["applications"].get(name)
         return found
 
-    def deploy(self, document: Mapping[str, Any]) -> None:
-        """Deploy the document's application and leave the cluster's other ones as they are; starts Serve if needed."""
-        names = {application["name"] for application in document["applications"]}
-        self._put(document, [*document["applications"], *_deployed(self.details(), without=names)])
-
-    def redeploy(self, name: str, application: Mapping[str, Any]) -> None:
-        """Deploy a running application again, changed; the others stay as they are."""
+    def deploy(self, application: Mapping[str, Any], settings: Mapping[str, Any] | None = None) -> None:
+        """Deploy an application and leave the cluster's other ones as they are. Without `settings` of its own Serve
+        keeps those it runs with; where it does not run, it starts with them."""
         details = self.details()
-        self._put(details, [application, *_deployed(details, without={name})])
+        self._put(settings or details, [application, *_deployed(details, without=application["name"])])
 
     def delete(self, name: str) -> None:
         """Remove one application; the last one takes Serve with it."""
         details = self.details()
         if details["applications"].keys() - {name}:
-            self._put(details, _deployed(details, without={name}))
+            self._put(details, _deployed(details, without=name))
         else:
             self._call("DELETE", _APPLICATIONS, timeout_s=_DEPLOY_TIMEOUT_S)
 
     def _put(self, settings: Mapping[str, Any], applications: Sequence[Mapping[str, Any]]) -> None:
-        """Have Serve run these applications and no other, with its own settings as they are in `settings`."""
+        """Have Serve run these applications and no other."""
         document = {key: settings[key] for key in ("proxy_location", "http_options")} | {"applications": applications}
         self._call("PUT", _APPLICATIONS, json.dumps(document).encode(), timeout_s=_DEPLOY_TIMEOUT_S)
 
     def _call(self, method: str, path: str, body: bytes | None = None, timeout_s: float | None = None) -> bytes:
-        in_trouble_since: float | None = None
+        deadline: float | None = None
         while True:
             try:
                 return self._ask(method, path, body, timeout_s or self.ask_timeout_s)
             except ClusterTroubled:
-                in_trouble_since = in_trouble_since or time.monotonic()
-                if time.monotonic() - in_trouble_since >= self.recovery_s:
+                deadline = deadline or time.monotonic() + self.recovery_s
+                if time.monotonic() >= deadline:
                     raise
                 time.sleep(_RETRY_EACH_S)
 
@@ -151,11 +148,10 @@ class ServeApi:
 
     def _refusal(self, call: str, status: int, text: str) -> str:
         if status in (401, 403):
-            remedy = (
-                "this cluster wants a token: set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH, or copy the head node's "
-                "~/.ray/auth_token here"
+            return (
+                f"{self.address} answered {status}: this cluster wants a token: set RAY_AUTH_TOKEN or "
+                "RAY_AUTH_TOKEN_PATH, or copy the head node's ~/.ray/auth_token here"
             )
-            return f"{self.address} answered {status}: {remedy}"
         return f"{self.address} answered {status} to {call}: {text.strip()[-2000:]}"
 
 
@@ -187,7 +183,7 @@ def ray_token(environ: Mapping[str, str]) -> str | None:
         return None
 
 
-def _deployed(details: Mapping[str, Any], without: set[str]) -> list[dict[str, Any]]:
+def _deployed(details: Mapping[str, Any], without: str) -> list[dict[str, Any]]:
     """Return the documents of the other applications: Serve removes each that a deploy leaves out."""
     found = {name: app.get("deployed_app_config") for name, app in details["applications"].items()}
-    return [config for name, config in found.items() if config and name not in without]
+    return [config for name, config in found.items() if config and name != without]

@@ -1,12 +1,20 @@
-"""The record that `up` leaves for `down`: which Ray it started, and the files that it wrote."""
+"""What commands keep of an application on this machine: the record that `up` leaves for `down`, which Ray it started
+and the files that it wrote, and a lock, so that two commands never change it at once."""
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from engines.errors import RolloutGatewayError
+from engines.store.files import try_lock
 from gateway.config.serve_document import KEY_LISTS
+
+
+class ApplicationBusy(RolloutGatewayError):
+    """Another command changes the application."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,6 +54,25 @@ class State:
     @property
     def ray_lives(self) -> bool:
         return self.ray_pid is not None and process_started_at(self.ray_pid) == self.ray_started_at
+
+
+@contextmanager
+def changing(name: str, verb: str) -> Iterator[None]:
+    """Hold the application's lock. Raises `ApplicationBusy` where another process holds it, and names that process."""
+    path = State.folder() / f"{name}.lock"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        if not try_lock(descriptor):
+            holder = os.read(descriptor, 200).decode(errors="replace").strip() or "another command"
+            raise ApplicationBusy(
+                f"{holder} changes {name} already: wait for it, or end it and run `rollout-gateway down --name {name}`"
+            )
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, f"`rollout-gateway {verb}` (process {os.getpid()})\n".encode())
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def write_private(path: Path, text: str) -> None:

@@ -38,6 +38,9 @@ _CHECKED_AT_ONCE = 100  # groups, before others get their turn on the loop
 _ENDED_AT_ONCE = _BEGUN_AT_ONCE = 20
 _CANCELLED_WITHIN_S = 5.0
 _FULL_RETRY_S = 10.0
+_MAX_AGE_S = 86_400.0
+_ABANDONED_AFTER_S = 600.0
+"""Longest time in which no client reads the events of a submission before its groups are cancelled."""
 _UNFORESEEN = error_body("the gateway failed; its log has the reason", 500)["error"]
 
 
@@ -47,13 +50,11 @@ class Submissions:
     def __init__(
         self,
         config: SubmissionsConfig,
-        max_groups: int,
         generation: Generation,
         ledger: SharedLedger,
         counts: Counts,
     ) -> None:
         self._config = config
-        self.max_groups = max_groups
         self._generation = generation
         self._ledger = ledger
         ledger.add(self)
@@ -331,17 +332,14 @@ class Submissions:
     async def _keep_bounds(self) -> None:
         now, clock = time.time(), time.monotonic()
         for submission in list(self._kept.values()):
-            is_old = now - submission.began > self._config.max_age_s
+            is_old = now - submission.began > _MAX_AGE_S
             quiet_s = 0.0 if submission.readers else clock - submission.quiet_since
             if submission.is_ended and is_old:
-                self._forget(submission, f"older than gateway.submissions.max_age_s = {self._config.max_age_s:g}")
+                self._forget(submission, f"older than {_MAX_AGE_S:g} s")
             elif is_old:
-                await self._cancel(
-                    submission, None, f"older than gateway.submissions.max_age_s = {self._config.max_age_s:g}"
-                )
-            elif not submission.is_ended and quiet_s > self._config.abandoned_after_s:
-                limit = f"gateway.submissions.abandoned_after_s = {self._config.abandoned_after_s:g}"
-                await self._cancel(submission, None, f"nobody has read its events for {limit}")
+                await self._cancel(submission, None, f"older than {_MAX_AGE_S:g} s")
+            elif not submission.is_ended and quiet_s > _ABANDONED_AFTER_S:
+                await self._cancel(submission, None, f"nobody has read its events for {_ABANDONED_AFTER_S:g} s")
         for outgrown in (False, True):
             self._forget_oldest(self._over_bytes(outgrown=outgrown), outgrown=outgrown)
         released = [one for one in self._kept.values() if one.is_released]

@@ -14,6 +14,7 @@ import numpy as np
 
 from engines.engine import Json
 from engines.errors import InvalidRequest
+from gateway.dialects.sampling import MAX_PROMPTS
 
 _SHARED = (
     "model", "n", "need", "deadline_s", "on_deadline", "sampling", "min_version", "max_staleness", "priority",
@@ -119,15 +120,15 @@ class Resumption:
 Asked = Group | Resumption
 
 
-async def read_groups(body: Json, max_groups: int) -> list[Asked]:
+async def read_groups(body: Json) -> list[Asked]:
     """Return the groups of a request. Raise `InvalidRequest` with the field. Others get turns on the loop meanwhile."""
     _refuse_unknown(body, (*_OWN, *_SHARED), "")
     groups = body.get("groups")
     if not isinstance(groups, list) or not groups:
         raise InvalidRequest(f"groups is {_kind(groups)}: send a list of at least one group", param="groups")
-    if len(groups) > max_groups:
+    if len(groups) > MAX_PROMPTS:
         raise InvalidRequest(
-            f"groups has {len(groups)} groups, more than gateway.max_prompts = {max_groups}: send fewer at a time",
+            f"groups has {len(groups)} groups, more than {MAX_PROMPTS}: send fewer at a time",
             param="groups",
         )
     shared = {key: body[key] for key in _SHARED if key in body}

@@ -6,7 +6,6 @@ from pathlib import Path
 import structlog
 
 from engines.errors import ConfigError
-from gateway.config.certificate import read_certificate
 from gateway.config.schema import TlsConfig
 
 log = structlog.get_logger()
@@ -18,16 +17,16 @@ class Certificate:
     def __init__(self, config: TlsConfig) -> None:
         """Raise `ConfigError` where the files hold no certificate and its key."""
         self._config = config
-        self.context = read_certificate(config)
+        self.context = config.read()
         self._seen = self._signature()
-        self._current = read_certificate(config)
+        self._current = config.read()
         self.context.sni_callback = self._renew
 
     def _renew(self, connection: ssl.SSLObject | ssl.SSLSocket, name: str | None, context: ssl.SSLContext) -> None:
         """Give a new connection the certificate of the files as they are now."""
         try:
             if (found := self._signature()) != self._seen:
-                self._current = read_certificate(self._config)
+                self._current = self._config.read()
                 self._seen = found
                 log.info("the certificate was read again", file=self._config.certificate)
         except (OSError, ConfigError) as error:  # it is being replaced; the next connection looks again

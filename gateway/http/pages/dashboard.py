@@ -1,4 +1,4 @@
-"""The dashboard: one static page, and the JSON that it and `rollout-gateway top` draw."""
+"""The dashboard: one static page, and the JSON that it draws."""
 
 import asyncio
 import time

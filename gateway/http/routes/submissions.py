@@ -59,7 +59,7 @@ class SubmissionRoutes:
         streams = body.get("stream")
         if type(streams) not in (bool, type(None)):
             raise InvalidRequest(f"stream = {streams!r:.80} must be true or false", param="stream")
-        asked = await read_groups(body, self._submissions.max_groups)
+        asked = await read_groups(body)
         name = read_id(body)
         submission = await self._submissions.submit(request[CLIENT], name, asked)
         if streams is False:

@@ -20,8 +20,8 @@ _AT_ONCE = 64
 class BackDoor(Door):
     """Listens on a Unix socket at `path`."""
 
-    def __init__(self, runner: web.AppRunner, path: str, *, write_timeout_s: float) -> None:
-        super().__init__(runner, path, 0, write_timeout_s=write_timeout_s)
+    def __init__(self, runner: web.AppRunner, path: str) -> None:
+        super().__init__(runner, path, 0)
         self._path = path
 
     @property
@@ -36,10 +36,8 @@ class BackDoor(Door):
 class HandedDoor(Door):
     """Serves connections that come as descriptors over `handed`."""
 
-    def __init__(
-        self, runner: web.AppRunner, handed: socket.socket, context: SSLContext | None, *, write_timeout_s: float
-    ) -> None:
-        super().__init__(runner, "handed", handed.fileno(), context, write_timeout_s=write_timeout_s)
+    def __init__(self, runner: web.AppRunner, handed: socket.socket, context: SSLContext | None) -> None:
+        super().__init__(runner, "handed", handed.fileno(), context)
         self._handed = handed
         self._beginning = 0
         self.taken = 0

@@ -201,12 +201,11 @@ class Worker:
         config = parts.config
         if endpoint := config.gateway.otlp_endpoint:
             tracing.start(endpoint, config.name)
-        write_timeout_s = config.gateway.write_timeout_s
         context = Certificate(config.gateway.tls).context if config.gateway.tls.is_on else None
         back = await self._runner(parts.application(as_sent))
-        await BackDoor(back, door_path(parts.folder, str(parts.index)), write_timeout_s=write_timeout_s).start()
+        await BackDoor(back, door_path(parts.folder, str(parts.index))).start()
         front = await self._runner(parts.application())
-        self._front = HandedDoor(front, self._handed, context, write_timeout_s=write_timeout_s)
+        self._front = HandedDoor(front, self._handed, context)
         await self._front.start()
         self._spawn(self._tell_progress(), "tell progress")
         self._spawn(self._tell_reports(), "tell reports")

@@ -4,17 +4,15 @@ import json
 import re
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 
 from engines.process.port import free_port
-from tests.rigs.shell import NAME, SCRIPT, SIM, NearShell, Shell, clusterless
+from tests.rigs.ray_app import wait_until
+from tests.rigs.shell import NAME, SCRIPT, NearShell, Shell, clusterless
 
 
 @pytest.fixture
@@ -57,12 +55,6 @@ def test_what_this_machine_cannot_run_is_said_at_once(shell: Shell) -> None:
     assert not (shell.folder / f".local/state/rollout-gateway/{NAME}.json").exists()
 
 
-def test_validate_as_json_lists_the_mistakes(shell: Shell) -> None:
-    done = shell.run("config", "validate", "--json", "gateway.prot=1", "nmae=x")
-    assert done.returncode == 1
-    assert len(json.loads(done.stdout)["errors"]) == 2
-
-
 def test_wrong_usage_is_exit_code_2(shell: Shell) -> None:
     assert shell.run("sideways").returncode == 2
 
@@ -94,20 +86,6 @@ def test_show_tells_origins_and_hides_keys(shell: Shell) -> None:
     assert "engine.num_replicas: 2  # sim.yaml:1" in done.stdout
     assert "ROLLOUT_GATEWAY_GATEWAY__ADMIN_KEYS" in done.stdout
     assert "hunter2" not in done.stdout
-    settings = json.loads(shell.run("config", "show", "--json", "-c", "sim.yaml").stdout)
-    assert {"key": "engine.num_replicas", "value": 2, "origin": "file", "place": "sim.yaml:1"} in settings
-
-
-def test_explain_prints_the_command_and_where_its_words_come_from(shell: Shell) -> None:
-    done = shell.run("config", "explain", "-c", "sim.yaml", "engine.max_num_seqs=7")
-    assert done.returncode == 0, done.stderr
-    first, command, *rows = done.stdout.splitlines()
-    assert first == "engine: 2 x sim"
-    assert "-m sim.server --host 127.0.0.1 --port '<free port>'" in command
-    (row,) = (row.split() for row in rows if "--max-num-seqs" in row)
-    assert row == ["--max-num-seqs", "7", "engine.max_num_seqs", "argument", "engine.max_num_seqs"]
-    (found,) = json.loads(shell.run("config", "explain", "--json", "-c", "sim.yaml").stdout)
-    assert found["command"][1:3] == ["-m", "sim.server"]
 
 
 def test_schema_is_json_schema(shell: Shell) -> None:
@@ -198,15 +176,6 @@ def test_up_with_an_engine_that_cannot_start_ends_with_one_line_and_leaves_nothi
 
 
 @pytest.mark.ray
-def test_up_without_the_gpus_says_what_is_needed_and_does_not_wait(cluster_shell: Shell) -> None:
-    ports = [f"serve.http_port={free_port()}", f"gateway.port={free_port()}"]
-    done = cluster_shell.run("up", "-c", "sim.yaml", *ports, "engine.gpus_per_replica=64")
-    assert done.returncode == 1
-    assert "engine: a replica takes 64 GPUs" in done.stderr.partition("rollout-gateway: ")[2].splitlines()[0]
-    assert cluster_shell.run("status").returncode == 1
-
-
-@pytest.mark.ray
 def test_up_shows_what_a_slow_engine_was_at_and_undoes_itself(cluster_shell: Shell) -> None:
     ports = [f"serve.http_port={free_port()}", f"gateway.port={free_port()}"]
     wrong = ["engine.num_replicas=1", "engine.sim.start_s=60", "engine.start_timeout_s=3"]
@@ -251,51 +220,6 @@ def _pids(shell: Shell) -> dict[str, int]:
 
 
 @pytest.mark.ray
-def test_up_ends_at_a_server_of_others_with_another_model_and_names_the_remedy(
-    cluster_shell: Shell, judge_url: str
-) -> None:
-    theirs = f"engines:\n  policy: {{}}\n  theirs: {{kind: external, url: '{judge_url}', num_replicas: 1}}\n"
-    (cluster_shell.folder / "two.yaml").write_text(SIM + theirs)
-    ports = [f"serve.http_port={free_port()}", f"gateway.port={free_port()}"]
-
-    done = cluster_shell.run("up", "-c", "two.yaml", *ports)
-    assert done.returncode == 1
-    assert "engines.policy serves 'sim' and engines.theirs serves 'judge'" in done.stderr
-    assert "say frozen: true" in done.stderr
-    assert cluster_shell.run("status").returncode == 1
-
-    done = cluster_shell.run("up", "-c", "two.yaml", *ports, "engines.theirs.frozen=true")
-    assert done.returncode == 0, done.stderr
-    fleet = json.loads(cluster_shell.run("status", "--json").stdout)["fleet"]
-    shown = sorted((replica["model"], replica["frozen"], replica["state"]) for replica in fleet["replicas"])
-    assert shown == [("judge", True, "SERVING"), ("sim", False, "SERVING"), ("sim", False, "SERVING")]
-    assert "judge (frozen)" in cluster_shell.run("status").stdout
-
-
-@pytest.fixture
-def judge_url() -> Iterator[str]:
-    """A server of somebody else's that lists one model."""
-
-    class Judge(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            is_list = self.path == "/v1/models"
-            self.send_response(200 if is_list else 404)
-            self.end_headers()
-            self.wfile.write(b'{"data": [{"id": "judge"}]}' if is_list else b"{}")
-
-        def log_message(self, format: str, *args: object) -> None:
-            """Quiet."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
-    thread.join()
-
-
-@pytest.mark.ray
 def test_vllm_serve_stays_until_it_is_ended_and_takes_its_ray_down(cluster_shell: Shell) -> None:
     shell, port = cluster_shell, free_port()
     words = ["--model", "sim", "--engine.kind", "sim", "--replicas", "2", "--engine.num_cpus", "0.1"]
@@ -307,7 +231,7 @@ def test_vllm_serve_stays_until_it_is_ended_and_takes_its_ray_down(cluster_shell
             [SCRIPT, "vllm-serve", *words], cwd=shell.folder, env=shell.environ, stdout=file, stderr=file
         )
     try:
-        _wait_until(lambda: "rollout URL:" in output.read_text() or serving.poll() is not None, 300)
+        wait_until(lambda: "rollout URL:" in output.read_text() or serving.poll() is not None, 300)
         assert f"http://127.0.0.1:{port}" in output.read_text()
         fleet = json.loads(shell.run("status", "--json").stdout)["fleet"]
         assert sorted(replica["gpu_ids"] for replica in fleet["replicas"]) == [[2], [3]]
@@ -337,10 +261,3 @@ def test_up_refuses_gpus_that_are_none(shell: Shell) -> None:
     done = shell.run("up", "-c", "sim.yaml", "--gpus", "first")
     assert (done.returncode, done.stdout) == (1, "")
     assert "--gpus first: 'first' is no GPU" in done.stderr
-
-
-def _wait_until(condition: Callable[[], bool], timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.2)

@@ -2,27 +2,32 @@
 
 import asyncio
 import json
-import threading
 import time
 import urllib.request
-from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from engines.config import SimConfig
 from engines.errors import ConfigError
 from engines.process.port import free_port
 from gateway.cli.cluster.changes import scaled
 from gateway.cli.scale import _check
 from gateway.config.schema import Config
+from loadtests.chaos.callers import Callers
 from tests.gateway.cli.test_main import cluster_shell, script, shell  # noqa: F401  # fixtures
 from tests.rigs.rig import StartRig
 from tests.rigs.shell import Shell
+from trainer_client.loop_thread import LoopThread
 
 DEPLOYED: dict[str, Any] = {"name": "a", "import_path": "gateway.app:build", "args": {"engine": {"kind": "sim"}}}
 LONG = {"sim": {"decode_step_s": 0.01, "mean_tokens": 10_000}}
 ROLLOUT = {"max_tokens": 80, "ignore_eos": True}
+SIM = SimConfig(decode_step_s=0.02)
 
 
 def test_serve_gets_the_size_of_the_group_and_the_gateways_number_and_nothing_else() -> None:
@@ -113,68 +118,35 @@ async def test_the_fleet_is_complete_by_what_it_was_told_to_expect(start_rig: St
     assert (await rig.get("/health"))[0] == 200
 
 
-class Load:
-    """Rollouts one after the other on threads, half of them streamed, until it is stopped. Every one must end whole."""
+@dataclass
+class Checkpoint:
+    """The weights that the fleet keeps."""
 
-    def __init__(self, url: str, workers: int) -> None:
-        self._url = url
-        self._stop = threading.Event()
-        self.delivered: Counter[int] = Counter()
-        self.failed: list[str] = []
-        self.workers = workers
-        self._number = 0
-        self._lock = threading.Lock()
-        self._threads = [threading.Thread(target=self._work) for _ in range(workers)]
+    version: int = 0
 
-    def __enter__(self) -> "Load":
-        for thread in self._threads:
-            thread.start()
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join()
-
-    def _work(self) -> None:
-        while not self._stop.is_set():
-            with self._lock:
-                self._number += 1
-                number = self._number
-            try:
-                tokens = self._one(number)
-            except OSError as error:
-                self.failed.append(f"{number}: {error}")
-                continue
-            if tokens == ROLLOUT["max_tokens"]:
-                self.delivered[number] += 1
-            else:
-                self.failed.append(f"{number}: {tokens} tokens")
-
-    def _one(self, number: int) -> int:
-        body = {"model": "sim", "prompt": [number + 3], "return_token_ids": True, "stream": number % 2 == 0, **ROLLOUT}
-        request = urllib.request.Request(
-            f"{self._url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=60) as response:
-            if not body["stream"]:
-                return len(json.load(response)["choices"][0]["token_ids"])
-            events = [event.removeprefix(b"data: ") for event in response.read().split(b"\n\n") if event]
-        chunks = [json.loads(event) for event in events if event != b"[DONE]"]
-        return sum(len(choice.get("token_ids") or ()) for chunk in chunks for choice in chunk.get("choices", ()))
-
-    @property
-    def sent(self) -> int:
-        return self._number
+@contextmanager
+def loaded(url: str) -> Iterator[None]:
+    """Clients of all kinds that ask without pause: every token of theirs must come, once, without asking again."""
+    callers, loop = Callers(url, SIM, Checkpoint(), tokens=80, bound_s=120), LoopThread("callers")
+    loop.run(lambda: callers.start(1))
+    try:
+        yield
+        tally = loop.wait(callers.stop()).tally
+    finally:
+        loop.close(callers.close)
+    assert tally.delivered == tally.submitted > 50
+    assert tally.is_clean, tally
+    assert not tally.retried, tally
 
 
 @pytest.fixture
 def up(cluster_shell: Shell) -> tuple[Shell, str]:  # noqa: F811
     """An application of two slow simulated engines, and its rollout URL."""
-    sim = "sim: {decode_step_s: 0.02, mean_tokens: 100000}"
     port = free_port()
     (cluster_shell.folder / "sim.yaml").write_text(
-        f"engine: {{kind: sim, model: sim, num_replicas: 2, num_cpus: 0.1, stop_timeout_s: 1, {sim}}}\n"
+        "engine: {kind: sim, model: sim, num_replicas: 2, num_cpus: 0.1, stop_timeout_s: 1, "
+        "sim: {decode_step_s: 0.02}}\n"
         f"gateway: {{port: {port}}}\nserve: {{http_port: {free_port()}}}\n"
     )
     done = cluster_shell.run("up", "-c", "sim.yaml")
@@ -182,40 +154,36 @@ def up(cluster_shell: Shell) -> tuple[Shell, str]:  # noqa: F811
     return cluster_shell, f"http://127.0.0.1:{port}"
 
 
+def found(url: str, path: str) -> Any:
+    with urllib.request.urlopen(url + path, timeout=60) as response:
+        return json.load(response)
+
+
+def serving(url: str) -> dict[str, int]:
+    replicas = found(url, "/status")["replicas"]
+    return {one["replica_id"]: one["pid"] for one in replicas if one["state"] == "SERVING"}
+
+
 def restarts(url: str) -> list[int]:
-    with urllib.request.urlopen(f"{url}/status", timeout=60) as response:
-        return [replica["restarts"] for replica in json.load(response)["replicas"]]
+    return [replica["restarts"] for replica in found(url, "/status")["replicas"]]
 
 
 @pytest.mark.ray
-def test_scaling_from_two_to_four_and_one_under_load_loses_and_repeats_no_rollout(
-    up: tuple[Shell, str],
-) -> None:
+def test_scaling_from_two_to_four_and_one_under_load_loses_and_repeats_no_rollout(up: tuple[Shell, str]) -> None:
     shell, url = up  # noqa: F811
-
-    def pids() -> dict[str, int]:
-        with urllib.request.urlopen(f"{url}/status", timeout=60) as response:
-            return {
-                one["replica_id"]: one["pid"] for one in json.load(response)["replicas"] if one["state"] == "SERVING"
-            }
-
-    before = pids()
+    before = serving(url)
     assert len(before) == 2
-    with Load(url, workers=12) as load:
+    with loaded(url):
         grown = shell.run("scale", "4")
         assert grown.returncode == 0, grown.stderr
-        four = pids()
+        four = serving(url)
         assert len(four) == 4
         assert before.items() <= four.items()  # nobody was started anew
         shrunk = shell.run("scale", "1")
         assert shrunk.returncode == 0, shrunk.stderr
-        one = pids()
+        one = serving(url)
         assert len(one) == 1
         assert one.items() <= four.items()
-    assert load.sent > 2 * load.workers  # or the load was none
-    assert not load.failed
-    assert set(load.delivered.values()) == {1}
-    assert len(load.delivered) == load.sent
     with urllib.request.urlopen(f"{url}/metrics", timeout=60) as response:
         retries = [line for line in response.read().decode().splitlines() if "rollout_gateway_retries_total{" in line]
     assert retries
@@ -229,28 +197,16 @@ def test_a_change_of_the_engines_alone_under_load_loses_no_rollout_and_restarts_
     up: tuple[Shell, str],
 ) -> None:
     shell, url = up  # noqa: F811
-
-    def found(path: str) -> Any:
-        with urllib.request.urlopen(url + path, timeout=60) as response:
-            return json.load(response)
-
-    def serving() -> dict[str, int]:
-        return {one["replica_id"]: one["pid"] for one in found("/status")["replicas"] if one["state"] == "SERVING"}
-
-    before, began = serving(), time.monotonic()
+    before, began = serving(url), time.monotonic()
     assert len(before) == 2
-    with Load(url, workers=8) as load:
+    with loaded(url):
         done = shell.run("up", "-c", "sim.yaml", "engine.max_num_seqs=33")
         assert done.returncode == 0, done.stderr
-    after = serving()
+    after = serving(url)
     assert "replicas of engine restart one after the other; the gateway and its rollouts go on" in done.stderr
     assert len(after) == 2
     assert not before.keys() & after.keys()
     commands = [Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") for pid in after.values()]
     assert [command[command.index(b"--max-num-seqs") + 1] for command in commands] == [b"33", b"33"]
-    assert found("/dashboard.json")["uptime_s"] > time.monotonic() - began
+    assert found(url, "/dashboard.json")["uptime_s"] > time.monotonic() - began
     assert restarts(url) == [0, 0], "an update of the configuration is no restart after a loss"
-    assert load.sent > 2 * load.workers
-    assert not load.failed
-    assert set(load.delivered.values()) == {1}
-    assert len(load.delivered) == load.sent

@@ -20,11 +20,10 @@ from engines.process.process import MARK
 from engines.store.weight_store import WeightStore
 from engines.types import EngineKind
 from gateway.cli import down, scale, up
-from gateway.cli.cluster import waiting
+from gateway.cli.cluster import progress
 from gateway.cli.cluster.changes import changes
-from gateway.cli.cluster.lock import ApplicationBusy, changing
 from gateway.cli.cluster.serve_api import ServeApi
-from gateway.cli.cluster.state import State, process_started_at
+from gateway.cli.cluster.state import ApplicationBusy, State, changing, process_started_at
 from gateway.config.schema import Config
 from gateway.config.serve_document import serve_config
 from gateway.ledger.file import LedgerFile, SubmissionRow
@@ -41,7 +40,7 @@ def serve() -> Iterator[PlayedServe]:
 
 @pytest.fixture
 def shell(tmp_path: Path, serve: PlayedServe, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shell]:
-    monkeypatch.setattr(waiting, "_POLL_S", 0.01)
+    monkeypatch.setattr(progress, "_POLL_S", 0.01)
     with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as place:
         # Without the folders of engines of others on this machine.
         monkeypatch.setattr(tempfile, "tempdir", place)
@@ -133,6 +132,12 @@ def test_other_keys_are_a_change_and_are_not_shown(shell: Shell, serve: PlayedSe
     assert "nothing changes" in shell.run("up", "-c", "sim.yaml", "gateway.admin_keys=hunter3").stderr
 
 
+def test_another_key_of_an_external_server_is_a_change() -> None:
+    theirs = {"kind": "external", "url": "http://127.0.0.1:1"}
+    before, after = document(**theirs, api_key="env:OLD"), document(**theirs, api_key="env:NEW")
+    assert changes(before, after).keys == ("engine.api_key",)
+
+
 def test_what_a_killed_up_left_without_a_running_engine_is_removed_first(shell: Shell, serve: PlayedServe) -> None:
     wrong = document(extra={"nonsense": 1})
     serve.applications = {NAME: serve.running(wrong, engine_state="STARTING", status="DEPLOYING")}
@@ -162,7 +167,7 @@ def test_a_taken_port_is_named_before_ray_is_started(
         ("gateway.port={taken}", "cannot be bound here (Address already in use)"),
         ("engine.model=/nowhere/model", "engine.model = '/nowhere/model': this machine has no such folder"),
         ("engine.gpus_per_replica=1", "This machine has no GPU"),
-        ("engine.num_cpus=64", "engine.num_cpus = 64: the largest node has 2"),
+        ("engine.num_cpus=64", "engine: a replica takes 64 CPUs (num_cpus) and the largest node has 2"),
         ("gateway.audit_file=/nowhere/audit", "gateway.audit_file = '/nowhere/audit' cannot be written"),
     ],
 )
@@ -204,14 +209,24 @@ def test_a_fleet_that_goes_on_after_a_failed_change_is_not_removed(shell: Shell,
     shell.run("up", "-c", "sim.yaml")
     serve.outcome, serve.builds = "DEPLOY_FAILED", False
     serve.replicas = [{"state": "SERVING"}, {"state": "SERVING"}]
-    failed = shell.run("up", "-c", "sim.yaml", "engine.env.A=b", "gateway.max_n=7")
+    failed = shell.run("up", "-c", "sim.yaml", "engine.env.A=b", "gateway.max_attempts=7")
     assert f"{NAME} now: DEPLOY_FAILED, no replica listed; 2 replicas serve" in failed.stderr
     scaling = shell.run("scale", "3")
     assert f"Serve could not build the last change of {NAME}: first run rollout-gateway up -c FILE" in scaling.stderr
     serve.outcome, serve.builds = "RUNNING", True
-    done = shell.run("up", "-c", "sim.yaml", "gateway.max_n=7")  # of the failed change, only the engines' key goes
+    done = shell.run(
+        "up", "-c", "sim.yaml", "gateway.max_attempts=7"
+    )  # of the failed change, only the engines' key goes
     assert done.returncode == 0, done.stderr
     assert serve.deleted == []
+
+
+def test_a_replica_that_the_gateway_refuses_undoes_up_with_the_reason(shell: Shell, serve: PlayedServe) -> None:
+    serve.refused = {"theirs-0": "engines.policy serves 'sim' and engines.theirs serves 'judge'"}
+    done = shell.run("up", "-c", "sim.yaml")
+    assert done.returncode == 1
+    assert "replica theirs-0 does not fit in: engines.policy serves 'sim' and engines.theirs serves" in done.stderr
+    assert serve.deleted == [NAME]
 
 
 def test_a_second_application_on_one_ray_is_refused_and_the_first_is_left_alone(
@@ -314,7 +329,7 @@ def test_an_application_of_another_release_is_told_with_the_remedy_and_taken_dow
     for command in (["up", "-c", "sim.yaml"], ["scale", "2"], ["logs"]):
         done = shell.run(*command)
         assert done.returncode == 1
-        assert "weights: Value error, policy = 'all'" in done.stderr
+        assert "(weights.policy: Extra inputs are not permitted)" in done.stderr
         assert f"first run: rollout-gateway down --name {NAME}" in done.stderr
     assert shell.run("down").stdout == f"{NAME} is down\n"
     assert serve.deleted == [NAME]

@@ -62,11 +62,11 @@ def test_the_model_is_served_by_the_name_that_was_given(monkeypatch: pytest.Monk
 
 def test_options_of_vllm_and_keys_of_ours_are_taken_too() -> None:
     words = [*MODEL, "--max-num-seqs", "64", "--enable-lora", "--max-loras", "6", "--tokenizer-mode", "slow"]
-    words += ["--no-async-scheduling", "--gateway.max_n", "4", "engine.num_cpus=2", "--max-logprobs", "-1"]
+    words += ["--no-async-scheduling", "--gateway.max_attempts", "4", "engine.num_cpus=2", "--max-logprobs", "-1"]
     asked = read_command(words, {}).config
     assert (asked.engine.max_num_seqs, asked.engine.enable_lora, asked.engine.max_loras) == (64, True, 6)
     assert asked.engine.extra == {"tokenizer_mode": "slow", "async_scheduling": False}
-    assert (asked.gateway.max_n, asked.engine.num_cpus, asked.engine.max_logprobs) == (4, 2, -1)
+    assert (asked.gateway.max_attempts, asked.engine.num_cpus, asked.engine.max_logprobs) == (4, 2, -1)
 
 
 def test_a_file_of_trls_options_counts_less_than_the_words(tmp_path: Path) -> None:
@@ -104,9 +104,10 @@ def test_gpus_detach_and_the_wait_are_read_apart() -> None:
         ([*MODEL, "--distributed_executor_backend", "ray"], "a replica's GPUs are on one node"),
         ([*MODEL, "--host", "0.0.0.0"], "set gateway.inference_keys and gateway.admin_keys"),
         ([*MODEL, "--gateway.prot", "1"], r"gateway.prot: unknown key; did you mean gateway.port"),
-        ([*MODEL, "--timeout-s", "soon"], "give seconds above 0"),
-        ([*MODEL, "--detach", "perhaps"], "neither true nor false"),
-        ([*MODEL, "--detach", "["], "neither true nor false"),
+        ([*MODEL, "--timeout-s", "soon"], "--timeout_s = 'soon': Input should be a valid number"),
+        ([*MODEL, "--timeout-s", "0"], "--timeout_s = '0': Input should be greater than 0"),
+        ([*MODEL, "--detach", "perhaps"], "--detach = 'perhaps': Input should be a valid boolean"),
+        ([*MODEL, "--gpus"], "--gpus = True: Input should be a valid string"),
     ],
 )
 def test_a_mistake_is_named_by_the_option_that_made_it(words: list[str], told: str) -> None:

@@ -144,29 +144,22 @@ async def test_a_prompt_is_measured_by_the_model_that_it_is_for(pair: Rig) -> No
 # Nobody waits for another model
 
 
-async def test_a_full_judge_does_not_block_the_policy(start_pair: StartPair) -> None:
+@pytest.mark.parametrize(("full", "prompts", "slots", "other"), [("a-judge", 20, 8, "sim"), ("sim", 40, 16, "a-judge")])
+async def test_a_full_model_does_not_block_another(
+    start_pair: StartPair, full: str, prompts: int, slots: int, other: str
+) -> None:
     rig = await start_pair()
-    judging = asyncio.gather(*(judged(rig, max_tokens=100, ignore_eos=True) for _ in range(20)))
-    await rig.begun(8)
-    await until_queued(rig, "a-judge")
-    await rig.complete([[5], [6]], max_tokens=1)
-    _, status = await rig.get("/status")
-    lengths = {queue["model"]: queue["queue_length"] for queue in status["models"]}
-    assert lengths["a-judge"] > 0
-    assert lengths["sim"] == 0
-    await left(judging)
-
-
-async def test_a_full_policy_does_not_block_the_judge(start_pair: StartPair) -> None:
-    rig = await start_pair()
-    training = asyncio.ensure_future(rig.complete([[digit] for digit in range(3, 43)], max_tokens=100, ignore_eos=True))
-    await rig.begun(16)
-    await until_queued(rig, "sim")
-    await judged(rig, max_tokens=1)
+    many = [[digit] for digit in range(3, 3 + prompts)]
+    asking = asyncio.ensure_future(rig.complete(many, model=full, max_tokens=100, ignore_eos=True))
+    await rig.begun(slots)
+    await until_queued(rig, full)
+    await rig.complete([[5], [6]], model=other, max_tokens=1)
     lengths = {queue["model"]: queue["queue_length"] for queue in (await rig.get("/status"))[1]["models"]}
-    assert lengths["sim"] > 0
-    assert lengths["a-judge"] == 0
-    await left(training)
+    assert lengths[full] > 0
+    assert lengths[other] == 0
+    asking.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await asking
 
 
 async def until_queued(rig: Rig, model: str) -> None:
@@ -174,13 +167,6 @@ async def until_queued(rig: Rig, model: str) -> None:
     async with asyncio.timeout(20):
         while not any(one["queue_length"] for one in (await rig.get("/status"))[1]["models"] if one["model"] == model):
             await asyncio.sleep(0.01)
-
-
-async def left(asking: asyncio.Future[Any]) -> None:
-    """The client goes away: what it asked for is not waited for."""
-    asking.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await asking
 
 
 async def test_the_judge_answers_in_the_middle_of_an_update(pair: Rig) -> None:

@@ -6,9 +6,9 @@ import pytest
 
 from engines.config import EngineConfig
 from engines.errors import ConfigError
-from gateway.config.placement import ClusterGpus, check_cpus, check_placement, gpus_needed, lacking
+from gateway.config.placement import check_placement, lacking, needed
 
-TWO_NODES = ClusterGpus(nodes=[("10.0.0.1", 8), ("10.0.0.2", 4), ("10.0.0.3", 0)], free=3)
+TWO_NODES = [("10.0.0.1", 8.0), ("10.0.0.2", 4.0), ("10.0.0.3", 0.0)]
 
 
 def groups(**named: dict[str, Any]) -> dict[str, EngineConfig]:
@@ -28,14 +28,14 @@ def test_a_replica_needs_its_gpus_on_one_node() -> None:
 
 def test_more_gpus_than_the_cluster_has_are_refused() -> None:
     wanted = groups(policy={"tensor_parallel_size": 4, "num_replicas": 3}, judge={"num_replicas": 2})
-    assert gpus_needed(wanted) == 14
+    assert needed(wanted) == 14
     with pytest.raises(ConfigError, match=r"take 14 GPUs \(policy: 3 x 4, judge: 2 x 1\) and the cluster has 12 "):
         check_placement(wanted, TWO_NODES)
 
 
 def test_what_is_lacking_now_is_told_by_what_is_needed_free_and_taken() -> None:
-    assert lacking(groups(engine={"num_replicas": 3}), TWO_NODES) == ""
-    problem = lacking(groups(engine={"num_replicas": 4}), TWO_NODES)
+    assert lacking(groups(engine={"num_replicas": 3}), 12, 3) == ""
+    problem = lacking(groups(engine={"num_replicas": 4}), 12, 3)
     assert problem.startswith(
         "the replicas take 4 GPUs (engine: 4 x 1); of the cluster's 12 are 3 free and 9 taken by others."
     )
@@ -43,22 +43,23 @@ def test_what_is_lacking_now_is_told_by_what_is_needed_free_and_taken() -> None:
 
 def test_replicas_that_share_a_gpu_need_their_share() -> None:
     sharing = {"num_replicas": 6, "gpus_per_replica": 0.5, "extra": {"mem_fraction_static": 0.4}}
-    assert gpus_needed(groups(engine=sharing)) == 3
-    assert lacking(groups(engine=sharing), TWO_NODES) == ""
+    assert needed(groups(engine=sharing)) == 3
+    assert lacking(groups(engine=sharing), 12, 3) == ""
 
 
 def test_engines_on_cpu_need_none() -> None:
     on_cpu = groups(engine={"device": "cpu", "num_replicas": 100}, simulated={"kind": "sim"})
-    check_placement(on_cpu, ClusterGpus(nodes=[("10.0.0.1", 0)], free=0))
-    assert gpus_needed(on_cpu) == 0
+    check_placement(on_cpu, [("10.0.0.1", 0)])
+    assert needed(on_cpu) == 0
 
 
 def test_replicas_that_find_no_cpus_are_refused() -> None:
     external = {"kind": "external", "url": "http://10.0.0.9:1", "num_cpus": 99}
-    check_cpus(groups(policy={"num_cpus": 1, "num_replicas": 6}, judge=external), [4, 2])
-    with pytest.raises(ConfigError, match=r"^engine\.num_cpus = 5: the largest node has 4\. Lower it, or, where nodes"):
-        check_cpus(groups(engine={"num_cpus": 5}), [4, 2])
+    nodes = [("10.0.0.1", 4.0), ("10.0.0.2", 2.0)]
+    check_placement(groups(policy={"num_cpus": 1, "num_replicas": 6}, judge=external), nodes, "CPU")
     with pytest.raises(
-        ConfigError, match=r"take 7 CPUs \(policy: 7 x 1\) and the cluster has 6\. Lower num_cpus or num_"
+        ConfigError, match=r"^engine: a replica takes 5 CPUs \(num_cpus\) .* Lower engine\.num_cpus, or"
     ):
-        check_cpus(groups(policy={"num_cpus": 1, "num_replicas": 7}), [4, 2])
+        check_placement(groups(engine={"num_cpus": 5}), nodes, "CPU")
+    with pytest.raises(ConfigError, match=r"take 7 CPUs \(policy: 7 x 1\) and the cluster has 6 .* Lower num_replicas"):
+        check_placement(groups(policy={"num_cpus": 1, "num_replicas": 7}), nodes, "CPU")

@@ -6,16 +6,6 @@ from pydantic import ValidationError
 from gateway.config.schema import Config
 
 
-def test_one_group_is_named_engine() -> None:
-    assert list(Config().groups) == ["engine"]
-
-
-def test_named_groups_replace_the_one_group() -> None:
-    config = Config.model_validate({"engine": {"kind": "sim"}, "engines": {"a": {}, "b": {"seed": 4}}})
-    assert {name: group.seed for name, group in config.groups.items()} == {"a": 0, "b": 4}
-    assert all(group.kind == "sim" for group in config.groups.values())
-
-
 def test_an_address_off_loopback_needs_both_kinds_of_keys() -> None:
     with pytest.raises(ValidationError, match=r"gateway.admin_keys"):
         Config.model_validate({"gateway": {"host": "0.0.0.0", "inference_keys": ["a"]}})
@@ -86,16 +76,6 @@ def test_a_switch_is_no_number(section: str, key: str) -> None:
     for value in (True, False):
         with pytest.raises(ValidationError, match="a number is needed"):
             Config.model_validate({section: {key: value}})
-
-
-def test_switches_are_switches() -> None:
-    config = Config.model_validate({"engine": {"enforce_eager": True, "enable_prefix_caching": False}})
-    assert (config.engine.enforce_eager, config.engine.enable_prefix_caching) == (True, False)
-
-
-def test_every_key_has_a_json_schema() -> None:
-    schema = Config.model_json_schema()
-    assert set(schema["properties"]) == set(Config.model_fields)
 
 
 def test_the_weight_store_is_an_absolute_path() -> None:

@@ -94,7 +94,7 @@ async def test_spans_are_whole_where_no_token_ids_were_asked_for(rig: Rig) -> No
         ({"model": "another"}, 404, "model", "'another' is not served here; there is sim"),
         ({"n": 2, "temperature": 0}, 400, "n", "temperature = 0"),
         ({"n": 0}, 400, "n", "n = 0"),
-        ({"n": 10**9}, 400, "n", "gateway.max_n"),
+        ({"n": 10**9}, 400, "n", "between 1 and 1024"),
         ({"n": "two"}, 400, "n", "n = 'two'"),
         ({"max_tokens": 0}, 400, "max_tokens", "at least 1"),
         ({"prompt_embeds": "AAAA"}, 400, "prompt_embeds", "refused"),

@@ -111,8 +111,11 @@ async def test_the_log_has_nothing_of_a_head_that_cannot_be_read(rig: Rig, head:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_reads_nothing_of_its_reply_is_cut_off(start_rig: StartRig, stream: bool) -> None:
-    rig = await start_rig(1, gateway={"write_timeout_s": 0.2})
+async def test_a_client_that_reads_nothing_of_its_reply_is_cut_off(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    monkeypatch.setattr(door, "WRITE_TIMEOUT_S", 0.2)
+    rig = await start_rig(1)
     asked = {"prompt": [[5]] * 300, "max_tokens": 100, "ignore_eos": True, "logprobs": 5, "return_token_ids": True}
     body, loop = orjson.dumps(asked | {"stream": stream}), asyncio.get_running_loop()
     with socket.socket() as client:
@@ -125,13 +128,12 @@ async def test_a_client_that_reads_nothing_of_its_reply_is_cut_off(start_rig: St
                 await asyncio.sleep(0.01)
 
 
-async def test_a_client_that_reads_slowly_is_cut_off_only_where_it_stops() -> None:
+async def test_a_client_that_reads_slowly_is_cut_off_only_where_it_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door, "WRITE_TIMEOUT_S", 0.001)
     # At the start, then at the end of each timer and for the next.
     sizes, is_cut_off = [90, 80, 80, 70, 70, 70], asyncio.Event()
     transport: Any = SimpleNamespace(get_write_buffer_size=lambda: sizes.pop(0), abort=is_cut_off.set)
-    connection = door.Connection(
-        web.Server(cast(Any, None)), loop=asyncio.get_running_loop(), access_log=None, write_timeout_s=0.001
-    )
+    connection = door.Connection(web.Server(cast(Any, None)), loop=asyncio.get_running_loop(), access_log=None)
     connection.transport = transport
     connection.pause_writing()
     async with asyncio.timeout(SOON_S):

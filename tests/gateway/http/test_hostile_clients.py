@@ -13,6 +13,7 @@ from aiohttp import ClientError, ClientSession, web
 from aiohttp.test_utils import TestServer
 
 from engines.types import ReplicaState
+from gateway.dialects import completions
 from gateway.http.door import raise_limit
 from gateway.http.replies import send_events
 from gateway.http.supervisor import Supervisor
@@ -118,11 +119,14 @@ async def test_a_body_that_inflates_beyond_the_limit_is_refused(rig: Rig) -> Non
         assert "error" in await response.json()
 
 
-async def test_more_prompts_than_allowed_are_refused_at_once(start_rig: StartRig) -> None:
-    rig = await start_rig(1, gateway={"max_prompts": 10})
+async def test_more_prompts_than_allowed_are_refused_at_once(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(completions, "MAX_PROMPTS", 10)
+    rig = await start_rig(1)
     status, reply = await rig.post("/v1/completions", ASKED | {"prompt": ["a"] * 11})
     assert (status, reply["error"]["param"]) == (400, "prompt")
-    assert "gateway.max_prompts = 10" in reply["error"]["message"]
+    assert "11 prompts, more than 10" in reply["error"]["message"]
     assert (await rig.post("/v1/completions", ASKED | {"prompt": [5] * 11}))[0] == 200  # one prompt of 11 tokens
 
 

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from engines.errors import ConfigError
 from gateway.config.schema import TraceConfig
+from gateway.http import trace as trace_module
 from gateway.http.trace import BLOCK_TOKENS, Trace, prompts_of
 from tests.rigs.rig import Json, Rig, StartRig
 
@@ -151,8 +152,11 @@ async def test_content_is_kept_where_it_is_asked_for(start_rig: StartRig, file: 
     assert line["prompts"][0]["content"] == PREFIX
 
 
-async def test_a_full_file_ends_the_record_and_no_request(start_rig: StartRig, file: Path) -> None:
-    rig = await traced(start_rig, file, max_bytes=900)
+async def test_a_full_file_ends_the_record_and_no_request(
+    start_rig: StartRig, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trace_module, "_MAX_BYTES", 900)
+    rig = await traced(start_rig, file)
     for _ in range(8):
         await rig.complete(PREFIX, max_tokens=1)
     found = await lines(rig, file)

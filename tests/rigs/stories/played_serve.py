@@ -17,6 +17,7 @@ class PlayedServe:
         self.applications: dict[str, Json] = {}
         self.events: list[Json] = []
         self.replicas: list[Json] = []
+        self.refused: dict[str, str] = {}
         self.deployed: list[Json] = []
         self.deleted: list[str] = []
         self.node: Json = {"state": "ALIVE", "node_ip": "127.0.0.1", "resources_total": {"CPU": 2.0}}
@@ -56,7 +57,7 @@ class PlayedServe:
             "/api/serve/applications/": self.details(),
             "/api/v0/nodes": {"data": {"result": {"result": [self.node]}}},
             "/url": {"url": "http://127.0.0.1:8100"},
-            "/status": {"replicas": self.replicas, "events": self.events},
+            "/status": {"replicas": self.replicas, "events": self.events, "replicas_refused": self.refused},
             "/health": {"ready": True},
         }
         return dict(pages[path])

@@ -48,7 +48,7 @@ def _found(root: Path, command: str) -> list[str]:
         "rollout-gateway --version",
         "rollout-gateway scale N",
         "rollout-gateway up -c FILE --gpus 0,1 --gateway.port 9000 engine.extra.anything=1",
-        "rollout-gateway config explain -c FILE --json",
+        "rollout-gateway config show -c FILE",
         "rollout-gateway vllm-serve --model M --max-model-len 1 --tensor_parallel_size 2 --engine.num_cpus 1",
     ],
 )
@@ -73,7 +73,7 @@ def test_commands_of_what_exists_are_no_finding(root: Path, command: str) -> Non
         ("rollout-gateway config print", "rollout-gateway config print: No such command 'print'."),
         ("rollout-gateway scale", "rollout-gateway scale: Missing argument 'N'."),
         ("rollout-gateway scale many", "rollout-gateway scale many: Invalid value for 'N'"),
-        ("rollout-gateway top --speed 1", "rollout-gateway top --speed 1: No such option: --speed"),
+        ("rollout-gateway status --speed 1", "rollout-gateway status --speed 1: No such option: --speed"),
         ("rollout-gateway up --speed 1", "up has no option --speed"),
         ("rollout-gateway up gateway.speed=1", "no key gateway.speed"),
         ("rollout-gateway vllm-serve --speed 1", "vllm-serve has no option --speed"),
@@ -93,12 +93,12 @@ def test_keys_in_prose_are_compared_with_the_schema(root: Path) -> None:
 
 def test_a_verb_in_a_sentence_needs_no_arguments(root: Path) -> None:
     (root / "README.md").write_text(
-        "`rollout-gateway scale`, `rollout-gateway pile`, `rollout-gateway top -x`", "utf-8"
+        "`rollout-gateway scale`, `rollout-gateway pile`, `rollout-gateway status -x`", "utf-8"
     )
     found = list(wrong_commands(root))
     assert [line.partition(": ")[2].partition(":")[0] for line in found] == [
         "rollout-gateway pile",
-        "rollout-gateway top -x",
+        "rollout-gateway status -x",
     ]
 
 

@@ -9,18 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from engines.config import EngineConfig
-from gateway.cli.cluster.progress import Start, shown, starts_of
+from gateway.cli.cluster.progress import Report, stages_of
 
 
 def application(**replicas: str) -> dict[str, Any]:
     """As Serve's API tells it, for one group named engine."""
-    began = time.time() - 5
-    found = [
-        {"replica_id": tag, "state": state, "start_time_s": began, "node_id": "n"} for tag, state in replicas.items()
-    ]
+    found = [{"replica_id": tag, "state": state, "node_id": "n"} for tag, state in replicas.items()]
     return {"deployments": {"engine": {"replicas": found}, "gateway": {"replicas": []}}}
 
 
@@ -31,11 +27,10 @@ def groups(log_dir: Path, **levers: Any) -> dict[str, EngineConfig]:
 def test_work_goes_on_where_nobody_reads_its_output() -> None:
     code = """
 import os, sys
-from rich.console import Console
-from gateway.cli.cluster.progress import shown
+from gateway.cli.cluster.progress import Report
 reader, writer = os.pipe()
 os.close(reader)
-with shown(Console(file=os.fdopen(writer, "w", buffering=1))) as report:
+with Report(os.fdopen(writer, "w", buffering=1)) as report:
     report.step("starting Ray")
     report.note("undoing")
 os._exit(7)
@@ -50,14 +45,13 @@ def test_each_replica_is_told_by_its_newest_log(tmp_path: Path) -> None:
     later = newest.stat().st_mtime + 1
     os.utime(newest, (later, later))
     (tmp_path / "engine-b2-20261121-150000-3.log").write_text("command\n")
-    starts = starts_of(application(a1="STARTING", b2="RUNNING", c3="STARTING", d4="STOPPING"), groups(tmp_path))
-    assert [(start.name, start.doing) for start in starts] == [
-        ("engine-a1", "loading weights 3/8"),
-        ("engine-b2", "ready"),
-        ("engine-c3", "STARTING"),
-        ("engine-d4", "STOPPING"),
-    ]
-    assert all(5 <= start.elapsed_s < 60 for start in starts)
+    found = application(a1="STARTING", b2="RUNNING", c3="STARTING", d4="STOPPING")
+    assert stages_of(found, groups(tmp_path)) == {
+        "engine-a1": "loading weights 3/8",
+        "engine-b2": "ready",
+        "engine-c3": "STARTING",
+        "engine-d4": "STOPPING",
+    }
 
 
 @pytest.mark.parametrize(
@@ -77,19 +71,18 @@ def test_a_replica_without_a_node_waits_for_what_it_reserves(
     waiting = application(a1="STARTING")
     waiting["deployments"]["engine"]["replicas"][0]["node_id"] = None
     waiting["deployments"]["engine"]["deployment_config"] = {"ray_actor_options": reserved}
-    (start,) = starts_of(waiting, groups(tmp_path))
-    assert start.doing == "STARTING" + said
+    assert stages_of(waiting, groups(tmp_path)) == {"engine-a1": "STARTING" + said}
 
 
-def test_without_a_terminal_there_is_a_line_per_change(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_there_is_a_line_per_change(monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.StringIO()
     now = iter(range(1000))
     monkeypatch.setattr(time, "monotonic", lambda: float(next(now)) / 10)
-    with shown(Console(file=out)) as report:
+    with Report(out) as report:
         report.step("deploying")
         report.step("deploying")
         for text in ("starting", "starting", "loading weights 0/8", "loading weights 1/8", "ready"):
-            report.replicas([Start("engine-a1", text, 1.0)])
+            report.replicas({"engine-a1": text})
     assert [line.partition("] ")[2] for line in out.getvalue().splitlines()] == [
         "deploying",
         "engine-a1: starting",
@@ -102,27 +95,17 @@ def test_a_count_is_told_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.StringIO()
     now = iter(range(0, 10_000, 4))
     monkeypatch.setattr(time, "monotonic", lambda: float(next(now)))
-    with shown(Console(file=out)) as report:
+    with Report(out) as report:
         for done in range(8):
-            report.replicas([Start("engine-a1", f"loading weights {done}/8", 1.0)])
+            report.replicas({"engine-a1": f"loading weights {done}/8"})
     told = [line.rpartition(" ")[2] for line in out.getvalue().splitlines()]
     assert told[0] == "0/8"
     assert 2 <= len(told) < 8
 
 
-def test_on_a_terminal_there_is_a_row_per_replica_with_its_time() -> None:
-    out = io.StringIO()
-    with shown(Console(file=out, force_terminal=True, width=80)) as report:
-        report.step("deploying")
-        report.replicas([Start("engine-a1", "loading weights 3/8", 12.3)])
-        time.sleep(0.5)
-    assert "loading weights 3/8" in out.getvalue()
-    assert "12 s" in out.getvalue()
-
-
 def test_a_step_that_takes_long_is_repeated_with_its_age() -> None:
     out = io.StringIO()
-    with shown(Console(file=out), silence_s=0.05) as report:
+    with Report(out, silence_s=0.05) as report:
         report.step("starting Ray")
         while "still starting Ray, for 0 s now" not in out.getvalue():  # the suite's own limit ends a silent one
             time.sleep(0.01)

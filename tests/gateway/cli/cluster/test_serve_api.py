@@ -9,10 +9,9 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from engines.process.port import free_port
-from gateway.cli.cluster.progress import Report, shown
+from gateway.cli.cluster.progress import Report
 from gateway.cli.cluster.serve_api import (
     ClusterRefused,
     ClusterSilent,
@@ -91,8 +90,7 @@ def test_a_dashboard_that_still_starts_is_asked_again(dashboard: Dashboard) -> N
     dashboard.statuses = [500, 0, 200]
     assert api.details() == {"applications": {}}
     dashboard.statuses = [0, 200, 500, 503, 200]
-    settings = {"proxy_location": "HeadOnly", "http_options": {}, "applications": [{"name": "mine"}]}
-    api.deploy(settings)
+    api.deploy({"name": "mine"}, {"proxy_location": "HeadOnly", "http_options": {}})
     assert dashboard.asked == ["GET"] * 3 + ["GET"] * 2 + ["PUT"] * 3
 
 
@@ -117,7 +115,7 @@ def test_a_control_plane_that_speaks_no_http_does_not_answer() -> None:
 
 @pytest.fixture
 def report() -> Iterator[Report]:
-    with shown(Console(file=StringIO())) as report:
+    with Report(StringIO()) as report:
         yield report
 
 
@@ -137,21 +135,13 @@ def test_down_of_a_silent_cluster_of_others_says_so_and_forgets_nothing(
     assert State.read("mine") is not None
 
 
-def test_down_ends_its_own_ray_though_the_dashboard_is_silent(silent_dashboard: ServeApi, report: Report) -> None:
-    down_ends_its_ray(silent_dashboard, report)
-
-
-def test_down_ends_its_own_ray_though_the_dashboard_is_in_trouble(
-    dashboard: Dashboard, report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_silent", [True, False])
+def test_down_ends_its_own_ray_though_the_dashboard_is_silent_or_in_trouble(
+    silent_dashboard: ServeApi, dashboard: Dashboard, report: Report, monkeypatch: pytest.MonkeyPatch, is_silent: bool
 ) -> None:
     dashboard.statuses = [500]
-    api = ServeApi(dashboard.address, recovery_s=0.01)
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    api = silent_dashboard if is_silent else ServeApi(dashboard.address, recovery_s=0.01)
     monkeypatch.setattr(ServeApi, "from_environment", lambda: api)
-    down_ends_its_ray(api, report)
-
-
-def down_ends_its_ray(api: ServeApi, report: Report) -> None:
     with subprocess.Popen(["sleep", "60"], start_new_session=True) as ray:
         started_at = process_started_at(ray.pid)
         State(name="mine", dashboard=api.address, ray_pid=ray.pid, ray_started_at=started_at).write()

@@ -12,10 +12,8 @@ from typing import Any
 import pytest
 
 from engines.config import EngineConfig, SimConfig
-from engines.errors import InvalidRequest, NotAllowed
 from engines.process.engine_server import EngineServer
 from engines.types import EngineKind
-from gateway.cli.profile import profile
 from tests.rigs.rig import Rig, SimReplica, StartRig
 
 FAST = SimConfig(decode_step_s=0.0, decode_step_per_seq_s=0.0)
@@ -89,16 +87,14 @@ async def test_a_client_that_leaves_ends_the_record(start_rig: StartRig, tmp_pat
             await asyncio.sleep(0.01)
 
 
-async def test_the_command_writes_an_archive_and_wants_an_admin_key(start_rig: StartRig, tmp_path: Path) -> None:
+async def test_a_record_needs_an_admin_key(start_rig: StartRig, tmp_path: Path) -> None:
     keys = {"inference_keys": ["reader"], "admin_keys": ["owner"], "trusted_networks": []}
-    rig, out = await start_profiled(start_rig, tmp_path, gateway=keys), tmp_path / "out.tar"
-    with pytest.raises(NotAllowed, match="--api-key"):
-        await asyncio.to_thread(profile, rig.url, "reader", 0.05, ["engine-0"], out)
-    with pytest.raises(InvalidRequest, match="has no profiler"):
-        await asyncio.to_thread(profile, rig.url, "owner", 0.05, [], out)
-    (name,) = await asyncio.to_thread(profile, rig.url, "owner", 0.05, ["engine-0"], out)
-    with tarfile.open(out) as tar:
-        assert tar.getnames() == [name]
+    rig = await start_profiled(start_rig, tmp_path, gateway=keys)
+    for key, status in (("reader", 403), ("owner", 200)):
+        body = {"seconds": 0.05, "replicas": ["engine-0"]}
+        headers = {"Authorization": f"Bearer {key}"}
+        async with rig.client.post(rig.url + "/profile", json=body, headers=headers) as reply:
+            assert reply.status == status
 
 
 async def test_an_engine_process_with_profiling_has_a_folder_and_records_into_it(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from gateway.dialects.submissions import registry
 from tests.rigs.rig import Json, Rig, StartRig
 from tests.rigs.submissions import (
     GROUP,
@@ -462,13 +463,19 @@ async def test_a_lower_priority_number_is_placed_first(start_rig: StartRig) -> N
     await late
 
 
-async def test_a_submission_that_nobody_reads_is_cancelled(start_rig: StartRig) -> None:
-    rig = await start_rig(1, gateway={"submissions": {"abandoned_after_s": 0.5}})
+async def test_a_submission_that_nobody_reads_is_cancelled(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "_ABANDONED_AFTER_S", 0.5)
+    rig = await start_rig(1)
     await detached(rig, "one")
     await rig.begun(samples=1)
     await ended(rig, "one")
     [group] = of_type(await read(rig, "one"), "group")
-    assert (group["outcome"], "abandoned_after_s" in group["error"]["message"]) == ("cancelled", True)
+    assert (group["outcome"], "nobody has read its events for 0.5 s" in group["error"]["message"]) == (
+        "cancelled",
+        True,
+    )
 
 
 async def test_ended_submissions_are_forgotten_beyond_the_bound_oldest_first(start_rig: StartRig) -> None:

@@ -12,7 +12,7 @@ async def test_a_connection_that_came_without_a_descriptor_counts_as_taken_and_e
     hands, takes = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     runner = web.AppRunner(web.Application())
     await runner.setup()
-    door = HandedDoor(runner, takes, None, write_timeout_s=10.0)
+    door = HandedDoor(runner, takes, None)
     await door.start()
     hands.send(b"c")  # as the kernel gives it to a process without descriptors
     async with asyncio.timeout(20):

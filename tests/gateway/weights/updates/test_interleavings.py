@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from engines.types import PauseMode
+from tests.rigs import virtual_time
 from tests.rigs.stories.interleaving import Gateway, Trainer, world_of
 from tests.rigs.stories.played_engine import Content, PlayedClient, PlayedEngine
 from tests.rigs.stories.story import Kill, Pause, PushStep, RestartGateway, Resume, Rollout, Story
 from tests.rigs.stories.story_search import Tally, played, search
-from tuning.simulate import virtual_time
 
 LEFT_DURING_THE_ABORT = [
     Pause(3.0, PauseMode.ABORT, False),

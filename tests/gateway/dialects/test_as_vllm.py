@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from engines.errors import EngineUnreachable
-from gateway.dialects.sampling import check_sampling
 from sim.model import detokenize
 from tests.rigs.rig import Json, Rig, StartRig
 
@@ -84,19 +83,6 @@ async def test_echo_repeats_the_prompt_in_a_stream(rig: Rig) -> None:
     assert '"error"' not in text
 
 
-async def test_the_body_may_name_the_request(rig: Rig) -> None:
-    _, reply = await rig.post("/v1/completions", COMPLETION | {"request_id": "mine"})
-    assert reply["id"] == "cmpl-mine"
-
-
-async def test_a_long_session_name_is_a_session_too(rig: Rig) -> None:
-    homes = set()
-    for _ in range(4):
-        await rig.complete([[5]], session_id="s" * 5000)
-        homes |= {replica.replica_id for replica in rig.fleet.replicas if replica.placed}
-    assert len(homes) == 1
-
-
 async def test_tokenize_is_answered_by_another_replica_where_one_fails(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,7 +115,3 @@ async def test_the_tokenizer_of_an_engine_is_described(rig: Rig, monkeypatch: py
 
         monkeypatch.setattr(replica.engine, "ask", ask)
     assert await rig.get("/tokenizer_info") == (200, {"asked": "GET /tokenizer_info"})
-
-
-def test_several_beams_are_greedy() -> None:
-    assert check_sampling({"n": 2, "temperature": 0, "use_beam_search": True}, 8) == 2

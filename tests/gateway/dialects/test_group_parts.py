@@ -1,6 +1,5 @@
 """Groups in parts: the client's reply is that of whole groups, and the parts are placed by themselves."""
 
-import asyncio
 from pathlib import Path
 
 import orjson
@@ -75,13 +74,6 @@ async def test_the_turn_of_a_session_stays_on_its_replica(parted_rig: Rig) -> No
     assert sorted(replica.placed for replica in parted_rig.fleet.replicas) == [0, 8]
 
 
-async def test_a_refusal_names_the_clients_prompt(parted_rig: Rig) -> None:
-    body = {"model": "sim", "prompt": [[5, 6], [5, -1]], "n": 8, "max_tokens": 100}
-    status, reply = await parted_rig.post("/v1/completions", body)
-    assert status == 400
-    assert reply["error"]["message"].startswith("prompt[1]: ")
-
-
 async def test_a_group_of_a_submission_is_placed_in_parts(parted_rig: Rig) -> None:
     group = {"prompt": PROMPTS[0], "n": 8, "sampling": {"max_tokens": 5, "ignore_eos": True}}
     events = await submitted(parted_rig, [group, group])
@@ -91,16 +83,6 @@ async def test_a_group_of_a_submission_is_placed_in_parts(parted_rig: Rig) -> No
     assert [replica.placed for replica in parted_rig.fleet.replicas] == [8, 8]
 
 
-async def test_parts_of_different_groups_have_different_names(parted_rig: Rig) -> None:
-    sampling = {"max_tokens": 5, "ignore_eos": True}
-    groups = [{"prompt": PROMPTS[0], "n": n, "sampling": sampling} for n in (8, 4, 2)]
-    [begin, *_] = await submitted(parted_rig, groups)
-    _, report = await parted_rig.get(f"/v1/rollouts/{begin['id']}?explain=true")
-    names = [one["rollout"] for one in report["rollouts"]]
-    numbers = ["0-0", "0-1", "0-2", "0-3", "1-0", "1-1", "2"]
-    assert sorted(names) == [f"{begin['id']}-{number}" for number in numbers]
-
-
 async def test_parts_keep_their_tokens_when_a_replica_dies(parted_rig: Rig) -> None:
     body: Json = {"prompt": [[5, 6, number + 7] for number in range(4)], "n": 2, "max_tokens": 24}
     body |= {"ignore_eos": True, "return_token_ids": True}
@@ -108,18 +90,6 @@ async def test_parts_keep_their_tokens_when_a_replica_dies(parted_rig: Rig) -> N
     await parted_rig.replicas[0].kill()
     parted_rig.hurry()
     await whole(parted_rig, body)
-
-
-@pytest.mark.parametrize("together", [1, 2])
-async def test_parts_of_one_short_sample_keep_their_tokens_too(start_rig: StartRig, together: int) -> None:
-    rig = await start_rig(2, gateway={"samples_together": together}, fleet=FAST_WATCH)
-    body = {"ignore_eos": True, "max_tokens": 24, "n": 4}
-    asking = asyncio.create_task(rig.complete(PROMPTS, **body))
-    await rig.begun(samples=8)
-    await rig.replicas[0].kill()
-    rig.hurry()
-    await asking
-    assert made(rig) <= 8 * 24 + 4 * 2  # none is made again but those after the last chunk of the dead replica
 
 
 @pytest.mark.parametrize("after", [None, 1])

@@ -2,13 +2,9 @@
 
 import asyncio
 import socket
-import time
-from types import SimpleNamespace
-from typing import Any, cast
 
 import orjson
 import pytest
-from aiohttp import web
 from structlog.testing import capture_logs
 
 from gateway.http import door, json_body
@@ -40,21 +36,6 @@ async def test_a_head_that_does_not_arrive_closes_its_connection(
     monkeypatch.setattr(door, "_HEAD_TIMEOUT_S", 0.2)
     assert await reply_to(rig, sent) == b""
     assert (await rig.complete([5]))["choices"]
-
-
-async def test_the_gateways_own_standstill_is_no_late_head(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "_HEAD_TIMEOUT_S", 1.5)
-    reader, writer = await asyncio.open_connection("127.0.0.1", int(rig.url.rpartition(":")[2]))
-    writer.write(HEAD)
-    async with asyncio.timeout(SOON_S):
-        while not rig.num_connections:
-            await asyncio.sleep(0.01)
-        time.sleep(2.8)  # noqa: ASYNC251 the loop stands still
-        for _ in range(20):
-            await asyncio.sleep(0)
-        writer.write(b"Connection: close\r\n" + WHOLE.removeprefix(HEAD))
-        assert (await reader.read()).startswith(b"HTTP/1.1 200 OK")
-    writer.close()
 
 
 async def test_neither_a_request_that_runs_nor_an_idle_connection_has_a_deadline(
@@ -123,17 +104,3 @@ async def test_a_client_that_reads_nothing_of_its_reply_is_cut_off(start_rig: St
             await loop.sock_sendall(client, HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
             while not rig.fleet.replicas[0].placed or rig.num_connections:
                 await asyncio.sleep(0.01)
-
-
-async def test_a_client_that_reads_slowly_is_cut_off_only_where_it_stops() -> None:
-    # At the start, then at the end of each timer and for the next.
-    sizes, is_cut_off = [90, 80, 80, 70, 70, 70], asyncio.Event()
-    transport: Any = SimpleNamespace(get_write_buffer_size=lambda: sizes.pop(0), abort=is_cut_off.set)
-    connection = door.Connection(
-        web.Server(cast(Any, None)), loop=asyncio.get_running_loop(), access_log=None, write_timeout_s=0.001
-    )
-    connection.transport = transport
-    connection.pause_writing()
-    async with asyncio.timeout(SOON_S):
-        await is_cut_off.wait()
-    assert sizes == []

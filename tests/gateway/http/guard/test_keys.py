@@ -61,24 +61,6 @@ def test_a_changed_file_takes_effect_within_a_second_and_the_old_key_ends(tmp_pa
     assert not found.name_of("old")
 
 
-def test_a_file_is_read_once_a_passing_failure_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, file = Clock(), tmp_path / "keys"
-    file.write_text("old")
-    found = keys(clock, f"file:{file}")
-    file.write_text("newer")
-
-    def refused(path: Path) -> list[str]:
-        raise OSError(24, "Too many open files")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("gateway.http.guard.keys.keys_in", refused)
-        clock.now = 1.0
-        assert found.name_of("old")
-    clock.now = 2.0
-    assert found.name_of("newer")
-    assert not found.name_of("old")
-
-
 @pytest.mark.parametrize("spoil", [Path.unlink, lambda file: file.write_text(" \n")], ids=["gone", "empty"])
 def test_a_file_without_keys_leaves_the_keys_before(tmp_path: Path, spoil: Callable[[Path], object]) -> None:
     clock, file = Clock(), tmp_path / "keys"

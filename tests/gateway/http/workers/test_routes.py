@@ -9,7 +9,7 @@ import pytest
 from gateway.config.schema import GatewayConfig
 from gateway.dialects.replays.registry import Replays
 from gateway.fleet.metrics import Metrics
-from gateway.http.workers.hop import IS_SENT_ON, OWNER, RunsElsewhere
+from gateway.http.workers.hop import OWNER, RunsElsewhere
 from gateway.http.workers.messages import Batches
 from gateway.http.workers.routes import WorkerReplays
 from gateway.ledger.shared import SharedLedger
@@ -43,27 +43,11 @@ async def test_a_batch_that_another_worker_has_is_answered_there(replays: Worker
     assert [await door_of(replays, identity) for identity in (b"a", b"b")] == ["here", "2"]
 
 
-async def test_of_equal_batches_in_two_workers_the_end_of_one_leaves_the_other(replays: WorkerReplays) -> None:
-    replays.note(Batches(1, (b"a",), ()))
-    replays.note(Batches(2, (b"a",), ()))
-    replays.note(Batches(1, (), (b"a",)))
-    assert await door_of(replays, b"a") == "2"
-
-
 async def test_the_batches_of_a_worker_that_has_ended_are_forgotten(replays: WorkerReplays) -> None:
     replays.note(Batches(1, (b"a",), ()))
     replays.note(Batches(2, (b"b",), ()))
     replays.serve_beside((0, 2))
     assert [await door_of(replays, identity) for identity in (b"a", b"b")] == ["here", "2"]
-
-
-async def test_a_batch_that_another_process_has_sent_on_is_answered_here(replays: WorkerReplays) -> None:
-    replays.note(Batches(1, (b"a",), ()))
-    token = IS_SENT_ON.set(True)
-    try:
-        assert await door_of(replays, b"a") == "here"
-    finally:
-        IS_SENT_ON.reset(token)
 
 
 async def test_with_a_ledger_the_owner_has_all_batches(replays: WorkerReplays) -> None:

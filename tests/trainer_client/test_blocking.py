@@ -113,23 +113,3 @@ async def test_a_progress_callback_may_cancel_its_batch(rig: Rig) -> None:
         assert outcomes == {Outcome.DELIVERED, Outcome.CANCELLED}
 
     await asyncio.to_thread(work)
-
-
-async def test_a_submission_is_iterated_and_cancelled(rig: Rig) -> None:
-    def work() -> None:
-        with BlockingRolloutClient(rig.url) as client:
-            submission = client.submit(PROMPTS, TOKENS, submission_id="step")
-            assert sorted((c.prompt_index, c.sample_index) for c in submission) == [
-                (prompt, sample) for prompt in range(3) for sample in range(2)
-            ]
-            assert (submission.id, submission.outcomes) == ("step", dict.fromkeys(range(3), "delivered"))
-            left = iter(client.submit(PROMPTS, TOKENS, submission_id="other"))
-            next(left)
-            left.close()
-            client.submit(PROMPTS, TOKENS, submission_id="other").cancel()
-
-    await asyncio.to_thread(work)
-    assert not client_threads()
-    async with asyncio.timeout(SOON_S):
-        while not await idle(rig):
-            await asyncio.sleep(0.01)

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from dataclasses import replace
 
 import pytest
 
@@ -92,26 +91,3 @@ async def test_tokenize_is_answered_by_another_replica_where_one_fails(
     monkeypatch.setattr(rig.fleet.replicas[0].engine, "ask", broken)
     status, reply = await rig.post("/tokenize", {"prompt": "abc"})
     assert (status, reply["count"]) == (200, len(reply["tokens"]))
-
-
-async def test_a_list_of_rendered_prompts_is_a_list(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = "/v1/completions/render"
-    for replica in rig.fleet.replicas:
-        monkeypatch.setattr(replica, "info", replace(replica.info, capabilities=frozenset({path})))
-
-        async def ask(*_: object) -> Json:
-            return {"value": [{"token_ids": [5]}]}
-
-        monkeypatch.setattr(replica.engine, "ask", ask)
-    async with rig.client.post(rig.url + path, json={"prompt": "a"}) as response:
-        assert await response.json() == [{"token_ids": [5]}]
-
-
-async def test_the_tokenizer_of_an_engine_is_described(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    for replica in rig.fleet.replicas:
-
-        async def ask(method: str, path: str, *_: object) -> Json:
-            return {"asked": f"{method} {path}"}
-
-        monkeypatch.setattr(replica.engine, "ask", ask)
-    assert await rig.get("/tokenizer_info") == (200, {"asked": "GET /tokenizer_info"})

@@ -11,7 +11,6 @@ from gateway.dialects.group_parts import part_size
 from gateway.dialects.replays import record
 from tests.gateway.dialects.replays.test_replays import ALL, left, made, until, whole
 from tests.rigs.rig import FAST_WATCH, Json, Rig, StartRig
-from tests.rigs.submissions import of_type, submitted
 
 PROMPTS = [[5, 6, 7], [5, 6, 8]]
 
@@ -30,20 +29,9 @@ def test_parts_are_equal_and_as_large_as_they_may_be(n: int, most: int) -> None:
     assert all(n % larger for larger in range(size + 1, most + 1) if larger <= n)
 
 
-def test_groups_stay_whole_without_a_bound() -> None:
-    assert part_size(8, None) == 8
-
-
 async def test_samples_of_a_group_go_to_several_replicas(parted_rig: Rig) -> None:
     await parted_rig.complete(PROMPTS[:1], n=8)
     assert [replica.placed for replica in parted_rig.fleet.replicas] == [4, 4]
-
-
-async def test_a_reply_is_that_of_whole_groups(parted_rig: Rig) -> None:
-    reply = await parted_rig.complete(PROMPTS, n=6, max_tokens=5, ignore_eos=True)
-    assert [choice["index"] for choice in reply["choices"]] == list(range(12))
-    assert [choice["prompt_token_ids"] for choice in reply["choices"]] == [PROMPTS[0]] * 6 + [PROMPTS[1]] * 6
-    assert reply["usage"] == {"prompt_tokens": 6, "completion_tokens": 60, "total_tokens": 66}
 
 
 async def test_a_stream_is_that_of_whole_groups(parted_rig: Rig) -> None:
@@ -72,15 +60,6 @@ async def test_the_turn_of_a_session_stays_on_its_replica(parted_rig: Rig) -> No
     )
     assert status == 200
     assert sorted(replica.placed for replica in parted_rig.fleet.replicas) == [0, 8]
-
-
-async def test_a_group_of_a_submission_is_placed_in_parts(parted_rig: Rig) -> None:
-    group = {"prompt": PROMPTS[0], "n": 8, "sampling": {"max_tokens": 5, "ignore_eos": True}}
-    events = await submitted(parted_rig, [group, group])
-    assert sorted((one["group"], one["sample"]) for one in of_type(events, "sample")) == [
-        (group, sample) for group in range(2) for sample in range(8)
-    ]
-    assert [replica.placed for replica in parted_rig.fleet.replicas] == [8, 8]
 
 
 async def test_parts_keep_their_tokens_when_a_replica_dies(parted_rig: Rig) -> None:

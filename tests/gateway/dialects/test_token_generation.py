@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import orjson
 import pytest
 
 from engines.types import EngineKind, ReplicaInfo
@@ -29,16 +28,6 @@ def ask(**sampling: Any) -> Json:
     return {"token_ids": [5, 6, 7], "sampling_params": sampling}
 
 
-async def test_tokens_come_back_with_the_span_of_their_weights(rig: Rig) -> None:
-    status, reply = await rig.post(PATH, ask(max_tokens=6, ignore_eos=True) | {"request_id": "mine"})
-    assert status == 200, reply
-    choice = reply["choices"][0]
-    assert reply["request_id"] == "mine"
-    assert len(choice["token_ids"]) == 6
-    assert choice["weight_versions"] == [{"version": "0", "start": 0, "end": 6}]
-    assert reply["usage"]["completion_tokens"] == 6
-
-
 async def test_without_a_limit_the_context_is_filled(rig: Rig) -> None:
     _, reply = await rig.post(PATH, ask(ignore_eos=True))
     assert len(reply["choices"][0]["token_ids"]) == MAX_MODEL_LEN - 3
@@ -52,17 +41,6 @@ async def test_logprobs_have_ids_and_the_token_itself_first(rig: Rig) -> None:
     for entry in content:
         assert entry["top_logprobs"][0] == {"token_id": entry["token_id"], "logprob": entry["logprob"], "rank": None}
         assert len(entry["top_logprobs"]) >= 2
-
-
-async def test_a_stream_has_the_tokens_of_the_whole_reply_and_ends_with_the_span(rig: Rig) -> None:
-    asked = ask(max_tokens=9, seed=2, ignore_eos=True)
-    _, whole = await rig.post(PATH, asked)
-    chunks = await _stream(rig, asked | {"stream_options": {"include_usage": True}})
-    choices = [choice for chunk in chunks for choice in chunk["choices"]]
-    assert [i for choice in choices for i in choice["token_ids"]] == whole["choices"][0]["token_ids"]
-    assert choices[-1]["weight_versions"] == [{"version": "0", "start": 0, "end": 9}]
-    assert chunks[-1]["choices"] == []
-    assert chunks[-1]["usage"]["completion_tokens"] == 9
 
 
 @pytest.mark.parametrize(
@@ -120,11 +98,3 @@ def test_defaults_are_not_left_to_a_models_generation_config() -> None:
     assert body["max_tokens"] == 97
     assert (body["temperature"], body["top_p"], body["model"]) == (1.0, 0.5, "m")
     assert "user" not in body
-
-
-async def _stream(rig: Rig, body: Json) -> list[Json]:
-    async with rig.client.post(rig.url + PATH, json=body | {"stream": True}) as response:
-        assert response.status == 200, await response.text()
-        events = [event.removeprefix(b"data: ") for event in (await response.read()).split(b"\n\n") if event]
-    assert events[-1] == b"[DONE]"
-    return [orjson.loads(event) for event in events[:-1]]

@@ -205,37 +205,6 @@ async def test_keys_with_equal_rids_end_their_own_alone(start_rig: StartRig, str
         assert '"abort"' not in await ones
 
 
-@pytest.mark.parametrize("stream", [False, True])
-async def test_an_abort_reaches_a_request_between_two_attempts(
-    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch, stream: bool
-) -> None:
-    rig = await start_rig(2)
-    pausing, go_on = asyncio.Event(), asyncio.Event()
-
-    async def examined(*_: Any) -> bool:
-        pausing.set()
-        await go_on.wait()
-        return False
-
-    monkeypatch.setattr(rig.fleet, "examine", examined)
-    for simulated in rig.replicas:
-        simulated.inject(status=500)
-    for replica in rig.fleet.replicas:
-        monkeypatch.setattr(replica, "info", _with_abort(replica.info))
-    body = {"token_ids": [5], "sampling_params": {"max_tokens": 4}, "request_id": "mine", "stream": stream}
-    async with asyncio.timeout(30):
-        task = asyncio.create_task(_text_of(rig, "/inference/v1/generate", body))
-        await pausing.wait()
-        await rig.post("/inference/v1/abort_requests", {"request_ids": ["mine"]})
-        go_on.set()
-        assert '"finish_reason":"abort"' in await task
-
-
-async def _text_of(rig: Rig, path: str, body: Json) -> str:
-    async with rig.client.post(rig.url + path, json=body) as response:
-        return await response.text()
-
-
 def _with_abort(info: Any) -> Any:
     return replace(info, capabilities=info.capabilities | {"/inference/v1/abort_requests"})
 

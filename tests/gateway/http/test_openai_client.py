@@ -1,6 +1,5 @@
 """OpenAI's own Python client, unchanged but for its base_url."""
 
-import asyncio
 from collections.abc import AsyncIterator, Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -78,18 +77,6 @@ async def test_chat_has_n_choices_with_top_logprobs(client: "openai.AsyncOpenAI"
         assert [len(token.top_logprobs) for token in choice.logprobs.content or ()] == [2] * 5
 
 
-async def test_a_seed_repeats_an_answer_and_stop_ends_it(client: "openai.AsyncOpenAI") -> None:
-    async def ask(**more: Any) -> "openai.types.CompletionChoice":
-        reply = await client.completions.create(model="sim", prompt="ab", seed=3, max_tokens=40, **more)
-        return reply.choices[0]
-
-    first = await ask()
-    assert (await ask()).text == first.text
-    end = first.text[10]
-    stopped = await ask(stop=[end])
-    assert (stopped.finish_reason, stopped.text) == ("stop", first.text[: first.text.index(end)])
-
-
 async def test_a_stream_tells_its_usage_in_the_last_chunk_alone(client: "openai.AsyncOpenAI") -> None:
     chunks = [
         chunk
@@ -136,45 +123,3 @@ async def test_keys_are_checked(
     assert (await connect(rig, api_key="sesame").completions.create(model="sim", prompt="ab")).choices
     with pytest.raises(sdk.AuthenticationError, match="missing or wrong key"):
         await connect(rig, api_key="guess").completions.create(model="sim", prompt="ab")
-
-
-async def test_a_client_that_waits_no_longer_frees_the_engine(
-    sdk: ModuleType, start_rig: StartRig, connect: "Callable[..., openai.AsyncOpenAI]"
-) -> None:
-    rig = await start_rig(num_replicas=1, sim={"decode_step_s": 0.05})
-    with pytest.raises(sdk.APITimeoutError):
-        await connect(rig, timeout=0.3).completions.create(
-            model="sim", prompt="ab", max_tokens=100, extra_body={"ignore_eos": True}
-        )
-    await _idle(rig)
-
-
-async def test_the_blocking_client_works_as_well(sdk: ModuleType, rig: Rig) -> None:
-    def talk() -> tuple[str | None, list[str], int]:
-        with sdk.OpenAI(base_url=f"{rig.url}/v1", api_key="none", max_retries=0) as client:
-            chat = client.chat.completions.create(model="sim", messages=HELLO, seed=1, max_tokens=6)
-            with client.chat.completions.create(
-                model="sim", messages=HELLO, seed=1, max_tokens=6, stream=True
-            ) as stream:
-                deltas = [chunk.choices[0].delta.content or "" for chunk in stream]
-            models = client.models.list()
-            return chat.choices[0].message.content, deltas, len(models.data)
-
-    text, deltas, models = await asyncio.to_thread(talk)
-    assert "".join(deltas) == text
-    assert models == 1
-
-
-async def _idle(rig: Rig) -> None:
-    """Returns when neither gateway nor engine has the request any more."""
-    replica = rig.fleet.replicas[0]
-    async with asyncio.timeout(30):
-        while replica.load_samples or "vllm:num_requests_running{" not in (page := await replica.engine.metrics(1.0)):
-            await asyncio.sleep(0.02)
-        while _running(page):
-            await asyncio.sleep(0.02)
-            page = await replica.engine.metrics(1.0)
-
-
-def _running(page: str) -> float:
-    return next(float(line.split()[-1]) for line in page.splitlines() if line.startswith("vllm:num_requests_running{"))

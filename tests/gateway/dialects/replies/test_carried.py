@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from msgspec import Raw
 
 from engines.engine import Json
 from engines.errors import EngineFailed
 from gateway.dialects.replies.assembly import Assembly
-from gateway.dialects.replies.carried import carried_chunk, carried_reply, encoded, num_tokens, num_unscored, opened
+from gateway.dialects.replies.carried import carried_chunk, carried_reply, encoded, num_tokens, opened
 
 ODD_TEXTS = st.sampled_from(
     ["", "a", "word ", '"', "\\", '","', '"],["', "][", '\\"][', "}][{", "\u2028", "\0", "\N{GRINNING FACE}", "é" * 20]
@@ -199,19 +198,3 @@ def joined(*events: bytes) -> Json:
     for one in events:
         assembly.add([one])
     return assembly.reply()
-
-
-@pytest.mark.parametrize(
-    ("logprobs", "unscored"),
-    [
-        (None, 0),
-        ({"token_logprobs": [-1.0, None, -2.0]}, 1),
-        ({"token_logprobs": Raw(b"[-1.0,null,null]"), "top_logprobs": Raw(b"[{}]")}, 2),
-        (Raw(b'{"token_logprobs":[null,-1.0,-0.5,-2.0]}'), 0),  # with echo: the prompt's first token
-        (Raw(b'{"content":[{"logprob":-1.0,"bytes":null},{"logprob":null},{"logprob":-2.0}]}'), 1),
-        ({"content": [{"logprob": None}] * 3}, 3),
-    ],
-)
-def test_tokens_without_a_log_prob_are_counted_in_every_form(logprobs: Any, unscored: int) -> None:
-    assert num_unscored({"token_ids": [5, 6, 7], "logprobs": logprobs}) == unscored
-    assert num_unscored({"token_ids": None, "logprobs": logprobs}) == 0

@@ -174,20 +174,6 @@ async def test_ids_that_nobody_asked_for_are_not_told(start_rig: StartRig) -> No
     assert told["text"] == detokenize(expected(rig, seam(told), [5, 6]))
 
 
-async def test_a_seeded_group_continues_on_the_new_weights_and_is_marked(start_rig: StartRig) -> None:
-    rig = await started(start_rig)
-    body = BODY | {"temperature": 1.0, "seed": 4, "n": 2, "return_token_ids": True}
-    running = asyncio.create_task(posted(rig, COMPLETIONS, body))
-    await rig.begun(2)
-    await rig.update()
-    rig.hurry()
-    reply = await running
-    for told in reply["choices"]:
-        seam(told)
-        assert (told["resumed"], len(told["token_ids"])) == (["seed"], LONG)
-    assert len({tuple(told["token_ids"]) for told in reply["choices"]}) == 2
-
-
 def token_body(**sampling: Any) -> Json:
     asked = {"max_tokens": LONG, "temperature": 0, "ignore_eos": True} | sampling
     return {"token_ids": [5, 6], "sampling_params": asked}

@@ -113,32 +113,6 @@ async def test_a_kill_loses_no_written_token_and_delivers_nothing_twice(engine: 
     assert engine.generated_tokens <= 12 * LENGTH + 8 * 4  # a chunk of each sample may have been on its way
 
 
-async def test_kills_at_any_moment_lose_nothing_and_deliver_nothing_twice(engine: SimReplica, tmp_path: Path) -> None:
-    kills = Kills(engine, tmp_path)
-    try:
-        async with aiohttp.ClientSession() as client:
-            await kills.gateway.serve(client)
-            engine.scheduler.stall(after=7)
-            await kills.submit(client)
-            for after in (20, 40):
-                reading = asyncio.create_task(kills.read(client))
-                async with asyncio.timeout(60):
-                    while not engine.scheduler.stalled:
-                        await asyncio.sleep(0.003)
-                kills.gateway.kill()
-                assert not await reading
-                engine.scheduler.go_on()
-                engine.scheduler.stall(after=after)
-                await kills.gateway.serve(client)
-            engine.hurry()
-            assert await kills.read(client)
-    finally:
-        kills.gateway.kill()
-    assert sorted(samples(kills.events)) == [(group, sample) for group in range(6) for sample in range(2)]
-    assert all(len(sample["token_ids"]) == LENGTH for sample in of_type(kills.events, "sample"))
-    assert set(outcomes(kills.events).values()) == {"delivered"}
-
-
 async def test_a_submission_that_outgrows_the_ledger_hurts_itself_alone(
     start_rig: StartRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

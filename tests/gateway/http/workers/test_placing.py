@@ -33,7 +33,6 @@ from gateway.http.workers.messages import (
     Placed,
     Progress,
     Ready,
-    Report,
     Sync,
     Versions,
     Withdraw,
@@ -177,17 +176,6 @@ async def test_a_client_that_leaves_frees_what_its_rollout_holds_or_its_place_in
         ] * 3
 
 
-async def test_the_death_of_a_worker_frees_all_that_it_held() -> None:
-    async with _World(replicas=1, places=2).running() as world:
-        tasks = [(await world.held(name))[0] for name in "ab"] + [world.run("c", _answered)]
-        await world.until(lambda: world.scheduler.queue_length("m") == 1)
-        world.channel.close()
-        await world.until(lambda: world.is_free)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
 async def test_a_withdrawal_ends_what_waits_and_what_is_between_two_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
     failing = asyncio.Event()
 
@@ -232,22 +220,6 @@ async def test_a_worker_that_does_not_answer_is_killed_and_the_update_goes_on(mo
             await taken
 
 
-async def test_a_connection_counts_from_its_handing_over_whatever_a_report_has_not_seen_yet() -> None:
-    async with _World().running() as world:
-        with socket.socket() as client:
-            world.link.hand(client)
-        before = world.link.report
-        world.channel.send(Report(taken=0, connections=0, counts=[]))  # it left before the connection came
-        await world.until(lambda: world.link.report is not before)
-        assert world.link.num_connections == 1
-        world.channel.send(Report(taken=1, connections=1, counts=[]))
-        await world.until(lambda: world.link.report.taken == 1)
-        assert world.link.num_connections == 1
-        world.channel.send(Report(taken=1, connections=0, counts=[]))
-        await world.until(lambda: world.link.report.connections == 0)
-        assert world.link.num_connections == 0
-
-
 async def test_the_owner_judges_a_standstill_by_what_all_workers_have_seen() -> None:
     async with _World().running() as world:
         task, end = await world.held("a")
@@ -260,16 +232,6 @@ async def test_the_owner_judges_a_standstill_by_what_all_workers_have_seen() -> 
         await world.until(lambda: busy.answered_at > before and not busy.awaits_chunks)
         end.set()
         await task
-
-
-async def test_lengths_and_sessions_are_learned_by_the_owner() -> None:
-    async with _World().running() as world:
-        rollout = Rollout(request_id="a", model="m", n=2, tokens=10, session="s", prompt_key=5)
-        assert await world.remote.run(rollout, _answered) in ("engine-0", "engine-1")
-        world.remote.delivered(rollout, 30, 40)
-        await world.until(lambda: world.scheduler.lengths.of("m", 5) == 20)
-        assert world.learned == [("m", 5)]
-        assert world.scheduler.sessions.home("m", "s") is not None
 
 
 @pytest.mark.parametrize(

@@ -60,16 +60,6 @@ def closed(clients: list[socket.socket]) -> None:
         client.close()
 
 
-async def test_a_worker_that_takes_none_is_passed_over() -> None:
-    workers = [_Worker(), _Worker(has=9)]
-    workers[0].is_full = True
-    async with standing(workers) as address:
-        clients = await connected(address, 2)
-        await until_handed(workers, 2)
-        assert [len(worker.ports) for worker in workers] == [0, 2]
-        closed(clients)
-
-
 async def test_all_addresses_of_the_host_are_listened_at_on_one_port(monkeypatch: pytest.MonkeyPatch) -> None:
     addresses = ["127.0.0.1", "203.0.113.7", "127.0.0.2"]  # the second is not this machine's
 

@@ -197,3 +197,9 @@ async def test_what_a_stream_repeats_grows_with_its_length_and_not_with_the_squa
     assert len(chunks[-1]["output_ids"]) == len(chunks[-1]["meta_info"]["output_token_logprobs"]) == length
     assert all(after["output_ids"][: len(told["output_ids"])] == told["output_ids"] for told, after in pairwise(chunks))
     assert sum(len(chunk["output_ids"]) for chunk in chunks) < 40 * length  # 600 chunks: 300 * length
+
+
+async def test_an_adapter_is_named_by_its_path(rig: Rig) -> None:
+    status, reply = await rig.post("/generate", {"input_ids": IDS, "lora_path": "adapter"})
+    assert (status, reply["error"]["param"]) == (404, "model")
+    assert "'adapter'" in reply["error"]["message"]

@@ -163,3 +163,48 @@ async def test_a_batch_beyond_the_ledgers_room_is_in_memory_alone(start_rig: Sta
         while (await rig.get("/status"))[1]["ledger"]["file"] is None:
             await asyncio.sleep(0.02)
     await check_begins_again(start_rig, rig)
+
+
+async def test_two_restarts_keep_the_tokens_of_both(start_rig: StartRig, kept_rig: Rig) -> None:
+    await left(kept_rig)
+    again = await restarted(start_rig, kept_rig)
+    again.go_on()
+    await again.begun(samples=8, tokens=14)  # of which 6 are of the gateway before
+    once_more = await restarted(start_rig, again)
+    once_more.hurry()
+    await whole(once_more)
+    assert made(once_more) <= ALL + 2 * 8 * 4
+
+
+async def test_prompts_that_have_ended_are_not_made_again(start_rig: StartRig, kept_rig: Rig) -> None:
+    """Of two prompts one ends at once, and the other's engine stands still."""
+    body = BATCH | {"prompt": [[5, 6, 7], [5, 6, 8]], "n": 1, "max_tokens": 70, "min_tokens": 1}
+    asking = asyncio.create_task(kept_rig.post("/v1/completions", body))
+    kept_rig.replicas[0].scheduler.stall(after=30)
+    async with asyncio.timeout(20):
+        while made(kept_rig) < 70 + 30:
+            await asyncio.sleep(0.01)
+    asking.cancel()
+    await until(kept_rig, "orphaned_batches", 1)
+    again = await restarted(start_rig, kept_rig)
+    again.hurry()
+    status, reply = await again.post("/v1/completions", body)
+    assert (status, [len(one["token_ids"]) for one in reply["choices"]]) == (200, [70, 70])
+    assert made(again) <= 140 + 4
+
+
+def damage(folder: Path) -> None:
+    """Name the notes of the folder's batch otherwise."""
+    [batch] = folder.iterdir()
+    batch.write_bytes(batch.read_bytes().replace(b"came", b"gone"))
+
+
+async def test_a_batch_that_cannot_be_read_is_dropped(start_rig: StartRig, kept_rig: Rig) -> None:
+    await left(kept_rig)
+    await kept_rig.stop_gateway()
+    ledger = str(kept_rig.config.gateway.ledger)
+    damage(Path(f"{ledger}.batches"))
+    again = await start_rig(2, replicas=kept_rig.replicas, gateway={"ledger": ledger})
+    again.hurry()
+    await whole(again)
+    assert (await again.get("/status"))[1]["ledger"]["batches"] == 0

@@ -178,21 +178,6 @@ def test_what_is_no_reply_is_a_failure_of_the_engine(content: bytes) -> None:
         assert carried_reply(content, "/", "a") == {}
 
 
-@pytest.mark.parametrize(
-    "choice",
-    [
-        '{"index":0,"text":1}', '{"index":0,"text":["a"]}', '{"index":0,"token_ids":"[1]"}',
-        '{"index":0,"token_ids":7}',
-        '{"index":0,"logprobs":{"tokens":["a"],"top_logprobs":{}}}', '{"index":0,"logprobs":[1]}', '{"index":1}',
-        '{"index":-1}', '{"index":"0"}', "{}", "1", '{"index":0,"text":"\xff"}', '{"index":0,"finish_reason":7}',
-    ],
-)  # fmt: skip
-def test_chunks_that_cannot_be_joined_are_a_failure_of_the_engine(choice: str) -> None:
-    odd = b'{"choices":[%b]}' % choice.encode("latin-1")
-    with pytest.raises(EngineFailed, match="replica a"):
-        joined(odd, b'{"choices":[{"index":0,"text":"b","finish_reason":"stop"}]}')
-
-
 def joined(*events: bytes) -> Json:
     assembly = Assembly(1, "a")
     for one in events:

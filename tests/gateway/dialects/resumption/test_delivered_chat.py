@@ -171,3 +171,14 @@ async def test_a_stream_whose_engine_does_not_tell_it_ends_with_what_it_was_cut_
     ((version, end),) = [(span["version"], span["end"]) for span in told[-1]["weight_versions"]]
     assert (version, end) == (0, len(ids))
     assert 0 < end < LONG
+
+
+async def test_log_probs_have_their_names_also_where_a_stream_under_a_parser_tells_none(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    PlayedParser(monkeypatch)
+    rig = await started(start_rig)
+    told = await cut_off(rig, body(logprobs=True, top_logprobs=2, return_token_ids=True))
+    entries = [entry for one in told if one["logprobs"] for entry in one["logprobs"]["content"]]
+    assert "".join(entry["token"] for entry in entries) == text_of(told)
+    assert {len(entry["top_logprobs"]) for entry in entries} == {2}

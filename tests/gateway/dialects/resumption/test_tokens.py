@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -334,3 +335,15 @@ async def test_a_trainers_own_abort_is_delivered_as_it_is(start_rig: StartRig) -
     assert told["finish_reason"] == "abort"
     assert 0 < len(told["token_ids"]) < LONG
     await rig.post("/resume")
+
+
+async def test_where_no_engine_takes_conversations_apart_they_are_made_again(start_rig: StartRig) -> None:
+    rig = await started(start_rig)
+    for replica in rig.fleet.replicas:
+        replica.info = replace(replica.info, capabilities=frozenset())
+    running = asyncio.create_task(posted(rig, CHAT, chat_body()))
+    await rig.begun()
+    await rig.update()
+    rig.hurry()
+    (told,) = (await running)["choices"]
+    assert told["weight_versions"] == [span(1, 0, LONG)]

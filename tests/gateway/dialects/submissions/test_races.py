@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from gateway.dialects.submissions.group_run import GroupRun
+from gateway.dialects.submissions.submission import Submission
 from gateway.ledger.file import LedgerFile
 from tests.rigs.rig import Json, Rig, StartRig
 from tests.rigs.submissions import GROUP, body, detached, of_type, outcomes, read, samples, submitted
@@ -87,3 +89,20 @@ async def test_a_disk_that_fails_costs_durability_alone(
     assert not head["durable"]
     report = (await kept_rig.get("/status"))[1]["ledger"]
     assert (report["durable"], "No space left" in report["failure"]) == (False, True)
+
+
+async def test_a_fault_of_the_program_ends_groups_and_their_submission(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("what nobody foresaw")
+
+    with monkeypatch.context() as program:
+        program.setattr(GroupRun, "_prompt", fails)
+        events = await submitted(rig, GROUPS[:2])
+    assert outcomes(events) == {0: "failed", 1: "failed"}
+    assert {event["error"]["code"] for event in of_type(events, "group")} == {500}
+    with monkeypatch.context() as program:
+        program.setattr(Submission, "write", fails)
+        events = await submitted(rig, GROUPS[:2])
+    assert (outcomes(events), events[-1]["type"]) == ({0: "failed", 1: "failed"}, "end")

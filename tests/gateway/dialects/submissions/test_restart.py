@@ -223,3 +223,35 @@ async def test_a_ledger_that_is_locked_at_the_start_is_brought_back_once_it_open
     assert (await read(last, "one"))[1:] == before[1:]
     assert sorted(samples(await read(last, "two"))) == [(group, sample) for group in range(6) for sample in range(2)]
     assert [(await read(last, name))[1:] for name in ("three", "four")] == [events[1:] for events in here]
+
+
+async def test_a_text_prompt_goes_on_from_its_tokens(start_rig: StartRig, kept_rig: Rig) -> None:
+    group = {"prompt": "abc", "sampling": {"temperature": 0}}
+    [whole] = of_type(await submitted(kept_rig, [group]), "sample")
+    made = sum(replica.generated_tokens for replica in kept_rig.replicas)
+    await detached(kept_rig, "one", [group])
+    await kept_rig.begun(samples=1)
+    await written(kept_rig.url, kept_rig.client)
+    again = await restarted(start_rig, kept_rig)
+    again.hurry()
+    events = await read(again, "one")
+    [sample] = of_type(events, "sample")
+    assert sample["token_ids"] == whole["token_ids"]
+    assert of_type(events, "group")[0]["prompt_token_ids"]
+    assert sum(replica.generated_tokens for replica in kept_rig.replicas) - made == 8
+
+
+async def test_tokens_of_two_versions_keep_their_spans_over_a_restart(start_rig: StartRig, kept_rig: Rig) -> None:
+    await kept_rig.open_group()
+    await detached(kept_rig, "one")
+    await kept_rig.begun(samples=1, tokens=4)
+    await written(kept_rig.url, kept_rig.client)
+    await kept_rig.stop_gateway()
+    for replica in kept_rig.replicas:
+        replica.label(1)
+    again = await restarted(start_rig, kept_rig)
+    again.hurry()
+    [sample] = of_type(await read(again, "one"), "sample")
+    spans = [(span["version"], span["start"], span["end"]) for span in sample["weight_versions"]]
+    assert spans[0] == (0, 0, 4)
+    assert spans[-1][2] == 8

@@ -188,3 +188,10 @@ async def test_abort_all_keeps_the_tokens_of_a_rollout_whose_rest_waits(
     made, end, spans = made_of(told if is_stream else told[1])
     assert (len(made), end) == (12, "abort")
     assert [(int(span["version"]), span["start"], span["end"]) for span in spans] == [(0, 0, 12)]
+
+
+async def test_the_server_tells_its_model_and_replicas(rig: Rig) -> None:
+    info = (await rig.get("/get_server_info"))[1]
+    assert (info["served_model_name"], info["context_length"], info["status"]) == ("sim", 128, "ready")
+    assert [state["state"] for state in info["internal_states"]] == ["SERVING", "SERVING"]
+    assert (await rig.get("/get_weight_version"))[1] == {"weight_version": "0"}

@@ -145,3 +145,9 @@ async def test_the_command_line_makes_a_checkpoint_folder_of_the_newest_version(
         done = await asyncio.to_thread(shell.run, "fetch", str(tmp_path / "mine"), "--url", rig.url)
         assert (done.returncode, said in done.stdout + done.stderr) == (code, True), done
     assert check_bytes(tmp_path / "mine").version == 1
+
+
+@pytest.mark.parametrize("span", ["bytes=99999-", "bytes=6-3", "lines=1-2"])
+async def test_a_range_that_is_none_is_refused(rig: Rig, span: str) -> None:
+    status, reply = await rig.get(f"{VERSIONS_PATH}/1/manifest.json", headers=OWNER | {"Range": span})
+    assert (status, reply["error"]["param"]) == (400, "Range")

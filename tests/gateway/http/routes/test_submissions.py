@@ -341,3 +341,35 @@ async def test_open_submissions_beyond_the_bound_refuse_new_ones(start_rig: Star
     async with rig.client.post(rig.url + "/v1/rollouts", json=body(id="two")) as response:
         assert (response.status, response.headers["Retry-After"]) == (429, "10")
         assert "max_bytes" in (await response.json())["error"]["message"]
+
+
+async def test_a_suspended_group_that_is_cancelled_is_freed_and_cannot_go_on(rig: Rig) -> None:
+    await detached(rig, "one", [GROUP, GROUP], on_deadline="resume")
+    await rig.begun(samples=2, tokens=6)
+    assert (await rig.post("/v1/rollouts/one/deadline"))[1]["outcomes"] == {"suspended": 2}
+    await ack(rig, "one", (await read(rig, "one"))[-1]["cursor"])
+    for group, left in ((1, {"suspended": 1, "cancelled": 1}), (0, {"cancelled": 2})):
+        async with rig.client.delete(rig.url + "/v1/rollouts/one", json={"groups": [group]}) as response:
+            assert (await response.json())["outcomes"] == left
+        status, error = await rig.post("/v1/rollouts", body([{"resume": {"id": "one", "group": group}}]))
+        assert (status, error["error"]["param"]) == (400, "groups[0].resume")
+    assert (await rig.get("/status"))[1]["ledger"]["kept_bytes"] == 0
+
+
+async def test_an_id_with_other_groups_is_refused(rig: Rig) -> None:
+    await submitted(rig, id="one")
+    status, error = await rig.post("/v1/rollouts", body([GROUP | {"n": 2}], id="one"))
+    assert (status, error["error"]["type"], error["error"]["param"]) == (409, "IdTaken", "id")
+
+
+async def test_an_update_that_cuts_off_leaves_spans_of_both_versions(start_rig: StartRig) -> None:
+    rig = await start_rig(2, weights={"in_flight": "abort"})
+    await rig.open_group()
+    await detached(rig, "one", [GROUP | {"n": 2}])
+    await rig.begun(samples=2, tokens=4)
+    await rig.update()
+    rig.hurry()
+    for sample in of_type(await read(rig, "one"), "sample"):
+        spans = [(span["version"], span["start"], span["end"]) for span in sample["weight_versions"]]
+        assert spans == [(0, 0, 4), (1, 4, 8)]
+        assert len(sample["token_ids"]) == len(sample["logprobs"]) == 8

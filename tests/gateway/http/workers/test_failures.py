@@ -9,6 +9,7 @@ from engines import errors
 from engines.errors import (
     EngineError,
     EngineFailed,
+    EngineUnreachable,
     InvalidRequest,
     RolloutGatewayError,
 )
@@ -60,3 +61,8 @@ def test_a_long_text_keeps_its_remedy_over_a_channel_and_is_not_shortened_again(
     assert str(error).endswith(": leave it out")
     assert len(str(error)) <= 4000
     assert shortened(str(error)) == str(error)
+
+
+def test_an_error_that_was_not_foreseen_is_named() -> None:
+    assert "ZeroDivisionError" in str(unpacked(packed(ZeroDivisionError("by zero"))))
+    assert not isinstance(unpacked(packed(ZeroDivisionError())), EngineUnreachable)

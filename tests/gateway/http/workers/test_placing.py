@@ -9,10 +9,11 @@ from typing import Any, cast
 import pytest
 
 from engines.engine import Engine
-from engines.errors import EngineFailed, Withdrawn
+from engines.errors import DeadlineExceeded, EngineFailed, EngineUnreachable, Withdrawn
 from gateway.config.schema import Config
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics
+from gateway.fleet.placement import attempt_loop
 from gateway.fleet.placement.routing import Rollout
 from gateway.fleet.placement.scheduler import Scheduler
 from gateway.fleet.replica import Replica
@@ -38,7 +39,7 @@ from gateway.http.workers.messages import (
     Withdraw,
 )
 from gateway.http.workers.remote_scheduler import RemoteScheduler
-from tests.rigs.stories.played_fleet import PlayedFleet
+from tests.rigs.stories.played_fleet import DIED, PlayedFleet
 
 CONFIG = Config.model_validate({"engine": {"kind": "sim", "model": "m"}})
 
@@ -257,3 +258,29 @@ async def test_odd_counts_of_an_engine_break_no_channel(
         assert await world.run("b", _answered)  # what was sent before has come
         assert learned == ([] if told is None else [told])
         assert not world.link.ended.is_set()
+
+
+async def test_the_owner_draws_the_conclusions_from_attempts_that_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attempt_loop, "_AFTER_DEATH_S", 0.0)
+    tried: list[str] = []
+
+    async def call(replica: Replica) -> str:
+        tried.append(replica.replica_id)
+        if len(tried) == 1:
+            raise EngineUnreachable(DIED, replica_id=replica.replica_id)
+        return replica.replica_id
+
+    async with _World().running() as world:
+        assert await world.run("a", call) == tried[1]
+        assert tried[0] != tried[1], "a replica that failed is avoided"
+        assert world.metrics.retries.labels("failed")._value.get() == 1
+        await world.until(lambda: world.is_free)
+        (life,) = world.scheduler.lives.of("a")
+        assert [attempt["end"] for attempt in life["attempts"]] == ["failed", "answered"]
+
+
+async def test_the_owners_bound_of_the_wait_ends_a_rollout_with_its_words() -> None:
+    async with _World(queue_timeout_s=0.05).running() as world:
+        world.scheduler.close_gate("test")
+        with pytest.raises(DeadlineExceeded, match="the gate is closed for: test"):
+            await world.run("a", _answered)

@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch")
-safetensors_torch = pytest.importorskip("safetensors.torch")
-
-from engines.clients import our_workers
 from engines.errors import WeightUpdateFailed
 from engines.inside_sglang import worker
 from engines.inside_sglang.worker import WeightWorker
 from engines.process.port import free_port
 from engines.transfer.gloo import SENDER_RANK, WeightGroup, send
 from engines.transfer.tensor_bytes import digest_on_host
+
+torch = pytest.importorskip("torch")
+safetensors_torch = pytest.importorskip("safetensors.torch")
+
 
 TIMEOUT_S = 30.0
 
@@ -290,14 +290,6 @@ def test_answers_and_errors_are_those_of_all_workers(model: Model, monkeypatch: 
     assert "worker 1: RuntimeError: no memory" in told.message
 
 
-def test_the_client_knows_the_words_for_a_method_that_these_workers_lack(monkeypatch: pytest.MonkeyPatch) -> None:
-    class WeightWorker:
-        """Of an older release."""
-
-    monkeypatch.setattr(worker, "_workers", [WeightWorker()])
-    assert our_workers._NO_METHOD.search(worker._outcome(None, "wipe_kv", {})["error"])
-
-
 def test_a_wipe_overwrites_the_kv_of_all_pools_and_no_table(own: WeightWorker) -> None:
     def kv() -> list[Any]:
         return [torch.full((2, 3), float("nan")), torch.full((2, 3), float("nan"))]
@@ -338,3 +330,12 @@ def test_a_wipe_overwrites_the_kv_of_a_draft_too(model: Model) -> None:
     target.token_to_kv_pool, manager.draft_worker = pool(), object()  # SGLang before 0.5.23
     WeightWorker(manager).wipe_kv()
     assert not target.token_to_kv_pool.k_buffer[0].any()
+
+
+def test_a_dropped_update_leaves_its_trainer(own: WeightWorker, model: Model, trainer: Trainer) -> None:
+    own.open_receipt()
+    own.stage_weights(info("up", "down"), TIMEOUT_S)
+    own.drop_receipt()
+    with pytest.raises(WeightUpdateFailed, match="the update was dropped"):
+        list(map(trainer.group.broadcast, [torch.zeros(48, dtype=torch.uint8)] * 2))
+    assert not model.both.any()

@@ -135,3 +135,10 @@ def test_a_chat_whose_first_output_is_its_last_reports_its_spans_in_both_of_its_
     events = [{"choices": [{"index": 0, "finish_reason": reason}]} for reason in (None, "length")]
     told_in = [json.loads(spans.added_to(f"data: {json.dumps(event)}\n\n").removeprefix("data: ")) for event in events]
     assert [event["choices"][0]["weight_versions"] for event in told_in] == [TOLD_WHOLE, TOLD_WHOLE]
+
+
+async def test_a_streamed_chat_tells_too(serving: Any) -> None:
+    results = each(result(output(0, None)), result(output(1, MIXED), output(0, WHOLE)))
+    events = [event async for event in serving.chats.chat_completion_stream_generator(None, results, "r")]
+    choices = [json.loads(event.removeprefix("data: "))["choices"][0] for event in events]
+    assert [choice.get("weight_versions") for choice in choices] == [None, TOLD, TOLD_WHOLE]

@@ -1,6 +1,6 @@
 """A load in exchange for the weights before: it leaves what any load leaves, and is taken back bit by bit."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import pytest
 
@@ -136,23 +136,6 @@ def test_an_exchange_loads_what_any_load_does_and_is_taken_back_bit_by_bit(
     assert bits(model.named_parameters()) == bits(other.named_parameters()) != before
     exchange.take_back()
     assert bits(model.named_parameters()) == before
-
-
-@pytest.mark.parametrize("limit", [4, 12, 100])
-def test_the_scratch_memory_has_a_limit_whatever_the_size_of_a_row(
-    planned: PlannedLoad, monkeypatch: pytest.MonkeyPatch, limit: int
-) -> None:
-    monkeypatch.setattr(exchanged, "_SCRATCH_BYTES", limit)
-    taken: list[int] = []
-    scratch = exchanged._scratch
-
-    def counted(batches: Sequence[exchanged._Pairs]) -> torch.Tensor:
-        taken.append(scratch(batches).nbytes)
-        return scratch(batches)
-
-    monkeypatch.setattr(exchanged, "_scratch", counted)
-    exchange_of(planned, sent()).load()
-    assert 0 < taken[0] <= limit
 
 
 def test_weights_that_no_tensor_can_keep_are_kept_aside(planned: PlannedLoad) -> None:

@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import os
 import re
+import signal
 import socket
 import sys
 import time
@@ -19,7 +21,7 @@ from engines.clients.sglang_engine import SglangEngine
 from engines.clients.vllm_engine import VllmEngine
 from engines.config import EngineConfig
 from engines.engine import Engine
-from engines.errors import ConfigError, EngineStartFailed
+from engines.errors import ConfigError, EngineError, EngineStartFailed
 from engines.process import engine_server as server
 from engines.process.engine_server import EngineServer, expected_tensors, streams_coarsely
 from engines.process.port import free_port
@@ -291,3 +293,40 @@ async def test_a_folder_where_no_log_can_be_written_is_named_by_its_key(new_serv
     folder = f"{tmp_path}/file/logs"
     with pytest.raises(ConfigError, match=re.escape(f"engine.log_dir = {folder!r}: no log can be written there")):
         await new_server(log_dir=folder).start()
+
+
+def guard_of(info: ReplicaInfo) -> int:
+    """The guard that the owner started: parent of the one that started the engine."""
+    return parent_of(parent_of(info.pid))
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+async def kill_guard(info: ReplicaInfo, killed: EngineProcess) -> None:
+    """Return once the end of the guard is known."""
+    os.kill(guard_of(info), signal.SIGKILL)
+    async with asyncio.timeout(SOON_S):
+        while killed.exit_code is None:
+            await asyncio.sleep(0.01)
+
+
+async def checked_until_it_fails(one: EngineServer) -> None:
+    async with asyncio.timeout(SOON_S):
+        while True:
+            await one.check()
+
+
+async def test_what_a_killed_guard_left_is_ended_and_told_also_where_the_log_is_gone(
+    new_server: NewServer, processes: list[EngineProcess]
+) -> None:
+    one = new_server()
+    info = await one.start()
+    os.remove(info.log_path)
+    await kill_guard(info, processes[0])
+    with pytest.raises(EngineError, match="ended with -9"):
+        await one.check()
+    async with asyncio.timeout(SOON_S):
+        while listens(info.url):
+            await asyncio.sleep(0.01)

@@ -177,15 +177,6 @@ def test_a_receiver_waits_for_a_sender_that_listens_and_joins_later(
     close_all([sender, receiver])
 
 
-def test_a_port_serves_one_group_after_another(pool: ThreadPoolExecutor) -> None:
-    port = free_port()
-    for _ in range(2):
-        groups = [WeightGroup("127.0.0.1", port, rank, 2, TIMEOUT_S) for rank in range(2)]
-        for joining in [pool.submit(group.join) for group in groups]:
-            joining.result(timeout=SOON_S)
-        close_all(groups)
-
-
 RECEIVER_THAT_STALLS = """
 import sys
 from engines.transfer.gloo import WeightGroup

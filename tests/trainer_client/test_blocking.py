@@ -21,11 +21,6 @@ def client_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "rollout client"]
 
 
-async def idle(rig: Rig) -> bool:
-    _, status = await rig.get("/status")
-    return not any(replica["samples_in_flight"] for replica in status["replicas"])
-
-
 async def test_rollouts_are_gathered_and_iterated(rig: Rig) -> None:
     def work() -> None:
         told: list[Progress] = []
@@ -60,25 +55,6 @@ async def test_generation_goes_on_while_the_caller_does_something_else(start_rig
             assert batch.progress.delivered == 3
 
     await asyncio.to_thread(work)
-
-
-async def test_a_loop_that_is_left_cancels_what_runs(start_rig: StartRig) -> None:
-    rig = await start_rig(sim={"decode_step_s": 0.05})
-
-    def work() -> None:
-        with BlockingRolloutClient(rig.url) as client:
-            batch = client.generate([*PROMPTS, [1]], LONG)
-            batch.cancel(3)
-            for rollout in batch.rollouts():
-                assert rollout.outcome is Outcome.CANCELLED
-                break
-            assert {rollout.outcome for rollout in batch.gather()} == {Outcome.CANCELLED}
-            assert client.generate(PROMPTS, LONG).num_prompts == 3  # cancelled by the client's end
-
-    await asyncio.to_thread(work)
-    async with asyncio.timeout(SOON_S):
-        while not await idle(rig):
-            await asyncio.sleep(0.02)
 
 
 async def test_errors_reach_the_caller(start_rig: StartRig) -> None:

@@ -231,27 +231,3 @@ async def test_suspended_groups_go_on_after_a_killed_gateway_or_begin_again_wher
         engine.hurry()
         assert lengths(await pool.batch(3)) == {0: [WHOLE] * 2, 2: [WHOLE] * 2, 3: [4, 4]}
         assert made([engine]) - before == 4 * (WHOLE - (STALL if keeps else 0)) + 2 * 4
-
-
-@pytest.mark.parametrize("keeps", [True, False])
-async def test_a_batch_goes_on_over_a_killed_gateway(engine: SimReplica, tmp_path: Path, keeps: bool) -> None:
-    async with Restarts(engine, tmp_path, keeps=keeps) as gateway:
-        pool = RolloutPool(gateway.client, [LONG, SHORT, LONG, SHORT], SAMPLING, size=3)
-        stall([engine])
-        assert lengths(await pool.batch(1)) == {1: [4, 4]}
-        making = asyncio.create_task(pool.batch(3))
-        async with asyncio.timeout(60):
-            while len(engine.scheduler.stalled) < 4:
-                await asyncio.sleep(0.01)
-        gateway.kill()
-        await until_idle_of_the_dead(engine)
-        engine.hurry()
-        await gateway.start()
-        assert lengths(await making) == {0: [WHOLE] * 2, 2: [WHOLE] * 2, 3: [4, 4]}
-
-
-async def until_idle_of_the_dead(engine: SimReplica) -> None:
-    """Return once the engine has noticed that its gateway is gone."""
-    async with asyncio.timeout(20):
-        while engine.scheduler.stalled:
-            await asyncio.sleep(0.01)

@@ -146,12 +146,6 @@ def test_engines_that_never_come_end_the_push_in_time(
     assert gateway.calls.count(route) == 1
 
 
-def test_engines_without_a_transport_of_ours_are_named(gateway: PlayedGateway, sender: WeightSender) -> None:
-    gateway.answers["/server_info"] = lambda _: (200, {"vllm_config": {"weight_transfer_config": None}})
-    with pytest.raises(ConfigError, match="receive weights over None"):
-        sender.push(model())
-
-
 def test_nccl_without_a_gpu_is_refused_before_a_group_is_opened(
     gateway: PlayedGateway, client: BlockingRolloutClient
 ) -> None:

@@ -132,11 +132,6 @@ def test_what_is_no_tensor_is_told_by_its_type(given: Any) -> None:
         Given({"w": given})
 
 
-def test_what_holds_no_tensors_is_told_by_its_type() -> None:
-    with pytest.raises(InvalidRequest, match="named_tensors is a SGD"):
-        Given(torch.optim.SGD([nn.Parameter(torch.ones(1))]))
-
-
 def test_what_wrappers_add_to_names_is_taken_off() -> None:
     compiled = torch.compile(Model())
     assert names(only_part(compiled)) == names(only_part(Model()))

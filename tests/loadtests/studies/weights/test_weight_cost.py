@@ -6,7 +6,6 @@ import orjson
 import pytest
 
 from loadtests.studies.weights.pusher import Flaw, Pushed
-from loadtests.studies.weights.raw_speed import broadcast_speed
 from loadtests.studies.weights.weight_cost import Restore, Run, main, steps_of, summarise
 
 
@@ -79,9 +78,3 @@ def test_a_fleet_is_measured_with_updates_and_without(tmp_path: Path, capsys: py
         assert variant["restore_errors"] == []
     assert report["bytes"] == 64
     assert "work lost s" in capsys.readouterr().out
-
-
-@pytest.mark.load
-def test_a_broadcast_alone_has_a_speed() -> None:
-    pytest.importorskip("torch")
-    assert broadcast_speed("gloo", ("cpu", "cpu"), 1 << 20) > 0

@@ -78,18 +78,6 @@ async def test_a_reply_that_breaks_off_is_a_failure(tmp_path: Path) -> None:
     assert ended.figures["completions"] == 0
 
 
-async def test_a_refusal_is_shown(tmp_path: Path) -> None:
-    async def refusing(request: web.Request) -> web.StreamResponse:
-        await asyncio.sleep(0.05)
-        return web.json_response({"error": {"message": "no replica is up"}}, status=504)
-
-    async with server(refusing) as url:
-        ended = await locust("open_loop", url, tmp_path, "-t", "1s", "--rate", "10")
-    assert ended.code == 1
-    assert "status 504" in ended.said
-    assert "no replica is up" in ended.said
-
-
 async def test_a_server_that_says_nothing_is_given_up(tmp_path: Path) -> None:
     async def silent(request: web.Request) -> web.StreamResponse:
         response = await streamed(request)

@@ -15,7 +15,7 @@ from engines.process.engine_server import EngineServer
 from gateway.config.schema import Config
 from gateway.ledger.ledger import default_file
 from gateway.weights.snapshots import in_memory
-from loadtests.fleet import GatewayProcess, engine_servers, filled, gateway_config, main
+from loadtests.fleet import GatewayProcess, engine_servers, filled, main
 from tests.rigs.rig import SimReplica
 
 
@@ -32,15 +32,6 @@ def test_each_engine_has_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
     assert gpus_of(engine_servers(config(tensor_parallel_size=2), ["0", "1", "2", "3"])) == ["0,1", "2,3"]
     with pytest.raises(ConfigError, match="3 GPUs are too few for its replica 1"):
         engine_servers(config(tensor_parallel_size=2), ["0", "1", "2"])
-
-
-def test_simulated_engines_take_no_gpu() -> None:
-    assert gpus_of(engine_servers(config(), ["0", "1"])) == [None, None]
-
-
-def test_a_gateway_waits_for_the_replicas_it_is_over() -> None:
-    groups = Config.model_validate({"engines": {"a": {"kind": "sim"}, "b": {"kind": "sim", "num_replicas": 3}}})
-    assert sum(group.num_replicas for group in gateway_config(groups, 2).groups.values()) == 2
 
 
 def test_a_command_is_told_where_everything_is() -> None:

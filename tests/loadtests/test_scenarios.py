@@ -51,13 +51,6 @@ async def test_a_batch_asked_for_prompt_by_prompt_may_mix_lengths(rig: Rig, tmp_
     assert "use --ask prompt" in refused.said
 
 
-async def test_whole_replies_tell_the_makespan_alone(rig: Rig, tmp_path: Path) -> None:
-    ended = await locust("trainer", rig.url, tmp_path, "-t", "1s", "--prompts", "2", "--samples", "2", "--ask", "whole")
-    assert ended.code == 0, ended.said
-    assert ended.figures["makespan_s.count"] >= 1
-    assert "ttft_s.count" not in ended.figures
-
-
 async def test_agents_in_two_processes(rig: Rig, tmp_path: Path) -> None:
     options = ["-u", "4", "-r", "4", "-t", "4s", "--turns", "3", "--tool-gap", "0.01", "--tool-tokens", "4"]
     ended = await locust("agents", rig.url, tmp_path, *options, "--processes", "2")
@@ -66,26 +59,10 @@ async def test_agents_in_two_processes(rig: Rig, tmp_path: Path) -> None:
     assert ended.figures["later_turn_s.count"] >= 2 * ended.figures["session_s.count"]
 
 
-async def test_a_session_ends_before_its_context_is_full(rig: Rig, tmp_path: Path) -> None:
-    options = ["-t", "1s", "--turns", "9", "--tool-gap", "0", "--tool-tokens", "4", "--max-context", "24"]
-    ended = await locust("agents", rig.url, tmp_path, *options)
-    assert ended.code == 0, ended.said
-    assert ended.figures["later_turn_s.count"] == pytest.approx(ended.figures["session_s.count"], abs=1)
-
-
 async def test_sessions_without_room_for_a_turn_are_refused(rig: Rig, tmp_path: Path) -> None:
     ended = await locust("agents", rig.url, tmp_path, "-t", "1s", "--max-context", "10")
     assert ended.code == 1
     assert "--max-context 10: the first turn takes up to 14 tokens" in ended.said
-
-
-async def test_a_spike_is_told_of_by_itself(rig: Rig, tmp_path: Path) -> None:
-    ended = await locust("spike", rig.url, tmp_path, "-u", "1", "-t", "6s", "--rate", "8", "--spike", "6")
-    assert ended.code == 0, ended.said
-    told = ended.figures
-    assert told["spike.completions"] > max(told["calm.completions"], told["after.completions"])
-    assert told["spike.ttft_s.p99"] > 0
-    assert "before the spike again" in ended.said  # within how long is the machine's matter
 
 
 async def test_a_spike_without_a_rate_is_more_than_the_server_can_do(start_rig: StartRig, tmp_path: Path) -> None:
@@ -129,27 +106,11 @@ async def test_a_url_without_a_server_ends_the_run_at_once(tmp_path: Path, proce
         assert not ended.figures
 
 
-async def test_a_replay_without_a_trace_is_refused(rig: Rig, tmp_path: Path) -> None:
-    ended = await locust("replay", rig.url, tmp_path)
-    assert ended.code == 2
-    assert "--trace" in ended.said
-
-
 @pytest.mark.parametrize("rate", ["0", "-1", "nan"])
 async def test_arrivals_that_cannot_be_are_refused(rig: Rig, tmp_path: Path, rate: str) -> None:
     ended = await locust("open_loop", rig.url, tmp_path, "--rate", rate)
     assert ended.code == 2
     assert "a number above 0 is needed" in ended.said
-
-
-@pytest.mark.slow
-async def test_a_soak_tells_what_drifts(rig: Rig, tmp_path: Path) -> None:
-    options = ["-t", "8s", "--rate", "4", "--prompts", "2", "--samples", "2", "--turns", "2", "--tool-gap", "0.05"]
-    ended = await locust("soak", rig.url, tmp_path, *options, "--watch-pid", "1", "--update-every", "2")
-    assert ended.code == 0, ended.said
-    told = ended.figures
-    assert told["drift.ttft_s.p50"] > 0
-    assert all(told[f"{name}.count"] for name in ("makespan_s", "session_s", "lateness_s", "update_s", "watched_mib"))
 
 
 async def test_a_threshold_that_is_missed_fails_the_run(rig: Rig, tmp_path: Path) -> None:

@@ -60,10 +60,6 @@ def test_turns_of_a_session_stay_together(path: Path) -> None:
     assert [len(piece) for piece in pieces] == [2, 1, 1, 1]
 
 
-def test_prompts_that_were_kept_are_sent_as_they_were(path: Path) -> None:
-    assert recorded(path, ({"prompt": PREFIX}, ""), content=True)[0].prompts == [PREFIX]
-
-
 def test_what_is_no_trace_is_refused_by_line(path: Path) -> None:
     with pytest.raises(TraceError, match="No such file"):
         read_trace(path)
@@ -112,11 +108,3 @@ async def test_a_recorded_run_is_asked_again(rig: Rig, path: Path, tmp_path: Pat
     assert {line["prompts"][0]["blocks"][0] for line in again} != {before[0]["prompts"][0]["blocks"][0]}
     assert len({line["prompts"][0]["blocks"][0] for line in again}) == 1
     assert sum(line["session"] is not None for line in again) == 2
-
-
-@pytest.mark.load
-async def test_a_replay_without_a_trace_says_so(rig: Rig, tmp_path: Path) -> None:
-    ended = await locust("replay", rig.url, tmp_path, "--trace", str(tmp_path / "none"))
-    assert ended.code == 2
-    assert "argument --trace: " in ended.said
-    assert "No such file" in ended.said

@@ -12,13 +12,6 @@ def workload(**changes: Any) -> Workload:
     return Workload(**{**values, **changes})
 
 
-def test_the_same_seed_gives_the_same_prompts() -> None:
-    assert workload().prompts_of("a") == workload().prompts_of("a")
-    assert workload().prompts_of("a") != workload().prompts_of("b")
-    # Pinned: every machine and Python must draw the same.
-    assert workload(prompts=1, prompt_tokens=LengthMix.parse("3")).prompts_of("pinned") == [[115, 77, 90]]
-
-
 def test_prompts_of_a_request_differ() -> None:
     prompts = workload(prompts=64).prompts_of("a")
     assert len({tuple(prompt) for prompt in prompts}) == 64
@@ -47,8 +40,3 @@ def test_a_request_asks_for_what_a_trainer_needs() -> None:
     assert "stream" not in body
     assert "model" not in workload().request("a")
     assert workload().request("a", stream=True)["stream_options"] == {"include_usage": True}
-
-
-def test_it_knows_the_tokens_that_must_come() -> None:
-    assert workload().tokens == 4 * 2 * 8
-    assert workload(ignore_eos=False).tokens is None

@@ -21,11 +21,6 @@ def client_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "rollout client"]
 
 
-async def idle(rig: Rig) -> bool:
-    _, status = await rig.get("/status")
-    return not any(replica["samples_in_flight"] for replica in status["replicas"])
-
-
 async def test_rollouts_are_gathered_and_iterated(rig: Rig) -> None:
     def work() -> None:
         told: list[Progress] = []
@@ -62,25 +57,6 @@ async def test_generation_goes_on_while_the_caller_does_something_else(start_rig
     await asyncio.to_thread(work)
 
 
-async def test_a_loop_that_is_left_cancels_what_runs(start_rig: StartRig) -> None:
-    rig = await start_rig(sim={"decode_step_s": 0.05})
-
-    def work() -> None:
-        with BlockingRolloutClient(rig.url) as client:
-            batch = client.generate([*PROMPTS, [1]], LONG)
-            batch.cancel(3)
-            for rollout in batch.rollouts():
-                assert rollout.outcome is Outcome.CANCELLED
-                break
-            assert {rollout.outcome for rollout in batch.gather()} == {Outcome.CANCELLED}
-            assert client.generate(PROMPTS, LONG).num_prompts == 3  # cancelled by the client's end
-
-    await asyncio.to_thread(work)
-    async with asyncio.timeout(SOON_S):
-        while not await idle(rig):
-            await asyncio.sleep(0.02)
-
-
 async def test_errors_reach_the_caller(start_rig: StartRig) -> None:
     rig = await start_rig(sim={"decode_step_s": 0.05})
 
@@ -113,23 +89,3 @@ async def test_a_progress_callback_may_cancel_its_batch(rig: Rig) -> None:
         assert outcomes == {Outcome.DELIVERED, Outcome.CANCELLED}
 
     await asyncio.to_thread(work)
-
-
-async def test_a_submission_is_iterated_and_cancelled(rig: Rig) -> None:
-    def work() -> None:
-        with BlockingRolloutClient(rig.url) as client:
-            submission = client.submit(PROMPTS, TOKENS, submission_id="step")
-            assert sorted((c.prompt_index, c.sample_index) for c in submission) == [
-                (prompt, sample) for prompt in range(3) for sample in range(2)
-            ]
-            assert (submission.id, submission.outcomes) == ("step", dict.fromkeys(range(3), "delivered"))
-            left = iter(client.submit(PROMPTS, TOKENS, submission_id="other"))
-            next(left)
-            left.close()
-            client.submit(PROMPTS, TOKENS, submission_id="other").cancel()
-
-    await asyncio.to_thread(work)
-    assert not client_threads()
-    async with asyncio.timeout(SOON_S):
-        while not await idle(rig):
-            await asyncio.sleep(0.01)

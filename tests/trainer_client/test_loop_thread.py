@@ -70,21 +70,6 @@ def test_a_call_after_the_close_is_refused(thread: LoopThread) -> None:
         thread.run(lambda: 7)
 
 
-def test_a_call_during_the_close_is_refused(thread: LoopThread) -> None:
-    asked = threading.Event()
-    refused: list[BaseException | None] = []
-
-    async def last() -> None:
-        beside, ends = ends_with(lambda: thread.wait(number()))
-        await asyncio.to_thread(beside.join, SOON_S)
-        refused.extend(ends)
-        asked.set()
-
-    thread.close(last)
-    assert asked.is_set()
-    assert [type(error) for error in refused] == [InvalidRequest]
-
-
 def test_the_close_ends_waits_of_other_threads(thread: LoopThread) -> None:
     began = threading.Event()
 
@@ -97,19 +82,6 @@ def test_the_close_ends_waits_of_other_threads(thread: LoopThread) -> None:
     thread.close(nothing)
     beside.join(SOON_S)
     assert [str(error) for error in ends] == ["the client is closed: make another"]
-
-
-def test_threads_may_close_it_at_the_same_time(thread: LoopThread) -> None:
-    together = threading.Barrier(4)
-
-    def close() -> None:
-        together.wait()
-        thread.close(nothing)
-
-    closers = [ends_with(close) for _ in range(4)]
-    for closer, _ in closers:
-        closer.join(SOON_S)
-    assert [ends for _, ends in closers] == [[None]] * 4
 
 
 def test_a_close_ends_in_time_where_a_callback_does_not(thread: LoopThread, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,18 +111,6 @@ def test_its_own_thread_is_refused_a_wait_and_may_make_calls(thread: LoopThread)
         return str(refused.value)
 
     assert "its own client" in thread.run(callback)
-
-
-def test_a_callback_that_exits_leaves_the_thread_alive(thread: LoopThread) -> None:
-    def leave() -> None:
-        loop = asyncio.get_running_loop()
-        loop.set_exception_handler(lambda loop, context: seen.append(context["exception"]))
-        loop.call_soon(sys.exit, 3)
-
-    seen: list[BaseException] = []
-    thread.run(leave)
-    assert thread.wait(number()) == 7
-    assert [type(error) for error in seen] == [SystemExit]
 
 
 def test_a_forked_process_is_refused() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from engines.config import SimConfig
-from engines.errors import DeadlineExceeded, EngineFailed, GatewayUnreachable, InvalidRequest
+from engines.errors import InvalidRequest
 from engines.process.port import free_port
 from tests.rigs.forked_gateway import ForkedGateway
 from tests.rigs.rig import MAX_MODEL_LEN, Rig, SimReplica
@@ -19,7 +19,6 @@ from trainer_client import (
     RolloutPool,
     SamplingParams,
 )
-from trainer_client.submission import Submission
 
 WHOLE = 20
 SAMPLING = SamplingParams(n=2, max_tokens=WHOLE, ignore_eos=True)
@@ -108,38 +107,6 @@ async def test_a_group_older_than_the_bound_begins_again_and_is_freed(
     assert await kept(rig) == 0
 
 
-async def test_a_group_that_ended_beyond_its_batch_keeps_the_bound_too(rig: Rig, client: RolloutClient) -> None:
-    await rig.open_group()
-    pool = RolloutPool(client, [SHORT] * 4, SAMPLING, size=2, max_staleness=1)
-    seen = []
-    for version in range(4):
-        [group] = await pool.batch(1)
-        seen.append(group.prompt_index)
-        assert all(completion.oldest_version in (version, version - 1) for completion in group.completions)
-        await rig.update()
-    assert sorted(seen) == [0, 1, 2, 3]
-
-
-async def test_a_batch_waits_for_groups_that_could_not_go_on_in_the_next(rig: Rig, client: RolloutClient) -> None:
-    await rig.open_group()
-    async with RolloutPool(client, [LONG, SHORT, SHORT], SAMPLING, size=2, max_staleness=1) as pool:
-        stall(rig.replicas)
-        assert lengths(await pool.batch(1)) == {1: [4, 4]}
-        await until_idle(rig.replicas)
-        await rig.update()
-        making = asyncio.create_task(pool.batch(1))
-        await rig.begun(samples=2)
-        async with asyncio.timeout(20):
-            while len(pool._ended) < 1:
-                await asyncio.sleep(0.01)
-        assert not making.done()  # a group has ended, and the other is at the bound
-        rig.hurry()
-        [first] = await making
-        assert (first.prompt_index, spans(first)) == (0, [[(0, 0, STALL), (1, STALL, WHOLE)]] * 2)
-        await rig.update()
-        assert lengths(await pool.batch(1)) == {2: [4, 4]}
-
-
 async def test_need_of_n_samples_end_a_group(rig: Rig, client: RolloutClient) -> None:
     sampling = SamplingParams(n=4, max_tokens=100)  # these end by themselves, at any length
     async with RolloutPool(client, [LONG] * 6, sampling, size=3, need=2) as pool:
@@ -148,54 +115,12 @@ async def test_need_of_n_samples_end_a_group(rig: Rig, client: RolloutClient) ->
     assert all(len(one.completions) == 2 for batch in batches for one in batch)
 
 
-async def test_prompts_of_text_are_reported_as_the_engine_read_them(rig: Rig, client: RolloutClient) -> None:
-    async with RolloutPool(client, ["abc", LONG], SAMPLING, size=2) as pool:
-        stall(rig.replicas)
-        making = asyncio.create_task(pool.batch(2))
-        await rig.begun(samples=4)
-        rig.hurry()
-        read = {one.prompt_index: one.prompt_token_ids for one in await making}
-    whole = await client.generate(["abc"], SAMPLING).gather()
-    assert whole[0].prompt_token_ids is not None
-    assert [ids is not None and ids.tolist() for ids in (read[0], read[1])] == [
-        whole[0].prompt_token_ids.tolist(),
-        LONG,
-    ]
-
-
 async def test_a_group_that_fails_raises_and_leaves_the_others_in_the_pool(rig: Rig, client: RolloutClient) -> None:
     too_long = [5] * (MAX_MODEL_LEN + 1)
     pool = RolloutPool(client, [too_long, SHORT, LONG], SAMPLING, size=3)
     with pytest.raises(InvalidRequest, match=r"prompts\[0\]: "):
         await pool.batch(3)
     assert lengths(await pool.batch(3)) == {1: [4, 4], 2: [WHOLE] * 2}
-
-
-async def test_each_group_that_fails_is_told_with_its_prompt(rig: Rig, client: RolloutClient) -> None:
-    text = "x" * (10 * MAX_MODEL_LEN)  # only an engine knows that it is too long
-    pool = RolloutPool(client, [text, SHORT, text], SAMPLING, size=3)
-    told = []
-    for _ in range(2):
-        with pytest.raises(InvalidRequest, match="maximum context length") as raised:
-            await pool.batch(3)
-        told.append(str(raised.value).partition(":")[0])
-    assert sorted(told) == ["prompts[0]", "prompts[2]"]
-    assert lengths(await pool.batch(3)) == {1: [4, 4]}
-
-
-async def test_suspended_groups_go_on_after_a_group_that_the_gateway_refused(rig: Rig, client: RolloutClient) -> None:
-    too_long = [5] * (MAX_MODEL_LEN + 1)
-    pool = RolloutPool(client, [LONG, SHORT, too_long], SAMPLING, size=2)
-    stall(rig.replicas)
-    await pool.batch(1)
-    await until_idle(rig.replicas)
-    rig.hurry()
-    before = made(rig.replicas)
-    with pytest.raises(InvalidRequest, match=r"prompts\[2\]: "):
-        await pool.batch(1)
-    assert lengths(await pool.batch(1)) == {0: [WHOLE] * 2}
-    assert made(rig.replicas) - before == 2 * (WHOLE - STALL)
-    assert await kept(rig) == 0
 
 
 async def test_a_batch_that_is_interrupted_ends_on_the_engines_and_is_made_again(
@@ -213,44 +138,12 @@ async def test_a_batch_that_is_interrupted_ends_on_the_engines_and_is_made_again
     assert lengths(await pool.batch(2)) == {0: [WHOLE] * 2, 1: [WHOLE] * 2}
 
 
-async def test_other_groups_are_suspended_where_a_proxy_fails_for_a_while(
-    rig: Rig, client: RolloutClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    answers = iter([EngineFailed("502"), DeadlineExceeded("504"), GatewayUnreachable("503")])
-    let_pass = Submission.let_deadline_pass
-
-    async def fails(submission: Submission) -> None:
-        if (error := next(answers, None)) is not None:
-            raise error
-        await let_pass(submission)
-
-    monkeypatch.setattr(Submission, "let_deadline_pass", fails)
-    monkeypatch.setattr("trainer_client.pool._PAUSE_S", 0.0)
-    pool = RolloutPool(client, [LONG, SHORT], SAMPLING, size=2)
-    stall(rig.replicas)
-    assert lengths(await pool.batch(1)) == {1: [4, 4]}
-    assert next(answers, None) is None
-    rig.hurry()
-    assert lengths(await pool.batch(1)) == {0: [WHOLE] * 2}
-
-
 async def test_a_pool_that_is_closed_leaves_nothing_on_the_gateway(rig: Rig, client: RolloutClient) -> None:
     async with RolloutPool(client, [LONG, SHORT, LONG], SAMPLING, size=3) as pool:
         stall(rig.replicas)
         await pool.batch(1)
         assert await kept(rig) > 0
     assert await kept(rig) == 0
-
-
-async def test_a_pool_that_is_closed_ends_the_batch_that_it_makes(rig: Rig, client: RolloutClient) -> None:
-    async with RolloutPool(client, [LONG] * 4, SAMPLING, size=2) as pool:
-        stall(rig.replicas)
-        making = asyncio.create_task(pool.batch(1))
-        await rig.begun(samples=4)
-    with pytest.raises(asyncio.CancelledError):
-        await making
-    await until_idle(rig.replicas)
-    assert (await rig.get("/status"))[1]["ledger"]["open"] == 0
 
 
 async def test_a_pool_makes_one_batch_at_a_time(rig: Rig, client: RolloutClient) -> None:
@@ -289,19 +182,6 @@ async def test_a_pool_without_a_loop_does_the_same(rig: Rig) -> None:
 
     assert lengths(await asyncio.to_thread(first_batch)) == {1: [4, 4], 2: [4, 4]}
     assert await kept(rig) == 0
-
-
-async def test_a_client_that_is_closed_ends_the_batch_of_another_thread(rig: Rig) -> None:
-    stall(rig.replicas)
-    client = BlockingRolloutClient(rig.url)
-    pool = BlockingRolloutPool(client, [LONG, LONG], SAMPLING, size=2)
-    making = asyncio.create_task(asyncio.to_thread(pool.batch, 1))
-    await rig.begun(samples=4)
-    await asyncio.to_thread(client.close)
-    async with asyncio.timeout(20):
-        with pytest.raises(InvalidRequest, match="the client is closed"):
-            await making
-    await until_idle(rig.replicas)
 
 
 class Restarts:
@@ -351,27 +231,3 @@ async def test_suspended_groups_go_on_after_a_killed_gateway_or_begin_again_wher
         engine.hurry()
         assert lengths(await pool.batch(3)) == {0: [WHOLE] * 2, 2: [WHOLE] * 2, 3: [4, 4]}
         assert made([engine]) - before == 4 * (WHOLE - (STALL if keeps else 0)) + 2 * 4
-
-
-@pytest.mark.parametrize("keeps", [True, False])
-async def test_a_batch_goes_on_over_a_killed_gateway(engine: SimReplica, tmp_path: Path, keeps: bool) -> None:
-    async with Restarts(engine, tmp_path, keeps=keeps) as gateway:
-        pool = RolloutPool(gateway.client, [LONG, SHORT, LONG, SHORT], SAMPLING, size=3)
-        stall([engine])
-        assert lengths(await pool.batch(1)) == {1: [4, 4]}
-        making = asyncio.create_task(pool.batch(3))
-        async with asyncio.timeout(60):
-            while len(engine.scheduler.stalled) < 4:
-                await asyncio.sleep(0.01)
-        gateway.kill()
-        await until_idle_of_the_dead(engine)
-        engine.hurry()
-        await gateway.start()
-        assert lengths(await making) == {0: [WHOLE] * 2, 2: [WHOLE] * 2, 3: [4, 4]}
-
-
-async def until_idle_of_the_dead(engine: SimReplica) -> None:
-    """Return once the engine has noticed that its gateway is gone."""
-    async with asyncio.timeout(20):
-        while engine.scheduler.stalled:
-            await asyncio.sleep(0.01)

@@ -2,19 +2,15 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from pathlib import Path
 from typing import Any, cast
 
 import msgspec
 import numpy as np
 import pytest
 
-from engines.config import SimConfig
 from engines.errors import DeadlineExceeded, GatewayUnreachable, IdTaken, InvalidRequest, RolloutGatewayError
-from engines.process.port import free_port
 from gateway.api import error_of
-from tests.rigs.forked_gateway import ForkedGateway
-from tests.rigs.rig import Rig, SimReplica
+from tests.rigs.rig import Rig
 from trainer_client import RolloutClient, SamplingParams, http, submission
 from trainer_client.results import Completion
 
@@ -46,15 +42,6 @@ async def test_each_completion_comes_once_with_its_arrays(rig: Rig, client: Roll
     assert (await rig.get("/status"))[1]["ledger"]["kept_bytes"] == 0
 
 
-async def test_the_samples_are_those_of_generate(client: RolloutClient) -> None:
-    greedy = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
-    [rollout] = await client.generate([[5, 6, 7]], greedy).gather()
-    [completion] = [one async for one in client.submit([[5, 6, 7]], greedy)]
-    assert completion.token_ids.tolist() == rollout.completions[0].token_ids.tolist()
-    assert completion.text == rollout.completions[0].text
-    assert completion.spans == rollout.completions[0].spans
-
-
 async def test_a_trainer_that_restarts_under_its_id_gets_the_rest(rig: Rig, client: RolloutClient) -> None:
     first: list[Completion] = []
     async for completion in client.submit(PROMPTS, SAMPLING, submission_id="step"):
@@ -82,11 +69,6 @@ async def test_groups_that_fail_are_named_and_the_others_delivered(rig: Rig, cli
     assert [one async for one in asked] == []
     assert asked.outcomes == {0: "failed"}
     assert isinstance(asked.failures[0], InvalidRequest)
-
-
-async def test_a_bad_request_raises(client: RolloutClient) -> None:
-    with pytest.raises(InvalidRequest, match="need = 3 is more than n = 2"):
-        _ = [one async for one in client.submit(PROMPTS, SAMPLING, need=3)]
 
 
 async def test_a_submission_that_is_late_raises_in_time(rig: Rig, client: RolloutClient) -> None:
@@ -119,39 +101,6 @@ async def test_a_submission_whose_client_is_closed_says_so(rig: Rig, client: Rol
     await client.close()
     with pytest.raises(InvalidRequest, match="the client is closed"):
         await asyncio.wait_for(reading, 30)
-
-
-@pytest.mark.parametrize("keeps", [True, False])
-async def test_a_killed_gateway_costs_no_completion_and_nothing_comes_twice(tmp_path: Path, keeps: bool) -> None:
-    engine = await SimReplica("engine-0", 0, SimConfig(decode_step_s=0.0, decode_step_per_seq_s=0.0)).start()
-    port = free_port()
-    ledger = tmp_path / "ledger.sqlite" if keeps else None
-    gateway = ForkedGateway(port, engine.info.url, tmp_path / "log", ledger)
-    await asyncio.to_thread(gateway.start)
-    completions: list[Completion] = []
-    try:
-        async with RolloutClient(f"http://127.0.0.1:{port}") as client:
-            await client.wait_ready(timeout_s=60)
-            engine.scheduler.stall(after=5)
-
-            async def read() -> None:
-                async for completion in client.submit(PROMPTS, SAMPLING, submission_id="step"):
-                    completions.append(completion)
-
-            reading = asyncio.create_task(read())
-            async with asyncio.timeout(60):
-                while not engine.scheduler.stalled:
-                    await asyncio.sleep(0.01)
-            gateway.kill()
-            engine.hurry()
-            await asyncio.to_thread(gateway.start)
-            async with asyncio.timeout(60):
-                await reading
-    finally:
-        gateway.kill()
-        await engine.kill()
-    assert sorted(names(completions)) == ALL
-    assert all(len(completion.token_ids) == 8 for completion in completions)
 
 
 async def test_a_silent_connection_is_made_again_and_nothing_comes_twice(

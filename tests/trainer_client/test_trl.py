@@ -1,6 +1,5 @@
 """TRL's client over gloo against an HTTP server that plays a gateway, with receivers as threads of this process."""
 
-import threading
 import time
 from collections.abc import Iterator
 from types import ModuleType
@@ -74,36 +73,6 @@ def test_every_engine_holds_the_trainers_weights_after_an_update(gateway: Played
     client.close_communicator()
 
 
-@pytest.mark.usefixtures("installed")
-def test_the_calls_are_those_that_trl_makes_over_nccl(gateway: PlayedGateway) -> None:
-    client = client_of(gateway)
-    client.init_communicator("cpu")
-    client.update_model_params(model())
-    client.reset_prefix_cache()
-    assert gateway.calls == [
-        "/health",
-        "/v1/models",
-        "/server_info",
-        "/get_world_size",
-        "/init_weight_transfer_engine",
-        "/start_weight_update",
-        "/update_weights",
-        "/finish_weight_update",
-        "/reset_prefix_cache",
-    ]
-    client.close_communicator()
-
-
-@pytest.mark.usefixtures("installed")
-def test_the_client_knows_the_version_that_the_gateway_tells(gateway: PlayedGateway) -> None:
-    client = client_of(gateway)
-    client.init_communicator("cpu")
-    versions = [client.weight_version]
-    client.update_model_params(model())
-    assert [*versions, client.weight_version] == [None, 7]
-    client.close_communicator()
-
-
 def _push_each(client: Any, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
     for name, tensor in tensors:
         client.update_named_param(name, tensor)
@@ -124,33 +93,6 @@ def test_an_error_among_the_tensors_of_an_update_ends_it_without_a_commit(gatewa
     with client.weight_update():
         client.update_named_param("a", torch.ones(3))
     assert gateway.calls[-3:] == ["/start_weight_update", "/update_weights", "/finish_weight_update"]
-    client.close_communicator()
-
-
-@pytest.mark.usefixtures("installed")
-def test_an_error_within_the_broadcast_is_raised_at_once(gateway: PlayedGateway) -> None:
-    """Such as of a full GPU, or an operator's Ctrl-C: the engines need not wait for the rest until their limit."""
-    client = client_of(gateway)
-    client.init_communicator("cpu")
-
-    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
-        yield "a", torch.ones(3)
-        raise KeyboardInterrupt
-
-    metadata, began = [("a", "float32", [3]), ("b", "float32", [3])], time.monotonic()
-    with pytest.raises(KeyboardInterrupt), client.weight_update():
-        client.update_named_params(metadata, tensors())
-    assert time.monotonic() - began < SOON_S
-    assert gateway.calls[-1] == "/v1/weight_updates"
-
-
-@pytest.mark.usefixtures("installed")
-def test_a_trainer_can_join_again_after_another_left(gateway: PlayedGateway) -> None:
-    client = client_of(gateway)
-    client.init_communicator("cpu")
-    client.init_communicator("cpu")
-    client.update_model_params(model())
-    assert gateway.received[0]
     client.close_communicator()
 
 
@@ -180,12 +122,6 @@ def test_the_update_after_a_refused_one_goes_over_another_group(gateway: PlayedG
     client.close_communicator()
 
 
-def test_the_trainer_listens_before_it_calls_the_engines_to_join(gateway: PlayedGateway) -> None:
-    client = client_of(gateway)
-    client.init_communicator("cpu")
-    client.close_communicator()
-
-
 @pytest.mark.usefixtures("installed")
 def test_a_refused_init_ends_the_rendezvous_at_once_with_the_reason(gateway: PlayedGateway) -> None:
     gateway.answers["/init_weight_transfer_engine"] = lambda _: (409, {"error": "another trainer is here"})
@@ -193,35 +129,6 @@ def test_a_refused_init_ends_the_rendezvous_at_once_with_the_reason(gateway: Pla
     with pytest.raises(WeightUpdateFailed, match=r"409.*another trainer is here"):
         client_of(gateway).init_communicator("cpu")
     assert time.monotonic() - began < SOON_S
-
-
-@pytest.mark.usefixtures("installed")
-def test_an_engine_that_cannot_load_fails_the_update_with_its_reason(
-    gateway: PlayedGateway, vllm_client: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from trainer_client import trl as gloo_trl
-
-    heard = threading.Event()
-
-    def send(*arguments: Any, **keywords: Any) -> None:
-        try:
-            gloo_trl.send_packed(*arguments, **keywords)
-        finally:
-            heard.set()
-
-    monkeypatch.setattr(vllm_client, "packed_nccl_broadcast_producer", send)
-    client = client_of(gateway)
-    client.init_communicator("cpu")
-
-    def leave_instead(_: dict[str, Any]) -> Answer:
-        gateway.groups[1].close("KeyError: 'lm_head'")
-        gateway.groups[0].close()
-        assert heard.wait(TIMEOUT_S), "the sender hears it from the engine, before this answer"
-        return 424, {"error": "a replica failed"}
-
-    gateway.answers["/update_weights"] = leave_instead
-    with pytest.raises(WeightUpdateFailed, match=r"424.*a replica failed.*rank 2: KeyError: 'lm_head'"):
-        client.update_model_params(model())
 
 
 @pytest.mark.usefixtures("installed")

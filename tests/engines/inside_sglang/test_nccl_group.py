@@ -160,14 +160,6 @@ def test_a_broadcast_that_never_ends_is_aborted_at_its_deadline(nccl: PlayedNccl
         group.receive(announced(tensors(1)), lambda _: None)
 
 
-def test_a_broadcast_of_a_trainer_that_is_gone_is_aborted(nccl: PlayedNccl, trainer: Any) -> None:
-    group = joined(trainer)
-    del trainer.store
-    with pytest.raises(WeightUpdateFailed, match="lost the NCCL group"):
-        group.receive(announced(tensors(1)), lambda _: None, 40)
-    assert nccl.calls[-1] == ("abort", "comm")
-
-
 def test_a_join_without_all_ranks_ends_at_its_deadline(
     nccl: PlayedNccl, trainer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch")
-safetensors_torch = pytest.importorskip("safetensors.torch")
-
-from engines.clients import our_workers
 from engines.errors import WeightUpdateFailed
 from engines.inside_sglang import worker
 from engines.inside_sglang.worker import WeightWorker
 from engines.process.port import free_port
 from engines.transfer.gloo import SENDER_RANK, WeightGroup, send
 from engines.transfer.tensor_bytes import digest_on_host
+
+torch = pytest.importorskip("torch")
+safetensors_torch = pytest.importorskip("safetensors.torch")
+
 
 TIMEOUT_S = 30.0
 
@@ -129,12 +129,6 @@ def test_it_receives_loads_and_digests(own: WeightWorker, model: Model, trainer:
             assert holds(model, sent)
 
 
-def test_without_a_receipt_it_loads_without_digests(own: WeightWorker, model: Model, trainer: Trainer) -> None:
-    received(own, trainer, tensors(3))
-    assert holds(model, tensors(3))
-    assert own.close_receipt() == {}
-
-
 def test_a_tensor_that_cannot_be_loaded_breaks_the_group(own: WeightWorker, trainer: Trainer) -> None:
     sending = trainer.send({"sideways": torch.zeros(2, 3)})
     with pytest.raises(KeyError):
@@ -183,51 +177,6 @@ def test_staged_tensors_that_were_loaded_are_taken_back_bit_by_bit(
     assert own.undo_load() is False
     received(own, trainer, tensors(3))
     assert holds(model, tensors(3))
-
-
-def test_an_update_that_was_not_swapped_in_is_undone_without_a_copy(
-    own: WeightWorker, model: Model, trainer: Trainer
-) -> None:
-    received(own, trainer, tensors(1))
-    own.open_receipt()
-    sending = trainer.send(tensors(2))
-    own.stage_weights(info("up", "down"), TIMEOUT_S)
-    sending.join(TIMEOUT_S)
-    until_staged(own)
-    assert own.undo_load() is True
-    assert holds(model, tensors(1))
-    assert own.stage is None
-    assert own.undo_load() is False
-
-
-def test_an_update_frees_what_an_update_before_has_left(own: WeightWorker, model: Model, trainer: Trainer) -> None:
-    """The gateway of the update before has died, and this update does not ask for room."""
-    own.open_receipt()
-    sending = trainer.send(tensors(1))
-    own.stage_weights(info("up", "down"), TIMEOUT_S)
-    sending.join(TIMEOUT_S)
-    until_staged(own)
-    own.open_receipt()
-    assert own.stage is None
-    received(own, trainer, tensors(2))
-    assert holds(model, tensors(2))
-
-
-def test_a_dropped_update_leaves_its_trainer(own: WeightWorker, model: Model, trainer: Trainer) -> None:
-    own.open_receipt()
-    own.stage_weights(info("up", "down"), TIMEOUT_S)
-    own.drop_receipt()
-    with pytest.raises(WeightUpdateFailed, match="the update was dropped"):
-        list(map(trainer.group.broadcast, [torch.zeros(48, dtype=torch.uint8)] * 2))
-    assert not model.both.any()
-
-
-def test_the_error_of_a_receiver_is_that_of_its_update(own: WeightWorker, trainer: Trainer) -> None:
-    own.open_receipt()
-    own.stage_weights(info("up", "down"), TIMEOUT_S)
-    trainer.group.close("the trainer is gone")
-    with pytest.raises(WeightUpdateFailed, match="lost the group"):
-        until_staged(own)
 
 
 def until_staged(own: WeightWorker) -> None:
@@ -301,13 +250,6 @@ def test_layers_of_the_targets_checkpoint_that_guess_tokens_are_updated_with_it(
     assert own.describe_draft() == "eagle, updated where the trainer sends its tensors"
 
 
-def test_a_draft_of_several_models_or_of_none_says_so(model: Model) -> None:
-    assert WeightWorker(speculating(model, "NGRAM")).describe_draft() == "ngram, without weights"
-    several = WeightWorker(speculating(model, "EAGLE", Model(), Model())).describe_draft()
-    assert several == "eagle, frozen: it has several models"
-    assert WeightWorker(manager_of(model)).describe_draft() == ""
-
-
 def test_a_method_that_was_not_checked_or_a_release_before_is_refused(model: Model) -> None:
     assert "DSPARK" in WeightWorker(speculating(model, "DSPARK", Model())).target.obstacle
     older = speculating(model, "NGRAM")
@@ -348,14 +290,6 @@ def test_answers_and_errors_are_those_of_all_workers(model: Model, monkeypatch: 
     assert "worker 1: RuntimeError: no memory" in told.message
 
 
-def test_the_client_knows_the_words_for_a_method_that_these_workers_lack(monkeypatch: pytest.MonkeyPatch) -> None:
-    class WeightWorker:
-        """Of an older release."""
-
-    monkeypatch.setattr(worker, "_workers", [WeightWorker()])
-    assert our_workers._NO_METHOD.search(worker._outcome(None, "wipe_kv", {})["error"])
-
-
 def test_a_wipe_overwrites_the_kv_of_all_pools_and_no_table(own: WeightWorker) -> None:
     def kv() -> list[Any]:
         return [torch.full((2, 3), float("nan")), torch.full((2, 3), float("nan"))]
@@ -371,17 +305,6 @@ def test_a_wipe_overwrites_the_kv_of_all_pools_and_no_table(own: WeightWorker) -
     assert tables.all()
 
 
-def test_a_wipe_overwrites_scales_and_the_pools_of_sparse_attention(own: WeightWorker) -> None:
-    def kv() -> list[Any]:
-        return [torch.full((2, 3), 255, dtype=torch.uint8)]
-
-    index = SimpleNamespace(buffer=kv())
-    main = SimpleNamespace(k_buffer=kv(), v_buffer=kv(), k_scale_buffer=kv(), v_scale_buffer=kv())
-    own._runner.token_to_kv_pool = SimpleNamespace(main_pool=main, dense_pool=None, index_key_cache=index)
-    own.wipe_kv()
-    assert not any(tensor.any() for held in (*vars(main).values(), index.buffer) for tensor in held)
-
-
 @pytest.mark.parametrize("module", ["mm_schedule", "mm_utils"])
 def test_a_wipe_forgets_what_the_weights_made_of_images(
     own: WeightWorker, monkeypatch: pytest.MonkeyPatch, module: str
@@ -393,12 +316,6 @@ def test_a_wipe_forgets_what_the_weights_made_of_images(
     own._runner.token_to_kv_pool = SimpleNamespace(k_buffer=[torch.ones(2)])
     own.wipe_kv()
     assert not encodings
-
-
-def test_a_pool_that_we_do_not_know_is_told(own: WeightWorker) -> None:
-    own._runner.token_to_kv_pool = SimpleNamespace(pages=torch.ones(2))
-    with pytest.raises(WeightUpdateFailed, match="SimpleNamespace of SGLang's is not known"):
-        own.wipe_kv()
 
 
 def test_a_wipe_overwrites_the_kv_of_a_draft_too(model: Model) -> None:
@@ -413,3 +330,12 @@ def test_a_wipe_overwrites_the_kv_of_a_draft_too(model: Model) -> None:
     target.token_to_kv_pool, manager.draft_worker = pool(), object()  # SGLang before 0.5.23
     WeightWorker(manager).wipe_kv()
     assert not target.token_to_kv_pool.k_buffer[0].any()
+
+
+def test_a_dropped_update_leaves_its_trainer(own: WeightWorker, model: Model, trainer: Trainer) -> None:
+    own.open_receipt()
+    own.stage_weights(info("up", "down"), TIMEOUT_S)
+    own.drop_receipt()
+    with pytest.raises(WeightUpdateFailed, match="the update was dropped"):
+        list(map(trainer.group.broadcast, [torch.zeros(48, dtype=torch.uint8)] * 2))
+    assert not model.both.any()

@@ -4,7 +4,6 @@ import dataclasses
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,11 +17,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import Module, Parameter
 
-from engines.errors import StoreFailed, WeightUpdateFailed
+from engines.errors import StoreFailed
 from engines.inside_vllm import in_place as vllm_in_place
-from engines.inside_vllm.in_place import load_in_place, load_layerwise, obstacle
+from engines.inside_vllm.in_place import obstacle
 from engines.inside_vllm.worker import WeightWorker
-from engines.loading.exchange import Exchange
 from engines.loading.prefetch import Prefetch
 from engines.loading.snapshot_reader import read_tensors
 from engines.store.draft import is_whole
@@ -149,38 +147,6 @@ def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 # What is loaded in place.
 
 
-def test_a_model_that_is_used_as_it_was_loaded_is_loaded_in_place() -> None:
-    assert not obstacle(worker(model()))
-
-
-def test_on_a_device_where_layers_are_packed_nothing_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    assert obstacle(worker(model()))
-
-
-def test_nothing_is_where_nobody_has_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.platforms import current_platform
-
-    monkeypatch.setattr(current_platform, "is_rocm", lambda: True)
-    assert obstacle(worker(model()))
-
-
-def test_a_quantized_model_is_not() -> None:
-    one = worker(model())
-    one.vllm_config.model_config = SimpleNamespace(quantization="fp8")
-    assert obstacle(one) == "quantization fp8: the engine computes with other tensors than it loads"
-
-
-def test_a_model_with_a_layer_of_another_quant_method_is_not() -> None:
-    assert obstacle(worker(model(packed())))
-
-
-def test_a_model_with_a_module_that_processes_its_weights_by_itself_is_not() -> None:
-    odd = layer()
-    odd.process_weights_after_loading = lambda dtype: None
-    assert obstacle(worker(model(odd)))
-
-
 def test_attention_that_derives_nothing_from_weights_is_and_any_other_is_not() -> None:
     from vllm.v1.attention.backend import AttentionImpl
 
@@ -203,54 +169,45 @@ def test_attention_that_derives_nothing_from_weights_is_and_any_other_is_not() -
     assert told == {Bare: True, Deriving: False, WithSinks: False, WithoutSinks: True}
 
 
-def reshaped(odd: Module) -> None:
-    odd.weight = held(3, 2)
-
-
-def transposed(odd: Module) -> None:
-    odd.weight = Parameter(torch.zeros(3, 2).t(), requires_grad=False)
-
-
-def cast(odd: Module) -> None:
-    odd.weight = Parameter(odd.weight.to(torch.bfloat16), requires_grad=False)
-
-
-def removed(odd: Module) -> None:
-    del odd.scale
-
-
-def added(odd: Module) -> None:
-    odd.workspace = held(4)
-
-
-def elsewhere(odd: Module) -> None:
-    odd.weight = Parameter(odd.weight.to("meta"), requires_grad=False)
-
-
-@pytest.mark.parametrize("change", [reshaped, transposed, cast, removed, added, elsewhere])
-def test_a_model_whose_tensors_are_no_longer_what_loaders_write_is_not(change: Callable[[Module], None]) -> None:
+def changed(change: Callable[[Module], object]) -> PlayedModel:
+    """A model of which a layer was changed after it was loaded."""
     odd = layer()
     loaded = model(odd)
     change(odd)
-    assert obstacle(worker(loaded))
+    return loaded
 
 
-def test_a_bias_which_vllm_leaves_where_it_is_changes_nothing() -> None:
-    biased = layer()
-    loaded = model(biased)
-    biased.bias = held(2)
-    assert not obstacle(worker(loaded))
+def as_weight(made: Callable[[Parameter], torch.Tensor]) -> Callable[[Module], object]:
+    return lambda odd: setattr(odd, "weight", Parameter(made(odd.weight), requires_grad=False))
 
 
-def test_both_methods_are_replaced_until_the_update_is_finished_or_given_up() -> None:
-    engine = worker(model()).weight_transfer_engine
-    load_layerwise(engine)
-    for end in (lambda: engine.finish_weight_update(), lambda: load_layerwise(engine)):
-        load_in_place(engine)
-        assert vars(engine).keys() >= METHODS
-        end()
-        assert not vars(engine).keys() & METHODS
-        assert engine.finish_weight_update.__func__ is type(engine).finish_weight_update
+@pytest.mark.parametrize(
+    ("made", "is_loaded_in_place"),
+    [
+        (model, True),
+        (lambda: model(packed()), False),
+        (lambda: changed(as_weight(lambda _: torch.zeros(3, 2))), False),
+        (lambda: changed(as_weight(lambda _: torch.zeros(3, 2).t())), False),
+        (lambda: changed(as_weight(lambda weight: weight.to(torch.bfloat16))), False),
+        (lambda: changed(as_weight(lambda weight: weight.to("meta"))), False),
+        (lambda: changed(lambda odd: delattr(odd, "scale")), False),
+        (lambda: changed(lambda odd: setattr(odd, "workspace", held(4))), False),
+        (lambda: changed(lambda odd: setattr(odd, "bias", held(2))), True),
+    ],
+    ids=["plain", "packed", "reshaped", "transposed", "cast", "elsewhere", "removed", "added", "a bias beside"],
+)
+def test_a_model_whose_tensors_are_what_loaders_write_is_loaded_in_place(
+    made: Callable[[], PlayedModel], is_loaded_in_place: bool
+) -> None:
+    assert (not obstacle(worker(made()))) == is_loaded_in_place
+
+
+def test_neither_a_quantized_model_is_nor_one_on_a_device_that_packs(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = worker(model())
+    one.vllm_config.model_config = SimpleNamespace(quantization="fp8")
+    assert obstacle(one) == "quantization fp8: the engine computes with other tensors than it loads"
+    monkeypatch.undo()
+    assert obstacle(worker(model()))
 
 
 # The worker after an update.
@@ -425,16 +382,6 @@ def test_a_staged_update_is_equal_to_one_that_is_not(updated: Any) -> None:
         assert updated.stage is None
 
 
-@pytest.mark.parametrize("end", STAGED)
-def test_tensors_that_were_only_staged_have_touched_nothing(updated: Any, end: Callable[[Any], None]) -> None:
-    places = where(updated)
-    update(updated, 1)
-    end(updated)
-    updated.drop_receipt()
-    check_holds(updated, 1, places)
-    assert updated.stage is None
-
-
 def swapped_in_at_random(one: Any) -> Tensors:
     """Swap staged tensors in, as they were sent."""
     chunk = {name: torch.randn(tensor.shape) for name, tensor in sent(one, 0).items()}
@@ -472,13 +419,6 @@ def test_an_update_that_was_not_swapped_in_is_undone_without_a_copy() -> None:
     assert one.undo_load() == {"undone": False}
 
 
-def test_a_swap_over_parameters_that_have_moved_since_is_not_undone() -> None:
-    one = worker(model())
-    swapped_in_at_random(one)
-    one.get_model().layers[0].weight = held(2, 3)
-    assert one.undo_load() == {"undone": False}
-
-
 @pytest.mark.parametrize(
     "end",
     [
@@ -498,51 +438,6 @@ def test_the_weights_before_are_freed_wherever_an_update_ends(end: Callable[[Any
     end(one)
     assert all(part() is None for part in kept)
     assert one.undo_load() == {"undone": False}
-
-
-def test_a_version_from_the_store_frees_the_weights_before(tmp_path: Path) -> None:
-    one = worker(model())
-    save_file(sent(one, 1), tmp_path / "model.safetensors")
-    swapped_in_at_random(one)
-    one.load_snapshot(str(tmp_path))
-    assert one.undo_load() == {"undone": False}
-    check_holds(one, 1, where(one))
-
-
-def test_an_undo_that_fails_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: Exchange) -> None:
-        raise RuntimeError("the device is lost")
-
-    one = worker(model())
-    swapped_in_at_random(one)
-    monkeypatch.setattr(Exchange, "take_back", fail)
-    with pytest.raises(RuntimeError, match="lost"):
-        one.undo_load()
-    assert one.undo_load() == {"undone": False}
-
-
-def test_a_swap_that_fails_is_not_undone(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: Exchange) -> None:
-        raise RuntimeError("the device is lost")
-
-    one = worker(model())
-    monkeypatch.setattr(Exchange, "load", fail)
-    with pytest.raises(RuntimeError, match="lost"):
-        swapped_in(one)
-    assert one.undo_load() == {"undone": False}
-
-
-def test_the_question_for_room_frees_what_an_update_has_left(updated: Any) -> None:
-    half_staged(updated)
-    assert not updated.room_to_stage(1 << 60)["room"]
-    assert (updated.stage, updated.receipts._tee) == (None, None)
-
-
-def test_nothing_is_staged_outside_an_update(updated: Any) -> None:
-    with pytest.raises(WeightUpdateFailed, match="no open receipt"):
-        updated.stage_weights({})
-    with pytest.raises(WeightUpdateFailed, match="without staged tensors"):
-        updated.load_staged()
 
 
 def test_of_a_plain_model_some_tensors_may_come_and_the_rest_stays() -> None:
@@ -582,24 +477,6 @@ def test_however_an_update_ended_a_version_is_loaded_over_it(
     check_holds(updated, 1, places)
     update(updated, 2)
     check_holds(updated, 2, places)
-
-
-def test_an_update_that_ends_before_its_load_frees_what_was_read_ahead(tmp_path: Path) -> None:
-    one = worker(model())
-    save_file(sent(one, 1), tmp_path / "model.safetensors")
-    one.prefetch = Prefetch(tmp_path, one.device)
-    one.drop_receipt()
-    assert one.prefetch is None
-
-
-def test_what_was_read_ahead_is_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    one = worker(model())
-    save_file(sent(one, 1), tmp_path / "model.safetensors")
-    monkeypatch.setattr(Prefetch, "take", lambda self, path: list(sent(one, 2).items()))
-    one.prefetch = Prefetch(tmp_path, one.device)
-    one.load_snapshot(str(tmp_path))
-    check_holds(one, 2, where(one))
-    assert one.prefetch is None
 
 
 @pytest.fixture
@@ -644,27 +521,6 @@ def test_a_version_that_was_read_ahead_is_taken_back_bit_by_bit(gpu: Any, tmp_pa
     assert gpu.undo_load() == {"undone": False}
 
 
-def test_a_version_that_was_only_read_ahead_is_undone_without_a_copy(gpu: Any, tmp_path: Path) -> None:
-    update(gpu, 1)
-    read_ahead(gpu, tmp_path / "v2")
-    assert gpu.undo_load() == {"undone": True}
-    check_holds(gpu, 1, where(gpu))
-    assert gpu.undo_load() == {"undone": False}
-
-
-def test_a_load_that_fails_before_it_begins_undoes_nothing_that_an_update_before_has_left(
-    gpu: Any, tmp_path: Path
-) -> None:
-    update(gpu, 1)
-    second = read_ahead(gpu, tmp_path / "v2")
-    gpu.load_snapshot(str(tmp_path / "v2"))  # and the gateway dies before it frees version 1
-    for call in (gpu.prepare_snapshot, gpu.load_snapshot):
-        with suppress(FileNotFoundError):
-            call(str(tmp_path / "v3"), 3)
-    gpu.undo_load()
-    assert holds(gpu, second)
-
-
 @pytest.mark.parametrize(
     "end",
     [
@@ -684,38 +540,11 @@ def test_the_weights_before_a_version_are_freed(gpu: Any, tmp_path: Path, end: C
     assert all(part() is None for part in kept)
 
 
-def test_a_version_whose_parameters_have_moved_since_it_was_read_ahead_is_loaded_and_not_kept(
-    gpu: Any, tmp_path: Path
-) -> None:
-    update(gpu, 1)
-    second = read_ahead(gpu, tmp_path / "v2")
-    gpu.get_model().layers[0].weight = held(2, 3)
-    gpu.load_snapshot(str(tmp_path / "v2"))
-    assert holds(gpu, second)
-    assert gpu.undo_load() == {"undone": False}
-
-
-def test_a_worker_that_receives_no_updates_loads_a_version(tmp_path: Path) -> None:
-    one = worker(model())
-    one.weight_transfer_engine = None
-    save_file(sent(one, 1), tmp_path / "model.safetensors")
-    one.load_snapshot(str(tmp_path))
-    assert all(bool((tensor == 1).all()) for tensor in one.get_model().parameters())
-
-
 def test_a_load_in_place_leaves_the_encodings_of_images_that_the_scheduler_believes_to_be_there(tmp_path: Path) -> None:
     one = worker(model())
     save_file(sent(one, 1), tmp_path / "model.safetensors")
     one.load_snapshot(str(tmp_path))
     assert not one.forgotten
-
-
-def test_a_version_is_loaded_in_place_without_a_reload(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    one = worker(model())
-    save_file(sent(one, 1), tmp_path / "model.safetensors")
-    monkeypatch.setattr(one, "reload_weights", None)
-    one.load_snapshot(str(tmp_path))
-    check_holds(one, 1, where(one))
 
 
 def test_of_a_model_that_moved_the_next_update_finds_the_parameters() -> None:
@@ -806,35 +635,3 @@ def test_the_copy_of_a_swapped_update_has_its_weights_and_not_those_before(tmp_p
     assert written.keys() == chunk.keys()
     assert all(torch.equal(written[name], tensor) for name, tensor in chunk.items())
     assert all(torch.equal(tensor, chunk[name]) for name, tensor in one.get_model().named_parameters())
-
-
-@pytest.mark.usefixtures("reads_in_place")
-def test_tensors_whose_copy_is_made_already_keep_no_other_weights(tmp_path: Path) -> None:
-    one, draft = worker(model()), tmp_path / "draft-1"
-    scribe, chunk = copied_swap(one, draft, is_read=True)
-    assert one.exchange is None
-    one.keep_receipt()
-    assert scribe.join(SOON_S)
-    assert is_whole(draft)
-    check_bytes(draft)
-    assert one.undo_load() == {"undone": False}
-    assert all(torch.equal(tensor, chunk[name]) for name, tensor in one.get_model().named_parameters())
-
-
-@pytest.mark.usefixtures("reads_in_place")
-def test_the_copy_of_an_update_that_is_undone_is_not_written(tmp_path: Path) -> None:
-    one, draft = worker(model()), tmp_path / "draft-1"
-    update(one, 1)
-    scribe, _ = copied_swap(one, draft)
-    assert one.undo_load() == {"undone": True}
-    assert scribe.join(SOON_S)
-    with pytest.raises(StoreFailed, match="aborted"):
-        is_whole(draft)
-    check_holds(one, 1, where(one))
-
-
-def test_where_nothing_is_copied_nothing_is_kept() -> None:
-    one = worker(model())
-    update(one, 1)
-    one.keep_receipt()
-    assert one.receipts._scribe is None

@@ -127,37 +127,6 @@ def test_a_tensor_that_the_model_does_not_know_fails_both_ends(pool: ThreadPoolE
         trainer.broadcast(torch.ones(1))
 
 
-def test_an_unknown_dtype_fails_both_ends(pool: ThreadPoolExecutor) -> None:
-    trainer, engine = trainer_and_engine(pool)
-    update_info = engine.parse_update_info({"names": ["a"], "dtype_names": ["float13"], "shapes": [[1]]})
-    with pytest.raises(AttributeError):
-        engine.receive_weights(update_info)
-    with pytest.raises(WeightUpdateFailed, match="float13"):
-        trainer.broadcast(torch.ones(1))
-
-
-def test_shutdown_lets_a_waiting_trainer_go(pool: ThreadPoolExecutor) -> None:
-    trainer, engine = trainer_and_engine(pool)
-    sending = pool.submit(trainer.broadcast, torch.ones(1))
-    engine.shutdown()
-    assert isinstance(sending.exception(timeout=SOON_S), WeightUpdateFailed)
-    with pytest.raises(RuntimeError, match="call init_weight_transfer_engine first"):
-        update(engine, {})
-
-
-def test_a_new_trainer_may_come_at_any_time(pool: ThreadPoolExecutor) -> None:
-    _, engine = trainer_and_engine(pool)
-    port = free_port()
-    other = WeightGroup("127.0.0.1", port, 0, 2, TIMEOUT_S)
-    joining = pool.submit(other.join)
-    engine.init_transfer_engine(engine.parse_init_info(init_info(port)))
-    joining.result(timeout=SOON_S)
-    sending = pool.submit(send, iter([("embed", torch.ones(2))]), other)
-    update(engine, {"embed": torch.ones(2)})
-    sending.result(timeout=SOON_S)
-    engine.shutdown()
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -41,28 +41,5 @@ def test_a_group_is_joined_whose_trainer_listens() -> None:
     assert engine.joined == [there]
 
 
-def test_a_group_by_the_id_of_nccl_alone_has_no_listener() -> None:
-    engine = PlayedEngine()
-    find_trainer_first(engine)
-    engine.init_transfer_engine(info(None))
-    assert len(engine.joined) == 1
-
-
-def test_a_backend_without_a_rendezvous_has_no_listener() -> None:
-    """CUDA IPC has none."""
-    engine = PlayedEngine()
-    find_trainer_first(engine)
-    engine.init_transfer_engine(SimpleNamespace(packed=False))
-    assert len(engine.joined) == 1
-
-
-def test_plans_that_are_made_again_add_no_second_look() -> None:
-    engine = PlayedEngine()
-    find_trainer_first(engine)
-    first = engine.init_transfer_engine
-    find_trainer_first(engine)
-    assert engine.init_transfer_engine is first
-
-
 def test_a_worker_without_a_transfer_engine_has_nothing_to_join() -> None:
     find_trainer_first(None)

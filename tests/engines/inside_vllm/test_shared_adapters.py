@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 
@@ -42,17 +41,6 @@ def test_an_adapter_loaded_in_one_serves_in_the_other_until_either_unloads_it(
     assert "a" not in one.call("listed")
 
 
-def test_a_name_loaded_again_has_another_id(two: tuple[ApiProcess, ApiProcess]) -> None:
-    one, other = two
-    assert one.call("load", "b", "/first") == 200
-    first = other.call("use", "b")
-    assert other.call("unload", "b") == 200
-    assert other.call("load", "b", "/second") == 200
-    second = one.call("use", "b")
-    assert second == other.call("use", "b")
-    assert (second[1], second[0] > first[0]) == ("/second", True)
-
-
 def test_an_adapter_replaced_in_place_keeps_its_id_everywhere(two: tuple[ApiProcess, ApiProcess]) -> None:
     one, other = two
     assert one.call("load", "c", "/first") == 200
@@ -84,24 +72,5 @@ def test_an_adapter_of_the_command_line_is_loaded_by_one(two: tuple[ApiProcess, 
     assert one.call("use", "static") == other.call("use", "static")
 
 
-def test_an_adapter_that_goes_as_it_is_used_is_used(two: tuple[ApiProcess, ApiProcess]) -> None:
-    one, other = two
-    assert one.call("load", "e", "/e") == 200
-    number, _ = other.call("use", "e")
-    assert other.call("use_as_it_goes", "e") == (number, False)
-
-
-def test_any_name_may_be_asked_for(two: tuple[ApiProcess, ApiProcess]) -> None:
-    for name in ("a/b", "..", "\ud800", "x" * 5000):
-        assert two[0].call("use", name) == 404
-
-
 def test_each_process_takes_adapters_though_vllm_forbids_it_to_their_parent(two: tuple[ApiProcess, ApiProcess]) -> None:
     assert two[0].call("routes") == ["/v1/load_lora_adapter", "/v1/unload_lora_adapter"]
-
-
-def test_a_process_that_is_alone_keeps_its_own_list(tmp_path: Path) -> None:
-    with api_process(0, {"TMPDIR": str(tmp_path), "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}) as alone:
-        assert alone.call("load", "a", "/a") == 200
-        assert alone.call("use", "a") == (1, "/a")
-    assert not (tmp_path / "adapters").exists()

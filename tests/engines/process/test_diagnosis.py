@@ -28,338 +28,143 @@ def traceback(prefix: str, *functions: str, error: str) -> str:
     return "\n".join([f"{prefix}Traceback (most recent call last):", *frames, f"{prefix}{error}"])
 
 
-@pytest.mark.parametrize(
-    ("kind", "log", "meaning", "remedy"),
-    [
-        pytest.param(
-            VLLM,
-            "OSError: Repo id must be in the form 'repo_name' or 'namespace/repo_name': '/nowhere/model'. Use",
-            "there is no folder /nowhere/model",
-            "correct engine.model",
-            id="missing folder, vLLM 0.32 and SGLang 0.5.23",
-        ),
-        pytest.param(
-            VLLM,
-            f"{PYDANTIC}Invalid repository ID or local directory specified: '/models/x'.\nPlease verify the following",
-            "/models/x has no config.json",
-            "correct engine.model",
-            id="missing config.json, vLLM 0.32",
-        ),
-        pytest.param(
-            SGLANG,
-            "ValueError: Unrecognized model in /models/x. Should have a `model_type` key in its config.json.",
-            "/models/x has no config.json",
-            "correct engine.model",
-            id="missing config.json, SGLang 0.5.23",
-        ),
-        pytest.param(
-            VLLM,
-            "huggingface_hub.errors.LocalEntryNotFoundError: Cannot find an appropriate cached snapshot folder for the "
-            "specified revision on the local disk and outgoing traffic has been disabled.",
-            "not in the Hugging Face cache",
-            "download it there first",
-            id="offline, vLLM 0.32",
-        ),
-        pytest.param(
-            VLLM,
-            f"{PYDANTIC}Model architectures ['FooForCausalLM'] are not supported for now. Supported",
-            "does not know the architecture ['FooForCausalLM']",
-            "engine.kind",
-            id="unknown architecture, vLLM 0.26 and 0.32",
-        ),
-        pytest.param(
-            SGLANG,
-            f"ValueError: Cannot find model module. 'FooForCausalLM' is not a registered model in the Transformers "
-            f"library\n{SGLANG_ENDS}",
-            "does not know the architecture FooForCausalLM",
-            "engine.kind",
-            id="unknown architecture, SGLang 0.5.23",
-        ),
-        pytest.param(
-            VLLM,
-            f"{PYDANTIC}The checkpoint you are trying to load has model type `foo` but Transformers does not recognize "
-            "this architecture.",
-            "does not know the model type foo",
-            "install a transformers release",
-            id="unknown model type, vLLM 0.32",
-        ),
-        pytest.param(
-            VLLM,
-            f"{CORE}RuntimeError: Cannot find any model weights with `/models/x`\n"
-            "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}",
-            "/models/x has no weights",
-            "engine.load_format",
-            id="missing safetensors, vLLM 0.26, 0.32, SGLang 0.5.17, 0.5.23",
-        ),
-        pytest.param(
-            VLLM,
-            "safetensors._safetensors_rust.SafetensorError: Error while deserializing header: incomplete metadata",
-            "cut off or damaged",
-            "fetch the checkpoint",
-            id="half a safetensors file, vLLM 0.32, SGLang 0.5.23",
-        ),
-        pytest.param(
-            VLLM,
-            f"{PYDANTIC}Total number of attention heads (4) must be divisible by tensor parallel size (3).{FRAME}",
-            "4 attention heads cannot be split evenly over 3 GPUs",
-            "set engine.tensor_parallel_size to a divisor of 4",
-            id="tensor parallel size, vLLM 0.26 and 0.32",
-        ),
-        pytest.param(
-            SGLANG,
-            traceback("", "load_model", "__init__", error="    assert self.total_num_heads % attn_tp_size == 0")
-            + f"\nAssertionError\n{SGLANG_ENDS}",
-            "the model's attention heads cannot be split evenly",
-            "engine.tensor_parallel_size",
-            id="tensor parallel size, models/qwen3.py of SGLang 0.5.17 and 0.5.23",
-        ),
-        pytest.param(
-            VLLM,
-            "entry.py: error: argument --dtype: invalid choice: 'float17' (choose from 'auto', 'bfloat16', 'float')",
-            "does not accept the value of --dtype",
-            "correct engine.dtype",
-            id="dtype, vLLM 0.32",
-        ),
-        pytest.param(
-            SGLANG,
-            "sglang serve: error: argument --dtype: invalid choice: 'float17' (choose from 'auto', 'half', 'float16')",
-            "does not accept the value of --dtype",
-            "correct engine.dtype",
-            id="dtype, SGLang 0.5.23",
-        ),
-        pytest.param(
-            SGLANG,
-            "sglang serve: error: argument --context-length: invalid int value: 'x'",
-            "the value of --context-length",
-            "correct engine.max_model_len",
-            id="SGLang's name of a lever is ours in the remedy",
-        ),
-        pytest.param(
-            SGLANG,
-            "sglang serve: error: unrecognized arguments: --nonsense 1",
-            "has no argument --nonsense 1",
-            "engine.extra",
-            id="unknown argument, SGLang 0.5.23",
-        ),
-        pytest.param(
-            VLLM,
-            f"{PYDANTIC}User-specified max_model_len (100000) is greater than the derived max_model_len "
-            "(max_position_embeddings=512.0 or model_max_length=None in model's config.json).",
-            "100000 tokens are more than the model's own limit of 512",
-            "lower engine.max_model_len to 512",
-            id="max_model_len, vLLM 0.26 and 0.32",
-        ),
-        pytest.param(
-            SGLANG,
-            "ValueError: Warning: User-specified context_length (100000) is greater than the derived context_length "
-            "(512). This may lead to incorrect model outputs or CUDA errors.",
-            "100000 tokens are more than the model's own limit of 512",
-            "lower engine.max_model_len to 512",
-            id="max_model_len, SGLang 0.5.17 and 0.5.23",
-        ),
-        pytest.param(
-            VLLM,
-            f"{PYDANTIC}max_num_batched_tokens (4) must be greater than or equal to max_num_seqs (16).{FRAME}",
-            "a step of 4 tokens cannot hold 16 sequences",
-            "raise engine.max_num_batched_tokens to at least 16",
-            id="tokens of a step, vLLM 0.32",
-        ),
-        pytest.param(
-            VLLM,
-            f"{CORE}ValueError: To serve at least one request with the model's max seq len (512), (0.00 GiB KV cache "
-            "is needed, which is larger than the available KV cache memory (0.00 GiB). Based on the available memory, "
-            "the estimated maximum model length is 256. Try increasing `gpu_memory_utilization`",
-            "too small for one sequence of 512 tokens; 256 fit",
-            "lower engine.max_model_len to 256, or raise engine.kv_cache_memory_bytes",
-            id="KV cache, vLLM 0.26 and 0.32",
-        ),
-        pytest.param(
-            VLLM,
-            f"{CORE}ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when",
-            "no memory for the KV cache",
-            "engine.gpu_memory_utilization",
-            id="no KV cache, vLLM 0.26 and 0.32",
-        ),
-        pytest.param(
-            SGLANG,
-            "RuntimeError: Not enough memory. Please try to increase --mem-fraction-static. Current value: "
-            f"mem_fraction_static=0.1\n{SGLANG_ENDS}",
-            "no memory for the KV cache",
-            "raise engine.extra.mem_fraction_static",
-            id="no KV cache, pool_configurator.py of SGLang 0.5.17 and 0.5.23",
-        ),
-        pytest.param(
-            VLLM,
-            f"{CORE}ValueError: Free memory on device cuda:0 (12.3/139.8 GiB) on startup is less than desired GPU "
-            "memory utilization (0.92, 128.62 GiB). Decrease GPU memory utilization or reduce GPU memory used by other",
-            "another process holds memory of the GPU",
-            "lower engine.gpu_memory_utilization below 0.92",
-            id="GPU in use, worker/utils.py of vLLM 0.26",
-        ),
-        pytest.param(
-            VLLM,
-            f"{CORE}ValueError: Available memory on node 0 (20.39/22.71 GiB) on startup is less than desired CPU "
-            "memory utilization (0.92, 20.9 GiB). On the CPU backend, the `--gpu-memory-utilization` flag controls the",
-            "takes a share of the machine's memory, and 0.92 of it is not free",
-            "set engine.kv_cache_memory_bytes",
-            id="memory in use on CPU, vLLM 0.32",
-        ),
-        pytest.param(
-            SGLANG,
-            f"RuntimeError: The memory capacity is unbalanced. Some GPUs may be occupied.\n{SGLANG_ENDS}",
-            "one of the GPUs",
-            "nvidia-smi",
-            id="GPU in use, distributed/bootstrap.py of SGLang 0.5.17 and 0.5.23",
-        ),
-        pytest.param(
-            VLLM,
-            traceback(CORE, "_init_executor", "load_model", "create_weights", error=OUT_OF_MEMORY),
-            "the weights do not fit",
-            "engine.tensor_parallel_size",
-            id="out of memory while loading, vLLM 0.26",
-        ),
-        pytest.param(
-            VLLM,
-            traceback(CORE, "determine_available_memory", "profile_run", "_dummy_run", error=OUT_OF_MEMORY),
-            "in the profiling step",
-            "lower engine.max_num_batched_tokens",
-            id="out of memory while profiling, vLLM 0.26",
-        ),
-        pytest.param(
-            VLLM,
-            f"{CORE}RuntimeError: CUDA out of memory occurred when warming up sampler with 1024 dummy requests. Please "
-            "try lowering `max_num_seqs` or `gpu_memory_utilization` when initializing the engine.",
-            "in the profiling step",
-            "lower engine.max_num_seqs",
-            id="out of memory in the sampler's trial, gpu_model_runner.py of vLLM 0.26",
-        ),
-        pytest.param(
-            VLLM,
-            traceback(CORE, "initialize_from_config", "initialize_kv_cache", "zeros", error=OUT_OF_MEMORY),
-            "while the KV cache was made",
-            "lower engine.kv_cache_memory_bytes",
-            id="out of memory for the KV cache, vLLM 0.26",
-        ),
-        pytest.param(
-            VLLM,
-            traceback(CORE, "compile_or_warm_up_model", "capture_model", "_dummy_run", error=OUT_OF_MEMORY),
-            "while CUDA graphs were captured",
-            "engine.max_cudagraph_capture_size",
-            id="out of memory while capturing, vLLM 0.26",
-        ),
-        pytest.param(
-            SGLANG,
-            f"Exception: Capture cuda graph failed: CUDA out of memory. Tried to allocate 1.02 GiB.\n{SGLANG_ENDS}",
-            "while CUDA graphs were captured",
-            "lower engine.extra.mem_fraction_static",
-            id="out of memory while capturing, decode_cuda_graph_runner.py of SGLang 0.5.17 and 0.5.23",
-        ),
-        pytest.param(
-            SGLANG,
-            traceback(SCHEDULER, "alloc_memory_pool", "_create_buffers", error=OUT_OF_MEMORY) + f"\n{SGLANG_ENDS}",
-            "while the KV cache was made",
-            "lower engine.extra.mem_fraction_static",
-            id="out of memory for the KV cache, SGLang 0.5.17",
-        ),
-        pytest.param(
-            SGLANG,
-            OUT_OF_MEMORY,
-            "the GPU ran out of memory",
-            "lower engine.extra.mem_fraction_static",
-            id="out of memory somewhere, SGLang",
-        ),
-        pytest.param(
-            VLLM,
-            "RuntimeError: Failed to infer device type, please set the environment variable "
-            "`VLLM_LOGGING_LEVEL=DEBUG` to turn on verbose logging to help debug the issue.",
-            "sees no GPU",
-            "nvidia-smi",
-            id="no GPU, config/device.py of vLLM 0.26",
-        ),
-        pytest.param(
-            SGLANG,
-            "RuntimeError: No accelerator (CUDA, XPU, HPU, NPU, MUSA, MPS) or platform plugin is available.",
-            "sees no GPU",
-            "engine.device to cpu",
-            id="no GPU, utils/common.py of SGLang 0.5.17 and 0.5.23",
-        ),
-        pytest.param(
-            VLLM,
-            "RuntimeError: Found no NVIDIA driver on your system. Please check that you have an NVIDIA GPU",
-            "no NVIDIA driver",
-            "engine.device to cpu",
-            id="no driver, torch",
-        ),
-        pytest.param(
-            VLLM,
-            "  Value error, World size (4) is larger than the number of available GPUs (2) in this node. If this is",
-            "a replica of 4 workers sees 2 GPUs",
-            "lower engine.tensor_parallel_size",
-            id="too few GPUs, config/parallel.py of vLLM 0.26 and 0.32",
-        ),
-        pytest.param(
-            VLLM,
-            f"{CORE}RuntimeError: Worker failed with error 'CUDA error: CUBLAS_STATUS_INTERNAL_ERROR when calling "
-            "`cublasCreate(handle)`', please check the stack trace above for the root cause",
-            "no NVLink multicast",
-            "set engine.extra.compilation_config.pass_config.fuse_allreduce_rms to false",
-            id="tensor parallelism without NVLink multicast, vLLM 0.26",
-        ),
-        pytest.param(
-            VLLM,
-            f"{PYDANTIC}Quantization method specified in the model config (gptq) does not match the quantization "
-            "method specified in the `quantization` argument (awq).",
-            "quantised with gptq, not with awq",
-            "set engine.quantization to gptq",
-            id="another quantization, vLLM 0.26, SGLang 0.5.17 and 0.5.23",
-        ),
-        pytest.param(
-            VLLM,
-            f"{PYDANTIC}Cannot find the config file for awq{FRAME}",
-            "the checkpoint is not quantised with awq",
-            "leave engine.quantization out",
-            id="a plain checkpoint, vLLM 0.32 and SGLang 0.5.23",
-        ),
-        pytest.param(
-            VLLM,
-            f"{PYDANTIC}Unknown quantization method: foo. Must be one of ['awq', 'auto_awq', 'fp8']",
-            "does not know the quantization foo",
-            "correct engine.quantization",
-            id="unknown quantization, vLLM 0.32",
-        ),
-        pytest.param(
-            VLLM,
-            "OSError: [Errno 98] Address already in use",
-            "took the engine's port",
-            "next start takes another port",
-            id="port, vLLM 0.32",
-        ),
-        pytest.param(
-            VLLM,
-            "ModuleNotFoundError: No module named 'flashinfer'",
-            "the Python package flashinfer is missing",
-            "install it",
-            id="missing package, Python",
-        ),
-        pytest.param(
-            SGLANG,
-            f"{SCHEDULER}RuntimeError: Rank 0 scheduler died during initialization (exit code: -9). If exit code is -9 "
-            "(SIGKILL), a common cause is the OS OOM killer. Run `dmesg -T | grep -i oom` to check.",
-            "killed with SIGKILL",
-            "give the host more memory",
-            id="a worker killed, engine.py of SGLang 0.5.17 and 0.5.23",
-        ),
-        pytest.param(
-            VLLM,
-            f"{CORE}Worker proc VllmWorker-1 died unexpectedly (exit code: -9), shutting down executor.",
-            "killed with SIGKILL",
-            "give the host more memory",
-            id="a worker killed, multiproc_executor.py of vLLM 0.26 and 0.32",
-        ),
-    ],
-)
+# fmt: off
+KNOWN = [
+    (VLLM, "missing folder, vLLM 0.32 and SGLang 0.5.23", "there is no folder /nowhere/model", "correct engine.model",
+     "OSError: Repo id must be in the form 'repo_name' or 'namespace/repo_name': '/nowhere/model'. Use"),
+    (VLLM, "missing config.json, vLLM 0.32", "/models/x has no config.json", "correct engine.model",
+     f"{PYDANTIC}Invalid repository ID or local directory specified: '/models/x'.\nPlease verify the following"),
+    (SGLANG, "missing config.json, SGLang 0.5.23", "/models/x has no config.json", "correct engine.model",
+     "ValueError: Unrecognized model in /models/x. Should have a `model_type` key in its config.json."),
+    (VLLM, "offline, vLLM 0.32", "not in the Hugging Face cache", "download it there first",
+     "huggingface_hub.errors.LocalEntryNotFoundError: Cannot find an appropriate cached snapshot folder for the "
+     "specified revision on the local disk and outgoing traffic has been disabled."),
+    (VLLM, "unknown architecture, vLLM 0.26 and 0.32",
+     "does not know the architecture ['FooForCausalLM']", "engine.kind",
+     f"{PYDANTIC}Model architectures ['FooForCausalLM'] are not supported for now. Supported"),
+    (SGLANG, "unknown architecture, SGLang 0.5.23", "does not know the architecture FooForCausalLM", "engine.kind",
+     f"ValueError: Cannot find model module. 'FooForCausalLM' is not a registered model in the Transformers "
+     f"library\n{SGLANG_ENDS}"),
+    (VLLM, "unknown model type, vLLM 0.32", "does not know the model type foo", "install a transformers release",
+     f"{PYDANTIC}The checkpoint you are trying to load has model type `foo` but Transformers does not recognize "
+     "this architecture."),
+    (VLLM, "missing safetensors, vLLM 0.26, 0.32, SGLang 0.5.17, 0.5.23",
+     "/models/x has no weights", "engine.load_format",
+     f"{CORE}RuntimeError: Cannot find any model weights with `/models/x`\n"
+     "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}"),
+    (VLLM, "half a safetensors file, vLLM 0.32, SGLang 0.5.23", "cut off or damaged", "fetch the checkpoint",
+     "safetensors._safetensors_rust.SafetensorError: Error while deserializing header: incomplete metadata"),
+    (VLLM, "tensor parallel size, vLLM 0.26 and 0.32",
+     "4 attention heads cannot be split evenly over 3 GPUs", "set engine.tensor_parallel_size to a divisor of 4",
+     f"{PYDANTIC}Total number of attention heads (4) must be divisible by tensor parallel size (3).{FRAME}"),
+    (SGLANG, "tensor parallel size, models/qwen3.py of SGLang 0.5.17 and 0.5.23",
+     "the model's attention heads cannot be split evenly", "engine.tensor_parallel_size",
+     traceback("", "load_model", "__init__", error="    assert self.total_num_heads % attn_tp_size == 0")
+     + f"\nAssertionError\n{SGLANG_ENDS}"),
+    (VLLM, "dtype, vLLM 0.32", "does not accept the value of --dtype", "correct engine.dtype",
+     "entry.py: error: argument --dtype: invalid choice: 'float17' (choose from 'auto', 'bfloat16', 'float')"),
+    (SGLANG, "dtype, SGLang 0.5.23", "does not accept the value of --dtype", "correct engine.dtype",
+     "sglang serve: error: argument --dtype: invalid choice: 'float17' (choose from 'auto', 'half', 'float16')"),
+    (SGLANG, "SGLang's name of a lever is ours in the remedy",
+     "the value of --context-length", "correct engine.max_model_len",
+     "sglang serve: error: argument --context-length: invalid int value: 'x'"),
+    (SGLANG, "unknown argument, SGLang 0.5.23", "has no argument --nonsense 1", "engine.extra",
+     "sglang serve: error: unrecognized arguments: --nonsense 1"),
+    (VLLM, "max_model_len, vLLM 0.26 and 0.32",
+     "100000 tokens are more than the model's own limit of 512", "lower engine.max_model_len to 512",
+     f"{PYDANTIC}User-specified max_model_len (100000) is greater than the derived max_model_len "
+     "(max_position_embeddings=512.0 or model_max_length=None in model's config.json)."),
+    (SGLANG, "max_model_len, SGLang 0.5.17 and 0.5.23",
+     "100000 tokens are more than the model's own limit of 512", "lower engine.max_model_len to 512",
+     "ValueError: Warning: User-specified context_length (100000) is greater than the derived context_length "
+     "(512). This may lead to incorrect model outputs or CUDA errors."),
+    (VLLM, "tokens of a step, vLLM 0.32",
+     "a step of 4 tokens cannot hold 16 sequences", "raise engine.max_num_batched_tokens to at least 16",
+     f"{PYDANTIC}max_num_batched_tokens (4) must be greater than or equal to max_num_seqs (16).{FRAME}"),
+    (VLLM, "KV cache, vLLM 0.26 and 0.32",
+     "too small for one sequence of 512 tokens; 256 fit", "lower engine.max_model_len to 256, or raise engine.kv_",
+     f"{CORE}ValueError: To serve at least one request with the model's max seq len (512), (0.00 GiB KV cache "
+     "is needed, which is larger than the available KV cache memory (0.00 GiB). Based on the available memory, "
+     "the estimated maximum model length is 256. Try increasing `gpu_memory_utilization`"),
+    (VLLM, "no KV cache, vLLM 0.26 and 0.32", "no memory for the KV cache", "engine.gpu_memory_utilization",
+     f"{CORE}ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when"),
+    (SGLANG, "no KV cache, pool_configurator.py of SGLang 0.5.17 and 0.5.23",
+     "no memory for the KV cache", "raise engine.extra.mem_fraction_static",
+     "RuntimeError: Not enough memory. Please try to increase --mem-fraction-static. Current value: "
+     f"mem_fraction_static=0.1\n{SGLANG_ENDS}"),
+    (VLLM, "GPU in use, worker/utils.py of vLLM 0.26",
+     "another process holds memory of the GPU", "lower engine.gpu_memory_utilization below 0.92",
+     f"{CORE}ValueError: Free memory on device cuda:0 (12.3/139.8 GiB) on startup is less than desired GPU "
+     "memory utilization (0.92, 128.62 GiB). Decrease GPU memory utilization or reduce GPU memory used by other"),
+    (VLLM, "memory in use on CPU, vLLM 0.32",
+     "takes a share of the machine's memory, and 0.92 of it is not free", "set engine.kv_cache_memory_bytes",
+     f"{CORE}ValueError: Available memory on node 0 (20.39/22.71 GiB) on startup is less than desired CPU "
+     "memory utilization (0.92, 20.9 GiB). On the CPU backend, the `--gpu-memory-utilization` flag controls the"),
+    (SGLANG, "GPU in use, distributed/bootstrap.py of SGLang 0.5.17 and 0.5.23", "one of the GPUs", "nvidia-smi",
+     f"RuntimeError: The memory capacity is unbalanced. Some GPUs may be occupied.\n{SGLANG_ENDS}"),
+    (VLLM, "out of memory while loading, vLLM 0.26", "the weights do not fit", "engine.tensor_parallel_size",
+     traceback(CORE, "_init_executor", "load_model", "create_weights", error=OUT_OF_MEMORY)),
+    (VLLM, "out of memory while profiling, vLLM 0.26", "in the profiling step", "lower engine.max_num_batched_tokens",
+     traceback(CORE, "determine_available_memory", "profile_run", "_dummy_run", error=OUT_OF_MEMORY)),
+    (VLLM, "out of memory in the sampler's trial, gpu_model_runner.py of vLLM 0.26",
+     "in the profiling step", "lower engine.max_num_seqs",
+     f"{CORE}RuntimeError: CUDA out of memory occurred when warming up sampler with 1024 dummy requests. Please "
+     "try lowering `max_num_seqs` or `gpu_memory_utilization` when initializing the engine."),
+    (VLLM, "out of memory for the KV cache, vLLM 0.26",
+     "while the KV cache was made", "lower engine.kv_cache_memory_bytes",
+     traceback(CORE, "initialize_from_config", "initialize_kv_cache", "zeros", error=OUT_OF_MEMORY)),
+    (VLLM, "out of memory while capturing, vLLM 0.26",
+     "while CUDA graphs were captured", "engine.max_cudagraph_capture_size",
+     traceback(CORE, "compile_or_warm_up_model", "capture_model", "_dummy_run", error=OUT_OF_MEMORY)),
+    (SGLANG, "out of memory while capturing, decode_cuda_graph_runner.py of SGLang 0.5.17 and 0.5.23",
+     "while CUDA graphs were captured", "lower engine.extra.mem_fraction_static",
+     f"Exception: Capture cuda graph failed: CUDA out of memory. Tried to allocate 1.02 GiB.\n{SGLANG_ENDS}"),
+    (SGLANG, "out of memory for the KV cache, SGLang 0.5.17",
+     "while the KV cache was made", "lower engine.extra.mem_fraction_static",
+     traceback(SCHEDULER, "alloc_memory_pool", "_create_buffers", error=OUT_OF_MEMORY) + f"\n{SGLANG_ENDS}"),
+    (SGLANG, "out of memory somewhere, SGLang", "the GPU ran out of memory", "lower engine.extra.mem_fraction_static",
+     OUT_OF_MEMORY),
+    (VLLM, "no GPU, config/device.py of vLLM 0.26", "sees no GPU", "nvidia-smi",
+     "RuntimeError: Failed to infer device type, please set the environment variable "
+     "`VLLM_LOGGING_LEVEL=DEBUG` to turn on verbose logging to help debug the issue."),
+    (SGLANG, "no GPU, utils/common.py of SGLang 0.5.17 and 0.5.23", "sees no GPU", "engine.device to cpu",
+     "RuntimeError: No accelerator (CUDA, XPU, HPU, NPU, MUSA, MPS) or platform plugin is available."),
+    (VLLM, "no driver, torch", "no NVIDIA driver", "engine.device to cpu",
+     "RuntimeError: Found no NVIDIA driver on your system. Please check that you have an NVIDIA GPU"),
+    (VLLM, "too few GPUs, config/parallel.py of vLLM 0.26 and 0.32",
+     "a replica of 4 workers sees 2 GPUs", "lower engine.tensor_parallel_size",
+     "  Value error, World size (4) is larger than the number of available GPUs (2) in this node. If this is"),
+    (VLLM, "tensor parallelism without NVLink multicast, vLLM 0.26",
+     "no NVLink multicast", "set engine.extra.compilation_config.pass_config.fuse_allreduce_rms to false",
+     f"{CORE}RuntimeError: Worker failed with error 'CUDA error: CUBLAS_STATUS_INTERNAL_ERROR when calling "
+     "`cublasCreate(handle)`', please check the stack trace above for the root cause"),
+    (VLLM, "another quantization, vLLM 0.26, SGLang 0.5.17 and 0.5.23",
+     "quantised with gptq, not with awq", "set engine.quantization to gptq",
+     f"{PYDANTIC}Quantization method specified in the model config (gptq) does not match the quantization "
+     "method specified in the `quantization` argument (awq)."),
+    (VLLM, "a plain checkpoint, vLLM 0.32 and SGLang 0.5.23",
+     "the checkpoint is not quantised with awq", "leave engine.quantization out",
+     f"{PYDANTIC}Cannot find the config file for awq{FRAME}"),
+    (VLLM, "unknown quantization, vLLM 0.32", "does not know the quantization foo", "correct engine.quantization",
+     f"{PYDANTIC}Unknown quantization method: foo. Must be one of ['awq', 'auto_awq', 'fp8']"),
+    (VLLM, "port, vLLM 0.32", "took the engine's port", "next start takes another port",
+     "OSError: [Errno 98] Address already in use"),
+    (VLLM, "missing package, Python", "the Python package flashinfer is missing", "install it",
+     "ModuleNotFoundError: No module named 'flashinfer'"),
+    (SGLANG, "a worker killed, engine.py of SGLang 0.5.17 and 0.5.23",
+     "killed with SIGKILL", "give the host more memory",
+     f"{SCHEDULER}RuntimeError: Rank 0 scheduler died during initialization (exit code: -9). If exit code is -9 "
+     "(SIGKILL), a common cause is the OS OOM killer. Run `dmesg -T | grep -i oom` to check."),
+    (VLLM, "a worker killed, multiproc_executor.py of vLLM 0.26 and 0.32",
+     "killed with SIGKILL", "give the host more memory",
+     f"{CORE}Worker proc VllmWorker-1 died unexpectedly (exit code: -9), shutting down executor."),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("kind", "name", "meaning", "remedy", "log"), KNOWN, ids=[row[1] for row in KNOWN])
 def test_a_known_line_gives_what_happened_and_the_lever_to_change(
-    kind: EngineKind, log: str, meaning: str, remedy: str
+    kind: EngineKind, name: str, meaning: str, remedy: str, log: str
 ) -> None:
     found = diagnose(kind, f"our own first line\n{log}\n", 1)
     assert found is not None

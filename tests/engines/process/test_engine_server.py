@@ -4,14 +4,11 @@ import asyncio
 import json
 import os
 import re
-import shlex
 import signal
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,9 +23,8 @@ from engines.config import EngineConfig
 from engines.engine import Engine
 from engines.errors import ConfigError, EngineError, EngineStartFailed
 from engines.process import engine_server as server
-from engines.process import launch, port, process
 from engines.process.engine_server import EngineServer, expected_tensors, streams_coarsely
-from engines.process.port import HeldPort, free_port
+from engines.process.port import free_port
 from engines.process.process import Command, EngineProcess
 from engines.types import EngineKind, ReplicaInfo, TensorMeta
 
@@ -87,35 +83,12 @@ async def metric(info: ReplicaInfo, name: str) -> float:
     return sum(map(float, re.findall(rf"^vllm:{name}\{{.*\}} (\S+)$", page, re.MULTILINE)))
 
 
-def guard_of(info: ReplicaInfo) -> int:
-    """The guard that the owner started: parent of the one that started the engine."""
-    return parent_of(parent_of(info.pid))
-
-
 def command_of(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
 
 
-def parent_of(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
 def logs(folder: Path) -> list[Path]:
     return sorted(folder.iterdir())
-
-
-async def kill_guard(info: ReplicaInfo, killed: EngineProcess) -> None:
-    """Return once the end of the guard is known."""
-    os.kill(guard_of(info), signal.SIGKILL)
-    async with asyncio.timeout(SOON_S):
-        while killed.exit_code is None:
-            await asyncio.sleep(0.01)
-
-
-async def checked_until_it_fails(one: EngineServer) -> None:
-    async with asyncio.timeout(SOON_S):
-        while True:
-            await one.check()
 
 
 def answering(models: str) -> Callable[..., Command]:
@@ -198,12 +171,6 @@ async def test_an_engine_starts_without_the_files_that_its_index_names_and_its_t
     assert (info.model, info.tensors) == ("tiny", None)
 
 
-@pytest.mark.parametrize("kind", [EngineKind.VLLM, EngineKind.SGLANG])
-def test_replies_are_read_in_chunks_unless_these_are_short(kind: EngineKind) -> None:
-    assert streams_coarsely(EngineConfig(kind=kind))
-    assert not streams_coarsely(EngineConfig(kind=kind, stream_interval=8))
-
-
 async def test_an_engine_is_warm_when_it_is_started_and_gone_when_it_is_stopped(new_server: NewServer) -> None:
     one = new_server()
     info = await one.start()
@@ -212,67 +179,6 @@ async def test_an_engine_is_warm_when_it_is_started_and_gone_when_it_is_stopped(
     await one.stop()
     assert not listens(info.url)
     await one.stop()
-
-
-async def test_what_goes_on_answering_when_the_guard_is_killed_is_ended_without_a_check(
-    new_server: NewServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As the API processes of a vLLM that has several."""
-
-    def in_a_session_of_its_own(*args: Any, **kwargs: Any) -> Command:
-        command = engine_command(*args, **kwargs)
-        return replace(command, argv=["sh", "-c", f"setsid {shlex.join(command.argv)} & wait"])
-
-    engine_command = launch.engine_command
-    monkeypatch.setattr(server, "engine_command", in_a_session_of_its_own)
-    one = new_server()
-    info = await one.start()
-    os.kill(guard_of(info), signal.SIGKILL)
-    async with asyncio.timeout(SOON_S):
-        while listens(info.url):
-            await asyncio.sleep(0.01)
-    with pytest.raises(EngineError, match="ended with -9"):
-        await checked_until_it_fails(one)
-
-
-async def test_what_a_killed_guard_left_is_ended_and_told_also_where_the_log_is_gone(
-    new_server: NewServer, processes: list[EngineProcess]
-) -> None:
-    one = new_server()
-    info = await one.start()
-    os.remove(info.log_path)
-    await kill_guard(info, processes[0])
-    with pytest.raises(EngineError, match="ended with -9"):
-        await one.check()
-    async with asyncio.timeout(SOON_S):
-        while listens(info.url):
-            await asyncio.sleep(0.01)
-
-
-async def test_a_check_tells_the_end_of_an_engine_while_its_processes_do_not_end(
-    new_server: NewServer, processes: list[EngineProcess], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Serve gives up after a while, and would know no more than that."""
-    monkeypatch.setattr(process, "_KILLED_END_WITHIN_S", 2 * SOON_S)
-    monkeypatch.setattr(server, "_REMAINS_END_WITHIN_S", 0.1)
-    one = new_server()
-    info = await one.start()
-    stays = await asyncio.create_subprocess_exec("sleep", "300")
-    monkeypatch.setattr(process, "_kill_marked", lambda _: {stays.pid})
-    await kill_guard(info, processes[0])
-    async with asyncio.timeout(SOON_S):
-        with pytest.raises(EngineError, match="ended with -9"):
-            await one.check()
-    stays.kill()
-    await stays.wait()
-
-
-async def test_an_engine_that_ends_at_its_start_is_told_also_where_the_log_is_gone(
-    new_server: NewServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(server, "engine_command", lambda *_, **__: Command(["sh", "-c", f"rm {tmp_path}/*; exit 3"]))
-    with pytest.raises(EngineStartFailed, match="the engine ended with 3 before it was ready"):
-        await new_server().start()
 
 
 @pytest.mark.parametrize("models", ['{"data": []}', "{}", "[]"])
@@ -334,23 +240,6 @@ async def test_an_engine_that_does_not_come_up_in_time_is_ended(
     assert time.monotonic() - began < SOON_S
 
 
-async def test_any_answer_of_a_start_may_take_as_long_as_the_start(
-    new_server: NewServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a busy machine vLLM has taken more than 30 s to list its routes."""
-    bounds: dict[str, float] = {}
-    ask = VllmEngine.ask
-
-    async def noted(self: VllmEngine, method: str, path: str, body: Any, timeout_s: float) -> Any:
-        bounds[path] = timeout_s
-        return await ask(self, method, path, body, timeout_s)
-
-    monkeypatch.setattr(VllmEngine, "ask", noted)
-    await new_server(start_timeout_s=234.5).start()
-    assert set(bounds) >= {"/v1/models", "/version", "/get_world_size", "/openapi.json"}
-    assert set(bounds.values()) == {234.5}
-
-
 async def test_a_port_that_somebody_took_meanwhile_is_left_for_another(
     new_server: NewServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -385,21 +274,6 @@ async def test_a_server_that_took_the_port_is_not_taken_for_the_engine(
         await new_server(kind=kind).start()
 
 
-async def test_a_port_is_held_from_the_start_to_the_stop(
-    new_server: NewServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The engine binds it later: a probe finds it free until then."""
-    number = free_port()
-    monkeypatch.setattr(port, "_PORTS", range(number, number + 1))
-    monkeypatch.setattr(port, "_is_free", lambda _: True)
-    one = new_server()
-    assert (await one.start()).url == f"http://127.0.0.1:{number}"
-    with pytest.raises(EngineStartFailed, match="none of"):
-        HeldPort()
-    await one.stop()
-    HeldPort().release()
-
-
 async def test_a_failure_that_nobody_knows_is_tried_once_more_and_told_with_the_last_error(
     new_server: NewServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -414,37 +288,6 @@ async def test_a_failure_that_nobody_knows_is_tried_once_more_and_told_with_the_
     assert len(logs(tmp_path)) == 2
 
 
-async def test_an_sglang_that_cannot_have_its_port_does_not_end_and_is_not_waited_for(
-    new_server: NewServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = (
-        "[2026-11-21 15:08:32] ERROR:    [Errno 98] error while attempting to bind on address: address already in use"
-    )
-    stays = Command(["sh", "-c", f"echo '{words}'; exec sleep 300"])
-    monkeypatch.setattr(server, "engine_command", lambda *_, **__: stays)
-    with pytest.raises(EngineStartFailed, match="another process took the engine's port"):
-        await new_server(kind="sglang").start()
-    assert len(logs(tmp_path)) == 2
-
-
-async def test_a_named_groups_failure_names_its_own_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = "vllm serve: error: unrecognized arguments: --nonsense 1"
-    monkeypatch.setattr(server, "engine_command", lambda *_, **__: Command(["sh", "-c", f"echo '{words}'; exit 2"]))
-    config = EngineConfig.model_validate({"kind": "sim", "model": "tiny", "log_dir": str(tmp_path)})
-    with pytest.raises(EngineStartFailed, match=r"remove it from engines\.judge\.extra"):
-        await EngineServer(config, replica_id="judge-0", group="judge", index=0).start()
-
-
-async def test_a_second_taken_port_is_an_error(
-    new_server: NewServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    refused = Command(["sh", "-c", "echo 'OSError: [Errno 98] Address already in use'; exit 1"])
-    monkeypatch.setattr(server, "engine_command", lambda *_, **__: refused)
-    with pytest.raises(EngineStartFailed, match="Address already in use"):
-        await new_server().start()
-    assert len(logs(tmp_path)) == 2
-
-
 async def test_a_folder_where_no_log_can_be_written_is_named_by_its_key(new_server: NewServer, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     folder = f"{tmp_path}/file/logs"
@@ -452,11 +295,38 @@ async def test_a_folder_where_no_log_can_be_written_is_named_by_its_key(new_serv
         await new_server(log_dir=folder).start()
 
 
-async def test_a_folder_on_a_full_disk_is_named_by_its_key(
-    new_server: NewServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def guard_of(info: ReplicaInfo) -> int:
+    """The guard that the owner started: parent of the one that started the engine."""
+    return parent_of(parent_of(info.pid))
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+async def kill_guard(info: ReplicaInfo, killed: EngineProcess) -> None:
+    """Return once the end of the guard is known."""
+    os.kill(guard_of(info), signal.SIGKILL)
+    async with asyncio.timeout(SOON_S):
+        while killed.exit_code is None:
+            await asyncio.sleep(0.01)
+
+
+async def checked_until_it_fails(one: EngineServer) -> None:
+    async with asyncio.timeout(SOON_S):
+        while True:
+            await one.check()
+
+
+async def test_what_a_killed_guard_left_is_ended_and_told_also_where_the_log_is_gone(
+    new_server: NewServer, processes: list[EngineProcess]
 ) -> None:
-    """As a file on a full disk, `/dev/full` can be opened, and refuses what is written."""
-    monkeypatch.setattr(tempfile, "TemporaryFile", lambda **_: os.fdopen(os.open("/dev/full", os.O_WRONLY), "wb"))
-    expected = f"engine.log_dir = {str(tmp_path)!r}: no log can be written there (No space left on device)"
-    with pytest.raises(ConfigError, match=re.escape(expected)):
-        await new_server().start()
+    one = new_server()
+    info = await one.start()
+    os.remove(info.log_path)
+    await kill_guard(info, processes[0])
+    with pytest.raises(EngineError, match="ended with -9"):
+        await one.check()
+    async with asyncio.timeout(SOON_S):
+        while listens(info.url):
+            await asyncio.sleep(0.01)

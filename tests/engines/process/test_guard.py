@@ -1,21 +1,14 @@
 """The guard as its owner meets it: real processes, real signals, nothing of a tree left behind."""
 
 import os
-import shlex
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
-
-from engines.process import temporary
-from tests.rigs import headless
-from tests.rigs.headless import Headless
 
 SOON_S = 30.0
 PATIENT_S = 120.0
@@ -43,18 +36,6 @@ print(memory.name, flush=True)
 time.sleep(300)
 """
 
-SLOW_AFTER_FORK = """
-import os, sys, time
-from engines.process import guard
-fork = os.fork
-def slow():
-    child = fork()
-    if child:
-        time.sleep(1.0)
-    return child
-os.fork = slow
-sys.exit(guard.main())
-"""
 
 Guard = subprocess.Popen[str]
 StartGuard = Callable[..., Guard]
@@ -107,15 +88,6 @@ def those_left(pids: Iterable[int], within_s: float = SOON_S) -> list[int]:
     return alive
 
 
-@pytest.mark.parametrize("code", [0, 3])
-def test_the_exit_code_is_the_commands(start_guard: StartGuard, code: int) -> None:
-    assert start_guard(f"exit {code}").wait(SOON_S) == code
-
-
-def test_a_command_killed_by_a_signal_is_told_as_shells_tell_it(start_guard: StartGuard) -> None:
-    assert start_guard("kill -KILL $$").wait(SOON_S) == 128 + signal.SIGKILL
-
-
 def test_the_whole_tree_ends_when_the_owner_closes_the_pipe(start_guard: StartGuard) -> None:
     guard = start_guard(TREE)
     pids = printed_pids(guard, TREE_SIZE)
@@ -131,15 +103,6 @@ def test_the_whole_tree_ends_when_the_guard_gets_sigterm(start_guard: StartGuard
     guard.terminate()
     guard.wait(SOON_S)
     assert those_left(pids, within_s=0) == []
-
-
-def test_a_sigterm_before_the_outer_guard_runs_again_ends_the_whole_tree_first() -> None:
-    command = [sys.executable, "-c", SLOW_AFTER_FORK, str(PATIENT_S), "sh", "-c", TREE]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as guard:
-        pids = printed_pids(guard, TREE_SIZE)
-        guard.terminate()
-        guard.wait(SOON_S)
-        assert those_left(pids, within_s=0) == []
 
 
 def test_what_a_command_leaves_behind_ends_with_it(start_guard: StartGuard) -> None:
@@ -162,18 +125,6 @@ def test_the_whole_tree_ends_when_the_owner_is_killed(tmp_path: Path) -> None:
         assert not any(map(is_gone, pids))
         owner.kill()
     assert those_left(pids) == []
-
-
-def test_a_process_whose_first_thread_has_ended_ends_before_the_guard(start_guard: StartGuard, tmp_path: Path) -> None:
-    """Its other threads hold its port and its memory."""
-    words = shlex.join(headless.command(tmp_path / "headless", "at-once"))
-    guard = start_guard(f"setsid {words} & wait; sleep 300")
-    child = Headless.of(tmp_path / "headless")
-    child.wait_for_its_first_thread()
-    assert child.holds_its_port()
-    owner_leaves(guard)
-    guard.wait(SOON_S)
-    assert not child.holds_its_port()
 
 
 @pytest.mark.parametrize("generation", ["outer", "inner"])
@@ -222,28 +173,6 @@ def test_temporary_files_go_when_either_process_of_the_guard_is_killed(
     assert not folder.exists()
 
 
-def test_temporary_files_of_a_guard_that_was_killed_whole_are_found(
-    start_guard: StartGuard, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    place = Path(tempfile.mkdtemp(prefix="t-", dir="/tmp"))  # where no other guard that starts finds them
-    monkeypatch.setenv("TMPDIR", str(place))
-    guard = start_guard(f"{MAKES_FILES} echo $$; exec sleep 300")
-    folder = folder_of(guard)
-    (command,) = printed_pids(guard)
-    inner = parent_of(command)
-    assert temporary.remove_left_folders(place) == []
-    for pid in (inner, guard.pid):
-        os.kill(pid, signal.SIGSTOP)
-    for pid in (inner, guard.pid, command):
-        os.kill(pid, signal.SIGKILL)
-    guard.wait(SOON_S)
-    assert those_left([inner, command]) == []
-    assert folder.exists()
-    assert temporary.remove_left_folders(place) == [folder]
-    assert not folder.exists()
-    shutil.rmtree(place)
-
-
 def test_a_command_may_end_in_its_own_way_within_the_grace(start_guard: StartGuard) -> None:
     guard = start_guard("trap 'sleep 0.2; exit 7' TERM; echo $$; while :; do sleep 0.05; done")
     printed_pids(guard)
@@ -269,17 +198,6 @@ def test_shared_memory_of_a_killed_python_is_removed(start_guard: StartGuard) ->
     owner_leaves(guard)
     guard.wait(SOON_S)
     assert not segment.exists()
-
-
-def test_a_tracker_that_does_not_end_is_killed(start_guard: StartGuard) -> None:
-    script = "import time; time.sleep(300)"
-    guard = start_guard(
-        f"trap '' TERM; echo $$; exec {sys.executable} -c '{script}' multiprocessing.resource_tracker", 0.1
-    )
-    pids = printed_pids(guard)
-    owner_leaves(guard)
-    guard.wait(SOON_S)
-    assert those_left(pids, within_s=0) == []
 
 
 def test_the_command_leads_a_session_of_its_own_and_reads_nothing(start_guard: StartGuard) -> None:

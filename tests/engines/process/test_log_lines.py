@@ -60,19 +60,3 @@ def test_a_line_shows_control_characters_that_a_terminal_would_obey() -> None:
     assert shown.count("\n") == 1
     assert shown.strip().isprintable()
     assert r"path=/traces/\x1b[2J\x9b2J\x7f" in shown
-
-
-def test_a_traceback_shows_control_characters_too() -> None:
-    with io.StringIO() as lines, patched():
-        write_log_lines(lines)
-        try:
-            raise ValueError("no field \x1b]0;title\x07")
-        except ValueError:
-            structlog.get_logger().exception("a request failed")
-        shown = lines.getvalue()
-    assert shown.endswith("ValueError: no field \\x1b]0;title\\x07\n")
-
-
-def test_lines_below_the_least_level_are_left_out() -> None:
-    assert "begun" in lines_of()
-    assert "begun" not in lines_of("warning")

@@ -29,65 +29,55 @@ def check(tmp_path: Path) -> Check:
     return found
 
 
-@pytest.mark.parametrize("kind", ["vllm", "sglang"])
-@pytest.mark.parametrize("gpus", [1, 2, 4, 28])
-def test_gpus_that_can_share_the_heads_fit(check: Check, gpus: int, kind: str) -> None:
-    assert check(QWEN, kind=kind, tensor_parallel_size=gpus) == []
+YARN = {"factor": 4.0, "rope_type": "yarn"}
+HEADS = "the model has 28 attention heads and 4 KV heads; it can be 1, 2, 4 or 28"
 
 
-@pytest.mark.parametrize("gpus", [3, 7, 8])  # 7 divides the heads, but neither is it a divisor of 4 nor a multiple
-def test_gpus_that_cannot_share_the_heads_are_refused_with_those_that_can(check: Check, gpus: int) -> None:
-    ((field, message),) = check(QWEN, tensor_parallel_size=gpus)
-    assert field == "tensor_parallel_size"
-    assert message == "the model has 28 attention heads and 4 KV heads; it can be 1, 2, 4 or 28"
-
-
-def test_latent_attention_has_no_kv_heads_to_share(check: Check) -> None:
-    deepseek = {"num_attention_heads": 128, "num_key_value_heads": 3, "kv_lora_rank": 512}
-    assert check(deepseek, tensor_parallel_size=8) == []
-
-
-def test_a_multimodal_model_has_its_heads_in_text_config(check: Check) -> None:
-    ((field, _),) = check({"text_config": QWEN}, tensor_parallel_size=3)
-    assert field == "tensor_parallel_size"
-
-
-def test_more_stages_than_layers_are_refused(check: Check) -> None:
-    ((field, _),) = check(QWEN, pipeline_parallel_size=29)
-    assert field == "pipeline_parallel_size"
-
-
-def test_more_tokens_than_the_model_has_positions_are_refused(check: Check) -> None:
-    ((field, message),) = check(QWEN, max_model_len=40000)
-    assert (field, "32768 tokens" in message) == ("max_model_len", True)
+@pytest.mark.parametrize(
+    ("model", "levers", "field", "said"),
+    [
+        (QWEN, {"tensor_parallel_size": 3}, "tensor_parallel_size", HEADS),
+        (
+            QWEN,
+            {"tensor_parallel_size": 7},
+            "tensor_parallel_size",
+            HEADS,
+        ),  # it divides the heads, but not the KV heads
+        (QWEN, {"tensor_parallel_size": 8}, "tensor_parallel_size", HEADS),
+        ({"text_config": QWEN}, {"tensor_parallel_size": 3}, "tensor_parallel_size", HEADS),  # a multimodal model
+        (QWEN, {"pipeline_parallel_size": 29}, "pipeline_parallel_size", ""),
+        (QWEN, {"max_model_len": 40000}, "max_model_len", "32768 tokens"),
+        (QWEN, {"dtype": "bfloat17"}, "dtype", "vLLM has no such dtype; did you mean bfloat16?"),
+        (QWEN, {"max_num_batched_tokens": 64, "max_num_seqs": 128}, "max_num_batched_tokens", "max_num_seqs = 128"),
+    ],
+)
+def test_what_the_engine_would_refuse_is_refused_before_its_start(
+    check: Check, model: dict[str, Any], levers: dict[str, Any], field: str, said: str
+) -> None:
+    ((found, message),) = check(model, **levers)
+    assert found == field
+    assert said in message
 
 
 @pytest.mark.parametrize(
     ("model", "levers"),
     [
-        (QWEN | {"rope_scaling": {"factor": 4.0, "rope_type": "yarn"}}, {}),
-        (QWEN | {"rope_parameters": {"factor": 4.0, "rope_type": "yarn"}}, {}),
-        (QWEN | {"model_max_length": 65536}, {}),
-        (QWEN, {"env": {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}}),
-        (QWEN, {"extra": {"hf_overrides": {"max_position_embeddings": 65536}}}),
-        ({}, {}),
+        *((QWEN, {"tensor_parallel_size": gpus}) for gpus in (1, 2, 4, 28)),
+        ({"num_attention_heads": 128, "num_key_value_heads": 3, "kv_lora_rank": 512}, {"tensor_parallel_size": 8}),
+        (QWEN, {"dtype": "half"}),
+        (QWEN, {"kind": "sglang", "max_num_batched_tokens": 64, "max_num_seqs": 128}),
+        (QWEN | {"rope_scaling": YARN}, {"max_model_len": 40000}),
+        (QWEN | {"rope_parameters": YARN}, {"max_model_len": 40000}),
+        (QWEN | {"model_max_length": 65536}, {"max_model_len": 40000}),
+        (QWEN, {"max_model_len": 40000, "env": {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}}),
+        (QWEN, {"max_model_len": 40000, "extra": {"hf_overrides": {"max_position_embeddings": 65536}}}),
+        ({}, {"max_model_len": 40000}),
     ],
 )
-def test_where_the_limit_may_be_another_the_engine_decides(
+def test_what_fits_and_what_the_engine_alone_knows_is_taken(
     check: Check, model: dict[str, Any], levers: dict[str, Any]
 ) -> None:
-    assert check(model, max_model_len=40000, **levers) == []
-
-
-def test_a_dtype_that_no_engine_has_is_refused_with_the_nearest(check: Check) -> None:
-    assert check(QWEN, dtype="bfloat17") == [("dtype", "vLLM has no such dtype; did you mean bfloat16?")]
-    assert check(QWEN, dtype="half") == []
-
-
-def test_fewer_tokens_than_sequences_a_step_are_refused_of_vllm_alone(check: Check) -> None:
-    ((field, message),) = check(QWEN, max_num_batched_tokens=64, max_num_seqs=128)
-    assert (field, "max_num_seqs = 128" in message) == ("max_num_batched_tokens", True)
-    assert check(QWEN, kind="sglang", max_num_batched_tokens=64, max_num_seqs=128) == []
+    assert check(model, **levers) == []
 
 
 def test_quantization_is_asked_of_the_installed_engines_source(

@@ -1,7 +1,6 @@
 """An engine process as its owner sees it: log, exit code, end."""
 
 import os
-import shlex
 import signal
 import time
 from collections import Counter
@@ -11,10 +10,7 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from engines.process import process as module
 from engines.process.process import Command, EngineProcess
-from tests.rigs import headless
-from tests.rigs.headless import Headless
 
 SOON_S = 30.0
 StartScript = Callable[..., EngineProcess]
@@ -71,37 +67,6 @@ async def test_stop_waits_for_the_end_of_what_it_kills(
     assert has_ended(orphan)
 
 
-async def test_stop_waits_for_all_threads_of_what_it_kills(
-    start_script: StartScript, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first thread of an engine ends before those that give back its memory and its port."""
-    killed_guard, orphan = headless_left_by_a_killed_guard(start_script, tmp_path, "at-signal")
-    with monkeypatch.context() as patch:
-        end_late(patch, orphan)
-        await killed_guard.stop()
-    assert not orphan.holds_its_port()
-
-
-async def test_stop_waits_also_for_what_was_killed_before_and_had_not_ended_in_time(
-    start_script: StartScript, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As by a check."""
-    killed_guard, orphan = headless_left_by_a_killed_guard(start_script, tmp_path, "at-signal")
-    with monkeypatch.context() as patch:
-        end_late(patch, orphan)
-        assert orphan.pid in await killed_guard.end_remains(0.0)
-        await killed_guard.stop()
-    assert not orphan.holds_its_port()
-
-
-async def test_stop_ends_what_shows_its_mark_no_more(start_script: StartScript, tmp_path: Path) -> None:
-    """As a process whose first thread has ended, killed by the guard or not."""
-    killed_guard, orphan = headless_left_by_a_killed_guard(start_script, tmp_path, "at-once")
-    orphan.wait_for_its_first_thread()
-    await killed_guard.stop()
-    assert not orphan.holds_its_port()
-
-
 async def test_stop_does_not_wait_for_ever_for_a_process_that_does_not_end(
     start_script: StartScript, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,47 +89,9 @@ def left_by_a_killed_guard(start_script: StartScript, folder: Path, grace_s: flo
     return process, int(pid_file.read_text())
 
 
-def headless_left_by_a_killed_guard(
-    start_script: StartScript, folder: Path, when: str
-) -> tuple[EngineProcess, Headless]:
-    words = shlex.join(headless.command(folder / "headless", when))
-    killed = start_script(f"trap '' TERM; setsid {words} & sleep 60", stop_timeout_s=600.0)
-    orphan = Headless.of(folder / "headless")
-    os.kill(killed.pid, signal.SIGKILL)
-    return killed, orphan
-
-
-def end_late(patch: pytest.MonkeyPatch, orphan: Headless) -> None:
-    """Have a signal end the first thread of this process, and the ninth look for what is to be killed the others."""
-    kill, kill_marked, looks = os.kill, module._kill_marked, Counter[str]()
-
-    def end_the_first_thread(pid: int, number: int) -> None:
-        kill(pid, signal.SIGUSR1 if pid == orphan.pid else number)
-        if pid == orphan.pid:
-            orphan.wait_for_its_first_thread()
-
-    def end_the_others_late(mark: str) -> set[int]:
-        looks[mark] += 1
-        if looks[mark] == 9:
-            kill(orphan.pid, signal.SIGKILL)
-        return kill_marked(mark)
-
-    patch.setattr(os, "kill", end_the_first_thread)
-    patch.setattr(module, "_kill_marked", end_the_others_late)
-
-
 def has_ended(pid: int) -> bool:
     stat = Path(f"/proc/{pid}/stat")
     return not stat.exists() or stat.read_text().split()[2] == "Z"
-
-
-def test_before_its_start_it_has_neither_pid_nor_exit_code(tmp_path: Path) -> None:
-    process = EngineProcess(Command(["true"]), tmp_path / "engine.log", 1.0)
-    assert (process.pid, process.exit_code) == (0, None)
-
-
-async def test_stop_before_the_start_does_nothing(tmp_path: Path) -> None:
-    await EngineProcess(Command(["true"]), tmp_path / "engine.log", 1.0).stop()
 
 
 def test_the_log_begins_with_the_command_and_holds_both_outputs(start_script: StartScript) -> None:
@@ -178,12 +105,6 @@ def test_the_log_begins_with_the_command_and_holds_both_outputs(start_script: St
 def test_the_log_is_its_owner_s_alone(start_script: StartScript) -> None:
     process = start_script("true")
     assert process.log_path.stat().st_mode & 0o777 == 0o600
-
-
-def test_the_exit_code_is_none_while_it_runs(start_script: StartScript) -> None:
-    process = start_script("sleep 300")
-    assert process.exit_code is None
-    os.kill(process.pid, 0)
 
 
 def test_the_exit_code_is_the_commands(start_script: StartScript) -> None:
@@ -205,33 +126,11 @@ def test_last_words_are_the_last_lines_of_a_long_log(start_script: StartScript) 
     assert len(process.last_words().splitlines()) == 20
 
 
-def test_last_words_need_not_be_text(start_script: StartScript) -> None:
-    process = start_script(r"printf 'caf\351'")
-    code_of(process)
-    assert process.last_words(1) == "caf�"
-
-
 async def test_stop_ends_it_and_may_be_called_twice(start_script: StartScript) -> None:
     process = start_script("sleep 300")
     await process.stop()
     assert process.exit_code is not None
     await process.stop()
-
-
-async def test_stop_after_its_own_end_keeps_the_exit_code(start_script: StartScript) -> None:
-    process = start_script("exit 6")
-    code_of(process)
-    await process.stop()
-    assert process.exit_code == 6
-
-
-async def test_stop_waits_for_the_grace_and_not_for_ever(start_script: StartScript) -> None:
-    process = start_script("trap '' TERM; echo ready; exec sleep 300", stop_timeout_s=0.3)
-    until(lambda: process.last_words(1) == "ready")
-    began = time.monotonic()
-    await process.stop()
-    assert 0.3 <= time.monotonic() - began < SOON_S
-    assert process.exit_code is not None
 
 
 async def test_an_engine_inherits_its_owner_s_environment_without_keys(
@@ -247,18 +146,3 @@ async def test_an_engine_inherits_its_owner_s_environment_without_keys(
     found = {line.partition("=")[0] for line in process.last_words(lines=1000).splitlines() if "=hunter2" in line}
     assert found == {"HF_TOKEN"}  # the engine downloads models with it
     assert "ROLLOUT_GATEWAY_FORK_CORE=1" in process.last_words(lines=1000)
-
-
-async def test_a_stop_passes_over_processes_of_others_that_end_meanwhile(
-    start_script: StartScript, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    process = start_script("exec sleep 300")
-
-    def gone(path: Path) -> bytes:
-        raise ProcessLookupError(f"No such process: {path}")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "exists", gone)  # pathlib asks this of each file that a pattern may mean
-        patch.setattr(Path, "read_bytes", gone)
-        await process.stop()
-    assert process.exit_code is not None

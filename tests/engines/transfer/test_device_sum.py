@@ -80,28 +80,3 @@ def test_tensors_are_digested_together_as_one_by_one() -> None:
     together = device_sum.sums_on_device([tensor.to(DEVICE) for tensor in tensors]).tolist()
     assert together == [digest(tensor) for tensor in tensors]
     assert len(set(together)) == len(tensors)
-
-
-@pytest.mark.usefixtures("small_programs")
-def test_chunks_that_are_packed_alike_share_the_tables_of_their_kernel() -> None:
-    def digests(chunk: torch.Tensor) -> list[int]:
-        parts = chunk.split([64, 4, 128, 60])
-        return list(device_sum.sums_on_device(parts).tolist())
-
-    first, second = (torch.randint(0, 256, (256,), dtype=torch.uint8, device=DEVICE) for _ in range(2))
-    found = [digests(first), digests(second)]
-    assert found == [[digest(part) for part in chunk.split([64, 4, 128, 60])] for chunk in (first, second)]
-    before = device_sum._tables.cache_info().misses
-    digests(first.clone())
-    assert device_sum._tables.cache_info().misses == before
-
-
-@pytest.mark.usefixtures("small_programs")
-def test_the_number_is_the_one_that_its_description_gives() -> None:
-    words = [5, -7]
-    total = 8  # bytes
-    for place, word in enumerate(words, start=1):
-        factor = place * 0x9E3779B97F4A7C15 % (1 << 64)
-        signed = factor - (1 << 64) if factor >> 63 else factor
-        total += word * ((signed ^ (signed >> 29)) * 0xBF58476D1CE4E5B9 | 1)
-    assert digest(torch.tensor(words, dtype=torch.int32)) % (1 << 64) == total % (1 << 64)

@@ -1,7 +1,6 @@
 """The tee: an update is digested on its way into a model, and copied into a draft."""
 
 import threading
-import weakref
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from engines.engine import ReceiptCopy
 from engines.errors import StoreFailed
 from engines.store import shard_writer
 from engines.store.draft import Draft, is_whole
-from engines.store.manifest import Manifest, check_bytes
+from engines.store.manifest import check_bytes
 from engines.store.weight_store import WeightStore
 from engines.transfer import tee as weight_tee
 from engines.transfer.tee import Scribe, WeightTee
@@ -59,19 +58,6 @@ def test_the_model_loads_what_it_did_before_and_the_tee_tells_digests() -> None:
     assert "load_weights" not in vars(model)
 
 
-def test_one_wrong_bit_changes_the_digest_of_its_tensor_alone() -> None:
-    sent = tensors()
-    other = {name: tensor.clone() for name, tensor in sent.items()}
-    other["w"].view(torch.int16)[2, 1] ^= 1
-    digests = []
-    for each in (sent, other):
-        model = PlayedModel()
-        tee = WeightTee(model)
-        model.load_weights(list(each.items()))
-        digests.append(tee.close())
-    assert [name for name in sent if digests[0][name] != digests[1][name]] == ["w"]
-
-
 def test_the_scribe_writes_what_was_received_chunk_by_chunk(
     store: WeightStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,53 +96,6 @@ def test_a_copy_waits_until_it_is_kept(store: WeightStore, monkeypatch: pytest.M
     assert is_whole(draft)
 
 
-def test_one_that_is_given_up_instead_is_not_written_and_takes_no_memory(store: WeightStore) -> None:
-    """On a GPU that is as much as the model."""
-    writer = scribe(store)
-    copies = [weight_tee._Copy("w", torch.ones(3), "") for _ in range(2)]
-    seen = [weakref.ref(copy) for copy in copies]
-    writer.put([copies[0]])
-    writer.give_up("the update was aborted")
-    assert writer.join(SOON_S)
-    writer.put([copies[1]])
-    del copies
-    assert [one() for one in seen] == [None, None]
-    (draft,) = store.folder.glob("draft-*")
-    with pytest.raises(StoreFailed, match="aborted"):
-        is_whole(draft)
-
-
-def test_what_never_comes_is_taken_from_the_base(store: WeightStore) -> None:
-    model, sent, first = PlayedModel(), tensors(), scribe(store)
-    tee = WeightTee(model, first)
-    model.load_weights(list(sent.items()))
-    tee.close()
-    first.keep()
-    assert first.join(SOON_S)
-    (draft,) = store.folder.glob("draft-*")
-    base = store.promote(draft, "1", None)
-    second = scribe(store, list(sent), base)
-    tee = WeightTee(model, second)
-    model.load_weights([("b", sent["b"] + 1)])
-    tee.close()
-    second.keep()
-    assert second.join(SOON_S)
-    (draft,) = store.folder.glob("draft-*")
-    before, after = Manifest.read(base).tensors, check_bytes(draft).tensors
-    assert [name for name in sent if before[name].digest != after[name].digest] == ["b"]
-
-
-def test_a_dropped_update_leaves_a_draft_that_says_so(store: WeightStore) -> None:
-    model, writer = PlayedModel(), scribe(store)
-    tee = WeightTee(model, writer)
-    model.load_weights(list(tensors().items()))
-    tee.drop()
-    assert writer.join(SOON_S)
-    (draft,) = store.folder.glob("draft-*")
-    with pytest.raises(StoreFailed, match="aborted"):
-        is_whole(draft)
-
-
 def test_the_transfer_does_not_wait_for_a_slow_disk_beyond_the_bound(
     store: WeightStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,55 +117,28 @@ def test_the_transfer_does_not_wait_for_a_slow_disk_beyond_the_bound(
         is_whole(draft)
 
 
-def test_a_full_disk_costs_the_draft_and_not_the_update(store: WeightStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise StoreFailed("no space")
-
-    monkeypatch.setattr(Draft, "add", full)
-    model, sent, writer = PlayedModel(), tensors(), scribe(store)
-    tee = WeightTee(model, writer)
-    model.load_weights(list(sent.items()))
-    assert tee.close().keys() == sent.keys()
-    writer.keep()
-    assert writer.join(SOON_S)
-    (draft,) = store.folder.glob("draft-*")
-    with pytest.raises(StoreFailed, match="no space"):
-        is_whole(draft)
-
-
-def test_an_update_is_loaded_also_where_it_cannot_be_digested(
-    store: WeightStore, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("place", "error", "said"),
+    [
+        ((Draft, "add"), StoreFailed("no space"), "no space"),
+        ((weight_tee, "digest_on_host"), torch.OutOfMemoryError("no memory"), "could not digest .*: no memory"),
+    ],
+)
+def test_a_full_disk_or_memory_costs_the_draft_and_not_the_update(
+    store: WeightStore, monkeypatch: pytest.MonkeyPatch, place: tuple[object, str], error: Exception, said: str
 ) -> None:
-    def out_of_memory(_: torch.Tensor) -> str:
-        raise torch.OutOfMemoryError("no memory")
+    def full(*_: object) -> None:
+        raise error
 
-    monkeypatch.setattr(weight_tee, "digest_on_host", out_of_memory)
+    monkeypatch.setattr(*place, full)
     model, sent, writer = PlayedModel(), tensors(), scribe(store)
     tee = WeightTee(model, writer)
     for named in sent.items():
         model.load_weights([named])
-    assert tee.close() == {}
-    assert model.loaded.keys() == sent.keys()
-    assert writer.join(SOON_S)
-    (draft,) = store.folder.glob("draft-*")
-    with pytest.raises(StoreFailed, match="could not digest the received tensors: no memory"):
-        is_whole(draft)
-
-
-def test_an_update_is_loaded_also_where_it_cannot_be_copied(
-    store: WeightStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def out_of_memory(*_: object) -> None:
-        raise torch.OutOfMemoryError("no memory")
-
-    monkeypatch.setattr(weight_tee, "_Copy", out_of_memory)
-    model, sent, writer = PlayedModel(), tensors(), scribe(store)
-    tee = WeightTee(model, writer)
-    model.load_weights(list(sent.items()))
-    assert tee.close().keys() == sent.keys()
+    assert tee.close().keys() in (sent.keys(), set())
     assert model.loaded.keys() == sent.keys()
     writer.keep()
     assert writer.join(SOON_S)
     (draft,) = store.folder.glob("draft-*")
-    with pytest.raises(StoreFailed, match="could not copy the received tensors: no memory"):
+    with pytest.raises(StoreFailed, match=said):
         is_whole(draft)

@@ -2,12 +2,10 @@
 
 import asyncio
 import json
-from dataclasses import replace
 
 import pytest
 
 from engines.errors import EngineUnreachable
-from gateway.dialects.sampling import check_sampling
 from sim.model import detokenize
 from tests.rigs.rig import Json, Rig, StartRig
 
@@ -84,19 +82,6 @@ async def test_echo_repeats_the_prompt_in_a_stream(rig: Rig) -> None:
     assert '"error"' not in text
 
 
-async def test_the_body_may_name_the_request(rig: Rig) -> None:
-    _, reply = await rig.post("/v1/completions", COMPLETION | {"request_id": "mine"})
-    assert reply["id"] == "cmpl-mine"
-
-
-async def test_a_long_session_name_is_a_session_too(rig: Rig) -> None:
-    homes = set()
-    for _ in range(4):
-        await rig.complete([[5]], session_id="s" * 5000)
-        homes |= {replica.replica_id for replica in rig.fleet.replicas if replica.placed}
-    assert len(homes) == 1
-
-
 async def test_tokenize_is_answered_by_another_replica_where_one_fails(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,30 +91,3 @@ async def test_tokenize_is_answered_by_another_replica_where_one_fails(
     monkeypatch.setattr(rig.fleet.replicas[0].engine, "ask", broken)
     status, reply = await rig.post("/tokenize", {"prompt": "abc"})
     assert (status, reply["count"]) == (200, len(reply["tokens"]))
-
-
-async def test_a_list_of_rendered_prompts_is_a_list(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = "/v1/completions/render"
-    for replica in rig.fleet.replicas:
-        monkeypatch.setattr(replica, "info", replace(replica.info, capabilities=frozenset({path})))
-
-        async def ask(*_: object) -> Json:
-            return {"value": [{"token_ids": [5]}]}
-
-        monkeypatch.setattr(replica.engine, "ask", ask)
-    async with rig.client.post(rig.url + path, json={"prompt": "a"}) as response:
-        assert await response.json() == [{"token_ids": [5]}]
-
-
-async def test_the_tokenizer_of_an_engine_is_described(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    for replica in rig.fleet.replicas:
-
-        async def ask(method: str, path: str, *_: object) -> Json:
-            return {"asked": f"{method} {path}"}
-
-        monkeypatch.setattr(replica.engine, "ask", ask)
-    assert await rig.get("/tokenizer_info") == (200, {"asked": "GET /tokenizer_info"})
-
-
-def test_several_beams_are_greedy() -> None:
-    assert check_sampling({"n": 2, "temperature": 0, "use_beam_search": True}) == 2

@@ -1,8 +1,9 @@
-"""A replica's death keeps the tokens made so far: every dialect continues from them on another replica."""
+"""An update that cuts off and a replica's death keep the tokens made so far: every dialect continues from them."""
 
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
@@ -14,9 +15,9 @@ from engines.engine import Engine
 from engines.errors import DeadlineExceeded, EngineUnreachable, InvalidRequest
 from gateway.dialects.resumption import chat
 from sim import server as sim_server
-from sim.model import detokenize
-from tests.rigs.rig import MAX_MODEL_LEN, Json, Rig, SimReplica, StartRig
-from tests.rigs.submissions import of_type, submitted
+from sim.dialect import chat_text
+from sim.model import SimModel, detokenize, read, tokenize, weights_key
+from tests.rigs.rig import Json, Rig, SimReplica, StartRig
 
 LENGTH = 100
 CHAT = "/v1/chat/completions"
@@ -28,16 +29,6 @@ ASKED: Json = {"model": "sim", "max_tokens": LENGTH, "ignore_eos": True, "temper
 async def slow_rig(start_rig: StartRig) -> Rig:
     """Two replicas, which need a second for a completion."""
     return await start_rig(2, sim={"decode_step_s": 0.01})
-
-
-async def kill_busy(rig: Rig, after_tokens: int = 40) -> tuple[SimReplica, SimReplica]:
-    """Kill the replica that has made so many tokens first; returns it and the other."""
-    async with asyncio.timeout(20):
-        while not (busy := [one for one in rig.replicas if one.generated_tokens >= after_tokens]):
-            await asyncio.sleep(0.01)
-    await busy[0].kill()
-    other = next(one for one in rig.replicas if one is not busy[0])
-    return busy[0], other
 
 
 async def kill_loaded(rig: Rig) -> SimReplica:
@@ -57,38 +48,123 @@ async def events(rig: Rig, path: str, body: Json) -> list[Json]:
     return [orjson.loads(line) for line in data[:-1]]
 
 
-async def test_a_whole_completion_continues_from_its_tokens(slow_rig: Rig) -> None:
-    body = ASKED | {"prompt": [[5, 6, 7]], "return_token_ids": True, "logprobs": 1}
-    _, undisturbed = await slow_rig.post("/v1/completions", body)
-    made = {replica: replica.generated_tokens for replica in slow_rig.replicas}
-    task = asyncio.create_task(slow_rig.post("/v1/completions", body))
-    async with asyncio.timeout(20):
-        while not (busy := [r for r in slow_rig.replicas if r.generated_tokens - made[r] >= 40]):
-            await asyncio.sleep(0.01)
-    await busy[0].kill()
-    status, reply = await task
-    assert status == 200
-    choice, expected = reply["choices"][0], undisturbed["choices"][0]
-    for field in ("token_ids", "text", "finish_reason", "weight_versions"):
-        assert choice[field] == expected[field], field
-    assert choice["logprobs"]["token_logprobs"] == pytest.approx(expected["logprobs"]["token_logprobs"])
-    assert reply["usage"] == undisturbed["usage"]
-    other = next(one for one in slow_rig.replicas if one is not busy[0])
-    assert other.generated_tokens - made[other] <= LENGTH - 32  # 40 were made, and a chunk has 4
+@dataclass
+class Sample:
+    """What a client was told of a sample, whole or in chunks, of any dialect."""
+
+    ids: list[int]
+    text: str | None
+    logprobs: list[float]
+    ends: list[str]
+    spans: list[tuple[int, int, int]]
+    last: Json = field(compare=False)
 
 
-async def test_each_sample_of_a_group_continues_from_its_tokens(slow_rig: Rig) -> None:
-    body = ASKED | {"prompt": [[5, 6, 7]], "n": 4, "temperature": 1.0, "return_token_ids": True}
-    task = asyncio.create_task(slow_rig.post("/v1/completions", body))
-    _, other = await kill_busy(slow_rig, 4 * 40)
-    status, reply = await task
-    assert status == 200
-    assert [len(choice["token_ids"]) for choice in reply["choices"]] == [LENGTH] * 4
-    assert [choice["weight_versions"] for choice in reply["choices"]] == [
-        [{"version": 0, "start": 0, "end": LENGTH}] for _ in range(4)
-    ]
-    assert reply["usage"]["completion_tokens"] == 4 * LENGTH
-    assert other.generated_tokens <= 4 * (LENGTH - 32)
+def sample_of(choices: list[Json]) -> Sample:
+    last = choices[-1]
+    said = [choice.get("message") or choice.get("delta") or choice for choice in choices]
+    text = "".join(one.get("text") or one.get("content") or "" for one in said)
+    scores = [choice["logprobs"] for choice in choices if choice.get("logprobs")]
+    return Sample(
+        ids=[token_id for choice in choices for token_id in choice.get("token_ids") or ()],
+        text=text if "text" in said[-1] or "content" in said[0] else None,
+        logprobs=[
+            one["logprob"] if "content" in score else one
+            for score in scores
+            for one in score.get("content", score.get("token_logprobs"))
+        ],
+        ends=[reason for choice in choices if (reason := choice["finish_reason"])],
+        spans=[(int(one["version"]), one["start"], one["end"]) for one in last["weight_versions"]],
+        last=last,
+    )
+
+
+def as_choice(told: Json) -> Json:
+    """A reply of SGLang's dialect in the words of the others."""
+    meta = told["meta_info"]
+    scores = {"token_logprobs": [entry[0] for entry in meta["output_token_logprobs"]]}
+    return meta | told | {
+        "index": 0, "token_ids": told["output_ids"], "logprobs": scores, "finish_reason": meta["finish_reason"]["type"],
+    }  # fmt: skip
+
+
+async def told_of(rig: Rig, path: str, body: Json, *, stream: bool) -> tuple[list[Sample], int]:
+    """The samples in their order, and the count of their tokens."""
+    if path == "/generate":
+        reply = (await events(rig, path, body))[-1] if stream else (await rig.post(path, body))[1]
+        return [sample_of([as_choice(reply)])], reply["meta_info"]["completion_tokens"]
+    if stream:
+        *chunks, last = await events(rig, path, body | {"stream_options": {"include_usage": True}})
+        choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    else:
+        status, last = await rig.post(path, body)
+        assert status == 200, last
+        choices = last["choices"]
+        assert [choice["index"] for choice in choices] == list(range(len(choices)))
+    indices = sorted({choice["index"] for choice in choices})
+    samples = [sample_of([choice for choice in choices if choice["index"] == index]) for index in indices]
+    return samples, last["usage"]["completion_tokens"]
+
+
+LONG = 80
+GREEDY: Json = {"max_tokens": LONG, "ignore_eos": True, "temperature": 0.0}
+DIALECTS: dict[str, Json] = {
+    "/v1/completions": {"prompt": [5, 6], "logprobs": 1, "return_token_ids": True} | GREEDY,
+    CHAT: {"messages": HELLO, "logprobs": True, "top_logprobs": 1, "return_token_ids": True} | GREEDY,
+    "/inference/v1/generate": {"token_ids": [5, 6], "sampling_params": GREEDY | {"logprobs": 0}},
+    "/generate": {
+        "input_ids": [5, 6],
+        "sampling_params": {"max_new_tokens": LONG, "ignore_eos": True, "temperature": 0.0},
+        "return_logprob": True,
+    },
+}
+
+
+def with_samples(body: Json, n: int) -> Json:
+    drawn: Json = {"n": n, "temperature": 1.0 if n > 1 else 0.0}
+    return body | ({"sampling_params": body["sampling_params"] | drawn} if "sampling_params" in body else drawn)
+
+
+@pytest.mark.parametrize("breaks", ["update", "update update", "death", "death death", "update death"])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize(
+    ("path", "n"), [(path, n) for path in DIALECTS for n in (1, 3) if path != "/generate" or n == 1]
+)
+async def test_each_sample_goes_on_from_its_tokens(
+    start_rig: StartRig, path: str, n: int, stream: bool, breaks: str
+) -> None:
+    """Each token and log-prob is made again from the weights that its span names."""
+    rig = await start_rig(3, weights={"in_flight": "abort"})
+    await rig.open_group()
+    before = sum(replica.generated_tokens for replica in rig.replicas)
+    running = asyncio.create_task(told_of(rig, path, with_samples(DIALECTS[path], n), stream=stream))
+    for end in breaks.split():
+        await rig.begun(n, tokens=9)
+        await (rig.update() if end == "update" else kill_loaded(rig))
+    rig.hurry()
+    samples, counted = await running
+    updates = breaks.count("update")
+    prompt = tokenize(chat_text(HELLO)) if path == CHAT else [5, 6]
+    model = SimModel.of(rig.sim)
+    assert (len(samples), counted) == (n, n * LONG)
+    assert len({tuple(sample.ids) for sample in samples}) == n
+    for sample in samples:
+        starts, ends = [0, *(end for _, _, end in sample.spans[:-1])], [end for _, _, end in sample.spans]
+        assert sample.spans == list(zip(range(updates + 1), starts, ends, strict=True))
+        assert (ends[-1], len(sample.ids), sample.ends) == (LONG, LONG, ["length"])
+        assert sample.last.get("kv_versions", [updates]) == [updates]
+        versions = [str(version or "default") for version, start, end in sample.spans for _ in range(start, end)]
+        if n == 1:
+            assert sample.ids == model.complete(prompt, versions=versions, max_tokens=LONG, ignore_eos=True)
+        context = read(prompt)
+        for place, token_id in enumerate(sample.ids):
+            expected = model.logprob(context, token_id, weights_key(versions[place]))
+            assert sample.logprobs[place] == pytest.approx(expected), place
+            context = read([token_id], context)
+        assert sample.text in (None, detokenize(sample.ids))
+    if not updates:
+        made = sum(replica.generated_tokens for replica in rig.replicas) - before
+        assert made <= n * (LONG + 4 * len(breaks.split())), "a chunk has 4 tokens"
 
 
 @pytest.mark.parametrize(
@@ -116,26 +192,6 @@ async def test_samples_of_a_seeded_group_stay_different_draws(slow_rig: Rig, pat
     assert len({tuple(tokens) for tokens in made}) == 16
 
 
-async def test_streams_of_a_seeded_group_stay_different_draws(slow_rig: Rig) -> None:
-    body = {"model": "sim", "prompt": [[5], [6]], "n": 12, "seed": 7, "temperature": 1.0, "max_tokens": 80}
-    body |= {"ignore_eos": True, "return_token_ids": True}
-    task = asyncio.create_task(events(slow_rig, "/v1/completions", body))
-    await slow_rig.begun(16)  # 8 on each replica
-    await kill_loaded(slow_rig)
-    slow_rig.hurry()
-    made: dict[int, list[int]] = {}
-    for choice in (choice for chunk in await task for choice in chunk["choices"]):
-        made.setdefault(choice["index"], []).extend(choice["token_ids"] or ())
-    assert sorted(map(len, made.values())) == [80] * 24
-    assert len({tuple(tokens) for tokens in made.values()}) == 24
-
-
-def break_before_usage(rig: Rig) -> None:
-    """From now on each stream of an engine breaks after the last sample's end."""
-    for replica in rig.fleet.replicas:
-        replica.engine = BreakingEngine(replica.engine)  # type: ignore[assignment]  # all but its streams is the same
-
-
 class BreakingEngine:
     """An engine whose streams break before the usage."""
 
@@ -156,49 +212,6 @@ class BreakingEngine:
                 yield chunk
 
 
-COUNTED: list[tuple[str, Json]] = [
-    ("/v1/completions", ASKED | {"prompt": [[5, 6, 7]]}),
-    ("/v1/chat/completions", ASKED | {"messages": HELLO}),
-    (
-        "/inference/v1/generate",
-        {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": LENGTH, "ignore_eos": True, "temperature": 0.0}},
-    ),
-]
-
-
-@pytest.mark.parametrize(("path", "body"), COUNTED)
-async def test_a_death_after_the_last_samples_end_takes_nothing_but_the_engines_count(
-    rig: Rig, path: str, body: Json
-) -> None:
-    _, undisturbed = await rig.post(path, body)
-    break_before_usage(rig)
-    status, reply = await rig.post(path, body)
-    assert status == 200, reply
-    assert reply["usage"] == {key: value for key, value in undisturbed["usage"].items() if value is not None}
-    assert reply["usage"]["completion_tokens"] == LENGTH
-    for field in ("finish_reason", "weight_versions"):
-        assert reply["choices"][0][field] == undisturbed["choices"][0][field]
-
-
-@pytest.mark.parametrize(("path", "body"), COUNTED)
-async def test_a_stream_whose_samples_have_ended_ends_with_its_usage(rig: Rig, path: str, body: Json) -> None:
-    _, undisturbed = await rig.post(path, body)
-    break_before_usage(rig)
-    chunks = await events(rig, path, body | {"stream_options": {"include_usage": True}})
-    assert not [chunk for chunk in chunks if "error" in chunk]
-    assert [choice["finish_reason"] for chunk in chunks[:-1] for choice in chunk["choices"]][-1] == "length"
-    assert chunks[-1]["choices"] == []
-    counts = ("prompt_tokens", "completion_tokens", "total_tokens")
-    assert [chunks[-1]["usage"][key] for key in counts] == [undisturbed["usage"][key] for key in counts]
-
-
-@pytest.mark.parametrize(("path", "body"), COUNTED)
-async def test_no_usage_is_sent_after_a_death_unless_asked_for(rig: Rig, path: str, body: Json) -> None:
-    break_before_usage(rig)
-    chunks = await events(rig, path, body)
-    assert all(chunk["choices"] for chunk in chunks)
-
-
 class EndlessEngine(BreakingEngine):
     """An engine whose streams break between the last token and the end of their first sample."""
 
@@ -213,74 +226,20 @@ class EndlessEngine(BreakingEngine):
                     raise EngineUnreachable("the connection broke", replica_id=self._engine.replica_id)
 
 
-def break_before_end(rig: Rig) -> None:
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("breaking", [BreakingEngine, EndlessEngine])
+@pytest.mark.parametrize("path", ["/v1/completions", CHAT, "/inference/v1/generate"])
+async def test_a_death_after_the_last_token_takes_nothing_but_the_engines_count(
+    rig: Rig, path: str, breaking: type[BreakingEngine], stream: bool
+) -> None:
+    undisturbed = await told_of(rig, path, DIALECTS[path], stream=stream)
     for replica in rig.fleet.replicas:
-        replica.engine = EndlessEngine(replica.engine)  # type: ignore[assignment]  # all but its streams is the same
-
-
-ENDED = ("finish_reason", "stop_reason", "weight_versions", "kv_versions")
-
-
-@pytest.mark.parametrize(("path", "body"), COUNTED)
-async def test_a_sample_with_all_its_tokens_has_ended(rig: Rig, path: str, body: Json) -> None:
-    body = body | {"return_token_ids": True}
-    _, undisturbed = await rig.post(path, body)
-    break_before_end(rig)
-    status, reply = await rig.post(path, body)
-    assert status == 200, reply
-    (told,), (expected,) = reply["choices"], undisturbed["choices"]
-    for field in (*ENDED, "token_ids", "text", "message"):
-        assert told.get(field) == expected.get(field), field
-    assert reply["usage"]["completion_tokens"] == LENGTH
-
-
-@pytest.mark.parametrize(("path", "body"), COUNTED)
-async def test_a_sample_that_has_filled_the_context_has_ended(rig: Rig, path: str, body: Json) -> None:
-    fields: Json = {"max_tokens": MAX_MODEL_LEN}
-    body = body | ({"sampling_params": body["sampling_params"] | fields} if "token_ids" in body else fields)
-    _, undisturbed = await rig.post(path, body)
-    break_before_end(rig)
-    status, reply = await rig.post(path, body)
-    assert status == 200, reply
-    assert reply["usage"]["completion_tokens"] == undisturbed["usage"]["completion_tokens"] > LENGTH
-    assert reply["choices"][0]["finish_reason"] == "length"
-
-
-@pytest.mark.parametrize(("path", "body"), COUNTED)
-async def test_a_streamed_sample_with_all_its_tokens_has_ended(rig: Rig, path: str, body: Json) -> None:
-    body = body | {"return_token_ids": True}
-    undisturbed = [choice for chunk in await events(rig, path, body) for choice in chunk["choices"]]
-    break_before_end(rig)
-    chunks = await events(rig, path, body | {"stream_options": {"include_usage": True}})
-    assert not [chunk for chunk in chunks if "error" in chunk]
-    told = [choice for chunk in chunks for choice in chunk["choices"]]
-    for field in ENDED:
-        assert told[-1][field] == undisturbed[-1][field], field
-    assert sum(len(choice.get("token_ids") or ()) for choice in told) == LENGTH
-    assert chunks[-1]["usage"]["completion_tokens"] == LENGTH
-
-
-async def test_a_submitted_sample_with_all_its_tokens_has_ended(rig: Rig) -> None:
-    break_before_end(rig)
-    told = await submitted(rig, [{"prompt": [5, 6], "n": 2, "sampling": {"max_tokens": 5, "ignore_eos": True}}])
-    ends = of_type(told, "sample")
-    assert [end["finish_reason"] for end in ends] == ["length"] * 2, told
-    assert [end["weight_versions"] for end in ends] == [[{"version": 0, "start": 0, "end": 5}]] * 2
-
-
-async def test_token_ids_continue_from_their_tokens(slow_rig: Rig) -> None:
-    body = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": LENGTH, "ignore_eos": True, "temperature": 0.0}}
-    _, undisturbed = await slow_rig.post("/inference/v1/generate", body)
-    made = {replica: replica.generated_tokens for replica in slow_rig.replicas}
-    task = asyncio.create_task(slow_rig.post("/inference/v1/generate", body))
-    async with asyncio.timeout(20):
-        while not (busy := [r for r in slow_rig.replicas if r.generated_tokens - made[r] >= 40]):
-            await asyncio.sleep(0.01)
-    await busy[0].kill()
-    status, reply = await task
-    assert status == 200
-    assert reply["choices"][0]["token_ids"] == undisturbed["choices"][0]["token_ids"]
-    assert reply["choices"][0].keys() == undisturbed["choices"][0].keys()
+        replica.engine = breaking(replica.engine)  # type: ignore[assignment]  # all but its streams is the same
+    told = await told_of(rig, path, DIALECTS[path], stream=stream)
+    assert told == undisturbed
+    ((sample,), _), ((expected,), _) = told, undisturbed
+    for name in ("stop_reason", "kv_versions"):
+        assert sample.last.get(name) == expected.last.get(name), name
 
 
 class DyingSglang:
@@ -353,19 +312,6 @@ async def test_the_tokens_of_an_sglang_that_dies_are_kept(rig: Rig, is_stream: b
     await dying.stop()
 
 
-async def test_offsets_in_the_text_of_a_stream_count_on_after_a_death(slow_rig: Rig) -> None:
-    body = ASKED | {"prompt": [[5, 6, 7]], "logprobs": 0}
-
-    async def offsets() -> list[int]:
-        choices = [choice for chunk in await events(slow_rig, "/v1/completions", body) for choice in chunk["choices"]]
-        return [offset for choice in choices for offset in choice["logprobs"]["text_offset"]]
-
-    task = asyncio.create_task(offsets())
-    await kill_busy(slow_rig)
-    slow_rig.hurry()
-    assert await task == await offsets() == list(range(LENGTH))
-
-
 async def test_streams_of_all_prompts_continue_after_a_death(slow_rig: Rig) -> None:
     body = ASKED | {"prompt": [[5, 6], [7, 8], [9, 10], [11, 12]], "return_token_ids": True}
     body |= {"stream_options": {"include_usage": True}}
@@ -383,23 +329,6 @@ async def test_streams_of_all_prompts_continue_after_a_death(slow_rig: Rig) -> N
         assert choices[-1]["finish_reason"] == "length"
         assert choices[-1]["weight_versions"] == [{"version": 0, "start": 0, "end": LENGTH}]
     assert chunks[-1]["usage"]["completion_tokens"] == 4 * LENGTH
-
-
-async def test_the_stream_of_a_conversation_continues_after_a_death(slow_rig: Rig) -> None:
-    body = ASKED | {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 80}
-    _, undisturbed = await slow_rig.post("/v1/chat/completions", body)
-    made = {replica: replica.generated_tokens for replica in slow_rig.replicas}
-    task = asyncio.create_task(events(slow_rig, "/v1/chat/completions", body))
-    async with asyncio.timeout(20):
-        while not (busy := [r for r in slow_rig.replicas if r.generated_tokens - made[r] >= 30]):
-            await asyncio.sleep(0.01)
-    await busy[0].kill()
-    chunks = await task
-    assert not [chunk for chunk in chunks if "error" in chunk]
-    choices = [choice for chunk in chunks for choice in chunk["choices"]]
-    text = "".join(choice["delta"].get("content") or "" for choice in choices)
-    assert text == undisturbed["choices"][0]["message"]["content"]
-    assert choices[-1]["finish_reason"] == "length"
 
 
 @pytest.mark.parametrize("streams", [False, True])
@@ -425,116 +354,6 @@ async def test_a_conversation_whose_only_replica_dies_continues_on_its_successor
     async with asyncio.timeout(20):
         assert await task == undisturbed["choices"][0]["message"]["content"]
     assert successor.generated_tokens <= 80 - 32
-
-
-async def test_sglangs_generate_continues_from_its_tokens(slow_rig: Rig) -> None:
-    body = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": LENGTH, "ignore_eos": True, "temperature": 0.0}}
-    _, undisturbed = await slow_rig.post("/generate", body)
-    task = asyncio.create_task(slow_rig.post("/generate", body))
-    await slow_rig.begun()
-    await kill_loaded(slow_rig)
-    slow_rig.hurry()
-    status, reply = await task
-    assert (status, reply["output_ids"]) == (200, undisturbed["output_ids"])
-
-
-@pytest.mark.parametrize("n", [1, 3])
-async def test_a_whole_conversation_continues_from_its_tokens(slow_rig: Rig, n: int) -> None:
-    body = ASKED | {"messages": HELLO, "max_tokens": 80, "n": n, "temperature": float(n > 1)}
-    body |= {"logprobs": True, "top_logprobs": 2, "return_token_ids": True}
-    _, undisturbed = await slow_rig.post(CHAT, body)
-    made = {replica: replica.generated_tokens for replica in slow_rig.replicas}
-    task = asyncio.create_task(slow_rig.post(CHAT, body))
-    await slow_rig.begun(n, tokens=40)
-    dead = await kill_loaded(slow_rig)
-    slow_rig.hurry()
-    status, reply = await task
-    assert status == 200, reply
-    (other,) = (one for one in slow_rig.replicas if one is not dead)
-    assert other.generated_tokens - made[other] <= n * (80 - 36)  # a chunk has 4 tokens
-    assert reply.keys() == undisturbed.keys()
-    assert reply["usage"] == undisturbed["usage"]
-    for told, expected in zip(reply["choices"], undisturbed["choices"], strict=True):
-        assert told.keys() == expected.keys()
-        assert told["weight_versions"] == [{"version": 0, "start": 0, "end": 80}]
-        assert told["message"] == {"role": "assistant", "content": detokenize(told["token_ids"])}
-        entries = told["logprobs"]["content"]
-        assert "".join(entry["token"] for entry in entries) == told["message"]["content"]
-        if n == 1:
-            assert told["token_ids"] == expected["token_ids"]
-            assert [entry["logprob"] for entry in entries] == pytest.approx(
-                [entry["logprob"] for entry in expected["logprobs"]["content"]]
-            )
-
-
-class UnscoredOnce(BreakingEngine):
-    """An engine that leaves the log-probs out of the first chunk of each stream."""
-
-    async def events(self, path: str, body: Json, timeout_s: float) -> AsyncGenerator[list[bytes]]:
-        is_first = True
-        async with aclosing(self._engine.events(path, body, timeout_s)) as blocks:
-            async for block in blocks:
-                chunks = [orjson.loads(event) for event in block]
-                for choice in (choice for chunk in chunks for choice in chunk["choices"]):
-                    if is_first and choice.get("token_ids"):
-                        choice["logprobs"], is_first = None, False
-                yield [orjson.dumps(chunk) for chunk in chunks]
-
-
-async def test_a_whole_conversation_whose_log_probs_do_not_fit_its_tokens_restarts(slow_rig: Rig) -> None:
-    body = ASKED | {"messages": HELLO, "max_tokens": 80, "logprobs": True, "return_token_ids": True}
-    for replica in slow_rig.fleet.replicas:
-        replica.engine = UnscoredOnce(replica.engine)  # type: ignore[assignment]  # all but its streams is the same
-    task = asyncio.create_task(slow_rig.post(CHAT, body))
-    await slow_rig.begun(tokens=40)
-    dead = await kill_loaded(slow_rig)
-    slow_rig.hurry()
-    status, reply = await task
-    (other,) = (one for one in slow_rig.replicas if one is not dead)
-    assert (status, other.generated_tokens) == (200, 80), reply
-    assert len(reply["choices"][0]["token_ids"]) == 80
-
-
-async def test_a_whole_conversation_survives_three_deaths(start_rig: StartRig) -> None:
-    rig = await start_rig(4, sim={"decode_step_s": 0.01})
-    body = ASKED | {"messages": HELLO, "max_tokens": 80, "return_token_ids": True}
-    _, undisturbed = await rig.post(CHAT, body)
-    task = asyncio.create_task(rig.post(CHAT, body))
-    for _ in range(3):
-        await rig.begun(tokens=20)
-        await kill_loaded(rig)
-    rig.hurry()
-    status, reply = await task
-    assert (status, reply["choices"][0]["message"]) == (200, undisturbed["choices"][0]["message"])
-    assert reply["choices"][0]["token_ids"] == undisturbed["choices"][0]["token_ids"]
-
-
-async def test_a_conversation_continues_where_its_replica_stands_still(start_rig: StartRig) -> None:
-    rig = await start_rig(2, fleet={"stalled_after_s": 0.6})
-    body = ASKED | {"messages": HELLO, "max_tokens": 80}
-    _, undisturbed = await rig.post(CHAT, body)
-    task = asyncio.create_task(rig.post(CHAT, body))
-    await rig.begun(tokens=40)
-    loaded = next(replica.replica_id for replica in rig.fleet.replicas if replica.load_samples)
-    made = {one: one.generated_tokens for one in rig.replicas}
-    (other,) = (one for one in rig.replicas if one.info.replica_id != loaded)
-    other.hurry()
-    async with asyncio.timeout(20):
-        status, reply = await task
-    assert (status, reply["choices"]) == (200, undisturbed["choices"])
-    assert other.generated_tokens - made[other] <= 80 - 36
-
-
-async def test_where_no_engine_words_its_tokens_a_conversation_is_read_whole(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refused(*_: Any) -> Json:
-        raise InvalidRequest("no")
-
-    monkeypatch.setattr(sim_server, "derendered", refused)
-    status, reply = await rig.post(CHAT, ASKED | {"messages": HELLO, "max_tokens": 80, "return_token_ids": True})
-    (told,) = reply["choices"]
-    assert (status, told["message"]["content"]) == (200, detokenize(told["token_ids"]))
 
 
 async def test_a_replica_that_does_not_parse_in_time_is_passed_over_and_then_tried_last(
@@ -568,3 +387,15 @@ async def test_a_conversation_leaves_a_replica_that_is_lost_before_it_parses(
         next(one for one in rig.fleet.replicas if one.replica_id == asked[0].info.replica_id).drop_calls()
         status, _ = await task
     assert status == 200
+
+
+async def test_where_no_engine_words_its_tokens_a_conversation_is_read_whole(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: Any) -> Json:
+        raise InvalidRequest("no")
+
+    monkeypatch.setattr(sim_server, "derendered", refused)
+    status, reply = await rig.post(CHAT, ASKED | {"messages": HELLO, "max_tokens": 80, "return_token_ids": True})
+    (told,) = reply["choices"]
+    assert (status, told["message"]["content"]) == (200, detokenize(told["token_ids"]))

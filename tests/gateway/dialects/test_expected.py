@@ -82,17 +82,3 @@ async def test_lengths_and_contexts_are_learned_of_streams_and_submissions(start
         await reply.read()
     await rig.post("/v1/completions", {"prompt": [5], "max_tokens": 6, "ignore_eos": True})
     assert await _prompts_in_order_of_placement(rig, {"prompt": [[3], [4], [5]], "max_tokens": 1}) == [1, 2, 0]
-
-
-async def test_the_groups_of_a_submission_begin_with_the_longest(start_rig: StartRig) -> None:
-    rig = await start_rig(1)
-    groups = [{"prompt": [3], "expected_tokens": 1}, {"prompt": [4], "expected_tokens": 9}]
-    body = {"id": "mine", "groups": groups, "sampling": {"max_tokens": 2}}
-    async with rig.client.post(f"{rig.url}/v1/rollouts", json=body) as reply:
-        assert reply.status == 200
-        await reply.read()
-    _, found = await rig.get("/traces/mine")
-    assert [life["rollout"] for life in found["rollouts"]] == ["mine-1", "mine-0"]
-    status, refused = await rig.post("/v1/rollouts", {"groups": [{"prompt": [3], "expected_tokens": 0}]})
-    assert status == 400
-    assert "groups[0].expected_tokens" in str(refused)

@@ -1,7 +1,6 @@
 """min_version and max_staleness: what waits, what is refused at once, who is chosen, what the engine sees."""
 
 import asyncio
-from typing import Any
 
 import pytest
 
@@ -61,10 +60,6 @@ async def test_what_is_no_number_is_refused_in_the_dialect(
     assert f"{field} = {value!r}" in reply["error"]["message"]
 
 
-async def test_null_demands_nothing(rig: Rig) -> None:
-    assert (await rig.post("/v1/completions", COMPLETION | {"min_version": None, "max_staleness": None}))[0] == 200
-
-
 @pytest.mark.parametrize(("path", "body"), DIALECTS)
 async def test_a_version_that_a_frozen_model_never_has_is_refused_at_once(
     start_rig: StartRig, path: str, body: Json
@@ -115,27 +110,3 @@ async def test_a_full_fresh_replica_holds_up_those_who_need_it_and_nobody_else(s
     rig.hurry()
     await filling
     assert versions(await fresh) == {1}
-
-
-@pytest.mark.parametrize(("path", "body"), DIALECTS)
-@pytest.mark.parametrize("streamed", [False, True])
-async def test_the_engine_never_sees_the_fields(rig: Rig, path: str, body: Json, streamed: bool) -> None:
-    seen: list[Json] = []
-
-    def spied(call: Any) -> Any:
-        def spy(path: str, body: Json, timeout_s: float) -> Any:
-            seen.append(body)
-            return call(path, body, timeout_s)
-
-        return spy
-
-    for replica in rig.fleet.replicas:
-        engine: Any = replica.engine
-        for name in ("generate", "stream", "reply", "events"):
-            setattr(engine, name, spied(getattr(engine, name)))
-    demands = {"min_version": 0, "max_staleness": 3, "stream": streamed}
-    async with rig.client.post(rig.url + path, json=body | demands) as response:
-        assert response.status == 200
-        await response.read()
-    (body_seen,) = seen
-    assert not {"min_version", "max_staleness"} & set(body_seen)

@@ -1,6 +1,5 @@
 """Groups in parts: the client's reply is that of whole groups, and the parts are placed by themselves."""
 
-import asyncio
 from pathlib import Path
 
 import orjson
@@ -12,7 +11,6 @@ from gateway.dialects.group_parts import part_size
 from gateway.dialects.replays import record
 from tests.gateway.dialects.replays.test_replays import ALL, left, made, until, whole
 from tests.rigs.rig import FAST_WATCH, Json, Rig, StartRig
-from tests.rigs.submissions import of_type, submitted
 
 PROMPTS = [[5, 6, 7], [5, 6, 8]]
 
@@ -31,20 +29,9 @@ def test_parts_are_equal_and_as_large_as_they_may_be(n: int, most: int) -> None:
     assert all(n % larger for larger in range(size + 1, most + 1) if larger <= n)
 
 
-def test_groups_stay_whole_without_a_bound() -> None:
-    assert part_size(8, None) == 8
-
-
 async def test_samples_of_a_group_go_to_several_replicas(parted_rig: Rig) -> None:
     await parted_rig.complete(PROMPTS[:1], n=8)
     assert [replica.placed for replica in parted_rig.fleet.replicas] == [4, 4]
-
-
-async def test_a_reply_is_that_of_whole_groups(parted_rig: Rig) -> None:
-    reply = await parted_rig.complete(PROMPTS, n=6, max_tokens=5, ignore_eos=True)
-    assert [choice["index"] for choice in reply["choices"]] == list(range(12))
-    assert [choice["prompt_token_ids"] for choice in reply["choices"]] == [PROMPTS[0]] * 6 + [PROMPTS[1]] * 6
-    assert reply["usage"] == {"prompt_tokens": 6, "completion_tokens": 60, "total_tokens": 66}
 
 
 async def test_a_stream_is_that_of_whole_groups(parted_rig: Rig) -> None:
@@ -75,32 +62,6 @@ async def test_the_turn_of_a_session_stays_on_its_replica(parted_rig: Rig) -> No
     assert sorted(replica.placed for replica in parted_rig.fleet.replicas) == [0, 8]
 
 
-async def test_a_refusal_names_the_clients_prompt(parted_rig: Rig) -> None:
-    body = {"model": "sim", "prompt": [[5, 6], [5, -1]], "n": 8, "max_tokens": 100}
-    status, reply = await parted_rig.post("/v1/completions", body)
-    assert status == 400
-    assert reply["error"]["message"].startswith("prompt[1]: ")
-
-
-async def test_a_group_of_a_submission_is_placed_in_parts(parted_rig: Rig) -> None:
-    group = {"prompt": PROMPTS[0], "n": 8, "sampling": {"max_tokens": 5, "ignore_eos": True}}
-    events = await submitted(parted_rig, [group, group])
-    assert sorted((one["group"], one["sample"]) for one in of_type(events, "sample")) == [
-        (group, sample) for group in range(2) for sample in range(8)
-    ]
-    assert [replica.placed for replica in parted_rig.fleet.replicas] == [8, 8]
-
-
-async def test_parts_of_different_groups_have_different_names(parted_rig: Rig) -> None:
-    sampling = {"max_tokens": 5, "ignore_eos": True}
-    groups = [{"prompt": PROMPTS[0], "n": n, "sampling": sampling} for n in (8, 4, 2)]
-    [begin, *_] = await submitted(parted_rig, groups)
-    _, report = await parted_rig.get(f"/v1/rollouts/{begin['id']}?explain=true")
-    names = [one["rollout"] for one in report["rollouts"]]
-    numbers = ["0-0", "0-1", "0-2", "0-3", "1-0", "1-1", "2"]
-    assert sorted(names) == [f"{begin['id']}-{number}" for number in numbers]
-
-
 async def test_parts_keep_their_tokens_when_a_replica_dies(parted_rig: Rig) -> None:
     body: Json = {"prompt": [[5, 6, number + 7] for number in range(4)], "n": 2, "max_tokens": 24}
     body |= {"ignore_eos": True, "return_token_ids": True}
@@ -108,18 +69,6 @@ async def test_parts_keep_their_tokens_when_a_replica_dies(parted_rig: Rig) -> N
     await parted_rig.replicas[0].kill()
     parted_rig.hurry()
     await whole(parted_rig, body)
-
-
-@pytest.mark.parametrize("together", [1, 2])
-async def test_parts_of_one_short_sample_keep_their_tokens_too(start_rig: StartRig, together: int) -> None:
-    rig = await start_rig(2, gateway={"samples_together": together}, fleet=FAST_WATCH)
-    body = {"ignore_eos": True, "max_tokens": 24, "n": 4}
-    asking = asyncio.create_task(rig.complete(PROMPTS, **body))
-    await rig.begun(samples=8)
-    await rig.replicas[0].kill()
-    rig.hurry()
-    await asking
-    assert made(rig) <= 8 * 24 + 4 * 2  # none is made again but those after the last chunk of the dead replica
 
 
 @pytest.mark.parametrize("after", [None, 1])

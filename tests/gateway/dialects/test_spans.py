@@ -161,21 +161,6 @@ async def test_a_sample_cut_off_by_an_update_is_awaited_and_of_the_old_version_s
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-async def test_a_late_rollout_cut_off_by_a_trainers_own_pause_may_be_of_either_version(
-    start_rig: StartRig, stream: bool
-) -> None:
-    rig = await start_rig(1, sim={"decode_step_s": 0.02}, weights={"in_flight": "keep"})
-    await rig.open_group()
-    late = LateEngine(rig.fleet.replicas[0])
-    running = asyncio.create_task(asked(rig, "/v1/completions", stream=stream, max_tokens=60))
-    await rig.begun()
-    await rig.post("/pause?mode=abort")
-    await rig.update()
-    late.tell.set()
-    assert await running == may_be_of(0, 1)
-
-
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 async def test_an_update_and_then_a_death_leave_each_token_in_a_span_with_limits(
     start_rig: StartRig, stream: bool
 ) -> None:

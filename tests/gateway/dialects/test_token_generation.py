@@ -1,13 +1,11 @@
 """/inference/v1/generate over engines that lack the route: said in the words of /v1/completions."""
 
-import asyncio
 from typing import Any
 
-import orjson
 import pytest
 
 from engines.types import EngineKind, ReplicaInfo
-from gateway.dialects.words.tokens import completion_body, token_reply
+from gateway.dialects.words.tokens import completion_body
 from tests.rigs.openai_server import OpenAiServer
 from tests.rigs.rig import MAX_MODEL_LEN, Json, Rig, StartRig
 
@@ -30,22 +28,6 @@ def ask(**sampling: Any) -> Json:
     return {"token_ids": [5, 6, 7], "sampling_params": sampling}
 
 
-async def test_tokens_come_back_with_the_span_of_their_weights(rig: Rig) -> None:
-    status, reply = await rig.post(PATH, ask(max_tokens=6, ignore_eos=True) | {"request_id": "mine"})
-    assert status == 200, reply
-    choice = reply["choices"][0]
-    assert reply["request_id"] == "mine"
-    assert len(choice["token_ids"]) == 6
-    assert choice["weight_versions"] == [{"version": "0", "start": 0, "end": 6}]
-    assert reply["usage"]["completion_tokens"] == 6
-
-
-async def test_the_tokens_are_those_of_completions(rig: Rig) -> None:
-    _, reply = await rig.post(PATH, ask(max_tokens=8, seed=4, n=2))
-    completed = await rig.complete([5, 6, 7], seed=4, n=2)
-    assert [c["token_ids"] for c in reply["choices"]] == [c["token_ids"] for c in completed["choices"]]
-
-
 async def test_without_a_limit_the_context_is_filled(rig: Rig) -> None:
     _, reply = await rig.post(PATH, ask(ignore_eos=True))
     assert len(reply["choices"][0]["token_ids"]) == MAX_MODEL_LEN - 3
@@ -59,42 +41,6 @@ async def test_logprobs_have_ids_and_the_token_itself_first(rig: Rig) -> None:
     for entry in content:
         assert entry["top_logprobs"][0] == {"token_id": entry["token_id"], "logprob": entry["logprob"], "rank": None}
         assert len(entry["top_logprobs"]) >= 2
-
-
-async def test_text_comes_where_it_is_asked_for(rig: Rig) -> None:
-    _, reply = await rig.post(PATH, ask(max_tokens=4, seed=1) | {"output_mode": "text", "return_token_ids": True})
-    assert reply["choices"][0]["text"] == (await rig.complete([5, 6, 7], max_tokens=4, seed=1))["choices"][0]["text"]
-    assert reply["prompt_token_ids"] == [5, 6, 7]
-
-
-async def test_a_stream_has_the_tokens_of_the_whole_reply_and_ends_with_the_span(rig: Rig) -> None:
-    asked = ask(max_tokens=9, seed=2, ignore_eos=True)
-    _, whole = await rig.post(PATH, asked)
-    chunks = await _stream(rig, asked | {"stream_options": {"include_usage": True}})
-    choices = [choice for chunk in chunks for choice in chunk["choices"]]
-    assert [i for choice in choices for i in choice["token_ids"]] == whole["choices"][0]["token_ids"]
-    assert choices[-1]["weight_versions"] == [{"version": "0", "start": 0, "end": 9}]
-    assert chunks[-1]["choices"] == []
-    assert chunks[-1]["usage"]["completion_tokens"] == 9
-
-
-async def test_prefixes_are_salted_with_the_weight_version(rig: Rig) -> None:
-    await rig.open_group()
-    await rig.update()
-    _, reply = await rig.post(PATH, ask(max_tokens=2) | {"min_version": 1})
-    assert reply["choices"][0]["weight_versions"][0]["version"] == "1"
-
-
-async def test_a_replica_that_dies_costs_nothing(start_rig: StartRig) -> None:
-    rig = await start_rig()
-    task = asyncio.create_task(rig.post(PATH, ask(max_tokens=40, ignore_eos=True)))
-    await rig.begun()
-    busy = next(replica.replica_id for replica in rig.fleet.replicas if replica.load_samples)
-    await next(sim for sim in rig.replicas if sim.info.replica_id == busy).kill()
-    rig.hurry()
-    status, reply = await task
-    assert status == 200
-    assert len(reply["choices"][0]["token_ids"]) == 40
 
 
 @pytest.mark.parametrize(
@@ -152,17 +98,3 @@ def test_defaults_are_not_left_to_a_models_generation_config() -> None:
     assert body["max_tokens"] == 97
     assert (body["temperature"], body["top_p"], body["model"]) == (1.0, 0.5, "m")
     assert "user" not in body
-
-
-def test_choices_come_in_their_order() -> None:
-    choices = [{"index": index, "text": "", "token_ids": [index]} for index in (1, 0)]
-    reply = token_reply({"choices": choices}, ask() | {"request_id": "r"})
-    assert [choice["index"] for choice in reply["choices"]] == [0, 1]
-
-
-async def _stream(rig: Rig, body: Json) -> list[Json]:
-    async with rig.client.post(rig.url + PATH, json=body | {"stream": True}) as response:
-        assert response.status == 200, await response.text()
-        events = [event.removeprefix(b"data: ") for event in (await response.read()).split(b"\n\n") if event]
-    assert events[-1] == b"[DONE]"
-    return [orjson.loads(event) for event in events[:-1]]

@@ -11,50 +11,33 @@ from tests.rigs.rig import StartRig
 KEYS = {"inference_keys": ["infer"], "admin_keys": ["admin"]}
 
 
-def access(**config: object) -> Access:
-    return Access(GatewayConfig.model_validate(KEYS | config))
-
-
-def test_loopback_needs_no_key() -> None:
-    access().check("127.0.0.1", None, admin=True)
-    access().check("::1", None, admin=True)
-
-
-def test_another_host_needs_a_key() -> None:
-    with pytest.raises(NotAllowed, match="missing or wrong key"):
-        access().check("10.0.0.7", None, admin=False)
-    with pytest.raises(NotAllowed, match="missing or wrong key"):
-        access().check("10.0.0.7", "Bearer guess", admin=False)
-
-
-def test_an_inference_key_generates_but_does_not_touch_weights() -> None:
-    access().check("10.0.0.7", "Bearer infer", admin=False)
-    with pytest.raises(NotAllowed, match="admin key") as refused:
-        access().check("10.0.0.7", "Bearer infer", admin=True)
-    assert refused.value.known
-
-
-def test_an_admin_key_opens_everything() -> None:
-    access().check("10.0.0.7", "Bearer admin", admin=True)
-    access().check("10.0.0.7", "Bearer admin", admin=False)
-
-
-def test_a_trusted_network_needs_no_key() -> None:
-    trusting = access(trusted_networks=["10.0.0.0/24"])
-    trusting.check("10.0.0.7", None, admin=True)
-    trusting.check("::ffff:10.0.0.7", None, admin=True)
-    with pytest.raises(NotAllowed):
-        trusting.check("10.0.1.7", None, admin=False)
-
-
-def test_without_trusted_networks_loopback_needs_a_key_too() -> None:
-    with pytest.raises(NotAllowed):
-        access(trusted_networks=[]).check("127.0.0.1", None, admin=False)
-
-
-def test_an_empty_key_is_no_key() -> None:
-    with pytest.raises(NotAllowed):
-        Access(GatewayConfig()).check("10.0.0.7", "Bearer ", admin=False)
+@pytest.mark.parametrize(
+    ("networks", "peer", "header", "opens"),
+    [
+        (None, "127.0.0.1", None, "everything"),
+        (None, "::1", None, "everything"),
+        (None, "10.0.0.7", None, "nothing"),
+        (None, "10.0.0.7", "Bearer guess", "nothing"),
+        (None, "10.0.0.7", "Bearer ", "nothing"),
+        (None, "10.0.0.7", "Bearer infer", "inference"),
+        (None, "10.0.0.7", "Bearer admin", "everything"),
+        (["10.0.0.0/24"], "10.0.0.7", None, "everything"),
+        (["10.0.0.0/24"], "::ffff:10.0.0.7", None, "everything"),
+        (["10.0.0.0/24"], "10.0.1.7", None, "nothing"),
+        ([], "127.0.0.1", None, "nothing"),
+    ],
+)
+def test_a_trusted_network_or_a_key_opens(
+    networks: list[str] | None, peer: str, header: str | None, opens: str
+) -> None:
+    own = {} if networks is None else {"trusted_networks": networks}
+    access = Access(GatewayConfig.model_validate(KEYS | own))
+    for admin in (False, True):
+        if opens == "everything" or (opens == "inference" and not admin):
+            access.check(peer, header, admin=admin)
+        else:
+            with pytest.raises(NotAllowed, match="admin key" if opens == "inference" else "missing or wrong key"):
+                access.check(peer, header, admin=admin)
 
 
 @pytest.mark.parametrize("keys", [{}, {"admin_keys": ["a"]}, {"inference_keys": ["i"]}])

@@ -22,19 +22,6 @@ async def test_what_trl_reads_at_the_start_is_there(rig: Rig) -> None:
     assert info["vllm_config"]["parallel_config"]["data_parallel_size"] == 1
 
 
-async def test_text_is_tokenised_and_back(rig: Rig) -> None:
-    _, tokens = await rig.post("/tokenize", {"model": "sim", "prompt": "abc"})
-    _, text = await rig.post("/detokenize", {"model": "sim", "tokens": tokens["tokens"]})
-    assert text["prompt"] == "abc"
-
-
-async def test_the_request_id_is_echoed(rig: Rig) -> None:
-    body = {"model": "sim", "prompt": [5], "max_tokens": 1}
-    async with rig.client.post(rig.url + "/v1/completions", json=body, headers={"X-Request-Id": "mine"}) as response:
-        assert response.headers["X-Request-Id"] == "mine"
-        assert (await response.json())["id"] == "cmpl-mine"
-
-
 async def test_metrics_hold_ours_and_each_engines_with_its_name(rig: Rig) -> None:
     await rig.complete([[5], [6]], max_tokens=4, ignore_eos=True)
     async with rig.client.get(rig.url + "/metrics") as response:
@@ -46,11 +33,6 @@ async def test_metrics_hold_ours_and_each_engines_with_its_name(rig: Rig) -> Non
             line.startswith("vllm:generation_tokens_total") and f'replica="{replica}"' in line and line.endswith(" 4.0")
             for line in page.splitlines()
         )
-
-
-async def test_an_unknown_route_answers_in_the_dialects_form(rig: Rig) -> None:
-    status, reply = await rig.get("/nonsense")
-    assert (status, reply["error"]["type"]) == (404, "NotFoundError")
 
 
 async def test_the_gateways_end_writes_its_own_files_before_it_waits_for_a_store_that_hangs(

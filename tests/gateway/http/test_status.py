@@ -18,15 +18,6 @@ async def test_a_missing_replica_has_a_row_with_the_reason_of_its_loss(rig: Rig)
     assert any(event["subject"] == "engine-0" and "-> LOST: " in event["text"] for event in report["events"])
 
 
-async def test_a_successor_takes_the_label_of_the_replica_before_it(rig: Rig) -> None:
-    assert await labels(rig) == {"engine-0": "engine-0", "engine-1": "engine-1"}
-    await rig.replicas.pop(0).kill()
-    await rig.until({"engine-1": "SERVING"})
-    await rig.add_replica("engine-abc", seed=2)
-    await rig.until({"engine-1": "SERVING", "engine-abc": "SERVING"})
-    assert await labels(rig) == {"engine-abc": "engine-0", "engine-1": "engine-1"}
-
-
 async def test_restarts_outlive_the_engine_and_the_gateway(start_rig: StartRig, tmp_path: Path) -> None:
     rig = await start_rig(2, weights={"store": str(tmp_path)})
     assert await restarts(rig) == {"engine-0": 0, "engine-1": 0}
@@ -53,17 +44,6 @@ async def test_a_replica_that_serve_removed_and_scaled_up_again_is_no_restart(ri
 
 async def restarts(rig: Rig) -> dict[str, int]:
     return {one["label"]: one["restarts"] for one in (await rig.get("/status"))[1]["replicas"]}
-
-
-async def labels(rig: Rig) -> dict[str, str]:
-    return {one["replica_id"]: one["label"] for one in (await rig.get("/status"))[1]["replicas"]}
-
-
-async def test_a_replica_that_never_came_has_a_row_too(start_rig: StartRig) -> None:
-    rig = await start_rig(2)
-    rig.fleet.expect({"engine": 4})
-    missing = (await rig.get("/status"))[1]["replicas_missing"]
-    assert missing == [{"group": "engine", "reason": "has not joined yet"}] * 2
 
 
 async def test_events_outlive_a_restart_of_the_gateway(start_rig: StartRig, tmp_path: Path) -> None:

@@ -62,22 +62,6 @@ async def test_prefixes_that_were_shared_are_told_to_be(start_rig: StartRig, fil
     assert blocks[1][1] != blocks[2][0]  # the same tokens after others are another prefix
 
 
-async def test_two_traces_hash_differently(tmp_path: Path) -> None:
-    def told(name: str) -> list[str]:
-        trace = Trace(TraceConfig(file=str(tmp_path / name)))
-        found = list(trace._blocks(PREFIX))
-        trace.close()
-        return found
-
-    assert told("a") != told("b")
-
-
-def test_text_has_blocks_of_as_many_characters_as_tokens_have(file: Path) -> None:
-    trace = Trace(TraceConfig(file=str(file)))
-    assert len(list(trace._blocks("a" * 300))) == 2
-    trace.close()
-
-
 async def test_streams_and_other_dialects_are_counted(start_rig: StartRig, file: Path) -> None:
     rig = await traced(start_rig, file)
     chat = {"model": "sim", "messages": [{"role": "user", "content": "a" * 100}], "max_tokens": 3, "ignore_eos": True}
@@ -101,49 +85,6 @@ async def test_streams_and_other_dialects_are_counted(start_rig: StartRig, file:
     assert found[0]["session"] != "s"
 
 
-async def test_streamed_tokens_are_in_the_metrics(rig: Rig) -> None:
-    body = {"prompt": PREFIX, "max_tokens": 4, "ignore_eos": True, "stream": True}
-    async with rig.client.post(rig.url + "/v1/completions", json=body) as response:
-        await response.read()
-    async with rig.client.get(rig.url + "/metrics") as response:
-        page = await response.text()
-    assert 'completion_tokens_total{model="sim"} 4.0' in page
-
-
-async def test_what_is_refused_is_told_with_its_status(start_rig: StartRig, file: Path) -> None:
-    rig = await traced(start_rig, file)
-    status, _ = await rig.post("/v1/completions", {"prompt": [[]], "max_tokens": 1})
-    assert status == 400
-    _, line = await lines(rig, file)
-    assert (line["status"], line["completion_tokens"]) == (400, None)
-
-
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/v1/completions", {"prompt": [1, "a"]}),
-        ("/v1/completions", {"prompt": [{"a": 1}], "temperature": "x", "stream": True}),
-        ("/v1/chat/completions", {"messages": ["hi"], "n": {}}),
-        ("/inference/v1/generate", {"token_ids": "a", "sampling_params": 3}),
-    ],
-)
-async def test_a_malformed_request_does_not_end_the_record(
-    start_rig: StartRig, file: Path, path: str, body: Json
-) -> None:
-    rig = await traced(start_rig, file)
-    assert (await rig.post(path, body))[0] == 400
-    await rig.complete(PREFIX, max_tokens=1)
-    found = await lines(rig, file)
-    assert found[-1]["status"] == 200
-
-
-async def test_text_in_the_place_of_a_number_is_not_kept(start_rig: StartRig, file: Path) -> None:
-    rig = await traced(start_rig, file)
-    assert (await rig.post("/v1/completions", {"prompt": [[3]], "seed": "a user's text", "n": 1}))[0] == 400
-    _, line = await lines(rig, file)
-    assert line["params"] == {"n": 1}
-
-
 async def test_content_is_kept_where_it_is_asked_for(start_rig: StartRig, file: Path) -> None:
     rig = await traced(start_rig, file, content=True)
     await rig.complete(PREFIX, max_tokens=1)
@@ -162,14 +103,6 @@ async def test_a_full_file_ends_the_record_and_no_request(
     found = await lines(rig, file)
     assert 1 < len(found) < 8
     assert len(text(file)) <= 900
-
-
-async def test_a_gateway_started_anew_goes_on(start_rig: StartRig, file: Path) -> None:
-    for _ in range(2):
-        rig = await traced(start_rig, file)
-        await rig.complete(PREFIX, max_tokens=1)
-        found = await lines(rig, file)
-    assert ["trace" in line for line in found] == [True, False, True, False]
 
 
 async def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """Spans of OpenTelemetry, read from memory and from a collector's socket."""
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
@@ -116,21 +115,6 @@ async def test_an_update_is_a_span_with_its_steps(rig: Rig, recorded: InMemorySp
     assert [step.name for step in steps if not is_under(step, update)] == []
 
 
-async def test_reads_and_probes_have_no_span(rig: Rig, recorded: InMemorySpanExporter) -> None:
-    await rig.get("/status")
-    await rig.get("/health")
-    assert recorded.get_finished_spans() == ()
-
-
-async def test_without_a_collector_nothing_is_made(rig: Rig) -> None:
-    assert tracing.span("a") is tracing.span("b", {"c": 1})
-    with tracing.span("a") as span:
-        span.note({"b": 2})
-    assert type(span) is tracing.Span
-    status, _ = await rig.post("/v1/completions", BODY)
-    assert status == 200
-
-
 @pytest.fixture
 async def collector() -> AsyncIterator[tuple[str, list[ExportTraceServiceRequest]]]:
     """A collector's URL, and what it got."""
@@ -160,14 +144,6 @@ async def test_a_collector_gets_the_spans_by_the_end_of_the_gateway(
     assert {span.name for one in resources for scope in one.scope_spans for span in scope.spans} >= {"attempt"}
     facts = {fact.key: fact.value.string_value for one in resources for fact in one.resource.attributes}
     assert facts["service.name"] == "rollout-gateway"
-
-
-async def test_a_collector_that_is_gone_costs_no_request(start_rig: StartRig) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{free.getsockname()[1]}"
-    rig = await start_rig(gateway={"otlp_endpoint": url})
-    assert (await rig.post("/v1/completions", BODY))[0] == 200
 
 
 def test_without_the_extra_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

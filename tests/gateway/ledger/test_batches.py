@@ -44,15 +44,3 @@ def test_a_batch_for_which_no_client_waits_any_more_is_removed(tmp_path: Path) -
     os.utime(tmp_path / "7", (hour_ago, hour_ago))
     assert [row.number for row in files.load()] == [8]
     assert [path.name for path in tmp_path.iterdir()] == ["8"]
-
-
-def test_a_batch_that_is_forgotten_leaves_nothing(tmp_path: Path) -> None:
-    files = BatchFiles(tmp_path / "batches")
-    assert files.load() == []
-    files.add(ROW)
-    files.forget(7)
-    files.forget(7)
-    assert files.load() == []
-    files.remove()
-    assert not (tmp_path / "batches").exists()
-    files.remove()

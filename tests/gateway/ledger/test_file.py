@@ -48,32 +48,6 @@ def event(cursor: int, group: int, sample: int, content: bytes | None = b"conten
     return EventRow(cursor, group, sample, "good", content)
 
 
-def test_a_file_gives_back_what_was_written(tmp_path: Path) -> None:
-    path = tmp_path / "ledger"
-    part = PartRow(0, b"ids!", b"logp", "text", b"[]")
-    first = row(1, prompts={0: b"[5]"}, events=[event(7, 0, 0), event(8, 0, OF_GROUP)])
-    first.parts[1, 2].append(part)
-    file = opened(path)
-    file.add_submission(first)
-    file.add_submission(row(2))
-    file.grow(1, 1, 2, replace(part, start=4))
-    closed(file)
-    [one, other] = loaded(path)
-    assert (one.events, one.prompts, dict(one.parts)) == (
-        first.events, first.prompts, {(1, 2): [part, replace(part, start=4)]},
-    )  # fmt: skip
-    assert (other.id, other.began, other.events) == ("id-2", 1.0, [])
-
-
-def test_a_transaction_that_was_not_committed_never_was(tmp_path: Path) -> None:
-    path = tmp_path / "ledger"
-    closed(opened(path))
-    file = opened(path)
-    file.add_submission(row(1))
-    file.close()
-    assert loaded(path) == []
-
-
 def test_lives_grow_whatever_the_clock_says(tmp_path: Path) -> None:
     lives = []
     for least in (100, 50, 0, 300):
@@ -81,14 +55,6 @@ def test_lives_grow_whatever_the_clock_says(tmp_path: Path) -> None:
         lives.append(file.begin_life(least))
         closed(file)
     assert lives == [100, 101, 102, 300]
-
-
-def test_a_second_process_finds_the_file_locked(tmp_path: Path) -> None:
-    file = opened(tmp_path / "ledger")
-    closed_early = tmp_path / "ledger"
-    with pytest.raises(sqlite3.OperationalError, match="locked"):
-        LedgerFile(closed_early, MAX_BYTES)
-    closed(file)
 
 
 def test_a_file_of_another_layout_is_not_read(tmp_path: Path) -> None:
@@ -180,45 +146,6 @@ def test_space_of_what_was_forgotten_is_returned(tmp_path: Path) -> None:
         file.shrink()
     file.close()
     assert path.stat().st_size < 300_000  # 20 MB went through it
-
-
-def test_what_was_forgotten_is_gone_at_once_and_its_content_in_pieces(tmp_path: Path) -> None:
-    path = tmp_path / "ledger"
-    file = opened(path)
-    file.add_submission(row(1))
-    file.add_submission(row(5, events=[event(cursor, 0, 0) for cursor in range(1000)], prompts={0: b"[5]"}))
-    file.grow(5, 0, 0, PartRow(0, b"ids!", b"logp", "text", b"[]"))
-    file.forget(5)
-    closed(file)  # a kill before all content is removed
-    file = opened(path)
-    assert [one.number for one in file.load()] == [1]
-    assert file.last_number == 5  # nobody takes the number, and so the content, of the one that is gone
-    file.commit()
-    swept(file)
-    assert file.last_number == 1
-    file.close()
-
-
-def test_nothing_more_is_written_of_what_has_left_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "ledger"
-    file = opened(path)
-    file.add_submission(row(1, events=[event(1, 0, 0, bytes(100))]))
-    file.add_submission(row(2, events=[event(1, 0, 0, bytes(2000))]))
-    file.commit()
-    assert file.drop_largest() == 2
-    file.begin()
-    file.add_event(2, event(2, 0, 1))
-    file.grow(2, 0, 2, PartRow(0, b"ids!", b"logp", "text", b"[]"))
-    file.read_prompt(2, 0, b"[5]")
-    file.ack(2, 1)
-    file.release(2)
-    file.forget(2)
-    file.commit()
-    swept(file)
-    assert file.last_number == 1
-    assert file.drop_largest() == 1
-    assert file.drop_largest() is None
-    file.close()
 
 
 def test_batches_are_written_with_their_transaction_or_not_at_all(tmp_path: Path) -> None:

@@ -5,10 +5,8 @@ import sqlite3
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -77,19 +75,6 @@ async def stopped(ledger: Ledger) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_a_ledger_gives_back_what_was_written(tmp_path: Path) -> None:
-    first = Ledger(tmp_path / "ledger", MAX_BYTES)
-    await first.open()
-    assert first.submissions == []
-    await put(first, *(submission(number) for number in range(100)))
-    await first.close()
-    second = Ledger(tmp_path / "ledger", MAX_BYTES)
-    await second.open()
-    assert [row.number for row in second.submissions] == list(range(100))
-    assert second.life > first.life
-    await second.close()
-
-
 async def test_callers_are_called_in_order_and_after_the_commit(tmp_path: Path) -> None:
     ledger, seen = Ledger(tmp_path / "ledger", MAX_BYTES), list[int]()
     await ledger.open()
@@ -131,16 +116,6 @@ async def test_a_write_larger_than_the_file_costs_its_submission_alone(tmp_path:
     await again.open()
     assert [row.number for row in again.submissions] == [1, 4, 5]
     await again.close()
-
-
-async def test_a_value_that_sqlite_cannot_hold_costs_its_submission_alone(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path / "ledger", 1 << 20)
-    await ledger.open()
-    await put(ledger, submission(1, size=1000))
-    ledger._file._connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 600_000)  # type: ignore[union-attr]
-    await put(ledger, submission(2, size=700_000), submission(3))
-    assert (ledger.outgrown, ledger.failure) == ([2], "")
-    await ledger.close()
 
 
 async def test_a_file_without_room_loses_its_largest_submission_alone(tmp_path: Path) -> None:
@@ -186,37 +161,6 @@ async def test_a_disk_that_takes_no_write_is_given_up(tmp_path: Path, monkeypatc
     assert names(tmp_path) == []
 
 
-async def test_many_writes_that_wait_are_slow_and_no_disk_that_hangs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ledger_module, "_STUCK_S", 1.0)
-    ledger, done = Ledger(tmp_path / "ledger", MAX_BYTES), asyncio.Event()
-    await ledger.open()
-    for _ in range(30):
-        ledger.put(lambda file: time.sleep(0.05), lambda: None)
-    ledger.put(lambda file: None, done.set)
-    async with asyncio.timeout(60):
-        while not done.is_set():
-            ledger.look()
-            await asyncio.sleep(0.01)
-    assert ledger.failure == ""
-    await ledger.close()
-
-
-async def test_an_ack_frees_the_events_since_the_ack_before(tmp_path: Path) -> None:
-    file = LedgerFile(tmp_path / "ledger", MAX_BYTES)
-    file.begin()
-    file.add_submission(submission(1))
-    for cursor in range(1, 7):
-        file.add_event(1, EventRow(cursor, 0, cursor, "good", b"content"))
-    for cursor in (2, 5, 3):  # a late ack takes nothing back
-        file.ack(1, cursor)
-    file.commit()
-    [row] = file.load()
-    assert [event.cursor for event in row.events if event.content is not None] == [6]
-    file.close()
-
-
 async def test_a_fault_of_the_program_ends_the_file_too(tmp_path: Path) -> None:
     ledger, done = Ledger(tmp_path / "ledger", MAX_BYTES), asyncio.Event()
     await ledger.open()
@@ -231,49 +175,45 @@ async def test_a_fault_of_the_program_ends_the_file_too(tmp_path: Path) -> None:
     await stopped(ledger)
 
 
-@pytest.mark.parametrize("content", [b"no database", b"SQLite format 3\0" + bytes(5000)])
-async def test_a_damaged_file_is_moved_aside(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "ledger"
+def without_life(path: Path) -> None:
+    """SQLite sees nothing wrong with it."""
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("DELETE FROM life")
+
+
+def rotten(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[5 * 4096 : 20 * 4096] = b"\xff" * (15 * 4096)
     path.write_bytes(content)
-    ledger = Ledger(path, MAX_BYTES)
-    await ledger.open()
-    assert ledger.submissions == []
-    assert ledger.failure == ""
-    await put(ledger, submission(1))
-    await ledger.close()
-    assert (tmp_path / "ledger.damaged").read_bytes() == content
-    found = Ledger(path, MAX_BYTES)
-    await found.open()
-    assert len(found.submissions) == 1
 
 
-async def test_pages_that_rot_are_found_at_the_start(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda path: path.write_bytes(b"no database"),
+        lambda path: path.write_bytes(b"SQLite format 3\0" + bytes(5000)),
+        rotten,
+        without_life,
+    ],
+    ids=["other content", "a head alone", "rotten pages", "nothing of this life"],
+)
+async def test_a_damaged_file_is_moved_aside(tmp_path: Path, spoil: Callable[[Path], object]) -> None:
     path = tmp_path / "ledger"
     ledger = Ledger(path, MAX_BYTES)
     await ledger.open()
     await put(ledger, *(submission(number, size=2000) for number in range(50)))
     await ledger.close()
-    content = bytearray(path.read_bytes())
-    content[5 * 4096 : 20 * 4096] = b"\xff" * (15 * 4096)
-    path.write_bytes(content)
+    spoil(path)
+    size = path.stat().st_size
     again = Ledger(path, MAX_BYTES)
     await again.open()
-    assert again.submissions == []
-    assert again.failure == ""
-    assert (tmp_path / "ledger.damaged").exists()
+    assert (again.submissions, again.failure) == ([], "")
+    await put(again, submission(1))
     await again.close()
-
-
-async def test_damage_that_sqlite_does_not_see_is_moved_aside(tmp_path: Path) -> None:
-    path = tmp_path / "ledger"
-    LedgerFile(path, MAX_BYTES).close()
-    with closing(sqlite3.connect(path)) as connection, connection:
-        connection.execute("DELETE FROM life")
-    ledger = Ledger(path, MAX_BYTES)
-    await ledger.open()
-    assert ledger.failure == ""
-    assert (tmp_path / "ledger.damaged").exists()
-    await ledger.close()
+    assert (tmp_path / "ledger.damaged").stat().st_size == size
+    found = Ledger(path, MAX_BYTES)
+    await found.open()
+    assert len(found.submissions) == 1
 
 
 async def test_a_disk_that_is_full_at_the_start_leaves_the_file(
@@ -293,26 +233,6 @@ async def test_a_disk_that_is_full_at_the_start_leaves_the_file(
     await again.open()
     assert len(again.submissions) == 1
     await again.close()
-
-
-async def test_a_submission_that_leaves_the_file_is_told_though_its_user_takes_note_of_others_meanwhile(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ledger = Ledger(tmp_path / "ledger.sqlite", 1 << 17)
-    await ledger.open()
-    pass_on = ledger._call
-
-    def call(function: "partial[None]") -> None:
-        if function.func != ledger._written:
-            ledger.outgrown = []
-        pass_on(function)
-
-    monkeypatch.setattr(ledger, "_call", call)
-    await put(ledger, submission(1, 80_000))
-    await put(ledger, submission(2, 70_000))
-    assert ledger.outgrown == [1]
-    assert not ledger.failure
-    await ledger.close()
 
 
 async def test_a_disk_that_hangs_at_the_start_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

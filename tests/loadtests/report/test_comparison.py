@@ -1,6 +1,5 @@
 """A run beside an earlier one."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -31,9 +30,3 @@ def test_a_file_without_figures_is_refused(tmp_path: Path, text: str | None, say
         path.write_text(text)
     with pytest.raises(ValueError, match=says):
         read_figures(path)
-
-
-def test_figures_are_read_as_they_were_written(tmp_path: Path) -> None:
-    path = tmp_path / "earlier.json"
-    path.write_text(json.dumps(EARLIER))
-    assert read_figures(path) == EARLIER

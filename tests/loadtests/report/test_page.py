@@ -5,7 +5,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from loadtests.report.charts import Line, chart, short
+from loadtests.report.charts import Line, chart
 from loadtests.report.figures import figures
 from loadtests.report.page import Report, page
 from loadtests.report.series import Measures, Phase
@@ -92,13 +92,6 @@ def test_a_page_has_the_verdict_and_loads_nothing() -> None:
     assert text.count('class="mark"') == 3
 
 
-def test_a_run_without_a_threshold_has_not_passed_one() -> None:
-    text = Page(page(report())).text
-    assert "Ended" in text
-    assert "No threshold was given" in text
-    assert "Passed" not in text
-
-
 def test_a_run_that_met_everything_passed() -> None:
     assert report(Threshold("failures", 0, True)).passed
     assert "Passed" in Page(page(report(Threshold("failures", 0, True)))).text
@@ -116,10 +109,3 @@ def test_a_chart_is_drawn_to_scale() -> None:
     assert x1 - x0 == pytest.approx(x2 - x1)
     assert y0 - y1 == pytest.approx(y1 - y2)
     assert [text.text for text in drawn.iter("text")][:5] == ["0", "10", "20", "30", "40"]
-
-
-@pytest.mark.parametrize(
-    ("value", "text"), [(0, "0"), (0.01234, "0.0123"), (12.3, "12.3"), (4321, "4321"), (54_321, "54.3k"), (2e6, "2M")]
-)
-def test_numbers_are_short(value: float, text: str) -> None:
-    assert short(value) == text

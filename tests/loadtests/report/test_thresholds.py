@@ -15,15 +15,6 @@ def written(tmp_path: Path, text: str) -> Path:
     return path
 
 
-def test_a_file_of_bounds(tmp_path: Path) -> None:
-    path = written(tmp_path, "failures: {max: 0}\nttft_s.p99: {min: 0.1, max: 2.5}\n")
-    assert load_thresholds(path) == [
-        Threshold("failures", 0.0, True),
-        Threshold("ttft_s.p99", 0.1, False),
-        Threshold("ttft_s.p99", 2.5, True),
-    ]
-
-
 @pytest.mark.parametrize(
     ("text", "says"),
     [

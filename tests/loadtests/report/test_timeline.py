@@ -40,10 +40,6 @@ def test_completions_of_a_batch_are_told_apart() -> None:
     assert not read.is_whole
 
 
-def test_all_tokens_in_one_chunk_tell_no_time_per_token() -> None:
-    assert timeline((1.0, event(0, 8, "length"))).completions[0].tpot_s is None
-
-
 def test_the_tail_of_a_batch() -> None:
     part = timeline((1.0, event(0, 1, "length")), (1.0, event(1, 1, "length")), (4.0, event(2, 1, "length")))
     assert tail_ratio([part], began=0.0) == pytest.approx(4 / 2)
@@ -56,10 +52,3 @@ def test_an_error_within_a_stream_is_raised() -> None:
         timeline((1.0, b'data: {"error": {"message": "engine-1 is lost"}}\n'))
     with pytest.raises(ValueError, match="no event"):
         timeline((1.0, b"<html>\n"))
-
-
-def test_a_whole_reply_tells_ends_alone() -> None:
-    read = Timeline()
-    read.feed_whole(event(0, 3, "length").removeprefix(b"data: "), 2.0, 2.0)
-    assert (read.ended, read.tokens, read.is_whole, read.is_streamed) == (1, 3, True, False)
-    assert tail_ratio([read], began=0.0) is None

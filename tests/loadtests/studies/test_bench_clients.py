@@ -21,17 +21,6 @@ def test_each_client_writes_a_result_of_its_own() -> None:
         assert client.command[client.command.index(option) + 1] == count
 
 
-def test_a_module_without_a_python_is_left_out() -> None:
-    found = clients(LOAD, Path("/tmp/out"), {"vllm": sys.executable})
-    assert [client.route for client in found] == ["/v1/completions", "/v1/chat/completions"]
-
-
-def test_a_row_tells_what_was_answered() -> None:
-    client = clients(LOAD, Path("/tmp/out"), {"sglang": "other"})[-1]
-    result = {"completed": 3, "total_output_tokens": 6, "output_throughput": 12.4, "median_ttft_ms": 1.6}
-    assert row(client, result, 4) == "| `sglang.bench_serving --backend sglang` | `/generate` | 3 of 4 | 6 | 12 | 2 |"
-
-
 def test_aiperfs_result_is_read_in_the_words_of_the_others(tmp_path: Path) -> None:
     client = clients(LOAD, tmp_path, {"aiperf": "third"})[-1]
     client.result.parent.mkdir()

@@ -33,19 +33,11 @@ def page(tmp_path: Path) -> Page:
     return read_page(path, tmp_path)
 
 
-def test_links_are_found_outside_of_code(page: Page) -> None:
-    assert [(place.line, target) for place, target in page.links] == [(3, "one.md"), (3, "two.md#part")]
-
-
 def test_shell_lines_are_joined_and_python_is_left_out(page: Page) -> None:
     assert [(place.line, place.text.split()) for place in page.shell] == [
         (6, ["make", "test", "ARGS=1"]),
         (14, ["make", "indented"]),
     ]
-
-
-def test_a_block_of_python_has_the_line_that_it_starts_at(page: Page) -> None:
-    assert [(block.line, block.text) for block in page.python] == [(11, "import make\n")]
 
 
 def test_a_repeated_heading_has_a_numbered_anchor(page: Page) -> None:

@@ -59,39 +59,12 @@ def test_every_engine_holds_the_tensors_after_a_push(gateway: PlayedGateway, sen
         assert all(torch.equal(received[name], weight) for name, weight in trained.named_parameters())
 
 
-@pytest.mark.usefixtures("late_trainer")
-def test_the_trainer_listens_before_it_calls_the_engines_to_join(sender: WeightSender) -> None:
-    assert sender.push(model()) == 7
-
-
-def test_the_group_is_opened_once_for_many_pushes(gateway: PlayedGateway, sender: WeightSender) -> None:
-    sender.push(model())
-    sender.push([("0.weight", torch.zeros(4, 3))])
-    lease = ["/v1/weights", "/v1/weight_lease"]
-    opening = ["/get_world_size", "/server_info", "/init_weight_transfer_engine"]
-    assert gateway.calls == [*lease, *opening, *UPDATE, *lease, *UPDATE]
-    assert torch.equal(gateway.received[0]["0.weight"], torch.zeros(4, 3))
-
-
 def test_tensors_are_sent_in_the_dtype_asked_for(gateway: PlayedGateway, client: BlockingRolloutClient) -> None:
     told: list[WeightProgress] = []
     with WeightSender(client, dtype=torch.bfloat16, timeout_s=TIMEOUT_S, on_progress=told.append) as sender:
         sender.push([("a", torch.ones(2, 3)), ("b", torch.ones(5))])
     assert gateway.received[1]["a"].dtype == torch.bfloat16
     assert [(progress.tensors, progress.bytes, progress.num_bytes) for progress in told] == [(1, 12, 22), (2, 22, 22)]
-
-
-def test_the_start_says_what_becomes_of_rollouts_in_flight(gateway: PlayedGateway, sender: WeightSender) -> None:
-    asked: list[Any] = []
-
-    def start(body: dict[str, Any]) -> Answer:
-        asked.append(body["in_flight"])
-        return 200, {}
-
-    gateway.answers["/start_weight_update"] = start
-    sender.push(model(), in_flight="recompute")
-    sender.push(model())
-    assert asked == ["recompute", None]
 
 
 def test_a_group_that_another_trainer_has_replaced_is_opened_again_by_the_next_push(
@@ -131,12 +104,6 @@ def test_a_version_that_is_not_the_next_one_is_refused_before_anything_moves(
     assert asked == [7]
 
 
-def test_no_tensors_are_no_update(gateway: PlayedGateway, sender: WeightSender) -> None:
-    with pytest.raises(InvalidRequest, match="named_tensors is empty"):
-        sender.push([])
-    assert gateway.calls == []
-
-
 def test_a_refused_update_ends_the_broadcast_at_once_with_the_gateways_error(
     gateway: PlayedGateway, sender: WeightSender
 ) -> None:
@@ -162,14 +129,6 @@ def test_a_group_that_a_replica_left_is_formed_anew_before_anything_is_touched(
     assert gateway.calls.count("/init_weight_transfer_engine") == 2
 
 
-def test_a_start_that_conflicts_is_not_tried_again(gateway: PlayedGateway, sender: WeightSender) -> None:
-    sender.push(model())
-    gateway.answers["/start_weight_update"] = refusing(WeightUpdateConflict("an update is open"))
-    with pytest.raises(WeightUpdateConflict, match="an update is open"):
-        sender.push(model())
-    assert gateway.calls.count("/init_weight_transfer_engine") == 1
-
-
 @pytest.mark.parametrize("route", ["/init_weight_transfer_engine", "/update_weights"])
 def test_engines_that_never_come_end_the_push_in_time(
     gateway: PlayedGateway, client: BlockingRolloutClient, route: str
@@ -185,12 +144,6 @@ def test_engines_that_never_come_end_the_push_in_time(
             sender.push(model())
     assert time.monotonic() - began < SOON_S
     assert gateway.calls.count(route) == 1
-
-
-def test_engines_without_a_transport_of_ours_are_named(gateway: PlayedGateway, sender: WeightSender) -> None:
-    gateway.answers["/server_info"] = lambda _: (200, {"vllm_config": {"weight_transfer_config": None}})
-    with pytest.raises(ConfigError, match="receive weights over None"):
-        sender.push(model())
 
 
 def test_nccl_without_a_gpu_is_refused_before_a_group_is_opened(
@@ -250,15 +203,6 @@ def test_an_nccl_broadcast_that_nobody_joins_is_aborted_in_time() -> None:
     assert channel.aborted.is_set()
 
 
-def test_an_nccl_broadcast_is_aborted_when_the_gateway_refuses() -> None:
-    channel = StuckNccl(timeout_s=SOON_S)
-    threading.Timer(0.1, channel.give_up, ["no such tensor"]).start()
-    began = time.monotonic()
-    with pytest.raises(WeightUpdateFailed, match="no such tensor"):
-        channel.send(iter(()))
-    assert time.monotonic() - began < SOON_S / 2
-
-
 class NcclOnHost(NcclChannel):
     """Sends tensors of the host to nobody, on streams of a GPU that this host lacks."""
 
@@ -286,19 +230,6 @@ def some_tensors(count: int) -> list[tuple[str, torch.Tensor]]:
     return [(str(place), torch.full((3,), place, dtype=torch.float32)) for place in range(count)]
 
 
-def test_all_tensors_are_gathered_and_packed_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors that are gathered together may be of two chunks."""
-    channel, made_on = NcclOnHost(monkeypatch), list[Any]()
-
-    def gathered() -> Iterator[tuple[str, torch.Tensor]]:
-        for run in (some_tensors(4), some_tensors(3)):
-            made_on.append(channel.current)
-            yield from run
-
-    channel.send(gathered())
-    assert made_on == [channel.packing] * 2
-
-
 @pytest.mark.parametrize("error", [ZeroDivisionError("by zero"), SystemExit(3)])
 def test_any_end_of_the_sending_thread_is_the_pushs(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     channel = NcclOnHost(monkeypatch)
@@ -311,21 +242,6 @@ def test_any_end_of_the_sending_thread_is_the_pushs(monkeypatch: pytest.MonkeyPa
         channel.send(broken())
     with pytest.raises(WeightUpdateFailed, match="the NCCL group was left"):
         channel.send(iter(()))
-
-
-def test_a_group_that_was_left_packs_no_further_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    channel, asked = NcclOnHost(monkeypatch), list[str]()
-
-    def watched() -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in some_tensors(40):
-            asked.append(name)
-            if len(asked) == 3:
-                channel.close("the gateway has refused")
-            yield name, tensor
-
-    with pytest.raises(WeightUpdateFailed, match="the gateway has refused"):
-        channel.send(watched())
-    assert len(asked) < 6
 
 
 def test_a_push_waits_for_the_work_that_the_trainer_has_queued(

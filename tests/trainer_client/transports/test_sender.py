@@ -148,22 +148,3 @@ def test_an_interrupt_does_not_wait_for_a_silent_gateway(
         sender.push({"w": torch.ones(2, 3)})
     assert not has_answered.is_set()
     may_answer.set()
-
-
-def test_an_iterator_goes_part_by_part_in_one_update(
-    gateway: PlayedGateway, client: BlockingRolloutClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tensors, "PART_BYTES", 1)
-    gateway.answers["/v1/weights"] = lambda _: (200, UNREAD)
-    with WeightSender(client, timeout_s=90) as sender:
-        assert sender.push(iter([("a", torch.ones(2)), ("b", torch.zeros(3))])) == 7
-    assert gateway.calls.count("/update_weights") == 2
-    assert gateway.calls.count("/finish_weight_update") == 1
-    for received in gateway.received:
-        assert torch.equal(received["a"], torch.ones(2))
-        assert torch.equal(received["b"], torch.zeros(3))
-
-
-def test_a_transport_that_is_none_is_refused(client: BlockingRolloutClient) -> None:
-    with pytest.raises(ConfigError, match="transport = 'rdma' must be"):
-        WeightSender(client, transport="rdma")  # type: ignore[arg-type]

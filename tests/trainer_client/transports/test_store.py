@@ -17,15 +17,12 @@ import torch
 
 from engines.errors import (
     ConfigError,
-    GatewayUnreachable,
     StoreFailed,
     WeightUpdateConflict,
-    WeightUpdateFailed,
 )
 from engines.store.changed_elements import ChangedElements
 from engines.store.draft import ChangedTensor, Draft, claim_draft, raw
 from engines.store.manifest import check_bytes, digest_of
-from sim.worker import SimWorker
 from tests.rigs.rig import STORED, Rig, StartRig
 from trainer_client import BlockingRolloutClient, WeightProgress, WeightSender
 
@@ -167,11 +164,6 @@ async def test_a_delta_writes_the_elements_that_changed_and_the_version_is_whole
     assert (versions, len(tokens)) == ({3}, 1)
 
 
-async def test_a_tensor_with_many_changed_elements_goes_whole(rig: Rig, folder: Path) -> None:
-    await push_deltas(rig, {}, {"w": torch.ones(4, 4)})
-    assert [one.changes for one in check_bytes(folder / "v2").tensors.values()] == ["", ""]
-
-
 async def test_after_a_push_that_failed_and_one_of_another_trainer_a_delta_is_whole(rig: Rig, folder: Path) -> None:
     def push_on() -> list[int]:
         with delta_sender(rig) as sender:
@@ -261,21 +253,6 @@ async def test_versions_go_on_coming_where_two_fit(
         assert await push(rig, [("w", torch.zeros(512, 512))]) == version
 
 
-async def test_a_damaged_file_is_refused_by_the_tensors_name(rig: Rig, folder: Path) -> None:
-    draft, _ = claim_draft(folder)
-    written = Draft(draft, "sim")
-    written.add([raw(name, "float32", shape, bytes(4 * 4 * len(shape) ** 2)) for name, shape in STORED.items()])
-    written.finish()
-    file = draft / "model-00001.safetensors"
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
-    status, reply = await announce(rig, snapshot=draft.name)
-    assert (status, reply["error"]["param"]) == (400, "snapshot")
-    assert "is damaged" in reply["error"]["message"]
-    assert (await said(rig))[0] == {0}
-
-
 @pytest.mark.parametrize(
     ("body", "param"),
     [
@@ -290,32 +267,6 @@ async def test_an_announcement_that_makes_no_sense_is_refused(rig: Rig, body: di
     assert (status, reply["error"]["param"]) == (400, param)
 
 
-async def test_a_push_during_another_update_is_a_conflict(rig: Rig, folder: Path) -> None:
-    await rig.open_group()
-    await rig.post("/start_weight_update", {})
-    with pytest.raises(WeightUpdateConflict, match="update to version 1 is open"):
-        await push(rig, tensors())
-    assert folders(folder) == set()
-
-
-async def test_a_replica_that_cannot_load_is_named_and_all_serve_the_version_before(
-    rig: Rig, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    await push(rig, tensors())
-    before, load = await said(rig), SimWorker._load
-
-    def fail_once(worker: SimWorker, path: str) -> None:
-        monkeypatch.setattr(SimWorker, "_load", load)
-        raise WeightUpdateConflict("it has no room for these weights")
-
-    monkeypatch.setattr(SimWorker, "_load", fail_once)
-    with pytest.raises(WeightUpdateFailed, match=r"replica engine-\d.*it has no room for these weights"):
-        await push(rig, tensors())
-    await rig.until({"engine-0": "SERVING", "engine-1": "SERVING"})
-    assert await said(rig) == before
-    assert folders(folder) == {"v1"}
-
-
 async def test_without_a_store_the_remedy_is_named(start_rig: StartRig) -> None:
     rig = await start_rig(1, sim={"tensors": STORED})
     with pytest.raises(StoreFailed, match=r"there is no weight store: weights\.store is null"):
@@ -325,27 +276,3 @@ async def test_without_a_store_the_remedy_is_named(start_rig: StartRig) -> None:
 async def test_a_store_that_is_not_shared_is_named(rig: Rig, tmp_path: Path) -> None:
     with pytest.raises(StoreFailed, match=r"share weights\.store"):
         await asyncio.to_thread(send, rig.url, tensors(), folder=tmp_path / "not-there")
-
-
-def test_a_gateway_that_is_not_there_is_an_error_at_once() -> None:
-    with pytest.raises(GatewayUnreachable, match="/v1/weights"):
-        send("http://127.0.0.1:9", tensors())
-
-
-async def test_a_push_beside_another_of_the_sender_is_refused_and_leaves_that(rig: Rig) -> None:
-    def work() -> list[int]:
-        refused: list[BaseException] = []
-
-        def push_too(progress: WeightProgress) -> None:
-            try:
-                sender.push(tensors(w=torch.ones(4, 4)))
-            except WeightUpdateConflict as error:
-                refused.append(error)
-
-        with BlockingRolloutClient(rig.url, attempts=1) as client:
-            sender = WeightSender(client, transport="store", delta=True, timeout_s=10, on_progress=push_too)
-            versions = [sender.push(tensors()) for _ in range(2)]
-        assert {str(error) for error in refused} == {"a push of this sender is running: wait for its end"}
-        return versions
-
-    assert await asyncio.to_thread(work) == [1, 2]

@@ -1,7 +1,6 @@
 """A trainer's tensors to push: names, dtypes, tied weights, and parts."""
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -108,11 +107,6 @@ def test_floats_go_in_the_dtype_asked_for_or_that_which_is_served(
     assert entry.made().dtype == sent
 
 
-def test_whole_numbers_are_not_cast() -> None:
-    (entry,) = only_part({"w": torch.ones(2, dtype=torch.int32)}, meta("w"), dtype=torch.bfloat16)
-    assert entry.dtype == torch.int32
-
-
 def test_a_tensor_whose_first_name_a_hook_leaves_out_goes_by_its_other_name() -> None:
     model = Model()
 
@@ -136,11 +130,6 @@ def test_data_parallel_is_unwrapped() -> None:
 def test_what_is_no_tensor_is_told_by_its_type(given: Any) -> None:
     with pytest.raises(InvalidRequest, match=f"'w' as builtins.{type(given).__name__}: give a torch.Tensor"):
         Given({"w": given})
-
-
-def test_what_holds_no_tensors_is_told_by_its_type() -> None:
-    with pytest.raises(InvalidRequest, match="named_tensors is a SGD"):
-        Given(torch.optim.SGD([nn.Parameter(torch.ones(1))]))
 
 
 def test_what_wrappers_add_to_names_is_taken_off() -> None:
@@ -198,21 +187,6 @@ def test_an_iterator_whose_later_parts_are_of_other_ranks_is_refused(monkeypatch
     assert [names(part) for part in Given(iter([("w", sharded), ("embed", whole)])).parts(UNKNOWN, None)] == [
         ["w"], ["embed"]
     ]  # fmt: skip
-
-
-def test_an_iterator_is_read_no_further_than_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensors, "PART_BYTES", 16)
-    made: list[str] = []
-
-    def making() -> Iterator[tuple[str, torch.Tensor]]:
-        for name in "abcde":
-            made.append(name)
-            yield name, torch.ones(2)
-
-    parts = Given(making()).parts(UNKNOWN, None)
-    assert names(next(parts)) == ["a", "b"]
-    assert made == ["a", "b", "c"]
-    assert [names(part) for part in parts] == [["c", "d"], ["e"]]
 
 
 @pytest.mark.parametrize(

@@ -59,10 +59,6 @@ async def test_tokens_come_with_log_probs_and_the_step_that_made_them(rig: Rig, 
     assert output.extra_fields == {"global_steps": 2, "min_global_steps": 2, "max_global_steps": 2}
 
 
-async def test_log_probs_are_left_out_where_verl_wants_none(rig: Rig, client_of: ClientOf) -> None:
-    assert (await ask(client_of(rig), logprobs=False)).log_probs is None
-
-
 @pytest.mark.parametrize(
     ("prompt_tokens", "asked", "length"),
     [
@@ -95,18 +91,6 @@ async def test_what_an_abort_cut_short_goes_on_with_the_next_weights(start_rig: 
     assert output.extra_fields == {"global_steps": 1, "min_global_steps": 0, "max_global_steps": 1}
 
 
-async def test_a_resumed_completion_needs_the_rest_of_its_least_tokens(
-    start_rig: StartRig, client_of: ClientOf
-) -> None:
-    rig = await start_rig(1)
-    asking = asyncio.create_task(ask(client_of(rig), max_tokens=80, min_tokens=79))
-    await rig.begun()
-    assert (await rig.post("/pause?mode=abort"))[0] == 200
-    assert (await rig.post("/resume"))[0] == 200
-    rig.hurry()
-    assert len((await asking).token_ids) in (79, 80)
-
-
 async def test_a_completion_that_stays_aborted_ends_in_time(start_rig: StartRig, client_of: ClientOf) -> None:
     rig = await start_rig(1)
     asking = asyncio.create_task(ask(client_of(rig, rollout_timeout_s=1.0), max_tokens=80))
@@ -114,24 +98,6 @@ async def test_a_completion_that_stays_aborted_ends_in_time(start_rig: StartRig,
     await rig.post("/pause?mode=abort")
     with pytest.raises(DeadlineExceeded, match="within"):
         await asking
-
-
-async def test_a_killed_replica_costs_no_completion(start_rig: StartRig, client_of: ClientOf) -> None:
-    rig = await start_rig(2)
-    client = client_of(rig)
-    asking = [asyncio.create_task(ask(client, [4, 5, number])) for number in range(4, 20)]
-    await rig.begun(8)
-    await max(rig.replicas, key=lambda replica: len(replica.scheduler.stalled)).kill()
-    rig.hurry()
-    assert [len(output.token_ids) for output in await asyncio.gather(*asking)] == [RESPONSE_LENGTH] * len(asking)
-
-
-async def test_samples_of_a_prompt_and_turns_of_a_trajectory_share_a_session(rig: Rig, client_of: ClientOf) -> None:
-    client = client_of(rig)
-    first = client._source.session("a", PROMPT)
-    assert client._source.session("b", PROMPT) == first
-    assert client._source.session("a", (*PROMPT, 7, 8)) == first
-    assert client._source.session("c", [9, 9]) != first
 
 
 async def test_a_client_reaches_its_workers_pickled(rig: Rig, client_of: ClientOf) -> None:

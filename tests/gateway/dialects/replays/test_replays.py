@@ -8,7 +8,7 @@ import aiohttp
 import pytest
 
 from gateway.dialects.replays import registry
-from tests.rigs.rig import FAST_WATCH, Json, Rig, StartRig
+from tests.rigs.rig import Json, Rig, StartRig
 
 PROMPTS = [[5, 6, number + 7] for number in range(4)]
 LENGTH = 24
@@ -70,15 +70,6 @@ async def test_a_replay_adopts_the_batch(rig: Rig) -> None:
     reply = await asking
     assert [choice["index"] for choice in reply["choices"]] == list(range(8))
     assert reply["usage"]["completion_tokens"] == made(rig) == ALL
-
-
-async def test_a_replay_that_arrives_with_the_break_adopts_the_batch(rig: Rig) -> None:
-    await broken(rig)
-    asking = asyncio.create_task(whole(rig))
-    await until(rig, "orphaned_batch_ends", 1, end="adopted")
-    rig.hurry()
-    await asking
-    assert made(rig) == ALL
 
 
 async def test_a_batch_that_has_ended_waits_for_its_replay(rig: Rig) -> None:
@@ -143,24 +134,6 @@ async def test_a_reply_that_breaks_off_is_adopted_whole(rig: Rig, monkeypatch: p
     assert made(rig) == ALL
 
 
-async def test_a_small_reply_that_cannot_be_sent_is_adopted(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    prepare, is_first = aiohttp.web.Response.prepare, True
-
-    async def breaking(response: aiohttp.web.Response, request: Any) -> Any:
-        nonlocal is_first
-        if is_first and request.path == "/v1/completions":
-            is_first = False
-            rig.break_connections()
-        return await prepare(response, request)
-
-    monkeypatch.setattr(aiohttp.web.Response, "prepare", breaking)
-    with pytest.raises(aiohttp.ClientError):
-        await rig.post("/v1/completions", BATCH)
-    await until(rig, "orphaned_batches", 1)
-    await whole(rig)
-    assert made(rig) == ALL
-
-
 @pytest.mark.parametrize("change", [{"max_tokens": LENGTH + 1}, {"prompt": PROMPTS[::-1]}, {"user": "b"}])
 async def test_another_request_adopts_nothing(rig: Rig, change: Json) -> None:
     await left(rig)
@@ -214,17 +187,6 @@ async def test_a_batch_ends_after_its_grace(start_rig: StartRig, grace_s: float)
     assert made(rig) - before == ALL
 
 
-async def test_an_error_is_not_kept(start_rig: StartRig) -> None:
-    rig = await start_rig(2, gateway={"queue_timeout_s": 0.1})
-    await left(rig)
-    await asyncio.gather(*(replica.kill() for replica in rig.replicas))
-    await until(rig, "orphaned_batch_ends", 1, end="failed")
-    for index in range(2):
-        await rig.add_replica(f"engine-{index}", seed=index)
-    await rig.until({"engine-0": "SERVING", "engine-1": "SERVING"})
-    await whole(rig)
-
-
 async def test_an_abort_of_all_ends_it(rig: Rig) -> None:
     await left(rig)
     async with rig.client.post(rig.url + "/abort_request", json={"abort_all": True}) as response:
@@ -259,20 +221,6 @@ async def test_a_replay_is_not_given_staler_tokens_than_it_takes(rig: Rig, deman
     assert versions == ({0, 1} if shares else {1})
 
 
-async def test_the_oldest_end_where_there_are_too_many(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_MOST_ORPHANS", 1)
-    for number in range(2):
-        asking = asyncio.create_task(rig.post("/v1/completions", BATCH | {"seed": number}))
-        await rig.begun(samples=8 * (number + 1))
-        asking.cancel()
-        await asyncio.gather(asking, return_exceptions=True)
-        await until(rig, "orphaned_batches", number + 1)
-    await until(rig, "orphaned_batch_ends", 1, end="crowded")
-    rig.hurry()
-    await whole(rig, BATCH | {"seed": 1})
-    await until(rig, "orphaned_batch_ends", 1, end="adopted")
-
-
 async def test_replies_beyond_the_bound_are_dropped(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_MOST_BYTES", 100)
     await left(rig)
@@ -287,11 +235,3 @@ async def test_a_gateway_that_ends_ends_its_orphans(start_rig: StartRig) -> None
     async with asyncio.timeout(20):
         while any(replica.scheduler.stalled for replica in rig.replicas):
             await asyncio.sleep(0.01)
-
-
-async def test_an_engine_that_dies_under_an_orphan_costs_no_token(start_rig: StartRig) -> None:
-    rig = await start_rig(2, fleet=FAST_WATCH)
-    await left(rig)
-    await rig.replicas[0].kill()
-    rig.hurry()
-    await whole(rig)

@@ -11,9 +11,6 @@ import pytest
 from engines.config import SimConfig
 from engines.process.port import free_port
 from gateway.dialects.replays import record
-from gateway.ledger import ledger as ledger_module
-from gateway.ledger import shared
-from gateway.ledger.file import LedgerFile
 from tests.gateway.dialects.replays.test_replays import ALL, BATCH, LENGTH, broken, left, made, until, whole
 from tests.rigs.forked_gateway import ForkedGateway
 from tests.rigs.rig import Json, Rig, SimReplica, StartRig
@@ -75,46 +72,6 @@ async def test_a_replay_after_a_restart_adopts_the_batch_with_its_tokens(start_r
         assert len(choice["logprobs"]["token_logprobs"]) == LENGTH
 
 
-async def test_greedy_samples_are_the_same_as_without_the_restart(start_rig: StartRig, kept_rig: Rig) -> None:
-    greedy = BATCH | {"temperature": 0, "n": 1, "prompt": [[5, 6, number + 7] for number in range(8)]}
-    undisturbed = await whole(kept_rig, greedy)
-    await left(kept_rig, greedy)
-    again = await restarted(start_rig, kept_rig)
-    again.hurry()
-    reply = await whole(again, greedy)
-    await until(again, "orphaned_batch_ends", 1, end="adopted")
-    for field in ("token_ids", "text", "logprobs", "finish_reason", "prompt_token_ids"):
-        assert [one[field] for one in reply["choices"]] == [one[field] for one in undisturbed["choices"]], field
-
-
-async def test_two_restarts_keep_the_tokens_of_both(start_rig: StartRig, kept_rig: Rig) -> None:
-    await left(kept_rig)
-    again = await restarted(start_rig, kept_rig)
-    again.go_on()
-    await again.begun(samples=8, tokens=14)  # of which 6 are of the gateway before
-    once_more = await restarted(start_rig, again)
-    once_more.hurry()
-    await whole(once_more)
-    assert made(once_more) <= ALL + 2 * 8 * 4
-
-
-async def test_prompts_that_have_ended_are_not_made_again(start_rig: StartRig, kept_rig: Rig) -> None:
-    """Of two prompts one ends at once, and the other's engine stands still."""
-    body = BATCH | {"prompt": [[5, 6, 7], [5, 6, 8]], "n": 1, "max_tokens": 70, "min_tokens": 1}
-    asking = asyncio.create_task(kept_rig.post("/v1/completions", body))
-    kept_rig.replicas[0].scheduler.stall(after=30)
-    async with asyncio.timeout(20):
-        while made(kept_rig) < 70 + 30:
-            await asyncio.sleep(0.01)
-    asking.cancel()
-    await until(kept_rig, "orphaned_batches", 1)
-    again = await restarted(start_rig, kept_rig)
-    again.hurry()
-    status, reply = await again.post("/v1/completions", body)
-    assert (status, [len(one["token_ids"]) for one in reply["choices"]]) == (200, [70, 70])
-    assert made(again) <= 140 + 4
-
-
 async def test_a_batch_that_was_delivered_is_not_brought_back(start_rig: StartRig, kept_rig: Rig) -> None:
     asking = asyncio.create_task(whole(kept_rig))
     await kept_rig.begun(samples=8)
@@ -126,34 +83,6 @@ async def test_a_batch_that_was_delivered_is_not_brought_back(start_rig: StartRi
     assert made(again) == 2 * ALL
 
 
-async def test_weights_of_both_gateways_are_in_the_spans(start_rig: StartRig, kept_rig: Rig) -> None:
-    await left(kept_rig)
-    await kept_rig.stop_gateway()
-    for replica in kept_rig.replicas:
-        replica.label(1)
-    again = await restarted(start_rig, kept_rig)
-    again.hurry()
-    reply = await whole(again)
-    for choice in reply["choices"]:
-        assert [span["version"] for span in choice["weight_versions"]] == [0, 1]
-        assert choice["weight_versions"][-1]["end"] == LENGTH
-
-
-async def test_a_replay_with_newer_demands_of_a_restarted_gateway_is_made_again(
-    start_rig: StartRig, kept_rig: Rig
-) -> None:
-    body = BATCH | {"max_staleness": 0}
-    await left(kept_rig, body)
-    await kept_rig.stop_gateway()
-    for replica in kept_rig.replicas:
-        replica.label(1)
-    again = await restarted(start_rig, kept_rig)
-    asking = asyncio.create_task(whole(again, body))
-    await until(again, "orphaned_batch_ends", 1, end="stale")
-    again.hurry()
-    assert {span["version"] for one in (await asking)["choices"] for span in one["weight_versions"]} == {1}
-
-
 @pytest.mark.parametrize("change", [{"ledger": None}, {"replay_grace_s": 0}])
 async def test_without_ledger_or_grace_a_restart_begins_again(
     start_rig: StartRig, tmp_path: Path, change: Json
@@ -161,39 +90,6 @@ async def test_without_ledger_or_grace_a_restart_begins_again(
     rig = await start_rig(2, gateway={"ledger": str(tmp_path / "ledger.sqlite")} | change)
     await broken(rig)
     await check_begins_again(start_rig, rig)
-
-
-async def test_what_cannot_continue_from_its_tokens_begins_again(start_rig: StartRig, kept_rig: Rig) -> None:
-    body = BATCH | {"stop": ["zzz"]}
-    await left(kept_rig, body)
-    again = await restarted(start_rig, kept_rig)
-    again.hurry()
-    await whole(again, body)
-    await until(again, "orphaned_batch_ends", 1, end="adopted")
-
-
-async def test_a_seeded_sample_is_marked(start_rig: StartRig, kept_rig: Rig) -> None:
-    await left(kept_rig, BATCH | {"seed": 3})
-    again = await restarted(start_rig, kept_rig)
-    again.hurry()
-    reply = await whole(again, BATCH | {"seed": 3})
-    assert [one["resumed"] for one in reply["choices"]] == [["seed"]] * 8
-
-
-async def test_an_engine_that_died_before_the_kill_costs_no_noted_token(start_rig: StartRig, kept_rig: Rig) -> None:
-    await left(kept_rig)
-    before = made(kept_rig)
-    await kept_rig.replicas[0].kill()
-    kept_rig.replicas[1].scheduler.stall(after=10)
-    async with asyncio.timeout(20):
-        while len(kept_rig.replicas[1].scheduler.stalled) < 8:
-            await asyncio.sleep(0.01)
-    successor = await kept_rig.add_replica("engine-0")
-    assert successor.generated_tokens == 0
-    again = await restarted(start_rig, kept_rig)
-    again.hurry()
-    await whole(again)
-    assert before + made(again) <= ALL + 24 + 2 * 8 * 4
 
 
 class Kills:
@@ -260,25 +156,6 @@ async def test_tokens_of_another_runs_weights_are_not_adopted(start_rig: StartRi
     await until(again, "orphaned_batch_ends", 1, end="stale")
 
 
-async def test_tokens_of_both_versions_of_another_run_are_not_adopted(start_rig: StartRig, kept_rig: Rig) -> None:
-    """The batch begins with the checkpoint and goes on with version 1; the next fleet begins with the checkpoint."""
-    asking = asyncio.create_task(whole(kept_rig))
-    await kept_rig.begun(samples=8)
-    await noted(kept_rig.url, kept_rig.client)
-    await kept_rig.stop_gateway()
-    await asyncio.gather(asking, return_exceptions=True)
-    for replica in kept_rig.replicas:
-        replica.label(1)
-    later = await restarted(start_rig, kept_rig)
-    await later.begun(samples=8, tokens=12)
-    await noted(later.url, later.client)
-    await later.stop_gateway()
-    again = await start_rig(2, gateway=later.config.gateway.model_dump(include={"ledger"}))
-    again.hurry()
-    reply = await whole(again)
-    assert {span["version"] for one in reply["choices"] for span in one["weight_versions"]} == {0}
-
-
 async def test_a_batch_beyond_the_ledgers_room_is_in_memory_alone(start_rig: StartRig, tmp_path: Path) -> None:
     rig = await start_rig(2, gateway={"ledger": str(tmp_path / "ledger.sqlite"), "submissions": {"max_bytes": 4000}})
     await left(rig)
@@ -288,34 +165,32 @@ async def test_a_batch_beyond_the_ledgers_room_is_in_memory_alone(start_rig: Sta
     await check_begins_again(start_rig, rig)
 
 
-async def test_a_ledger_that_is_locked_at_the_start_is_brought_back_once_it_opens(
-    start_rig: StartRig, kept_rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The gateway before it has not ended yet; meanwhile another batch runs."""
-    monkeypatch.setattr(shared, "_RETRY_S", 0.0)
-    monkeypatch.setattr(ledger_module, "_LOCKED_S", 0.0)
+async def test_two_restarts_keep_the_tokens_of_both(start_rig: StartRig, kept_rig: Rig) -> None:
     await left(kept_rig)
-    await noted(kept_rig.url, kept_rig.client)
-    await kept_rig.stop_gateway()
-    gateway = kept_rig.config.gateway.model_dump(include={"ledger"})
-    holder = LedgerFile(Path(str(gateway["ledger"])), 1 << 20)
-    try:
-        again = await start_rig(2, replicas=kept_rig.replicas, gateway=gateway)
-        async with asyncio.timeout(20):
-            while any(replica.scheduler.stalled for replica in again.replicas):
-                await asyncio.sleep(0.01)
-        await left(again, BATCH | {"user": "another"})
-    finally:
-        holder.close()
+    again = await restarted(start_rig, kept_rig)
+    again.go_on()
+    await again.begun(samples=8, tokens=14)  # of which 6 are of the gateway before
+    once_more = await restarted(start_rig, again)
+    once_more.hurry()
+    await whole(once_more)
+    assert made(once_more) <= ALL + 2 * 8 * 4
+
+
+async def test_prompts_that_have_ended_are_not_made_again(start_rig: StartRig, kept_rig: Rig) -> None:
+    """Of two prompts one ends at once, and the other's engine stands still."""
+    body = BATCH | {"prompt": [[5, 6, 7], [5, 6, 8]], "n": 1, "max_tokens": 70, "min_tokens": 1}
+    asking = asyncio.create_task(kept_rig.post("/v1/completions", body))
+    kept_rig.replicas[0].scheduler.stall(after=30)
     async with asyncio.timeout(20):
-        while not (await again.get("/status"))[1]["ledger"]["durable"]:
-            await asyncio.sleep(0.02)
-    await noted(again.url, again.client)
-    last = await restarted(start_rig, again)
-    before = made(last)
-    last.hurry()
-    await whole(last)
-    assert made(last) - before < ALL
+        while made(kept_rig) < 70 + 30:
+            await asyncio.sleep(0.01)
+    asking.cancel()
+    await until(kept_rig, "orphaned_batches", 1)
+    again = await restarted(start_rig, kept_rig)
+    again.hurry()
+    status, reply = await again.post("/v1/completions", body)
+    assert (status, [len(one["token_ids"]) for one in reply["choices"]]) == (200, [70, 70])
+    assert made(again) <= 140 + 4
 
 
 def damage(folder: Path) -> None:

@@ -1,7 +1,6 @@
 """A reply put together from an engine's chunks is the reply that the engine would have sent as a whole."""
 
 import asyncio
-import tracemalloc
 from collections.abc import AsyncGenerator
 
 import orjson
@@ -53,28 +52,6 @@ async def test_chunks_make_the_whole_reply(rig: Rig, asked: Json, n: int) -> Non
     assert together["object"] == whole["object"]
 
 
-async def test_samples_are_kept_apart_and_in_order() -> None:
-    chunks = told(
-        chunk(1, "b", token_ids=[2]),
-        chunk(0, "a", token_ids=[1]),
-        chunk(1, "B", token_ids=[4], finish_reason="length"),
-        chunk(0, "A", token_ids=[3], finish_reason="stop", stop_reason="A"),
-    )
-    choices = (await assemble(chunks, 2, "a"))["choices"]
-    assert [(c["index"], c["text"], c["token_ids"], c["finish_reason"], c["stop_reason"]) for c in choices] == [
-        (0, "aA", [1, 3], "stop", "A"),
-        (1, "bB", [2, 4], "length", None),
-    ]
-
-
-async def test_offsets_count_over_all_chunks() -> None:
-    logprobs = {"text_offset": [0, 2], "token_logprobs": [-1.0, -2.0], "tokens": ["ab", "c"], "top_logprobs": [{}, {}]}
-    chunks = told(chunk(0, "abc", logprobs=logprobs), chunk(0, "abc", logprobs=logprobs, finish_reason="length"))
-    found = (await assemble(chunks, 1, "a"))["choices"][0]["logprobs"]
-    assert found["text_offset"] == [0, 2, 3, 5]
-    assert found["token_logprobs"] == [-1.0, -2.0, -1.0, -2.0]
-
-
 @pytest.mark.parametrize("begin", [0, 2, 22, -1])
 async def test_offsets_are_those_of_names_wherever_a_chunk_counts_from(begin: int) -> None:
     def scored(*offsets: int) -> Json:
@@ -84,20 +61,6 @@ async def test_offsets_are_those_of_names_wherever_a_chunk_counts_from(begin: in
     first, second = scored(0, 11), scored(begin, begin + 11)
     chunks = told(chunk(0, "ab", logprobs=first), chunk(0, "cd", logprobs=second, finish_reason="length"))
     assert (await assemble(chunks, 1, "a"))["choices"][0]["logprobs"]["text_offset"] == [0, 11, 22, 33]
-
-
-async def test_offsets_that_a_chunk_lacks_are_counted() -> None:
-    scored: Json = {"text_offset": None, "token_logprobs": [-1.0], "tokens": ["ab"]}
-    chunks = told(
-        chunk(0, "ab", logprobs=scored), chunk(0, "ab", logprobs=scored | {"text_offset": [2]}, finish_reason="length")
-    )
-    assert (await assemble(chunks, 1, "a"))["choices"][0]["logprobs"]["text_offset"] == [0, 2]
-
-
-async def test_a_reply_that_came_as_one_chunk_is_itself() -> None:
-    both = chunk(0, "a", finish_reason="stop")
-    both["choices"] += chunk(1, "b", finish_reason="length")["choices"]
-    assert [choice["text"] for choice in (await assemble(told(both), 2, "a"))["choices"]] == ["a", "b"]
 
 
 async def test_a_sample_aborted_before_its_first_token_is_an_empty_one() -> None:
@@ -121,19 +84,6 @@ async def test_a_sample_without_an_end_is_a_failure_of_the_engine() -> None:
         await assemble(told(chunk(0, "ab", token_ids=[1, 2])), 1, "a")
 
 
-@pytest.mark.parametrize(
-    "odd",
-    [
-        chunk(0, "a", token_ids="no list"),
-        chunk(0, "a", token_ids={"no": "list"}),
-        chunk(0, "a", finish_reason="stop", logprobs={"text_offset": [0], "token_logprobs": [-1.0]}),
-    ],
-)
-async def test_a_chunk_of_another_form_is_a_failure_of_the_engine(odd: Json) -> None:
-    with pytest.raises(EngineFailed, match="replica a: "):
-        await assemble(told(chunk(0, "b", token_ids=[5]), odd), 1, "a")
-
-
 @pytest.mark.parametrize("odd", [{"token_ids": "no list"}, {"text": 5}, {"logprobs": {"token_logprobs": 0.5}}])
 async def test_tokens_before_a_chunk_of_another_form_are_kept(odd: Json) -> None:
     assembly = Assembly(1, "a")
@@ -143,27 +93,6 @@ async def test_tokens_before_a_chunk_of_another_form_are_kept(odd: Json) -> None
     part = assembly.part()
     assert part is not None
     assert part["choices"][0]["token_ids"] == [5]
-
-
-def test_of_a_chunk_no_more_is_kept_than_its_sample_has() -> None:
-    assembly = Assembly(1, "a")
-    tracemalloc.start()
-    try:
-        for _ in range(20):
-            assembly.add([b'{"choices":[{"index":0,"token_ids":[5]}],"beside":"%b"}' % (b"x" * 100_000)])
-        kept, _ = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert kept < 5 * 100_000  # the last chunk's fields, and the head's, are
-
-
-async def test_nothing_is_kept_of_chunks_that_cannot_be_joined() -> None:
-    assembly = Assembly(1, "a")
-    assembly.add([orjson.dumps(chunk(0, "b", token_ids=[5], finish_reason="stop"))])
-    assembly.add([orjson.dumps({"choices": [{"index": 0, "finish_reason": "stop", "logprobs": {"text_offset": [0]}}]})])
-    with pytest.raises(EngineFailed, match="cannot be joined"):
-        assembly.reply()
-    assert assembly.part() is None
 
 
 def rollout(n: int, *, goes_on: bool = False) -> Rollout:

@@ -25,50 +25,10 @@ def stream(*, resumes: bool = True) -> CutStream:
     return CutStream(range(2), None, inexact=() if resumes else None)
 
 
-def test_nothing_goes_on_where_all_have_ended_before_the_update() -> None:
-    seen = stream()
-    for index in range(2):
-        seen.see(told(index, "stop"), replica(cuts_off=True), Flight(1))
-    assert seen.cut_off() == {}
-
-
-def test_a_break_after_all_have_ended_leaves_nothing_to_go_on_with() -> None:
-    seen = stream(resumes=False)
-    for index in range(2):
-        seen.see(told(index, "stop"), replica(cuts_off=False), Flight(1))
-    assert seen.interrupt(Flight(1))
-    assert seen.cut_off() == {}
-    assert seen.usage({}, {"completion_tokens": 0}) == {"prompt_tokens": 2, "completion_tokens": 4, "total_tokens": 6}
-
-
-def test_a_sample_goes_on_from_what_it_has() -> None:
-    seen = stream()
-    seen.see(told(0, "stop"), replica(cuts_off=True), Flight(1))
-    seen.see(told(1, "abort"), replica(cuts_off=True), Flight(1))
-    assert seen.cut_off() == {1: {"prompt_token_ids": [5, 6], "token_ids": [7, 8]}}
-
-
 def test_a_sample_that_was_never_begun_is_made_also_where_the_others_had_ended() -> None:
     seen = stream()
     seen.see(told(0, "stop"), replica(cuts_off=True), Flight(1))
     assert seen.cut_off() == {1: {"prompt_token_ids": [5, 6], "token_ids": []}}
-
-
-def test_a_sample_that_was_never_begun_is_made_also_where_its_replica_fails_after_the_others_ended() -> None:
-    seen = stream()
-    seen.see(told(0, "stop"), replica(cuts_off=False), Flight(1))
-    assert seen.interrupt(Flight(1))
-    assert seen.cut_off() == {1: {"prompt_token_ids": [5, 6], "token_ids": []}}
-
-
-def test_a_sample_that_was_never_begun_shows_its_prompt_with_its_rest() -> None:
-    seen = stream()
-    seen.see(told(0, None), replica(cuts_off=False), Flight(1))
-    assert seen.interrupt(Flight(1))
-    rests = [told(0, None) | {"prompt_token_ids": [5, 6, 7, 8]}, told(1, None)]
-    for rest in rests:
-        seen.follow(rest)
-    assert [rest["prompt_token_ids"] for rest in rests] == [None, [5, 6]]
 
 
 def test_one_that_was_never_begun_and_cannot_go_on_is_an_error_and_not_left_out() -> None:
@@ -76,12 +36,6 @@ def test_one_that_was_never_begun_and_cannot_go_on_is_an_error_and_not_left_out(
     seen.see(told(0, "stop"), replica(cuts_off=True), Flight(1))
     with pytest.raises(EngineFailed, match="was cut off and cannot continue"):
         seen.cut_off()
-
-
-def test_a_stream_that_no_update_touched_has_nothing_to_go_on_with() -> None:
-    seen = stream(resumes=False)
-    seen.see(told(0, "stop"), replica(cuts_off=False), Flight(1))
-    assert seen.cut_off() == {}
 
 
 def test_where_none_can_go_on_one_that_was_never_begun_is_an_error_and_not_left_out() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from engines.errors import InvalidRequest
-from gateway.dialects.resumption.delivered_chat import DeliveredChat, DeliveredSample
+from gateway.dialects.resumption.delivered_chat import DeliveredChat
 from sim import server as sim_server
 from sim.dialect import ChatAnswer, DerenderChunkBody, derendered_chunk
 from sim.model import detokenize
@@ -35,11 +35,6 @@ def test_a_parser_sees_what_was_told_again_in_the_chunks_that_it_came_in() -> No
         "output_token_ids": [5, 6, 7], "output_chunk_lens": [2, 1], "role_sent": True, "last_tool_call_ids": ["a"],
         "tools_streamed": True,
     }  # fmt: skip
-
-
-def test_without_a_parser_vllms_state_is_right_as_it_is() -> None:
-    state = {"prev_tokens": ["a"], "prefix_offset": 0, "output_token_ids": []}
-    assert DeliveredSample(chunks=[[5]]).resumed(state) == state
 
 
 def test_what_a_sample_was_cut_off_with_is_kept() -> None:
@@ -159,17 +154,6 @@ async def test_a_conversation_that_stops_after_a_tool_call_says_so(
     assert told[-1]["finish_reason"] == "tool_calls"
 
 
-async def test_log_probs_have_their_names_also_where_a_stream_under_a_parser_tells_none(
-    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    PlayedParser(monkeypatch)
-    rig = await started(start_rig)
-    told = await cut_off(rig, body(logprobs=True, top_logprobs=2, return_token_ids=True))
-    entries = [entry for one in told if one["logprobs"] for entry in one["logprobs"]["content"]]
-    assert "".join(entry["token"] for entry in entries) == text_of(told)
-    assert {len(entry["top_logprobs"]) for entry in entries} == {2}
-
-
 async def test_a_stream_whose_engine_does_not_tell_it_ends_with_what_it_was_cut_off_with(
     start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,3 +171,14 @@ async def test_a_stream_whose_engine_does_not_tell_it_ends_with_what_it_was_cut_
     ((version, end),) = [(span["version"], span["end"]) for span in told[-1]["weight_versions"]]
     assert (version, end) == (0, len(ids))
     assert 0 < end < LONG
+
+
+async def test_log_probs_have_their_names_also_where_a_stream_under_a_parser_tells_none(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    PlayedParser(monkeypatch)
+    rig = await started(start_rig)
+    told = await cut_off(rig, body(logprobs=True, top_logprobs=2, return_token_ids=True))
+    entries = [entry for one in told if one["logprobs"] for entry in one["logprobs"]["content"]]
+    assert "".join(entry["token"] for entry in entries) == text_of(told)
+    assert {len(entry["top_logprobs"]) for entry in entries} == {2}

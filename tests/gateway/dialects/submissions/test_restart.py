@@ -16,7 +16,7 @@ from gateway.ledger import shared
 from gateway.ledger.file import LedgerFile
 from tests.rigs.forked_gateway import ForkedGateway
 from tests.rigs.rig import Json, Rig, SimReplica, StartRig
-from tests.rigs.submissions import GROUP, ack, body, detached, lines, of_type, outcomes, read, samples, submitted
+from tests.rigs.submissions import GROUP, ack, detached, lines, of_type, outcomes, read, samples, submitted
 
 LENGTH = 60
 GROUPS = [{"prompt": [5, 6, number + 7], "n": 2} for number in range(6)]
@@ -113,49 +113,6 @@ async def test_a_kill_loses_no_written_token_and_delivers_nothing_twice(engine: 
     assert engine.generated_tokens <= 12 * LENGTH + 8 * 4  # a chunk of each sample may have been on its way
 
 
-async def test_kills_at_any_moment_lose_nothing_and_deliver_nothing_twice(engine: SimReplica, tmp_path: Path) -> None:
-    kills = Kills(engine, tmp_path)
-    try:
-        async with aiohttp.ClientSession() as client:
-            await kills.gateway.serve(client)
-            engine.scheduler.stall(after=7)
-            await kills.submit(client)
-            for after in (20, 40):
-                reading = asyncio.create_task(kills.read(client))
-                async with asyncio.timeout(60):
-                    while not engine.scheduler.stalled:
-                        await asyncio.sleep(0.003)
-                kills.gateway.kill()
-                assert not await reading
-                engine.scheduler.go_on()
-                engine.scheduler.stall(after=after)
-                await kills.gateway.serve(client)
-            engine.hurry()
-            assert await kills.read(client)
-    finally:
-        kills.gateway.kill()
-    assert sorted(samples(kills.events)) == [(group, sample) for group in range(6) for sample in range(2)]
-    assert all(len(sample["token_ids"]) == LENGTH for sample in of_type(kills.events, "sample"))
-    assert set(outcomes(kills.events).values()) == {"delivered"}
-
-
-async def test_events_are_the_same_after_a_restart(start_rig: StartRig, kept_rig: Rig) -> None:
-    events = await submitted(kept_rig, [GROUP | {"n": 2}, {"prompt": "abc"}], id="one")
-    assert events[0]["durable"]
-    again = await restarted(start_rig, kept_rig)
-    assert (await read(again, "one"))[1:] == events[1:]
-    assert (await read(again, "one", events[2]["cursor"]))[1:] == events[3:]
-
-
-async def test_a_replay_joins_over_a_restart(start_rig: StartRig, kept_rig: Rig) -> None:
-    events = await submitted(kept_rig, [GROUP | {"n": 2}], id="one")
-    made = sum(replica.generated_tokens for replica in kept_rig.replicas)
-    again = await restarted(start_rig, kept_rig)
-    assert (await submitted(again, [GROUP | {"n": 2}], id="one"))[1:] == events[1:]
-    assert (await again.post("/v1/rollouts", body([GROUP | {"n": 3}], id="one")))[0] == 409
-    assert sum(replica.generated_tokens for replica in kept_rig.replicas) == made
-
-
 async def test_a_submission_that_outgrows_the_ledger_hurts_itself_alone(
     start_rig: StartRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,106 +148,6 @@ async def test_a_submission_that_outgrows_the_ledger_hurts_itself_alone(
     again = await start_rig(2, replicas=rig.replicas, gateway=gateway)
     assert samples(await read(again, "other")) == [(0, 0)]
     assert (await again.get("/v1/rollouts/large"))[0] == 404
-
-
-async def test_acks_hold_over_a_restart(start_rig: StartRig, kept_rig: Rig) -> None:
-    first = await submitted(kept_rig, [GROUP | {"n": 2}], id="first")
-    second = await submitted(kept_rig, id="second")
-    await ack(kept_rig, "first", first[2]["cursor"])
-    await ack(kept_rig, "second", second[-1]["cursor"])
-    again = await restarted(start_rig, kept_rig)
-    assert (await read(again, "first"))[1:] == first[3:]
-    [head] = await submitted(again, id="second")
-    assert (head["ended"], head["cursor"]) == (True, second[-1]["cursor"])
-
-
-async def test_a_sample_that_was_acked_is_not_made_again(start_rig: StartRig, kept_rig: Rig) -> None:
-    group = GROUP | {"sampling": {"max_tokens": 4}}
-    await detached(kept_rig, "one", [group, GROUP])
-    await kept_rig.begun(samples=1)
-    async with kept_rig.client.get(kept_rig.url + "/v1/rollouts/one") as response:
-        await response.content.readline()
-        [sample] = lines(await response.content.readline())
-    await ack(kept_rig, "one", sample["cursor"])
-    await written(kept_rig.url, kept_rig.client)
-    again = await restarted(start_rig, kept_rig)
-    again.hurry()
-    events = await read(again, "one")
-    assert samples(events) == [(1, 0)]
-    assert outcomes(events) == {0: "delivered", 1: "delivered"}
-
-
-async def test_a_text_prompt_goes_on_from_its_tokens(start_rig: StartRig, kept_rig: Rig) -> None:
-    group = {"prompt": "abc", "sampling": {"temperature": 0}}
-    [whole] = of_type(await submitted(kept_rig, [group]), "sample")
-    made = sum(replica.generated_tokens for replica in kept_rig.replicas)
-    await detached(kept_rig, "one", [group])
-    await kept_rig.begun(samples=1)
-    await written(kept_rig.url, kept_rig.client)
-    again = await restarted(start_rig, kept_rig)
-    again.hurry()
-    events = await read(again, "one")
-    [sample] = of_type(events, "sample")
-    assert sample["token_ids"] == whole["token_ids"]
-    assert of_type(events, "group")[0]["prompt_token_ids"]
-    assert sum(replica.generated_tokens for replica in kept_rig.replicas) - made == 8
-
-
-async def test_tokens_of_two_versions_keep_their_spans_over_a_restart(start_rig: StartRig, kept_rig: Rig) -> None:
-    await kept_rig.open_group()
-    await detached(kept_rig, "one")
-    await kept_rig.begun(samples=1, tokens=4)
-    await written(kept_rig.url, kept_rig.client)
-    await kept_rig.stop_gateway()
-    for replica in kept_rig.replicas:
-        replica.label(1)
-    again = await restarted(start_rig, kept_rig)
-    again.hurry()
-    [sample] = of_type(await read(again, "one"), "sample")
-    spans = [(span["version"], span["start"], span["end"]) for span in sample["weight_versions"]]
-    assert spans[0] == (0, 0, 4)
-    assert spans[-1][2] == 8
-
-
-async def test_a_suspended_group_outlives_a_restart_and_is_taken_once(start_rig: StartRig, kept_rig: Rig) -> None:
-    await detached(kept_rig, "first", [GROUP], on_deadline="resume")
-    await kept_rig.begun(samples=1, tokens=6)
-    await kept_rig.post("/v1/rollouts/first/deadline")
-    await ack(kept_rig, "first", (await read(kept_rig, "first"))[-1]["cursor"])
-    again = await restarted(start_rig, kept_rig)
-    again.hurry()
-    resume: Json = {"resume": {"id": "first", "group": 0}}
-    await detached(again, "second", [resume])
-    once_more = await restarted(start_rig, again)
-    assert samples(await read(once_more, "second")) == [(0, 0)]
-    assert (await once_more.post("/v1/rollouts", body([resume], id="third")))[0] in (400, 404)
-
-
-async def test_groups_that_a_client_suspended_go_on_or_stay_cancelled_after_a_restart(
-    start_rig: StartRig, kept_rig: Rig
-) -> None:
-    await detached(kept_rig, "one", [GROUP, GROUP], on_deadline="resume")
-    await kept_rig.begun(samples=2, tokens=6)
-    assert (await kept_rig.post("/v1/rollouts/one/deadline"))[1]["outcomes"] == {"suspended": 2}
-    async with kept_rig.client.delete(kept_rig.url + "/v1/rollouts/one", json={"groups": [1]}) as response:
-        assert (await response.json())["outcomes"] == {"suspended": 1, "cancelled": 1}
-    again = await restarted(start_rig, kept_rig)
-    again.hurry()
-    made = sum(replica.generated_tokens for replica in again.replicas)
-    events = await submitted(again, [{"resume": {"id": "one", "group": 0}}], id="two")
-    assert [len(sample["token_ids"]) for sample in of_type(events, "sample")] == [8]
-    assert sum(replica.generated_tokens for replica in again.replicas) - made == 2
-    assert (await again.post("/v1/rollouts", body([{"resume": {"id": "one", "group": 1}}])))[0] == 400
-
-
-async def test_a_cancelled_group_stays_cancelled(start_rig: StartRig, kept_rig: Rig) -> None:
-    await detached(kept_rig, "one")
-    await kept_rig.begun(samples=1)
-    async with kept_rig.client.delete(kept_rig.url + "/v1/rollouts/one") as response:
-        assert response.status == 200
-    assert outcomes(await read(kept_rig, "one")) == {0: "cancelled"}
-    again = await restarted(start_rig, kept_rig)
-    assert outcomes(await read(again, "one")) == {0: "cancelled"}
 
 
 async def test_a_kill_right_after_a_cancellation_brings_nothing_back(
@@ -366,3 +223,35 @@ async def test_a_ledger_that_is_locked_at_the_start_is_brought_back_once_it_open
     assert (await read(last, "one"))[1:] == before[1:]
     assert sorted(samples(await read(last, "two"))) == [(group, sample) for group in range(6) for sample in range(2)]
     assert [(await read(last, name))[1:] for name in ("three", "four")] == [events[1:] for events in here]
+
+
+async def test_a_text_prompt_goes_on_from_its_tokens(start_rig: StartRig, kept_rig: Rig) -> None:
+    group = {"prompt": "abc", "sampling": {"temperature": 0}}
+    [whole] = of_type(await submitted(kept_rig, [group]), "sample")
+    made = sum(replica.generated_tokens for replica in kept_rig.replicas)
+    await detached(kept_rig, "one", [group])
+    await kept_rig.begun(samples=1)
+    await written(kept_rig.url, kept_rig.client)
+    again = await restarted(start_rig, kept_rig)
+    again.hurry()
+    events = await read(again, "one")
+    [sample] = of_type(events, "sample")
+    assert sample["token_ids"] == whole["token_ids"]
+    assert of_type(events, "group")[0]["prompt_token_ids"]
+    assert sum(replica.generated_tokens for replica in kept_rig.replicas) - made == 8
+
+
+async def test_tokens_of_two_versions_keep_their_spans_over_a_restart(start_rig: StartRig, kept_rig: Rig) -> None:
+    await kept_rig.open_group()
+    await detached(kept_rig, "one")
+    await kept_rig.begun(samples=1, tokens=4)
+    await written(kept_rig.url, kept_rig.client)
+    await kept_rig.stop_gateway()
+    for replica in kept_rig.replicas:
+        replica.label(1)
+    again = await restarted(start_rig, kept_rig)
+    again.hurry()
+    [sample] = of_type(await read(again, "one"), "sample")
+    spans = [(span["version"], span["start"], span["end"]) for span in sample["weight_versions"]]
+    assert spans[0] == (0, 0, 4)
+    assert spans[-1][2] == 8

@@ -1,6 +1,5 @@
 """A sample of a submission: what its chunks leave in its record and in its event."""
 
-from array import array
 from typing import Any
 
 import pytest
@@ -32,11 +31,3 @@ def test_a_sample_without_a_break_has_no_mark() -> None:
     sample = Sample(0)
     sample.add(CHUNK)
     assert not {"resumed", "missing_logprobs"} & grown(sample).report("deadline").keys()
-
-
-def test_tokens_without_a_log_prob_are_counted_in_the_event() -> None:
-    sample = Sample(0)
-    sample.add(CHUNK | {"logprobs": {"token_logprobs": [-1.0, None]}})
-    event = sample.report("deadline")
-    assert event["missing_logprobs"] == 1
-    assert str(array("f", event["logprobs"]).tolist()) == "[-1.0, nan]"

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.errors import InvalidRequest, UnknownCursor
 from gateway.dialects.submissions.group_run import GroupRun, Outcome
 from gateway.dialects.submissions.sample import Sample
 from gateway.dialects.submissions.submission import Submission
@@ -151,60 +150,6 @@ def test_each_event_is_delivered_once_whatever_is_killed_when(
             assert np.frombuffer(event["token_ids"], "<i4").tolist() == wanted
             assert len(event["logprobs"]) == 4 * LENGTH
             assert event["text"] == "x" * LENGTH
-
-
-def test_nothing_is_readable_before_it_is_committed(tmp_path: Path) -> None:
-    life, client = Life(tmp_path / "ledger"), Client()
-    for _ in range(LENGTH):
-        life.make(0, 0)
-    client.read(life.submission)
-    assert client.events == []
-    life.commit()
-    client.read(life.submission)
-    assert len(client.events) == 1
-    life.file.close()
-
-
-def test_tokens_that_were_committed_outlive_a_kill(tmp_path: Path) -> None:
-    life = Life(tmp_path / "ledger")
-    life.make(0, 0)
-    life.make(0, 0)
-    life.submission.write_growth()
-    life.commit()
-    life.make(0, 0)
-    life = life.kill()
-    sample = life.submission.runs[0].samples[0]
-    assert sample.token_ids.tolist() == [token(0, 0, 0), token(0, 0, 1)]
-    assert sample.spans == [{"version": 0, "start": 0, "end": 2}]
-    life.file.close()
-
-
-def test_a_cursor_of_a_life_whose_events_are_lost_is_refused(tmp_path: Path) -> None:
-    life, client = Life(tmp_path / "ledger"), Client()
-    for _ in range(LENGTH):
-        life.make(0, 0)
-    life.commit()
-    client.read(life.submission)
-    life.file.close()
-    (tmp_path / "ledger").unlink()
-    again = Life(tmp_path / "ledger")
-    with pytest.raises(UnknownCursor):
-        client.read(again.submission)
-    again.file.close()
-
-
-def test_events_that_were_acked_are_not_read_again(tmp_path: Path) -> None:
-    life, client = Life(tmp_path / "ledger"), Client()
-    for _ in range(LENGTH):
-        life.make(0, 0)
-    life.commit()
-    client.read(life.submission)
-    life.submission.ack(client.cursor)
-    with pytest.raises(InvalidRequest):
-        life.submission.check_cursor(0)
-    life.submission.ack(0)
-    assert life.submission.acked == client.cursor
-    life.file.close()
 
 
 def test_a_suspended_group_is_in_one_submission_or_the_other_whatever_is_killed_when(tmp_path: Path) -> None:

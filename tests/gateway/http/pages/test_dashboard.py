@@ -2,13 +2,8 @@
 
 import asyncio
 import re
-import time
 
-import pytest
-
-from engines.clients.http import HttpEngine
 from gateway.fleet.history.timeline import Timeline
-from gateway.http.pages import dashboard
 from tests.rigs.browser import page_of
 from tests.rigs.rig import Rig, StartRig
 
@@ -30,64 +25,6 @@ async def test_the_json_has_the_status_the_engines_load_and_the_batch_under_way(
     assert {len(values) for values in found["series"].values()} == {len(found["series"]["at"])}
     rig.hurry()
     await running
-
-
-async def test_the_first_to_watch_sees_the_fleet_as_it_is_now(
-    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(dashboard, "_FRESH_S", 0.0)  # the look at the start was long ago
-    rig = await start_rig(1, sim={"mean_tokens": 100_000})
-    running = asyncio.create_task(rig.complete([[3]], max_tokens=32, ignore_eos=True, n=2))
-    await rig.begun(samples=2)
-    found = (await rig.get("/dashboard.json"))[1]
-    assert found["series"]["in_flight"][-1] == 2
-    assert found["staleness"] == [[0, 2]]
-    rig.hurry()
-    await running
-
-
-async def test_two_looks_close_together_keep_the_rate_of_the_first(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dashboard, "_FRESH_S", 0.0)  # each request is a look
-    await rig.complete([[3], [4]])
-    async with asyncio.timeout(20):
-        while not (rate := (await rig.get("/dashboard.json"))[1]["series"]["tokens_per_s"][-1]):
-            await asyncio.sleep(0.05)
-    monkeypatch.setattr(dashboard, "_RATED_OVER_S", 1000.0)
-    await rig.complete([[3], [4]])
-    found = (await rig.get("/dashboard.json"))[1]
-    assert found["series"]["tokens_per_s"][-1] == rate
-    assert sum(load["tokens_per_s"] for load in found["engines"].values()) == rate
-
-
-async def test_rates_go_on_after_the_clock_was_set_back(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dashboard, "_FRESH_S", 0.0)  # each request is a look
-    await rig.get("/dashboard.json")
-    now = time.time
-    monkeypatch.setattr(time, "time", lambda: now() - 3600)
-    await rig.complete([[3], [4]])
-    async with asyncio.timeout(20):
-        while not (await rig.get("/dashboard.json"))[1]["series"]["tokens_per_s"][-1]:
-            await asyncio.sleep(0.05)
-
-
-async def test_the_page_of_an_engine_is_read_again_after_rollouts_alone(
-    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(dashboard, "_FRESH_S", 0.0)  # each request is a look
-    rig = await start_rig(2)
-    await rig.get("/dashboard.json")
-    asked, metrics = set(), HttpEngine.metrics
-
-    async def noted(engine: HttpEngine, timeout_s: float) -> str:
-        asked.add(engine.replica_id)
-        return await metrics(engine, timeout_s)
-
-    monkeypatch.setattr(HttpEngine, "metrics", noted)
-    await rig.get("/dashboard.json")
-    assert not asked
-    await rig.complete([3])
-    assert len((await rig.get("/dashboard.json"))[1]["engines"]) == 2
-    assert len(asked) == 1
 
 
 async def test_the_timeline_has_the_states_of_a_weight_update(rig: Rig) -> None:
@@ -153,10 +90,3 @@ async def test_a_browser_asks_for_a_key_where_the_gateway_wants_one(start_rig: S
     page = await page_of(rig.url + "/dashboard")
     assert "This gateway needs a key" in page
     assert 'data-shown="yes"' not in page
-
-
-async def test_lengths_of_finished_requests_are_counted_over_all_engines(rig: Rig) -> None:
-    await rig.complete([[3], [4], [5], [6]], max_tokens=7, ignore_eos=True)
-    while not (lengths := (await rig.get("/dashboard.json"))[1]["lengths"]) or not any(n for _, n in lengths):
-        await asyncio.sleep(0.05)
-    assert {edge: count for edge, count in lengths if count} == {10.0: 4}

@@ -26,11 +26,3 @@ async def test_routes_that_are_open_are_few_and_hold_no_data(start_rig: StartRig
                 if response.status != 401:
                     is_open.add(path)
     assert is_open == {"/", "/openapi.json", "/dashboard", "/health", "/ping"}
-
-
-async def test_the_root_says_where_to_look(rig: Rig) -> None:
-    async with rig.client.get(rig.url + "/") as response:
-        page = await response.text()
-    assert page.startswith("rollout-gateway ")
-    assert "/dashboard" in page
-    assert "/openapi.json" in page

@@ -68,12 +68,6 @@ async def test_a_record_that_cannot_be_is_refused(
     assert words in answer.decode()
 
 
-async def test_a_folder_of_another_machine_is_named(start_rig: StartRig, tmp_path: Path) -> None:
-    status, answer = await profiled(await start_profiled(start_rig, tmp_path / "elsewhere"))
-    assert status == 400
-    assert "put engine.log_dir on a file system" in answer.decode()
-
-
 async def test_a_client_that_leaves_ends_the_record(start_rig: StartRig, tmp_path: Path) -> None:
     rig = await start_profiled(start_rig, tmp_path)
     recording = asyncio.create_task(profiled(rig, seconds=600))

@@ -6,17 +6,13 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import msgspec
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.config.schema import Config
-from gateway.http.workers import channel
 from gateway.http.workers.channel import Channel
 from gateway.http.workers.crew import _document
 from gateway.http.workers.messages import Done, FromOwner, FromWorker, Message, Over, Placed, Progress, Sync
-
-Cut = tuple[list[list[Message]], list[int]]
 
 
 class Ends:
@@ -70,17 +66,6 @@ def test_messages_arrive_in_order_wherever_their_bytes_are_cut(lists: list[list[
     assert came == [message for messages in lists for message in messages]
 
 
-async def test_what_is_sent_in_one_turn_of_the_event_loop_arrives_together_and_in_order() -> None:
-    ends = await Ends().open()
-    sent = [Over(number) for number in range(1000)]
-    for message in sent:
-        ends.left.send(message)
-    await ends.until(1000)
-    assert ends.came == sent
-    ends.left.close()
-    ends.right.close()
-
-
 async def test_the_end_of_one_process_ends_the_channel_of_the_other_after_its_last_message() -> None:
     ends = await Ends().open()
     ends.left.send(Done(7))
@@ -100,31 +85,6 @@ async def test_a_message_that_cannot_be_dealt_with_ends_the_channel() -> None:
             await ends.has_ended.wait()
         assert not ends.came
         ends.left.close()
-
-
-async def test_a_message_that_cannot_be_written_or_is_too_long_is_an_error_of_its_sender_and_others_leave(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(channel, "_LONGEST_BYTES", 1000)
-    ends = await Ends().open()
-    with pytest.raises(OverflowError):
-        ends.left.send(Over(1 << 70))
-    with pytest.raises(ValueError, match="a Progress of"):
-        ends.left.send(Progress(("x" * 1000,), {}))
-    ends.left.send(Over(1))
-    await ends.until(1)
-    assert ends.came == [Over(1)]
-    ends.left.close()
-    ends.right.close()
-
-
-async def test_an_error_of_the_receiver_ends_the_channel_since_the_message_is_lost() -> None:
-    ends = await Ends().open()
-    ends.raises = True
-    ends.left.send(Done(1))
-    async with asyncio.timeout(20):
-        await ends.has_ended.wait()
-    ends.left.close()
 
 
 def test_a_configuration_passes_to_a_worker_with_its_keys_and_without_a_bound() -> None:

@@ -15,7 +15,7 @@ from gateway.fleet.changes import Argument, Changes
 from gateway.fleet.flight import Flight
 from gateway.fleet.replica import Replica
 from gateway.http.workers.copied_fleet import CopiedFleet
-from gateway.http.workers.messages import Changed, FromOwner, Joined, Versions
+from gateway.http.workers.messages import Changed, FromOwner, Joined
 
 CONFIG = Config.model_validate({"engine": {"kind": "sim", "model": "sim"}})
 INFO = ReplicaInfo(
@@ -143,20 +143,3 @@ async def test_a_lost_replica_ends_the_calls_of_its_copy_and_leaves() -> None:
         (error,) = await asyncio.gather(hanging, return_exceptions=True)
     assert "its engine has ended" in str(error)
     assert not fleet.replicas
-
-
-async def test_a_copy_serves_when_its_replica_does() -> None:
-    fleet = copied_fleet()
-    fleet.join(Joined(INFO, False, ReplicaState.SYNCING, "joined", 0, False))
-    assert not fleet.serving("sim")
-    waiting = asyncio.create_task(fleet.serves_within("sim", 20))
-    await asyncio.sleep(0)
-    fleet.change(Changed("engine-0", "enter", (str(ReplicaState.SERVING), "joined")))
-    assert await waiting
-    assert [replica.replica_id for replica in fleet.serving("sim")] == ["engine-0"]
-
-
-def test_the_versions_of_the_fleet_are_those_of_its_owner() -> None:
-    fleet = copied_fleet()
-    fleet.note(Versions(3, 4, None))
-    assert (fleet.version, fleet.target_version, fleet.rolling_to) == (3, 4, None)

@@ -2,7 +2,6 @@
 
 import asyncio
 import socket
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, cast
@@ -10,8 +9,7 @@ from typing import Any, cast
 import pytest
 
 from engines.engine import Engine
-from engines.errors import DeadlineExceeded, EngineFailed, EngineRefused, EngineUnreachable, Withdrawn
-from engines.types import ReplicaState
+from engines.errors import DeadlineExceeded, EngineFailed, EngineUnreachable, Withdrawn
 from gateway.config.schema import Config
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics
@@ -19,7 +17,6 @@ from gateway.fleet.placement import attempt_loop
 from gateway.fleet.placement.routing import Rollout
 from gateway.fleet.placement.scheduler import Scheduler
 from gateway.fleet.replica import Replica
-from gateway.http.own_requests import AbortKind
 from gateway.http.workers import link as link_module
 from gateway.http.workers.channel import Channel
 from gateway.http.workers.copied_fleet import CopiedFleet
@@ -37,7 +34,6 @@ from gateway.http.workers.messages import (
     Placed,
     Progress,
     Ready,
-    Report,
     Sync,
     Versions,
     Withdraw,
@@ -167,15 +163,6 @@ async def test_an_attempt_holds_its_room_in_the_owner_until_it_ends() -> None:
         await world.until(lambda: world.is_free and not world.link.num_rollouts)
 
 
-async def test_a_rollout_waits_in_the_line_of_the_owner_and_its_gate() -> None:
-    async with _World(replicas=1, places=2).running() as world:
-        world.scheduler.close_gate("test")
-        waiting = world.run("a", _answered)
-        await world.until(lambda: world.scheduler.queue_length("m") == 1)
-        world.scheduler.open_gate("test")
-        assert await waiting == "engine-0"
-
-
 async def test_a_client_that_leaves_frees_what_its_rollout_holds_or_its_place_in_the_line() -> None:
     async with _World(replicas=1, places=2).running() as world:
         held = [await world.held(name) for name in "ab"]
@@ -188,76 +175,6 @@ async def test_a_client_that_leaves_frees_what_its_rollout_holds_or_its_place_in
         assert [life["attempts"][0]["end"] for name in "abc" for life in world.scheduler.lives.of(name)] == [
             "given up by the client"
         ] * 3
-
-
-async def test_the_death_of_a_worker_frees_all_that_it_held() -> None:
-    async with _World(replicas=1, places=2).running() as world:
-        tasks = [(await world.held(name))[0] for name in "ab"] + [world.run("c", _answered)]
-        await world.until(lambda: world.scheduler.queue_length("m") == 1)
-        world.channel.close()
-        await world.until(lambda: world.is_free)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def test_the_owner_draws_the_conclusions_from_attempts_that_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attempt_loop, "_AFTER_DEATH_S", 0.0)
-    tried: list[str] = []
-
-    async def call(replica: Replica) -> str:
-        tried.append(replica.replica_id)
-        if len(tried) == 1:
-            raise EngineUnreachable(DIED, replica_id=replica.replica_id)
-        return replica.replica_id
-
-    async with _World().running() as world:
-        assert await world.run("a", call) == tried[1]
-        assert tried[0] != tried[1], "a replica that failed is avoided"
-        assert world.metrics.retries.labels("failed")._value.get() == 1
-        await world.until(lambda: world.is_free)
-        (life,) = world.scheduler.lives.of("a")
-        assert [attempt["end"] for attempt in life["attempts"]] == ["failed", "answered"]
-
-
-async def test_a_busy_engine_gets_a_pause_from_the_owner() -> None:
-    async def call(replica: Replica) -> str:
-        if replica.replica_id == "engine-0":
-            raise EngineRefused("full", status=429, body={}, replica_id=replica.replica_id)
-        return replica.replica_id
-
-    async with _World().running() as world:
-        assert await world.run("a", call) == "engine-1"
-        busy = [replica.backoff.left_s > 0 for replica in world.fleet.replicas]
-        assert busy == [True, False]
-
-
-async def test_an_error_that_no_other_engine_would_mend_ends_the_rollout() -> None:
-    async def call(replica: Replica) -> str:
-        raise EngineRefused("wrong", status=400, body={"error": "words"}, replica_id=replica.replica_id)
-
-    async with _World().running() as world:
-        with pytest.raises(EngineRefused) as raised:
-            await world.run("a", call)
-        assert raised.value.body == {"error": "words"}, "it never left the worker"
-        await world.until(lambda: world.is_free)
-
-
-async def test_attempts_are_bounded_in_the_worker() -> None:
-    async def call(replica: Replica) -> str:
-        raise EngineFailed("500", replica_id=replica.replica_id)
-
-    async with _World(max_attempts=2).running() as world:
-        with pytest.raises(EngineFailed, match="after 2 attempts"):
-            await world.run("a", call)
-        await world.until(lambda: world.is_free)
-
-
-async def test_the_owners_bound_of_the_wait_ends_a_rollout_with_its_words() -> None:
-    async with _World(queue_timeout_s=0.05).running() as world:
-        world.scheduler.close_gate("test")
-        with pytest.raises(DeadlineExceeded, match="the gate is closed for: test"):
-            await world.run("a", _answered)
 
 
 async def test_a_withdrawal_ends_what_waits_and_what_is_between_two_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,22 +208,6 @@ async def test_a_withdrawal_ends_what_waits_and_what_is_between_two_attempts(mon
             await between
 
 
-async def test_what_was_told_is_done_in_the_worker_once_it_has_answered() -> None:
-    async with _World().running() as world:
-        replica = world.fleet.replicas[0]
-        replica.overwrite()
-        await world.link.taken()
-        copy = world.copies.copy_of("engine-0")
-        assert copy.weight_version is None
-        vouched = asyncio.create_task(copy.vouched())
-        replica.hold(7, keeps_kv=True)
-        replica.enter(ReplicaState.SYNCING, "loaded")
-        replica.enter(ReplicaState.SERVING, "loaded")
-        async with asyncio.timeout(20):
-            await vouched
-        assert copy.weight_version == 7
-
-
 async def test_a_worker_that_does_not_answer_is_killed_and_the_update_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link_module, "_TAKEN_WITHIN_S", 0.05)
     async with _World().running() as world:
@@ -318,42 +219,6 @@ async def test_a_worker_that_does_not_answer_is_killed_and_the_update_goes_on(mo
         world.channel.close()
         async with asyncio.timeout(20):
             await taken
-
-
-async def test_a_worker_that_was_asked_in_time_outlives_a_standstill_of_the_owner(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(link_module, "_TAKEN_WITHIN_S", 2.0)
-    async with _World().running() as world:
-        taken = asyncio.create_task(world.link.taken())
-        await asyncio.sleep(0)
-        time.sleep(2.5)  # noqa: ASYNC251 - no event loop is to run meanwhile
-        async with asyncio.timeout(20):
-            await taken
-        assert not world.killed.is_set()
-
-
-async def test_a_worker_begins_with_the_lengths_that_are_known() -> None:
-    world = _World()
-    world.scheduler.lengths.delivered("m", 7, 20.0)
-    async with world.running():
-        await world.until(lambda: world.remote.lengths.of("m", 7) == 20.0)
-
-
-async def test_a_connection_counts_from_its_handing_over_whatever_a_report_has_not_seen_yet() -> None:
-    async with _World().running() as world:
-        with socket.socket() as client:
-            world.link.hand(client)
-        before = world.link.report
-        world.channel.send(Report(taken=0, connections=0, counts=[]))  # it left before the connection came
-        await world.until(lambda: world.link.report is not before)
-        assert world.link.num_connections == 1
-        world.channel.send(Report(taken=1, connections=1, counts=[]))
-        await world.until(lambda: world.link.report.taken == 1)
-        assert world.link.num_connections == 1
-        world.channel.send(Report(taken=1, connections=0, counts=[]))
-        await world.until(lambda: world.link.report.connections == 0)
-        assert world.link.num_connections == 0
 
 
 async def test_the_owner_judges_a_standstill_by_what_all_workers_have_seen() -> None:
@@ -368,23 +233,6 @@ async def test_the_owner_judges_a_standstill_by_what_all_workers_have_seen() -> 
         await world.until(lambda: busy.answered_at > before and not busy.awaits_chunks)
         end.set()
         await task
-
-
-async def test_lengths_and_sessions_are_learned_by_the_owner() -> None:
-    async with _World().running() as world:
-        rollout = Rollout(request_id="a", model="m", n=2, tokens=10, session="s", prompt_key=5)
-        assert await world.remote.run(rollout, _answered) in ("engine-0", "engine-1")
-        world.remote.delivered(rollout, 30, 40)
-        await world.until(lambda: world.scheduler.lengths.of("m", 5) == 20)
-        assert world.learned == [("m", 5)]
-        assert world.scheduler.sessions.home("m", "s") is not None
-
-
-async def test_a_session_whose_name_is_no_utf_8_is_a_session_too() -> None:
-    async with _World().running() as world:
-        rollout = Rollout(request_id="a", model="m", n=1, tokens=1 << 80, session="caf\udce9")
-        assert await world.remote.run(rollout, _answered) in ("engine-0", "engine-1")
-        await world.until(lambda: world.is_free)
 
 
 @pytest.mark.parametrize(
@@ -412,9 +260,27 @@ async def test_odd_counts_of_an_engine_break_no_channel(
         assert not world.link.ended.is_set()
 
 
-async def test_an_abort_that_takes_long_ends_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine that does not answer may hold it up."""
-    monkeypatch.setattr(link_module, "_TAKEN_WITHIN_S", 0.05)
+async def test_the_owner_draws_the_conclusions_from_attempts_that_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attempt_loop, "_AFTER_DEATH_S", 0.0)
+    tried: list[str] = []
+
+    async def call(replica: Replica) -> str:
+        tried.append(replica.replica_id)
+        if len(tried) == 1:
+            raise EngineUnreachable(DIED, replica_id=replica.replica_id)
+        return replica.replica_id
+
     async with _World().running() as world:
-        await world.link.abort(AbortKind.TOKENS, ("a",), None)
-        assert not world.killed.is_set()
+        assert await world.run("a", call) == tried[1]
+        assert tried[0] != tried[1], "a replica that failed is avoided"
+        assert world.metrics.retries.labels("failed")._value.get() == 1
+        await world.until(lambda: world.is_free)
+        (life,) = world.scheduler.lives.of("a")
+        assert [attempt["end"] for attempt in life["attempts"]] == ["failed", "answered"]
+
+
+async def test_the_owners_bound_of_the_wait_ends_a_rollout_with_its_words() -> None:
+    async with _World(queue_timeout_s=0.05).running() as world:
+        world.scheduler.close_gate("test")
+        with pytest.raises(DeadlineExceeded, match="the gate is closed for: test"):
+            await world.run("a", _answered)

@@ -60,34 +60,6 @@ def closed(clients: list[socket.socket]) -> None:
         client.close()
 
 
-async def test_few_connections_are_spread_evenly() -> None:
-    workers = [_Worker() for _ in range(4)]
-    async with standing(workers) as address:
-        clients = await connected(address, 8)
-        await until_handed(workers, 8)
-        assert [len(worker.ports) for worker in workers] == [2, 2, 2, 2]
-        closed(clients)
-
-
-async def test_a_worker_that_has_more_gets_the_next_later() -> None:
-    workers = [_Worker(has=3), _Worker(has=1)]
-    async with standing(workers) as address:
-        clients = await connected(address, 4)
-        await until_handed(workers, 4)
-        assert [worker.num_connections for worker in workers] == [4, 4]
-        closed(clients)
-
-
-async def test_a_worker_that_takes_none_is_passed_over() -> None:
-    workers = [_Worker(), _Worker(has=9)]
-    workers[0].is_full = True
-    async with standing(workers) as address:
-        clients = await connected(address, 2)
-        await until_handed(workers, 2)
-        assert [len(worker.ports) for worker in workers] == [0, 2]
-        closed(clients)
-
-
 async def test_all_addresses_of_the_host_are_listened_at_on_one_port(monkeypatch: pytest.MonkeyPatch) -> None:
     addresses = ["127.0.0.1", "203.0.113.7", "127.0.0.2"]  # the second is not this machine's
 
@@ -123,15 +95,4 @@ async def test_connections_wait_while_no_worker_serves_or_takes_them_and_keep_th
         worker.is_full = False
         await until_handed(serving, 3)
         assert worker.ports == [client.getsockname()[1] for client in clients]
-        closed(clients)
-
-
-async def test_a_connection_that_no_worker_took_is_handed_later_though_no_other_comes() -> None:
-    worker = _Worker()
-    worker.is_full = True
-    async with standing([worker]) as address:
-        clients = await connected(address, 1)
-        await asyncio.sleep(0.5)  # it is accepted, and no worker has taken it
-        worker.is_full = False
-        await until_handed([worker], 1)
         closed(clients)

@@ -13,11 +13,9 @@ from typing import Any
 import aiohttp
 import orjson
 import pytest
-from yarl import URL
 
 from engines.config import SimConfig
 from engines.process.port import free_port
-from tests.gateway.weights.updates.test_rolling import push
 from tests.rigs.forked_gateway import ForkedGateway
 from tests.rigs.rig import Json, Rig, SimReplica, StartRig
 
@@ -137,15 +135,6 @@ async def test_other_routes_and_wrong_requests_are_answered_by_the_owner(start_r
         assert (status, "max_body_bytes" in reply["error"]["message"]) == (413, True)
 
 
-async def test_submissions_stream_their_events_through_a_worker(start_rig: StartRig) -> None:
-    rig = await start_rig(1, gateway={"workers": WORKERS})
-    groups = [{"prompt": [5, 6], "n": 2, "sampling": {"max_tokens": 4}}]
-    async with rig.client.post(f"{rig.url}/v1/rollouts", json={"id": "one", "groups": groups}) as response:
-        assert response.status == 200, await response.text()
-        kinds = [line async for line in response.content]
-    assert kinds
-
-
 async def test_a_trainer_that_leaves_loses_its_lease_over_a_worker_too(start_rig: StartRig) -> None:
     rig = await start_rig(1, gateway={"workers": WORKERS})
     await rig.open_group()
@@ -159,17 +148,6 @@ async def test_a_trainer_that_leaves_loses_its_lease_over_a_worker_too(start_rig
         while (await rig.get("/status"))[1]["weight_update"] is not None:
             await asyncio.sleep(0.02)
     await rig.until({"engine-0": "SERVING"})
-
-
-async def test_metrics_and_status_are_those_of_one_gateway(start_rig: StartRig) -> None:
-    rig = await start_rig(1, gateway={"workers": WORKERS})
-    async with clients(rig) as ours:
-        for client in ours:
-            await completed(client, rig, max_tokens=5)
-        page = await until_told(rig, 'rollout_gateway_completion_tokens_total{model="sim"} 10.0')
-    assert 'rollout_gateway_requests_total{route="/v1/completions",status="200"} 2.0' in page
-    assert page.count("# TYPE rollout_gateway_requests_total counter") == 1
-    assert [worker["is_serving"] for worker in rig.workers] == [True] * WORKERS
 
 
 @pytest.mark.parametrize("in_flight_mode", ["keep", "abort", "recompute", "drain"])
@@ -200,24 +178,6 @@ async def test_an_update_meets_rollouts_in_every_worker_and_no_token_has_wrong_w
         assert choice["weight_versions"] == [{"version": 1, "start": 0, "end": 32}]
 
 
-async def test_a_rolling_update_meets_rollouts_in_every_worker_and_tokens_go_on(
-    start_rig: StartRig, tmp_path: Path
-) -> None:
-    rig = await start_rig(2, gateway={"workers": WORKERS}, weights={"store": str(tmp_path / "store")}, sim=SLOW)
-    async with clients(rig) as ours:
-        running = [asyncio.create_task(completed(client, rig, n=2, max_tokens=60)) for client in ours]
-        await rig.begun(2 * WORKERS)
-        status, reply = await push(rig, tmp_path / "store")
-        assert (status, reply) == (200, {"weight_version": 1})
-        rig.go_on()
-        choices = [choice for one in running for choice in (await one)["choices"]]
-        late = [choice for client in ours for choice in (await completed(client, rig))["choices"]]
-    for choice in choices:
-        check_spans(choice, 60)
-    assert {span["version"] for choice in choices for span in choice["weight_versions"]} == {0, 1}
-    assert [choice["weight_versions"] for choice in late] == [[{"version": 1, "start": 0, "end": 32}]] * 2
-
-
 def check_spans(choice: Json, tokens: int) -> None:
     """The engine names the version in each token, so a span is wrong where it names another."""
     assert len(choice["token_ids"]) == tokens
@@ -244,23 +204,6 @@ async def test_a_worker_that_dies_breaks_its_own_connections_alone_and_comes_bac
     await until_in_flight(rig, 0)
     _, status = await rig.get("/status")
     assert any(event["subject"].startswith("worker") for event in status["events"]), status["events"]
-
-
-async def test_a_worker_that_stands_still_holds_up_no_update_for_long(start_rig: StartRig) -> None:
-    rig = await start_rig(2, gateway={"workers": WORKERS}, weights={"store": None})
-    await rig.open_group()
-    async with clients(rig) as (_, living):
-        os.kill(rig.workers[0]["pid"], signal.SIGSTOP)
-        steps = {
-            "/start_weight_update": {},
-            "/update_weights": {"update_info": rig.tensors},
-            "/finish_weight_update": {},
-        }
-        for path, body in steps.items():
-            status, reply = await posted(living, rig, path, body)
-            assert status == 200, reply
-        assert (await completed(living, rig))["choices"][0]["weight_versions"][0]["version"] == 1
-    await until_serving(rig, restarts=1)
 
 
 async def test_the_death_of_the_owner_ends_its_workers_and_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -335,19 +278,6 @@ async def posted(client: aiohttp.ClientSession, rig: Rig, path: str, body: Json)
         return response.status, (await response.json()) if content else None
 
 
-async def test_an_abort_of_all_reaches_what_waits_in_workers(start_rig: StartRig) -> None:
-    rig = await start_rig(1, gateway={"workers": WORKERS}, sim=SLOW)
-    async with clients(rig) as ours:
-        running = [asyncio.create_task(completed(client, rig, n=16, max_tokens=100)) for client in ours]
-        await rig.begun(8)
-        while (await rig.get("/status"))[1]["queue_length"] != 1:
-            await asyncio.sleep(0.02)
-        status, _ = await posted(rig.client, rig, "/abort_request", {"abort_all": True})
-        assert status == 200
-        ends = [{choice["finish_reason"] for choice in (await one)["choices"]} for one in running]
-    assert ends == [{"abort"}, {"abort"}]
-
-
 @pytest.mark.parametrize("is_kept", [False, True])
 async def test_a_batch_whose_connection_broke_is_adopted_over_another_worker(
     start_rig: StartRig, tmp_path: Path, is_kept: bool
@@ -369,48 +299,3 @@ async def test_a_batch_whose_connection_broke_is_adopted_over_another_worker(
         reply = await adopting
     assert len(reply["choices"]) == 4
     assert sum(replica.placed for replica in rig.fleet.replicas) == placed, "nothing was made twice"
-
-
-async def test_keys_open_a_worker_as_they_open_the_owner(start_rig: StartRig) -> None:
-    gateway = {
-        "workers": WORKERS, "inference_keys": ["user"], "admin_keys": ["admin"], "trusted_networks": [],
-    }  # fmt: skip
-    rig = await start_rig(1, gateway=gateway)
-    asked = {**TOKENS, "max_tokens": 2}
-
-    async def status_of(path: str, body: Json, key: str) -> int:
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        async with (
-            aiohttp.ClientSession() as client,
-            client.post(rig.url + path, json=body, headers=headers) as response,
-        ):
-            return response.status
-
-    assert [await status_of("/v1/completions", asked, key) for key in ("", "wrong", "admin")] == [401, 401, 200]
-    assert [await status_of("/pause", {}, key) for key in ("", "user")] == [401, 403]
-
-
-async def test_no_client_can_pretend_to_come_from_a_trusted_network(start_rig: StartRig) -> None:
-    gateway = {
-        "workers": WORKERS,
-        "inference_keys": ["user"],
-        "admin_keys": ["admin"],
-        "trusted_networks": ["10.0.0.0/8"],
-    }
-    rig = await start_rig(1, gateway=gateway)
-    forged = {"X-Rollout-Gateway-Hop": "10.0.0.1 http"}
-    for path in ("/v1/completions", "/pause"):
-        async with rig.client.post(rig.url + path, json=TOKENS, headers=forged) as response:
-            assert response.status == 401
-
-
-@pytest.mark.parametrize("workers", [1, WORKERS])
-async def test_a_foreign_host_in_the_line_of_a_request_counts_as_one_in_its_header(
-    start_rig: StartRig, workers: int
-) -> None:
-    keys = {"inference_keys": ["user"], "admin_keys": ["admin"]}
-    rig = await start_rig(1, gateway={"workers": workers, **keys})
-    reader, writer = await asyncio.open_connection("127.0.0.1", URL(rig.url).port)
-    writer.write(b"GET http://evil.example/status HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
-    assert (await reader.readline()).split()[1] == b"401"
-    writer.close()

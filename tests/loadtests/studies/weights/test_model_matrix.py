@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from loadtests.studies.weights.model_matrix import core_groups, distance, merged, verdict
+from loadtests.studies.weights.model_matrix import merged, verdict
 
 FAR = 2.0
 
@@ -31,15 +31,6 @@ def word(**differs: Any) -> str:
 )
 def test_a_cell_is_judged_by_the_engine_alone_and_then_by_the_trainer(differs: dict[str, Any], expected: str) -> None:
     assert word(**differs) == expected
-
-
-def test_log_probs_that_are_not_numbers_are_infinitely_far() -> None:
-    assert distance([1.0, math.nan], [1.0, 2.0]) == math.inf
-
-
-def test_jobs_have_cores_of_their_own_where_there_are_enough() -> None:
-    assert core_groups(range(8), jobs=2, per_job=4) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert core_groups(range(2), jobs=2, per_job=2) == [[0, 1], [0, 1]]
 
 
 def test_new_rows_replace_those_before_in_the_order_of_the_matrix() -> None:

@@ -5,10 +5,8 @@ from pathlib import Path
 import orjson
 import pytest
 
-from engines.errors import ConfigError
 from loadtests.studies.weights.pusher import Flaw, Pushed
-from loadtests.studies.weights.raw_speed import broadcast_speed
-from loadtests.studies.weights.weight_cost import Restore, Run, Variant, main, steps_of, summarise, table
+from loadtests.studies.weights.weight_cost import Restore, Run, main, steps_of, summarise
 
 
 def run(pair: int, kind: str, wall_s: float, stopped_s: float = 0.0, error: str = "", ended: float = 100.0) -> Run:
@@ -33,29 +31,6 @@ def test_the_work_lost_is_what_the_run_beside_it_did_not_take_by_update() -> Non
     assert row["moved_gb_per_s"] == pytest.approx(4.0)
     assert row["seconds"] == {"transfer": 0.5, "canary": 0.1}
     assert steps_of(row) == "flat: 4 of 4 staged; transfer 0.500, canary 0.100 s"
-
-
-def test_updates_that_end_after_the_load_are_counted_and_in_no_figure() -> None:
-    runs = [run(0, "quiet", 10.0), run(0, "updates", 10.4, 0.2), run(1, "quiet", 9.0)]
-    row = summarise("flat", [*runs, run(1, "updates", 9.0, 0.9, ended=11.9)], num_bytes=1)
-    assert (row["updates"], row["late"], row["stopped_s"], row["stopped_s_max"]) == (2, 2, 0.2, 0.2)
-    assert row["lost_s"] == pytest.approx(0.2)
-
-
-def test_a_run_whose_updates_all_end_after_the_load_has_no_figures() -> None:
-    row = summarise("flat", [run(0, "quiet", 10.0), run(0, "updates", 10.4, ended=1.0)], num_bytes=1)
-    assert (row["updates"], row["late"], row["lost_s"], row["moved_gb_per_s"]) == (0, 2, None, None)
-    assert "flat" in table([row])
-
-
-def test_without_quiet_runs_the_work_lost_is_unknown_and_the_stop_is_not() -> None:
-    row = summarise("flat", [run(0, "updates", 10.4, 0.2)], num_bytes=1)
-    assert (row["updates"], row["stopped_s"], row["lost_s"], row["lost_tokens"]) == (2, 0.2, None, None)
-
-
-def test_failed_updates_are_counted() -> None:
-    row = summarise("flat", [run(0, "quiet", 1.0), run(0, "updates", 1.5, error="refused")], num_bytes=1)
-    assert (row["failed"], row["errors"]) == (2, 1)
 
 
 def test_a_refused_update_is_reported_with_its_stop_and_the_way_back() -> None:
@@ -103,20 +78,3 @@ def test_a_fleet_is_measured_with_updates_and_without(tmp_path: Path, capsys: py
         assert variant["restore_errors"] == []
     assert report["bytes"] == 64
     assert "work lost s" in capsys.readouterr().out
-
-
-@pytest.mark.load
-def test_a_broadcast_alone_has_a_speed() -> None:
-    pytest.importorskip("torch")
-    assert broadcast_speed("gloo", ("cpu", "cpu"), 1 << 20) > 0
-
-
-def test_a_variant_says_what_it_differs_in() -> None:
-    variant = Variant.parse("a b: transport=gloo weights.store=null", "nccl")
-    assert variant == Variant("a b", "gloo", ("weights.store=null",))
-    assert Variant.parse("plain", "nccl") == Variant("plain", "nccl", ())
-
-
-def test_a_variant_without_a_transport_is_refused() -> None:
-    with pytest.raises(ConfigError, match="variant 'flat' names no transport"):
-        Variant.parse("flat: weights.relay=never", None)

@@ -19,13 +19,6 @@ def test_a_row_has_client_version_run_and_result(tmp_path: Path) -> None:
     assert row.startswith("| Some Client | 1.0 | 2 engines | a batch | 1 of 2 checks; ratio 1.0; 12 tokens/s |")
 
 
-def test_one_check_is_yes_or_no(tmp_path: Path) -> None:
-    write_record(tmp_path, RUN, "test_one", "passed", [])
-    assert "| yes |" in table(read_results(tmp_path))
-    write_record(tmp_path, RUN, "test_one", "failed", [])
-    assert "| **no** |" in table(read_results(tmp_path))
-
-
 def test_another_version_of_a_client_starts_a_new_record(tmp_path: Path) -> None:
     write_record(tmp_path, RUN, "test_one", "failed", [])
     write_record(tmp_path, replace(RUN, version="2.0"), "test_two", "passed", [])

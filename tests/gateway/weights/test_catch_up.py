@@ -16,6 +16,7 @@ from engines.errors import EngineFailed
 from engines.store.manifest import check_bytes
 from engines.store.weight_store import WeightStore, remove_folder
 from engines.types import ReplicaInfo
+from engines.weight_label import version_of
 from gateway.fleet.replica import Replica
 from gateway.weights import catch_up
 from gateway.weights.canary import Canary
@@ -284,6 +285,29 @@ async def refused(rig: Rig) -> int:
     return status
 
 
+@pytest.fixture
+def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The loads and wipes of replicas, in their order."""
+    found: list[str] = []
+    load_snapshot, finish_weight_update = VllmEngine.load_snapshot, VllmEngine.finish_weight_update
+
+    async def load(engine: VllmEngine, path: str, version: int, timeout_s: float) -> None:
+        await load_snapshot(engine, path, version, timeout_s)
+        found.append(f"load {version}")
+
+    async def finish(engine: VllmEngine, label: str, timeout_s: float) -> None:
+        await finish_weight_update(engine, label, timeout_s)
+        found.append(f"finish {version_of(label)}")
+
+    async def wipe_kv(engine: VllmEngine, timeout_s: float) -> None:
+        found.append("wipe")
+
+    monkeypatch.setattr(VllmEngine, "load_snapshot", load)
+    monkeypatch.setattr(VllmEngine, "finish_weight_update", finish)
+    monkeypatch.setattr(VllmEngine, "wipe_kv", wipe_kv)
+    return found
+
+
 async def test_the_next_version_is_written_once_the_refused_one_has_made_room(kept: Rig, held: threading.Event) -> None:
     assert await refused(kept) == 424
     await kept.until(BOTH_SERVE)
@@ -292,6 +316,24 @@ async def test_the_next_version_is_written_once_the_refused_one_has_made_room(ke
     assert not (await asyncio.wait([asked], timeout=0.2))[0]
     held.set()
     assert (await asked)[0] == 200
+
+
+@pytest.mark.parametrize("loads_between_steps", [True, False])
+async def test_a_load_waits_for_requests_that_an_engine_still_ends_only_where_it_would_meet_them(
+    start_rig: StartRig, folder: Path, loads: list[str], monkeypatch: pytest.MonkeyPatch, loads_between_steps: bool
+) -> None:
+    async def reset(*_: object) -> bool:
+        loads.append("reset")
+        return not loads_between_steps or "load 1" in loads
+
+    monkeypatch.setattr(ReplicaInfo, "loads_between_steps", loads_between_steps)
+    monkeypatch.setattr(VllmEngine, "reset_prefix_cache", reset)
+    rig = await start_rig(1, sim=TENSORS, weights={"store": str(folder)})
+    await rig.open_group()
+    assert await refused(rig) == 424
+    await rig.until({"engine-0": "SERVING"})
+    first = [] if loads_between_steps else ["reset"]
+    assert loads == ["finish 1", "finish 2", *first, "load 1", "reset", "wipe"]
 
 
 async def test_refused_updates_are_no_failures_of_the_rollouts_or_the_replicas_under_them(

@@ -115,29 +115,6 @@ async def test_a_pause_in_the_middle_of_an_update_outlasts_it(
     await generates(rig)
 
 
-@pytest.mark.parametrize("mode", ["keep", "abort"])
-async def test_a_trainer_that_leaves_while_a_replica_stops_leaves_no_engine_paused(
-    start: StartRig, folder: Path, mode: str
-) -> None:
-    rig = await start()
-    stopping = asyncio.Event()
-    for replica in rig.fleet.replicas:
-        pause = replica.engine.pause
-
-        async def answers_late(*args: Any, pause: Any = pause, **kwargs: Any) -> None:
-            await pause(*args, **kwargs)
-            stopping.set()
-            await asyncio.sleep(0.3)
-
-        replica.engine.pause = answers_late  # type: ignore[method-assign]
-    pushing = asyncio.create_task(push(rig, folder, rolling=True, in_flight=mode))
-    await asyncio.wait_for(stopping.wait(), 30)
-    pushing.cancel()
-    await asyncio.gather(pushing, return_exceptions=True)
-    await until(lambda: all(replica.can_serve for replica in rig.fleet.replicas))
-    await generates(rig)
-
-
 async def refuse(mode: PauseMode, *, clear_cache: bool, timeout_s: float) -> None:
     raise EngineFailed("no pause today", replica_id="engine-1")
 
@@ -150,68 +127,4 @@ async def test_a_pause_that_fails_on_a_replica_holds_none(start: StartRig, call:
         assert response.status == 424
         assert "no pause today" in await response.text()
     assert (await rig.get("/is_paused"))[1] == {"is_paused": False}
-    await generates(rig)
-
-
-async def test_a_pause_that_fails_beside_another_leaves_that(start: StartRig) -> None:
-    rig = await start()
-    engine = rig.fleet.replicas[1].engine
-    pause, has_failed = engine.pause, asyncio.Event()
-
-    async def fail_first(*args: Any, **kwargs: Any) -> None:
-        if not has_failed.is_set():
-            has_failed.set()
-            raise EngineFailed("no pause today", replica_id="engine-1")
-        await pause(*args, **kwargs)
-
-    other_engine = rig.fleet.replicas[0].engine
-    pause_other = other_engine.pause
-
-    async def late(*args: Any, **kwargs: Any) -> None:
-        await has_failed.wait()
-        await pause_other(*args, **kwargs)
-
-    engine.pause, other_engine.pause = fail_first, late  # type: ignore[method-assign]
-    statuses = [
-        status for status, _ in await asyncio.gather(rig.post("/pause?mode=abort"), rig.post("/pause?mode=abort"))
-    ]
-    assert sorted(statuses) == [200, 424]
-    assert (await rig.get("/is_paused"))[1] == {"is_paused": True}
-    assert paused(rig) == [True, True]
-    assert (await rig.post("/resume"))[0] == 200
-    await generates(rig)
-
-
-async def test_pauses_that_fail_beside_each_other_hold_none(start: StartRig) -> None:
-    rig = await start()
-    fails = asyncio.Event()
-
-    async def fail_late(mode: PauseMode, *, clear_cache: bool, timeout_s: float) -> None:
-        await fails.wait()
-        await refuse(mode, clear_cache=clear_cache, timeout_s=timeout_s)
-
-    rig.fleet.replicas[1].engine.pause = fail_late  # type: ignore[method-assign]
-    pausing = [asyncio.create_task(rig.post("/pause?mode=abort")) for _ in range(2)]
-    await until(lambda: paused(rig) == [True, False])
-    fails.set()
-    assert [status for status, _ in await asyncio.gather(*pausing)] == [424, 424]
-    assert (await rig.get("/is_paused"))[1] == {"is_paused": False}
-    await generates(rig)
-
-
-async def test_an_engine_that_does_not_resume_at_once_does_later(start: StartRig) -> None:
-    rig = await start()
-    assert (await rig.post("/pause?mode=keep"))[0] == 200
-    engine = rig.fleet.replicas[0].engine
-    resume, calls = engine.resume, 0
-
-    async def resume_later(timeout_s: float) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == 1:
-            raise EngineFailed("not now", replica_id="engine-0")
-        await resume(timeout_s)
-
-    engine.resume = resume_later  # type: ignore[method-assign]
-    assert (await rig.post("/resume"))[0] == 424
     await generates(rig)

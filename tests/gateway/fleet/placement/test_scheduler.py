@@ -115,19 +115,6 @@ async def test_a_placement_looks_at_as_many_waiters_whatever_the_fleet_and_the_l
     await played.stop()
 
 
-async def test_waiters_that_no_replica_is_fresh_enough_for_are_looked_at_as_one(looks: Counter[str]) -> None:
-    played = Played(2)
-    for number in range(MANY):
-        await played.submit(f"ahead-{number}", min_version=7)
-    looks.clear()
-    for number in range(10):
-        await played.submit(f"other-{number}")
-        await played.end(f"other-{number}")
-    assert played.placed == [f"other-{number}" for number in range(10)]
-    assert looks["looks"] <= 4 * 10
-    await played.stop()
-
-
 async def test_a_group_that_waits_for_room_keeps_one_replica_and_no_other() -> None:
     played = Played(3, places=4)
     for number in range(3):
@@ -141,22 +128,6 @@ async def test_a_group_that_waits_for_room_keeps_one_replica_and_no_other() -> N
     (long,) = (one for one in played.placed if "long" in one and played.where[one] in kept)
     await played.end(long)
     assert played.where["group"] in kept
-    await played.stop()
-
-
-@pytest.mark.parametrize("num_replicas", [2, 64])
-async def test_groups_too_large_for_the_room_that_is_left_are_not_looked_at_one_by_one(
-    looks: Counter[str], num_replicas: int
-) -> None:
-    played = Played(num_replicas, places=4)
-    for number in range(num_replicas):
-        await played.submit(f"running-{number}", n=3)
-    for number in range(MANY):
-        await played.submit(f"waiting-{number}", n=3)
-    looks.clear()
-    await played.end("running-1")
-    assert (played.placed[-1], played.where["waiting-0"]) == ("waiting-0", played.where["running-1"])
-    assert looks["looks"] <= 4  # the one that is placed, and at most the next two at each of two occasions
     await played.stop()
 
 
@@ -218,25 +189,6 @@ async def test_time_in_the_line_counts_only_while_no_rollout_of_the_demand_is_pl
     async with asyncio.timeout(20):
         with pytest.raises(DeadlineExceeded, match=r"took the rollout within 0\.05 s"):
             await played.tasks[-2]
-    await played.stop()
-
-
-async def test_rollouts_that_come_one_after_another_expire_so_by_one_timer(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = PlayedClock()
-    for module in (scheduler, waiting):
-        monkeypatch.setattr(module, "time", clock)
-    played = Played(1, queue_timeout_s=0.05)
-    for number in range(3):
-        await played.submit(f"ahead-{number}", min_version=7)
-        clock.now += 0.02
-    assert len(played.scheduler._patience) == 1
-    for number in range(3):
-        assert not played.tasks[number].done()
-        async with asyncio.timeout(20):
-            with pytest.raises(DeadlineExceeded, match="demands version 7"):
-                await played.tasks[number]
-        clock.now += 0.02
-    assert not played.scheduler._patience
     await played.stop()
 
 
@@ -366,19 +318,6 @@ def _check_room(played: Played) -> None:
     if waiters := played.scheduler._lines["m"].waiters():
         first = min(waiters, key=lambda waiter: waiter.order)
         assert not any(has_room(first.rollout, replica) for replica in replicas), "the first in line takes what is free"
-
-
-async def test_a_line_that_is_empty_remembers_no_demand() -> None:
-    played = Played(1)
-    for version in range(3):
-        await played.submit(f"running-{version}", n=2)
-        await played.submit(f"waiting-{version}", max_staleness=version)
-        await played.end(f"running-{version}")
-        await played.end(f"waiting-{version}")
-    line = played.scheduler._lines["m"]
-    assert len(played.placed) == 6
-    assert not line._queues
-    await played.stop()
 
 
 async def _placed_in_turns(arrivals: list[tuple[int, int | None, int]]) -> None:

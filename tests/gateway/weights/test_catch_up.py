@@ -238,17 +238,6 @@ async def test_a_trainer_that_asks_before_all_replicas_are_found_costs_no_versio
     assert "v1" in folders(folder)
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"shapes": [5, 4]}, {"names": [["w"], "b"]}, {"names": [1, 2]}, {"dtype_names": 5}], ids=str
-)
-async def test_a_malformed_announcement_is_refused_as_the_trainers_fault(kept: Rig, wrong: Json) -> None:
-    await begun(kept)
-    status, reply = await kept.post("/update_weights", {"update_info": kept.tensors | wrong})
-    assert (status, reply["error"]["param"].partition(".")[0]) == (400, "update_info")
-    assert await served_versions(kept) == {1}
-    assert (await kept.get("/status"))[1]["weight_update"] is None
-
-
 async def test_a_store_that_fails_after_the_commit_does_not_fail_the_update(
     kept: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

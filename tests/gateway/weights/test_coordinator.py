@@ -25,13 +25,6 @@ async def test_the_world_size_is_the_sum_over_replicas(rig: Rig) -> None:
     assert await rig.get("/get_world_size") == (200, {"world_size": 2})
 
 
-async def test_a_group_of_another_size_than_the_fleet_is_refused(rig: Rig) -> None:
-    info = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2}
-    status, reply = await rig.post("/init_weight_transfer_engine", {"init_info": info})
-    assert status == 409
-    assert "needs 3" in reply["error"]["message"]
-
-
 @pytest.mark.parametrize("call", ["start_weight_update", "update_weights", "finish_weight_update"])
 async def test_a_weight_call_before_init_or_start_is_a_conflict(rig: Rig, call: str) -> None:
     status, reply = await rig.post(f"/{call}", {"update_info": rig.tensors})
@@ -61,22 +54,6 @@ async def test_an_update_that_its_trainer_gives_up_is_over_at_once(rig: Rig) -> 
     assert (status, "no transfer group" in reply["error"]["message"]) == (409, True)
 
 
-async def test_a_trainer_on_loopback_is_no_place_for_engines_elsewhere(rig: Rig) -> None:
-    replica = rig.fleet.replicas[1]
-    replica.info = dataclasses.replace(replica.info, url="http://10.0.0.9:8000")
-    info = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 3}
-    status, reply = await rig.post("/init_weight_transfer_engine", {"init_info": info})
-    assert status == 409
-    assert "where replica engine-1 (http://10.0.0.9:8000) cannot find the trainer" in reply["error"]["message"]
-
-
-@pytest.mark.parametrize("offset", [None, "1", 1.5, [1], True])
-async def test_a_first_rank_that_is_no_number_is_refused(rig: Rig, offset: object) -> None:
-    info = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": offset, "world_size": 3}
-    status, reply = await rig.post("/init_weight_transfer_engine", {"init_info": info})
-    assert (status, reply["error"]["param"]) == (400, "rank_offset")
-
-
 async def test_what_is_served_is_told_before_anything_is_sent(start_rig: StartRig) -> None:
     rig = await start_rig(1, sim={"tensors": {"w": [4, 2], "b": [4]}})
     _, told = await rig.get("/v1/weights")
@@ -86,13 +63,44 @@ async def test_what_is_served_is_told_before_anything_is_sent(start_rig: StartRi
     assert (replica["replica_id"], replica["kind"], replica["gpus"]) == ("engine-0", "sim", [])
 
 
+INIT = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 3, "packed": True}
+SGLANG = {"dialect": Dialect.SGLANG}
+BARE = SGLANG | {"has_tee": False, "fetches": False}
+
+
+@pytest.mark.parametrize(
+    ("info", "replica", "status", "said"),
+    [
+        ({"world_size": 2}, {}, 409, "needs 3"),
+        *(({"rank_offset": offset}, {}, 400, "rank_offset") for offset in (None, "1", 1.5, [1], True)),
+        ({}, {"url": "http://10.0.0.9:8000"}, 409, "engine-1 (http://10.0.0.9:8000) cannot find the trainer"),
+        ({}, {"capabilities": frozenset()}, 409, "VLLM_SERVER_DEV_MODE=1"),
+        ({"packed": False}, SGLANG, 409, "SGLang (engine-1, which is asked for one broadcast a tensor"),
+        ({}, BARE, 409, "SGLang (engine-1, which runs without our plugin) and of sim (engine-0)"),
+        ({}, BARE | {"reload_reason": "lora: x"}, 409, "(engine-1, which leaves updates to SGLang: lora: x)"),
+    ],
+)
+async def test_a_group_that_cannot_be_is_refused_at_init(
+    rig: Rig, info: Json, replica: Json, status: int, said: str
+) -> None:
+    other = rig.fleet.replicas[1]
+    other.info = dataclasses.replace(other.info, **replica)
+    answered, reply = await rig.post("/init_weight_transfer_engine", {"init_info": INIT | info})
+    assert (answered, said in reply["error"]["message"]) == (status, True), reply
+
+
 @pytest.mark.parametrize(
     ("change", "param"),
     [
         ({"names": ["nonsense"]}, "update_info.names"),
         ({"shapes": [[9, 9]]}, "update_info.shapes"),
         ({"names": ["weight", "more"]}, "update_info"),
+        ({"shapes": [5]}, "update_info"),
+        ({"names": [["weight"]]}, "update_info"),
+        ({"names": [1]}, "update_info"),
+        ({"dtype_names": 5}, "update_info.dtype_names"),
     ],
+    ids=str,
 )
 async def test_tensors_of_another_model_are_refused_before_anything_is_overwritten(
     rig: Rig, change: Json, param: str
@@ -102,6 +110,7 @@ async def test_tensors_of_another_model_are_refused_before_anything_is_overwritt
     status, reply = await rig.post("/update_weights", {"update_info": rig.tensors | change})
     assert (status, reply["error"]["param"]) == (400, param)
     assert await rig.states() == {"engine-0": "SERVING", "engine-1": "SERVING"}
+    assert (await rig.get("/status"))[1]["weight_update"] is None
     assert (await rig.complete([[5]]))["choices"][0]["weight_versions"][0]["version"] == 0
     await rig.open_group()
     await rig.update()
@@ -119,20 +128,13 @@ async def test_every_reply_to_a_weight_call_is_a_non_empty_json_object(rig: Rig)
     await rig.open_group()
     for path, body in (
         ("/start_weight_update", {}),
-        ("/update_weights", {"update_info": rig.tensors}),
+        ("/update_weights", {"update_info": rig.tensors | {"packed": True}}),
         ("/finish_weight_update", None),
         ("/reset_prefix_cache", None),
     ):
         status, reply = await rig.post(path, body)
         assert status == 200
         assert reply
-
-
-async def test_packed_may_stand_in_either_place(rig: Rig) -> None:
-    await rig.open_group()
-    await rig.post("/start_weight_update", {})
-    status, reply = await rig.post("/update_weights", {"update_info": rig.tensors | {"packed": True}})
-    assert status == 200, reply
 
 
 async def test_rollouts_go_on_until_an_engine_is_touched_and_have_the_new_version_after(rig: Rig) -> None:
@@ -288,6 +290,8 @@ async def test_a_weight_call_during_another_is_a_conflict(start_rig: StartRig) -
 
 
 async def test_pause_holds_rollouts_until_resume(rig: Rig) -> None:
+    status, reply = await rig.post("/pause?mode=sideways")
+    assert (status, reply["error"]["param"]) == (400, "mode")
     assert (await rig.post("/pause?mode=keep"))[0] == 200
     assert await rig.get("/is_paused") == (200, {"is_paused": True})
     waiting = asyncio.create_task(rig.complete([[5]]))
@@ -311,38 +315,6 @@ async def test_paused_rollouts_live_through_an_update_and_say_both_versions(star
     assert [span["version"] for span in spans] == [0, 1]
     assert spans[0]["end"] == spans[1]["start"]
     assert spans[1]["end"] == 120
-
-
-async def test_an_unknown_pause_mode_is_refused(rig: Rig) -> None:
-    status, reply = await rig.post("/pause?mode=sideways")
-    assert (status, reply["error"]["param"]) == (400, "mode")
-
-
-async def test_engines_whose_receivers_cannot_join_each_other_are_refused_at_init(rig: Rig) -> None:
-    replica = rig.fleet.replicas[1]
-    replica.info = dataclasses.replace(replica.info, dialect=Dialect.SGLANG)
-    info = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 3, "packed": False}
-    status, reply = await rig.post("/init_weight_transfer_engine", {"init_info": info})
-    assert status == 409
-    assert "SGLang (engine-1, which is asked for one broadcast a tensor" in reply["error"]["message"]
-    replica.info = dataclasses.replace(replica.info, has_tee=False, fetches=False)
-    status, reply = await rig.post("/init_weight_transfer_engine", {"init_info": info | {"packed": True}})
-    assert status == 409
-    assert "SGLang (engine-1, which runs without our plugin) and of sim (engine-0)" in reply["error"]["message"]
-    replica.info = dataclasses.replace(replica.info, reload_reason="enable_lora: elsewhere")
-    status, reply = await rig.post("/init_weight_transfer_engine", {"init_info": info | {"packed": True}})
-    assert status == 409
-    assert "(engine-1, which leaves updates to SGLang: enable_lora: elsewhere)" in reply["error"]["message"]
-
-
-async def test_an_engine_without_weight_routes_is_named_at_init(rig: Rig) -> None:
-    replica = rig.fleet.replicas[1]
-    replica.info = dataclasses.replace(replica.info, capabilities=frozenset())
-    info = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 3}
-    status, reply = await rig.post("/init_weight_transfer_engine", {"init_info": info})
-    assert status == 409
-    assert "engine-1" in reply["error"]["message"]
-    assert "VLLM_SERVER_DEV_MODE=1" in reply["error"]["message"]
 
 
 async def test_a_part_of_what_vllm_holds_together_is_no_update(start_rig: StartRig) -> None:

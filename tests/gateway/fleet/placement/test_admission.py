@@ -207,17 +207,6 @@ async def test_a_session_is_admitted_without_room_where_its_tokens_gain_more_tha
     await played.stop()
 
 
-async def test_a_session_that_fits_nowhere_runs_alone_also_beside_a_batch(clock: PlayedClock) -> None:
-    played = Played()
-    await played.busy()
-    first = await played.begin("first", 900)
-    second = await played.begin("second", 900)
-    assert played.waits == {second}
-    await played.end(first)
-    assert played.waits == set()
-    await played.stop()
-
-
 async def test_small_sessions_of_another_demand_do_not_pass_a_large_one_for_ever(clock: PlayedClock) -> None:
     played = Played()
     await played.busy()

@@ -232,15 +232,6 @@ async def test_a_long_prompt_that_was_given_up_is_no_standstill_of_the_next(monk
     assert await played.gives_up_after(2)
 
 
-async def test_pages_are_compared_over_time_under_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    played = PlayedReplica(monkeypatch)
-    with played.replica.carrying(rollout := Rollout(request_id="a", model="m", n=1, tokens=1)):
-        played.replica.reserve(rollout)
-        played._now += 20.0  # the looks before came late
-        assert not await played.looks(2)
-        assert await played.looks(2)
-
-
 async def test_tokens_of_sglangs_unfinished_requests_are_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     played = PlayedReplica(monkeypatch)
 
@@ -294,25 +285,21 @@ async def test_chunks_are_progress_while_pages_fail(monkeypatch: pytest.MonkeyPa
             played.replica.saw_progress()
 
 
-async def test_a_replica_with_a_rollout_that_is_read_whole_is_not_judged_while_pages_fail(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("whole", "passes_every_chunk", "failure"),
+    [
+        (1, True, DeadlineExceeded("no answer to /metrics")),
+        (0, SglangEngine.passes_every_chunk, DeadlineExceeded("no answer to /metrics")),
+        (0, True, EngineRefused("no page", status=404, body={})),
+    ],
+    ids=["a rollout is read whole", "chunks are held back", "it has no page"],
+)
+async def test_an_engine_of_which_nothing_is_seen_is_not_judged(
+    monkeypatch: pytest.MonkeyPatch, whole: int, passes_every_chunk: bool, failure: Exception
 ) -> None:
     played = SightlessReplica(monkeypatch)
-    with played.loaded(in_chunks=3, whole=1):
-        assert not await played.looks(3600)
-
-
-async def test_an_engine_that_holds_chunks_back_is_not_judged_while_pages_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    played = SightlessReplica(monkeypatch)
-    played.passes_every_chunk = SglangEngine.passes_every_chunk
-    with played.loaded(in_chunks=3):
-        assert not await played.looks(3600)
-
-
-async def test_an_engine_that_refuses_its_page_is_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
-    played = SightlessReplica(monkeypatch)
-    played.failure = EngineRefused("no page", status=404, body={})
-    with played.loaded(in_chunks=1):
+    played.passes_every_chunk, played.failure = passes_every_chunk, failure
+    with played.loaded(in_chunks=3, whole=whole):
         assert not await played.looks(3600)
 
 

@@ -141,20 +141,6 @@ async def test_a_chat_turn_waits_for_one_rollout_of_a_batch_and_not_for_all() ->
     await played.stop()
 
 
-async def test_requests_of_several_prompts_take_turns() -> None:
-    played = Played(1)
-    await played.submit("first-0", request="first")
-    await played.submit("first-1", request="first")
-    for number in range(2, 6):
-        await played.submit(f"first-{number}", request="first")
-    for number in range(3):
-        await played.submit(f"second-{number}", request="second")
-    for place in range(7):
-        await played.end(played.placed[place])
-    assert [one.partition("-")[0] for one in played.placed[2:8]].count("second") == 3
-    await played.stop()
-
-
 class PlayedClock:
     """Stands still unless a test moves `now`."""
 
@@ -189,25 +175,6 @@ async def test_time_in_the_line_counts_only_while_no_rollout_of_the_demand_is_pl
     async with asyncio.timeout(20):
         with pytest.raises(DeadlineExceeded, match=r"took the rollout within 0\.05 s"):
             await played.tasks[-2]
-    await played.stop()
-
-
-async def test_a_client_that_leaves_as_its_rollout_is_placed_or_withdrawn_leaves_nothing() -> None:
-    played = Played(1)
-    for name in ("running-0", "running-1", "placed", "withdrawn"):
-        await played.submit(name)
-    played._ends["running-0"].set()
-    placed, withdrawn = played.scheduler._lines["m"].waiters()
-    while not placed.placed.done():
-        await asyncio.sleep(0)
-    played.tasks[2].cancel()
-    played.tasks[3].cancel()
-    played.scheduler.withdraw(lambda rollout: rollout.request_id == "withdrawn")
-    ends = await asyncio.gather(*played.tasks[2:], return_exceptions=True)
-    assert [type(end) for end in ends] == [asyncio.CancelledError, asyncio.CancelledError]
-    assert withdrawn.placed.cancelled()
-    assert played.scheduler.queue_length("m") == 0
-    assert [replica.load_samples for replica in played.fleet.replicas] == [1]
     await played.stop()
 
 

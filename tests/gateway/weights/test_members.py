@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from engines.clients.vllm_engine import VllmEngine
 from engines.store.draft import Draft, claim_draft, raw
 from tests.rigs.rig import Rig, StartRig
 
@@ -67,3 +68,25 @@ async def test_a_group_without_it_does_not_wait_for_a_replica_that_is_being_brou
     await join_slowly(rig)
     await rig.update()
     assert rig.fleet.replicas[2].state == "SYNCING"
+
+
+async def test_a_trainer_that_leaves_before_the_load_has_replicas_drop_what_they_have_read_ahead(
+    start_rig: StartRig, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = await start_rig(2, weights={"store": str(folder)})
+    dropped: list[str] = []
+    drop = VllmEngine.drop_receipt
+
+    async def noted(self: VllmEngine, timeout_s: float) -> None:
+        await drop(self, timeout_s)
+        dropped.append(self.replica_id)
+
+    monkeypatch.setattr(VllmEngine, "drop_receipt", noted)
+    rig.replicas[1].inject(held="prepare_snapshot")
+    pushing = asyncio.create_task(push(rig, folder))
+    await until(lambda: rig.replicas[1].num_held > 0)
+    pushing.cancel()
+    await until(lambda: len(dropped) == 2)
+    assert set(dropped) == {"engine-0", "engine-1"}
+    rig.replicas[1].inject()
+    assert (await push(rig, folder))[0] == 200

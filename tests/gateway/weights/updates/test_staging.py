@@ -242,6 +242,33 @@ async def test_an_update_that_is_refused_is_taken_back_without_a_store(start_rig
     assert "load_snapshot" not in calls
 
 
+@pytest.mark.parametrize("leaves", ["before", "during"])
+async def test_a_trainer_that_leaves_before_the_commit_has_no_update_and_during_it_has_all_of_it(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch, leaves: str
+) -> None:
+    rig = await start_rig(2, sim=ROOM, weights={"relay": "never", "store": None})
+    await rig.open_group()
+    await rig.update()
+    owner, name = (Canary, "check") if leaves == "before" else (VllmEngine, "label_weights")
+    call, has_begun, may_end = getattr(owner, name), asyncio.Event(), asyncio.Event()
+
+    async def stay(*given: Any, **named: Any) -> Any:
+        has_begun.set()
+        await may_end.wait()
+        return await call(*given, **named)
+
+    monkeypatch.setattr(owner, name, stay)
+    await receive(rig)
+    finishing = asyncio.create_task(rig.post("/finish_weight_update", {}))
+    await asyncio.wait_for(has_begun.wait(), 20)
+    finishing.cancel()
+    if leaves == "during":
+        await rig.begun(0)
+    may_end.set()
+    await rig.until(BOTH_SERVE)
+    assert {replica.weight_version for replica in rig.fleet.replicas} == {1 if leaves == "before" else 2}
+
+
 @pytest.mark.parametrize("store", [None, "auto"])
 async def test_the_weights_before_are_freed_at_the_commit(
     start_rig: StartRig, monkeypatch: pytest.MonkeyPatch, store: str | None

@@ -85,6 +85,27 @@ async def test_the_weights_before_are_freed_at_the_commit(start_rig: StartRig, f
     await until_freed(rig)
 
 
+async def test_a_trainer_that_leaves_after_the_commit_leaves_the_served_version_in_the_store(
+    start_rig: StartRig, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frees = asyncio.Event()
+
+    async def stay(self: VllmEngine, timeout_s: float) -> None:
+        frees.set()
+        await asyncio.Event().wait()
+
+    rig = await start_rig(2, sim=ROOM, weights={"store": str(folder)})
+    monkeypatch.setattr(VllmEngine, "drop_receipt", stay)
+    pushing = asyncio.create_task(push(rig, folder, value=1))
+    await asyncio.wait_for(frees.wait(), 20)
+    pushing.cancel()
+    monkeypatch.undo()
+    await rig.until(BOTH_SERVE)
+    await rig.add_replica("engine-2", seed=2)
+    await rig.until(BOTH_SERVE | {"engine-2": "SERVING"})
+    assert {replica.weight_version for replica in rig.fleet.replicas} == {1}
+
+
 async def test_an_engine_that_no_call_of_an_update_reached_is_not_asked_for_weights_of_an_older_update(
     start_rig: StartRig, folder: Path, calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

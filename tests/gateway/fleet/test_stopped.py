@@ -74,3 +74,16 @@ async def test_what_the_engine_never_ends_is_left_behind(replica: Replica, monke
     )  # as weight calls are made
     assert await running == "dropped"
     assert replica.can_serve
+
+
+async def test_what_the_engine_ends_is_a_cut_also_where_the_update_is_given_up_meanwhile(replica: Replica) -> None:
+    pauses = Pauses(replica, ends_at=10_000)
+    running = asyncio.create_task(carried(replica, pauses))
+    await asyncio.sleep(0)
+    cutting = asyncio.create_task(cut_off(replica, by=Holder.UPDATE, timeout_s=1.0))
+    while not pauses.modes:
+        await asyncio.sleep(0)
+    cutting.cancel()
+    assert await asyncio.wait_for(running, 20) == "cut off"
+    await asyncio.gather(cutting, return_exceptions=True)
+    assert not replica.cuts_off

@@ -4,7 +4,6 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any
 
 import pytest
 
@@ -225,26 +224,3 @@ async def test_a_path_cannot_smuggle_a_request() -> None:
     async with connections(serve) as found:
         await get(found, "/a b\r\nX: 1?q=é")
     assert paths == [b"GET /a%20b%0D%0AX:%201?q=%C3%A9 HTTP/1.1"]
-
-
-@pytest.mark.parametrize(("timeout_s", "error"), [(0.02, TimeoutError), (0.2, CannotConnect)], ids=str)
-async def test_a_connection_that_is_not_accepted_is_late_where_the_request_has_no_time_left(
-    monkeypatch: pytest.MonkeyPatch, timeout_s: float, error: type[Exception]
-) -> None:
-    loop = asyncio.get_running_loop()
-    call_at = loop.call_at
-
-    def early(when: float, callback: Callable[..., object], *arguments: Any, **context: Any) -> asyncio.TimerHandle:
-        return call_at(when - 0.005, callback, *arguments, **context)
-
-    async def hangs(*_: object, **__: object) -> None:
-        await asyncio.Event().wait()
-
-    monkeypatch.setattr(loop, "call_at", early)  # as uvloop's timers may
-    monkeypatch.setattr(loop, "create_connection", hangs)
-    made = Connections("http://127.0.0.1:1", {}, keepalive_s=4.0)
-    with pytest.raises(error) as raised:
-        async with made.request("GET", "/", data=None, headers={}, timeout_s=timeout_s, connect_timeout_s=0.05):
-            pass
-    assert type(raised.value) is error
-    await made.close()

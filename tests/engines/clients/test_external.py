@@ -1,7 +1,6 @@
 """Servers that somebody else runs: what is found out about them, and what they are asked."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,9 +10,8 @@ from pydantic import SecretStr
 from engines.clients.external import ExternalEngine, ExternalServer, external_engine
 from engines.clients.sglang_engine import SglangEngine
 from engines.config import EngineConfig, SimConfig
-from engines.errors import EngineError, EngineFailed, EngineRefused, EngineStartFailed, EngineUnreachable
+from engines.errors import EngineFailed, EngineRefused, EngineStartFailed, EngineUnreachable
 from engines.types import Dialect, EngineKind, PauseMode
-from sim.server import SimServer
 from tests.rigs.openai_server import OpenAiServer
 from tests.rigs.rig import SimReplica
 
@@ -69,21 +67,6 @@ async def test_a_vllm_server_is_found_to_take_weights(vllm: SimReplica) -> None:
     assert info.has("/pause")
     await theirs.check()
     await theirs.stop()
-
-
-@pytest.mark.parametrize("answer", [[], [None], ["True"], [{"fetches": True}, None]])
-async def test_a_vllm_without_our_worker_extension_fetches_nothing(
-    monkeypatch: pytest.MonkeyPatch, answer: list[Any]
-) -> None:
-    async def rpc(*_: object) -> web.Response:
-        return web.json_response({"results": answer})
-
-    monkeypatch.setattr(SimServer, "collective_rpc", rpc)
-    replica = await SimReplica("theirs", 0, SimConfig()).start()
-    theirs = server_at(replica.info.url)
-    assert not (await theirs.start()).fetches
-    await theirs.stop()
-    await replica.kill()
 
 
 async def test_a_plain_server_takes_no_weights_and_has_the_common_routes_alone(start_server: StartServer) -> None:
@@ -152,22 +135,17 @@ async def test_an_sglang_server_is_found_and_spoken_to_as_such(start_server: Sta
     await theirs.stop()
 
 
-async def test_an_sglang_server_keeps_the_name_of_its_start_after_loading_a_version(
-    start_server: StartServer,
+@pytest.mark.parametrize(
+    ("dp_size", "listed", "takes_weights"), [(1, "gpt", True), (1, "/store/v3", True), (2, "gpt", False)]
+)
+async def test_an_sglang_server_has_the_name_of_its_start_and_takes_weights_as_one_copy(
+    start_server: StartServer, dp_size: int, listed: str, takes_weights: bool
 ) -> None:
-    there = await start_server(sglang_routes())
-    there.listing["data"][0] |= {"owned_by": "sglang", "id": "/store/v3"}
-    theirs = server_at(there.url)
-    assert (await theirs.start()).model == "gpt"
-    await theirs.stop()
-
-
-async def test_an_sglang_server_of_several_copies_takes_no_weights(start_server: StartServer) -> None:
-    there = await start_server(sglang_routes(dp_size=2))
-    there.listing["data"][0]["owned_by"] = "sglang"
+    there = await start_server(sglang_routes(dp_size))
+    there.listing["data"][0] |= {"owned_by": "sglang", "id": listed}
     theirs = server_at(there.url)
     info = await theirs.start()
-    assert (info.dialect, info.takes_weights) == (Dialect.SGLANG, False)
+    assert (info.dialect, info.model, info.takes_weights) == (Dialect.SGLANG, "gpt", takes_weights)
     await theirs.stop()
 
 
@@ -191,22 +169,22 @@ async def test_the_key_goes_with_every_request(start_server: StartServer) -> Non
     await theirs.stop()
 
 
-async def test_a_model_that_is_not_there_is_told_with_those_that_are(start_server: StartServer) -> None:
-    with pytest.raises(EngineStartFailed, match=r"has no model 'other' \(engine\.model\); it has gpt"):
-        await server_at((await start_server()).url, model="other").start()
-
-
-async def test_silence_is_a_failed_start_with_its_bound() -> None:
-    with pytest.raises(EngineStartFailed, match=r"replica judge-0: .* within 0\.3 s \(engine\.start_timeout_s\)"):
-        await server_at("http://127.0.0.1:1", start_timeout_s=0.3).start()
-
-
-@pytest.mark.parametrize("listing", [{"hello": 1}, {"data": [1]}])
-async def test_what_is_no_model_list_is_told(start_server: StartServer, listing: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("listing", "levers", "said"),
+    [
+        (None, {"model": "other"}, r"has no model 'other' \(engine\.model\); it has gpt"),
+        (None, {"url": "http://127.0.0.1:1"}, r"replica judge-0: .* within 3 s \(engine\.start_timeout_s\)"),
+        ({"hello": 1}, {}, "is this an OpenAI-compatible server"),
+        ({"data": [1]}, {}, "is this an OpenAI-compatible server"),
+    ],
+)
+async def test_a_server_that_is_not_the_one_is_a_failed_start(
+    start_server: StartServer, listing: dict[str, Any] | None, levers: dict[str, Any], said: str
+) -> None:
     there = await start_server()
-    there.listing = listing
-    with pytest.raises(EngineStartFailed, match="is this an OpenAI-compatible server"):
-        await server_at(there.url).start()
+    there.listing = listing or there.listing
+    with pytest.raises(EngineStartFailed, match=said):
+        await server_at(**{"url": there.url} | levers).start()
 
 
 async def test_the_check_fails_when_the_server_is_gone(start_server: StartServer) -> None:
@@ -247,21 +225,6 @@ async def test_a_route_that_is_not_there_is_refused_with_replica_and_route(start
     await theirs.stop()
 
 
-async def test_weights_that_the_gateway_brings_back_are_no_server_started_anew(vllm: SimReplica) -> None:
-    theirs = server_at(vllm.info.url)
-    info = await theirs.start()
-    engine = external_engine(info)
-    await engine.ask("POST", "/update_weight_version", {"new_version": "2"}, SOON_S)
-    await theirs.check()
-    await engine.undo_load(SOON_S)
-    await theirs.check()
-    await engine.label_weights("1", SOON_S, is_committed=True)
-    await theirs.check()
-    await engine.health(SOON_S)
-    await engine.close()
-    await theirs.stop()
-
-
 async def test_weights_of_a_start_are_a_server_started_anew_until_it_is_described_anew(vllm: SimReplica) -> None:
     theirs = server_at(vllm.info.url)
     engine = ExternalEngine(await theirs.start())
@@ -278,13 +241,12 @@ async def test_weights_of_a_start_are_a_server_started_anew_until_it_is_describe
     await theirs.stop()
 
 
-async def test_an_earlier_version_that_comes_back_between_two_looks_is_no_server_started_anew(
-    vllm: SimReplica,
-) -> None:
+async def test_versions_that_the_gateway_gives_and_takes_back_are_no_server_started_anew(vllm: SimReplica) -> None:
     theirs = server_at(vllm.info.url)
     engine = external_engine(await theirs.start())
     for version in ("2", "1"):
         await engine.undo_load(SOON_S)
+        await theirs.check()
         await engine.label_weights(version, SOON_S, is_committed=True)
         await theirs.check()
         await engine.health(SOON_S)
@@ -292,78 +254,12 @@ async def test_an_earlier_version_that_comes_back_between_two_looks_is_no_server
     await theirs.stop()
 
 
-async def test_a_server_that_is_replaced_after_an_update_is_found(vllm: SimReplica, engine: ExternalEngine) -> None:
-    await engine.open_weight_group({"world_size": 2, "rank_offset": 1}, SOON_S)
-    await engine.start_weight_update(SOON_S)
-    await engine.finish_weight_update("1", SOON_S)
-    await engine.health(SOON_S)
-    vllm.label(0)
-    with pytest.raises(EngineFailed, match=r"labelled '0', and were '1\?0': was it restarted"):
-        await engine.health(SOON_S)
-
-
-async def test_a_look_at_a_server_that_has_its_label_before_the_answer_is_heard_finds_no_other(
-    engine: ExternalEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert (await engine.weight_label(SOON_S)).version == 0
-    set_label = ExternalEngine._set_label
-
-    async def looked_at(asked: ExternalEngine, label: str, timeout_s: float) -> None:
-        await set_label(asked, label, timeout_s)
-        await asked.health(timeout_s)
-
-    monkeypatch.setattr(ExternalEngine, "_set_label", looked_at)
-    await engine.undo_load(SOON_S)
-    await engine.label_weights("1", SOON_S, is_committed=True)
-    await engine.health(SOON_S)
-
-
 @pytest.mark.parametrize("label", ["0", "7", "1-0000000a", "default"])
-@pytest.mark.parametrize("is_probed", [True, False])
 async def test_a_version_that_was_not_given_here_is_another_server_behind_the_url(
-    engine: ExternalEngine, label: str, is_probed: bool
+    engine: ExternalEngine, label: str
 ) -> None:
     await engine.undo_load(SOON_S)
-    if is_probed:
-        await engine.health(SOON_S)
     await engine.label_weights("1", SOON_S, is_committed=True)
     await engine.ask("POST", "/update_weight_version", {"new_version": label}, SOON_S)
     with pytest.raises(EngineFailed, match=f"labelled '{label}', and were '1': was it restarted"):
         await engine.health(SOON_S)
-
-
-async def test_the_version_that_a_server_came_with_is_the_one_that_it_has_to_report(engine: ExternalEngine) -> None:
-    await engine.ask("POST", "/update_weight_version", {"new_version": "3"}, SOON_S)
-    assert (await engine.weight_label(SOON_S)).version == 3
-    await engine.health(SOON_S)
-    await engine.ask("POST", "/update_weight_version", {"new_version": "0"}, SOON_S)
-    with pytest.raises(EngineFailed, match="labelled '0', and were '3': was it restarted"):
-        await engine.health(SOON_S)
-
-
-async def test_a_look_that_an_update_overtakes_is_no_other_server(
-    engine: ExternalEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert (await engine.weight_label(SOON_S)).version == 0
-    told = ExternalEngine._told_label
-
-    async def overtaken(asked: ExternalEngine, timeout_s: float) -> str:
-        monkeypatch.undo()
-        await engine.undo_load(SOON_S)
-        await engine.label_weights("1", SOON_S, is_committed=True)
-        return await told(asked, timeout_s)
-
-    monkeypatch.setattr(ExternalEngine, "_told_label", overtaken)
-    await engine.health(SOON_S)
-    await engine.health(SOON_S)
-
-
-async def test_a_version_that_is_no_release_is_taken_for_the_latest(vllm: SimReplica) -> None:
-    theirs = server_at(vllm.info.url)
-    engine = ExternalEngine(replace(await theirs.start(), engine_version="nightly"))
-    try:
-        await engine.health(SOON_S)
-    except EngineError as error:
-        pytest.fail(str(error))
-    await engine.close()
-    await theirs.stop()

@@ -9,7 +9,7 @@ from aiohttp import web
 
 from engines.clients.sglang_engine import SglangEngine
 from engines.engine import ReceiptCopy
-from engines.errors import DeadlineExceeded, EngineFailed, EngineRefused, EngineUnreachable
+from engines.errors import DeadlineExceeded, EngineError, EngineFailed, EngineRefused
 from engines.transfer.worker_calls import call_of
 from engines.types import PauseMode, TensorMeta
 
@@ -235,11 +235,6 @@ async def test_samples_are_choices(engine: SglangEngine, server: FakeSglang) -> 
     assert reply["usage"]["completion_tokens"] == 4
 
 
-async def test_a_version_without_spans_leaves_them_to_the_gateway(engine: SglangEngine, server: FakeSglang) -> None:
-    del server.answers["meta_info"]["weight_versions"]
-    assert "weight_versions" not in (await generate(engine))["choices"][0]
-
-
 async def test_a_stream_tells_what_is_new(engine: SglangEngine, server: FakeSglang) -> None:
     server.answers = [
         answer([5], "a", index=0),
@@ -324,16 +319,6 @@ async def test_a_server_that_was_started_again_with_the_other_option_is_understo
     assert [chunk["choices"][0]["token_ids"] for chunk in await chunks_of(engine)] == [[5], [6]]
 
 
-async def test_a_server_whose_connection_breaks_is_looked_at_again(engine: SglangEngine, server: FakeSglang) -> None:
-    server.repeats, server.answers = False, NOT_REPEATING
-    await chunks_of(engine)
-    server.is_breaking = True
-    with pytest.raises(EngineUnreachable):
-        await generate(engine)
-    server.is_breaking, server.repeats, server.answers = False, True, REPEATING
-    assert [chunk["choices"][0]["token_ids"] for chunk in await chunks_of(engine)] == [[5], [6]]
-
-
 async def test_ids_that_sglang_adds_after_its_count_come_with_the_next_chunk(
     engine: SglangEngine, server: FakeSglang
 ) -> None:
@@ -399,64 +384,9 @@ async def test_the_bytes_that_a_stream_decodes_grow_with_its_length_and_not_with
     assert sum(decoded) < 40 * n * sizes[-1] < sum(sizes)
 
 
-async def test_sglangs_refusal_is_in_vllms_form_also_within_a_stream(engine: SglangEngine, server: FakeSglang) -> None:
-    error = {"error": {"message": "too long", "code": 400}}
-    vllms = {"error": {"message": "too long", "type": "BadRequestError", "param": None, "code": 400}}
-    server.answers = error
-    with pytest.raises(EngineRefused) as refused:
-        await generate(engine)
-    assert refused.value.body == vllms
-    server.answers = [error]
-    with pytest.raises(EngineRefused) as refused:
-        await chunks_of(engine)
-    assert refused.value.body == vllms
-
-
-async def test_a_failure_within_a_stream_is_no_refusal(engine: SglangEngine, server: FakeSglang) -> None:
-    server.answers = [{"error": {"message": "died", "code": 500}}]
-    with pytest.raises(EngineFailed, match="died"):
-        await chunks_of(engine)
-
-
 def aborted(ids: list[int], text: str = "", status: int | None = None) -> Json:
     """The end of a sample that was aborted; with `status` SGLang has given it up."""
     return answer(ids, text, {"type": "abort", "message": "no grammar", "status_code": status, "err_type": None})
-
-
-@pytest.mark.parametrize("status", [400, 429])
-async def test_a_refusal_as_the_end_of_a_sample_is_one_of_its_request(
-    engine: SglangEngine, server: FakeSglang, status: int
-) -> None:
-    server.answers = [aborted([], status=status)]
-    with pytest.raises(EngineRefused) as refused:
-        await chunks_of(engine)
-    assert (refused.value.status, refused.value.replica_id) == (status, "r1")
-    assert refused.value.body["error"] == {
-        "message": "no grammar",
-        "type": "BadRequestError",
-        "param": None,
-        "code": status,
-    }
-
-
-@pytest.mark.parametrize("status", [500, 503])
-async def test_a_failure_as_the_end_of_a_sample_leaves_the_tokens_before_it(
-    engine: SglangEngine, server: FakeSglang, status: int
-) -> None:
-    server.answers = [answer([5], "a"), aborted([5], "a", status)]
-    chunks = engine.stream(COMPLETIONS, {"prompt": [1], "return_token_ids": True}, TIMEOUT_S)
-    assert (await anext(chunks))["choices"][0]["token_ids"] == [5]
-    with pytest.raises(EngineFailed, match=f"replica r1: it ended a sample with {status}: no grammar"):
-        await anext(chunks)
-
-
-async def test_an_abort_without_a_status_is_the_end_of_its_sample(engine: SglangEngine, server: FakeSglang) -> None:
-    server.answers = [answer([5], "a"), aborted([5, 6], "ab")]
-    choices = [chunk["choices"][0] for chunk in await chunks_of(engine)]
-    assert [(c["text"], c["token_ids"], c["finish_reason"]) for c in choices] == [
-        ("a", [5], None),
-        ("b", [6], "abort"),
-    ]
 
 
 def queue_aborted(ids: list[int], text: str) -> Json:
@@ -479,6 +409,7 @@ def coalesced(*events: Json) -> Json:
 FIRST = answer([5], "a")
 SECOND, THIRD = counted(answer([6], "bc"), 2), counted(answer([7], "d"), 3)
 ABORTED = queue_aborted([5, 6, 7], "abcd")
+REPEATED = [FIRST, answer([5, 6, 7], "abcd"), ABORTED]
 
 
 @pytest.mark.parametrize(
@@ -491,14 +422,15 @@ ABORTED = queue_aborted([5, 6, 7], "abcd")
         [FIRST, SECOND, THIRD, counted(aborted([7], "d"), 0)],
         [FIRST, SECOND, THIRD, counted(aborted([], "abcd"), 3)],
         [FIRST, SECOND, counted(aborted([7], "d"), 3)],
+        REPEATED,
     ],
-    ids=["all read", "one unread", "two unread", "none read", "not counted", "text alone", "aborted at work"],
+    ids=["all read", "one unread", "two unread", "none read", "not counted", "text alone", "at work", "repeating"],
 )
 @pytest.mark.parametrize("index", [None, 1])
 async def test_an_abort_in_the_queue_repeats_nothing(
     engine: SglangEngine, server: FakeSglang, events: list[Json], index: int | None
 ) -> None:
-    server.repeats = False
+    server.repeats = events is REPEATED
     server.answers = [event if index is None else event | {"index": index} for event in events]
     choices = [chunk["choices"][0] for chunk in await chunks_of(engine, logprobs=1)]
     names = [name for choice in choices for name in choice["logprobs"]["tokens"]]
@@ -508,39 +440,43 @@ async def test_an_abort_in_the_queue_repeats_nothing(
     assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + ["abort"]
 
 
-async def test_an_abort_in_the_queue_before_the_first_token_is_an_end_alone(
-    engine: SglangEngine, server: FakeSglang
-) -> None:
-    server.repeats, server.answers = False, [queue_aborted([], "")]
-    [chunk] = await chunks_of(engine)
-    [choice] = chunk["choices"]
-    assert (choice["text"], choice["token_ids"], choice["finish_reason"]) == ("", [], "abort")
+REFUSAL: Json = {"error": {"message": "no grammar", "code": 400}}
+DEATH: Json = {"error": {"message": "died", "code": 500}}
 
 
 @pytest.mark.parametrize(
-    "end",
+    ("events", "error", "status"),
     [
-        coalesced(counted(answer([6], "bc"), 2), queue_aborted([5, 6], "abX")),
-        coalesced(counted(answer([6], "bc"), 2), queue_aborted([5, 9], "abc")),
-        coalesced(counted(answer([6], "bc"), 2), queue_aborted([5, 6], "")),
+        ([REFUSAL], EngineRefused, 400),
+        ([aborted([], status=400)], EngineRefused, 400),
+        ([aborted([], status=429)], EngineRefused, 429),
+        ([DEATH], EngineFailed, None),
+        ([aborted([5], "a", 500)], EngineFailed, None),
+        ([FIRST, aborted([5], "a", 503)], EngineFailed, None),
+        ([FIRST, coalesced(SECOND, queue_aborted([5, 6], "abX"))], EngineFailed, None),
+        ([FIRST, coalesced(SECOND, queue_aborted([5, 9], "abc"))], EngineFailed, None),
+        ([FIRST, coalesced(SECOND, queue_aborted([5, 6], ""))], EngineFailed, None),
     ],
-    ids=["other text", "other id", "no text"],
+    ids=str,
 )
-async def test_an_abort_that_repeats_another_sample_is_the_replicas_failure(
-    engine: SglangEngine, server: FakeSglang, end: Json
+async def test_a_stream_that_ends_badly_is_the_requests_fault_or_the_replicas(
+    engine: SglangEngine, server: FakeSglang, events: list[Json], error: type[EngineError], status: int | None
 ) -> None:
-    server.repeats, server.answers = False, [FIRST, end]
-    with pytest.raises(EngineFailed, match="cannot be read: ValueError"):
+    server.repeats, server.answers = len(events) == 1, events
+    with pytest.raises(error) as failed:
         await chunks_of(engine)
+    assert failed.value.replica_id == "r1"
+    if status is not None:
+        vllms = {"message": "no grammar", "type": "BadRequestError", "param": None, "code": status}
+        assert failed.value.body == {"error": vllms}  # type: ignore[attr-defined]
 
 
-async def test_an_abort_in_the_queue_has_the_last_id_alone_also_where_chunks_repeat_their_sample(
-    engine: SglangEngine, server: FakeSglang
-) -> None:
-    server.answers = [FIRST, answer([5, 6], "abc"), queue_aborted([5, 6], "abc")]
-    choices = [chunk["choices"][0] for chunk in await chunks_of(engine)]
-    assert [(c["text"], c["token_ids"]) for c in choices] == [("a", [5]), ("bc", [6]), ("", [])]
-    assert choices[-1]["finish_reason"] == "abort"
+async def test_the_tokens_before_a_failure_are_passed_on(engine: SglangEngine, server: FakeSglang) -> None:
+    server.answers = [FIRST, aborted([5], "a", 503)]
+    chunks = engine.stream(COMPLETIONS, {"prompt": [1], "return_token_ids": True}, TIMEOUT_S)
+    assert (await anext(chunks))["choices"][0]["token_ids"] == [5]
+    with pytest.raises(EngineFailed, match="replica r1: it ended a sample with 503: no grammar"):
+        await anext(chunks)
 
 
 META = {"id": "r", "finish_reason": None, "completion_tokens": 1, "prompt_tokens": 3}
@@ -572,14 +508,6 @@ async def test_an_answer_that_is_not_sglangs_is_the_replicas_failure(
     with pytest.raises(EngineFailed, match=r"its answer .* cannot be read") as failed:
         await chunks_of(engine)
     assert failed.value.replica_id == "r1"
-
-
-async def test_a_conversation_that_is_not_sglangs_is_the_replicas_failure(
-    engine: SglangEngine, server: FakeSglang
-) -> None:
-    server.chat = {"choices": None}
-    with pytest.raises(EngineFailed, match=r"its answer .*None.* cannot be read"):
-        await engine.generate("/v1/chat/completions", {"messages": []}, TIMEOUT_S)
 
 
 async def test_a_conversation_is_sglangs_own(engine: SglangEngine, server: FakeSglang) -> None:
@@ -777,16 +705,6 @@ async def test_adapters_that_an_earlier_client_loaded_are_known_and_unloaded(
     server.knows_v1 = False
     await engine.unload_lora_adapter("v1", TIMEOUT_S)
     assert server.paths().count("/unload_lora_adapter") == 1
-
-
-async def test_what_it_has_loaded_is_listed_under_the_name_that_it_was_started_with(
-    engine: SglangEngine, server: FakeSglang
-) -> None:
-    server.knows_v1 = True
-    await engine.load_snapshot("/store/v3", 3, TIMEOUT_S)
-    model, adapter = (await engine.ask("GET", "/v1/models", None, TIMEOUT_S))["data"]
-    assert (model["id"], model["root"]) == ("m", "m")
-    assert (adapter["id"], adapter["parent"]) == ("v1", "m")
 
 
 @pytest.mark.parametrize(

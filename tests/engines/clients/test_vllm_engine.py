@@ -10,7 +10,6 @@ import pytest
 from aiohttp import web
 
 from engines.clients import http
-from engines.clients.our_workers import EngineWithWorkers
 from engines.clients.vllm_engine import VllmEngine
 from engines.errors import DeadlineExceeded, EngineFailed, EngineRefused, EngineUnreachable
 from engines.weight_label import UNKNOWN, WeightLabel
@@ -121,20 +120,60 @@ async def test_a_4xx_is_refused_with_its_words_status_and_replica(serve: Serve, 
     with pytest.raises(EngineRefused, match=words) as refused:
         await engine.generate(PATH, {}, TIMEOUT_S)
     assert (refused.value.status, refused.value.replica_id) == (400, "r1")
+    assert body in ("too long", json.dumps(refused.value.body)), "the engine's own"
 
 
-async def test_a_refusal_carries_the_engines_own_body(serve: Serve) -> None:
-    engine = await serve(answering('{"error": {"message": "no", "param": "n"}}', status=422))
-    with pytest.raises(EngineRefused) as refused:
-        await engine.generate(PATH, {}, TIMEOUT_S)
-    assert refused.value.body == {"error": {"message": "no", "param": "n"}}
+@pytest.mark.parametrize(
+    ("handler", "error", "said"),
+    [
+        (answering('{"error": {"message": "CUDA error"}}', 500), EngineFailed, "answered 500: CUDA error"),
+        (answering("CUDA error", 500), EngineFailed, "answered 500: CUDA error"),
+        (answering("<html>"), EngineFailed, "did not answer JSON: b'<html>'"),
+        (cut, EngineUnreachable, PATH),
+        (streaming(b'{"choices":', then=cut), EngineUnreachable, PATH),
+        (silence, DeadlineExceeded, r"no answer to /v1/completions within 0\.1 s"),
+        (streaming(b'{"choices":', then=silence), DeadlineExceeded, PATH),
+    ],
+)
+async def test_an_odd_answer_is_an_error_that_names_replica_and_route(
+    serve: Serve, handler: Handler, error: type[Exception], said: str
+) -> None:
+    engine = await serve(handler)
+    with pytest.raises(error, match=f"replica r1: .*{said}"):
+        await engine.generate(PATH, {}, 0.1 if error is DeadlineExceeded else TIMEOUT_S)
 
 
-@pytest.mark.parametrize("body", ['{"error": {"message": "CUDA error"}}', "CUDA error"])
-async def test_a_5xx_is_a_failure_with_its_words(serve: Serve, body: str) -> None:
-    engine = await serve(answering(body, status=500))
-    with pytest.raises(EngineFailed, match="replica r1: /v1/completions answered 500: CUDA error"):
-        await engine.generate(PATH, {}, TIMEOUT_S)
+@pytest.mark.parametrize(
+    ("handler", "error", "said"),
+    [
+        (answering('{"message": "no such model"}', 404), EngineRefused, "no such model"),
+        (streaming(b'data: {"error": {"message": "died"}}\n\ndata: [DONE]\n\n'), EngineFailed, "interrupted: .*died"),
+        (streaming(b'data: {"i":\n\n'), EngineFailed, "did not answer JSON"),
+        (streaming(b'data: {"i": 0}\n\n'), EngineUnreachable, r"ended without \[DONE\]"),
+        (streaming(b'data: {"i": 0}\n\n', then=cut), EngineUnreachable, PATH),
+        (streaming(b'data: {"i": 0}\n\n', then=silence), DeadlineExceeded, PATH),
+    ],
+)
+async def test_an_odd_stream_is_an_error_that_names_the_replica(
+    serve: Serve, handler: Handler, error: type[Exception], said: str
+) -> None:
+    engine = await serve(handler)
+    with pytest.raises(error, match=f"replica r1: .*{said}"):
+        await chunks_of(engine, 0.1 if error is DeadlineExceeded else TIMEOUT_S)
+
+
+@pytest.mark.parametrize(
+    "answer", [*(f'{{"weight_version": {odd}}}' for odd in ("null", "true", "1.5", '["3"]')), "[]"]
+)
+async def test_a_label_that_is_no_text_is_a_failure(serve: Serve, answer: str) -> None:
+    with pytest.raises(EngineFailed, match=r"replica r1: its answer .* cannot be read"):
+        await (await serve(answering(answer))).weight_label(TIMEOUT_S)
+
+
+@pytest.mark.parametrize("models", ['{"data": [1]}', '{"data": 1}', '{"data": [{"parent": "m"}]}'])
+async def test_adapters_that_cannot_be_read_are_a_failure(serve: Serve, models: str) -> None:
+    with pytest.raises(EngineFailed, match="cannot be read"):
+        await (await serve(answering(models))).lora_adapters(TIMEOUT_S)
 
 
 async def test_a_connection_is_used_again_but_not_after_a_5xx(serve: Serve) -> None:
@@ -153,12 +192,6 @@ async def test_a_connection_is_used_again_but_not_after_a_5xx(serve: Serve) -> N
     first, broken, after = clients
     assert first == broken
     assert after != broken
-
-
-async def test_an_answer_that_is_no_json_is_a_failure(serve: Serve) -> None:
-    engine = await serve(answering("<html>"))
-    with pytest.raises(EngineFailed, match="did not answer JSON: b'<html>'"):
-        await engine.ask("GET", "/x", None, TIMEOUT_S)
 
 
 async def test_a_refused_connection_is_unreachable(connect: Connect) -> None:
@@ -181,26 +214,6 @@ async def test_a_connection_that_does_not_come_about_is_unreachable(
             await connect(f"http://127.0.0.1:{full.getsockname()[1]}").health(TIMEOUT_S)
 
 
-async def test_a_connection_cut_before_the_answer_is_unreachable(serve: Serve) -> None:
-    with pytest.raises(EngineUnreachable):
-        await (await serve(cut)).generate(PATH, {}, TIMEOUT_S)
-
-
-async def test_a_connection_cut_within_the_answer_is_unreachable(serve: Serve) -> None:
-    with pytest.raises(EngineUnreachable):
-        await (await serve(streaming(b'{"choices":', then=cut))).generate(PATH, {}, TIMEOUT_S)
-
-
-async def test_silence_ends_in_time(serve: Serve) -> None:
-    with pytest.raises(DeadlineExceeded, match=r"replica r1: no answer to /v1/completions within 0\.1 s"):
-        await (await serve(silence)).generate(PATH, {}, 0.1)
-
-
-async def test_silence_within_the_answer_ends_in_time(serve: Serve) -> None:
-    with pytest.raises(DeadlineExceeded):
-        await (await serve(streaming(b'{"choices":', then=silence))).generate(PATH, {}, 0.1)
-
-
 @pytest.mark.parametrize("line_end", [b"\n", b"\r\n"])
 async def test_a_stream_is_its_events_however_they_are_cut_into_blocks(serve: Serve, line_end: bytes) -> None:
     sent = b': ping\n\ndata: {"i": 0}\n\ndata: {"i": 1}\n\ndata: {"i": 2}\n\ndata: [DONE]\n\n'
@@ -215,43 +228,12 @@ async def test_an_event_may_be_longer_than_the_readers_buffer(serve: Serve) -> N
     assert await chunks_of(await serve(streaming(sent))) == [{"value": ids}]
 
 
-async def test_a_refused_stream_is_refused(serve: Serve) -> None:
-    with pytest.raises(EngineRefused, match="no such model"):
-        await chunks_of(await serve(answering('{"message": "no such model"}', status=404)))
-
-
-async def test_an_error_event_is_a_failure(serve: Serve) -> None:
-    engine = await serve(streaming(b'data: {"error": {"message": "engine died"}}\n\n', b"data: [DONE]\n\n"))
-    with pytest.raises(EngineFailed, match=r"was interrupted: .*engine died"):
-        await chunks_of(engine)
-
-
 async def test_an_error_event_comes_after_the_chunks_of_its_block(serve: Serve) -> None:
     engine = await serve(streaming(b'data: {"i": "\\"error\\""}\n\ndata: {"id": "a", "error": {"code": 400}}\n\n'))
     chunks = engine.stream(PATH, {}, 1)
     assert await anext(chunks) == {"i": '"error"'}
     with pytest.raises(EngineRefused, match="was interrupted"):
         await anext(chunks)
-
-
-async def test_an_event_that_is_no_json_is_a_failure(serve: Serve) -> None:
-    with pytest.raises(EngineFailed, match="did not answer JSON"):
-        await chunks_of(await serve(streaming(b'data: {"i":\n\n')))
-
-
-async def test_a_stream_that_ends_without_done_is_unreachable(serve: Serve) -> None:
-    with pytest.raises(EngineUnreachable, match=r"ended without \[DONE\]"):
-        await chunks_of(await serve(streaming(b'data: {"i": 0}\n\n')))
-
-
-async def test_a_stream_that_is_cut_is_unreachable(serve: Serve) -> None:
-    with pytest.raises(EngineUnreachable):
-        await chunks_of(await serve(streaming(b'data: {"i": 0}\n\n', then=cut)))
-
-
-async def test_a_stream_that_falls_silent_ends_in_time(serve: Serve) -> None:
-    with pytest.raises(DeadlineExceeded):
-        await chunks_of(await serve(streaming(b'data: {"i": 0}\n\n', then=silence)), 0.1)
 
 
 async def test_a_deadline_between_two_chunks_is_reported_at_the_next_and_disturbs_nothing(serve: Serve) -> None:
@@ -261,19 +243,6 @@ async def test_a_deadline_between_two_chunks_is_reported_at_the_next_and_disturb
     await asyncio.sleep(0.2)  # the reader is busy with what it has, writing to a slow client say
     with pytest.raises(DeadlineExceeded):
         await anext(chunks)
-
-
-@pytest.mark.parametrize("label", ["null", "true", "1.5", '["3"]', '{"a": 1}', None])
-async def test_a_label_that_is_no_text_is_a_failure(serve: Serve, label: str | None) -> None:
-    answer = f'{{"weight_version": {label}}}' if label else "[]"
-    with pytest.raises(EngineFailed, match=r"replica r1: its answer .* cannot be read"):
-        await (await serve(answering(answer))).weight_label(TIMEOUT_S)
-
-
-@pytest.mark.parametrize("models", ['{"data": [1]}', '{"data": 1}', '{"data": [{"parent": "m"}]}'])
-async def test_adapters_that_cannot_be_read_are_a_failure(serve: Serve, models: str) -> None:
-    with pytest.raises(EngineFailed, match="cannot be read"):
-        await (await serve(answering(models))).lora_adapters(TIMEOUT_S)
 
 
 @pytest.mark.parametrize(
@@ -300,10 +269,6 @@ async def test_abandoning_an_update_that_is_over_is_no_error(serve: Serve) -> No
     await (await serve(answer)).abandon_weight_update(TIMEOUT_S)
 
 
-async def test_metrics_are_text(serve: Serve) -> None:
-    assert await (await serve(answering("# HELP\n"))).metrics(TIMEOUT_S) == "# HELP\n"
-
-
 async def test_metrics_that_are_no_text_are_read_as_far_as_they_are(serve: Serve) -> None:
     async def answer(_: web.Request) -> web.Response:
         return web.Response(body=b"# \xff\nvllm:a_total 1\n")
@@ -326,19 +291,6 @@ async def test_packed_is_said_where_engines_want_it(serve: Serve, said_at: str) 
     await engine.close()
     assert heard["init_info"]["packed"]
     assert heard["update_info"] == {"names": ["w"]}
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        "Call to collective_rpc method failed: Method 'wipe_kv' is not implemented.",
-        "Worker failed with error 'Method 'wipe_kv' is not implemented.', please check the stack trace above",
-    ],
-)
-async def test_workers_of_an_older_release_keep_their_kv(serve: Serve, words: str) -> None:
-    engine = await serve(answering(json.dumps({"error": {"message": words, "code": 500}}), 500))
-    engine._has_tee = True
-    await EngineWithWorkers.wipe_kv(engine, TIMEOUT_S)
 
 
 async def test_encodings_of_images_are_forgotten_with_the_kv_by_workers_and_scheduler_together(
@@ -371,25 +323,6 @@ def answered(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, int]], Vllm
         return VllmEngine("engine-0", "http://127.0.0.1:1")
 
     return made
-
-
-async def test_a_release_without_labels_gets_none(answered: Callable[..., VllmEngine]) -> None:
-    engine = answered({"/weight_info": 404, "/update_weight_version": 405})
-    await engine.start_weight_update(TIMEOUT_S)
-    assert await engine.weight_label(TIMEOUT_S) == UNKNOWN
-    await engine.close()
-
-
-@pytest.mark.parametrize("status", [401, 429])
-async def test_a_refused_look_is_none_at_a_release_without_labels(
-    answered: Callable[..., VllmEngine], status: int
-) -> None:
-    """As by a proxy in front of an external server: it may have a label."""
-    engine = answered({"/weight_info": status})
-    with pytest.raises(EngineRefused):
-        await engine.weight_label(TIMEOUT_S)
-    assert engine._has_labels
-    await engine.close()
 
 
 async def test_a_wipe_that_fails_is_told(serve: Serve) -> None:

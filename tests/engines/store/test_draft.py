@@ -2,16 +2,15 @@
 
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from engines import checkpoint
-from engines.checkpoint import Span, read_file
 from engines.errors import InvalidRequest, StoreFailed
-from engines.store import draft as draft_module
 from engines.store.changed_elements import ChangedElements
 from engines.store.draft import ChangedTensor, Draft, is_whole
 from engines.store.manifest import check_bytes, digest_of
@@ -155,69 +154,31 @@ def test_changes_that_make_other_bytes_than_the_digest_says_are_found(store: Wei
         check_bytes(draft)
 
 
-@pytest.mark.parametrize("content", [b"", b"no safetensors"])
-def test_a_file_of_changes_that_is_none_is_named(store: WeightStore, content: bytes) -> None:
-    store.promote(written(store, 1), "1", None)
-    draft = as_changes(store, changed("a", bytes([1]) * 16, AFTER))
-    (draft / "changes-00002.delta").write_bytes(content)
-    with pytest.raises(InvalidRequest, match=r"changes-00002\.delta does not hold the draft's changes"):
-        store.join(draft)
-
-
-def test_a_file_of_changes_that_was_cut_off_is_named(store: WeightStore) -> None:
-    store.promote(written(store, 1), "1", None)
-    draft = as_changes(store, changed("a", bytes([1]) * 16, AFTER))
-    path = draft / "changes-00002.delta"
+def cut_off(path: Path) -> None:
     os.truncate(path, path.stat().st_size - 1)
-    with pytest.raises(InvalidRequest, match=r"changes-00002\.delta is not a complete safetensors file"):
-        store.join(draft)
 
 
-def test_a_pipe_in_place_of_changes_is_refused_without_being_opened(store: WeightStore) -> None:
-    store.promote(written(store, 1), "1", None)
-    draft = as_changes(store, changed("a", bytes([1]) * 16, AFTER))
-    (draft / "changes-00002.delta").unlink()
-    os.mkfifo(draft / "changes-00002.delta")
-    with pytest.raises(InvalidRequest, match=r"changes-00002\.delta is no regular file"):
-        store.join(draft)
-
-
-def with_a_pipe_once_read(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Have a pipe take the place of a file of this name once its header was read."""
-
-    def swapped(path: Path) -> list[Span]:
-        spans = read_file(path)
-        if path.name == name:
-            path.unlink()
-            os.mkfifo(path)
-        return spans
-
-    for module in (checkpoint, draft_module):
-        monkeypatch.setattr(module, "read_file", swapped)
+def piped(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [("changes-00002.delta", InvalidRequest), ("model-00001.safetensors", StoreFailed)]
+    ("damage", "said"),
+    [
+        (lambda path: path.write_bytes(b""), "does not hold the draft's changes"),
+        (lambda path: path.write_bytes(b"no safetensors"), "does not hold the draft's changes"),
+        (cut_off, "is not a complete safetensors file"),
+        (piped, "is no regular file"),
+    ],
+    ids=["empty", "garbage", "cut off", "a pipe"],
 )
-def test_a_pipe_put_in_a_files_place_does_not_hold_up_a_join(
-    store: WeightStore, monkeypatch: pytest.MonkeyPatch, name: str, kind: type[Exception]
-) -> None:
+def test_a_file_of_changes_that_is_none_is_named(store: WeightStore, damage: Callable[[Path], Any], said: str) -> None:
     store.promote(written(store, 1), "1", None)
     draft = as_changes(store, changed("a", bytes([1]) * 16, AFTER))
-    with_a_pipe_once_read(monkeypatch, name)
-    with pytest.raises(kind, match=rf"{name} is no regular file"):
+    damage(draft / "changes-00002.delta")
+    with pytest.raises(InvalidRequest, match=rf"changes-00002\.delta {said}"):
         store.join(draft)
-
-
-def test_a_pipe_put_in_a_files_place_does_not_hold_up_a_copy(
-    store: WeightStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    base = store.promote(written(store, 1), "1", None)
-    draft = Draft(store.draft(), "m")
-    draft.add([tensor("b", 2)])
-    with_a_pipe_once_read(monkeypatch, "model-00001.safetensors")
-    with pytest.raises(StoreFailed, match=r"model-00001\.safetensors is no regular file"):
-        draft.complete_from(base, ["a", "b"])
 
 
 @pytest.mark.parametrize("lacking", [17, 200])

@@ -1,20 +1,16 @@
 """Weight versions in a folder: what is whole is found, what is read stays, and what is dead goes away."""
 
-import fcntl
-import os
 import shutil
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from engines.errors import InvalidRequest, StoreFailed
-from engines.store.draft import OWNER, Draft, claim_draft, is_whole
-from engines.store.manifest import MANIFEST, Manifest, check_bytes
-from engines.store.weight_store import WeightStore, is_kept, remove_folder, remove_store
+from engines.store.draft import Draft, is_whole
+from engines.store.manifest import MANIFEST, check_bytes
+from engines.store.weight_store import WeightStore, remove_folder, remove_store
 from tests.material.drafts import file_bytes, tensor, written
 
 
@@ -67,33 +63,6 @@ def test_the_version_served_and_the_one_before_are_kept(store: WeightStore) -> N
     assert store.versions == [5, 6]
     store.prune(served=6, keep=1)
     assert {path.name for path in store.folder.glob("v*")} == {"v6"}
-
-
-def test_a_version_that_is_promoted_while_others_are_pruned_stays(
-    store: WeightStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store.promote(written(store, 1), "1", None)
-    next_one, known = written(store, 2), WeightStore.versions
-
-    def promoted_just_after(self: WeightStore) -> list[int]:
-        versions: list[int] = known.fget(self)  # type: ignore[attr-defined]
-        if next_one.exists():
-            store.promote(next_one, "2", None)
-        return versions
-
-    monkeypatch.setattr(WeightStore, "versions", property(promoted_just_after))
-    store.prune(served=1)
-    assert file_bytes(store.path(2), "a") == bytes([2]) * 16
-
-
-def test_a_version_that_is_read_is_not_removed(store: WeightStore) -> None:
-    for version in (1, 2, 3):
-        store.promote(written(store, version), str(version), None)
-    with store.reading(1) as folder:
-        store.prune(served=3)
-        assert file_bytes(folder, "a") == bytes([1]) * 16
-    store.prune(served=3)
-    assert store.versions == [2, 3]
 
 
 def test_a_version_read_by_another_process_is_not_removed(store: WeightStore) -> None:
@@ -186,58 +155,6 @@ def test_a_store_is_removed_unless_a_gateway_keeps_it(store: WeightStore) -> Non
     assert not remove_store(store.folder)
 
 
-def test_a_draft_is_not_swept_in_the_moment_that_it_is_made(
-    store: WeightStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def flock(file: int, operation: int) -> None:
-        store.sweep()
-        locked(file, operation)
-
-    locked = fcntl.flock
-    locks = SimpleNamespace(flock=flock, LOCK_SH=fcntl.LOCK_SH, LOCK_EX=fcntl.LOCK_EX)
-    monkeypatch.setattr("engines.store.draft.fcntl", locks)
-    folder, owner = claim_draft(store.folder)
-    assert [path.name for path in folder.iterdir()] == [OWNER]
-    os.close(owner)
-
-
-def test_a_draft_is_not_swept_in_the_moment_that_it_becomes_a_version(
-    store: WeightStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, owner = claim_draft(store.folder)  # a trainer's
-    draft = Draft(folder, "m")
-    draft.add([tensor("a", 1)])
-    draft.finish()
-    renamed = Path.rename
-
-    def rename(path: Path, target: Path) -> Path:
-        store.sweep()
-        return renamed(path, target)
-
-    monkeypatch.setattr(Path, "rename", rename)
-    version = store.promote(folder, "1", None)
-    os.close(owner)
-    assert "a" in Manifest.read(version).tensors
-    assert OWNER not in [path.name for path in version.iterdir()]
-
-
-def test_a_writer_of_a_discarded_draft_fails_with_its_next_file_and_leaves_nothing(
-    store: WeightStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def rmtree(folder: Path, ignore_errors: bool) -> None:
-        with pytest.raises(StoreFailed):
-            draft.add([tensor("b", 1)])
-        removed(folder, ignore_errors)
-
-    removed = shutil.rmtree
-    folder = store.draft()
-    draft = Draft(folder, "m")
-    draft.add([tensor("a", 1)])
-    monkeypatch.setattr("engines.store.weight_store.shutil.rmtree", rmtree)
-    store.discard(folder)
-    assert not any(path.is_dir() for path in store.folder.iterdir())
-
-
 def test_a_withdrawn_number_is_used_again_while_its_bytes_are_being_removed(store: WeightStore) -> None:
     store.promote(written(store, 1), "1", None)
     gone = store.withdraw(1)
@@ -255,30 +172,6 @@ def test_what_a_gateway_that_died_was_removing_is_removed_by_the_next(store: Wei
     store.close()
     WeightStore(store.folder)
     assert not any(folder.exists() for folder in left)
-
-
-def test_what_is_not_there_is_thrown_away_too(store: WeightStore) -> None:
-    remove_folder(store.withdraw(7))
-    remove_folder(store.throw_away(store.folder / "draft-none"))
-    assert store.versions == []
-
-
-def test_what_is_removed_meanwhile_is_not_counted(store: WeightStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    draft = store.draft()
-    gone, there = draft / "gone.safetensors", draft / "there.safetensors"
-    there.write_bytes(b"")
-    monkeypatch.setattr(Path, "glob", lambda self, _: [gone] if self == draft else [])
-    assert store.has_room_for(1)
-
-
-def test_a_pipe_in_the_place_of_the_keeper_s_lock_holds_nobody_up(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / ".gateway")
-    with ThreadPoolExecutor(1) as pool:
-        asking = pool.submit(is_kept, tmp_path)
-        try:
-            assert asking.result(timeout=10) is False
-        finally:
-            os.close(os.open(tmp_path / ".gateway", os.O_RDWR))  # lets a reader go on
 
 
 def test_folders_of_others_stay(store: WeightStore) -> None:

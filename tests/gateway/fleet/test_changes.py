@@ -121,16 +121,6 @@ async def test_all_copies_know_the_next_version_before_the_trainer_hears_that_it
     assert (await starting)[0] == 200
 
 
-async def test_a_follower_that_left_is_told_nothing(start_rig: StartRig) -> None:
-    rig = await start_rig(1)
-    follower = SlowFollower()
-    rig.fleet.changes.follow(follower)
-    rig.fleet.changes.unfollow(follower)
-    rig.fleet.replicas[0].overwrite()
-    await rig.fleet.changes.taken()
-    assert follower.told == []
-
-
 async def test_a_follower_hears_of_replicas_that_come_and_go(start_rig: StartRig) -> None:
     rig = await start_rig(1)
     follower = SlowFollower()

@@ -122,28 +122,6 @@ async def test_a_key_that_a_server_refuses_at_its_version_is_told_once_until_it_
     await theirs.kill()
 
 
-@pytest.mark.parametrize("answer", [b"{}", b"[]", b'{"weight_version": null}'])
-async def test_an_odd_answer_of_a_server_is_its_own_failure(
-    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch, answer: bytes
-) -> None:
-    rig = await start_rig(1)
-    theirs = await SimReplica("theirs", 5, rig.sim).start()
-    await joined(rig, theirs.info.url)
-    read = HttpEngine._read
-
-    async def odd(engine: HttpEngine, method: str, path: str, body: Json | None, timeout_s: float) -> bytes:
-        is_odd = path == "/weight_info" and engine.replica_id == "theirs-0"
-        return answer if is_odd else await read(engine, method, path, body, timeout_s)
-
-    monkeypatch.setattr(HttpEngine, "_read", odd)
-    async with asyncio.timeout(SOON_S):
-        while not any("SUSPECT: replica theirs-0: its answer" in text for text in await told_of(rig)):
-            await asyncio.sleep(0.01)
-    monkeypatch.undo()
-    await until_state(rig, "SERVING")
-    await theirs.kill()
-
-
 async def test_a_plain_server_serves_until_the_first_update(start_rig: StartRig, openai: OpenAiServer) -> None:
     rig = await joined(await start_rig(1), openai.url)
     assert (await rig.get("/get_world_size"))[1] == {"world_size": 1}

@@ -5,7 +5,6 @@ import asyncio
 import aiohttp
 import pytest
 
-from engines.errors import EngineOverwritten, EngineUnreachable
 from engines.types import ReplicaState
 from gateway.fleet.replica import Replica
 from tests.rigs.rig import FAST_WATCH, Rig, SimReplica, StartRig
@@ -33,13 +32,6 @@ async def test_after_the_configured_wait_those_present_are_the_fleet(start_rig: 
             await asyncio.sleep(0.02)
 
 
-async def test_a_dead_replica_is_lost_and_the_other_takes_its_rollouts(rig: Rig) -> None:
-    await rig.replicas.pop(0).kill()
-    reply = await rig.complete([[i + 3] for i in range(8)])
-    assert len(reply["choices"]) == 8
-    await rig.until({"engine-1": "SERVING"})
-
-
 async def test_rollouts_in_flight_on_a_dying_replica_are_generated_on_another(start_rig: StartRig) -> None:
     rig = await start_rig(sim={"decode_step_s": 0.01})
     prompts = [[i + 3] for i in range(6)]
@@ -52,40 +44,10 @@ async def test_rollouts_in_flight_on_a_dying_replica_are_generated_on_another(st
     assert [choice["prompt_token_ids"] for choice in reply["choices"]] == prompts
 
 
-async def test_a_replica_that_returns_with_the_checkpoint_waits_for_the_next_update(rig: Rig) -> None:
-    await rig.open_group()
-    await rig.update()
-    await rig.replicas[0].kill()
-    await rig.add_replica("engine-0")
-    await rig.until({"engine-0": "SYNCING", "engine-1": "SERVING"})
-    before = rig.fleet.replicas[0].placed
-    await rig.complete([[i + 3] for i in range(8)])
-    assert rig.fleet.replicas[0].placed == before
-    await rig.open_group()
-    await rig.update()
-    assert await rig.states() == {"engine-0": "SERVING", "engine-1": "SERVING"}
-
-
 async def test_before_the_first_update_a_returning_replica_serves_at_once(rig: Rig) -> None:
     await rig.replicas[0].kill()
     await rig.add_replica("engine-0")
     await rig.until({"engine-0": "SERVING", "engine-1": "SERVING"})
-
-
-async def test_a_restarted_gateway_learns_the_version_from_the_engines(start_rig: StartRig) -> None:
-    rig = await start_rig()
-    await rig.open_group()
-    await rig.update()
-    await rig.replicas[1].kill()
-    await rig.add_replica("engine-1")
-    successor = await start_rig(num_replicas=2)
-    for own in successor.replicas:
-        await own.kill()
-    successor.replicas[:] = rig.replicas
-    async with asyncio.timeout(30):
-        while await successor.states() != {"engine-0": "SERVING", "engine-1": "SYNCING"}:
-            await asyncio.sleep(0.02)
-    assert successor.fleet.version == 1
 
 
 async def test_a_rollout_without_any_replica_waits_for_one(start_rig: StartRig) -> None:
@@ -115,34 +77,6 @@ async def test_a_replica_that_refuses_connections_has_ended_and_is_lost_at_once(
         while victim.state is not ReplicaState.LOST:
             await asyncio.sleep(0.02)
     assert "Cannot connect" in victim.reason
-
-
-async def test_a_call_on_a_replica_that_is_lost_says_so_and_goes_nowhere(rig: Rig) -> None:
-    replica = rig.fleet.replicas[0]
-    await rig.replicas.pop(0).kill()
-    await rig.until({"engine-1": "SERVING"})
-    with pytest.raises(EngineUnreachable, match=r"engine-0.*given up"):
-        await replica.unless_lost(replica.engine.health(1.0))
-
-
-@pytest.mark.parametrize("ends_after_s", [0.0, 0.2])
-async def test_a_replica_is_lost_also_while_calls_that_were_dropped_are_ending(rig: Rig, ends_after_s: float) -> None:
-    replica = rig.fleet.replicas[0]
-
-    async def call() -> None:
-        try:
-            await asyncio.Event().wait()
-        finally:
-            await asyncio.sleep(ends_after_s)
-
-    dropped = asyncio.create_task(replica.unless_lost(call()))
-    await asyncio.sleep(0)
-    rig.fleet.fence(replica, "its weights are wrong")
-    await asyncio.sleep(0)  # the call is cancelled, and has not ended
-    rig.fleet.set_state(replica, ReplicaState.LOST, "its engine is gone")
-    assert replica not in rig.fleet.replicas
-    with pytest.raises(EngineOverwritten):
-        await dropped
 
 
 async def test_an_engine_that_a_gateway_before_this_one_froze_goes_on(start_rig: StartRig) -> None:

@@ -20,48 +20,26 @@ BODIES: dict[str, Json] = {
 }
 
 
-def ended(version: int | None) -> Json:
-    return {"weight_versions": [{"version": version, "start": 0, "end": None if version is None else 3}]}
+MEETS = {
+    "no update": (4, [], 4, [4], [4]),
+    "updates that keep its KV": (4, [(5, True), (7, True)], 7, [4, 5, 7], [4, 5, 7]),
+    "one after which it is made again": (4, [(5, True), (6, False)], 6, [6], [4, 5, 6]),
+    "one that keeps it after its end": (4, [(5, True)], 4, [4], [4, 5]),
+    "one that clears it after its end": (4, [(5, False)], 4, [4], [4, 5]),
+    "the update under which it was sent": (None, [(1, True)], 1, [1], [1]),
+    "updates of an engine that tells no spans": (4, [(5, True), (7, True)], None, [4, 5, 7], [4, 5, 7]),
+}
 
 
-def test_a_request_that_meets_no_update_has_kv_of_one_version() -> None:
-    assert Flight(4).kv_versions(ended(4)) == [4]
-
-
-def test_each_update_that_keeps_its_kv_adds_a_version() -> None:
-    flight = Flight(4)
-    flight.meet(5, keeps_kv=True)
-    flight.meet(7, keeps_kv=True)
-    assert flight.kv_versions(ended(7)) == [4, 5, 7]
-    assert flight.kv_versions({}) == [4, 5, 7], "an engine that tells no spans"
-
-
-def test_an_update_that_has_it_made_again_leaves_its_own_alone() -> None:
-    flight = Flight(4)
-    flight.meet(5, keeps_kv=True)
-    flight.meet(6, keeps_kv=False)
-    assert flight.kv_versions(ended(6)) == [6]
-
-
-def test_a_sample_that_ended_before_the_update_has_none_of_the_new_version() -> None:
-    kept, cleared = Flight(4), Flight(4)
-    kept.meet(5, keeps_kv=True)
-    cleared.meet(5, keeps_kv=False)
-    assert kept.kv_versions(ended(4)) == cleared.kv_versions(ended(4)) == [4]
-
-
-def test_one_that_is_sent_under_an_update_has_what_the_update_brings() -> None:
-    flight = Flight(None)
-    flight.meet(1, keeps_kv=True)
-    assert flight.kv_versions(ended(1)) == [1]
-    assert flight.versions == [1]
-
-
-def test_its_tokens_may_be_of_every_version_that_it_has_met_also_where_its_kv_is_not() -> None:
-    flight = Flight(4)
-    flight.meet(5, keeps_kv=True)
-    flight.meet(6, keeps_kv=False)
-    assert flight.versions == [4, 5, 6]
+@pytest.mark.parametrize(("sent", "updates", "last", "kv", "tokens"), MEETS.values(), ids=MEETS.keys())
+def test_a_request_that_meets_it_has_kv_and_tokens_of_these_versions(
+    sent: int | None, updates: list[tuple[int, bool]], last: int | None, kv: list[int], tokens: list[int]
+) -> None:
+    flight = Flight(sent)
+    for version, keeps_kv in updates:
+        flight.meet(version, keeps_kv=keeps_kv)
+    assert flight.kv_versions({"weight_versions": [{"version": last, "start": 0, "end": 3}]} if last else {}) == kv
+    assert flight.versions == tokens
 
 
 def told(choice: Json) -> list[int]:

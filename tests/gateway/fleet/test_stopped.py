@@ -54,12 +54,6 @@ async def carried(replica: Replica, pauses: Pauses) -> str:
         return "cut off" if replica.cuts_off else "ended"
 
 
-async def test_an_idle_replica_is_paused_once(replica: Replica) -> None:
-    pauses = Pauses(replica, ends_at=1)
-    await cut_off(replica, by=Holder.UPDATE, timeout_s=1.0)
-    assert (pauses.modes, replica.cuts_off) == ([PauseMode.ABORT], False)
-
-
 @pytest.mark.parametrize("ends_at", [1, 3])
 async def test_what_comes_late_is_ended_with_another_call(replica: Replica, ends_at: int) -> None:
     pauses = Pauses(replica, ends_at)

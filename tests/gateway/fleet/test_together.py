@@ -15,22 +15,6 @@ async def test_results_are_in_the_order_of_the_calls() -> None:
     assert await together(call(number) for number in range(3)) == [0, 1, 2]
 
 
-async def test_others_have_turns_of_the_loop_while_many_calls_begin() -> None:
-    begun, seen = 0, list[int]()
-
-    async def call() -> None:
-        nonlocal begun
-        begun += 1
-
-    async def look() -> None:
-        while begun < 200:
-            seen.append(begun)
-            await asyncio.sleep(0)
-
-    await asyncio.gather(look(), together(call() for _ in range(200)))
-    assert len(set(seen)) > 5
-
-
 async def test_the_first_failure_ends_calls_that_have_begun_and_begins_no_other() -> None:
     ended: list[int] = []
 

@@ -9,23 +9,18 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from aiohttp import web
 
 from engines.clients.vllm_engine import VllmEngine
 from engines.engine import ReceiptCopy
-from engines.errors import EngineFailed, EngineUnreachable
-from engines.store.draft import Draft, claim_draft, raw
-from engines.store.manifest import Manifest, check_bytes
+from engines.errors import EngineFailed
+from engines.store.manifest import check_bytes
 from engines.store.weight_store import WeightStore, remove_folder
-from engines.types import ReplicaInfo, ReplicaState
-from engines.weight_label import open_label, version_of
+from engines.types import ReplicaInfo
+from engines.weight_label import version_of
 from gateway.fleet.replica import Replica
 from gateway.weights import catch_up
 from gateway.weights.canary import Canary
-from gateway.weights.catch_up import CatchUp
-from gateway.weights.updates import swaps
 from gateway.weights.verdicts import Finding, Result
-from sim.server import SimServer
 from tests.rigs.rig import Json, Rig, SimReplica, StartRig
 
 BOTH_SERVE = {"engine-0": "SERVING", "engine-1": "SERVING"}
@@ -111,13 +106,6 @@ async def test_a_replica_on_another_node_writes_no_version_down(
     assert writers == [second.replica_id]
 
 
-async def test_the_last_two_versions_are_kept(kept: Rig, folder: Path) -> None:
-    for version in (2, 3, 4):
-        await kept.update()
-        await until_kept(kept, [version - 1, version])
-    assert folders(folder) == {"v3", "v4"}
-
-
 async def test_a_replica_that_comes_back_serves_the_current_version_without_an_update(kept: Rig) -> None:
     said = await greedy(kept)
     await kept.replicas[0].kill()
@@ -125,26 +113,6 @@ async def test_a_replica_that_comes_back_serves_the_current_version_without_an_u
     await kept.until(BOTH_SERVE)
     assert await greedy(kept) == said
     assert await served_versions(kept) == {1}
-
-
-async def test_a_replica_that_joins_late_serves_the_current_version(kept: Rig) -> None:
-    await kept.add_replica("engine-2")
-    await kept.until(BOTH_SERVE | {"engine-2": "SERVING"})
-    assert len(await greedy(kept)) == 1
-
-
-async def test_a_replica_killed_before_the_transfer_costs_the_update_and_nothing_else(kept: Rig) -> None:
-    said = await greedy(kept)
-    await kept.replicas[0].kill()
-    async with asyncio.timeout(30):
-        while (await kept.states()).get("engine-0") == "SERVING":
-            await asyncio.sleep(0.02)
-    status, reply = await kept.post("/start_weight_update", {})
-    assert status == 424
-    assert "engine-0" in reply["error"]["message"]
-    await kept.add_replica("engine-0")
-    await kept.until(BOTH_SERVE)
-    assert await greedy(kept) == said
 
 
 async def test_a_replica_killed_in_the_transfer_leaves_the_fleet_at_the_version_before(kept: Rig) -> None:
@@ -191,55 +159,6 @@ async def test_replicas_leave_the_group_of_a_transfer_that_failed(kept: Rig, mon
     assert sorted(closed) == ["engine-0", "engine-1"]
 
 
-async def test_a_replica_killed_after_the_transfer_leaves_the_fleet_at_the_version_before(kept: Rig) -> None:
-    said = await greedy(kept)
-    await begun(kept)
-    await kept.post("/update_weights", {"update_info": kept.tensors})
-    await kept.replicas[1].kill()
-    status, reply = await kept.post("/finish_weight_update", {})
-    assert status == 424
-    assert "engine-1" in reply["error"]["message"]
-    await kept.add_replica("engine-1")
-    await kept.until(BOTH_SERVE)
-    assert await greedy(kept) == said
-    assert await served_versions(kept) == {1}
-
-
-@pytest.mark.parametrize("call", ["update_weights", "finish_weight_update"])
-async def test_an_update_ends_at_the_first_call_after_a_replica_was_lost(kept: Rig, call: str) -> None:
-    said = await greedy(kept)
-    await begun(kept)
-    await kept.post("/update_weights", {"update_info": kept.tensors})
-    await kept.replicas[1].kill()
-    async with asyncio.timeout(30):
-        while "engine-1" in await kept.states():
-            await asyncio.sleep(0.02)
-    status, reply = await kept.post(f"/{call}", {"update_info": kept.tensors})
-    assert status == 424
-    assert "replica engine-1 left it" in reply["error"]["message"]
-    await kept.add_replica("engine-1")
-    await kept.until(BOTH_SERVE)
-    assert await greedy(kept) == said
-    await kept.open_group()
-    await kept.update()
-    assert await served_versions(kept) == {2}
-
-
-async def test_a_trainer_that_dies_in_the_middle_leaves_the_fleet_at_the_version_before(start: StartRig) -> None:
-    rig = await start(idle_timeout_s=0.4)
-    await rig.open_group()
-    await rig.update()
-    await until_kept(rig, [1])
-    said = await greedy(rig)
-    await begun(rig)
-    await rig.post("/update_weights", {"update_info": rig.tensors})
-    await rig.until(BOTH_SERVE)
-    assert await greedy(rig) == said
-    await rig.open_group()
-    await rig.update()
-    assert await served_versions(rig) == {2}
-
-
 async def test_a_tensor_damaged_on_its_way_is_named_with_its_replica_and_nobody_serves_it(start_rig: StartRig) -> None:
     rig = await start_rig(3, sim=TENSORS)
     said = await greedy(rig)
@@ -254,46 +173,12 @@ async def test_a_tensor_damaged_on_its_way_is_named_with_its_replica_and_nobody_
     assert await served_versions(rig) == {0}
 
 
-async def test_of_two_replicas_that_differ_both_are_named(rig: Rig) -> None:
-    await begun(rig)
-    rig.replicas[0].damage("weight")
-    await rig.post("/update_weights", {"update_info": rig.tensors})
-    status, reply = await rig.post("/finish_weight_update", {})
-    assert status == 424
-    assert "engine-0 (" in reply["error"]["message"]
-    assert "engine-1 (" in reply["error"]["message"]
-
-
-async def test_tensors_of_wrong_shape_leave_the_version_and_the_store_alone(kept: Rig, folder: Path) -> None:
-    said = await greedy(kept)
-    await begun(kept)
-    status, _ = await kept.post("/update_weights", {"update_info": kept.tensors | {"shapes": [[9, 9], [4]]}})
-    assert status == 400
-    assert await greedy(kept) == said
-    assert folders(folder) == {"v1"}
-
-
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The store's disk, whose free bytes can be set."""
     usage = SimpleNamespace(free=1 << 30)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     return usage
-
-
-async def test_a_full_disk_costs_the_snapshot_and_neither_the_update_nor_a_file(
-    kept: Rig, folder: Path, monkeypatch: pytest.MonkeyPatch, disk: SimpleNamespace
-) -> None:
-    monkeypatch.setattr(WeightStore, "has_room_for", lambda *_: True)  # it filled up since
-    disk.free = 10
-    await kept.update()
-    assert await served_versions(kept) == {2}
-    async with asyncio.timeout(30):
-        while folders(folder) != {"v1"}:
-            await asyncio.sleep(0.02)
-    disk.free = 1 << 30
-    await kept.update()
-    await until_kept(kept, [3])
 
 
 async def test_a_store_without_room_is_said_once_in_status_and_the_fleet_goes_on(
@@ -325,39 +210,6 @@ async def test_a_replica_that_comes_back_without_a_kept_version_says_what_it_wai
     await rig.until(BOTH_SERVE)
 
 
-async def pushed(rig: Rig, folder: Path) -> None:
-    """Push a draft that a trainer has written into the store."""
-    await rig.post("/v1/weight_updates", {"transport": "store", "snapshot": whole_draft(folder).name})
-
-
-def whole_draft(folder: Path) -> Path:
-    draft, _ = claim_draft(folder)
-    written = Draft(draft, "sim")
-    written.add([raw("w", "float32", [4, 4], bytes(64)), raw("b", "float32", [4], bytes(16))])
-    written.finish()
-    return draft
-
-
-async def moved(rig: Rig, start: StartRig) -> Rig:
-    """A new gateway over the replicas of another, which is gone."""
-    await rig.stop_gateway()
-    return await start(rig.replicas)
-
-
-async def test_a_gateway_started_anew_serves_and_hands_out_the_version_of_its_engines(
-    kept: Rig, start: StartRig
-) -> None:
-    said = await greedy(kept)
-    again = await moved(kept, start)
-    await again.until(BOTH_SERVE)
-    assert await greedy(again) == said
-    await again.replicas[0].kill()
-    await again.add_replica("engine-0")
-    await again.until(BOTH_SERVE)
-    assert await greedy(again) == said
-    assert await served_versions(again) == {1}
-
-
 @pytest.mark.parametrize("first_found", [[], ["engine-1"]])
 async def test_a_trainer_that_asks_before_all_replicas_are_found_costs_no_version(
     kept: Rig, start: StartRig, folder: Path, monkeypatch: pytest.MonkeyPatch, first_found: list[str]
@@ -386,158 +238,6 @@ async def test_a_trainer_that_asks_before_all_replicas_are_found_costs_no_versio
     assert "v1" in folders(folder)
 
 
-async def test_a_gateway_that_dies_during_an_update_leaves_no_mixture_that_serves(
-    kept: Rig, start: StartRig, folder: Path
-) -> None:
-    said = await greedy(kept)
-    await begun(kept)
-    await kept.post("/update_weights", {"update_info": kept.tensors})
-    again = await moved(kept, start)
-    await again.until(BOTH_SERVE)
-    assert await greedy(again) == said
-    assert await served_versions(again) == {1}
-    assert folders(folder) == {"v1"}
-    await again.open_group()
-    await again.update()
-    assert await served_versions(again) == {2}
-
-
-async def test_a_trainers_log_probs_are_taken_by_a_restarted_gateway(kept: Rig, start: StartRig) -> None:
-    length = len((await kept.get("/v1/weight_canary"))[1]["token_ids"]) - 1
-    again = await moved(kept, start)
-    await again.until(BOTH_SERVE)
-    await again.open_group()
-    await again.post("/start_weight_update", {})
-    await again.post("/update_weights", {"update_info": again.tensors})
-    status, _ = await again.post("/finish_weight_update", {"canary_logprobs": [-1.0] * length})
-    assert status == 200
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"shapes": [5, 4]}, {"names": [["w"], "b"]}, {"names": [1, 2]}, {"dtype_names": 5}], ids=str
-)
-async def test_a_malformed_announcement_is_refused_as_the_trainers_fault(kept: Rig, wrong: Json) -> None:
-    await begun(kept)
-    status, reply = await kept.post("/update_weights", {"update_info": kept.tensors | wrong})
-    assert (status, reply["error"]["param"].partition(".")[0]) == (400, "update_info")
-    assert await served_versions(kept) == {1}
-    assert (await kept.get("/status"))[1]["weight_update"] is None
-
-
-@pytest.mark.parametrize("kind", ["flat", "store"])
-async def test_a_version_that_a_gateway_died_before_committing_is_not_served(
-    kept: Rig, start: StartRig, folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
-    said, asked = await greedy(kept), asyncio.Event()
-
-    async def never(*_: object, **__: object) -> None:
-        asked.set()
-        await asyncio.Event().wait()
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Canary, "check", never)
-        patch.setattr(CatchUp, "_bring_back", never)  # the gateway dies before it asks an engine for anything
-        pushing = asyncio.create_task(kept.update() if kind == "flat" else pushed(kept, folder))
-        await asyncio.wait_for(asked.wait(), 20)
-        await kept.stop_gateway()
-        await asyncio.gather(pushing, return_exceptions=True)
-    again = await start(kept.replicas)
-    await again.until(BOTH_SERVE)
-    assert await served_versions(again) == {1}
-    assert await greedy(again) == said
-    await again.open_group()
-    await again.update()
-    assert await served_versions(again) == {3}, "version 2 may have been served, in a rolling update"
-
-
-@pytest.mark.parametrize("is_kept", [True, False])
-async def test_a_version_whose_labels_a_gateway_died_between_is_committed(
-    kept: Rig, start: StartRig, folder: Path, is_kept: bool
-) -> None:
-    await kept.stop_gateway()
-    [before] = {replica.scheduler.version for replica in kept.replicas}
-    labelled, other = kept.replicas
-    labelled.scheduler.hold_version("2-0000000b")
-    other.scheduler.hold_version(open_label("2-0000000b", before))
-    if is_kept:
-        store = WeightStore(folder)
-        store.promote(whole_draft(folder), "2-0000000b", None)
-        store.close()
-    again = await start(kept.replicas)
-    await again.until({"engine-0": "SERVING", "engine-1": "SERVING" if is_kept else "SYNCING"})
-    assert await served_versions(again) == {2}
-    assert len(await greedy(again)) == 1
-
-
-async def test_a_version_whose_writer_died_is_given_up_and_the_next_is_kept(
-    start_rig: StartRig, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rig = await start_rig(3, sim=TENSORS, weights={"store": str(folder), "relay": "never"})
-    with monkeypatch.context() as killed:
-        killed.setattr("sim.worker._write", lambda *_: None)
-        await rig.open_group()
-        await rig.update()
-    await rig.replicas[0].kill()
-    del rig.replicas[0]
-    await rig.until({"engine-1": "SERVING", "engine-2": "SERVING"})
-    async with asyncio.timeout(30):
-        while folders(folder):
-            await asyncio.sleep(0.02)
-    await rig.open_group()
-    await rig.update()
-    await until_kept(rig, [2])
-
-
-async def test_a_version_withdrawn_while_it_was_promoted_is_never_listed(
-    kept: Rig, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    entered, may_go_on = asyncio.Event(), threading.Event()
-    loop, promote = asyncio.get_running_loop(), WeightStore.promote
-
-    def slow(*args: object) -> object:
-        loop.call_soon_threadsafe(entered.set)
-        assert may_go_on.wait(20)
-        return promote(*args)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(WeightStore, "promote", slow)
-    draft, _ = claim_draft(folder)
-    written = Draft(draft, "sim")
-    written.add([raw("b", "float32", [4], bytes(16))])
-    written.finish()
-    pushing = asyncio.create_task(kept.post("/v1/weight_updates", {"transport": "store", "snapshot": draft.name}))
-    await asyncio.wait_for(entered.wait(), 20)
-    pushing.cancel()
-    await asyncio.gather(pushing, return_exceptions=True)
-    may_go_on.set()
-    await kept.until(BOTH_SERVE)
-    async with asyncio.timeout(30):
-        while folders(folder) != {"v1"} or kept.fleet.update_to is not None:
-            await asyncio.sleep(0.02)
-    assert (await kept.get("/v1/weight_store/versions"))[1] == {"versions": [1], "served": 1}
-
-
-async def test_a_trainer_that_leaves_before_the_commit_leaves_no_update_open(
-    kept: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    leaving = asyncio.Event()
-
-    async def never_kept(self: VllmEngine, timeout_s: float) -> None:
-        leaving.set()
-        await asyncio.sleep(timeout_s)
-
-    monkeypatch.setattr(VllmEngine, "keep_receipt", never_kept)
-    await begun(kept)
-    await kept.post("/update_weights", {"update_info": kept.tensors})
-    finishing = asyncio.create_task(kept.post("/finish_weight_update", {}))
-    await asyncio.wait_for(leaving.wait(), 20)
-    finishing.cancel()
-    await asyncio.gather(finishing, return_exceptions=True)
-    await kept.until(BOTH_SERVE)
-    assert await served_versions(kept) == {1}
-    record = (await kept.get("/v1/weight_updates"))[1]["weight_updates"][0]
-    assert record["error"] == "its trainer was gone before the answer, or the gateway ends"
-
-
 async def test_a_store_that_fails_after_the_commit_does_not_fail_the_update(
     kept: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -548,20 +248,6 @@ async def test_a_store_that_fails_after_the_commit_does_not_fail_the_update(
     await kept.open_group()
     await kept.update()
     assert await served_versions(kept) == {2}
-
-
-async def test_versions_of_a_run_before_are_not_handed_out(kept: Rig, start_rig: StartRig, folder: Path) -> None:
-    await kept.update()
-    await until_kept(kept, [1, 2])
-    await kept.stop()
-    rig = await start_rig(2, sim=TENSORS, weights={"store": str(folder)})
-    assert (await rig.get("/status"))[1]["weight_store"]["versions"] == []
-    assert await served_versions(rig) == {0}
-    await rig.open_group()
-    await rig.update()
-    await until_kept(rig, [1])
-    assert not (folder / "v2").exists()
-    assert Manifest.read(folder / "v1").version == 1
 
 
 @pytest.fixture
@@ -611,68 +297,6 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-async def test_kv_of_refused_weights_is_wiped_once_good_ones_are_loaded(
-    start_rig: StartRig, folder: Path, loads: list[str]
-) -> None:
-    """Not before: the engine may run a dropped request with refused weights until then."""
-    rig = await start_rig(1, sim=TENSORS, weights={"store": str(folder)})
-    await rig.open_group()
-    assert await refused(rig) == 424
-    await rig.until({"engine-0": "SERVING"})
-    await rig.update()
-    assert loads == ["finish 1", "finish 2", "load 1", "wipe", "finish 2"]
-
-
-async def refused_without_store(start_rig: StartRig) -> Rig:
-    """A rig whose replica waits for the next update: it holds refused weights, and no store has those before."""
-    rig = await start_rig(1, sim=TENSORS, weights={"store": None})
-    await rig.open_group()
-    assert await refused(rig) == 424
-    async with asyncio.timeout(20):
-        while "waits for the next update" not in rig.fleet.replicas[0].reason:
-            await asyncio.sleep(0.01)
-    return rig
-
-
-async def test_kv_of_refused_weights_is_wiped_by_the_next_update_where_there_is_no_version_to_load(
-    start_rig: StartRig, loads: list[str]
-) -> None:
-    rig = await refused_without_store(start_rig)
-    await rig.update()
-    await rig.update()
-    assert loads == ["finish 1", "finish 2", "finish 2", "wipe", "finish 3"]
-
-
-async def test_kv_that_requests_of_others_hold_fails_no_update(
-    start_rig: StartRig, loads: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on an external server with other clients, which are in its blocks all the time."""
-
-    async def never(*_: object) -> bool:
-        return False
-
-    rig = await refused_without_store(start_rig)
-    monkeypatch.setattr(swaps, "_FORGET_S", 0.2)
-    monkeypatch.setattr(VllmEngine, "reset_prefix_cache", never)
-    await rig.update()
-    assert await rig.states() == {"engine-0": "SERVING"}
-    assert "wipe" not in loads
-
-
-async def test_after_a_refusal_the_version_before_serves_before_the_refused_one_is_removed(
-    kept: Rig, folder: Path, held: threading.Event
-) -> None:
-    assert await refused(kept) == 424
-    await kept.until(BOTH_SERVE)
-    assert await served_versions(kept) == {2}
-    assert {name.partition("gone-")[0] for name in folders(folder)} == {"v2", "draft-"}
-    asked = asyncio.create_task(kept.get("/v1/weight_store"))
-    assert not (await asyncio.wait([asked], timeout=0.2))[0]  # a trainer that writes next may need the room
-    held.set()
-    assert (await asked)[0] == 200
-    assert folders(folder) == {"v2"}
-
-
 async def test_the_next_version_is_written_once_the_refused_one_has_made_room(kept: Rig, held: threading.Event) -> None:
     assert await refused(kept) == 424
     await kept.until(BOTH_SERVE)
@@ -681,24 +305,6 @@ async def test_the_next_version_is_written_once_the_refused_one_has_made_room(ke
     assert not (await asyncio.wait([asked], timeout=0.2))[0]
     held.set()
     assert (await asked)[0] == 200
-
-
-async def test_a_refused_replica_ends_its_update_in_a_single_pause_between_steps(
-    kept: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An engine that runs many requests takes each call after the end of a step alone."""
-    calls: dict[str, list[str]] = {"engine-0": [], "engine-1": []}
-    on_workers = VllmEngine._on_workers
-
-    async def noted(self: VllmEngine, method: str, arguments: Json, timeout_s: float) -> list[object]:
-        calls[self.replica_id].append(method)
-        return await on_workers(self, method, arguments, timeout_s)
-
-    monkeypatch.setattr(VllmEngine, "_on_workers", noted)
-    assert await refused(kept) == 424
-    await kept.until(BOTH_SERVE)
-    for methods in calls.values():
-        assert methods[methods.index("end_update") - 1 :] == ["close_receipt", "end_update", "load_snapshot", "wipe_kv"]
 
 
 @pytest.mark.parametrize("loads_between_steps", [True, False])
@@ -717,101 +323,6 @@ async def test_a_load_waits_for_requests_that_an_engine_still_ends_only_where_it
     await rig.until({"engine-0": "SERVING"})
     first = [] if loads_between_steps else ["reset"]
     assert loads == ["finish 1", "finish 2", *first, "load 1", "reset", "wipe"]
-
-
-class Ending:
-    """Engines that refuse to forget their KV while `still`, as under requests that do not end."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.still = True
-        self.done: list[str] = []
-        reset, load = SimServer.reset_prefix_cache, VllmEngine.load_snapshot
-
-        async def answer(server: SimServer, request: web.Request) -> web.Response:
-            if self.still:
-                return web.json_response({"success": False})
-            self.done.append("forgot")
-            return await reset(server, request)
-
-        async def count(engine: VllmEngine, path: str, version: int, timeout_s: float) -> None:
-            await load(engine, path, version, timeout_s)
-            self.done.append("loaded")
-
-        monkeypatch.setattr(SimServer, "reset_prefix_cache", answer)
-        monkeypatch.setattr(VllmEngine, "load_snapshot", count)
-
-    async def loaded(self) -> None:
-        async with asyncio.timeout(20):
-            while not self.done:
-                await asyncio.sleep(0.01)
-
-
-@pytest.mark.parametrize("end", ["restart", "loss"])
-async def test_good_weights_beside_kv_of_refused_ones_are_not_believed_after_an_interruption(
-    start_rig: StartRig, folder: Path, monkeypatch: pytest.MonkeyPatch, end: str
-) -> None:
-    ending, weights = Ending(monkeypatch), {"store": str(folder)}
-    rig = await start_rig(1, sim=TENSORS, weights=weights)
-    await rig.open_group()
-    assert await refused(rig) == 424
-    await ending.loaded()
-    await asyncio.sleep(0.1)
-    assert not (await rig.fleet.replicas[0].engine.weight_label(5.0)).held
-    assert ending.done == ["loaded"]
-    if end == "restart":
-        await rig.stop_gateway()
-    else:
-        rig.fleet.set_state(rig.fleet.replicas[0], ReplicaState.LOST, "silent too long")
-    ending.still = False
-    if end == "restart":
-        rig = await start_rig(1, sim=TENSORS, replicas=rig.replicas, weights=weights)
-    await rig.until({"engine-0": "SERVING"})
-    # A reset that was on its way when the replica was lost may arrive too; it proves nothing.
-    assert ending.done.count("loaded") == 2
-    assert ending.done[-2:] == ["loaded", "forgot"]
-    assert await served_versions(rig) == {1}
-
-
-async def test_a_reset_that_breaks_off_is_tried_again_as_a_load_is(kept: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(catch_up, "_RETRY_S", 0.01)
-    replica = kept.fleet.replicas[0]
-    broken = iter([EngineUnreachable("the connection broke", replica_id=replica.replica_id)])
-    reset = VllmEngine.reset_prefix_cache
-
-    async def break_once(engine: VllmEngine, timeout_s: float) -> bool:
-        if engine.replica_id == replica.replica_id and (error := next(broken, None)):
-            raise error
-        return await reset(engine, timeout_s)
-
-    monkeypatch.setattr(VllmEngine, "reset_prefix_cache", break_once)
-    kept.fleet.fence(replica, "its weights are wrong")
-    await kept.until(BOTH_SERVE)  # after 60 s where it is given up
-
-
-async def test_weights_that_no_canary_has_passed_are_not_believed_by_the_next_gateway(
-    start_rig: StartRig, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A load that leaves the weights damaged, and a gateway that dies before it finds out."""
-    asked, weights = asyncio.Event(), {"store": str(folder)}
-    rig = await start_rig(2, sim=TENSORS, odd={"engine-1": {"corrupt_loads": True}}, weights=weights)
-    await rig.open_group()
-    await rig.update()
-    await until_kept(rig, [1])
-    said = await greedy(rig)
-    with monkeypatch.context() as patch:
-
-        async def never(*_: object) -> None:
-            asked.set()
-            await asyncio.Event().wait()
-
-        patch.setattr(Canary, "admit", never)
-        rig.fleet.fence(rig.fleet.replicas[1], "its weights are wrong")
-        await asyncio.wait_for(asked.wait(), 20)
-        await rig.stop_gateway()
-    again = await start_rig(2, sim=TENSORS, replicas=rig.replicas, weights=weights)
-    await again.until({"engine-0": "SERVING", "engine-1": "SYNCING"})
-    assert await greedy(again) == said
-    rig.replicas[1].heal()
 
 
 async def test_refused_updates_are_no_failures_of_the_rollouts_or_the_replicas_under_them(
@@ -910,60 +421,6 @@ async def until_placed(rig: Rig, rollouts: Sequence["asyncio.Task[Json]"]) -> No
             await asyncio.sleep(0.01)
 
 
-def rotten(folder: Path) -> None:
-    """Change the last byte of the files of a version."""
-    for file in folder.glob("*.safetensors"):
-        file.chmod(0o600)
-        file.write_bytes(file.read_bytes()[:-1] + b"\x7f")
-
-
-@pytest.fixture
-async def alone(start_rig: StartRig, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Rig:
-    """One fp8 replica under load at version 1. It says something else when it is brought back, idle, in any batch."""
-    rig = await start_rig(1, sim=TENSORS, weights={"store": str(folder)})
-    await rig.open_group()
-    await rig.update()
-    await until_kept(rig, [1])
-    empty, score, by = CatchUp._empty, Canary._score, 0.0
-
-    async def idle(catch_up: CatchUp, replica: Replica) -> None:
-        nonlocal by
-        by = 0.16
-        await empty(catch_up, replica)
-
-    async def moved(canary: Canary, replica: Replica, token_ids: list[int]) -> tuple[float, ...]:
-        return tuple(value + by for value in await score(canary, replica, token_ids))
-
-    monkeypatch.setattr(CatchUp, "_empty", idle)
-    monkeypatch.setattr(Canary, "_score", moved)
-    return rig
-
-
-async def test_one_replica_alone_that_was_refused_once_serves_the_version_before_again(alone: Rig) -> None:
-    assert await refused(alone) == 424
-    await alone.until({"engine-0": "SERVING"})
-    assert await served_versions(alone) == {2}
-    await alone.update()
-    assert await served_versions(alone) == {3}
-
-
-async def test_one_replica_alone_does_not_serve_damaged_bytes_of_the_store(
-    alone: Rig, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    load = VllmEngine.load_snapshot
-
-    async def rot(engine: VllmEngine, path: str, version: int, timeout_s: float) -> None:
-        await load(engine, path, version, timeout_s)
-        rotten(Path(path))
-
-    monkeypatch.setattr(VllmEngine, "load_snapshot", rot)
-    assert await refused(alone) == 424
-    async with asyncio.timeout(20):
-        while "is damaged" not in alone.fleet.replicas[0].reason:
-            await asyncio.sleep(0.01)
-    assert await alone.states() == {"engine-0": "SYNCING"}
-
-
 async def test_a_replica_that_fails_the_canary_is_mended_from_the_store(start_rig: StartRig, folder: Path) -> None:
     weights: Json = {"store": str(folder), "must_pass": "quorum"}
     rig = await start_rig(3, sim=TENSORS, odd={"engine-1": {"corrupt_after": 1}}, weights=weights)
@@ -991,26 +448,3 @@ async def test_a_replica_that_a_store_out_of_reach_kept_back_is_tried_again(
     shutil.move(away, folder)
     await kept.until(BOTH_SERVE)
     assert {replica.weight_version for replica in kept.fleet.replicas} == {1}
-
-
-async def test_a_store_that_does_not_answer_hides_no_reason_of_a_refusal(
-    start: StartRig, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def hang(*_: object) -> Path:
-        raise OSError("the mount is gone")
-
-    rig = await start()
-    draft, _ = claim_draft(folder)
-    written = Draft(draft, "sim")
-    written.add([raw("w", "float32", [4, 4], bytes(64)), raw("b", "float32", [4], bytes(16))])
-    written.finish()
-    count = len((await rig.get("/v1/weight_canary"))[1]["token_ids"]) - 1
-    monkeypatch.setattr(WeightStore, "withdraw", hang)
-    monkeypatch.setattr(VllmEngine, "load_snapshot", fail_to_load)
-    body = {"transport": "store", "snapshot": draft.name, "canary_logprobs": [-7.0] * count}
-    status, reply = await rig.post("/v1/weight_updates", body)
-    assert (status, "no such tensor" in reply["error"]["message"]) == (424, True)
-
-
-async def fail_to_load(self: VllmEngine, *_: object) -> None:
-    raise EngineFailed("no such tensor", replica_id=self.replica_id)

@@ -9,8 +9,7 @@ import pytest
 
 from engines.clients.vllm_engine import VllmEngine
 from engines.store.draft import Draft, claim_draft, raw
-from sim.scheduler import PrefixCache, Sample
-from tests.rigs.rig import Rig, SimReplica, StartRig
+from tests.rigs.rig import Rig, StartRig
 
 Reply = tuple[int, Any]
 
@@ -69,70 +68,6 @@ async def test_a_group_without_it_does_not_wait_for_a_replica_that_is_being_brou
     await join_slowly(rig)
     await rig.update()
     assert rig.fleet.replicas[2].state == "SYNCING"
-
-
-async def test_a_push_after_a_refused_rolling_one_does_not_wait_for_long_rollouts(
-    start_rig: StartRig, folder: Path
-) -> None:
-    rig = await start_rig(
-        3,
-        sim={"decode_step_s": 0.2},
-        odd={"engine-2": {"corrupt_loads": True}},
-        weights={"store": str(folder), "control_timeout_s": 10},
-    )
-    running = asyncio.create_task(rig.complete([[5 + index] for index in range(6)], max_tokens=120, ignore_eos=True))
-    await rig.begun(6)
-    assert (await push(rig, folder, rolling=True))[0] == 424
-    rig.replicas[2].heal()
-    assert (await push(rig, folder))[0] == 200
-    rig.hurry()
-    await running
-    await until(lambda: all(one.weight_version == rig.fleet.version for one in rig.fleet.replicas))
-
-
-def watched(replica: SimReplica) -> list[tuple[str | None, str]]:
-    """The blocks of KV that are read by other weights than wrote them, as (wrote, reads)."""
-    scheduler = replica._server.scheduler
-    wrote: dict[int, str] = {}
-    stale: list[tuple[str | None, str]] = []
-    cache: PrefixCache = scheduler.cache
-    remember, lookup = cache.remember, cache.lookup
-
-    def noted(blocks: Any) -> None:
-        blocks = list(blocks)
-        for block in blocks:
-            if block not in cache._blocks:
-                wrote[block] = scheduler.version
-        remember(blocks)
-
-    def checked(sample: Sample) -> int:
-        hit = lookup(sample)
-        read = (wrote.get(block) for block in sample.prompt_blocks[: hit // 16])
-        stale.extend((one, scheduler.version) for one in read if one != scheduler.version)
-        return hit
-
-    cache.remember, cache.lookup = noted, checked  # type: ignore[method-assign]
-    return stale
-
-
-@pytest.mark.parametrize("rolling", [False, True])
-async def test_the_version_before_reads_no_kv_that_refused_weights_have_written(
-    start_rig: StartRig, folder: Path, rolling: bool
-) -> None:
-    rig = await start_rig(
-        2, sim={"decode_step_s": 0.02}, odd={"engine-1": {"corrupt_loads": True}}, weights={"store": str(folder)}
-    )
-    stale = [watched(replica) for replica in rig.replicas]
-    prompt = list(range(10, 58))
-    running = asyncio.create_task(rig.complete([prompt] * 2, max_tokens=60, ignore_eos=True))
-    await rig.begun(2)
-    assert (await push(rig, folder, in_flight="recompute", rolling=rolling))[0] == 424
-    rig.replicas[1].heal()
-    rig.hurry()
-    await until(lambda: all(one.can_serve and one.weight_version == 0 for one in rig.fleet.replicas))
-    await running
-    await rig.complete([prompt] * 8, max_tokens=2)
-    assert stale == [[], []]
 
 
 async def test_a_trainer_that_leaves_before_the_load_has_replicas_drop_what_they_have_read_ahead(

@@ -3,10 +3,8 @@
 import asyncio
 import importlib.metadata
 import os
-import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
@@ -19,9 +17,7 @@ pytest.importorskip("torch")
 import torch
 from aiohttp import web
 
-from engines.errors import EngineUnreachable
 from engines.process.port import HeldPort, free_port
-from engines.process.port import _locked as locked_port
 from engines.process.process import Command
 from engines.store.draft import Draft
 from engines.store.manifest import check_bytes
@@ -36,14 +32,12 @@ from gateway.weights.updates.store_update import StoreUpdate
 from tests.rigs.forked_relay import ForkedRelay
 from tests.rigs.rig import Json, Rig, SimReplica, StartRig
 from trainer_client import BlockingRolloutClient, WeightSender
-from trainer_client.transports import tensors as sources
 
 SHAPES: Json = {"w": [4, 4], "b": [4]}
 BOTH_SERVE = {"engine-0": "SERVING", "engine-1": "SERVING"}
 TIMEOUT_S = 20.0
 JOIN_S = 240.0
 """For the first of the relays that are processes, which loads torch."""
-REPLAYED = {500, 502, 503}
 
 
 class Trainer:
@@ -207,11 +201,6 @@ def kept(store: Path) -> set[str]:
     return {path.name for path in store.iterdir() if path.is_dir() and not path.name.startswith("draft-gone-")}
 
 
-def draft_in(store: Path) -> Path:
-    (draft,) = store.glob("draft-*")
-    return draft
-
-
 def runs(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
@@ -252,40 +241,6 @@ async def test_our_own_sender_takes_the_relay_for_what_it_is(start: StartRig) ->
     assert await served(rig) == {2}
 
 
-async def test_an_iterator_that_fails_midway_ends_the_update_and_the_next_push_works(
-    start: StartRig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rig = await start()
-    monkeypatch.setattr(sources, "PART_BYTES", 1)
-
-    def failing() -> Iterator[tuple[str, torch.Tensor]]:
-        yield "w", torch.ones(4, 4)
-        yield "b", torch.ones(4)
-        raise MemoryError
-
-    def push() -> int:
-        with BlockingRolloutClient(rig.url) as client, WeightSender(client, timeout_s=TIMEOUT_S) as sender:
-            with pytest.raises(MemoryError):
-                sender.push(failing())
-            return sender.push(tensors())
-
-    assert await asyncio.to_thread(push) == 1
-    _, told = await rig.get("/v1/weight_updates")
-    assert [update["end"] for update in told["weight_updates"]] == ["committed", "aborted"]
-    assert told["weight_updates"][1]["error"].startswith("the trainer gave it up: MemoryError")
-    assert await served(rig) == {1}
-
-
-async def test_replicas_serve_until_they_load(trainer: Trainer) -> None:
-    await trainer.start()
-    assert await served(trainer.rig) == {0}
-    await trainer.send(tensors())
-    assert await served(trainer.rig) == {0}
-    assert await trainer.rig.states() == BOTH_SERVE
-    await trainer.finish()
-    assert await served(trainer.rig) == {1}
-
-
 @pytest.mark.parametrize("moment", ["before the start", "before the transfer", "after it"])
 async def test_the_death_of_a_replica_does_not_touch_the_trainer(trainer: Trainer, moment: str) -> None:
     rig = trainer.rig
@@ -306,25 +261,6 @@ async def test_the_death_of_a_replica_does_not_touch_the_trainer(trainer: Traine
     assert await trainer.update() == 2
 
 
-async def test_a_trainer_that_dies_in_a_transfer_leaves_the_old_version_and_another_joins(
-    trainer: Trainer, folder: Path
-) -> None:
-    rig = trainer.rig
-    assert await trainer.update() == 1
-    await trainer.start()
-    announced = asyncio.create_task(trainer.announce(tensors()))
-    await asyncio.sleep(0.2)
-    trainer.leave()
-    status, reply = await announced
-    assert status == 424
-    assert "the relay did not receive the tensors" in reply["error"]["message"]
-    assert await served(rig) == {1}
-    assert await rig.states() == BOTH_SERVE
-    assert kept(folder) == {"v1"}
-    assert (await trainer.join())[0] == 200
-    assert await trainer.update() == 2
-
-
 @pytest.mark.usefixtures("fork")
 async def test_a_trainer_that_goes_silent_in_the_transfer_is_given_up_in_time(start: StartRig) -> None:
     trainer = Trainer(await start(transfer_timeout_s=0.5))
@@ -338,14 +274,6 @@ async def test_a_trainer_that_goes_silent_in_the_transfer_is_given_up_in_time(st
     assert (await trainer.join())[0] == 200
     assert (await trainer.start())[0] == 200
     trainer.leave()
-
-
-async def test_a_new_trainer_ends_what_the_last_one_left_open(trainer: Trainer) -> None:
-    await trainer.start()
-    await trainer.send(tensors())
-    assert (await trainer.join())[0] == 200
-    assert (await trainer.finish())[0] == 409
-    assert await trainer.update() == 1
 
 
 @pytest.mark.parametrize(
@@ -411,20 +339,6 @@ async def test_bytes_that_are_not_written_as_they_came_are_found_and_nobody_load
     assert await trainer.update() == 1
 
 
-async def test_a_version_that_cannot_be_written_is_an_error_at_the_end_and_nobody_loads_it(
-    trainer: Trainer, folder: Path
-) -> None:
-    await trainer.start()
-    draft = draft_in(folder)
-    shutil.rmtree(draft)
-    assert (await trainer.send(tensors()))[0] == 200
-    status, reply = await trainer.finish()
-    assert status == 409, reply
-    assert str(draft) in reply["error"]["message"]
-    assert await served(trainer.rig) == {0}
-    assert await trainer.update() == 1
-
-
 @pytest.mark.usefixtures("fork")
 async def test_a_relay_that_dies_is_named_and_the_next_group_has_another(trainer: Trainer) -> None:
     rig = trainer.rig
@@ -482,24 +396,6 @@ async def test_a_call_that_is_repeated_after_a_kill_counts_once_under_a_modules_
     assert (await trainer.announce(named))[0] == 200
     assert (await trainer.rig.get("/status"))[1]["weight_update"]["tensors"] == len(SHAPES)
     assert (await trainer.finish())[1]["weight_version"] == 1
-
-
-@pytest.mark.usefixtures("fork")
-async def test_an_update_whose_lease_ended_with_a_killed_gateway_leaves_its_room_to_the_next(
-    trainer: Trainer, start: StartRig, monkeypatch: pytest.MonkeyPatch, folder: Path
-) -> None:
-    async with trainer.rig.client.post(f"{trainer.rig.url}/v1/weight_lease", json={"lease": "a"}):
-        assert (await trainer.join(lease="a"))[0] == 200
-        place = f"127.0.0.1:{trainer.port}"
-        assert (await trainer.rig.post("/start_weight_update", {"lease": "a", "group": place}))[0] == 200
-        left = draft_in(folder)
-        await kill_gateway(trainer.rig, monkeypatch)
-    monkeypatch.undo()
-    monkeypatch.setattr(relay, "LastingProcess", ForkedRelay)
-    trainer.rig = await start(replicas=trainer.rig.replicas)
-    async with trainer.rig.client.post(f"{trainer.rig.url}/v1/weight_lease", json={"lease": "b"}):
-        assert (await trainer.rig.post("/start_weight_update", {"lease": "b", "group": place}))[0] == 200
-        assert draft_in(folder) != left
 
 
 @pytest.mark.parametrize("moment", ["between updates", "in an update", "after a refusal"])
@@ -590,32 +486,6 @@ async def test_a_group_that_cannot_be_is_refused_with_the_remedy(
     trainer.leave()
 
 
-async def test_the_port_of_a_relay_is_drawn_by_no_other_start_until_the_relay_has_ended(
-    start: StartRig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ports: list[int] = []
-    begin = NearRelay.start
-
-    def look(near: NearRelay) -> None:
-        ports.append(near._port)
-        assert is_held(near._port)  # torch loads before the port is bound
-        begin(near)
-
-    monkeypatch.setattr(NearRelay, "start", look)
-    trainer = Trainer(await start())
-    assert (await trainer.join())[0] == 200
-    trainer.leave()
-    await trainer.rig.stop_gateway()
-    assert not is_held(*ports)
-
-
-def is_held(number: int) -> bool:
-    lock = locked_port(number)
-    if lock is not None:
-        lock.close()
-    return lock is None
-
-
 async def test_a_second_trainer_waits_for_the_firsts_transfer(trainer: Trainer) -> None:
     assert trainer.group is not None
     await trainer.start()
@@ -627,16 +497,6 @@ async def test_a_second_trainer_waits_for_the_firsts_transfer(trainer: Trainer) 
     await asyncio.to_thread(send, iter(tensors().items()), trainer.group)
     assert (await announced)[0] == 200
     assert (await trainer.finish())[1]["weight_version"] == 1
-
-
-async def test_a_call_of_an_update_that_is_over_leaves_the_relay_to_the_next_trainer(trainer: Trainer) -> None:
-    other = {"names": ["w"], "dtype_names": ["float32"], "shapes": [[4, 4]]}
-    status, reply = await trainer.rig.post("/update_weights", {"update_info": other, "lease": "of another"})
-    assert (status, "without an open update, as after a restart of the gateway" in reply["error"]["message"]) == (
-        409,
-        True,
-    )
-    assert await trainer.update() == 1
 
 
 async def test_a_version_that_came_through_the_relay_can_be_rolled_out(start: StartRig) -> None:
@@ -701,30 +561,6 @@ async def test_auto_is_the_relay_where_it_can_receive_for_more_than_one_replica(
     assert told == {"backend": "gloo" if (num_replicas, world_size) == (2, 1) else "sim"}
 
 
-async def test_a_trainer_is_told_of_no_other_group_because_an_engine_did_not_answer(
-    start: StartRig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rig = await start(2, relay="auto")
-    engine = rig.fleet.replicas[0].engine
-    ask, told = engine.ask, {"vllm_config": {"weight_transfer_config": {"backend": "gloo"}}}
-
-    async def silent(*_: object) -> Json:
-        raise EngineUnreachable("went silent")
-
-    async def answers(*_: object) -> Json:
-        return told
-
-    monkeypatch.setattr(engine, "ask", silent)
-    status, reply = await rig.get("/get_world_size")
-    assert status >= 400
-    assert "went silent" in reply["error"]["message"]
-    monkeypatch.setattr(engine, "ask", answers)
-    assert await rig.get("/get_world_size") == (200, {"world_size": 1})
-    monkeypatch.setattr(engine, "ask", silent)
-    assert await rig.get("/get_world_size") == (200, {"world_size": 1})
-    monkeypatch.setattr(engine, "ask", ask)
-
-
 @pytest.mark.parametrize(("num_replicas", "world_size"), [(2, 1), (1, 1)])
 async def test_auto_is_the_relay_for_sglang_alone_too(
     start: StartRig, monkeypatch: pytest.MonkeyPatch, num_replicas: int, world_size: int
@@ -745,45 +581,5 @@ async def test_auto_is_the_relay_for_sglang_alone_too(
         assert "weights.relay to never" in reply["error"]["message"]
 
 
-async def test_auto_leaves_engines_that_receive_over_something_else_in_a_flat_group(start: StartRig) -> None:
-    rig = await start(relay="auto")
-    assert await rig.get("/get_world_size") == (200, {"world_size": 2})
-    await rig.open_group()
-    await rig.update()
-    assert await served(rig) == {1}
-
-
-async def test_the_trainer_is_told_what_the_relay_receives_over(start: StartRig) -> None:
-    rig = await start()
-    _, info = await rig.get("/server_info?config_format=json")
-    assert info["vllm_config"]["weight_transfer_config"] == {"backend": "gloo"}
-
-
 def drafts(folder: Path) -> list[Path]:
     return list(folder.glob("draft-*"))
-
-
-async def test_the_end_of_a_trainers_lease_ends_its_update_and_removes_the_draft(trainer: Trainer) -> None:
-    rig = trainer.rig
-    folder = Path(str((await rig.get("/v1/weight_store"))[1]["folder"]))
-    assert (await trainer.join())[0] == 200
-    program = """if True:
-        import sys
-        from trainer_client import BlockingRolloutClient
-        with (client := BlockingRolloutClient(sys.argv[1])).weight_lease() as lease:
-            client.start_weight_update(lease=lease)
-            print("open", flush=True)
-            sys.stdin.read()
-    """
-    pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(sys.executable, "-c", program, rig.url, stdin=pipe, stdout=pipe)
-    assert process.stdout is not None
-    assert await process.stdout.readline() == b"open\n"
-    assert drafts(folder)
-    process.kill()
-    await process.communicate(b"")  # its end alone would leave its pipes to the loop of the next test
-    async with asyncio.timeout(TIMEOUT_S):
-        while (await rig.get("/status"))[1]["weight_update"] is not None or drafts(folder):
-            await asyncio.sleep(0.02)
-    assert (await trainer.join())[0] == 200
-    assert (await rig.post("/start_weight_update", {}))[0] == 200

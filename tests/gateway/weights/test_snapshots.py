@@ -3,11 +3,9 @@
 import asyncio
 import shutil
 import threading
-import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,22 +35,6 @@ async def test_a_folder_that_is_gone_is_made_again_for_the_next_version(tmp_path
         await snapshots.close()
 
 
-async def test_where_the_folder_cannot_be_made_again_the_reason_is_told_until_it_can(tmp_path: Path) -> None:
-    folder = tmp_path / "store"
-    snapshots = Snapshots(WeightsConfig(store=str(folder)), "app", lambda: None)
-    await snapshots.open()
-    try:
-        assert await snapshots.why_not(1) == ""
-        shutil.rmtree(folder)
-        folder.touch()
-        assert "File exists" in await snapshots.why_not(1)
-        assert await snapshots.draft(0, 1) is None
-        folder.unlink()
-        assert await snapshots.why_not(1) == ""
-    finally:
-        await snapshots.close()
-
-
 async def test_a_promotion_that_the_store_ends_late_makes_no_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -76,30 +58,6 @@ async def test_a_promotion_that_the_store_ends_late_makes_no_version(
     assert await asyncio.to_thread(ended.wait, 20)
     await snapshots.removed()
     assert snapshots.versions == []
-    assert folders(tmp_path) == []
-    await snapshots.close()
-
-
-async def test_a_trainer_that_leaves_while_its_draft_is_made_leaves_no_draft(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    draft, begun = WeightStore.draft, threading.Event()
-
-    def draft_late(self: WeightStore) -> Path:
-        begun.set()
-        time.sleep(0.2)
-        return draft(self)
-
-    monkeypatch.setattr(WeightStore, "draft", draft_late)
-    snapshots = Snapshots(WeightsConfig(store=str(tmp_path)), "app", lambda: None)
-    await snapshots.open()
-    claiming = asyncio.create_task(snapshots.claim(0, 1))
-    assert await asyncio.to_thread(begun.wait, 20)
-    claiming.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await claiming
-    await asyncio.sleep(0.4)
-    await snapshots.removed()
     assert folders(tmp_path) == []
     await snapshots.close()
 
@@ -137,30 +95,6 @@ async def test_a_store_that_hangs_stops_no_loop_and_holds_replicas_no_longer_tha
         ends.set()
         assert all(isinstance(one, StoreFailed) for one in await asyncio.gather(*running, return_exceptions=True))
     await snapshots.close()
-
-
-async def test_the_end_waits_for_a_copy_that_hangs_no_longer_than_a_control_call(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loop, ends = asyncio.get_running_loop(), threading.Event()
-    config = WeightsConfig(store=str(tmp_path), load_timeout_s=20.0, control_timeout_s=0.3)
-    snapshots = Snapshots(config, "app", lambda: None)
-    await snapshots.open()
-
-    async def never(*_: object) -> None:
-        try:
-            await asyncio.Event().wait()
-        finally:
-            await snapshots.discard(tmp_path / "draft")
-
-    monkeypatch.setattr(WeightStore, "throw_away", lambda *_: ends.wait(20))
-    monkeypatch.setattr(snapshots, "_keep", never)
-    snapshots.keep(tmp_path / "draft", MADE, SimpleNamespace(), {})  # type: ignore[arg-type]
-    await asyncio.sleep(0)
-    began = loop.time()
-    await snapshots.close()
-    ends.set()
-    assert loop.time() - began < 10
 
 
 async def opened(snapshots: Snapshots) -> AsyncIterator[Path]:

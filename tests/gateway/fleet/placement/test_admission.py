@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,7 +17,6 @@ from gateway.config.schema import GatewayConfig
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics
 from gateway.fleet.placement import pace, scheduler, sessions, waiting
-from gateway.fleet.placement.residents import Residents
 from gateway.fleet.placement.routing import Rollout
 from gateway.fleet.placement.scheduler import Scheduler
 from gateway.fleet.replica import Replica
@@ -208,40 +207,6 @@ async def test_a_session_is_admitted_without_room_where_its_tokens_gain_more_tha
     await played.stop()
 
 
-async def test_nothing_is_held_before_the_engines_pace_is_known(clock: PlayedClock) -> None:
-    played = Played(step_tokens=Residents().pace.step_tokens)
-    await resident(played, clock, "first", 800)
-    await played.busy()
-    await played.turn("second", 800)
-    assert played.waits == set()
-    await played.stop()
-
-
-async def test_a_turn_that_kv_does_not_hold_back_waits_for_room_in_its_turn(clock: PlayedClock) -> None:
-    played = Played(places=4, step_tokens=1e9)
-    await played.turn("first", 600)
-    await played.turn("second", 600)
-    home = played.home("first")
-    assert len(home.residents) == 1, "the second has taken the place of the first"
-    with played.full(home):
-        batch = await played.begin("", 0, name="batch", priority=-1)
-        turn = await played.begin("first", 600)
-    await played.look()
-    assert played.placed[-2:] == [batch, turn]
-    await played.stop()
-
-
-async def test_a_session_that_fits_nowhere_runs_alone_also_beside_a_batch(clock: PlayedClock) -> None:
-    played = Played()
-    await played.busy()
-    first = await played.begin("first", 900)
-    second = await played.begin("second", 900)
-    assert played.waits == {second}
-    await played.end(first)
-    assert played.waits == set()
-    await played.stop()
-
-
 async def test_small_sessions_of_another_demand_do_not_pass_a_large_one_for_ever(clock: PlayedClock) -> None:
     played = Played()
     await played.busy()
@@ -272,50 +237,6 @@ async def test_a_turn_goes_elsewhere_after_a_failure_of_its_sessions_home(clock:
         await played.scheduler.run(turn, call)
     assert tried == played.fleet.replicas
     assert [len(replica.residents) for replica in played.fleet.replicas] == [0, 1]
-    await played.stop()
-
-
-async def test_a_resident_session_waits_for_room_at_its_home_and_behind_no_session_that_waits_for_kv(
-    clock: PlayedClock,
-) -> None:
-    played = Played(2, places=64)
-    await played.busy()
-    turns = [await played.begin(session, 700) for session in ("first", "second")]
-    for name in turns:
-        await played.end(name)
-        clock.now += 1.0
-        await played.turn(name.rpartition("-")[0], 700)
-    held = await played.begin("third", 300)
-    homes = played.home("first"), played.home("second")
-    assert played.waits == {held}
-    assert homes[0] is not homes[1]
-    with played.full(homes[0]):
-        first = await played.begin("first", 700)
-        plain = await played.begin("", 0, name="plain")
-        assert played.waits == {held, first}
-        assert played.where[plain] is homes[1]
-    with played.full(homes[1]):
-        await played.look()
-        second = await played.begin("second", 700)
-    await played.look()
-    assert played.waits == {held}
-    assert (played.where[first], played.where[second]) == homes
-    await played.stop()
-
-
-async def test_a_turn_that_waits_to_be_admitted_holds_nothing_where_its_session_was(clock: PlayedClock) -> None:
-    played = Played(2)
-    await played.busy()
-    turns = [await played.begin(session, 700) for session in ("first", "second")]
-    for name in turns:
-        await played.end(name)
-    first = played.home("first")
-    second = await played.begin("second", 700)
-    played.fleet.replicas.remove(first)
-    held = await played.begin("first", 700)
-    assert played.waits == {held}
-    assert (len(first.residents), first.residents.tokens) == (0, 0)
-    await played.end(second)
     await played.stop()
 
 
@@ -420,70 +341,6 @@ async def full_until_the_idle_limit() -> Played:
 
 async def test_a_line_of_sessions_moves_when_the_idle_limit_passes_though_nothing_else_happens() -> None:
     played = await full_until_the_idle_limit()
-    held = await played.begin("second", 300)
-    assert played.waits == {held}
-    async with asyncio.timeout(20):
-        while played.waits:
-            await asyncio.sleep(0.01)
-    await played.stop()
-
-
-async def test_a_session_that_moves_to_a_replica_of_unknown_capacity_counts_there_alone(clock: PlayedClock) -> None:
-    played = Played(2, places=4)
-    known, unknown = played.fleet.replicas
-    unknown.residents.capacity = None
-    unknown.rank = 9  # the first turn goes to the other
-    await resident(played, clock, "first", 500)
-    assert (known.residents.tokens, unknown.residents.tokens) == (500, 0)
-    with played.full(known):
-        await played.turn("first", 600)
-    assert (known.residents.tokens, unknown.residents.tokens) == (0, 600)
-    unknown.residents.capacity = CAPACITY
-    await played.turn("second", 300)
-    assert unknown.residents.tokens <= SHARE * CAPACITY
-    await played.stop()
-
-
-async def test_the_rest_of_a_turn_that_was_cut_off_is_no_turn_after_a_tool(clock: PlayedClock) -> None:
-    played = Played()
-    await resident(played, clock, "first", 700)
-    for _ in range(50):
-        await played.end(await played.begin("first", 700, goes_on=True))
-    await played.busy()
-    held = await played.begin("second", 300)
-    clock.now += 29.0
-    await played.look()
-    assert played.waits == {held}
-    await played.stop()
-
-
-async def test_a_line_moves_when_the_idle_limit_passes_of_a_session_that_was_at_work_when_others_came() -> None:
-    played = Played(session_idle_s=0.1)
-    await played.turn("first", 700)
-    await played.turn("first", 700)
-    first = await played.begin("first", 700)
-    held = await played.begin("second", 300)
-    assert played.waits == {held}
-    await played.end(first)
-    async with asyncio.timeout(20):
-        while played.waits:
-            await asyncio.sleep(0.01)
-    await played.stop()
-
-
-async def test_a_timer_that_comes_before_the_idle_limit_by_the_loops_clock_strands_no_session(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    loop, early_s = asyncio.get_running_loop(), 0.005
-    call_later = loop.call_later
-
-    def early(seconds: float, callback: Callable[..., object], *arguments: Any, **context: Any) -> Any:
-        due = loop.time() + seconds
-        timer = call_later(max(0.0, seconds - early_s), callback, *arguments, **context)
-        return SimpleNamespace(when=lambda: due, cancel=timer.cancel)
-
-    played = await full_until_the_idle_limit()
-    monkeypatch.setattr(loop, "call_later", early)  # as uvloop's may
     held = await played.begin("second", 300)
     assert played.waits == {held}
     async with asyncio.timeout(20):

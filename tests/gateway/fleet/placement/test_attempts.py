@@ -1,15 +1,11 @@
 """An attempt that fails ends in one of few ways, and a rollout has a bounded number of attempts."""
 
 import asyncio
-import errno
 from typing import Any
 
 import pytest
 
-from engines.clients.connections import CannotConnect
-from engines.clients.vllm_engine import VllmEngine
 from engines.errors import (
-    DeadlineExceeded,
     DeadlyPrompt,
     EngineFailed,
     EngineGone,
@@ -19,7 +15,6 @@ from engines.errors import (
 )
 from engines.types import ReplicaState
 from gateway.fleet.placement.attempts import Attempts, End, end_of
-from gateway.fleet.replica import Replica
 from tests.rigs.rig import Json, Rig, StartRig
 
 ASKED: Json = {"model": "sim", "prompt": [[5, 6]], "max_tokens": 4}
@@ -126,26 +121,6 @@ async def test_a_replica_that_had_no_room_serves_again_after_its_pause(start_rig
         assert (await asked)[0] == 200
 
 
-async def test_a_timer_that_comes_before_the_end_of_the_pause_strands_no_rollout(
-    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rig, loop = await start_rig(1), asyncio.get_running_loop()
-    call_later = loop.call_later
-
-    def early(delay: float, *rest: Any, **more: Any) -> asyncio.TimerHandle:
-        return call_later(max(0.0, delay - 0.02), *rest, **more)
-
-    monkeypatch.setattr(loop, "call_later", early)
-    replica = rig.fleet.replicas[0]
-    rig.replicas[0].inject(status=429)
-    asked = asyncio.create_task(rig.post("/v1/completions", ASKED))
-    async with asyncio.timeout(10):
-        while not replica.backoff.left_s:
-            await asyncio.sleep(0.01)
-        rig.replicas[0].inject()
-        assert (await asked)[0] == 200
-
-
 async def test_a_prompt_that_kills_its_engine_ends_two_replicas_and_no_more(start_rig: StartRig) -> None:
     rig = await start_rig(4)
     for replica in rig.replicas:
@@ -155,20 +130,6 @@ async def test_a_prompt_that_kills_its_engine_ends_two_replicas_and_no_more(star
     assert (status, reply["error"]["type"]) == (400, "BadRequestError")
     assert "died under this prompt" in reply["error"]["message"]
     assert sum(replica.can_serve for replica in rig.fleet.replicas) == 2
-
-
-async def test_a_prompt_that_kills_its_engine_in_each_of_many_updates_is_found_out(
-    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Replica, "is_cut_off", lambda _, error: isinstance(error, EngineUnreachable))
-    rig = await start_rig(7)
-    for replica in rig.replicas:
-        replica.inject(deadly_prompt="poison")
-    async with asyncio.timeout(30):
-        status, reply = await rig.post("/v1/completions", ASKED | {"prompt": "poison"})
-    assert status == 400
-    assert "died under this prompt" in reply["error"]["message"]
-    assert sum(replica.can_serve for replica in rig.fleet.replicas) >= 2
 
 
 async def test_a_death_counts_also_where_a_probe_has_found_it_before_the_attempt_ends(start_rig: StartRig) -> None:
@@ -181,49 +142,6 @@ async def test_a_death_counts_also_where_a_probe_has_found_it_before_the_attempt
         while replica.can_serve:
             await asyncio.sleep(0.01)
     assert await rig.fleet.examine(replica, broken)
-
-
-@pytest.mark.parametrize("finds_it", ["the attempt", "a probe before", "Serve before"])
-async def test_a_death_counts_also_where_the_listener_closes_with_a_probe_in_its_queue(
-    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch, finds_it: str
-) -> None:
-    rig = await start_rig(2, fleet={"probe_interval_s": 60.0, "lost_after_s": 60.0})
-    replica = rig.fleet.replicas[0]
-    broken = EngineUnreachable("the connection broke", replica_id=replica.replica_id)
-    resets = iter([EngineUnreachable("reset", replica_id=replica.replica_id)])
-    health = VllmEngine.health
-
-    async def reset_first(engine: VllmEngine, timeout_s: float) -> None:
-        if reset := next(resets, None):
-            raise reset
-        await health(engine, timeout_s)
-
-    monkeypatch.setattr(VllmEngine, "health", reset_first)
-    await rig.replicas[0].kill()
-    if finds_it == "a probe before":
-        rig.fleet.suspect(replica, str(await rig.fleet.probes.probe(replica)))
-    elif finds_it == "Serve before":
-        rig.fleet.suspect(replica, "Serve no longer lists it")
-    assert await rig.fleet.examine(replica, broken)
-
-
-async def test_rollouts_that_leave_a_silent_replica_wait_for_no_other_probe_and_count_no_death(
-    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rig = await start_rig(2, fleet={"probe_interval_s": 60.0, "lost_after_s": 60.0})
-    replica = rig.fleet.replicas[0]
-    silent = DeadlineExceeded("GET /health did not answer")
-    probes: list[str] = []
-
-    async def health(engine: VllmEngine, _: float) -> None:
-        probes.append(engine.replica_id)
-        raise silent
-
-    monkeypatch.setattr(VllmEngine, "health", health)
-    rig.fleet.suspect(replica, str(await rig.fleet.probes.probe(replica)))
-    await rig.replicas[0].kill()  # as the owner of a wedged engine does
-    assert not await rig.fleet.examine(replica, EngineUnreachable("given up", replica_id=replica.replica_id))
-    assert probes == [replica.replica_id]
 
 
 async def test_a_replica_that_was_dead_before_it_got_a_prompt_is_no_second_death_of_it(start_rig: StartRig) -> None:
@@ -243,19 +161,6 @@ async def test_events_of_an_engine_behind_a_proxy_that_ends_lines_with_crlf_are_
     for replica in rig.replicas:
         replica.inject(crlf=True)
     assert len((await rig.complete([[5, 6]], n=4, temperature=1.0))["choices"]) == 4
-
-
-async def test_a_lack_of_our_own_descriptors_is_no_failure_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = VllmEngine("a", "http://127.0.0.1:9")
-
-    def request(*_: Any, **__: Any) -> Any:
-        raise CannotConnect("127.0.0.1:9", OSError(errno.EMFILE, "Too many open files"))
-
-    monkeypatch.setattr(engine._connections, "request", request)
-    with pytest.raises(EngineUnreachable, match="Too many open files") as raised:
-        await engine.health(1)
-    assert end_of(raised.value, cuts_off=False) is End.BUSY
-    await engine.close()
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -140,15 +140,6 @@ async def test_an_attempt_says_what_it_waited_for(start_rig: StartRig) -> None:
     assert attempt["why"] == "the only one with room"
 
 
-async def test_a_wait_that_no_replica_is_new_enough_for_is_for_a_version(start_rig: StartRig) -> None:
-    rig = await start_rig(1, gateway={"queue_timeout_s": 0.1}, sim={"tensors": {"w": [4, 4]}})
-    await rig.post("/v1/completions", {"prompt": [3], "min_version": 1}, headers={"X-Request-Id": "mine"})
-    (attempt,) = await _attempts(rig, "mine")
-    waited_s = attempt["waited_s"]
-    assert max(waited_s, key=waited_s.__getitem__) == "version"
-    assert attempt["why"] is None
-
-
 async def test_a_submission_explains_the_placement_of_its_groups(start_rig: StartRig) -> None:
     rig = await start_rig(1)
     body = {"id": "mine", "groups": [{"prompt": [3]}], "sampling": {"max_tokens": 2}}

@@ -2,6 +2,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import pytest
+
 from gateway.fleet.placement.routing import Rollout, choose, fresh_enough
 
 
@@ -65,62 +67,44 @@ def test_the_stricter_of_two_demands_holds() -> None:
     assert names(fresh_enough(rollout(min_version=5, max_staleness=9), VERSIONS, newest=5)) == ["new"]
 
 
-def test_the_replica_with_the_least_tokens_is_chosen() -> None:
-    replicas = [View("a", load_tokens=500, load_samples=1), View("b", load_tokens=40, load_samples=4)]
-    assert chosen(rollout(), replicas) is replicas[1]
+@pytest.mark.parametrize(
+    ("replicas", "found"),
+    [
+        ([View("a", 500, 1), View("b", 40, 4)], "b"),
+        ([View("a", placed=3), View("b", placed=2), View("c", placed=5)], "b"),
+        ([View("full", 1, 8), View("b", 900, 7)], "b"),
+        ([View("full", 1, 8)], None),
+        ([], None),
+    ],
+    ids=["the least tokens", "the least so far", "one with room", "none with room", "nobody"],
+)
+def test_the_replica_with_the_least_to_do_and_room_is_chosen(replicas: list[View], found: str | None) -> None:
+    choice = choose(rollout(), replicas)
+    assert (choice[0].name if choice else None) == found
 
 
-def test_among_idle_replicas_the_one_given_least_so_far_is_chosen() -> None:
-    replicas = [View("a", placed=3), View("b", placed=2), View("c", placed=5)]
-    assert chosen(rollout(), replicas) is replicas[1]
+@pytest.mark.parametrize(("busy_samples", "found"), [(1, "idle"), (0, "busy")])
+def test_a_group_larger_than_a_replica_goes_to_an_idle_one(busy_samples: int, found: str) -> None:
+    assert chosen(rollout(n=64), [View("busy", 0, busy_samples), View("idle", 1)]).name == found
 
 
-def test_a_full_replica_is_not_chosen() -> None:
-    replicas = [View("a", load_tokens=1, load_samples=8), View("b", load_tokens=900, load_samples=7)]
-    assert chosen(rollout(), replicas) is replicas[1]
-
-
-def test_nothing_is_chosen_when_all_are_full() -> None:
-    assert choose(rollout(n=2), [View("a", load_samples=7)]) is None
-
-
-def test_a_group_larger_than_a_replica_goes_to_an_idle_one() -> None:
-    replicas = [View("a", load_tokens=1, load_samples=1), View("b")]
-    assert chosen(rollout(n=64), replicas) is replicas[1]
-
-
-def test_nothing_is_chosen_from_nobody() -> None:
-    assert choose(rollout(), []) is None
-
-
-def test_a_session_goes_to_its_home_though_another_has_less_to_do() -> None:
-    replicas = [View("home", load_tokens=900, load_samples=1), View("idle")]
-    assert chosen(rollout(), replicas, home=replicas[0]) is replicas[0]
-
-
-def test_a_busy_home_is_kept_while_it_has_no_more_than_its_share() -> None:
-    replicas = [View("home", load_tokens=1200, load_samples=6), View("b", load_tokens=900, load_samples=5)]
-    assert chosen(rollout(), replicas, home=replicas[0]) is replicas[0]
-
-
-def test_an_overloaded_home_is_left() -> None:
-    replicas = [View("home", load_tokens=4000, load_samples=6), View("b", load_tokens=900, load_samples=5)]
-    assert chosen(rollout(), replicas, home=replicas[0]) is replicas[1]
-
-
-def test_a_full_home_is_left() -> None:
-    replicas = [View("home", load_tokens=100, load_samples=8), View("b", load_tokens=900, load_samples=5)]
-    assert chosen(rollout(), replicas, home=replicas[0]) is replicas[1]
+@pytest.mark.parametrize(
+    ("home", "other", "found"),
+    [
+        (View("home", 900, 1), View("other"), "home"),
+        (View("home", 1200, 6), View("other", 900, 5), "home"),
+        (View("home", 4000, 6), View("other", 900, 5), "other"),
+        (View("home", 100, 8), View("other", 900, 5), "other"),
+        (View("home", 9000, 7), None, "home"),
+    ],
+    ids=["busier", "its share", "overloaded", "full", "the only one"],
+)
+def test_a_session_stays_at_its_home_unless_that_is_overloaded(home: View, other: View | None, found: str) -> None:
+    assert chosen(rollout(), [home, other] if other else [home], home=home).name == found
 
 
 def test_a_home_that_is_gone_is_as_no_home() -> None:
-    replicas = [View("a", load_tokens=5, load_samples=1), View("b")]
-    assert chosen(rollout(), replicas, home=View("gone")) is replicas[1]
-
-
-def test_the_only_replica_is_never_left() -> None:
-    replicas = [View("home", load_tokens=9000, load_samples=7)]
-    assert chosen(rollout(), replicas, home=replicas[0]) is replicas[0]
+    assert chosen(rollout(), [View("a", 5, 1), View("b")], home=View("gone")).name == "b"
 
 
 def test_a_session_goes_to_the_least_loaded_replica_that_admits_it() -> None:
@@ -132,11 +116,6 @@ def test_a_session_goes_to_the_least_loaded_replica_that_admits_it() -> None:
     assert chosen(rollout(), replicas, admitting=but_the_least) is replicas[1]
     assert chosen(rollout(), replicas, home=replicas[0], admitting=but_the_least) is replicas[1]
     assert choose(rollout(), replicas, admitting=lambda views: []) is None
-
-
-def test_the_fewest_tokens_may_be_on_a_full_replica_and_then_the_next_is_chosen() -> None:
-    replicas = [View("full", load_tokens=8, load_samples=8), View("b", load_tokens=100, load_samples=5)]
-    assert chosen(rollout(), replicas) is replicas[1]
 
 
 def test_the_reason_of_a_choice_says_where_kv_decided() -> None:

@@ -115,19 +115,6 @@ async def test_a_placement_looks_at_as_many_waiters_whatever_the_fleet_and_the_l
     await played.stop()
 
 
-async def test_waiters_that_no_replica_is_fresh_enough_for_are_looked_at_as_one(looks: Counter[str]) -> None:
-    played = Played(2)
-    for number in range(MANY):
-        await played.submit(f"ahead-{number}", min_version=7)
-    looks.clear()
-    for number in range(10):
-        await played.submit(f"other-{number}")
-        await played.end(f"other-{number}")
-    assert played.placed == [f"other-{number}" for number in range(10)]
-    assert looks["looks"] <= 4 * 10
-    await played.stop()
-
-
 async def test_a_group_that_waits_for_room_keeps_one_replica_and_no_other() -> None:
     played = Played(3, places=4)
     for number in range(3):
@@ -144,22 +131,6 @@ async def test_a_group_that_waits_for_room_keeps_one_replica_and_no_other() -> N
     await played.stop()
 
 
-@pytest.mark.parametrize("num_replicas", [2, 64])
-async def test_groups_too_large_for_the_room_that_is_left_are_not_looked_at_one_by_one(
-    looks: Counter[str], num_replicas: int
-) -> None:
-    played = Played(num_replicas, places=4)
-    for number in range(num_replicas):
-        await played.submit(f"running-{number}", n=3)
-    for number in range(MANY):
-        await played.submit(f"waiting-{number}", n=3)
-    looks.clear()
-    await played.end("running-1")
-    assert (played.placed[-1], played.where["waiting-0"]) == ("waiting-0", played.where["running-1"])
-    assert looks["looks"] <= 4  # the one that is placed, and at most the next two at each of two occasions
-    await played.stop()
-
-
 async def test_a_chat_turn_waits_for_one_rollout_of_a_batch_and_not_for_all() -> None:
     played = Played(1)
     for number in range(100):
@@ -167,20 +138,6 @@ async def test_a_chat_turn_waits_for_one_rollout_of_a_batch_and_not_for_all() ->
     await played.submit("chat", request="somebody's")
     await played.end("batch-0", "batch-1")
     assert "chat" in played.placed[:4]
-    await played.stop()
-
-
-async def test_requests_of_several_prompts_take_turns() -> None:
-    played = Played(1)
-    await played.submit("first-0", request="first")
-    await played.submit("first-1", request="first")
-    for number in range(2, 6):
-        await played.submit(f"first-{number}", request="first")
-    for number in range(3):
-        await played.submit(f"second-{number}", request="second")
-    for place in range(7):
-        await played.end(played.placed[place])
-    assert [one.partition("-")[0] for one in played.placed[2:8]].count("second") == 3
     await played.stop()
 
 
@@ -218,44 +175,6 @@ async def test_time_in_the_line_counts_only_while_no_rollout_of_the_demand_is_pl
     async with asyncio.timeout(20):
         with pytest.raises(DeadlineExceeded, match=r"took the rollout within 0\.05 s"):
             await played.tasks[-2]
-    await played.stop()
-
-
-async def test_rollouts_that_come_one_after_another_expire_so_by_one_timer(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = PlayedClock()
-    for module in (scheduler, waiting):
-        monkeypatch.setattr(module, "time", clock)
-    played = Played(1, queue_timeout_s=0.05)
-    for number in range(3):
-        await played.submit(f"ahead-{number}", min_version=7)
-        clock.now += 0.02
-    assert len(played.scheduler._patience) == 1
-    for number in range(3):
-        assert not played.tasks[number].done()
-        async with asyncio.timeout(20):
-            with pytest.raises(DeadlineExceeded, match="demands version 7"):
-                await played.tasks[number]
-        clock.now += 0.02
-    assert not played.scheduler._patience
-    await played.stop()
-
-
-async def test_a_client_that_leaves_as_its_rollout_is_placed_or_withdrawn_leaves_nothing() -> None:
-    played = Played(1)
-    for name in ("running-0", "running-1", "placed", "withdrawn"):
-        await played.submit(name)
-    played._ends["running-0"].set()
-    placed, withdrawn = played.scheduler._lines["m"].waiters()
-    while not placed.placed.done():
-        await asyncio.sleep(0)
-    played.tasks[2].cancel()
-    played.tasks[3].cancel()
-    played.scheduler.withdraw(lambda rollout: rollout.request_id == "withdrawn")
-    ends = await asyncio.gather(*played.tasks[2:], return_exceptions=True)
-    assert [type(end) for end in ends] == [asyncio.CancelledError, asyncio.CancelledError]
-    assert withdrawn.placed.cancelled()
-    assert played.scheduler.queue_length("m") == 0
-    assert [replica.load_samples for replica in played.fleet.replicas] == [1]
     await played.stop()
 
 
@@ -366,19 +285,6 @@ def _check_room(played: Played) -> None:
     if waiters := played.scheduler._lines["m"].waiters():
         first = min(waiters, key=lambda waiter: waiter.order)
         assert not any(has_room(first.rollout, replica) for replica in replicas), "the first in line takes what is free"
-
-
-async def test_a_line_that_is_empty_remembers_no_demand() -> None:
-    played = Played(1)
-    for version in range(3):
-        await played.submit(f"running-{version}", n=2)
-        await played.submit(f"waiting-{version}", max_staleness=version)
-        await played.end(f"running-{version}")
-        await played.end(f"waiting-{version}")
-    line = played.scheduler._lines["m"]
-    assert len(played.placed) == 6
-    assert not line._queues
-    await played.stop()
 
 
 async def _placed_in_turns(arrivals: list[tuple[int, int | None, int]]) -> None:

@@ -106,15 +106,6 @@ async def test_agents_are_spread_over_the_replicas(rig: Rig) -> None:
     assert [replica.placed for replica in rig.fleet.replicas] == [3, 3]
 
 
-async def test_streamed_turns_stick_too(rig: Rig) -> None:
-    for _ in range(3):
-        async with rig.client.post(
-            rig.url + "/v1/chat/completions", json=TURN | {"stream": True, "user": "agent"}
-        ) as response:
-            await response.read()
-    assert sorted(replica.placed for replica in rig.fleet.replicas) == [0, 3]
-
-
 async def test_a_batch_that_names_a_session_is_spread_all_the_same(rig: Rig) -> None:
     await rig.complete([[5, 6], [7, 8]], user="trainer")
     assert [replica.placed for replica in rig.fleet.replicas] == [1, 1]

@@ -5,6 +5,8 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import cast
 
+import pytest
+
 from engines.engine import Engine
 from engines.errors import DeadlineExceeded
 from engines.types import EngineKind, ReplicaInfo, ReplicaState
@@ -77,40 +79,28 @@ def watched(story: Callable[[ProbedEngine, Replica], Awaitable[None]], kind: Eng
     run(main)
 
 
-def rollout() -> Rollout:
-    return Rollout(request_id="a", model="sim", n=1, tokens=1)
-
-
-def test_an_idle_replica_with_an_open_connection_is_probed_at_every_third_interval() -> None:
+@pytest.mark.parametrize(
+    ("kind", "is_connected", "seconds", "probes"),
+    [(EngineKind.SIM, True, 30.0, 10), (EngineKind.SIM, False, 1.0, 1), (EngineKind.EXTERNAL, True, 5.0, 5)],
+)
+def test_an_idle_replica_of_ours_with_an_open_connection_alone_is_probed_less_often(
+    kind: EngineKind, is_connected: bool, seconds: float, probes: int
+) -> None:
     async def story(engine: ProbedEngine, replica: Replica) -> None:
-        assert await engine.probes_in(30.0) == 10
+        engine.is_connected = is_connected
+        assert await engine.probes_in(seconds) == probes
 
-    watched(story)
+    watched(story, kind)
 
 
 def test_a_replica_with_rollouts_is_probed_at_every_interval() -> None:
     async def story(engine: ProbedEngine, replica: Replica) -> None:
-        replica.reserve(working := rollout())
+        replica.reserve(working := Rollout(request_id="a", model="sim", n=1, tokens=1))
         with replica.carrying(working):
             replica.excuse()
             assert await engine.probes_in(5.0) == 5
 
     watched(story)
-
-
-def test_a_replica_whose_connection_closed_is_probed_within_an_interval() -> None:
-    async def story(engine: ProbedEngine, replica: Replica) -> None:
-        engine.is_connected = False
-        assert await engine.probes_in(1.0) == 1
-
-    watched(story)
-
-
-def test_an_external_replica_is_probed_at_every_interval() -> None:
-    async def story(engine: ProbedEngine, replica: Replica) -> None:
-        assert await engine.probes_in(5.0) == 5
-
-    watched(story, EngineKind.EXTERNAL)
 
 
 def test_a_wedged_idle_replica_is_suspect_within_an_interval_and_the_time_of_a_probe() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from engines.clients.sglang_engine import SglangEngine
 from engines.engine import Engine
-from engines.errors import DeadlineExceeded, EngineFailed, EngineRefused, EngineUnreachable
+from engines.errors import DeadlineExceeded, EngineFailed, EngineRefused
 from engines.types import PauseMode
 from gateway.config.schema import FleetConfig
 from gateway.fleet import replica as replica_module
@@ -45,23 +45,6 @@ async def test_rollouts_of_a_wedged_engine_move_to_another(start_rig: StartRig) 
     assert "stand still" in rig.fleet.replicas[0].reason or "no answer" in rig.fleet.replicas[0].reason
 
 
-async def test_a_silent_engine_is_probed_no_longer_than_until_its_rollouts_are_to_move(start_rig: StartRig) -> None:
-    watch = WATCH | {"stalled_after_s": 10.0, "probe_timeout_s": 30.0, "probe_interval_s": 60.0}
-    rig = await start_rig(1, fleet=watch)
-    task = asyncio.create_task(rig.complete([[5]], max_tokens=60, ignore_eos=True))
-    await rig.begun()
-    (replica,) = rig.fleet.replicas
-    assert rig.fleet.probes.patience_s(replica) == 30.0
-    rig.fleet.suspect(replica, "no answer to a probe")
-    assert rig.fleet.probes.patience_s(replica) < 11.0
-    rig.fleet.settle(replica, "answers again")
-    assert rig.fleet.probes.patience_s(replica) == 30.0
-    replica.answered_at -= 31.0  # a probe was missed that had been sent before the last token came
-    assert rig.fleet.probes.patience_s(replica) < 1.0
-    rig.hurry()
-    await task
-
-
 async def test_rollouts_of_a_silent_engine_move_after_one_missed_probe_while_the_others_answer(
     start_rig: StartRig,
 ) -> None:
@@ -87,17 +70,6 @@ async def test_a_silence_of_most_engines_at_once_moves_no_rollouts_before_the_bo
     assert rig.fleet.probes.moves_after_s(first) == 2.0
     others[1].answered_at -= 5.0
     assert rig.fleet.probes.moves_after_s(first) == 10.0
-
-
-async def test_a_late_answer_is_evidence_after_a_silence_without_tokens_alone(start_rig: StartRig) -> None:
-    rig = await start_rig(2, fleet=WATCH | {"stalled_after_s": 60.0, "probe_timeout_s": 60.0, "probe_interval_s": 60.0})
-    replica, _ = rig.fleet.replicas
-    late, broken = DeadlineExceeded("no answer to /health"), EngineUnreachable("reset", replica_id="engine-0")
-    replica.answered_at -= 120.0
-    assert rig.fleet.probes.is_evidence(replica, late)
-    replica.saw_progress()  # a token came meanwhile
-    assert not rig.fleet.probes.is_evidence(replica, late)
-    assert rig.fleet.probes.is_evidence(replica, broken)
 
 
 async def test_a_wedged_engine_serves_again_once_it_has_made_a_token(start_rig: StartRig) -> None:
@@ -192,36 +164,6 @@ async def test_a_watch_that_fails_makes_the_gateway_unhealthy(rig: Rig, monkeypa
             await asyncio.sleep(0.01)
 
 
-async def test_tokens_of_sglangs_unfinished_requests_are_progress(
-    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rig = await start_rig(1, fleet=WATCH | {"stalled_after_s": 600.0})
-    task = asyncio.create_task(rig.complete([[5]], max_tokens=60, ignore_eos=True))
-    await rig.begun()
-    (replica,) = rig.fleet.replicas
-    made = 100
-
-    async def page(_: float) -> str:
-        return f'sglang:generation_tokens_total 5.0\nsglang:realtime_tokens_total{{mode="decode"}} {made}\n'
-
-    monkeypatch.setattr(replica.engine, "metrics", page)
-    standstill = Standstill(FleetConfig(stalled_after_s=60.0))
-    replica._quiet._before_s += 50.0
-    assert await standstill.look(replica) is None
-    replica._quiet._before_s += 50.0
-    made += 40
-    assert await standstill.look(replica) is None
-    replica._quiet._before_s += 50.0
-    assert await standstill.look(replica) is None
-    replica._quiet._before_s += 50.0
-    failed = await standstill.look(replica)
-    assert failed is not None
-    assert "stand still" in str(failed)
-    replica.is_stalled = False
-    rig.hurry()
-    await task
-
-
 async def test_a_wedged_engine_is_found_where_clients_give_up_before_its_bound(start_rig: StartRig) -> None:
     rig = await start_rig(1, fleet=WATCH)
     rig.replicas[0].inject(wedged=True)
@@ -290,22 +232,19 @@ async def test_a_long_prompt_that_was_given_up_is_no_standstill_of_the_next(monk
     assert await played.gives_up_after(2)
 
 
-async def test_a_prompt_that_the_engine_refused_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_tokens_of_sglangs_unfinished_requests_are_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     played = PlayedReplica(monkeypatch)
-    refused = Rollout(request_id="a", model="m", n=1, tokens=1, prompt_tokens=1_000_000)
-    played.replica.reserve(refused)
-    with suppress(EngineRefused), played.replica.carrying(refused):
-        raise EngineRefused("it is too long", status=400, body={})
-    assert await played.gives_up_after(11)
 
+    async def page(_: float) -> str:
+        return f'sglang:generation_tokens_total 5.0\nsglang:realtime_tokens_total{{mode="decode"}} {played.made}\n'
 
-async def test_pages_are_compared_over_time_under_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    played = PlayedReplica(monkeypatch)
+    monkeypatch.setattr(played, "metrics", page)
     with played.replica.carrying(rollout := Rollout(request_id="a", model="m", n=1, tokens=1)):
         played.replica.reserve(rollout)
-        played._now += 20.0  # the looks before came late
-        assert not await played.looks(2)
-        assert await played.looks(2)
+        for _ in range(3):
+            assert not await played.looks(9)
+            played.made += 40.0
+        assert await played.looks(20)
 
 
 class SightlessReplica(PlayedReplica):
@@ -346,25 +285,21 @@ async def test_chunks_are_progress_while_pages_fail(monkeypatch: pytest.MonkeyPa
             played.replica.saw_progress()
 
 
-async def test_a_replica_with_a_rollout_that_is_read_whole_is_not_judged_while_pages_fail(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("whole", "passes_every_chunk", "failure"),
+    [
+        (1, True, DeadlineExceeded("no answer to /metrics")),
+        (0, SglangEngine.passes_every_chunk, DeadlineExceeded("no answer to /metrics")),
+        (0, True, EngineRefused("no page", status=404, body={})),
+    ],
+    ids=["a rollout is read whole", "chunks are held back", "it has no page"],
+)
+async def test_an_engine_of_which_nothing_is_seen_is_not_judged(
+    monkeypatch: pytest.MonkeyPatch, whole: int, passes_every_chunk: bool, failure: Exception
 ) -> None:
     played = SightlessReplica(monkeypatch)
-    with played.loaded(in_chunks=3, whole=1):
-        assert not await played.looks(3600)
-
-
-async def test_an_engine_that_holds_chunks_back_is_not_judged_while_pages_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    played = SightlessReplica(monkeypatch)
-    played.passes_every_chunk = SglangEngine.passes_every_chunk
-    with played.loaded(in_chunks=3):
-        assert not await played.looks(3600)
-
-
-async def test_an_engine_that_refuses_its_page_is_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
-    played = SightlessReplica(monkeypatch)
-    played.failure = EngineRefused("no page", status=404, body={})
-    with played.loaded(in_chunks=1):
+    played.passes_every_chunk, played.failure = passes_every_chunk, failure
+    with played.loaded(in_chunks=3, whole=whole):
         assert not await played.looks(3600)
 
 

@@ -1,7 +1,6 @@
 """Rolling updates: what is served while replicas take a version one after the other, and after one of them fails."""
 
 import asyncio
-import json
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -10,12 +9,7 @@ from typing import Any
 
 import pytest
 
-from engines.clients.vllm_engine import VllmEngine
-from engines.errors import EngineFailed
 from engines.store.draft import Draft, claim_draft, raw
-from gateway.fleet.replica import Replica
-from gateway.weights.canary import Canary
-from gateway.weights.catch_up import CatchUp
 from sim.worker import SimWorker
 from tests.rigs.rig import Json, Rig, StartRig
 
@@ -164,41 +158,6 @@ async def test_a_replica_that_leaves_keeps_what_it_has_over_the_load(
     assert sum(replica.placed for replica in rig.fleet.replicas) == 2, "nothing was done twice"
 
 
-@pytest.mark.parametrize("in_flight", ["keep", "recompute"])
-async def test_tokens_of_a_leaving_replica_are_of_its_version_until_it_stands_still(
-    start: StartRig, folder: Path, in_flight: str
-) -> None:
-    rig = await start(2, weights={"in_flight": in_flight})
-    held_at_pause: list[int | None] = []
-
-    def watch(replica: Replica) -> None:
-        pause = replica.engine.pause
-
-        async def watched(*asked: Any, **how: Any) -> None:
-            held_at_pause.append(replica.weight_version)
-            await pause(*asked, **how)
-
-        replica.engine.pause = watched  # type: ignore[method-assign]
-
-    for replica in rig.fleet.replicas:
-        watch(replica)
-    assert (await push(rig, folder))[0] == 200
-    assert held_at_pause == [0, 0]
-
-
-async def test_where_all_leave_before_their_turn_the_update_ends_with_a_reason(start: StartRig, folder: Path) -> None:
-    rig = await start(1)
-    [replica] = rig.fleet.replicas
-
-    async def leave(path: str, version: int, timeout_s: float) -> None:
-        rig.fleet.fence(replica, "left")
-
-    replica.engine.prepare_snapshot = leave  # type: ignore[method-assign]
-    status, reply = await push(rig, folder)
-    assert status == 424
-    assert "no replica serves any more" in json.dumps(reply)
-
-
 async def test_what_a_replica_that_leaves_cuts_off_goes_on_elsewhere(start: StartRig, folder: Path) -> None:
     rig = await start(2)
     running = asyncio.create_task(rig.complete([[5], [6]], max_tokens=100, ignore_eos=True, temperature=0))
@@ -213,33 +172,6 @@ async def test_what_a_replica_that_leaves_cuts_off_goes_on_elsewhere(start: Star
         assert (choice["kv_versions"], len(choice["token_ids"])) == ([1], 100)
     (record,) = (await rig.get("/v1/weight_updates"))[1]["weight_updates"]
     assert (record["in_flight"], record["end"], "abort" in record["seconds"]) == ("abort", "committed", True)
-
-
-async def test_what_ends_between_load_and_verdict_is_held_back_and_not_done_twice(
-    start: StartRig, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rig = await start(2)
-    check = Canary.check
-
-    async def slow(*asked: Any, **how: Any) -> Any:
-        loaded.set()
-        async with asyncio.timeout(20):
-            await ended.wait()
-        return await check(*asked, **how)
-
-    loaded, ended = asyncio.Event(), asyncio.Event()
-    monkeypatch.setattr(Canary, "check", slow)
-    running = asyncio.create_task(rig.complete([[5], [6]], max_tokens=100, ignore_eos=True))
-    await rig.begun(2)
-    async with rolling(rig, folder) as pushing:
-        await asyncio.wait_for(loaded.wait(), 20)
-        rig.hurry()
-        await asyncio.sleep(0.4)
-        assert not running.done()  # one of the two replicas is without a verdict
-        ended.set()
-        assert (await pushing)[0] == 200
-    assert len((await running)["choices"]) == 2
-    assert sum(replica.placed for replica in rig.fleet.replicas) == 2
 
 
 async def test_so_many_leave_at_a_time_as_the_width_says_and_one_always_serves(
@@ -319,26 +251,6 @@ async def test_those_that_are_taken_back_serve_until_it_is_their_turn(
     await until_held(rig, 3, version=0)
 
 
-async def test_a_rolling_update_goes_on_when_the_take_back_of_the_one_before_it_ends(
-    start: StartRig, folder: Path, turns: Turns
-) -> None:
-    rig = await start(odd={"engine-2": {"corrupt_loads": True}})
-    rig.fleet.replicas[2].load_tokens = 1
-    turns.allow(3)
-    assert (await push(rig, folder))[0] == 424
-    rig.replicas[2].heal()
-    turns.allow(1)  # that of engine-2, or of the first that is taken back
-    await until_held(rig, 1, version=0)
-    async with rolling(rig, folder) as pushing:
-        async with asyncio.timeout(20):
-            while rig.fleet.update_to is None:
-                await asyncio.sleep(0.01)
-        rig.fleet.end_roll()
-        assert rig.fleet.rolling_to == 2
-        turns.allow(20)
-        assert (await pushing)[0] == 200
-
-
 async def test_with_quorum_the_one_that_fails_is_fenced_and_the_update_goes_on(start: StartRig, folder: Path) -> None:
     rig = await start(4, weights={"must_pass": "quorum"}, odd={"engine-2": {"corrupt_loads": True}})
     rig.fleet.replicas[2].load_tokens = 1
@@ -350,83 +262,12 @@ async def test_with_quorum_the_one_that_fails_is_fenced_and_the_update_goes_on(s
     rig.replicas[2].heal()
 
 
-async def test_a_replica_that_serves_on_frees_what_it_has_read_ahead_of_an_update_that_fails_later(
-    start: StartRig, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pause, drop_receipt, dropped = VllmEngine.pause, VllmEngine.drop_receipt, list[str]()
-
-    async def fail(self: VllmEngine, *arguments: Any, **named: Any) -> None:
-        if self.replica_id == "engine-2":
-            raise EngineFailed("it does not stop", replica_id=self.replica_id)
-        await pause(self, *arguments, **named)
-
-    async def noted(self: VllmEngine, timeout_s: float) -> None:
-        dropped.append(self.replica_id)
-        await drop_receipt(self, timeout_s)
-
-    monkeypatch.setattr(VllmEngine, "pause", fail)
-    monkeypatch.setattr(VllmEngine, "drop_receipt", noted)
-    rig = await start(4, weights={"must_pass": "quorum", "quorum": 0.75}, odd={"engine-3": {"corrupt_loads": True}})
-    rig.fleet.replicas[2].load_tokens = 1
-    rig.fleet.replicas[3].load_tokens = 2
-    status, reply = await push(rig, folder)
-    assert (status, reply["error"]["replica_id"]) == (424, "engine-3")
-    rig.replicas[3].heal()
-    await until_held(rig, 4, version=0)
-    assert "engine-2" in dropped
-
-
 async def test_of_the_first_two_that_differ_none_is_believed(start: StartRig, folder: Path) -> None:
     rig = await start(weights={"must_pass": "quorum"}, odd={"engine-0": {"corrupt_loads": True}})
     status, reply = await push(rig, folder)
     assert (status, reply["error"]["replica_id"]) == (424, "engine-1")
     rig.replicas[0].heal()
     await until_held(rig, 3, version=0)
-
-
-async def test_a_replica_killed_in_its_turn_is_left_out_and_its_successor_catches_up(
-    start: StartRig, folder: Path, turns: Turns
-) -> None:
-    rig = await start()
-    async with rolling(rig, folder) as pushing:
-        turns.allow(1)
-        await until_held(rig, 1, version=1)
-        async with asyncio.timeout(20):
-            while "UPDATING" not in (states := await rig.states()).values():
-                await asyncio.sleep(0.01)
-        victim = next(name for name, state in states.items() if state == "UPDATING")
-        await next(replica for replica in rig.replicas if replica.info.replica_id == victim).kill()
-        turns.allow(20)
-        assert await pushing == (200, {"weight_version": 1})
-    await rig.add_replica(victim)
-    await rig.until(THREE)
-    assert await said(rig) == {1}
-
-
-async def test_a_replica_that_joins_in_the_middle_has_the_version_before_it_is_over(
-    start: StartRig, folder: Path, turns: Turns
-) -> None:
-    rig = await start(2)
-    async with rolling(rig, folder) as pushing:
-        await rig.add_replica("engine-2")
-        async with asyncio.timeout(20):
-            while "engine-2" not in await rig.states():
-                await asyncio.sleep(0.01)
-        turns.allow(4)
-        assert (await pushing)[0] == 200
-    assert await held(rig) == dict.fromkeys(THREE, 1)
-
-
-async def test_a_trainer_that_leaves_in_the_middle_leaves_the_version_before(
-    start: StartRig, folder: Path, turns: Turns
-) -> None:
-    rig = await start()
-    async with rolling(rig, folder):
-        turns.allow(1)
-        await until_held(rig, 1, version=1)
-    turns.allow(20)
-    await until_held(rig, 3, version=0)
-    assert (await push(rig, folder))[1] == {"weight_version": 2}
 
 
 async def test_rollouts_that_do_not_end_stop_the_update_and_their_replica_serves_on(
@@ -469,17 +310,6 @@ async def test_what_a_push_leaves_out_is_as_the_configuration_says(start: StartR
     assert (status, reply["error"]["param"]) == (400, "rolling")
 
 
-async def test_a_gateway_started_anew_over_two_versions_brings_all_to_the_newer(start: StartRig, folder: Path) -> None:
-    first = await start(1)
-    await push(first, folder)
-    await first.stop_gateway()
-    for index in (1, 2):  # they had not had their turn when the gateway died
-        await first.add_replica(f"engine-{index}", seed=index)
-    second = await start(replicas=first.replicas)
-    await second.until(THREE)
-    assert await said(second) == {1}
-
-
 async def test_metrics_tell_who_serves_behind(start: StartRig, folder: Path, turns: Turns) -> None:
     rig = await start()
     async with rolling(rig, folder) as pushing:
@@ -492,28 +322,3 @@ async def test_metrics_tell_who_serves_behind(start: StartRig, folder: Path, tur
     page = await metrics(rig)
     assert "rollout_gateway_replicas_behind 0.0" in page
     assert 'rollout_gateway_weight_update_seconds_count{step="away"} 3.0' in page
-
-
-async def test_a_reading_of_an_aborted_update_does_not_judge_the_next_update_of_its_number(
-    start: StartRig, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rig = await start(4, weights={"rolling_width": 2})
-    scored, recover, may_recover = Canary._score, CatchUp._recover, asyncio.Event()
-    is_first, others = True, 0.0
-
-    async def score(canary: Canary, replica: Replica, token_ids: list[int]) -> tuple[float, ...]:
-        if is_first and replica.replica_id == "engine-0" and rig.fleet.update_to is not None:
-            raise EngineFailed("no answer", replica_id="engine-0")
-        return tuple(value + others for value in await scored(canary, replica, token_ids))
-
-    async def slow(catching_up: CatchUp, replica: Replica, kept: int | None) -> str:
-        await may_recover.wait()
-        return await recover(catching_up, replica, kept)
-
-    monkeypatch.setattr(Canary, "_score", score)
-    monkeypatch.setattr(CatchUp, "_recover", slow)
-    assert (await push(rig, folder))[0] == 424
-    is_first, others = False, 1.0
-    assert await push(rig, folder) == (200, {"weight_version": 1})
-    may_recover.set()
-    await rig.until(THREE | {"engine-3": "SERVING"})

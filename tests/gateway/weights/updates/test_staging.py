@@ -1,7 +1,6 @@
 """Flat updates that are staged: rollouts go on until the swap, and a refused transfer has touched nothing."""
 
 import asyncio
-import dataclasses
 from typing import Any
 
 import pytest
@@ -9,7 +8,6 @@ import pytest
 from engines.clients.vllm_engine import VllmEngine
 from engines.errors import EngineFailed
 from gateway.weights.canary import Canary
-from gateway.weights.verdicts import Finding
 from sim.model import SimModel
 from tests.rigs.calls import note_calls
 from tests.rigs.rig import Rig, StartRig
@@ -98,13 +96,6 @@ async def test_tensors_that_are_wider_than_the_checkpoints_are_staged_where_they
     assert (await rig.complete([[5]]))["choices"][0]["weight_versions"][0]["version"] == 1
 
 
-async def test_replicas_of_several_workers_do_not_stage(rig: Rig) -> None:
-    replica = rig.fleet.replicas[0]
-    replica.info = dataclasses.replace(replica.info, world_size=2)
-    assert (await rig.post("/start_weight_update", {}))[0] == 200
-    assert (await rig.get("/status"))[1]["weight_update"]["unstaged"] == "a replica has several workers"
-
-
 async def test_an_update_under_a_trainers_pause_is_not_staged(rig: Rig) -> None:
     await rig.post("/pause?mode=keep")
     await rig.update()
@@ -136,16 +127,6 @@ async def test_a_transfer_that_fails_stops_nothing(rig: Rig, calls: list[str], m
     rig.go_on()
     spans = [choice["weight_versions"] for choice in (await running)["choices"]]
     assert spans == [[{"version": 0, "start": 0, "end": 60}]] * 2
-    assert calls == []
-    await rig.open_group()
-    await rig.update()
-
-
-async def test_a_trainer_that_gives_up_after_its_tensors_has_touched_nothing(rig: Rig, calls: list[str]) -> None:
-    await receive(rig)
-    async with rig.client.delete(f"{rig.url}/v1/weight_updates", json={"reason": "out of memory"}) as response:
-        assert response.status == 200
-    assert (await rig.complete([[5]]))["choices"][0]["weight_versions"][0]["version"] == 0
     assert calls == []
     await rig.open_group()
     await rig.update()
@@ -218,29 +199,6 @@ async def test_where_an_undo_fails_the_store_takes_over(
     assert report["replicas"]["engine-1"]["taken_back"]["source"] == "store"
 
 
-async def test_the_successor_of_an_engine_that_dies_in_its_undo_serves(
-    refusing: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    undo_load, is_dead = VllmEngine.undo_load, asyncio.Event()
-
-    async def die(self: VllmEngine, timeout_s: float) -> bool:
-        if self.replica_id == "engine-1":
-            try:
-                await refusing.replicas[1].kill()
-            finally:  # the loss may end the call before
-                is_dead.set()
-        return await undo_load(self, timeout_s)
-
-    monkeypatch.setattr(VllmEngine, "undo_load", die)
-    await receive(refusing)
-    assert (await refusing.post("/finish_weight_update", {}))[0] == 424
-    await asyncio.wait_for(is_dead.wait(), 20)
-    await refusing.add_replica("engine-1")
-    await refusing.until(BOTH_SERVE)
-    await check_serves_the_checkpoint(refusing)
-    assert "taken_back" not in (await record(refusing))["replicas"]["engine-1"]
-
-
 async def test_a_replica_that_is_suspect_at_the_refusal_takes_its_weights_back_once_it_answers(
     refusing: Rig, calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -265,64 +223,6 @@ async def test_a_replica_that_was_behind_takes_no_weights_back(refusing: Rig, ca
     await refusing.until(BOTH_SERVE)
     await check_serves_the_checkpoint(refusing)
     assert (calls.count("undo_load"), calls.count("load_snapshot")) == (1, 1)
-
-
-@pytest.mark.parametrize("refusing", [{"canary": {"timeout_s": 2.0}, "store": None}], indirect=True)
-async def test_a_pause_of_the_trainer_in_the_middle_of_an_undo_fails_neither(
-    refusing: Rig, calls: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    admit = Canary.admit
-
-    async def pause_first(self: Canary, *given: Any) -> Finding:
-        assert (await refusing.post("/pause?mode=keep"))[0] == 200
-        return await admit(self, *given)
-
-    monkeypatch.setattr(Canary, "admit", pause_first)
-    await refused(refusing)
-    assert (calls.count("undo_load"), calls.count("load_snapshot")) == (2, 0)
-    assert all(replica.is_paused for replica in refusing.replicas)
-    await refusing.post("/resume")
-    await check_serves_the_checkpoint(refusing)
-
-
-@pytest.mark.parametrize("call", ["/pause?mode=keep", "/reset_prefix_cache"])
-async def test_a_control_call_at_once_after_a_refusal_is_answered(refusing: Rig, call: str) -> None:
-    await receive(refusing)
-    assert (await refusing.post("/finish_weight_update", {}))[0] == 424
-    status, reply = await refusing.post(call)
-    assert status == 200, reply
-    await refusing.until(BOTH_SERVE)
-    await refusing.post("/resume")
-    await check_serves_the_checkpoint(refusing)
-
-
-async def test_an_engine_whose_swap_has_not_begun_loads_nothing(
-    rig: Rig, calls: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def fail(self: VllmEngine, timeout_s: float) -> None:
-        raise EngineFailed("an update is active", replica_id=self.replica_id)
-
-    await receive(rig)
-    monkeypatch.setattr(VllmEngine, "start_weight_update", fail)
-    assert (await rig.post("/finish_weight_update", {}))[0] == 424
-    await rig.until(BOTH_SERVE)
-    await check_serves_the_checkpoint(rig)
-    assert (calls.count("undo_load"), calls.count("load_snapshot")) == (2, 0)
-
-
-async def test_a_trainer_that_starts_again_at_once_after_a_refusal_costs_no_replica_its_weights(
-    start_rig: StartRig, calls: list[str]
-) -> None:
-    odd = {"engine-1": {"corrupt_after": 0, "corrupt": "garbage"}}
-    rig = await start_rig(2, sim=ROOM, odd=odd, weights={"relay": "never", "store": None})
-    await rig.open_group()
-    await receive(rig)
-    assert (await rig.post("/finish_weight_update", {}))[0] == 424
-    status, reply = await rig.post("/start_weight_update", {})
-    assert status == 200, reply
-    assert await rig.states() == BOTH_SERVE
-    await check_serves_the_checkpoint(rig)
-    assert (calls.count("undo_load"), calls.count("load_snapshot")) == (2, 0)
 
 
 async def test_an_update_that_is_refused_is_taken_back_without_a_store(start_rig: StartRig, calls: list[str]) -> None:

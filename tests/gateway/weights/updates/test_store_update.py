@@ -85,41 +85,6 @@ async def test_the_weights_before_are_freed_at_the_commit(start_rig: StartRig, f
     await until_freed(rig)
 
 
-async def test_a_replica_that_fails_to_free_them_fails_no_update(
-    start_rig: StartRig, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def fail(self: VllmEngine, timeout_s: float) -> None:
-        raise EngineFailed("it is busy", replica_id=self.replica_id)
-
-    rig = await start_rig(2, sim=ROOM, weights={"store": str(folder)})
-    monkeypatch.setattr(VllmEngine, "drop_receipt", fail)
-    for value in (1, 2):
-        assert (await push(rig, folder, value=value))[0] == 200
-    assert await rig.states() == BOTH_SERVE
-
-
-async def test_a_trainer_that_leaves_during_the_loads_costs_no_replica_its_weights(
-    start_rig: StartRig, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    load, has_begun = VllmEngine.load_snapshot, asyncio.Event()
-
-    async def stay(self: VllmEngine, path: str, version: int, timeout_s: float) -> None:
-        await load(self, path, version, timeout_s)
-        if version == 2 and not has_begun.is_set():
-            has_begun.set()
-            await asyncio.Event().wait()
-
-    rig = await start_rig(2, sim=ROOM, weights={"store": str(folder)})
-    assert (await push(rig, folder, value=1))[0] == 200
-    monkeypatch.setattr(VllmEngine, "load_snapshot", stay)
-    pushing = asyncio.create_task(push(rig, folder, value=2))
-    await asyncio.wait_for(has_begun.wait(), 20)
-    pushing.cancel()
-    await rig.until(BOTH_SERVE)
-    assert {replica.weight_version for replica in rig.fleet.replicas} == {1}
-    assert "kept weights" in sources((await rig.get("/v1/weight_updates"))[1]["weight_updates"][0])
-
-
 async def test_a_trainer_that_leaves_after_the_commit_leaves_the_served_version_in_the_store(
     start_rig: StartRig, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

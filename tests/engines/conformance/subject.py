@@ -30,6 +30,7 @@ PLAIN = {str(token_id): 100 for token_id in range(5, 15)}
 REQUEST_S = 180.0
 """Bound of every call. A busy machine with two cores runs SGLang on CPU at a few tokens a second."""
 
+_TRIES = 5
 _salts = map(str, itertools.count())
 
 
@@ -205,6 +206,18 @@ class Subject:
             yield
         finally:
             await self.engine.resume(REQUEST_S)
+
+    async def met_by_a_pause(self, mode: PauseMode, *, clear_cache: bool, **fields: Any) -> Running:
+        """A request whose tokens a pause has stopped, after its end. On a busy machine one may be over before it."""
+        for _ in range(_TRIES):
+            async with self.running(**fields) as request:
+                async with self.paused(mode, clear_cache=clear_cache):
+                    # What was made before the pause was answered may still be on its way here.
+                    await request.silent_for(self.still_s)
+                    tokens = len(request.token_ids)
+                if tokens < fields.get("max_tokens", self.long):
+                    return await request.finished()
+        raise AssertionError("each went on under its pause, or was over before")
 
     async def is_idle_within(self, seconds: float) -> bool:
         """Return True if the engine releases all requests in time: it resets a prefix cache only if no part is held."""

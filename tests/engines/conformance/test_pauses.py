@@ -14,11 +14,7 @@ both_caches = pytest.mark.parametrize("clear_cache", [False, True], ids=["cache 
 
 @both_caches
 async def test_a_pause_that_aborts_ends_requests_with_the_tokens_they_have(engine: Subject, clear_cache: bool) -> None:
-    async with (
-        engine.running(max_tokens=engine.longest) as request,
-        engine.paused(PauseMode.ABORT, clear_cache=clear_cache),
-    ):
-        await request.finished()
+    request = await engine.met_by_a_pause(PauseMode.ABORT, clear_cache=clear_cache, max_tokens=engine.longest)
     assert request.finish_reason == "abort"
     assert 0 < len(request.token_ids) < engine.longest
 
@@ -36,12 +32,7 @@ async def test_a_pause_that_waits_lets_requests_finish(engine: Subject, clear_ca
 @both_caches
 async def test_a_pause_that_keeps_freezes_requests_and_they_go_on(engine: Subject, clear_cache: bool) -> None:
     asked = {"cache_salt": f"kept {clear_cache}"}
-    async with engine.running(**asked) as request:
-        async with engine.paused(PauseMode.KEEP, clear_cache=clear_cache):
-            # What was made before the pause was answered may still be on its way here.
-            await request.silent_for(engine.still_s)
-            assert not request.is_over, "it went on, or was over before the pause"
-        await request.finished()
+    request = await engine.met_by_a_pause(PauseMode.KEEP, clear_cache=clear_cache, **asked)
     assert request.finish_reason == "length"
     assert len(request.token_ids) == engine.long
     if not clear_cache:  # computed anew, near ties may fall to the other side

@@ -31,7 +31,6 @@ class VllmEngine(EngineWithWorkers):
         peer: Peer | None = None,
     ) -> None:
         super().__init__(replica_id, url, api_key, has_tee=has_tee, peer=peer)
-        self._has_labels = True
 
     async def ask(self, method: str, path: str, body: Json | None, timeout_s: float) -> Json:
         return await self._call(method, path, body, timeout_s)
@@ -134,21 +133,12 @@ class VllmEngine(EngineWithWorkers):
 
     async def _of_labels(self, method: str, path: str, body: Json | None, timeout_s: float) -> Json | None:
         """Return the answer of a route of labels; None from a server that has none."""
-        if not self._has_labels:
-            return None
         try:
             return await self.ask(method, path, body, timeout_s)
         except EngineRefused as error:
             if error.status not in _NO_ROUTE:
                 raise
-            self._has_labels = False
             return None
-
-
-def release(version: str) -> tuple[int, int]:
-    """Return major and minor of a vLLM version such as "0.32.0+cpu"."""
-    major, minor = version.split(".")[:2]
-    return int(major), int(minor)
 
 
 def label_of(answer: Json) -> str:

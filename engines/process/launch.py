@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engines.clients.vllm_engine import release
 from engines.config import EngineConfig
 from engines.errors import ConfigError
 from engines.inside_vllm.plugin import FORK_CORE, SHARED_ADAPTERS
@@ -171,9 +170,9 @@ def _vllm_command(config: EngineConfig, port: int, seed: int) -> Command:
         _argument("distributed_executor_backend", "mp" if config.workers_per_copy > 1 else None),
         _argument("profiler_config", _torch_profiler(config, port)),
         # Reports the weight version of each token, which vLLM tracks since 0.32.
-        _argument("middleware", _SPANS if reports_weights and release(vllm.version) >= (0, 32) else None),
+        _argument("middleware", _SPANS if reports_weights and _numbers(vllm.version) >= (0, 32) else None),
         # /render and /inference/v1/generate
-        _argument("enable_scale_out", True if release(vllm.version) >= (0, 30) else None),
+        _argument("enable_scale_out", True if _numbers(vllm.version) >= (0, 30) else None),
         *(_argument(name, value) for name, value in config.extra.items()),
     ]
     if (config.api_server_count or 1) > 1 and not vllm.has_cli:

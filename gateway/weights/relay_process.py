@@ -83,7 +83,7 @@ class Relay:
         process = LastingProcess(Command(record["argv"]), Path(record["log_path"]), record["pid"])
         if process.exit_code is not None:
             return {}
-        self._process, self._client = process, self._client_at(record["port"])
+        self._process, self._client = process, VllmEngine("", f"http://127.0.0.1:{record['port']}", has_tee=True)
         try:
             state = await self._client.ask("GET", "/state", None, _PROBE_TIMEOUT_S)
         except (EngineError, DeadlineExceeded):
@@ -160,6 +160,8 @@ class Relay:
     async def _start(self) -> VllmEngine:
         """Start a new process, and return its client when it listens."""
         await self.close()
+        if self._config.relay_device:
+            _check_vllm()
         self._port = HeldPort()
         port, device = self._port.number, self._config.relay_device
         # The relay sees only its own GPU; Ray hides all GPUs from an actor that has none.
@@ -177,7 +179,7 @@ class Relay:
         ]
         log_path = self._log_dir / f"relay-{time.strftime('%Y%m%d-%H%M%S')}-{port}.log"
         self._process = process = LastingProcess(Command(argv, env), log_path)
-        self._client = client = self._client_at(port)
+        self._client = client = VllmEngine("", f"http://127.0.0.1:{port}", has_tee=True)
         process.start()
         record = {"pid": process.pid, "port": port, "argv": argv, "log_path": str(log_path)}
         await self._snapshots.note(RELAY, record)
@@ -190,11 +192,6 @@ class Relay:
                 else:
                     return client
         raise EngineError(f"it ended with {process.exit_code} before it was ready: {process.last_words(lines=1)}")
-
-    def _client_at(self, port: int) -> VllmEngine:
-        if self._config.relay_device:
-            _check_vllm()
-        return VllmEngine("", f"http://127.0.0.1:{port}", has_tee=True)
 
     @asynccontextmanager
     async def _or_ended(self, purpose: str, timeout_s: float) -> AsyncIterator[None]:

@@ -261,11 +261,18 @@ async def test_conversations_and_token_ids_that_cannot_go_on_are_made_again(
     assert (int(made["version"]), made["start"], made["end"], told["finish_reason"]) == (1, 0, LONG, "length")
 
 
-async def test_a_conversation_whose_prompt_reads_otherwise_now_is_made_again(
-    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "takes_apart", [True, False], ids=["its prompt reads otherwise now", "no engine takes it apart"]
+)
+async def test_a_conversation_that_cannot_go_on_is_made_again(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch, *, takes_apart: bool
 ) -> None:
-    monkeypatch.setattr(sim_server, "rendered", lambda body, limit: rendered(body, limit) | {"token_ids": [5, 6]})
     rig = await started(start_rig)
+    if takes_apart:
+        monkeypatch.setattr(sim_server, "rendered", lambda body, limit: rendered(body, limit) | {"token_ids": [5, 6]})
+    else:
+        for replica in rig.fleet.replicas:
+            replica.info = replace(replica.info, capabilities=frozenset())
     running = asyncio.create_task(posted(rig, CHAT, chat_body()))
     await rig.begun()
     await rig.update()
@@ -335,15 +342,3 @@ async def test_a_trainers_own_abort_is_delivered_as_it_is(start_rig: StartRig) -
     assert told["finish_reason"] == "abort"
     assert 0 < len(told["token_ids"]) < LONG
     await rig.post("/resume")
-
-
-async def test_where_no_engine_takes_conversations_apart_they_are_made_again(start_rig: StartRig) -> None:
-    rig = await started(start_rig)
-    for replica in rig.fleet.replicas:
-        replica.info = replace(replica.info, capabilities=frozenset())
-    running = asyncio.create_task(posted(rig, CHAT, chat_body()))
-    await rig.begun()
-    await rig.update()
-    rig.hurry()
-    (told,) = (await running)["choices"]
-    assert told["weight_versions"] == [span(1, 0, LONG)]

@@ -4,17 +4,17 @@ import contextlib
 import ctypes
 import fcntl
 import json
+import math
 import os
 import threading
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-import safetensors
 from safetensors.numpy import save_file
 
 from engines.batches import batches
@@ -23,7 +23,8 @@ from engines.errors import InvalidRequest, StoreFailed
 from engines.store.changed_elements import Array, ChangedElements
 from engines.store.files import check_room, disk_errors, read_at, sync
 from engines.store.joined_file import write_joined
-from engines.store.manifest import MANIFEST, Manifest, StoredTensor, digest_of
+from engines.store.manifest import MANIFEST, Manifest, StoredTensor
+from engines.store.tensor_file import write_file
 
 SHARD_BYTES = 512 << 20
 """Size at which a file of a version is written; a writer holds at least as much memory."""
@@ -57,6 +58,19 @@ class RawTensor:
         # The bytes may outlive this, as in `raw_tensor(...).bytes`.
         array.owner = self.owner  # type: ignore[attr-defined]
         return memoryview(array).cast("B")
+
+    def width(self) -> int:
+        """Bytes of an element."""
+        return self.num_bytes // max(1, math.prod(self.shape))
+
+
+Pieces = Callable[[Sequence[RawTensor]], Iterable[memoryview]]
+"""Gives the bytes of tensors in order, cut anywhere."""
+
+
+def of_host(tensors: Sequence[RawTensor]) -> Iterator[memoryview]:
+    """The bytes of tensors that are in host memory."""
+    return (tensor.bytes for tensor in tensors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,24 +113,17 @@ class Draft:
             (_number(file) for tensor in self._tensors.values() for file in (tensor.file, tensor.changes)), default=0
         )
 
-    def add(self, tensors: Sequence[RawTensor]) -> None:
-        """Write one file of tensors and note their digests. Threads may write a file each."""
-        last = {tensor.name: tensor for tensor in tensors}
-        size = sum(tensor.num_bytes for tensor in last.values())
+    def add(self, tensors: Sequence[RawTensor], pieces: Pieces = of_host) -> None:
+        """Write one file of tensors with the bytes that `pieces` gives. Threads may write a file each."""
+        # Wide elements come before narrow ones, to stay aligned.
+        last = sorted({tensor.name: tensor for tensor in tensors}.values(), key=RawTensor.width, reverse=True)
         path = self._next_file()
         with disk_errors(path):
-            check_room(self.folder, size)
-            specs = {
-                tensor.name: safetensors.TensorSpec(
-                    dtype=tensor.dtype, shape=tensor.shape, data_ptr=tensor.address, data_len=tensor.num_bytes
-                )
-                for tensor in last.values()
-            }
-            safetensors.serialize_file(specs, path, {"format": "pt"})
-            sync(path)
+            check_room(self.folder, sum(tensor.num_bytes for tensor in last))
+            digests = write_file(path, last, pieces(last))
         stored = {
-            name: StoredTensor(tensor.dtype, list(tensor.shape), tensor.digest or digest_of(tensor.bytes), path.name)
-            for name, tensor in last.items()
+            tensor.name: StoredTensor(tensor.dtype, list(tensor.shape), digest, path.name)
+            for tensor, digest in zip(last, digests, strict=True)
         }
         self._note(stored)
 

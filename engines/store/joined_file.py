@@ -1,6 +1,5 @@
 """Writes a safetensors file: the tensors of another file with changed elements. A thread per tensor."""
 
-import json
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -9,9 +8,10 @@ from typing import BinaryIO
 
 import numpy as np
 
-from engines.checkpoint import Span, open_regular, written_dtype
+from engines.checkpoint import Span, open_regular
 from engines.store.changed_elements import ChangedElements
 from engines.store.files import read_at, write_at
+from engines.store.tensor_file import header
 
 _THREADS = 4
 """Tensors held in memory at a time."""
@@ -23,10 +23,10 @@ def write_joined(target: Path, base: Path, spans: Sequence[Span], changes: Calla
     Raises `OSError`, and what `changes` and applying them raise.
     """
     spans = sorted(spans, key=lambda span: span.begin)  # wide elements stay before narrow ones, to stay aligned
-    header, places = _header(spans)
+    head, places = header(spans)
     with _opened(base) as source, target.open("wb", buffering=0) as file:
-        file.write(header)
-        file.truncate(len(header) + sum(span.num_bytes for span in spans))
+        file.write(head)
+        file.truncate(len(head) + sum(span.num_bytes for span in spans))
 
         def join(span: Span, place: int) -> None:
             content = np.empty(span.num_bytes, np.uint8)
@@ -45,15 +45,3 @@ def _opened(base: Path) -> BinaryIO:
         return open_regular(base)
     except ValueError as error:  # it became another kind of file
         raise OSError(str(error)) from error
-
-
-def _header(spans: Sequence[Span]) -> tuple[bytes, list[int]]:
-    """The file's header, and the offset of each tensor."""
-    offsets = np.cumsum([0, *(span.num_bytes for span in spans)]).tolist()
-    tree: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    for span, begin, end in zip(spans, offsets[:-1], offsets[1:], strict=True):
-        tree[span.name] = {"dtype": written_dtype(span.dtype), "shape": span.shape, "data_offsets": [begin, end]}
-    text = json.dumps(tree, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    header = len(text).to_bytes(8, "little") + text
-    return header, [len(header) + begin for begin in offsets[:-1]]

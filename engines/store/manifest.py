@@ -88,7 +88,7 @@ class Manifest:
 def digest_of(content: Any) -> str:
     """Digest of a tensor's bytes. xxh3_128 reads 14 GB/s on a core (blake2b 0.3) and detects damage, not forgery:
     a process that can write into the store can write a manifest."""
-    return _told_digest(xxhash.xxh3_128(content))
+    return told_digest(xxhash.xxh3_128(content))
 
 
 def _digest_in(file: BinaryIO, span: Span, memory: memoryview) -> str:
@@ -101,10 +101,11 @@ def _digest_in(file: BinaryIO, span: Span, memory: memoryview) -> str:
         piece = memory[: span.end - begin]
         read_at(file, piece, begin)
         digest.update(piece)
-    return _told_digest(digest)
+    return told_digest(digest)
 
 
-def _told_digest(digest: Any) -> str:
+def told_digest(digest: Any) -> str:
+    """A hash in a manifest's form."""
     return f"xxh3_128:{digest.hexdigest()}"
 
 

@@ -4,7 +4,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from engines.store.draft import SHARD_BYTES, ChangedTensor, Draft, RawTensor
+from engines.store.draft import SHARD_BYTES, ChangedTensor, Draft, Pieces, RawTensor, of_host
 from engines.store.files import THREADS
 
 _Shard = list[tuple[RawTensor | ChangedTensor, Callable[[], None]]]
@@ -12,11 +12,13 @@ _Shard = list[tuple[RawTensor | ChangedTensor, Callable[[], None]]]
 
 
 class ShardWriter:
-    """A context that owns its writes. At most `THREADS` full files are held in memory."""
+    """A context that owns its writes. At most `num_threads` full files are held in memory."""
 
-    def __init__(self, draft: Draft) -> None:
+    def __init__(self, draft: Draft, num_threads: int = THREADS, pieces: Pieces = of_host) -> None:
         self._draft = draft
-        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="shards")
+        self._pieces = pieces
+        self._num_threads = num_threads
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="shards")
         self._writing: deque[Future[None]] = deque()
         self._shards: dict[type, _Shard] = {}
         self._sizes: Counter[type] = Counter()
@@ -47,13 +49,13 @@ class ShardWriter:
             self._writing.popleft().result()
 
     def _begin(self, shard: _Shard) -> None:
-        if len(self._writing) == THREADS:
+        if len(self._writing) == self._num_threads:
             self._writing.popleft().result()
         self._writing.append(self._pool.submit(self._write, shard))
 
     def _write(self, shard: _Shard) -> None:
         if whole := [tensor for tensor, _ in shard if isinstance(tensor, RawTensor)]:
-            self._draft.add(whole)
+            self._draft.add(whole, self._pieces)
         if changed := [tensor for tensor, _ in shard if isinstance(tensor, ChangedTensor)]:
             self._draft.add_changes(changed)
         for _, written in shard:

@@ -12,18 +12,19 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from engines.checkpoint_names import CheckpointNames, Incoming
 from engines.engine import ReceiptCopy
 from engines.errors import RolloutGatewayError
-from engines.store.draft import Draft, RawTensor
+from engines.store.draft import Draft, RawTensor, of_host
 from engines.store.shard_writer import ShardWriter
 from engines.transfer.packing import NamedTensor
-from engines.transfer.tensor_bytes import digest_on_host, on_host, raw_tensor
+from engines.transfer.tensor_bytes import digest_on_host, where_it_is
 
 log = logging.getLogger("vllm.rollout_gateway")  # a child of vLLM's logger, whose handlers it uses
 
@@ -34,6 +35,10 @@ _Digested = tuple[str, torch.Tensor, str]
 
 _BUDGET_BYTES = 4 << 30
 """Host memory for tensors that wait for the disk."""
+_PIECE_BYTES = 128 << 20
+"""A GPU copies as much to the host at a time: few calls, as each waits for the engine's own Python."""
+_WRITERS = 2
+"""Files written at a time. More are no faster where the file system is memory, and take cores from the engine."""
 _SPARE_BYTES = {"cuda": 4 << 30, "cpu": 1 << 30}
 """Memory of a device that is kept free for the engine while tensors wait there."""
 
@@ -190,7 +195,7 @@ class Scribe:
         return True
 
     def put(self, copies: "Iterable[_Copy]") -> None:
-        """Queue tensors for writing; each is freed when written."""
+        """Queue tensors for writing; each is freed when its file is written."""
         if not self._given_up:  # the writer has ended, and they may be as large as the model
             self._waiting.put(deque(copies))
 
@@ -204,9 +209,9 @@ class Scribe:
         device = next((tensor.device for _, tensor, _ in tensors if tensor.is_cuda), None)
         if device is not None and self.keeps(num_bytes, device):
             # Without a copy: receivers allocate new memory for each chunk.
-            done, stream = torch.cuda.Event(), self.stream(device)
+            done = torch.cuda.Event()
             done.record(torch.cuda.current_stream(device))
-            self.put(_Copy(name, t, digest, done, stream) for name, t, digest in tensors)
+            self.put(_Copy(name, t, digest, done) for name, t, digest in tensors)
         elif self.has_room(num_bytes):
             if device is None:
                 self.put(_Copy(name, t.clone(), digest) for name, t, digest in tensors)
@@ -227,7 +232,7 @@ class Scribe:
 
     def _write(self) -> None:
         try:
-            with ShardWriter(self._draft) as writer:
+            with ShardWriter(self._draft, _WRITERS, _pieces) as writer:
                 self._write_all(writer)
         except Exception as error:  # recorded in the draft; the update goes on
             self.give_up(str(error) if isinstance(error, RolloutGatewayError) else repr(error))
@@ -261,36 +266,93 @@ class Scribe:
 class _Copy:
     """A received tensor on its GPU, or its copy in host memory; complete after `done`."""
 
-    def __init__(self, name: str, tensor: torch.Tensor, digest: str, done: Any = None, stream: Any = None) -> None:
-        """`stream` copies a tensor from its GPU."""
+    def __init__(self, name: str, tensor: torch.Tensor, digest: str, done: Any = None) -> None:
         self._name = name
         self._tensor = tensor
         self._digest = digest
         self._done = done
-        self._stream = stream
 
     @property
     def budgeted(self) -> int:
         """Bytes of host memory that it takes until written."""
-        return 0 if self._stream is not None else self._tensor.nbytes
+        return 0 if self._tensor.is_cuda else self._tensor.nbytes
 
     def raw(self) -> RawTensor:
-        if self._stream is not None:
-            with torch.cuda.stream(self._stream):
-                self._stream.wait_event(self._done)
-                self._tensor = on_host(self._tensor)
-        elif self._done is not None:
+        if self._done is not None:
             self._done.synchronize()
-        return raw_tensor(self._name, self._tensor, self._digest)
+        return where_it_is(self._name, self._tensor, self._digest)
+
+
+class _Pinned:
+    """Host memory through which tensors leave a GPU. It is made once: to pin memory stops a GPU's work for up to a
+    second."""
+
+    _free: ClassVar[queue.SimpleQueue["_Pinned"]] = queue.SimpleQueue()
+
+    def __init__(self, device: torch.device) -> None:
+        self._memory = torch.empty(_PIECE_BYTES, dtype=torch.uint8, pin_memory=True)
+        self._stream = torch.cuda.Stream(device)
+
+    @classmethod
+    @contextlib.contextmanager
+    def taken(cls, device: torch.device) -> Iterator["_Pinned"]:
+        """Have one for this block."""
+        try:
+            pinned = cls._free.get_nowait()
+        except queue.Empty:
+            pinned = cls(device)
+        try:
+            yield pinned
+        finally:
+            cls._free.put(pinned)
+
+    @classmethod
+    def prepare(cls, device: torch.device) -> None:
+        """Make as many as are used at a time."""
+        for _ in range(_WRITERS):
+            cls._free.put(cls(device))
+
+    def pieces(self, tensors: Sequence[RawTensor]) -> Iterator[memoryview]:
+        """Yield the bytes of tensors, as much at a time as fits here."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))  # which has made some contiguous
+        filled = 0
+        for tensor in tensors:
+            left = tensor.owner.reshape(-1).view(torch.uint8)
+            while left.numel():
+                part = left[: _PIECE_BYTES - filled]
+                with torch.cuda.stream(self._stream):
+                    self._memory[filled : filled + part.numel()].copy_(part, non_blocking=True)
+                left, filled = left[part.numel() :], filled + part.numel()
+                if filled == _PIECE_BYTES:
+                    yield self._arrived(filled)
+                    filled = 0
+        if filled:
+            yield self._arrived(filled)
+
+    def _arrived(self, num_bytes: int) -> memoryview:
+        self._stream.synchronize()
+        return memoryview(self._memory.numpy())[:num_bytes]
+
+
+def _pieces(tensors: Sequence[RawTensor]) -> Iterator[memoryview]:
+    """Yield the bytes of tensors, some of which may be on a GPU."""
+    for is_cuda, group in groupby(tensors, lambda tensor: bool(tensor.owner.is_cuda)):
+        together = list(group)
+        if is_cuda:
+            with _Pinned.taken(together[0].owner.device) as pinned:
+                yield from pinned.pieces(together)
+        else:
+            yield from of_host(together)
 
 
 def prepare(device: torch.device) -> None:
-    """Compile the digest kernel of this device ahead of updates."""
+    """Compile the digest kernel of this device, and pin memory, ahead of updates."""
     if device.type == "cuda":
         try:
+            _Pinned.prepare(device)
             _Digests([("", torch.zeros(1, device=device))])
         except Exception:  # updates then go without digests, and log it
-            log.exception("tensors on %s cannot be digested", device)
+            log.exception("tensors on %s cannot be digested, or no host memory can be pinned", device)
 
 
 class _Digests:

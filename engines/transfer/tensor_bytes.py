@@ -7,8 +7,13 @@ from engines.store.manifest import digest_of
 
 
 def raw_tensor(name: str, tensor: torch.Tensor, digest: str = "") -> RawTensor:
-    """Return the bytes of a tensor, without a copy if it is contiguous on the host."""
-    there = on_host(tensor.detach()).contiguous().resolve_neg()  # its memory may hold the values negated
+    """Return the bytes of a tensor in host memory, without a copy if it is contiguous there."""
+    return where_it_is(name, on_host(tensor.detach()), digest)
+
+
+def where_it_is(name: str, tensor: torch.Tensor, digest: str = "") -> RawTensor:
+    """Return the bytes of a tensor in the memory of its device, without a copy if it is contiguous."""
+    there = tensor.detach().contiguous().resolve_neg()  # its memory may hold the values negated
     dtype = str(there.dtype).removeprefix("torch.")
     return RawTensor(name, dtype, list(there.shape), there.data_ptr(), there.nbytes, there, digest)
 

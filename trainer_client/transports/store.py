@@ -125,7 +125,7 @@ class LastSent:
             self._tensors[tensor.name] = _Sent(content.copy(), digest)
             return replace(tensor, digest=digest)
         before, sent.digest = sent.digest, digest
-        elements = ChangedElements.between(sent.content, content, _width(tensor))
+        elements = ChangedElements.between(sent.content, content, max(1, tensor.width()))
         elements.apply_to(sent.content)
         is_worth_it = elements.num_bytes < _WORTH * tensor.num_bytes
         is_like_it = served is not None and (served.digest, served.dtype, served.shape) == (
@@ -140,8 +140,3 @@ class LastSent:
     def forget(self) -> None:
         """Forget all tensors: the next send is complete."""
         self._tensors.clear()
-
-
-def _width(tensor: RawTensor) -> int:
-    num_elements = int(np.prod(tensor.shape, dtype=np.int64))
-    return max(1, tensor.num_bytes // max(1, num_elements))

@@ -11,7 +11,7 @@ import pytest
 from engines.errors import StoreFailed
 from engines.store import shard_writer
 from engines.store.changed_elements import ChangedElements
-from engines.store.draft import ChangedTensor, Draft, RawTensor, claim_draft, raw
+from engines.store.draft import ChangedTensor, Draft, Pieces, RawTensor, claim_draft, raw
 from engines.store.manifest import Manifest, check_bytes
 from engines.store.shard_writer import ShardWriter
 
@@ -20,7 +20,6 @@ SOON_S = 30.0
 
 @pytest.fixture
 def draft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Draft:
-    monkeypatch.setattr(shard_writer, "THREADS", 3)
     monkeypatch.setattr(shard_writer, "SHARD_BYTES", 10)
     return Draft(claim_draft(tmp_path)[0], "m")
 
@@ -32,7 +31,7 @@ def add_file(writer: ShardWriter, index: int, written: Callable[[], None] = lamb
 
 
 def test_all_files_are_in_the_draft_in_which_they_were_written(draft: Draft) -> None:
-    with ShardWriter(draft) as writer:
+    with ShardWriter(draft, 3) as writer:
         for index in range(20):
             add_file(writer, index)
         writer.finish()
@@ -48,14 +47,14 @@ def test_files_are_written_beside_each_other_and_no_more_than_may_be(
 ) -> None:
     together, let_go, begun = threading.Barrier(4), threading.Event(), []
 
-    def add(_: Draft, tensors: Sequence[RawTensor]) -> None:
+    def add(_: Draft, tensors: Sequence[RawTensor], pieces: Pieces) -> None:
         begun.append(tensors)
         if len(begun) <= 3:
             together.wait(SOON_S)
             assert let_go.wait(SOON_S)
 
     monkeypatch.setattr(Draft, "add", add)
-    with ShardWriter(draft) as writer:
+    with ShardWriter(draft, 3) as writer:
         for index in range(3):
             add_file(writer, index)
         together.wait(SOON_S)
@@ -72,7 +71,7 @@ def test_files_are_written_beside_each_other_and_no_more_than_may_be(
 
 def test_changed_elements_have_files_of_their_own(draft: Draft) -> None:
     elements = ChangedElements.between(np.zeros(4, np.uint8), np.ones(4, np.uint8), 1)
-    with ShardWriter(draft) as writer:
+    with ShardWriter(draft, 3) as writer:
         add_file(writer, 1)
         writer.add(ChangedTensor("c", "uint8", [4], "xxh3_128:2", "xxh3_128:1", elements))
         writer.finish()
@@ -85,7 +84,7 @@ def test_changed_elements_have_files_of_their_own(draft: Draft) -> None:
 
 def test_who_waits_for_the_memory_is_told_when_its_file_is_there(draft: Draft) -> None:
     told: list[int] = []
-    with ShardWriter(draft) as writer:
+    with ShardWriter(draft, 3) as writer:
         for index in range(5):
             add_file(writer, index, partial(told.append, index))
         writer.finish()
@@ -93,7 +92,7 @@ def test_who_waits_for_the_memory_is_told_when_its_file_is_there(draft: Draft) -
 
 
 def test_a_file_that_cannot_be_written_is_told_by_the_end(draft: Draft) -> None:
-    with ShardWriter(draft) as writer:
+    with ShardWriter(draft, 3) as writer:
         add_file(writer, 1)
         add_file(writer, 1)
         with pytest.raises(StoreFailed, match=r"'1\.a' came twice"):
@@ -103,14 +102,14 @@ def test_a_file_that_cannot_be_written_is_told_by_the_end(draft: Draft) -> None:
 def test_nothing_is_written_once_it_is_left(draft: Draft, monkeypatch: pytest.MonkeyPatch) -> None:
     let_go, begun = threading.Event(), []
 
-    def add(_: Draft, tensors: Sequence[RawTensor]) -> None:
+    def add(_: Draft, tensors: Sequence[RawTensor], pieces: Pieces) -> None:
         begun.append(tensors)
         assert let_go.wait(SOON_S)
 
     monkeypatch.setattr(Draft, "add", add)
 
     def broken_off() -> None:
-        with ShardWriter(draft) as writer:
+        with ShardWriter(draft, 3) as writer:
             for index in range(3):
                 add_file(writer, index)
             threading.Timer(0.1, let_go.set).start()

@@ -226,18 +226,22 @@ class WeightStore:
         finally:
             os.close(lock)
 
-    def prune(self, served: int, keep: int = 2) -> None:
-        """Keep `keep` versions up to the served version, newer versions and versions being read. Remove all others."""
+    def fits(self, num_bytes: int) -> bool:
+        """Return True where `num_bytes` are free now."""
+        return shutil.disk_usage(self.folder).free >= num_bytes
+
+    def prune(self, served: int, keep: int = 2) -> list[Path]:
+        """Keep `keep` versions up to the served version, newer versions and versions being read. Forget all others, and
+        return the folders to remove, as `throw_away` does."""
         # Listed before the versions are read: a version that is promoted meanwhile is known, or not listed.
         folders = list(self.folder.glob("v*"))
         known = self.versions
         before = [version for version in known if version < served]
         newer = [version for version in known if version > served]  # about to be served
         kept = {served, *newer, *before[max(0, len(before) - keep + 1) :]}
-        for folder in filter(_is_version, folders):
-            version = int(folder.name[1:])
-            if version not in kept and not is_locked(folder / MANIFEST):
-                remove_folder(self.withdraw(version))
+        versions = {int(folder.name[1:]): folder for folder in filter(_is_version, folders)}
+        surplus = versions.keys() - kept
+        return [self.withdraw(version) for version in surplus if not is_locked(versions[version] / MANIFEST)]
 
     def _check_ours(self) -> None:
         """Raise `StoreFailed` for another user's folder: /dev/shm is open to all, and its weights could be forged."""

@@ -119,7 +119,7 @@ class Snapshots:
     async def claim(self, served: int | None, num_bytes: int) -> Path:
         """As `draft`, where replicas get the version from the store alone. Raises `StoreFailed`."""
         await self._kept()
-        await self.make_room(served)
+        await self.make_room(served, num_bytes)
         if not await self._has_room(num_bytes):
             raise StoreFailed(self._why_not)
         claiming = asyncio.ensure_future(self._aside(self._open_store().draft))
@@ -142,16 +142,25 @@ class Snapshots:
         """Run a call that reads or writes the store."""
         return asyncio.get_running_loop().run_in_executor(self._threads, call, *arguments)
 
-    async def make_room(self, served: int | None) -> None:
-        """Keep the served version alone, all where it is None, beside the next. Make a folder that is gone again."""
+    async def make_room(self, served: int | None, num_bytes: int | None = None) -> None:
+        """Keep the served version alone, all where it is None, beside the next. Make a folder that is gone again.
+
+        Returns once older versions are removed, which takes a second for some GB, or `num_bytes` fit beside them.
+        """
         await self.removed()
         if self._store is not None:
             if not await self._aside(self._store.folder.is_dir):  # systemd empties /dev/shm at a user's last logout
                 gone, self._store = self._store, await self._aside(WeightStore, self._store.folder)
                 await self._aside(gone.close)
+            await self._aside(self._store.sweep)  # first, or it would remove what is pruned, and wait for that
             if served is not None:
-                await self._aside(self._store.prune, served, 1)
-            await self._aside(self._store.sweep)
+                await self._prune(served, 1)
+            if num_bytes is None or not await self._aside(self._store.fits, num_bytes):
+                await self.removed()
+
+    async def _prune(self, served: int, keep: int) -> None:
+        for folder in await self._aside(self._open_store().prune, served, keep):
+            self._remove(folder)
 
     async def discard(self, draft: Path | None) -> None:
         """Take a draft from its writer, which fails then, and remove it in the background."""
@@ -262,8 +271,8 @@ class Snapshots:
         """Remove older versions and dead drafts, and call the listeners. The version is served whatever fails here."""
         if self._store is not None:
             try:
-                await self._aside(self._store.prune, served)
                 await self._aside(self._store.sweep)
+                await self._prune(served, _COPIES)
             except StoreFailed as error:
                 log.error("older versions and drafts are not removed", version=served, error=str(error))
         for listener in self._listeners:

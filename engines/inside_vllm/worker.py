@@ -29,7 +29,7 @@ class WeightWorker(UpdatedWorker):
         worker: Any = self
         self.drop_receipt()
         _end_reload(worker)
-        prepare(worker.device)
+        prepare(worker.device)  # a server that others start plans no updates
         if worker.device.type == "cuda":
             unpack_quickly()
             pin_memory()
@@ -67,6 +67,7 @@ class WeightWorker(UpdatedWorker):
         """
         worker: Any = self
         find_trainer_first(worker.weight_transfer_engine)
+        prepare(worker.device)
         self.target.plan([*map(form_of, _expected(worker.vllm_config.model_config))])
         return {"obstacle": self.target.obstacle}
 

@@ -64,13 +64,13 @@ class RawTensor:
         return self.num_bytes // max(1, math.prod(self.shape))
 
 
-Pieces = Callable[[Sequence[RawTensor]], Iterable[memoryview]]
-"""Gives the bytes of tensors in order, cut anywhere."""
+WriteFile = Callable[[Path, Sequence[RawTensor]], list[str]]
+"""Writes a file of tensors and returns their digests. Raises `OSError` and `StoreFailed`."""
 
 
-def of_host(tensors: Sequence[RawTensor]) -> Iterator[memoryview]:
-    """The bytes of tensors that are in host memory."""
-    return (tensor.bytes for tensor in tensors)
+def write_host_file(path: Path, tensors: Sequence[RawTensor]) -> list[str]:
+    """Write a file of tensors that are in host memory."""
+    return write_file(path, tensors, (tensor.bytes for tensor in tensors))
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,14 +113,14 @@ class Draft:
             (_number(file) for tensor in self._tensors.values() for file in (tensor.file, tensor.changes)), default=0
         )
 
-    def add(self, tensors: Sequence[RawTensor], pieces: Pieces = of_host) -> None:
-        """Write one file of tensors with the bytes that `pieces` gives. Threads may write a file each."""
+    def add(self, tensors: Sequence[RawTensor], write: WriteFile = write_host_file) -> None:
+        """Write one file of tensors, and note their digests. Threads may write a file each."""
         # Wide elements come before narrow ones, to stay aligned.
         last = sorted({tensor.name: tensor for tensor in tensors}.values(), key=RawTensor.width, reverse=True)
         path = self._next_file()
         with disk_errors(path):
             check_room(self.folder, sum(tensor.num_bytes for tensor in last))
-            digests = write_file(path, last, pieces(last))
+            digests = write(path, last)
         stored = {
             tensor.name: StoredTensor(tensor.dtype, list(tensor.shape), digest, path.name)
             for tensor, digest in zip(last, digests, strict=True)
@@ -219,7 +219,7 @@ class Draft:
             size = sum(path.stat().st_size for path in self.folder.glob("*.safetensors"))
             weight_map = {name: tensor.file for name, tensor in self._tensors.items() if tensor.file}
             index = {"metadata": {"total_size": size}, "weight_map": weight_map}
-            (self.folder / _INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
+            (self.folder / _INDEX).write_text(json.dumps(index), encoding="utf-8")
             sync(self.folder / _INDEX)
             Manifest(self._model, self._tensors, base=self._base).write(self.folder)
 

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -79,7 +79,7 @@ class Manifest:
             "tensors": {name: _told(tensor) for name, tensor in self.tensors.items()},
         }
         whole = folder / f"{MANIFEST}.new"
-        whole.write_text(json.dumps(tree, indent=1), encoding="utf-8")
+        whole.write_text(json.dumps(tree), encoding="utf-8")  # with indent it is written in Python, by an engine
         sync(whole)
         whole.rename(folder / MANIFEST)
         sync(folder)
@@ -149,5 +149,8 @@ def _check_file(path: Path, spans: Sequence[Span], manifest: Manifest) -> list[s
     return [span.name for span in spans]
 
 
+_TOLD = [field.name for field in fields(StoredTensor)]
+
+
 def _told(tensor: StoredTensor) -> dict[str, Any]:
-    return {key: value for key, value in asdict(tensor).items() if value != ""}
+    return {key: value for key in _TOLD if (value := getattr(tensor, key)) != ""}

@@ -4,7 +4,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from engines.store.draft import SHARD_BYTES, ChangedTensor, Draft, Pieces, RawTensor, of_host
+from engines.store.draft import SHARD_BYTES, ChangedTensor, Draft, RawTensor, WriteFile, write_host_file
 from engines.store.files import THREADS
 
 _Shard = list[tuple[RawTensor | ChangedTensor, Callable[[], None]]]
@@ -14,9 +14,9 @@ _Shard = list[tuple[RawTensor | ChangedTensor, Callable[[], None]]]
 class ShardWriter:
     """A context that owns its writes. At most `num_threads` full files are held in memory."""
 
-    def __init__(self, draft: Draft, num_threads: int = THREADS, pieces: Pieces = of_host) -> None:
+    def __init__(self, draft: Draft, num_threads: int = THREADS, write: WriteFile = write_host_file) -> None:
         self._draft = draft
-        self._pieces = pieces
+        self._write_file = write
         self._num_threads = num_threads
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="shards")
         self._writing: deque[Future[None]] = deque()
@@ -55,7 +55,7 @@ class ShardWriter:
 
     def _write(self, shard: _Shard) -> None:
         if whole := [tensor for tensor, _ in shard if isinstance(tensor, RawTensor)]:
-            self._draft.add(whole, self._pieces)
+            self._draft.add(whole, self._write_file)
         if changed := [tensor for tensor, _ in shard if isinstance(tensor, ChangedTensor)]:
             self._draft.add_changes(changed)
         for _, written in shard:

@@ -11,8 +11,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
-from itertools import groupby
+from functools import cache, partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,7 +21,8 @@ import torch
 from engines.checkpoint_names import CheckpointNames, Incoming
 from engines.engine import ReceiptCopy
 from engines.errors import RolloutGatewayError
-from engines.store.draft import Draft, RawTensor, of_host
+from engines.store.draft import Draft, RawTensor, write_host_file
+from engines.store.piece_writer import PieceWriter
 from engines.store.shard_writer import ShardWriter
 from engines.transfer.packing import NamedTensor
 from engines.transfer.tensor_bytes import digest_on_host, where_it_is
@@ -36,7 +37,7 @@ _Digested = tuple[str, torch.Tensor, str]
 _BUDGET_BYTES = 4 << 30
 """Host memory for tensors that wait for the disk."""
 _PIECE_BYTES = 128 << 20
-"""A GPU copies as much to the host at a time: few calls, as each waits for the engine's own Python."""
+"""As much leaves a GPU at a time: few calls, as each waits for the engine's own Python, and holds it up."""
 _WRITERS = 2
 """Files written at a time. More are no faster where the file system is memory, and take cores from the engine."""
 _SPARE_BYTES = {"cuda": 4 << 30, "cpu": 1 << 30}
@@ -232,7 +233,7 @@ class Scribe:
 
     def _write(self) -> None:
         try:
-            with ShardWriter(self._draft, _WRITERS, _pieces) as writer:
+            with ShardWriter(self._draft, _WRITERS, _write) as writer:
                 self._write_all(writer)
         except Exception as error:  # recorded in the draft; the update goes on
             self.give_up(str(error) if isinstance(error, RolloutGatewayError) else repr(error))
@@ -283,73 +284,128 @@ class _Copy:
         return where_it_is(self._name, self._tensor, self._digest)
 
 
-class _Pinned:
-    """Host memory through which tensors leave a GPU. It is made once: to pin memory stops a GPU's work for up to a
-    second."""
+class WayToFiles:
+    """A way of tensors from a GPU into files: pinned memory, and the process that writes from it.
 
-    _free: ClassVar[queue.SimpleQueue["_Pinned"]] = queue.SimpleQueue()
+    It is made once: to pin memory stops a GPU's work for up to a second.
+    """
+
+    _free: ClassVar[queue.SimpleQueue["WayToFiles"]] = queue.SimpleQueue()
 
     def __init__(self, device: torch.device) -> None:
-        self._memory = torch.empty(_PIECE_BYTES, dtype=torch.uint8, pin_memory=True)
-        self._stream = torch.cuda.Stream(device)
+        self._writer = PieceWriter(2 * _PIECE_BYTES)
+        self._memory = torch.frombuffer(self._writer.memory, dtype=torch.uint8)
+        self._stream: Any = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)
+            cudart: Any = torch.cuda.cudart()
+            torch.cuda.check_error(cudart.cudaHostRegister(self._memory.data_ptr(), self._memory.numel(), 0))
 
     @classmethod
     @contextlib.contextmanager
-    def taken(cls, device: torch.device) -> Iterator["_Pinned"]:
-        """Have one for this block."""
+    def taken(cls, device: torch.device) -> Iterator["WayToFiles"]:
+        """Have one for this block. One that fails is not used again."""
         try:
-            pinned = cls._free.get_nowait()
+            way = cls._free.get_nowait()
         except queue.Empty:
-            pinned = cls(device)
+            way = cls(device)
         try:
-            yield pinned
-        finally:
-            cls._free.put(pinned)
+            yield way
+        except BaseException:
+            way.close()
+            raise
+        cls._free.put(way)
 
     @classmethod
     def prepare(cls, device: torch.device) -> None:
         """Make as many as are used at a time."""
-        for _ in range(_WRITERS):
+        for _ in range(_WRITERS - cls._free.qsize()):
             cls._free.put(cls(device))
 
-    def pieces(self, tensors: Sequence[RawTensor]) -> Iterator[memoryview]:
-        """Yield the bytes of tensors, as much at a time as fits here."""
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))  # which has made some contiguous
-        filled = 0
-        for tensor in tensors:
-            left = tensor.owner.reshape(-1).view(torch.uint8)
-            while left.numel():
-                part = left[: _PIECE_BYTES - filled]
-                with torch.cuda.stream(self._stream):
-                    self._memory[filled : filled + part.numel()].copy_(part, non_blocking=True)
-                left, filled = left[part.numel() :], filled + part.numel()
-                if filled == _PIECE_BYTES:
-                    yield self._arrived(filled)
-                    filled = 0
-        if filled:
-            yield self._arrived(filled)
+    def close(self) -> None:
+        self._writer.close()
 
-    def _arrived(self, num_bytes: int) -> memoryview:
-        self._stream.synchronize()
-        return memoryview(self._memory.numpy())[:num_bytes]
+    def write(self, path: Path, tensors: Sequence[RawTensor]) -> list[str]:
+        """As `write_file`, of tensors on the GPU. Half of the memory is filled while the other is written."""
+        if self._stream is not None:  # what was made contiguous was so on the default stream
+            self._stream.wait_stream(torch.cuda.default_stream(self._stream.device))
+        self._writer.begin(path, tensors)
+        number = 0
+        for number, parts in enumerate(_pieces(tensors), 1):
+            if number > 2:
+                self._writer.answer()
+            begin = (number % 2) * _PIECE_BYTES
+            self._writer.add(begin, self._fill(begin, parts))
+        for _ in range(min(number, 2)):
+            self._writer.answer()
+        return self._writer.answer()
+
+    def _fill(self, begin: int, parts: Sequence[torch.Tensor]) -> int:
+        place = begin
+        with torch.cuda.stream(self._stream):
+            for part in parts:
+                self._memory[place : place + part.numel()].copy_(part, non_blocking=True)
+                place += part.numel()
+        if self._stream is not None:
+            self._stream.synchronize()
+        return place - begin
 
 
-def _pieces(tensors: Sequence[RawTensor]) -> Iterator[memoryview]:
-    """Yield the bytes of tensors, some of which may be on a GPU."""
-    for is_cuda, group in groupby(tensors, lambda tensor: bool(tensor.owner.is_cuda)):
-        together = list(group)
-        if is_cuda:
-            with _Pinned.taken(together[0].owner.device) as pinned:
-                yield from pinned.pieces(together)
+def _pieces(tensors: Sequence[RawTensor]) -> Iterator[list[torch.Tensor]]:
+    """Yield the bytes of tensors in pieces of `_PIECE_BYTES`, each of a few parts of device memory."""
+    parts: list[torch.Tensor] = []
+    room = _PIECE_BYTES
+    for run in _runs(tensors):
+        while run.numel():
+            parts.append(run[:room])
+            run = run[room:]
+            room -= parts[-1].numel()
+            if not room:
+                yield parts
+                parts, room = [], _PIECE_BYTES
+    if parts:
+        yield parts
+
+
+def _runs(tensors: Sequence[RawTensor]) -> Iterator[torch.Tensor]:
+    """Yield the bytes of tensors; neighbours in memory, as in a packed chunk, are one."""
+    for first, last in _neighbours(tensors):
+        flat = first.owner.reshape(-1).view(torch.uint8)
+        yield flat.as_strided((last.address + last.num_bytes - first.address,), (1,))
+
+
+def _neighbours(tensors: Sequence[RawTensor]) -> Iterator[tuple[RawTensor, RawTensor]]:
+    run: list[RawTensor] = []
+    for tensor in filter(attrgetter("num_bytes"), tensors):
+        if run and (run[-1].address + run[-1].num_bytes, _storage(run[-1])) == (tensor.address, _storage(tensor)):
+            run = [run[0], tensor]
         else:
-            yield from of_host(together)
+            if run:
+                yield run[0], run[-1]
+            run = [tensor]
+    if run:
+        yield run[0], run[-1]
 
 
+def _storage(tensor: RawTensor) -> int:
+    return int(tensor.owner.untyped_storage().data_ptr())
+
+
+def _write(path: Path, tensors: Sequence[RawTensor]) -> list[str]:
+    """As `write_file`, of tensors some of which may be on a GPU."""
+    device = next((tensor.owner.device for tensor in tensors if tensor.owner.is_cuda), None)
+    if device is None:
+        return write_host_file(path, tensors)
+    with WayToFiles.taken(device) as way:
+        return way.write(path, tensors)
+
+
+@cache
 def prepare(device: torch.device) -> None:
     """Compile the digest kernel of this device, and pin memory, ahead of updates."""
     if device.type == "cuda":
         try:
-            _Pinned.prepare(device)
+            WayToFiles.prepare(device)
             _Digests([("", torch.zeros(1, device=device))])
         except Exception:  # updates then go without digests, and log it
             log.exception("tensors on %s cannot be digested, or no host memory can be pinned", device)

@@ -13,7 +13,8 @@ def raw_tensor(name: str, tensor: torch.Tensor, digest: str = "") -> RawTensor:
 
 def where_it_is(name: str, tensor: torch.Tensor, digest: str = "") -> RawTensor:
     """Return the bytes of a tensor in the memory of its device, without a copy if it is contiguous."""
-    there = tensor.detach().contiguous().resolve_neg()  # its memory may hold the values negated
+    is_plain = tensor.is_contiguous() and not tensor.is_neg()  # else its memory may hold the values negated
+    there = tensor if is_plain else tensor.detach().contiguous().resolve_neg()
     dtype = str(there.dtype).removeprefix("torch.")
     return RawTensor(name, dtype, list(there.shape), there.data_ptr(), there.nbytes, there, digest)
 

@@ -11,7 +11,7 @@ import pytest
 from engines.errors import StoreFailed
 from engines.store import shard_writer
 from engines.store.changed_elements import ChangedElements
-from engines.store.draft import ChangedTensor, Draft, Pieces, RawTensor, claim_draft, raw
+from engines.store.draft import ChangedTensor, Draft, RawTensor, WriteFile, claim_draft, raw
 from engines.store.manifest import Manifest, check_bytes
 from engines.store.shard_writer import ShardWriter
 
@@ -47,7 +47,7 @@ def test_files_are_written_beside_each_other_and_no_more_than_may_be(
 ) -> None:
     together, let_go, begun = threading.Barrier(4), threading.Event(), []
 
-    def add(_: Draft, tensors: Sequence[RawTensor], pieces: Pieces) -> None:
+    def add(_: Draft, tensors: Sequence[RawTensor], write: WriteFile) -> None:
         begun.append(tensors)
         if len(begun) <= 3:
             together.wait(SOON_S)
@@ -102,7 +102,7 @@ def test_a_file_that_cannot_be_written_is_told_by_the_end(draft: Draft) -> None:
 def test_nothing_is_written_once_it_is_left(draft: Draft, monkeypatch: pytest.MonkeyPatch) -> None:
     let_go, begun = threading.Event(), []
 
-    def add(_: Draft, tensors: Sequence[RawTensor], pieces: Pieces) -> None:
+    def add(_: Draft, tensors: Sequence[RawTensor], write: WriteFile) -> None:
         begun.append(tensors)
         assert let_go.wait(SOON_S)
 

@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from engines.store.draft import SHARD_BYTES, ChangedTensor, Draft, RawTensor, WriteFile, write_host_file
 from engines.store.files import THREADS
 
-_Shard = list[tuple[RawTensor | ChangedTensor, Callable[[], None]]]
+_Shard = list[tuple[RawTensor | ChangedTensor, Callable[[], None] | None]]
 """The tensors of one file, which are of one kind, each with its call once the file is written."""
 
 
@@ -29,7 +29,7 @@ class ShardWriter:
     def __exit__(self, *_: object) -> None:
         self._pool.shutdown(cancel_futures=True)
 
-    def add(self, tensor: RawTensor | ChangedTensor, written: Callable[[], None] = lambda: None) -> None:
+    def add(self, tensor: RawTensor | ChangedTensor, written: Callable[[], None] | None = None) -> None:
         """Write the tensor with the next file of its kind, then call `written`, in another thread.
 
         Waits for the oldest file when all threads are busy, and raises its `StoreFailed`.
@@ -59,4 +59,5 @@ class ShardWriter:
         if changed := [tensor for tensor, _ in shard if isinstance(tensor, ChangedTensor)]:
             self._draft.add_changes(changed)
         for _, written in shard:
-            written()
+            if written is not None:
+                written()

@@ -12,18 +12,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
-from operator import attrgetter
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from engines.checkpoint_names import CheckpointNames, Incoming
 from engines.engine import ReceiptCopy
 from engines.errors import RolloutGatewayError
-from engines.store.draft import Draft, RawTensor, write_host_file
-from engines.store.piece_writer import PieceWriter
+from engines.store.draft import Draft
 from engines.store.shard_writer import ShardWriter
+from engines.transfer.gpu_files import WRITERS, GpuFiles, write_file
 from engines.transfer.packing import NamedTensor
 from engines.transfer.tensor_bytes import digest_on_host, where_it_is
 
@@ -33,13 +32,11 @@ Load = Callable[[Iterable[NamedTensor]], Any]
 
 _Digested = tuple[str, torch.Tensor, str]
 """Name, tensor and the store's digest; "" where that is made from the copy, as for tensors on a GPU."""
+_Chunk = tuple[deque[_Digested], Any]
+"""Tensors of an update on their GPU, or their copies in host memory, and the event of their completion, if any."""
 
 _BUDGET_BYTES = 4 << 30
 """Host memory for tensors that wait for the disk."""
-_PIECE_BYTES = 128 << 20
-"""As much leaves a GPU at a time: few calls, as each waits for the engine's own Python, and holds it up."""
-_WRITERS = 2
-"""Files written at a time. More are no faster where the file system is memory, and take cores from the engine."""
 _SPARE_BYTES = {"cuda": 4 << 30, "cpu": 1 << 30}
 """Memory of a device that is kept free for the engine while tensors wait there."""
 
@@ -116,7 +113,7 @@ class Scribe:
         self._expected = copy.names
         self._wait_s = copy.wait_s
         self._given_up = ""
-        self._waiting: queue.SimpleQueue[deque[_Copy] | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[_Chunk | None] = queue.SimpleQueue()
         self._bytes = 0
         self._room = threading.Condition()
         self._stream: Any = None
@@ -195,10 +192,10 @@ class Scribe:
         self._left_on_device -= num_bytes
         return True
 
-    def put(self, copies: "Iterable[_Copy]") -> None:
-        """Queue tensors for writing; each is freed when its file is written."""
+    def put(self, tensors: Iterable[_Digested], done: Any = None) -> None:
+        """Queue tensors, complete after event `done`, for writing; each is freed when its file is written."""
         if not self._given_up:  # the writer has ended, and they may be as large as the model
-            self._waiting.put(deque(copies))
+            self._waiting.put((deque(tensors), done))
 
     def stream(self, device: torch.device) -> Any:
         if self._stream is None:
@@ -212,10 +209,10 @@ class Scribe:
             # Without a copy: receivers allocate new memory for each chunk.
             done = torch.cuda.Event()
             done.record(torch.cuda.current_stream(device))
-            self.put(_Copy(name, t, digest, done) for name, t, digest in tensors)
+            self.put(tensors, done)
         elif self.has_room(num_bytes):
             if device is None:
-                self.put(_Copy(name, t.clone(), digest) for name, t, digest in tensors)
+                self.put((name, t.clone(), digest) for name, t, digest in tensors)
             else:
                 self._copy_to_host(tensors, device)
 
@@ -229,11 +226,11 @@ class Scribe:
             ]
             done = torch.cuda.Event()
             done.record(stream)
-        self.put(_Copy(*copy, done) for copy in pinned)
+        self.put(pinned, done)
 
     def _write(self) -> None:
         try:
-            with ShardWriter(self._draft, _WRITERS, _write) as writer:
+            with ShardWriter(self._draft, WRITERS, write_file) as writer:
                 self._write_all(writer)
         except Exception as error:  # recorded in the draft; the update goes on
             self.give_up(str(error) if isinstance(error, RolloutGatewayError) else repr(error))
@@ -242,11 +239,15 @@ class Scribe:
             self._draft.fail(self._given_up)
 
     def _write_all(self, writer: ShardWriter) -> None:
-        while not self._given_up and (copies := self._waiting.get()) is not None:
+        while not self._given_up and (chunk := self._waiting.get()) is not None:
             self._may_leave.wait()
-            while copies and not self._given_up:
-                copy = copies.popleft()
-                writer.add(copy.raw(), partial(self._let_go, copy.budgeted))
+            tensors, done = chunk
+            if done is not None:
+                done.synchronize()  # once for all: each call waits for the engine's own Python, and holds it up
+            while tensors and not self._given_up:
+                name, tensor, digest = tensors.popleft()
+                written = None if tensor.is_cuda else partial(self._let_go, tensor.nbytes)
+                writer.add(where_it_is(name, tensor, digest), written)
         if self._given_up:
             return
         writer.finish()
@@ -258,146 +259,10 @@ class Scribe:
             while True:
                 self._waiting.get_nowait()
 
-    def _let_go(self, budgeted: int) -> None:
+    def _let_go(self, num_bytes: int) -> None:
         with self._room:
-            self._bytes -= budgeted
+            self._bytes -= num_bytes
             self._room.notify_all()
-
-
-class _Copy:
-    """A received tensor on its GPU, or its copy in host memory; complete after `done`."""
-
-    def __init__(self, name: str, tensor: torch.Tensor, digest: str, done: Any = None) -> None:
-        self._name = name
-        self._tensor = tensor
-        self._digest = digest
-        self._done = done
-
-    @property
-    def budgeted(self) -> int:
-        """Bytes of host memory that it takes until written."""
-        return 0 if self._tensor.is_cuda else self._tensor.nbytes
-
-    def raw(self) -> RawTensor:
-        if self._done is not None:
-            self._done.synchronize()
-        return where_it_is(self._name, self._tensor, self._digest)
-
-
-class WayToFiles:
-    """A way of tensors from a GPU into files: pinned memory, and the process that writes from it.
-
-    It is made once: to pin memory stops a GPU's work for up to a second.
-    """
-
-    _free: ClassVar[queue.SimpleQueue["WayToFiles"]] = queue.SimpleQueue()
-
-    def __init__(self, device: torch.device) -> None:
-        self._writer = PieceWriter(2 * _PIECE_BYTES)
-        self._memory = torch.frombuffer(self._writer.memory, dtype=torch.uint8)
-        self._stream: Any = None
-        if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)
-            cudart: Any = torch.cuda.cudart()
-            torch.cuda.check_error(cudart.cudaHostRegister(self._memory.data_ptr(), self._memory.numel(), 0))
-
-    @classmethod
-    @contextlib.contextmanager
-    def taken(cls, device: torch.device) -> Iterator["WayToFiles"]:
-        """Have one for this block. One that fails is not used again."""
-        try:
-            way = cls._free.get_nowait()
-        except queue.Empty:
-            way = cls(device)
-        try:
-            yield way
-        except BaseException:
-            way.close()
-            raise
-        cls._free.put(way)
-
-    @classmethod
-    def prepare(cls, device: torch.device) -> None:
-        """Make as many as are used at a time."""
-        for _ in range(_WRITERS - cls._free.qsize()):
-            cls._free.put(cls(device))
-
-    def close(self) -> None:
-        self._writer.close()
-
-    def write(self, path: Path, tensors: Sequence[RawTensor]) -> list[str]:
-        """As `write_file`, of tensors on the GPU. Half of the memory is filled while the other is written."""
-        if self._stream is not None:  # what was made contiguous was so on the default stream
-            self._stream.wait_stream(torch.cuda.default_stream(self._stream.device))
-        self._writer.begin(path, tensors)
-        number = 0
-        for number, parts in enumerate(_pieces(tensors), 1):
-            if number > 2:
-                self._writer.answer()
-            begin = (number % 2) * _PIECE_BYTES
-            self._writer.add(begin, self._fill(begin, parts))
-        for _ in range(min(number, 2)):
-            self._writer.answer()
-        return self._writer.answer()
-
-    def _fill(self, begin: int, parts: Sequence[torch.Tensor]) -> int:
-        place = begin
-        with torch.cuda.stream(self._stream):
-            for part in parts:
-                self._memory[place : place + part.numel()].copy_(part, non_blocking=True)
-                place += part.numel()
-        if self._stream is not None:
-            self._stream.synchronize()
-        return place - begin
-
-
-def _pieces(tensors: Sequence[RawTensor]) -> Iterator[list[torch.Tensor]]:
-    """Yield the bytes of tensors in pieces of `_PIECE_BYTES`, each of a few parts of device memory."""
-    parts: list[torch.Tensor] = []
-    room = _PIECE_BYTES
-    for run in _runs(tensors):
-        while run.numel():
-            parts.append(run[:room])
-            run = run[room:]
-            room -= parts[-1].numel()
-            if not room:
-                yield parts
-                parts, room = [], _PIECE_BYTES
-    if parts:
-        yield parts
-
-
-def _runs(tensors: Sequence[RawTensor]) -> Iterator[torch.Tensor]:
-    """Yield the bytes of tensors; neighbours in memory, as in a packed chunk, are one."""
-    for first, last in _neighbours(tensors):
-        flat = first.owner.reshape(-1).view(torch.uint8)
-        yield flat.as_strided((last.address + last.num_bytes - first.address,), (1,))
-
-
-def _neighbours(tensors: Sequence[RawTensor]) -> Iterator[tuple[RawTensor, RawTensor]]:
-    run: list[RawTensor] = []
-    for tensor in filter(attrgetter("num_bytes"), tensors):
-        if run and (run[-1].address + run[-1].num_bytes, _storage(run[-1])) == (tensor.address, _storage(tensor)):
-            run = [run[0], tensor]
-        else:
-            if run:
-                yield run[0], run[-1]
-            run = [tensor]
-    if run:
-        yield run[0], run[-1]
-
-
-def _storage(tensor: RawTensor) -> int:
-    return int(tensor.owner.untyped_storage().data_ptr())
-
-
-def _write(path: Path, tensors: Sequence[RawTensor]) -> list[str]:
-    """As `write_file`, of tensors some of which may be on a GPU."""
-    device = next((tensor.owner.device for tensor in tensors if tensor.owner.is_cuda), None)
-    if device is None:
-        return write_host_file(path, tensors)
-    with WayToFiles.taken(device) as way:
-        return way.write(path, tensors)
 
 
 @cache
@@ -405,7 +270,7 @@ def prepare(device: torch.device) -> None:
     """Compile the digest kernel of this device, and pin memory, ahead of updates."""
     if device.type == "cuda":
         try:
-            WayToFiles.prepare(device)
+            GpuFiles.prepare(device)
             _Digests([("", torch.zeros(1, device=device))])
         except Exception:  # updates then go without digests, and log it
             log.exception("tensors on %s cannot be digested, or no host memory can be pinned", device)

@@ -8,13 +8,12 @@ from engines.store.manifest import digest_of
 
 def raw_tensor(name: str, tensor: torch.Tensor, digest: str = "") -> RawTensor:
     """Return the bytes of a tensor in host memory, without a copy if it is contiguous there."""
-    return where_it_is(name, on_host(tensor.detach()), digest)
+    return where_it_is(name, on_host(tensor.detach()).resolve_neg(), digest)  # its memory may hold the values negated
 
 
 def where_it_is(name: str, tensor: torch.Tensor, digest: str = "") -> RawTensor:
     """Return the bytes of a tensor in the memory of its device, without a copy if it is contiguous."""
-    is_plain = tensor.is_contiguous() and not tensor.is_neg()  # else its memory may hold the values negated
-    there = tensor if is_plain else tensor.detach().contiguous().resolve_neg()
+    there = tensor if tensor.is_contiguous() else tensor.contiguous()
     dtype = str(there.dtype).removeprefix("torch.")
     return RawTensor(name, dtype, list(there.shape), there.data_ptr(), there.nbytes, there, digest)
 

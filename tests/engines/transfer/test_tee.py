@@ -1,7 +1,7 @@
 """The tee: an update is digested on its way into a model, and copied into a draft."""
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
@@ -14,12 +14,12 @@ from safetensors.torch import load_file
 from engines.engine import ReceiptCopy
 from engines.errors import StoreFailed
 from engines.store import shard_writer
-from engines.store.draft import Draft, RawTensor, is_whole
+from engines.store.draft import Draft, is_whole
 from engines.store.manifest import check_bytes
 from engines.store.weight_store import WeightStore
 from engines.transfer import tee as weight_tee
 from engines.transfer.tee import Scribe, WeightTee
-from engines.transfer.tensor_bytes import digest_on_host, where_it_is
+from engines.transfer.tensor_bytes import digest_on_host
 
 SOON_S = 30.0
 A_MOMENT_S = 0.2
@@ -141,39 +141,3 @@ def test_a_full_disk_or_memory_costs_the_draft_and_not_the_update(
     (draft,) = store.folder.glob("draft-*")
     with pytest.raises(StoreFailed, match=said):
         is_whole(draft)
-
-
-def received(count: int) -> list[RawTensor]:
-    """Tensors in memory that was received packed, and ones that lie elsewhere."""
-    packed = torch.randn(count * 6)
-    parts = [packed[index * 6 : index * 6 + 6].view(2, 3) for index in range(count)]
-    others = [torch.arange(5, dtype=torch.uint8), torch.zeros(0, 4), torch.randn(3, 4).t()]
-    return [where_it_is(f"t{index}", tensor) for index, tensor in enumerate([*parts, *others])]
-
-
-@pytest.fixture
-def way(monkeypatch: pytest.MonkeyPatch) -> Iterator[weight_tee.WayToFiles]:
-    monkeypatch.setattr(weight_tee, "_PIECE_BYTES", 64)
-    made = weight_tee.WayToFiles(torch.device("cpu"))
-    yield made
-    made.close()
-
-
-def test_files_written_by_another_process_have_the_bytes_and_digests_of_the_tensors(
-    way: weight_tee.WayToFiles, tmp_path: Path
-) -> None:
-    for count in (1, 40):
-        tensors = received(count)
-        path = tmp_path / f"{count}.safetensors"
-        assert way.write(path, tensors) == [digest_on_host(tensor.owner) for tensor in tensors]
-        found = load_file(path)
-        assert all(torch.equal(found[tensor.name], tensor.owner) for tensor in tensors)
-
-
-def test_a_file_that_another_process_cannot_write_is_an_error_with_its_number(
-    way: weight_tee.WayToFiles, tmp_path: Path
-) -> None:
-    with pytest.raises(FileNotFoundError):
-        way.write(tmp_path / "gone" / "1.safetensors", received(40))
-    with pytest.raises(StoreFailed, match="has ended"):
-        way.write(tmp_path / "1.safetensors", received(40))

@@ -1,0 +1,132 @@
+"""Writes tensors of a GPU to files, beside an engine whose next step is prepared in the same process."""
+
+import contextlib
+import queue
+from collections.abc import Iterator, Sequence
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from engines.store.draft import RawTensor, write_host_file
+from engines.store.piece_writer import PieceWriter
+
+_PIECE_BYTES = 128 << 20
+"""As much leaves a GPU at a time: few calls, as each waits for the engine's own Python, and holds it up."""
+WRITERS = 2
+"""Files written at a time. More are no faster where the file system is memory, and take cores from the engine."""
+
+
+class GpuFiles:
+    """Pinned memory, and the process that writes files from it, made once: to pin memory stops a GPU's work for up to a
+    second."""
+
+    _free: ClassVar[queue.SimpleQueue["GpuFiles"]] = queue.SimpleQueue()
+
+    def __init__(self, device: torch.device) -> None:
+        self._writer = PieceWriter(2 * _PIECE_BYTES)
+        self._memory = torch.frombuffer(self._writer.memory, dtype=torch.uint8)
+        self._stream: Any = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)
+            cudart: Any = torch.cuda.cudart()
+            torch.cuda.check_error(cudart.cudaHostRegister(self._memory.data_ptr(), self._memory.numel(), 0))
+
+    @classmethod
+    @contextlib.contextmanager
+    def taken(cls, device: torch.device) -> Iterator["GpuFiles"]:
+        """Have one for this block. One that fails is not used again."""
+        try:
+            way = cls._free.get_nowait()
+        except queue.Empty:
+            way = cls(device)
+        try:
+            yield way
+        except BaseException:
+            way.close()
+            raise
+        cls._free.put(way)
+
+    @classmethod
+    def prepare(cls, device: torch.device) -> None:
+        """Make as many as are used at a time."""
+        for _ in range(WRITERS - cls._free.qsize()):
+            cls._free.put(cls(device))
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def write(self, path: Path, tensors: Sequence[RawTensor]) -> list[str]:
+        """As `write_host_file`, of tensors on the GPU. Half of the memory is filled while the other is written."""
+        if self._stream is not None:  # what was made contiguous was so on the default stream
+            self._stream.wait_stream(torch.cuda.default_stream(self._stream.device))
+        self._writer.begin(path, tensors)
+        number = 0
+        for number, parts in enumerate(_pieces(tensors), 1):
+            if number > 2:
+                self._writer.answer()
+            begin = (number % 2) * _PIECE_BYTES
+            self._writer.add(begin, self._fill(begin, parts))
+        for _ in range(min(number, 2)):
+            self._writer.answer()
+        return self._writer.answer()
+
+    def _fill(self, begin: int, parts: Sequence[torch.Tensor]) -> int:
+        place = begin
+        with torch.cuda.stream(self._stream):
+            for part in parts:
+                self._memory[place : place + part.numel()].copy_(part, non_blocking=True)
+                place += part.numel()
+        if self._stream is not None:
+            self._stream.synchronize()
+        return place - begin
+
+
+def _pieces(tensors: Sequence[RawTensor]) -> Iterator[list[torch.Tensor]]:
+    """Yield the bytes of tensors in pieces of `_PIECE_BYTES`, each of a few parts of device memory."""
+    parts: list[torch.Tensor] = []
+    room = _PIECE_BYTES
+    for run in _runs(tensors):
+        while run.numel():
+            parts.append(run[:room])
+            run = run[room:]
+            room -= parts[-1].numel()
+            if not room:
+                yield parts
+                parts, room = [], _PIECE_BYTES
+    if parts:
+        yield parts
+
+
+def _runs(tensors: Sequence[RawTensor]) -> Iterator[torch.Tensor]:
+    """Yield the bytes of tensors; neighbours in memory, as in a packed chunk, are one."""
+    for first, last in _neighbours(tensors):
+        flat = first.owner.reshape(-1).view(torch.uint8)
+        yield flat.as_strided((last.address + last.num_bytes - first.address,), (1,))
+
+
+def _neighbours(tensors: Sequence[RawTensor]) -> Iterator[tuple[RawTensor, RawTensor]]:
+    run: list[RawTensor] = []
+    for tensor in filter(attrgetter("num_bytes"), tensors):
+        if run and (run[-1].address + run[-1].num_bytes, _storage(run[-1])) == (tensor.address, _storage(tensor)):
+            run = [run[0], tensor]
+        else:
+            if run:
+                yield run[0], run[-1]
+            run = [tensor]
+    if run:
+        yield run[0], run[-1]
+
+
+def _storage(tensor: RawTensor) -> int:
+    return int(tensor.owner.untyped_storage().data_ptr())
+
+
+def write_file(path: Path, tensors: Sequence[RawTensor]) -> list[str]:
+    """As `write_host_file`, of tensors some of which may be on a GPU."""
+    device = next((tensor.owner.device for tensor in tensors if tensor.owner.is_cuda), None)
+    if device is None:
+        return write_host_file(path, tensors)
+    with GpuFiles.taken(device) as way:
+        return way.write(path, tensors)

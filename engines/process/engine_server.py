@@ -25,8 +25,6 @@ from engines.types import Dialect, EngineKind, ReplicaInfo, TensorMeta
 
 _PROBE_TIMEOUT_S = 5.0
 _PROBE_INTERVAL_S = 0.2
-# Serve and a drain that ask whether the engine serves give up after 10 and 5 s, and would lose the reason why not.
-_REMAINS_END_WITHIN_S = 2.0
 # The only failure after which SGLang neither serves nor ends.
 _NO_PORT = "error while attempting to bind on address"
 _COARSE_INTERVAL = 16
@@ -75,8 +73,6 @@ class EngineServer:
         assert self._process is not None
         assert self._engine is not None
         if (code := self._process.exit_code) is not None:
-            # If the guard was killed, orphaned processes may still answer: end them. The stop waits for their end.
-            await self._process.end_remains(_REMAINS_END_WITHIN_S)
             why, _ = self._why(self._process, f"the engine ended with {code}")
             raise EngineError(f"{why}\n{_last_words(self._process)}", replica_id=self._replica_id)
         await self._engine.health(_PROBE_TIMEOUT_S)

@@ -20,9 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from engines.process.process_tree import descendants
-from engines.process.shared_memory import remove_left_segments
-from engines.process.temporary import EngineFolder, remove_left_folders
+from engines.process.remains import EngineFolder, remove_left_folders, remove_left_segments
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -54,14 +52,13 @@ def guard(start: Callable[[], Child], grace_s: float) -> int:
     # "my descendants" stays the whole tree whichever process dies first.
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     lifeline, held = os.pipe()
-    began = time.time()
     remove_left_folders()
     folder = EngineFolder()
     wakeup = _signals_as_readable(*_WATCHED)  # before the fork: a signal must not end the outer one ahead of the tree
     if inner := os.fork():
         os.close(lifeline)
         code = _watch(inner, held, wakeup)
-        remove_left_segments(began)
+        remove_left_segments()
         folder.remove()
         return code
     os.close(held)
@@ -135,13 +132,41 @@ def _kill_descendants() -> None:
     """Send SIGKILL to the tree until none is left; for a while not to Python's resource trackers. They end after the
     processes that they track, and remove the shared memory that these have left, such as vLLM's of several workers."""
     deadline = time.monotonic() + _TRACKERS_END_WITHIN_S
-    while alive := descendants(os.getpid()):
+    while alive := _descendants():
         may_be_tracker = time.monotonic() < deadline
         for pid in alive:
             with contextlib.suppress(ProcessLookupError):
                 if not (may_be_tracker and _is_tracker(pid)):
                     os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
+
+
+def _descendants() -> list[int]:
+    """List the processes below this one that have not ended."""
+    children: dict[int, list[int]] = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        if (parent := _living_parent(process)) is not None:
+            children.setdefault(parent, []).append(int(process.name))
+    found, frontier = [], [os.getpid()]
+    while frontier:
+        below = children.get(frontier.pop(), [])
+        found += below
+        frontier += below
+    return found
+
+
+def _living_parent(process: Path) -> int | None:
+    """Return the parent of a process; None once it has ended.
+
+    Its first thread becomes a zombie at its own end. The other threads may still hold memory, files and ports.
+    """
+    try:
+        state, parent = (process / "stat").read_text().rpartition(")")[2].split()[:2]
+        if state in "ZX" and len(os.listdir(process / "task")) <= 1:
+            return None
+    except OSError:
+        return None
+    return int(parent)
 
 
 def _is_tracker(pid: int) -> bool:

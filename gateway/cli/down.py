@@ -12,7 +12,7 @@ from typing import Any
 
 from engines.errors import ConfigError, DeadlineExceeded
 from engines.process.process import MARK
-from engines.process.temporary import remove_left_folders
+from engines.process.remains import remove_left_folders
 from engines.store.weight_store import remove_store
 from gateway.cli.cluster.application import deployed_config, gateway_status, running, serve_api
 from gateway.cli.cluster.progress import Report, wait_until

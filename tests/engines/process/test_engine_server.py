@@ -318,7 +318,7 @@ async def checked_until_it_fails(one: EngineServer) -> None:
             await one.check()
 
 
-async def test_what_a_killed_guard_left_is_ended_and_told_also_where_the_log_is_gone(
+async def test_an_engine_whose_guard_was_killed_ends_and_is_told_also_where_the_log_is_gone(
     new_server: NewServer, processes: list[EngineProcess]
 ) -> None:
     one = new_server()

@@ -1,20 +1,22 @@
-"""A folder for the temporary files of one engine, such as the sockets of vLLM and SGLang, which they leave when killed.
+"""What engines leave behind when they are killed: their temporary files, and SGLang's segments of shared memory.
 
 Standard library alone, as the guard is.
 """
 
 import contextlib
 import fcntl
-import getpass
 import os
 import shutil
 import tempfile
+import time
 from pathlib import Path
 
 _NAME = "rollout-gateway-engine-"
 # The path of a socket has at most 107 bytes. vLLM's have a UUID in the folder.
 _MOST_BYTES = 107 - len(f"/{_NAME}12345678/") - 36
-_EVERYWHERE = Path("/tmp")
+_SEGMENTS = ("sglang_loads_", "sgl_shm_", "multi_tokenizer_args_")
+_MAPPED_WITHIN_S = 1.0
+"""An engine maps a segment that it has made within this time."""
 
 
 class EngineFolder:
@@ -30,7 +32,7 @@ class EngineFolder:
         self._lock = locked
         os.environ["TMPDIR"] = tempfile.tempdir = str(self.path)
         # torch keeps compiled kernels in the temporary folder; the next start is to find them.
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{outer}/torchinductor_{_user()}")
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{outer}/torchinductor_{os.getuid()}")
 
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
@@ -42,9 +44,20 @@ def remove_left_folders(place: Path | None = None) -> list[Path]:
     return [path for path in place.glob(f"{_NAME}*") if _is_removed(path)]
 
 
+def remove_left_segments(place: Path = Path("/dev/shm")) -> list[Path]:
+    """Remove our user's segments that no process maps; return them. SGLang ends its own workers by killing them."""
+    made_before = time.time() - _MAPPED_WITHIN_S
+    left = [path for path in place.glob("*") if path.name.startswith(_SEGMENTS) and _is_ours(path, made_before)]
+    mapped = _mapped() if left else set()
+    removed = [path for path in left if str(path) not in mapped]
+    for path in removed:
+        path.unlink(missing_ok=True)
+    return removed
+
+
 def _place(outer: str) -> Path:
     """Return the temporary folder of this process, or another where the path of a socket in it would be too long."""
-    return Path(outer) if len(os.fsencode(outer)) <= _MOST_BYTES else _EVERYWHERE
+    return Path(outer if len(os.fsencode(outer)) <= _MOST_BYTES else "/tmp")
 
 
 def _locked(path: Path) -> int | None:
@@ -73,8 +86,17 @@ def _is_removed(path: Path) -> bool:
     return False
 
 
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # a container's user without a name
-        return str(os.getuid())
+def _is_ours(segment: Path, made_before: float) -> bool:
+    with contextlib.suppress(OSError):  # removed in this moment
+        status = segment.stat()
+        return status.st_uid == os.getuid() and status.st_ctime < made_before
+    return False
+
+
+def _mapped() -> set[str]:
+    """List the files that processes of our user map."""
+    found = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):  # it ended, or is another user's
+            found |= {line.split(maxsplit=5)[-1] for line in maps.read_text(errors="replace").splitlines()}
+    return found

@@ -12,7 +12,6 @@ from engines.config import EngineConfig
 from engines.errors import ConfigError
 from engines.inside_vllm.plugin import FORK_CORE, SHARED_ADAPTERS
 from engines.levers import LEVERS, Lever
-from engines.process.arguments import ASK_SGLANG, ASK_VLLM, check_extra, installed_arguments
 from engines.process.interpreter import Interpreter, interpreter_of
 from engines.process.process import Command
 from engines.types import EngineKind
@@ -45,8 +44,7 @@ class _Vllm:
 def engine_command(config: EngineConfig, *, port: int, index: int) -> Command:
     """Return the command of one replica on loopback `port`. Its seed is `engine.seed` + `index`.
 
-    Blocks for seconds if `engine.extra` is given and this engine version's arguments are not cached yet. Raises
-    `ConfigError` if the engine does not take `extra` or is not installed, or if `engine.python` cannot be run.
+    Raises `ConfigError` if the engine is not installed, or if `engine.python` cannot be run.
     """
     if config.kind is EngineKind.EXTERNAL:
         raise ConfigError(
@@ -89,11 +87,8 @@ def _sglang_command(config: EngineConfig, port: int, seed: int) -> Command:
     # Weights with NaN end its sampler, and the engine, before the canary can refuse them.
     env |= {"SGLANG_SANITIZE_NAN_LOGITS": "1"}
     interpreter = interpreter_of(config, env)
-    version = _installed_sglang(interpreter)
+    _check_sglang(interpreter)
     _refuse_vllms_levers(config)
-    if config.extra:
-        known = installed_arguments(f"sglang-{version}", ASK_SGLANG, interpreter)
-        check_extra(config.extra, f"SGLang {version}", known)
     arguments = [
         _argument("model_path", config.model),
         *(_argument(lever.sglang, getattr(config, lever.name), lever) for lever in _levers(config)),
@@ -148,10 +143,6 @@ def _vllm_command(config: EngineConfig, port: int, seed: int) -> Command:
     vllm = _installed_vllm(interpreter)
     if config.device == "cuda" and vllm.is_cpu_build:
         raise ConfigError(f"engine.device = 'cuda', but the installed vLLM {vllm.version} is the CPU build")
-    if config.extra:
-        build = "cpu" if vllm.is_cpu_build else "cuda"
-        known = installed_arguments(f"vllm-{vllm.version}-{build}", ASK_VLLM, interpreter)
-        check_extra(config.extra, f"vLLM {vllm.version}", known)
     on_cpu = vllm.is_cpu_build or config.device == "cpu"
     backend = config.weight_transfer if config.weight_transfer != "auto" else ("gloo" if on_cpu else "nccl")
     if backend == "gloo" and not vllm.has_plugin:
@@ -263,12 +254,11 @@ def _installed_vllm(interpreter: Interpreter) -> _Vllm:
     raise _not_installed(interpreter, "vllm", "vLLM", "'rollout-gateway[vllm]' or [cpu]")
 
 
-def _installed_sglang(interpreter: Interpreter) -> str:
+def _check_sglang(interpreter: Interpreter) -> None:
     versions = interpreter.versions("sglang")
     if not versions:
         raise _not_installed(interpreter, "sglang", "SGLang", "'rollout-gateway[sglang]'")
     _check_release("SGLang", versions["sglang"])
-    return versions["sglang"]
 
 
 def _check_release(engine: str, version: str) -> None:

@@ -71,6 +71,12 @@ def unpacked(
     return list(zip(names, tensors, strict=True))
 
 
+def unpacked_as(chunk: Sequence[Announced], content: torch.Tensor) -> list[NamedTensor]:
+    """Return the announced tensors of a chunk over its bytes."""
+    names, dtypes, shapes = zip(*chunk, strict=True)
+    return unpacked(content, names, shapes, dtypes, list(map(num_bytes, chunk)))
+
+
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
     """Return the bytes of all parts; of a single part without a copy."""
     dtype = parts[0].dtype

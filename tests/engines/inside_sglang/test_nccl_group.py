@@ -18,8 +18,7 @@ torch = pytest.importorskip("torch")
 from torch.distributed import TCPStore
 
 from engines.errors import WeightUpdateFailed
-from engines.inside_sglang.nccl_group import NcclGroup
-from engines.inside_sglang.unique_id import KEY
+from engines.inside_sglang.nccl_group import KEY, NcclGroup
 from engines.process.port import free_port
 from engines.transfer.packing import kept_streams, packed
 

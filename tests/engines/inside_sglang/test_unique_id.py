@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 
-from engines.inside_sglang.unique_id import unique_id_of
+from engines.inside_sglang.nccl_group import unique_id_of
 
 
 class NcclUniqueId(ctypes.Structure):

@@ -141,8 +141,8 @@ def test_a_tensor_that_cannot_be_loaded_breaks_the_group(own: WeightWorker, trai
 def test_staged_tensors_are_received_beside_the_weights_and_loaded_later(
     own: WeightWorker, model: Model, trainer: Trainer
 ) -> None:
-    assert own.room_to_stage(1)
-    assert not own.room_to_stage(1 << 60)
+    assert own.room_to_stage(1) == {"room": True}
+    assert own.room_to_stage(1 << 60) == {"room": False}
     own.open_receipt()
     sent = tensors(5)
     sending = trainer.send(sent)
@@ -172,23 +172,23 @@ def test_staged_tensors_that_were_loaded_are_taken_back_bit_by_bit(
         own.close_receipt()
         own.load_staged()
     assert holds(model, tensors(2))
-    assert own.undo_load() is True
+    assert own.undo_load() == {"undone": True}
     assert holds(model, tensors(1))
-    assert own.undo_load() is False
+    assert own.undo_load() == {"undone": False}
     received(own, trainer, tensors(3))
     assert holds(model, tensors(3))
 
 
 def until_staged(own: WeightWorker) -> None:
     deadline = time.monotonic() + TIMEOUT_S
-    while not own.staged():
+    while not own.staged()["ready"]:
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
 def test_it_loads_a_folder(own: WeightWorker, model: Model, tmp_path: Path) -> None:
     safetensors_torch.save_file(tensors(4), tmp_path / "model.safetensors")
-    assert own.prepare_snapshot(str(tmp_path), 4)
+    assert own.prepare_snapshot(str(tmp_path), 4) == {"ready": True}
     with torch.inference_mode():
         assert own.load_snapshot(str(tmp_path), 4)
     assert holds(model, tensors(4))

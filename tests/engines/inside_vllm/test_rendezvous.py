@@ -1,4 +1,4 @@
-"""A vLLM worker looks for its trainer before it joins the group."""
+"""A vLLM worker looks for its trainer before it joins the group, and leaves a trainer that does not send."""
 
 import socket
 from types import SimpleNamespace
@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
-from engines.inside_vllm.rendezvous import find_trainer_first
+pytest.importorskip("vllm")
+
+from engines.inside_vllm.worker import break_group, find_trainer_first
 from engines.process.port import free_port
 from engines.transfer import listener
 
@@ -43,3 +45,13 @@ def test_a_group_is_joined_whose_trainer_listens() -> None:
 
 def test_a_worker_without_a_transfer_engine_has_nothing_to_join() -> None:
     find_trainer_first(None)
+
+
+def test_a_communicator_under_a_broadcast_is_aborted_and_any_other_group_closed() -> None:
+    ended: list[str] = []
+    nccl = SimpleNamespace(ncclCommAbort=ended.append)
+    engine = SimpleNamespace(model_update_group=SimpleNamespace(nccl=nccl, comm="comm"), shutdown=lambda: None)
+    break_group(engine)
+    assert (ended, engine.model_update_group) == (["comm"], None)
+    break_group(SimpleNamespace(shutdown=lambda: ended.append("closed")))
+    assert ended == ["comm", "closed"]

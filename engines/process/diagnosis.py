@@ -75,13 +75,9 @@ CAUSES = (
         "correct {engine}.model: the path of a checkpoint folder on that node, or a Hugging Face model id",
     ),
     Cause(
-        r"Invalid repository ID or local directory specified: '(?P<model>[^']*)'",
-        "{model} has no config.json",
-        "correct {engine}.model: a checkpoint folder holds config.json, the tokenizer's files and *.safetensors",
-    ),
-    Cause(
-        r"Unrecognized model in (?P<model>\S+)\. Should have a `model_type` key",
-        "{model} has no config.json with a model_type",
+        r"Invalid repository ID or local directory specified: |Unrecognized model in \S+ Should have a `model_type` key"
+        r"|does not appear to have a file named config\.json",
+        "the model has no config.json with a model_type",
         "correct {engine}.model: a checkpoint folder holds config.json, the tokenizer's files and *.safetensors",
     ),
     Cause(
@@ -100,11 +96,6 @@ CAUSES = (
         "the Hugging Face hub has no such model for this node",
         "correct {engine}.model, or give a token that may read it: HF_TOKEN in the node's environment, or "
         "its file in {engine}.env.HF_TOKEN_PATH",
-    ),
-    Cause(
-        r"does not appear to have a file named config\.json",
-        "the model has no config.json",
-        "correct {engine}.model: a checkpoint folder holds config.json, the tokenizer's files and *.safetensors",
     ),
     Cause(
         r"(?:Model architectures |Cannot find model module\. ')(?P<architecture>\[[^\]]*\]|\w+)'? (?:are not supported "
@@ -129,12 +120,8 @@ CAUSES = (
     ),
     # Levers that contradict the model or each other.
     Cause(
-        r"Total number of attention heads \((?P<heads>\d+)\) must be divisible by tensor parallel size \((?P<tp>\d+)\)",
-        "{heads} attention heads cannot be split evenly over {tp} GPUs",
-        "set {engine}.tensor_parallel_size to a divisor of {heads}",
-    ),
-    Cause(
-        r"assert (?:self\.)?(?:total_)?num_(?:kv_)?heads % |assert \w*tp_size % self\.total_num_kv_heads",
+        r"Total number of attention heads \(\d+\) must be divisible by tensor parallel size"
+        r"|assert (?:self\.)?(?:total_)?num_(?:kv_)?heads % |assert \w*tp_size % self\.total_num_kv_heads",
         "the model's attention heads cannot be split evenly over the GPUs of a replica",
         "set {engine}.tensor_parallel_size to a divisor of the model's num_attention_heads",
     ),
@@ -145,14 +132,10 @@ CAUSES = (
         "lower {engine}.max_model_len to {limit} or leave it out",
     ),
     Cause(
-        r"max_num_batched_tokens \((?P<tokens>\d+)\) must be greater than or equal to max_num_seqs \((?P<seqs>\d+)\)",
-        "a step of {tokens} tokens cannot hold {seqs} sequences",
-        "raise {engine}.max_num_batched_tokens to at least {seqs}, or lower {engine}.max_num_seqs",
-    ),
-    Cause(
-        r"max_num_batched_tokens \((?P<tokens>\d+)\) is smaller than max_model_len \((?P<length>\d+)\)",
-        "without chunked prefill a step of {tokens} tokens cannot hold a prompt of {length}",
-        "raise {engine}.max_num_batched_tokens to {length}, or set {engine}.enable_chunked_prefill to true",
+        r"max_num_batched_tokens \((?P<tokens>\d+)\) (?:must be greater than or equal to max_num_seqs|is smaller than "
+        r"max_model_len) \((?P<least>\d+)\)",
+        "a step of {tokens} tokens is too small: it needs {least}",
+        "raise {engine}.max_num_batched_tokens to at least {least}, or lower what the engine compares it with",
     ),
     Cause(
         r"Quantization method specified in the model config \((?P<has>[\w-]+)\) does not match the quantization "
@@ -188,13 +171,8 @@ CAUSES = (
         "lower {engine}.max_model_len, or raise {kv_memory}",
     ),
     Cause(
-        r"No available memory for the cache blocks",
+        r"No available memory for the cache blocks|Not enough memory\. Please try to increase --mem-fraction-static",
         "weights and activations leave no memory for the KV cache",
-        "raise {kv_memory}, or spread the weights: {engine}.tensor_parallel_size",
-    ),
-    Cause(
-        r"Not enough memory\. Please try to increase --mem-fraction-static",
-        "weights leave no memory for the KV cache",
         "raise {kv_memory}, or spread the weights: {engine}.tensor_parallel_size",
     ),
     Cause(

@@ -28,9 +28,9 @@ from tests.rigs.engines import real_sglang, real_vllm
         ),
         (
             {"tensor_parallel_size": 3},
-            "4 attention heads cannot be split evenly over 3 GPUs; the engine says: "
+            "the model's attention heads cannot be split evenly over the GPUs of a replica; the engine says: "
             '"Total number of attention heads (4) must be divisible by tensor parallel size (3)."; '
-            "set engine.tensor_parallel_size to a divisor of 4",
+            "set engine.tensor_parallel_size to a divisor of",
         ),
         (
             {"kv_cache_dtype": "fp17"},

@@ -12,19 +12,24 @@ import contextlib
 import ctypes
 import os
 import selectors
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from engines.process.remains import EngineFolder, remove_left_folders, remove_left_segments
+from engines.process.shared_memory import remove_left_segments
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _TRACKERS_END_WITHIN_S = 3.0
+_NAME = "rollout-gateway-engine-"
+# The path of a socket has at most 107 bytes. vLLM's have a UUID in the folder.
+_MOST_BYTES = 107 - len(f"/{_NAME}12345678/") - 36
 _WATCHED = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT)
 
 
@@ -52,21 +57,30 @@ def guard(start: Callable[[], Child], grace_s: float) -> int:
     # "my descendants" stays the whole tree whichever process dies first.
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     lifeline, held = os.pipe()
-    remove_left_folders()
-    folder = EngineFolder()
+    folder = _own_folder()
     wakeup = _signals_as_readable(*_WATCHED)  # before the fork: a signal must not end the outer one ahead of the tree
     if inner := os.fork():
         os.close(lifeline)
         code = _watch(inner, held, wakeup)
         remove_left_segments()
-        folder.remove()
+        shutil.rmtree(folder, ignore_errors=True)
         return code
     os.close(held)
     os.dup2(lifeline, sys.stdin.fileno())
     os.setsid()  # a signal to the outer one's group leaves this one
     code = _run(start, grace_s)
-    folder.remove()
+    shutil.rmtree(folder, ignore_errors=True)
     return code
+
+
+def _own_folder() -> str:
+    """Make the folder of the engine's temporary files, such as sockets, which it leaves when it is killed."""
+    outer = tempfile.gettempdir()
+    place = outer if len(os.fsencode(outer)) <= _MOST_BYTES else "/tmp"
+    os.environ["TMPDIR"] = folder = tempfile.mkdtemp(prefix=_NAME, dir=place)
+    # torch keeps compiled kernels in the temporary folder; the next start is to find them.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{outer}/torchinductor_{os.getuid()}")
+    return folder
 
 
 def _watch(inner: int, lifeline: int, wakeup: int) -> int:

@@ -3,7 +3,7 @@ copied from the source of the version named; long lists in them are cut."""
 
 import pytest
 
-from engines.process.diagnosis import CAUSES, diagnose, last_error
+from engines.process.diagnosis import causes, diagnose, last_error
 from engines.types import EngineKind
 
 VLLM, SGLANG = EngineKind.VLLM, EngineKind.SGLANG
@@ -197,10 +197,10 @@ def test_modules_that_sglang_can_do_without_are_no_cause() -> None:
 
 
 def test_only_what_may_pass_is_worth_a_second_start() -> None:
-    passing = {cause.says for cause in CAUSES if cause.may_pass}
-    assert any("in use" in says for says in passing)
-    assert any("Free memory" in says for says in passing)
-    assert not any("attention heads" in says for says in passing)
+    passing = [cause.meaning for cause in causes() if cause.may_pass]
+    assert "another process took the engine's port" in passing
+    assert "another process holds memory of the GPU" in passing
+    assert not any("attention heads" in meaning for meaning in passing)
 
 
 def test_an_unknown_failure_is_told_by_the_last_error_that_is_not_an_echo() -> None:

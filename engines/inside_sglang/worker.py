@@ -34,9 +34,8 @@ _KV = (
 _POOLS = (
     "full_kv_pool", "swa_kv_pool", "dense_pool", "main_pool", "index_k_pool", "index_kv_pool", "index_key_cache",
 )  # fmt: skip
-_ENCODERS = ("sglang.srt.managers.mm_schedule", "sglang.srt.managers.mm_utils")
-"""Modules with `embedding_cache`: what the weights made of images, by their hash. SGLang's flush keeps it. The second
-is that of SGLang 0.5.17."""
+_ENCODERS = "sglang.srt.managers.mm_schedule"
+"""Module with `embedding_cache`: what the weights made of images, by their hash. SGLang's flush keeps it."""
 _SWITCH_S = 1e-4
 """SGLang's scheduler spins while it is idle or paused. Each call of ours that lets go of the GIL would wait Python's
 5 ms to have it again: an idle server received 15 GB over NCCL in 0.5 s, a busy server in 0.06 s."""
@@ -110,9 +109,8 @@ class WeightWorker(UpdatedWorker):
         return [_known_kv(runner.token_to_kv_pool) for runner in (self._runner, *_draft_runners(self._manager))]
 
     def wipe_kv(self) -> None:
-        for module in _ENCODERS:
-            if (encodings := getattr(sys.modules.get(module), "embedding_cache", None)) is not None:
-                encodings.clear()
+        if (encodings := getattr(sys.modules.get(_ENCODERS), "embedding_cache", None)) is not None:
+            encodings.clear()
         super().wipe_kv()
 
     def load_version(self, folder: Path, stage: FolderStage | None) -> bool:
@@ -166,10 +164,9 @@ def _draft(manager: Any) -> Draft | None:
 
 
 def _draft_runners(manager: Any) -> list[Any]:
-    """Return SGLang's runners of the draft's models in this worker; none where it has no model, and before SGLang
-    0.5.23, which does not tell them."""
-    told = getattr(manager.draft_worker, "weight_update_runners", list)
-    return [runner for _, runner in told()]
+    """Return SGLang's runners of the draft's models in this worker; none where it has no model."""
+    told = [] if manager.draft_worker is None else manager.draft_worker.weight_update_runners()
+    return [runner for _, runner in told]
 
 
 def _known_kv(pool: Any) -> list[object]:

@@ -20,8 +20,7 @@ import torch
 import torch.distributed as dist
 
 from engines.errors import WeightUpdateFailed
-from engines.transfer.gloo import SENDER_RANK, Load
-from engines.transfer.listener import until_listening
+from engines.transfer.gloo import SENDER_RANK, Load, until_listening
 from engines.transfer.packing import CHUNK_BYTES, Announced, chunks, kept_streams, num_bytes, unpacked_as
 
 KEY = "broadcast_from/0/0"

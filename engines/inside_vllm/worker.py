@@ -15,7 +15,7 @@ from engines.loading.planned_load import Load, PlannedLoad, form_of
 from engines.loading.snapshot_reader import pin_memory, read_tensors
 from engines.loading.stage import FolderStage
 from engines.loading.worker import Target, UpdatedWorker
-from engines.transfer.listener import until_listening
+from engines.transfer.gloo import until_listening
 from engines.transfer.packing import unpack_quickly
 from engines.transfer.tee import prepare
 from engines.types import TensorMeta

@@ -4,7 +4,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from engines.checkpoint import FileStates, file_states, read_spans
 from engines.errors import WeightUpdateFailed
 from engines.loading.exchange import Exchange
 from engines.loading.snapshot_reader import read_tensors
-from engines.transfer.packing import NamedTensor, num_bytes
+from engines.transfer.packing import NamedTensor, kept_streams, num_bytes
 from engines.transfer.tee import room_on
 
 _SHORT_TURN_S = 0.0002
@@ -189,8 +188,6 @@ def _states(folder: Path) -> FileStates | None:
     return None
 
 
-@cache
 def copy_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream of a device's stages, always the same: torch keeps freed memory for the stream that used it,
-    and would allocate more for each version."""
-    return torch.cuda.Stream(device)
+    """Return the stream of a device's stages."""
+    return kept_streams(device, 1)[0]

@@ -6,6 +6,7 @@ the torch store: before that the wait can be cancelled, and after it a death clo
 """
 
 import contextlib
+import math
 import socket
 import threading
 import time
@@ -17,12 +18,15 @@ import torch
 import torch.distributed as dist
 
 from engines.errors import WeightUpdateFailed
-from engines.transfer import listener
 from engines.transfer.packing import CHUNK_BYTES, Announced, NamedTensor, chunks, num_bytes, packed, unpacked_as
 
 TIMEOUT_S = 300.0
 """Limit on the rendezvous and on the broadcast of one chunk, as in vLLM's rendezvous."""
+LISTENS_S = 20.0
+"""Longest wait for the trainer's listener. Our trainers open it before they have engines called; TRL opens it beside
+its call. A trainer that has died never listens, and an engine makes no token while it waits."""
 POLL_S = 0.002
+_LOOK_S = 0.05
 SENDER_RANK = 0
 
 
@@ -164,13 +168,13 @@ class WeightGroup:
 
     def _open_store(self) -> dist.TCPStore:
         if self.rank != SENDER_RANK:  # the store's own wait is over late: twice its limit, and more
-            listener.until_listening(self._address, self._port, self._timeout_s)
+            until_listening(self._address, self._port, self._timeout_s)
         store = dist.TCPStore(
             self._address,
             self._port,
             self.world_size,
             is_master=self.rank == SENDER_RANK,
-            timeout=timedelta(seconds=min(self._timeout_s, listener.LISTENS_S)),
+            timeout=timedelta(seconds=min(self._timeout_s, LISTENS_S)),
             wait_for_workers=False,
         )
         store.set_timeout(timedelta(seconds=self._timeout_s))
@@ -214,6 +218,24 @@ class WeightGroup:
         own = address_towards(self._address, self._port)
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=own)]
         return dist.ProcessGroupGloo(dist.PrefixStore("gloo", self._store), self.rank, self.world_size, options)
+
+
+def until_listening(address: str, port: int, timeout_s: float = math.inf) -> None:
+    """Return once the trainer listens, before a rendezvous that no other thread can end.
+
+    Raise `RuntimeError` after `LISTENS_S`, or `timeout_s` if that is shorter.
+    """
+    limit_s = min(timeout_s, LISTENS_S)
+    deadline = time.monotonic() + limit_s
+    while True:
+        try:
+            return socket.create_connection((address, port), limit_s).close()
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise RuntimeError(
+                    f"the trainer does not listen at {address}:{port} ({error}): it has died, or is out of reach"
+                ) from error
+        time.sleep(_LOOK_S)
 
 
 def group_info(address: str, port: int, world_size: int) -> dict[str, Any]:

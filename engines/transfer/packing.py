@@ -42,7 +42,8 @@ def num_bytes(tensor: Announced) -> int:
 
 @cache
 def kept_streams(device: torch.device, count: int) -> list[torch.cuda.Stream]:
-    """Return CUDA streams for chunks, always the same: torch keeps freed memory for the stream that used it."""
+    """Return CUDA streams for chunks, always the same: torch keeps freed memory for the stream that used it, and would
+    allocate more for each version."""
     return [torch.cuda.Stream(device) for _ in range(count)]
 
 

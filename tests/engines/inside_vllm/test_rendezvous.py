@@ -10,7 +10,7 @@ pytest.importorskip("vllm")
 
 from engines.inside_vllm.worker import break_group, find_trainer_first
 from engines.process.port import free_port
-from engines.transfer import listener
+from engines.transfer import gloo
 
 
 class PlayedEngine:
@@ -26,7 +26,7 @@ def info(port: int | None) -> SimpleNamespace:
 
 
 def test_no_group_is_joined_whose_trainer_has_died(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener, "LISTENS_S", 0.1)
+    monkeypatch.setattr(gloo, "LISTENS_S", 0.1)
     engine = PlayedEngine()
     find_trainer_first(engine)
     with pytest.raises(RuntimeError, match="the trainer does not listen"):

@@ -16,7 +16,7 @@ import torch
 
 from engines.errors import WeightUpdateFailed
 from engines.process.port import free_port
-from engines.transfer import listener
+from engines.transfer import gloo
 from engines.transfer.gloo import WeightGroup, send
 from engines.transfer.packing import CHUNK_BYTES, packed
 
@@ -151,7 +151,7 @@ def test_joining_alone_ends_in_time() -> None:
 
 
 def test_a_receiver_whose_sender_has_died_is_free_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener, "LISTENS_S", 0.2)
+    monkeypatch.setattr(gloo, "LISTENS_S", 0.2)
     group = WeightGroup("127.0.0.1", free_port(), 1, 2)
     began = time.monotonic()
     with pytest.raises(WeightUpdateFailed, match=r"rank 1 of 2 could not join at .*: the trainer does not listen"):
@@ -167,7 +167,7 @@ def sender_and_receiver() -> tuple[WeightGroup, WeightGroup]:
 def test_a_receiver_waits_for_a_sender_that_listens_and_joins_later(
     pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listener, "LISTENS_S", 0.2)
+    monkeypatch.setattr(gloo, "LISTENS_S", 0.2)
     sender, receiver = sender_and_receiver()
     sender.listen()
     joining = pool.submit(receiver.join)

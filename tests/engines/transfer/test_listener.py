@@ -7,8 +7,8 @@ import time
 import pytest
 
 from engines.process.port import free_port
-from engines.transfer import listener
-from engines.transfer.listener import until_listening
+from engines.transfer import gloo
+from engines.transfer.gloo import until_listening
 
 SOON_S = 30.0
 
@@ -32,7 +32,7 @@ def test_a_trainer_that_listens_later_is_found() -> None:
 def test_a_trainer_that_never_listens_is_waited_for_no_longer_than_either_limit(
     monkeypatch: pytest.MonkeyPatch, limit_s: float, timeout_s: float
 ) -> None:
-    monkeypatch.setattr(listener, "LISTENS_S", limit_s)
+    monkeypatch.setattr(gloo, "LISTENS_S", limit_s)
     port, began = free_port(), time.monotonic()
     with pytest.raises(RuntimeError, match=rf"the trainer does not listen at 127\.0\.0\.1:{port} .*: it has died, or"):
         until_listening("127.0.0.1", port, timeout_s)

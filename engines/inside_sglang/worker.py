@@ -122,13 +122,12 @@ class WeightWorker(UpdatedWorker):
     @cached_property
     def target(self) -> Target:
         """An `obstacle` is the reason why updates are left to SGLang's own routes."""
-        reason, in_place = obstacle_to_updates(self._manager), PlannedLoad(self._model)
+        reason = obstacle_to_updates(self._manager)
         return Target(
             device=next(self._model.parameters()).device,
+            weights=PlannedLoad(self._model),
             obstacle=reason,
-            in_place=None if reason else in_place,
-            own_load=in_place.load,
-            draft=None if reason else _draft(self._manager),
+            draft=Draft() if reason else _draft(self._manager),
         )
 
     def _receive(self, update_info: dict[str, Any], timeout_s: float) -> None:
@@ -148,9 +147,9 @@ class WeightWorker(UpdatedWorker):
             )
 
 
-def _draft(manager: Any) -> Draft | None:
+def _draft(manager: Any) -> Draft:
     if manager.draft_worker is None:
-        return None
+        return Draft()
     target = manager.tp_worker.model_runner
     settings = target.server_args
     method = str(settings.speculative_algorithm).lower()

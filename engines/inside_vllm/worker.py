@@ -11,7 +11,7 @@ from engines.inside_vllm.base_layers import base_layers, loader_of
 from engines.inside_vllm.gloo_receiver import rebuild_tied_head
 from engines.inside_vllm.in_place import load_in_place, load_layerwise, obstacle
 from engines.loading.draft import Draft, own_checkpoint
-from engines.loading.planned_load import Load, PlannedLoad, form_of
+from engines.loading.planned_load import PlannedLoad, form_of
 from engines.loading.snapshot_reader import pin_memory, read_tensors
 from engines.loading.stage import FolderStage
 from engines.loading.worker import Target, UpdatedWorker
@@ -117,13 +117,10 @@ class WeightWorker(UpdatedWorker):
     @cached_property
     def target(self) -> Target:
         worker: Any = self
-        reason, load = obstacle(self), _loader(worker)
+        model = worker.get_model()
+        load = loader_of(model) if worker.vllm_config.lora_config is not None else None
         return Target(
-            device=worker.device,
-            obstacle=reason,
-            in_place=None if reason else PlannedLoad(worker.get_model(), load),
-            own_load=load or worker.get_model().load_weights,
-            draft=_draft(worker),
+            device=worker.device, weights=PlannedLoad(model, load), obstacle=obstacle(self), draft=_draft(worker)
         )
 
 
@@ -146,15 +143,10 @@ def _base_layers(worker: Any) -> AbstractContextManager[None]:
     return base_layers(worker.get_model()) if worker.vllm_config.lora_config is not None else nullcontext()
 
 
-def _loader(worker: Any) -> Load | None:
-    """Return a loader for a LoRA-enabled model, whose own loader does not know the checkpoint's names; else None."""
-    return loader_of(worker.get_model()) if worker.vllm_config.lora_config is not None else None
-
-
-def _draft(worker: Any) -> Draft | None:
+def _draft(worker: Any) -> Draft:
     config = worker.vllm_config.speculative_config
     if config is None:
-        return None
+        return Draft()
     if (model := worker.get_draft_model()) is None:
         return Draft(config.method)
     checkpoints = config.draft_model_config.model, worker.vllm_config.model_config.model

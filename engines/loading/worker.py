@@ -30,52 +30,43 @@ _BATCH_BYTES = 512 << 20
 class Target:
     """What updates change in one worker.
 
-    obstacle: the reason why weights are not loaded in place; "" where they are.
-    in_place: the planned load in place; None with an `obstacle`.
-    own_load: the engine's own loader, for a model with an `obstacle`.
-    draft: None in an engine that does not decode speculatively.
+    weights: the loads of its model.
+    obstacle: the reason why weights are not loaded in place, but by the engine's own loader; "" where they are.
     """
 
     device: torch.device
+    weights: PlannedLoad
     obstacle: str
-    in_place: PlannedLoad | None
-    own_load: Load
-    draft: Draft | None
+    draft: Draft
 
     def plan(self, forms: list[Form]) -> None:
         """Plan loads of these tensors, so that the first update takes no longer than the next."""
-        if self.in_place is not None:
-            self.in_place.begin()
-            self.in_place.plan(forms)
-        if self.draft is not None:
-            self.draft.plan(forms)
+        if not self.obstacle:
+            self.weights.begin()
+            self.weights.plan(forms)
+        self.draft.plan(forms)
 
     def begin(self) -> None:
         """Begin an update of all or some weights."""
-        if self.in_place is not None:
-            self.in_place.begin()
-        if self.draft is not None:
-            self.draft.begin()
+        self.weights.begin()
+        self.draft.begin()
 
     @property
     def load(self) -> Load:
         """The loader of an update's tensors. A draft that takes some of them gets them too."""
-        load = self.in_place.load if self.in_place is not None else self.own_load
-        return self.draft.beside(load) if self.draft is not None else load
+        return self.draft.beside(self.weights.load_by_engine if self.obstacle else self.weights.load)
 
     def exchange(self, tensors: list[NamedTensor]) -> Exchange | None:
         """Return the load of these tensors that keeps the weights before; None where that would not be exact.
 
         A draft that takes some of them too would have to be taken back with the target.
         """
-        if self.in_place is None or (self.draft is not None and self.draft.takes_tensors):
-            return None
-        return self.in_place.exchange(tensors)
+        return None if self.obstacle or self.draft.takes_tensors else self.weights.exchange(tensors)
 
     @property
     def has_moved(self) -> bool:
         """True where weights lie elsewhere than when the update began."""
-        return self.in_place is None or self.in_place.has_moved
+        return bool(self.obstacle) or self.weights.has_moved
 
 
 class UpdatedWorker:
@@ -127,7 +118,7 @@ class UpdatedWorker:
 
     def describe_draft(self) -> str:
         """Return `Draft.describe`; "" from an engine that does not decode speculatively."""
-        return self.target.draft.describe() if self.target.draft is not None else ""
+        return self.target.draft.describe()
 
     def room_to_stage(self, num_bytes: int) -> dict[str, bool]:
         """Report whether tensors of so many bytes fit beside the weights, without those that an update has left."""

@@ -30,10 +30,8 @@ class Model(Module):
 
 
 def target(*, obstacle: str = "", draft: Draft | None = None) -> Target:
-    model = Model()
-    in_place = None if obstacle else PlannedLoad(model)
     one = Target(
-        device=torch.device("cpu"), obstacle=obstacle, in_place=in_place, own_load=model.load_weights, draft=draft
+        device=torch.device("cpu"), weights=PlannedLoad(Model()), obstacle=obstacle, draft=draft or Draft("ngram")
     )
     one.begin()
     return one

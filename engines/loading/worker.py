@@ -41,14 +41,15 @@ class Target:
 
     def plan(self, forms: list[Form]) -> None:
         """Plan loads of these tensors, so that the first update takes no longer than the next."""
+        self.begin()
         if not self.obstacle:
-            self.weights.begin()
             self.weights.plan(forms)
         self.draft.plan(forms)
 
     def begin(self) -> None:
         """Begin an update of all or some weights."""
-        self.weights.begin()
+        if not self.obstacle:
+            self.weights.begin()
         self.draft.begin()
 
     @property

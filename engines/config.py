@@ -124,8 +124,8 @@ class EngineConfig(Section):
     """Copies of the model inside one replica; prefer num_replicas, which restarts copies one by one."""
     api_server_count: int | None = Field(None, ge=1)
     """Processes that parse and stream for one engine; default: the engine's."""
-    dtype: str = "auto"
-    """Weights and activations: auto, bfloat16, float16, float32."""
+    dtype: Literal["auto", "bfloat16", "float16", "half", "float32", "float"] = "auto"
+    """Weights and activations."""
     max_model_len: int | None = Field(None, gt=0)
     """Prompt plus completion, in tokens; default: the model's limit."""
     max_num_seqs: int = Field(256, gt=0)

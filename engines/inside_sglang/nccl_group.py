@@ -6,6 +6,7 @@ or NCCL: it polls, looks at the trainer's store meanwhile, and aborts the commun
 """
 
 import ctypes
+import pickletools
 import threading
 import time
 from collections import deque
@@ -19,11 +20,12 @@ import torch
 import torch.distributed as dist
 
 from engines.errors import WeightUpdateFailed
-from engines.inside_sglang.unique_id import KEY, unique_id_of
-from engines.transfer.gloo import SENDER_RANK
-from engines.transfer.listener import until_listening
-from engines.transfer.packing import CHUNK_BYTES, Announced, NamedTensor, chunks, kept_streams, num_bytes, unpacked
+from engines.transfer.gloo import SENDER_RANK, Load, until_listening
+from engines.transfer.packing import CHUNK_BYTES, Announced, chunks, kept_streams, num_bytes, unpacked_as
 
+KEY = "broadcast_from/0/0"
+"""Key of the NCCL id: the first object that rank 0 broadcasts."""
+_ID_BYTES = 128
 _POLL_S = 0.0002
 _LOOK_S = 0.2
 """Time between two looks at the trainer's store."""
@@ -79,7 +81,7 @@ class NcclGroup:
     def receive(
         self,
         announced: Iterable[Announced],
-        load: Callable[[list[NamedTensor]], object],
+        load: Load,
         chunk_bytes: int = CHUNK_BYTES,
         timeout_s: float = 0.0,
     ) -> None:
@@ -93,7 +95,8 @@ class NcclGroup:
         try:
             for arriving in self._ahead(self._begun(announced, chunk_bytes)):
                 self._wait(arriving.arrived, deadline)
-                _pass_on(arriving, load)
+                with torch.cuda.stream(arriving.stream):
+                    load(unpacked_as(arriving.announced, arriving.content))
             for stream in self._streams:
                 done = torch.cuda.Event()
                 done.record(stream)
@@ -198,8 +201,11 @@ class NcclGroup:
             time.sleep(_POLL_S)
 
 
-def _pass_on(chunk: _Arriving, load: Callable[[list[NamedTensor]], object]) -> None:
-    names, dtypes, shapes = zip(*chunk.announced, strict=True)
-    sizes = list(map(num_bytes, chunk.announced))
-    with torch.cuda.stream(chunk.stream):
-        load(unpacked(chunk.content, names, shapes, dtypes, sizes))
+def unique_id_of(pickled: bytes) -> bytes:
+    """Return the NCCL id in a pickled ctypes structure: the only byte string of its length. Raise `ValueError` where
+    there is none, or more. Nothing is unpickled: that would need vLLM, and would run what the sender names."""
+    arguments = [argument for _, argument, _ in pickletools.genops(pickled)]
+    found = {one for one in arguments if isinstance(one, bytes) and len(one) == _ID_BYTES}
+    if len(found) != 1:
+        raise ValueError(f"the trainer's store holds {len(found)} NCCL ids instead of one: is its vLLM 0.28 or later?")
+    return found.pop()

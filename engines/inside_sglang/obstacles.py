@@ -16,8 +16,8 @@ def obstacle_to_updates(manager: Any) -> str:
     settings = runner.server_args
     if settings.pp_size > 1 or settings.dp_size > 1:
         return "pipeline or data parallelism: SGLang numbers its workers by tensor-parallel rank alone"
-    if manager.draft_worker is not None and (reason := _obstacle_in_speculation(manager.draft_worker, settings)):
-        return reason
+    if manager.draft_worker is not None and settings.speculative_algorithm not in SPECULATION:
+        return f"speculative decoding with {settings.speculative_algorithm}: it was not checked what its draft shares"
     if runner.model_config.quantization:
         return f"quantization {runner.model_config.quantization}: the engine computes with other tensors than it loads"
     for name in ("enable_lora", "enable_eplb", "torchao_config", "cpu_offload_gb"):
@@ -26,12 +26,6 @@ def obstacle_to_updates(manager: Any) -> str:
     if getattr(settings, "weight_cache_mode", "off") != "off":
         return "weight_cache_mode: the weights are shared with other servers"
     return obstacle_in_model(runner.model)
-
-
-def _obstacle_in_speculation(draft_worker: Any, settings: Any) -> str:
-    if settings.speculative_algorithm not in SPECULATION:
-        return f"speculative decoding with {settings.speculative_algorithm}: it was not checked what its draft shares"
-    return "" if hasattr(draft_worker, "weight_update_runners") else "speculative decoding in SGLang before 0.5.23"
 
 
 def obstacle_in_model(model: Any) -> str:

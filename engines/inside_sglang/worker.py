@@ -3,25 +3,23 @@
 import json
 import logging
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from functools import cached_property
+from collections.abc import Sequence
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from engines.errors import WeightUpdateFailed
-from engines.inside_sglang.draft import draft_of, draft_runners
 from engines.inside_sglang.nccl_group import NcclGroup
-from engines.inside_sglang.obstacles import obstacle_to_updates
+from engines.inside_sglang.obstacles import obstacle_in_model, obstacle_to_updates
+from engines.loading.draft import Draft, own_checkpoint
 from engines.loading.planned_load import PlannedLoad, form_of
-from engines.loading.prefetch import Prefetch
 from engines.loading.snapshot_reader import pin_memory
-from engines.loading.stage import synchronize
+from engines.loading.stage import FolderStage
 from engines.loading.worker import Target, UpdatedWorker, tensors_of
-from engines.transfer.gloo import WeightGroup, receive
-from engines.transfer.packing import CHUNK_BYTES, Announced
+from engines.transfer.gloo import Receiver, WeightGroup
+from engines.transfer.packing import CHUNK_BYTES
 from engines.transfer.tee import prepare
 from engines.types import TensorMeta
 
@@ -36,20 +34,11 @@ _KV = (
 _POOLS = (
     "full_kv_pool", "swa_kv_pool", "dense_pool", "main_pool", "index_k_pool", "index_kv_pool", "index_key_cache",
 )  # fmt: skip
-_ENCODERS = ("sglang.srt.managers.mm_schedule", "sglang.srt.managers.mm_utils")
-"""Modules with `embedding_cache`: what the weights made of images, by their hash. SGLang's flush keeps it. The second
-is that of SGLang 0.5.17."""
+_ENCODERS = "sglang.srt.managers.mm_schedule"
+"""Module with `embedding_cache`: what the weights made of images, by their hash. SGLang's flush keeps it."""
 _SWITCH_S = 1e-4
 """SGLang's scheduler spins while it is idle or paused. Each call of ours that lets go of the GIL would wait Python's
 5 ms to have it again: an idle server received 15 GB over NCCL in 0.5 s, a busy server in 0.06 s."""
-
-
-class _Group(Protocol):
-    """The trainer's group, over NCCL or gloo."""
-
-    def join(self) -> None: ...
-
-    def close(self, reason: str = ...) -> None: ...
 
 
 class WeightWorker(UpdatedWorker):
@@ -58,8 +47,7 @@ class WeightWorker(UpdatedWorker):
     def __init__(self, manager: Any) -> None:
         self._manager = manager
         self._runner = manager.tp_worker.model_runner
-        self._group: _Group | None = None
-        self._chunk_bytes = CHUNK_BYTES
+        self._receiver = Receiver()
 
     def plan_updates(self, tensors: Sequence[dict[str, Any]] = ()) -> str:
         """Prepare for updates of these tensors: the first is then as fast as the next.
@@ -83,23 +71,15 @@ class WeightWorker(UpdatedWorker):
         chunk_bytes: int = CHUNK_BYTES,
         buffers: int = 2,
     ) -> None:
-        """Join the trainer's group. Any earlier group is left first, so a new trainer may come at any time."""
+        """Join the trainer's group."""
         self._check_takes_updates()
-        self.close_group()
-        rank = rank_offset + self._runner.weight_updater.tp_rank
+        place = address, port, rank_offset + self._runner.weight_updater.tp_rank, world_size, timeout_s
         device = self.target.device
-        group: _Group
-        if device.type == "cuda":
-            group = NcclGroup(address, port, rank, world_size, timeout_s, device, buffers)
-        else:
-            group = WeightGroup(address, port, rank, world_size, timeout_s)
-        group.join()
-        self._group, self._chunk_bytes = group, chunk_bytes
+        group = NcclGroup(*place, device, buffers) if device.type == "cuda" else WeightGroup(*place)
+        self._receiver.join(group, chunk_bytes)
 
     def close_group(self) -> None:
-        group, self._group = self._group, None
-        if group is not None:
-            group.close()
+        self._receiver.leave()
 
     def open_receipt(self, **copy: Any) -> None:
         """Digest received tensors from now on. With `copy`, the fields of `ReceiptCopy`, the first worker also copies
@@ -115,74 +95,45 @@ class WeightWorker(UpdatedWorker):
 
     def stage_weights(self, update_info: dict[str, Any], timeout_s: float) -> None:
         """Begin to receive the announced tensors beside the weights, after `open_receipt`. The engine goes on."""
-        self.begin_stage(_Receiver(self, timeout_s), update_info)
+        receive, leave = (
+            partial(self._receive, timeout_s=timeout_s),
+            partial(self._receiver.leave, "the update was dropped"),
+        )
+        self.begin_stage(update_info, receive, leave)
 
-    def prepare_snapshot(self, *args: Any, **kwargs: Any) -> Any:
-        return True if self.target.obstacle else super().prepare_snapshot(*args, **kwargs)
+    def prepare_snapshot(self, *args: Any, **kwargs: Any) -> dict[str, bool]:
+        return {"ready": True} if self.target.obstacle else super().prepare_snapshot(*args, **kwargs)
 
     def kv_memory(self) -> object:
         """Return the KV of the target and of its draft, which reads what the target has computed."""
-        return [_known_kv(runner.token_to_kv_pool) for runner in (self._runner, *draft_runners(self._manager))]
+        return [_known_kv(runner.token_to_kv_pool) for runner in (self._runner, *_draft_runners(self._manager))]
 
     def wipe_kv(self) -> None:
-        for module in _ENCODERS:
-            if (encodings := getattr(sys.modules.get(module), "embedding_cache", None)) is not None:
-                encodings.clear()
+        if (encodings := getattr(sys.modules.get(_ENCODERS), "embedding_cache", None)) is not None:
+            encodings.clear()
         super().wipe_kv()
 
-    def load_version(self, folder: Path, prefetch: Prefetch | None) -> bool:
+    def load_version(self, folder: Path, stage: FolderStage | None) -> bool:
         if self.target.obstacle or not folder.is_dir():
             return False
-        self._synchronize()
-        self.exchange = self.target.load_folder(folder, prefetch)
-        self._synchronize()
+        self.load_folder(folder, stage)
         return True
-
-    def answer_of(self, word: str, value: object) -> object:
-        return value
-
-    @contextmanager
-    def loading(self) -> Iterator[None]:
-        assert self.target.in_place is not None
-        self.target.in_place.begin()
-        self._synchronize()  # a step may still read the weights
-        yield
-        self._synchronize()
 
     @cached_property
     def target(self) -> Target:
         """An `obstacle` is the reason why updates are left to SGLang's own routes."""
-        reason, in_place = obstacle_to_updates(self._manager), PlannedLoad(self._model)
+        reason = obstacle_to_updates(self._manager)
         return Target(
             device=next(self._model.parameters()).device,
+            weights=PlannedLoad(self._model),
             obstacle=reason,
-            in_place=None if reason else in_place,
-            own_load=in_place.load,
-            draft=None if reason else draft_of(self._manager),
+            draft=Draft() if reason else _draft(self._manager),
         )
 
-    def leave(self, reason: str) -> None:
-        """Leave the group from another thread than that of a receive, which ends."""
-        if self._group is not None:
-            self._group.close(reason)
-
     def _receive(self, update_info: dict[str, Any], timeout_s: float) -> None:
-        """Hand all tensors announced to the tee. On any error the group is left, which frees the trainer."""
-        group = self._group
-        if group is None:
-            raise WeightUpdateFailed("no weight group: call init_weight_transfer_engine first")
-        dtypes = [getattr(torch, name) for name in update_info["dtype_names"]]
-        announced: list[Announced] = list(zip(update_info["names"], dtypes, update_info["shapes"], strict=True))
+        """Hand all tensors announced to the tee."""
         load = self._model.load_weights if "load_weights" in vars(self._model) else self.target.load
-        try:
-            if isinstance(group, NcclGroup):
-                group.receive(announced, load, self._chunk_bytes, timeout_s)
-            elif isinstance(group, WeightGroup):
-                receive(announced, group, load, self._chunk_bytes)
-        except Exception as error:
-            group.close(f"{type(error).__name__}: {error}")
-            self._group = None
-            raise
+        self._receiver.receive(update_info, load, timeout_s)
 
     @property
     def _model(self) -> Any:
@@ -195,23 +146,26 @@ class WeightWorker(UpdatedWorker):
                 "(WeightSender(transport='store'), or weights.relay: always)"
             )
 
-    def _synchronize(self) -> None:
-        """Wait for all work on the device: steps overlap with SGLang's scheduler, whose thread this is."""
-        synchronize(self.target.device)
+
+def _draft(manager: Any) -> Draft:
+    if manager.draft_worker is None:
+        return Draft()
+    target = manager.tp_worker.model_runner
+    settings = target.server_args
+    method = str(settings.speculative_algorithm).lower()
+    runners = _draft_runners(manager)
+    if not runners:
+        return Draft(method)
+    draft, *others = (runner.model for runner in runners)
+    checkpoints = settings.speculative_draft_model_path, settings.model_path
+    obstacle = "it has several models" if others else own_checkpoint(*checkpoints) or obstacle_in_model(draft)
+    return Draft(method, draft, target.model, obstacle)
 
 
-class _Receiver:
-    """Plays vLLM's transfer engine to `Stage`, which knows no more of it."""
-
-    def __init__(self, worker: WeightWorker, timeout_s: float) -> None:
-        self._worker = worker
-        self._timeout_s = timeout_s
-
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        self._worker._receive(update_info, self._timeout_s)
-
-    def shutdown(self) -> None:
-        self._worker.leave("the update was dropped")
+def _draft_runners(manager: Any) -> list[Any]:
+    """Return SGLang's runners of the draft's models in this worker; none where it has no model."""
+    told = [] if manager.draft_worker is None else manager.draft_worker.weight_update_runners()
+    return [runner for _, runner in told]
 
 
 def _known_kv(pool: Any) -> list[object]:

@@ -11,51 +11,37 @@ from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitI
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine, NCCLWeightTransferUpdateInfo
 from vllm.platforms import current_platform
 
-from engines.inside_vllm import cpu_experts
-from engines.inside_vllm import lora as vllm_lora
-from engines.transfer.gloo import WeightGroup, receive
+from engines.inside_vllm import cpu_mends
+from engines.transfer.gloo import Receiver, WeightGroup
 
 
 class GlooWeightTransferEngine(NCCLWeightTransferEngine):
     """vLLM's NCCL backend over TCP, with the same calls for trainers. Layerwise reload is inherited."""
 
-    _group: WeightGroup | None = None
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._receiver = Receiver()
         if current_platform.is_cpu():  # the first code of ours that runs in the worker
-            vllm_lora.mend()
-            cpu_experts.mend()
+            cpu_mends.mend_adapters()
+            cpu_mends.mend_experts()
 
     def init_transfer_engine(self, init_info: NCCLWeightTransferInitInfo) -> None:
-        """Join the trainer's group. Any earlier group is left first, so a new trainer may come at any time."""
+        """Join the trainer's group."""
         if init_info.master_address is None or init_info.master_port is None:
             raise ValueError("the gloo backend needs master_address and master_port")
         if not init_info.packed:
             raise ValueError("the gloo backend takes packed transfers only: set packed to true")
-        self.shutdown()
-        self.packed_buffer_size_bytes = init_info.packed_buffer_size_bytes
         group = WeightGroup(
             init_info.master_address, init_info.master_port, self._rank(init_info.rank_offset), init_info.world_size
         )
-        group.join()
-        self._group = group
+        self._receiver.join(group, init_info.packed_buffer_size_bytes)
 
     def receive_weights(self, update_info: NCCLWeightTransferUpdateInfo) -> None:
-        """Receive and load all tensors announced. On any error the group is left, which frees the trainer."""
+        """Receive and load all tensors announced."""
         from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 
-        if self._group is None:
-            raise RuntimeError("no weight group: call init_weight_transfer_engine first")
-        try:
-            dtypes = [getattr(torch, name) for name in update_info.dtype_names]
-            announced = zip(update_info.names, dtypes, update_info.shapes, strict=True)
-            with disable_mtp_completeness_check():
-                receive(announced, self._group, self.model.load_weights, self.packed_buffer_size_bytes)
-        except Exception as error:
-            self._group.close(f"{type(error).__name__}: {error}")
-            self._group = None
-            raise
+        with disable_mtp_completeness_check():
+            self._receiver.receive(vars(update_info), self.model.load_weights)
 
     def finish_weight_update(self) -> None:
         super().finish_weight_update()
@@ -63,9 +49,7 @@ class GlooWeightTransferEngine(NCCLWeightTransferEngine):
 
     def shutdown(self) -> None:
         """Leave the group and close its sockets."""
-        if self._group is not None:
-            self._group.close()
-            self._group = None
+        self._receiver.leave()
 
     def _rank(self, rank_offset: int) -> int:
         """Return the rank, unique over all data-parallel groups, counted as vLLM's NCCL backend does."""

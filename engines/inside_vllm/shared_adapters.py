@@ -4,14 +4,9 @@ Each API process of vLLM has a list and a count of ids of its own, and a request
 The engine behind them knows adapters by id alone: ids differ over processes, and none comes again.
 """
 
-import asyncio
 import contextlib
-import fcntl
 import os
-import threading
-from collections import defaultdict
-from collections.abc import AsyncIterator, Iterator, MutableMapping
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Iterator, MutableMapping
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -20,7 +15,6 @@ import msgspec
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.lora.request import LoRARequest
 
-_POLL_S = 0.01
 _SUFFIX = ".adapter"
 
 
@@ -28,38 +22,16 @@ def share_adapters(folder: Path) -> None:
     """Have this process keep its adapters in `folder`."""
     if getattr(OpenAIServingModels, "adapters_are_shared", False):
         return
-    OpenAIServingModels.adapters_are_shared = True
-    OpenAIServingModels.__init__ = _with_shared_lists(OpenAIServingModels.__init__, folder)
-    OpenAIServingModels.init_static_loras = _each_loaded_once(OpenAIServingModels.init_static_loras)
+    init = OpenAIServingModels.__init__
 
-
-def _with_shared_lists(init: Any, folder: Path) -> Any:
     def init_shared(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         folder.mkdir(mode=0o700, exist_ok=True)
         self.lora_id_counter = SharedCount(folder / "count")
         self.lora_requests = SharedAdapters(folder, self.lora_id_counter)
-        self.lora_resolver_lock = SharedLocks(folder / "locks")
 
-    return init_shared
-
-
-def _each_loaded_once(init_static_loras: Any) -> Any:
-    """Wrap the load of the adapters of the command line. All processes do it: the first one loads an adapter."""
-
-    async def init_once(self: Any) -> None:
-        modules = self.static_lora_modules
-        for module in modules or ():
-            self.static_lora_modules = [module]
-            try:
-                await init_static_loras(self)
-            except ValueError:
-                held = self.lora_requests.get(module.name)
-                if held is None or held.lora_path != module.path:
-                    raise
-        self.static_lora_modules = modules
-
-    return init_once
+    OpenAIServingModels.adapters_are_shared = True
+    OpenAIServingModels.__init__ = init_shared
 
 
 class SharedCount:
@@ -70,7 +42,6 @@ class SharedCount:
 
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-        self._writing = threading.Lock()
 
     @property
     def value(self) -> int:
@@ -78,9 +49,8 @@ class SharedCount:
 
     def inc(self, number: int = 1) -> int:
         """Raise the count and return it. Nobody else gets the same: an appending write ends at a place of its own."""
-        with self._writing:
-            os.write(self._file, bytes(number))
-            return os.lseek(self._file, 0, os.SEEK_CUR)
+        os.write(self._file, bytes(number))
+        return os.lseek(self._file, 0, os.SEEK_CUR)
 
 
 class SharedAdapters(MutableMapping[str, LoRARequest]):
@@ -119,10 +89,7 @@ class SharedAdapters(MutableMapping[str, LoRARequest]):
         self._count.inc()
 
     def __delitem__(self, name: str) -> None:
-        try:
-            self._path(name).unlink()
-        except FileNotFoundError:
-            raise KeyError(name) from None
+        self._path(name).unlink(missing_ok=True)
         self._count.inc()
 
     def _current(self) -> dict[str, LoRARequest]:
@@ -139,42 +106,6 @@ class SharedAdapters(MutableMapping[str, LoRARequest]):
         return {adapter.lora_name: adapter for adapter in sorted(found, key=lambda adapter: adapter.lora_int_id)}
 
     def _path(self, name: str) -> Path:
-        return self._folder / f"{_digest(name, 16).hex()}{_SUFFIX}"
-
-
-class SharedLocks:
-    """A lock for each name over all processes, held by `async with locks[name]`.
-
-    The kernel frees those of a process that ends.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        self._here: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-
-    def __getitem__(self, name: str) -> AbstractAsyncContextManager[None]:
-        return self._hold(name)
-
-    @contextlib.asynccontextmanager
-    async def _hold(self, name: str) -> AsyncIterator[None]:
-        # The lock of a byte of the file, which need not be there. A process never waits for its own.
-        place = int.from_bytes(_digest(name, 7))
-        async with self._here[name]:
-            while not self._is_locked(place):  # noqa: ASYNC110, other processes set no event here
-                await asyncio.sleep(_POLL_S)
-            try:
-                yield
-            finally:
-                fcntl.lockf(self._file, fcntl.LOCK_UN, 1, place)
-
-    def _is_locked(self, place: int) -> bool:
-        try:
-            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, place)
-        except (BlockingIOError, PermissionError):  # POSIX allows either
-            return False
-        return True
-
-
-def _digest(name: str, size: int) -> bytes:
-    """Return a digest of any name that JSON can hold: a client may name any model."""
-    return blake2b(name.encode(errors="surrogatepass"), digest_size=size).digest()
+        """Return the file of an adapter, whose name may be any text that JSON can hold."""
+        digest = blake2b(name.encode(errors="surrogatepass"), digest_size=16)
+        return self._folder / f"{digest.hexdigest()}{_SUFFIX}"

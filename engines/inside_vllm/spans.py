@@ -11,8 +11,9 @@ import functools
 import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, MutableMapping
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 Json = dict[str, Any]
 
 _MARK = "_reports_version_spans"
@@ -74,49 +75,43 @@ def report_spans(completions: Any, chats: Any) -> None:
 
     @functools.wraps(stream)
     async def completion_chunks(
-        self: Any, request: Any, engine_inputs: Any, result_generator: Any, *args: Any, **kwargs: Any
+        self: Any, request: Any, engine_inputs: Any, results: Any, *args: Any, **kwargs: Any
     ) -> AsyncIterator[str]:
         spans = StreamSpans()
 
-        async def noted() -> AsyncIterator[Any]:
-            async for prompt_index, result in result_generator:
-                spans.note(result.outputs, first=prompt_index * (request.n or 1))
-                yield prompt_index, result
+        def note(numbered: tuple[int, Any]) -> None:
+            spans.note(numbered[1].outputs, first=numbered[0] * (request.n or 1))
 
-        async for event in stream(self, request, engine_inputs, noted(), *args, **kwargs):
+        async for event in stream(self, request, engine_inputs, _noted(results, note), *args, **kwargs):
             yield spans.added_to(event)
 
     @functools.wraps(chat)
-    async def conversation(self: Any, request: Any, result_generator: Any, *args: Any, **kwargs: Any) -> Any:
+    async def conversation(self: Any, request: Any, results: Any, *args: Any, **kwargs: Any) -> Any:
         last: dict[int, Any] = {}
-
-        async def noted() -> AsyncIterator[Any]:
-            async for result in result_generator:
-                last.update((output.index, output) for output in result.outputs)
-                yield result
-
-        response = await chat(self, request, noted(), *args, **kwargs)
+        noted = _noted(results, lambda result: last.update((output.index, output) for output in result.outputs))
+        response = await chat(self, request, noted, *args, **kwargs)
         _add(getattr(response, "choices", ()), last.items())
         return response
 
     @functools.wraps(chat_stream)
     async def conversation_chunks(
-        self: Any, request: Any, result_generator: Any, *args: Any, **kwargs: Any
+        self: Any, request: Any, results: Any, *args: Any, **kwargs: Any
     ) -> AsyncIterator[str]:
         spans = StreamSpans()
-
-        async def noted() -> AsyncIterator[Any]:
-            async for result in result_generator:
-                spans.note(result.outputs)
-                yield result
-
-        async for event in chat_stream(self, request, noted(), *args, **kwargs):
+        noted = _noted(results, lambda result: spans.note(result.outputs))
+        async for event in chat_stream(self, request, noted, *args, **kwargs):
             yield spans.added_to(event)
 
     completions.request_output_to_completion_response = completion
     completions.completion_stream_generator = completion_chunks
     chats.chat_completion_full_generator = conversation
     chats.chat_completion_stream_generator = conversation_chunks
+
+
+async def _noted(results: AsyncIterator[T], note: Callable[[T], object]) -> AsyncIterator[T]:
+    async for one in results:
+        note(one)
+        yield one
 
 
 class StreamSpans:

@@ -1,20 +1,21 @@
 """The extension of vLLM's workers (`--worker-extension-cls`). A call of /collective_rpc reaches all workers."""
 
-from contextlib import ExitStack, nullcontext, suppress
-from functools import cached_property
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from engines.checkpoint import known_tensors, served_in
 from engines.inside_vllm.base_layers import base_layers, loader_of
-from engines.inside_vllm.draft import draft_of
 from engines.inside_vllm.gloo_receiver import rebuild_tied_head
 from engines.inside_vllm.in_place import load_in_place, load_layerwise, obstacle
-from engines.inside_vllm.rendezvous import find_trainer_first
-from engines.loading.planned_load import Load, PlannedLoad, form_of
-from engines.loading.prefetch import Prefetch
-from engines.loading.snapshot_reader import pin_memory
-from engines.loading.worker import Target, UpdatedWorker, tensors_in
+from engines.loading.draft import Draft, own_checkpoint
+from engines.loading.planned_load import PlannedLoad, form_of
+from engines.loading.snapshot_reader import pin_memory, read_tensors
+from engines.loading.stage import FolderStage
+from engines.loading.worker import Target, UpdatedWorker
+from engines.transfer.gloo import until_listening
 from engines.transfer.packing import unpack_quickly
 from engines.transfer.tee import prepare
 from engines.types import TensorMeta
@@ -41,7 +42,8 @@ class WeightWorker(UpdatedWorker):
     def stage_weights(self, update_info: dict[str, Any]) -> None:
         """Begin to receive the announced tensors beside the weights, after `open_receipt`. The engine goes on."""
         worker: Any = self
-        self.begin_stage(worker.weight_transfer_engine, update_info)
+        engine = worker.weight_transfer_engine
+        self.begin_stage(update_info, engine.update_weights, partial(break_group, engine))
 
     def drop_receipt(self) -> None:
         worker: Any = self
@@ -77,44 +79,49 @@ class WeightWorker(UpdatedWorker):
         layers = worker.vllm_config.compilation_config.static_forward_context.values()
         return [getattr(layer, "kv_cache", ()) for layer in layers if not getattr(layer, "sink_len", 0)]
 
-    def load_version(self, folder: Path, prefetch: Prefetch | None) -> None:
+    def load_version(self, folder: Path, stage: FolderStage | None) -> None:
         worker: Any = self
         _end_reload(worker)
         if not folder.is_dir():
             _reload(worker)
         elif self.target.obstacle:
-            self.target.begin()
-            with base_layers(worker.get_model()) if worker.vllm_config.lora_config is not None else nullcontext():
-                _reload(worker, weights_iterator=iter(tensors_in(folder, prefetch, worker.device)))
+            tensors = read_tensors(folder, worker.device) if stage is None else iter(stage.take())
+            with self.loading(), _base_layers(worker):
+                _reload(worker, weights_iterator=tensors)
         else:
-            self.exchange = self.target.load_folder(folder, prefetch)
+            self.load_folder(folder, stage)
         worker._weight_update_active = False
         rebuild_tied_head(worker.get_model())
 
-    def undo_load(self) -> dict[str, Any]:
+    def undo_load(self) -> dict[str, bool]:
         worker: Any = self
-        answer: dict[str, Any] = super().undo_load()
+        answer = super().undo_load()
         if answer["undone"]:
             rebuild_tied_head(worker.get_model())
         return answer
 
-    def answer_of(self, word: str, value: object) -> dict[str, object]:
-        """Return the value under a word: vLLM would return a bare True as text."""
-        return {word: value}
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """As vLLM's own around its receivers: an update may lack tensors that a checkpoint has."""
+        from vllm.config import set_current_vllm_config
 
-    def loading(self) -> ExitStack:
-        return _loading(self)
+        worker: Any = self
+        with ExitStack() as stack:
+            stack.enter_context(set_current_vllm_config(worker.vllm_config))
+            with suppress(ImportError):  # older vLLM makes no such check
+                from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
+
+                stack.enter_context(disable_mtp_completeness_check())
+            stack.enter_context(super().loading())
+            yield
 
     @cached_property
     def target(self) -> Target:
         worker: Any = self
-        reason, load = obstacle(self), _loader(worker)
+        model = worker.get_model()
+        load = loader_of(model) if worker.vllm_config.lora_config is not None else None
         return Target(
-            device=worker.device,
-            obstacle=reason,
-            in_place=None if reason else PlannedLoad(worker.get_model(), load),
-            own_load=load or worker.get_model().load_weights,
-            draft=draft_of(self),
+            device=worker.device, weights=PlannedLoad(model, load), obstacle=obstacle(self), draft=_draft(worker)
         )
 
 
@@ -132,22 +139,49 @@ def _reload(worker: Any, **source: Any) -> None:
         runner.reset_encoder_cache = forget
 
 
-def _loader(worker: Any) -> Load | None:
-    """Return a loader for a LoRA-enabled model, whose own loader does not know the checkpoint's names; else None."""
-    return loader_of(worker.get_model()) if worker.vllm_config.lora_config is not None else None
+def _base_layers(worker: Any) -> AbstractContextManager[None]:
+    """Have the model's layers under the checkpoint's names, in a LoRA-enabled model too."""
+    return base_layers(worker.get_model()) if worker.vllm_config.lora_config is not None else nullcontext()
 
 
-def _loading(worker: Any) -> ExitStack:
-    """Return a context as vLLM's own around its receivers: an update may lack tensors that a checkpoint has."""
-    from vllm.config import set_current_vllm_config
+def _draft(worker: Any) -> Draft:
+    config = worker.vllm_config.speculative_config
+    if config is None:
+        return Draft()
+    if (model := worker.get_draft_model()) is None:
+        return Draft(config.method)
+    checkpoints = config.draft_model_config.model, worker.vllm_config.model_config.model
+    return Draft(config.method, model, worker.get_model(), own_checkpoint(*checkpoints) or obstacle(worker, model))
 
-    stack = ExitStack()
-    stack.enter_context(set_current_vllm_config(worker.vllm_config))
-    with suppress(ImportError):  # older vLLM makes no such check
-        from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 
-        stack.enter_context(disable_mtp_completeness_check())
-    return stack
+def break_group(engine: Any) -> None:
+    """End a collective in another thread. NCCL's can only be aborted."""
+    if (group := getattr(engine, "model_update_group", None)) is None:
+        engine.shutdown()
+        return
+    engine.model_update_group = None
+    with suppress(RuntimeError):  # of a communicator that is broken already
+        group.nccl.ncclCommAbort(group.comm)
+
+
+def find_trainer_first(engine: Any) -> None:
+    """Let a transfer engine of vLLM (0.28 to 0.32) join no group before its trainer listens, once for each engine.
+
+    The wait of vLLM's store for a trainer that has died takes 300 s, and the worker answers no other call meanwhile.
+    """
+    join = getattr(engine, "init_transfer_engine", None)
+    if join is None or hasattr(join, "finds_trainer"):
+        return
+
+    def find_and_join(init_info: Any) -> None:
+        # Backends without a rendezvous, such as CUDA IPC, name no place.
+        address, port = (getattr(init_info, name, None) for name in ("master_address", "master_port"))
+        if address is not None and port is not None:
+            until_listening(address, port)
+        join(init_info)
+
+    find_and_join.finds_trainer = True  # type: ignore[attr-defined]
+    engine.init_transfer_engine = find_and_join
 
 
 def _expected(model_config: Any) -> tuple[TensorMeta, ...]:

@@ -15,12 +15,12 @@ from engines.transfer.packing import NamedTensor
 class Draft:
     """The draft of one worker.
 
-    method: the engine's name of the method.
+    method: the engine's name of the method; "" in an engine that does not decode speculatively.
     model: its model; None for a method without weights, such as a look-up of n-grams.
     obstacle: why no update changes its own weights; "" where updates may.
     """
 
-    def __init__(self, method: str, model: Any = None, target: Any = None, obstacle: str = "") -> None:
+    def __init__(self, method: str = "", model: Any = None, target: Any = None, obstacle: str = "") -> None:
         self.method = method
         self._model = model
         self._obstacle = obstacle
@@ -59,9 +59,9 @@ class Draft:
         return load_both
 
     def describe(self) -> str:
-        """Return its method, and what updates do to its own weights."""
+        """Return its method, and what updates do to its own weights; "" without a method."""
         if self._model is None:
-            return f"{self.method}, without weights"
+            return self.method and f"{self.method}, without weights"
         if not self._own:
             return f"{self.method}, whose weights are all the model's"
         if self._in_place is None:

@@ -65,7 +65,7 @@ class PlannedLoad:
     def __init__(self, model: Any, load: Load | None = None) -> None:
         """`load` replaces the loader of the model's class."""
         self._model = model
-        self._load: Load = load or (lambda tensors: type(model).load_weights(model, tensors))
+        self.load_by_engine: Load = load or (lambda tensors: type(model).load_weights(model, tensors))
         self._places: tuple[int, ...] = ()
         self._plans: dict[Form, _Plan | None] = {}
         self._last: tuple[frozenset[int], set[int]] = frozenset(), set()  # ids of plans, and of their entangled copies
@@ -97,7 +97,7 @@ class PlannedLoad:
         """Load these tensors. Errors are the loaders' own, such as for a name that the model does not have."""
         planned, rest = self._sorted(weights)
         if rest:
-            self._load(rest)
+            self.load_by_engine(rest)
         _run(planned)
 
     def exchange(self, weights: Iterable[NamedTensor]) -> Exchange | None:
@@ -164,7 +164,7 @@ class PlannedLoad:
         kept = [(found, shallow(found)) for found in _containers(self._model)]
         try:
             with recorder:
-                self._load([(form[0], tensor) for form, tensor in stand_ins.items()])
+                self.load_by_engine([(form[0], tensor) for form, tensor in stand_ins.items()])
         finally:
             moved = [(parameter, data) for parameter, data in held if parameter.data_ptr() != data.data_ptr()]
             for parameter, data in moved:

@@ -1,43 +1,102 @@
-"""Received tensors of an update in free memory beside the weights, so that the engine makes tokens meanwhile."""
+"""Tensors of a version in free memory beside the weights, so that the engine makes tokens until their load."""
 
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any
 
 import torch
 
+from engines.checkpoint import FileStates, file_states, read_spans
 from engines.errors import WeightUpdateFailed
 from engines.loading.exchange import Exchange
-from engines.loading.prefetch import copy_stream
-from engines.transfer.packing import NamedTensor, num_bytes
+from engines.loading.snapshot_reader import read_tensors
+from engines.transfer.packing import NamedTensor, kept_streams, num_bytes
 from engines.transfer.tee import room_on
 
-T = TypeVar("T")
-
 _SHORT_TURN_S = 0.0002
+_reading = threading.Lock()
+"""Held from the look at free memory to the end of a read, so that a read that was dropped is not counted as room."""
 
 
 class Stage:
-    """The tensors of one update in one worker. A thread receives them, as a call in the worker stops the engine."""
+    """Tensors that wait in one worker. A thread brings them, as a call in the worker stops the engine."""
 
-    def __init__(self, engine: Any, device: torch.device) -> None:
-        """`engine` is vLLM's weight transfer engine, whose model's `load_weights` must lead to `add`."""
-        self._engine = engine
+    exchange: Exchange | None = None
+    """The load in exchange for the weights, once it is planned."""
+
+    def __init__(self, device: torch.device) -> None:
         self._device = device
         self._tensors: list[NamedTensor] = []
-        self.exchange: Exchange | None = None
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._is_dropped = False
 
+    @property
+    def is_ready(self) -> bool:
+        """True once all tensors are here that were asked for. Raises the error of their thread."""
+        if self._is_running:
+            return False
+        if self._error is not None:
+            raise self._error
+        return True
+
     def add(self, tensors: Iterable[NamedTensor]) -> None:
-        """Keep received tensors without a copy: receivers allocate new memory for each chunk."""
+        """Keep tensors without a copy: receivers allocate new memory for each chunk."""
         if not self._is_dropped:
             self._tensors.extend(tensors)
 
-    def receive(self, update_info: dict[str, Any]) -> None:
+    def plan(self, exchange: Callable[[list[NamedTensor]], Exchange | None]) -> None:
+        """Plan the load of all tensors in exchange for the weights, if there is such a load, before the engine stops
+        for it."""
+        if self._tensors:
+            self.exchange = exchange(self._tensors)
+
+    def take(self) -> list[NamedTensor]:
+        """Return the tensors, which are no longer kept here."""
+        tensors, self._tensors = self._tensors, []
+        return tensors
+
+    def drop(self) -> None:
+        """Free the tensors, and bring no more."""
+        self._is_dropped = True
+        self._tensors, self.exchange = [], None
+
+    @property
+    def _is_running(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def _begin(self, bring: Callable[[], None]) -> None:
+        def run() -> None:
+            try:
+                bring()
+            except Exception as error:  # `is_ready` raises it
+                self._error = error.with_traceback(None)  # whose frames hold tensors
+
+        self._thread = threading.Thread(target=run, name="stage", daemon=True)
+        self._thread.start()
+
+    def _beside_steps(self) -> AbstractContextManager[object]:
+        """Return a context for the thread, whose stream is not the engine's: its steps and copies would wait for each
+        other."""
+        if self._device.type != "cuda":
+            return nullcontext()
+        torch.cuda.set_device(self._device)
+        context: AbstractContextManager[object] = torch.cuda.stream(copy_stream(self._device))
+        return context
+
+
+class ReceivedStage(Stage):
+    """The tensors of a trainer's update, which `add` gets from their receiver."""
+
+    def __init__(self, device: torch.device, leave: Callable[[], None]) -> None:
+        """`leave` ends a receive that waits for its trainer, in another thread than its own."""
+        super().__init__(device)
+        self._leave = leave
+
+    def receive(self, update_info: dict[str, Any], receive: Callable[[dict[str, Any]], object]) -> None:
         """Begin to receive the announced tensors. Those that would leave the engine too little memory are refused."""
         size, room = _num_bytes(update_info), room_on(self._device)
         if size > room:
@@ -46,53 +105,60 @@ class Stage:
                 f"free on {self._device}: send the checkpoint's dtype, or set weights.stage: never"
             )
             return
-        self._thread = threading.Thread(target=self._receive, args=(update_info,), name="stage", daemon=True)
-        self._thread.start()
 
-    @property
-    def is_ready(self) -> bool:
-        """True once the announced tensors are here. Raises the receiver's error."""
-        if self._thread is not None and self._thread.is_alive():
-            return False
-        if self._error is not None:
-            raise self._error
-        return True
+        def bring() -> None:
+            with self._beside_steps(), _short_turns():
+                receive(update_info)
 
-    def plan(self, exchange: Callable[[list[NamedTensor]], Exchange | None]) -> None:
-        """Plan the load of all tensors in exchange for the weights, if there is such a load, before the engine stops
-        for it."""
-        self.exchange = exchange(self._tensors)
-
-    def load_by(self, load: Callable[[list[NamedTensor]], T]) -> T:
-        """Hand all tensors to a loader, and return its result once its copies have ended. They are freed, unless the
-        result keeps them."""
-        tensors, self._tensors = self._tensors, []
-        synchronize(self._device)  # a step, a digest or a copy for the store may still read them
-        loaded = load(tensors)
-        synchronize(self._device)
-        return loaded
+        self._begin(bring)
 
     def drop(self) -> None:
-        """Free the tensors, and break the group under a receive that still waits for its trainer."""
-        self._is_dropped = True
-        self._tensors, self.exchange = [], None
-        if self._thread is not None and self._thread.is_alive():
-            _break_group(self._engine)
+        super().drop()
+        if self._is_running:
+            self._leave()
 
-    def _receive(self, update_info: dict[str, Any]) -> None:
-        try:
-            with self._on_device(), _short_turns():
-                self._engine.update_weights(update_info)
-        except Exception as error:  # `is_ready` raises it
-            self._error = error.with_traceback(None)  # whose frames hold tensors
 
-    def _on_device(self) -> AbstractContextManager[object]:
-        """Return a context whose stream is not the engine's: a broadcast that waits would hold its steps up."""
+class FolderStage(Stage):
+    """The tensors of a folder, where they fit into free memory of a GPU. `fetch`, if given, brings the folder first."""
+
+    def __init__(self, folder: Path, device: torch.device, fetch: Callable[[], object] | None = None) -> None:
+        super().__init__(device)
+        self._folder = folder
+        self._fetch = fetch
+        self._files: FileStates = ()
+        self._begin(self._bring)
+
+    def is_of(self, folder: Path) -> bool:
+        """Return True if it is of `folder` with its present files: a withdrawn version's number is reused."""
+        return folder == self._folder and (self._is_running or self._files == _states(folder))
+
+    def holds(self, folder: Path) -> bool:
+        """Return True where the tensors of a folder are here, after a wait for the rest of them."""
+        if folder != self._folder or self._thread is None:
+            return False
+        self._thread.join()
+        return bool(self._tensors) and self._error is None and self.is_of(folder)
+
+    def _bring(self) -> None:
+        if self._fetch is not None:
+            self._fetch()
+        self._files = file_states(self._folder)
         if self._device.type != "cuda":
-            return nullcontext()
-        torch.cuda.set_device(self._device)
-        context: AbstractContextManager[object] = torch.cuda.stream(copy_stream(self._device))
-        return context
+            return
+        with _reading:
+            if not self._is_dropped and self._num_bytes() <= room_on(self._device):
+                self._read()
+
+    def _num_bytes(self) -> int:
+        return sum(span.num_bytes for spans in read_spans(self._folder).values() for span in spans)
+
+    def _read(self) -> None:
+        with self._beside_steps():
+            for named in read_tensors(self._folder, self._device):
+                if self._is_dropped:
+                    return
+                self.add([named])
+        copy_stream(self._device).synchronize()
 
 
 @contextmanager
@@ -115,18 +181,13 @@ def _num_bytes(update_info: dict[str, Any]) -> int:
     return sum(num_bytes(("", getattr(torch, dtype), shape)) for dtype, shape in announced)
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait for all work on a device."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def _states(folder: Path) -> FileStates | None:
+    """Return the states of a folder's files; None where they are being replaced or removed."""
+    with suppress(OSError, ValueError):
+        return file_states(folder)
+    return None
 
 
-def _break_group(engine: Any) -> None:
-    """End a collective in another thread. NCCL's can only be aborted; vLLM before 0.27 just forgets its group."""
-    group = getattr(engine, "model_update_group", None)
-    if group is None:
-        engine.shutdown()
-        return
-    engine.model_update_group = None
-    with suppress(RuntimeError):  # of a communicator that is broken already
-        group.nccl.ncclCommAbort(group.comm)
+def copy_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream of a device's stages."""
+    return kept_streams(device, 1)[0]

@@ -1,7 +1,7 @@
 """The part of our code in an engine's workers that is the same for vLLM and SGLang. A call reaches all workers."""
 
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -15,9 +15,8 @@ from engines.errors import WeightUpdateFailed
 from engines.loading.draft import Draft
 from engines.loading.exchange import Exchange
 from engines.loading.planned_load import Form, Load, PlannedLoad, load_in_batches
-from engines.loading.prefetch import Prefetch
 from engines.loading.snapshot_reader import read_tensors
-from engines.loading.stage import Stage, synchronize
+from engines.loading.stage import FolderStage, ReceivedStage, Stage
 from engines.store.peer_store import PeerStore, fetched
 from engines.transfer.packing import NamedTensor
 from engines.transfer.receipts import Receipts
@@ -31,71 +30,50 @@ _BATCH_BYTES = 512 << 20
 class Target:
     """What updates change in one worker.
 
-    obstacle: the reason why weights are not loaded in place; "" where they are.
-    in_place: the planned load in place; None with an `obstacle`.
-    own_load: the engine's own loader, for a model with an `obstacle`.
-    draft: None in an engine that does not decode speculatively.
+    weights: the loads of its model.
+    obstacle: the reason why weights are not loaded in place, but by the engine's own loader; "" where they are.
     """
 
     device: torch.device
+    weights: PlannedLoad
     obstacle: str
-    in_place: PlannedLoad | None
-    own_load: Load
-    draft: Draft | None
+    draft: Draft
 
     def plan(self, forms: list[Form]) -> None:
         """Plan loads of these tensors, so that the first update takes no longer than the next."""
-        if self.in_place is not None:
-            self.in_place.begin()
-            self.in_place.plan(forms)
-        if self.draft is not None:
-            self.draft.plan(forms)
+        self.begin()
+        if not self.obstacle:
+            self.weights.plan(forms)
+        self.draft.plan(forms)
 
     def begin(self) -> None:
         """Begin an update of all or some weights."""
-        if self.in_place is not None:
-            self.in_place.begin()
-        if self.draft is not None:
-            self.draft.begin()
+        if not self.obstacle:
+            self.weights.begin()
+        self.draft.begin()
 
     @property
     def load(self) -> Load:
         """The loader of an update's tensors. A draft that takes some of them gets them too."""
-        load = self.in_place.load if self.in_place is not None else self.own_load
-        return self.draft.beside(load) if self.draft is not None else load
+        return self.draft.beside(self.weights.load_by_engine if self.obstacle else self.weights.load)
 
     def exchange(self, tensors: list[NamedTensor]) -> Exchange | None:
         """Return the load of these tensors that keeps the weights before; None where that would not be exact.
 
         A draft that takes some of them too would have to be taken back with the target.
         """
-        if self.in_place is None or (self.draft is not None and self.draft.takes_tensors):
-            return None
-        return self.in_place.exchange(tensors)
+        return None if self.obstacle or self.draft.takes_tensors else self.weights.exchange(tensors)
 
     @property
     def has_moved(self) -> bool:
         """True where weights lie elsewhere than when the update began."""
-        return self.in_place is None or self.in_place.has_moved
-
-    def load_folder(self, folder: Path, prefetch: Prefetch | None) -> Exchange | None:
-        """Load all weights in place from a folder, which may be read already. Return the exchange that keeps the
-        weights before; None where they are lost."""
-        read = prefetch.take(folder) if prefetch is not None else None
-        exchange = prefetch.exchange if prefetch is not None and read else None
-        if exchange is not None and not self.has_moved:
-            exchange.load()
-            return exchange
-        self.begin()
-        load_in_batches(self.load, read or read_tensors(folder, self.device), _BATCH_BYTES)
-        return None
+        return bool(self.obstacle) or self.weights.has_moved
 
 
 class UpdatedWorker:
     """The updates of one worker. vLLM mixes this into its worker class: there is no constructor, and names here must
     differ from that class's own."""
 
-    prefetch: Prefetch | None = None
     stage: Stage | None = None
     exchange: Exchange | None = None
 
@@ -103,22 +81,23 @@ class UpdatedWorker:
     def target(self) -> Target:
         raise NotImplementedError
 
-    def answer_of(self, word: str, value: object) -> Any:
-        """Return an answer to the gateway as the engine passes it on."""
-        raise NotImplementedError
-
-    def loading(self) -> AbstractContextManager[object]:
-        """Return a context for loads of staged tensors."""
-        raise NotImplementedError
-
     def kv_memory(self) -> object:
         """Return the tensors of the KV cache, in lists and tuples of any depth."""
         raise NotImplementedError
 
-    def load_version(self, folder: Path, prefetch: Prefetch | None) -> bool | None:
+    def load_version(self, folder: Path, stage: FolderStage | None) -> bool | None:
         """Load all weights from a folder, or from the engine's own checkpoint where there is no such folder. Return
-        False where the engine's own route has to. Set `exchange` where the weights before are kept."""
+        False where the engine's own route has to."""
         raise NotImplementedError
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Return a context for all changes of the weights here: no step reads them any more, and after it all copies
+        have ended."""
+        self.target.begin()
+        synchronize(self.target.device)
+        yield
+        synchronize(self.target.device)
 
     @cached_property
     def receipts(self) -> Receipts:
@@ -140,12 +119,12 @@ class UpdatedWorker:
 
     def describe_draft(self) -> str:
         """Return `Draft.describe`; "" from an engine that does not decode speculatively."""
-        return self.target.draft.describe() if self.target.draft is not None else ""
+        return self.target.draft.describe()
 
-    def room_to_stage(self, num_bytes: int) -> Any:
+    def room_to_stage(self, num_bytes: int) -> dict[str, bool]:
         """Report whether tensors of so many bytes fit beside the weights, without those that an update has left."""
         self.drop_receipt()
-        return self.answer_of("room", num_bytes <= room_on(self.target.device))
+        return {"room": num_bytes <= room_on(self.target.device)}
 
     def begin_receipt(self, model: Any, copy: dict[str, Any], *, is_first: bool) -> None:
         """Digest tensors from now on that the `load_weights` of `model` gets, after `drop_receipt`. With `copy`, the
@@ -154,18 +133,18 @@ class UpdatedWorker:
         told = ReceiptCopy(**copy) if copy and is_first else None
         self.receipts.open(model, self.target.load, told, self.names)
 
-    def begin_stage(self, engine: Any, update_info: dict[str, Any]) -> None:
-        """Begin to receive the announced tensors by vLLM's transfer `engine` beside the weights, after `open_receipt`.
-        The engine goes on."""
-        if self.stage is None:
-            stage = Stage(engine, self.target.device)
-            self.receipts.load_by(stage.add)
-            self.stage = stage
-        self.stage.receive(update_info)
+    def begin_stage(
+        self, update_info: dict[str, Any], receive: Callable[[dict[str, Any]], object], leave: Callable[[], None]
+    ) -> None:
+        """Begin to receive the announced tensors beside the weights, after `open_receipt`. The engine goes on."""
+        if not isinstance(self.stage, ReceivedStage):
+            self.stage = ReceivedStage(self.target.device, leave)
+            self.receipts.load_by(self.stage.add)
+        self.stage.receive(update_info, receive)
 
-    def staged(self) -> Any:
+    def staged(self) -> dict[str, bool]:
         """Report whether the announced tensors are here. Raises the error of their receiver."""
-        return self.answer_of("ready", self.stage is not None and self.stage.is_ready)
+        return {"ready": self.stage is not None and self.stage.is_ready}
 
     def load_staged(self) -> None:
         """Load the staged tensors into the weights, inside an update. Where it is exact, the weights before are kept
@@ -173,23 +152,19 @@ class UpdatedWorker:
         stage, self.stage = self.stage, None
         if stage is None or not stage.is_ready:
             raise WeightUpdateFailed("load_staged without staged tensors")
-        # A copy for the store that is made by now must not find other weights in these tensors.
-        may_exchange = not self.target.has_moved and not self.receipts.reads
-        with self.loading():
-            self.exchange = stage.load_by(partial(self._load_received, stage.exchange if may_exchange else None))
+        self._load(stage)
 
-    def undo_load(self) -> Any:
+    def undo_load(self) -> dict[str, bool]:
         """Take back the weights that `load_staged` or `load_snapshot` has replaced, if it has begun, and end the
         update. Report False, with nothing changed, where this worker has not kept them."""
-        exchange, is_untouched = self.exchange, self.stage is not None or self.prefetch is not None
+        exchange, is_untouched = self.exchange, self.stage is not None
         self.drop_receipt()
         if not (exchange or is_untouched) or self.target.has_moved:
-            return self.answer_of("undone", False)
+            return {"undone": False}
         if exchange is not None:
             with self.loading():
                 exchange.take_back()
-                synchronize(self.target.device)
-        return self.answer_of("undone", True)
+        return {"undone": True}
 
     def wipe_kv(self) -> None:
         """Overwrite the KV of all requests with zeros. No request may run."""
@@ -202,7 +177,7 @@ class UpdatedWorker:
     def close_receipt(self) -> dict[str, str]:
         """Return the digest of each received tensor. The copy is finished by `keep_receipt`."""
         digests = self.receipts.close()
-        if self.stage is not None:
+        if self.stage is not None and not self.target.has_moved:
             self.stage.plan(self.target.exchange)
         return digests
 
@@ -218,9 +193,6 @@ class UpdatedWorker:
     def drop_receipt(self) -> None:
         """Stop digesting and copying; the draft is discarded, and so is what waits in memory for a load or an undo."""
         self.exchange = None
-        prefetch, self.prefetch = self.prefetch, None
-        if prefetch is not None:
-            prefetch.drop()
         stage, self.stage = self.stage, None
         if stage is not None:
             stage.drop()
@@ -228,25 +200,25 @@ class UpdatedWorker:
 
     def prepare_snapshot(
         self, path: str, version: int = 0, peer_url: str = "", peer_key: str = "", timeout_s: float = 0.0
-    ) -> Any:
-        """Begin to prefetch a folder, with the arguments of `load_snapshot`. Report whether it has ended."""
+    ) -> dict[str, bool]:
+        """Begin to stage a folder, with the arguments of `load_snapshot`. Report whether it has ended."""
         self.exchange = None  # left by an update whose gateway died before it freed this: it is older than the weights
         folder, device = Path(path), self.target.device
         fetch = partial(fetched, folder, PeerStore(peer_url, peer_key), version, timeout_s) if peer_url else None
         if fetch is None and (device.type == "cpu" or not folder.is_dir()):
-            return self.answer_of("ready", True)
-        if self.prefetch is None or not self.prefetch.is_of(folder):
-            if self.prefetch is not None:
-                self.prefetch.drop()  # its memory is room for the next
-            self.prefetch = Prefetch(folder, device, fetch)
+            return {"ready": True}
+        if not (isinstance(self.stage, FolderStage) and self.stage.is_of(folder)):
+            if self.stage is not None:
+                self.stage.drop()  # its memory is room for the next
+            self.stage = FolderStage(folder, device, fetch)
         try:
-            is_ready = self.prefetch.is_ready
+            is_ready = self.stage.is_ready
         except Exception:
-            self.prefetch = None
+            self.stage = None
             raise
         if is_ready and not self.target.has_moved:
-            self.prefetch.plan(self.target.exchange)
-        return self.answer_of("ready", is_ready)
+            self.stage.plan(self.target.exchange)
+        return {"ready": is_ready}
 
     def load_snapshot(
         self, path: str, version: int = 0, peer_url: str = "", peer_key: str = "", timeout_s: float = 0.0
@@ -265,23 +237,31 @@ class UpdatedWorker:
                 f"this machine has no folder {path}: bind gateway.host to an address that it reaches, set "
                 "weights.peer_url, or have weights.store name a folder that all machines share"
             )
-        prefetch, self.prefetch = self.prefetch, None  # not dropped: it is loaded
+        stage = self.stage if isinstance(self.stage, FolderStage) and self.stage.holds(folder) else None
+        if stage is not None:
+            self.stage = None  # not dropped: it is loaded
         self.drop_receipt()
-        return self.load_version(folder, prefetch)
+        return self.load_version(folder, stage)
 
-    def _load_received(self, exchange: Exchange | None, tensors: list[NamedTensor]) -> Exchange | None:
-        """Load staged tensors, in exchange where that is planned. Return the exchange that keeps the weights before;
-        None where they are lost."""
-        if exchange is None:
-            self.target.load(tensors)
-        else:
-            exchange.load()
-        return exchange
+    def load_folder(self, folder: Path, stage: FolderStage | None) -> None:
+        """Load all weights in place from a folder, which may be staged already."""
+        if stage is not None:
+            self._load(stage)
+            return
+        with self.loading():
+            load_in_batches(self.target.load, read_tensors(folder, self.target.device), _BATCH_BYTES)
 
-
-def tensors_in(folder: Path, prefetch: Prefetch | None, device: torch.device) -> Iterable[NamedTensor]:
-    """Return the tensors of a folder, from memory where they were read ahead."""
-    return (prefetch.take(folder) if prefetch is not None else None) or read_tensors(folder, device)
+    def _load(self, stage: Stage) -> None:
+        """Load staged tensors, in exchange for the weights where that is planned and exact."""
+        # A copy for the store that is made by now must not find other weights in these tensors.
+        exchange = None if self.target.has_moved or self.receipts.reads else stage.exchange
+        with self.loading():
+            tensors = stage.take()
+            if exchange is None:
+                self.target.load(tensors)
+            else:
+                exchange.load()
+        self.exchange = exchange
 
 
 def tensors_of(held: object) -> Iterator[torch.Tensor]:
@@ -291,3 +271,9 @@ def tensors_of(held: object) -> Iterator[torch.Tensor]:
     elif isinstance(held, list | tuple):
         for part in held:
             yield from tensors_of(part)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for all work on a device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

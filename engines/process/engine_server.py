@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import subprocess
 import textwrap
 import time
 from collections.abc import Callable, Sequence
@@ -14,7 +15,6 @@ from engines.clients.sglang_engine import SglangEngine
 from engines.config import DEFAULT_LOG_DIR, EngineConfig
 from engines.engine import Engine
 from engines.errors import DeadlineExceeded, EngineError, EngineStartFailed
-from engines.gpus import visible_gpus
 from engines.model_folder import is_quantised, model_folder
 from engines.process.diagnosis import diagnose, last_error
 from engines.process.engine_log import check_log_folder, doing, forget_old_logs
@@ -25,8 +25,7 @@ from engines.types import Dialect, EngineKind, ReplicaInfo, TensorMeta
 
 _PROBE_TIMEOUT_S = 5.0
 _PROBE_INTERVAL_S = 0.2
-# Serve and a drain that ask whether the engine serves give up after 10 and 5 s, and would lose the reason why not.
-_REMAINS_END_WITHIN_S = 2.0
+_GPUS_TIMEOUT_S = 10.0
 # The only failure after which SGLang neither serves nor ends.
 _NO_PORT = "error while attempting to bind on address"
 _COARSE_INTERVAL = 16
@@ -75,8 +74,6 @@ class EngineServer:
         assert self._process is not None
         assert self._engine is not None
         if (code := self._process.exit_code) is not None:
-            # If the guard was killed, orphaned processes may still answer: end them. The stop waits for their end.
-            await self._process.end_remains(_REMAINS_END_WITHIN_S)
             why, _ = self._why(self._process, f"the engine ended with {code}")
             raise EngineError(f"{why}\n{_last_words(self._process)}", replica_id=self._replica_id)
         await self._engine.health(_PROBE_TIMEOUT_S)
@@ -196,7 +193,7 @@ class EngineServer:
             engine_version=version["version"],
             capabilities=frozenset(routes["paths"]),
             gpu_ids=tuple(int(gpu) for gpu in (visible or "").split(",") if gpu.isdigit()),
-            gpus=await visible_gpus(visible) if self._config.device != "cpu" else (),
+            gpus=await asyncio.to_thread(gpus_of, visible) if self._config.device != "cpu" else (),
             dialect=Dialect.SGLANG if self._config.kind is EngineKind.SGLANG else Dialect.VLLM,
             streams=streams_coarsely(self._config),
             has_tee=self._has_tee,
@@ -215,6 +212,19 @@ class EngineServer:
 def _last_words(process: EngineProcess) -> str:
     # Indented: Ray cuts a message before a traceback at the left edge.
     return f"    log {process.log_path} ends with:\n{textwrap.indent(process.last_words(), '    | ', lambda _: True)}"
+
+
+def gpus_of(visible: str | None) -> tuple[str, ...]:
+    """Return UUIDs of the GPUs in CUDA_VISIBLE_DEVICES = `visible`, of all if None; () without an NVIDIA driver."""
+    if visible == "":
+        return ()
+    chosen = [] if visible is None else ["-i", visible]
+    asking = ["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader", *chosen]
+    try:
+        listed = subprocess.run(asking, capture_output=True, text=True, timeout=_GPUS_TIMEOUT_S).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return ()
+    return tuple(line for line in listed.split() if line.startswith("GPU-"))
 
 
 def streams_coarsely(config: EngineConfig) -> bool:

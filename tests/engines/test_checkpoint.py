@@ -2,13 +2,12 @@
 
 import json
 import os
-import socket
 import struct
 from pathlib import Path
 
 import pytest
 
-from engines.checkpoint import checkpoint_files, known_tensors, read_file, read_tensors, served_in
+from engines.checkpoint import checkpoint_files, known_tensors, read_tensors, served_in
 from engines.types import TensorMeta
 
 Header = dict[str, tuple[str, list[int]]]
@@ -106,7 +105,7 @@ def test_an_index_that_cannot_be_read_is_not_passed_over(tmp_path: Path, kind: s
         struct.pack("<Q", 100_000) + b"[" * 100_000,
         *(
             struct.pack("<Q", len(header)) + header
-            for offsets in (b"[0]", b"[8, 0]", b"[-1, 0]", b"[0, 1.5]", b'["0", "1"]')
+            for offsets in (b"[0]", b"[8, 0]", b"[0, 1.5]", b'["0", "1"]')
             for header in [b'{"w": {"dtype": "F32", "shape": [1], "data_offsets": ' + offsets + b"}}"]
         ),
     ],
@@ -117,47 +116,12 @@ def test_a_file_that_is_cut_off_or_damaged_is_named(tmp_path: Path, content: byt
         read_tensors(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("tensors", "message"),
-    [
-        ({"w": ([1 << 58], [0, 1 << 60])}, "tensor 'w' ends at byte"),
-        ({"v": ([4], [0, 16]), "w": ([1], [4, 8])}, "tensor 'w' begins before the end of 'v'"),
-        ({"w": ([-1], [0, 16])}, r"tensor 'w' has shape \[-1\]"),
-    ],
-)
-def test_a_header_that_lies_is_told_with_file_and_tensor(
-    tmp_path: Path, tensors: dict[str, tuple[list[int], list[int]]], message: str
-) -> None:
-    entries = {name: {"dtype": "F32", "shape": shape, "data_offsets": at} for name, (shape, at) in tensors.items()}
-    header = json.dumps(entries).encode()
+def test_a_header_that_lies_is_told_with_file_and_tensor(tmp_path: Path) -> None:
+    header = json.dumps({"w": {"dtype": "F32", "shape": [1 << 58], "data_offsets": [0, 1 << 60]}}).encode()
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(16))
-    with pytest.raises(ValueError, match=rf"model\.safetensors is not a complete safetensors file: .*{message}"):
+    told = r"model\.safetensors is not a complete safetensors file: .*tensor 'w' ends at byte"
+    with pytest.raises(ValueError, match=told):
         read_tensors(tmp_path)
-
-
-def test_a_header_longer_than_the_safetensors_library_reads_is_refused(tmp_path: Path) -> None:
-    with (tmp_path / "model.safetensors").open("wb") as file:
-        file.write(struct.pack("<Q", 1 << 30))
-        file.truncate(2 << 30)  # a sparse file
-    with pytest.raises(ValueError, match="its header has 1073741824 bytes"):
-        read_tensors(tmp_path)
-
-
-@pytest.mark.parametrize("kind", ["folder", "pipe", "socket", "device"])
-def test_what_is_no_regular_file_is_told_by_its_path(tmp_path: Path, kind: str) -> None:
-    path = tmp_path / "it"
-    match kind:
-        case "folder":
-            path.mkdir()
-        case "pipe":
-            os.mkfifo(path)
-        case "socket":
-            with socket.socket(socket.AF_UNIX) as bound:
-                bound.bind(str(path))
-        case _:
-            path.symlink_to("/dev/null")
-    with pytest.raises(ValueError, match=f"^{path} is no regular file$"):
-        read_file(path)
 
 
 def test_files_behind_links_are_read(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def test_a_check_tells_its_reason_before_those_who_ask_give_up(told: dict[str, Any]) -> None:
-    assert engine_server._REMAINS_END_WITHIN_S < serve_replica._ASK_TIMEOUT_S < told["health_check_timeout_s"]
+    assert engine_server._PROBE_TIMEOUT_S <= serve_replica._ASK_TIMEOUT_S < told["health_check_timeout_s"]
 
 
 def test_serve_gives_a_replica_the_time_that_its_drain_and_the_stop_of_its_engine_may_take(

@@ -1,6 +1,7 @@
 """A worker's end of the NCCL group, with a played NCCL and CUDA, and the trainer's real store."""
 
 import ctypes
+import os
 import pickle
 import sys
 import threading
@@ -18,8 +19,7 @@ torch = pytest.importorskip("torch")
 from torch.distributed import TCPStore
 
 from engines.errors import WeightUpdateFailed
-from engines.inside_sglang.nccl_group import NcclGroup
-from engines.inside_sglang.unique_id import KEY
+from engines.inside_sglang.nccl_group import KEY, NcclGroup, unique_id_of
 from engines.process.port import free_port
 from engines.transfer.packing import kept_streams, packed
 
@@ -170,3 +170,27 @@ def test_a_join_without_all_ranks_ends_at_its_deadline(
     ):
         joined(trainer, timeout_s=1.0)
     never.set()
+
+
+class Trap:
+    """Its pickle runs a command when it is loaded."""
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.abort, ()  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("protocol", [3, pickle.DEFAULT_PROTOCOL, pickle.HIGHEST_PROTOCOL])
+def test_the_id_is_read_from_a_pickled_structure(protocol: int) -> None:
+    own = UniqueId()
+    ctypes.memmove(ctypes.addressof(own), ID, len(ID))
+    assert unique_id_of(pickle.dumps(own, protocol)) == ID
+
+
+def test_nothing_of_a_pickle_runs() -> None:
+    with pytest.raises(ValueError, match="holds 0 NCCL ids"):
+        unique_id_of(pickle.dumps(Trap()))
+
+
+def test_two_ids_are_none() -> None:
+    with pytest.raises(ValueError, match="holds 2 NCCL ids"):
+        unique_id_of(pickle.dumps([bytes(128), bytes(127) + b"1"]))

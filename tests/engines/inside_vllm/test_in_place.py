@@ -21,8 +21,8 @@ from engines.errors import StoreFailed
 from engines.inside_vllm import in_place as vllm_in_place
 from engines.inside_vllm.in_place import obstacle
 from engines.inside_vllm.worker import WeightWorker
-from engines.loading.prefetch import Prefetch
 from engines.loading.snapshot_reader import read_tensors
+from engines.loading.stage import FolderStage
 from engines.store.draft import is_whole
 from engines.store.manifest import check_bytes
 from engines.transfer.tee import Scribe
@@ -485,12 +485,10 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
     one = worker(model())
     device = torch.device("cuda", 0)
     one.target = dataclasses.replace(one.target, device=device)
-    monkeypatch.setattr("engines.loading.prefetch.room_on", lambda _: 1 << 30)
+    monkeypatch.setattr("engines.loading.stage.room_on", lambda _: 1 << 30)
     monkeypatch.setattr("engines.loading.worker.synchronize", lambda _: None)
     monkeypatch.setattr("engines.loading.worker.read_tensors", lambda folder, _: read_tensors(folder, one.device))
-    monkeypatch.setattr(Prefetch, "_read", lambda self: list(read_tensors(self._path, one.device)))
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: None)
+    monkeypatch.setattr(FolderStage, "_read", lambda self: self.add(read_tensors(self._folder, one.device)))
     return one
 
 

@@ -1,4 +1,4 @@
-"""A vLLM worker looks for its trainer before it joins the group."""
+"""A vLLM worker looks for its trainer before it joins the group, and leaves a trainer that does not send."""
 
 import socket
 from types import SimpleNamespace
@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
-from engines.inside_vllm.rendezvous import find_trainer_first
+pytest.importorskip("vllm")
+
+from engines.inside_vllm.worker import break_group, find_trainer_first
 from engines.process.port import free_port
-from engines.transfer import listener
+from engines.transfer import gloo
 
 
 class PlayedEngine:
@@ -24,7 +26,7 @@ def info(port: int | None) -> SimpleNamespace:
 
 
 def test_no_group_is_joined_whose_trainer_has_died(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener, "LISTENS_S", 0.1)
+    monkeypatch.setattr(gloo, "LISTENS_S", 0.1)
     engine = PlayedEngine()
     find_trainer_first(engine)
     with pytest.raises(RuntimeError, match="the trainer does not listen"):
@@ -43,3 +45,13 @@ def test_a_group_is_joined_whose_trainer_listens() -> None:
 
 def test_a_worker_without_a_transfer_engine_has_nothing_to_join() -> None:
     find_trainer_first(None)
+
+
+def test_a_communicator_under_a_broadcast_is_aborted_and_any_other_group_closed() -> None:
+    ended: list[str] = []
+    nccl = SimpleNamespace(ncclCommAbort=ended.append)
+    engine = SimpleNamespace(model_update_group=SimpleNamespace(nccl=nccl, comm="comm"), shutdown=lambda: None)
+    break_group(engine)
+    assert (ended, engine.model_update_group) == (["comm"], None)
+    break_group(SimpleNamespace(shutdown=lambda: ended.append("closed")))
+    assert ended == ["comm", "closed"]

@@ -12,15 +12,13 @@ from tests.rigs.engines.api_process import ApiProcess, api_process
 
 pytestmark = pytest.mark.vllm
 
-STATIC = ("static", "/static")
-
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ApiProcess, ApiProcess]]:
     env = {"TMPDIR": str(tmp_path_factory.mktemp("engine")), SHARED_ADAPTERS: "adapters"}
     env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "0"
     with ExitStack() as stack:
-        one, other = (stack.enter_context(api_process(index, env, [STATIC])) for index in range(2))
+        one, other = (stack.enter_context(api_process(index, env)) for index in range(2))
         yield one, other
 
 
@@ -58,18 +56,6 @@ def test_adapters_loaded_at_once_get_ids_of_their_own(two: tuple[ApiProcess, Api
     assert used[0] == used[1]
     assert len({number for number, _ in used[0]}) == 40
     assert {path for _, path in used[0]} == {f"/{name}" for side in names for name in side}
-
-
-def test_a_name_loaded_at_once_in_both_is_loaded_by_one(two: tuple[ApiProcess, ApiProcess]) -> None:
-    for process in two:
-        process.send(("load", "d", "/d"))
-    assert sorted(process.results()[0] for process in two) == [200, 400]
-
-
-def test_an_adapter_of_the_command_line_is_loaded_by_one(two: tuple[ApiProcess, ApiProcess]) -> None:
-    one, other = two
-    assert one.call("use", "static")[1] == "/static"
-    assert one.call("use", "static") == other.call("use", "static")
 
 
 def test_each_process_takes_adapters_though_vllm_forbids_it_to_their_parent(two: tuple[ApiProcess, ApiProcess]) -> None:

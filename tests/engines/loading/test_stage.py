@@ -1,51 +1,60 @@
-"""Staged tensors in a worker: received on a thread, handed out once, dropped with whatever still waits."""
+"""Staged tensors in a worker: brought on a thread, handed out once, dropped with whatever still waits."""
 
 import gc
 import sys
 import threading
 import time
 import weakref
+from collections.abc import Iterator
 from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from safetensors.torch import save_file
+
 from engines.errors import WeightUpdateFailed
 from engines.loading import stage
-from engines.loading.stage import Stage
+from engines.loading.snapshot_reader import read_tensors
+from engines.loading.stage import FolderStage, ReceivedStage, Stage
 
 SOON_S = 60.0
+GPU = torch.device("cuda", 0)
+HOST = torch.device("cpu")
 INFO = {"names": ["w"], "dtype_names": ["float32"], "shapes": [[2]]}
 
 
 class Receiver:
-    """Stands where vLLM's weight transfer engine does."""
+    """Receives once the trainer sends, which is when `may_end` is set."""
 
     def __init__(self) -> None:
-        self.stage: Stage
+        self.stage = ReceivedStage(HOST, self.leave)
         self.may_end = threading.Event()
         self.error: Exception | None = None
         self.turn_s = 0.0
 
-    def update_weights(self, update_info: dict[str, Any]) -> None:
+    def receive(self) -> None:
+        self.stage.receive(INFO, self._receive)
+
+    def leave(self) -> None:
+        self.error = RuntimeError("the group was closed")
+        self.may_end.set()
+
+    def _receive(self, update_info: dict[str, Any]) -> None:
         self.turn_s = sys.getswitchinterval()
         assert self.may_end.wait(SOON_S)
         if self.error is not None:
             raise self.error
         self.stage.add([(name, torch.ones(2)) for name in update_info["names"]])
 
-    def shutdown(self) -> None:
-        self.error = RuntimeError("the group was closed")
-        self.may_end.set()
-
 
 @pytest.fixture
 def receiver() -> Receiver:
-    receiver = Receiver()
-    receiver.stage = Stage(receiver, torch.device("cpu"))
-    return receiver
+    return Receiver()
 
 
 def until_ready(stage: Stage) -> None:
@@ -55,16 +64,10 @@ def until_ready(stage: Stage) -> None:
         time.sleep(0.005)
 
 
-def loaded(stage: Stage) -> list[str]:
-    names: list[str] = []
-    stage.load_by(lambda tensors: names.extend(name for name, _ in tensors))
-    return names
-
-
 @pytest.mark.parametrize("error", [None, RuntimeError("the group is gone")])
 def test_threads_take_short_turns_while_tensors_arrive(receiver: Receiver, error: Exception | None) -> None:
     before_s, receiver.error = sys.getswitchinterval(), error
-    receiver.stage.receive(INFO)
+    receiver.receive()
     receiver.may_end.set()
     with pytest.raises(RuntimeError) if error else nullcontext():
         until_ready(receiver.stage)
@@ -80,10 +83,9 @@ def test_a_failed_receive_keeps_no_tensor(receiver: Receiver) -> None:
         kept.append(weakref.ref(buffer))
         raise RuntimeError("lost")
 
-    receiver.update_weights = broken  # type: ignore[method-assign]
     gc.disable()  # which would hide it, sooner or later
     try:
-        receiver.stage.receive(INFO)
+        receiver.stage.receive(INFO, broken)
         with pytest.raises(RuntimeError, match="lost"):
             until_ready(receiver.stage)
         assert kept[0]() is None
@@ -95,36 +97,111 @@ def test_a_later_announcement_without_room_is_refused_before_it_is_received(
     receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     receiver.may_end.set()
-    receiver.stage.receive(INFO)
+    receiver.receive()
     until_ready(receiver.stage)
     monkeypatch.setattr(stage, "room_on", lambda device: 7)
-    receiver.stage.receive(INFO)
+    receiver.receive()
     with pytest.raises(WeightUpdateFailed, match="8 more bytes were announced"):
         until_ready(receiver.stage)
-    assert loaded(receiver.stage) == ["w"]
+    assert [name for name, _ in receiver.stage.take()] == ["w"]
 
 
 def test_a_drop_ends_a_receive_that_waits_and_keeps_nothing(receiver: Receiver) -> None:
-    receiver.stage.receive(INFO)
+    receiver.receive()
     receiver.stage.drop()
     with pytest.raises(RuntimeError, match="the group was closed"):
         until_ready(receiver.stage)
-    assert loaded(receiver.stage) == []
+    assert receiver.stage.take() == []
 
 
-def test_an_ncclcommunicator_under_a_broadcast_is_aborted(receiver: Receiver) -> None:
-    aborted: list[Any] = []
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tensors = {"w": torch.arange(6, dtype=torch.float32), "b": torch.ones(3, dtype=torch.bfloat16)}
+    save_file(tensors, tmp_path / "model.safetensors")  # 24 and 6 bytes
+    return tmp_path
 
-    class Group:
-        comm = "the communicator"
 
-        class nccl:  # noqa: N801
-            @staticmethod
-            def ncclCommAbort(comm: Any) -> None:  # noqa: N802
-                aborted.append(comm)
+@pytest.fixture
+def room(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Bytes of the GPU that are free; its memory is the host's."""
+    free = [30]
+    monkeypatch.setattr(stage, "room_on", lambda _: free[0])
+    monkeypatch.setattr(stage, "read_tensors", lambda path, _: read_tensors(path, HOST))
+    monkeypatch.setattr(stage, "copy_stream", lambda _: SimpleNamespace(synchronize=lambda: None))
+    for name in ("set_device", "stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda _: nullcontext())
+    return iter([free])
 
-    receiver.model_update_group = Group()  # type: ignore[attr-defined]
-    receiver.stage.receive(INFO)
-    receiver.stage.drop()
-    assert aborted == ["the communicator"]
-    receiver.may_end.set()
+
+def test_what_fits_waits_in_the_gpu_and_is_taken_once(folder: Path, room: Iterator[list[int]]) -> None:
+    one = FolderStage(folder, GPU)
+    assert one.holds(folder)
+    taken = dict(one.take())
+    assert set(taken) == {"w", "b"}
+    assert torch.equal(taken["w"], torch.arange(6, dtype=torch.float32))
+    assert not one.holds(folder)
+
+
+def test_what_does_not_fit_is_read_with_the_load(folder: Path, room: Iterator[list[int]]) -> None:
+    next(room)[0] = 29
+    one = FolderStage(folder, GPU)
+    until_ready(one)
+    assert not one.holds(folder)
+
+
+def test_a_folder_that_has_become_another_is_not_the_one_that_was_read(folder: Path, room: Iterator[list[int]]) -> None:
+    one = FolderStage(folder, GPU)
+    until_ready(one)
+    assert one.is_of(folder)
+    assert not one.is_of(folder / "v2")
+    file = folder / "model.safetensors"
+    content = file.read_bytes()
+    file.unlink()
+    file.write_bytes(content)  # as long, and of the same name
+    assert not one.is_of(folder)
+    assert not one.holds(folder)
+
+
+def test_what_went_wrong_is_told_and_leaves_nothing_to_take(folder: Path) -> None:
+    def fetch() -> None:
+        raise OSError("no peer")
+
+    one = FolderStage(folder, HOST, fetch)
+    with pytest.raises(OSError, match="no peer"):
+        until_ready(one)
+    assert not one.holds(folder)
+
+
+def test_a_drop_during_the_read_ends_it_and_the_next_read_has_its_room(
+    folder: Path, room: Iterator[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (free,) = room
+    may_go_on, has_fetched = threading.Event(), threading.Event()
+    later: list[str] = []
+
+    def slow(*_: object) -> Iterator[tuple[str, Any]]:
+        yield "w", torch.ones(6)
+        free[0] = 0
+        assert may_go_on.wait(SOON_S)
+        try:
+            for name in ("b", "c"):
+                later.append(name)
+                yield name, torch.ones(3)
+        finally:
+            free[0] = 30
+
+    monkeypatch.setattr(stage, "read_tensors", slow)
+    first = FolderStage(folder, GPU)
+    deadline = time.monotonic() + SOON_S
+    while free[0]:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    first.drop()
+    monkeypatch.setattr(stage, "read_tensors", lambda path, _: read_tensors(path, HOST))
+    second = FolderStage(folder, GPU, has_fetched.set)
+    assert has_fetched.wait(SOON_S)
+    may_go_on.set()
+    assert not first.holds(folder)
+    assert second.holds(folder)
+    assert later == ["b"]
+    assert dict(second.take()).keys() == {"w", "b"}

@@ -13,7 +13,7 @@ from torch.nn import Module, Parameter
 
 from engines.loading.draft import Draft
 from engines.loading.planned_load import PlannedLoad
-from engines.loading.prefetch import Prefetch
+from engines.loading.stage import FolderStage
 from engines.loading.worker import Target, UpdatedWorker
 
 SENT = [("weight", torch.ones(2))]
@@ -30,10 +30,8 @@ class Model(Module):
 
 
 def target(*, obstacle: str = "", draft: Draft | None = None) -> Target:
-    model = Model()
-    in_place = None if obstacle else PlannedLoad(model)
     one = Target(
-        device=torch.device("cpu"), obstacle=obstacle, in_place=in_place, own_load=model.load_weights, draft=draft
+        device=torch.device("cpu"), weights=PlannedLoad(Model()), obstacle=obstacle, draft=draft or Draft("ngram")
     )
     one.begin()
     return one
@@ -56,40 +54,43 @@ def test_a_draft_that_takes_tensors_too_would_stay_behind_and_any_other_does_not
     assert target(draft=Draft("ngram")).exchange(SENT) is not None
 
 
-class Read:
+class Worker(UpdatedWorker):
+    target = target()
+    loaded: Any = None
+
+    def load_version(self, folder: Path, stage: FolderStage | None) -> None:
+        self.loaded = stage
+
+
+class Read(FolderStage):
     """A version that was read ahead."""
 
     is_dropped = False
+
+    def holds(self, folder: Path) -> bool:
+        return True
 
     def drop(self) -> None:
         self.is_dropped = True
 
 
-class Worker(UpdatedWorker):
-    target = target()
-    loaded: Any = None
-
-    def load_version(self, folder: Path, prefetch: Prefetch | None) -> None:
-        self.loaded = prefetch
-
-
 @pytest.fixture
-def worker() -> Worker:
+def worker(tmp_path: Path) -> Worker:
     worker = Worker()
-    worker.prefetch = Read()  # type: ignore[assignment]
+    worker.stage = Read(tmp_path, torch.device("cpu"))
     return worker
 
 
 def test_a_version_that_was_read_ahead_is_loaded(worker: Worker, tmp_path: Path) -> None:
-    read: Any = worker.prefetch
+    read: Any = worker.stage
     worker.load_snapshot(str(tmp_path), 1)
     assert worker.loaded is read
     assert not read.is_dropped
-    assert worker.prefetch is None
+    assert worker.stage is None
 
 
 def test_a_dropped_receipt_ends_the_read_ahead(worker: Worker) -> None:
-    read: Any = worker.prefetch
+    read: Any = worker.stage
     worker.drop_receipt()
     assert read.is_dropped
-    assert worker.prefetch is None
+    assert worker.stage is None

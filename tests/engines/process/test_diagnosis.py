@@ -3,7 +3,7 @@ copied from the source of the version named; long lists in them are cut."""
 
 import pytest
 
-from engines.process.diagnosis import CAUSES, diagnose, last_error
+from engines.process.diagnosis import causes, diagnose, last_error
 from engines.types import EngineKind
 
 VLLM, SGLANG = EngineKind.VLLM, EngineKind.SGLANG
@@ -32,9 +32,9 @@ def traceback(prefix: str, *functions: str, error: str) -> str:
 KNOWN = [
     (VLLM, "missing folder, vLLM 0.32 and SGLang 0.5.23", "there is no folder /nowhere/model", "correct engine.model",
      "OSError: Repo id must be in the form 'repo_name' or 'namespace/repo_name': '/nowhere/model'. Use"),
-    (VLLM, "missing config.json, vLLM 0.32", "/models/x has no config.json", "correct engine.model",
+    (VLLM, "missing config.json, vLLM 0.32", "has no config.json", "correct engine.model",
      f"{PYDANTIC}Invalid repository ID or local directory specified: '/models/x'.\nPlease verify the following"),
-    (SGLANG, "missing config.json, SGLang 0.5.23", "/models/x has no config.json", "correct engine.model",
+    (SGLANG, "missing config.json, SGLang 0.5.23", "has no config.json", "correct engine.model",
      "ValueError: Unrecognized model in /models/x. Should have a `model_type` key in its config.json."),
     (VLLM, "offline, vLLM 0.32", "not in the Hugging Face cache", "download it there first",
      "huggingface_hub.errors.LocalEntryNotFoundError: Cannot find an appropriate cached snapshot folder for the "
@@ -55,7 +55,7 @@ KNOWN = [
     (VLLM, "half a safetensors file, vLLM 0.32, SGLang 0.5.23", "cut off or damaged", "fetch the checkpoint",
      "safetensors._safetensors_rust.SafetensorError: Error while deserializing header: incomplete metadata"),
     (VLLM, "tensor parallel size, vLLM 0.26 and 0.32",
-     "4 attention heads cannot be split evenly over 3 GPUs", "set engine.tensor_parallel_size to a divisor of 4",
+     "the model's attention heads cannot be split evenly", "set engine.tensor_parallel_size to a divisor",
      f"{PYDANTIC}Total number of attention heads (4) must be divisible by tensor parallel size (3).{FRAME}"),
     (SGLANG, "tensor parallel size, models/qwen3.py of SGLang 0.5.17 and 0.5.23",
      "the model's attention heads cannot be split evenly", "engine.tensor_parallel_size",
@@ -79,7 +79,7 @@ KNOWN = [
      "ValueError: Warning: User-specified context_length (100000) is greater than the derived context_length "
      "(512). This may lead to incorrect model outputs or CUDA errors."),
     (VLLM, "tokens of a step, vLLM 0.32",
-     "a step of 4 tokens cannot hold 16 sequences", "raise engine.max_num_batched_tokens to at least 16",
+     "a step of 4 tokens is too small: it needs 16", "raise engine.max_num_batched_tokens to at least 16",
      f"{PYDANTIC}max_num_batched_tokens (4) must be greater than or equal to max_num_seqs (16).{FRAME}"),
     (VLLM, "KV cache, vLLM 0.26 and 0.32",
      "too small for one sequence of 512 tokens; 256 fit", "lower engine.max_model_len to 256, or raise engine.kv_",
@@ -178,9 +178,9 @@ def test_a_known_line_gives_what_happened_and_the_lever_to_change(
 def test_the_line_has_what_happened_the_engines_words_and_the_remedy() -> None:
     log = f"{PYDANTIC}Total number of attention heads (4) must be divisible by tensor parallel size (3).{FRAME}"
     assert str(diagnose(VLLM, log, 1, "engines.judge")) == (
-        "4 attention heads cannot be split evenly over 3 GPUs; the engine says: "
+        "the model's attention heads cannot be split evenly over the GPUs of a replica; the engine says: "
         '"Total number of attention heads (4) must be divisible by tensor parallel size (3)."; '
-        "set engines.judge.tensor_parallel_size to a divisor of 4"
+        "set engines.judge.tensor_parallel_size to a divisor of the model's num_attention_heads"
     )
 
 
@@ -197,10 +197,10 @@ def test_modules_that_sglang_can_do_without_are_no_cause() -> None:
 
 
 def test_only_what_may_pass_is_worth_a_second_start() -> None:
-    passing = {cause.says for cause in CAUSES if cause.may_pass}
-    assert any("in use" in says for says in passing)
-    assert any("Free memory" in says for says in passing)
-    assert not any("attention heads" in says for says in passing)
+    passing = [cause.meaning for cause in causes() if cause.may_pass]
+    assert "another process took the engine's port" in passing
+    assert "another process holds memory of the GPU" in passing
+    assert not any("attention heads" in meaning for meaning in passing)
 
 
 def test_an_unknown_failure_is_told_by_the_last_error_that_is_not_an_echo() -> None:

@@ -318,7 +318,7 @@ async def checked_until_it_fails(one: EngineServer) -> None:
             await one.check()
 
 
-async def test_what_a_killed_guard_left_is_ended_and_told_also_where_the_log_is_gone(
+async def test_an_engine_whose_guard_was_killed_ends_and_is_told_also_where_the_log_is_gone(
     new_server: NewServer, processes: list[EngineProcess]
 ) -> None:
     one = new_server()
@@ -330,3 +330,17 @@ async def test_what_a_killed_guard_left_is_ended_and_told_also_where_the_log_is_
     async with asyncio.timeout(SOON_S):
         while listens(info.url):
             await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("visible", "gpus"), [(None, ("GPU-aaa", "GPU-bbb")), ("1", ("GPU-1",)), ("GPU-b,GPU-c", ("GPU-GPU-b,GPU-c",))]
+)
+def test_the_gpus_of_a_replica_are_those_that_its_environment_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str | None, gpus: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert server.gpus_of(visible) == ()
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text('#!/bin/sh\nif [ "$3" = -i ]; then echo "GPU-$4"; else echo GPU-aaa; echo GPU-bbb; fi\n')
+    smi.chmod(0o700)
+    assert server.gpus_of(visible) == gpus

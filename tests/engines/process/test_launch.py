@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,19 @@ from pydantic import ValidationError
 from engines.config import EngineConfig
 from engines.errors import ConfigError
 from engines.levers import LEVERS as LEVERS_TABLE
-from engines.process import launch
-from engines.process.interpreter import Interpreter
+from engines.process.interpreter import Interpreter, interpreter_of
 from engines.process.launch import engine_command, gpus_per_replica, gpus_to_reserve
 from engines.process.process import Command
+from tests.rigs.engines import real_sglang
 
 Installed = dict[str, str]
+ASK_SGLANG = """
+import argparse
+from sglang.srt.server_args import ServerArgs
+parser = argparse.ArgumentParser()
+ServerArgs.add_cli_args(parser)
+print(*(option for action in parser._actions for option in action.option_strings))
+"""
 LEVERS: dict[str, Any] = {
     "served_model_name": "name",
     "tensor_parallel_size": 2,
@@ -52,7 +60,6 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
         return found[distribution]
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    monkeypatch.setattr(launch, "installed_arguments", lambda name, script, interpreter: None)
     return found
 
 
@@ -279,22 +286,6 @@ def test_an_argument_stands_once_and_extra_wins() -> None:
 
 
 @pytest.mark.usefixtures("cuda_build")
-def test_extra_that_the_engine_does_not_take_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-
-    def arguments(name: str, script: str, interpreter: Interpreter) -> frozenset[str]:
-        asked.append(name)
-        return frozenset({"max-loras"})
-
-    monkeypatch.setattr(launch, "installed_arguments", arguments)
-    assert flags(command(extra={"max_loras": 2}))["max-loras"] == "2"
-    with pytest.raises(ConfigError, match=r"engine\.extra\.max_lora: vLLM 0\.32\.0 has no such argument; did you mean"):
-        command(extra={"max_lora": 2})
-    command()
-    assert asked == ["vllm-0.32.0-cuda"] * 2, "the engine is asked where there is something to check"
-
-
-@pytest.mark.usefixtures("cuda_build")
 def test_the_configured_environment_wins() -> None:
     env = command(env={"VLLM_NO_USAGE_STATS": "0", "MINE": "1"}).env
     assert env == {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "0", "MINE": "1"}
@@ -348,6 +339,16 @@ def test_vllm_understands_every_flag() -> None:
     assert (understood.host, understood.port) == ("127.0.0.1", 8123)
     for lever, value in {**LEVERS, "api_server_count": 1, **switches}.items():
         assert getattr(understood, lever) in (value, [value]), lever
+
+
+@pytest.mark.sglang
+def test_the_installed_sglang_takes_every_argument_that_we_call_it_with(tmp_path: Path) -> None:
+    config = real_sglang.engine_config(tmp_path, tmp_path)
+    asked = [interpreter_of(config).path, "-c", ASK_SGLANG]
+    known = set(subprocess.run(asked, capture_output=True, text=True, check=True).stdout.split())
+    argv = engine_command(config, port=1, index=0).argv
+    ours = {"--" + lever.sglang.replace("_", "-") for lever in LEVERS_TABLE if lever.sglang}
+    assert ours | {word for word in argv if word.startswith("--")} <= known
 
 
 @pytest.mark.usefixtures("sglang")

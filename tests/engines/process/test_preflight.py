@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from engines.config import EngineConfig
-from engines.process import preflight
 from engines.process.preflight import misfits
 
 QWEN = {"num_attention_heads": 28, "num_key_value_heads": 4, "num_hidden_layers": 28, "max_position_embeddings": 32768}
@@ -17,7 +16,7 @@ Check = Callable[..., list[tuple[str, str]]]
 
 @pytest.fixture
 def check(tmp_path: Path) -> Check:
-    """Field and message of each misfit of an engine with a checkpoint: `check({"num_...": 28}, dtype="x")`."""
+    """Field and message of each misfit of an engine with a checkpoint: `check({"num_...": 28}, max_model_len=8)`."""
 
     def found(model: dict[str, Any] | None, /, **levers: Any) -> list[tuple[str, str]]:
         (tmp_path / "model.safetensors").touch()
@@ -47,7 +46,6 @@ HEADS = "the model has 28 attention heads and 4 KV heads; it can be 1, 2, 4 or 2
         ({"text_config": QWEN}, {"tensor_parallel_size": 3}, "tensor_parallel_size", HEADS),  # a multimodal model
         (QWEN, {"pipeline_parallel_size": 29}, "pipeline_parallel_size", ""),
         (QWEN, {"max_model_len": 40000}, "max_model_len", "32768 tokens"),
-        (QWEN, {"dtype": "bfloat17"}, "dtype", "vLLM has no such dtype; did you mean bfloat16?"),
         (QWEN, {"max_num_batched_tokens": 64, "max_num_seqs": 128}, "max_num_batched_tokens", "max_num_seqs = 128"),
     ],
 )
@@ -80,34 +78,15 @@ def test_what_fits_and_what_the_engine_alone_knows_is_taken(
     assert check(model, **levers) == []
 
 
-def test_quantization_is_asked_of_the_installed_engines_source(
-    check: Check, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = tmp_path / "quantization.py"
-    source.write_text('from typing import Literal\nMethods = Literal["awq", "fp8"]\n')
-    assert preflight._strings(source, "Methods") == ("awq", "fp8")
-    monkeypatch.setattr(preflight, "_quantizations", lambda config: preflight._strings(source, "Methods"))
-    assert check(QWEN, quantization="fp8") == []
-    assert check(QWEN, quantization="awk") == [
-        ("quantization", "the installed vLLM has no such method; did you mean awq?")
-    ]
-    monkeypatch.setattr(preflight, "_quantizations", lambda config: ())
-    assert check(QWEN, quantization="awk") == [], "nobody knows"
-
-
-def test_a_checkpoint_quantised_otherwise_is_refused(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "_quantizations", lambda config: ())
+def test_a_checkpoint_quantised_otherwise_is_refused(check: Check) -> None:
     gptq = QWEN | {"quantization_config": {"quant_method": "gptq", "bits": 4}}
     ((field, message),) = check(gptq, quantization="awq")
     assert (field, "quantised with gptq" in message) == ("quantization", True)
     assert check(gptq, quantization="gptq_marlin") == []
 
 
-def test_sglang_that_quantises_a_plain_checkpoint_takes_no_updates(
-    check: Check, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sglang_that_quantises_a_plain_checkpoint_takes_no_updates(check: Check) -> None:
     """SGLang 0.5.17 on a GPU ends with the first load from disk: its fp8 weights are kept transposed."""
-    monkeypatch.setattr(preflight, "_quantizations", lambda config: ())
     ((field, message),) = check(QWEN, kind="sglang", quantization="fp8")
     assert (field, "kind = vllm, or frozen = true" in message) == ("quantization", True)
     assert check(QWEN, kind="sglang", quantization="fp8", frozen=True) == []

@@ -28,20 +28,20 @@ from tests.rigs.engines import real_sglang, real_vllm
         ),
         (
             {"tensor_parallel_size": 3},
-            "4 attention heads cannot be split evenly over 3 GPUs; the engine says: "
+            "the model's attention heads cannot be split evenly over the GPUs of a replica; the engine says: "
             '"Total number of attention heads (4) must be divisible by tensor parallel size (3)."; '
-            "set engine.tensor_parallel_size to a divisor of 4",
+            "set engine.tensor_parallel_size to a divisor of",
         ),
         (
-            {"dtype": "float17"},
-            'the engine does not accept the value of --dtype; the engine says: "argument --dtype: invalid choice',
+            {"kv_cache_dtype": "fp17"},
+            'the engine does not accept the value of --kv-cache-dtype; the engine says: "argument',
         ),
         (
             {"kv_cache_memory_bytes": 1 << 20},
             "the KV cache is too small for one sequence of 512 tokens; 128 fit; the engine says: ",
         ),
     ],
-    ids=["missing model", "tensor parallel size", "dtype", "KV cache"],
+    ids=["missing model", "tensor parallel size", "kv_cache_dtype", "KV cache"],
 )
 def test_a_failure_of_vllm_is_one_line_with_the_lever_and_then_the_log(
     levers: dict[str, Any], told: str, tmp_path: Path
@@ -59,8 +59,8 @@ def test_a_failure_of_vllm_is_one_line_with_the_lever_and_then_the_log(
     ("levers", "told"),
     [
         (
-            {"dtype": "float17"},
-            'the engine does not accept the value of --dtype; the engine says: "argument --dtype: invalid choice',
+            {"kv_cache_dtype": "fp17"},
+            'the engine does not accept the value of --kv-cache-dtype; the engine says: "argument',
         ),
         (
             {"max_model_len": 100_000},
@@ -68,7 +68,7 @@ def test_a_failure_of_vllm_is_one_line_with_the_lever_and_then_the_log(
         ),
         ({"model": "BARE"}, "BARE has no weights; the engine says: "),
     ],
-    ids=["dtype", "max_model_len", "missing weights"],
+    ids=["kv_cache_dtype", "max_model_len", "missing weights"],
 )
 def test_a_failure_of_sglang_is_one_line_with_the_lever_and_then_the_log(
     levers: dict[str, Any], told: str, tmp_path: Path

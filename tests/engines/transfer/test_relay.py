@@ -72,7 +72,7 @@ def test_over_gloo_the_model_gets_what_the_trainer_sends_in_one_group_after_anot
 
 def test_over_gloo_a_transfer_without_a_group_or_tensor_by_tensor_is_refused() -> None:
     receiver = GlooReceiver(NoModel())
-    with pytest.raises(WeightUpdateFailed, match="has no group"):
+    with pytest.raises(WeightUpdateFailed, match="no weight group"):
         receiver.receive(announced(tensors()))
     with pytest.raises(InvalidRequest, match=r"weights\.relay"):
         receiver.join(init_info(packed=False))

@@ -386,18 +386,6 @@ def test_down_leaves_the_ledger_of_another_gateway_alone(
     assert path.exists()
 
 
-def test_down_removes_what_an_engine_left_that_was_killed_with_its_guard(
-    shell: Shell, serve: PlayedServe, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", tempfile.mkdtemp(prefix="t-", dir="/tmp"))  # where no other guard starts
-    left = Path(tempfile.gettempdir()) / "rollout-gateway-engine-left"
-    left.mkdir()
-    shell.run("up", "-c", "sim.yaml")
-    assert f"removed {left}, the temporary files of a killed engine" in shell.run("down").stderr
-    assert not left.exists()
-    Path(tempfile.gettempdir()).rmdir()
-
-
 def test_down_kills_an_engine_that_outlives_its_owner(
     shell: Shell, serve: PlayedServe, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,6 +1,7 @@
 """Spans of OpenTelemetry, read from memory and from a collector's socket."""
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
@@ -11,9 +12,8 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
-from engines import open_telemetry, tracing
+from engines import tracing
 from engines.errors import ConfigError
-from engines.open_telemetry import SdkTracer
 from gateway.config.machine import lacks
 from gateway.config.schema import Config
 from tests.rigs.openai_server import OpenAiServer
@@ -27,7 +27,7 @@ BODY = {"prompt": [3], "max_tokens": 4}
 @pytest.fixture
 def recorded() -> Iterator[InMemorySpanExporter]:
     exporter = InMemorySpanExporter()
-    tracing.use(SdkTracer(SimpleSpanProcessor(exporter), "test"))
+    tracing.use(tracing.Tracer(SimpleSpanProcessor(exporter), "test"))
     yield exporter
     tracing.stop()
 
@@ -147,7 +147,7 @@ async def test_a_collector_gets_the_spans_by_the_end_of_the_gateway(
 
 
 def test_without_the_extra_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(open_telemetry, "otlp_tracer")
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace.export", None)
     with pytest.raises(ConfigError, match=r"pip install 'rollout-gateway\[otel\]'"):
         tracing.start("http://127.0.0.1:4318", "test")
     monkeypatch.setattr("gateway.config.machine.find_spec", lambda name: None)

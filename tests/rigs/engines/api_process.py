@@ -3,7 +3,7 @@
 import asyncio
 import multiprocessing
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
@@ -32,10 +32,10 @@ class ApiProcess:
 
 
 @contextmanager
-def api_process(index: int, env: Mapping[str, str], static: Sequence[tuple[str, str]] = ()) -> Iterator[ApiProcess]:
+def api_process(index: int, env: Mapping[str, str]) -> Iterator[ApiProcess]:
     """Start a process as vLLM would: with its name, and with our plugin."""
     ours, theirs = _SPAWN.Pipe()
-    process = _SPAWN.Process(target=_run, args=(theirs, dict(env), static), name=f"ApiServer_{index}", daemon=True)
+    process = _SPAWN.Process(target=_run, args=(theirs, dict(env)), name=f"ApiServer_{index}", daemon=True)
     process.start()
     theirs.close()
     try:
@@ -45,16 +45,16 @@ def api_process(index: int, env: Mapping[str, str], static: Sequence[tuple[str, 
         process.join(30)
 
 
-def _run(calls: Connection, env: dict[str, str], static: Sequence[tuple[str, str]]) -> None:
+def _run(calls: Connection, env: dict[str, str]) -> None:
     os.environ.update(env)
     from engines.inside_vllm.plugin import register
 
     register()
-    asyncio.run(_serve(calls, static))
+    asyncio.run(_serve(calls))
 
 
-async def _serve(calls: Connection, static: Sequence[tuple[str, str]]) -> None:
-    from vllm.entrypoints.openai.models.protocol import BaseModelPath, LoRAModulePath
+async def _serve(calls: Connection) -> None:
+    from vllm.entrypoints.openai.models.protocol import BaseModelPath
     from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 
     async def add_lora(_: Any) -> None:
@@ -62,9 +62,7 @@ async def _serve(calls: Connection, static: Sequence[tuple[str, str]]) -> None:
 
     config = SimpleNamespace(model="base", max_model_len=8)
     engine = SimpleNamespace(model_config=config, renderer=None, input_processor=None, add_lora=add_lora)
-    modules = [LoRAModulePath(name=name, path=path) for name, path in static]
-    models = OpenAIServingModels(engine, [BaseModelPath(name="base", model_path="base")], lora_modules=modules)
-    await models.init_static_loras()
+    models = OpenAIServingModels(engine, [BaseModelPath(name="base", model_path="base")])
     methods = _Methods(models)
     while True:
         try:
@@ -107,14 +105,6 @@ class _Methods:
             return error.error.code
         found = self._serving._maybe_get_adapters(request)
         return found and (found.lora_int_id, found.lora_path)
-
-    async def use_as_it_goes(self, name: str, _: str) -> Any:
-        """The adapter that is unloaded elsewhere between vLLM's question for it and its use."""
-        adapters = self._models.lora_requests
-        assert name in adapters
-        adapters._path(name).unlink()
-        adapters._count.inc()
-        return adapters[name].lora_int_id, name in adapters
 
     async def listed(self, *_: str) -> list[str]:
         return [card.id for card in (await self._models.show_available_models()).data]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from engines.errors import WeightUpdateFailed
-from engines.transfer.gloo import WeightGroup, receive
+from engines.transfer.gloo import WeightGroup
 
 NUM_ENGINES = 2
 TIMEOUT_S = 90.0
@@ -63,7 +63,7 @@ class PlayedGateway:
     def receive(self, names: list[str], dtype_names: list[str], shapes: list[list[int]]) -> Answer:
         announced = list(zip(names, [getattr(torch, name) for name in dtype_names], shapes, strict=True))
         running: list[Future[None]] = [
-            self._pool.submit(receive, announced, group, got.update)
+            self._pool.submit(group.receive, announced, got.update)
             for group, got in zip(self.groups, self.received, strict=True)
         ]
         try:

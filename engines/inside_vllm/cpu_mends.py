@@ -1,10 +1,34 @@
-"""Mends LoRA in vLLM's CPU build (0.32): requests without an adapter are computed without an adapter."""
+"""Mends of vLLM's CPU build (0.32): reloads of mixtures of experts, and requests beside LoRA adapters."""
 
 from typing import Any
 
 
-def mend() -> None:
-    """Put both mends in place, once for each process."""
+def mend_experts() -> None:
+    """Have each reload pack experts, once for each process.
+
+    CPU kernels read packed weights, of the same shape. vLLM packs them when it makes the kernel. A reload keeps the
+    kernel and does not pack: the engine then computes with bytes in the wrong places, while every digest is right.
+    """
+    from vllm import __version__
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod as Method
+
+    if __version__.startswith("0.32.") and not hasattr(Method, "packs_again"):
+        Method.process_weights_after_loading = _packing_again(Method.process_weights_after_loading)
+        Method.packs_again = True
+
+
+def _packing_again(process: Any) -> Any:
+    def process_weights_after_loading(self: Any, layer: Any) -> None:
+        kernel = self.moe_kernel
+        process(self, layer)
+        if kernel is not None:
+            kernel.fused_experts.process_weights_after_loading(layer)
+
+    return process_weights_after_loading
+
+
+def mend_adapters() -> None:
+    """Have requests without an adapter computed without one, once for each process."""
     from vllm.lora.ops.torch_ops import lora_ops
     from vllm.lora.punica_wrapper import punica_cpu
 

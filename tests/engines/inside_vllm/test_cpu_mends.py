@@ -1,4 +1,4 @@
-"""Experts in vLLM's CPU build after a reload: packed, as an engine that starts with those weights has them."""
+"""Mends of vLLM's CPU build: experts packed after a reload as at a start, and rows without an adapter."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from engines.inside_vllm import cpu_experts
+from engines.inside_vllm import cpu_mends
 from tests.rigs.engines import vllm_model
 
 CONFIG = Qwen3MoeConfig(
@@ -40,8 +40,8 @@ def _one_rank() -> Iterator[None]:
 @pytest.fixture
 def _mended() -> None:
     """As in a worker; a process keeps it, and a second call must not pack twice."""
-    cpu_experts.mend()
-    cpu_experts.mend()
+    cpu_mends.mend_experts()
+    cpu_mends.mend_experts()
 
 
 def saved(folder: Path, seed: int) -> Path:
@@ -85,3 +85,16 @@ def test_a_reload_packs_experts_as_a_start_does(tmp_path: Path) -> None:
     reload(config, model, second)
     assert all(torch.equal(one, other) for one, other in zip(experts(model), experts(expected), strict=True))
     assert [one.data_ptr() for one in experts(model)] == places
+
+
+def test_a_row_without_an_adapter_gets_none_though_the_last_place_is_taken() -> None:
+    lora_ops = pytest.importorskip("vllm.lora.ops.torch_ops.lora_ops")
+    cpu_mends.mend_adapters()
+    cpu_mends.mend_adapters()  # once is enough
+    rows, adapters = torch.ones(4, 8), torch.tensor([-1, 0, 2, -1])
+    shrunk = torch.full((4, 2), 7.0)
+    lora_ops.bgmv_shrink(rows, torch.ones(3, 1, 2, 8), shrunk, adapters, 0.5)
+    assert shrunk.tolist() == [[0, 0], [4, 4], [4, 4], [0, 0]]
+    added = torch.zeros(4, 5)
+    lora_ops.bgmv_expand(shrunk, torch.ones(3, 1, 5, 2), added, adapters)
+    assert added[:, 0].tolist() == [0, 8, 8, 0]

@@ -245,13 +245,11 @@ class RolloutClient:
         lease: str | None = None,
         version: int | None = None,
         group: str | None = None,
-        after: str | None = None,
     ) -> None:
         """Open the next version, which must be `version`, if given. `in_flight` (default: the gateway's
         `weights.in_flight`) decides on rollouts in flight; with `drain` the call returns after their end. The update is
-        aborted when `lease` ends. `group`, as ADDRESS:PORT, must be the open group if given, and `after` the id of the
-        update that made the served version."""
-        named = {"version": version, "group": group, "after": after}
+        aborted when `lease` ends. `group`, as ADDRESS:PORT, must be the open group if given."""
+        named = {"version": version, "group": group}
         body: Json = {"in_flight": in_flight} | _under(lease)
         body |= {name: value for name, value in named.items() if value is not None}
         await self._call("POST", "/start_weight_update", body, timeout_s)
@@ -289,7 +287,7 @@ class RolloutClient:
     async def load_weights(self, snapshot: str, options: PushOptions, timeout_s: float = _WEIGHTS_TIMEOUT_S) -> int:
         """Let all replicas load the draft `snapshot` of the weight store. Return the version once it is served."""
         body: Json = {"transport": "store", "snapshot": snapshot, "version": options.version}
-        body |= {"rolling": options.rolling, "in_flight": options.in_flight, "after": options.after}
+        body |= {"rolling": options.rolling, "in_flight": options.in_flight}
         if options.canary_logprobs is not None:
             body["canary_logprobs"] = [float(value) for value in options.canary_logprobs]
         return int((await self._call("POST", "/v1/weight_updates", body, timeout_s))["weight_version"])

@@ -73,13 +73,10 @@ class Entry:
 
 
 class Given:
-    """The arguments of one push as parts. Raises `InvalidRequest` for other objects than tensors.
+    """The arguments of one push as parts. Raises `InvalidRequest` for other objects than tensors."""
 
-    With `by_layer` a part ends only with a layer.
-    """
-
-    def __init__(self, source: Source, *, by_layer: bool = False) -> None:
-        self._parts = _parts(source, by_layer=by_layer)
+    def __init__(self, source: Source) -> None:
+        self._parts = _parts(source)
         self._first = next(self._parts, [])
         if not self._first:
             raise InvalidRequest("named_tensors is empty: an update needs at least one tensor", param="named_tensors")
@@ -168,21 +165,11 @@ def wait_for_values(entries: Iterable[Entry]) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
-def layer_of(name: str) -> str:
-    """Return the unit that `name` is loaded with: "model.layers.3" for all its tensors, else the module.
-
-    vLLM fuses tensors of a module, such as an attention's or all experts', and leaves missing parts uninitialised.
-    """
-    path = name.split(".")
-    number = next((place for place, part in enumerate(path) if part.isdigit()), None)
-    return ".".join(path[:-1] or path if number is None else path[: number + 1])
-
-
-def _parts(source: Source, *, by_layer: bool) -> Iterator[list[NamedOnes]]:
+def _parts(source: Source) -> Iterator[list[NamedOnes]]:
     if isinstance(source, torch.nn.Module):
         yield model_tensors(source)
     elif isinstance(source, Iterator):
-        yield from _bounded((_checked(one) for one in source), by_layer=by_layer)
+        yield from _bounded(map(_checked, source))
     elif not isinstance(source, Iterable):
         raise InvalidRequest(
             f"named_tensors is a {type(source).__name__}: give a torch.nn.Module, a mapping, or pairs of name and "
@@ -270,11 +257,11 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _bounded(ones: Iterator[NamedOnes], *, by_layer: bool) -> Iterator[list[NamedOnes]]:
+def _bounded(ones: Iterator[NamedOnes]) -> Iterator[list[NamedOnes]]:
     part: list[NamedOnes] = []
     size = 0
     for one in ones:
-        if size >= PART_BYTES and not (by_layer and layer_of(one.names[0]) == layer_of(part[-1].names[0])):
+        if size >= PART_BYTES:
             yield part
             part, size = [], 0
         part.append(one)

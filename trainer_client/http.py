@@ -19,15 +19,13 @@ from engines.errors import (
     RolloutGatewayError,
     TooManyRequests,
 )
-from gateway.api import error_of, status_of
+from gateway.api import error_of
 
 Json = dict[str, Any]
 
 CONNECT_TIMEOUT_S = 10.0
 _SILENT_S = 60.0
 _JSON = {"Content-Type": "application/json"}
-_PASSING = (502, 503, 504)
-
 
 _sockets: "weakref.WeakSet[socket.socket]" = weakref.WeakSet()
 """The sockets of all connections of this process."""
@@ -51,11 +49,6 @@ def _opened_socket(address: aiohttp.AddrInfoType) -> socket.socket:
     opened = socket.socket(family, kind, protocol)
     _sockets.add(opened)
     return opened
-
-
-def may_pass(error: RolloutGatewayError) -> bool:
-    """True for an error that allows a retry: the gateway has given up on the call, so nothing runs twice."""
-    return status_of(error) in _PASSING
 
 
 def closed() -> InvalidRequest:

@@ -3,7 +3,7 @@
     python -m loadtests.chaos.soak [--minutes 60] [--replicas 4] [--clients 4] [--update-every 10] [--kill-every 30]
                                    [--json out.json]
 
-Engines are simulated, and every token is checked (`witness.py`). The gateway's process is measured every two seconds
+Engines are simulated, and every token is checked (`clients/witness.py`). The gateway's process is measured every two seconds
 and compared between the second quarter of the run and the last: memory, descriptors, threads, tasks, and the bytes of
 its weight store in /dev/shm. The exit status is 1 if a rollout was lost, duplicated, stale, wrong or failed, or if
 something grew.
@@ -29,10 +29,10 @@ import psutil
 
 from engines.config import SimConfig
 from gateway.weights.snapshots import in_memory
+from loadtests.chaos.clients.tally import Tally
+from loadtests.chaos.clients.witness import Witness
 from loadtests.chaos.faults import CallFailed, Trainer
 from loadtests.chaos.processes.process_fleet import ProcessFleet, fleet_config, healthy_within, running
-from loadtests.chaos.tally import Tally
-from loadtests.chaos.witness import Witness
 
 _SIM = SimConfig(load_s=0.1, decode_step_s=0.01)
 _BOUND_S = 120.0

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from engines.config import SimConfig
-from loadtests.chaos.tally import Tally
-from loadtests.chaos.witness import Witness
+from loadtests.chaos.clients.tally import Tally
+from loadtests.chaos.clients.witness import Witness
 from sim.model import CHECKPOINT_VERSION, SimModel, read, seeded_draw, weights_key
 
 SEED = 7

@@ -3,8 +3,8 @@
     python -m loadtests.chaos.campaign [--replicas 3] [--fleet 20] [--seconds 24] [--fault "replica killed"]
                               [--in-flight abort] [--workers 2] [--json out.json]
 
-Engines are simulated, so that every token can be checked (`clients/contents.py`). Each fault meets a healthy fleet under load;
-before the next, the fleet must recover and take a new update on all replicas. There are two parts:
+Engines are simulated, so that every token can be checked (`clients/contents.py`). Each fault meets a healthy fleet
+under load; before the next, the fleet must recover and take a new update on all replicas. There are two parts:
 
 * Faults of weight updates (`faults.py`), on Ray Serve as in production, with `--replicas` engines. The weight store is
   a small mounted file system, to test a full disk. Without permission to mount that fault is skipped; or run

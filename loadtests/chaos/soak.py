@@ -3,10 +3,10 @@
     python -m loadtests.chaos.soak [--minutes 60] [--replicas 4] [--clients 4] [--update-every 10] [--kill-every 30]
                                    [--json out.json]
 
-Engines are simulated, and every token is checked (`clients/witness.py`). The gateway's process is measured every two seconds
-and compared between the second quarter of the run and the last: memory, descriptors, threads, tasks, and the bytes of
-its weight store in /dev/shm. The exit status is 1 if a rollout was lost, duplicated, stale, wrong or failed, or if
-something grew.
+Engines are simulated, and every token is checked (`clients/witness.py`). The gateway's process is measured every two
+seconds and compared between the second quarter of the run and the last: memory, descriptors, threads, tasks, and the
+bytes of its weight store in /dev/shm. The exit status is 1 if a rollout was lost, duplicated, stale, wrong or failed,
+or if something grew.
 """
 
 import argparse

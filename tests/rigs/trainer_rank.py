@@ -23,8 +23,9 @@ import torch._dynamo  # what compiles loads it, here for all ranks at once
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -125,26 +126,15 @@ def fsdp2_in_bfloat16(trainer: Trainer) -> dict[str, Any]:
 
 
 def fsdp1(trainer: Trainer) -> dict[str, Any]:
-    return trainer.push(flat(Model(), use_orig_params=True))
+    return trainer.push(flat(Model()))
 
 
-def fsdp1_of_flat_parameters(trainer: Trainer) -> dict[str, Any]:
-    return trainer.push(flat(Model(), use_orig_params=False))
-
-
-def fsdp1_on_a_mesh(trainer: Trainer) -> dict[str, Any]:
-    return trainer.push(flat(Model(), use_orig_params=True, device_mesh=trainer.mesh))
-
-
-def fsdp1_of_whole_copies(trainer: Trainer) -> dict[str, Any]:
-    return trainer.push(flat(Model(), use_orig_params=True, sharding_strategy=ShardingStrategy.NO_SHARD))
-
-
-def fsdp1_of_copies_in_groups(trainer: Trainer) -> dict[str, Any]:
-    alone = [dist.new_group([rank]) for rank in range(WORLD_SIZE)]
-    groups = (alone[trainer.rank], dist.new_group(list(range(WORLD_SIZE))))
-    hybrid = ShardingStrategy.HYBRID_SHARD
-    return trainer.push(flat(Model(), use_orig_params=True, sharding_strategy=hybrid, process_group=groups))
+def fsdp1_as_its_full_state(trainer: Trainer) -> dict[str, Any]:
+    state = get_model_state_dict(flat(Model()), options=StateDictOptions(full_state_dict=True))
+    if trainer.rank == 0:
+        return trainer.push({name: state[name] for name in SHAPES})
+    dist.barrier()
+    return {}
 
 
 def tensor_parallel(trainer: Trainer) -> dict[str, Any]:
@@ -403,12 +393,12 @@ def sharded(trainer: Trainer, model: nn.Module) -> nn.Module:
     return fully_shard(model, mesh=trainer.mesh)
 
 
-def flat(model: nn.Module, **options: Any) -> nn.Module:
+def flat(model: nn.Module) -> nn.Module:
     return FullyShardedDataParallel(
         model,
         device_id=torch.device("cpu"),
         auto_wrap_policy=lambda module, recurse, **_: recurse or module in list(model.layers),
-        **options,
+        use_orig_params=True,
     )
 
 
@@ -423,10 +413,7 @@ CASES = (
     fsdp2_on_a_mesh_of_two_dimensions,
     fsdp2_in_bfloat16,
     fsdp1,
-    fsdp1_of_flat_parameters,
-    fsdp1_on_a_mesh,
-    fsdp1_of_whole_copies,
-    fsdp1_of_copies_in_groups,
+    fsdp1_as_its_full_state,
     tensor_parallel,
     copies_that_are_tensor_parallel,
     data_parallel,

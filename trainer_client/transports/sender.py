@@ -92,7 +92,7 @@ class WeightSender:
     ) -> int:
         """Let every replica serve these tensors. Return their version, the next one unless `version` is given.
 
-        named_tensors: a model (plain, compiled, DDP, FSDP, FSDP2 or tensor-parallel), a mapping, or pairs of name and
+        named_tensors: a model (plain, compiled, DDP, FSDP2 or tensor-parallel), a mapping, or pairs of name and
             tensor (also DTensor), with checkpoint names. An iterator is read at most 1 GiB ahead and must give each
             tensor its own memory. Tensors that are not pushed are unchanged; over a group, tensors that vLLM fuses must
             be pushed together.

@@ -26,11 +26,6 @@ DONE = [
     "fsdp2",
     "fsdp2_after_a_step",
     "fsdp2_on_a_mesh_of_two_dimensions",
-    "fsdp1",
-    "fsdp1_of_flat_parameters",
-    "fsdp1_on_a_mesh",
-    "fsdp1_of_whole_copies",
-    "fsdp1_of_copies_in_groups",
     "tensor_parallel",
     "copies_that_are_tensor_parallel",
     "data_parallel",
@@ -99,6 +94,11 @@ def test_every_rank_takes_part_and_the_whole_tensors_are_served(told: Told, case
     assert first["same"], first
     assert first["names"] == sorted(SHAPES), "the tied head is sent once, and a buffer that is not served is not"
     assert first["version"] == second["version"]
+
+
+def test_the_first_generation_of_fsdp_is_refused_and_its_full_state_is_pushed_by_one_rank(told: Told) -> None:
+    assert all("use fully_shard" in one["message"] for one in told["fsdp1"])
+    assert told["fsdp1_as_its_full_state"][0]["same"]
 
 
 def test_shards_are_cast_to_the_dtype_asked_for(told: Told) -> None:

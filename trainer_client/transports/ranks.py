@@ -9,12 +9,12 @@ import hashlib
 import logging
 import pickle
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,8 +27,6 @@ from trainer_client.transports.model_tensors import holders_of, is_sharded, plac
 from trainer_client.transports.tensors import Entry, Given, announced
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 _RUN_BYTES = 256 << 20
 """Bytes gathered between two words of the first rank: its memory use beside its own shard."""
@@ -131,7 +129,8 @@ class TrainerRanks(Ranks):
         try:
             served: ServedWeights = self._hear()
         except DeadlineExceeded:
-            self._store.add(self._count, -1)
+            if not self._store.check([f"{self._push}/1"]):  # the sender has not come, and this push is its next
+                self._store.add(self._count, -1)
             raise
         try:
             self._follow(given.parts(served, dtype))
@@ -147,21 +146,21 @@ class TrainerRanks(Ranks):
         entries: list[Entry] | None = None
         while entries != []:
             self._hear()
-            entries = self._logged(lambda: next(parts, []))
+            with self._logged():
+                entries = next(parts, [])
             self._vote(_digest(entries))
             for run in self.runs(entries):
                 self._hear()
-                self._logged(lambda run=run: self._help(run))  # type: ignore[misc]
+                with self._logged():
+                    for entry in run:
+                        if is_sharded(entry.tensor) and self._ranks[0] in holders_of(entry.tensor):
+                            entry.made()
 
-    def _help(self, run: Sequence[Entry]) -> None:
-        for entry in run:
-            if is_sharded(entry.tensor) and self._ranks[0] in holders_of(entry.tensor):
-                entry.made()
-
-    def _logged(self, work: Callable[[], T]) -> T:
+    @contextmanager
+    def _logged(self) -> Iterator[None]:
         """Log a failure of this rank, of which the others are told only that there was one."""
         try:
-            return work()
+            yield
         except Exception:
             logger.exception("trainer rank %d cannot give its part of the weights", self._rank)
             raise
@@ -213,11 +212,10 @@ class TrainerRanks(Ranks):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """A part. `ranks` gathers its tensors; `on_sent` is called after each tensor."""
+    """A part of a push, whose tensors `ranks` gathers."""
 
     entries: Sequence[Entry]
     ranks: Ranks
-    on_sent: Callable[[Entry], None]
 
     @property
     def announced(self) -> dict[str, object]:
@@ -230,7 +228,6 @@ class Part:
         for run in self.ranks.runs(self.entries):
             for entry, tensor in zip(run, self.ranks.gather(run), strict=True):
                 yield from entry.sent_as(tensor).items()
-                self.on_sent(entry)
 
 
 def _digest(entries: Sequence[Entry]) -> bytes:

@@ -10,7 +10,6 @@ from engines.announcement import check_tensors
 from engines.errors import ConfigError, WeightUpdateConflict
 from engines.types import InFlight
 from trainer_client.blocking import BlockingRolloutClient
-from trainer_client.progress import OnWeightProgress, WeightProgress
 from trainer_client.served import PushOptions
 
 if TYPE_CHECKING:
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     from trainer_client.transports.group import GroupTransport
     from trainer_client.transports.ranks import Part, Ranks
     from trainer_client.transports.store import StoreTransport
-    from trainer_client.transports.tensors import Entry, Given, Source
+    from trainer_client.transports.tensors import Given, Source
 
 _WAITS_BETWEEN_WORDS = 5
 """Bounded waits of the sending rank between two words to the others, such as for a group or rollouts in flight."""
@@ -36,7 +35,6 @@ class WeightSender:
     delta: store only: write what changed since this sender's last push, of a tensor with few changes only its changed
         elements. The sender keeps its last push in host memory for this.
     timeout_s: limit on each wait: for a group, rollouts in flight, tensors, the commit.
-    on_progress: called for every tensor.
 
     device: group only: the trainer's GPU for NCCL.
     address, port: group only: the trainer's listener; default: its address towards the gateway, and a free port.
@@ -57,7 +55,6 @@ class WeightSender:
         port: int = 0,
         folder: str | os.PathLike[str] | None = None,
         timeout_s: float = 300.0,
-        on_progress: OnWeightProgress | None = None,
     ) -> None:
         if transport not in (None, "store", "gloo", "nccl"):
             raise ConfigError(f"transport = {transport!r} must be 'store', 'gloo' or 'nccl'")
@@ -69,7 +66,6 @@ class WeightSender:
         self._name = transport
         self._dtype = dtype
         self._timeout_s = timeout_s
-        self._on_progress = on_progress
         self._of_store: dict[str, Any] = {"folder": folder, "delta": delta}
         self._of_group: dict[str, Any] = {"device": device, "address": address, "port": port}
         self._transport: StoreTransport | GroupTransport | None = None
@@ -159,31 +155,18 @@ class WeightSender:
         return GroupTransport(self._client, self._timeout_s, backend=self._name, **self._of_group)
 
     def _checked_parts(self, given: "Given", ranks: "Ranks") -> "Iterator[Part]":
-        """Yield the parts, checked against the served model. Their callbacks report progress."""
+        """Yield the parts, checked against the served model."""
         from trainer_client.transports.ranks import Part
         from trainer_client.transports.tensors import announced, wait_for_values
-
-        tensors = bytes_sent = num_tensors = num_bytes = 0
-
-        def tell(entry: "Entry") -> None:
-            if self._on_progress is None:
-                return
-            nonlocal tensors, bytes_sent
-            tensors, bytes_sent = tensors + 1, bytes_sent + entry.num_bytes
-            self._on_progress(
-                WeightProgress(tensors=tensors, num_tensors=num_tensors, bytes=bytes_sent, num_bytes=num_bytes)
-            )
 
         served = self._client.served_weights()
         ranks.begin(served)
         for entries in given.parts(served, self._dtype):
             ranks.agree(entries)
             check_tensors(announced(entries), served, "named_tensors")
-            num_tensors += len(entries)
-            num_bytes += sum(entry.num_bytes for entry in entries)
             if entries:
                 wait_for_values(entries)
-                yield Part(entries, ranks, tell)
+                yield Part(entries, ranks)
         ranks.agree(())
 
 

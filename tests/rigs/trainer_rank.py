@@ -158,10 +158,6 @@ def data_parallel(trainer: Trainer) -> dict[str, Any]:
     return trainer.push(nn.parallel.DistributedDataParallel(Model()))
 
 
-def compiled_data_parallel(trainer: Trainer) -> dict[str, Any]:
-    return trainer.push(torch.compile(nn.parallel.DistributedDataParallel(Model())))
-
-
 def compiled(trainer: Trainer) -> dict[str, Any]:
     return trainer.push(torch.compile(sharded(trainer, Model())))
 
@@ -243,19 +239,6 @@ def shards_without_values(trainer: Trainer) -> dict[str, Any]:
     with torch.device("meta"):
         model = sharded(trainer, Model())
     return trainer.push(model)
-
-
-def beside_another_default_device(trainer: Trainer) -> dict[str, Any]:
-    """As where a trainer has called torch.set_default_device for its GPU."""
-    model = sharded(trainer, Model())
-    with (
-        torch.device("meta"),
-        BlockingRolloutClient(trainer.url, attempts=1) as client,
-        WeightSender(client, transport="store", timeout_s=TIMEOUT_S, delta=True) as sender,
-    ):
-        version = sender.push(model)
-    dist.barrier()
-    return {"version": version} | (trainer.stored(version, Model()) if trainer.rank == 0 else {})
 
 
 class Gone(BaseException):
@@ -347,12 +330,6 @@ def failing_at(trainer: Trainer, name: str, error: BaseException, *, rank: int |
         yield
 
 
-def ranks_in_other_numbers_of_groups(trainer: Trainer) -> dict[str, Any]:
-    """All ranks call `new_group`, as torch demands, and rank 0 alone is in it."""
-    dist.new_group([0])
-    return trainer.push(sharded(trainer, Model()))
-
-
 def after_a_new_start_of_torch_distributed(trainer: Trainer) -> dict[str, Any]:
     """The sender is that of the ranks before."""
     with (
@@ -417,12 +394,10 @@ CASES = (
     tensor_parallel,
     copies_that_are_tensor_parallel,
     data_parallel,
-    compiled_data_parallel,
     compiled,
     dict_of_dtensors,
     dict_of_a_models_state,
     iterator_of_dtensors,
-    beside_another_default_device,
     in_inference_mode,
     one_tensor_at_a_time,
     a_gateway_that_takes_longer_than_a_silence,
@@ -438,7 +413,6 @@ CASES = (
     a_rank_that_fails_at_the_last_tensor,
     all_ranks_that_fail_among_the_tensors,
     after_all_that,
-    ranks_in_other_numbers_of_groups,
     after_a_new_start_of_torch_distributed,
     a_rank_that_leaves_before_the_outcome,
     a_rank_that_missed_a_push,

@@ -191,20 +191,6 @@ async def test_a_submission_is_asked_for_again_where_a_prompt_is(status: int) ->
 
 
 @pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize("status", [400, 401, 500])
-async def test_a_refused_submission_is_asked_for_once(status: int) -> None:
-    with pytest.raises(RolloutGatewayError, match="<html>"):
-        await groups_of(Played([error_of(status, "<html>")], [head(), END]))
-
-
-@pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize("status", [401, 500, 502, 503, 504])
-async def test_a_failed_ack_costs_no_completion(status: int) -> None:
-    gateway = Played([head(), sample(0), sample(1), END], acks=error_of(status, "<html>"))
-    assert await groups_of(gateway) == [0, 1]
-
-
-@pytest.mark.usefixtures("quick")
 async def test_a_submission_that_had_ended_is_read_to_its_end() -> None:
     begun = [head(ended=True), sample(0)]
     whole = [head(ended=True), sample(1), END]

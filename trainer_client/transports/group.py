@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import torch
 
-from engines.errors import ConfigError, DeadlineExceeded, RolloutGatewayError, WeightUpdateConflict, WeightUpdateFailed
+from engines.errors import ConfigError, DeadlineExceeded, RolloutGatewayError, WeightUpdateFailed
 from engines.transfer.gloo import address_towards, group_info
 from trainer_client.blocking import BlockingRolloutClient
 from trainer_client.served import PushOptions
@@ -56,13 +56,12 @@ class GroupTransport:
         self._place = ""
 
     def push(self, parts: Iterable[Part], options: PushOptions) -> int:
-        """Send all parts in one update. Raise `WeightUpdateConflict` unless `version` is the next one or None."""
+        """Send all parts in one update."""
         if options.rolling:
             raise ConfigError(
                 "rolling = True: the replicas of a group receive together; for rolling updates use "
                 "WeightSender(transport='store')"
             )
-        self._check_version(options.version)
         with self._client.weight_lease() as lease:
             try:
                 channel = self._start(options, lease)
@@ -162,15 +161,6 @@ class GroupTransport:
                 "not support: start them with gloo or nccl, or use transport='store'"
             )
         return cast(Backend, backend)
-
-    def _check_version(self, version: int | None) -> None:
-        if version is None:
-            return
-        served = self._client.weight_version()
-        if version <= served:  # the gateway knows the next number: that of a version taken back is not used again
-            raise WeightUpdateConflict(
-                f"version = {version} cannot be pushed: {self._client.url} serves {served}, and versions only grow"
-            )
 
     def _beside(self, channel: Channel, call: Callable[[], None], collective: Callable[[], None]) -> None:
         """Call the gateway, and take part in the collective on another thread. The failure of either ends the other.

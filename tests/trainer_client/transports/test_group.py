@@ -84,21 +84,20 @@ def test_a_group_that_another_trainer_has_replaced_is_opened_again_by_the_next_p
     assert places[0] == places[1] != places[2]
 
 
-def test_a_version_that_is_not_the_next_one_is_refused_before_anything_moves(
-    gateway: PlayedGateway, sender: WeightSender
-) -> None:
-    with pytest.raises(WeightUpdateConflict, match=r"version = 6 .* serves 6, and versions only grow"):
-        sender.push(model(), version=6)
-    assert gateway.calls == ["/v1/weights", "/weight_info"]
+def test_a_version_is_asked_for_at_the_start_of_an_update(gateway: PlayedGateway, sender: WeightSender) -> None:
     asked: list[Any] = []
 
     def start(body: dict[str, Any]) -> Answer:
         asked.append(body["version"])
-        return 200, {}
+        conflict = WeightUpdateConflict("version 6 is served, and versions only grow")
+        return (status_of(conflict), body_of(conflict)) if body["version"] == 6 else (200, {})
 
     gateway.answers["/start_weight_update"] = start
+    with pytest.raises(WeightUpdateConflict, match="versions only grow"):
+        sender.push(model(), version=6)
+    assert "/update_weights" not in gateway.calls
     assert sender.push(model(), version=7) == 7
-    assert asked == [7]
+    assert asked == [6, 7]
 
 
 def test_a_refused_update_ends_the_broadcast_at_once_with_the_gateways_error(

@@ -16,6 +16,8 @@ pytest.importorskip("torch")
 import torch
 
 from engines.config import SimConfig
+from engines.errors import WeightUpdateConflict
+from gateway.api import body_of, status_of
 from gateway.config.schema import Config
 from tests.material.sharded_model import SHAPES, WORLD_SIZE, Model
 from tests.rigs.rig import FAST_WATCH, Rig
@@ -41,8 +43,11 @@ Told = dict[str, list[dict[str, Any]]]
 
 @pytest.fixture(scope="module")
 def group() -> Iterator[PlayedGateway]:
-    """Two engines that receive over gloo."""
+    """Two engines that receive over gloo, and serve version 6."""
     played = PlayedGateway()
+    refused = WeightUpdateConflict("version = 6 cannot be pushed")
+    conflict = status_of(refused), body_of(refused)
+    played.answers["/start_weight_update"] = lambda body: conflict if body.get("version") == 6 else (200, {})
     yield played
     played.close()
 

@@ -37,7 +37,7 @@ from trainer_client.transports import ranks, tensors
 from trainer_client.transports.tensors import Entry
 
 TIMEOUT_S = 20.0
-SILENCE_S = 0.4
+SHORT_S = 2.0
 
 
 class Trainer:
@@ -250,7 +250,7 @@ def a_rank_that_leaves_before_the_outcome(trainer: Trainer) -> dict[str, Any]:
     told: dict[str, Any] = {}
     with (
         BlockingRolloutClient(trainer.url, attempts=1) as client,
-        WeightSender(client, transport="store", timeout_s=SILENCE_S) as sender,
+        WeightSender(client, transport="store", timeout_s=SHORT_S) as sender,
     ):
         follow = ranks.TrainerRanks._follow
 
@@ -271,7 +271,7 @@ def a_rank_that_missed_a_push(trainer: Trainer) -> dict[str, Any]:
     errors = []
     with (
         BlockingRolloutClient(trainer.url, attempts=1) as client,
-        WeightSender(client, transport="store", timeout_s=SILENCE_S) as sender,
+        WeightSender(client, transport="store", timeout_s=SHORT_S) as sender,
     ):
         for attempt in range(2):
             if (attempt, trainer.rank) != (0, 1):
@@ -288,13 +288,14 @@ def a_gateway_that_takes_longer_than_a_silence(trainer: Trainer) -> dict[str, An
     load = BlockingRolloutClient.load_weights
 
     def loading(*args: Any) -> int:
-        time.sleep(8 * SILENCE_S)
+        time.sleep(1.5 * SHORT_S)
         return load(*args)
 
     with (
         BlockingRolloutClient(trainer.url, attempts=1) as client,
-        WeightSender(client, transport="store", timeout_s=SILENCE_S) as sender,
+        WeightSender(client, transport="store", timeout_s=SHORT_S) as sender,
         patch.object(BlockingRolloutClient, "load_weights", loading),
+        patch.object(ranks, "_WAITS_BETWEEN_WORDS", 1),
     ):
         return {"version": sender.push(distributed(trainer))}
 
@@ -350,7 +351,8 @@ def after_all_that(trainer: Trainer) -> dict[str, Any]:
 def a_sender_that_stays_away(trainer: Trainer) -> dict[str, Any]:
     with (
         BlockingRolloutClient(trainer.url) as client,
-        WeightSender(client, transport="store", timeout_s=SILENCE_S) as sender,
+        WeightSender(client, transport="store", timeout_s=SHORT_S) as sender,
+        patch.object(ranks, "_WAITS_BETWEEN_WORDS", 1),
     ):
         named, given_up = distributed(trainer), trainer.store.parent / "given-up"
         if trainer.rank == 0:

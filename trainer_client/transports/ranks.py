@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 _RUN_BYTES = 256 << 20
 """Bytes gathered between two words of the first rank: its memory use beside its own shard."""
+_WAITS_BETWEEN_WORDS = 5
+"""Bounded waits of the sending rank between two words to the others, such as for a group or rollouts in flight."""
 _FAILED = b"failed"
 """The digest of a rank that could not give its tensors."""
 
@@ -62,16 +64,17 @@ class Ranks:
 
 
 class TrainerRanks(Ranks):
-    """Several ranks, which must all make one for each push, of the same tensors. A word is awaited for `silence_s`.
+    """Several ranks, which must all make one for each push, of the same tensors. The sender waits `timeout_s` for the
+    digests of a part, and the others, for its next word, as long as its own waits may take.
 
     Each rank counts its pushes, also those that fail. A push that a rank has missed fails on the others, and does not
     count for that rank.
     """
 
-    def __init__(self, ranks: Sequence[int], silence_s: float) -> None:
+    def __init__(self, ranks: Sequence[int], timeout_s: float) -> None:
         self._ranks = sorted(ranks)
         self._rank = dist.get_rank()
-        self._silence_s = silence_s
+        self._timeout_s = timeout_s
         self.is_sender = self._rank == self._ranks[0]
         # A connection of its own: a wait blocks others of the same one, as of NCCL's watchdog.
         store = dist.distributed_c10d._get_default_store()
@@ -174,10 +177,10 @@ class TrainerRanks(Ranks):
             self._words += 1
             self._set(f"{self._push}/{self._words}", pickle.dumps(word))
 
-    def _hear(self, silences: int = 1) -> Any:
+    def _hear(self, turns: int = 1) -> Any:
         """Return the sender's next word, or raise its error."""
         self._words += 1
-        word = pickle.loads(self._get(f"{self._push}/{self._words}", silences))
+        word = pickle.loads(self._get(f"{self._push}/{self._words}", turns * _WAITS_BETWEEN_WORDS))
         if isinstance(word, RolloutGatewayError):
             raise word
         return word
@@ -194,19 +197,19 @@ class TrainerRanks(Ranks):
         with self._reached():
             self._store.set(key, value)
 
-    def _get(self, key: str, silences: int = 1) -> bytes:
-        with self._reached():
-            self._store.wait([key], timedelta(seconds=silences * self._silence_s))
+    def _get(self, key: str, waits: int = 1) -> bytes:
+        with self._reached(waits):
+            self._store.wait([key], timedelta(seconds=waits * self._timeout_s))
             return bytes(self._store.get(key))
 
     @contextmanager
-    def _reached(self) -> Iterator[None]:
+    def _reached(self, waits: int = 1) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:  # the store's, for all that can be wrong
             raise DeadlineExceeded(
                 f"trainer rank {self._rank}: the ranks {self._ranks} did not all take part within "
-                f"{self._silence_s:g} s, or a rank is gone; rank {self._ranks[0]} is the sender ({error})"
+                f"{waits * self._timeout_s:g} s, or a rank is gone; rank {self._ranks[0]} is the sender ({error})"
             ) from error
 
 

@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     from trainer_client.transports.store import StoreTransport
     from trainer_client.transports.tensors import Given, Source
 
-_WAITS_BETWEEN_WORDS = 5
-"""Bounded waits of the sending rank between two words to the others, such as for a group or rollouts in flight."""
-
 TransportName = Literal["store", "gloo", "nccl"]
 
 
@@ -128,8 +125,7 @@ class WeightSender:
 
         with torch.inference_mode(False), torch.no_grad():  # in inference mode torch gathers no shards
             given = Given(named_tensors)
-            silence_s = _WAITS_BETWEEN_WORDS * self._timeout_s
-            ranks = TrainerRanks(given.ranks, silence_s) if given.ranks else Ranks()
+            ranks = TrainerRanks(given.ranks, self._timeout_s) if given.ranks else Ranks()
             return self._send(given, ranks, options) if ranks.is_sender else ranks.follow(given, self._dtype)
 
     def _send(self, given: "Given", ranks: "Ranks", options: PushOptions) -> int:

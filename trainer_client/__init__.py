@@ -4,7 +4,7 @@ from trainer_client.batch import Batch
 from trainer_client.blocking import BlockingBatch, BlockingRolloutClient, BlockingRolloutPool
 from trainer_client.client import RolloutClient
 from trainer_client.pool import RolloutPool
-from trainer_client.progress import Progress, WeightProgress, progress_bar, weight_bar
+from trainer_client.progress import Progress, progress_bar
 from trainer_client.results import Completion, Outcome, Rollout, WeightSpan
 from trainer_client.sampling import SamplingParams
 from trainer_client.transports.sender import WeightSender
@@ -21,9 +21,7 @@ __all__ = [
     "RolloutClient",
     "RolloutPool",
     "SamplingParams",
-    "WeightProgress",
     "WeightSender",
     "WeightSpan",
     "progress_bar",
-    "weight_bar",
 ]

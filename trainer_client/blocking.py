@@ -1,7 +1,7 @@
 """`RolloutClient` for a trainer without an event loop, and what its calls return.
 
-The asynchronous client runs on its own thread, so that generation goes on while the trainer computes. Each method here
-has arguments and result of the asynchronous one of its name.
+The asynchronous objects live on a thread of their own, so that generation goes on while the trainer computes. Each
+method and attribute here is the asynchronous one of its name.
 """
 
 import functools
@@ -13,7 +13,6 @@ from trainer_client.batch import Batch
 from trainer_client.client import RolloutClient
 from trainer_client.loop_thread import LoopThread
 from trainer_client.pool import RolloutPool
-from trainer_client.progress import Progress
 from trainer_client.submission import Submission
 
 A = TypeVar("A")
@@ -28,6 +27,11 @@ class _Blocking(Generic[A]):
     def __init__(self, inner: A, thread: LoopThread) -> None:
         self._inner = inner
         self._thread = thread
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or callable(value := getattr(self._inner, name)):
+            raise AttributeError(f"{type(self).__name__} has no {name!r}")
+        return value
 
 
 def _waiting(call: Callable[Concatenate[A, P], Coroutine[Any, Any, T]]) -> Callable[Concatenate[_Blocking[A], P], T]:
@@ -71,13 +75,6 @@ def _each(call: Callable[[A], AsyncGenerator[T]]) -> Callable[[_Blocking[A]], Ge
     return each
 
 
-def _with_arguments_of(
-    made: Callable[P, A],
-) -> Callable[[Callable[Concatenate[R, P], None]], Callable[Concatenate[R, P], None]]:
-    """Give an `__init__` the arguments of `made`."""
-    return functools.wraps(made.__init__)
-
-
 class BlockingBatch(_Blocking[Batch]):
     """The rollouts of one call of `generate`, as `Batch`."""
 
@@ -86,46 +83,22 @@ class BlockingBatch(_Blocking[Batch]):
     gather = _waiting(Batch.gather)
     cancel = _beginning(Batch.cancel, lambda none, _: none)
 
-    @property
-    def request_id(self) -> str:
-        return self._inner.request_id
-
-    @property
-    def num_prompts(self) -> int:
-        return self._inner.num_prompts
-
-    @property
-    def is_done(self) -> bool:
-        return self._inner.is_done
-
-    @property
-    def progress(self) -> Progress:
-        return self._inner.progress
-
 
 class BlockingSubmission(_Blocking[Submission]):
     """The completions of one call of `submit`, as `Submission`."""
-
-    def __init__(self, inner: Submission, thread: LoopThread) -> None:
-        super().__init__(inner, thread)
-        self.id = inner.id
-        self.outcomes, self.failures = inner.outcomes, inner.failures
 
     __iter__ = _each(Submission.__aiter__)
     cancel = _waiting(Submission.cancel)
 
 
 class BlockingRolloutClient(_Blocking[RolloutClient]):
-    """`RolloutClient` with blocking calls; `on_progress` runs on the client's thread.
+    """`RolloutClient` with blocking calls and the same arguments; `on_progress` runs on the client's thread.
 
     Usable from several threads. `close`, or the end of a `with` block, cancels running calls.
     """
 
-    @_with_arguments_of(RolloutClient)
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        client = RolloutClient(*args, **kwargs)
-        super().__init__(client, LoopThread("rollout client"))
-        self.url = client.url
+        super().__init__(RolloutClient(*args, **kwargs), LoopThread("rollout client"))
 
     def close(self) -> None:
         """Cancel running calls and drop the connections. May be called twice."""
@@ -169,17 +142,9 @@ class BlockingRolloutClient(_Blocking[RolloutClient]):
                 self._thread.wait(lease.__aexit__(None, None, None))
 
 
-def _after_a_blocking_client(
-    made: Callable[Concatenate[RolloutClient, P], RolloutPool],
-) -> Callable[[Callable[..., None]], Callable[Concatenate["BlockingRolloutPool", BlockingRolloutClient, P], None]]:
-    """Give an `__init__` the arguments of `made`, but for its client."""
-    return functools.wraps(made.__init__)
-
-
 class BlockingRolloutPool(_Blocking[RolloutPool]):
-    """`RolloutPool` with blocking calls. `prompts` are read on the client's thread."""
+    """`RolloutPool` with blocking calls and the same arguments. `prompts` are read on the client's thread."""
 
-    @_after_a_blocking_client(RolloutPool)
     def __init__(self, client: BlockingRolloutClient, *args: Any, **kwargs: Any) -> None:
         super().__init__(RolloutPool(client._inner, *args, **kwargs), client._thread)
 

@@ -6,13 +6,10 @@ single stream for all prompts, which has none of these (docs/design/rollouts.md)
 
 import asyncio
 import os
-import random
-import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from itertools import count
 from typing import Any, Literal
 
 from engines.errors import (
@@ -21,13 +18,13 @@ from engines.errors import (
     GatewayUnreachable,
     InvalidRequest,
     RolloutGatewayError,
-    TooManyRequests,
 )
 from engines.types import InFlight, PauseMode
 from trainer_client.batch import Batch, Failures
-from trainer_client.http import CONNECT_TIMEOUT_S, GatewayHttp, Json, may_pass
+from trainer_client.http import GatewayHttp, Json
 from trainer_client.progress import OnProgress
 from trainer_client.results import Rollout, read_rollout
+from trainer_client.retries import Retries, now
 from trainer_client.sampling import SamplingParams
 from trainer_client.served import PushOptions, ServedWeights
 from trainer_client.submission import Submission, Suspended
@@ -41,7 +38,6 @@ Prompt = str | Sequence[int] | Any
 
 _REPEATABLE = ("GET", "DELETE")
 _COMPLETIONS = "/v1/completions"
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 8.0
 _LOOK_S = 0.5
 _ASK_TIMEOUT_S = 30.0
 _CONTROL_TIMEOUT_S = 120.0
@@ -175,7 +171,7 @@ class RolloutClient:
         bounds = {"min_version": min_version, "max_staleness": max_staleness}
         given = {"id": submission_id, "model": self._model, **terms, **bounds}
         body |= {key: value for key, value in given.items() if value is not None}
-        return Submission(self._http, body, timeout_s=timeout_s, outage_s=self._outage_s)
+        return Submission(self._http, body, timeout_s=timeout_s, attempts=self._attempts, outage_s=self._outage_s)
 
     async def wait_ready(self, timeout_s: float = 600.0) -> None:
         """Wait for a complete, serving fleet. Raise `DeadlineExceeded`, which lists missing replicas."""
@@ -245,13 +241,11 @@ class RolloutClient:
         lease: str | None = None,
         version: int | None = None,
         group: str | None = None,
-        after: str | None = None,
     ) -> None:
         """Open the next version, which must be `version`, if given. `in_flight` (default: the gateway's
         `weights.in_flight`) decides on rollouts in flight; with `drain` the call returns after their end. The update is
-        aborted when `lease` ends. `group`, as ADDRESS:PORT, must be the open group if given, and `after` the id of the
-        update that made the served version."""
-        named = {"version": version, "group": group, "after": after}
+        aborted when `lease` ends. `group`, as ADDRESS:PORT, must be the open group if given."""
+        named = {"version": version, "group": group}
         body: Json = {"in_flight": in_flight} | _under(lease)
         body |= {name: value for name, value in named.items() if value is not None}
         await self._call("POST", "/start_weight_update", body, timeout_s)
@@ -289,7 +283,7 @@ class RolloutClient:
     async def load_weights(self, snapshot: str, options: PushOptions, timeout_s: float = _WEIGHTS_TIMEOUT_S) -> int:
         """Let all replicas load the draft `snapshot` of the weight store. Return the version once it is served."""
         body: Json = {"transport": "store", "snapshot": snapshot, "version": options.version}
-        body |= {"rolling": options.rolling, "in_flight": options.in_flight, "after": options.after}
+        body |= {"rolling": options.rolling, "in_flight": options.in_flight}
         if options.canary_logprobs is not None:
             body["canary_logprobs"] = [float(value) for value in options.canary_logprobs]
         return int((await self._call("POST", "/v1/weight_updates", body, timeout_s))["weight_version"])
@@ -314,80 +308,37 @@ class RolloutClient:
         await self._call("POST", "/resume", None, timeout_s)
 
     async def _call(self, method: str, path: str, body: Json | None, timeout_s: float) -> Json:
-        """Call the gateway. Retry a failed connection if the call has no effects or cannot have arrived, and a call
-        that is answered 429."""
-        clock = asyncio.get_running_loop().time
-        deadline = clock() + timeout_s
-        outage_ends = clock() + min(timeout_s, self._outage_s)
-        for attempt in count(1):
+        """Call the gateway. A call with effects is made again only if it cannot have arrived."""
+        retries = Retries(1, min(timeout_s, self._outage_s), timeout_s, now() + timeout_s)
+        while True:
             try:
-                return await self._http.call(method, path, body, timeout_s=max(0.001, round(deadline - clock(), 3)))
-            except GatewayUnreachable as error:
-                pause = _pause_after(attempt, error)
-                may_repeat = method in _REPEATABLE or not error.arrived
-                if not may_repeat or clock() + pause >= outage_ends:
+                return await self._http.call(method, path, body, timeout_s=retries.left_s)
+            except RolloutGatewayError as error:
+                if isinstance(error, GatewayUnreachable) and error.arrived and method not in _REPEATABLE:
                     raise
-                await asyncio.sleep(pause)
-            except TooManyRequests as error:
-                pause = _pause_after(attempt, error)
-                if clock() + pause >= deadline:
-                    raise _too_late(error, pause, timeout_s) from error.__cause__
-                await asyncio.sleep(pause)
-        raise AssertionError("the loop returns or raises")
+                await retries.pause(error)
 
     async def _rollout(self, asking: "_Asking", deadline: float) -> Rollout:
         """Return one prompt's completions from the first successful attempt. Raises the last attempt's error."""
         last: RolloutGatewayError | None = None
-        clock = asyncio.get_running_loop().time
-        retries = _Retries(self._attempts, self._outage_s)
         try:
             async with asyncio.timeout_at(deadline), self._room:
-                for attempt in count(1):
-                    began = clock()
+                retries = Retries(self._attempts, self._outage_s, asking.timeout_s, deadline)
+                while True:
                     try:
-                        return await self._ask(asking, attempt)
+                        reply = await self._ask(asking)
+                        return read_rollout(reply, asking.request_id, asking.index, asking.n, attempts=retries.made)
                     except RolloutGatewayError as error:
-                        if not retries.allow(error, after_s=clock() - began):
-                            raise asking.naming(error, attempt) from error.__cause__
                         last = error
-                    pause = _pause_after(attempt, last)
-                    if isinstance(last, TooManyRequests) and clock() + pause >= deadline:
-                        raise asking.naming(_too_late(last, pause, asking.timeout_s), attempt)
-                    await asyncio.sleep(pause)
+                        await asking.pause(retries, error)
         except TimeoutError as error:
             met = f"; the attempt before it: {last}" if last else ""
             raise DeadlineExceeded(
                 f"prompt[{asking.index}]: no completions within timeout_s = {asking.timeout_s:g}{asking.demands}{met}"
             ) from error
-        raise AssertionError("the loop returns or raises")
 
-    async def _ask(self, asking: "_Asking", attempt: int) -> Rollout:
-        reply = await self._http.call("POST", _COMPLETIONS, asking.body, timeout_s=None, headers=asking.headers)
-        return read_rollout(reply, asking.request_id, asking.index, asking.n, attempts=attempt)
-
-
-class _Retries:
-    """Counts failed answers, and times outages, in which the gateway is not reached or answers 503."""
-
-    def __init__(self, attempts: int, outage_s: float) -> None:
-        self._left = attempts
-        self._outage_s = outage_s
-        self._outage_began: float | None = None
-
-    def allow(self, error: RolloutGatewayError, *, after_s: float) -> bool:
-        """True if the prompt may be tried again after this error, which ended an attempt of `after_s` seconds."""
-        if isinstance(error, TooManyRequests):
-            return True
-        if not may_pass(error):
-            return False
-        if not isinstance(error, GatewayUnreachable):
-            self._outage_began = None
-            self._left -= 1
-            return self._left > 0
-        now = time.monotonic()
-        if self._outage_began is None or after_s > CONNECT_TIMEOUT_S:  # the gateway was reached, and is lost again
-            self._outage_began = now
-        return now - self._outage_began < self._outage_s
+    async def _ask(self, asking: "_Asking") -> Json:
+        return await self._http.call("POST", _COMPLETIONS, asking.body, timeout_s=None, headers=asking.headers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -411,26 +362,16 @@ class _Asking:
         asked = (f"{key} = {self.body[key]}" for key in ("min_version", "max_staleness") if key in self.body)
         return "".join(f"; it requires {demand}" for demand in asked)
 
-    def naming(self, error: RolloutGatewayError, attempts: int) -> RolloutGatewayError:
-        """Return the error with this prompt's index, since its request had only one prompt."""
-        message = str(error)
-        own = message.replace("prompt[0]", f"prompt[{self.index}]")
-        tried = f" (after {attempts} attempts)" if attempts > 1 else ""
-        error.args = ((own if own != message else f"prompt[{self.index}]: {message}") + tried,)
-        return error
-
-
-def _pause_after(attempt: int, error: RolloutGatewayError) -> float:
-    """Return seconds until the next attempt. Prompts over a limit come back at random times, not all at once."""
-    pause = min(_FIRST_PAUSE_S * 2.0 ** min(attempt - 1, 10), _LONGEST_PAUSE_S)
-    return error.retry_after_s + random.uniform(0.0, pause) if isinstance(error, TooManyRequests) else pause
-
-
-def _too_late(error: TooManyRequests, pause: float, timeout_s: float) -> TooManyRequests:
-    """Return the error of a call whose next attempt would be later than the end of its time."""
-    wish = f"Retry-After is {error.retry_after_s:g} s"
-    error.args = (f"{error}; {wish}, and timeout_s = {timeout_s:g} ends before the next attempt in {pause:.1f} s",)
-    return error
+    async def pause(self, retries: Retries, error: RolloutGatewayError) -> None:
+        """Pause until the next attempt. Raise the last error with this prompt's index: its request had one prompt."""
+        try:
+            await retries.pause(error)
+        except RolloutGatewayError:
+            message = str(error)
+            own = message.replace("prompt[0]", f"prompt[{self.index}]")
+            tried = f" (after {retries.made} attempts)" if retries.made > 1 else ""
+            error.args = ((own if own != message else f"prompt[{self.index}]: {message}") + tried,)
+            raise
 
 
 def _checked_url(url: str) -> str:

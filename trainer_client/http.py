@@ -4,8 +4,8 @@ import asyncio
 import os
 import socket
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import aclosing, asynccontextmanager
 from typing import Any, NamedTuple
 
 import aiohttp
@@ -19,15 +19,13 @@ from engines.errors import (
     RolloutGatewayError,
     TooManyRequests,
 )
-from gateway.api import error_of, status_of
+from gateway.api import error_of
 
 Json = dict[str, Any]
 
 CONNECT_TIMEOUT_S = 10.0
 _SILENT_S = 60.0
 _JSON = {"Content-Type": "application/json"}
-_PASSING = (502, 503, 504)
-
 
 _sockets: "weakref.WeakSet[socket.socket]" = weakref.WeakSet()
 """The sockets of all connections of this process."""
@@ -51,11 +49,6 @@ def _opened_socket(address: aiohttp.AddrInfoType) -> socket.socket:
     opened = socket.socket(family, kind, protocol)
     _sockets.add(opened)
     return opened
-
-
-def may_pass(error: RolloutGatewayError) -> bool:
-    """True for an error that allows a retry: the gateway has given up on the call, so nothing runs twice."""
-    return status_of(error) in _PASSING
 
 
 def closed() -> InvalidRequest:
@@ -127,45 +120,39 @@ class GatewayHttp:
         """
         data = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
         sent = {**(_JSON if body is not None else {}), **(headers or {})}
-        with self._translated(path, timeout_s):
-            async with self._request(method, path, data, sent, total=timeout_s) as response:
-                return await self._read(path, response)
+        async with self._request(method, path, data, sent, total=timeout_s) as response:
+            return await self._read(path, response)
 
     async def streamed(
         self, method: str, path: str, content: bytes | None, headers: Mapping[str, str]
     ) -> AsyncGenerator[bytes]:
-        """Yield an answer's body as it comes. Raise the gateway's error, or `GatewayUnreachable`, also where no byte
-        came for a minute."""
-        with self._translated(path, _SILENT_S):
-            async with self._request(method, path, content, headers, sock_read=_SILENT_S) as response:
-                await self._check(path, response)
-                self._streams.add(response)
-                async for block in response.content.iter_any():
-                    yield block
+        """Yield an answer's body as it comes. Raise the gateway's error, or as `answer` does, also where no byte comes
+        for a minute."""
+        async with self._request(method, path, content, headers, sock_read=_SILENT_S) as response:
+            if response.status >= 300:
+                raise (await self._read(path, response)).error
+            self._streams.add(response)
+            async for block in response.content.iter_any():
+                yield block
 
     @asynccontextmanager
     async def held(self, path: str, body: Json, *, timeout_s: float) -> AsyncIterator[None]:
         """Keep the connection of an answer without an end open during the block. Raise the gateway's error, or as
         `answer` does; `timeout_s` bounds the answer's begin."""
-        async with AsyncExitStack() as stack:
-            with self._translated(path, timeout_s):
+        async with aclosing(self.streamed("POST", path, orjson.dumps(body), _JSON)) as answer:
+            try:
                 async with asyncio.timeout(timeout_s):
-                    request = self._request("POST", path, orjson.dumps(body), _JSON)
-                    response = await stack.enter_async_context(request)
-                    await self._check(path, response)
-            stack.callback(response.close)
+                    await anext(answer, None)
+            except TimeoutError as error:
+                raise self._late(path, timeout_s) from error
             yield
 
-    def _request(
-        self,
-        method: str,
-        path: str,
-        data: bytes | None,
-        headers: Mapping[str, str],
-        total: float | None = None,
-        sock_read: float | None = None,
-    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
-        """Begin a request. The first opens the session, since it belongs to the running loop."""
+    @asynccontextmanager
+    async def _request(
+        self, method: str, path: str, data: bytes | None, headers: Mapping[str, str], **timeouts: Any
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Make a request, and raise errors of its connection as ours. The first opens the session, since it belongs to
+        the running loop."""
         if self._is_closed:
             raise closed()
         if self._session is None:
@@ -174,16 +161,11 @@ class GatewayHttp:
                 cookie_jar=aiohttp.DummyCookieJar(),
                 headers=self._headers,
             )
-        timeout = aiohttp.ClientTimeout(total=total, sock_connect=CONNECT_TIMEOUT_S, sock_read=sock_read)
-        return self._session.request(
-            method, self.url + path, data=data, headers=headers, timeout=timeout, allow_redirects=False
-        )
-
-    @contextmanager
-    def _translated(self, path: str, timeout_s: float | None) -> Iterator[None]:
-        """Raise errors of a connection as ours."""
+        timeout = aiohttp.ClientTimeout(sock_connect=CONNECT_TIMEOUT_S, **timeouts)
+        options: Any = {"headers": headers, "timeout": timeout, "allow_redirects": False}
         try:
-            yield
+            async with self._session.request(method, self.url + path, data=data, **options) as response:
+                yield response
         except (aiohttp.ClientError, ConnectionError) as error:
             # Before TimeoutError: a failed connection can be both.
             if self._is_closed:
@@ -192,12 +174,10 @@ class GatewayHttp:
             reason = str(error) or type(error).__name__
             raise GatewayUnreachable(f"{self.url} is unreachable: {path}: {reason}", arrived=arrived) from error
         except TimeoutError as error:
-            raise DeadlineExceeded(f"{self.url}: no answer to {path} within {timeout_s or 0:g} s") from error
+            raise self._late(path, timeout.total or 0) from error
 
-    async def _check(self, path: str, response: aiohttp.ClientResponse) -> None:
-        """Raise the error of an answer that is one."""
-        if response.status >= 300:
-            raise (await self._read(path, response)).error
+    def _late(self, path: str, timeout_s: float) -> DeadlineExceeded:
+        return DeadlineExceeded(f"{self.url}: no answer to {path} within {timeout_s:g} s")
 
     async def _read(self, path: str, response: aiohttp.ClientResponse) -> Answer:
         """Return the answer. Raise `ConfigError` for a redirect, which would have a POST repeated as a GET."""

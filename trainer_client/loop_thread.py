@@ -3,7 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError
 from typing import Any, TypeVar
 
 from engines.errors import DeadlineExceeded, InvalidRequest
@@ -24,37 +24,36 @@ class LoopThread:
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
-        self._is_over = False
-        self._one_at_a_time = threading.Lock()
-        """Of calls and the close: the close finds every call that it does not refuse."""
-        self._calls: set[Future[Any]] = set()
-        self._closing: asyncio.Task[None] | None = None
+        self._is_closed = False
+        self._order = threading.Lock()
+        """Of calls and the close, which cancels the calls before it."""
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     @property
     def is_over(self) -> bool:
         """True after `close`, and in a forked process."""
-        return self._is_over or not self._thread.is_alive()
+        return self._is_closed or not self._thread.is_alive()
 
     def wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Return the coroutine's result. An interrupted wait cancels it."""
         try:
-            call = self._begun(coroutine)
+            self._check_caller()
+            self._check_open()  # without the lock, which a fork may have left held
+            with self._order:
+                self._check_open()
+                call = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         except InvalidRequest:
             coroutine.close()
             raise
         try:
             return call.result()
         except CancelledError:
-            if self._is_over:
-                raise closed() from None
+            self._check_open()
             raise
         except BaseException:
             call.cancel()
             raise
-        finally:
-            self._calls.discard(call)
 
     def run(self, call: Callable[[], T]) -> T:
         """Return the result of a call on the loop's thread."""
@@ -72,55 +71,39 @@ class LoopThread:
         Raise `DeadlineExceeded` where a callback keeps the thread busy.
         """
         self._check_caller()
-        if not self._thread.is_alive():
+        if self.is_over:
             return
-        with self._one_at_a_time:
-            if not self._is_over:
-                self._is_over = True
-                self._loop.call_soon_threadsafe(self._begin_close, last)
-        self._thread.join(_CLOSE_TIMEOUT_S)
-        if self._thread.is_alive():
-            raise DeadlineExceeded(f"the client has not closed within {_CLOSE_TIMEOUT_S:g} s: a callback does not end")
-        if self._closing is not None:
-            self._closing.result()
+        with self._order:
+            self._is_closed = True
+            end = asyncio.run_coroutine_threadsafe(self._end(last), self._loop)
+            end.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._loop.stop))
+        try:
+            end.result(_CLOSE_TIMEOUT_S)
+        except TimeoutError as error:
+            raise DeadlineExceeded(
+                f"the client has not closed within {_CLOSE_TIMEOUT_S:g} s: a callback does not end"
+            ) from error
+        self._thread.join()
 
-    def _begun(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        self._check_caller()
-        if not self.is_over:
-            with self._one_at_a_time:
-                if not self._is_over:
-                    call = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-                    self._calls.add(call)
-                    return call
-        if self._is_over:
+    def _run(self) -> None:
+        self._loop.run_forever()
+        self._loop.close()
+
+    async def _end(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        if running := asyncio.all_tasks() - {asyncio.current_task()}:
+            for task in running:
+                task.cancel()
+            await asyncio.wait(running, timeout=_STEP_TIMEOUT_S)
+        await asyncio.wait_for(last(), _STEP_TIMEOUT_S)
+
+    def _check_open(self) -> None:
+        if self._is_closed:
             raise closed()
-        raise InvalidRequest("the client belongs to the process that this was forked from: make another here")
+        if not self._thread.is_alive():
+            raise InvalidRequest("the client belongs to the process that this was forked from: make another here")
 
     def _check_caller(self) -> None:
         if threading.current_thread() is self._thread:
             raise InvalidRequest(
                 "a callback cannot wait for its own client, whose thread it runs on: call it elsewhere"
             )
-
-    # On the loop's thread
-
-    def _run(self) -> None:
-        while self._closing is None or not self._closing.done():
-            try:
-                self._loop.run_forever()
-            except (SystemExit, KeyboardInterrupt) as error:  # of a callback: others wait for the loop
-                self._loop.call_exception_handler({"message": "a callback raised", "exception": error})
-        for call in list(self._calls):  # of what did not end in time
-            call.cancel()
-        self._loop.close()
-
-    def _begin_close(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        self._closing = self._loop.create_task(self._cancel_all_and_run(last))
-        self._closing.add_done_callback(lambda _: self._loop.stop())
-
-    async def _cancel_all_and_run(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        if running := asyncio.all_tasks() - {asyncio.current_task()}:
-            for task in running:
-                task.cancel()
-            await asyncio.wait(running, timeout=_STEP_TIMEOUT_S)
-        await asyncio.wait_for(last(), _STEP_TIMEOUT_S)

@@ -17,8 +17,8 @@ import numpy as np
 
 from engines.errors import InvalidRequest, RolloutGatewayError, TooManyRequests, UnknownRoute
 from trainer_client.client import Prompt, RolloutClient, checked_prompt
-from trainer_client.http import may_pass
 from trainer_client.results import Completion, Outcome, Rollout
+from trainer_client.retries import may_pass
 from trainer_client.sampling import SamplingParams
 from trainer_client.submission import Submission, Suspended
 

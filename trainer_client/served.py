@@ -1,7 +1,7 @@
 """The served weights, as a trainer sees them before a push, and what a push asks for."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from engines.types import InFlight, TensorMeta
 from trainer_client.http import Json
@@ -15,9 +15,6 @@ class PushOptions:
     canary_logprobs: Sequence[float] | None = None
     rolling: bool | None = None
     in_flight: InFlight | None = None
-    after: str | None = None
-    """Id of the update that made the weights to which the tensors are an addition; a conflict where another made the
-    served version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,42 +23,29 @@ class ServedWeights:
 
     model: str
     version: int
-    update: str | None
-    """Id of the update that made the version, if any."""
     tensors: tuple[TensorMeta, ...] | None
     """Checkpoint names, with the engines' dtypes and shapes; None if no replica could read its checkpoint."""
     gpus: dict[str, str]
     """Replica ids by GPU UUID."""
     config: str = ""
     """Content of the checkpoint's config.json."""
+    num_replicas: int = 1
     tied: tuple[tuple[str, ...], ...] = ()
     """Names of each tensor that the checkpoint stores more than once."""
 
     @classmethod
     def read(cls, reply: Json) -> "ServedWeights":
-        """Read an answer of GET /v1/weights, or a result of `json`."""
+        """Read an answer of GET /v1/weights."""
         listed = reply["tensors"]
         return cls(
             model=reply["model"],
             version=reply["weight_version"],
-            update=reply["update"],
             tensors=None if listed is None else tuple(_tensor(one) for one in listed),
             gpus={gpu: replica["replica_id"] for replica in reply["replicas"] for gpu in replica["gpus"]},
             config=reply.get("config", ""),
+            num_replicas=len(reply["replicas"]),
             tied=tuple(map(tuple, reply.get("tied", ()))),
         )
-
-    def json(self) -> Json:
-        """Return the JSON form for another trainer rank."""
-        return {
-            "model": self.model,
-            "weight_version": self.version,
-            "update": self.update,
-            "tensors": self.tensors and [asdict(tensor) for tensor in self.tensors],
-            "config": self.config,
-            "tied": self.tied,
-            "replicas": [{"replica_id": replica_id, "gpus": [gpu]} for gpu, replica_id in self.gpus.items()],
-        }
 
 
 def _tensor(reply: Json) -> TensorMeta:

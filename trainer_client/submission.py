@@ -18,18 +18,17 @@ from engines.errors import (
     DeadlineExceeded,
     GatewayUnreachable,
     RolloutGatewayError,
-    TooManyRequests,
     UnknownCursor,
     UnknownRoute,
 )
 from gateway.api import error_of
-from trainer_client.http import GatewayHttp, Json, may_pass
+from trainer_client.http import GatewayHttp, Json
 from trainer_client.results import Completion, completion_of
+from trainer_client.retries import Retries, now
 
 PATH = "/v1/rollouts"
 _PACKED = "application/msgpack"
 _HEAD = struct.Struct(">xI")
-_PAUSE_S = 0.5
 _ACK_EVERY_S = 1.0
 _CALL_TIMEOUT_S = 30.0
 
@@ -55,14 +54,14 @@ class Submission:
     each completion in the body of its loop can restart with the same id and loses none.
     """
 
-    def __init__(self, http: GatewayHttp, body: Json, *, timeout_s: float, outage_s: float) -> None:
+    def __init__(self, http: GatewayHttp, body: Json, *, timeout_s: float, attempts: int, outage_s: float) -> None:
         self.id: str = body.setdefault("id", uuid.uuid4().hex)
         self.outcomes: dict[int, str] = {}
         self.failures: dict[int, RolloutGatewayError] = {}
         self.prompt_token_ids: dict[int, NDArray[np.int32]] = {}
         self._http = http
         self._body = body
-        self._timeout_s, self._outage_s = timeout_s, outage_s
+        self._timeout_s, self._attempts, self._outage_s = timeout_s, attempts, outage_s
         self._cursor: int | None = None
         self._acked_at = time.monotonic()
         self._seen: set[tuple[int, int]] = set()
@@ -70,7 +69,7 @@ class Submission:
 
     async def __aiter__(self) -> AsyncGenerator[Completion]:
         """Raise `DeadlineExceeded` after `timeout_s`, and the gateway's error where the submission is refused."""
-        deadline = time.monotonic() + self._timeout_s
+        deadline = now() + self._timeout_s
         async with aclosing(self._events(deadline)) as events:
             async for event in events:
                 completion = self._take(event)
@@ -99,50 +98,41 @@ class Submission:
 
     async def _events(self, deadline: float) -> AsyncGenerator[Json]:
         """Events after the cursor, from one connection after the other."""
-        outage_began: float | None = None
-        while not self._has_ended:
-            had_ended = False
-            try:
-                async with aclosing(self._frames()) as frames:
-                    while (event := await self._next(frames, deadline)) is not None:
-                        outage_began = None
-                        if event["type"] == "submission":
-                            had_ended = event["ended"]
-                        else:
-                            had_ended = False  # the end is among the events that come
-                            yield event
-                if had_ended:
-                    return  # its end was acked before, and does not come again
-                if not self._has_ended:
-                    raise GatewayUnreachable(f"the events of {self.id!r} broke off")
-            except UnknownCursor:
-                self._cursor = None  # from the start of what is kept: what was seen is dropped
-            except UnknownRoute:
-                if self._cursor is None:
-                    raise
-                self._cursor = None  # the gateway has lost it: submitted again
-            except TooManyRequests as error:
-                await self._pause(error.retry_after_s, deadline, error)
-            except TimeoutError as error:
-                raise self._late(None) from error
-            except RolloutGatewayError as error:
-                outage_began = outage_began or time.monotonic()
-                if not may_pass(error) or time.monotonic() - outage_began > self._outage_s:
-                    raise
-                await self._pause(_PAUSE_S, deadline, error)
+        retries = Retries(self._attempts, self._outage_s, self._timeout_s, deadline)
+        last: RolloutGatewayError | None = None
+        try:
+            while not self._has_ended:
+                had_ended = False
+                try:
+                    async with aclosing(self._frames()) as frames:
+                        while (event := await self._next(frames, deadline)) is not None:
+                            retries.succeeded()
+                            if event["type"] == "submission":
+                                had_ended = event["ended"]
+                            else:
+                                had_ended = False  # the end is among the events that come
+                                yield event
+                    if had_ended:
+                        return  # its end was acked before, and does not come again
+                    if not self._has_ended:
+                        raise GatewayUnreachable(f"the events of {self.id!r} broke off")
+                except UnknownCursor:
+                    self._cursor = None  # from the start of what is kept: what was seen is dropped
+                except UnknownRoute:
+                    if self._cursor is None:
+                        raise
+                    self._cursor = None  # the gateway has lost it: submitted again
+                except RolloutGatewayError as error:
+                    last = error
+                    async with asyncio.timeout_at(deadline):
+                        await retries.pause(error)
+        except TimeoutError as error:
+            met = f"; the last error: {last}" if last else ""
+            raise DeadlineExceeded(f"{self.id!r} has not ended within timeout_s = {self._timeout_s:g}{met}") from error
 
     async def _next(self, frames: AsyncGenerator[Json], deadline: float) -> Json | None:
-        async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
+        async with asyncio.timeout_at(deadline):
             return await anext(frames, None)
-
-    async def _pause(self, seconds: float, deadline: float, error: RolloutGatewayError) -> None:
-        if time.monotonic() + seconds > deadline:
-            raise self._late(error) from error
-        await asyncio.sleep(seconds)
-
-    def _late(self, last: RolloutGatewayError | None) -> DeadlineExceeded:
-        met = f"; the last error: {last}" if last else ""
-        return DeadlineExceeded(f"{self.id!r} has not ended within timeout_s = {self._timeout_s:g}{met}")
 
     async def _frames(self) -> AsyncGenerator[Json]:
         """The events of one connection. The POST joins what the gateway has of the id."""

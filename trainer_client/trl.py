@@ -24,16 +24,14 @@ from engines.errors import WeightUpdateFailed
 from engines.transfer.gloo import TIMEOUT_S, WeightGroup, address_towards, group_info, send
 from engines.transfer.packing import NamedTensor
 
-WEIGHT_ROUTES = (
+_WEIGHT_ROUTES = (
     "/init_weight_transfer_engine",
     "/start_weight_update",
     "/update_weights",
     "/finish_weight_update",
     "/reset_prefix_cache",
 )
-COLLECTIVE_ROUTES = ("/init_weight_transfer_engine", "/update_weights")
-"""Calls during which the trainer waits for engines in the group."""
-CONNECT_TIMEOUT_S = 10.0
+_CONNECT_TIMEOUT_S = 10.0
 _GROUP_IS_OVER = 424
 
 
@@ -72,7 +70,8 @@ class _Replayed(Retry):
 class GlooVLLMClient(VLLMClient):
     """TRL's client over gloo, with bounded waits in a weight sync.
 
-    A failed weight call also ends the broadcast beside it, with the server's reason.
+    A failed weight call ends the broadcast beside it, with the server's reason, and the group: the next update opens
+    another.
     """
 
     communicator: WeightGroup | None
@@ -82,9 +81,9 @@ class GlooVLLMClient(VLLMClient):
     def __init__(self, *args: Any, timeout_s: float = TIMEOUT_S, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._timeout_s = timeout_s
-        self._refused: Exception | None = None
+        self._is_over = False
         replayed = HTTPAdapter(max_retries=_Replayed(5, status=0, other=0, backoff_factor=2, allowed_methods=None))
-        for route in WEIGHT_ROUTES:
+        for route in _WEIGHT_ROUTES:
             self.session.mount(f"{self.base_url}{route}", replayed)
 
     def init_communicator(self, device: torch.device | str | int = 0) -> None:
@@ -97,12 +96,13 @@ class GlooVLLMClient(VLLMClient):
         info = group_info(address, self.group_port, world_size)
         self.close_communicator()
         self.communicator = group = WeightGroup(address, self.group_port, 0, world_size, self._timeout_s)
-        self._place = f"{address}:{self.group_port}"
+        self._is_over = False
         group.listen()
-        with self._refusals_first(), ThreadPoolExecutor(max_workers=1) as beside:
+        with ThreadPoolExecutor(max_workers=1) as beside:
             answer = beside.submit(self._post, f"{self.base_url}/init_weight_transfer_engine", json={"init_info": info})
             group.join()
             answer.result()
+        self._place = f"{address}:{self.group_port}"
 
     def close_communicator(self) -> None:
         """Leave the group; waiting engines are released."""
@@ -119,36 +119,18 @@ class GlooVLLMClient(VLLMClient):
         try:
             yield
         except BaseException as error:
-            self._abandon(f"{type(error).__name__}: {error}")
+            # The trainer needs its own error. A plain vLLM has no such route, and leaves the update open.
+            with contextlib.suppress(RequestException):
+                reason = {"reason": f"{type(error).__name__}: {error}"}
+                self.session.delete(f"{self.base_url}/v1/weight_updates", json=reason, timeout=self._timeouts)
             raise
         finally:
             self._updating_weights = False
         self._finish_weight_update()
 
-    def update_named_params(
-        self, metadata: list[tuple[str, str, list[int]]], named_params: Iterator[NamedTensor]
-    ) -> None:
-        with self._refusals_first():
-            super().update_named_params(metadata, named_params)
-
-    @contextmanager
-    def _refusals_first(self) -> Iterator[None]:
-        """Raise the server's reason where a refusal has ended the group, and leave it."""
-        try:
-            yield
-        except Exception as error:
-            if self._refused is None:
-                raise
-            self.close_communicator()
-            if error is self._refused:
-                raise WeightUpdateFailed(f"{error}") from error
-            if isinstance(error, WeightUpdateFailed):
-                raise WeightUpdateFailed(f"{self._refused}; {error}") from self._refused
-            raise  # the trainer's own, of which the refusal came
-
     def _start_weight_update(self) -> None:
         """Open the update. Where the group is over, as after a refusal or a gateway's restart, open another first."""
-        if self.communicator is None:
+        if self.communicator is None or self._is_over:
             self.init_communicator()
         answer = self._start()
         if answer.status_code == _GROUP_IS_OVER:
@@ -158,28 +140,25 @@ class GlooVLLMClient(VLLMClient):
             raise WeightUpdateFailed(f"/start_weight_update failed: {answer.status_code}, {answer.text}")
 
     def _start(self) -> Response:
-        url, timeout = f"{self.base_url}/start_weight_update", (CONNECT_TIMEOUT_S, self._timeout_s)
-        answer: Response = self.session.post(url, json={"group": self._place}, timeout=timeout)
+        url = f"{self.base_url}/start_weight_update"
+        answer: Response = self.session.post(url, json={"group": self._place}, timeout=self._timeouts)
         return answer
 
-    def _abandon(self, reason: str) -> None:
-        # The trainer needs its own error. A plain vLLM has no such route, and leaves the update open.
-        with contextlib.suppress(RequestException):
-            url, timeout = f"{self.base_url}/v1/weight_updates", (CONNECT_TIMEOUT_S, self._timeout_s)
-            self.session.delete(url, json={"reason": reason}, timeout=timeout)
+    @property
+    def _timeouts(self) -> tuple[float, float]:
+        return _CONNECT_TIMEOUT_S, self._timeout_s
 
     def _post(self, url: str, **kwargs: Any) -> dict[str, Any]:
         route = url.removeprefix(self.base_url)
-        if route not in WEIGHT_ROUTES:
+        if route not in _WEIGHT_ROUTES:
             return dict(super()._post(url, **kwargs))
-        self._refused = None
         try:
-            reply: dict[str, Any] = super()._post(url, timeout=(CONNECT_TIMEOUT_S, self._timeout_s), **kwargs)
+            reply: dict[str, Any] = super()._post(url, timeout=self._timeouts, **kwargs)
         except Exception as error:
-            self._refused = error
-            if route in COLLECTIVE_ROUTES and self.communicator is not None:
+            self._is_over = True
+            if self.communicator is not None:
                 self.communicator.give_up(f"{route} failed: {error}")
-            raise
+            raise WeightUpdateFailed(f"{route} failed: {error}") from error
         if route == "/finish_weight_update":
             self.weight_version = reply.get("weight_version")
         return reply

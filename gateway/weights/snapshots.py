@@ -18,7 +18,7 @@ import structlog
 
 from engines.checkpoint import stored_bytes
 from engines.engine import Json
-from engines.errors import DeadlineExceeded, InvalidRequest, StoreFailed
+from engines.errors import DeadlineExceeded, InvalidRequest, StoreFailed, WeightUpdateConflict
 from engines.store.draft import complete, is_whole
 from engines.store.manifest import Manifest, check_bytes
 from engines.store.weight_store import WeightStore, note_record, record_in, remove_folder
@@ -198,16 +198,16 @@ class Snapshots:
     async def announced(self, name: str, served: int) -> Json:
         """Join a trainer's draft with its base, check its bytes, and return names, dtypes and shapes.
 
-        A draft of changes must refer to version `served`. Raises `InvalidRequest` where it is missing or damaged.
+        A draft of changes must refer to version `served`. Raises `InvalidRequest` where it is missing or damaged, and
+        `WeightUpdateConflict` where it refers to another version.
         """
         store = self._open_store()
         draft = await self._aside(store.named, name)
         manifest = await self._aside(Manifest.read, draft)
         if manifest.base not in (None, served):
-            raise InvalidRequest(
+            raise WeightUpdateConflict(
                 f"snapshot = {name!r} has changes to version {manifest.base}, and version {served} is served: another "
-                "trainer has pushed in between; push the tensors whole",
-                param="snapshot",
+                "trainer has pushed in between; push the tensors whole"
             )
         await self._aside(store.join, draft)
         manifest = await self._aside(check_bytes, draft)

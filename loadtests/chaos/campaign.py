@@ -3,13 +3,13 @@
     python -m loadtests.chaos.campaign [--replicas 3] [--fleet 20] [--seconds 24] [--fault "replica killed"]
                               [--in-flight abort] [--workers 2] [--json out.json]
 
-Engines are simulated, so that every token can be checked (`contents.py`). Each fault meets a healthy fleet under load;
-before the next, the fleet must recover and take a new update on all replicas. There are two parts:
+Engines are simulated, so that every token can be checked (`clients/contents.py`). Each fault meets a healthy fleet
+under load; before the next, the fleet must recover and take a new update on all replicas. There are two parts:
 
 * Faults of weight updates (`faults.py`), on Ray Serve as in production, with `--replicas` engines. The weight store is
   a small mounted file system, to test a full disk. Without permission to mount that fault is skipped; or run
   `unshare --map-root-user --mount make chaos`.
-* Faults of rollouts (`rollout_faults.py`, `measures.py`), on `--fleet` engines beside an undisturbed twin, whose
+* Faults of rollouts (`rollouts/`), on `--fleet` engines beside an undisturbed twin, whose
   goodput is the measure. Each lasts `--seconds`.
 
 The last line is `lost N, duplicated N, stale N, wrong N, hung N`; the exit status is 1 if a count is not 0, a rollout
@@ -38,12 +38,12 @@ from engines.process.port import free_port
 from engines.types import InFlight
 from gateway.cli.cluster.ray_head import SERVE_ENVIRONMENT
 from gateway.config.schema import Config
+from loadtests.chaos.clients.tally import Tally
+from loadtests.chaos.clients.witness import Witness
 from loadtests.chaos.faults import DISK_FULL, FAULTS, CallFailed, Hung, Trainer, World, until
-from loadtests.chaos.rollout_faults import OF_WORKERS
-from loadtests.chaos.rollouts import OF_ROLLOUTS, hurt_rollouts, report
-from loadtests.chaos.rollouts import Outcome as RolloutOutcome
-from loadtests.chaos.tally import Tally
-from loadtests.chaos.witness import Witness
+from loadtests.chaos.rollouts.faults import OF_WORKERS
+from loadtests.chaos.rollouts.fleets import OF_ROLLOUTS, hurt_rollouts, report
+from loadtests.chaos.rollouts.fleets import Outcome as RolloutOutcome
 
 _SIM = SimConfig(load_s=0.3, decode_step_s=0.004)
 _CLIENTS = 4

@@ -23,11 +23,11 @@ import aiohttp
 import orjson
 
 from engines.config import SimConfig
-from loadtests.chaos.bad_requests import ADMIN_KEY, INFERENCE_KEY, BadRequest, bad_requests
-from loadtests.chaos.callers import Callers
+from loadtests.chaos.clients.bad_requests import ADMIN_KEY, INFERENCE_KEY, BadRequest, bad_requests
+from loadtests.chaos.clients.callers import Callers
+from loadtests.chaos.clients.tally import Tally
 from loadtests.chaos.faults import until
 from loadtests.chaos.processes.process_fleet import ProcessFleet, fleet_config, running
-from loadtests.chaos.tally import Tally
 
 SIM = SimConfig(decode_step_s=0.001)
 _REPLICAS = 2

@@ -1,12 +1,12 @@
 """A soak of a fleet: rollouts, weight updates and deaths for an hour. Does anything drift or leak?
 
-    python -m loadtests.chaos.soak [--minutes 60] [--replicas 4] [--vllm 2] [--clients 4] [--update-every 10]
-                                   [--kill-every 30] [--json out.json]
+    python -m loadtests.chaos.soak [--minutes 60] [--replicas 4] [--clients 4] [--update-every 10] [--kill-every 30]
+                                   [--json out.json]
 
-Engines are simulated; `--vllm 2` soaks a second fleet beside it, of real vLLM replicas on CPU. Every token is checked
-(`witness.py`, `real_engines.py`). Each gateway's process is measured every two seconds and compared between the second
-quarter of the run and the last: memory, descriptors, threads, tasks, and the bytes of its weight store in /dev/shm. The
-exit status is 1 if a rollout was lost, duplicated, stale, wrong or failed, or if something grew.
+Engines are simulated, and every token is checked (`clients/witness.py`). The gateway's process is measured every two
+seconds and compared between the second quarter of the run and the last: memory, descriptors, threads, tasks, and the
+bytes of its weight store in /dev/shm. The exit status is 1 if a rollout was lost, duplicated, stale, wrong or failed,
+or if something grew.
 """
 
 import argparse
@@ -18,10 +18,9 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, asynccontextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import aiohttp
@@ -29,16 +28,11 @@ import orjson
 import psutil
 
 from engines.config import SimConfig
-from engines.errors import RolloutGatewayError
-from gateway.config.schema import Config
 from gateway.weights.snapshots import in_memory
+from loadtests.chaos.clients.tally import Tally
+from loadtests.chaos.clients.witness import Witness
 from loadtests.chaos.faults import CallFailed, Trainer
 from loadtests.chaos.processes.process_fleet import ProcessFleet, fleet_config, healthy_within, running
-from loadtests.chaos.processes.real_engines import GreedyWitness, real_config, store_trainer
-from loadtests.chaos.tally import Tally
-from loadtests.chaos.witness import Witness
-
-Push = Callable[[], Awaitable[None]]
 
 _SIM = SimConfig(load_s=0.1, decode_step_s=0.01)
 _BOUND_S = 120.0
@@ -97,77 +91,46 @@ class Soak:
         return lines
 
 
-@dataclass(frozen=True, slots=True)
-class Soaked:
-    """A fleet under soak. `trainer` gives the call that pushes its next version."""
-
-    name: str
-    config: Config
-    fleet: ProcessFleet
-    witness: Witness
-    trainer: Callable[[], AbstractAsyncContextManager[Push]]
-    result: Soak
-
-
-def simulated(replicas: int, clients: int, folder: Path) -> Soaked:
-    """Return a fleet of simulated engines."""
-    config = fleet_config("soak", replicas, _SIM, folder)
-    fleet = ProcessFleet(config, folder)
-    witness = Witness(fleet.url, _SIM, num_clients=clients, bound_s=_BOUND_S)
-    return Soaked("simulated", config, fleet, witness, lambda: _sim_trainer(fleet.url, witness), Soak([], Tally()))
-
-
-def real(replicas: int, clients: int, folder: Path) -> Soaked:
-    """Return a fleet of vLLM engines on CPU."""
-    config = real_config(replicas, folder)
-    fleet = ProcessFleet(config, folder)
-    witness = GreedyWitness(fleet.url, num_clients=clients, bound_s=_BOUND_S)
-    trainer = partial(store_trainer, fleet.url, witness, config.engine.model)
-    return Soaked("vllm", config, fleet, witness, trainer, Soak([], Tally()))
+async def soak(seconds: float, replicas: int, clients: int, *, update_every_s: float, kill_every_s: float) -> Soak:
+    """Run a fleet in processes of its own, under clients, updates and deaths."""
+    result = Soak([], Tally())
+    with tempfile.TemporaryDirectory(prefix="soak-") as folder:
+        config = fleet_config("soak", replicas, _SIM, Path(folder))
+        fleet = ProcessFleet(config, Path(folder))
+        witness = Witness(fleet.url, _SIM, num_clients=clients, bound_s=_BOUND_S)
+        timeout = aiohttp.ClientTimeout(total=_BOUND_S)
+        async with running(fleet), aiohttp.ClientSession(fleet.url, timeout=timeout) as session:
+            await healthy_within(fleet.url, _BOUND_S)
+            trainer = Trainer(fleet.url, witness, session)
+            witness.watch()
+            looks = _looks(fleet, session, in_memory(config.name), result)
+            work = _updates(trainer, result, update_every_s), _kills(fleet, result, kill_every_s), looks
+            tasks = [asyncio.create_task(one) for one in work]
+            try:
+                ended, _ = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+            for task in ended:
+                task.result()  # raises: none of them ends by itself
+            result.tally = await witness.seen()
+    return result
 
 
-async def soak(seconds: float, soaked: Sequence[Soaked], *, update_every_s: float, kill_every_s: float) -> None:
-    """Run fleets in processes of their own, and fill their results."""
-    async with running(*(one.fleet for one in soaked)), AsyncExitStack() as stack:
-        work = []
-        for one in soaked:
-            await healthy_within(one.fleet.url, _BOUND_S)
-            push = await stack.enter_async_context(one.trainer())
-            one.witness.watch()
-            work += [_updates(push, one, update_every_s), _kills(one, kill_every_s), _looks(one)]
-        tasks = [asyncio.create_task(one) for one in work]
-        try:
-            ended, _ = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-        for task in ended:
-            task.result()  # raises: none of them ends by itself
-        for one in soaked:
-            one.result.tally = await one.witness.seen()
-
-
-@asynccontextmanager
-async def _sim_trainer(url: str, witness: Witness) -> AsyncIterator[Push]:
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_BOUND_S)) as session:
-        yield Trainer(url, witness, session).push
-
-
-async def _updates(push: Push, soaked: Soaked, every_s: float) -> None:
+async def _updates(trainer: Trainer, result: Soak, every_s: float) -> None:
     """Push versions. An update that a death falls into may be refused; the next one has to bring all replicas on."""
     while True:
         await asyncio.sleep(every_s)
         try:
-            await push()
-            soaked.result.updates += 1
-        except (CallFailed, RolloutGatewayError) as error:
-            soaked.result.updates_failed += 1
-            print(f"{soaked.name}: update refused: {error}", flush=True)
+            await trainer.push()
+            result.updates += 1
+        except CallFailed as error:
+            result.updates_failed += 1
+            print(f"update refused: {error}", flush=True)
 
 
-async def _kills(soaked: Soaked, every_s: float) -> None:
-    fleet, result = soaked.fleet, soaked.result
+async def _kills(fleet: ProcessFleet, result: Soak, every_s: float) -> None:
     while True:
         await asyncio.sleep(every_s)
         await fleet.complete()
@@ -175,17 +138,15 @@ async def _kills(soaked: Soaked, every_s: float) -> None:
         result.kills += 1
 
 
-async def _looks(soaked: Soaked) -> None:
-    process, began, store = psutil.Process(soaked.fleet.gateway_pid), time.monotonic(), in_memory(soaked.config.name)
-    async with aiohttp.ClientSession(soaked.fleet.url, timeout=aiohttp.ClientTimeout(total=_BOUND_S)) as session:
-        while True:
-            await asyncio.sleep(_LOOK_S)
-            tasks = await _tasks(session)
-            with process.oneshot():
-                rss, threads, descriptors = process.memory_info().rss, process.num_threads(), process.num_fds()
-            size = await asyncio.to_thread(bytes_in, store)
-            look = Look(time.monotonic() - began, rss / 1e6, descriptors, threads, tasks, size / 1e6)
-            soaked.result.looks.append(look)
+async def _looks(fleet: ProcessFleet, session: aiohttp.ClientSession, store: Path, result: Soak) -> None:
+    process, began = psutil.Process(fleet.gateway_pid), time.monotonic()
+    while True:
+        await asyncio.sleep(_LOOK_S)
+        tasks = await _tasks(session)
+        with process.oneshot():
+            rss, threads, descriptors = process.memory_info().rss, process.num_threads(), process.num_fds()
+        size = await asyncio.to_thread(bytes_in, store)
+        result.looks.append(Look(time.monotonic() - began, rss / 1e6, descriptors, threads, tasks, size / 1e6))
 
 
 async def _tasks(session: aiohttp.ClientSession) -> int:
@@ -205,10 +166,10 @@ def bytes_in(folder: Path) -> int:
     return total
 
 
-def _print(name: str, result: Soak) -> None:
+def _print(result: Soak) -> None:
     tally = result.tally
     print(
-        f"{name}, {result.looks[-1].at_s:.0f} s: {tally.delivered} delivered, {tally.failed} failed, "
+        f"{result.looks[-1].at_s:.0f} s: {tally.delivered} delivered, {tally.failed} failed, "
         f"{result.updates} updates, {result.updates_failed} refused, {result.kills} engines killed"
     )
     for name in _MOST_GROWTH:
@@ -228,25 +189,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--update-every", type=float, default=10.0, metavar="SECONDS")
     parser.add_argument("--kill-every", type=float, default=30.0, metavar="SECONDS")
-    parser.add_argument("--vllm", type=int, default=0, metavar="N", help="N vLLM replicas on CPU beside them")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
     args = parser.parse_args(argv)
-    with ExitStack() as stack:
-        folders = (Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="soak-"))) for _ in range(2))
-        soaked = [simulated(args.replicas, args.clients, next(folders))]
-        soaked += [real(args.vllm, args.clients, next(folders))] if args.vllm else []
-        work = soak(60 * args.minutes, soaked, update_every_s=args.update_every, kill_every_s=args.kill_every)
-        try:
-            asyncio.run(work)
-        except KeyboardInterrupt:
-            print("interrupted: no result", file=sys.stderr)
-            return 130
-    for one in soaked:
-        _print(one.name, one.result)
+    every = {"update_every_s": args.update_every, "kill_every_s": args.kill_every}
+    try:
+        result = asyncio.run(soak(60 * args.minutes, args.replicas, args.clients, **every))
+    except KeyboardInterrupt:
+        print("interrupted: no result", file=sys.stderr)
+        return 130
+    _print(result)
     if args.json:
-        figures = {one.name: dataclasses.asdict(one.result) for one in soaked}
-        args.json.write_bytes(orjson.dumps(figures, option=orjson.OPT_INDENT_2))
-    return 0 if all(one.result.is_clean for one in soaked) else 1
+        args.json.write_bytes(orjson.dumps(dataclasses.asdict(result), option=orjson.OPT_INDENT_2))
+    return 0 if result.is_clean else 1
 
 
 if __name__ == "__main__":

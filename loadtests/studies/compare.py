@@ -277,7 +277,6 @@ def _loads(args: argparse.Namespace) -> list[Load]:
 def _report(comparison: Comparison, args: argparse.Namespace) -> dict[str, Any]:
     return {
         "taken": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "label": args.label,
         "cpus": os.cpu_count(),
         "python": sys.version.split()[0],
         "engines": len(comparison.targets.engines),
@@ -314,7 +313,6 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--clients", type=int, default=2, metavar="N", help="client processes")
     add("--timeout-s", type=float, default=300.0, help="limit on a run")
     add("--budget-s", type=float, default=float("inf"), help="start no further pair after this many seconds")
-    add("--label", default="", help="label for the report")
     add("--json", type=Path, metavar="FILE", help="write every run and the summary")
     args = parser.parse_args(argv)
     if not args.streams and not args.batch:

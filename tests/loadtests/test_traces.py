@@ -8,7 +8,7 @@ import pytest
 
 from gateway.config.schema import TraceConfig
 from gateway.http.trace import Arrival, Trace
-from loadtests.traces import Recorded, TraceError, read_trace, sessions_of
+from loadtests.traces import Recorded, TraceError, read_trace
 from loadtests.workloads import Json
 from tests.loadtests.locust_runs import locust
 from tests.rigs.rig import Rig, StartRig
@@ -42,22 +42,6 @@ def test_shared_prefixes_are_shared_again(path: Path) -> None:
     assert first[:64] == second[:64] != third
     assert first[64:] != second[64:]
     assert first[:64] != PREFIX  # nobody's tokens
-
-
-def test_arrivals_lengths_and_parameters(path: Path) -> None:
-    body = {"prompt": [PREFIX, PREFIX], "n": 3, "temperature": 0.5, "max_tokens": 99}
-    [one, two] = recorded(path, (body, ""), ({"prompt": "b" * 400}, ""))
-    assert one.at == 0.0
-    assert two.at == pytest.approx(1.0)
-    assert (one.samples, one.completions, one.tokens) == (3, 6, 2)
-    assert one.params == {"temperature": 0.5, "max_tokens": 99}
-    assert len(two.prompts[0]) == 70  # text has as many tokens as the engine counted
-
-
-def test_turns_of_a_session_stay_together(path: Path) -> None:
-    body = {"prompt": PREFIX}
-    pieces = sessions_of(recorded(path, (body, "a"), (body, ""), (body, "b"), (body, "a"), (body, "")))
-    assert [len(piece) for piece in pieces] == [2, 1, 1, 1]
 
 
 def test_what_is_no_trace_is_refused_by_line(path: Path) -> None:

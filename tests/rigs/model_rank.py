@@ -2,7 +2,7 @@
 
     python -m tests.rigs.model_rank RANK FOLDER URL TRANSPORT MODEL...
 
-Pushes the checkpoints MODEL one after the other, the second and later ones as a delta, and prints each version.
+Pushes the checkpoints MODEL one after the other, into the store as deltas, and prints each version.
 """
 
 import sys
@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
-from trainer_client import BlockingRolloutClient, WeightProgress, WeightSender
+from trainer_client import BlockingRolloutClient, WeightSender
 
 WORLD_SIZE = 2
 TIMEOUT_S = 60.0
@@ -36,14 +36,12 @@ def main() -> None:
         "gloo", store=meeting, rank=int(rank), world_size=WORLD_SIZE, timeout=timedelta(seconds=TIMEOUT_S)
     )
     mesh = init_device_mesh("cpu", (WORLD_SIZE,))
-    sent: list[WeightProgress] = []
     with (
         BlockingRolloutClient(url) as client,
-        WeightSender(client, transport=transport, delta=True, timeout_s=TIMEOUT_S, on_progress=sent.append) as sender,  # type: ignore[arg-type]
+        WeightSender(client, transport=transport, delta=transport == "store", timeout_s=TIMEOUT_S) as sender,  # type: ignore[arg-type]
     ):
         for model in models:
-            sent.clear()
-            print(sender.push(sharded(model, mesh)), len(sent), flush=True)
+            print(sender.push(sharded(model, mesh)), flush=True)
     dist.destroy_process_group()
 
 

@@ -17,7 +17,7 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from engines.config import SimConfig
 from sim.dialect import Limits
-from sim.model import SimModel, seeded_draw, tokenize
+from sim.model import SimModel, seeded_draw
 from sim.scheduler import SimScheduler
 from sim.server import SimServer
 
@@ -49,12 +49,6 @@ class Engine:
     async def complete(self, **body: Any) -> list[Json]:
         reply = await self.ask("/v1/completions", {"prompt": PROMPT, "return_token_ids": True} | body)
         return list(reply["choices"])
-
-    async def stream(self, path: str, **body: Any) -> list[Json]:
-        async with self.client.post(path, json=body | {"stream": True, "return_token_ids": True}) as reply:
-            events = (await reply.text()).strip().split("\n\n")
-        assert events.pop() == "data: [DONE]"
-        return [json.loads(event.removeprefix("data: ")) for event in events]
 
     async def metric(self, name: str) -> float:
         async with self.client.get("/metrics") as reply:
@@ -96,104 +90,11 @@ async def test_replicas_with_the_same_weights_give_the_same_greedy_tokens() -> N
             assert choice["token_ids"] == expected
 
 
-async def test_samples_come_prompt_by_prompt_each_with_its_prompt() -> None:
-    async with engine() as replica:
-        choices = await replica.complete(prompt=[[9], [8, 8]], n=3, max_tokens=8, seed=4, ignore_eos=True)
-    assert [choice["index"] for choice in choices] == list(range(6))
-    assert [choice["prompt_token_ids"] for choice in choices] == [[9]] * 3 + [[8, 8]] * 3
-    for i, choice in enumerate(choices):
-        prompt, draw = choice["prompt_token_ids"], seeded_draw(4, i % 3)
-        assert choice["token_ids"] == MODEL.complete(prompt, draw=draw, max_tokens=8, ignore_eos=True)
-        assert choice["finish_reason"] == "length"
-
-
 async def test_without_a_seed_samples_differ_within_a_server_and_repeat_on_its_twin() -> None:
     async with engine() as one, engine() as twin, engine(seed=1) as other:
         texts = [[choice["text"] for choice in await replica.complete(n=4)] for replica in (one, twin, other, one)]
     assert texts[0] == texts[1]
     assert len({text for group in (texts[0], texts[2], texts[3]) for text in group}) == 12
-
-
-async def test_text_prompts_are_tokens_of_their_characters() -> None:
-    async with engine() as replica:
-        first, second = await replica.complete(prompt=["ab", "c"])
-        assert first["prompt_token_ids"] == tokenize("ab")
-        tokens = (await replica.ask("/tokenize", {"prompt": "ab"}))["tokens"]
-        assert tokens == first["prompt_token_ids"]
-        assert await replica.ask("/detokenize", {"tokens": tokens}) == {"prompt": "ab"}
-        assert second["finish_reason"] in ("stop", "length")
-
-
-async def test_a_stream_never_tells_the_head_of_a_stop_string_that_is_cut_off() -> None:
-    body = {"prompt": PROMPT, "max_tokens": 20, "temperature": 0, "ignore_eos": True}
-    async with engine(SLOW) as replica:
-        (whole,) = await replica.complete(**body)
-        for stop in (whole["text"][7:11], whole["text"][7:10] + "no"):
-            parts = [chunk["choices"][0] for chunk in await replica.stream("/v1/completions", **body, stop=stop)]
-            text, comes = "".join(part["text"] for part in parts), stop in whole["text"]
-            assert text == (whole["text"][:7] if comes else whole["text"])
-            assert parts[-1]["stop_reason"] == (stop if comes else None)
-    assert len(parts) > 1
-
-
-async def test_chat_answers_whole_and_streamed() -> None:
-    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 6, "seed": 1, "ignore_eos": True, "n": 2}
-    async with engine() as replica:
-        asked = body | {"return_token_ids": True, "logprobs": True, "top_logprobs": 2}
-        whole = await replica.ask("/v1/chat/completions", asked)
-        chunks = await replica.stream("/v1/chat/completions", **body)
-    assert whole["prompt_token_ids"] == tokenize("<|user|>hi\n<|assistant|>") == chunks[0]["prompt_token_ids"]
-    for choice in whole["choices"]:
-        told = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == choice["index"]]
-        assert told[0]["delta"] == {"role": "assistant", "content": ""}
-        assert "".join(part["delta"]["content"] for part in told) == choice["message"]["content"]
-        assert [len(entry["top_logprobs"]) for entry in choice["logprobs"]["content"]] == [2] * 6
-
-
-@pytest.mark.parametrize(
-    ("body", "status"),
-    [
-        ({"prompt": [5] * 65}, 400),
-        ({"prompt": [5] * 64}, 400),
-        ({"prompt": []}, 400),
-        ({"prompt": [[5], []]}, 400),
-        ({"prompt": ""}, 400),
-        ({}, 400),
-        ({"prompt": [-1]}, 400),
-        ({"prompt": PROMPT, "n": 2, "temperature": 0}, 400),
-        ({"prompt": PROMPT, "max_tokens": 0}, 400),
-        ({"prompt": PROMPT, "min_tokens": 20}, 400),
-        ({"prompt": PROMPT, "temperature": -1}, 400),
-        ({"prompt": PROMPT, "model": "other"}, 404),
-    ],
-)
-async def test_a_bad_request_is_refused_as_vllm_refuses_it(body: Json, status: int) -> None:
-    async with engine(max_model_len=64) as replica:
-        error = (await replica.ask("/v1/completions", body, status=status))["error"]
-        assert error["code"] == status
-        assert set(error) == {"message", "type", "param", "code"}
-        await replica.complete()  # and it goes on serving
-
-
-async def test_a_body_that_is_no_json_is_refused() -> None:
-    async with engine() as replica, replica.client.post("/v1/completions", data=b"{") as reply:
-        assert reply.status == 400
-        assert (await reply.json())["error"]["type"] == "Bad Request"
-
-
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/v1/chat/completions", {"messages": []}),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "top_logprobs": 1}),
-        ("/tokenize", {}),
-        ("/abort_requests", None),
-        ("/pause?mode=never", None),
-    ],
-)
-async def test_other_routes_refuse_what_vllm_refuses(path: str, body: Json | None) -> None:
-    async with engine() as replica:
-        assert (await replica.ask(path, body, status=400))["error"]["code"] == 400
 
 
 async def test_a_prompt_near_the_limit_gets_the_tokens_that_are_left() -> None:
@@ -212,39 +113,6 @@ async def test_weight_calls_out_of_order_fail() -> None:
         await replica.ask("/finish_weight_update", {}, status=500)
         await replica.ask("/init_weight_transfer_engine", {}, status=400)
         assert await replica.see("/weight_info") == {"weight_version": "default"}
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [{"names": ["bias"]}, {"shapes": [[4, 5]]}, {"dtype_names": ["complex"]}, {"shapes": []}, {"packed": True}],
-)
-async def test_an_update_with_other_tensors_fails_and_the_old_version_serves_on(wrong: Json) -> None:
-    async with engine() as replica:
-        await replica.ask("/init_weight_transfer_engine", INIT)
-        await replica.ask("/start_weight_update")
-        await replica.ask("/update_weights", {"update_info": UPDATE["update_info"] | wrong}, status=500)
-        (choice,) = await replica.complete(temperature=0, max_tokens=5)
-    assert choice["token_ids"] == MODEL.complete(PROMPT, max_tokens=5)
-
-
-async def test_ranks_outside_the_group_are_refused() -> None:
-    async with engine() as replica:
-        for rank_offset in (0, 2):
-            info = INIT["init_info"] | {"rank_offset": rank_offset}
-            await replica.ask("/init_weight_transfer_engine", {"init_info": info}, status=500)
-
-
-async def test_the_version_is_what_finish_says_or_one_more() -> None:
-    async with engine() as replica:
-        await replica.ask("/init_weight_transfer_engine", INIT)
-        seen = []
-        for finish in ({}, {"weight_version": "7"}, {}):
-            await replica.update(**finish)
-            seen.append((await replica.see("/weight_info"))["weight_version"])
-        await replica.ask("/update_weight_version", {"new_version": "20"})
-        (choice,) = await replica.complete(temperature=0, max_tokens=5)
-    assert seen == ["1", "7", "8"]
-    assert choice["token_ids"] == MODEL.complete(PROMPT, versions="20", max_tokens=5)
 
 
 async def test_a_completion_kept_across_an_update_has_a_span_of_each_version() -> None:
@@ -270,32 +138,6 @@ async def test_a_completion_kept_across_an_update_has_a_span_of_each_version() -
     assert choice["token_ids"] == MODEL.complete(PROMPT, versions=versions, max_tokens=60, ignore_eos=True)
 
 
-async def test_clearing_the_cache_recomputes_kept_requests_and_loses_no_token() -> None:
-    async with engine(SLOW) as replica:
-        replica.scheduler.stall(after=4)
-        running = in_background(replica.complete(temperature=0, max_tokens=60, ignore_eos=True))
-        await replica.until("generation_tokens_total", lambda count: count == 4)
-        await replica.ask("/pause?mode=keep")
-        assert await replica.metric("num_requests_waiting") == 1
-        replica.scheduler.go_on()
-        await replica.ask("/resume")
-        (choice,) = await running
-    assert choice["token_ids"] == MODEL.complete(PROMPT, max_tokens=60, ignore_eos=True)
-
-
-@pytest.mark.parametrize("order", ["/pause", "/abort_requests"])
-async def test_aborted_requests_end_with_the_tokens_they_have(order: str) -> None:
-    async with engine(SLOW) as replica:
-        replica.scheduler.stall(after=3)
-        running = in_background(replica.complete(n=2, seed=2, max_tokens=500, ignore_eos=True))
-        await replica.until("generation_tokens_total", lambda count: count == 6)
-        await replica.ask(order, {})
-        choices = await running
-    for i, choice in enumerate(choices):
-        assert choice["finish_reason"] == "abort"
-        assert choice["token_ids"] == MODEL.complete(PROMPT, draw=seeded_draw(2, i), max_tokens=3, ignore_eos=True)
-
-
 @pytest.mark.parametrize(("max_num_seqs", "kv_tokens"), [(3, 4096), (64, 30)])
 async def test_what_does_not_fit_waits_and_is_served_in_the_end(max_num_seqs: int, kv_tokens: int) -> None:
     sim = SLOW.model_copy(update={"kv_tokens": kv_tokens})
@@ -317,17 +159,6 @@ async def test_work_takes_the_time_it_is_given() -> None:
         await replica.complete(prompt=[[5] * 50, [6] * 50], max_tokens=20, ignore_eos=True)
         took_s = time.monotonic() - started_s
     assert took_s > 0.1 + 20 * 0.004 - 0.005
-
-
-async def test_it_introduces_itself_as_trl_expects() -> None:
-    async with engine() as replica:
-        (model,) = (await replica.see("/v1/models"))["data"]
-        config = (await replica.see("/server_info?config_format=json"))["vllm_config"]
-        assert (model["id"], model["max_model_len"]) == ("m", 4096)
-        assert await replica.see("/get_world_size") == {"world_size": 2}
-        assert config["weight_transfer_config"] is not None
-        assert config["model_config"]["logprobs_mode"] == "processed_logprobs"
-        assert config["parallel_config"]["data_parallel_size"] == 1
 
 
 def test_the_process_ends_on_sigterm_whatever_it_is_doing() -> None:

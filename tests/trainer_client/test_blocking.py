@@ -1,8 +1,11 @@
 """The blocking client does what the asynchronous one does, from a thread without an event loop."""
 
 import asyncio
+import subprocess
+import sys
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 
@@ -89,3 +92,89 @@ async def test_a_progress_callback_may_cancel_its_batch(rig: Rig) -> None:
         assert outcomes == {Outcome.DELIVERED, Outcome.CANCELLED}
 
     await asyncio.to_thread(work)
+
+
+def raised(call: Callable[[], object]) -> tuple[threading.Thread, list[BaseException]]:
+    """A thread that makes the call, and what it raises."""
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            call()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread, errors
+
+
+async def test_a_close_ends_the_waits_of_other_threads_and_later_calls_are_refused(start_rig: StartRig) -> None:
+    rig = await start_rig(sim={"decode_step_s": 0.05})
+
+    def work() -> list[BaseException]:
+        client = BlockingRolloutClient(rig.url)
+        thread, errors = raised(client.generate(PROMPTS, LONG).gather)
+        client.close()
+        thread.join(SOON_S)
+        for call in (client.status, lambda: client.generate(PROMPTS, TOKENS)):
+            with pytest.raises(InvalidRequest, match="the client is closed"):
+                call()
+        return errors
+
+    assert [str(error) for error in await asyncio.to_thread(work)] == ["the client is closed: make another"]
+
+
+async def test_a_callback_cannot_wait_for_its_own_client(rig: Rig) -> None:
+    def work() -> list[str]:
+        said: list[str] = []
+        with BlockingRolloutClient(rig.url) as client:
+
+            def ask(_: Progress) -> None:
+                for call in (client.status, client.close):
+                    with pytest.raises(InvalidRequest, match="its own client") as refused:
+                        call()
+                    said.append(str(refused.value))
+
+            client.generate(PROMPTS[:1], TOKENS, on_progress=ask).gather()
+        return said
+
+    assert len(await asyncio.to_thread(work)) == 2
+
+
+def test_a_close_ends_in_time_where_a_callback_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    began, may_end = threading.Event(), threading.Event()
+
+    def endless(_: Progress) -> None:
+        began.set()
+        may_end.wait()
+
+    client = BlockingRolloutClient("http://127.0.0.1:9", outage_s=0)
+    client.generate(PROMPTS[:1], TOKENS, on_progress=endless)
+    assert began.wait(SOON_S)
+    monkeypatch.setattr("trainer_client.loop_thread._CLOSE_TIMEOUT_S", 0.01)
+    with pytest.raises(DeadlineExceeded, match="a callback does not end"):
+        client.close()
+    may_end.set()
+
+
+_IN_A_FORK = """
+import os
+from engines.errors import InvalidRequest
+from trainer_client import BlockingRolloutClient
+client = BlockingRolloutClient("http://127.0.0.1:9")
+if (child := os.fork()) == 0:
+    try:
+        client.status()
+    except InvalidRequest as error:
+        print(error, flush=True)
+    client.close()
+    os._exit(0)
+os.waitpid(child, 0)
+client.close()
+"""
+
+
+def test_a_forked_process_is_refused() -> None:
+    done = subprocess.run([sys.executable, "-c", _IN_A_FORK], capture_output=True, text=True, timeout=SOON_S)
+    assert (done.returncode, "forked" in done.stdout) == (0, True), done

@@ -334,7 +334,7 @@ class Played:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer_client.client._FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("trainer_client.retries.FIRST_PAUSE_S", 0.01)
 
 
 def whole() -> web.Response:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainer_client import Progress, WeightProgress, progress_bar, weight_bar
+from trainer_client import Progress, progress_bar
 
 
 def test_a_bar_counts_prompts_and_tells_of_failures(capsys: pytest.CaptureFixture[str]) -> None:
@@ -14,11 +14,3 @@ def test_a_bar_counts_prompts_and_tells_of_failures(capsys: pytest.CaptureFixtur
     assert "evaluation" in shown.err
     assert "3/3" in shown.err
     assert "2,500 tokens/s, 1 failed" in shown.err
-
-
-def test_a_weight_bar_counts_bytes(capsys: pytest.CaptureFixture[str]) -> None:
-    with weight_bar() as show:
-        show(WeightProgress(tensors=1, num_tensors=2, bytes=1_000, num_bytes=4_000))
-    shown = capsys.readouterr()
-    assert "weights" in shown.err
-    assert "1.0/4.0 kB" in shown.err

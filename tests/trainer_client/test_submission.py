@@ -11,7 +11,7 @@ import pytest
 from engines.errors import DeadlineExceeded, GatewayUnreachable, IdTaken, InvalidRequest, RolloutGatewayError
 from gateway.api import error_of
 from tests.rigs.rig import Rig
-from trainer_client import RolloutClient, SamplingParams, http, submission
+from trainer_client import RolloutClient, SamplingParams, http, retries, submission
 from trainer_client.results import Completion
 
 SAMPLING = SamplingParams(n=2, max_tokens=8, ignore_eos=True)
@@ -107,7 +107,7 @@ async def test_a_silent_connection_is_made_again_and_nothing_comes_twice(
     rig: Rig, client: RolloutClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http, "_SILENT_S", 0.1)
-    monkeypatch.setattr(submission, "_PAUSE_S", 0.01)
+    monkeypatch.setattr(retries, "FIRST_PAUSE_S", 0.01)
     opened: list[str] = []
     streamed = client._http.streamed
 
@@ -172,13 +172,13 @@ class Played:
 
 
 async def groups_of(gateway: Played) -> list[int]:
-    asked = submission.Submission(cast(Any, gateway), {"groups": []}, timeout_s=60.0, outage_s=60.0)
+    asked = submission.Submission(cast(Any, gateway), {"groups": []}, timeout_s=60.0, attempts=5, outage_s=60.0)
     return [one.prompt_index async for one in asked]
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(submission, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(retries, "FIRST_PAUSE_S", 0.0)
     monkeypatch.setattr(submission, "_ACK_EVERY_S", -1.0)
 
 
@@ -187,20 +187,6 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_submission_is_asked_for_again_where_a_prompt_is(status: int) -> None:
     refused = error_of(status, "<html>")
     gateway = Played([refused], [head(), sample(0), BROKEN], [refused], [head(), sample(1), END])
-    assert await groups_of(gateway) == [0, 1]
-
-
-@pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize("status", [400, 401, 500])
-async def test_a_refused_submission_is_asked_for_once(status: int) -> None:
-    with pytest.raises(RolloutGatewayError, match="<html>"):
-        await groups_of(Played([error_of(status, "<html>")], [head(), END]))
-
-
-@pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize("status", [401, 500, 502, 503, 504])
-async def test_a_failed_ack_costs_no_completion(status: int) -> None:
-    gateway = Played([head(), sample(0), sample(1), END], acks=error_of(status, "<html>"))
     assert await groups_of(gateway) == [0, 1]
 
 

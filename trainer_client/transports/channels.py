@@ -1,12 +1,10 @@
-"""Channels: a transfer group with all workers of all engines, over gloo or NCCL.
+"""Channels: a transfer group with all workers of all engines, over gloo or NCCL, until its first failure.
 
-Both have bounded waits. A gloo sender can be cancelled before it enters a broadcast; an NCCL communicator can be
-aborted during one, from another thread.
+Waits over gloo are bounded by `timeout_s`. One over NCCL ends when another thread closes the channel.
 """
 
 import contextlib
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
@@ -19,8 +17,6 @@ from engines.transfer.packing import CHUNK_BYTES, NamedTensor, kept_streams, pac
 
 _BUFFERS = 2
 """Chunks in memory at a time: one is packed while the other is broadcast."""
-_POLL_S = 0.005
-_ABORT_S = 5.0
 
 
 class GlooChannel(WeightGroup):
@@ -30,25 +26,24 @@ class GlooChannel(WeightGroup):
         super().__init__(address, port, SENDER_RANK, world_size, timeout_s)
 
     def send(self, tensors: Iterator[NamedTensor]) -> None:
-        """Broadcast announced tensors; `WeightUpdateFailed` on timeout or `give_up`."""
+        """Broadcast announced tensors. Raise `WeightUpdateFailed` on timeout or `close`."""
         send(tensors, self)
 
 
 class NcclChannel:
     """Sends from GPU memory, as the packed sender of vLLM does, whose communicator it has."""
 
-    def __init__(self, address: str, port: int, world_size: int, timeout_s: float, device: torch.device) -> None:
+    def __init__(self, address: str, port: int, world_size: int, device: torch.device) -> None:
         if device.type != "cuda":
             raise ConfigError(
                 f"the engines receive over NCCL, but device is {str(device)!r}: set it to the trainer's GPU"
             )
         self._info = {"master_address": address, "master_port": port, "rank_offset": 1, "world_size": world_size}
-        self._place = f"{address}:{port}"
-        self._timeout_s = timeout_s
         self._device = device
         self._group: Any = None
-        self._given_up = threading.Event()
-        self._reason = ""
+        self._reason: str | None = None
+        self._one_at_a_time = threading.Lock()
+        """Of the close and the end of a rendezvous: no communicator is left open."""
 
     def listen(self) -> None:
         """Get ready to listen at once in `join`, which opens the listener. The import of vLLM takes seconds, in which
@@ -56,19 +51,45 @@ class NcclChannel:
         _trainer_init()
 
     def join(self) -> None:
-        self._bounded(self._open, f"for all ranks to join at {self._place}")
+        """Wait for all engines and connect. The wait is the store's of torch, also after `close`."""
+        with self._broken():
+            torch.cuda.set_device(self._device)
+            group = _trainer_init()(self._info)
+        with self._one_at_a_time:
+            self._group = group
+        if self._reason is not None:
+            self.close()
+            raise self._left()
 
     def send(self, tensors: Iterator[NamedTensor]) -> None:
-        self._opened()
-        self._bounded(lambda: self._broadcast(tensors), "for all ranks to receive")
+        """Broadcast announced tensors. Raise `WeightUpdateFailed` where the group breaks or is closed.
 
-    def give_up(self, reason: str) -> None:
-        self._reason = self._reason or reason
-        self._given_up.set()
+        Each chunk is packed beside the broadcast of the chunk before. Tensors of a run are gathered together, and may
+        be of two chunks: all are gathered and packed on one stream.
+        """
+        if self._group is None:
+            raise self._left()
+        with self._broken():
+            torch.cuda.set_device(self._device)
+            packing, sending = kept_streams(self._device, 2)
+            under_way: deque[tuple[torch.Tensor, torch.cuda.Event]] = deque()
+            with torch.cuda.stream(packing):
+                for chunk in packed(((name, tensor.to(self._device)) for name, tensor in tensors), CHUNK_BYTES):
+                    sending.wait_stream(packing)
+                    if (group := self._group) is None:
+                        raise self._left()
+                    group.broadcast(chunk, src=SENDER_RANK, stream=sending)
+                    # The chunk may be memory of the packing stream, which is free for the next once nobody has it.
+                    under_way.append((chunk, sending.record_event()))
+                    if len(under_way) == _BUFFERS:
+                        under_way.popleft()[1].synchronize()
+            torch.cuda.synchronize(self._device)
 
     def close(self, reason: str = "closed the group") -> None:
-        self.give_up(reason)
-        group, self._group = self._group, None
+        """Leave the group, and end a broadcast of another thread. May be called twice."""
+        with self._one_at_a_time:
+            self._reason = self._reason or reason
+            group, self._group = self._group, None
         if group is None:
             return
         # Aborted, not destroyed: an abort does not wait. A broken communicator raises RuntimeError.
@@ -78,66 +99,19 @@ class NcclChannel:
         group.group.store = None
         group.group.socket = None
 
-    def _open(self) -> None:
-        torch.cuda.set_device(self._device)
-        self._group = _trainer_init()(self._info)
+    def _left(self) -> WeightUpdateFailed:
+        return WeightUpdateFailed(f"the NCCL group was left: {self._reason}")
 
-    def _broadcast(self, tensors: Iterator[NamedTensor]) -> None:
-        """Broadcast chunk after chunk, each packed beside the broadcast of the chunk before.
-
-        Tensors of a run are gathered together, and may be of two chunks: all are gathered and packed on one stream.
-        """
-        torch.cuda.set_device(self._device)
-        packing, sending = kept_streams(self._device, 2)
-        under_way: deque[tuple[torch.Tensor, torch.cuda.Event]] = deque()
-        with torch.cuda.stream(packing):
-            for chunk in packed(((name, tensor.to(self._device)) for name, tensor in tensors), CHUNK_BYTES):
-                sending.wait_stream(packing)
-                self._opened().broadcast(chunk, src=SENDER_RANK, stream=sending)
-                # The chunk may be memory of the packing stream, which is free for the next once nobody has it.
-                under_way.append((chunk, sending.record_event()))
-                if len(under_way) == _BUFFERS:
-                    under_way.popleft()[1].synchronize()
-        torch.cuda.synchronize(self._device)
-
-    def _opened(self) -> Any:
-        """Return the communicator. Raise `WeightUpdateFailed` where the group was left meanwhile."""
-        if self._group is None:
-            raise WeightUpdateFailed(f"the NCCL group was left: {self._reason}")
-        return self._group
-
-    def _bounded(self, work: Callable[[], None], purpose: str) -> None:
-        """Run `work` on a thread; abort the communicator on timeout or `give_up`.
-
-        A rendezvous has no communicator yet: its thread ends with the store's timeout.
-        """
-        failed: list[BaseException] = []
-
-        def run() -> None:
-            try:
-                work()
-            except BaseException as error:  # raised by the caller
-                failed.append(error)
-
-        thread = threading.Thread(target=run, name="nccl weights", daemon=True)
-        deadline = time.monotonic() + self._timeout_s
-        thread.start()
-        while thread.is_alive() and not self._given_up.is_set() and time.monotonic() < deadline:
-            thread.join(_POLL_S)
-        if thread.is_alive():
-            reason = self._reason or f"waited {self._timeout_s:g} s {purpose}"
-            self.close(reason)
-            thread.join(_ABORT_S)
-            raise WeightUpdateFailed(f"the NCCL group was aborted: {reason}")
-        if failed:
-            self.close(str(failed[0]))
-            if isinstance(failed[0], RuntimeError):  # NCCL's, CUDA's and the store's
-                raise WeightUpdateFailed(f"the NCCL group broke: {failed[0]}") from failed[0]
-            raise failed[0]
+    @contextlib.contextmanager
+    def _broken(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:  # NCCL's, CUDA's and the store's
+            raise WeightUpdateFailed(f"the NCCL group broke: {self._reason or error}") from error
 
 
 Channel: TypeAlias = GlooChannel | NcclChannel
-"""A group with the trainer as rank 0. Unusable after its first failure."""
+"""A group with the trainer as rank 0."""
 
 
 def _trainer_init() -> Callable[[dict[str, Any]], Any]:

@@ -7,24 +7,25 @@ import contextlib
 import socket
 import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
 from functools import partial
 from typing import Literal, cast, get_args
 from urllib.parse import urlsplit
 
 import torch
 
-from engines.errors import ConfigError, DeadlineExceeded, RolloutGatewayError, WeightUpdateConflict, WeightUpdateFailed
+from engines.errors import ConfigError, DeadlineExceeded, RolloutGatewayError, WeightUpdateFailed
 from engines.transfer.gloo import address_towards, group_info
 from trainer_client.blocking import BlockingRolloutClient
 from trainer_client.served import PushOptions
 from trainer_client.transports.channels import Channel, GlooChannel, NcclChannel
-from trainer_client.transports.trainer_ranks import Part
+from trainer_client.transports.ranks import Part
 
 Backend = Literal["gloo", "nccl"]
 
 _GIVE_UP_S = 10.0
 """Limit on the call that ends an update with its reason. Without it the update ends with its lease."""
+_LEAVE_S = 5.0
+"""Time of a collective to end once its channel is closed."""
 
 
 class GroupTransport:
@@ -53,24 +54,23 @@ class GroupTransport:
         self._port = port
         self._channel: Channel | None = None
         self._place = ""
-        self._lease: str | None = None
 
     def push(self, parts: Iterable[Part], options: PushOptions) -> int:
-        """Send all parts in one update. Raise `WeightUpdateConflict` unless `version` is the next one or None."""
+        """Send all parts in one update."""
         if options.rolling:
             raise ConfigError(
                 "rolling = True: the replicas of a group receive together; for rolling updates use "
                 "WeightSender(transport='store')"
             )
-        self._check_version(options.version)
-        with self._client.weight_lease() as self._lease:
+        with self._client.weight_lease() as lease:
             try:
-                channel = self._start(options)
+                channel = self._start(options, lease)
                 for part in parts:
-                    self._send(channel, part)
-                return self._client.finish_weight_update(options.canary_logprobs, self._timeout_s, lease=self._lease)
+                    announce = partial(self._client.update_weights, part.announced, self._timeout_s, lease=lease)
+                    self._beside(channel, announce, partial(channel.send, part.tensors))
+                return self._client.finish_weight_update(options.canary_logprobs, self._timeout_s, lease=lease)
             except BaseException as error:  # before the lease ends, which would end the update without its reason
-                self._give_up(f"{type(error).__name__}: {error}")
+                self._give_up(f"{type(error).__name__}: {error}", lease)
                 raise
 
     def close(self, reason: str = "the trainer closed the group") -> None:
@@ -79,32 +79,24 @@ class GroupTransport:
         if channel is not None:
             channel.close(reason)
 
-    def _give_up(self, reason: str) -> None:
+    def _give_up(self, reason: str, lease: str) -> None:
         """Leave the group, and let the gateway end the update if it is still open."""
         had_group = self._channel is not None
         self.close(reason)
         if had_group:
             # The trainer needs the first error; an unreachable gateway ends the update by itself.
             with contextlib.suppress(RolloutGatewayError):
-                self._client.abandon_weight_update(reason, _GIVE_UP_S, lease=self._lease)
+                self._client.abandon_weight_update(reason, _GIVE_UP_S, lease=lease)
 
-    def _send(self, channel: Channel, part: Part) -> None:
-        self._beside(
-            channel,
-            lambda: self._client.update_weights(part.announced, self._timeout_s, lease=self._lease),
-            lambda: channel.send(iter(part.tensors)),
-        )
-
-    def _start(self, options: PushOptions) -> Channel:
+    def _start(self, options: PushOptions, lease: str) -> Channel:
         """Open the update, in a new group if there is none. A refused start changes nothing, so that it can be retried
         in a new group after a replica has left or joined, or the gateway was restarted."""
         start = partial(
             self._client.start_weight_update,
             self._timeout_s,
             in_flight=options.in_flight,
-            lease=self._lease,
+            lease=lease,
             version=options.version,
-            after=options.after,
         )
         if self._channel is not None:
             try:
@@ -112,11 +104,11 @@ class GroupTransport:
                 return self._channel
             except WeightUpdateFailed:
                 self.close("the group is over")
-        self._channel = channel = self._open()
+        self._channel = channel = self._open(lease)
         start(group=self._place)
         return channel
 
-    def _open(self) -> Channel:
+    def _open(self, lease: str) -> Channel:
         world_size = self._client.world_size(self._timeout_s) + 1
         server = urlsplit(self._client.url)
         address = self._address or address_towards(server.hostname or "", server.port or 80)
@@ -126,26 +118,19 @@ class GroupTransport:
             channel = GlooChannel(address, port, world_size, self._timeout_s)
         else:
             device = self._gpu()
-            channel = NcclChannel(address, port, world_size, self._timeout_s, device)
+            channel = NcclChannel(address, port, world_size, device)
             self._check_gpu_is_free(device)
-        init_info = group_info(address, port, world_size)
+        self._place = f"{address}:{port}"
+        info = group_info(address, port, world_size)
         try:
             channel.listen()
-            self._beside(
-                channel,
-                lambda: self._client.init_weight_transfer(init_info, self._timeout_s, lease=self._lease),
-                channel.join,
-            )
+            init = partial(self._client.init_weight_transfer, info, self._timeout_s, lease=lease)
+            self._beside(channel, init, channel.join)
         except DeadlineExceeded as error:
-            channel.close("the group was not formed")
             raise DeadlineExceeded(
-                f"not all engines joined the trainer at {address}:{port} within {self._timeout_s:g} s; give "
+                f"not all engines joined the trainer at {self._place} within {self._timeout_s:g} s; give "
                 f"WeightSender an address and a port that they can reach ({error})"
             ) from error
-        except BaseException:
-            channel.close("the group was not formed")
-            raise
-        self._place = f"{address}:{port}"
         return channel
 
     def _gpu(self) -> torch.device:
@@ -177,43 +162,36 @@ class GroupTransport:
             )
         return cast(Backend, backend)
 
-    def _check_version(self, version: int | None) -> None:
-        if version is None:
-            return
-        served = self._client.weight_version()
-        if version <= served:  # the gateway knows the next number: that of a version taken back is not used again
-            raise WeightUpdateConflict(
-                f"version = {version} cannot be pushed: {self._client.url} serves {served}, and versions only grow"
-            )
-
     def _beside(self, channel: Channel, call: Callable[[], None], collective: Callable[[], None]) -> None:
-        """Call the gateway and take part in the collective at the same time. A failure of either ends the other; an
-        interrupt does not wait for the gateway."""
-        answer: Future[None] = Future()
+        """Call the gateway, and take part in the collective on another thread. The failure of either ends the other.
 
-        def answered() -> None:
+        Where the group broke, the gateway's error is raised: it names the replica.
+        """
+        failed: list[BaseException] = []
+
+        def take_part() -> None:
             try:
-                call()
+                collective()
             except BaseException as error:
-                answer.set_exception(error)
-                channel.give_up(str(error))
-            else:
-                answer.set_result(None)
+                failed.append(error)
+                channel.close(f"{type(error).__name__}: {error}")
 
-        threading.Thread(target=answered, name="weight call", daemon=True).start()
+        thread = threading.Thread(target=take_part, name="weights", daemon=True)
+        thread.start()
         try:
-            collective()
-        except WeightUpdateFailed as error:
-            # The gateway's error names the replica; ours does not.
-            channel.close(str(error))
-            answer.result()
-            raise
+            call()
+            thread.join(self._timeout_s)
+            if thread.is_alive():
+                raise WeightUpdateFailed(f"waited {self._timeout_s:g} s for all ranks to take part")
         except BaseException as error:
+            first = failed[:1]
             channel.close(f"{type(error).__name__}: {error}")
-            if isinstance(error, Exception):
-                answer.exception()  # the next call would meet this one
+            if first and isinstance(error, Exception) and not isinstance(first[0], WeightUpdateFailed):
+                raise first[0] from error  # the trainer's own
+            thread.join(_LEAVE_S)
             raise
-        answer.result()
+        if failed:
+            raise failed[0]
 
 
 def _free_port(port: int) -> int:

@@ -1,13 +1,11 @@
 """The tensors of a torch model under their checkpoint names, for any wrapper or sharding.
 
-FSDP, FSDP2 and tensor-parallel models give sharded tensors: DTensor, and FSDP's ShardedTensor. The import loads only
-torch; torch.distributed is used only if the trainer has loaded it.
+FSDP2 and tensor-parallel models give sharded tensors, DTensors. The import loads only torch; torch.distributed is used
+only if the trainer has loaded it.
 """
 
 import re
-import warnings
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,9 +29,10 @@ class NamedOnes:
 
 
 def model_tensors(model: torch.nn.Module) -> list[NamedOnes]:
-    """Return parameters and persistent buffers, in the model's order. A collective call if the model is sharded."""
+    """Return parameters and persistent buffers, in the model's order."""
     model = _unwrapped(model)
-    state = _state(model)
+    # FSDP2 reshards for state_dict; named_parameters() may show tensors gathered by a forward pass.
+    state = {clean(name): one for name, one in model.state_dict(keep_vars=True).items() if _is_tensor(one)}
     if adapted := next(filter(_ADAPTERS.search, state), None):
         served = ", or serve the adapter with POST /v1/load_lora_adapter" if ".lora_" in adapted else ""
         raise InvalidRequest(
@@ -50,26 +49,26 @@ def model_tensors(model: torch.nn.Module) -> list[NamedOnes]:
 
 
 def data_parallel_ranks(model: torch.nn.Module) -> set[int]:
-    """Return the ranks of a DistributedDataParallel or FSDP1 model, also those of copies; none for other models."""
+    """Return the ranks of a DistributedDataParallel model; none for other models."""
     model = _without_compiler(model)
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
         return set(torch.distributed.get_process_group_ranks(model.process_group))
-    return {rank for unit in _fsdp_units(model) for rank in _ranks_of_unit(unit)}
-
-
-def _ranks_of_unit(unit: Any) -> Iterator[int]:
-    """Yield the ranks of an FSDP1 unit. The ranks of another copy are as far from each other as this copy's."""
-    here = torch.distributed.get_rank()
-    among_copies = getattr(unit, "_inter_node_pg", None)
-    for copy in torch.distributed.get_process_group_ranks(among_copies) if among_copies is not None else [here]:
-        for rank in torch.distributed.get_process_group_ranks(unit.process_group):
-            yield copy + rank - here
+    return set()
 
 
 def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the module that torch.compile, DistributedDataParallel and DataParallel have wrapped, in any order."""
+    """Return the module that torch.compile, DistributedDataParallel and DataParallel have wrapped, in any order.
+
+    Raise `InvalidRequest` for FSDP of the first generation, whose parameters are parts of flat ones.
+    """
     while (inner := model.module if isinstance(model, _PARALLEL) else _without_compiler(model)) is not model:
         model = inner
+    if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
+        raise InvalidRequest(
+            "the model is of FSDP's first generation: use fully_shard (fsdp_version: 2 of accelerate), or call on all "
+            "ranks get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) and push it from one",
+            param="named_tensors",
+        )
     return model
 
 
@@ -78,15 +77,9 @@ def _without_compiler(model: torch.nn.Module) -> torch.nn.Module:
     return getattr(model, "_orig_mod", model)
 
 
-def _state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    if _fsdp_units(model):
-        from torch.distributed.checkpoint.state_dict import get_model_state_dict
-
-        state = get_model_state_dict(model)
-    else:
-        # FSDP2 reshards for state_dict; named_parameters() may show tensors gathered by a forward pass.
-        state = model.state_dict(keep_vars=True)
-    return {clean(name): tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
+def _is_tensor(value: object) -> bool:
+    """Return True for no extra state of a module."""
+    return isinstance(value, torch.Tensor)
 
 
 def _tied(model: torch.nn.Module) -> dict[str, str]:
@@ -96,37 +89,17 @@ def _tied(model: torch.nn.Module) -> dict[str, str]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if (before := first.setdefault(id(parameter), clean(name))) != clean(name):
             tied[clean(name)] = before
-    return tied | dict(_tied_in_units(model))
-
-
-def _tied_in_units(model: torch.nn.Module) -> Iterator[tuple[str, str]]:
-    """Yield ties inside FSDP1 units, whose flat parameter records shared parameters."""
-    paths = {id(module): clean(f"{path}.") for path, module in model.named_modules()}
-    for unit in _fsdp_units(model):
-        flat = unit._handle and unit._handle.flat_param
-        for name, module, _, first_name, first_module, _ in flat._shared_param_infos if flat is not None else ():
-            yield paths[id(module)].lstrip(".") + name, paths[id(first_module)].lstrip(".") + first_name
-
-
-def _fsdp_units(model: torch.nn.Module) -> list[Any]:
-    """Return the FSDP1 units; none if the trainer has not started torch.distributed."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return []
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    return list(FullyShardedDataParallel.fsdp_modules(model))
+    return tied
 
 
 def is_sharded(tensor: Any) -> bool:
     """Return True if the tensor must be gathered from ranks."""
-    return hasattr(tensor, "full_tensor") or hasattr(tensor, "local_shards")
+    return hasattr(tensor, "full_tensor")
 
 
 def holders_of(tensor: Any) -> tuple[int, ...]:
     """Return the ranks that hold its shards."""
-    if hasattr(tensor, "full_tensor"):
-        return tuple(tensor.device_mesh.mesh.flatten().tolist())
-    return tuple(torch.distributed.get_process_group_ranks(tensor._process_group))
+    return tuple(tensor.device_mesh.mesh.flatten().tolist())
 
 
 def ranks_of(tensor: Any) -> tuple[int, ...]:
@@ -134,9 +107,12 @@ def ranks_of(tensor: Any) -> tuple[int, ...]:
 
     A mesh may be a part of another. The other's ranks hold copies of the tensor, or other stages of a pipeline.
     """
-    if hasattr(tensor, "full_tensor"):
-        return tuple(_root_of(tensor.device_mesh).mesh.flatten().tolist())
-    return holders_of(tensor)
+    mesh = tensor.device_mesh
+    if not hasattr(mesh, "_get_root_mesh"):
+        from torch.distributed.device_mesh import _mesh_resources  # before torch 2.9
+
+        return tuple(_mesh_resources.get_root_mesh(mesh).mesh.flatten().tolist())
+    return tuple(mesh._get_root_mesh().mesh.flatten().tolist())
 
 
 def placed(tensor: Any) -> str:
@@ -144,44 +120,19 @@ def placed(tensor: Any) -> str:
     return str(getattr(tensor, "placements", ""))
 
 
-def _root_of(mesh: Any) -> Any:
-    if hasattr(mesh, "_get_root_mesh"):
-        return mesh._get_root_mesh()
-    from torch.distributed.device_mesh import _mesh_resources  # before torch 2.9
-
-    return _mesh_resources.get_root_mesh(mesh)
+def part_here(tensor: Any) -> torch.Tensor:
+    """Return this process's shard, or the whole tensor."""
+    part: torch.Tensor = tensor.to_local() if is_sharded(tensor) else tensor
+    return part
 
 
-def shape_of(tensor: Any) -> list[int]:
-    """Return the shape of the whole tensor."""
-    return list(tensor.size())
-
-
-def parts_here(tensor: Any) -> list[torch.Tensor]:
-    """Return this process's shards."""
-    if hasattr(tensor, "full_tensor"):
-        return [tensor.to_local()]
-    return [shard.tensor for shard in tensor.local_shards()] if is_sharded(tensor) else [tensor]
-
-
-def gathered(tensor: Any, dtype: torch.dtype) -> torch.Tensor | None:
-    """Gather the whole tensor in `dtype`: a DTensor on every rank, a ShardedTensor on the first, None on the others.
+def gathered(tensor: Any, dtype: torch.dtype) -> torch.Tensor:
+    """Gather the whole tensor in `dtype` on every rank.
 
     Each rank casts its shard first: this halves the traffic of a float32 trainer that sends bfloat16.
     """
-    if hasattr(tensor, "full_tensor"):
-        part = tensor.detach().to(dtype)
-        if part.device.type != part.device_mesh.device_type:
-            part = part.to(part.device_mesh.device_type)  # offloaded to the host, where there is no group
-        return part.full_tensor()
-    return _sent_to_the_first(tensor, dtype)
-
-
-def _sent_to_the_first(tensor: Any, dtype: torch.dtype) -> torch.Tensor | None:
-    whole = None
-    if torch.distributed.get_rank(tensor._process_group) == 0:
-        whole = torch.empty(tensor.size(), dtype=dtype, device=tensor._get_preferred_device())
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch: deprecated class, rank without a shard
-        tensor.gather(0, whole, dtype=dtype)
+    part = tensor.detach().to(dtype)
+    if part.device.type != part.device_mesh.device_type:
+        part = part.to(part.device_mesh.device_type)  # offloaded to the host, where there is no group
+    whole: torch.Tensor = part.full_tensor()
     return whole

@@ -1,31 +1,24 @@
 """`WeightSender`: pushes a trainer's weights to all replicas in one call. The first push loads torch."""
 
-import contextlib
 import os
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import chain
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from engines.announcement import check_tensors
-from engines.errors import ConfigError, DeadlineExceeded, RolloutGatewayError, WeightUpdateConflict
+from engines.errors import ConfigError, WeightUpdateConflict
 from engines.types import InFlight
 from trainer_client.blocking import BlockingRolloutClient
-from trainer_client.progress import OnWeightProgress, WeightProgress
-from trainer_client.served import PushOptions, ServedWeights
+from trainer_client.served import PushOptions
 
 if TYPE_CHECKING:
     import torch
 
     from trainer_client.transports.group import GroupTransport
-    from trainer_client.transports.pushed import Pushed
+    from trainer_client.transports.ranks import Part, Ranks
     from trainer_client.transports.store import StoreTransport
-    from trainer_client.transports.tensors import Entry, Given, Source
-    from trainer_client.transports.trainer_ranks import Narrow, Outcome, Part, Ranks, TrainerRanks
-
-_WAITS_BETWEEN_WORDS = 5
-"""Bounded waits of the sending rank between two messages to the others, such as for a group or rollouts in flight."""
+    from trainer_client.transports.tensors import Given, Source
 
 TransportName = Literal["store", "gloo", "nccl"]
 
@@ -36,11 +29,9 @@ class WeightSender:
     transport: "store" (a folder shared by trainer and engines, for vLLM and SGLang), or a group with all workers of
         all engines over "gloo" or "nccl"; default: the group that the engines receive over.
     dtype: dtype of sent floats; default: the engines' dtypes.
-    delta: send only tensors that changed since this sender's last push, all if another trainer made the served version.
-        Over a group, whole layers are sent, which vLLM loads together. Into the store, a tensor with few changed
-        elements is sent as these; the sender keeps its last push in host memory for this.
+    delta: store only: write what changed since this sender's last push, of a tensor with few changes only its changed
+        elements. The sender keeps its last push in host memory for this.
     timeout_s: limit on each wait: for a group, rollouts in flight, tensors, the commit.
-    on_progress: called for every tensor.
 
     device: group only: the trainer's GPU for NCCL.
     address, port: group only: the trainer's listener; default: its address towards the gateway, and a free port.
@@ -61,23 +52,20 @@ class WeightSender:
         port: int = 0,
         folder: str | os.PathLike[str] | None = None,
         timeout_s: float = 300.0,
-        on_progress: OnWeightProgress | None = None,
     ) -> None:
         if transport not in (None, "store", "gloo", "nccl"):
             raise ConfigError(f"transport = {transport!r} must be 'store', 'gloo' or 'nccl'")
+        if delta and transport != "store":
+            raise ConfigError(
+                "delta = True writes changes into the store: set transport='store', or push the tensors that changed"
+            )
         self._client = client
         self._name = transport
         self._dtype = dtype
-        self._delta = delta
-        self._pushed: Pushed | None = None
-        self._device = device
-        self._address = address
-        self._port = port
-        self._folder = folder
         self._timeout_s = timeout_s
-        self._on_progress = on_progress
+        self._of_store: dict[str, Any] = {"folder": folder, "delta": delta}
+        self._of_group: dict[str, Any] = {"device": device, "address": address, "port": port}
         self._transport: StoreTransport | GroupTransport | None = None
-        self._groups: dict[tuple[int, ...], TrainerRanks] = {}
         self._one_push = threading.Lock()
 
     def __enter__(self) -> "WeightSender":
@@ -97,15 +85,14 @@ class WeightSender:
     ) -> int:
         """Let every replica serve these tensors. Return their version, the next one unless `version` is given.
 
-        named_tensors: a model (plain, compiled, DDP, FSDP, FSDP2 or tensor-parallel), a mapping, or pairs of name and
-            tensor (also DTensor), with checkpoint names. An iterator is read at most 1 GiB ahead (with `delta` over a
-            group, to the end of a layer) and must give each tensor its own memory. Tensors that are not pushed are
-            unchanged; over a group, tensors that vLLM fuses must be pushed together.
+        named_tensors: a model (plain, compiled, DDP, FSDP2 or tensor-parallel), a mapping, or pairs of name and
+            tensor (also DTensor), with checkpoint names. An iterator is read at most 1 GiB ahead and must give each
+            tensor its own memory. Tensors that are not pushed are unchanged; over a group, tensors that vLLM fuses must
+            be pushed together.
         canary_logprobs: the trainer's log-probs of the client's `canary_token_ids`, without the first.
         rolling: update replica after replica while the others serve (store only); default: the gateway's.
         in_flight: rollouts in flight are frozen ("keep"), frozen and their KV recomputed ("recompute"), ended and
-        resumed
-            from their tokens ("abort"), or awaited ("drain"); default: the gateway's.
+            resumed from their tokens ("abort"), or awaited ("drain"); default: the gateway's.
 
         If a tensor is sharded, or the model is DDP, all its ranks must call this with the same arguments. They gather
         at most 256 MiB (or one tensor) at a time, the first rank sends, and all return the version or raise its error.
@@ -125,119 +112,58 @@ class WeightSender:
         finally:
             self._one_push.release()
 
-    def _push(self, named_tensors: "Source", options: PushOptions) -> int:
-        import torch
-
-        from trainer_client.transports.pushed import Pushed
-        from trainer_client.transports.tensors import Given
-
-        self._pushed = pushed = self._pushed or Pushed(by_layer=self._by_layer)
-        pushed.begin()
-
-        def narrow(entries: "list[Entry]", served: ServedWeights) -> "list[Entry]":
-            return pushed.changed(entries, served, ranks.any_rank) if self._delta else entries
-
-        with torch.inference_mode(False), torch.no_grad():  # in inference mode torch gathers no shards
-            given = Given(named_tensors, by_layer=self._delta and self._by_layer)
-            ranks = self._ranks(tuple(given.ranks))
-            if ranks.is_sender:
-                done, served = self._send(given, ranks, narrow, pushed, options)
-            else:
-                done, served = ranks.follow(given, self._dtype, narrow)
-        if served is not None:
-            pushed.committed(served)
-        return done
-
-    @property
-    def _by_layer(self) -> bool:
-        """True over a group, where vLLM loads layer by layer; the store has whole versions."""
-        return self._name != "store"
-
     def close(self, reason: str = "the trainer closed the group") -> None:
         """Leave the group, if any. May be called twice; the next push opens another."""
         if self._transport is not None:
             self._transport.close(reason)
 
-    def _send(
-        self, given: "Given", ranks: "Ranks", narrow: "Narrow", pushed: "Pushed", options: PushOptions
-    ) -> "Outcome":
+    def _push(self, named_tensors: "Source", options: PushOptions) -> int:
+        import torch
+
+        from trainer_client.transports.ranks import Ranks, TrainerRanks
+        from trainer_client.transports.tensors import Given
+
+        with torch.inference_mode(False), torch.no_grad():  # in inference mode torch gathers no shards
+            given = Given(named_tensors)
+            ranks = TrainerRanks(given.ranks, self._timeout_s) if given.ranks else Ranks()
+            return self._send(given, ranks, options) if ranks.is_sender else ranks.follow(given, self._dtype)
+
+    def _send(self, given: "Given", ranks: "Ranks", options: PushOptions) -> int:
         """Push as the sending rank, and report the result to the other ranks."""
         try:
-            parts = self._checked_parts(given, ranks, narrow)
+            parts = self._checked_parts(given, ranks)
             first = next(parts)  # refuses tensors that do not fit before any effect
-            if self._transport is None:
-                self._transport = self._new_transport()
-            done = self._transport.push(chain([first], parts), replace(options, after=pushed.adds_to))
-            outcome = done, self._served_as(done) if self._delta else None
+            self._transport = self._transport or self._new_transport()
+            version = self._transport.push(chain([first], parts), options)
         except BaseException as error:
-            with contextlib.suppress(DeadlineExceeded):  # a rank is gone too, and this error came first
-                ranks.end(error)
+            ranks.end(error)
             raise
-        ranks.end(outcome)
-        return outcome
-
-    def _served_as(self, version: int) -> ServedWeights | None:
-        """Return the served weights; None if another trainer has updated them, or the gateway is unreachable."""
-        with contextlib.suppress(RolloutGatewayError):
-            served = self._client.served_weights()
-            return served if served.version == version else None
-        return None
+        ranks.end(version)
+        return version
 
     def _new_transport(self) -> "StoreTransport | GroupTransport":
         if self._name == "store":
             from trainer_client.transports.store import StoreTransport
 
-            return StoreTransport(self._client, self._timeout_s, self._folder, delta=self._delta)
+            return StoreTransport(self._client, self._timeout_s, **self._of_store)
         from trainer_client.transports.group import GroupTransport
 
-        return GroupTransport(
-            self._client,
-            self._timeout_s,
-            backend=self._name,
-            device=self._device,
-            address=self._address,
-            port=self._port,
-        )
+        return GroupTransport(self._client, self._timeout_s, backend=self._name, **self._of_group)
 
-    def _ranks(self, ranks: tuple[int, ...]) -> "Ranks":
-        """Return the trainer's ranks. Cached, since all ranks open their group together."""
-        from trainer_client.transports.trainer_ranks import Ranks, TrainerRanks
-
-        if not ranks:
-            return Ranks()
-        group = self._groups.get(ranks)
-        if group is None or group.is_over:
-            group = TrainerRanks(ranks, _WAITS_BETWEEN_WORDS * self._timeout_s, f"delta={self._delta}")
-            self._groups[ranks] = group
-        return group.begun()
-
-    def _checked_parts(self, given: "Given", ranks: "Ranks", narrow: "Narrow") -> "Iterator[Part]":
-        """Yield the parts, checked against the served model. Their callbacks report progress."""
+    def _checked_parts(self, given: "Given", ranks: "Ranks") -> "Iterator[Part]":
+        """Yield the parts, checked against the served model."""
+        from trainer_client.transports.ranks import Part
         from trainer_client.transports.tensors import announced, wait_for_values
-        from trainer_client.transports.trainer_ranks import Part
-
-        tensors = bytes_sent = num_tensors = num_bytes = 0
-
-        def tell(entry: "Entry") -> None:
-            if self._on_progress is None:
-                return
-            nonlocal tensors, bytes_sent
-            tensors, bytes_sent = tensors + 1, bytes_sent + entry.num_bytes
-            self._on_progress(
-                WeightProgress(tensors=tensors, num_tensors=num_tensors, bytes=bytes_sent, num_bytes=num_bytes)
-            )
 
         served = self._client.served_weights()
+        ranks.begin(served)
         for entries in given.parts(served, self._dtype):
-            ranks.agree(entries, served)
-            sent = narrow(entries, served)
+            ranks.agree(entries)
             check_tensors(announced(entries), served, "named_tensors")
-            num_tensors += len(sent)
-            num_bytes += sum(entry.num_bytes for entry in sent)
-            if sent:
-                wait_for_values(sent)
-                yield Part(sent, ranks, tell)
-        ranks.agree_on_end(served)
+            if entries:
+                wait_for_values(entries)
+                yield Part(entries, ranks)
+        ranks.agree(())
 
 
 def _in_flight(word: str | None) -> InFlight | None:

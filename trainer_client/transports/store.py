@@ -21,7 +21,7 @@ from engines.store.shard_writer import ShardWriter
 from engines.transfer.tensor_bytes import raw_tensor
 from trainer_client.blocking import BlockingRolloutClient
 from trainer_client.served import PushOptions
-from trainer_client.transports.trainer_ranks import Part
+from trainer_client.transports.ranks import Part
 
 _STEPS_IN_ONE_CALL = 4
 """Checksum, wait for rollouts in flight, load, canary: the gateway bounds each one."""
@@ -32,8 +32,8 @@ _WORTH = 0.25
 class StoreTransport:
     """Sends weights through the gateway's weight store; `folder` is its path on this machine (default: the gateway's).
 
-    With `delta` the last push is kept in host memory. A tensor with few changes is then written as changed elements, if
-    the served version has the last push.
+    With `delta` the last push is kept in host memory, and what the served version has is not written: unchanged tensors
+    are left out, and a tensor with few changes is written as changed elements.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class StoreTransport:
             )
         path, owner = claim_draft(folder)
         try:
-            self._write(path, store["model"], _base(folder, store), parts)
+            self._write(path, store["model"], _base(folder, store) if self._last_sent is not None else None, parts)
             rolls = store["rolling"] if options.rolling is None else options.rolling
             timeout_s = self._timeout_s * _STEPS_IN_ONE_CALL * (max(1, store["replicas"]) if rolls else 1)
             return self._client.load_weights(path.name, options, timeout_s)
@@ -77,14 +77,17 @@ class StoreTransport:
             self._last_sent.forget()
 
     def _write(self, path: Path, model: str, base: Manifest | None, parts: Iterable[Part]) -> None:
-        held: Mapping[str, StoredTensor] = base.tensors if base else {}
-        # A whole push refers to no version; one of changes leaves out tensors that the base has.
-        draft = Draft(path, model, base=base.version if base and self._last_sent is not None else None)
+        draft = Draft(path, model, base=base.version if base else None)
+        written = 0
         with ShardWriter(draft) as writer:
-            for part in parts:
-                for name, tensor in part.tensors:
-                    raw = raw_tensor(name, tensor)
-                    writer.add(self._last_sent.narrowed(raw, held) if self._last_sent is not None else raw)
+            for name, tensor in (named for part in parts for named in part.tensors):
+                whole = raw_tensor(name, tensor)
+                changes = self._last_sent.changes(whole, base) if self._last_sent is not None else whole
+                if changes is not None:
+                    writer.add(changes)
+                    written += 1
+            if not written:
+                writer.add(whole)  # a version needs a tensor
             writer.finish()
         draft.finish()
 
@@ -116,27 +119,34 @@ class LastSent:
     def __init__(self) -> None:
         self._tensors: dict[str, _Sent] = {}
 
-    def narrowed(self, tensor: RawTensor, base: Mapping[str, StoredTensor]) -> RawTensor | ChangedTensor:
-        """Return the tensor for the store: only its changes, if few and if `base`, the served version, has the last
-        sent bytes."""
+    def changes(self, tensor: RawTensor, base: Manifest | None) -> RawTensor | ChangedTensor | None:
+        """Return what of the tensor a draft on `base` needs: nothing, its changed elements, or the whole tensor."""
         content, digest = np.frombuffer(tensor.bytes, np.uint8), digest_of(tensor.bytes)
-        sent, served = self._tensors.get(tensor.name), base.get(tensor.name)
+        whole, served = replace(tensor, digest=digest), base.tensors.get(tensor.name) if base else None
+        sent = self._tensors.get(tensor.name)
         if sent is None or sent.content.size != content.size:
             self._tensors[tensor.name] = _Sent(content.copy(), digest)
-            return replace(tensor, digest=digest)
+            return whole
         before, sent.digest = sent.digest, digest
         elements = ChangedElements.between(sent.content, content, max(1, tensor.width()))
         elements.apply_to(sent.content)
-        is_worth_it = elements.num_bytes < _WORTH * tensor.num_bytes
-        is_like_it = served is not None and (served.digest, served.dtype, served.shape) == (
-            before,
-            tensor.dtype,
-            list(tensor.shape),
-        )
-        if not (is_worth_it and is_like_it):
-            return replace(tensor, digest=digest)
+        if not _is(served, tensor, before):
+            return whole
+        if digest == before:
+            return None
+        if elements.num_bytes >= _WORTH * tensor.num_bytes:
+            return whole
         return ChangedTensor(tensor.name, tensor.dtype, tensor.shape, digest, before, elements)
 
     def forget(self) -> None:
         """Forget all tensors: the next send is complete."""
         self._tensors.clear()
+
+
+def _is(served: StoredTensor | None, tensor: RawTensor, digest: str) -> bool:
+    """True if the served tensor has the bytes with this digest, in the form of `tensor`."""
+    return served is not None and (served.digest, served.dtype, served.shape) == (
+        digest,
+        tensor.dtype,
+        list(tensor.shape),
+    )

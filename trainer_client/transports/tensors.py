@@ -24,10 +24,9 @@ from trainer_client.transports.model_tensors import (
     gathered,
     is_sharded,
     model_tensors,
-    parts_here,
+    part_here,
     placed,
     ranks_of,
-    shape_of,
 )
 
 Source: TypeAlias = torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[NamedTensor]
@@ -48,7 +47,7 @@ class Entry:
     @property
     def shape(self) -> list[int]:
         """The shape of the whole tensor."""
-        return shape_of(self.tensor)
+        return list(self.tensor.shape)
 
     @property
     def num_bytes(self) -> int:
@@ -63,8 +62,8 @@ class Entry:
         """The shapes of the checkpoint's tensors in it, by name. Raises `InvalidRequest` where it has none of them."""
         return self.names.forms(self.name, self.shape)
 
-    def made(self) -> Any:
-        """Return the whole tensor in `dtype`. A collective call if sharded; None on a rank that does not need it."""
+    def made(self) -> torch.Tensor:
+        """Return the whole tensor in `dtype`. A collective call if sharded."""
         if is_sharded(self.tensor):
             return gathered(self.tensor, self.dtype)
         tensor = self.tensor.detach()
@@ -73,13 +72,10 @@ class Entry:
 
 
 class Given:
-    """The arguments of one push as parts. Raises `InvalidRequest` for other objects than tensors.
+    """The arguments of one push as parts. Raises `InvalidRequest` for other objects than tensors."""
 
-    With `by_layer` a part ends only with a layer.
-    """
-
-    def __init__(self, source: Source, *, by_layer: bool = False) -> None:
-        self._parts = _parts(source, by_layer=by_layer)
+    def __init__(self, source: Source) -> None:
+        self._parts = _parts(source)
         self._first = next(self._parts, [])
         if not self._first:
             raise InvalidRequest("named_tensors is empty: an update needs at least one tensor", param="named_tensors")
@@ -136,15 +132,9 @@ def _are_equal(first: Entry, second: Entry) -> bool:
     """Return True for equal values in the dtype that is sent, as far as this rank has them."""
     if first.tensor is second.tensor:
         return True
-    ours, others = parts_here(first.tensor), parts_here(second.tensor)
-    return (
-        first.shape == second.shape
-        and len(ours) == len(others)
-        and all(
-            one.shape == other.shape
-            and torch.equal(one.detach().to(first.dtype), other.detach().to(one.device, first.dtype))
-            for one, other in zip(ours, others, strict=True)
-        )
+    ours, others = part_here(first.tensor), part_here(second.tensor)
+    return (first.shape, ours.shape) == (second.shape, others.shape) and torch.equal(
+        ours.detach().to(first.dtype), others.detach().to(ours.device, first.dtype)
     )
 
 
@@ -161,28 +151,18 @@ def announced(entries: Sequence[Entry]) -> dict[str, object]:
 def wait_for_values(entries: Iterable[Entry]) -> None:
     """Wait for the work that this thread has queued on GPUs, such as an optimizer's step or a copy to the host: the
     tensors are read on streams of other threads, which do not."""
-    devices = {part.device for entry in entries for part in parts_here(entry.tensor) if part.is_cuda}
+    devices = {part.device for entry in entries if (part := part_here(entry.tensor)).is_cuda}
     if torch.cuda.is_initialized():
         devices.add(torch.device("cuda", torch.cuda.current_device()))
     for device in devices:
         torch.cuda.current_stream(device).synchronize()
 
 
-def layer_of(name: str) -> str:
-    """Return the unit that `name` is loaded with: "model.layers.3" for all its tensors, else the module.
-
-    vLLM fuses tensors of a module, such as an attention's or all experts', and leaves missing parts uninitialised.
-    """
-    path = name.split(".")
-    number = next((place for place, part in enumerate(path) if part.isdigit()), None)
-    return ".".join(path[:-1] or path if number is None else path[: number + 1])
-
-
-def _parts(source: Source, *, by_layer: bool) -> Iterator[list[NamedOnes]]:
+def _parts(source: Source) -> Iterator[list[NamedOnes]]:
     if isinstance(source, torch.nn.Module):
         yield model_tensors(source)
     elif isinstance(source, Iterator):
-        yield from _bounded((_checked(one) for one in source), by_layer=by_layer)
+        yield from _bounded(map(_checked, source))
     elif not isinstance(source, Iterable):
         raise InvalidRequest(
             f"named_tensors is a {type(source).__name__}: give a torch.nn.Module, a mapping, or pairs of name and "
@@ -195,7 +175,7 @@ def _parts(source: Source, *, by_layer: bool) -> Iterator[list[NamedOnes]]:
 
 def _checked(named: Any) -> NamedOnes:
     match named:
-        case (str() as name, tensor) if isinstance(tensor, torch.Tensor) or is_sharded(tensor):
+        case (str() as name, tensor) if isinstance(tensor, torch.Tensor):
             return NamedOnes((clean(name),), tensor)
         case (str() as name, value):
             kind = f"{type(value).__module__}.{type(value).__qualname__}"
@@ -217,11 +197,10 @@ def _same_as_one(part: list[NamedOnes]) -> list[NamedOnes]:
 def _place(tensor: torch.Tensor) -> Any:
     """Return what two tensors at one place have in common. Tensors without bytes here, such as empty shards, have no
     place."""
-    parts = parts_here(tensor)
-    if not parts or not all(_has_bytes(part) and part.numel() for part in parts):
+    part = part_here(tensor)
+    if not (_has_bytes(part) and part.numel()):
         return id(tensor)
-    here = tuple((part.data_ptr(), part.dtype, tuple(part.shape), part.stride()) for part in parts)
-    return here, tuple(shape_of(tensor)), placed(tensor)
+    return part.data_ptr(), part.dtype, part.shape, part.stride(), tensor.shape, placed(tensor)
 
 
 def _sent_under(one: NamedOnes, names: CheckpointNames) -> tuple[str, ...]:
@@ -229,14 +208,14 @@ def _sent_under(one: NamedOnes, names: CheckpointNames) -> tuple[str, ...]:
 
     A parameter without a served name is kept, for the later check; a buffer need not be in a checkpoint.
     """
-    served = tuple(name for name in one.names if names.has(name, shape_of(one.tensor)))
+    served = tuple(name for name in one.names if names.has(name, list(one.tensor.shape)))
     is_buffer = one.is_buffer or names.lacks_buffer(one.names[0])
     return served or (() if is_buffer else one.names[:1])
 
 
 def _with_bytes(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor. Raise `InvalidRequest` for a tensor without the plain bytes that engines load."""
-    if not all(map(_has_bytes, parts_here(tensor))):
+    if not _has_bytes(part_here(tensor)):
         form = "on the meta device" if tensor.is_meta else f"{tensor.layout} {tensor.dtype}"
         raise InvalidRequest(
             f"named_tensors has {name!r} {form}: give a dense tensor with its values, such as of a model that is not "
@@ -261,7 +240,7 @@ def _sent_in(
         return tensor.dtype
     if asked is not None:
         return asked
-    into = next(iter(names.forms(name, shape_of(tensor))))
+    into = next(iter(names.forms(name, list(tensor.shape))))
     served = held[into].dtype if into in held else ""
     return getattr(torch, served) if served in CASTABLE else tensor.dtype
 
@@ -270,14 +249,14 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _bounded(ones: Iterator[NamedOnes], *, by_layer: bool) -> Iterator[list[NamedOnes]]:
+def _bounded(ones: Iterator[NamedOnes]) -> Iterator[list[NamedOnes]]:
     part: list[NamedOnes] = []
     size = 0
     for one in ones:
-        if size >= PART_BYTES and not (by_layer and layer_of(one.names[0]) == layer_of(part[-1].names[0])):
+        if size >= PART_BYTES:
             yield part
             part, size = [], 0
         part.append(one)
-        size += prod(shape_of(one.tensor)) * one.tensor.dtype.itemsize
+        size += one.tensor.numel() * one.tensor.dtype.itemsize
     if part:
         yield part

@@ -15,8 +15,7 @@ update that ends after the load of its run, as where it waited for the copy of t
 and is in no figure. `--restores` are updates refused by the canary, and, of more than 2 GiB, updates that their trainer
 gives up half sent, all beside the load: their figures are the time for which they stopped generation, and the times
 from the refusal until all serve the version before, and to its first completion, which waits behind the load's prompts.
-TRL's client sends no log-probs, so the canary refuses NaN of it. First torch's own broadcast of the same bytes is
-measured.
+TRL's client sends no log-probs, so the canary refuses NaN of it.
 """
 
 import argparse
@@ -42,7 +41,6 @@ from gateway.weights.updates.record import num_bytes as bytes_of
 from loadtests.fleet import LocalFleet
 from loadtests.studies.clients import ClientPool, Stream, Totals, total
 from loadtests.studies.weights.pusher import Flaw, Pushed, Pusher, Way
-from loadtests.studies.weights.raw_speed import broadcast_speed
 from loadtests.workloads import LengthMix, Workload
 from trainer_client.transports.sender import TransportName
 
@@ -286,17 +284,6 @@ def steps_of(row: dict[str, Any]) -> str:
     return f"{row['variant']}: {row['staged']} of {row['updates']} staged; {steps} s"
 
 
-def broadcasts(transports: set[str], args: argparse.Namespace, num_bytes: int) -> dict[str, float]:
-    """Return GB/s of torch's broadcasts alone, by backend."""
-    speeds: dict[str, float] = {}
-    for backend in sorted({"nccl" if one == "trl" else one for one in transports} - {"store"}):
-        try:
-            speeds[backend] = broadcast_speed(backend, (args.device, args.receiver or args.device), num_bytes)
-        except TimeoutError as error:
-            print(error, file=sys.stderr)  # what was measured through us stands by itself
-    return speeds
-
-
 def _ended(record: dict[str, Any]) -> float:
     began: float = datetime.fromisoformat(record["started"]).timestamp()
     return began + float(record["age_s"])
@@ -324,12 +311,11 @@ async def _measured(args: argparse.Namespace) -> dict[str, Any]:
     try:
         infos = await fleet.start_engines()
         size = _checkpoint_bytes(infos[0])
-        alone = await asyncio.to_thread(broadcasts, {variant.transport for variant in variants}, args, size)
         report: dict[str, Any] = {
-            "taken": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "label": args.label, "cpus": os.cpu_count(),
+            "taken": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "cpus": os.cpu_count(),
             "streams": args.streams, "prompt_tokens": str(args.prompt_tokens), "max_tokens": args.max_tokens,
             "replicas": len(infos), "engine": f"{infos[0].kind} {infos[0].engine_version}", "bytes": size,
-            "broadcast_gb_per_s": alone, "variants": [],
+            "variants": [],
         }  # fmt: skip
         with ClientPool(args.clients, args.timeout_s) as pool:
             for variant in variants:
@@ -384,8 +370,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(table(rows), *map(steps_of, rows), sep="\n")
     for variant in report["variants"]:
         print(*(f"{variant['name']}: {Restore(**restore).told()}" for restore in variant["restores"]), sep="\n")
-    speeds = "".join(f"; {name} alone {speed:.2f} GB/s" for name, speed in report["broadcast_gb_per_s"].items())
-    print(f"{report['bytes'] / 1e9:.3f} GB to {report['replicas']} replicas{speeds}")
+    print(f"{report['bytes'] / 1e9:.3f} GB to {report['replicas']} replicas")
     return 1 if any(one["restore_errors"] or one["summary"]["errors"] for one in report["variants"]) else 0
 
 
@@ -398,7 +383,6 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--transport", choices=_WAYS, help="of variants without their own; trl: TRL's own client")
     add("--variant", action="append", metavar="NAME: KEY=VALUE ...", help="a variant; repeatable")
     add("--device", default="cpu", help="device of the trainer's tensors, such as cuda:1")
-    add("--receiver", default="", help="receiving device of the broadcast alone; default: --device")
     add("--updates", type=int, default=2, help="updates in each run")
     add("--restores", type=int, default=0, help="refused updates per variant")
     add("--pairs", type=int, default=5)
@@ -409,7 +393,6 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--max-tokens", type=int, default=512)
     add("--clients", type=int, default=2, metavar="N", help="client processes")
     add("--timeout-s", type=float, default=300.0, help="limit on a run, and on each wait of a push")
-    add("--label", default="", help="label for the report")
     add("--json", type=Path, metavar="FILE", help="write every run and the summary")
     add("overrides", nargs="*", metavar="KEY=VALUE", help="settings that override the file's")
     return parser.parse_intermixed_args(argv)

@@ -1,8 +1,4 @@
-"""The matrix of models in docs/compatibility.md, from the rows that `model_matrix` left in docs/results/.
-
-python -m loadtests.studies.weights.model_matrix --jobs 8 --cores-per-job 4 --json docs/results/model-matrix.json
-python -m scripts.docs
-"""
+"""The matrix of models in docs/compatibility.md, from the rows that the study `model_matrix` left in docs/results/."""
 
 import json
 from collections.abc import Mapping, Sequence

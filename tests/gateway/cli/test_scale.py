@@ -18,7 +18,7 @@ from engines.process.port import free_port
 from gateway.cli.cluster.changes import scaled
 from gateway.cli.scale import _check
 from gateway.config.schema import Config
-from loadtests.chaos.callers import Callers
+from loadtests.chaos.clients.callers import Callers
 from tests.gateway.cli.test_main import cluster_shell, script, shell  # noqa: F401  # fixtures
 from tests.rigs.rig import StartRig
 from tests.rigs.shell import Shell

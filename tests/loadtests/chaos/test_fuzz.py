@@ -5,7 +5,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from loadtests.chaos.bad_requests import bad_requests
+from loadtests.chaos.clients.bad_requests import bad_requests
 from loadtests.chaos.fuzz import main
 
 

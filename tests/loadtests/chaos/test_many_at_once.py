@@ -11,7 +11,7 @@ import pytest
 
 from engines.config import SimConfig
 from gateway.http.door import raise_limit
-from loadtests.chaos.contents import Asked, Delivered, flaw
+from loadtests.chaos.clients.contents import Asked, Delivered, flaw
 from loadtests.chaos.faults import until
 from loadtests.chaos.processes.process_fleet import ProcessFleet, fleet_config
 from sim.model import SimModel

@@ -2,8 +2,8 @@
 
 import pytest
 
+from loadtests.chaos.clients.tally import Tally
 from loadtests.chaos.soak import Look, Soak, main
-from loadtests.chaos.tally import Tally
 
 
 def soaked(rss_mb: float) -> Soak:

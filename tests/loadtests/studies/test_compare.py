@@ -138,11 +138,3 @@ async def test_a_router_that_does_not_start_says_why(replicas: list[SimReplica],
     code, printed = await compared(replicas, gateway_url, *options)
     assert code == 2
     assert "did not start:\nno workers for me" in printed
-
-
-@pytest.mark.load
-async def test_a_side_that_delivers_nothing_ends_the_comparison(replicas: list[SimReplica], gateway_url: str) -> None:
-    code, printed = await compared(replicas, gateway_url, "--sides", "direct", "gateway", "--model", "other")
-    assert code == 1
-    assert "a side delivered nothing: there is nothing to compare" in printed
-    assert "pair 1" not in printed

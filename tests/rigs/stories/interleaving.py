@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 from engines.engine import Json
 from engines.errors import RolloutGatewayError, StoreFailed, WeightUpdateFailed
-from engines.store.draft import ChangedTensor, Draft, RawTensor, claim_draft
+from engines.store.draft import Draft, RawTensor, claim_draft
 from engines.store.manifest import Manifest
 from engines.types import InFlight, ReplicaInfo
 from gateway.config.schema import Config
@@ -520,10 +520,8 @@ class Trainer:
         try:
             draft = Draft(path, "sim", base=base.version if base and delta else None)
             for name, value in values.items():
-                tensor: RawTensor | ChangedTensor = raw_tensor(name, value)
-                if delta:
-                    assert isinstance(tensor, RawTensor)
-                    tensor = self._sent.narrowed(tensor, base.tensors if base else {})
+                whole = raw_tensor(name, value)
+                tensor = (self._sent.changes(whole, base) if delta else None) or whole
                 draft.add([tensor]) if isinstance(tensor, RawTensor) else draft.add_changes([tensor])
                 await asyncio.sleep(slow_s)
             draft.finish()

@@ -1,6 +1,5 @@
 """The sender over a group, against an HTTP server that plays a gateway, with receivers as threads of this process."""
 
-import contextlib
 import sys
 import threading
 import time
@@ -23,9 +22,9 @@ from engines.errors import (
     WeightUpdateFailed,
 )
 from gateway.api import body_of, status_of
-from tests.rigs.stories.played_gateway import UNREAD, Answer, PlayedGateway
-from trainer_client import BlockingRolloutClient, WeightProgress, WeightSender
-from trainer_client.transports import channels
+from tests.rigs.stories.played_gateway import Answer, PlayedGateway
+from trainer_client import BlockingRolloutClient, WeightSender
+from trainer_client.transports import group
 from trainer_client.transports.channels import NcclChannel
 
 SOON_S = 30.0
@@ -60,11 +59,9 @@ def test_every_engine_holds_the_tensors_after_a_push(gateway: PlayedGateway, sen
 
 
 def test_tensors_are_sent_in_the_dtype_asked_for(gateway: PlayedGateway, client: BlockingRolloutClient) -> None:
-    told: list[WeightProgress] = []
-    with WeightSender(client, dtype=torch.bfloat16, timeout_s=TIMEOUT_S, on_progress=told.append) as sender:
+    with WeightSender(client, dtype=torch.bfloat16, timeout_s=TIMEOUT_S) as sender:
         sender.push([("a", torch.ones(2, 3)), ("b", torch.ones(5))])
     assert gateway.received[1]["a"].dtype == torch.bfloat16
-    assert [(progress.tensors, progress.bytes, progress.num_bytes) for progress in told] == [(1, 12, 22), (2, 22, 22)]
 
 
 def test_a_group_that_another_trainer_has_replaced_is_opened_again_by_the_next_push(
@@ -87,21 +84,20 @@ def test_a_group_that_another_trainer_has_replaced_is_opened_again_by_the_next_p
     assert places[0] == places[1] != places[2]
 
 
-def test_a_version_that_is_not_the_next_one_is_refused_before_anything_moves(
-    gateway: PlayedGateway, sender: WeightSender
-) -> None:
-    with pytest.raises(WeightUpdateConflict, match=r"version = 6 .* serves 6, and versions only grow"):
-        sender.push(model(), version=6)
-    assert gateway.calls == ["/v1/weights", "/weight_info"]
+def test_a_version_is_asked_for_at_the_start_of_an_update(gateway: PlayedGateway, sender: WeightSender) -> None:
     asked: list[Any] = []
 
     def start(body: dict[str, Any]) -> Answer:
         asked.append(body["version"])
-        return 200, {}
+        conflict = WeightUpdateConflict("version 6 is served, and versions only grow")
+        return (status_of(conflict), body_of(conflict)) if body["version"] == 6 else (200, {})
 
     gateway.answers["/start_weight_update"] = start
+    with pytest.raises(WeightUpdateConflict, match="versions only grow"):
+        sender.push(model(), version=6)
+    assert "/update_weights" not in gateway.calls
     assert sender.push(model(), version=7) == 7
-    assert asked == [7]
+    assert asked == [6, 7]
 
 
 def test_a_refused_update_ends_the_broadcast_at_once_with_the_gateways_error(
@@ -172,76 +168,39 @@ def test_nccl_without_vllm_is_refused_before_engines_wait_for_the_trainer(
 
 
 class StuckNccl(NcclChannel):
-    """Blocks as NCCL does where a peer never comes, until its communicator is aborted."""
+    """Waits in a broadcast as NCCL does where a peer never comes, until its communicator is aborted."""
 
-    def __init__(self, timeout_s: float) -> None:
-        super().__init__("127.0.0.1", 1, 2, timeout_s, torch.device("cuda", 0))
+    def __init__(self, *where: Any) -> None:
+        super().__init__(*where)
         self.aborted = threading.Event()
-        self._group = self
 
-    @property
-    def nccl(self) -> Any:
-        return self
-
-    @property
-    def group(self) -> Any:
-        return self
-
-    comm = None
-
-    def ncclCommAbort(self, comm: Any) -> None:  # noqa: N802
-        self.aborted.set()
-
-    def _broadcast(self, tensors: Iterator[Any]) -> None:
-        self.aborted.wait(SOON_S)
-
-
-def test_an_nccl_broadcast_that_nobody_joins_is_aborted_in_time() -> None:
-    channel = StuckNccl(timeout_s=0.2)
-    with pytest.raises(WeightUpdateFailed, match=r"waited 0\.2 s for all ranks to receive"):
-        channel.send(iter(()))
-    assert channel.aborted.is_set()
-
-
-class NcclOnHost(NcclChannel):
-    """Sends tensors of the host to nobody, on streams of a GPU that this host lacks."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        super().__init__("127.0.0.1", 1, 2, SOON_S, torch.device("cuda", 0))
-        self._device = torch.device("cpu")
+    def join(self) -> None:
         self._group = MagicMock()
-        self.current: Any = None
-        packing, sending = MagicMock(), MagicMock()
-        self.packing = packing
-        monkeypatch.setattr(channels, "kept_streams", lambda _, count: (packing, sending))
-        monkeypatch.setattr(channels, "CHUNK_BYTES", 20)
-        monkeypatch.setattr(torch.cuda, "stream", self._on)
-        monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
-        monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+        self._group.nccl.ncclCommAbort = lambda _: self.aborted.set()
 
-    @contextlib.contextmanager
-    def _on(self, stream: Any) -> Iterator[None]:
-        self.current = stream
-        yield
-        self.current = None
+    listen = join
+
+    def send(self, tensors: Iterator[Any]) -> None:
+        assert self.aborted.wait(SOON_S)
+        raise WeightUpdateFailed("the NCCL group was left")
 
 
-def some_tensors(count: int) -> list[tuple[str, torch.Tensor]]:
-    return [(str(place), torch.full((3,), place, dtype=torch.float32)) for place in range(count)]
-
-
-@pytest.mark.parametrize("error", [ZeroDivisionError("by zero"), SystemExit(3)])
-def test_any_end_of_the_sending_thread_is_the_pushs(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
-    channel = NcclOnHost(monkeypatch)
-
-    def broken() -> Iterator[tuple[str, torch.Tensor]]:
-        yield from some_tensors(4)
-        raise error
-
-    with pytest.raises(type(error)):
-        channel.send(broken())
-    with pytest.raises(WeightUpdateFailed, match="the NCCL group was left"):
-        channel.send(iter(()))
+@pytest.mark.parametrize("is_refused", [True, False])
+def test_an_nccl_broadcast_that_nobody_joins_is_aborted_in_time(
+    gateway: PlayedGateway, client: BlockingRolloutClient, monkeypatch: pytest.MonkeyPatch, is_refused: bool
+) -> None:
+    monkeypatch.setattr(group, "NcclChannel", StuckNccl)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="5f3a"))
+    gateway.answers["/init_weight_transfer_engine"] = lambda _: (200, {})
+    gateway.answers["/update_weights"] = lambda _: (200, {})
+    if is_refused:
+        gateway.answers["/update_weights"] = refusing(InvalidRequest("no such tensor"))
+    error: Any = InvalidRequest if is_refused else WeightUpdateFailed
+    with (
+        WeightSender(client, transport="nccl", device="cuda:0", timeout_s=0.5) as sender,
+        pytest.raises(error, match=r"no such tensor|waited 0\.5 s for all ranks to take part"),
+    ):
+        sender.push(model())
 
 
 def test_a_push_waits_for_the_work_that_the_trainer_has_queued(
@@ -261,20 +220,3 @@ def test_a_push_waits_for_the_work_that_the_trainer_has_queued(
     sender.push({"w": OnGpu(torch.ones(2, 2), requires_grad=False)})
     assert calls_then
     assert not {*UPDATE} & {*calls_then[0]}
-
-
-def test_a_push_of_changes_names_the_update_that_it_adds_to(
-    gateway: PlayedGateway, client: BlockingRolloutClient
-) -> None:
-    bodies: list[dict[str, Any]] = []
-    gateway.answers["/v1/weights"] = lambda _: (200, UNREAD | {"weight_version": 7, "update": "ours"})
-
-    def start(body: dict[str, Any]) -> Answer:
-        bodies.append(body)
-        return 200, {}
-
-    gateway.answers["/start_weight_update"] = start
-    with WeightSender(client, delta=True, timeout_s=TIMEOUT_S) as sender:
-        for value in (1.0, 2.0):
-            sender.push({"layers.0.w": torch.full((2, 2), value), "layers.1.w": torch.ones(2, 2)})
-    assert [body.get("after") for body in bodies] == [None, "ours"]

@@ -26,9 +26,7 @@ pytestmark = pytest.mark.vllm
 
 TIMEOUT_S = 120.0
 PROBLEMS = list(islice(task.problems(seed=9), 8))
-TENSORS = 47
 LAYER = "model.layers.2"
-TENSORS_OF_LAYER = 11
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +49,7 @@ def checkpoint(folder: Path, *, seed: int, base: Path = task.COMMITTED, of: str 
 
 
 def pushed_by_two(real: RealFleet, folder: Path, transport: str, *models: Path) -> list[str]:
-    """The first rank's reports of its pushes; the second rank has to agree on the versions."""
+    """The versions of the first rank's pushes; the second rank has to agree on them."""
     env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1"}
     ranks = [
         subprocess.Popen(
@@ -79,7 +77,7 @@ def pushed_by_two(real: RealFleet, folder: Path, transport: str, *models: Path) 
             rank.kill()
             rank.wait()
     assert ranks[0].returncode == 0, complaints[-3000:]
-    assert [line.split()[0] for line in said.splitlines()] == [line.split()[0] for line in other.splitlines()]
+    assert said == other
     return said.splitlines()
 
 
@@ -100,12 +98,10 @@ def test_tokens_after_a_push_and_after_a_delta_are_those_of_the_new_weights(
     second = checkpoint(tmp_path / "second", seed=2, base=first, of=f"{LAYER}.self_attn.q_proj")
     with BlockingRolloutClient(real.url) as client:
         served = client.weight_version()
-    (only,) = pushed_by_two(real, tmp_path, transport, first)
-    assert only == f"{served + 1} {TENSORS}"
+    assert pushed_by_two(real, tmp_path, transport, first) == [str(served + 1)]
     assert_engines_say_what_transformers_says(real, first)
     (tmp_path / f"ranks-{transport}").unlink()
-    _, delta = pushed_by_two(real, tmp_path, transport, first, second)
-    assert delta == f"{served + 3} {TENSORS_OF_LAYER if transport == 'gloo' else 1}"
+    assert pushed_by_two(real, tmp_path, transport, first, second)[1] == str(served + 3)
     assert_engines_say_what_transformers_says(real, second)
 
 

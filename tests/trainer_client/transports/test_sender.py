@@ -3,7 +3,6 @@
 import asyncio
 import dataclasses
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -20,7 +19,6 @@ from tests.rigs.rig import StartRig
 from tests.rigs.stories.played_gateway import UNREAD, Answer, PlayedGateway
 from trainer_client import BlockingRolloutClient, WeightSender
 from trainer_client.transports import tensors
-from trainer_client.transports.channels import GlooChannel
 
 SOON_S = 30.0
 SERVED = [{"name": "w", "dtype": "bfloat16", "shape": [2, 3]}, {"name": "q", "dtype": "float8_e4m3fn", "shape": [4]}]
@@ -127,24 +125,19 @@ def test_a_trainer_that_fails_between_two_parts_has_the_update_ended(
     assert "/finish_weight_update" not in gateway.calls
 
 
-def test_an_interrupt_does_not_wait_for_a_silent_gateway(
-    gateway: PlayedGateway, client: BlockingRolloutClient, monkeypatch: pytest.MonkeyPatch
+def test_an_interrupt_does_not_wait_for_engines_that_never_come(
+    client: BlockingRolloutClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    has_asked, may_answer, has_answered = threading.Event(), threading.Event(), threading.Event()
-
-    def silent(_: dict[str, Any]) -> Answer:
-        has_asked.set()
-        may_answer.wait(SOON_S)
-        has_answered.set()
-        return 200, {"message": "joined"}
-
-    def interrupted(_: GlooChannel) -> None:
-        assert has_asked.wait(SOON_S)
+    def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    gateway.answers["/init_weight_transfer_engine"] = silent
-    monkeypatch.setattr(GlooChannel, "join", interrupted)
+    monkeypatch.setattr(client, "init_weight_transfer", interrupted)
+    began = time.monotonic()
     with WeightSender(client) as sender, pytest.raises(KeyboardInterrupt):
         sender.push({"w": torch.ones(2, 3)})
-    assert not has_answered.is_set()
-    may_answer.set()
+    assert time.monotonic() - began < SOON_S
+
+
+def test_changes_alone_need_the_store(client: BlockingRolloutClient) -> None:
+    with pytest.raises(ConfigError, match="delta = True writes changes into the store: set transport='store'"):
+        WeightSender(client, delta=True)

@@ -24,7 +24,7 @@ from engines.store.changed_elements import ChangedElements
 from engines.store.draft import ChangedTensor, Draft, claim_draft, raw
 from engines.store.manifest import check_bytes, digest_of
 from tests.rigs.rig import STORED, Rig, StartRig
-from trainer_client import BlockingRolloutClient, WeightProgress, WeightSender
+from trainer_client import BlockingRolloutClient, WeightSender
 
 
 @pytest.fixture
@@ -117,35 +117,27 @@ def with_one(value: float) -> torch.Tensor:
 
 
 @contextmanager
-def delta_sender(rig: Rig, sent: list[WeightProgress] | None = None) -> Iterator[WeightSender]:
-    told = sent.append if sent is not None else None
+def delta_sender(rig: Rig) -> Iterator[WeightSender]:
     with (
         BlockingRolloutClient(rig.url, attempts=1) as client,
-        WeightSender(client, transport="store", delta=True, timeout_s=10, on_progress=told) as sender,
+        WeightSender(client, transport="store", delta=True, timeout_s=10) as sender,
     ):
         yield sender
 
 
-async def push_deltas(
-    rig: Rig, *changes: dict[str, torch.Tensor], sent: list[WeightProgress] | None = None
-) -> list[int]:
+async def push_deltas(rig: Rig, *changes: dict[str, torch.Tensor]) -> list[int]:
     """Push a whole version for each, out of one sender. Return the versions."""
 
     def work() -> list[int]:
-        with delta_sender(rig, sent) as sender:
+        with delta_sender(rig) as sender:
             return [sender.push(tensors(**changed)) for changed in changes]
 
     return await asyncio.to_thread(work)
 
 
 async def test_a_delta_writes_what_changed_and_links_the_rest(rig: Rig, folder: Path) -> None:
-    sent: list[WeightProgress] = []
-    assert await push_deltas(rig, *({"b": torch.full((4,), float(value))} for value in range(3)), sent=sent) == [
-        1,
-        2,
-        3,
-    ]
-    assert [(progress.tensors, progress.bytes) for progress in sent] == [(1, 64), (2, 80), (1, 16), (1, 16)]
+    changes = ({"b": torch.full((4,), float(value))} for value in range(3))
+    assert await push_deltas(rig, *changes) == [1, 2, 3]
     before, after = check_bytes(folder / "v2"), check_bytes(folder / "v3")
     assert before.tensors["b"].digest != after.tensors["b"].digest
     unchanged = [folder / f"v{version.version}" / version.tensors["w"].file for version in (before, after)]
@@ -205,9 +197,8 @@ async def test_a_gateway_started_anew_takes_changes_to_what_its_engines_hold(
     assert (await said(second))[0] == {2}
 
 
-@pytest.mark.parametrize("moment", ["load_weights", "weight_store"])
 async def test_changes_to_a_version_that_another_trainer_has_replaced_are_refused(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch, moment: str
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, two, fifty = (torch.full((4,), value) for value in (1.0, 2.0, 50.0))
 
@@ -217,20 +208,26 @@ async def test_changes_to_a_version_that_another_trainer_has_replaced_are_refuse
             WeightSender(client, transport="store", delta=True, timeout_s=10) as sender,
         ):
             sender.push({"w": torch.ones(4, 4), "b": one})
+            load = client.load_weights
 
-            def late(*args: Any) -> Any:
+            def late(*args: Any) -> int:
                 send(rig.url, [("w", torch.ones(4, 4)), ("b", fifty)])
-                return call(*args)
+                return load(*args)
 
-            call = getattr(client, moment)
-            monkeypatch.setattr(client, moment, late)
+            monkeypatch.setattr(client, "load_weights", late)
             with pytest.raises(WeightUpdateConflict) as refused:
                 sender.push({"w": torch.full((4, 4), 2.0), "b": one})
             monkeypatch.undo()
             assert sender.push({"w": torch.ones(4, 4), "b": two}) == 3, "after a refusal a push is whole"
             return str(refused.value)
 
-    assert "but version 2 was made by" in await asyncio.to_thread(race)
+    assert "has changes to version 1, and version 2 is served" in await asyncio.to_thread(race)
+
+
+async def test_a_delta_of_nothing_is_a_version_too(rig: Rig, folder: Path) -> None:
+    assert await push_deltas(rig, {}, {}) == [1, 2]
+    assert check_bytes(folder / "v2").version == 2
+    assert (await said(rig))[0] == {2}
 
 
 @pytest.mark.parametrize("copies", [2.5, 3.3], ids=["two copies", "three with the draft of a dead trainer"])

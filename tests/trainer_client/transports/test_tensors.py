@@ -17,7 +17,7 @@ from trainer_client.served import ServedWeights
 from trainer_client.transports import tensors
 from trainer_client.transports.tensors import Entry, Given, announced
 
-UNKNOWN = ServedWeights(model="m", version=0, update=None, tensors=None, gpus={})
+UNKNOWN = ServedWeights(model="m", version=0, tensors=None, gpus={})
 
 
 class Model(nn.Module):
@@ -166,13 +166,6 @@ def test_a_name_that_comes_twice_is_refused(as_given: Any, monkeypatch: pytest.M
     pairs = [("w", torch.ones(3)), ("v", torch.ones(3)), ("_orig_mod.w", torch.zeros(3))]
     with pytest.raises(InvalidRequest, match="two tensors named 'w'"):
         list(Given(as_given(pairs)).parts(UNKNOWN, None))
-
-
-def test_parts_end_with_a_layer_where_they_must(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensors, "PART_BYTES", 1)
-    named = iter([(name, torch.ones(2)) for name in ("layers.0.q", "layers.0.k", "layers.1.q", "norm.weight")])
-    parts = [names(part) for part in Given(named, by_layer=True).parts(UNKNOWN, None)]
-    assert parts == [["layers.0.q", "layers.0.k"], ["layers.1.q"], ["norm.weight"]]
 
 
 def test_an_iterator_whose_later_parts_are_of_other_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from engines.config import SimConfig
-from loadtests.chaos.tally import Tally
-from loadtests.chaos.witness import Witness
+from loadtests.chaos.clients.tally import Tally
+from loadtests.chaos.clients.witness import Witness
 from sim.model import CHECKPOINT_VERSION, SimModel, read, seeded_draw, weights_key
 
 SEED = 7
@@ -48,30 +48,6 @@ def tallied(witness: Witness, floor: int, choices: list[Json]) -> Tally:
     witness.version = floor
     witness._answered(witness._numbered(SEED)[0], choices)
     return witness.record.tally
-
-
-def test_tokens_of_the_weights_they_name_are_delivered(witness: Witness) -> None:
-    tally = tallied(witness, 0, answer())
-    assert (tally.delivered, tally.stale, tally.duplicated) == (8, 0, 0)
-
-
-def test_newer_weights_than_asked_for_are_fine(witness: Witness) -> None:
-    assert tallied(witness, 1, answer(version=2, made_by="2")).stale == 0
-
-
-def test_tokens_of_other_weights_than_they_name_are_wrong(witness: Witness) -> None:
-    tally = tallied(witness, 0, answer(version=1, made_by="2"))
-    assert (tally.wrong, tally.stale, tally.is_clean) == (8, 0, False)
-
-
-def test_older_weights_than_the_fleet_had_are_stale(witness: Witness) -> None:
-    assert tallied(witness, 2, answer(version=1, made_by="1")).stale == 8
-
-
-def test_spans_that_leave_a_token_out_are_wrong(witness: Witness) -> None:
-    choices = answer()
-    choices[1]["weight_versions"] = [{"version": 0, "start": 0, "end": 39}]
-    assert tallied(witness, 0, choices).wrong == 1
 
 
 def test_versions_without_limits_hold_for_any_token(witness: Witness) -> None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from loadtests.chaos.callers import Callers
+from loadtests.chaos.clients.callers import Callers
 from loadtests.chaos.processes.process_fleet import ProcessFleet
 
 _LOOK_S = 0.05

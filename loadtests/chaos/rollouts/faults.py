@@ -18,7 +18,7 @@ import aiohttp
 import orjson
 import psutil
 
-from loadtests.chaos.callers import Callers
+from loadtests.chaos.clients.callers import Callers
 from loadtests.chaos.processes.process_fleet import ProcessFleet
 
 _SLOW_READERS = 24

@@ -9,8 +9,8 @@ import time
 from collections.abc import Awaitable, Callable
 
 from engines.config import SimConfig
-from loadtests.chaos.callers import Callers
-from loadtests.chaos.tally import Tally
+from loadtests.chaos.clients.callers import Callers
+from loadtests.chaos.clients.tally import Tally
 
 _TOKENS = 40
 

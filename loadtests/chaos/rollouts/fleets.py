@@ -16,12 +16,12 @@ from typing import Any
 import aiohttp
 
 from engines.config import SimConfig
-from loadtests.chaos.callers import Callers, Record
+from loadtests.chaos.clients.callers import Callers, Record
+from loadtests.chaos.clients.tally import Tally
 from loadtests.chaos.faults import CallFailed, Hung, Trainer, World, until
-from loadtests.chaos.measures import Goodput, Kept, batch_with, go_on, kept_at, kill_one, stop_one
 from loadtests.chaos.processes.process_fleet import ProcessFleet, fleet_config, running
-from loadtests.chaos.rollout_faults import ROLLOUT_FAULTS, Scene
-from loadtests.chaos.tally import Tally
+from loadtests.chaos.rollouts.faults import ROLLOUT_FAULTS, Scene
+from loadtests.chaos.rollouts.measures import Goodput, Kept, batch_with, go_on, kept_at, kill_one, stop_one
 
 SIM = SimConfig(decode_step_s=0.03, load_s=0.1)
 KEPT = {f"replica killed at {share:.0%} of its rollouts": share for share in (0.25, 0.5, 0.9)}

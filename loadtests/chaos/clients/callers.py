@@ -19,9 +19,9 @@ import orjson
 
 from engines.config import SimConfig
 from engines.errors import DeadlineExceeded
-from loadtests.chaos.contents import Asked, Delivered, Flaw, flaw
+from loadtests.chaos.clients.contents import Asked, Delivered, Flaw, flaw
+from loadtests.chaos.clients.tally import Tally
 from loadtests.chaos.faults import Versioned
-from loadtests.chaos.tally import Tally
 from sim.dialect import chat_text
 from sim.model import SimModel, tokenize
 from trainer_client.client import RolloutClient

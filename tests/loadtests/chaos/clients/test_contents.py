@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from engines.config import SimConfig
-from loadtests.chaos.contents import Asked, Delivered, flaw
+from loadtests.chaos.clients.contents import Asked, Delivered, flaw
 from sim.model import SimModel, detokenize, read, seeded_draw, weights_key
 
 MODEL = SimModel.of(SimConfig())

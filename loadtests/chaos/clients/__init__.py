@@ -1,0 +1,1 @@
+"""Clients of a chaos run, which check every token."""

@@ -1,0 +1,1 @@
+"""The part of the campaign that hurts rollouts."""

@@ -1,0 +1,79 @@
+"""When a call is made again.
+
+| error | made again |
+| --- | --- |
+| 429: over a limit | after Retry-After and a random time, until the call's time is over |
+| no connection, a broken one, 503: the gateway is away | for `outage_s`, longer than a restart of it takes |
+| 502, 504: the gateway has given the call up, so that nothing runs twice | `attempts` times |
+| any other | never |
+"""
+
+import asyncio
+import random
+from dataclasses import dataclass, field
+
+from engines.errors import GatewayUnreachable, RolloutGatewayError, TooManyRequests
+from gateway.api import status_of
+from trainer_client.http import CONNECT_TIMEOUT_S
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 8.0
+_PASSING = (502, 503, 504)
+
+
+def may_pass(error: RolloutGatewayError) -> bool:
+    """True for an error that allows a retry: the gateway has given up on the call, so nothing runs twice."""
+    return status_of(error) in _PASSING
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+@dataclass(slots=True)
+class Retries:
+    """The attempts of one call, whose time of `timeout_s` ends at `deadline` of the loop's clock."""
+
+    attempts: int
+    outage_s: float
+    timeout_s: float
+    deadline: float
+    made: int = 1
+    """Attempts so far."""
+    _given_up: int = 0
+    _outage_began: float | None = None
+    _tried_at: float = field(default_factory=now)
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the deadline."""
+        return max(0.001, round(self.deadline - now(), 3))
+
+    def succeeded(self) -> None:
+        """Count from here on, where a call has several parts."""
+        self.made, self._given_up, self._outage_began = 1, 0, None
+
+    async def pause(self, error: RolloutGatewayError) -> None:
+        """Sleep until the attempt after `error`. Raise it where none is due."""
+        pause = min(FIRST_PAUSE_S * 2.0 ** min(self.made - 1, 10), LONGEST_PAUSE_S)
+        if isinstance(error, TooManyRequests):
+            pause = error.retry_after_s + random.uniform(0.0, pause)  # not all prompts at once
+            self._check_time(error, pause)
+        elif isinstance(error, GatewayUnreachable):
+            if self._outage_began is None or now() - self._tried_at > CONNECT_TIMEOUT_S:  # reached, and lost again
+                self._outage_began = now()
+            if now() + pause >= self._outage_began + self.outage_s:
+                raise error
+        else:
+            self._given_up, self._outage_began = self._given_up + 1, None
+            if not may_pass(error) or self._given_up >= self.attempts:
+                raise error
+        await asyncio.sleep(pause)
+        self.made, self._tried_at = self.made + 1, now()
+
+    def _check_time(self, error: TooManyRequests, pause: float) -> None:
+        """Raise the error where the next attempt would be too late."""
+        if now() + pause >= self.deadline:
+            wish = f"Retry-After is {error.retry_after_s:g} s"
+            late = f"timeout_s = {self.timeout_s:g} ends before the next attempt in {pause:.1f} s"
+            error.args = (f"{error}; {wish}, and {late}",)
+            raise error

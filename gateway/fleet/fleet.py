@@ -1,6 +1,6 @@
 """The fleet: the replicas, their states and weight versions, and the watch over them.
 
-States and versions are assigned here alone. `weights/updates/machine.py` decides about updates, and `scheduler.py`
+States and versions are assigned here alone. `weights/updates/update.py` decides about updates, and `scheduler.py`
 places rollouts.
 """
 

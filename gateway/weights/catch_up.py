@@ -6,7 +6,7 @@ it serves the version of an aborted rolling update; it serves on until its turn.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -36,6 +36,7 @@ _RESET_AGAIN_S = 0.01
 _AND = "; not brought back: "
 _KEPT, _STORE = "kept weights", "store"
 """Sources of the version before."""
+_NOTHING: Mapping[Replica, int] = {}
 
 
 class CatchUp:
@@ -67,8 +68,9 @@ class CatchUp:
                 await self._look.wait()
                 self._look.clear()
                 for replica in self._fleet.trained:
-                    if self._is_behind(replica) and self._given_up.get(replica) != self._fleet.version:
-                        self._start(replica)
+                    is_given_up = self._given_up.get(replica) == self._fleet.version
+                    if replica not in self._tasks and self._is_behind(replica) and not is_given_up:
+                        self._own(replica, self._bring_back(replica))
         finally:
             tasks = list(self._tasks.values())
             for task in tasks:
@@ -79,26 +81,31 @@ class CatchUp:
         self,
         replicas: Iterable[Replica],
         *,
-        after: WeightUpdate | None = None,
+        aborted: WeightUpdate | None = None,
+        kept: Mapping[Replica, int] = _NOTHING,
         leaves_group: bool = False,
         is_awaited: bool = False,
     ) -> None:
         """Take replicas that an update had stopped to the fleet's version, and out of their group. The next update
-        waits for them where `is_awaited`. A replica that was not overwritten only drops what it received. `after` is
-        the update where it was aborted: its record notes who is back."""
+        waits for them where `is_awaited`. A replica that was not overwritten only drops what it received. The record of
+        an update that was `aborted` notes who is back. Engines may have `kept` a version in memory."""
         for replica in replicas:
             if replica.weight_version is None:
                 replica.brake.join(Holder.CATCH_UP)  # frozen until the engine has ended the update
             if is_awaited:
                 self._restored.add(replica)
-            self._start(replica, after=after, drops_receipt=True, leaves_group=leaves_group)
+            if replica not in self._tasks:
+                way = self._bring_back(
+                    replica, aborted=aborted, kept=kept.get(replica), drops_receipt=True, leaves_group=leaves_group
+                )
+                self._own(replica, way)
 
     def take_back(self, replicas: Iterable[Replica], width: int) -> None:
         """Take replicas that are ahead back to the fleet's version, `width` at a time."""
         turns = asyncio.Semaphore(width)
         self._ahead = {replica for replica in replicas if replica not in self._tasks}
         for replica in self._ahead:
-            self._own([replica], self._take_back(replica, turns))
+            self._own(replica, self._take_back(replica, turns))
         if not self._ahead:
             self._fleet.end_roll()
 
@@ -160,23 +167,9 @@ class CatchUp:
         is_behind = replica.state is ReplicaState.SYNCING and replica.weight_version != self._fleet.version
         return is_behind and replica.info.loads_snapshots
 
-    def _start(
-        self,
-        replica: Replica,
-        *,
-        after: WeightUpdate | None = None,
-        drops_receipt: bool = False,
-        leaves_group: bool = False,
-    ) -> None:
-        if replica not in self._tasks:
-            work = self._bring_back(replica, after=after, drops_receipt=drops_receipt, leaves_group=leaves_group)
-            self._own([replica], work)
-
-    def _own(self, replicas: Sequence[Replica], work: Coroutine[None, None, None]) -> None:
-        task = asyncio.create_task(work, name=f"catch up {', '.join(replica.replica_id for replica in replicas)}")
-        for replica in replicas:
-            self._tasks[replica] = task
-            task.add_done_callback(partial(self._ended, replica))
+    def _own(self, replica: Replica, work: Coroutine[None, None, None]) -> None:
+        self._tasks[replica] = task = asyncio.create_task(work, name=f"catch up {replica.replica_id}")
+        task.add_done_callback(partial(self._ended, replica))
 
     def _ended(self, replica: Replica, task: "asyncio.Task[None]") -> None:
         self._tasks.pop(replica, None)
@@ -208,13 +201,13 @@ class CatchUp:
         self,
         replica: Replica,
         *,
-        after: WeightUpdate | None = None,
+        aborted: WeightUpdate | None = None,
+        kept: int | None = None,
         drops_receipt: bool = False,
         leaves_group: bool = False,
     ) -> None:
         is_overwritten = replica.weight_version is None
-        aborted = after if is_overwritten else None
-        kept = aborted.kept.get(replica) if aborted is not None else None
+        kept = kept if is_overwritten else None
         await self._clear(
             replica,
             drops_receipt=(drops_receipt or is_overwritten) and kept is None,  # what it has kept would go with it
@@ -226,7 +219,7 @@ class CatchUp:
             # The gateway was restarted in the middle of an update: no engine may hold the version before.
             self._fleet.learn(before)
         source = await self._recover(replica, kept)
-        if aborted is not None and source:
+        if aborted is not None and is_overwritten and source:
             aborted.take_back(replica, source)
 
     async def _recover(self, replica: Replica, kept: int | None) -> str:

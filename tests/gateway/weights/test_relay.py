@@ -27,8 +27,7 @@ from engines.transfer.relay import GlooReceiver, NoModel, RelayServer
 from engines.types import Dialect
 from gateway.weights import coordinator
 from gateway.weights import relay_process as relay
-from gateway.weights.updates.record import WeightUpdate
-from gateway.weights.updates.store_update import StoreUpdate
+from gateway.weights.updates.update import Update
 from tests.rigs.forked_relay import ForkedRelay
 from tests.rigs.rig import Json, Rig, SimReplica, StartRig
 from trainer_client import BlockingRolloutClient, WeightSender
@@ -363,7 +362,7 @@ async def test_a_trainer_goes_on_with_the_relay_of_a_gateway_that_was_killed(
     if moment not in ("between updates", "started"):
         assert (await trainer.send(tensors()))[0] == 200
     if moment == "promoted":
-        monkeypatch.setattr(StoreUpdate, "take", promoted_alone)
+        monkeypatch.setattr(Update, "take", promoted_alone)
     if moment in ("promoted", "committed"):
         assert (await trainer.finish())[0] == 200
     await kill_gateway(trainer.rig, monkeypatch)
@@ -423,9 +422,10 @@ async def test_a_flat_group_lives_through_a_gateway_that_is_killed_between_updat
         assert (status, "as after a restart of the gateway" in reply["error"]["message"]) == (424, True)
 
 
-async def promoted_alone(update: StoreUpdate, record: WeightUpdate, members: object, snapshot: str) -> None:
+async def promoted_alone(update: Update, _: object) -> int:
     """What a gateway has done that is killed before replicas load the version."""
-    await update._promote(record, members, snapshot)  # type: ignore[arg-type]
+    await update._arrival.close(update)
+    return update.record.version
 
 
 async def kill_gateway(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,7 @@ from gateway.weights.catch_up import CatchUp
 from gateway.weights.leases import Leases
 from gateway.weights.pauses import Pauses
 from gateway.weights.snapshots import Snapshots
-from gateway.weights.updates.machine import UpdateMachine
-from gateway.weights.updates.swaps import Swaps
+from gateway.weights.updates.update import Update
 from gateway.weights.verdicts import Finding, Result
 from tests.rigs.stories.interleaving import Violation
 from tests.rigs.stories.story import PushStep, RestartGateway, Resume, Rollout, Step
@@ -56,10 +55,10 @@ def an_overwritten_replica_keeps_its_version(patch: pytest.MonkeyPatch) -> None:
 
 
 def the_canary_is_skipped(patch: pytest.MonkeyPatch) -> None:
-    async def broken(self: Swaps, replicas: Sequence[Replica]) -> dict[Replica, Finding]:
+    async def broken(self: Update, replicas: Sequence[Replica], *_: Any) -> dict[Replica, Finding]:
         return dict.fromkeys(replicas, Finding(Result.UNVERIFIED))
 
-    patch.setattr(Swaps, "_canary", broken)
+    patch.setattr(Update, "_canary", broken)
 
 
 def labels_before_a_verdict_are_believed(patch: pytest.MonkeyPatch) -> None:
@@ -78,10 +77,10 @@ def discarded_drafts_stay(patch: pytest.MonkeyPatch) -> None:
 
 
 def commits_are_not_labelled(patch: pytest.MonkeyPatch) -> None:
-    async def broken(self: UpdateMachine, *_: Any) -> dict[Replica, str]:
+    async def broken(self: Update, *_: Any) -> dict[Replica, str]:
         return {}
 
-    patch.setattr(UpdateMachine, "_label", broken)
+    patch.setattr(Update, "_label", broken)
 
 
 def a_dead_trainer_is_not_noticed(patch: pytest.MonkeyPatch) -> None:

@@ -47,8 +47,6 @@ class Engine(ABC):
 
     replica_id: str
     url: str
-    passes_every_chunk = True
-    """False where chunks of a long sample are held back until they are worth their cost."""
 
     @property
     @abstractmethod

@@ -53,12 +53,12 @@ class Rest:
 
     def patience_s(self, replica: Replica) -> float:
         """Return the longest wait for the probe of an idle replica: the less, the later it begins after a rest."""
-        late_s = max(0.0, time.monotonic() - replica.answered_at - self._interval_s)
+        late_s = max(0.0, time.monotonic() - replica.evidence.answered_at - self._interval_s)
         return self._timeout_s - late_s if late_s <= self._longest_s else self._timeout_s
 
     def _goes_on(self, replica: Replica) -> bool:
         """An external server may be a proxy, whose connections say nothing of the engines behind it."""
-        next_s = time.monotonic() - replica.answered_at + self._interval_s
+        next_s = time.monotonic() - replica.evidence.answered_at + self._interval_s
         return (
             next_s <= self._longest_s
             and not replica.load_samples

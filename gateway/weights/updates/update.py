@@ -120,6 +120,7 @@ class Update:
         self._findings: dict[Replica, Finding] = {}
         self._errors: dict[Replica, WeightUpdateFailed | DeadlineExceeded] = {}
         self._kept: dict[Replica, int] = {}
+        self._were_unknown: set[Replica] = set()
         parts.open = self
 
     async def take(self, canary_logprobs: Sequence[float] | None) -> int:
@@ -207,6 +208,7 @@ class Update:
 
     async def overwrite(self, replicas: Sequence[Replica]) -> None:
         """Forget the version of replicas that stand still: tokens until now are of it."""
+        self._were_unknown |= {replica for replica in replicas if replica.weight_version is None}
         self._parts.fleet.overwrite(replicas, self.record.version)
         await self._parts.fleet.changes.taken()
         self.record.enter(Phase.RECEIVING)
@@ -229,7 +231,7 @@ class Update:
     async def _release(self, replica: Replica) -> None:
         """Have a replica generate with its new weights. Its tokens are delivered after the verdict."""
         await replica.brake.release(Holder.UPDATE, self._parts.config.control_timeout_s)
-        if not replica.was_unknown:
+        if replica not in self._were_unknown:
             return
         try:  # where requests hold it that are none of ours, as on an external server, the canary finds NaN in it
             await bounded(self._parts.catch_up.forget_kv(replica), _FORGET_S, "requests hold its KV cache")

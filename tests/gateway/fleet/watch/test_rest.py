@@ -97,7 +97,7 @@ def test_a_replica_with_rollouts_is_probed_at_every_interval() -> None:
     async def story(engine: ProbedEngine, replica: Replica) -> None:
         replica.reserve(working := Rollout(request_id="a", model="sim", n=1, tokens=1))
         with replica.carrying(working):
-            replica.excuse()
+            replica.evidence.excuse()
             assert await engine.probes_in(5.0) == 5
 
     watched(story)
@@ -106,7 +106,7 @@ def test_a_replica_with_rollouts_is_probed_at_every_interval() -> None:
 def test_a_wedged_idle_replica_is_suspect_within_an_interval_and_the_time_of_a_probe() -> None:
     async def story(engine: ProbedEngine, replica: Replica) -> None:
         engine.hangs = True
-        silent_since = replica.answered_at
+        silent_since = replica.evidence.answered_at
         while replica.state is not ReplicaState.SUSPECT:
             await asyncio.sleep(0.01)
         assert time.monotonic() - silent_since <= 6.1

@@ -4,7 +4,7 @@ import math
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from gateway.fleet.placement.pace import Pace
+from gateway.fleet.pace import Pace
 
 
 @dataclass(eq=False, slots=True)

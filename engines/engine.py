@@ -48,11 +48,6 @@ class Engine(ABC):
     replica_id: str
     url: str
 
-    @property
-    @abstractmethod
-    def is_connected(self) -> bool:
-        """True while an idle connection to the server is kept open, which ends with its process."""
-
     @abstractmethod
     async def close(self) -> None:
         """Close connections. The engine keeps running."""

@@ -483,7 +483,7 @@ class Fleet:
     async def _watch(self, replica: Replica) -> None:
         """Probe one replica until it is lost."""
         while replica.state is not ReplicaState.LOST:
-            await self.probes.due(replica)
+            await asyncio.sleep(self._config.probe_interval_s)
             failure = await self.probes.probe(replica)
             if failure is None:
                 failure = await self._standstill.look(replica)

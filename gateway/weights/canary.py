@@ -10,7 +10,7 @@ import random
 import statistics
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from weakref import WeakKeyDictionary
@@ -52,8 +52,6 @@ _NUMERICS = (
     "extra",
 )  # fmt: skip
 
-Proof = Callable[[], Awaitable[None]]
-"""Raises `StoreFailed` where the bytes that a replica has loaded are not those of their version."""
 _Kind = tuple[object, ...]
 
 
@@ -114,7 +112,7 @@ class Canary:
                 judge,
                 {one: readings[one] for one in peers},
                 previous={one: self._accepted[one] for one in peers if one in self._accepted},
-                elsewhere=self._accepted_at(version, peers[0], without=peers),
+                elsewhere=list(self._accepted_at(version, peers[0], without=peers).values()),
                 trainers=given.logprobs if given else None,
                 trainers_before=self._trainers,
             )
@@ -133,28 +131,26 @@ class Canary:
         """Keep the log-probs of the last batch of a rolling update, for comparison with the next batch."""
         self._accepted.update(self._checked[0])
 
-    async def admit(self, replica: Replica, version: int, prove_bytes: Proof | None = None) -> Finding:
-        """Judge a replica that took `version` outside an update, by accepted readings of it.
+    async def admit(self, replica: Replica, version: int, *, is_undone: bool) -> Finding:
+        """Judge a replica that took `version` outside an update, by others' accepted readings of it.
 
-        A replica far from what it said itself may serve where no other of its kind has a reading of the version and
-        `prove_bytes` does not raise: its load was another then, and so were its kernels.
+        Alone it is held to its own reading where it has undone a swap: the store brings the version where that fails.
+        After a load it is not, since its load, and so its kernels, may have been others then.
         """
         findings, readings = await self._read_all([replica], version)
         if findings:
             return findings[replica]
-        before, known = self._accepted.get(replica), self._accepted_at(version, replica)
+        before = self._accepted.get(replica)
         has_read_it = before is not None and before.version == version
+        others = self._accepted_at(version, replica, without=[replica])
+        known = list(others.values())
+        if before is not None and has_read_it and is_undone and not others:
+            known = [before]
         previous = {} if before is None or has_read_it else {replica: before}
         judged = partial(judge, readings, previous=previous, elsewhere=known)
-        others = [other for other, reading in self._accepted.items() if reading.version == version]
-        others = [other for other in others if other is not replica and self._kind(other) == self._kind(replica)]
-        finding = (await self._judged(judged, version, witnesses=others))[replica]
-        if prove_bytes is not None and not others and finding.is_refused_as_far:
-            await prove_bytes()
-            finding = finding.excused_by_bytes()
-            log.warning("served by its bytes", replica=replica.replica_id, version=version, reason=finding.reason)
-        # A reading of the same version stays: else readings that each pass beside the last might drift.
-        if finding.may_serve and not (has_read_it and finding.result is not Result.NO_PEER):
+        witnesses = [other for other in others if other.weight_version == version]  # others are on their way too
+        finding = (await self._judged(judged, version, witnesses=witnesses))[replica]
+        if finding.may_serve and not (has_read_it and others):  # else readings that each pass beside the last may drift
             self._accepted[replica] = readings[replica]
         return finding
 
@@ -197,13 +193,13 @@ class Canary:
         reading = self._accepted.get(replica)
         return reading if reading is not None and reading.version == replica.weight_version else None
 
-    def _accepted_at(self, version: int, one: Replica, *, without: Collection[Replica] = ()) -> list[Reading]:
+    def _accepted_at(self, version: int, one: Replica, *, without: Collection[Replica]) -> dict[Replica, Reading]:
         """Return accepted readings at this version, of replicas of one kind."""
-        return [
-            reading
+        return {
+            replica: reading
             for replica, reading in self._accepted.items()
             if replica not in without and reading.version == version and self._kind(replica) == self._kind(one)
-        ]
+        }
 
     def _peers(self, replicas: Sequence[Replica]) -> list[list[Replica]]:
         kinds: dict[_Kind, list[Replica]] = {}

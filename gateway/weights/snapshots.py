@@ -208,13 +208,6 @@ class Snapshots:
             "shapes": [tensor.shape for tensor in manifest.tensors.values()],
         }
 
-    async def check(self, folder: Path) -> None:
-        """Raise `StoreFailed` where the bytes of a version are not those of its manifest."""
-        try:
-            await self._aside(check_bytes, folder)
-        except InvalidRequest as error:
-            raise StoreFailed(f"{folder} is damaged: {error}") from error
-
     async def finished(self, draft: Path, served: int) -> Json:
         """As `announced`, for the relay's draft. Raises `StoreFailed` with the reason where the relay gave up."""
         if not await self._aside(is_whole, draft):

@@ -72,18 +72,9 @@ class Finding:
         """True where its log-probs are farther from its peers' than noise explains."""
         return self.to_peers is not None and self.tolerance is not None and self.to_peers > self.tolerance
 
-    @property
-    def is_refused_as_far(self) -> bool:
-        return self.result is Result.FAILED and self.is_far
-
     def excused_if_late(self) -> "Finding":
         """Return a late finding as unverified: an engine full of rollouts may be late and healthy."""
         return replace(self, result=Result.UNVERIFIED) if self.is_late else self
-
-    def excused_by_bytes(self) -> "Finding":
-        """Return a far reading as that of a replica whose bytes are right and that no other can bear out."""
-        reason = f"it is alone with the right bytes of its version, and serves although {self.reason}"
-        return replace(self, result=Result.NO_PEER, reason=reason)
 
     def report(self) -> Json:
         """Return the finding as JSON; distances are in nats a token."""

@@ -9,7 +9,6 @@ from engines.types import EngineKind, ReplicaState
 from gateway.config.schema import FleetConfig
 from gateway.fleet.replica import Replica
 from gateway.fleet.watch.evidence import Failure
-from gateway.fleet.watch.rest import Rest
 
 _MARGIN_S = 0.1
 
@@ -20,12 +19,7 @@ class Probes:
     def __init__(self, config: FleetConfig, serving: Callable[[str], Sequence[Replica]]) -> None:
         self._config = config
         self._serving = serving
-        self._rest = Rest(config)
         self._shared: dict[Replica, asyncio.Task[Failure | None]] = {}
-
-    async def due(self, replica: Replica) -> None:
-        """Return when the replica is to be probed next."""
-        await self._rest.ended(replica)
 
     async def probe(self, replica: Replica) -> Failure | None:
         """Ask an engine for its health. Return the reason why it did not answer well."""
@@ -58,9 +52,7 @@ class Probes:
         """Longest wait for a probe: after a missed one no longer than until the replica's rollouts are to move."""
         longest_s, silent_s = self._config.probe_timeout_s, time.monotonic() - replica.evidence.answered_at
         is_suspect = replica.state is ReplicaState.SUSPECT
-        if not replica.load_samples:
-            return self._rest.patience_s(replica)
-        if silent_s <= longest_s and not is_suspect:
+        if not replica.load_samples or (silent_s <= longest_s and not is_suspect):
             return longest_s
         left_s = self.moves_after_s(replica) - silent_s + _MARGIN_S
         if is_suspect:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from engines.config import EngineConfig
-from engines.errors import EngineFailed, EngineRefused, StoreFailed
+from engines.errors import EngineFailed, EngineRefused
 from gateway.config.schema import CanaryConfig
 from gateway.fleet.replica import Replica
 from gateway.weights.canary import Canary, canary_token_ids
@@ -275,28 +275,18 @@ async def test_a_replica_with_wrong_weights_is_found_beside_fp8_noise(start_rig:
     assert await rig.states() == {"engine-0": "SERVING", "engine-1": "SYNCING", "engine-2": "SERVING"}
 
 
-async def test_a_replica_without_others_serves_by_its_bytes_unless_they_are_damaged(rig: Rig) -> None:
-    async def right() -> None:
-        proven.append("right")
-
-    async def damaged() -> None:
-        raise StoreFailed("v1 is damaged")
-
-    proven: list[str] = []
+async def test_a_replica_without_others_is_held_to_its_own_reading_after_an_undo_alone(rig: Rig) -> None:
     one, other = rig.fleet.replicas
     canary = Canary(CanaryConfig(), {})
     await canary.check([one], 1)
     canary.accept()
     await rig.open_group()
     await rig.update()  # and now it scores other weights
-    assert not (await canary.admit(one, 1)).may_serve
-    with pytest.raises(StoreFailed):
-        await canary.admit(one, 1, damaged)
-    finding = await canary.admit(one, 1, right)
-    assert (finding.result, proven) == (Result.NO_PEER, ["right"])
-    assert "serves although its canary is" in finding.reason
+    assert not (await canary.admit(one, 1, is_undone=True)).may_serve
+    finding = await canary.admit(one, 1, is_undone=False)
+    assert (finding.result, finding.may_serve) == (Result.NO_PEER, True)
     await rig.update()
-    assert not (await canary.admit(other, 1, right)).may_serve  # it has a peer now
+    assert not (await canary.admit(other, 1, is_undone=False)).may_serve  # it has a peer now
 
 
 @pytest.mark.parametrize(

@@ -95,14 +95,6 @@ def test_a_move_from_an_earlier_version_makes_no_small_update_large() -> None:
     assert results(judge(readings, previous))["b"] == "failed"
 
 
-def test_a_far_replica_that_is_alone_with_the_right_bytes_may_serve_and_says_why() -> None:
-    (far,) = judge({"a": reading(near(NEW, 0.16))}, {}, elsewhere=[reading(NEW)]).values()
-    assert far.result is Result.FAILED
-    excused = far.excused_by_bytes()
-    assert (excused.result, excused.may_serve) == (Result.NO_PEER, True)
-    assert "0.16 nats a token" in excused.reason
-
-
 def test_a_replica_alone_says_that_it_has_no_peer() -> None:
     assert results(judge({"a": reading(NEW)}, before("a"))) == {"a": "no peer"}
 

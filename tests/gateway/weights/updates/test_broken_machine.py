@@ -123,7 +123,7 @@ WAYS: list[Break] = [
 RARE: dict[Break, tuple[int, list[Step]]] = {
     a_dead_trainer_is_not_noticed: (2, [push(slow_s=2.0, dies_after=3.0)]),
     a_resume_ends_the_updates_hold_too: (2, [Rollout(0.0, 90, False, False), push(slow_s=0.5), Resume(2.3)]),
-    labels_before_a_verdict_are_believed: (2, [push(), push(3.0, bad=True), RestartGateway(0.28, True, 0.1)]),
+    labels_before_a_verdict_are_believed: (2, [push(), push(3.0, bad=True), RestartGateway(0.4, True, 0.1)]),
     commits_are_not_labelled: (2, [push()]),
     # With a second replica the rollout may restart there, and read nothing of the refused weights.
     kv_of_refused_weights_is_kept: (1, [Rollout(0.0, 90, False, False), RECOMPUTED_BY_REFUSED]),

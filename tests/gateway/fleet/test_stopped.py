@@ -64,18 +64,6 @@ async def test_what_comes_late_is_ended_with_another_call(replica: Replica, ends
     assert len(pauses.modes) == ends_at
 
 
-async def test_what_the_engine_never_ends_is_left_behind(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_GRACE_S", 0.1)
-    pauses = Pauses(replica, ends_at=10_000)
-    running = asyncio.create_task(carried(replica, pauses))
-    await asyncio.sleep(0)
-    await asyncio.wait_for(
-        replica.unless_lost(cut_off(replica, by=Holder.UPDATE, timeout_s=1.0)), 5
-    )  # as weight calls are made
-    assert await running == "dropped"
-    assert replica.can_serve
-
-
 async def test_what_the_engine_ends_is_a_cut_also_where_the_update_is_given_up_meanwhile(replica: Replica) -> None:
     pauses = Pauses(replica, ends_at=10_000)
     running = asyncio.create_task(carried(replica, pauses))

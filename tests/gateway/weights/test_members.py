@@ -59,17 +59,6 @@ async def test_a_replica_that_is_being_brought_back_is_no_member_and_follows(
     await until(lambda: all(replica.can_serve for replica in rig.fleet.replicas))
 
 
-async def test_a_group_without_it_does_not_wait_for_a_replica_that_is_being_brought_back(
-    start_rig: StartRig, folder: Path
-) -> None:
-    rig = await start_rig(2, weights={"store": str(folder), "control_timeout_s": 1, "relay": "never"})
-    assert (await push(rig, folder))[0] == 200
-    await rig.open_group()
-    await join_slowly(rig)
-    await rig.update()
-    assert rig.fleet.replicas[2].state == "SYNCING"
-
-
 async def test_a_trainer_that_leaves_before_the_load_has_replicas_drop_what_they_have_read_ahead(
     start_rig: StartRig, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

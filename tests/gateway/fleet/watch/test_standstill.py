@@ -10,9 +10,7 @@ import pytest
 
 from engines.engine import Engine
 from engines.errors import DeadlineExceeded, EngineFailed, EngineRefused
-from engines.types import PauseMode
 from gateway.config.schema import FleetConfig
-from gateway.fleet.brake import Holder
 from gateway.fleet.placement.routing import Rollout
 from gateway.fleet.replica import Replica
 from gateway.fleet.watch import evidence
@@ -56,18 +54,6 @@ async def test_rollouts_of_a_silent_engine_move_after_one_missed_probe_while_the
         replies = await asyncio.gather(*tasks)
     assert all(len(reply["choices"][0]["token_ids"]) == 60 for reply in replies)
     assert (await rig.states())["engine-0"] == "SUSPECT"
-
-
-async def test_a_silence_of_most_engines_at_once_moves_no_rollouts_before_the_bound_of_a_standstill(
-    start_rig: StartRig,
-) -> None:
-    rig = await start_rig(4, fleet=WATCH | {"stalled_after_s": 10.0, "probe_timeout_s": 2.0, "probe_interval_s": 60.0})
-    first, *others = rig.fleet.replicas
-    assert rig.fleet.probes.moves_after_s(first) == 2.0
-    others[0].evidence.answered_at -= 5.0
-    assert rig.fleet.probes.moves_after_s(first) == 2.0
-    others[1].evidence.answered_at -= 5.0
-    assert rig.fleet.probes.moves_after_s(first) == 10.0
 
 
 async def test_a_wedged_engine_serves_again_once_it_has_made_a_token(start_rig: StartRig) -> None:
@@ -116,33 +102,6 @@ async def test_a_paused_engine_is_not_taken_for_wedged(start_rig: StartRig) -> N
     assert await rig.states() == {"engine-0": "SERVING", "engine-1": "SERVING"}
     assert (await rig.post("/resume"))[0] == 200
     await task
-
-
-async def test_a_wedged_engine_is_found_while_an_update_waits_for_its_rollouts(start_rig: StartRig) -> None:
-    rig = await start_rig(2, sim={"decode_step_s": 0.01}, fleet=WATCH)
-    await rig.open_group()
-    task = asyncio.create_task(rig.complete([[5], [6]], max_tokens=60, ignore_eos=True))
-    await placed(rig, 2)
-    rig.replicas[0].inject(wedged=True)
-    start = asyncio.create_task(rig.post("/start_weight_update", {"in_flight": "drain"}))
-    await rig.until({"engine-0": "SUSPECT", "engine-1": "SERVING"})
-    assert (await start)[0] == 200  # the rollout of the wedged engine goes on after the update
-    task.cancel()
-
-
-async def test_a_call_on_a_held_engine_outlasts_probes_without_answer(
-    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rig = await start_rig(1, fleet=WATCH | {"stalled_after_s": 0.2})
-    replica = rig.fleet.replicas[0]
-    replica.reserve(Rollout(request_id="a", model="sim", n=1, tokens=1))
-    await replica.brake.stop(Holder.UPDATE, PauseMode.KEEP, clear_cache=False, timeout_s=5.0)
-    monkeypatch.setattr(replica.engine, "health", silent)
-    load = asyncio.create_task(replica.unless_lost(asyncio.Event().wait()))
-    await rig.until({"engine-0": "SUSPECT"})
-    await asyncio.sleep(0.6)
-    assert not load.done()
-    load.cancel()
 
 
 async def answering(timeout_s: float) -> None:

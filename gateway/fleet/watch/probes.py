@@ -5,12 +5,10 @@ import time
 from collections.abc import Callable, Sequence
 
 from engines.errors import DeadlineExceeded, EngineError, EngineGone, EngineUnreachable
-from engines.types import EngineKind, ReplicaState
+from engines.types import EngineKind
 from gateway.config.schema import FleetConfig
 from gateway.fleet.replica import Replica
 from gateway.fleet.watch.evidence import Failure
-
-_MARGIN_S = 0.1
 
 
 class Probes:
@@ -24,7 +22,7 @@ class Probes:
     async def probe(self, replica: Replica) -> Failure | None:
         """Ask an engine for its health. Return the reason why it did not answer well."""
         try:
-            await replica.engine.health(self.patience_s(replica))
+            await replica.engine.health(self._config.probe_timeout_s)
         except (EngineError, DeadlineExceeded) as error:
             replica.evidence.failure = error
             return error
@@ -47,17 +45,6 @@ class Probes:
         if isinstance(failure, EngineUnreachable) and not is_gone and failure.retry_after_s is None:
             return await self.shared_probe(replica)
         return failure
-
-    def patience_s(self, replica: Replica) -> float:
-        """Longest wait for a probe: after a missed one no longer than until the replica's rollouts are to move."""
-        longest_s, silent_s = self._config.probe_timeout_s, time.monotonic() - replica.evidence.answered_at
-        is_suspect = replica.state is ReplicaState.SUSPECT
-        if not replica.load_samples or (silent_s <= longest_s and not is_suspect):
-            return longest_s
-        left_s = self.moves_after_s(replica) - silent_s + _MARGIN_S
-        if is_suspect:
-            return min(longest_s, left_s) if left_s > 0 else longest_s
-        return min(longest_s, max(left_s, _MARGIN_S))
 
     def is_evidence(self, replica: Replica, failure: Failure) -> bool:
         """True where a failed look speaks against a replica: a late answer does so after a silence without tokens."""

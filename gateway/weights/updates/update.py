@@ -117,6 +117,7 @@ class Update:
         self.touched_at = time.monotonic()
         self._arrival = arrival
         self._parts = parts
+        self._turn: Sequence[Replica] = ()
         self._findings: dict[Replica, Finding] = {}
         self._errors: dict[Replica, WeightUpdateFailed | DeadlineExceeded] = {}
         self._kept: dict[Replica, int] = {}
@@ -135,11 +136,11 @@ class Update:
             while turn := await self._next_turn():
                 began = time.monotonic()
                 ready = await self._arrival.prepare(self, turn)
-                turn = self._leave(turn)
-                stopped = await self._pause(turn, ready)
-                loaded = await self._load(stopped)
-                await self._verify(turn, loaded, canary_logprobs)
-                self._serve_ahead(turn, began)
+                self._leave(turn)
+                await self._pause(ready)
+                await self._load()
+                await self._verify(canary_logprobs)
+                self._serve_ahead(began)
             if not self._findings:
                 raise WeightUpdateFailed("no replica serves any more: see /health")
             await to_its_end(self._commit())
@@ -174,37 +175,33 @@ class Update:
             and not self._parts.catch_up.is_busy_with(replica)
         ]
 
-    def _leave(self, turn: Sequence[Replica]) -> Sequence[Replica]:
-        """Place no more rollouts on the turn of a rolling update. Return its replicas that are still there."""
-        if not self.record.rolling:
-            return turn
-        turn = [replica for replica in turn if replica.can_serve]
-        for replica in turn:
-            self._parts.fleet.set_state(replica, ReplicaState.UPDATING, f"leaves for version {self.record.version}")
-        return turn
+    def _leave(self, turn: Sequence[Replica]) -> None:
+        """Begin a turn. In a rolling update place no more rollouts on those of it that are still there."""
+        self._turn = [replica for replica in turn if replica.can_serve] if self.record.rolling else turn
+        if self.record.rolling:
+            for replica in self._turn:
+                self._parts.fleet.set_state(replica, ReplicaState.UPDATING, f"leaves for version {self.record.version}")
 
-    async def _pause(self, turn: Sequence[Replica], ready: Sequence[Replica]) -> Sequence[Replica]:
-        """Stop these replicas, around their rollouts or after them. Return those that are there and stand still."""
-        if self.is_stopped or not turn:
-            return turn
+    async def _pause(self, ready: Sequence[Replica]) -> None:
+        """Stop the turn, around its rollouts or after them, and forget what it holds. `ready` replicas have read the
+        version ahead."""
+        if self.is_stopped or not self._turn:
+            return
         record, config, pauses = self.record, self._parts.config, self._parts.pauses
-        await self._parts.catch_up.settled(turn, config.control_timeout_s)
+        await self._parts.catch_up.settled(self._turn, config.control_timeout_s)
         stop = pauses.stopping(record)
-        replicas = turn
         if pauses.drains(record):
             with record.timed("drain"):
-                replicas = await self._on_each(turn, replicas, pauses.drained)
+                await self._on_each(pauses.drained)
         with record.timed("abort" if record.in_flight is InFlight.ABORT else "load"):
-            replicas = await self._on_each(turn, replicas, lambda one: on_one(one, stop, config.control_timeout_s))
-        for replica in replicas:
+            await self._on_each(lambda one: on_one(one, stop, config.control_timeout_s))
+        for replica in self._left:
             if not self._is_there(replica):
                 self._find(replica, Finding(Result.LOST, f"it left: {replica.reason}"))
-        replicas = [replica for replica in replicas if replica not in self._findings]
         served = self._parts.fleet.version
         # A replica that is behind has other weights to keep; one that is not ready may have kept older weights.
-        self._kept = {one: served for one in replicas if one in ready and one.weight_version == served}
-        await self.overwrite(replicas)
-        return replicas
+        self._kept = {one: served for one in self._left if one in ready and one.weight_version == served}
+        await self.overwrite(self._left)
 
     async def overwrite(self, replicas: Sequence[Replica]) -> None:
         """Forget the version of replicas that stand still: tokens until now are of it."""
@@ -213,20 +210,17 @@ class Update:
         await self._parts.fleet.changes.taken()
         self.record.enter(Phase.RECEIVING)
 
-    async def _load(self, replicas: Sequence[Replica]) -> Sequence[Replica]:
-        """Have these replicas load the version together, and generate. Return those that do."""
+    async def _load(self) -> None:
+        """Have the turn load the version together, and generate."""
         config = self._parts.config
 
         async def load(replica: Replica) -> None:
             await self._arrival.load(self, replica)
 
         with self.record.timed("load"):
-            loaded = await self._on_each(replicas, replicas, lambda one: on_one(one, load, config.load_timeout_s))
-            loaded = await self._on_each(
-                replicas, loaded, lambda one: on_one(one, self._release, config.control_timeout_s)
-            )
+            await self._on_each(lambda one: on_one(one, load, config.load_timeout_s))
+            await self._on_each(lambda one: on_one(one, self._release, config.control_timeout_s))
         self.record.go_on()
-        return loaded
 
     async def _release(self, replica: Replica) -> None:
         """Have a replica generate with its new weights. Its tokens are delivered after the verdict."""
@@ -238,17 +232,15 @@ class Update:
         except (EngineError, DeadlineExceeded) as error:
             log.warning("KV of refused weights is left", replica=replica.replica_id, error=str(error))
 
-    async def _verify(
-        self, turn: Sequence[Replica], loaded: Sequence[Replica], canary_logprobs: Sequence[float] | None
-    ) -> None:
-        """Find out by the canary which weights these replicas hold."""
-        if not turn:
+    async def _verify(self, canary_logprobs: Sequence[float] | None) -> None:
+        """Find out by the canary which weights the turn holds."""
+        if not self._turn:
             return
         self.record.enter(Phase.VERIFYING)
         with self.record.timed("canary"):
-            for replica, finding in (await self._canary(loaded, canary_logprobs)).items():
+            for replica, finding in (await self._canary(self._left, canary_logprobs)).items():
                 self._find(replica, finding)
-        self._check(turn)
+        self._check()
 
     async def _canary(
         self, replicas: Sequence[Replica], canary_logprobs: Sequence[float] | None
@@ -262,14 +254,14 @@ class Update:
             busy = any(not replica.idle.is_set() for replica in replicas)
             return await canary.check(replicas, self.record.version, trainers=canary_logprobs, busy=busy)
 
-    def _serve_ahead(self, turn: Sequence[Replica], began: float) -> None:
+    def _serve_ahead(self, began: float) -> None:
         """In a rolling update, serve the version on those of the turn that passed, and leave the others out."""
-        if not self.record.rolling or not turn:
+        if not self.record.rolling:
             return
         record, fleet = self.record, self._parts.fleet
-        if any(self._findings[replica].may_serve for replica in turn):
+        if any(self._findings[replica].may_serve for replica in self._turn):
             self._parts.canary.accept_part()
-        for replica in turn:
+        for replica in self._turn:
             finding = self._findings[replica]
             record.replicas[replica.replica_id]["away_s"] = round(time.monotonic() - began, 4)
             if not self._is_there(replica):
@@ -368,10 +360,13 @@ class Update:
         """Return False for a replica that has left: lost, being removed, or fenced in its turn."""
         return replica.state in _ON_ITS_WAY if self.record.rolling else replica.state not in _GONE
 
-    async def _on_each(
-        self, turn: Sequence[Replica], replicas: Sequence[Replica], call: Callable[[Replica], Awaitable[None]]
-    ) -> Sequence[Replica]:
-        """Make a bounded call on all at the same time. Return those where it succeeded; the others have a finding."""
+    @property
+    def _left(self) -> Sequence[Replica]:
+        """The replicas of the turn that have not failed in it."""
+        return [replica for replica in self._turn if replica not in self._findings]
+
+    async def _on_each(self, call: Callable[[Replica], Awaitable[None]]) -> None:
+        """Make a bounded call on all that are left of the turn, at the same time. A failure is a finding."""
 
         async def attempt(replica: Replica) -> None:
             try:
@@ -380,19 +375,18 @@ class Update:
                 died = isinstance(error, WeightUpdateFailed) and await is_dead(replica)
                 self._errors[replica] = error
                 self._find(replica, Finding(Result.LOST if died else Result.FAILED, str(error)))
-                self._check(turn)
+                self._check()
 
-        await together(attempt(replica) for replica in replicas)
-        return [replica for replica in replicas if replica not in self._findings]
+        await together(map(attempt, self._left))
 
     def _find(self, replica: Replica, finding: Finding) -> None:
         self._findings[replica] = finding
         self.record.replicas[replica.replica_id] = {"canary": finding.report()}
 
-    def _check(self, turn: Sequence[Replica]) -> None:
+    def _check(self) -> None:
         """Raise where the update ends here, even if the rest of the turn passes."""
         config, version, rolling = self._parts.config, self.record.version, self.record.rolling
-        findings = {**dict.fromkeys(turn, _HOPED), **self._findings}
+        findings = {**dict.fromkeys(self._turn, _HOPED), **self._findings}
         waiting, witnesses = (len(self._behind()), _WITNESSES) if rolling else (0, 0)
         culprit = ended_by(config, findings, waiting=waiting, witnesses=witnesses)
         if culprit is None:

@@ -45,11 +45,6 @@ class Residents:
         return len(self._tokens)
 
     @property
-    def busy_tokens(self) -> int:
-        """Tokens of residents of which a turn waits or runs."""
-        return self.tokens - self.idle_tokens
-
-    @property
     def longest_idle(self) -> Session | None:
         """The session that waits longest for its tool, which an engine evicts first."""
         return next(iter(self._idle), None)

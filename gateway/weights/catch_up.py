@@ -84,16 +84,14 @@ class CatchUp:
         aborted: WeightUpdate | None = None,
         kept: Mapping[Replica, int] = _NOTHING,
         leaves_group: bool = False,
-        is_awaited: bool = False,
     ) -> None:
         """Take replicas that an update had stopped to the fleet's version, and out of their group. The next update
-        waits for them where `is_awaited`. A replica that was not overwritten only drops what it received. The record of
-        an update that was `aborted` notes who is back. Engines may have `kept` a version in memory."""
+        waits for them. A replica that was not overwritten only drops what it received. The record of an update that was
+        `aborted` notes who is back. Engines may have `kept` a version in memory."""
         for replica in replicas:
             if replica.weight_version is None:
                 replica.brake.join(Holder.CATCH_UP)  # frozen until the engine has ended the update
-            if is_awaited:
-                self._restored.add(replica)
+            self._restored.add(replica)
             if replica not in self._tasks:
                 way = self._bring_back(
                     replica, aborted=aborted, kept=kept.get(replica), drops_receipt=True, leaves_group=leaves_group

@@ -89,7 +89,7 @@ class StoreArrival:
         """Nothing yet: freeing takes its time, and the trainer waits."""
 
     async def committed(self, update: Update, passed: Sequence[Replica]) -> None:
-        self._parts.catch_up.bring_back(passed, is_awaited=True)  # frees the weights that they have kept
+        self._parts.catch_up.bring_back(passed)  # frees the weights that they have kept
         await self._parts.snapshots.settle(update.record.version)
 
     async def dropped(self, update: Update) -> None:

@@ -320,9 +320,7 @@ class Update:
         record, fleet, catch_up = self.record, self._parts.fleet, self._parts.catch_up
         overwritten = fleet.abort(record.version, reason)
         touched = living(leaving or {*overwritten, *self.receivers})
-        catch_up.bring_back(
-            touched, aborted=record, kept=self._kept, leaves_group=bool(leaving), is_awaited=not record.rolling
-        )
+        catch_up.bring_back(touched, aborted=record, kept=self._kept, leaves_group=bool(leaving))
         record.go_on()
         ahead = [replica for replica in fleet.trained_alive if replica.weight_version == record.version]
         self._end([*overwritten, *ahead], Phase.ABORTED, reason)

@@ -147,7 +147,7 @@ class WeightCoordinator:
                     f"version = {version}, but the fleet is at {self._fleet.version} and the next is "
                     f"{self._fleet.next_version}: leave it out"
                 )
-            await self._way.start(in_flight)
+            await self._way.open(in_flight)
             update = self._parts.opened("start_weight_update")
             update.record.lease = lease
             async with update.or_aborted():

@@ -94,7 +94,7 @@ class GroupArrival:
         self._group = group
         log.info("transfer group open", replicas=[member.replica_id for member in members])
 
-    async def start(self, in_flight: InFlight | None) -> None:
+    async def open(self, in_flight: InFlight | None) -> None:
         """Open the next version. No engine is touched yet. Unless it is staged, it is announced, before the trainer's
         broadcast."""
         parts, group = self._parts, await self._whole_group()

@@ -63,7 +63,7 @@ class RelayArrival(StoreArrival):
         """Keep a note of the trainer's group for the next gateway."""
         await self.relay.note(note)
 
-    async def start(self, in_flight: InFlight | None) -> None:
+    async def open(self, in_flight: InFlight | None) -> None:
         """Open the next version. No replica is called yet: all serve until they load."""
         parts = self._parts
         if self._restored is not None and parts.open is self._restored:

@@ -131,19 +131,19 @@ class Update:
         soon as more fail than `weights.must_pass` tolerates; all replicas are taken back then.
         """
         async with self.or_aborted():
-            await self._arrival.close(self)
+            await self._arrival.close(self)  # no engine is touched before, unless tensors came into its weights
             self.announce()
-            while turn := await self._next_turn():
+            while turn := await self._next_turn():  # one of all replicas, or turn after turn in a rolling update
                 began = time.monotonic()
-                ready = await self._arrival.prepare(self, turn)
-                self._leave(turn)
+                ready = await self._arrival.prepare(self, turn)  # while the turn still serves
+                self._begin(turn)
                 await self._pause(ready)
-                await self._load()
+                await self._load()  # and generate: a paused engine answers no canary
                 await self._verify(canary_logprobs)
                 self._serve_ahead(began)
             if not self._findings:
                 raise WeightUpdateFailed("no replica serves any more: see /health")
-            await to_its_end(self._commit())
+            await to_its_end(self._commit())  # a trainer that leaves from here on calls nothing off
         return self.record.version
 
     def announce(self) -> None:
@@ -175,7 +175,7 @@ class Update:
             and not self._parts.catch_up.is_busy_with(replica)
         ]
 
-    def _leave(self, turn: Sequence[Replica]) -> None:
+    def _begin(self, turn: Sequence[Replica]) -> None:
         """Begin a turn. In a rolling update place no more rollouts on those of it that are still there."""
         self._turn = [replica for replica in turn if replica.can_serve] if self.record.rolling else turn
         if self.record.rolling:
@@ -195,13 +195,13 @@ class Update:
                 await self._on_each(pauses.drained)
         with record.timed("abort" if record.in_flight is InFlight.ABORT else "load"):
             await self._on_each(lambda one: on_one(one, stop, config.control_timeout_s))
-        for replica in self._left:
+        for replica in self._remaining:
             if not self._is_there(replica):
                 self._find(replica, Finding(Result.LOST, f"it left: {replica.reason}"))
         served = self._parts.fleet.version
         # A replica that is behind has other weights to keep; one that is not ready may have kept older weights.
-        self._kept = {one: served for one in self._left if one in ready and one.weight_version == served}
-        await self.overwrite(self._left)
+        self._kept = {one: served for one in self._remaining if one in ready and one.weight_version == served}
+        await self.overwrite(self._remaining)
 
     async def overwrite(self, replicas: Sequence[Replica]) -> None:
         """Forget the version of replicas that stand still: tokens until now are of it."""
@@ -238,7 +238,7 @@ class Update:
             return
         self.record.enter(Phase.VERIFYING)
         with self.record.timed("canary"):
-            for replica, finding in (await self._canary(self._left, canary_logprobs)).items():
+            for replica, finding in (await self._canary(self._remaining, canary_logprobs)).items():
                 self._find(replica, finding)
         self._check()
 
@@ -359,7 +359,7 @@ class Update:
         return replica.state in _ON_ITS_WAY if self.record.rolling else replica.state not in _GONE
 
     @property
-    def _left(self) -> Sequence[Replica]:
+    def _remaining(self) -> Sequence[Replica]:
         """The replicas of the turn that have not failed in it."""
         return [replica for replica in self._turn if replica not in self._findings]
 
@@ -375,7 +375,7 @@ class Update:
                 self._find(replica, Finding(Result.LOST if died else Result.FAILED, str(error)))
                 self._check()
 
-        await together(map(attempt, self._left))
+        await together(map(attempt, self._remaining))
 
     def _find(self, replica: Replica, finding: Finding) -> None:
         self._findings[replica] = finding

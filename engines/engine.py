@@ -47,13 +47,6 @@ class Engine(ABC):
 
     replica_id: str
     url: str
-    passes_every_chunk = True
-    """False where chunks of a long sample are held back until they are worth their cost."""
-
-    @property
-    @abstractmethod
-    def is_connected(self) -> bool:
-        """True while an idle connection to the server is kept open, which ends with its process."""
 
     @abstractmethod
     async def close(self) -> None:

@@ -42,10 +42,6 @@ class Connections:
         self._busy: set[Connection] = set()
         self.closed = False
 
-    @property
-    def is_any_open(self) -> bool:
-        return any(connection.is_ready for connection in self._idle)
-
     async def close(self) -> None:
         """Close all connections; requests in flight fail."""
         self.closed = True

@@ -48,10 +48,6 @@ class HttpEngine(Engine, ABC):
         authorization = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._connections = Connections(url, authorization, _KEEPALIVE_S)
 
-    @property
-    def is_connected(self) -> bool:
-        return self._connections.is_any_open
-
     async def close(self) -> None:
         await self._connections.close()
 

@@ -114,9 +114,6 @@ class SglangEngine(EngineWithWorkers):
     has_tee: its workers run our plugin (`engines/inside_sglang`).
     """
 
-    passes_every_chunk = False
-    """True once the server is known to send chunks that do not repeat their sample."""
-
     def __init__(
         self, replica_id: str, url: str, api_key: str = "", *, has_tee: bool = False, peer: Peer | None = None
     ) -> None:
@@ -341,12 +338,11 @@ class SglangEngine(EngineWithWorkers):
         """Return True if each chunk of a stream repeats its sample from the start, as with a server's defaults."""
         if self._repeats is None:
             self._repeats = not (await self._server_info(timeout_s)).get("incremental_streaming_output")
-            self.passes_every_chunk = not self._repeats
         return self._repeats
 
     def _forget_repeats(self) -> None:
         """Look again before the next stream: the server may have been started again, with other options."""
-        self._repeats, self.passes_every_chunk = None, False
+        self._repeats = None
 
     def _unreachable(self, path: str, error: ConnectionError) -> EngineUnreachable:
         self._forget_repeats()

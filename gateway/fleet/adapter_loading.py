@@ -6,8 +6,8 @@ A replica that joins or returns loads the adapters in use before it serves.
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 import structlog
@@ -15,7 +15,6 @@ import structlog
 from engines.adapter_folder import read_adapter
 from engines.errors import (
     DeadlineExceeded,
-    EngineError,
     InvalidRequest,
     UnknownModel,
     WeightUpdateConflict,
@@ -27,10 +26,9 @@ from gateway.fleet.adapters import Adapter
 from gateway.fleet.event_wait import is_set_within
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.replica import Replica
+from gateway.fleet.replica_calls import failures_on, on_one, try_on_all
 
 log = structlog.get_logger()
-
-T = TypeVar("T")
 
 LOAD_ROUTE = "/v1/load_lora_adapter"
 _LOOK_EVERY_S = 1.0
@@ -42,6 +40,7 @@ class AdapterCoordinator:
     def __init__(self, config: WeightsConfig, fleet: Fleet) -> None:
         self._config = config
         self._fleet = fleet
+        self._timeout_s = 2 * config.adapter_timeout_s  # of a call, and of its wait for another on the same replica
         self._one_at_a_time = asyncio.Lock()
         self._changing = ""
         self._busy: WeakKeyDictionary[Replica, asyncio.Lock] = WeakKeyDictionary()
@@ -116,7 +115,8 @@ class AdapterCoordinator:
                 await self._on_all(lacking, lambda replica: self._put(replica, adapter), "load")
             self._fleet.adapters.add(adapter)
         except BaseException:
-            await self._on_all_that_can(self._holders(adapter.name), lambda replica: self._take(replica, adapter.name))
+            holders, name = self._holders(adapter.name), adapter.name  # `run` retries those that fail
+            await try_on_all(holders, lambda replica: self._take(replica, name), self._timeout_s, "keeps an adapter")
             raise
         finally:
             self._changing = ""
@@ -156,12 +156,12 @@ class AdapterCoordinator:
         try:
             for name in self._left_over(replica):
                 doing = f"unload LoRA adapter {name}"
-                await self._within(replica, self._take(replica, name))
+                await on_one(replica, partial(self._take, name=name), self._timeout_s)
             while missing := self._fleet.missing_adapters(replica):
                 doing = f"load LoRA adapter {missing[0].name} from {missing[0].path}"
-                await self._within(replica, self._put(replica, missing[0]))
+                await on_one(replica, partial(self._put, adapter=missing[0]), self._timeout_s)
         except Exception as error:  # of any kind: without a retry the replica would never serve again
-            is_expected = isinstance(error, EngineError | DeadlineExceeded)
+            is_expected = isinstance(error, WeightUpdateFailed | DeadlineExceeded)
             reason = str(error) or type(error).__name__
             log.warning(
                 "adapters do not catch up", replica=replica.replica_id, doing=doing, error=reason,
@@ -260,41 +260,10 @@ class AdapterCoordinator:
 
     async def _on_all(self, replicas: Sequence[Replica], call: Callable[[Replica], Awaitable[None]], verb: str) -> None:
         """Make the call on all replicas. Raise the first failure when all calls have ended."""
-        for replica, error in (await self._ends(replicas, call)).items():
+        for replica, error in (await failures_on(replicas, call, self._timeout_s)).items():
             raise WeightUpdateFailed(
                 f"replica {replica.replica_id} did not {verb} the adapter: {error}", replica_id=replica.replica_id
             ) from error
-
-    async def _on_all_that_can(self, replicas: Sequence[Replica], call: Callable[[Replica], Awaitable[None]]) -> None:
-        """Make the call and log failures: `run` retries them."""
-        for replica, error in (await self._ends(replicas, call)).items():
-            log.warning("adapter stays behind", replica=replica.replica_id, error=str(error))
-
-    async def _ends(
-        self, replicas: Sequence[Replica], call: Callable[[Replica], Awaitable[None]]
-    ) -> dict[Replica, Exception]:
-        """Return the errors of failed calls by replica."""
-
-        async def on_one(replica: Replica) -> None:
-            await self._within(replica, call(replica))
-
-        ends = await asyncio.gather(*map(on_one, replicas), return_exceptions=True)
-        errors: dict[Replica, Exception] = {}
-        for replica, end in zip(replicas, ends, strict=True):
-            if isinstance(end, EngineError | DeadlineExceeded):
-                errors[replica] = end
-            elif isinstance(end, BaseException):
-                raise end
-        return errors
-
-    async def _within(self, replica: Replica, call: Awaitable[T]) -> T:
-        """Bound the call together with its wait for another call on the same replica."""
-        timeout_s = 2 * self._config.adapter_timeout_s
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await replica.unless_lost(call, is_control=True)
-        except TimeoutError as error:
-            raise DeadlineExceeded(f"no answer within {timeout_s:g} s") from error
 
     def _lock(self, replica: Replica) -> asyncio.Lock:
         return self._busy.setdefault(replica, asyncio.Lock())

@@ -1,6 +1,6 @@
 """The fleet: the replicas, their states and weight versions, and the watch over them.
 
-States and versions are assigned here alone. `weights/updates/machine.py` decides about updates, and `scheduler.py`
+States and versions are assigned here alone. `weights/updates/update.py` decides about updates, and `scheduler.py`
 places rollouts.
 """
 
@@ -25,7 +25,6 @@ from gateway.config.schema import Config
 from gateway.fleet.adapters import Adapter, Adapters
 from gateway.fleet.changes import Changes
 from gateway.fleet.history.events import Events
-from gateway.fleet.places import Places
 from gateway.fleet.replica import Replica
 from gateway.fleet.watch.arrivals import Arrivals, Connect
 from gateway.fleet.watch.engine_page import read_kv_tokens, read_work
@@ -59,10 +58,7 @@ class Fleet:
         self.adapters = Adapters()
         self.events = Events()
         self.changes = Changes()
-        self.places = Places()
-        self.arrivals = Arrivals(
-            config.fleet, self.models, self.adapters, self.places, self.events, self.changes, connect
-        )
+        self.arrivals = Arrivals(config.fleet, self.models, self.adapters, self.events, self.changes, connect)
         self._listed: set[str] = set()
         self.losses: Counter[str] = Counter()
         self._last_loss: dict[str, str] = {}
@@ -387,7 +383,7 @@ class Fleet:
     def _count_loss(self, replica: Replica) -> None:
         """A replica that Serve removes on purpose is no loss."""
         if replica.is_leaving:
-            self.places.leave(replica.info.group, replica.slot)
+            replica.place.leave()
         else:
             self.losses[replica.info.group] += 1
             self._last_loss[replica.info.group] = f"{replica.replica_id} was lost: {replica.reason}"
@@ -487,13 +483,14 @@ class Fleet:
     async def _watch(self, replica: Replica) -> None:
         """Probe one replica until it is lost."""
         while replica.state is not ReplicaState.LOST:
-            await self.probes.due(replica)
+            await asyncio.sleep(self._config.probe_interval_s)
             failure = await self.probes.probe(replica)
             if failure is None:
                 failure = await self._standstill.look(replica)
             elif replica.brake.holders:
-                replica.excuse()  # it is held, and so are its tokens; the holder bounds its own calls
-            if failure is not None and replica.load_samples and replica.quiet_s > self.probes.moves_after_s(replica):
+                replica.evidence.excuse()  # it is held, and so are its tokens; the holder bounds its own calls
+            quiet_s = replica.evidence.quiet_s
+            if failure is not None and replica.load_samples and quiet_s > self.probes.moves_after_s(replica):
                 self.suspect(replica, str(failure))
                 replica.drop_calls()  # its rollouts continue elsewhere
             if failure is None and replica.listed:
@@ -514,24 +511,25 @@ class Fleet:
         """
         if not isinstance(error, EngineUnreachable):
             return False
-        may_be_ending = replica.state is ReplicaState.SUSPECT and not (replica.is_gone or replica.is_silent)
+        evidence = replica.evidence
+        may_be_ending = replica.state is ReplicaState.SUSPECT and not (evidence.is_gone or evidence.is_silent)
         if not (replica.can_serve or may_be_ending):
-            return replica.is_gone or isinstance(error, EngineGone)
+            return evidence.is_gone or isinstance(error, EngineGone)
         failure = error if isinstance(error, EngineGone) else await self.probes.probe_broken(replica)
         if failure is not None and replica.can_serve and self.probes.is_evidence(replica, failure):
             self.suspect(replica, str(failure))
         return isinstance(failure, EngineGone)
 
     def _vouched(self, replica: Replica) -> None:
-        if replica.state is ReplicaState.SUSPECT:
-            if replica.state_before_suspect is ReplicaState.UPDATING:
-                if self.update_to is not None:
-                    self.set_state(replica, ReplicaState.UPDATING, replica.reason_before_suspect)
-                    return
-                # An update it was part of ended without it.
-                replica.lose_version()
-            is_out = replica.state_before_suspect is ReplicaState.SYNCING
-            self.settle(replica, replica.reason_before_suspect if is_out else "answers again")
+        if replica.state is not ReplicaState.SUSPECT:
+            return
+        state, reason = replica.evidence.before
+        if state is ReplicaState.UPDATING:
+            if self.update_to is not None:
+                self.set_state(replica, ReplicaState.UPDATING, reason)
+                return
+            replica.lose_version()  # an update that it was part of ended without it
+        self.settle(replica, reason if state is ReplicaState.SYNCING else "answers again")
 
     def _forget(self, replica: Replica) -> None:
         if self._replicas.get(replica.replica_id) is replica:

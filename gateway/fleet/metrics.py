@@ -23,7 +23,6 @@ from prometheus_client.registry import Collector
 
 from engines.types import ReplicaState
 from gateway.fleet.fleet import Fleet
-from gateway.fleet.placement.attempts import End
 
 log = structlog.get_logger()
 
@@ -57,9 +56,6 @@ class Metrics:
         )
         self.queue_seconds = _known(histogram("queue_seconds", "A rollout's wait for a replica.", ["model"]))
         self.retries = counter("retries", "Attempts that ended and were followed by another, by reason.", ["reason"])
-        for end in End:
-            if end is not End.REFUSED:
-                self.retries.labels(end)
         self.kept_tokens = counter(
             "kept_tokens", "Tokens that a death, a stall or an update interrupted, and that were not made twice."
         )
@@ -146,7 +142,7 @@ class Metrics:
                 self.replicas.labels(model, state).set(states.count(state))
         for replica in replicas:
             self.samples_in_flight.labels(replica.info.model, replica.label).set(replica.load_samples)
-            self.replica_restarts.labels(replica.label).set(replica.restarts)
+            self.replica_restarts.labels(replica.label).set(replica.place.restarts)
             version = replica.weight_version
             self.replica_weight_version.labels(replica.label).set(-1 if version is None else version)
         for group, number in fleet.expected_by_group.items():

@@ -1,11 +1,10 @@
 """One replica: its weights, its adapters and its rollouts in flight. `fleet.py` changes its state."""
 
 import asyncio
-import time
-from collections.abc import Awaitable, Coroutine, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Awaitable, Coroutine
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 from weakref import WeakSet
 
 from engines.engine import Engine
@@ -13,13 +12,13 @@ from engines.errors import EngineError, EngineFailed, EngineOverwritten, EngineR
 from engines.types import ReplicaInfo, ReplicaState
 from engines.weight_label import WeightLabel
 from gateway.fleet.adapters import Adapter
+from gateway.fleet.backoff import Backoff
 from gateway.fleet.brake import Brake
 from gateway.fleet.changes import Argument, Changes
 from gateway.fleet.flight import Flight
-from gateway.fleet.placement.backoff import Backoff
-from gateway.fleet.placement.residents import Residents
-from gateway.fleet.placement.routing import Rollout
-from gateway.fleet.watch.quiet_clock import QuietClock
+from gateway.fleet.places import Place
+from gateway.fleet.residents import Residents
+from gateway.fleet.watch.evidence import Evidence
 
 T = TypeVar("T")
 
@@ -30,17 +29,24 @@ _MOST_PLACED = 1 << 40
 _NOT_THERE = (ReplicaState.STARTING, ReplicaState.DRAINING, ReplicaState.SUSPECT, ReplicaState.LOST)
 
 
+class Work(Protocol):
+    """The load of a rollout: tokens and samples that count with it, and the length of its prompt."""
+
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def n(self) -> int: ...
+    @property
+    def prompt_tokens(self) -> int: ...
+
+
 class Replica:
     """One replica. `weight_version` is None where its weights are unknown; a frozen replica always holds version 0.
 
-    `was_unknown` is True where an update has overwritten weights of no known version, such as refused ones.
     `found` is what its engine's label told when it joined. `adapters` has the adapters of its engine by name; None
-    marks an adapter that may be there and must not be used. `transport` is its engine's transfer backend, once known.
-    `cuts_off` is True while an update ends all rollouts in flight. `is_stalled` is True while its tokens stand still,
-    `is_gone` once a probe found nothing on its port, `is_silent` once a probe had no answer in time. `answered_at` is
-    the monotonic time of its last good probe or token.
-    `changes` tells those who keep a copy of it what happens to it. `rank` orders replicas by their tokens in flight,
-    equal ones by the samples that were placed on them.
+    marks an adapter that may be there and must not be used. `cuts_off` is True while an update ends all rollouts in
+    flight. `evidence` has the signs of its life. `changes` tells those who keep a copy of it what happens to it. `rank`
+    orders replicas by their tokens in flight, equal ones by the samples that were placed on them.
     """
 
     def __init__(self, info: ReplicaInfo, engine: Engine, *, frozen: bool, changes: Changes | None = None) -> None:
@@ -48,41 +54,28 @@ class Replica:
         self.info = info
         self.engine = engine
         self.frozen = frozen
-        self.slot = 0
-        self.restarts = 0
+        self.place = Place()
         self.state = ReplicaState.STARTING
+        self.reason = ""
+        self.listed = True
+        self.is_leaving = False
+        self.evidence = Evidence()
+        self.brake = Brake(engine)
         self.weight_version: int | None = None
-        self.was_unknown = False
         self.found = WeightLabel()
-        self.transport = ""
         self.adapters: dict[str, Adapter | None] = {}
+        self.cuts_off = False
         self.load_tokens = 0
         self.load_samples = 0
         self.max_samples = _OVERCOMMIT * info.max_num_seqs
-        self.placed = 0
         self.rank = 0
         self.idle = asyncio.Event()
         self.idle.set()
-        self.listed = True
-        self.is_leaving = False
-        self.suspect_since: float | None = None
-        self.answered_at = time.monotonic()
-        self.reason = ""
-        self.state_before_suspect, self.reason_before_suspect = ReplicaState.STARTING, ""
-        self._calls: dict[asyncio.Timeout, _Call] = {}
-        self.cuts_off = False
-        self.is_stalled = False
-        self.is_gone = False
-        self.is_silent = False
         self.backoff = Backoff()
         self.residents = Residents()
-        self._rollouts: dict[int, Rollout] = {}
-        self._awaited_chunks = 0
-        self._awaited_elsewhere: dict[object, int] = {}
-        self._quiet = QuietClock()
-        self._longest_given_up = 0
+        self._rollouts: dict[int, Work] = {}
+        self._calls: dict[asyncio.Timeout, _Call] = {}
         self._flights: WeakSet[Flight] = WeakSet()
-        self.brake = Brake(engine)
         self._steady = asyncio.Event()
         self._steady.set()
 
@@ -93,7 +86,7 @@ class Replica:
     @property
     def label(self) -> str:
         """Group and slot: a name in metrics that a successor takes over."""
-        return f"{self.info.group}-{self.slot}"
+        return f"{self.info.group}-{self.place.number}"
 
     @property
     def can_serve(self) -> bool:
@@ -104,77 +97,47 @@ class Replica:
         return self.state not in _NOT_THERE
 
     @property
-    def quiet_s(self) -> float:
-        """Seconds under load since the last sign that tokens are made; times without load do not count."""
-        return self._quiet.seconds
+    def placed(self) -> int:
+        """Samples that were placed on it, in all."""
+        return self.rank % _MOST_PLACED
 
     @property
     def longest_prompt(self) -> int:
         """Tokens of the longest prompt in flight, or given up since the last sign that tokens are made."""
         in_flight = (rollout.prompt_tokens for rollout in self._rollouts.values())
-        return max(self._longest_given_up, max(in_flight, default=0))
-
-    @property
-    def awaits_chunks(self) -> bool:
-        """True if each rollout in flight waits for a chunk now: none is read whole, or held up by its client."""
-        return self._awaited_chunks + sum(self._awaited_elsewhere.values()) >= len(self._rollouts) > 0
-
-    @contextmanager
-    def awaiting_chunk(self) -> Iterator[None]:
-        """Note that a rollout waits for a chunk during the block."""
-        self._awaited_chunks += 1
-        try:
-            yield
-        finally:
-            self._awaited_chunks -= 1
-
-    @property
-    def awaited_chunks(self) -> int:
-        """Rollouts of this process that wait for a chunk now."""
-        return self._awaited_chunks
-
-    def await_elsewhere(self, process: object, rollouts: int) -> None:
-        """Note how many rollouts of another process wait for a chunk now."""
-        self._awaited_elsewhere[process] = rollouts
+        return max(self.evidence.longest_given_up, max(in_flight, default=0))
 
     def saw_progress(self) -> None:
         """Note a chunk, a reply, or another sign that tokens are made."""
-        self.answered_at = time.monotonic()
-        self.excuse()
-
-    def excuse(self) -> None:
-        """Begin the time of a standstill again: tokens are made, or the engine is held."""
-        self._quiet.restart()
-        self._longest_given_up = 0
+        self.evidence.saw_progress()
 
     def holds(self, adapter: Adapter) -> bool:
         return self.adapters.get(adapter.name) is adapter
 
-    def carrying(self, rollout: Rollout) -> AbstractContextManager[None]:
+    def carrying(self, rollout: Work) -> AbstractContextManager[None]:
         """Release a placed rollout's load at the end of the block."""
         return _Carried(self, rollout)
 
-    def release(self, rollout: Rollout, error: BaseException | None) -> None:
+    def release(self, rollout: Work, error: BaseException | None) -> None:
         """Take off a placed rollout's load; the error ended its attempt."""
         if error is not None and not isinstance(error, EngineRefused):  # else nobody has read this prompt
-            self._longest_given_up = max(self._longest_given_up, rollout.prompt_tokens)
-        self._add_load(-rollout.tokens, -rollout.n)
+            evidence = self.evidence
+            evidence.longest_given_up = max(evidence.longest_given_up, rollout.prompt_tokens)
         self._rollouts.pop(id(rollout), None)
+        self.load_tokens -= rollout.tokens
+        self.load_samples -= rollout.n
+        self.rank -= rollout.tokens * _MOST_PLACED
         if self.load_samples == 0:
-            self._quiet.stop()
+            self.evidence.has_no_load()
             self.idle.set()
 
-    def reserve(self, rollout: Rollout) -> None:
-        self._quiet.run()
+    def reserve(self, rollout: Work) -> None:
+        self.evidence.has_load()
         self._rollouts[id(rollout)] = rollout
-        self.placed += rollout.n
-        self._add_load(rollout.tokens, rollout.n)
+        self.load_tokens += rollout.tokens
+        self.load_samples += rollout.n
+        self.rank += rollout.tokens * _MOST_PLACED + rollout.n
         self.idle.clear()
-
-    def _add_load(self, tokens: int, samples: int) -> None:
-        self.load_tokens += tokens
-        self.load_samples += samples
-        self.rank = self.load_tokens * _MOST_PLACED + self.placed
 
     def take_off(self) -> Flight:
         """Start the record of the weight versions of a request that is sent now."""
@@ -241,7 +204,6 @@ class Replica:
     def overwrite(self) -> None:
         """Forget the version: rollouts that end from here on wait for the verdict in `vouched`."""
         self._tell("overwrite")
-        self.was_unknown = self.weight_version is None
         self.lose_version()
         self._steady.clear()
 
@@ -271,11 +233,7 @@ class Replica:
     def enter(self, state: ReplicaState, reason: str) -> None:
         """Change the state. Only `Fleet` calls this."""
         self._tell("enter", state, reason)
-        if state is ReplicaState.SUSPECT:
-            self.state_before_suspect, self.reason_before_suspect = self.state, self.reason
-            self.suspect_since = time.monotonic()
-        elif self.state is ReplicaState.SUSPECT:
-            self.suspect_since = None
+        self.evidence.entered(state, (self.state, self.reason))
         self.state, self.reason = state, reason
         if state is ReplicaState.UPDATING:
             # A replica that leaves for a rolling update knows its version until `overwrite`.
@@ -301,7 +259,7 @@ class _Carried:
 
     __slots__ = ("_replica", "_rollout")
 
-    def __init__(self, replica: Replica, rollout: Rollout) -> None:
+    def __init__(self, replica: Replica, rollout: Work) -> None:
         self._replica, self._rollout = replica, rollout
 
     def __enter__(self) -> None:

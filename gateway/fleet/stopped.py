@@ -1,10 +1,10 @@
-"""Stops a replica before its engine is overwritten, and ends or freezes its rollouts in flight."""
+"""Stops a replica before its engine is overwritten, and ends its rollouts in flight."""
 
 import time
 from contextlib import suppress
 
 from engines.errors import DeadlineExceeded
-from engines.types import InFlight, PauseMode
+from engines.types import PauseMode
 from gateway.fleet.brake import Holder
 from gateway.fleet.event_wait import is_set_within
 from gateway.fleet.replica import Replica
@@ -12,18 +12,6 @@ from gateway.fleet.replica import Replica
 _AGAIN_S = 0.2
 _GRACE_S = 5.0
 _GIVEN_UP_S = 1.0
-
-
-async def stop(replica: Replica, *, by: Holder, in_flight: InFlight, timeout_s: float) -> None:
-    """Hold the replica, with its rollouts frozen (`keep`, `recompute`) or ended (`abort`).
-
-    A replica with `drain` has no rollouts any more and is not paused.
-    """
-    if in_flight is InFlight.ABORT:
-        await cut_off(replica, by=by, timeout_s=timeout_s)
-    elif in_flight is not InFlight.DRAIN:
-        clears = in_flight is InFlight.RECOMPUTE
-        await replica.brake.stop(by, PauseMode.KEEP, clear_cache=clears, timeout_s=timeout_s)
 
 
 async def cut_off(replica: Replica, *, by: Holder, timeout_s: float) -> None:

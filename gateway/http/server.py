@@ -1,7 +1,6 @@
 """The aiohttp application behind the rollout URL: builds the parts, adds their routes, runs the background tasks."""
 
 import asyncio
-import hashlib
 from collections.abc import AsyncGenerator, Callable
 from functools import partial
 from pathlib import Path
@@ -49,9 +48,6 @@ from gateway.ledger.ledger import Ledger, default_file
 from gateway.ledger.shared import SharedLedger
 from gateway.weights.coordinator import WeightCoordinator
 from gateway.weights.snapshots import Snapshots
-
-_FLUSH_S = 1.0
-"""Longest wait of the gateway's end for the files of events and places."""
 
 
 class GatewayServer:
@@ -140,9 +136,6 @@ class GatewayServer:
         if endpoint := self._config.gateway.otlp_endpoint:
             tracing.start(endpoint, self._config.name)
         await self._snapshots.open()
-        if self._snapshots.is_open:
-            self.fleet.events.keep_in(self._snapshots.folder)
-            self.fleet.places.keep_in(self._snapshots.folder, _digest(self._config))
         self.fleet.events.add("gateway", "started")
         await self.fleet.look()
         await self._weights.restore()
@@ -158,8 +151,6 @@ class GatewayServer:
         await self._submissions.close()
         await self._ledger.close()
         await self._tasks.stop()
-        for record in (self.fleet.events, self.fleet.places):
-            await asyncio.to_thread(record.flush, _FLUSH_S)
         if self._trace is not None:
             await asyncio.to_thread(self._trace.close)
         await asyncio.to_thread(tracing.stop)
@@ -172,11 +163,6 @@ def _ledger_of(config: Config) -> Callable[[], Ledger] | None:
         return None
     path = default_file(config.name) if config.gateway.ledger == "auto" else Path(config.gateway.ledger)
     return partial(Ledger, path, config.gateway.submissions.max_bytes * 3 // 2)
-
-
-def _digest(config: Config) -> str:
-    """Return a name of the configuration, the same after a restart of the gateway."""
-    return hashlib.sha256(config.model_dump_json().encode()).hexdigest()
 
 
 def _checkpoint(config: Config) -> Path | None:

@@ -78,7 +78,7 @@ def _replica_report(replica: Replica) -> Json:
         "node": info.node,
         "url": info.url,
         "pid": info.pid,
-        "restarts": replica.restarts,
+        "restarts": replica.place.restarts,
         "uptime_s": round(time.time() - info.started, 1) if info.started else None,
         "log_path": info.log_path,
     }

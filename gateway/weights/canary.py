@@ -10,9 +10,8 @@ import random
 import statistics
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from weakref import WeakKeyDictionary
 
@@ -31,15 +30,15 @@ from engines.errors import (
 from engines.types import ReplicaInfo
 from gateway.config.schema import CanaryConfig
 from gateway.fleet.replica import Replica
-from gateway.weights.verdicts import Finding, Logprobs, Reading, Result, distance, judge, to_other_kinds
+from gateway.weights.verdicts import Finding, Logprobs, Reading, Result, distance, judge
 
 log = structlog.get_logger()
 
 PATH = "/v1/completions"
 
 _SEED = 20260
-# Engines choose kernels by the size of a batch, and rollouts make it large. Batches of these sizes show the log-probs
-# that the kernels cause: 0.008 to 0.04 nats apart with experts, LoRA and TP 2 on H200, 0.16 with fp8 on H100.
+# Engines choose kernels by the size of a batch, and rollouts make it large. Batches of these sizes show the noise that
+# the kernels cause: 0.008 to 0.04 nats with experts, LoRA and TP 2 on H200, 0.16 with fp8 on H100.
 _BATCHES = (1, 4, 8, 32)
 # Every vocabulary has these ids; used where the checkpoint cannot be read.
 _SMALL_VOCABULARY = 96
@@ -53,8 +52,6 @@ _NUMERICS = (
     "extra",
 )  # fmt: skip
 
-Proof = Callable[[], Awaitable[None]]
-"""Raises `StoreFailed` where the bytes that a replica has loaded are not those of their version."""
 _Kind = tuple[object, ...]
 
 
@@ -65,7 +62,7 @@ class Canary:
         self._config = config
         self._groups = groups
         self._accepted: WeakKeyDictionary[Replica, Reading] = WeakKeyDictionary()
-        self._noises: dict[tuple[_Kind, bool], float] = {}
+        self._noises: dict[_Kind, float] = {}
         self._trainers: Reading | None = None
         self._checked: tuple[dict[Replica, Reading], Reading | None] = {}, None
         self._token_ids: list[int] | None = None
@@ -91,15 +88,12 @@ class Canary:
             )
 
     async def remember(self, replicas: Sequence[Replica]) -> None:
-        """Read the log-probs before an update, for comparison after it, and measure the noise of kinds that are new."""
+        """Read the log-probs before an update, for comparison after it."""
         unknown = [r for r in replicas if r.weight_version is not None and self._known(r) is None]
         findings, readings = await self._read_all(unknown)
         self._accepted.update(readings)
         for replica, finding in findings.items():
             log.warning("no canary before the update", replica=replica.replica_id, reason=finding.reason)
-        known = {replica: reading for replica in replicas if (reading := self._known(replica)) is not None}
-        for peers in self._peers(list(known)):
-            self._noises |= await self._new_noise(peers, known)
 
     async def check(
         self, replicas: Sequence[Replica], version: int, *, trainers: Sequence[float] | None = None, busy: bool = False
@@ -113,19 +107,16 @@ class Canary:
         if busy:
             findings = {replica: finding.excused_if_late() for replica, finding in findings.items()}
         given = Reading(version, tuple(trainers)) if trainers is not None else None
-        kinds = self._peers(list(readings))
-        for peers in kinds:
+        for peers in self._peers(list(readings)):
             judged = partial(
                 judge,
+                {one: readings[one] for one in peers},
                 previous={one: self._accepted[one] for one in peers if one in self._accepted},
-                elsewhere=self._accepted_at(version, peers[0], without=peers),
+                elsewhere=list(self._accepted_at(version, peers[0], without=peers).values()),
                 trainers=given.logprobs if given else None,
                 trainers_before=self._trainers,
-                busy=busy,
             )
-            findings |= await self._judged(peers, readings, judged)
-        for replica, apart in to_other_kinds(readings, kinds).items():
-            findings[replica] = replace(findings[replica], to_other_kinds=apart)
+            findings |= await self._judged(judged, version, witnesses=peers)
         served = {replica: reading for replica, reading in readings.items() if findings[replica].may_serve}
         self._checked = served, given
         return findings
@@ -140,71 +131,53 @@ class Canary:
         """Keep the log-probs of the last batch of a rolling update, for comparison with the next batch."""
         self._accepted.update(self._checked[0])
 
-    async def admit(self, replica: Replica, version: int, prove_bytes: Proof | None = None) -> Finding:
-        """Judge a replica that took `version` outside an update, by accepted readings of it.
+    async def admit(self, replica: Replica, version: int, *, is_undone: bool) -> Finding:
+        """Judge a replica that took `version` outside an update, by others' accepted readings of it.
 
-        A replica far from what it said itself may serve where no other of its kind has a reading of the version and
-        `prove_bytes` does not raise: its load was another then, and so were its kernels.
+        Alone it is held to its own reading where it has undone a swap: the store brings the version where that fails.
+        After a load it is not, since its load, and so its kernels, may have been others then.
         """
         findings, readings = await self._read_all([replica], version)
         if findings:
             return findings[replica]
-        before, known = self._accepted.get(replica), self._accepted_at(version, replica)
+        before = self._accepted.get(replica)
         has_read_it = before is not None and before.version == version
+        others = self._accepted_at(version, replica, without=[replica])
+        known = list(others.values())
+        if before is not None and has_read_it and is_undone and not others:
+            known = [before]
         previous = {} if before is None or has_read_it else {replica: before}
-        judged = partial(judge, previous=previous, elsewhere=known)
-        finding = (await self._judged([replica], readings, judged))[replica]
-        is_alone = not self._accepted_at(version, replica, without=[replica])
-        if prove_bytes is not None and is_alone and finding.is_refused_as_far:
-            await prove_bytes()
-            finding = finding.excused_by_bytes()
-            log.warning("served by its bytes", replica=replica.replica_id, version=version, reason=finding.reason)
-        # A reading of the same version stays: else readings that each pass beside the last might drift.
-        if finding.may_serve and not (has_read_it and finding.result is not Result.NO_PEER):
+        judged = partial(judge, readings, previous=previous, elsewhere=known)
+        witnesses = [other for other in others if other.weight_version == version]  # others are on their way too
+        finding = (await self._judged(judged, version, witnesses=witnesses))[replica]
+        if finding.may_serve and not (has_read_it and others):  # else readings that each pass beside the last may drift
             self._accepted[replica] = readings[replica]
         return finding
 
     async def _judged(
-        self,
-        peers: Sequence[Replica],
-        readings: dict[Replica, Reading],
-        judged: Callable[..., dict[Replica, Finding]],
+        self, judged: Callable[..., dict[Replica, Finding]], version: int, *, witnesses: Sequence[Replica]
     ) -> dict[Replica, Finding]:
         """Judge replicas of one kind: as if there were no noise, which finds the smallest updates, then with the kind's
-        noise, and last with readings in batches: the same weights agree in batches that take the same kernels, whatever
-        the loads of the replicas were."""
-        new, kind = await self._new_noise(peers, readings), self._kind(peers[0])
-        known = self._noises | new
-        for noise in (0.0, max(known.get((kind, False), 0.0), known.get((kind, True), 0.0))):
-            findings = judged({one: readings[one] for one in peers}, noise=noise)
-            if all(finding.may_serve for finding in findings.values()):
-                break
-        if any(finding.is_refused_as_far for finding in findings.values()):
-            batches = await asyncio.gather(*map(self._in_batches, peers))
-            readings |= {
-                one: replace(readings[one], in_batches=found) for one, found in zip(peers, batches, strict=True)
-            }
-            findings = judged({one: readings[one] for one in peers}, noise=noise)
+        noise. That is measured once, on the witnesses, with weights of a trainer that pass: a checkpoint's may be
+        random (`load_format: dummy`)."""
+        findings = judged(noise=0.0)
         if all(finding.may_serve for finding in findings.values()):
-            self._noises |= new
+            return findings
+        kind = self._kind(next(iter(findings)))
+        noise = self._noises[kind] if kind in self._noises else await self._noise(witnesses)
+        findings = judged(noise=noise)
+        if version and all(finding.may_serve for finding in findings.values()):
+            self._noises.setdefault(kind, noise)
         return findings
 
-    async def _new_noise(
-        self, peers: Sequence[Replica], readings: Mapping[Replica, Reading]
-    ) -> dict[tuple[_Kind, bool], float]:
-        """Measure the noise of a kind where that is due: once with the checkpoint's weights, which may be random
-        (`load_format: dummy`), and once with a trainer's. It is the largest distance to a batch; the median of these
-        replicas counts, since a damaged one may show any."""
-        key = self._kind(peers[0]), readings[peers[0]].version > 0
-        if key in self._noises:
-            return {}
-        batches = await asyncio.gather(*map(self._in_batches, peers))
-        both = zip(peers, batches, strict=True)
-        noises = [max(distance(readings[one].logprobs, scored) for scored in found) for one, found in both if found]
-        return {key: statistics.median_low(noises)} if noises else {}
+    async def _noise(self, witnesses: Sequence[Replica]) -> float:
+        """Return the largest distance between a replica's log-probs in batches of several sizes; 0 where none answers
+        in time. The median of the witnesses counts, since a damaged one may show any; of two the larger, since a loaded
+        one may show none."""
+        noises = [noise for noise in await asyncio.gather(*map(self._noise_of, witnesses)) if noise is not None]
+        return statistics.median_high(noises) if noises else 0.0
 
-    async def _in_batches(self, replica: Replica) -> tuple[Logprobs, ...]:
-        """Return the log-probs in batches of several sizes, as far as the replica answers in time."""
+    async def _noise_of(self, replica: Replica) -> float | None:
         token_ids = self.token_ids([replica])
         scored: list[Logprobs] = []
         with suppress(EngineError, InvalidRequest, DeadlineExceeded, TimeoutError, _NoLogprobs):
@@ -213,20 +186,20 @@ class Canary:
                     others = asyncio.gather(*(self._generate(replica, token_ids) for _ in range(size - 1)))
                     _, logprobs = await asyncio.gather(others, self._score(replica, token_ids))
                     scored.append(logprobs)
-        return tuple(scored)
+        return max(distance(scored[0], one) for one in scored) if scored else None
 
     def _known(self, replica: Replica) -> Reading | None:
         """Return the accepted reading of the weights that a replica holds, if there is one."""
         reading = self._accepted.get(replica)
         return reading if reading is not None and reading.version == replica.weight_version else None
 
-    def _accepted_at(self, version: int, one: Replica, *, without: Collection[Replica] = ()) -> list[Reading]:
+    def _accepted_at(self, version: int, one: Replica, *, without: Collection[Replica]) -> dict[Replica, Reading]:
         """Return accepted readings at this version, of replicas of one kind."""
-        return [
-            reading
+        return {
+            replica: reading
             for replica, reading in self._accepted.items()
             if replica not in without and reading.version == version and self._kind(replica) == self._kind(one)
-        ]
+        }
 
     def _peers(self, replicas: Sequence[Replica]) -> list[list[Replica]]:
         kinds: dict[_Kind, list[Replica]] = {}

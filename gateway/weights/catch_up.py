@@ -6,10 +6,10 @@ it serves the version of an aborted rolling update; it serves on until its turn.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
-from pathlib import Path
 from weakref import WeakKeyDictionary
 
 import structlog
@@ -22,7 +22,7 @@ from gateway.config.schema import WeightsConfig
 from gateway.fleet.brake import Holder
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.replica import Replica
-from gateway.weights.canary import Canary, Proof
+from gateway.weights.canary import Canary
 from gateway.weights.snapshots import Snapshots, bounded
 from gateway.weights.updates.record import WeightUpdate
 
@@ -34,8 +34,10 @@ _AGAIN_S = 60.0
 """Time until a replica that was given up is tried again: a store may fail for a while, and nobody tells of its end."""
 _RESET_AGAIN_S = 0.01
 _AND = "; not brought back: "
+_FAILURES = (EngineError, DeadlineExceeded, WeightUpdateFailed)
 _KEPT, _STORE = "kept weights", "store"
 """Sources of the version before."""
+_NOTHING: Mapping[Replica, int] = {}
 
 
 class CatchUp:
@@ -55,7 +57,7 @@ class CatchUp:
         self._tasks: dict[Replica, asyncio.Task[None]] = {}
         self._ahead: set[Replica] = set()
         self._restored: set[Replica] = set()
-        self._given_up: WeakKeyDictionary[Replica, int] = WeakKeyDictionary()
+        self._given_up: WeakKeyDictionary[Replica, tuple[int, float]] = WeakKeyDictionary()
         self._look = asyncio.Event()
         fleet.on_change(self._look.set)
         snapshots.on_change(self._look_again)
@@ -67,8 +69,8 @@ class CatchUp:
                 await self._look.wait()
                 self._look.clear()
                 for replica in self._fleet.trained:
-                    if self._is_behind(replica) and self._given_up.get(replica) != self._fleet.version:
-                        self._start(replica)
+                    if replica not in self._tasks and self._is_behind(replica) and not self._is_given_up(replica):
+                        self._own(replica, self._bring_back(replica))
         finally:
             tasks = list(self._tasks.values())
             for task in tasks:
@@ -79,26 +81,29 @@ class CatchUp:
         self,
         replicas: Iterable[Replica],
         *,
-        after: WeightUpdate | None = None,
+        aborted: WeightUpdate | None = None,
+        kept: Mapping[Replica, int] = _NOTHING,
         leaves_group: bool = False,
-        is_awaited: bool = False,
     ) -> None:
         """Take replicas that an update had stopped to the fleet's version, and out of their group. The next update
-        waits for them where `is_awaited`. A replica that was not overwritten only drops what it received. `after` is
-        the update where it was aborted: its record notes who is back."""
+        waits for them. A replica that was not overwritten only drops what it received. The record of an update that was
+        `aborted` notes who is back. Engines may have `kept` a version in memory."""
         for replica in replicas:
             if replica.weight_version is None:
                 replica.brake.join(Holder.CATCH_UP)  # frozen until the engine has ended the update
-            if is_awaited:
-                self._restored.add(replica)
-            self._start(replica, after=after, drops_receipt=True, leaves_group=leaves_group)
+            self._restored.add(replica)
+            if replica not in self._tasks:
+                way = self._bring_back(
+                    replica, aborted=aborted, kept=kept.get(replica), drops_receipt=True, leaves_group=leaves_group
+                )
+                self._own(replica, way)
 
     def take_back(self, replicas: Iterable[Replica], width: int) -> None:
         """Take replicas that are ahead back to the fleet's version, `width` at a time."""
         turns = asyncio.Semaphore(width)
         self._ahead = {replica for replica in replicas if replica not in self._tasks}
         for replica in self._ahead:
-            self._own([replica], self._take_back(replica, turns))
+            self._own(replica, self._take_back(replica, turns))
         if not self._ahead:
             self._fleet.end_roll()
 
@@ -113,9 +118,8 @@ class CatchUp:
         an older version. Before the load it would be too early: a request that was dropped may run in the engine until
         then.
         """
-        timeout_s = self._config.control_timeout_s
         await self._reset_cache(replica)
-        await bounded(replica.unless_lost(replica.engine.wipe_kv(timeout_s)), timeout_s, "its KV was not overwritten")
+        await replica.unless_lost(replica.engine.wipe_kv(self._config.control_timeout_s))
 
     async def settled(self, members: Iterable[Replica], timeout_s: float) -> None:
         """Returns when none of these replicas is being brought back; `DeadlineExceeded` names those that still are."""
@@ -150,33 +154,18 @@ class CatchUp:
         self._given_up.clear()
         self._look.set()
 
-    def _try_again(self, replica: Replica, version: int) -> None:
-        if self._given_up.get(replica) == version:
-            del self._given_up[replica]
-            self._look.set()
+    def _is_given_up(self, replica: Replica) -> bool:
+        version, until = self._given_up.get(replica, (-1, 0.0))
+        return version == self._fleet.version and time.monotonic() < until
 
     def _is_behind(self, replica: Replica) -> bool:
         """A SYNCING replica with the fleet's weights lacks LoRA adapters, and is left to `AdapterCoordinator`."""
         is_behind = replica.state is ReplicaState.SYNCING and replica.weight_version != self._fleet.version
         return is_behind and replica.info.loads_snapshots
 
-    def _start(
-        self,
-        replica: Replica,
-        *,
-        after: WeightUpdate | None = None,
-        drops_receipt: bool = False,
-        leaves_group: bool = False,
-    ) -> None:
-        if replica not in self._tasks:
-            work = self._bring_back(replica, after=after, drops_receipt=drops_receipt, leaves_group=leaves_group)
-            self._own([replica], work)
-
-    def _own(self, replicas: Sequence[Replica], work: Coroutine[None, None, None]) -> None:
-        task = asyncio.create_task(work, name=f"catch up {', '.join(replica.replica_id for replica in replicas)}")
-        for replica in replicas:
-            self._tasks[replica] = task
-            task.add_done_callback(partial(self._ended, replica))
+    def _own(self, replica: Replica, work: Coroutine[None, None, None]) -> None:
+        self._tasks[replica] = task = asyncio.create_task(work, name=f"catch up {replica.replica_id}")
+        task.add_done_callback(partial(self._ended, replica))
 
     def _ended(self, replica: Replica, task: "asyncio.Task[None]") -> None:
         self._tasks.pop(replica, None)
@@ -208,13 +197,13 @@ class CatchUp:
         self,
         replica: Replica,
         *,
-        after: WeightUpdate | None = None,
+        aborted: WeightUpdate | None = None,
+        kept: int | None = None,
         drops_receipt: bool = False,
         leaves_group: bool = False,
     ) -> None:
         is_overwritten = replica.weight_version is None
-        aborted = after if is_overwritten else None
-        kept = aborted.kept.get(replica) if aborted is not None else None
+        kept = kept if is_overwritten else None
         await self._clear(
             replica,
             drops_receipt=(drops_receipt or is_overwritten) and kept is None,  # what it has kept would go with it
@@ -225,74 +214,57 @@ class CatchUp:
         if version_of(before) > self._fleet.version and await self._snapshots.adopt(before):
             # The gateway was restarted in the middle of an update: no engine may hold the version before.
             self._fleet.learn(before)
-        source = await self._recover(replica, kept)
-        if aborted is not None and source:
+        source = await self._restore(replica, kept)
+        if aborted is not None and is_overwritten and source:
             aborted.take_back(replica, source)
 
-    async def _recover(self, replica: Replica, kept: int | None) -> str:
-        """Take a replica that may have `kept` a version to the fleet's. Return the source; "" where it is not back."""
+    async def _restore(self, replica: Replica, kept: int | None) -> str:
+        """Undo the swap on a replica that has `kept` the fleet's version, or else load that from the store, and the
+        next if it has changed meanwhile. Return the source; "" where the replica is not back."""
+        source = ""
         if kept is not None:
             if replica.state is ReplicaState.SUSPECT:  # it may answer again, with all that it has kept
                 await self._fleet.settled_within(self._config.control_timeout_s)
-            if await self._undo(replica, kept):
-                return _KEPT
+            try:
+                if self._is_behind(replica) and kept == self._fleet.version and await self._undo(replica):
+                    return _KEPT
+            except _FAILURES as error:
+                log.warning("undo failed", replica=replica.replica_id, version=kept, error=str(error))
             await self._clear(replica, drops_receipt=True)
-        return _STORE if await self._reload(replica) else ""
-
-    async def _reload(self, replica: Replica) -> bool:
-        """Load the fleet's version, and the next if it has changed meanwhile. Return True where one was served."""
-        is_back = False
         for failures in range(1, _TRIES + 1):
             if not self._is_behind(replica):
                 break
-            version, label = self._fleet.version, self._fleet.label
+            version = self._fleet.version
             try:
-                await self._load(replica, label)
-                is_back = True
+                await self._load(replica, self._fleet.label)
+                source = _STORE
             except StoreFailed as error:
                 self._give_up(replica, version, f"it waits for the next update, since {error}")
                 break
-            except (EngineError, DeadlineExceeded, WeightUpdateFailed) as error:
+            except _FAILURES as error:
                 log.warning("catch up failed", replica=replica.replica_id, version=version, error=str(error))
                 if failures == _TRIES:
                     self._give_up(replica, version, f"did not take version {version}: {error}")
                     break
                 with suppress(EngineError):  # a lost replica ends the wait
                     await replica.unless_lost(asyncio.sleep(_RETRY_S))
-        return is_back
+        return source
 
-    async def _undo(self, replica: Replica, version: int) -> bool:
-        """Have the engine take back the weights that it has kept, then check and serve them. Return False where the
-        store has to bring them."""
-        if not self._is_behind(replica) or version != self._fleet.version:
+    async def _undo(self, replica: Replica) -> bool:
+        """Have the engine take back the weights that it has kept. Return False where it has kept none."""
+        label = self._fleet.label
+        await self._empty(replica)
+        if not await replica.unless_lost(replica.engine.undo_load(self._config.load_timeout_s)):
             return False
-        timeout_s, label = self._config.load_timeout_s, self._fleet.label
-        try:
-            await self._empty(replica)
-            undo = replica.engine.undo_load(timeout_s)
-            is_undone = await bounded(replica.unless_lost(undo), timeout_s, f"version {version} was not taken back")
-            if is_undone:
-                await self.forget_kv(replica)
-                await self._admit(replica, label, f"took version {version} back from its memory")
-        except (EngineError, DeadlineExceeded, WeightUpdateFailed) as error:
-            log.warning("undo failed", replica=replica.replica_id, version=version, error=str(error))
-            return False
-        return is_undone
+        await self._admit(replica, label, f"took version {version_of(label)} back from its memory", is_undone=True)
+        return True
 
     async def _load(self, replica: Replica, label: str) -> None:
-        """Load, check, and serve if that is still the fleet's version."""
-        timeout_s, version = self._config.load_timeout_s, version_of(label)
-
-        async def prove_bytes() -> None:
-            if version:  # the checkpoint has no manifest
-                await bounded(self._snapshots.check(Path(path)), timeout_s, f"{path} was not read")
-
+        version = version_of(label)
         async with self._source(replica, label) as path:
             await self._empty(replica)
-            load = replica.engine.load_snapshot(path, version, timeout_s)
-            await bounded(replica.unless_lost(load), timeout_s, f"replica {replica.replica_id} did not load {path}")
-            await self.forget_kv(replica)
-            await self._admit(replica, label, f"loaded version {version} from {path}", prove_bytes)
+            await replica.unless_lost(replica.engine.load_snapshot(path, version, self._config.load_timeout_s))
+            await self._admit(replica, label, f"loaded version {version} from {path}")
 
     async def _empty(self, replica: Replica) -> None:
         """End the rollouts of a replica whose weights are overwritten next.
@@ -305,18 +277,18 @@ class CatchUp:
         if not replica.info.loads_between_steps:
             await self._reset_cache(replica)
 
-    async def _admit(self, replica: Replica, label: str, how: str, prove_bytes: Proof | None = None) -> None:
-        """Check the weights by the canary, label and serve them. Not before: a gateway that restarts serves them by the
-        label."""
+    async def _admit(self, replica: Replica, label: str, how: str, *, is_undone: bool = False) -> None:
+        """Check the weights by the canary, label and serve them, if they are still the fleet's. Not before: a gateway
+        that restarts serves them by the label."""
+        await self.forget_kv(replica)
         timeout_s, version = self._config.control_timeout_s, version_of(label)
         if self._canary.is_enabled:
             async with replica.brake.lifted(timeout_s):  # a paused engine cannot answer
-                finding = await self._canary.admit(replica, version, prove_bytes)
+                finding = await self._canary.admit(replica, version, is_undone=is_undone)
             log.info("canary", replica=replica.replica_id, version=version, **finding.report())
             if not finding.may_serve:
                 raise WeightUpdateFailed(finding.reason, replica_id=replica.replica_id)
-        labelling = replica.engine.label_weights(label, timeout_s, is_committed=True)
-        await bounded(replica.unless_lost(labelling), timeout_s, "its weights were not labelled")
+        await replica.unless_lost(replica.engine.label_weights(label, timeout_s, is_committed=True))
         replica.hold(version, keeps_kv=False)
         log.info("replica caught up", replica=replica.replica_id, version=version)
         if replica.state is ReplicaState.SYNCING:
@@ -368,7 +340,7 @@ class CatchUp:
         replica.brake.let_go(Holder.CATCH_UP)
 
     def _give_up(self, replica: Replica, version: int, reason: str) -> None:
-        self._given_up[replica] = version
-        asyncio.get_running_loop().call_later(_AGAIN_S, self._try_again, replica, version)
+        self._given_up[replica] = version, time.monotonic() + _AGAIN_S
+        asyncio.get_running_loop().call_later(_AGAIN_S, self._look.set)
         log.error("replica is not brought back", replica=replica.replica_id, version=version, reason=reason)
         self._fleet.explain(replica, f"{replica.reason.partition(_AND)[0]}{_AND}{reason}")

@@ -1,9 +1,9 @@
 """The weight coordinator: one trainer's call at a time, one update at a time, for the whole fleet.
 
-    updates/flat_update.py   the trainer's group has all engines' workers, which receive the tensors
-    updates/relay_update.py  the trainer's group has the relay, which writes the tensors into the store
-    updates/store_update.py  the trainer writes into the store; replicas load the version from there
-    updates/machine.py       the state machine of all three
+    updates/group.py   the trainer's group has all engines' workers, which receive the tensors
+    updates/relay.py   the trainer's group has the relay, which writes the tensors into the store
+    updates/store.py   the trainer writes into the store; replicas load the version from there
+    updates/update.py  the steps of all three, from there to the commit
 
 Tensors never pass through this process.
 """
@@ -32,12 +32,11 @@ from gateway.weights.relay_process import WORLD_SIZE as RELAY_WORLD_SIZE
 from gateway.weights.relay_process import Relay
 from gateway.weights.snapshots import Snapshots
 from gateway.weights.transfer_group import TrainersGroup, check_some_take_weights, checkpoint_bytes, transport_of
-from gateway.weights.updates.flat_update import FlatUpdate
-from gateway.weights.updates.machine import UpdateMachine
-from gateway.weights.updates.parts import Parts
-from gateway.weights.updates.record import WeightUpdate
-from gateway.weights.updates.relay_update import RelayUpdate
-from gateway.weights.updates.store_update import StoreUpdate
+from gateway.weights.updates.group import GroupArrival
+from gateway.weights.updates.record import Phase, WeightUpdate
+from gateway.weights.updates.relay import RelayArrival
+from gateway.weights.updates.store import StoreArrival
+from gateway.weights.updates.update import Updates
 from gateway.weights.updates.update_log import UpdateLog
 
 log = structlog.get_logger()
@@ -60,15 +59,14 @@ class WeightCoordinator:
         self._snapshots = snapshots
         self._canary = canary = Canary(config.canary, fleet.models.groups)
         self.leases = Leases()
-        self.pauses = pauses = Pauses(config, fleet, scheduler)
-        self._catch_up = catch_up = CatchUp(config, fleet, snapshots, canary)
-        self._updates = UpdateLog(metrics)
+        self.pauses = Pauses(config, fleet, scheduler)
+        self._catch_up = CatchUp(config, fleet, snapshots, canary)
+        self.updates = UpdateLog(metrics)
         self._relay = Relay(config, snapshots, _log_dir(fleet))
-        parts = Parts(config, fleet, canary, pauses, snapshots, catch_up)
-        self._machine = machine = UpdateMachine(parts, self._updates)
-        self._by_store = StoreUpdate(parts, machine)
-        self._by_relay = RelayUpdate(parts, self._relay, self._by_store, machine)
-        self._flat = FlatUpdate(parts, machine)
+        self._parts = parts = Updates(config, fleet, canary, self.pauses, snapshots, self._catch_up, self.updates)
+        self._by_store = StoreArrival(parts)
+        self._by_relay = RelayArrival(parts, self._relay)
+        self._by_group = GroupArrival(parts)
         self._busy_with = ""
         self._group: TrainersGroup | None = None
         fleet.on_change(lambda: metrics.observe_versions(fleet.version, fleet.serving_behind))
@@ -76,12 +74,7 @@ class WeightCoordinator:
     @property
     def update(self) -> WeightUpdate | None:
         """The update in progress, if any."""
-        return self._machine.update
-
-    @property
-    def updates(self) -> UpdateLog:
-        """The updates that have ended."""
-        return self._updates
+        return self._parts.open.record if self._parts.open is not None else None
 
     async def world_size(self) -> int:
         """Number of workers in a trainer's transfer group, without the trainer."""
@@ -112,21 +105,21 @@ class WeightCoordinator:
         Raise `WeightUpdateConflict` where that trainer lives, and holds the update's lease.
         """
         for _ in range(_LOOKS_AT_LEASE):
-            if not self.leases.is_held(self._machine.update):
+            if not self.leases.is_held(self.update):
                 break
             await asyncio.sleep(_LEASE_ENDS_S / _LOOKS_AT_LEASE)
         async with self._exclusively("init_weight_transfer_engine"):
-            if self.leases.is_held(self._machine.update):
-                self._machine.check_none_open()
+            if self.leases.is_held(self.update):
+                self._parts.check_none_open()
             self._group = None
-            await self._machine.abort("a trainer opened a new transfer group")
-            await self._flat.close()
+            await self._abort("a trainer opened a new transfer group")
+            await self._by_group.leave()
             await self._fleet.settled_within(self._config.control_timeout_s)
             why = await self._why_flat()
             if why:
                 log.info("flat transfer group", reason=why)
                 await self._relay.close()
-            way = self._flat if why else self._by_relay
+            way = self._by_group if why else self._by_relay
             with self._metrics.weight_update_seconds.labels("init").time():
                 await way.init(init_info)
             place = f"{init_info.get('master_address')}:{init_info.get('master_port')}"
@@ -154,19 +147,20 @@ class WeightCoordinator:
                     f"version = {version}, but the fleet is at {self._fleet.version} and the next is "
                     f"{self._fleet.next_version}: leave it out"
                 )
-            await self._way.start(in_flight)
-            self._machine.opened("start_weight_update").lease = lease
-            async with self._machine.or_aborted():
+            await self._way.open(in_flight)
+            update = self._parts.opened("start_weight_update")
+            update.record.lease = lease
+            async with update.or_aborted():
                 # From the reply on, no process of the gateway takes the version before for the newest.
                 await self._fleet.changes.taken()
 
     async def receive(self, update_info: Json, lease: str | None = None) -> None:
         """Receive the tensors that the trainer is about to send."""
         async with self._exclusively("update_weights"):
-            self.leases.check_own(self._machine.update, lease)
+            self.leases.check_own(self.update, lease)
             if lease is not None:
                 # Its trainer ends its broadcast itself. The group may be another trainer's by now.
-                self._machine.opened("update_weights")
+                self._parts.opened("update_weights")
             await self._way.receive(update_info)
 
     async def finish(self, canary_logprobs: Sequence[float] | None = None, lease: str | None = None) -> int:
@@ -175,8 +169,15 @@ class WeightCoordinator:
         `canary_logprobs` are the trainer's own of `canary_token_ids`, all but the first.
         """
         async with self._exclusively("finish_weight_update"):
-            self.leases.check_own(self._machine.update, lease)
-            return await self._way.finish(canary_logprobs)
+            self.leases.check_own(self.update, lease)
+            if self._parts.open is None and self._by_relay.committed_before is not None:
+                return self._by_relay.committed_before
+            update = self._parts.opened("finish_weight_update")
+            if update.record.phase is Phase.OPEN:
+                await update.abort("no tensors were sent")
+                return self._fleet.version
+            self._canary.check_length(canary_logprobs, self._fleet.updatable())
+            return await update.take(canary_logprobs)
 
     async def load(
         self,
@@ -195,7 +196,7 @@ class WeightCoordinator:
         """
         async with self._exclusively("v1/weight_updates"):
             self._check_served(after)
-            return await self._by_store.load(snapshot, version, canary_logprobs, rolling=rolling, in_flight=in_flight)
+            return await self._by_store.push(snapshot, version, canary_logprobs, rolling=rolling, in_flight=in_flight)
 
     def _check_group(self, asked: str | None) -> None:
         """Raise where the trainer's group is not the open one. A trainer that names its group can open another: it does
@@ -209,7 +210,7 @@ class WeightCoordinator:
                 f"the transfer group of {asked} is gone, as after a restart of the gateway: call "
                 "/init_weight_transfer_engine to form a new group"
             )
-        if self._way is self._flat and (lacking := self._flat.lacking()):
+        if self._way is self._by_group and (lacking := self._by_group.lacking()):
             raise WeightUpdateFailed(
                 f"the group lacks replica {lacking[0].replica_id}, which has joined since: call "
                 "/init_weight_transfer_engine to form a new group"
@@ -217,7 +218,7 @@ class WeightCoordinator:
 
     def _check_served(self, after: str | None) -> None:
         """Raise `WeightUpdateConflict` unless the update `after`, if given, made the served version."""
-        last = self._updates.last_committed
+        last = self.updates.last_committed
         if after is not None and (last is None or last.name != after):
             raise WeightUpdateConflict(
                 f"after = {after!r}, but version {self._fleet.version} was made by "
@@ -229,15 +230,15 @@ class WeightCoordinator:
         """Abort the open update, if any, and close its group. A trainer's `lease` keeps it from another's update."""
         async with self._exclusively("v1/weight_updates"):
             if lease is not None:
-                self.leases.check_own(self._machine.update, lease)
-            if self._machine.update is not None:
-                await self._machine.abort(reason)
-                await self._flat.close()
+                self.leases.check_own(self.update, lease)
+            if self._parts.open is not None:
+                await self._abort(reason)
+                await self._by_group.leave()
 
     async def restore(self) -> None:
         """Take over the trainer's group of a gateway that has died, before the first call comes."""
         try:
-            if note := await self._by_relay.restore() or await self._flat.restore():
+            if note := await self._by_relay.restore() or await self._by_group.restore():
                 self._group = TrainersGroup(**note)
         except RolloutGatewayError as error:
             log.error("the trainer's group is not taken over", error=str(error))
@@ -253,21 +254,25 @@ class WeightCoordinator:
             await self._relay.close()
 
     @property
-    def _way(self) -> FlatUpdate | RelayUpdate:
-        """The kind of update that the trainer's group belongs to."""
-        return self._by_relay if self._relay.is_open else self._flat
+    def _way(self) -> GroupArrival | RelayArrival:
+        """The way by which tensors arrive in the trainer's group."""
+        return self._by_relay if self._relay.is_open else self._by_group
+
+    async def _abort(self, reason: str) -> None:
+        if self._parts.open is not None:
+            await self._parts.open.abort(reason)
 
     async def _watch_update(self) -> None:
         while True:
             await asyncio.sleep(min(1.0, self._config.idle_timeout_s / 4))
-            update = self._machine.update
+            update = self._parts.open
             if update is None or self._busy_with:
                 continue
-            if self.leases.has_ended(update):
+            if self.leases.has_ended(update.record):
                 await self.abandon("the trainer's connection has ended")
             elif time.monotonic() - update.touched_at > self._config.idle_timeout_s:
                 async with self._exclusively("idle watch"):
-                    await self._machine.abort(f"no word from the trainer for {self._config.idle_timeout_s:g} s")
+                    await update.abort(f"no word from the trainer for {self._config.idle_timeout_s:g} s")
 
     async def _why_flat(self) -> str:
         """The reason for a group of all workers; empty where the group is the trainer and the relay."""
@@ -300,8 +305,8 @@ class WeightCoordinator:
             yield
         finally:
             self._busy_with = ""
-            if self._machine.update is not None:
-                self._machine.update.touched_at = time.monotonic()
+            if self._parts.open is not None:
+                self._parts.open.touched_at = time.monotonic()
 
 
 def _log_dir(fleet: Fleet) -> Path:

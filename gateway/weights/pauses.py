@@ -17,7 +17,7 @@ from gateway.fleet.fleet import Fleet
 from gateway.fleet.placement.scheduler import Scheduler
 from gateway.fleet.replica import Replica
 from gateway.fleet.replica_calls import names, on_all
-from gateway.fleet.stopped import stop
+from gateway.fleet.stopped import cut_off
 from gateway.weights.updates.record import WeightUpdate
 
 _ABORT_TIMEOUT_S = 30.0
@@ -31,37 +31,27 @@ class Pauses:
         self._config = config
         self._fleet = fleet
         self._scheduler = scheduler
-        self._stands = False
-        self._pausing = 0
-        self._resumes = 0
         self._cleared = False
 
     @property
     def is_paused(self) -> bool:
         """True while a trainer pauses the policy."""
-        return self._stands or self._pausing > 0
+        return Holder.TRAINER in self._scheduler.closed_for
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
-        """Pause for a trainer. Where a replica fails, nothing is paused but by another pause, before or beside it."""
-        was_cleared, self._cleared = self._cleared, clear_cache
-        resumes = self._resumes
-        self._pausing += 1
+        """Pause for a trainer. Where a replica fails, nothing is paused but by an earlier pause."""
+        was_paused = self.is_paused
         try:
             await self._stop(Holder.TRAINER, mode, clear_cache=clear_cache)
-            self._stands = self._stands or resumes == self._resumes
         except BaseException:
-            self._cleared = was_cleared
-            raise
-        finally:
-            self._pausing -= 1
-            if not self.is_paused:
+            if not was_paused:
                 self._let_go(Holder.TRAINER)
+            raise
+        self._cleared = clear_cache
 
     async def resume(self) -> None:
         """End a trainer's pause. A replica that an update holds stays frozen until that lets go."""
         self._able("/resume")
-        self._stands = False
-        self._resumes += 1
         held = [replica for replica in self._fleet.trained_alive if Holder.TRAINER in replica.brake.holders]
         timeout_s = self._config.control_timeout_s
         try:
@@ -146,8 +136,14 @@ class Pauses:
             update.frozen_at = time.monotonic()
 
         async def hold(replica: Replica) -> None:
-            if replica.info.has("/pause"):
-                await stop(replica, by=Holder.UPDATE, in_flight=in_flight, timeout_s=timeout_s)
+            is_drained = in_flight is InFlight.DRAIN and replica.idle.is_set()
+            if is_drained or not replica.info.has("/pause"):
+                return
+            if in_flight is InFlight.ABORT:
+                await cut_off(replica, by=Holder.UPDATE, timeout_s=timeout_s)
+            else:  # with `drain` those that a trainer's pause had held, and its end let go on
+                clears = in_flight is not InFlight.KEEP
+                await replica.brake.stop(Holder.UPDATE, PauseMode.KEEP, clear_cache=clears, timeout_s=timeout_s)
 
         return hold
 

@@ -2,7 +2,7 @@
 
 The trainer's group has two members, the trainer and the relay, so a replica's death cannot break it. Neither can the
 gateway's: the process goes on, and the next gateway finds it. It runs `engines/transfer/relay.py`;
-`updates/relay_update.py` loads the version that it wrote on the replicas.
+`updates/relay.py` loads the version that it wrote on the replicas.
 """
 
 import asyncio

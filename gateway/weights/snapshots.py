@@ -217,13 +217,6 @@ class Snapshots:
             "shapes": [tensor.shape for tensor in manifest.tensors.values()],
         }
 
-    async def check(self, folder: Path) -> None:
-        """Raise `StoreFailed` where the bytes of a version are not those of its manifest."""
-        try:
-            await self._aside(check_bytes, folder)
-        except InvalidRequest as error:
-            raise StoreFailed(f"{folder} is damaged: {error}") from error
-
     async def finished(self, draft: Path, served: int) -> Json:
         """As `announced`, for the relay's draft. Raises `StoreFailed` with the reason where the relay gave up."""
         if not await self._aside(is_whole, draft):
@@ -233,14 +226,13 @@ class Snapshots:
         except InvalidRequest as error:  # the relay's fault, not the trainer's
             raise StoreFailed(f"the draft differs from what was received: {error}") from error
 
-    async def promote(self, name: str, label: str, served: int, names: Iterable[str]) -> Path:
+    async def promote(self, draft: Path, label: str, served: int, names: Iterable[str]) -> Path:
         """Make a draft the version of this label, with missing tensors of `names` copied from version `served`.
 
         A cancelled call returns when the thread has ended: what it promoted can be withdrawn then. Where the thread
         does not end in time, it finds no draft to promote.
         """
         store = self._open_store()
-        draft = await self._aside(store.named, name)
         try:
             base = await self._aside(self.base, served)
             await to_its_end(self._aside(complete, draft, Path(base) if base else None, list(names)))

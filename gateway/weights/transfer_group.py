@@ -59,18 +59,16 @@ class TransferGroup:
 
 
 async def transport_of(replica: Replica, timeout_s: float) -> str:
-    """Return the name of the engine's weight transfer backend, which is asked once and remembered.
+    """Return the name of the engine's weight transfer backend.
 
     Raise `EngineError` or `DeadlineExceeded` where the engine does not answer: with a guess the trainer could form
     another group than its calls find later.
     """
-    if not replica.transport:
-        try:
-            info = await replica.engine.ask("GET", "/server_info?config_format=json", None, timeout_s)
-            replica.transport = str(info["vllm_config"]["weight_transfer_config"]["backend"])
-        except (EngineRefused, KeyError, TypeError):
-            replica.transport = "unknown"  # a server without this route may still take weights
-    return replica.transport
+    try:
+        info = await replica.engine.ask("GET", "/server_info?config_format=json", None, timeout_s)
+        return str(info["vllm_config"]["weight_transfer_config"]["backend"])
+    except (EngineRefused, KeyError, TypeError):
+        return "unknown"  # a server without this route may still take weights
 
 
 def checkpoint_bytes(replica: Replica) -> int:

@@ -6,11 +6,9 @@ its peers, which should be noise, and between a replica and itself before the up
 
 import math
 import statistics
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from itertools import product
 from typing import TypeVar
 
 from engines.engine import Json
@@ -41,18 +39,14 @@ class Result(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One replica's canary: finite log-probs of all tokens but the first, asked for alone. Those in batches of several
-    sizes are there where the replica seemed apart."""
+    """One replica's canary: finite log-probs of all tokens but the first."""
 
     version: int
     logprobs: Logprobs
-    in_batches: tuple[Logprobs, ...] = ()
     seconds: float = 0.0
 
     def apart(self, other: "Reading") -> float:
-        """Return the distance of the two batches that are nearest: most likely the same kernels computed these."""
-        pairs = product((self.logprobs, *self.in_batches), (other.logprobs, *other.in_batches))
-        return min(distance(one, another) for one, another in pairs)
+        return distance(self.logprobs, other.logprobs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +58,6 @@ class Finding:
     to_peers: float | None = None
     to_previous: float | None = None
     to_trainer: float | None = None
-    to_other_kinds: float | None = None
-    """Distance to the farthest kind of engine that holds the same weights, such as a quantised group; not judged."""
     tolerance: float | None = None
     noise: float | None = None
     seconds: float | None = None
@@ -80,22 +72,13 @@ class Finding:
         """True where its log-probs are farther from its peers' than noise explains."""
         return self.to_peers is not None and self.tolerance is not None and self.to_peers > self.tolerance
 
-    @property
-    def is_refused_as_far(self) -> bool:
-        return self.result is Result.FAILED and self.is_far
-
     def excused_if_late(self) -> "Finding":
         """Return a late finding as unverified: an engine full of rollouts may be late and healthy."""
         return replace(self, result=Result.UNVERIFIED) if self.is_late else self
 
-    def excused_by_bytes(self) -> "Finding":
-        """Return a far reading as that of a replica whose bytes are right and that no other can bear out."""
-        reason = f"it is alone with the right bytes of its version, and serves although {self.reason}"
-        return replace(self, result=Result.NO_PEER, reason=reason)
-
     def report(self) -> Json:
         """Return the finding as JSON; distances are in nats a token."""
-        names = ("to_peers", "to_previous", "to_trainer", "to_other_kinds", "tolerance", "noise", "seconds")
+        names = ("to_peers", "to_previous", "to_trainer", "tolerance", "noise", "seconds")
         values = {name: value for name in names if (value := getattr(self, name)) is not None}
         return {
             "result": self.result.value,
@@ -115,18 +98,16 @@ def judge(
     elsewhere: Sequence[Reading] = (),
     trainers: Logprobs | None = None,
     trainers_before: Reading | None = None,
-    busy: bool = False,
 ) -> dict[Key, Finding]:
     """Return a finding for each of `readings`, which are of peers at one version.
 
     `previous` has their readings before the update, `elsewhere` accepted readings of more peers at this version.
-    `noise` is the distance between readings of the same weights. `busy` is True where rollouts ran during the canary.
+    `noise` is the distance between readings of the same weights.
     """
     moved = {key: readings[key].apart(previous[key]) for key in readings if key in previous}
     latest = max((reading.version for reading in previous.values()), default=0)
     scale = Scale.of(noise, [value for key, value in moved.items() if previous[key].version == latest])
     stale = {key for key, value in moved.items() if scale.is_told_apart and value <= scale.still}
-    stale |= set() if busy else _frozen(readings, moved, previous)
     current = {key: reading for key, reading in readings.items() if key not in stale}
     centre = _centre([*elsewhere, *current.values()], scale.tolerance)
     findings = {}
@@ -182,17 +163,6 @@ def distance(one: Sequence[float], other: Sequence[float]) -> float:
     return sum(abs(a - b) for a, b in zip(one, other, strict=True)) / len(one)
 
 
-def to_other_kinds(readings: Mapping[Key, Reading], kinds: Sequence[Sequence[Key]]) -> dict[Key, float]:
-    """Return the distance of each reading to the farthest of the other kinds' first readings; {} for one kind."""
-    firsts = [readings[kind[0]].logprobs for kind in kinds]
-    return {
-        key: max(distance(readings[key].logprobs, first) for first in firsts if first is not own)
-        for kind, own in zip(kinds, firsts, strict=True)
-        for key in kind
-        if len(kinds) > 1
-    }
-
-
 def ended_by(
     config: WeightsConfig, findings: Mapping[Key, Finding], *, waiting: int = 0, witnesses: int = 0
 ) -> Key | None:
@@ -209,17 +179,6 @@ def ended_by(
     if is_tolerated and passed + waiting >= needed:
         return None
     return next(iter(failed or findings))
-
-
-def _frozen(readings: Mapping[Key, Reading], moved: Mapping[Key, float], previous: Mapping[Key, Reading]) -> set[Key]:
-    """Return the replicas that repeat their log-probs bit for bit, while peers that had the same moved together.
-
-    This holds for the smallest update: idle engines that agree to the last bit compute alike, so only their weights
-    can differ.
-    """
-    moves = Counter((previous[key].logprobs, readings[key].logprobs) for key, value in moved.items() if value > 0)
-    moved_on = {before for (before, _), count in moves.items() if count > 1}
-    return {key for key, value in moved.items() if value == 0 and previous[key].logprobs in moved_on}
 
 
 def _is_stale(finding: Finding) -> str:

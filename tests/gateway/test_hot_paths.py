@@ -165,4 +165,4 @@ async def test_files_and_functions_of_an_update_are_those_of_its_table(
     called = calls.below("WeightRoutes._start", "WeightRoutes._update", "WeightRoutes._finish")
     assert {file for file, _ in called} - update.files == set()
     assert update.helpers - {file for file, _ in called} == set()
-    assert _missing(update, called) == {("gateway/weights/updates/machine.py", "UpdateMachine.abort")}
+    assert _missing(update, called) == {("gateway/weights/updates/update.py", "Update.abort")}

@@ -15,11 +15,7 @@ async def read_chunks(replica: Replica, path: str, body: Json, n: int, timeout_s
     Raises `EngineFailed` at a chunk without choices of the `n` samples; the chunks that came before it are yielded.
     """
     async with aclosing(replica.engine.events(path, body, timeout_s)) as blocks:
-        while True:
-            with replica.awaiting_chunk():
-                events = await anext(blocks, None)
-            if events is None:
-                return
+        async for events in blocks:
             chunks: list[Json] = []
             for event in events:
                 try:

@@ -252,7 +252,7 @@ class ChatContinuation:
     async def _ask_in_turn(self, path: str, rollout: Rollout, body: Json) -> Json | None:
         """The answer of a replica, of the one heard last where it gives one: often it made the reply. None where all
         fail."""
-        able = sorted(self._able(path, rollout), key=lambda one: -one.answered_at)
+        able = sorted(self._able(path, rollout), key=lambda one: -one.evidence.answered_at)
         try:
             return await self._inquiries.ask(able, "POST", path, body, _ASK_TIMEOUT_S)
         except (EngineError, DeadlineExceeded) as error:

@@ -16,11 +16,11 @@ import structlog
 from engines.errors import DeadlineExceeded, EngineError, Withdrawn
 from engines.types import ReplicaState
 from gateway.config.schema import GatewayConfig
+from gateway.fleet.backoff import Backoff
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics
 from gateway.fleet.placement.attempt_loop import AttemptLoop
 from gateway.fleet.placement.attempts import End
-from gateway.fleet.placement.backoff import Backoff
 from gateway.fleet.placement.lengths import Lengths
 from gateway.fleet.placement.lives import Attempt, Lives
 from gateway.fleet.placement.look import Look
@@ -49,6 +49,9 @@ class Scheduler(AttemptLoop):
         super().__init__(config)
         self._fleet = fleet
         self._metrics = metrics
+        for end in End:
+            if end is not End.REFUSED:
+                metrics.retries.labels(end)  # so that each is on the page from the start
         self._lines: defaultdict[str, WaitingLine] = defaultdict(WaitingLine)
         self._between: dict[int, Rollout] = {}
         self._closed_for: set[str] = set()
@@ -228,7 +231,7 @@ class Scheduler(AttemptLoop):
         if self._is_closed(rollout.model):
             return math.inf
         busy = (replica for replica in self._able(rollout) if replica.load_samples)
-        return min((replica.quiet_s for replica in busy), default=math.inf)
+        return min((replica.evidence.quiet_s for replica in busy), default=math.inf)
 
     def _pump_all(self) -> None:
         for model in list(self._lines):

@@ -17,8 +17,8 @@ from typing import Any, Protocol, TypeVar
 from engines.engine import Json
 from engines.errors import InvalidRequest, shown
 from gateway.fleet.placement.client_names import name_of_client
-from gateway.fleet.placement.residents import Residents, Session
 from gateway.fleet.placement.routing import ReplicaView, Rollout
+from gateway.fleet.residents import Residents, Session
 
 # vLLM's name first, then the one that SGLang's router reads.
 _HEADERS = ("X-Session-ID", "X-SMG-Routing-Key")

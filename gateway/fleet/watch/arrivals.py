@@ -32,7 +32,6 @@ class Arrivals:
         config: FleetConfig,
         models: Models,
         adapters: Adapters,
-        places: Places,
         events: Events,
         changes: Changes,
         connect: Connect,
@@ -41,7 +40,7 @@ class Arrivals:
         self._timeout_s = config.probe_timeout_s
         self._models = models
         self._adapters = adapters
-        self._places = places
+        self._places = Places()
         self._events = events
         self._changes = changes
         self._connect = connect
@@ -61,7 +60,7 @@ class Arrivals:
         frozen = self._models.is_frozen(info.group)
         replica = Replica(info, self._connect(info), frozen=frozen, changes=self._changes)
         # Before the first wait, so that replicas that join together have labels in the order of their list.
-        replica.slot, replica.restarts = self._places.take(info, present)
+        replica.place = self._places.take(info, present)
         try:
             await self._wake(replica)
             await self._read_label(replica)

@@ -7,8 +7,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from gateway.fleet.placement.pace import EngineWork
-
 _LE = re.compile(r'le="([^"]+)"')
 _KV = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "sglang:token_usage")
 # Texts of settings, which may hold a brace, are among the labels.
@@ -37,6 +35,16 @@ class EngineLoad:
     waiting: int = 0
     generated: float = 0.0
     lengths: dict[float, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineWork:
+    """The counters of an engine: prompt tokens that it has read, those of its cache apart, the steps of a copy of the
+    model, and samples that run now."""
+
+    read: float
+    steps: float
+    running: float
 
 
 def read_load(page: str) -> EngineLoad:

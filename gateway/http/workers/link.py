@@ -317,9 +317,6 @@ class Link:
         for replica_id in progress.replicas:
             if (replica := self._replicas.get(replica_id)) is not None:
                 replica.saw_progress()
-        for replica_id, rollouts in progress.awaited.items():
-            if (replica := self._replicas.get(replica_id)) is not None:
-                replica.await_elsewhere(self.index, rollouts)
 
     def _has_ended(self) -> None:
         """Free all that the worker holds. It delivers nothing from here on."""
@@ -327,8 +324,6 @@ class Link:
         self.ready.clear()
         self._hands.close()
         self._fleet.changes.unfollow(self)
-        for replica in self._replicas.values():
-            replica.await_elsewhere(self.index, 0)
         self._turns.clear()
         for task in self._tasks:
             task.cancel()

@@ -93,10 +93,9 @@ class Delivered(Message):
 
 
 class Progress(Message):
-    """Replicas that have made tokens, and the rollouts of the worker that wait for a chunk of each replica."""
+    """Replicas that have made tokens."""
 
     replicas: tuple[str, ...]
-    awaited: dict[str, int]
 
 
 class Examine(Message):

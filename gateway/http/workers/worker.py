@@ -21,7 +21,6 @@ from gateway.dialects.token_generation import TokenGeneration
 from gateway.fleet.deliveries import Deliveries
 from gateway.fleet.metrics import Metrics
 from gateway.fleet.placement.inquiries import Inquiries
-from gateway.fleet.replica import Replica
 from gateway.http.access import Access
 from gateway.http.door import raise_limit
 from gateway.http.engine_client import engine_client
@@ -228,7 +227,7 @@ class Worker:
 
     async def _tell_progress(self) -> None:
         """Tell the owner which engines make tokens: it judges their standstills."""
-        told_at, awaited = time.monotonic(), dict[Replica, int]()
+        told_at = time.monotonic()
         while True:
             await asyncio.sleep(_PROGRESS_EVERY_S)
             self._silent_ticks += 1
@@ -236,12 +235,10 @@ class Worker:
                 log.error("the gateway stands still")
                 self._end()
             now, replicas = time.monotonic(), self._parts.fleet.replicas
-            made = tuple(one.replica_id for one in replicas if one.answered_at >= told_at)
-            before, awaited = awaited, {one: one.awaited_chunks for one in replicas}
-            news = {one.replica_id: number for one, number in awaited.items() if number != before.get(one, 0)}
+            made = tuple(one.replica_id for one in replicas if one.evidence.answered_at >= told_at)
             told_at = now
-            if made or news:
-                self._channel.send(Progress(made, news))
+            if made:
+                self._channel.send(Progress(made))
 
     async def _tell_reports(self) -> None:
         while True:

@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -38,15 +38,9 @@ class WeightUpdate:
     label); the rest of `age_s` is the trainer's time between its calls. `undo`, after its end, is the time until the
     last of its replicas was taken back. A `rolling` update sums them over its turns.
     `frozen_at` is set while it holds engines frozen, and `stopped_s` is for how long it did. `replicas` has its outcome
-    by replica id.
-    `draft` is the folder that its tensors are written to for the weight store, `lease` the trainer's lease, if it has
-    taken one (`leases.py`). With `keeps_kv` requests in flight go on
-    over KV of the version before. `receivers` are the replicas that have tensors of it, and drop them at an abort:
-    received in a group with the trainer, beside their weights unless `unstaged` says why not, or read ahead from the
-    store.
-    `overwrites` is set where its engines are overwritten as tensors arrive. `canary_logprobs` are the trainer's own, if
-    it has sent them. `kept` are the replicas that may have kept the version before in memory when they loaded tensors
-    that lay beside the weights, with that version.
+    by replica id. `draft` is the folder that its tensors are written to for the weight store, `lease` the trainer's
+    lease, if it has taken one (`leases.py`). `unstaged` says why engines do not receive it beside their weights. With
+    `keeps_kv` requests in flight go on over KV of the version before.
     """
 
     version: int
@@ -55,9 +49,7 @@ class WeightUpdate:
     phase: Phase = Phase.OPEN
     opened_at: float = field(default_factory=time.monotonic)
     opened: datetime = field(default_factory=lambda: datetime.now(UTC))
-    touched_at: float = field(default_factory=time.monotonic)
     names: set[str] = field(default_factory=set)
-    tensors: int = 0
     num_bytes: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     replicas: dict[str, Json] = field(default_factory=dict)
@@ -65,10 +57,6 @@ class WeightUpdate:
     lease: str | None = None
     rolling: bool = False
     unstaged: str = "it is not received in a group with the trainer"
-    receivers: tuple[Replica, ...] = ()
-    kept: dict[Replica, int] = field(default_factory=dict)
-    canary_logprobs: Sequence[float] | None = None
-    overwrites: bool = False
     keeps_kv: bool = field(init=False)
     frozen_at: float | None = None
     stopped_s: float = 0.0
@@ -126,7 +114,6 @@ class WeightUpdate:
     def receive(self, update_info: Json) -> None:
         """Counts tensors that every replica has received."""
         self.names.update(update_info["names"])
-        self.tensors += len(update_info["names"])
         self.num_bytes += num_bytes(update_info)
 
     def end(self, phase: Phase, error: str = "") -> None:
@@ -157,7 +144,7 @@ class WeightUpdate:
             "age_s": round(self.age_s, 4),
             "stopped_s": round(self.stopped_s, 4),
             "seconds": {step: round(seconds, 4) for step, seconds in self.seconds.items()},
-            "tensors": self.tensors,
+            "tensors": len(self.names),
             "bytes": self.num_bytes,
             "replicas": self.replicas,
             "error": self.error or None,

@@ -269,7 +269,6 @@ async def test_the_prompts_ids_come_with_the_first_chunk_that_is_passed_on(
 async def test_chunks_that_do_not_repeat_their_sample_are_passed_on_as_they_come(
     engine: SglangEngine, server: FakeSglang
 ) -> None:
-    known_before = engine.passes_every_chunk
     server.repeats = False
     server.answers = [
         answer([5], "a", index=0),
@@ -291,7 +290,6 @@ async def test_chunks_that_do_not_repeat_their_sample_are_passed_on_as_they_come
     assert [c["logprobs"]["tokens"] for c in choices][1] == ["token_id:7", "token_id:8"]
     assert [c["finish_reason"] for c in choices] == [None, None, "length", "length"]
     assert chunks[-1]["usage"]["completion_tokens"] == 5
-    assert (known_before, engine.passes_every_chunk) == (False, True)
     await chunks_of(engine)
     assert server.paths().count("/server_info") == 1
 
@@ -315,7 +313,6 @@ async def test_a_server_that_was_started_again_with_the_other_option_is_understo
     server.repeats, server.answers = (False, NOT_REPEATING) if repeats else (True, REPEATING)
     with pytest.raises(EngineFailed, match=r"its chunks have \d tokens of a sample, and it counts 2"):
         await chunks_of(engine)
-    assert not engine.passes_every_chunk
     assert [chunk["choices"][0]["token_ids"] for chunk in await chunks_of(engine)] == [[5], [6]]
 
 

@@ -25,9 +25,10 @@ from gateway.dialects.completion_prompt import CompletionPrompt
 from gateway.dialects.completions import Completions
 from gateway.dialects.replies.carried import opened
 from gateway.dialects.runner import Runner
+from gateway.fleet import backoff
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics
-from gateway.fleet.placement import attempt_loop, backoff
+from gateway.fleet.placement import attempt_loop
 from gateway.fleet.placement.routing import Rollout
 from gateway.fleet.placement.scheduler import Scheduler
 from gateway.fleet.replica import Replica

@@ -270,22 +270,6 @@ async def test_an_unload_that_waits_too_long_says_so_and_happens_when_the_rollou
             await asyncio.sleep(0.02)
 
 
-async def test_a_replica_that_joins_holds_the_current_weights_and_the_adapters(
-    start: StartAdapters, tmp_path: Path
-) -> None:
-    rig = await start(weights={"store": str(tmp_path / "store")})
-    await rig.open_group()
-    await rig.update()
-    await rig.load("v1", write_adapter(tmp_path / "v1"))
-    expected = await greedy(rig, "v1")
-    await rig.replicas[1].kill()
-    await rig.until({"engine-0": "SERVING"})
-    newcomer = await rig.add_replica("engine-1", seed=1)
-    await rig.until({"engine-0": "SERVING", "engine-1": "SERVING"})
-    assert newcomer.adapters == ["v1"]
-    assert await greedy_on_each(rig, "v1") == [expected, expected]
-
-
 async def test_a_replica_that_cannot_load_them_stays_out_and_says_why(rig: Rig, tmp_path: Path) -> None:
     folder = write_adapter(tmp_path / "v1")
     await rig.load("v1", folder)
@@ -299,17 +283,6 @@ async def test_a_replica_that_cannot_load_them_stays_out_and_says_why(rig: Rig, 
             await asyncio.sleep(0.02)
     assert "adapter_config.json" in reason
     (folder / "gone").rename(folder / "adapter_config.json")
-    await rig.until({"engine-0": "SERVING", "engine-1": "SERVING"})
-
-
-async def test_a_replica_that_cannot_load_an_adapter_serves_once_it_is_unloaded(rig: Rig, tmp_path: Path) -> None:
-    folder = write_adapter(tmp_path / "v1")
-    await rig.load("v1", folder)
-    (folder / "adapter_config.json").rename(folder / "gone")
-    await rig.replicas[1].kill()
-    await rig.add_replica("engine-1", seed=1)
-    await rig.until({"engine-0": "SERVING", "engine-1": "SYNCING"})
-    await rig.unload("v1")
     await rig.until({"engine-0": "SERVING", "engine-1": "SERVING"})
 
 
@@ -327,16 +300,6 @@ async def test_a_gateway_that_starts_anew_serves_what_its_engines_hold(rig: Rig,
     finally:
         second.replicas = []
         await second.stop()
-
-
-async def test_rollouts_of_an_adapter_wait_in_the_policys_queue_while_it_is_paused(rig: Rig, tmp_path: Path) -> None:
-    await rig.post("/pause?mode=keep")
-    assert (await rig.load("v1", write_adapter(tmp_path / "v1")))[0] == 200  # as TRL does
-    waiting = asyncio.create_task(greedy(rig, "v1"))
-    await asyncio.sleep(0.1)
-    assert (await rig.get("/status"))[1]["queue_length"] == 1
-    await rig.post("/resume")
-    assert len(await waiting) == 12
 
 
 async def test_streams_and_conversations_take_the_adapter_too(rig: Rig, tmp_path: Path) -> None:

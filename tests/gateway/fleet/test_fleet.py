@@ -32,32 +32,10 @@ async def test_after_the_configured_wait_those_present_are_the_fleet(start_rig: 
             await asyncio.sleep(0.02)
 
 
-async def test_rollouts_in_flight_on_a_dying_replica_are_generated_on_another(start_rig: StartRig) -> None:
-    rig = await start_rig(sim={"decode_step_s": 0.01})
-    prompts = [[i + 3] for i in range(6)]
-    running = asyncio.create_task(rig.complete(prompts, max_tokens=40, ignore_eos=True))
-    await asyncio.sleep(0.2)
-    assert all(replica.load_samples for replica in rig.fleet.replicas)
-    await rig.replicas.pop(0).kill()
-    reply = await running
-    assert [len(choice["token_ids"]) for choice in reply["choices"]] == [40] * 6
-    assert [choice["prompt_token_ids"] for choice in reply["choices"]] == prompts
-
-
 async def test_before_the_first_update_a_returning_replica_serves_at_once(rig: Rig) -> None:
     await rig.replicas[0].kill()
     await rig.add_replica("engine-0")
     await rig.until({"engine-0": "SERVING", "engine-1": "SERVING"})
-
-
-async def test_a_rollout_without_any_replica_waits_for_one(start_rig: StartRig) -> None:
-    rig = await start_rig(num_replicas=1)
-    await rig.replicas.pop().kill()
-    await rig.until({})
-    waiting = asyncio.create_task(rig.complete([[5]]))
-    await asyncio.sleep(0.1)
-    await rig.add_replica("engine-0")
-    assert len((await asyncio.wait_for(waiting, 30))["choices"]) == 1
 
 
 async def test_a_rollout_that_no_replica_takes_in_time_is_told_why(start_rig: StartRig) -> None:

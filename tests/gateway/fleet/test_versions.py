@@ -8,7 +8,7 @@ import pytest
 from aiohttp import web
 
 from engines.config import SimConfig
-from engines.types import EngineKind, ReplicaState
+from engines.types import EngineKind
 from engines.weight_label import open_label
 from gateway.fleet.replica import Replica
 from sim.server import SimServer
@@ -57,54 +57,10 @@ async def test_a_joiner_with_the_fleets_label_serves_at_once(updated: Rig) -> No
     assert (joiner.weight_version, joiner.can_serve) == (1, True)
 
 
-@pytest.mark.parametrize(
-    ("labels", "version"),
-    [
-        ([OURS, OURS, "default"], 5),
-        ([OURS, "default"], 5),
-        ([OURS, THEIRS], 7),
-        ([OURS, open_label(THEIRS, OURS)], 5),
-        (["default", open_label(THEIRS, "0")], 0),
-    ],
-    ids=str,
-)
-async def test_a_restarted_gateway_serves_the_newest_version_that_was_committed(
-    start_rig: StartRig, labels: list[str], version: int
-) -> None:
-    replicas = [await labelled(f"engine-{index}", label) for index, label in enumerate(labels)]
-    rig = await start_rig(len(labels), replicas=replicas)
-    assert rig.fleet.version == version
-    serving = [replica.replica_id for replica in rig.fleet.replicas if replica.can_serve]
-    holders = [f"engine-{index}" for index, label in enumerate(labels) if label == rig.fleet.label]
-    assert set(serving) >= set(holders)
-    assert rig.fleet.next_version > max(version, 7 if "?" in "".join(labels) else 0)
-
-
 async def test_engines_of_ours_are_believed_and_servers_of_others_beside_them_are_not(start_rig: StartRig) -> None:
     replicas = [await labelled("engine-0", OURS), await labelled("engine-1", THEIRS, is_external=True)]
     rig = await start_rig(2, replicas=replicas)
     assert [replica.weight_version for replica in rig.fleet.replicas] == [5, None]
-
-
-async def test_an_engine_that_comes_back_is_known_by_its_label_without_a_store(start_rig: StartRig) -> None:
-    rig = await start_rig(1)
-    await rig.open_group()
-    await rig.update()
-    [before] = rig.fleet.replicas
-    rig.fleet.set_state(before, ReplicaState.LOST, "its connections broke")
-    async with asyncio.timeout(20):
-        while not any(replica.can_serve for replica in rig.fleet.replicas):
-            await asyncio.sleep(0.02)
-    [again] = rig.fleet.replicas
-    assert again is not before
-    assert (again.weight_version, rig.fleet.version) == (1, 1)
-
-
-async def test_versions_of_this_gateway_are_not_taken_over_by_labels_that_come_later(updated: Rig) -> None:
-    for index in (2, 3, 4):
-        await joined(updated, await labelled(f"engine-{index}", THEIRS, is_external=True))
-    assert updated.fleet.version == 1
-    assert [replica.replica_id for replica in updated.fleet.replicas if replica.can_serve] == ["engine-0", "engine-1"]
 
 
 async def test_where_no_engine_holds_the_version_before_the_store_has_it_by_its_label(

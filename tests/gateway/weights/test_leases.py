@@ -10,8 +10,6 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from engines.errors import WeightUpdateConflict
-from gateway.weights.leases import Leases
 from tests.rigs.rig import Rig
 
 PROGRAM = """
@@ -82,23 +80,6 @@ async def test_a_worker_that_a_killed_trainer_has_forked_keeps_no_update_open(ri
                 await asyncio.sleep(0.02)
 
 
-async def test_a_stopped_trainer_keeps_its_update(rig: Rig) -> None:
-    async with trainer(rig, True) as process:
-        process.send_signal(signal.SIGSTOP)
-        await asyncio.sleep(2.5)  # two looks at open updates
-        assert (await rig.get("/status"))[1]["weight_update"] is not None
-
-
-async def test_the_end_of_a_lease_spares_the_update_of_another_trainer(rig: Rig) -> None:
-    await rig.open_group()
-    async with rig.client.post(f"{rig.url}/v1/weight_lease", json={"lease": "a"}) as answer:
-        assert answer.status == 200
-        assert (await rig.post("/start_weight_update", {}))[0] == 200
-    await asyncio.sleep(1.5)
-    assert (await rig.post("/update_weights", {"update_info": rig.tensors}))[0] == 200
-    assert (await rig.post("/finish_weight_update", {}))[1]["weight_version"] == 1
-
-
 async def test_a_lease_that_is_not_held_opens_no_update(rig: Rig) -> None:
     await rig.open_group()
     status, reply = await rig.post("/start_weight_update", {"lease": "gone"})
@@ -113,16 +94,6 @@ async def test_a_lease_has_a_short_name(rig: Rig, lease: object) -> None:
     for path in ("/v1/weight_lease", "/start_weight_update"):
         status, reply = await rig.post(path, {"lease": lease})
         assert (status, reply["error"]["param"]) == (400, "lease")
-
-
-def test_a_name_is_held_by_one_connection() -> None:
-    leases = Leases()
-    with leases.held("a"):
-        with pytest.raises(WeightUpdateConflict, match="is held by another connection"), leases.held("a"):
-            raise AssertionError
-        leases.check("a")
-    with pytest.raises(WeightUpdateConflict, match="is not held"):
-        leases.check("a")
 
 
 async def test_calls_under_another_lease_leave_an_update_as_it_is(rig: Rig) -> None:

@@ -115,29 +115,6 @@ async def test_a_pause_in_the_middle_of_an_update_outlasts_it(
     await generates(rig)
 
 
-@pytest.mark.parametrize("mode", ["keep", "abort"])
-async def test_a_trainer_that_leaves_while_a_replica_stops_leaves_no_engine_paused(
-    start: StartRig, folder: Path, mode: str
-) -> None:
-    rig = await start()
-    stopping = asyncio.Event()
-    for replica in rig.fleet.replicas:
-        pause = replica.engine.pause
-
-        async def answers_late(*args: Any, pause: Any = pause, **kwargs: Any) -> None:
-            await pause(*args, **kwargs)
-            stopping.set()
-            await asyncio.sleep(0.3)
-
-        replica.engine.pause = answers_late  # type: ignore[method-assign]
-    pushing = asyncio.create_task(push(rig, folder, rolling=True, in_flight=mode))
-    await asyncio.wait_for(stopping.wait(), 30)
-    pushing.cancel()
-    await asyncio.gather(pushing, return_exceptions=True)
-    await until(lambda: all(replica.can_serve for replica in rig.fleet.replicas))
-    await generates(rig)
-
-
 async def refuse(mode: PauseMode, *, clear_cache: bool, timeout_s: float) -> None:
     raise EngineFailed("no pause today", replica_id="engine-1")
 

@@ -3,7 +3,6 @@
 import asyncio
 import importlib.metadata
 import os
-import signal
 import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
@@ -19,7 +18,6 @@ from aiohttp import web
 
 from engines.process.port import HeldPort, free_port
 from engines.process.process import Command
-from engines.store.draft import Draft
 from engines.store.manifest import check_bytes
 from engines.store.weight_store import WeightStore
 from engines.transfer.gloo import WeightGroup, send
@@ -27,14 +25,12 @@ from engines.transfer.relay import GlooReceiver, NoModel, RelayServer
 from engines.types import Dialect
 from gateway.weights import coordinator
 from gateway.weights import relay_process as relay
-from gateway.weights.updates.record import WeightUpdate
-from gateway.weights.updates.store_update import StoreUpdate
+from gateway.weights.updates.update import Update
 from tests.rigs.forked_relay import ForkedRelay
 from tests.rigs.rig import Json, Rig, SimReplica, StartRig
 from trainer_client import BlockingRolloutClient, WeightSender
 
 SHAPES: Json = {"w": [4, 4], "b": [4]}
-BOTH_SERVE = {"engine-0": "SERVING", "engine-1": "SERVING"}
 TIMEOUT_S = 20.0
 JOIN_S = 240.0
 """For the first of the relays that are processes, which loads torch."""
@@ -241,41 +237,6 @@ async def test_our_own_sender_takes_the_relay_for_what_it_is(start: StartRig) ->
     assert await served(rig) == {2}
 
 
-@pytest.mark.parametrize("moment", ["before the start", "before the transfer", "after it"])
-async def test_the_death_of_a_replica_does_not_touch_the_trainer(trainer: Trainer, moment: str) -> None:
-    rig = trainer.rig
-    if moment == "before the start":
-        await rig.replicas[0].kill()
-    assert (await trainer.start())[0] == 200
-    if moment == "before the transfer":
-        await rig.replicas[0].kill()
-    assert (await trainer.send(tensors()))[0] == 200
-    if moment == "after it":
-        await rig.replicas[0].kill()
-    status, reply = await trainer.finish()
-    assert (status, reply["weight_version"]) == (200, 1)
-    assert await served(rig) == {1}
-    await rig.add_replica("engine-0")
-    await rig.until(BOTH_SERVE)
-    assert await served(rig) == {1}
-    assert await trainer.update() == 2
-
-
-@pytest.mark.usefixtures("fork")
-async def test_a_trainer_that_goes_silent_in_the_transfer_is_given_up_in_time(start: StartRig) -> None:
-    trainer = Trainer(await start(transfer_timeout_s=0.5))
-    await trainer.join()
-    await trainer.start()
-    async with asyncio.timeout(TIMEOUT_S):
-        status, reply = await trainer.announce(tensors())
-    assert status == 504
-    assert "the relay did not receive the tensors within 0.5 s" in reply["error"]["message"]
-    assert await served(trainer.rig) == {0}
-    assert (await trainer.join())[0] == 200
-    assert (await trainer.start())[0] == 200
-    trainer.leave()
-
-
 @pytest.mark.parametrize(
     ("named", "param", "said"),
     [
@@ -316,42 +277,6 @@ async def test_a_store_without_room_is_named_before_anything_is_sent(
     assert await trainer.update() == 1
 
 
-async def test_bytes_that_are_not_written_as_they_came_are_found_and_nobody_loads_them(
-    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    finish = Draft.finish
-
-    def damage(draft: Draft) -> None:
-        file = next(draft.folder.glob("*.safetensors"))
-        content = bytearray(file.read_bytes())
-        content[-1] ^= 1
-        file.write_bytes(content)
-        finish(draft)
-
-    with monkeypatch.context() as bad_disk:
-        bad_disk.setattr(Draft, "finish", damage)
-        await trainer.start()
-        await trainer.send(tensors())
-        status, reply = await trainer.finish()
-    assert status == 409
-    assert "the draft differs from what was received: tensor " in reply["error"]["message"]
-    assert await served(trainer.rig) == {0}
-    assert await trainer.update() == 1
-
-
-@pytest.mark.usefixtures("fork")
-async def test_a_relay_that_dies_is_named_and_the_next_group_has_another(trainer: Trainer) -> None:
-    rig = trainer.rig
-    os.kill(await relay_pid(rig), signal.SIGKILL)
-    status, reply = await trainer.start()
-    assert status == 424
-    assert "the relay" in reply["error"]["message"]
-    assert "/init_weight_transfer_engine" in reply["error"]["message"]
-    assert await served(rig) == {0}
-    assert (await trainer.join())[0] == 200
-    assert await trainer.update() == 1
-
-
 @pytest.mark.usefixtures("fork")
 @pytest.mark.parametrize("moment", ["between updates", "started", "received", "promoted", "committed"])
 async def test_a_trainer_goes_on_with_the_relay_of_a_gateway_that_was_killed(
@@ -363,7 +288,7 @@ async def test_a_trainer_goes_on_with_the_relay_of_a_gateway_that_was_killed(
     if moment not in ("between updates", "started"):
         assert (await trainer.send(tensors()))[0] == 200
     if moment == "promoted":
-        monkeypatch.setattr(StoreUpdate, "take", promoted_alone)
+        monkeypatch.setattr(Update, "take", promoted_alone)
     if moment in ("promoted", "committed"):
         assert (await trainer.finish())[0] == 200
     await kill_gateway(trainer.rig, monkeypatch)
@@ -380,22 +305,6 @@ async def test_a_trainer_goes_on_with_the_relay_of_a_gateway_that_was_killed(
         assert (status, reply["weight_version"]) == (200, 2), reply
     assert await served(trainer.rig) == {2}
     assert await trainer.update() == 3
-
-
-@pytest.mark.usefixtures("fork")
-async def test_a_call_that_is_repeated_after_a_kill_counts_once_under_a_modules_names_too(
-    trainer: Trainer, start: StartRig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    named = {f"module.{name}": tensor for name, tensor in tensors().items()}
-    assert (await trainer.start())[0] == 200
-    assert (await trainer.send(named))[0] == 200
-    await kill_gateway(trainer.rig, monkeypatch)
-    monkeypatch.undo()
-    monkeypatch.setattr(relay, "LastingProcess", ForkedRelay)
-    trainer.rig = await start(replicas=trainer.rig.replicas)
-    assert (await trainer.announce(named))[0] == 200
-    assert (await trainer.rig.get("/status"))[1]["weight_update"]["tensors"] == len(SHAPES)
-    assert (await trainer.finish())[1]["weight_version"] == 1
 
 
 @pytest.mark.parametrize("moment", ["between updates", "in an update", "after a refusal"])
@@ -423,9 +332,10 @@ async def test_a_flat_group_lives_through_a_gateway_that_is_killed_between_updat
         assert (status, "as after a restart of the gateway" in reply["error"]["message"]) == (424, True)
 
 
-async def promoted_alone(update: StoreUpdate, record: WeightUpdate, members: object, snapshot: str) -> None:
+async def promoted_alone(update: Update, _: object) -> int:
     """What a gateway has done that is killed before replicas load the version."""
-    await update._promote(record, members, snapshot)  # type: ignore[arg-type]
+    await update._arrival.close(update)
+    return update.record.version
 
 
 async def kill_gateway(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -483,29 +393,6 @@ async def test_a_group_that_cannot_be_is_refused_with_the_remedy(
     assert said in reply["error"]["message"]
     assert (await trainer.join())[0] == 200
     assert await trainer.update() == 1
-    trainer.leave()
-
-
-async def test_a_second_trainer_waits_for_the_firsts_transfer(trainer: Trainer) -> None:
-    assert trainer.group is not None
-    await trainer.start()
-    announced = asyncio.create_task(trainer.announce(tensors()))
-    await asyncio.sleep(0.2)
-    status, reply = await Trainer(trainer.rig).join()
-    assert status == 409
-    assert "/update_weights is still running" in reply["error"]["message"]
-    await asyncio.to_thread(send, iter(tensors().items()), trainer.group)
-    assert (await announced)[0] == 200
-    assert (await trainer.finish())[1]["weight_version"] == 1
-
-
-async def test_a_version_that_came_through_the_relay_can_be_rolled_out(start: StartRig) -> None:
-    trainer = Trainer(await start(rolling=True))
-    await trainer.join()
-    assert await trainer.update() == 1
-    record = (await trainer.rig.get("/v1/weight_updates"))[1]["weight_updates"][0]
-    assert (record["transport"], record["rolling"], record["end"]) == ("relay", True, "committed")
-    assert await served(trainer.rig) == {1}
     trainer.leave()
 
 

@@ -52,7 +52,7 @@ async def test_a_promotion_that_the_store_ends_late_makes_no_version(
     snapshots = Snapshots(WeightsConfig(store=str(tmp_path), load_timeout_s=2.0), "app", lambda: None)
     await snapshots.open()
     with pytest.raises(StoreFailed, match="did not answer"):
-        await snapshots.promote(written(tmp_path), MADE, 0, [])
+        await snapshots.promote(tmp_path / written(tmp_path), MADE, 0, [])
     await snapshots.withdraw(1)
     may_begin.set()
     assert await asyncio.to_thread(ended.wait, 20)
@@ -70,7 +70,7 @@ async def test_a_store_that_hangs_stops_no_loop_and_holds_replicas_no_longer_tha
     snapshots = Snapshots(config, "app", lambda: None)
     await snapshots.open()
     name = written(tmp_path)
-    await snapshots.promote(written(tmp_path), MADE, 0, [])
+    await snapshots.promote(tmp_path / written(tmp_path), MADE, 0, [])
 
     def hang(*_: Any) -> Any:
         assert ends.wait(20)
@@ -88,7 +88,7 @@ async def test_a_store_that_hangs_stops_no_loop_and_holds_replicas_no_longer_tha
         began = loop.time()
         with pytest.raises(StoreFailed):
             await snapshots.adopt(MADE)
-        calls = [snapshots.announced(name, 0), snapshots.promote(name, "2", 0, []), anext(opened(snapshots))]
+        calls = [snapshots.announced(name, 0), anext(opened(snapshots))]
         running = [asyncio.ensure_future(call) for call in calls]
         await asyncio.sleep(0.1)
         assert loop.time() - began < 5

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 
 from gateway.weights import verdicts
-from gateway.weights.verdicts import Finding, Reading, Result, distance, to_other_kinds
+from gateway.weights.verdicts import Finding, Reading, Result, distance
 
 TOKENS = 64
 
@@ -28,8 +28,8 @@ OLD, NEW = vector(1), vector(2)
 judge = partial(verdicts.judge, noise=0.01)
 
 
-def reading(logprobs: tuple[float, ...], *in_batches: tuple[float, ...], version: int = 1) -> Reading:
-    return Reading(version, logprobs, in_batches)
+def reading(logprobs: tuple[float, ...], version: int = 1) -> Reading:
+    return Reading(version, logprobs)
 
 
 def before(*names: str) -> dict[str, Reading]:
@@ -86,13 +86,6 @@ def test_the_previous_version_never_passes_where_the_update_can_be_told_from_noi
             assert found["b"].result is Result.FAILED, (noise, times)
 
 
-def test_a_replica_that_repeats_its_logprobs_bit_for_bit_fails_for_any_update_size() -> None:
-    new = near(OLD, 0.001)  # a tenth of the noise
-    readings = {"a": reading(new), "b": reading(new), "c": reading(OLD)}
-    assert results(judge(readings, before("a", "b", "c"))) == {"a": "unchanged", "b": "unchanged", "c": "failed"}
-    assert results(judge(readings, before("a", "b", "c"), busy=True)) == dict.fromkeys("abc", "unchanged")
-
-
 def test_a_move_from_an_earlier_version_makes_no_small_update_large() -> None:
     """One of two replicas did not take version 1, and version 2 is near it."""
     previous = {"a": reading(NEW, version=1), "b": reading(OLD, version=0)}
@@ -100,33 +93,6 @@ def test_a_move_from_an_earlier_version_makes_no_small_update_large() -> None:
     assert results(judge(readings, previous)) == {"a": "unchanged", "b": "unchanged"}
     readings["b"] = reading(OLD, version=2)
     assert results(judge(readings, previous))["b"] == "failed"
-
-
-def test_replicas_that_never_agreed_to_the_last_bit_are_not_held_to_it() -> None:
-    previous = {"a": reading(near(OLD, 0.01), version=0), "b": reading(OLD, version=0)}
-    readings = {"a": reading(near(OLD, 0.011)), "b": reading(OLD)}
-    assert results(judge(readings, previous)) == {"a": "unchanged", "b": "unchanged"}
-
-
-def test_replicas_whose_loads_choose_other_kernels_agree_in_the_batch_that_they_share() -> None:
-    idle, loaded = reading(NEW, near(NEW, 0.16)), reading(near(NEW, 0.16))
-    assert results(judge({"a": idle, "b": loaded}, before("a", "b"))) == {"a": "verified", "b": "verified"}
-    assert results(judge({"a": idle}, {}, elsewhere=[loaded])) == {"a": "verified"}
-
-
-def test_damaged_weights_that_differ_from_batch_to_batch_widen_no_tolerance() -> None:
-    damaged = reading(near(NEW, 1.4), near(NEW, 0.9, 5), near(NEW, 2.0, 6))
-    readings = {"a": reading(NEW), "b": reading(NEW), "c": damaged}
-    assert results(judge(readings, before("a", "b", "c"))) == {"a": "verified", "b": "verified", "c": "failed"}
-    assert results(judge({"c": damaged}, {}, elsewhere=[reading(NEW)])) == {"c": "failed"}
-
-
-def test_a_far_replica_that_is_alone_with_the_right_bytes_may_serve_and_says_why() -> None:
-    (far,) = judge({"a": reading(near(NEW, 0.16))}, {}, elsewhere=[reading(NEW)]).values()
-    assert far.result is Result.FAILED
-    excused = far.excused_by_bytes()
-    assert (excused.result, excused.may_serve) == (Result.NO_PEER, True)
-    assert "0.16 nats a token" in excused.reason
 
 
 def test_a_replica_alone_says_that_it_has_no_peer() -> None:
@@ -164,11 +130,3 @@ def test_of_two_that_differ_the_trainers_log_probs_tell_which_is_wrong() -> None
         trainers_before=reading(OLD, version=0),
     )
     assert results(findings) == {"a": "verified", "b": "failed"}
-
-
-def test_a_kind_of_engine_is_as_far_from_the_others_as_from_the_farthest() -> None:
-    readings = {"a": reading(NEW), "b": reading(NEW), "c": reading(near(NEW, 0.2)), "d": reading(near(NEW, 0.5))}
-    apart = to_other_kinds(readings, [["a", "b"], ["c"], ["d"]])
-    assert apart["a"] == apart["b"] == apart["d"] == pytest.approx(0.5)
-    assert apart["c"] == pytest.approx(0.3)
-    assert to_other_kinds(readings, [["a", "b", "c", "d"]]) == {}

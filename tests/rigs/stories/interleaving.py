@@ -95,6 +95,7 @@ class World:
     started: int = 0
     delivered: int = 0
     gateway: "Gateway | None" = None
+    has_lost_a_gateway: bool = False
     up: asyncio.Event = field(default_factory=asyncio.Event)
     unheld: dict[str, float] = field(default_factory=dict)
     relay: "PlayedRelay | None" = None
@@ -345,7 +346,7 @@ class Gateway:
         await self._end_tasks()
 
     def _leave(self) -> None:
-        self.has_ended = True
+        self.has_ended = self.world.has_lost_a_gateway = True
         self.world.up.clear()
         self.world.gateway = None
 

@@ -112,6 +112,7 @@ def search(examples: int, *, seed: int, shrinks: bool = True, staged: bool = Fal
     @seeded(seed)
     @settings(
         max_examples=examples,
+        deadline=None,  # a busy machine breaks no promise
         database=None,
         suppress_health_check=list(HealthCheck),
         phases=(Phase.generate, Phase.shrink) if shrinks else (Phase.generate,),

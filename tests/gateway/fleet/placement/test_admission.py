@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from engines.engine import Engine
 from engines.errors import EngineFailed
 from gateway.config.schema import GatewayConfig
+from gateway.fleet import pace
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics
-from gateway.fleet.placement import pace, scheduler, sessions, waiting
+from gateway.fleet.placement import scheduler, sessions, waiting
 from gateway.fleet.placement.routing import Rollout
 from gateway.fleet.placement.scheduler import Scheduler
 from gateway.fleet.replica import Replica

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from engines.engine import Engine
 from engines.errors import DeadlineExceeded, Withdrawn
 from gateway.config.schema import GatewayConfig
-from gateway.fleet import replica as replica_module
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics
 from gateway.fleet.placement import scheduler, waiting
@@ -22,7 +21,7 @@ from gateway.fleet.placement.routing import Rollout, has_room
 from gateway.fleet.placement.scheduler import Scheduler
 from gateway.fleet.placement.waiting import Waiter, WaitingLine
 from gateway.fleet.replica import Replica
-from gateway.fleet.watch import quiet_clock
+from gateway.fleet.watch import evidence
 from tests.rigs.stories.played_fleet import PlayedFleet
 
 MANY = 4000
@@ -182,7 +181,7 @@ async def test_a_rollout_waits_for_as_long_as_replicas_that_could_take_it_make_t
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = PlayedClock()
-    for module in (scheduler, waiting, replica_module, quiet_clock):
+    for module in (scheduler, waiting, evidence):
         monkeypatch.setattr(module, "time", clock)
     played = Played(1, queue_timeout_s=0.05)
     for name in ("running-0", "running-1", "waiting"):

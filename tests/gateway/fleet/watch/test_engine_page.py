@@ -2,8 +2,7 @@
 
 import pytest
 
-from gateway.fleet.placement.pace import EngineWork
-from gateway.fleet.watch.engine_page import EngineLoad, read_kv_tokens, read_load, read_work
+from gateway.fleet.watch.engine_page import EngineLoad, EngineWork, read_kv_tokens, read_load, read_work
 
 VLLM = """\
 # HELP vllm:num_requests_running Number of requests in model execution batches.

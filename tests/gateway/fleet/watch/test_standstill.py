@@ -2,22 +2,18 @@
 
 import asyncio
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 from typing import cast
 
 import pytest
 
-from engines.clients.sglang_engine import SglangEngine
 from engines.engine import Engine
 from engines.errors import DeadlineExceeded, EngineFailed, EngineRefused
-from engines.types import PauseMode
 from gateway.config.schema import FleetConfig
-from gateway.fleet import replica as replica_module
-from gateway.fleet.brake import Holder
 from gateway.fleet.placement.routing import Rollout
 from gateway.fleet.replica import Replica
-from gateway.fleet.watch import quiet_clock
+from gateway.fleet.watch import evidence
 from gateway.fleet.watch.standstill import Standstill
 from tests.rigs.rig import FAST_WATCH, Json, Rig, StartRig
 from tests.rigs.stories.played_fleet import PlayedFleet
@@ -60,18 +56,6 @@ async def test_rollouts_of_a_silent_engine_move_after_one_missed_probe_while_the
     assert (await rig.states())["engine-0"] == "SUSPECT"
 
 
-async def test_a_silence_of_most_engines_at_once_moves_no_rollouts_before_the_bound_of_a_standstill(
-    start_rig: StartRig,
-) -> None:
-    rig = await start_rig(4, fleet=WATCH | {"stalled_after_s": 10.0, "probe_timeout_s": 2.0, "probe_interval_s": 60.0})
-    first, *others = rig.fleet.replicas
-    assert rig.fleet.probes.moves_after_s(first) == 2.0
-    others[0].answered_at -= 5.0
-    assert rig.fleet.probes.moves_after_s(first) == 2.0
-    others[1].answered_at -= 5.0
-    assert rig.fleet.probes.moves_after_s(first) == 10.0
-
-
 async def test_a_wedged_engine_serves_again_once_it_has_made_a_token(start_rig: StartRig) -> None:
     rig = await start_rig(2, sim={"decode_step_s": 0.01}, fleet=WATCH)
     task = asyncio.create_task(rig.complete([[5], [6]], max_tokens=60, ignore_eos=True))
@@ -95,9 +79,10 @@ async def test_a_wedged_engine_whose_host_vanishes_is_lost_before_serve_delists_
     rig.replicas[0].inject(wedged=True)
     rig.go_on()
     await rig.until({"engine-0": "SUSPECT", "engine-1": "SERVING"})
-    assert wedged.suspect_since is not None
+    seen = wedged.evidence
+    assert seen.suspect_since is not None
     async with asyncio.timeout(20):
-        while wedged.answered_at < wedged.suspect_since + 2 * 1.0:  # it answers its probes, and is kept
+        while seen.answered_at < seen.suspect_since + 2 * 1.0:  # it answers its probes, and is kept
             await asyncio.sleep(0.02)
     assert wedged.state == "SUSPECT"
     monkeypatch.setattr(wedged.engine, "health", silent)
@@ -117,33 +102,6 @@ async def test_a_paused_engine_is_not_taken_for_wedged(start_rig: StartRig) -> N
     assert await rig.states() == {"engine-0": "SERVING", "engine-1": "SERVING"}
     assert (await rig.post("/resume"))[0] == 200
     await task
-
-
-async def test_a_wedged_engine_is_found_while_an_update_waits_for_its_rollouts(start_rig: StartRig) -> None:
-    rig = await start_rig(2, sim={"decode_step_s": 0.01}, fleet=WATCH)
-    await rig.open_group()
-    task = asyncio.create_task(rig.complete([[5], [6]], max_tokens=60, ignore_eos=True))
-    await placed(rig, 2)
-    rig.replicas[0].inject(wedged=True)
-    start = asyncio.create_task(rig.post("/start_weight_update", {"in_flight": "drain"}))
-    await rig.until({"engine-0": "SUSPECT", "engine-1": "SERVING"})
-    assert (await start)[0] == 200  # the rollout of the wedged engine goes on after the update
-    task.cancel()
-
-
-async def test_a_call_on_a_held_engine_outlasts_probes_without_answer(
-    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rig = await start_rig(1, fleet=WATCH | {"stalled_after_s": 0.2})
-    replica = rig.fleet.replicas[0]
-    replica.reserve(Rollout(request_id="a", model="sim", n=1, tokens=1))
-    await replica.brake.stop(Holder.UPDATE, PauseMode.KEEP, clear_cache=False, timeout_s=5.0)
-    monkeypatch.setattr(replica.engine, "health", silent)
-    load = asyncio.create_task(replica.unless_lost(asyncio.Event().wait()))
-    await rig.until({"engine-0": "SUSPECT"})
-    await asyncio.sleep(0.6)
-    assert not load.done()
-    load.cancel()
 
 
 async def answering(timeout_s: float) -> None:
@@ -178,13 +136,10 @@ async def test_a_wedged_engine_is_found_where_clients_give_up_before_its_bound(s
 class PlayedReplica:
     """A replica in played time, whose engine reports `made` tokens, and its watch with a bound of 10 s."""
 
-    passes_every_chunk = True
-
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.made = 100.0
         self._now = 1000.0
-        for module in (quiet_clock, replica_module):
-            monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self._now))
+        monkeypatch.setattr(evidence, "time", SimpleNamespace(monotonic=lambda: self._now))
         (self.replica,) = PlayedFleet([cast(Engine, self)]).replicas
         self.standstill = Standstill(FleetConfig(stalled_after_s=10.0))
 
@@ -250,7 +205,7 @@ async def test_tokens_of_sglangs_unfinished_requests_are_progress(monkeypatch: p
 class SightlessReplica(PlayedReplica):
     """Its page fails with `failure`, if that is set."""
 
-    failure: Exception | None = DeadlineExceeded("no answer to /metrics")
+    failure: Exception | None = None
 
     async def metrics(self, timeout_s: float) -> str:
         if self.failure is not None:
@@ -258,48 +213,20 @@ class SightlessReplica(PlayedReplica):
         return await super().metrics(timeout_s)
 
     @contextmanager
-    def loaded(self, *, in_chunks: int, whole: int = 0) -> Iterator[None]:
-        """During the block so many rollouts are in flight, and so many of them wait for a chunk."""
-        with ExitStack() as stack:
-            for index in range(in_chunks + whole):
-                rollout = Rollout(request_id=f"{index}", model="m", n=1, tokens=1)
-                self.replica.reserve(rollout)
-                stack.enter_context(self.replica.carrying(rollout))
-            for _ in range(in_chunks):
-                stack.enter_context(self.replica.awaiting_chunk())
+    def loaded(self) -> Iterator[None]:
+        rollout = Rollout(request_id="a", model="m", n=1, tokens=1)
+        self.replica.reserve(rollout)
+        with self.replica.carrying(rollout):
             yield
 
 
-async def test_a_standstill_is_found_by_chunks_alone_while_pages_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    played = SightlessReplica(monkeypatch)
-    with played.loaded(in_chunks=3):
-        assert not await played.looks(29)
-        assert await played.looks(1)
-
-
-async def test_chunks_are_progress_while_pages_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    played = SightlessReplica(monkeypatch)
-    with played.loaded(in_chunks=3):
-        for _ in range(5):
-            assert not await played.looks(25)
-            played.replica.saw_progress()
-
-
 @pytest.mark.parametrize(
-    ("whole", "passes_every_chunk", "failure"),
-    [
-        (1, True, DeadlineExceeded("no answer to /metrics")),
-        (0, SglangEngine.passes_every_chunk, DeadlineExceeded("no answer to /metrics")),
-        (0, True, EngineRefused("no page", status=404, body={})),
-    ],
-    ids=["a rollout is read whole", "chunks are held back", "it has no page"],
+    "failure", [DeadlineExceeded("no answer to /metrics"), EngineRefused("no page", status=404, body={})]
 )
-async def test_an_engine_of_which_nothing_is_seen_is_not_judged(
-    monkeypatch: pytest.MonkeyPatch, whole: int, passes_every_chunk: bool, failure: Exception
-) -> None:
+async def test_an_engine_without_a_page_is_not_judged(monkeypatch: pytest.MonkeyPatch, failure: Exception) -> None:
     played = SightlessReplica(monkeypatch)
-    played.passes_every_chunk, played.failure = passes_every_chunk, failure
-    with played.loaded(in_chunks=3, whole=whole):
+    played.failure = failure
+    with played.loaded():
         assert not await played.looks(3600)
 
 
@@ -307,18 +234,9 @@ async def test_an_engine_of_which_nothing_is_seen_is_not_judged(
 async def test_a_page_that_failed_between_two_is_no_evidence(monkeypatch: pytest.MonkeyPatch, made: float) -> None:
     played = SightlessReplica(monkeypatch)
     played.failure = None
-    with played.loaded(in_chunks=0, whole=1):
+    with played.loaded():
         assert not await played.looks(6)
         played.failure = EngineFailed("/metrics answered 500")
         assert not await played.looks(10)
         played.failure, played.made = None, played.made + made
         assert await played.looks(1) == (not made)
-
-
-async def test_the_rollouts_of_a_wedged_engine_whose_page_hangs_move(start_rig: StartRig) -> None:
-    rig = await start_rig(2, fleet=WATCH | {"stalled_after_s": 0.5, "probe_timeout_s": 0.5})
-    rig.replicas[0].inject(wedged=True, held="/metrics")
-    async with asyncio.timeout(60):
-        replies = await asyncio.gather(*(rig.complete([[5, index]], max_tokens=80) for index in range(4)))
-    assert all(len(reply["choices"]) == 1 for reply in replies)
-    assert "no answer to /metrics" in rig.fleet.replicas[0].reason

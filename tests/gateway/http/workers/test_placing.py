@@ -225,12 +225,9 @@ async def test_the_owner_judges_a_standstill_by_what_all_workers_have_seen() -> 
     async with _World().running() as world:
         task, end = await world.held("a")
         (busy,) = [replica for replica in world.fleet.replicas if replica.load_samples]
-        assert not busy.awaits_chunks, "it is read whole, for all that the owner knows"
-        world.channel.send(Progress((), {busy.replica_id: 1}))
-        await world.until(lambda: busy.awaits_chunks)
-        before = busy.answered_at
-        world.channel.send(Progress((busy.replica_id,), {busy.replica_id: 0}))
-        await world.until(lambda: busy.answered_at > before and not busy.awaits_chunks)
+        before = busy.evidence.answered_at
+        world.channel.send(Progress((busy.replica_id,)))
+        await world.until(lambda: busy.evidence.answered_at > before)
         end.set()
         await task
 

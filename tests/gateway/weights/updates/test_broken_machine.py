@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,11 +16,12 @@ from gateway.weights.catch_up import CatchUp
 from gateway.weights.leases import Leases
 from gateway.weights.pauses import Pauses
 from gateway.weights.snapshots import Snapshots
-from gateway.weights.updates.machine import UpdateMachine
-from gateway.weights.updates.swaps import Swaps
+from gateway.weights.updates.store import StoreArrival
+from gateway.weights.updates.update import Update
 from gateway.weights.verdicts import Finding, Result
 from tests.rigs.stories.interleaving import Violation
-from tests.rigs.stories.story import PushStep, RestartGateway, Resume, Rollout, Step
+from tests.rigs.stories.played_engine import PlayedClient
+from tests.rigs.stories.story import Kill, PushStep, RestartGateway, Resume, Rollout, Step
 from tests.rigs.stories.story_search import Tally, played, search
 
 EXAMPLES = 400
@@ -56,10 +58,10 @@ def an_overwritten_replica_keeps_its_version(patch: pytest.MonkeyPatch) -> None:
 
 
 def the_canary_is_skipped(patch: pytest.MonkeyPatch) -> None:
-    async def broken(self: Swaps, replicas: Sequence[Replica]) -> dict[Replica, Finding]:
+    async def broken(self: Update, replicas: Sequence[Replica], *_: Any) -> dict[Replica, Finding]:
         return dict.fromkeys(replicas, Finding(Result.UNVERIFIED))
 
-    patch.setattr(Swaps, "_canary", broken)
+    patch.setattr(Update, "_canary", broken)
 
 
 def labels_before_a_verdict_are_believed(patch: pytest.MonkeyPatch) -> None:
@@ -78,10 +80,10 @@ def discarded_drafts_stay(patch: pytest.MonkeyPatch) -> None:
 
 
 def commits_are_not_labelled(patch: pytest.MonkeyPatch) -> None:
-    async def broken(self: UpdateMachine, *_: Any) -> dict[Replica, str]:
+    async def broken(self: Update, *_: Any) -> dict[Replica, str]:
         return {}
 
-    patch.setattr(UpdateMachine, "_label", broken)
+    patch.setattr(Update, "_label", broken)
 
 
 def a_dead_trainer_is_not_noticed(patch: pytest.MonkeyPatch) -> None:
@@ -101,6 +103,20 @@ def an_aborted_update_leaves_its_replicas_alone(patch: pytest.MonkeyPatch) -> No
         return []
 
     patch.setattr(Fleet, "abort", broken)
+
+
+def a_served_version_is_withdrawn(patch: pytest.MonkeyPatch) -> None:
+    async def broken(self: StoreArrival, update: Update, passed: Sequence[Replica]) -> None:
+        await self.dropped(update)
+
+    patch.setattr(StoreArrival, "committed", broken)
+
+
+def received_tensors_are_not_dropped(patch: pytest.MonkeyPatch) -> None:
+    async def broken(self: PlayedClient, timeout_s: float) -> None:
+        return
+
+    patch.setattr(PlayedClient, "drop_receipt", broken)
 
 
 def push(after: float = 0.0, *, bad: bool = False, slow_s: float = 0.0, dies_after: float | None = None) -> PushStep:
@@ -124,12 +140,15 @@ WAYS: list[Break] = [
 RARE: dict[Break, tuple[int, list[Step]]] = {
     a_dead_trainer_is_not_noticed: (2, [push(slow_s=2.0, dies_after=3.0)]),
     a_resume_ends_the_updates_hold_too: (2, [Rollout(0.0, 90, False, False), push(slow_s=0.5), Resume(2.3)]),
-    labels_before_a_verdict_are_believed: (2, [push(), push(3.0, bad=True), RestartGateway(0.28, True, 0.1)]),
+    labels_before_a_verdict_are_believed: (2, [push(), push(3.0, bad=True), RestartGateway(0.4, True, 0.1)]),
     commits_are_not_labelled: (2, [push()]),
+    a_served_version_is_withdrawn: (2, [replace(push(), store=True), Kill(3.0, 0)]),
+    received_tensors_are_not_dropped: (2, [push(slow_s=0.5, dies_after=2.2)]),
     # With a second replica the rollout may restart there, and read nothing of the refused weights.
     kv_of_refused_weights_is_kept: (1, [Rollout(0.0, 90, False, False), RECOMPUTED_BY_REFUSED]),
 }
 """Ways that few random stories meet, with the replicas and the steps of a story that does."""
+STAGED = {received_tensors_are_not_dropped}
 
 
 @pytest.mark.slow
@@ -147,4 +166,4 @@ def test_a_story_catches_it(broken: Break, is_broken: bool, monkeypatch: pytest.
         broken(monkeypatch)
     with pytest.raises(Violation) if is_broken else contextlib.nullcontext():
         replicas, steps = RARE[broken]
-        played(steps, 3, Tally(), relay=False, replicas=replicas, rolling=False)
+        played(steps, 3, Tally(), relay=False, replicas=replicas, rolling=False, stages=broken in STAGED)

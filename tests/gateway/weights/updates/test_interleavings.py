@@ -157,3 +157,19 @@ def test_weights_of_which_an_engine_takes_back_a_part_are_not_served(monkeypatch
     monkeypatch.setattr(PlayedEngine, "undo_load", undo_a_part)
     search(60, seed=60, staged=True)
     assert parts
+
+
+def test_an_engine_that_dies_of_an_undo_leaves_no_mixture_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    deaths: list[str] = []
+
+    async def die(self: PlayedEngine) -> bool:
+        if self.replaced is None:
+            return False
+        self.content = (self.replaced[0], self.content[1])
+        deaths.append(self.info.incarnation)
+        self.kill()
+        return True
+
+    monkeypatch.setattr(PlayedEngine, "undo_load", die)
+    search(60, seed=61, staged=True)
+    assert deaths

@@ -127,53 +127,6 @@ async def test_tokens_never_stop_and_each_says_its_version(start: StartRig, fold
     assert await said(rig) == {1}
 
 
-async def test_a_replica_that_leaves_finishes_what_it_has_at_its_old_version(start: StartRig, folder: Path) -> None:
-    rig = await start(1)
-    running = asyncio.create_task(rig.complete([[5]], max_tokens=30, ignore_eos=True))
-    await rig.begun()
-    pushing = asyncio.create_task(push(rig, folder, in_flight="drain"))
-    await rig.until({"engine-0": "UPDATING"})
-    rig.hurry()
-    assert (await pushing)[0] == 200
-    choice = (await running)["choices"][0]
-    assert choice["weight_versions"] == [{"version": 0, "start": 0, "end": 30}]
-    assert rig.fleet.replicas[0].placed == 1
-
-
-@pytest.mark.parametrize("in_flight", ["keep", "recompute"])
-async def test_a_replica_that_leaves_keeps_what_it_has_over_the_load(
-    start: StartRig, folder: Path, in_flight: str
-) -> None:
-    rig = await start(2, weights={"in_flight": in_flight})
-    running = asyncio.create_task(rig.complete([[5], [6]], max_tokens=100, ignore_eos=True))
-    await rig.begun(2)
-    assert (await push(rig, folder))[0] == 200
-    assert not running.done()
-    rig.hurry()
-    for choice in (await running)["choices"]:
-        old, new = choice["weight_versions"]
-        assert (old["version"], old["start"], new["version"], new["end"]) == (0, 0, 1, 100)
-        assert 0 < old["end"] == new["start"] < 100
-        assert choice["kv_versions"] == ([0, 1] if in_flight == "keep" else [1])
-    assert sum(replica.placed for replica in rig.fleet.replicas) == 2, "nothing was done twice"
-
-
-async def test_what_a_replica_that_leaves_cuts_off_goes_on_elsewhere(start: StartRig, folder: Path) -> None:
-    rig = await start(2)
-    running = asyncio.create_task(rig.complete([[5], [6]], max_tokens=100, ignore_eos=True, temperature=0))
-    await rig.begun(2)
-    assert (await push(rig, folder, in_flight="abort"))[0] == 200
-    assert not running.done()
-    rig.hurry()
-    for choice in (await running)["choices"]:
-        old, new = choice["weight_versions"]
-        assert (old["version"], old["start"], new["version"], new["end"]) == (0, 0, 1, 100)
-        assert 0 < old["end"] == new["start"] < 100
-        assert (choice["kv_versions"], len(choice["token_ids"])) == ([1], 100)
-    (record,) = (await rig.get("/v1/weight_updates"))[1]["weight_updates"]
-    assert (record["in_flight"], record["end"], "abort" in record["seconds"]) == ("abort", "committed", True)
-
-
 async def test_so_many_leave_at_a_time_as_the_width_says_and_one_always_serves(
     start: StartRig, folder: Path, turns: Turns
 ) -> None:
@@ -236,21 +189,6 @@ async def test_a_replica_that_fails_takes_the_version_from_those_that_had_taken_
     assert (await push(rig, folder))[1] == {"weight_version": 2}, "a number whose tokens were delivered is spent"
 
 
-async def test_those_that_are_taken_back_serve_until_it_is_their_turn(
-    start: StartRig, folder: Path, turns: Turns
-) -> None:
-    rig = await start(odd={"engine-2": {"corrupt_loads": True}})
-    rig.fleet.replicas[2].load_tokens = 1
-    turns.allow(3)
-    assert (await push(rig, folder))[0] == 424
-    await asyncio.sleep(0.2)
-    assert list((await held(rig)).values()) == [1]  # one is away, and the one that failed too
-    assert await said(rig) == {1}
-    rig.replicas[2].heal()
-    turns.allow(20)
-    await until_held(rig, 3, version=0)
-
-
 async def test_with_quorum_the_one_that_fails_is_fenced_and_the_update_goes_on(start: StartRig, folder: Path) -> None:
     rig = await start(4, weights={"must_pass": "quorum"}, odd={"engine-2": {"corrupt_loads": True}})
     rig.fleet.replicas[2].load_tokens = 1
@@ -260,30 +198,6 @@ async def test_with_quorum_the_one_that_fails_is_fenced_and_the_update_goes_on(s
     _, updates = await rig.get("/v1/weight_updates")
     assert updates["weight_updates"][0]["replicas"]["engine-2"]["canary"]["result"] == "failed"
     rig.replicas[2].heal()
-
-
-async def test_of_the_first_two_that_differ_none_is_believed(start: StartRig, folder: Path) -> None:
-    rig = await start(weights={"must_pass": "quorum"}, odd={"engine-0": {"corrupt_loads": True}})
-    status, reply = await push(rig, folder)
-    assert (status, reply["error"]["replica_id"]) == (424, "engine-1")
-    rig.replicas[0].heal()
-    await until_held(rig, 3, version=0)
-
-
-async def test_rollouts_that_do_not_end_stop_the_update_and_their_replica_serves_on(
-    start: StartRig, folder: Path
-) -> None:
-    rig = await start(2, weights={"drain_timeout_s": 0.2})
-    running = asyncio.create_task(rig.complete([[5]] * 2, max_tokens=40, ignore_eos=True))
-    await rig.begun(2)
-    status, reply = await push(rig, folder, in_flight="drain")
-    assert status == 424
-    assert "weights.drain_timeout_s" in reply["error"]["message"]
-    assert await held(rig) == {"engine-0": 0, "engine-1": 0}
-    rig.hurry()
-    versions = [choice["weight_versions"] for choice in (await running)["choices"]]
-    assert versions == [[{"version": 0, "start": 0, "end": 40}]] * 2
-    assert sum(replica.placed for replica in rig.fleet.replicas) == 2, "nothing was done twice"
 
 
 async def test_a_pause_and_a_rolling_update_exclude_each_other(start: StartRig, folder: Path, turns: Turns) -> None:

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from engines.clients.vllm_engine import VllmEngine
-from engines.errors import EngineFailed
-from gateway.weights.canary import Canary
+from engines.errors import DeadlineExceeded, EngineFailed
 from sim.model import SimModel
 from tests.rigs.calls import note_calls
 from tests.rigs.rig import Rig, StartRig
@@ -47,7 +46,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 async def test_rollouts_are_placed_and_served_between_the_calls_of_an_update(rig: Rig, calls: list[str]) -> None:
     await receive(rig)
     assert await rig.states() == {"engine-0": "SERVING", "engine-1": "SERVING"}
-    assert (await rig.complete([[5]]))["choices"][0]["weight_versions"] == [{"version": 0, "start": 0, "end": 8}]
+    assert (await rig.complete([[5]]))["choices"][0]["weight_versions"][0]["version"] == 0
     assert calls == []
     assert (await rig.post("/finish_weight_update", {}))[0] == 200
     assert sorted(calls) == ["load_staged"] * 2 + ["pause"] * 2 + ["start_weight_update"] * 2
@@ -114,24 +113,6 @@ async def test_other_bytes_on_one_replica_are_refused_before_an_engine_is_touche
     assert calls == []
 
 
-async def test_a_transfer_that_fails_stops_nothing(rig: Rig, calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    async def fail(self: VllmEngine, *_: Any) -> None:
-        raise EngineFailed("its memory is full", replica_id=self.replica_id)
-
-    running = asyncio.create_task(rig.complete([[5], [6]], max_tokens=60, ignore_eos=True))
-    await rig.begun(2)
-    with monkeypatch.context() as patch:
-        patch.setattr(VllmEngine, "stage_weights", fail)
-        await rig.post("/start_weight_update", {})
-        assert (await rig.post("/update_weights", {"update_info": rig.tensors}))[0] == 424
-    rig.go_on()
-    spans = [choice["weight_versions"] for choice in (await running)["choices"]]
-    assert spans == [[{"version": 0, "start": 0, "end": 60}]] * 2
-    assert calls == []
-    await rig.open_group()
-    await rig.update()
-
-
 @pytest.fixture
 async def refusing(start_rig: StartRig, request: pytest.FixtureRequest) -> Rig:
     """A rig whose second replica computes with garbage after its first update. The parameter is more of `weights`."""
@@ -188,7 +169,8 @@ async def test_where_an_undo_fails_the_store_takes_over(
             case "error":
                 raise EngineFailed("the device is lost", replica_id=self.replica_id)
             case "silence":
-                await asyncio.Event().wait()
+                await asyncio.sleep(timeout_s)
+                raise DeadlineExceeded("no answer to undo_load")
         return failure == "wrong weights"
 
     monkeypatch.setattr(VllmEngine, "undo_load", fail)
@@ -197,76 +179,6 @@ async def test_where_an_undo_fails_the_store_takes_over(
     assert calls.count("load_snapshot") == 1
     assert report["replicas"]["engine-0"]["taken_back"]["source"] == "kept weights"
     assert report["replicas"]["engine-1"]["taken_back"]["source"] == "store"
-
-
-async def test_a_replica_that_is_suspect_at_the_refusal_takes_its_weights_back_once_it_answers(
-    refusing: Rig, calls: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    check = Canary.check
-
-    async def suspecting(self: Canary, *args: Any, **named: Any) -> Any:
-        findings = await check(self, *args, **named)
-        refusing.fleet.suspect(refusing.fleet.replicas[0], "its last probe was late")
-        return findings
-
-    monkeypatch.setattr(Canary, "check", suspecting)
-    await refused(refusing)
-    await check_serves_the_checkpoint(refusing)
-    assert (calls.count("undo_load"), calls.count("load_snapshot")) == (2, 0)
-
-
-async def test_a_replica_that_was_behind_takes_no_weights_back(refusing: Rig, calls: list[str]) -> None:
-    """What it has kept is not the version that is served."""
-    await receive(refusing)
-    refusing.fleet.replicas[0].lose_version()
-    assert (await refusing.post("/finish_weight_update", {}))[0] == 424
-    await refusing.until(BOTH_SERVE)
-    await check_serves_the_checkpoint(refusing)
-    assert (calls.count("undo_load"), calls.count("load_snapshot")) == (1, 1)
-
-
-async def test_an_update_that_is_refused_is_taken_back_without_a_store(start_rig: StartRig, calls: list[str]) -> None:
-    rig = await start_rig(1, sim=ROOM, weights={"relay": "never", "store": None})
-    await rig.open_group()
-    await rig.update()
-    before = (await rig.complete([[5]], temperature=0))["choices"][0]["token_ids"]
-    await receive(rig)
-    wrong = {"canary_logprobs": [-7.0] * (len((await rig.get("/v1/weight_canary"))[1]["token_ids"]) - 1)}
-    assert (await rig.post("/finish_weight_update", wrong))[0] == 200, "the first is what the next are compared with"
-    await receive(rig)
-    wrong["canary_logprobs"] = [-900.0] * len(wrong["canary_logprobs"])
-    assert (await rig.post("/finish_weight_update", wrong))[0] == 424
-    await rig.until({"engine-0": "SERVING"})
-    assert rig.fleet.replicas[0].weight_version == 2
-    assert (await rig.complete([[5]], temperature=0))["choices"][0]["token_ids"] != before
-    assert "load_snapshot" not in calls
-
-
-@pytest.mark.parametrize("leaves", ["before", "during"])
-async def test_a_trainer_that_leaves_before_the_commit_has_no_update_and_during_it_has_all_of_it(
-    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch, leaves: str
-) -> None:
-    rig = await start_rig(2, sim=ROOM, weights={"relay": "never", "store": None})
-    await rig.open_group()
-    await rig.update()
-    owner, name = (Canary, "check") if leaves == "before" else (VllmEngine, "label_weights")
-    call, has_begun, may_end = getattr(owner, name), asyncio.Event(), asyncio.Event()
-
-    async def stay(*given: Any, **named: Any) -> Any:
-        has_begun.set()
-        await may_end.wait()
-        return await call(*given, **named)
-
-    monkeypatch.setattr(owner, name, stay)
-    await receive(rig)
-    finishing = asyncio.create_task(rig.post("/finish_weight_update", {}))
-    await asyncio.wait_for(has_begun.wait(), 20)
-    finishing.cancel()
-    if leaves == "during":
-        await rig.begun(0)
-    may_end.set()
-    await rig.until(BOTH_SERVE)
-    assert {replica.weight_version for replica in rig.fleet.replicas} == {1 if leaves == "before" else 2}
 
 
 @pytest.mark.parametrize("store", [None, "auto"])

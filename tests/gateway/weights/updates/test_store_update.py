@@ -60,17 +60,6 @@ async def test_a_refused_version_is_taken_back_from_memory(start_rig: StartRig, 
     assert {replica.weight_version for replica in rig.fleet.replicas} == {1}
 
 
-async def test_a_replica_without_room_beside_the_weights_takes_the_version_before_from_the_store(
-    start_rig: StartRig, folder: Path, calls: list[str]
-) -> None:
-    rig = await start_rig(2, odd={"engine-1": ROOM}, weights={"store": str(folder)})
-    record = await refuse(rig, folder)
-    assert (calls.count("load_snapshot"), calls.count("undo_load")) == (5, 2)
-    assert record["replicas"]["engine-0"]["taken_back"]["source"] == "store"
-    assert record["replicas"]["engine-1"]["taken_back"]["source"] == "kept weights"
-    assert {replica.weight_version for replica in rig.fleet.replicas} == {1}
-
-
 async def until_freed(rig: Rig) -> None:
     """Return when no engine keeps the weights before."""
     async with asyncio.timeout(20):

@@ -2,7 +2,8 @@
 
 import math
 from collections import deque
-from dataclasses import dataclass
+
+from gateway.fleet.watch.engine_page import EngineWork
 
 # A GPU reads about so many tokens in the time of a step: its arithmetic over its memory's bandwidth. It counts as a
 # part of a look, and so decides where looks are too much alike to tell either cost.
@@ -10,16 +11,6 @@ _ASSUMED, _ASSUMED_LOOKS = 250.0, 0.05
 _LOOKS = 50
 # Less time tells of single prompts, and more may have parts in which the engine was idle.
 _SHORTEST_S, _LONGEST_S = 5.0, 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class EngineWork:
-    """The counters of an engine: prompt tokens that it has read, those of its cache apart, the steps of a copy of the
-    model, and samples that run now."""
-
-    read: float
-    steps: float
-    running: float
 
 
 class Pace:

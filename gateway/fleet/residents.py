@@ -4,7 +4,7 @@ import math
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from gateway.fleet.placement.pace import Pace
+from gateway.fleet.pace import Pace
 
 
 @dataclass(eq=False, slots=True)
@@ -43,11 +43,6 @@ class Residents:
 
     def __len__(self) -> int:
         return len(self._tokens)
-
-    @property
-    def busy_tokens(self) -> int:
-        """Tokens of residents of which a turn waits or runs."""
-        return self.tokens - self.idle_tokens
 
     @property
     def longest_idle(self) -> Session | None:

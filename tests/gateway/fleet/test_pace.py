@@ -5,7 +5,8 @@ from random import Random
 
 import pytest
 
-from gateway.fleet.placement.pace import EngineWork, Pace
+from gateway.fleet.pace import Pace
+from gateway.fleet.watch.engine_page import EngineWork
 
 
 def learned(step_s: float, token_s: float, shares: list[float], running: float = 8.0) -> Pace:

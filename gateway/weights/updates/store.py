@@ -1,0 +1,110 @@
+"""Updates from a draft in the weight store: all replicas load it together, or one after the other."""
+
+from collections.abc import Sequence
+
+from engines.announcement import check_tensors
+from engines.engine import Json
+from engines.errors import WeightUpdateConflict
+from engines.types import InFlight
+from gateway.fleet.replica import Replica
+from gateway.fleet.replica_calls import names, try_on_all
+from gateway.weights.updates.record import WeightUpdate
+from gateway.weights.updates.update import Update, Updates
+
+
+class StoreArrival:
+    """Has the fleet load a draft that a trainer, or the relay, has written."""
+
+    def __init__(self, parts: Updates) -> None:
+        self._parts = parts
+
+    async def push(
+        self,
+        draft: str,
+        version: int | None,
+        canary_logprobs: Sequence[float] | None,
+        *,
+        rolling: bool | None,
+        in_flight: InFlight | None,
+    ) -> int:
+        """Serve the draft of this name, which a trainer has written. Return its version."""
+        parts, fleet = self._parts, self._parts.fleet
+        parts.check_none_open()
+        members = await self.loaders()
+        rolling = parts.config.rolling if rolling is None else rolling
+        in_flight = parts.pauses.in_flight(members, in_flight)
+        if version is not None and version < fleet.next_version:
+            raise WeightUpdateConflict(
+                f"version = {version}, but the fleet is at {fleet.version}, the next is {fleet.next_version}, and "
+                "versions only grow: leave it out"
+            )
+        parts.canary.check_length(canary_logprobs, members)
+        announced = await parts.snapshots.announced(draft, fleet.version)
+        await self._check_fits(announced, members, rolling=rolling)
+        record = WeightUpdate(version or fleet.next_version, "store", in_flight, rolling=rolling)
+        record.draft = parts.snapshots.folder / draft
+        record.receive(announced)
+        return await Update(parts, self, record, members).take(canary_logprobs)
+
+    async def loaders(self) -> list[Replica]:
+        """Return the replicas that load from the store. Raise `WeightUpdateConflict` where there are none."""
+        fleet, timeout_s = self._parts.fleet, self._parts.config.control_timeout_s
+        await fleet.settled_within(timeout_s)
+        able = [replica for replica in fleet.updatable() if replica.info.loads_snapshots]
+        if not able:
+            there = names(fleet.updatable()) or "none, see /health"
+            raise WeightUpdateConflict(f"no replica can load weights from a folder; replicas: {there}")
+        return await self._parts.catch_up.available(able, timeout_s)
+
+    async def close(self, update: Update) -> None:
+        """Make the draft a version of the store."""
+        snapshots, record = self._parts.snapshots, update.record
+        assert record.draft is not None
+        tensors = {tensor.name for replica in update.members for tensor in replica.info.tensors or ()}
+        try:
+            with record.timed("prepare"):
+                folder = await snapshots.promote(record.draft, record.label, self._parts.fleet.version, tensors)
+        except BaseException:  # a cancelled call may have made it a version
+            await snapshots.withdraw(record.version)
+            raise
+        update.folder = str(folder)
+
+    async def prepare(self, update: Update, turn: Sequence[Replica]) -> Sequence[Replica]:
+        update.receivers = [*update.receivers, *turn]
+        version, timeout_s = update.record.version, self._parts.config.load_timeout_s
+        with update.record.timed("prepare"):
+            return await try_on_all(
+                turn,
+                lambda replica: replica.engine.prepare_snapshot(update.folder, version, timeout_s),
+                timeout_s,
+                "not read ahead, so it loads longer",
+            )
+
+    async def load(self, update: Update, replica: Replica) -> None:
+        timeout_s = self._parts.config.load_timeout_s
+        await replica.engine.load_snapshot(update.folder, update.record.version, timeout_s)
+        await replica.engine.label_weights(update.record.label, timeout_s, is_committed=False)
+
+    async def keep(self, update: Update, replicas: Sequence[Replica]) -> None:
+        """Nothing yet: freeing takes its time, and the trainer waits."""
+
+    async def committed(self, update: Update, passed: Sequence[Replica]) -> None:
+        self._parts.catch_up.bring_back(passed)  # frees the weights that they have kept
+        await self._parts.snapshots.settle(update.record.version)
+
+    async def dropped(self, update: Update) -> None:
+        if update.folder:
+            await self._parts.snapshots.withdraw(update.record.version)
+
+    async def _check_fits(self, announced: Json, members: Sequence[Replica], *, rolling: bool) -> None:
+        """Raise where tensors do not fit the model, or nothing can roll. Read the canary before replicas load."""
+        if rolling and self._parts.pauses.is_paused:
+            raise WeightUpdateConflict(
+                "generation is paused, and a rolling update needs replicas that generate: /resume first, or push "
+                "without rolling"
+            )
+        if rolling and not any(replica.can_serve for replica in members):
+            raise WeightUpdateConflict("no replica serves, so there is nothing to roll: push without rolling")
+        for replica in members:
+            check_tensors(announced, replica.info, "snapshot")
+        await self._parts.read_canary(members)

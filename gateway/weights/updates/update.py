@@ -1,0 +1,412 @@
+"""One update of the fleet's weights, from its start to its commit or its abort: `Update.take` has its steps in order.
+
+    OPEN -> RECEIVING -> VERIFYING -> COMMITTED     all replicas in one turn
+       |        |            |
+       |        +------------+------> ABORTED
+       |                     |
+       +-> ROLLING ----------+------> COMMITTED     turn after turn, each loaded and verified
+
+`group.py`, `relay.py` and `store.py` are the ways by which its tensors arrive.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import structlog
+
+from engines.errors import DeadlineExceeded, EngineError, WeightUpdateConflict, WeightUpdateFailed
+from engines.types import InFlight, ReplicaState
+from gateway.config.schema import WeightsConfig
+from gateway.fleet.brake import Holder
+from gateway.fleet.fleet import Fleet
+from gateway.fleet.replica import Replica
+from gateway.fleet.replica_calls import failures_on, is_dead, on_one
+from gateway.fleet.together import to_its_end, together
+from gateway.weights.canary import Canary
+from gateway.weights.catch_up import CatchUp
+from gateway.weights.pauses import Pauses
+from gateway.weights.snapshots import Snapshots, bounded
+from gateway.weights.updates.record import Phase, WeightUpdate
+from gateway.weights.updates.update_log import UpdateLog
+from gateway.weights.verdicts import UNASKED, Finding, Result, ended_by
+
+log = structlog.get_logger()
+
+_ON_ITS_WAY = (ReplicaState.UPDATING, ReplicaState.SUSPECT)
+_GONE = (ReplicaState.DRAINING, ReplicaState.LOST)
+# If two replicas disagree, neither is known to be right: a rolling update tolerates no failure before two have passed.
+_WITNESSES = 2
+_FORGET_S = 5.0
+"""Longest wait until no request holds the KV of refused weights."""
+_HOPED = Finding(Result.UNVERIFIED)
+
+
+@dataclass(slots=True)
+class Updates:
+    """The parts of the gateway that every update works with, and the update that is open: one at a time."""
+
+    config: WeightsConfig
+    fleet: Fleet
+    canary: Canary
+    pauses: Pauses
+    snapshots: Snapshots
+    catch_up: CatchUp
+    log: UpdateLog
+    open: "Update | None" = None
+
+    def check_none_open(self) -> None:
+        if self.open is not None:
+            record = self.open.record
+            leased = "wait for its trainer, which lives, or abort it with DELETE /v1/weight_updates"
+            remedy = leased if record.lease else "finish it, or call /init_weight_transfer_engine to abort it"
+            since = f"update to version {record.version} is open since {record.age_s:.1f} s"
+            raise WeightUpdateConflict(f"{since}: {remedy}")
+
+    def opened(self, call: str) -> "Update":
+        """Return the open update. Raise `WeightUpdateConflict` where there is none for `call`."""
+        if self.open is None:
+            why = f"/{call} without an open update, as after a restart of the gateway"
+            raise WeightUpdateConflict(f"{why}: call /start_weight_update first (TRL: restart the trainer)")
+        return self.open
+
+    async def read_canary(self, replicas: Sequence[Replica]) -> None:
+        """Read the canary before an update. A paused engine cannot answer and is read at a later update."""
+        if self.canary.is_enabled and not self.pauses.is_paused:
+            await self.canary.remember(replicas)
+
+
+class Arrival(Protocol):
+    """The way by which the tensors of an update arrive, and get from there onto a replica."""
+
+    async def close(self, update: "Update") -> None:
+        """Check that all tensors are here and right, and name the replicas that take them: `update.members`."""
+
+    async def prepare(self, update: "Update", turn: Sequence[Replica]) -> Sequence[Replica]:
+        """Have replicas read the version ahead while they serve. Return those that have answered."""
+
+    async def load(self, update: "Update", replica: Replica) -> None:
+        """Have a stopped replica load the version, and label it as not committed."""
+
+    async def keep(self, update: "Update", replicas: Sequence[Replica]) -> None:
+        """Have replicas free what they have kept for an undo: the update is committed."""
+
+    async def committed(self, update: "Update", passed: Sequence[Replica]) -> None:
+        """Keep the version for replicas that come later."""
+
+    async def dropped(self, update: "Update") -> None:
+        """Remove what an aborted update has left."""
+
+
+class Update:
+    """An update that is open. `record` tells about it, also afterwards.
+
+    `receivers` are the replicas that have tensors of it beside their weights, and drop them at an abort. With
+    `is_stopped` its engines are overwritten as tensors come. `folder` is its version in the store.
+    """
+
+    def __init__(self, parts: Updates, arrival: Arrival, record: WeightUpdate, members: Sequence[Replica] = ()) -> None:
+        self.record = record
+        self.members = members
+        self.receivers: Sequence[Replica] = ()
+        self.folder = ""
+        self.is_stopped = False
+        self.touched_at = time.monotonic()
+        self._arrival = arrival
+        self._parts = parts
+        self._turn: Sequence[Replica] = ()
+        self._findings: dict[Replica, Finding] = {}
+        self._errors: dict[Replica, WeightUpdateFailed | DeadlineExceeded] = {}
+        self._kept: dict[Replica, int] = {}
+        self._were_unknown: set[Replica] = set()
+        parts.open = self
+
+    async def take(self, canary_logprobs: Sequence[float] | None) -> int:
+        """Serve the version whose tensors have arrived. Return it.
+
+        A replica's death ends nothing, as a successor catches up. Raise `WeightUpdateFailed` or `DeadlineExceeded` as
+        soon as more fail than `weights.must_pass` tolerates; all replicas are taken back then.
+        """
+        async with self.or_aborted():
+            await self._arrival.close(self)  # no engine is touched before, unless tensors came into its weights
+            self.announce()
+            while turn := await self._next_turn():  # one of all replicas, or turn after turn in a rolling update
+                began = time.monotonic()
+                ready = await self._arrival.prepare(self, turn)  # while the turn still serves
+                self._begin(turn)
+                await self._pause(ready)
+                await self._load()  # and generate: a paused engine answers no canary
+                await self._verify(canary_logprobs)
+                self._serve_ahead(began)
+            if not self._findings:
+                raise WeightUpdateFailed("no replica serves any more: see /health")
+            await to_its_end(self._commit())  # a trainer that leaves from here on calls nothing off
+        return self.record.version
+
+    def announce(self) -> None:
+        """Tell the fleet the version. The gate of a rolling update stays open."""
+        if self.record.rolling:
+            self.record.phase = Phase.ROLLING
+        self._parts.fleet.begin(self.record.version, rolling=self.record.rolling)
+
+    async def _next_turn(self) -> Sequence[Replica]:
+        """Return the replicas of the next turn: all, or of a rolling update the least loaded, and never all that
+        serve."""
+        if not self.record.rolling:
+            return [replica for replica in self.members if replica not in self._findings]
+        fleet, config = self._parts.fleet, self._parts.config
+        if not self._behind():  # a replica that stays silent catches up when it answers again
+            await fleet.settled_within(config.control_timeout_s)
+        width = min(config.rolling_width, max(sum(replica.can_serve for replica in fleet.trained) - 1, 1))
+        return sorted(self._behind(), key=lambda replica: replica.load_tokens)[:width]
+
+    def _behind(self) -> list[Replica]:
+        """Return the serving replicas that have not had their turn in a rolling update; a replica has one turn."""
+        return [
+            replica
+            for replica in self._parts.fleet.trained
+            if replica.can_serve
+            and replica.weight_version != self.record.version
+            and replica.info.loads_snapshots
+            and replica not in self._findings
+            and not self._parts.catch_up.is_busy_with(replica)
+        ]
+
+    def _begin(self, turn: Sequence[Replica]) -> None:
+        """Begin a turn. In a rolling update place no more rollouts on those of it that are still there."""
+        self._turn = [replica for replica in turn if replica.can_serve] if self.record.rolling else turn
+        if self.record.rolling:
+            for replica in self._turn:
+                self._parts.fleet.set_state(replica, ReplicaState.UPDATING, f"leaves for version {self.record.version}")
+
+    async def _pause(self, ready: Sequence[Replica]) -> None:
+        """Stop the turn, around its rollouts or after them, and forget what it holds. `ready` replicas have read the
+        version ahead."""
+        if self.is_stopped or not self._turn:
+            return
+        record, config, pauses = self.record, self._parts.config, self._parts.pauses
+        await self._parts.catch_up.settled(self._turn, config.control_timeout_s)
+        stop = pauses.stopping(record)
+        if pauses.drains(record):
+            with record.timed("drain"):
+                await self._on_each(pauses.drained)
+        with record.timed("abort" if record.in_flight is InFlight.ABORT else "load"):
+            await self._on_each(lambda one: on_one(one, stop, config.control_timeout_s))
+        for replica in self._remaining:
+            if not self._is_there(replica):
+                self._find(replica, Finding(Result.LOST, f"it left: {replica.reason}"))
+        served = self._parts.fleet.version
+        # A replica that is behind has other weights to keep; one that is not ready may have kept older weights.
+        self._kept = {one: served for one in self._remaining if one in ready and one.weight_version == served}
+        await self.overwrite(self._remaining)
+
+    async def overwrite(self, replicas: Sequence[Replica]) -> None:
+        """Forget the version of replicas that stand still: tokens until now are of it."""
+        self._were_unknown |= {replica for replica in replicas if replica.weight_version is None}
+        self._parts.fleet.overwrite(replicas, self.record.version)
+        await self._parts.fleet.changes.taken()
+        self.record.enter(Phase.RECEIVING)
+
+    async def _load(self) -> None:
+        """Have the turn load the version together, and generate."""
+        config = self._parts.config
+
+        async def load(replica: Replica) -> None:
+            await self._arrival.load(self, replica)
+
+        with self.record.timed("load"):
+            await self._on_each(lambda one: on_one(one, load, config.load_timeout_s))
+            await self._on_each(lambda one: on_one(one, self._release, config.control_timeout_s))
+        self.record.go_on()
+
+    async def _release(self, replica: Replica) -> None:
+        """Have a replica generate with its new weights. Its tokens are delivered after the verdict."""
+        await replica.brake.release(Holder.UPDATE, self._parts.config.control_timeout_s)
+        if replica not in self._were_unknown:
+            return
+        try:  # where requests hold it that are none of ours, as on an external server, the canary finds NaN in it
+            await bounded(self._parts.catch_up.forget_kv(replica), _FORGET_S, "requests hold its KV cache")
+        except (EngineError, DeadlineExceeded) as error:
+            log.warning("KV of refused weights is left", replica=replica.replica_id, error=str(error))
+
+    async def _verify(self, canary_logprobs: Sequence[float] | None) -> None:
+        """Find out by the canary which weights the turn holds."""
+        if not self._turn:
+            return
+        self.record.enter(Phase.VERIFYING)
+        with self.record.timed("canary"):
+            for replica, finding in (await self._canary(self._remaining, canary_logprobs)).items():
+                self._find(replica, finding)
+        self._check()
+
+    async def _canary(
+        self, replicas: Sequence[Replica], canary_logprobs: Sequence[float] | None
+    ) -> Mapping[Replica, Finding]:
+        canary = self._parts.canary
+        if not canary.is_enabled:
+            return dict.fromkeys(replicas, UNASKED)
+        if not replicas:
+            return {}
+        async with self._parts.pauses.answering(replicas):
+            busy = any(not replica.idle.is_set() for replica in replicas)
+            return await canary.check(replicas, self.record.version, trainers=canary_logprobs, busy=busy)
+
+    def _serve_ahead(self, began: float) -> None:
+        """In a rolling update, serve the version on those of the turn that passed, and leave the others out."""
+        if not self.record.rolling:
+            return
+        record, fleet = self.record, self._parts.fleet
+        if any(self._findings[replica].may_serve for replica in self._turn):
+            self._parts.canary.accept_part()
+        for replica in self._turn:
+            finding = self._findings[replica]
+            record.replicas[replica.replica_id]["away_s"] = round(time.monotonic() - began, 4)
+            if not self._is_there(replica):
+                continue
+            if finding.may_serve:
+                fleet.serve_ahead(replica, record.version, keeps_kv=record.keeps_kv)
+            else:
+                self._leave_out(replica, finding)
+        # Those of earlier turns that have read the version ahead, and serve on without it.
+        others = (None, record.version)
+        self.receivers = [replica for replica in self.receivers if replica.weight_version not in others]
+
+    def _leave_out(self, replica: Replica, finding: Finding) -> None:
+        """Bring a replica back that failed in its turn. It serves on where it was not overwritten yet."""
+        reason = f"did not take version {self.record.version}: {finding.reason}"
+        if replica.weight_version is None or finding.result is Result.LOST:
+            self._parts.catch_up.bring_back([replica])
+            self._parts.fleet.fence(replica, reason)
+        else:
+            self._parts.fleet.settle(replica, f"serves on: {reason}")
+        replica.brake.let_go(Holder.UPDATE)
+
+    async def _commit(self) -> None:
+        """Serve the version on the replicas that passed. The first label of it is the commit, before any token of it is
+        delivered: a restarted gateway goes by that. Do not cancel it."""
+        record, findings, parts = self.record, self._findings, self._parts
+        passed = [replica for replica, finding in findings.items() if finding.may_serve]
+        fenced = {replica: finding.reason for replica, finding in findings.items() if not finding.may_serve}
+        with record.timed("label"):
+            fenced |= await self._label(passed)
+        # Before a replica that failed is restored: it may have the copy for the store.
+        await self._arrival.keep(self, [one for one, finding in findings.items() if finding.result is not Result.LOST])
+        parts.canary.accept()
+        parts.catch_up.bring_back(living(fenced))
+        parts.fleet.commit(record.label, passed, fenced, keeps_kv=record.keeps_kv)
+        self._end(findings, Phase.COMMITTED)
+        await self._arrival.committed(self, [replica for replica in passed if replica not in fenced])
+
+    async def _label(self, passed: Sequence[Replica]) -> dict[Replica, str]:
+        """Label the version as committed. Return reasons by replica where that failed; raise where it did on all."""
+        label, timeout_s = self.record.label, self._parts.config.control_timeout_s
+        failed = await failures_on(
+            passed, lambda one: one.engine.label_weights(label, timeout_s, is_committed=True), timeout_s
+        )
+        if failed and len(failed) == len(passed):
+            raise next(iter(failed.values()))
+        return {one: f"its weights were not labelled: {error}" for one, error in failed.items()}
+
+    async def abort(self, reason: str, *, leaving: Sequence[Replica] = ()) -> None:
+        """End the update, unless it has ended. Overwritten replicas are taken back in the background, and the replicas
+        `leaving` also leave their transfer group. A caller that is cancelled waits for the end of that."""
+        if self.record.ended_at is None:
+            await to_its_end(self._abort(reason, leaving))
+
+    async def _abort(self, reason: str, leaving: Sequence[Replica]) -> None:
+        record, fleet, catch_up = self.record, self._parts.fleet, self._parts.catch_up
+        overwritten = fleet.abort(record.version, reason)
+        touched = living(leaving or {*overwritten, *self.receivers})
+        catch_up.bring_back(touched, aborted=record, kept=self._kept, leaves_group=bool(leaving))
+        record.go_on()
+        ahead = [replica for replica in fleet.trained_alive if replica.weight_version == record.version]
+        self._end([*overwritten, *ahead], Phase.ABORTED, reason)
+        if record.rolling:
+            catch_up.take_back(ahead, self._parts.config.rolling_width)
+        await self._arrival.dropped(self)
+        await self._parts.snapshots.discard(record.draft)
+
+    def _end(self, members: Iterable[Replica], phase: Phase, error: str = "") -> None:
+        for replica in members:
+            found = self.record.replicas.setdefault(replica.replica_id, {})
+            found |= {"state": replica.state.value, "weight_version": replica.weight_version}
+        self.record.end(phase, error)
+        self._parts.open = None
+        self._parts.log.add(self.record)
+        self._parts.pauses.end()
+
+    @asynccontextmanager
+    async def step(self, name: str) -> AsyncIterator[None]:
+        """Time a step. A failure aborts the update."""
+        async with self.or_aborted():
+            with self.record.timed(name):
+                yield
+
+    @asynccontextmanager
+    async def or_aborted(self) -> AsyncIterator[None]:
+        """Abort the update where the block fails."""
+        try:
+            yield
+        except BaseException as error:
+            await self.abort(reason_of(error))
+            raise
+
+    def _is_there(self, replica: Replica) -> bool:
+        """Return False for a replica that has left: lost, being removed, or fenced in its turn."""
+        return replica.state in _ON_ITS_WAY if self.record.rolling else replica.state not in _GONE
+
+    @property
+    def _remaining(self) -> Sequence[Replica]:
+        """The replicas of the turn that have not failed in it."""
+        return [replica for replica in self._turn if replica not in self._findings]
+
+    async def _on_each(self, call: Callable[[Replica], Awaitable[None]]) -> None:
+        """Make a bounded call on all that are left of the turn, at the same time. A failure is a finding."""
+
+        async def attempt(replica: Replica) -> None:
+            try:
+                await call(replica)
+            except (WeightUpdateFailed, DeadlineExceeded) as error:
+                died = isinstance(error, WeightUpdateFailed) and await is_dead(replica)
+                self._errors[replica] = error
+                self._find(replica, Finding(Result.LOST if died else Result.FAILED, str(error)))
+                self._check()
+
+        await together(map(attempt, self._remaining))
+
+    def _find(self, replica: Replica, finding: Finding) -> None:
+        self._findings[replica] = finding
+        self.record.replicas[replica.replica_id] = {"canary": finding.report()}
+
+    def _check(self) -> None:
+        """Raise where the update ends here, even if the rest of the turn passes."""
+        config, version, rolling = self._parts.config, self.record.version, self.record.rolling
+        findings = {**dict.fromkeys(self._turn, _HOPED), **self._findings}
+        waiting, witnesses = (len(self._behind()), _WITNESSES) if rolling else (0, 0)
+        culprit = ended_by(config, findings, waiting=waiting, witnesses=witnesses)
+        if culprit is None:
+            return
+        if not rolling and culprit in self._errors:
+            raise self._errors[culprit]
+        failed = [finding for finding in self._findings.values() if not finding.may_serve]
+        raise WeightUpdateFailed(
+            f"{len(failed)} of {len(self._findings)} replicas failed to take version {version} "
+            f"(weights.must_pass: {config.must_pass}); replica {culprit.replica_id}: "
+            f"{self._findings[culprit].reason}; {len(self._findings) - len(failed)} replicas had taken the version and "
+            "are restored",
+            replica_id=culprit.replica_id,
+        )
+
+
+def reason_of(error: BaseException) -> str:
+    """Return the reason of an abort. A request is cancelled when its client is gone, and at the end of the gateway."""
+    if isinstance(error, asyncio.CancelledError):
+        return "its trainer was gone before the answer, or the gateway ends"
+    return str(error) or type(error).__name__
+
+
+def living(replicas: Iterable[Replica]) -> Iterable[Replica]:
+    return (replica for replica in replicas if replica.state is not ReplicaState.LOST)

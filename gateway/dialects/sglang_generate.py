@@ -2,16 +2,14 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
 from engines.engine import Json
 from gateway.dialects.completion_prompt import CompletionPrompt
 from gateway.dialects.completions import Completions, longest_first
-from gateway.dialects.parallel import until
-from gateway.dialects.replies.carried import opened
+from gateway.dialects.parallel import Show
+from gateway.dialects.raw_json import opened
 from gateway.dialects.usage import Usage
 from gateway.dialects.words.sglang import Asked, aborted_reply, answer, asked_prompts
 from gateway.fleet.fleet import Fleet
@@ -51,7 +49,7 @@ class SglangGenerate:
         self._completions = completions
         self._fleet = fleet
         self._running: dict[asyncio.Task[Json], tuple[str, str]] = {}  # clients and their ids
-        self._streams: dict[asyncio.Event, Batch] = {}
+        self._streams: dict[asyncio.Task[None], Batch] = {}
 
     def abort(self, client: str, rid: str) -> None:
         """Abort the client's prompts of an id. Whole replies have no tokens then; streams keep theirs.
@@ -61,9 +59,9 @@ class SglangGenerate:
         for task, running in list(self._running.items()):
             if running == (client, rid):
                 task.cancel()
-        for ended, batch in list(self._streams.items()):
+        for stream, batch in list(self._streams.items()):
             if batch.client == client and any(asked.rid == rid for asked in batch.asked):
-                ended.set()
+                stream.cancel()
 
     def decode(self, body: Json, request_id: str, session: str = "", client: str = "") -> Batch:
         """Return the batch of a body. Raise `InvalidRequest` before any replica has work."""
@@ -98,33 +96,40 @@ class SglangGenerate:
         task.add_done_callback(self._running.pop)
         return task
 
-    async def stream(self, batch: Batch, usage: Usage) -> AsyncGenerator[Json]:
-        """Yield chunks that repeat each sample from its start, as SGLang's do; `index` numbers several samples.
+    async def stream(self, batch: Batch, usage: Usage, show: Show) -> None:
+        """Show chunks that repeat each sample from its start, as SGLang's do; `index` numbers several samples.
 
         A long sample is repeated when it has grown by 1/32: each token would else cost as much as all before it.
         """
         began, samples = time.monotonic(), [_Sample() for _ in range(len(batch.prompts) * batch.n)]
-        ended = asyncio.Event()
-        self._streams[ended] = batch
 
-        def shown(index: int) -> Json:
+        def repeat(index: int) -> None:
             reply = answer(batch.asked[index // batch.n], samples[index].whole(), None, time.monotonic() - began)
-            return reply | {"index": index} if batch.is_list else reply
+            show(reply | {"index": index} if batch.is_list else reply)
 
+        def take(chunk: Json) -> None:
+            for choice in chunk["choices"]:
+                sample = samples[choice["index"]]
+                sample.add(opened(choice))
+                if sample.is_due():
+                    repeat(choice["index"])
+
+        task = asyncio.ensure_future(self._completions.stream(batch.prompts, usage, take))
+        self._streams[task] = batch
         try:
-            async with aclosing(until(ended, self._completions.stream(batch.prompts, usage))) as chunks:
-                async for chunk in chunks:
-                    for choice in chunk["choices"]:
-                        samples[choice["index"]].add(choice)
-                        if samples[choice["index"]].is_due():
-                            yield shown(choice["index"])
-            for index, sample in enumerate(samples):
-                if ended.is_set() and sample.choice.get("finish_reason") is None:
-                    sample.choice |= {"finish_reason": "abort"}
-                    sample.choice.setdefault("weight_version", self._fleet.version)
-                    yield shown(index)
+            await asyncio.wait([task])
+            if not task.cancelled():
+                task.result()
+                return
         finally:
-            del self._streams[ended]
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            del self._streams[task]
+        for index, sample in enumerate(samples):
+            if sample.choice.get("finish_reason") is None:
+                sample.choice |= {"finish_reason": "abort"}
+                sample.choice.setdefault("weight_version", self._fleet.version)
+                repeat(index)
 
 
 class _Sample:
@@ -140,7 +145,7 @@ class _Sample:
     def add(self, choice: Json) -> None:
         self._texts.append(choice["text"])
         self._token_ids += choice.get("token_ids") or ()
-        if (found := opened(choice.get("logprobs"))) is not None:
+        if (found := choice.get("logprobs")) is not None:
             for key in _LOGPROBS:
                 self._logprobs.setdefault(key, []).extend(found.get(key) or ())
         prompt = self.choice["prompt_token_ids"] or choice.get("prompt_token_ids")

@@ -24,7 +24,7 @@ from gateway.dialects.group_parts import in_parts
 from gateway.dialects.replays.batch import Batch, End
 from gateway.dialects.replays.made import Made
 from gateway.dialects.replays.record import Record, Request
-from gateway.dialects.replies.written import Written
+from gateway.dialects.written import Written
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics
 from gateway.ledger.batches import BatchRow

@@ -1,6 +1,5 @@
 """/v1/chat/completions of vLLM's dialect: one conversation is one rollout."""
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -8,8 +7,7 @@ from engines.engine import Json
 from engines.errors import InvalidRequest
 from gateway.config.schema import GatewayConfig
 from gateway.dialects.conversation import Conversation, is_medium
-from gateway.dialects.expected import read_expected, without_own_fields
-from gateway.dialects.freshness import read_freshness
+from gateway.dialects.own_fields import Terms, without_own_fields
 from gateway.dialects.parallel import Show
 from gateway.dialects.resumption.chat import ChatContinuation
 from gateway.dialects.runner import DEFAULT_MAX_TOKENS, Runner, using
@@ -40,30 +38,17 @@ class Chat:
 
     def decode(self, body: Json, request_id: str, session: str = "") -> Rollout:
         """Raises `InvalidRequest` for fields that no engine would take."""
-        model, adapter = self._fleet.asked(body.get("model") or None)
-        n = check_sampling(body)
-        messages = body.get("messages")
+        n, messages = check_sampling(body), body.get("messages")
         if not isinstance(messages, list) or not messages:
             raise InvalidRequest("messages must be a list of at least one message", param="messages")
-        limit = body.get("max_completion_tokens") or body.get("max_tokens") or DEFAULT_MAX_TOKENS
-        characters = sum(map(_characters, messages))
-        fresh = read_freshness(body, self._fleet, model)
-        key = _key(messages, session)
-        expected = read_expected(body)[0] or self._runner.expected(model, key)
-        tokens = characters // _CHARACTERS_PER_TOKEN + n * min(limit, math.ceil(expected or limit))
-        return Rollout(
-            request_id=request_id,
-            model=model,
+        return Terms.read(body, self._fleet, self._runner.lengths).rollout(
+            request_id,
+            _key(messages, session),
             n=n,
-            tokens=tokens,
-            prompt_tokens=characters // _CHARACTERS_PER_TOKEN,
+            prompt_tokens=sum(map(_characters, messages)) // _CHARACTERS_PER_TOKEN,
+            limit=_limit(body) or DEFAULT_MAX_TOKENS,
             needs_ids=asks_vllm(body),
-            min_version=fresh.min_version,
-            max_staleness=fresh.max_staleness,
             session=session,
-            adapter=adapter,
-            expected=expected,
-            prompt_key=key,
         )
 
     async def generate(self, rollout: Rollout, body: Json) -> Json:
@@ -117,9 +102,13 @@ class Chat:
             show({**(reply.head or conversation.bare_head()), "choices": [], "usage": usage.total()})
 
     def _conversation(self, rollout: Rollout, body: Json) -> Conversation:
-        limit = body.get("max_completion_tokens") or body.get("max_tokens")
-        inexact_of = self._continuation.inexact
-        return Conversation(config=self._config, rollout=rollout, body=body, limit=limit, inexact_of=inexact_of)
+        return Conversation(
+            config=self._config,
+            rollout=rollout,
+            body=body,
+            limit=_limit(body),
+            inexact_of=self._continuation.inexact,
+        )
 
 
 def _characters(message: Any) -> int:
@@ -133,3 +122,8 @@ def _key(messages: list[Any], session: str) -> int:
     """The key of a conversation's lengths; none for a turn, which does not come again, and for parts such as images."""
     is_plain = all(isinstance(message, dict) and isinstance(message.get("content"), str) for message in messages)
     return prompt_key(str(messages)) if is_plain and not session else 0
+
+
+def _limit(body: Json) -> int | None:
+    limit: int | None = body.get("max_completion_tokens") or body.get("max_tokens")
+    return limit

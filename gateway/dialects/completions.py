@@ -13,9 +13,8 @@ from engines.engine import Json
 from engines.errors import InvalidRequest
 from gateway.config.schema import GatewayConfig
 from gateway.dialects.completion_prompt import CompletionPrompt
-from gateway.dialects.expected import read_expected, without_own_fields
-from gateway.dialects.freshness import read_freshness
 from gateway.dialects.group_parts import in_parts
+from gateway.dialects.own_fields import Terms, common_room, without_own_fields
 from gateway.dialects.parallel import Show
 from gateway.dialects.runner import Runner
 from gateway.dialects.sample import Reply, Sample
@@ -24,7 +23,6 @@ from gateway.dialects.usage import Usage, wants_usage, with_usage_rule
 from gateway.dialects.written import Written
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.placement.lengths import prompt_key
-from gateway.fleet.placement.routing import Rollout
 from gateway.fleet.together import together
 
 MadeBefore = Callable[[CompletionPrompt], Awaitable[Reply | None]]
@@ -54,33 +52,26 @@ class Completions:
         A turn of `session` has one prompt; the prompts of a batch are spread over all replicas.
         Prompts are numbered from `first`.
         """
-        model, adapter = self._fleet.asked(body.get("model") or None)
-        n = check_sampling(body)
-        max_len = common_room(self._fleet, model)
-        fresh = read_freshness(body, self._fleet, model)
+        n, values = check_sampling(body), _prompt_list(body)
+        terms = Terms.read(body, self._fleet, self._runner.lengths, len(values))
+        max_len = common_room(self._fleet, terms.model)
+        limit = _limit(body, max_len)
         rest = without_own_fields(body)
         for field in ("prompt", "stream"):
             rest.pop(field, None)
-        prompts, values = [], _prompt_list(body)
-        expected = read_expected(body, len(values))
-        for index, value in enumerate(values, first):
-            length = _checked_length(index, value, max_len, body.get("truncate_prompt_tokens"))
-            limit, key = _limit(body, max_len), prompt_key(value)
-            length_of = expected[index - first] or self._runner.expected(model, key)
-            rollout = Rollout(
-                request_id=f"{request_id}-{index}",
-                request=request_id,
-                model=model,
+        prompts = []
+        for place, value in enumerate(values):
+            index = first + place
+            rollout = terms.rollout(
+                f"{request_id}-{index}",
+                prompt_key(value),
                 n=n,
-                tokens=length + n * min(limit, math.ceil(length_of or limit)),
-                prompt_tokens=length,
+                prompt_tokens=_checked_length(index, value, max_len, body.get("truncate_prompt_tokens")),
+                limit=limit,
+                place=place,
+                request=request_id,
                 needs_ids=asks_vllm(body),
-                min_version=fresh.min_version,
-                max_staleness=fresh.max_staleness,
                 session=session if len(values) == 1 else "",
-                adapter=adapter,
-                expected=length_of,
-                prompt_key=key,
             )
             prompts.append(
                 CompletionPrompt(
@@ -175,12 +166,6 @@ def _seconds(prompts: Sequence[CompletionPrompt], parts: Sequence[Written]) -> l
 def longest_first(prompts: Sequence[CompletionPrompt]) -> Sequence[CompletionPrompt]:
     """The order in which the prompts of one request take their turns."""
     return prompts if len(prompts) == 1 else sorted(prompts, key=lambda prompt: prompt.rollout.rank)
-
-
-def common_room(fleet: Fleet, model: str) -> int | None:
-    """The smallest `max_model_len` among the replicas of a model; None where no replica reports it."""
-    lengths = [replica.info.max_model_len for replica in fleet.alive if replica.info.model == model]
-    return min((length for length in lengths if length is not None), default=None)
 
 
 def _limit(body: Json, max_len: int | None) -> int:

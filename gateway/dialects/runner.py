@@ -21,6 +21,7 @@ from gateway.dialects.spans import UNSCORED
 from gateway.fleet.flight import Flight
 from gateway.fleet.metrics import Metrics
 from gateway.fleet.placement.attempt_loop import AttemptLoop
+from gateway.fleet.placement.lengths import Lengths
 from gateway.fleet.placement.routing import Rollout
 from gateway.fleet.replica import Replica
 from gateway.fleet.together import together
@@ -373,9 +374,10 @@ class Runner:
         """End rollouts that wait for a replica with `Withdrawn`."""
         self._scheduler.withdraw(picks)
 
-    def expected(self, model: str, key: int) -> float | None:
-        """The tokens that a sample of a prompt will have, by its last samples; None where there were none."""
-        return self._scheduler.lengths.of(model, key)
+    @property
+    def lengths(self) -> Lengths:
+        """The lengths that samples of prompts had."""
+        return self._scheduler.lengths
 
     async def generate(self, ask: Ask, reply: Reply | None = None) -> Json:
         """The whole reply, each choice with its weight versions. Open samples of `reply`, which a gateway before this
@@ -405,14 +407,13 @@ class Runner:
 
     async def finish(self, ask: Ask, reply: Reply, sample: Sample, show: Show | None = None) -> None:
         """Have one sample continued until it ends."""
-        ask, num_counted = ask.rest(reply, sample), 0
+        part = sample
         while sample.is_open:
-            self._metrics.kept_tokens.inc(len(sample.token_ids) - num_counted)
-            num_counted = len(sample.token_ids)
-            [rest] = await self.make(ask, reply, show)
-            sample.join(rest, len(ask.prompt))
+            ask = ask.rest(reply, sample)
+            self._metrics.kept_tokens.inc(len(part.token_ids))
+            [part] = await self.make(ask, reply, show)
+            sample.join(part, len(ask.prompt))
             if sample.is_open:
-                ask = ask.rest(reply, sample)
                 ask.note_cut(reply)
 
     async def make(self, ask: Ask, reply: Reply, show: Show | None = None) -> list[Sample]:

@@ -150,7 +150,7 @@ class Sample:
         self._report: list[Json] = []  # the engine's last report of the spans
         self.last: Json = {}
         self._text: list[str] = []
-        self._scores = Scores()
+        self.scores = Scores()
 
     @classmethod
     def of(cls, choice: Json, *, keeps_content: bool = True) -> "Sample":
@@ -190,7 +190,7 @@ class Sample:
             if text:
                 self._text.append(text + "")
             if scores := choice.get("logprobs"):
-                self._scores.add(scores)
+                self.scores.add(scores)
         elif scores := choice.get("logprobs"):
             self.num_unscored += num_unscored(scores, len(new))
         self.token_ids += new
@@ -239,7 +239,7 @@ class Sample:
         self.token_ids += rest.token_ids
         self.has_ids = self.has_ids or rest.has_ids
         self._text += rest._text
-        self._scores.join(rest._scores)
+        self.scores.join(rest.scores)
         self.num_characters += rest.num_characters
         self.num_unscored += rest.num_unscored
         self.prompt = self.prompt if made else rest.prompt or self.prompt
@@ -250,7 +250,7 @@ class Sample:
         """Drop the last tokens, which are a part of a character. An engine has told it as one of its own."""
         del self.token_ids[length:]
         self._text = [self.text.removesuffix(_HALF)]
-        self._scores.trim(length)
+        self.scores.trim(length)
 
     def end(self, reason: str, version: int) -> None:
         """End it while no replica has it; a sample without tokens is of no version that made any."""
@@ -275,7 +275,7 @@ class Sample:
 
     def told(self, bare: Json, inexact: Sequence[str] | None) -> Json:
         """The sample as a choice of a whole reply; `bare` is one without tokens."""
-        scores = self._scores.value()
+        scores = self.scores.value()
         told = bare | {"stop_reason": None} | self.last
         told |= {"index": self.index, "logprobs": scores, "finish_reason": self.reason or CUT_OFF}
         if "text" in told:

@@ -4,7 +4,6 @@ An engine that serves the route gets the body as it is; any other engine gets it
 """
 
 import asyncio
-import math
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
@@ -19,9 +18,7 @@ from engines.errors import EngineFailed, InvalidRequest, UnknownRoute, shown
 from gateway.config.schema import GatewayConfig
 from gateway.dialects import completion_prompt
 from gateway.dialects.completion_prompt import is_read_in_chunks
-from gateway.dialects.completions import common_room
-from gateway.dialects.expected import read_expected, without_own_fields
-from gateway.dialects.freshness import read_freshness
+from gateway.dialects.own_fields import Terms, common_room, without_own_fields
 from gateway.dialects.parallel import Show
 from gateway.dialects.raw_json import NO_JSON, encoded
 from gateway.dialects.resumption.features import inexact_fields
@@ -62,7 +59,6 @@ class TokenGeneration:
     def decode(self, body: Json, request_id: str, session: str = "", client: str = "") -> Rollout:
         """Give the body its request's id where it has none. Raises `InvalidRequest` for fields that no engine would
         take."""
-        model, adapter = self._fleet.asked(body.get("model") or None)
         for field in _REFUSED:
             if body.get(field):
                 raise InvalidRequest(f"{field} is refused here: it ties a request to one engine", param=field)
@@ -75,25 +71,18 @@ class TokenGeneration:
         normalise_numbers(sampling)
         asked = {"stream": body.get("stream"), "stream_options": body.get("stream_options")}
         n = check_sampling(sampling | asked)
-        length = _checked_length(body.get("token_ids"), common_room(self._fleet, model))
-        fresh = read_freshness(body, self._fleet, model)
-        key, limit = prompt_key(body["token_ids"]), sampling.get("max_tokens") or DEFAULT_MAX_TOKENS
-        expected = read_expected(body)[0] or self._runner.expected(model, key)
+        terms = Terms.read(body, self._fleet, self._runner.lengths)
+        length = _checked_length(body.get("token_ids"), common_room(self._fleet, terms.model))
         body["request_id"] = _checked_id(body.get("request_id")) or request_id
-        return Rollout(
-            request_id=name_of_client(client, body["request_id"]),  # engines abort by it
-            model=model,
+        return terms.rollout(
+            name_of_client(client, body["request_id"]),  # engines abort by it
+            prompt_key(body["token_ids"]),
             n=n,
             prompt_tokens=length,
+            limit=sampling.get("max_tokens") or DEFAULT_MAX_TOKENS,
             needs_ids=True,
             needs_route=PATH if _media_of(body) else "",
-            tokens=length + n * min(limit, math.ceil(expected or limit)),
-            min_version=fresh.min_version,
-            max_staleness=fresh.max_staleness,
             session=session,
-            adapter=adapter,
-            expected=expected,
-            prompt_key=key,
         )
 
     def prompt(self, rollout: Rollout, body: Json) -> "TokenPrompt":

@@ -55,8 +55,8 @@ class Terms:
     def rollout(
         self, request_id: str, key: int, *, n: int, prompt_tokens: int, limit: int, place: int = 0, **more: Any
     ) -> Rollout:
-        """The rollout of a prompt, the one at `place` of its request. `key` is the prompt's hash, under which lengths of
-        samples are known; `limit` bounds them in tokens."""
+        """The rollout of a prompt, the one at `place` of its request. `key` is the prompt's hash, which lengths are
+        known by; `limit` bounds them in tokens."""
         expected = self.expected[place] or self.lengths.of(self.model, key)
         return Rollout(
             request_id=request_id,

@@ -1,7 +1,6 @@
 """One prompt of /v1/completions as a rollout: the body for an engine, and the place of its samples in the reply."""
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -82,10 +81,10 @@ class CompletionPrompt(Ask):
         check_replica(self.body, replica)
         body = {**self.body, "cache_salt": self.salt(replica), "return_token_ids": self.has_ids}
         if (before := self.before) is not None:
-            made: Sequence[int] = before.token_ids
+            made = before.token_ids
             if before.text and not streams:  # an engine without a tokenizer reports no text and cannot detokenise
                 model = self.body.get("model")
-                made = await whole_characters(before.token_ids.tolist(), partial(_detokenized, replica, model))
+                made = await whole_characters(made, partial(_detokenized, replica, model))
             body = rest_sampling(body | {"max_tokens": self.limit, "return_token_ids": True}, made, before.index)
             body |= {"prompt": [*self.prompt, *made]} if made else {}
         return PATH, body

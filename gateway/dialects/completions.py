@@ -100,7 +100,7 @@ class Completions:
         """As `generate`, as JSON with values as their engines wrote them."""
         began = time.monotonic()
         turns = longest_first(prompts)
-        ended = await together(self._written(prompt, began, made) for prompt in turns)
+        ended = await together([self._written(prompt, began, made) for prompt in turns])
         by_index = {prompt.index: part for prompt, part in zip(turns, ended, strict=True)}
         parts = [by_index[prompt.index] for prompt in prompts]
         usage = Usage()

@@ -9,6 +9,7 @@ from typing import Any
 from engines.engine import Json
 from engines.types import Dialect
 from gateway.dialects.completion_prompt import is_read_in_chunks
+from gateway.dialects.raw_json import opened
 from gateway.dialects.resumption.delivered_chat import DeliveredChat
 from gateway.dialects.runner import DEFAULT_MAX_TOKENS, Ask
 from gateway.dialects.sample import Reply
@@ -68,6 +69,8 @@ class Conversation(Ask):
         return head | {"created": int(time.time()), "model": self.body.get("model") or self.rollout.model}
 
     def shows(self, choice: Json, *, is_cut: bool) -> bool:
+        if "token_ids" in choice:
+            choice["token_ids"] = opened(choice["token_ids"])
         if is_cut:
             self.delivered.keep(choice)
             return False

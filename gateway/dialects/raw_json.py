@@ -5,6 +5,7 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
+NULL = Raw(b"null")
 NO_JSON = (ValueError, TypeError, LookupError, OverflowError, RecursionError)
 """The errors of a decoder, and of values that are of another kind than expected."""
 
@@ -31,7 +32,8 @@ def inside_list(value: Raw) -> bytes:
     """Return the items of a list without its brackets; null has none. Raise `ValueError` for another value."""
     content = bytes(value)
     if content[:1] == b"[":
-        return content[1:-1].strip()
+        inside = content[1:-1]
+        return b"" if inside.isspace() else inside
     if content != b"null":
         raise ValueError(f"a value is {content!r:.80}, no list")
     return b""

@@ -13,9 +13,9 @@ from engines.engine import Json
 from engines.errors import EngineError, EngineFailed, EngineRefused, Withdrawn
 from gateway.config.schema import GatewayConfig
 from gateway.dialects.parallel import Show
-from gateway.dialects.raw_json import NO_JSON, opened
+from gateway.dialects.raw_json import NO_JSON, inside_list, opened
 from gateway.dialects.resumption.features import MARK, inexact_fields
-from gateway.dialects.sample import ABORT, CUT_OFF, Chunk, Reply, Sample
+from gateway.dialects.sample import ABORT, CUT_OFF, Choice, Chunk, Reply, Sample, all_of_choices
 from gateway.dialects.sampling import versioned_salt
 from gateway.dialects.spans import UNSCORED
 from gateway.fleet.flight import Flight
@@ -82,7 +82,7 @@ class Ask(ABC):
     @property
     def is_full(self) -> bool:
         """True for the rest of a sample that has all of its tokens: its engine died before it reported the end."""
-        if self.before is None or not (made := len(self.before.token_ids)):
+        if self.before is None or not (made := self.before.num_made):
             return False
         room = math.inf if self.room is None else self.room - len(self.prompt)
         return made >= min(room, math.inf if self.limit is None else self.limit)
@@ -149,7 +149,7 @@ class Ask(ABC):
             rollout,
             request_id=rollout.request_id if rollout.n == 1 else f"{rollout.request_id}-{sample.index}",
             n=1,
-            tokens=len(read) + max(self.limit or DEFAULT_MAX_TOKENS, len(sample.token_ids)),
+            tokens=len(read) + max(self.limit or DEFAULT_MAX_TOKENS, sample.num_made),
             goes_on=True,
             attempts=rollout.attempts if self.before else rollout.attempts.branch(),
         )
@@ -225,15 +225,16 @@ class Part:
                 ) from error
             if replica.cuts_off and (self._show is None or self._continues):
                 for choice in chunk.choices:
-                    self.samples[choice["index"]].cut()
+                    self.samples[choice.index].cut()
             if self._show is not None:
-                self._pass_on(chunk, replica)
+                self._pass_on(chunk, all_of_choices(event), replica)
         if note is not None:
             note(events)
 
-    def _pass_on(self, chunk: Chunk, replica: Replica) -> None:
+    def _pass_on(self, chunk: Chunk, choices: list[Json], replica: Replica) -> None:
         """Show a chunk, and those before it, once one has content."""
-        told = {**self._reply.head, "choices": [self._shown(choice, replica) for choice in chunk.choices]}
+        shown = [self._shown(choice, told, replica) for choice, told in zip(chunk.choices, choices, strict=True)]
+        told = {**self._reply.head, "choices": shown}
         if chunk.usage is not None:
             told["usage"] = self._reply.usage
         if chunk.prompt_token_ids is not None and self._ask.before is None:
@@ -241,9 +242,8 @@ class Part:
         if self._held is not None:
             self._held.append(told)
             if not any(map(_has_content, chunk.choices)):
-                ended = [choice for choice in chunk.choices if choice.get("finish_reason")]
-                ended = [choice for choice in ended if not self.samples[choice["index"]].is_cut]
-                if replica.cuts_off and any(choice["finish_reason"] == ABORT for choice in ended):
+                ended = [choice for choice in chunk.choices if self.samples[choice.index].reason]
+                if replica.cuts_off and any(choice.finish_reason == ABORT for choice in ended):
                     raise self._refused(_CANNOT_CONTINUE)
                 if not ended:
                     return
@@ -262,14 +262,17 @@ class Part:
         if self._show is not None and (seen or not told["choices"]):
             self._show(told | {"choices": seen})
 
-    def _shown(self, choice: Json, replica: Replica) -> Json:
+    def _shown(self, choice: Choice, told: Json, replica: Replica) -> Json:
         """A choice of a chunk as the client gets it, with the spans of all its tokens where it is the last."""
-        ask, sample, adapter = self._ask, self.samples[choice["index"]], self._ask.rollout.adapter
-        told = choice | {
+        ask, sample, adapter = self._ask, self.samples[choice.index], self._ask.rollout.adapter
+        told |= {
             "index": sample.index,
+            "finish_reason": choice.finish_reason,
             "weight_version": adapter.version if adapter else replica.weight_version,
         }
         told.pop("weight_versions", None)
+        if choice.delta is not None:
+            told["delta"] = choice.delta
         if (before := ask.before) is not None:
             if before.shows_prompt and "prompt_token_ids" in told:
                 told["prompt_token_ids"] = None
@@ -293,12 +296,12 @@ class Part:
 
     @property
     def _may_continue(self) -> bool:
-        made = any(sample.token_ids for sample in self.samples)
+        made = any(sample.num_made for sample in self.samples)
         return made and self._continues and not any(sample.tells(_TOLD_OF_ALL) for sample in self.samples)
 
     def _check_number(self) -> None:
         """Raise `EngineFailed` if a reply lacks samples, as that of an external server that knows no `n`."""
-        if (found := sum(sample.has_come for sample in self.samples)) != (n := len(self.samples)):
+        if (found := len([one for one in self.samples if one.has_come])) != (n := len(self.samples)):
             raise self._refused(f"it answered with {found} choices, and {n} were asked for")
 
     def _check_ends(self, replica: Replica) -> None:
@@ -308,8 +311,8 @@ class Part:
                 continue
             if replica.cuts_off:
                 sample.is_cut = True
-            elif sample.token_ids:
-                reason = f"the stream ended before sample {sample.index} did, after {len(sample.token_ids)} tokens"
+            elif sample.num_made:
+                reason = f"the stream ended before sample {sample.index} did, after {sample.num_made} tokens"
                 raise EngineFailed(reason, replica_id=replica.replica_id)
         if not replica.cuts_off:
             return
@@ -355,7 +358,7 @@ class Part:
         for sample in samples:
             sample.end(reason, ask.rollout.adapter.version if ask.rollout.adapter else self._served)
             told = {**ask.bare(), **sample.last, "index": sample.index}
-            if sample.token_ids and "prompt_token_ids" in told:
+            if sample.num_made and "prompt_token_ids" in told:
                 told["prompt_token_ids"] = None
             ends.append(told | sample.marks(ask.inexact if ask.before else None, ask.before))
         if self._show is not None:
@@ -410,7 +413,7 @@ class Runner:
         part = sample
         while sample.is_open:
             ask = ask.rest(reply, sample)
-            self._metrics.kept_tokens.inc(len(part.token_ids))
+            self._metrics.kept_tokens.inc(part.num_made)
             [part] = await self.make(ask, reply, show)
             sample.join(part, len(ask.prompt))
             if sample.is_open:
@@ -449,6 +452,6 @@ def shifted(logprobs: Json, characters: int) -> Json:
     return logprobs | {"text_offset": [characters + offset for offset in logprobs["text_offset"]]}
 
 
-def _has_content(choice: Json) -> bool:
-    delta = choice.get("delta") or {}
-    return bool(choice.get("token_ids") or choice.get("text") or any(delta[key] for key in delta if key != "role"))
+def _has_content(choice: Choice) -> bool:
+    delta = choice.delta or {}
+    return bool(inside_list(choice.token_ids) or choice.text or any(delta[key] for key in delta if key != "role"))

@@ -111,7 +111,7 @@ class SglangGenerate:
         def take(chunk: Json) -> None:
             for choice in chunk["choices"]:
                 sample = samples[choice["index"]]
-                sample.add(choice)
+                sample.add_told(choice)
                 is_long = sample.num_tokens > _SHORT_TOKENS
                 if not (sample.is_open and is_long and sample.num_tokens < repeated[sample.index] * (1 + _GROWTH)):
                     repeat(sample)
@@ -129,11 +129,12 @@ class SglangGenerate:
             del self._streams[task]
         for sample in samples:
             if sample.is_open:
-                sample.last = {"weight_version": self._fleet.version} | sample.last | {"finish_reason": "abort"}
+                sample.end("abort", self._fleet.version)
                 repeat(sample)
 
 
 def _joined(sample: Sample) -> Json:
     """The choice with all that it has so far."""
-    joined = {"text": sample.text, "token_ids": sample.token_ids.tolist(), "logprobs": opened(sample.scores.value())}
-    return sample.last | joined | {"prompt_token_ids": opened(sample.prompt)}
+    joined = {"text": sample.text, "token_ids": sample.token_ids, "logprobs": opened(sample.logprobs)}
+    told: Json = opened(sample.last)
+    return told | joined | {"prompt_token_ids": opened(sample.prompt)}

@@ -31,7 +31,10 @@ def stamps(
         spans = [{"version": flight.versions[0], "start": 0, "end": num_tokens}]
     elif num_tokens != 0:
         spans = [{"version": version, "start": None, "end": None} for version in flight.versions]
-    kv_versions = flight.kv_versions({"weight_versions": spans})
+    if len(spans) == len(flight.versions) == 1 and spans[0]["version"] == flight.versions[0]:
+        kv_versions = list(flight.versions)
+    else:
+        kv_versions = flight.kv_versions({"weight_versions": spans})
     if adapter is not None:  # its tokens are of its version; a span keeps the model's own
         for span in spans:
             span |= {"version": adapter.version, "base_version": span["version"], "adapter": adapter.name}
@@ -78,17 +81,14 @@ def joined_spans(first: list[Json], rest: list[Json], kept: int) -> list[Json]:
     return spans
 
 
-def num_unscored(scores: Any, made: int) -> int:
-    """How many of the last `made` tokens lack their log-prob, where there are log-probs: NaN comes from engines as
-    null. With `echo` the prompt's log-probs come before those of the tokens."""
-    if isinstance(scores, dict):
-        scores = scores.get("token_logprobs") or scores.get("content")
-    if not scores or not made or (isinstance(scores, Raw) and b"null" not in bytes(scores)):
+def num_unscored(scores: dict[str, Any], made: int) -> int:
+    """How many of the last `made` tokens lack their log-prob: NaN comes from engines as null. With `echo` the prompt's
+    log-probs come before those of the tokens."""
+    values = scores.get("token_logprobs") or scores.get("content")
+    if not values or not made or (isinstance(values, Raw) and b"null" not in bytes(values)):
         return 0
-    scores = opened(scores)
-    if isinstance(scores, dict):
-        scores = scores.get("token_logprobs") or scores.get("content") or ()
-    return sum((score["logprob"] if isinstance(score, dict) else score) is None for score in scores[-made:])
+    entries = opened(values) or ()
+    return sum((entry["logprob"] if isinstance(entry, dict) else entry) is None for entry in entries[-made:])
 
 
 def _follows(span: Json, before: Json) -> bool:

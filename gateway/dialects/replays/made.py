@@ -110,7 +110,7 @@ def _read(node: _Node, prompt: CompletionPrompt, reply: Reply, samples: list[Sam
     for sample in samples:
         sample.cut()
     is_whole = all(not sample.is_open for sample in samples)
-    made = any(sample.token_ids for sample in samples)
+    made = any(sample.num_made for sample in samples)
     if not is_whole and (node.last.is_whole or not (made and prompt.resumes and reply.prompt)):
         return False
     flight = Flight.of(node.last.versions, node.last.kv_versions)

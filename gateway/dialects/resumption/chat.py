@@ -125,7 +125,7 @@ class ChatContinuation:
             return None
         choices = [parsed.get(choice["index"], choice) for choice in answer["choices"]]
         for choice in choices:
-            if unscored := num_unscored(choice.get("logprobs"), len(choice["token_ids"])):
+            if unscored := num_unscored(choice.get("logprobs") or {}, len(choice["token_ids"])):
                 choice[UNSCORED] = unscored
         usage = usage_of_joined(answer, choices)
         if usage.get("completion_tokens_details"):

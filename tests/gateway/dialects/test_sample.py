@@ -16,7 +16,7 @@ from engines.clients.vllm_engine import VllmEngine
 from engines.engine import Json
 from gateway.dialects.completion_prompt import PATH, is_read_in_chunks
 from gateway.dialects.raw_json import NO_JSON, encoded, opened
-from gateway.dialects.sample import CUT_OFF, Reply, Sample, read_chunk
+from gateway.dialects.sample import CUT_OFF, Reply, Sample, all_of_choices, read_chunk
 from gateway.fleet.flight import Flight
 from gateway.fleet.placement.routing import Rollout
 from tests.rigs.rig import Rig
@@ -159,10 +159,10 @@ def test_chunks_joined_as_bytes_are_those_joined_decoded(stream: tuple[int, list
 @given(streams(), st.randoms(use_true_random=False))
 def test_a_chunk_is_the_chunk_that_was_written(stream: tuple[int, list[Json]], ways: random.Random) -> None:
     for chunk in stream[1]:
-        read = read_chunk(written(chunk, ways).encode())
-        assert json.loads(encoded(read.choices)) == chunk["choices"]
-        assert opened(read.choices) == chunk["choices"]
-        assert read.usage == chunk.get("usage")
+        event = written(chunk, ways).encode()
+        assert read_chunk(event).usage == chunk.get("usage")
+        assert json.loads(encoded(all_of_choices(event))) == chunk["choices"]
+        assert opened(all_of_choices(event)) == chunk["choices"]
 
 
 @settings(max_examples=100, suppress_health_check=[HealthCheck.large_base_example])
@@ -172,11 +172,13 @@ def test_a_sample_in_two_parts_is_that_in_one(choices: list[Json], place: int, w
     for choice in choices:
         ids = choice.get("token_ids") or []
         choice |= {"weight_versions": None, "prompt_token_ids": None, "token_ids": ids}
+        (choice.get("logprobs") or {}).pop("text_offset", None)
     whole, first, rest = Sample(0), Sample(0), Sample(0)
     for number, choice in enumerate(choices):
-        [read] = read_chunk(written({"choices": [choice]}, ways).encode()).choices
-        whole.add(read)
-        (first if number < place else rest).add(read)
+        event = written({"choices": [choice]}, ways).encode()
+        [read] = read_chunk(event).choices
+        whole.add(read, event)
+        (first if number < place else rest).add(read, event)
     first.stamp(Flight(1), None)
     rest.stamp(Flight(2), None)
     first.join(rest, 3)
@@ -185,7 +187,7 @@ def test_a_sample_in_two_parts_is_that_in_one(choices: list[Json], place: int, w
     if place < len(choices):
         assert opened(without_stamps([told | {"resumed": 0}])) == opened(without_stamps([expected | {"resumed": 0}]))
     spans = [(span["version"], span["end"] - span["start"]) for span in told["weight_versions"]]
-    assert sum(tokens for _, tokens in spans) == len(first.token_ids)
+    assert sum(tokens for _, tokens in spans) == first.num_made
 
 
 @pytest.mark.parametrize(
@@ -193,7 +195,7 @@ def test_a_sample_in_two_parts_is_that_in_one(choices: list[Json], place: int, w
     [
         b"", b"<html>", b'{"a":1', b'{"a":NaN}', b'{"a":[1,]}', b'{"a":1}x', b"[1]", b'{"choices":[],"a":"\xff"}',
         b'{"a":01}', b'{"choices":[1,2]}', b'{"choices":[],"a":' + b"[" * 100_000, b'{"choices":[{"text":"a"}]}',
-        b'{"choices":[{"index":1}]}', b'{"choices":[{"index":-1}]}', b'{"choices":[{"index":0,"token_ids":["a"]}]}',
+        b'{"choices":[{"index":1}]}', b'{"choices":[{"index":-1}]}', b'{"choices":[{"index":0,"token_ids":"a"}]}',
         b'{"choices":[{"index":0,"text":5}]}', b'{"choices":[{"index":0,"token_ids":[6],"logprobs":{"tokens":0.5}}]}',
     ],
 )  # fmt: skip
@@ -230,9 +232,8 @@ def test_offsets_are_those_of_names_wherever_a_chunk_counts_from(begin: int) -> 
     sample = Sample(0)
     for offsets in ([0, 11], [begin, begin + 11]):
         names = ["token_id:10"] * len(offsets)
-        sample.add(
-            {"text": "ab", "logprobs": {"text_offset": offsets, "token_logprobs": [-1.0, -1.0], "tokens": names}}
-        )
+        scores = {"text_offset": offsets, "token_logprobs": [-1.0, -1.0], "tokens": names}
+        sample.add_told({"index": 0, "text": "ab", "logprobs": scores})
     assert opened(sample.told(BARE, ()))["logprobs"]["text_offset"] == [0, 11, 22, 33]
 
 
@@ -272,9 +273,9 @@ def test_a_rest_that_was_aborted_before_its_first_token_leaves_all_of_the_first_
 def test_a_part_has_the_spans_that_its_engine_reported_with_the_first_token_of_each_version() -> None:
     sample = Sample(0)
     spans = [{"version": "0", "start": 0, "end": 3}, {"version": "1", "start": 3, "end": 4}]
-    sample.add({"token_ids": [1], "weight_versions": [{"version": "0", "start": 0, "end": 1}]})
-    sample.add({"token_ids": [2, 3, 4], "weight_versions": spans})
-    sample.add({"token_ids": [5, 6]})
+    sample.add_told({"index": 0, "token_ids": [1], "weight_versions": [{"version": "0", "start": 0, "end": 1}]})
+    sample.add_told({"index": 0, "token_ids": [2, 3, 4], "weight_versions": spans})
+    sample.add_told({"index": 0, "token_ids": [5, 6]})
     sample.stamp(Flight(7), None)
     assert sample.spans == [{"version": 0, "start": 0, "end": 3}, {"version": 1, "start": 3, "end": 6}]
 

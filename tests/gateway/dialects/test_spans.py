@@ -33,7 +33,7 @@ def may_be_of(*versions: int) -> list[Json]:
 
 def stamped(flight: Flight, **told: Any) -> list[Json]:
     sample = Sample(0)
-    sample.add({"token_ids": [7, 8, 9], **told})
+    sample.add_told({"index": 0, "token_ids": [7, 8, 9], **told})
     sample.stamp(flight, None)
     return list(sample.spans or ())
 

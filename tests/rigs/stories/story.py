@@ -10,6 +10,7 @@ from typing import Any
 from engines.errors import RolloutGatewayError
 from engines.types import InFlight, PauseMode, ReplicaState
 from engines.weight_label import WeightLabel
+from gateway.dialects.raw_json import opened
 from gateway.dialects.usage import Usage
 from sim.adapters import SimAdapters
 from tests.material.adapters import write_adapter
@@ -247,9 +248,8 @@ class Story:
         async def stream() -> Any:
             whole: dict[str, Any] = {"token_ids": []}
 
-
             def show(chunk: dict[str, Any]) -> None:
-                for choice in chunk["choices"]:
+                for choice in opened(chunk["choices"]):
                     whole["token_ids"] += choice["token_ids"]
                     whole.update({key: value for key, value in choice.items() if key != "token_ids"})
 

@@ -25,15 +25,15 @@ _WHOLE_ONLY = ("prompt_logprobs", "echo", "use_beam_search")
 _SHORT_TOKENS = 64  # two coarse chunks
 
 
-def is_read_in_chunks(body: Json, limit: int, rollout: Rollout, info: ReplicaInfo, *, parts: int = 1) -> bool:
+def is_read_in_chunks(body: Json, limit: int, rollout: Rollout, info: ReplicaInfo) -> bool:
     """True if this engine's reply to `body`, of at most `limit` tokens a sample, is read in chunks.
 
     Engines that we start send coarse chunks, which cost them nothing; the samples of one prompt even gain by it (vLLM
     0.26 made 9 % more tokens). A short single sample is read whole: it has few tokens to lose, and chunks cost this
     process three times the CPU. A rest is read in chunks, however short: where engines die in a row, each is to add
-    tokens. So is one of the `parts` of a group, as the whole group would be.
+    tokens.
     """
-    is_worth_it = rollout.n * parts > 1 or limit > _SHORT_TOKENS or rollout.goes_on
+    is_worth_it = rollout.n > 1 or limit > _SHORT_TOKENS or rollout.goes_on
     whole = [field for field in _WHOLE_ONLY if body.get(field) is not None and body[field] is not False]
     return is_worth_it and info.streams and not whole
 
@@ -42,26 +42,13 @@ def is_read_in_chunks(body: Json, limit: int, rollout: Rollout, info: ReplicaInf
 class CompletionPrompt(Ask):
     """One prompt of a request: its place there, and the body that asks one replica for its completions.
 
-    `making` records what engines make of a batch; None where no record is kept. `parts` is the number of parts that the
-    samples of the client's prompt are in; this is one of them.
+    `making` records what engines make of a batch; None where no record is kept.
     """
 
     request_id: str
     index: int
     limit: int
     making: Making | None = None
-    parts: int = 1
-
-    @property
-    def number(self) -> int:
-        """Place of the client's prompt in the request."""
-        return self.index // self.parts
-
-    def share_of(self, usage: Json) -> Json:
-        """The usage of a reply as it counts for the request: the first part has the prompt's tokens."""
-        if self.index % self.parts == 0:
-            return usage
-        return usage | {"prompt_tokens": 0, "prompt_tokens_details": None}
 
     @property
     def first(self) -> int:
@@ -74,7 +61,7 @@ class CompletionPrompt(Ask):
         return bool(self.body.get("return_token_ids") or not self.body.get("echo"))
 
     def reads_whole(self, replica: Replica) -> bool:
-        return not is_read_in_chunks(self.body, self.limit, self.rollout, replica.info, parts=self.parts)
+        return not is_read_in_chunks(self.body, self.limit, self.rollout, replica.info)
 
     async def asked(self, replica: Replica, *, streams: bool) -> tuple[str, Json]:
         """With token ids if that changes nothing else: a span counts tokens."""
@@ -91,7 +78,7 @@ class CompletionPrompt(Ask):
 
     def named(self, error: EngineRefused) -> EngineRefused:
         if isinstance(inner := error.body.get("error"), dict):
-            message = f"prompt[{self.number}]: {inner.get('message', '')}"
+            message = f"prompt[{self.index}]: {inner.get('message', '')}"
             error.body = {**error.body, "error": {**inner, "message": message}}
         return error
 

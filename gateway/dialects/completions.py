@@ -13,7 +13,6 @@ from engines.engine import Json
 from engines.errors import InvalidRequest
 from gateway.config.schema import GatewayConfig
 from gateway.dialects.completion_prompt import CompletionPrompt
-from gateway.dialects.group_parts import in_parts
 from gateway.dialects.own_fields import Terms, common_room, without_own_fields
 from gateway.dialects.parallel import Show
 from gateway.dialects.runner import Runner
@@ -87,10 +86,6 @@ class Completions:
             )
         return prompts
 
-    def parts_of(self, prompts: Iterable[CompletionPrompt]) -> list[CompletionPrompt]:
-        """The prompts of a request in parts of at most `gateway.samples_together` samples."""
-        return in_parts(prompts, self._config.samples_together)
-
     async def generate(self, prompts: Sequence[CompletionPrompt]) -> Json:
         """One reply for all prompts, decoded. The first prompt that fails ends the others."""
         reply: Json = orjson.loads(b"".join((await self.written(prompts)).pieces()))
@@ -105,13 +100,13 @@ class Completions:
         parts = [by_index[prompt.index] for prompt in prompts]
         usage = Usage()
         for prompt, part in zip(prompts, parts, strict=True):
-            usage.add_chunk(prompt.index, prompt.share_of(part.head["usage"]))
+            usage.add_chunk(prompt.index, part.head["usage"])
         whole = {"id": f"cmpl-{prompts[0].request_id}", "created": int(time.time()), "usage": usage.total()}
         return Written(
             parts[0].head | whole,
             [choice for part in parts for choice in part.choices],
             [end for part in parts for end in part.ends],
-            _seconds(prompts, parts),
+            [seconds for part in parts for seconds in part.seconds],
         )
 
     async def _written(self, prompt: CompletionPrompt, began: float, made: MadeBefore) -> Written:
@@ -143,24 +138,16 @@ class Completions:
         def shown(prompt: CompletionPrompt, chunk: Json) -> None:
             nonlocal last
             last = chunk | {"id": f"cmpl-{prompt.request_id}"}
-            usage.add_chunk(prompt.index, chunk.get("usage") and prompt.share_of(chunk["usage"]))
+            usage.add_chunk(prompt.index, chunk.get("usage"))
             if chunk["choices"]:
                 _as_asked(chunk["choices"], prompt)
                 show(with_usage_rule(last, prompt.body))
 
         await together(self._runner.run(prompt, reply, partial(shown, prompt)) for prompt, reply in turns)
         for prompt, reply in turns:  # an engine that died has not told its count
-            usage.add_chunk(prompt.index, prompt.share_of(reply.usage))
+            usage.add_chunk(prompt.index, reply.usage)
         if wants_usage(turns[0][0].body):
             show({**last, "choices": [], "usage": usage.total()})
-
-
-def _seconds(prompts: Sequence[CompletionPrompt], parts: Sequence[Written]) -> list[float]:
-    """The times at which the client's prompts ended: each with the last of its parts."""
-    ends: dict[int, float] = {}
-    for prompt, part in zip(prompts, parts, strict=True):
-        ends[prompt.number] = max(ends.get(prompt.number, 0.0), *part.seconds)
-    return list(ends.values())
 
 
 def longest_first(prompts: Sequence[CompletionPrompt]) -> Sequence[CompletionPrompt]:

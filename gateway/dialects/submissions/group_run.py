@@ -173,7 +173,7 @@ class GroupRun:
     async def _stream(self, completions: Completions, prompt: CompletionPrompt, show: Show) -> None:
         """Stream the open samples. A group without any token starts as a whole, or in its parts."""
         if len(self.open) == self.group.n and not any(sample.token_ids for sample in self.samples):
-            await completions.stream(completions.parts_of([prompt]), Usage(), show)
+            await completions.stream([prompt], Usage(), show)
         else:
             read = self.read or prompt.body["prompt"]
             await completions.stream_rests(prompt, [sample.part(read) for sample in self.open], show)

@@ -71,7 +71,7 @@ class RolloutRoutes:
 
     async def _create_completions(self, request: web.Request) -> web.StreamResponse:
         content, body, session = await self._read(request)
-        prompts = self._completions.parts_of(self._completions.decode(body, request_id(request, body), session))
+        prompts = self._completions.decode(body, request_id(request, body), session)
         if body.get("stream"):
             model = prompts[0].rollout.model
             return await self._stream(request, model, partial(self._completions.stream, prompts))

@@ -1,6 +1,5 @@
 """Stamps a sample with the weight versions of its tokens and of the KV under them."""
 
-from functools import lru_cache
 from typing import Any
 
 from msgspec import Raw
@@ -51,7 +50,7 @@ def _of_versions(report: list[Json], num_tokens: int | None) -> list[Json]:
     for span in report:
         if num_tokens is not None and span["start"] >= num_tokens:
             break
-        version = _version(span["version"])
+        version = WeightLabel.read(span["version"]).version
         if spans and spans[-1]["version"] == version:
             spans[-1]["end"] = span["end"]
         else:
@@ -59,11 +58,6 @@ def _of_versions(report: list[Json], num_tokens: int | None) -> list[Json]:
     if spans and num_tokens is not None:
         spans[-1]["end"] = num_tokens
     return spans
-
-
-@lru_cache(maxsize=64)
-def _version(label: str) -> int:
-    return WeightLabel.read(label).version
 
 
 def joined_spans(first: list[Json], rest: list[Json], kept: int) -> list[Json]:

@@ -5,7 +5,7 @@ log-probs, which are most of a reply, are joined as their engines wrote them.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Annotated, Any
 
@@ -201,21 +201,20 @@ class Sample:
         if self._scores is None and not self._lists:
             self._scores = scores
             return
-        more = [(key, b"" if key == _OFFSETS else inside_list(value)) for key, value in scores.items()]
+        more = _items_of(scores)
         self._take_apart()
-        for key, items in more:
-            self._extend(key, items)
+        self._extend(more)
 
     def _take_apart(self) -> None:
-        scores, self._scores = self._scores or {}, None
-        for key, value in scores.items():
-            self._extend(key, b"" if key == _OFFSETS else inside_list(value))
+        if self._scores is not None:
+            self._lists, self._scores = {key: bytearray(items) for key, items in _items_of(self._scores).items()}, None
 
-    def _extend(self, key: str, items: bytes | bytearray) -> None:
-        so_far = self._lists.setdefault(key, bytearray())
-        if so_far and items:
-            so_far += b","
-        so_far += items
+    def _extend(self, more: Mapping[str, bytes | bytearray]) -> None:
+        for key, items in more.items():
+            so_far = self._lists.setdefault(key, bytearray())
+            if so_far and items:
+                so_far += b","
+            so_far += items
 
     def cut(self) -> None:
         """Take an end by an update as one that continues."""
@@ -253,8 +252,7 @@ class Sample:
         self._text += rest._text
         self._take_apart()
         rest._take_apart()
-        for key, items in rest._lists.items():
-            self._extend(key, items)
+        self._extend(rest._lists)
         self.num_characters += rest.num_characters
         self.num_unscored += rest.num_unscored
         self.reason, self._last, self._end = rest.reason, rest._last, rest._end
@@ -266,9 +264,8 @@ class Sample:
         self._ids = bytearray(inside_list(Raw(encoded(kept))))
         self._text = [self.text.removesuffix(_HALF)]
         scores = opened(self.logprobs or {})
-        self._scores, self._lists = None, {}
-        for key, values in scores.items():
-            self._extend(key, b"" if key == _OFFSETS else inside_list(Raw(encoded(values and values[:length]))))
+        self._lists = {}
+        self._scores = {key: Raw(encoded(values and values[:length])) for key, values in scores.items()} or None
 
     def end(self, reason: str, version: int) -> None:
         """End it while no replica has it; a sample without tokens is of no version that made any."""
@@ -306,6 +303,11 @@ class Sample:
         if scores:
             self.num_unscored = num_unscored(scores, self.num_made)
         return told | self.marks(inexact)
+
+
+def _items_of(scores: dict[str, Raw]) -> dict[str, bytes]:
+    """The items of the lists of log-probs; offsets are counted again."""
+    return {key: b"" if key == _OFFSETS else inside_list(value) for key, value in scores.items()}
 
 
 class Reply:

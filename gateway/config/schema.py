@@ -121,9 +121,6 @@ class GatewayConfig(Section):
     """Longest wait of a rollout for a replica that may take it, while none of these makes a token."""
     generate_timeout_s: float = Field(1800.0, gt=0)
     """Longest wait for a replica's completions of one prompt; later than that no further attempt begins."""
-    samples_together: int | None = Field(None, ge=1)
-    """Most samples of a prompt that are placed as one piece, of /v1/completions and /v1/rollouts. Small pieces level
-    replicas where answers are long, and a prompt is read on more of them. null: all samples of a prompt."""
     session_kv_share: float | None = Field(None, gt=0, le=1)
     """Share of a replica's KV cache that sessions may need, such as 1.0, where the engine reports its size: beyond that
     the turns of further sessions wait if reading an evicted context again costs more time. null admits all."""

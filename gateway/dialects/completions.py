@@ -1,9 +1,10 @@
 """/v1/completions of vLLM's dialect: a request becomes one rollout per prompt; the replies are joined prompt-major."""
 
+import asyncio
 import math
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import orjson
@@ -11,26 +12,25 @@ import orjson
 from engines.engine import Json
 from engines.errors import InvalidRequest
 from gateway.config.schema import GatewayConfig
-from gateway.dialects.completion_prompt import DEFAULT_MAX_TOKENS, CompletionPrompt
-from gateway.dialects.expected import read_expected, without_own_fields
-from gateway.dialects.freshness import read_freshness
-from gateway.dialects.group_parts import in_parts
-from gateway.dialects.parallel import merged
-from gateway.dialects.replies.written import Written
-from gateway.dialects.resumption.cut_stream import CutStream
+from gateway.dialects.completion_prompt import CompletionPrompt
+from gateway.dialects.own_fields import Terms, common_room, without_own_fields
+from gateway.dialects.parallel import Show
 from gateway.dialects.runner import Runner
+from gateway.dialects.sample import Reply, Sample
 from gateway.dialects.sampling import MAX_PROMPTS, asks_vllm, check_sampling
 from gateway.dialects.usage import Usage, wants_usage, with_usage_rule
+from gateway.dialects.written import Written
 from gateway.fleet.fleet import Fleet
-from gateway.fleet.placement.attempt_loop import using
 from gateway.fleet.placement.lengths import prompt_key
-from gateway.fleet.placement.routing import Rollout
 from gateway.fleet.together import together
 
-MadeBefore = Callable[[CompletionPrompt], Awaitable[Json | None]]
+MadeBefore = Callable[[CompletionPrompt], Awaitable[Reply | None]]
 """Returns the reply to a prompt as far as a gateway before this one has it; None where it begins."""
 
 _CHARACTERS_PER_TOKEN = 4
+_LARGE_BYTES = 1 << 16
+# vLLM's own default of max_tokens in this dialect.
+_DEFAULT_MAX_TOKENS = 16
 
 
 async def nothing_made(prompt: CompletionPrompt) -> None:
@@ -51,44 +51,40 @@ class Completions:
         A turn of `session` has one prompt; the prompts of a batch are spread over all replicas.
         Prompts are numbered from `first`.
         """
-        model, adapter = self._fleet.asked(body.get("model") or None)
-        n = check_sampling(body)
-        max_len = common_room(self._fleet, model)
-        fresh = read_freshness(body, self._fleet, model)
+        n, values = check_sampling(body), _prompt_list(body)
+        terms = Terms.read(body, self._fleet, self._runner.lengths, len(values))
+        max_len = common_room(self._fleet, terms.model)
+        limit = _limit(body, max_len)
         rest = without_own_fields(body)
         for field in ("prompt", "stream"):
             rest.pop(field, None)
-        prompts, values = [], _prompt_list(body)
-        expected = read_expected(body, len(values))
-        for index, value in enumerate(values, first):
-            length = _checked_length(index, value, max_len, body.get("truncate_prompt_tokens"))
-            limit, key = _limit(body, max_len), prompt_key(value)
-            length_of = expected[index - first] or self._runner.expected(model, key)
-            rollout = Rollout(
-                request_id=f"{request_id}-{index}",
-                request=request_id,
-                model=model,
+        prompts = []
+        for place, value in enumerate(values):
+            index = first + place
+            rollout = terms.rollout(
+                f"{request_id}-{index}",
+                prompt_key(value),
                 n=n,
-                tokens=length + n * min(limit, math.ceil(length_of or limit)),
-                prompt_tokens=length,
+                prompt_tokens=_checked_length(index, value, max_len, body.get("truncate_prompt_tokens")),
+                limit=limit,
+                place=place,
+                request=request_id,
                 needs_ids=asks_vllm(body),
-                min_version=fresh.min_version,
-                max_staleness=fresh.max_staleness,
                 session=session if len(values) == 1 else "",
-                adapter=adapter,
-                expected=length_of,
-                prompt_key=key,
             )
             prompts.append(
                 CompletionPrompt(
-                    self._runner, self._config, request_id, index, rollout, {**rest, "prompt": value}, limit, max_len
+                    config=self._config,
+                    request_id=request_id,
+                    index=index,
+                    rollout=rollout,
+                    body={**rest, "prompt": value},
+                    limit=limit,
+                    room=max_len,
+                    read=value if isinstance(value, list) else None,
                 )
             )
         return prompts
-
-    def parts_of(self, prompts: Iterable[CompletionPrompt]) -> list[CompletionPrompt]:
-        """The prompts of a request in parts of at most `gateway.samples_together` samples."""
-        return in_parts(prompts, self._config.samples_together)
 
     async def generate(self, prompts: Sequence[CompletionPrompt]) -> Json:
         """One reply for all prompts, decoded. The first prompt that fails ends the others."""
@@ -99,93 +95,59 @@ class Completions:
         """As `generate`, as JSON with values as their engines wrote them."""
         began = time.monotonic()
         turns = longest_first(prompts)
-        ended = await together(self._written(prompt, began, made) for prompt in turns)
+        ended = await together([self._written(prompt, began, made) for prompt in turns])
         by_index = {prompt.index: part for prompt, part in zip(turns, ended, strict=True)}
         parts = [by_index[prompt.index] for prompt in prompts]
         usage = Usage()
         for prompt, part in zip(prompts, parts, strict=True):
-            usage.add_chunk(prompt.index, prompt.share_of(part.head.get("usage")))
+            usage.add_chunk(prompt.index, part.head["usage"])
         whole = {"id": f"cmpl-{prompts[0].request_id}", "created": int(time.time()), "usage": usage.total()}
         return Written(
             parts[0].head | whole,
             [choice for part in parts for choice in part.choices],
             [end for part in parts for end in part.ends],
-            _seconds(prompts, parts),
+            [seconds for part in parts for seconds in part.seconds],
         )
 
     async def _written(self, prompt: CompletionPrompt, began: float, made: MadeBefore) -> Written:
         """The reply of one prompt, its samples numbered as the client knows them: those of prompt i begin at i*n."""
         answer = await self._runner.generate(prompt, await made(prompt))
-        written = Written(seconds=[time.monotonic() - began])
-        for choice in sorted(answer.pop("choices"), key=lambda choice: int(choice["index"])):
-            _hide_ids(choice, prompt.body)
-            choice["index"] += prompt.indexes.start
+        written, choices = Written(seconds=[time.monotonic() - began]), answer.pop("choices")
+        _as_asked(choices, prompt)
+        for choice in choices:
             written.add(choice)
+            if len(written.choices[-1]) > _LARGE_BYTES:  # each in a turn of the event loop
+                await asyncio.sleep(0)
         written.head = answer
         return written
 
-    async def stream(self, prompts: Sequence[CompletionPrompt], usage: Usage | None = None) -> AsyncGenerator[Json]:
-        """Chunks of all prompts in the order of arrival, numbered as if one engine made them. Counts up `usage`."""
-        usage, last = Usage() if usage is None else usage, Json()
-        shown = [self._shown(prompt, usage) for prompt in longest_first(prompts)]
-        async with aclosing(shown[0] if len(shown) == 1 else merged(shown)) as chunks:
-            async for last in chunks:
-                yield last
-        if wants_usage(prompts[0].body):
-            yield {**last, "choices": [], "usage": usage.total()}
+    async def stream(self, prompts: Sequence[CompletionPrompt], usage: Usage, show: Show) -> None:
+        """Show the chunks of all prompts in the order of arrival, numbered as if one engine made them. Count up
+        `usage`."""
+        turns = longest_first(prompts)
+        await self._stream([(prompt, Reply(prompt.read)) for prompt in turns], usage, show)
 
-    async def _shown(self, prompt: CompletionPrompt, usage: Usage) -> AsyncGenerator[Json]:
-        async with aclosing(self._stream_one(prompt)) as chunks:
-            async for chunk in chunks:
-                usage.add_chunk(prompt.index, prompt.share_of(chunk.get("usage")))
-                if chunk["choices"]:
-                    for choice in chunk["choices"]:
-                        _hide_ids(choice, prompt.body)
-                    yield with_usage_rule(chunk, prompt.body)
+    async def stream_rests(self, prompt: CompletionPrompt, parts: Iterable[Json], show: Show) -> None:
+        """Show the chunks of the samples whose first parts are in the record of a gateway before this one."""
+        samples = [Sample.of(part, keeps_content=False) for part in parts]
+        await self._stream([(prompt, Reply(prompt.read, samples))], Usage(), show)
 
-    async def _stream_one(self, prompt: CompletionPrompt) -> AsyncGenerator[Json]:
-        usage, chunk, cut = Json(), Json(), _cut_stream(prompt)
-        with using(prompt.rollout):
-            async with aclosing(self._runner.stream(prompt, cut)) as chunks:
-                async for chunk in chunks:
-                    usage = chunk.get("usage") or usage
-                    yield chunk
-            async with aclosing(self._stream_rests(prompt, cut, cut.cut_off(), usage, chunk)) as chunks:
-                async for chunk in chunks:
-                    yield chunk
+    async def _stream(self, turns: Sequence[tuple[CompletionPrompt, Reply]], usage: Usage, show: Show) -> None:
+        last = Json()
 
-    async def stream_rests(self, prompt: CompletionPrompt, parts: Mapping[int, Json]) -> AsyncGenerator[Json]:
-        """Chunks of the samples, by index, whose first parts are in the record of a gateway before this one."""
-        cut = _cut_stream(prompt)
-        cut.restore(parts)
-        with using(prompt.rollout):
-            async with aclosing(self._stream_rests(prompt, cut, parts, Json(), Json())) as chunks:
-                async for chunk in chunks:
-                    yield chunk
+        def shown(prompt: CompletionPrompt, chunk: Json) -> None:
+            nonlocal last
+            last = chunk | {"id": f"cmpl-{prompt.request_id}"}
+            usage.add_chunk(prompt.index, chunk.get("usage"))
+            if chunk["choices"]:
+                _as_asked(chunk["choices"], prompt)
+                show(with_usage_rule(last, prompt.body))
 
-    async def _stream_rests(
-        self, prompt: CompletionPrompt, cut: CutStream, made: Mapping[int, Json], usage: Json, last: Json
-    ) -> AsyncGenerator[Json]:
-        """Chunks that continue the samples `made`; `usage` and `last` are those of the stream before."""
-        rest_usage = Usage()
-        rests = [prompt.rest_of(part, index) for index, part in made.items()]
-        self._runner.count_kept(len(part["token_ids"]) for part in made.values())
-        if rests:
-            async with aclosing(self.stream(rests, rest_usage)) as chunks:
-                async for last in chunks:
-                    for choice in last["choices"]:
-                        cut.follow(choice)
-                    yield last | {"usage": cut.usage(usage, rest_usage.total())}
-        if cut.is_cut:
-            yield last | {"choices": [], "usage": cut.usage(usage, rest_usage.total())}
-
-
-def _seconds(prompts: Sequence[CompletionPrompt], parts: Sequence[Written]) -> list[float]:
-    """The times at which the client's prompts ended: each with the last of its parts."""
-    ends: dict[int, float] = {}
-    for prompt, part in zip(prompts, parts, strict=True):
-        ends[prompt.number] = max(ends.get(prompt.number, 0.0), *part.seconds)
-    return list(ends.values())
+        await together(self._runner.run(prompt, reply, partial(shown, prompt)) for prompt, reply in turns)
+        for prompt, reply in turns:  # an engine that died has not told its count
+            usage.add_chunk(prompt.index, reply.usage)
+        if wants_usage(turns[0][0].body):
+            show({**last, "choices": [], "usage": usage.total()})
 
 
 def longest_first(prompts: Sequence[CompletionPrompt]) -> Sequence[CompletionPrompt]:
@@ -193,25 +155,9 @@ def longest_first(prompts: Sequence[CompletionPrompt]) -> Sequence[CompletionPro
     return prompts if len(prompts) == 1 else sorted(prompts, key=lambda prompt: prompt.rollout.rank)
 
 
-def _cut_stream(prompt: CompletionPrompt) -> CutStream:
-    return CutStream(
-        prompt.indexes,
-        prompt.rollout.adapter,
-        inexact=prompt.inexact,
-        has_ids=prompt.has_ids,
-        keeps_record=prompt.keeps_record,
-    )
-
-
-def common_room(fleet: Fleet, model: str) -> int | None:
-    """The smallest `max_model_len` among the replicas of a model; None where no replica reports it."""
-    lengths = [replica.info.max_model_len for replica in fleet.alive if replica.info.model == model]
-    return min((length for length in lengths if length is not None), default=None)
-
-
 def _limit(body: Json, max_len: int | None) -> int:
     """Most tokens of a sample. As in vLLM, null is the default, and `max_completion_tokens` is of conversations."""
-    asked: int = DEFAULT_MAX_TOKENS if body.get("max_tokens") is None else body["max_tokens"]
+    asked: int = _DEFAULT_MAX_TOKENS if body.get("max_tokens") is None else body["max_tokens"]
     return min(asked, max_len or asked)
 
 
@@ -254,7 +200,11 @@ def _checked_length(index: int, value: Any, max_len: int | None, kept: Any) -> i
     return len(value)
 
 
-def _hide_ids(choice: Json, body: Json) -> None:
-    """Remove token ids, which are always needed here, for clients that did not ask for them."""
-    if not body.get("return_token_ids"):
-        choice |= {"token_ids": None, "prompt_token_ids": None}
+def _as_asked(choices: Iterable[Json], prompt: CompletionPrompt) -> None:
+    """Make choices those that the client knows: numbered, and without the token ids, which are always needed here, that
+    it did not ask for."""
+    first, shows_ids = prompt.first, prompt.body.get("return_token_ids")
+    for choice in choices:
+        choice["index"] += first
+        if not shows_ids:
+            choice |= {"token_ids": None, "prompt_token_ids": None}

@@ -1,69 +1,50 @@
-"""Several streams at once. The first failure ends the others."""
+"""The chunks of a stream: its work passes them on as they come, and whoever reads them does not hold the work up."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 
 from engines.engine import Json
-from gateway.fleet.together import together
+
+Show = Callable[[Json], None]
+"""Takes a chunk."""
+Streaming = Callable[[Show], Awaitable[None]]
+"""Makes the chunks of a stream."""
 
 
-async def until(ended: asyncio.Event, stream: AsyncGenerator[Json]) -> AsyncGenerator[Json]:
-    """The chunks of a stream until it ends or the event is set."""
-    waiting = asyncio.create_task(ended.wait())
-    try:
-        async with aclosing(merged([stream])) as chunks:
-            while True:
-                reading = asyncio.ensure_future(anext(chunks, None))
-                try:
-                    await asyncio.wait({reading, waiting}, return_when=asyncio.FIRST_COMPLETED)
-                finally:
-                    if is_over := not reading.done():  # a stream that is still read cannot be closed
-                        reading.cancel()
-                        await asyncio.gather(reading, return_exceptions=True)
-                if is_over or (chunk := reading.result()) is None:
-                    return
-                yield chunk
-    finally:
-        waiting.cancel()
-
-
-async def merged(streams: Iterable[AsyncGenerator[Json]]) -> AsyncGenerator[Json]:
-    """The chunks of all streams in the order of their arrival. Raises the error of the first stream that fails."""
-    async with aclosing(read_ahead(streams)) as blocks:
-        async for chunks in blocks:
-            for chunk in chunks:
-                yield chunk
-
-
-async def read_ahead(streams: Iterable[AsyncGenerator[Json]]) -> AsyncGenerator[list[Json]]:
-    """As `merged`, in lists of the chunks that have come since the last list was taken."""
+async def blocks_of(work: Streaming) -> AsyncGenerator[list[Json]]:
+    """Yield the chunks in lists of those that have come since the last list was taken. Raise the work's error; end it
+    where the reader leaves."""
     ready: list[Json] = []
-    news, has_ended = asyncio.Event(), False
+    news = asyncio.Event()
 
-    async def read(stream: AsyncGenerator[Json]) -> None:
-        async with aclosing(stream):
-            async for chunk in stream:
-                ready.append(chunk)
-                news.set()
+    def show(chunk: Json) -> None:
+        ready.append(chunk)
+        news.set()
 
-    async def read_all() -> None:
-        nonlocal has_ended
+    async def run() -> None:
         try:
-            await together(map(read, streams))
+            await work(show)
         finally:
-            has_ended = True
             news.set()
 
-    reader = asyncio.create_task(read_all(), name="merge streams")
+    task = asyncio.create_task(run(), name="stream")
     try:
-        while ready or not has_ended:
+        while ready or not task.done():
             await news.wait()
             news.clear()
             if ready:
                 chunks, ready[:] = ready[:], []
                 yield chunks
-        await reader
+        await task
     finally:
-        reader.cancel()
-        await asyncio.gather(reader, return_exceptions=True)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def chunks_of(work: Streaming) -> AsyncGenerator[Json]:
+    """As `blocks_of`, one by one."""
+    async with aclosing(blocks_of(work)) as blocks:
+        async for chunks in blocks:
+            for chunk in chunks:
+                yield chunk

@@ -1,135 +1,371 @@
-"""Runs one rollout of any dialect, whole or streamed: place it, ask an engine, continue what was cut off."""
+"""Runs a rollout of any dialect, whole or streamed: place it, read what a replica makes, continue what was cut off."""
 
 import asyncio
+import math
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Iterable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, aclosing, nullcontext
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Self
 
 from engines.engine import Json
 from engines.errors import EngineError, EngineFailed, EngineRefused, Withdrawn
-from gateway.dialects.replies.assembly import Assembly
-from gateway.dialects.replies.carried import num_tokens, opened
-from gateway.dialects.resumption.cut_stream import CutStream
-from gateway.dialects.resumption.tokens import CUT_OFF, mark_cut_off, places_cut_off, retried_if_empty, was_cut_off
-from gateway.dialects.spans import mark_unscored, name_adapter, stamp_versions
-from gateway.dialects.usage import usage_of_joined
+from gateway.config.schema import GatewayConfig
+from gateway.dialects.parallel import Show
+from gateway.dialects.raw_json import NO_JSON, inside_list, opened
+from gateway.dialects.resumption.features import MARK, inexact_fields
+from gateway.dialects.sample import ABORT, CUT_OFF, Choice, Chunk, Reply, Sample, all_of_choices
+from gateway.dialects.sampling import versioned_salt
+from gateway.dialects.spans import UNSCORED
 from gateway.fleet.flight import Flight
 from gateway.fleet.metrics import Metrics
-from gateway.fleet.placement.attempt_loop import AttemptLoop, using
+from gateway.fleet.placement.attempt_loop import AttemptLoop
+from gateway.fleet.placement.lengths import Lengths
 from gateway.fleet.placement.routing import Rollout
 from gateway.fleet.replica import Replica
+from gateway.fleet.together import together
 
+SO_FAR = "weight_versions_so_far"
+"""The spans of a sample in a choice before its last, for records; no client sees it."""
+Note = Callable[[list[bytes]], None]
+"""Takes what an engine has told, for the record of a batch."""
+
+DEFAULT_MAX_TOKENS = 1024
+"""Load of a sample that names no limit; an engine would let it fill the context."""
+_FULL = "length"
 _LARGE_BYTES = 1 << 14
-_ABORT, _FULL = "abort", "length"
+_CANNOT_CONTINUE = "the reply was cut off and cannot continue"
+_TOLD_OF_ALL = ("routed_experts", "sampling_mask")  # encoded over all tokens of a choice
+_NO_ADAPTER = nullcontext()
 
 
-class Exchange(ABC):
-    """One rollout in the words of its dialect: how an engine is asked, and how samples that were cut off continue."""
+def using(rollout: Rollout) -> AbstractContextManager[None]:
+    """Keeps the adapter of a rollout loaded, if it has one."""
+    if rollout.adapter is None:
+        return _NO_ADAPTER
+    return rollout.adapter.used(rollout.request_id, goes_on=rollout.goes_on)
 
+
+@dataclass(frozen=True, kw_only=True)
+class Ask(ABC):
+    """One rollout in the words of its dialect, or the rest of one of its samples: how an engine is asked.
+
+    `limit` is the largest number of tokens of a sample, `room` that of prompt and sample together; None where it is not
+    known. `read` are the token ids of the prompt, where they are known; `before` is the sample that continues here.
+    `keeps_record` is True where the chunks of a stream have the spans so far.
+    """
+
+    config: GatewayConfig
     rollout: Rollout
+    body: Json
+    limit: int | None
+    room: int | None = None
+    read: list[int] | None = None
+    before: Sample | None = None
+    keeps_record: bool = False
 
-    @property
-    @abstractmethod
+    @cached_property
     def inexact(self) -> tuple[str, ...] | None:
         """The fields with which samples that continue are marked; None if they may not continue from their tokens."""
+        return inexact_fields(self.body)
 
     @property
     def resumes(self) -> bool:
         """True if samples may continue from their tokens."""
         return self.inexact is not None
 
+    def continues(self, *, streams: bool) -> bool:
+        """As `resumes`, for a client that streams or not."""
+        return self.resumes
+
     @property
     def is_full(self) -> bool:
         """True for the rest of a sample that has all of its tokens: its engine died before it reported the end."""
-        return False
+        if self.before is None or not (made := self.before.num_made):
+            return False
+        room = math.inf if self.room is None else self.room - len(self.prompt)
+        return made >= min(room, math.inf if self.limit is None else self.limit)
 
     @abstractmethod
-    async def ask(self, replica: Replica, part: "Part") -> Json:
-        """The reply of the replica's engine to the whole rollout; `part` reads it if it comes in chunks."""
+    def reads_whole(self, replica: Replica) -> bool:
+        """True where the reply to a client that does not stream is not read in chunks."""
 
     @abstractmethod
-    def chunks(self, replica: Replica) -> AsyncGenerator[list[Json]]:
-        """The chunks of the replica's engine, in lists of those that came together, numbered as the client knows the
-        samples."""
+    async def asked(self, replica: Replica, *, streams: bool) -> tuple[str, Json]:
+        """The route and the body for the replica's engine. With `streams` the client has what was made before."""
 
     @abstractmethod
-    def prompt_ids(self, answer: Json) -> list[int] | None:
-        """Token ids of the prompt as the engine read it; None where it does not report them."""
+    def bare(self) -> Json:
+        """A choice without tokens."""
 
     @abstractmethod
-    async def continued(self, answer: Json, cut: list[int]) -> Json | None:
-        """The reply with the rest of the choices at the places `cut`. None where the rollout has to restart."""
+    def bare_head(self) -> Json:
+        """What is beside the choices of a reply that no engine has begun."""
 
-    @abstractmethod
-    def bare_reply(self) -> Json:
-        """The reply to a rollout that ends without an engine: choices without tokens."""
+    def told(self, reply: Reply) -> Json:
+        """A reply whose samples are told whole."""
+        bare = self.bare()
+        choices = [sample.told(bare, self.inexact if sample.is_resumed else None) for sample in reply.samples]
+        return (reply.head or self.bare_head()) | {"choices": choices, "usage": reply.usage}
 
-    @abstractmethod
-    def bare_chunk(self) -> Json:
-        """As `bare_reply`, for a stream: numbered as the client knows the samples."""
+    async def whole(self, replica: Replica, path: str, body: Json) -> bytes:
+        """The reply of the engine, whole."""
+        return await replica.engine.reply(path, body, self.config.generate_timeout_s)
+
+    def events(self, replica: Replica, path: str, body: Json) -> AsyncGenerator[list[bytes]]:
+        """The chunks of the engine, in lists of those that came together."""
+        return replica.engine.events(path, body, self.config.generate_timeout_s)
 
     def shows(self, choice: Json, *, is_cut: bool) -> bool:
         """True if the client sees this choice of a chunk; `is_cut` where it was cut off and continues."""
         return True
 
+    def named(self, error: EngineRefused) -> EngineRefused:
+        """The error of an engine with the prompt that it refuses, where a request may have several."""
+        return error
+
+    def note(self, replica: Replica, flight: Flight, *, is_whole: bool) -> Note | None:
+        """Takes what the engine tells; None where no record is kept."""
+        return None
+
+    def note_cut(self, reply: Reply) -> None:
+        """Note what was made before its open samples continue, where a record is kept."""
+        return
+
+    def salt(self, replica: Replica) -> str:
+        return versioned_salt(self.body, replica.weight_version, self.rollout.adapter)
+
+    @property
+    def prompt(self) -> list[int]:
+        """The token ids of the prompt of a rest."""
+        assert self.read is not None
+        return self.read
+
+    def rest(self, reply: Reply, sample: Sample) -> Self:
+        """The rest of one sample, whose tokens an engine reads after the prompt."""
+        rollout, read = self.rollout, reply.prompt or []
+        rest = replace(
+            rollout,
+            request_id=rollout.request_id if rollout.n == 1 else f"{rollout.request_id}-{sample.index}",
+            n=1,
+            tokens=len(read) + max(self.limit or DEFAULT_MAX_TOKENS, sample.num_made),
+            goes_on=True,
+            attempts=rollout.attempts if self.before else rollout.attempts.branch(),
+        )
+        return replace(self, rollout=rest, read=read, before=sample)
+
 
 class Part:
-    """The part of a whole reply that has arrived from one replica."""
+    """What one replica after the other makes of an `Ask`, until one has delivered, or has made tokens that continue."""
 
-    def __init__(self, replica: Replica, large: asyncio.Lock) -> None:
-        self.flight = replica.take_off()
-        self.is_whole = False
-        self.replica = replica
-        self._large = large
-        self._assembly: Assembly | None = None
+    def __init__(self, ask: Ask, reply: Reply, show: Show | None, large: asyncio.Lock, served: int) -> None:
+        """`served` is the version that a sample without tokens names."""
+        self._served = served
+        self.error: EngineError | None = None
+        """Ends a stream whose client has what cannot continue."""
+        self._ask, self._reply, self._show, self._large = ask, reply, show, large
+        self.samples: list[Sample] = []
+        self._held: list[Json] | None = []
+        """The chunks of a stream before the first with content, all of which an attempt may take back."""
+        self._replica: Replica | None = None
+        self._flight = Flight(None)
 
-    async def read(
-        self, events: AsyncGenerator[list[bytes]], assembly: Assembly, note: Callable[[list[bytes]], None] | None = None
-    ) -> Json:
-        """The whole reply out of its chunks. `note` gets them too."""
-        self._assembly = assembly
-        async with aclosing(events):
-            async for together in events:
-                self.replica.saw_progress()
-                await self._add(together, assembly)
-                if note is not None:
-                    note(together)
-        return await assembly.joined(self._large)
+    def _begin(self) -> None:
+        ask, keeps = self._ask, self._show is None
+        if ask.before is None:
+            self.samples = self._reply.samples = [Sample(i, keeps_content=keeps) for i in range(ask.rollout.n)]
+        else:
+            self.samples = [Sample(ask.before.index, keeps_content=keeps)]
+            ask.before.rest = self.samples[0]
+        self._held = []
 
-    async def _add(self, together: list[bytes], assembly: Assembly) -> None:
-        if sum(map(len, together)) > _LARGE_BYTES:
+    async def make(self, replica: Replica) -> None:
+        """Read what the replica makes. Raise `EngineFailed` where it is not whole, and does not continue."""
+        ask = self._ask
+        self._begin()
+        self._replica, self._flight = replica, replica.take_off()
+        try:
+            path, body = await ask.asked(replica, streams=self._show is not None)
+            is_whole = self._show is None and ask.reads_whole(replica)
+            note = ask.note(replica, self._flight, is_whole=is_whole)
+            if is_whole:
+                await self._read([await ask.whole(replica, path, body)], replica, note)
+                self._check_number()
+            else:
+                body["stream_options"] = {**(body.get("stream_options") or {}), "include_usage": True}
+                async with aclosing(ask.events(replica, path, body)) as blocks:
+                    async for events in blocks:
+                        await self._read(events, replica, note)
+        except EngineRefused as error:
+            raise ask.named(error) from error.__cause__
+        self._check_ends(replica)
+        if self._show is None:
+            await replica.vouched()
+        self._stamp()
+        # vLLM sends no chunk, or an opening alone, for a sample that was aborted before its first token.
+        self._end([sample for sample in self.samples if sample.reason is None and not sample.is_cut], ABORT)
+
+    async def _read(self, events: list[bytes], replica: Replica, note: Note | None) -> None:
+        """Take chunks that came together, and show them where the client streams."""
+        if self._show is not None:
+            await replica.vouched()
+        elif sum(map(len, events)) > _LARGE_BYTES:
             async with self._large:  # many replies may come at once: each is read in a turn of the event loop
                 await asyncio.sleep(0)
-        assembly.add(together)
+        replica.saw_progress()
+        for event in events:
+            try:
+                chunk = self._reply.read(event, self.samples)
+            except NO_JSON as error:
+                raise EngineFailed(
+                    f"its chunk is {event!r:.200}, not choices of {len(self.samples)} samples: {error}",
+                    replica_id=replica.replica_id,
+                ) from error
+            if replica.cuts_off and (self._show is None or self._continues):
+                for choice in chunk.choices:
+                    self.samples[choice.index].cut()
+            if self._show is not None:
+                self._pass_on(chunk, all_of_choices(event), replica)
+        if note is not None:
+            note(events)
 
-    def kept(self, exchange: Exchange) -> Json | None:
-        """The part as a reply whose open samples continue elsewhere; None if the rollout has to restart.
+    def _pass_on(self, chunk: Chunk, choices: list[Json], replica: Replica) -> None:
+        """Show a chunk, and those before it, once one has content."""
+        shown = [self._shown(choice, told, replica) for choice, told in zip(chunk.choices, choices, strict=True)]
+        told = {**self._reply.head, "choices": shown}
+        if chunk.usage is not None:
+            told["usage"] = self._reply.usage
+        if chunk.prompt_token_ids is not None and self._ask.before is None:
+            told["prompt_token_ids"] = chunk.prompt_token_ids
+        if self._held is not None:
+            self._held.append(told)
+            if not any(map(_has_content, chunk.choices)):
+                ended = [choice for choice in chunk.choices if self.samples[choice.index].reason]
+                if replica.cuts_off and any(choice.finish_reason == ABORT for choice in ended):
+                    raise self._refused(_CANNOT_CONTINUE)
+                if not ended:
+                    return
+        held, self._held = self._held or [told], None
+        for told in held:
+            self._emit(told)
 
-        A whole reply was refused for its content, and nothing of it is kept.
-        """
-        if self.is_whole or self._assembly is None or self.replica.weight_version is None:
-            return None
-        return kept_part(
-            self._assembly, exchange, self.flight, lambda choice: was_cut_off({"choices": [choice]}, self.replica)
-        )
+    def _emit(self, told: Json) -> None:
+        seen = []
+        for choice in told["choices"]:
+            is_cut = choice.get("finish_reason") == CUT_OFF
+            if is_cut:
+                choice |= {"finish_reason": None, "stop_reason": None}
+            if self._ask.shows(choice, is_cut=is_cut):
+                seen.append(choice)
+        if self._show is not None and (seen or not told["choices"]):
+            self._show(told | {"choices": seen})
 
+    def _shown(self, choice: Choice, told: Json, replica: Replica) -> Json:
+        """A choice of a chunk as the client gets it, with the spans of all its tokens where it is the last."""
+        ask, sample, adapter = self._ask, self.samples[choice.index], self._ask.rollout.adapter
+        told |= {
+            "index": sample.index,
+            "finish_reason": choice.finish_reason,
+            "weight_version": adapter.version if adapter else replica.weight_version,
+        }
+        told.pop("weight_versions", None)
+        if choice.delta is not None:
+            told["delta"] = choice.delta
+        if (before := ask.before) is not None:
+            if before.shows_prompt and "prompt_token_ids" in told:
+                told["prompt_token_ids"] = None
+            if scores := told.get("logprobs"):
+                told["logprobs"] = shifted(opened(scores), before.num_characters)
+        if sample.reason is not None or sample.is_cut:
+            sample.stamp(self._flight, adapter)
+        if sample.reason is not None:
+            told |= sample.marks(ask.inexact if before else None, before)
+        else:
+            told |= {"finish_reason": CUT_OFF} if sample.is_cut else {}
+            if ask.keeps_record:
+                told[SO_FAR] = sample.spans_now(self._flight, adapter, before)
+                told |= {MARK: list(ask.inexact)} if before is not None and ask.inexact else {}
+        return told
 
-def kept_part(assembly: Assembly, exchange: Exchange, flight: Flight, was_cut: Callable[[Json], bool]) -> Json | None:
-    """The chunks of a replica as a reply whose open samples continue elsewhere; None if the rollout has to restart."""
-    answer = assembly.part()
-    if answer is None or not exchange.resumes or (read := exchange.prompt_ids(answer)) is None:
-        return None
-    answer["usage"] = {"prompt_tokens": len(read)} | (answer.get("usage") or {})
-    answer["usage"] = usage_of_joined(answer, answer["choices"])
-    for choice in answer["choices"]:
-        if choice["finish_reason"] is None or was_cut(choice):
-            choice |= {"finish_reason": CUT_OFF, "prompt_token_ids": read}
-    stamp_versions(answer, flight, exchange.rollout.adapter)
-    return answer
+    @property
+    def _continues(self) -> bool:
+        """True if samples may continue: from their tokens, or from the prompt beside others that have some."""
+        return self._ask.continues(streams=self._show is not None) and self._reply.prompt is not None
+
+    @property
+    def _may_continue(self) -> bool:
+        made = any(sample.num_made for sample in self.samples)
+        return made and self._continues and not any(sample.tells(_TOLD_OF_ALL) for sample in self.samples)
+
+    def _check_number(self) -> None:
+        """Raise `EngineFailed` if a reply lacks samples, as that of an external server that knows no `n`."""
+        if (found := len([one for one in self.samples if one.has_come])) != (n := len(self.samples)):
+            raise self._refused(f"it answered with {found} choices, and {n} were asked for")
+
+    def _check_ends(self, replica: Replica) -> None:
+        """Judge samples without an end when all has come. Raise `EngineFailed` where the reply is not whole."""
+        for sample in self.samples:
+            if sample.reason is not None:
+                continue
+            if replica.cuts_off:
+                sample.is_cut = True
+            elif sample.num_made:
+                reason = f"the stream ended before sample {sample.index} did, after {sample.num_made} tokens"
+                raise EngineFailed(reason, replica_id=replica.replica_id)
+        if not replica.cuts_off:
+            return
+        # vLLM ends a conversation so after the first tool call, also where more calls were to follow.
+        is_half_called = self._show is None and any(sample.reason == "tool_calls" for sample in self.samples)
+        if is_half_called or (any(sample.is_cut for sample in self.samples) and not self._may_continue):
+            raise self._refused(_CANNOT_CONTINUE)
+
+    def _refused(self, reason: str) -> EngineFailed:
+        """The error of a reply that is refused for its content, of which nothing is kept."""
+        assert self._replica is not None
+        self.samples = []
+        return EngineFailed(reason, replica_id=self._replica.replica_id)
+
+    def kept(self, error: EngineError) -> bool:
+        """True if no attempt follows the one that failed: its samples have ended, or continue elsewhere."""
+        has_shown = self._show is not None and self._held is None
+        is_known = has_shown or (self._replica is not None and self._replica.weight_version is not None)
+        has_all = bool(self.samples) and not any(sample.is_open for sample in self.samples)
+        if is_known and (has_all or self._may_continue):
+            self._stamp()
+            return True
+        if has_shown:
+            self.error = error
+        self.samples = []
+        return has_shown
+
+    def _stamp(self) -> None:
+        counted = self._reply.counted if len(self.samples) == 1 else None
+        for sample in self.samples:
+            sample.stamp(self._flight, self._ask.rollout.adapter, counted)
+
+    def end(self, reason: str) -> None:
+        """End what no replica has any more."""
+        if not self.samples:
+            self._begin()
+        self._end([sample for sample in self.samples if sample.is_open], reason)
+
+    def _end(self, samples: Sequence[Sample], reason: str) -> None:
+        if not samples:
+            return
+        ask, ends = self._ask, []
+        for sample in samples:
+            sample.end(reason, ask.rollout.adapter.version if ask.rollout.adapter else self._served)
+            told = {**ask.bare(), **sample.last, "index": sample.index}
+            if sample.num_made and "prompt_token_ids" in told:
+                told["prompt_token_ids"] = None
+            ends.append(told | sample.marks(ask.inexact if ask.before else None, ask.before))
+        if self._show is not None:
+            self._show({**(self._reply.head or ask.bare_head()), "choices": ends, "usage": self._reply.usage})
 
 
 class Runner:
-    """Runs exchanges on the replicas that the scheduler picks."""
+    """Has the replicas that the scheduler picks make rollouts."""
 
     def __init__(self, scheduler: AttemptLoop, metrics: Metrics) -> None:
         self._scheduler = scheduler
@@ -140,126 +376,81 @@ class Runner:
         """End rollouts that wait for a replica with `Withdrawn`."""
         self._scheduler.withdraw(picks)
 
-    async def generate(self, exchange: Exchange, made: Json | None = None) -> Json:
-        """The whole reply, each choice with its weight versions.
+    @property
+    def lengths(self) -> Lengths:
+        """The lengths that samples of prompts had."""
+        return self._scheduler.lengths
 
-        `made` is a reply of a gateway before this one, whose open samples continue.
-        """
-        if exchange.is_full:
-            return self._ended(exchange, exchange.bare_reply(), _FULL)
-        with using(exchange.rollout):  # also between what was cut off and its rest
-            while True:
-                answer, made = made or await self._first_part(exchange), None
-                if not (cut := places_cut_off(answer)):
-                    return self._whole(exchange.rollout, answer)
-                kept = [num_tokens(answer["choices"][place].get("token_ids")) for place in cut]
-                if (whole := await exchange.continued(opened(answer), cut)) is not None:
-                    self.count_kept(kept)
-                    return self._whole(exchange.rollout, whole)
-                exchange.rollout.attempts.lost_tokens()
+    async def generate(self, ask: Ask, reply: Reply | None = None) -> Json:
+        """The whole reply, each choice with its weight versions. Open samples of `reply`, which a gateway before this
+        one has begun, continue."""
+        reply = reply or Reply(ask.read)
+        await self.run(ask, reply)
+        told = ask.told(reply)
+        self.count_missing(told["choices"])
+        return told
 
-    def expected(self, model: str, key: int) -> float | None:
-        """The tokens that a sample of a prompt will have, by its last samples; None where there were none."""
-        return self._scheduler.lengths.of(model, key)
-
-    def _whole(self, rollout: Rollout, reply: Json) -> Json:
-        unscored = sum(map(mark_unscored, reply["choices"]))
-        if not rollout.goes_on:
-            self._metrics.missing_logprobs.inc(unscored)
-        self._delivered(rollout, reply.get("usage"), reply["choices"])
-        return reply
-
-    def _delivered(self, rollout: Rollout, usage: Json | None, choices: Iterable[Json]) -> None:
-        """Let the scheduler learn from a whole rollout. The rest of a sample says nothing of its length."""
-        usage = usage or {}
-        made = usage.get("completion_tokens")
-        if made and not rollout.goes_on and all(choice.get("finish_reason") != "abort" for choice in choices):
-            prompt_tokens = usage.get("prompt_tokens") or rollout.prompt_tokens
-            self._scheduler.delivered(rollout, prompt_tokens, made)
-
-    def count_kept(self, lengths: Iterable[int]) -> None:
-        """Count the tokens of samples that continue from them."""
-        self._metrics.kept_tokens.inc(sum(lengths))
-
-    def _ended(self, exchange: Exchange, bare: Json, finish_reason: str) -> Json:
-        for choice in bare["choices"]:
-            version = self._scheduler.served_version(exchange.rollout.model)
-            end = {"finish_reason": finish_reason, "stop_reason": None}
-            choice |= end | {"weight_version": version, "weight_versions": []}
-            name_adapter(choice, exchange.rollout.adapter)
-        return bare
-
-    async def _first_part(self, exchange: Exchange) -> Json:
-        """The reply of the first replica that gives one, or its part before the replica failed."""
-        part: Part | None = None
-
-        async def call(replica: Replica) -> Json:
-            nonlocal part
-            part = Part(replica, self._large)
-            answer = await exchange.ask(replica, part)
-            part.is_whole = True
-            check_reply(answer, exchange.rollout.n, replica.replica_id)
-            mark_cut_off(answer, replica, exchange.prompt_ids(answer), resumes=exchange.resumes)
-            await replica.vouched()
-            stamp_versions(answer, part.flight, exchange.rollout.adapter)
-            return answer
-
-        def kept() -> Json | None:
-            return part.kept(exchange) if part else None
-
+    async def run(self, ask: Ask, reply: Reply, show: Show | None = None) -> None:
+        """Have replicas make all samples to their ends. `show` gets the chunks, if it is a stream."""
         try:
-            return await self._scheduler.run(exchange.rollout, call, kept)
-        except Withdrawn:
-            return _aborted(made) if (made := kept()) else self._ended(exchange, exchange.bare_reply(), _ABORT)
-
-    async def stream(self, exchange: Exchange, cut: CutStream) -> AsyncGenerator[Json]:
-        """Chunks of the first replica, up to where samples are cut off or the replica fails; `cut` has their tokens."""
-        if exchange.is_full:
-            yield cut.end(self._ended(exchange, exchange.bare_chunk(), _FULL), None)
-            return
-        flight: Flight | None = None
-        is_withdrawn, usage = False, Json()
-
-        def call(replica: Replica) -> AsyncGenerator[list[Json]]:
-            nonlocal flight
-            flight = replica.take_off()
-            return retried_if_empty(exchange.chunks(replica), replica)
-
-        try:
-            async with aclosing(self._scheduler.stream(exchange.rollout, call)) as placed:
-                async for replica, chunk in placed:
-                    cut.read_prompt(chunk.get("prompt_token_ids"))
-                    assert flight is not None
-                    usage = chunk.get("usage") or usage
-                    shown = [
-                        choice
-                        for choice in chunk["choices"]
-                        if exchange.shows(choice, is_cut=cut.see(choice, replica, flight))
-                    ]
-                    if shown or not chunk["choices"]:
-                        yield chunk | {"choices": shown}
-            cut.check_ends()
-        except EngineError as error:
-            if isinstance(error, EngineRefused) or flight is None or not cut.interrupt(flight):
-                raise
-        except Withdrawn:
-            is_withdrawn = True
+            with using(ask.rollout):  # also between what was cut off and its rest
+                reply.samples = reply.samples or await self.make(ask, reply, show)
+                if reply.open:
+                    await self.go_on(ask, reply, show)
         finally:
-            self._metrics.missing_logprobs.inc(cut.num_unscored)
-            if cut.is_whole:  # its reader may leave before the usage comes
-                self._delivered(exchange.rollout, {"completion_tokens": cut.num_made} | usage, ())
-        if is_withdrawn or cut.lacks_aborted:
-            yield cut.end(self._ended(exchange, exchange.bare_chunk(), _ABORT), flight)
+            self.learn(ask.rollout, reply.usage, [sample.reason for sample in reply.samples])
+            if show is not None:
+                self.count_missing([sample.marks() for sample in reply.samples])
+
+    async def go_on(self, ask: Ask, reply: Reply, show: Show | None = None) -> None:
+        """Have the open samples continued, each by itself, until they end."""
+        ask.note_cut(reply)
+        await together(self.finish(ask, reply, sample, show) for sample in reply.open)
+
+    async def finish(self, ask: Ask, reply: Reply, sample: Sample, show: Show | None = None) -> None:
+        """Have one sample continued until it ends."""
+        part = sample
+        while sample.is_open:
+            ask = ask.rest(reply, sample)
+            self._metrics.kept_tokens.inc(part.num_made)
+            [part] = await self.make(ask, reply, show)
+            sample.join(part, len(ask.prompt))
+            if sample.is_open:
+                ask.note_cut(reply)
+
+    async def make(self, ask: Ask, reply: Reply, show: Show | None = None) -> list[Sample]:
+        """Have one replica make what is asked. Its samples are open after it where it was cut off, or failed."""
+        served = self._scheduler.served_version(ask.rollout.model)
+        part = Part(ask, reply, show, self._large, served)
+        if ask.is_full:
+            part.end(_FULL)
+            return part.samples
+        try:
+            await self._scheduler.run(ask.rollout, part.make, part.kept)
+        except Withdrawn:
+            part.end(ABORT)
+        if part.error is not None:
+            raise part.error
+        return part.samples
+
+    def count_missing(self, choices: Iterable[Json]) -> None:
+        """Count the tokens of choices that end which lack their log-prob."""
+        self._metrics.missing_logprobs.inc(sum([choice.get(UNSCORED, 0) for choice in choices]))
+
+    def learn(self, rollout: Rollout, usage: Json, ends: Sequence[str | None]) -> None:
+        """Let the scheduler learn from a rollout whose samples all ended by themselves."""
+        made = usage.get("completion_tokens")
+        if made and None not in ends and ABORT not in ends:
+            self._scheduler.delivered(rollout, usage.get("prompt_tokens") or rollout.prompt_tokens, made)
 
 
-def _aborted(part: Json) -> Json:
-    """A part that does not continue, as its client aborted the rest."""
-    for place in places_cut_off(part):
-        part["choices"][place]["finish_reason"] = _ABORT
-    return part
+def shifted(logprobs: Json, characters: int) -> Json:
+    """Log-probs of a rest after so many characters of text. Those of token ids have no place in the text."""
+    if "text_offset" not in logprobs:
+        return logprobs
+    return logprobs | {"text_offset": [characters + offset for offset in logprobs["text_offset"]]}
 
 
-def check_reply(answer: Json, n: int, replica_id: str) -> None:
-    """Raise `EngineFailed` if a reply lacks samples, as that of an external server that knows no `n`."""
-    if (found := len(answer.get("choices") or ())) != n:
-        raise EngineFailed(f"it answered with {found} choices, and {n} were asked for", replica_id=replica_id)
+def _has_content(choice: Choice) -> bool:
+    delta = choice.delta or {}
+    return bool(inside_list(choice.token_ids) or choice.text or any(delta[key] for key in delta if key != "role"))

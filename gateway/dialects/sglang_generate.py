@@ -2,23 +2,20 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any
 
 from engines.engine import Json
 from gateway.dialects.completion_prompt import CompletionPrompt
 from gateway.dialects.completions import Completions, longest_first
-from gateway.dialects.parallel import until
-from gateway.dialects.replies.carried import opened
+from gateway.dialects.parallel import Show
+from gateway.dialects.raw_json import opened
+from gateway.dialects.sample import Sample
 from gateway.dialects.usage import Usage
 from gateway.dialects.words.sglang import Asked, aborted_reply, answer, asked_prompts
 from gateway.fleet.fleet import Fleet
 
 _SHORT_TOKENS = 128  # a sample as short as this is repeated with each chunk
 _GROWTH = 1 / 32
-_LOGPROBS = ("token_logprobs", "top_logprobs")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +48,7 @@ class SglangGenerate:
         self._completions = completions
         self._fleet = fleet
         self._running: dict[asyncio.Task[Json], tuple[str, str]] = {}  # clients and their ids
-        self._streams: dict[asyncio.Event, Batch] = {}
+        self._streams: dict[asyncio.Task[None], Batch] = {}
 
     def abort(self, client: str, rid: str) -> None:
         """Abort the client's prompts of an id. Whole replies have no tokens then; streams keep theirs.
@@ -61,9 +58,9 @@ class SglangGenerate:
         for task, running in list(self._running.items()):
             if running == (client, rid):
                 task.cancel()
-        for ended, batch in list(self._streams.items()):
+        for stream, batch in list(self._streams.items()):
             if batch.client == client and any(asked.rid == rid for asked in batch.asked):
-                ended.set()
+                stream.cancel()
 
     def decode(self, body: Json, request_id: str, session: str = "", client: str = "") -> Batch:
         """Return the batch of a body. Raise `InvalidRequest` before any replica has work."""
@@ -98,63 +95,46 @@ class SglangGenerate:
         task.add_done_callback(self._running.pop)
         return task
 
-    async def stream(self, batch: Batch, usage: Usage) -> AsyncGenerator[Json]:
-        """Yield chunks that repeat each sample from its start, as SGLang's do; `index` numbers several samples.
+    async def stream(self, batch: Batch, usage: Usage, show: Show) -> None:
+        """Show chunks that repeat each sample from its start, as SGLang's do; `index` numbers several samples.
 
         A long sample is repeated when it has grown by 1/32: each token would else cost as much as all before it.
         """
-        began, samples = time.monotonic(), [_Sample() for _ in range(len(batch.prompts) * batch.n)]
-        ended = asyncio.Event()
-        self._streams[ended] = batch
+        began, samples = time.monotonic(), [Sample(index) for index in range(len(batch.prompts) * batch.n)]
+        repeated = [0] * len(samples)
 
-        def shown(index: int) -> Json:
-            reply = answer(batch.asked[index // batch.n], samples[index].whole(), None, time.monotonic() - began)
-            return reply | {"index": index} if batch.is_list else reply
+        def repeat(sample: Sample) -> None:
+            repeated[sample.index], asked = sample.num_tokens, batch.asked[sample.index // batch.n]
+            reply = answer(asked, _joined(sample), None, time.monotonic() - began)
+            show(reply | {"index": sample.index} if batch.is_list else reply)
 
+        def take(chunk: Json) -> None:
+            for choice in chunk["choices"]:
+                sample = samples[choice["index"]]
+                sample.add_told(choice)
+                is_long = sample.num_tokens > _SHORT_TOKENS
+                if not (sample.is_open and is_long and sample.num_tokens < repeated[sample.index] * (1 + _GROWTH)):
+                    repeat(sample)
+
+        task = asyncio.ensure_future(self._completions.stream(batch.prompts, usage, take))
+        self._streams[task] = batch
         try:
-            async with aclosing(until(ended, self._completions.stream(batch.prompts, usage))) as chunks:
-                async for chunk in chunks:
-                    for choice in chunk["choices"]:
-                        samples[choice["index"]].add(choice)
-                        if samples[choice["index"]].is_due():
-                            yield shown(choice["index"])
-            for index, sample in enumerate(samples):
-                if ended.is_set() and sample.choice.get("finish_reason") is None:
-                    sample.choice |= {"finish_reason": "abort"}
-                    sample.choice.setdefault("weight_version", self._fleet.version)
-                    yield shown(index)
+            await asyncio.wait([task])
+            if not task.cancelled():
+                task.result()
+                return
         finally:
-            del self._streams[ended]
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            del self._streams[task]
+        for sample in samples:
+            if sample.is_open:
+                sample.end("abort", self._fleet.version)
+                repeat(sample)
 
 
-class _Sample:
-    """One sample, joined from its chunks so far."""
-
-    def __init__(self) -> None:
-        self.choice: Json = {"prompt_token_ids": None}
-        self._texts: list[str] = []
-        self._token_ids: list[int] = []
-        self._logprobs: dict[str, list[Any]] = {}
-        self._shown = 0
-
-    def add(self, choice: Json) -> None:
-        self._texts.append(choice["text"])
-        self._token_ids += choice.get("token_ids") or ()
-        if (found := opened(choice.get("logprobs"))) is not None:
-            for key in _LOGPROBS:
-                self._logprobs.setdefault(key, []).extend(found.get(key) or ())
-        prompt = self.choice["prompt_token_ids"] or choice.get("prompt_token_ids")
-        self.choice = choice | {"prompt_token_ids": prompt}
-
-    def is_due(self) -> bool:
-        """True if the sample is to be repeated; notes that it is."""
-        made = len(self._token_ids)
-        if self.choice.get("finish_reason") is None and _SHORT_TOKENS < made < self._shown * (1 + _GROWTH):
-            return False
-        self._shown = made
-        return True
-
-    def whole(self) -> Json:
-        """The choice with all that it has so far."""
-        joined = {"text": "".join(self._texts), "token_ids": self._token_ids, "logprobs": self._logprobs or None}
-        return self.choice | joined
+def _joined(sample: Sample) -> Json:
+    """The choice with all that it has so far."""
+    joined = {"text": sample.text, "token_ids": sample.token_ids, "logprobs": opened(sample.logprobs)}
+    told: Json = opened(sample.last)
+    return told | joined | {"prompt_token_ids": opened(sample.prompt)}

@@ -1,79 +1,95 @@
 """Stamps a sample with the weight versions of its tokens and of the KV under them."""
 
+from typing import Any
+
+from msgspec import Raw
+
 from engines.engine import Json
 from engines.weight_label import WeightLabel
-from gateway.dialects.replies.carried import num_tokens, num_unscored
+from gateway.dialects.raw_json import opened
 from gateway.fleet.adapters import Adapter
 from gateway.fleet.flight import Flight
 
 UNSCORED = "missing_logprobs"
 """The field of a choice with the number of its tokens for which the engine gave no finite log-prob; absent if none."""
+_LIMITS = ("start", "end")
 
 
-def spans_so_far(report: list[Json], num_tokens: int) -> list[Json]:
-    """The spans of the first `num_tokens` tokens of a sample, by the engine's last report, as it wrote them.
-
-    An engine reports a version with its first token, so the tokens after a report are of the report's last version.
-    """
-    spans = [span for span in report if span["start"] < num_tokens]
-    return [*spans[:-1], *({**last, "end": num_tokens} for last in spans[-1:])]
-
-
-def stamp_versions(answer: Json, flight: Flight, adapter: Adapter | None = None) -> None:
-    """Stamp each choice of a whole reply. Call it after `Replica.vouched`."""
-    for choice in answer["choices"]:
-        stamp_choice(choice, flight, _token_count(answer, choice))
-        name_adapter(choice, adapter)
-
-
-def stamp_choice(choice: Json, flight: Flight, num_tokens: int | None) -> None:
-    """Set `weight_versions` and `kv_versions` of a choice that ends; the engine's own report comes first.
+def stamps(
+    report: list[Json], flight: Flight, num_tokens: int | None, adapter: Adapter | None = None
+) -> tuple[list[Json], list[int]]:
+    """The weight versions of a sample's tokens, and those of its KV. The engine's own report comes first.
 
     Without a report a request that met one version has one span. A request that met several has them all, without
     limits: tokens arrive late, and the engine alone knows when it made them. `num_tokens` is None if it is unknown.
+    Call it after `Replica.vouched`.
     """
-    if spans := choice.get("weight_versions"):
-        choice["weight_versions"] = _of_versions(spans)
+    if spans := _of_versions(report, num_tokens):
+        pass
     elif len(flight.versions) == 1:
-        choice["weight_versions"] = [{"version": flight.versions[0], "start": 0, "end": num_tokens}]
-    elif num_tokens == 0:
-        choice["weight_versions"] = []
+        spans = [{"version": flight.versions[0], "start": 0, "end": num_tokens}]
+    elif num_tokens != 0:
+        spans = [{"version": version, "start": None, "end": None} for version in flight.versions]
+    if len(spans) == len(flight.versions) == 1 and spans[0]["version"] == flight.versions[0]:
+        kv_versions = list(flight.versions)
     else:
-        choice["weight_versions"] = [{"version": version, "start": None, "end": None} for version in flight.versions]
-    choice["kv_versions"] = flight.kv_versions(choice)
+        kv_versions = flight.kv_versions({"weight_versions": spans})
+    if adapter is not None:  # its tokens are of its version; a span keeps the model's own
+        for span in spans:
+            span |= {"version": adapter.version, "base_version": span["version"], "adapter": adapter.name}
+    return spans, kv_versions
 
 
-def _of_versions(report: list[Json]) -> list[Json]:
-    """The spans of an engine's report by version: its label changes at a commit, and its weights do not."""
+def _of_versions(report: list[Json], num_tokens: int | None) -> list[Json]:
+    """The spans of the first `num_tokens` tokens by an engine's last report.
+
+    It reports a version with its first token, so the tokens after a report are of the report's last version. Its label
+    changes at a commit, and its weights do not.
+    """
     spans: list[Json] = []
     for span in report:
+        if num_tokens is not None and span["start"] >= num_tokens:
+            break
         version = WeightLabel.read(span["version"]).version
         if spans and spans[-1]["version"] == version:
             spans[-1]["end"] = span["end"]
         else:
             spans.append({**span, "version": version})
+    if spans and num_tokens is not None:
+        spans[-1]["end"] = num_tokens
     return spans
 
 
-def mark_unscored(choice: Json) -> int:
-    """Mark a whole choice with the number of its tokens that lack log-probs, and return it."""
-    if unscored := num_unscored(choice):
-        choice[UNSCORED] = unscored
-    return unscored
+def joined_spans(first: list[Json], rest: list[Json], kept: int) -> list[Json]:
+    """Spans over both parts: the first as far as `kept`, then the rest. A version without limits is named once."""
+    spans: list[Json] = []
+    cut = ({**span, "end": None if span["end"] is None else min(span["end"], kept)} for span in first if kept)
+    moved = ({**span, **{key: _plus(span[key], kept) for key in _LIMITS}} for span in rest)
+    for span in (*cut, *moved):
+        if span["end"] is not None and span["start"] >= span["end"]:
+            continue
+        if spans and _follows(span, spans[-1]):
+            spans[-1]["end"] = span["end"]
+        elif span not in spans:
+            spans.append(span)
+    return spans
 
 
-def _token_count(answer: Json, choice: Json) -> int | None:
-    """Tokens of one choice. Without token ids it is the usage, which counts all choices together."""
-    if choice.get("token_ids") is not None:
-        return num_tokens(choice["token_ids"])
-    return (answer.get("usage") or {}).get("completion_tokens") if len(answer["choices"]) == 1 else None
+def num_unscored(scores: dict[str, Any], made: int) -> int:
+    """How many of the last `made` tokens lack their log-prob: NaN comes from engines as null. With `echo` the prompt's
+    log-probs come before those of the tokens."""
+    values = scores.get("token_logprobs") or scores.get("content")
+    if not values or not made or (isinstance(values, Raw) and b"null" not in bytes(values)):
+        return 0
+    entries = opened(values) or ()
+    return sum((entry["logprob"] if isinstance(entry, dict) else entry) is None for entry in entries[-made:])
 
 
-def name_adapter(choice: Json, adapter: Adapter | None) -> None:
-    """Stamp the tokens of an adapter with its version; a span keeps the model's own version as `base_version`."""
-    if adapter is None:
-        return
-    if "weight_version" in choice:
-        choice["weight_version"] = adapter.version
-    for span in choice.get("weight_versions") or ():
-        span |= {"version": adapter.version, "base_version": span["version"], "adapter": adapter.name}
+def _follows(span: Json, before: Json) -> bool:
+    """True if the same weights made both spans, one right after the other."""
+    is_next = span["start"] is not None and span["start"] == before["end"]
+    return is_next and before == {**span, **{key: before[key] for key in _LIMITS}}
+
+
+def _plus(limit: int | None, tokens: int) -> int | None:
+    return None if limit is None else limit + tokens

@@ -16,7 +16,9 @@ class Usage:
 
     def total(self) -> Json:
         usages = list(self._by_prompt.values())
-        counted = {key: sum(usage.get(key) or 0 for usage in usages) for key in ("prompt_tokens", "completion_tokens")}
+        counted = {
+            key: sum([usage.get(key) or 0 for usage in usages]) for key in ("prompt_tokens", "completion_tokens")
+        }
         total: Json = {**counted, "total_tokens": sum(counted.values())}
         if details := [usage["prompt_tokens_details"] for usage in usages if usage.get("prompt_tokens_details")]:
             total["prompt_tokens_details"] = {"cached_tokens": sum(item.get("cached_tokens") or 0 for item in details)}

@@ -1,6 +1,6 @@
 """Counts delivered samples: how they ended, and how stale their tokens were."""
 
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from statistics import median
 
 from engines.engine import Json
@@ -20,10 +20,11 @@ class Deliveries:
 
     def count(self, model: str, choices: Iterable[Json]) -> None:
         """Count the choices that end."""
+        target = self._fleet.target_of(model)
         for choice in choices:
             if reason := choice.get("finish_reason"):
                 self._metrics.completions.labels(model, reason).inc()
-                self._count_tokens(model, choice.get("weight_versions") or ())
+                self._count_tokens(model, target, choice.get("weight_versions") or ())
 
     def count_batch(self, model: str, seconds: Sequence[float]) -> None:
         """Count a batch by the times at which its prompts ended, from its start; one prompt is no batch."""
@@ -31,18 +32,8 @@ class Deliveries:
             self._metrics.batch_seconds.labels(model).observe(max(seconds))
             self._metrics.batch_tail_ratio.labels(model).observe(max(seconds) / median(seconds))
 
-    async def counted(self, model: str, chunks: AsyncGenerator[Json]) -> AsyncGenerator[Json]:
-        """Pass the chunks of a stream on, and count the choices that end in them."""
-        try:
-            async for chunk in chunks:
-                self.count(model, chunk.get("choices") or ())
-                yield chunk
-        finally:
-            await chunks.aclose()
-
-    def _count_tokens(self, model: str, spans: Iterable[Json]) -> None:
+    def _count_tokens(self, model: str, target: int, spans: Iterable[Json]) -> None:
         """A span without limits is of a request that met several versions; its engine does not say which made what."""
-        target = self._fleet.target_of(model)
         for span in spans:
             start, end, version = span.get("start"), span.get("end"), span.get("base_version", span.get("version"))
             if start is not None and end is not None and version is not None:

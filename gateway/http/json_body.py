@@ -10,7 +10,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from engines.errors import BodyTooLarge, InvalidRequest
-from gateway.dialects.replies.carried import encoded
+from gateway.dialects.raw_json import encoded
 
 _READ_TIMEOUT_S = 300.0
 _QUIET_TIMEOUT_S = 30.0  # between two parts of a body
@@ -88,8 +88,8 @@ async def _content(request: web.Request, limit: int) -> bytes:
 
 
 def reply(body: Any, status: int = 200) -> web.Response:
-    """Return a JSON reply. orjson writes NaN as null."""
-    return web.Response(body=orjson.dumps(body), status=status, content_type="application/json")
+    """Return a JSON reply."""
+    return web.Response(body=encoded(body), status=status, content_type="application/json")
 
 
 def event(body: Any) -> bytes:

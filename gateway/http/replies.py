@@ -2,16 +2,15 @@
 its connection."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import aclosing
 
 import structlog
 from aiohttp import web
 
-from engines.engine import Json
 from engines.errors import RolloutGatewayError
 from gateway.api import body_of, error_body
-from gateway.dialects.parallel import read_ahead
+from gateway.dialects.parallel import Streaming, blocks_of
 from gateway.http.json_body import event
 
 log = structlog.get_logger()
@@ -23,15 +22,15 @@ _BLOCK_BYTES = 1 << 18
 BeforeEnd = Callable[[], Awaitable[None]]
 
 
-async def send_events(request: web.Request, chunks: AsyncGenerator[Json]) -> web.StreamResponse:
-    """Send the chunks of a rollout as server-sent events. They are read ahead of the client: one that stops reading
+async def send_events(request: web.Request, work: Streaming) -> web.StreamResponse:
+    """Send the chunks of a rollout as server-sent events. They are made ahead of the client: one that stops reading
     blocks no engine and no weight update.
 
     The head is sent with the first chunk, so that an error before it keeps its status.
     """
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     try:
-        async with aclosing(read_ahead([chunks])) as ahead:
+        async with aclosing(blocks_of(work)) as ahead:
             async for together in ahead:
                 for block in _blocks(map(event, together)):
                     if not response.prepared:
@@ -59,7 +58,7 @@ async def at_once() -> None:
 
 
 async def send_pieces(
-    request: web.Request, pieces: Iterator[bytes], num_bytes: int, before_end: BeforeEnd = at_once
+    request: web.Request, pieces: Iterable[bytes], num_bytes: int, before_end: BeforeEnd = at_once
 ) -> web.StreamResponse:
     """Send JSON in pieces, of about `num_bytes` in all, without a copy of the whole or a long turn of the loop.
     Return once it has left. Raise `ConnectionError` where the client is gone.
@@ -82,7 +81,7 @@ async def send_pieces(
     return response
 
 
-def _blocks(pieces: Iterator[bytes]) -> Iterator[bytes]:
+def _blocks(pieces: Iterable[bytes]) -> Iterator[bytes]:
     """Pieces in blocks of about one size."""
     block = bytearray()
     for piece in pieces:

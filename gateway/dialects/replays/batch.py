@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from gateway.dialects.replays.record import Record
-from gateway.dialects.replies.written import Written
+from gateway.dialects.written import Written
 
 _ABORT = "abort"
 _BEHIND_THE_LOOP = 1 << 20  # bytes, whose digest takes a millisecond

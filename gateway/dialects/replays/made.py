@@ -9,21 +9,14 @@ import orjson
 import structlog
 
 from engines.engine import Json
-from engines.errors import EngineFailed
-from gateway.dialects.completion_prompt import PATH, CompletionPrompt
+from gateway.dialects.completion_prompt import CompletionPrompt
+from gateway.dialects.raw_json import NO_JSON
 from gateway.dialects.replays.making import Came, Cut, Note, Path
-from gateway.dialects.replies.assembly import Assembly
-from gateway.dialects.replies.carried import carried_reply, opened
-from gateway.dialects.resumption.features import marked
-from gateway.dialects.resumption.tokens import CUT_OFF, joined
-from gateway.dialects.runner import check_reply, kept_part
-from gateway.dialects.spans import stamp_versions
-from gateway.dialects.usage import usage_of_joined
+from gateway.dialects.sample import Reply, Sample
 from gateway.fleet.flight import Flight
 
 log = structlog.get_logger()
 
-_ABORT = "abort"
 _notes = msgspec.msgpack.Decoder(list[Note]).decode
 
 
@@ -33,7 +26,7 @@ class _Node:
 
     cut: Json | None = None
     last: Came | None = None
-    chunks: list[list[bytes]] = field(default_factory=list)
+    chunks: list[bytes] = field(default_factory=list)
     rests: "dict[int, _Node]" = field(default_factory=dict)
 
 
@@ -50,13 +43,13 @@ class Made:
             for note in _notes(content):
                 self._take(note)
 
-    async def of(self, prompt: CompletionPrompt) -> Json | None:
+    async def of(self, prompt: CompletionPrompt) -> Reply | None:
         """Return the reply to a prompt as far as it was made; None where it restarts. A long one takes its time."""
         async with self._turn:
             await asyncio.sleep(0)
             try:
                 return _reply(self._prompts.pop(prompt.index, None), prompt)
-            except (ValueError, KeyError, TypeError, IndexError, EngineFailed) as error:
+            except NO_JSON as error:
                 log.error("a prompt in the ledger cannot be read", prompt=prompt.rollout.request_id, error=repr(error))
                 return None
 
@@ -69,11 +62,11 @@ class Made:
             self.newest = max((self.newest, *(span.get("base_version", span["version"]) for span in spans)))
             return
         self.newest = max((self.newest, *note.versions))
-        node = beside.get(last)
-        if node is None or node.last is None or node.last.attempt != note.attempt:
-            node = beside[last] = _Node()
+        node = beside.setdefault(last, _Node())
+        if node.last is None or node.last.attempt != note.attempt:
+            node.chunks = []
         node.last = note
-        node.chunks.append(note.chunks)
+        node.chunks += note.chunks
 
     def _beside(self, path: Path) -> dict[int, _Node]:
         """The nodes among which the path's is."""
@@ -83,45 +76,44 @@ class Made:
         return nodes
 
 
-def _reply(node: _Node | None, prompt: CompletionPrompt) -> Json | None:
-    answer = node and (node.cut or _read(node, prompt))
-    if node is None or not answer:
+def _reply(node: _Node | None, prompt: CompletionPrompt) -> Reply | None:
+    if node is None:
         return None
-    for place, choice in enumerate(answer["choices"]):
-        if choice["finish_reason"] == CUT_OFF:
-            answer["choices"][place] = _continued(node.rests.get(choice["index"]), prompt, choice)
-    return answer | {"usage": usage_of_joined(answer, answer["choices"])}
-
-
-def _continued(node: _Node | None, prompt: CompletionPrompt, choice: Json) -> Json:
-    rest = _reply(node, prompt.rest_of(choice)) if node else None
-    if rest is None:
-        return choice
-    [its] = rest["choices"]
-    whole = joined(choice, its)
-    return whole if its["finish_reason"] == CUT_OFF else marked(whole, prompt.inexact or ())
-
-
-def _read(node: _Node, prompt: CompletionPrompt) -> Json | None:
-    assert node.last is not None
-    flight = Flight.of(node.last.versions, node.last.kv_versions)
-    chunks = [chunk for together in node.chunks for chunk in together]
-    if node.last.is_whole:
-        return _whole(chunks, prompt, node.last.replica_id, flight)
-    assembly = Assembly(prompt.rollout.n, node.last.replica_id)
-    if chunks:
-        assembly.add(chunks)
-    return kept_part(assembly, prompt, flight, lambda choice: choice["finish_reason"] == _ABORT)
-
-
-def _whole(chunks: list[bytes], prompt: CompletionPrompt, replica_id: str, flight: Flight) -> Json | None:
-    """A reply that was read whole; None where it never came, or was cut off."""
-    if not chunks:
+    reply = Reply(prompt.read)
+    if node.cut:
+        reply = Reply.of(node.cut)
+    elif not _read(node, prompt, reply, [Sample(index) for index in range(prompt.rollout.n)]):
         return None
-    answer = carried_reply(chunks[0], PATH, replica_id)
-    check_reply(answer, prompt.rollout.n, replica_id)
-    if any(choice["finish_reason"] == _ABORT for choice in answer["choices"]):
-        return None
-    stamp_versions(answer, flight, prompt.rollout.adapter)
-    reply: Json = opened(answer)
+    for sample in reply.open:
+        if (rest := node.rests.get(sample.index)) is not None:
+            _continue(rest, prompt, reply, sample)
     return reply
+
+
+def _continue(node: _Node, prompt: CompletionPrompt, reply: Reply, sample: Sample) -> None:
+    """Take what was made of a sample after it was cut off."""
+    if node.cut:
+        sample = reply.samples[sample.index] = Sample.of(node.cut["choices"][0])
+    sample.rest = rest = Sample(sample.index)
+    if node.last is not None and _read(node, prompt.rest(reply, sample), reply, [rest]):
+        sample.join(rest, len(reply.prompt or ()))
+    sample.rest = None
+
+
+def _read(node: _Node, prompt: CompletionPrompt, reply: Reply, samples: list[Sample]) -> bool:
+    """Read the chunks of an attempt. False where they are nothing with which samples continue, or end."""
+    assert node.last is not None
+    if prompt.before is None:
+        reply.samples = samples
+    for event in node.chunks:
+        reply.read(event, samples)
+    for sample in samples:
+        sample.cut()
+    is_whole = all(not sample.is_open for sample in samples)
+    made = any(sample.num_made for sample in samples)
+    if not is_whole and (node.last.is_whole or not (made and prompt.resumes and reply.prompt)):
+        return False
+    flight = Flight.of(node.last.versions, node.last.kv_versions)
+    for sample in samples:
+        sample.stamp(flight, prompt.rollout.adapter, reply.counted if len(samples) == 1 else None)
+    return True

@@ -4,16 +4,16 @@ import secrets
 from collections.abc import Callable
 
 import msgspec
-import orjson
 
 from engines.engine import Json
+from gateway.dialects.raw_json import encoded
 from gateway.fleet.flight import Flight
 from gateway.fleet.replica import Replica
 
 _AT_ONCE = 1 << 24  # bytes, which are encoded in a few milliseconds
 
 Path = tuple[int, ...]
-"""A prompt's index; behind it the sample that continues, and further samples where a rest continues in turn."""
+"""A prompt's index; behind it the sample that continues."""
 
 
 class Came(msgspec.Struct, tag="came", array_like=True, eq=False):
@@ -32,7 +32,7 @@ class Came(msgspec.Struct, tag="came", array_like=True, eq=False):
 
 
 class Cut(msgspec.Struct, tag="cut", array_like=True, eq=False):
-    """The reply, as JSON, whose open samples continue one by one from here on."""
+    """The reply, as JSON, whose open samples continue one by one from here on; behind a sample's path that sample."""
 
     path: Path
     answer: bytes
@@ -110,7 +110,7 @@ class Making:
         """Note a reply whose open samples continue."""
         self._end_attempt()
         if self._notes.is_on:
-            self._notes.add(Cut(self._path, orjson.dumps(answer)))
+            self._notes.add(Cut(self._path, encoded(answer)))
 
     def rest(self, sample: int) -> "Making":
         return Making(self._notes, (*self._path, sample))

@@ -20,14 +20,12 @@ _WORTH_IT_BYTES = 1 << 24
 
 
 class Request(msgspec.Struct):
-    """A batch's request without its body. `oldest` is the batch's oldest weight version, `parts` the number of parts
-    that the samples of each prompt are in."""
+    """A batch's request without its body. `oldest` is the batch's oldest weight version."""
 
     identity: bytes
     request_id: str
     session: str
     oldest: int
-    parts: int = 1
 
 
 class Record:

@@ -20,11 +20,10 @@ from engines.errors import RolloutGatewayError
 from gateway.config.schema import GatewayConfig
 from gateway.dialects.completion_prompt import CompletionPrompt
 from gateway.dialects.completions import Completions
-from gateway.dialects.group_parts import in_parts
 from gateway.dialects.replays.batch import Batch, End
 from gateway.dialects.replays.made import Made
 from gateway.dialects.replays.record import Record, Request
-from gateway.dialects.replies.written import Written
+from gateway.dialects.written import Written
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics
 from gateway.ledger.batches import BatchRow
@@ -102,7 +101,7 @@ class Replays:
 
     def _begun(self, identity: bytes, content: bytes, prompts: Sequence[CompletionPrompt]) -> Batch:
         first = prompts[0]
-        request = Request(identity, first.request_id, first.rollout.session, self._oldest(first), first.parts)
+        request = Request(identity, first.request_id, first.rollout.session, self._oldest(first))
         self._number += 1
         record = Record(self._number, request, content, self._ledger)
         return self._running(request, record, self._completions.written(record.noting(prompts)))
@@ -182,7 +181,6 @@ class Replays:
             self._forget(row)
             return
         prompts = self._completions.decode(orjson.loads(row.body), request.request_id, request.session)
-        prompts = in_parts(prompts, prompts[0].rollout.n // request.parts)
         record = Record(row.number, request, b"", self._ledger, is_written=True)
         made = Made(row.parts)
         batch = self._running(request, record, self._completions.written(record.noting(prompts), made.of))

@@ -13,21 +13,26 @@ prompt is rendered differently now than before.
 A conversation that is read in chunks has token ids alone; the last of these routes gives it its message (`worded`).
 """
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import structlog
 
 from engines.engine import Json
 from engines.errors import DeadlineExceeded, EngineError, EngineFailed
-from gateway.dialects.replies import carried
-from gateway.dialects.resumption.delivered_chat import DeliveredChat, DeliveredSample
-from gateway.dialects.resumption.features import inexact_fields, marked
-from gateway.dialects.resumption.tokens import joined_tokens
-from gateway.dialects.token_generation import TokenGeneration, rest_of
-from gateway.dialects.usage import Usage, usage_of_joined
+from gateway.dialects.conversation import Conversation, is_medium
+from gateway.dialects.parallel import Show, chunks_of
+from gateway.dialects.raw_json import opened
+from gateway.dialects.resumption.delivered_chat import DeliveredSample
+from gateway.dialects.resumption.features import MARK, inexact_fields
+from gateway.dialects.runner import Runner
+from gateway.dialects.sample import ABORT, Reply, Sample
+from gateway.dialects.spans import UNSCORED, num_unscored
+from gateway.dialects.token_generation import TokenGeneration
+from gateway.dialects.usage import usage_of_joined
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.placement.inquiries import Inquiries
 from gateway.fleet.placement.routing import Rollout
@@ -42,6 +47,7 @@ DERENDER = "/v1/chat/completions/derender"
 _ASK_TIMEOUT_S = 15.0
 # vLLM leaves defaults out of rendered sampling parameters.
 _DEFAULTS = {"max_tokens": 16, "n": 1}
+_OF_TOKENS = ("stop_reason", "token_ids", "weight_versions", "kv_versions", MARK)
 _OF_STREAMS = ("prompt_token_ids", "delta")  # a reply has the prompt once, beside its choices
 _LONGEST_BEFORE = 4  # tokens that vLLM looks at for the beginning of a character
 # Fields that end in the rendered prompt or in the message.
@@ -58,18 +64,16 @@ _NEUTRAL: Json = {
 _FREE_TOOLS = (None, "auto", "none")
 NO_WORDS: Json = {"role": "assistant", "content": "", "tool_calls": []}
 """The message of a completion that its client aborted before it had a token."""
-_TEXT_PARTS = ("text", "input_text", "refusal")
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """Samples whose streams continue: the rendered conversation, the tokens of each sample, vLLM's state of its text.
+    """Samples whose streams continue: the rendered conversation, and vLLM's state of the text of each.
 
     `held_back` are the chunks that the samples were cut off with, without text that a parser took for the end.
     """
 
     asked: Json
-    made: dict[int, Json]
     states: dict[int, Json]
     held_back: list[Json]
 
@@ -77,11 +81,14 @@ class Opened:
 class ChatContinuation:
     """Generates the rests of conversations and joins them to the parts before."""
 
-    def __init__(self, fleet: Fleet, inquiries: Inquiries, tokens: TokenGeneration, longest_wait_s: float) -> None:
+    def __init__(
+        self, fleet: Fleet, inquiries: Inquiries, runner: Runner, tokens: TokenGeneration, longest_wait_s: float
+    ) -> None:
         """`longest_wait_s` bounds the wait for a replica while none serves."""
         self._fleet = fleet
         self._inquiries = inquiries
         self._longest_wait_s = longest_wait_s
+        self._runner = runner
         self._tokens = tokens
 
     def inexact(self, rollout: Rollout, body: Json) -> tuple[str, ...] | None:
@@ -99,35 +106,40 @@ class ChatContinuation:
             }
         )
 
-    async def continued(self, rollout: Rollout, body: Json, answer: Json, places: list[int]) -> Json | None:
-        """The reply with the rest of the choices at `places`. None where the conversation has to restart."""
-        cut = [answer["choices"][place] for place in places]
+    async def continued(self, conversation: Conversation, reply: Reply) -> Json | None:
+        """The reply with the rests of its open samples. None where the conversation has to restart."""
+        rollout, body = conversation.rollout, conversation.body
+        answer: Json = opened(conversation.told(reply))
+        cut = [answer["choices"][sample.index] for sample in reply.open]
         if body.get("logprobs") and not all(map(_has_all_logprobs, cut)):
             return None
-        asked = await self._rendered(rollout, body, cut[0]["prompt_token_ids"])
+        asked = await self._rendered(rollout, body, reply.prompt or [])
         if asked is None:
             return None
-        whole = await together(self._whole(rollout, asked, choice) for choice in cut)
+        prompt = self._tokens.prompt(rollout, asked)
+        ids = Reply(asked["token_ids"], [Sample.of(choice | {"logprobs": _by_id(choice)}) for choice in cut])
+        await self._runner.go_on(prompt, ids)
+        whole = opened(prompt.told(ids)["choices"])
         parsed = await self._parsed(rollout, body, asked, cut, whole)
         if parsed is None:
             return None
-        marks = inexact_fields(asked["sampling_params"]) or ()
-        choices = [
-            marked(parsed[index], marks) if (index := choice["index"]) in parsed else choice
-            for choice in answer["choices"]
-        ]
+        choices = [parsed.get(choice["index"], choice) for choice in answer["choices"]]
+        for choice in choices:
+            if unscored := num_unscored(choice.get("logprobs") or {}, len(choice["token_ids"])):
+                choice[UNSCORED] = unscored
         usage = usage_of_joined(answer, choices)
         if usage.get("completion_tokens_details"):
             usage["completion_tokens_details"] = None  # of the first part alone
         return {**answer, "choices": choices, "usage": usage}
 
-    async def worded(self, rollout: Rollout, body: Json, answer: Json) -> Json | None:
+    async def worded(self, conversation: Conversation, answer: Json) -> Json | None:
         """The reply with the messages that it lacks, parsed from its tokens. None where no replica parses them."""
-        bare = [_bare(choice, body) for choice in answer["choices"] if "message" not in choice]
-        if not bare:
+        if all("message" in choice for choice in answer["choices"]):
             return answer
+        answer = opened(answer)
+        bare = [_bare(choice, conversation.body) for choice in answer["choices"] if "message" not in choice]
         asked = {"token_ids": answer["prompt_token_ids"]}
-        parsed = await self._parsed(rollout, body, asked, bare, bare)
+        parsed = await self._parsed(conversation.rollout, conversation.body, asked, bare, bare)
         if parsed is None:
             return None
         choices = [
@@ -136,54 +148,71 @@ class ChatContinuation:
         ]
         return {**answer, "choices": choices}
 
-    async def opened(
-        self, rollout: Rollout, body: Json, made: dict[int, Json], delivered: DeliveredChat
-    ) -> "Opened | None":
-        """Prepare the streams of samples that were cut off after the tokens `made`, by index.
+    async def go_on(self, conversation: Conversation, reply: Reply, show: Show) -> None:
+        """Continue the streams of the open samples. They end as their engine ended them where they cannot continue."""
+        head, delivered = reply.head, conversation.delivered
+        state = await self._opened(conversation, reply)
+        for choice in delivered.kept if state is None else state.held_back:
+            if conversation.has_news(choice):
+                show(head | {"choices": [choice]})
+        if state is not None:
+            await together(self._go_on(conversation, reply, state, sample, show) for sample in reply.open)
+            return
+        for sample in reply.open:
+            if not sample.is_cut:
+                raise EngineFailed("the reply was cut off and cannot continue")
+            sample.reason = ABORT
+            end = {"index": sample.index, "delta": {}, "finish_reason": ABORT, "stop_reason": None}
+            show(head | {"choices": [end | sample.marks()]})
 
-        None where they cannot continue.
-        """
-        asked = await self._rendered(rollout, body, next(iter(made.values()))["prompt_token_ids"])
+    async def _go_on(
+        self, conversation: Conversation, reply: Reply, begun: "Opened", sample: Sample, show: Show
+    ) -> None:
+        prompt = self._tokens.prompt(conversation.rollout, begun.asked)
+        async with aclosing(chunks_of(partial(self._runner.finish, prompt, reply, sample))) as chunks:
+            async for chunk in chunks:
+                for choice in chunk["choices"]:
+                    told = await self._as_chunk(conversation, begun, sample.index, choice)
+                    if conversation.has_news(told):
+                        show(reply.head | {"choices": [told], "usage": reply.usage})
+
+    async def _opened(self, conversation: Conversation, reply: Reply) -> "Opened | None":
+        """Prepare the streams of the open samples. None where they cannot continue."""
+        rollout, body = conversation.rollout, conversation.body
+        asked = await self._rendered(rollout, body, reply.prompt or [])
         if asked is None:
             return None
-        opened = Opened(asked, made, {}, [])
+        begun = Opened(asked, {}, [])
         try:
-            for index in made:
-                await self._open(rollout, body, opened, index, delivered.samples[index])
+            for sample in reply.open:
+                await self._open(rollout, body, begun, sample.index, conversation.delivered.samples[sample.index])
         except EngineFailed as error:
             log.warning("a stream ends where it was cut off", request=rollout.request_id, error=str(error))
             return None
-        return opened
+        return begun
 
-    async def _open(self, rollout: Rollout, body: Json, opened: "Opened", index: int, sample: DeliveredSample) -> None:
-        parsed = await self._chunk(rollout, body, opened, _ids_alone(sample.token_ids), None)
+    async def _open(self, rollout: Rollout, body: Json, begun: "Opened", index: int, sample: DeliveredSample) -> None:
+        parsed = await self._chunk(rollout, body, begun, _ids_alone(sample.token_ids), None)
         state = sample.resumed(parsed["stream_state"])
         if sample.kept is not None:
-            parsed = await self._chunk(rollout, body, opened, _ids_alone(sample.kept.get("token_ids") or []), state)
+            parsed = await self._chunk(rollout, body, begun, _ids_alone(sample.kept.get("token_ids") or []), state)
             state = parsed["stream_state"]
-            opened.held_back.append(sample.kept | {"delta": _delta(parsed["chunk"]["choices"][0])})
-        opened.states[index] = state
+            begun.held_back.append(sample.kept | {"delta": _delta(parsed["chunk"]["choices"][0])})
+        begun.states[index] = state
 
-    async def stream(self, rollout: Rollout, body: Json, opened: "Opened", index: int) -> AsyncGenerator[Json]:
-        """The choices of one sample's rest, chunk by chunk, in the words of a conversation."""
-        sample = _sample(rollout, index)
-        rest = rest_of(sample, opened.asked, opened.made[index], index)
-        async with aclosing(self._tokens.stream(*rest, Usage())) as chunks:
-            async for chunk in chunks:
-                for choice in chunk["choices"]:
-                    yield await self._as_chunk(rollout, body, opened, index, choice)
-
-    async def _as_chunk(self, rollout: Rollout, body: Json, opened: "Opened", index: int, choice: Json) -> Json:
+    async def _as_chunk(self, conversation: Conversation, begun: "Opened", index: int, choice: Json) -> Json:
         """A choice of a stream of token ids as a choice of this conversation."""
-        fields = {key: carried.opened(choice.get(key)) for key in ("finish_reason", "stop_reason", "logprobs")}
-        visible, state = _ids_alone(_visible_ids(choice, body)) | fields, opened.states[index]
-        answer = await self._chunk(rollout, body, opened, visible, state)
-        opened.states[index], (parsed,) = answer["stream_state"], answer["chunk"]["choices"]
+        rollout, body = conversation.rollout, conversation.body
+        choice = opened(choice)
+        fields = {key: choice.get(key) for key in ("finish_reason", "stop_reason", "logprobs")}
+        visible, state = _ids_alone(_visible_ids(choice, body)) | fields, begun.states[index]
+        answer = await self._chunk(rollout, body, begun, visible, state)
+        begun.states[index], (parsed,) = answer["stream_state"], answer["chunk"]["choices"]
         if visible["logprobs"] and not parsed.get("logprobs"):
-            parsed["logprobs"] = await self._named(rollout, body, opened, visible, state)
+            parsed["logprobs"] = await self._named(rollout, body, begun, visible, state)
         return _as_chats_chunk(choice, parsed, body) | {"index": index}
 
-    async def _named(self, rollout: Rollout, body: Json, opened: "Opened", choice: Json, state: Json) -> Json:
+    async def _named(self, rollout: Rollout, body: Json, begun: "Opened", choice: Json, state: Json) -> Json:
         """A chunk's log-probs with the names of their tokens, which vLLM leaves out of a stream under a parser.
 
         The tokens before are sent too: a character may begin in them.
@@ -191,14 +220,14 @@ class ChatContinuation:
         before = [{"token_id": token_id, "logprob": 0.0} for token_id in state["output_token_ids"][-_LONGEST_BEFORE:]]
         entries = before + choice["logprobs"]["content"]
         whole = choice | {"token_ids": [entry["token_id"] for entry in entries], "logprobs": {"content": entries}}
-        answer = await self._ask(DERENDER, rollout, _whole_body(rollout, body, opened.asked, [whole]))
+        answer = await self._ask(DERENDER, rollout, _whole_body(rollout, body, begun.asked, [whole]))
         if answer is None:
             raise _no_parser(rollout)
         return {"content": answer["choices"][0]["logprobs"]["content"][len(before) :]}
 
-    async def _chunk(self, rollout: Rollout, body: Json, opened: "Opened", choice: Json, state: Json | None) -> Json:
+    async def _chunk(self, rollout: Rollout, body: Json, begun: "Opened", choice: Json, state: Json | None) -> Json:
         """A choice of a stream of token ids as a conversation's chunk, and vLLM's state after it."""
-        parsed = await self._ask(DERENDER, rollout, _chunk_body(rollout, body, opened.asked, choice, state))
+        parsed = await self._ask(DERENDER, rollout, _chunk_body(rollout, body, begun.asked, choice, state))
         if parsed is None:
             raise _no_parser(rollout)
         return parsed
@@ -212,12 +241,6 @@ class ChatContinuation:
         passed = {key: body[key] for key in ("model", "cache_salt", "priority") if body.get(key) is not None}
         is_plain = inexact_fields(sampling) is not None
         return passed | {"token_ids": read, "sampling_params": sampling} if is_plain else None
-
-    async def _whole(self, rollout: Rollout, asked: Json, choice: Json) -> Json:
-        """All tokens of a choice: the tokens it was cut off with, and the rest."""
-        index = choice["index"]
-        rest = await self._tokens.generate(*rest_of(_sample(rollout, index), asked, choice, index))
-        return joined_tokens(choice | {"logprobs": _by_id(choice)}, rest["choices"][0])
 
     async def _parsed(
         self, rollout: Rollout, body: Json, asked: Json, cut: Sequence[Json], whole: Sequence[Json]
@@ -293,11 +316,6 @@ def _no_parser(rollout: Rollout) -> EngineFailed:
     return EngineFailed(f"no replica of {rollout.model!r} parses the rest of a conversation")
 
 
-def _sample(rollout: Rollout, index: int) -> Rollout:
-    name = f"{rollout.request_id}-{index}"
-    return replace(rollout, request_id=name, n=1, goes_on=True, attempts=rollout.attempts.branch())
-
-
 def _has_all_logprobs(choice: Json) -> bool:
     """False where the engine has left out log-probs of tokens: those that it gave cannot be told apart by token."""
     entries = (choice.get("logprobs") or {}).get("content") or ()
@@ -330,11 +348,6 @@ def _has_media(messages: list[Any]) -> bool:
     return any(map(is_medium, parts))
 
 
-def is_medium(part: Any) -> bool:
-    """True for a part of a message that is an image, a sound or a video."""
-    return isinstance(part, dict) and part.get("type", "text") not in _TEXT_PARTS
-
-
 def _visible_ids(choice: Json, body: Json) -> list[int]:
     """The tokens whose text the client sees. vLLM leaves out the stop token, and derenders all that it is given."""
     shows_last = choice["finish_reason"] != "stop" or body.get("include_stop_str_in_output")
@@ -349,7 +362,7 @@ def _as_chat(first: Json, whole: Json, parsed: Json, body: Json) -> Json:
         "message": message,
         "logprobs": whole["logprobs"] and _as_chats_logprobs(first, parsed, body.get("top_logprobs") or 0),
         "finish_reason": "tool_calls" if calls else whole["finish_reason"],
-        **{key: whole.get(key) for key in ("stop_reason", "token_ids", "weight_versions", "kv_versions")},
+        **{key: whole[key] for key in _OF_TOKENS if key in whole},
     }
 
 

@@ -3,21 +3,25 @@
 import asyncio
 import math
 from array import array
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Protocol
 
 from engines.engine import Json
 from engines.errors import InvalidRequest
+from gateway.dialects import sample as made
 from gateway.dialects.completion_prompt import CompletionPrompt
 from gateway.dialects.completions import Completions
-from gateway.dialects.replies.carried import opened
+from gateway.dialects.parallel import Show, Streaming, chunks_of
+from gateway.dialects.raw_json import opened
 from gateway.dialects.runner import Runner
+from gateway.dialects.sample import Reply
 from gateway.dialects.submissions.sample import Sample
 from gateway.dialects.submissions.words import Group, OnDeadline
+from gateway.dialects.usage import Usage
 from gateway.fleet.placement.sessions import session_key
 from gateway.fleet.together import together
 from gateway.ledger.file import PartRow
@@ -154,7 +158,7 @@ class GroupRun:
             return
         prompt = await self._prompt(generation)
         if prompt.resumes:
-            await self._read(self._chunks(generation.completions, prompt))
+            await self._read(partial(self._stream, generation.completions, prompt))
         else:
             await self._make_whole(generation.runner, prompt)
 
@@ -166,22 +170,20 @@ class GroupRun:
         self.model = prompt.rollout.model
         return prompt
 
-    def _chunks(self, completions: Completions, prompt: CompletionPrompt) -> AsyncGenerator[Json]:
-        """The chunks of the open samples. A group without any token starts as a whole, or in its parts."""
+    async def _stream(self, completions: Completions, prompt: CompletionPrompt, show: Show) -> None:
+        """Stream the open samples. A group without any token starts as a whole, or in its parts."""
         if len(self.open) == self.group.n and not any(sample.token_ids for sample in self.samples):
-            return completions.stream(completions.parts_of([prompt]))
-        return completions.stream_rests(prompt, self._parts(prompt))
+            await completions.stream([prompt], Usage(), show)
+        else:
+            read = self.read or prompt.body["prompt"]
+            await completions.stream_rests(prompt, [sample.part(read) for sample in self.open], show)
 
-    def _parts(self, prompt: CompletionPrompt) -> Mapping[int, Json]:
-        read = self.read or prompt.body["prompt"]
-        return {prompt.indexes[sample.index]: sample.part(read) for sample in self.open}
-
-    async def _read(self, chunks: AsyncGenerator[Json]) -> None:
+    async def _read(self, work: Streaming) -> None:
         offset = self.index * self.group.n
-        async with aclosing(chunks):
+        async with aclosing(chunks_of(work)) as chunks:
             async for chunk in chunks:
                 for choice in chunk["choices"]:
-                    self._take(self.samples[choice["index"] - offset], choice)
+                    self._take(self.samples[choice["index"] - offset], opened(choice))
                 if self._has_enough:
                     return
 
@@ -205,7 +207,7 @@ class GroupRun:
             self.num_bytes -= sample.num_bytes
             sample.forget()
             self._record.forgot(self, sample)
-            alone = prompt.rest_of(sample.part(self.read or prompt.body["prompt"]), prompt.indexes[sample.index])
+            alone = prompt.rest(Reply(prompt.read), made.Sample(sample.index))
             alone = replace(alone, rollout=replace(alone.rollout, goes_on=False))
             [choice] = (await runner.generate(alone))["choices"]
             self._take(sample, opened(choice))

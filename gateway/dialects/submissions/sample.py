@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 import orjson
 
 from engines.engine import Json
-from gateway.dialects.replies.carried import opened
-from gateway.dialects.resumption.cut_stream import SO_FAR
+from gateway.dialects.raw_json import opened
 from gateway.dialects.resumption.features import MARK
+from gateway.dialects.runner import SO_FAR
 from gateway.dialects.spans import UNSCORED
 from gateway.ledger.file import PartRow
 

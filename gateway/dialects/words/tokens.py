@@ -6,7 +6,7 @@ from typing import Any
 from engines.engine import Json
 from engines.errors import InvalidRequest
 from engines.types import ReplicaInfo
-from gateway.dialects.replies.carried import opened
+from gateway.dialects.raw_json import opened
 
 # The fields of vLLM's SamplingParams that /v1/completions has too, by the same name.
 _SAME_NAME = frozenset(

@@ -2,8 +2,8 @@
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, aclosing, nullcontext
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from typing import TypeVar
 
 from engines.engine import Json
@@ -16,19 +16,11 @@ from gateway.fleet.replica import Replica
 
 T = TypeVar("T")
 
-_NO_ADAPTER = nullcontext()
 # Engines that die at once are all known to be dead after this time, and a prompt does not meet two of them.
 _AFTER_DEATH_S = 1.0
 _FAULT = 500
 _OTHER: Json = {"prompt": [1], "max_tokens": 1}
 _OTHER_TIMEOUT_S = 10.0
-
-
-def using(rollout: Rollout) -> AbstractContextManager[None]:
-    """Keeps the adapter of a rollout loaded, if it has one."""
-    if rollout.adapter is None:
-        return _NO_ADAPTER
-    return rollout.adapter.used(rollout.request_id, goes_on=rollout.goes_on)
 
 
 async def _serves_others(replica: Replica) -> bool:
@@ -40,8 +32,8 @@ async def _serves_others(replica: Replica) -> bool:
     return replica.can_serve
 
 
-def _nothing_kept() -> None:
-    return None
+def _nothing_kept(error: EngineError) -> bool:
+    return False
 
 
 class AttemptLoop(ABC):
@@ -87,13 +79,13 @@ class AttemptLoop(ABC):
         self,
         rollout: Rollout,
         call: Callable[[Replica], Awaitable[T]],
-        kept: Callable[[], T | None] = _nothing_kept,
-    ) -> T:
+        kept: Callable[[EngineError], bool] = _nothing_kept,
+    ) -> T | None:
         """The call's result from the first replica that gives one.
 
-        `kept` returns what a failed call has and that continues elsewhere; it is the result then.
+        `kept` is True where a failed call has something that continues elsewhere; there is no result then.
         """
-        with using(rollout), self.turn(rollout):
+        with self.turn(rollout):
             while True:
                 try:
                     async with self.placed(rollout) as replica:
@@ -102,35 +94,11 @@ class AttemptLoop(ABC):
                         replica.saw_progress()
                         return result
                 except EngineError as error:
-                    part = kept()
+                    progressed = kept(error)
                     with self.between_attempts(rollout):
-                        await self._failed(rollout, replica, error, progressed=part is not None)
-                    if part is not None:
-                        return part
-
-    async def stream(
-        self, rollout: Rollout, call: Callable[[Replica], AsyncGenerator[list[Json]]]
-    ) -> AsyncGenerator[tuple[Replica, Json]]:
-        """Chunks of the first replica that gives any. Raises the `EngineError` that ends a stream with chunks, which
-        may continue from its tokens."""
-        with using(rollout), self.turn(rollout):
-            while True:
-                begun = False
-                try:
-                    async with self.placed(rollout) as replica, aclosing(call(replica)) as blocks:
-                        while (chunks := await replica.answering(replica.unless_lost(anext(blocks, None)))) is not None:
-                            await replica.unless_lost(replica.vouched())
-                            replica.saw_progress()
-                            for chunk in chunks:
-                                begun = True
-                                yield replica, chunk
-                        replica.backoff.succeeded()
-                        return
-                except EngineError as error:
-                    with self.between_attempts(rollout):
-                        await self._failed(rollout, replica, error, progressed=begun)
-                    if begun:
-                        raise
+                        await self._failed(rollout, replica, error, progressed=progressed)
+                    if progressed:
+                        return None
 
     async def _failed(self, rollout: Rollout, replica: Replica, error: EngineError, *, progressed: bool) -> None:
         """Record the end of an attempt. Raises if there may be no further attempt.

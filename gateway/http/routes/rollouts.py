@@ -1,7 +1,7 @@
 """The routes that generate tokens, in every dialect: decoded here, run by the dialect, encoded here."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,12 +13,13 @@ from gateway.api import error_body
 from gateway.dialects.chat import Chat
 from gateway.dialects.completion_prompt import CompletionPrompt
 from gateway.dialects.completions import Completions
+from gateway.dialects.parallel import Show
 from gateway.dialects.replays.batch import identity_of
 from gateway.dialects.replays.registry import Replays
-from gateway.dialects.replies.written import Written
 from gateway.dialects.sglang_generate import SglangGenerate
 from gateway.dialects.token_generation import TokenGeneration
 from gateway.dialects.usage import Usage
+from gateway.dialects.written import Written
 from gateway.fleet.deliveries import Deliveries
 from gateway.fleet.placement.sessions import session_of
 from gateway.http.access import CLIENT, Access
@@ -70,7 +71,7 @@ class RolloutRoutes:
 
     async def _create_completions(self, request: web.Request) -> web.StreamResponse:
         content, body, session = await self._read(request)
-        prompts = self._completions.parts_of(self._completions.decode(body, request_id(request, body), session))
+        prompts = self._completions.decode(body, request_id(request, body), session)
         if body.get("stream"):
             model = prompts[0].rollout.model
             return await self._stream(request, model, partial(self._completions.stream, prompts))
@@ -156,11 +157,19 @@ class RolloutRoutes:
         return reply(answer)
 
     async def _stream(
-        self, request: web.Request, model: str, chunks: Callable[[Usage], AsyncGenerator[Json]]
+        self, request: web.Request, model: str, work: Callable[[Usage, Show], Awaitable[None]]
     ) -> web.StreamResponse:
         """Send chunks. Their tokens are counted also if the client disconnects."""
         usage = Usage()
+
+        async def counted(show: Show) -> None:
+            def passed_on(chunk: Json) -> None:
+                self._deliveries.count(model, chunk.get("choices") or ())
+                show(chunk)
+
+            await work(usage, passed_on)
+
         try:
-            return await send_events(request, self._deliveries.counted(model, chunks(usage)))
+            return await send_events(request, counted)
         finally:
             self._measurement.count_tokens(request, model, usage.total())

@@ -11,7 +11,7 @@ from gateway.dialects.completion_prompt import CompletionPrompt
 from gateway.dialects.replays.batch import Batch
 from gateway.dialects.replays.record import Record, Request
 from gateway.dialects.replays.registry import Replays, Reply
-from gateway.dialects.replies.written import Written
+from gateway.dialects.written import Written
 from gateway.fleet.fleet import Fleet
 from gateway.http.access import Access
 from gateway.http.routes.rollouts import RolloutRoutes

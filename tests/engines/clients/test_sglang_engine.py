@@ -549,25 +549,11 @@ async def test_a_pause_has_sglangs_mode(
     assert server.paths()[-1] == "/continue_generation"
 
 
-async def test_a_waiting_pause_lets_requests_finish(engine: SglangEngine, server: FakeSglang) -> None:
-    server.running = [2, 1, 0]
-    await engine.pause(PauseMode.WAIT, clear_cache=False, timeout_s=TIMEOUT_S)
-    assert server.paths() == ["/v1/loads"] * 3 + ["/pause_generation"]
-
-
 async def test_a_waiting_pause_ends_in_time(engine: SglangEngine, server: FakeSglang) -> None:
     server.running = [1] * 1000
     with pytest.raises(DeadlineExceeded, match=r"replica r1: requests still run after 0\.2 s"):
         await engine.pause(PauseMode.WAIT, clear_cache=False, timeout_s=0.2)
     assert "/pause_generation" not in server.paths()
-
-
-@pytest.mark.parametrize(("status", "forgotten"), [(200, True), (400, False)])
-async def test_a_cache_in_use_is_not_flushed(
-    engine: SglangEngine, server: FakeSglang, status: int, forgotten: bool
-) -> None:
-    server.flush_status = status
-    assert await engine.reset_prefix_cache(TIMEOUT_S) is forgotten
 
 
 async def test_an_update_in_torchs_group_is_a_session(engine: SglangEngine, server: FakeSglang) -> None:

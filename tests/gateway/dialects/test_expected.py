@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from engines.errors import InvalidRequest
-from gateway.dialects.expected import read_expected, without_own_fields
+from gateway.dialects.own_fields import read_expected, without_own_fields
 from tests.rigs.rig import Rig, StartRig
 
 

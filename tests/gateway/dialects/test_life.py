@@ -5,6 +5,7 @@ import zlib
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import cast
 
 import pytest
@@ -23,8 +24,10 @@ from engines.errors import (
 from gateway.config.schema import GatewayConfig
 from gateway.dialects.completion_prompt import CompletionPrompt
 from gateway.dialects.completions import Completions
-from gateway.dialects.replies.carried import opened
+from gateway.dialects.parallel import chunks_of
+from gateway.dialects.raw_json import opened
 from gateway.dialects.runner import Runner
+from gateway.dialects.usage import Usage
 from gateway.fleet import backoff
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics
@@ -204,13 +207,15 @@ async def _life(world: World, n: int, length: int, *, is_stream: bool) -> dict[i
     runner = Runner(Scheduler(config, cast(Fleet, fleet), metrics), metrics)
     rollout = Rollout(request_id="a-0", request="a", model="m", n=n, tokens=n * length)
     body = {"prompt": PROMPT, "n": n, "max_tokens": length, "logprobs": 0, "return_token_ids": True, "stream": False}
-    prompt = CompletionPrompt(runner, config, "a", 0, rollout, body, length)
+    prompt = CompletionPrompt(
+        config=config, request_id="a", index=0, rollout=rollout, body=body, limit=length, read=PROMPT
+    )
     completions = Completions(config, cast(Fleet, fleet), runner)
     told: dict[int, Json] = {}
     try:
         async with asyncio.timeout(60):
             if is_stream:
-                async for chunk in completions.stream([prompt]):
+                async for chunk in chunks_of(partial(completions.stream, [prompt], Usage())):
                     for choice in opened(chunk["choices"]):
                         before = told.get(choice["index"])
                         assert before is None or before["finish_reason"] is None, "a sample has ended once"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from engines.engine import Engine
-from gateway.dialects.spans import stamp_versions
+from gateway.dialects.sample import Sample
 from gateway.fleet.flight import Flight
 from gateway.fleet.replica import Replica
 from sim.model import SimModel
@@ -32,9 +32,10 @@ def may_be_of(*versions: int) -> list[Json]:
 
 
 def stamped(flight: Flight, **told: Any) -> list[Json]:
-    answer = {"choices": [{"token_ids": [7, 8, 9], **told}]}
-    stamp_versions(answer, flight)
-    return list(answer["choices"][0]["weight_versions"])
+    sample = Sample(0)
+    sample.add_told({"index": 0, "token_ids": [7, 8, 9], **told})
+    sample.stamp(flight, None)
+    return list(sample.spans or ())
 
 
 def flight(*versions: int, keeps_kv: bool = True) -> Flight:

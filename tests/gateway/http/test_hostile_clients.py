@@ -3,10 +3,11 @@
 import asyncio
 import gzip
 import resource
-from collections.abc import AsyncGenerator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import orjson
 import pytest
 from aiohttp import ClientSession, web
 from aiohttp.test_utils import TestServer
@@ -162,14 +163,15 @@ async def test_engines_know_equal_ids_of_two_keys_apart(start_rig: StartRig, mon
     running: dict[str, asyncio.Event] = {}
     asked = asyncio.Queue[str]()
 
-    async def generate(path: str, body: Json, timeout_s: float) -> Json:
+    async def reply(path: str, body: Json, timeout_s: float) -> bytes:
         """As vLLM: an abort ends all requests of the id."""
         name = f"generate-tokens-{body['request_id']}"
         ended = running.setdefault(name, asyncio.Event())
         asked.put_nowait(name)
         await ended.wait()
         choice = {"index": 0, "token_ids": [7], "finish_reason": "abort", "logprobs": None}
-        return {"request_id": name, "choices": [choice], "usage": {"prompt_tokens": 1, "completion_tokens": 1}}
+        usage = {"prompt_tokens": 1, "completion_tokens": 1}
+        return orjson.dumps({"request_id": name, "choices": [choice], "usage": usage})
 
     async def ask(method: str, path: str, body: Json, timeout_s: float) -> Json:
         for name in body["request_ids"]:
@@ -178,7 +180,7 @@ async def test_engines_know_equal_ids_of_two_keys_apart(start_rig: StartRig, mon
 
     able = replace(replica.info, capabilities=replica.info.capabilities | {GENERATE, ABORT})
     monkeypatch.setattr(replica, "info", able)
-    monkeypatch.setattr(replica.engine, "generate", generate)
+    monkeypatch.setattr(replica.engine, "reply", reply)
     monkeypatch.setattr(replica.engine, "ask", ask)
     body = {"token_ids": [5], "sampling_params": {"max_tokens": 1}, "request_id": "same"}
     async with asyncio.timeout(30):
@@ -241,13 +243,13 @@ def test_the_limit_of_open_files_is_raised_to_what_is_allowed(monkeypatch: pytes
 async def test_an_error_that_nobody_foresaw_ends_a_stream_in_its_own_words() -> None:
     has_begun = asyncio.Event()
 
-    async def chunks() -> AsyncGenerator[Json]:
-        yield {"index": 0}
+    async def work(show: Callable[[Json], None]) -> None:
+        show({"index": 0})
         await has_begun.wait()
         raise ZeroDivisionError
 
     async def stream(request: web.Request) -> web.StreamResponse:
-        return await send_events(request, chunks())
+        return await send_events(request, work)
 
     app = web.Application()
     app.router.add_get("/", stream)

@@ -10,6 +10,8 @@ from typing import Any
 from engines.errors import RolloutGatewayError
 from engines.types import InFlight, PauseMode, ReplicaState
 from engines.weight_label import WeightLabel
+from gateway.dialects.raw_json import opened
+from gateway.dialects.usage import Usage
 from sim.adapters import SimAdapters
 from tests.material.adapters import write_adapter
 from tests.rigs.stories.interleaving import SETTLE_S, Gateway, GatewayDied, Trainer, Violation, World
@@ -245,10 +247,13 @@ class Story:
 
         async def stream() -> Any:
             whole: dict[str, Any] = {"token_ids": []}
-            async for chunk in gateway.completions.stream(prompts):
-                for choice in chunk["choices"]:
+
+            def show(chunk: dict[str, Any]) -> None:
+                for choice in opened(chunk["choices"]):
                     whole["token_ids"] += choice["token_ids"]
-                    whole |= {key: value for key, value in choice.items() if key != "token_ids"}
+                    whole.update({key: value for key, value in choice.items() if key != "token_ids"})
+
+            await gateway.completions.stream(prompts, Usage(), show)
             return {"choices": [whole]}
 
         reply = await gateway.call(stream() if streamed else gateway.completions.generate(prompts))

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from engines.errors import EngineUnreachable
-from gateway.dialects.replies.assembly import Assembly
-from gateway.dialects.replies.carried import opened
-from gateway.dialects.resumption.tokens import joined, joined_spans, rest_body, rest_sampling, whole_characters
+from gateway.dialects.resumption.tokens import rest_sampling, whole_characters
+from gateway.dialects.spans import joined_spans
 from sim import server as sim_server
 from sim.dialect import DerenderBody, chat_text, derendered, rendered
 from sim.model import SimModel, detokenize
@@ -31,11 +30,9 @@ def span(version: int, start: int | None, end: int | None) -> Json:
 
 
 def test_the_rest_may_have_what_the_whole_has_left() -> None:
-    body = {"prompt": "hello", "n": 4, "max_tokens": 10, "min_tokens": 6, "request_id": "a", "top_p": 0.9}
-    assert rest_body(body, [1, 2, 3, 4], 2) == {
-        "prompt": [1, 2, 3, 4], "n": 1, "max_tokens": 8, "min_tokens": 4, "top_p": 0.9,
-    }  # fmt: skip
-    later = rest_body(body, [1] * 12, 8)
+    body = {"n": 4, "max_tokens": 10, "min_tokens": 6, "request_id": "a", "top_p": 0.9}
+    assert rest_sampling(body, [3, 4], 0) == {"n": 1, "max_tokens": 8, "min_tokens": 4, "top_p": 0.9}
+    later = rest_sampling(body, [1] * 8, 0)
     assert (later["max_tokens"], "min_tokens" in later) == (2, False)
 
 
@@ -52,32 +49,6 @@ def test_spans_without_limits_stay_so() -> None:
     assert joined_spans([span(1, 0, 4)], first, 4) == [span(1, 0, 4), *first]
     assert joined_spans(first, [span(2, None, None), span(3, None, None)], 4) == [*first, span(3, None, None)]
     assert joined_spans(first, [span(2, 0, 3)], 0) == [span(2, 0, 3)], "no token of the first is kept"
-
-
-def choice(text: str, token_ids: list[int], prompt: list[int], version: int) -> Json:
-    tokens = list(text)
-    offsets = list(range(len(tokens)))
-    logprobs = {"text_offset": offsets, "tokens": tokens, "token_logprobs": [-1.0 * one for one in token_ids]}
-    return {
-        "index": 3, "text": text, "token_ids": token_ids, "prompt_token_ids": prompt, "finish_reason": "stop",
-        "logprobs": logprobs | {"top_logprobs": [{one: -1.0} for one in tokens]},
-        "weight_versions": [span(version, 0, len(token_ids))], "kv_versions": [version],
-    }  # fmt: skip
-
-
-def test_tokens_that_were_left_out_of_the_rests_prompt_are_left_out_of_the_whole() -> None:
-    first = choice("ab", [1, 2, 3], [9], 0)
-    first["logprobs"] = None
-    both = joined(first, choice("éc", [6, 7], [9, 1, 2], 1) | {"logprobs": None})
-    assert (both["text"], both["token_ids"]) == ("abéc", [1, 2, 6, 7])
-    assert both["weight_versions"] == [span(0, 0, 2), span(1, 2, 4)]
-
-
-async def test_a_rest_that_was_aborted_before_its_first_token_leaves_all_of_the_first_part() -> None:
-    first = choice("abc", [1, 2, 3], [8, 9], 0)
-    [rest] = opened(await Assembly(1, "engine-0").joined(asyncio.Lock()))["choices"]
-    both = joined(first, rest | {"weight_versions": [span(1, 0, 0)], "kv_versions": [0]})
-    assert both == first | {"finish_reason": "abort", "stop_reason": None, "prompt_logprobs": None}
 
 
 @pytest.mark.parametrize(
@@ -318,6 +289,30 @@ async def test_a_stream_that_has_told_nothing_begins_again(start_rig: StartRig) 
         assert [one["weight_versions"] for one in ends] == [[span(1, 0, 2)]] * len(ends)
         openings = [one for chunk in chunks for one in chunk["choices"] if (one.get("delta") or {}).get("role")]
         assert len(openings) <= 1
+
+
+@pytest.mark.parametrize("resumes", [True, False])
+async def test_samples_of_a_stream_that_an_update_meets_before_their_first_token_are_not_left_out(
+    start_rig: StartRig, *, resumes: bool
+) -> None:
+    """The engine runs 8 samples of 10 at once: the other two are made beside the rests, or the stream is an error."""
+    rig = await start_rig(1, weights={"in_flight": "abort"})
+    await rig.open_group()
+    body = BODY | {"n": 10, "temperature": 1.0, "return_token_ids": True} | ({} if resumes else {"stop": ["never"]})
+    running = asyncio.create_task(streamed(rig, COMPLETIONS, body))
+    await rig.begun(8)
+    await rig.update()
+    rig.hurry()
+    *chunks, last = await running
+    if not resumes:
+        assert "was cut off and cannot continue" in last["error"]["message"]
+        return
+    made = [one for chunk in (*chunks, last) for one in chunk["choices"]]
+    for index in range(10):
+        mine = [one for one in made if one["index"] == index]
+        assert sum(len(one["token_ids"]) for one in mine) == LONG
+        assert [one["finish_reason"] for one in mine if one["finish_reason"]] == ["length"]
+        assert mine[-1]["weight_versions"][-1]["version"] == 1
 
 
 async def test_what_an_update_has_cut_off_goes_on_with_the_old_weights_where_it_fails(start_rig: StartRig) -> None:

@@ -1,12 +1,9 @@
 """A reply as JSON in pieces: a choice is written when its prompt ends, and the whole is never copied."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from engines.engine import Json
-from gateway.dialects.replies.carried import encoded
-
-_OF_THE_END = ("finish_reason", "weight_versions")
+from gateway.dialects.raw_json import encoded
 
 
 @dataclass(slots=True)
@@ -24,18 +21,16 @@ class Written:
     def add(self, choice: Json) -> None:
         """Write a choice."""
         self.choices.append(encoded(choice))
-        self.ends.append({key: choice[key] for key in _OF_THE_END if key in choice})
+        self.ends.append({"finish_reason": choice["finish_reason"], "weight_versions": choice["weight_versions"]})
 
     @property
     def num_bytes(self) -> int:
         """About the length of the whole."""
         return sum(map(len, self.choices))
 
-    def pieces(self) -> Iterator[bytes]:
-        """Yield the reply. It is kept until it is delivered: its client may go before the end, and a replay gets it."""
-        yield encoded(self.head)[:-1] + b',"choices":['
-        for place, choice in enumerate(self.choices):
-            if place:
-                yield b","
-            yield choice
-        yield b"]}"
+    def pieces(self) -> list[bytes]:
+        """Return the reply, which is kept until it is delivered: its client may go before, and a replay gets it."""
+        pieces = [encoded(self.head)[:-1] + b',"choices":[']
+        for choice in self.choices:
+            pieces += [choice, b","]
+        return [*pieces[:-1], b"]}"]

@@ -8,7 +8,7 @@ import orjson
 import pytest
 
 from engines.engine import Engine
-from gateway.dialects import chat, completion_prompt, token_generation
+from gateway.dialects import completion_prompt, conversation, token_generation
 from tests.rigs.rig import Json, Rig, SimReplica, StartRig
 
 LENGTH = 80
@@ -64,7 +64,7 @@ class EarlyEngine:
     [
         (completion_prompt.PATH, SAMPLING | {"model": "sim", "prompt": [[5, 6, 7]], "return_token_ids": True}),
         (
-            chat.PATH,
+            conversation.PATH,
             SAMPLING | {"model": "sim", "messages": [{"role": "user", "content": "a"}], "return_token_ids": True},
         ),
         (token_generation.PATH, {"token_ids": [5, 6, 7], "sampling_params": SAMPLING}),
@@ -87,6 +87,21 @@ async def test_a_stream_that_ends_before_its_sample_goes_on_from_its_tokens(
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
+async def test_a_sample_that_was_aborted_before_its_first_token_is_an_empty_one(rig: Rig, is_stream: bool) -> None:
+    """vLLM sends nothing for it."""
+    told = {"index": 0, "text": "a", "token_ids": [9], "finish_reason": "abort"}
+    for replica in rig.fleet.replicas:
+        replica.engine = OddEngine(replica.engine, {"choices": [told]})  # type: ignore[assignment]
+    body = SAMPLING | {"model": "sim", "prompt": "a", "n": 2, "temperature": 1.0, "return_token_ids": True}
+    async with rig.client.post(rig.url + completion_prompt.PATH, json=body | {"stream": is_stream}) as response:
+        text = await response.text()
+    replies = [orjson.loads(event[6:]) for event in text.split("\n\n")[:-2]] if is_stream else [orjson.loads(text)]
+    choices = {choice["index"]: choice for reply in replies for choice in reply["choices"]}
+    assert {index: choice["finish_reason"] for index, choice in choices.items()} == {0: "abort", 1: "abort"}
+    assert (choices[1]["text"], choices[1]["token_ids"]) == ("", [])
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize(
     "chunk",
     [
@@ -102,7 +117,7 @@ async def test_a_stream_that_ends_before_its_sample_goes_on_from_its_tokens(
     ("path", "body"),
     [
         (completion_prompt.PATH, SAMPLING | {"model": "sim", "prompt": [[5, 6, 7]]}),
-        (chat.PATH, SAMPLING | {"model": "sim", "messages": [{"role": "user", "content": "hello"}]}),
+        (conversation.PATH, SAMPLING | {"model": "sim", "messages": [{"role": "user", "content": "hello"}]}),
         (token_generation.PATH, {"token_ids": [5, 6, 7], "sampling_params": SAMPLING}),
     ],
 )

@@ -1,0 +1,88 @@
+"""A conversation of /v1/chat/completions as a rollout: the body for an engine, and what its client has of a stream."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from engines.engine import Json
+from engines.types import Dialect
+from gateway.dialects.completion_prompt import is_read_in_chunks
+from gateway.dialects.raw_json import opened
+from gateway.dialects.resumption.delivered_chat import DeliveredChat
+from gateway.dialects.runner import DEFAULT_MAX_TOKENS, Ask
+from gateway.dialects.sample import Reply
+from gateway.dialects.sampling import check_replica
+from gateway.fleet.placement.routing import Rollout
+from gateway.fleet.replica import Replica
+
+PATH = "/v1/chat/completions"
+_TEXT_PARTS = ("text", "input_text", "refusal")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversation(Ask):
+    """One conversation as its body asks for it. `delivered` is the part of its stream that the client has.
+
+    `reads_whole_reply` is True where no engine parses the tokens of a reply that was read in chunks. `inexact_of` tells
+    the fields with which it continues.
+    """
+
+    inexact_of: Callable[[Rollout, Json], tuple[str, ...] | None]
+    delivered: DeliveredChat = field(default_factory=DeliveredChat)
+    reads_whole_reply: bool = False
+
+    @cached_property
+    def inexact(self) -> tuple[str, ...] | None:
+        return self.inexact_of(self.rollout, self.body)
+
+    @property
+    def _resumes_stream(self) -> bool:
+        """False where vLLM leaves out reasoning, and the token ids of a stream with it."""
+        return self.body.get("include_reasoning") is not False and self.resumes
+
+    def reads_whole(self, replica: Replica) -> bool:
+        return (
+            self.reads_whole_reply
+            or replica.info.dialect is not Dialect.VLLM  # SGLang tells no token ids in the stream of a conversation
+            or not is_read_in_chunks(self.body, self.limit or DEFAULT_MAX_TOKENS, self.rollout, replica.info)
+            or not self._resumes_stream
+        )
+
+    async def asked(self, replica: Replica, *, streams: bool) -> tuple[str, Json]:
+        check_replica(self.body, replica)
+        ids = {} if streams and not self._resumes_stream else {"return_token_ids": True}
+        return PATH, {**self.body, "cache_salt": self.salt(replica), **ids}
+
+    def continues(self, *, streams: bool) -> bool:
+        return self._resumes_stream if streams else self.resumes
+
+    def told(self, reply: Reply) -> Json:
+        return super().told(reply) | {"prompt_token_ids": reply.prompt}
+
+    def bare(self) -> Json:
+        return {"delta": {"content": ""}, "logprobs": None, "token_ids": []}
+
+    def bare_head(self) -> Json:
+        head = {"id": f"chatcmpl-{self.rollout.request_id}", "object": "chat.completion.chunk"}
+        return head | {"created": int(time.time()), "model": self.body.get("model") or self.rollout.model}
+
+    def shows(self, choice: Json, *, is_cut: bool) -> bool:
+        if "token_ids" in choice:
+            choice["token_ids"] = opened(choice["token_ids"])
+        if is_cut:
+            self.delivered.keep(choice)
+            return False
+        self.delivered.see(choice)
+        return self.has_news(choice)
+
+    def has_news(self, choice: Json) -> bool:
+        """True if a choice has something for the client: vLLM sends ids also of text that its parsers hold back."""
+        fields = ("delta", "finish_reason", "logprobs") + (("token_ids",) if self.body.get("return_token_ids") else ())
+        return any(choice.get(field) for field in fields)
+
+
+def is_medium(part: Any) -> bool:
+    """True for a part of a message that is an image, a sound or a video."""
+    return isinstance(part, dict) and part.get("type", "text") not in _TEXT_PARTS

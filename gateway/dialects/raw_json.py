@@ -1,0 +1,39 @@
+"""JSON that is passed on as it came: a value that nobody looks at stays a `msgspec.Raw`, the bytes of its JSON."""
+
+from typing import Any
+
+import msgspec
+from msgspec import Raw
+
+NULL = Raw(b"null")
+NO_JSON = (ValueError, TypeError, LookupError, OverflowError, RecursionError)
+"""The errors of a decoder, and of values that are of another kind than expected."""
+
+decoded = msgspec.json.Decoder().decode
+encoded = msgspec.json.Encoder().encode
+"""Returns JSON: raw values as they came, and NaN as null."""
+fields_of = msgspec.json.Decoder(dict[str, Raw]).decode
+
+
+def opened(value: Any) -> Any:
+    """Return a value decoded, with all values in it."""
+    match value:
+        case Raw():
+            return decoded(value)
+        case dict():
+            return {key: opened(item) for key, item in value.items()}
+        case list() if any(isinstance(item, Raw | dict) for item in value):
+            return [opened(item) for item in value]
+        case _:
+            return value
+
+
+def inside_list(value: Raw) -> bytes:
+    """Return the items of a list without its brackets; null has none. Raise `ValueError` for another value."""
+    content = bytes(value)
+    if content[:1] == b"[":
+        inside = content[1:-1]
+        return b"" if inside.isspace() else inside
+    if content != b"null":
+        raise ValueError(f"a value is {content!r:.80}, no list")
+    return b""

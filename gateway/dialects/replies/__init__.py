@@ -1,1 +1,0 @@
-"""Engines' replies as bytes: carried, joined and written."""

@@ -2,8 +2,7 @@
 
 import asyncio
 import hashlib
-from collections.abc import AsyncGenerator, Callable
-from functools import partial
+from collections.abc import AsyncGenerator
 from pathlib import Path
 
 from aiohttp import web
@@ -45,8 +44,7 @@ from gateway.http.supervisor import Supervisor
 from gateway.http.trace import Trace
 from gateway.http.workers.crew import Workers
 from gateway.http.workers.hop import as_sent
-from gateway.ledger.ledger import Ledger, default_file
-from gateway.ledger.shared import SharedLedger
+from gateway.ledger.ledger import Ledger, default_folder
 from gateway.weights.coordinator import WeightCoordinator
 from gateway.weights.snapshots import Snapshots
 
@@ -76,7 +74,7 @@ class GatewayServer:
         chat = Chat(config.gateway, fleet, runner, tokens, inquiries)
         sglang = SglangGenerate(completions, fleet)
         deliveries = Deliveries(fleet, metrics)
-        self._ledger = SharedLedger(_ledger_of(config))
+        self._ledger = Ledger(_ledger_folder(config))
         self._replays = Replays(config.gateway, completions, fleet, metrics, self._ledger)
         self._submissions = Submissions(
             config.gateway.submissions,
@@ -151,6 +149,7 @@ class GatewayServer:
         self._tasks.start("watch adapters", self._adapters.run())
         self._tasks.start("watch load", self._dashboard.run())
         await self._ledger.open()
+        self._tasks.start("watch ledger", self._ledger.run())
         self._tasks.start("watch submissions", self._submissions.run())
         self._tasks.start("watch batches", self._replays.run())
         yield
@@ -166,12 +165,11 @@ class GatewayServer:
         await self._snapshots.close()  # last: a file system that hangs takes its time
 
 
-def _ledger_of(config: Config) -> Callable[[], Ledger] | None:
-    """What makes the ledger; None where none is kept."""
-    if config.gateway.ledger is None:
+def _ledger_folder(config: Config) -> Path | None:
+    place = config.gateway.ledger
+    if place is None:
         return None
-    path = default_file(config.name) if config.gateway.ledger == "auto" else Path(config.gateway.ledger)
-    return partial(Ledger, path, config.gateway.submissions.max_bytes * 3 // 2)
+    return default_folder(config.name) if place == "auto" else Path(place)
 
 
 def _digest(config: Config) -> str:

@@ -5,7 +5,7 @@ import hashlib
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from gateway.dialects.replays.record import Record
+from gateway.dialects.replays.record import BatchRecord
 from gateway.dialects.replies.written import Written
 
 _ABORT = "abort"
@@ -43,7 +43,7 @@ class Batch:
     request_id: str
     oldest: int
     task: asyncio.Task[Written]
-    record: Record
+    record: BatchRecord
     newest: int = 0
     has_left: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     """Done while it has no client."""

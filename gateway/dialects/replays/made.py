@@ -11,7 +11,7 @@ import structlog
 from engines.engine import Json
 from engines.errors import EngineFailed
 from gateway.dialects.completion_prompt import PATH, CompletionPrompt
-from gateway.dialects.replays.making import Came, Cut, Note, Path
+from gateway.dialects.replays.record import Came, Cut, Note, Path
 from gateway.dialects.replies.assembly import Assembly
 from gateway.dialects.replies.carried import carried_reply, opened
 from gateway.dialects.resumption.features import marked
@@ -24,7 +24,7 @@ from gateway.fleet.flight import Flight
 log = structlog.get_logger()
 
 _ABORT = "abort"
-_notes = msgspec.msgpack.Decoder(list[Note]).decode
+_note = msgspec.msgpack.Decoder(Note).decode
 
 
 @dataclass(slots=True)
@@ -40,15 +40,14 @@ class _Node:
 class Made:
     """The notes of one batch."""
 
-    def __init__(self, parts: Iterable[bytes]) -> None:
+    def __init__(self, notes: Iterable[bytes]) -> None:
         """Raise `ValueError` or `KeyError` where they cannot be read."""
         self._prompts: dict[int, _Node] = {}
         self._turn = asyncio.Lock()
         self.newest = 0
         """The newest weight version of the model among its tokens."""
-        for content in parts:
-            for note in _notes(content):
-                self._take(note)
+        for note in notes:
+            self._take(_note(note))
 
     async def of(self, prompt: CompletionPrompt) -> Json | None:
         """Return the reply to a prompt as far as it was made; None where it restarts. A long one takes its time."""

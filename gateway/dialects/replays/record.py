@@ -1,134 +1,221 @@
-"""The record of one batch in the ledger: its request, and what was made of it so far."""
+"""The record of one batch: its request, and what engines make of it, from which a later gateway goes on: chunks as they
+came, and cuts."""
 
-import asyncio
+import secrets
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 
 import msgspec
+import orjson
 
-from gateway.dialects.completion_prompt import CompletionPrompt
-from gateway.dialects.replays.making import Notes
-from gateway.ledger.batches import BatchRow
-from gateway.ledger.file import LedgerFile
-from gateway.ledger.shared import SharedLedger
+from engines.engine import Json
+from gateway.fleet.flight import Flight
+from gateway.fleet.replica import Replica
+from gateway.ledger.ledger import Ledger, Record
 
+KIND = "batch"
+_AT_ONCE = 1 << 24  # bytes, which are encoded in a few milliseconds
 _WORTH_IT_S = 1.0
 """Age from which a batch is written: a younger one has little to lose, and writing it would delay its reply."""
 _WORTH_IT_BYTES = 1 << 24
 """Size from which a younger batch is written too: it waits in memory until then."""
 
+Path = tuple[int, ...]
+"""A prompt's index; behind it the sample that continues, and further samples where a rest continues in turn."""
 
-class Request(msgspec.Struct):
-    """A batch's request without its body. `oldest` is the batch's oldest weight version, `parts` the number of parts
-    that the samples of each prompt are in."""
+
+class Request(msgspec.Struct, tag="request", frozen=True):
+    """A batch's request with its body as it came. `oldest` is the batch's oldest weight version, `parts` the number of
+    parts that the samples of each prompt are in."""
 
     identity: bytes
     request_id: str
     session: str
     oldest: int
-    parts: int = 1
+    parts: int
+    body: bytes
 
 
-class Record:
-    """Notes of a batch, and their way into the ledger. Nothing is written where the ledger is off."""
+class Came(msgspec.Struct, tag="came", array_like=True, eq=False):
+    """Chunks of an attempt, in the order of their arrival; a new attempt makes those before it void.
 
-    def __init__(
-        self, number: int, request: Request, body: bytes, ledger: SharedLedger, *, is_written: bool = False
-    ) -> None:
-        """`is_written` is True for a batch of a gateway before this one, which the ledger has."""
-        self.number = number
-        self._request = request
-        self._body = body
+    `versions` and `kv_versions` are those of its flight so far. `is_whole` where the chunk is a whole reply.
+    """
+
+    path: Path
+    attempt: bytes
+    replica_id: str
+    versions: list[int]
+    kv_versions: list[int]
+    is_whole: bool
+    chunks: list[bytes]
+
+
+class Cut(msgspec.Struct, tag="cut", array_like=True, eq=False):
+    """The reply, as JSON, whose open samples continue one by one from here on."""
+
+    path: Path
+    answer: bytes
+
+
+Note = Came | Cut
+
+
+class BatchRecord:
+    """Notes what was made of a batch, and writes that once it is worth it. Without a ledger it notes nothing."""
+
+    def __init__(self, request: Request, ledger: Ledger, record: Record | None = None) -> None:
+        """`record` is that of a batch of a gateway before this one."""
+        self.is_on = ledger.is_on
+        """False where nothing is noted any more."""
+        self._request: Request | None = None if record else request
         self._ledger = ledger
-        self._notes = Notes()
+        self._record = record or Record.new(ledger, KIND)
         self._began = time.monotonic()
-        self.is_written = is_written
-        self.num_bytes = 0
-        """Size of what was written."""
-        self._num_writing = 0
-        if not ledger.is_on:
-            self.stop()
+        self._pending: dict[_Attempt | Cut, None] = {}
+        self._pending_bytes = 0
 
-    def noting(self, prompts: Sequence[CompletionPrompt]) -> list[CompletionPrompt]:
-        """Return the prompts with their notes."""
-        if not self.is_on:
-            return list(prompts)
-        return [replace(prompt, making=self._notes.of(prompt.index)) for prompt in prompts]
+    def of(self, index: int) -> "Making | None":
+        """Return what notes a prompt; None where nothing is noted."""
+        return Making(self, (index,)) if self.is_on else None
 
     @property
-    def is_on(self) -> bool:
-        """False where nothing is noted any more."""
-        return self._notes.is_on
+    def is_written(self) -> bool:
+        return self._record.is_kept
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of what was written."""
+        return self._record.num_bytes
 
     @property
     def has_news(self) -> bool:
         """True where the ledger lacks something that was noted."""
-        return self._notes.has_news or self._num_writing > 0
+        return bool(self._pending) or self._record.num_writing > 0
 
     @property
     def is_due(self) -> bool:
         """True where there may be something to write, and the write before has ended."""
-        if not self.is_on or self._num_writing:
+        if not self.is_on or self._record.num_writing:
             return False
         if self.is_written:
-            return self._notes.has_news
-        return time.monotonic() - self._began >= _WORTH_IT_S or self._notes.num_bytes > _WORTH_IT_BYTES
+            return bool(self._pending)
+        return time.monotonic() - self._began >= _WORTH_IT_S or self._pending_bytes > _WORTH_IT_BYTES
 
-    def write(self) -> int:
-        """Write some of what is new; return its size."""
-        before = self.num_bytes
-        if not self.is_written:
-            self.is_written = True
-            row = BatchRow(self.number, msgspec.msgpack.encode(self._request), self._body)
-            self._body = b""
-            self._put(row.body, lambda file: file.add_batch(row))
-        if notes := self._notes.take():
-            content = msgspec.msgpack.encode(notes)
-            self._put(content, lambda file: file.grow_batch(self.number, content))
-        return self.num_bytes - before
+    def write(self) -> bool:
+        """Write some of what is new. Return False where nothing is."""
+        if self._request is not None:
+            self._record.begin([self._request])
+            self._request = None
+        if notes := self._news():
+            self._record.add(*notes)
+        return bool(notes)
+
+    def _news(self) -> list[Note]:
+        """Return notes that may be kept, about `_AT_ONCE` bytes: none of tokens whose version an update leaves open."""
+        news: list[Note] = []
+        size = 0
+        for one in list(self._pending):
+            if size >= _AT_ONCE:
+                break
+            if isinstance(one, Cut):
+                del self._pending[one]
+                news.append(one)
+                size += len(one.answer)
+            elif one.is_vouched:
+                self.drop(one)
+                size += one.num_bytes
+                news.append(one.taken())
+        return news
 
     def stop(self) -> None:
         """Note nothing any more."""
-        self._notes.stop()
-        self._body = b""
-
-    def move(self, number: int) -> None:
-        """Have this number in another ledger, which lacks what the one before had of the batch."""
-        if self.is_written:
-            self.stop()
-            self.is_written = False
-        self.number = number
+        self.is_on, self._request = False, None
+        self._pending.clear()
+        self._pending_bytes = 0
 
     def forget(self) -> None:
         """Drop the record."""
         self.stop()
-        self.num_bytes = 0
-        if self.is_written:
-            self.is_written = False
-            self._ledger.put(lambda file: file.forget_batch(self.number), _nothing)
+        self._record.remove()
 
     async def forgotten(self) -> None:
         """Drop the record; return once no later gateway can find it."""
-        if not self.is_written:
-            return
-        self.forget()
-        done = asyncio.Event()
-        self._ledger.put(_nothing_written, done.set)
-        await done.wait()
+        if self.is_written:
+            self.forget()
+            await self._ledger.written()
 
-    def _put(self, content: bytes, work: Callable[[LedgerFile], None]) -> None:
-        self.num_bytes += len(content)
-        self._num_writing += 1
-        self._ledger.put(work, self._wrote)
+    def add(self, note: "_Attempt | Cut", size: int = 0) -> None:
+        """Take a note, or `size` bytes more of it."""
+        if self.is_on:
+            self._pending[note] = None
+            self._pending_bytes += size
 
-    def _wrote(self) -> None:
-        self._num_writing -= 1
-
-
-def _nothing() -> None:
-    pass
+    def drop(self, attempt: "_Attempt") -> None:
+        """Drop what an attempt has that is not written."""
+        if attempt in self._pending:
+            del self._pending[attempt]
+            self._pending_bytes -= attempt.num_bytes
 
 
-def _nothing_written(file: LedgerFile) -> None:
-    pass
+class Making:
+    """What is made of one prompt, or of the rest of one sample."""
+
+    def __init__(self, record: BatchRecord, path: Path) -> None:
+        self._record = record
+        self._path = path
+        self._attempt: _Attempt | None = None
+
+    def begin(self, replica: Replica, flight: Flight, *, is_whole: bool) -> Callable[[list[bytes]], None]:
+        """Begin an attempt; return what takes its chunks."""
+        self._end_attempt()
+        self._attempt = attempt = _Attempt(self._record, self._path, replica, flight, is_whole=is_whole)
+        self._record.add(attempt)  # also without chunks: those of the attempt before are void
+        return attempt.add
+
+    def cut(self, answer: Json) -> None:
+        """Note a reply whose open samples continue."""
+        self._end_attempt()
+        if self._record.is_on:
+            self._record.add(Cut(self._path, orjson.dumps(answer)))
+
+    def rest(self, sample: int) -> "Making":
+        return Making(self._record, (*self._path, sample))
+
+    def _end_attempt(self) -> None:
+        if self._attempt is not None:
+            self._record.drop(self._attempt)
+
+
+class _Attempt:
+    def __init__(self, record: BatchRecord, path: Path, replica: Replica, flight: Flight, *, is_whole: bool) -> None:
+        self.path = path
+        self._record = record
+        self._replica, self._flight, self._is_whole = replica, flight, is_whole
+        self._id = secrets.token_bytes(4)
+        self._chunks: list[bytes] = []
+        self.num_bytes = 0
+        """Size of the chunks that were not taken."""
+
+    @property
+    def is_vouched(self) -> bool:
+        return self._replica.weight_version is not None
+
+    def add(self, chunks: list[bytes]) -> None:
+        if self._record.is_on:
+            self._chunks += chunks
+            size = sum(map(len, chunks))
+            self.num_bytes += size
+            self._record.add(self, size)
+
+    def taken(self) -> Came:
+        chunks, self._chunks, self.num_bytes = self._chunks, [], 0
+        return Came(
+            self.path,
+            self._id,
+            self._replica.replica_id,
+            list(self._flight.versions),
+            self._flight.kv_versions({}),
+            self._is_whole,
+            chunks,
+        )

@@ -8,7 +8,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -23,13 +23,12 @@ from gateway.dialects.completions import Completions
 from gateway.dialects.group_parts import in_parts
 from gateway.dialects.replays.batch import Batch, End
 from gateway.dialects.replays.made import Made
-from gateway.dialects.replays.record import Record, Request
+from gateway.dialects.replays.record import KIND, BatchRecord, Request
 from gateway.dialects.replies.written import Written
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics
-from gateway.ledger.batches import BatchRow
-from gateway.ledger.ledger import Ledger
-from gateway.ledger.shared import SharedLedger
+from gateway.ledger.folder import Left
+from gateway.ledger.ledger import Ledger, Record
 
 log = structlog.get_logger()
 
@@ -37,6 +36,8 @@ _MOST_ORPHANS = 1024
 _MOST_BYTES = 1 << 30
 # A client's end and its replay may arrive together, and the end is noticed a few turns of the event loop later.
 _NOTICED_WITHIN_S = 0.05
+_LONGEST_GAP_S = 600.0
+"""Age of its last note beyond which no client waits for a batch: blind replays end within minutes."""
 _TICK_S = 0.05
 _REST_S = 0.5  # a batch is not written before it has run for a second
 
@@ -52,14 +53,15 @@ class Reply:
 class Replays:
     """Runs batches, and brings them over a restart."""
 
+    kind = KIND
+
     def __init__(
-        self, config: GatewayConfig, completions: Completions, fleet: Fleet, metrics: Metrics, ledger: SharedLedger
+        self, config: GatewayConfig, completions: Completions, fleet: Fleet, metrics: Metrics, ledger: Ledger
     ) -> None:
         self._grace_s = config.replay_grace_s
         self._most_written = config.submissions.max_bytes // 4
         self._ledger = ledger
         ledger.add(self)
-        self._number = 0
         self._completions = completions
         self._fleet = fleet
         self._metrics = metrics
@@ -102,12 +104,11 @@ class Replays:
 
     def _begun(self, identity: bytes, content: bytes, prompts: Sequence[CompletionPrompt]) -> Batch:
         first = prompts[0]
-        request = Request(identity, first.request_id, first.rollout.session, self._oldest(first), first.parts)
-        self._number += 1
-        record = Record(self._number, request, content, self._ledger)
-        return self._running(request, record, self._completions.written(record.noting(prompts)))
+        request = Request(identity, first.request_id, first.rollout.session, self._oldest(first), first.parts, content)
+        record = BatchRecord(request, self._ledger)
+        return self._running(request, record, self._completions.written(_noting(record, prompts)))
 
-    def _running(self, request: Request, record: Record, writing: Coroutine[Any, Any, Written]) -> Batch:
+    def _running(self, request: Request, record: BatchRecord, writing: Coroutine[Any, Any, Written]) -> Batch:
         task = asyncio.create_task(writing, name=f"batch {request.request_id}")
         batch = Batch(request.identity, request.request_id, request.oldest, task, record)
         self._batches[request.identity].append(batch)
@@ -132,75 +133,64 @@ class Replays:
             due = [record for record in self._records if record.is_due]
             if due:
                 await self._ledger.opened()
-                self._write(due)
+                for record in due:
+                    record.write()
+            if not self._ledger.is_durable:
+                self._stop_writing()
+            self._keep_written_bound()
 
     @property
-    def _records(self) -> list[Record]:
+    def _records(self) -> list[BatchRecord]:
         return [batch.record for equal in self._batches.values() for batch in equal]
 
-    def _write(self, due: Sequence[Record]) -> bool:
-        """Write some of what is new. Return False where nothing is."""
-        has_written = False
-        written = sum(record.num_bytes for record in self._records)
-        for record in due:
-            size = record.write()
-            has_written = has_written or size > 0
-            written += size
-            if written > self._most_written:
-                log.warning("batches fill their part of the ledger: one of them is in memory alone")
-                written -= record.num_bytes
+    def _stop_writing(self) -> None:
+        """A ledger that failed lacks notes: what is under way is in memory alone."""
+        for record in self._records:
+            if record.is_written:
                 record.forget()
-        if not self._ledger.is_durable:
-            for record in self._records:
-                record.stop()
-        return has_written
 
-    def take_up(self, ledger: Ledger, *, is_left: bool) -> None:
-        """Batches that another file had are in memory alone."""
-        in_memory = self._records
-        self._number = max((self._number, *(row.number for row in ledger.batches)))
-        for record in in_memory:
-            self._number += 1
-            record.move(self._number)
-        for row in ledger.batches:
-            if is_left:
-                self._bring_back(row)
-            else:
-                self._forget(row)
+    def _keep_written_bound(self) -> None:
+        written = [record for record in self._records if record.is_written]
+        over = sum(record.num_bytes for record in written) - self._most_written
+        if over > 0:
+            log.warning("batches fill their part of the ledger: one of them is in memory alone")
+            max(written, key=lambda record: record.num_bytes).forget()
 
-    def _bring_back(self, row: BatchRow) -> None:
-        try:
-            request = msgspec.msgpack.decode(row.request, type=Request)
-            self._go_on(request, row)
-        except (ValueError, KeyError, TypeError, RolloutGatewayError) as error:
-            log.error("a batch in the ledger cannot be read", error=repr(error))
-            self._forget(row)
+    def write_all(self) -> None:
+        self._stop_writing()
 
-    def _go_on(self, request: Request, row: BatchRow) -> None:
+    def bring_back(self, left: Sequence[Left]) -> None:
+        for one in left:
+            record = Record(self._ledger, one.name, one.num_bytes)
+            try:
+                if not self._grace_s or one.age_s > _LONGEST_GAP_S:
+                    record.remove()
+                else:
+                    self._go_on(one.frames, record)
+            except (ValueError, KeyError, TypeError, IndexError, RolloutGatewayError) as error:
+                log.error("a batch in the ledger cannot be read", error=repr(error))
+                record.remove()
+
+    def _go_on(self, frames: Sequence[bytes], stored: Record) -> None:
         """Run the batch of a gateway before this one, whose client has gone with it."""
-        if not self._grace_s:
-            self._forget(row)
-            return
-        prompts = self._completions.decode(orjson.loads(row.body), request.request_id, request.session)
+        request = msgspec.msgpack.decode(frames[0], type=Request)
+        prompts = self._completions.decode(orjson.loads(request.body), request.request_id, request.session)
         prompts = in_parts(prompts, prompts[0].rollout.n // request.parts)
-        record = Record(row.number, request, b"", self._ledger, is_written=True)
-        made = Made(row.parts)
-        batch = self._running(request, record, self._completions.written(record.noting(prompts), made.of))
+        record = BatchRecord(request, self._ledger, stored)
+        made = Made(frames[1:])
+        batch = self._running(request, record, self._completions.written(_noting(record, prompts), made.of))
         batch.newest = made.newest
         self._leave(batch)
-
-    def _forget(self, row: BatchRow) -> None:
-        self._ledger.put(lambda file: file.forget_batch(row.number), lambda: None)
 
     async def close(self) -> None:
         """Stop all batches without a client, which a later gateway goes on with."""
         tasks = [batch.task for batch in self._orphans]
-        if any(record.is_on for record in self._records):
+        if on := [record for record in self._records if record.is_on]:
             await self._ledger.opened()
-            while self._write([record for record in self._records if record.is_on]):
-                pass
-        for record in self._records:
-            record.stop()
+            for record in on:
+                while record.write():
+                    pass
+                record.stop()
         for batch in list(self._orphans):
             self._end_orphanhood(batch, End.STOPPED)
             batch.task.cancel()
@@ -273,3 +263,8 @@ class Replays:
         equal.remove(batch)
         if not equal:
             del self._batches[batch.identity]
+
+
+def _noting(record: BatchRecord, prompts: Sequence[CompletionPrompt]) -> list[CompletionPrompt]:
+    """Return the prompts with what notes them."""
+    return [replace(prompt, making=record.of(prompt.index)) for prompt in prompts]

@@ -16,11 +16,11 @@ from gateway.dialects.completion_prompt import CompletionPrompt
 from gateway.dialects.completions import Completions
 from gateway.dialects.replies.carried import opened
 from gateway.dialects.runner import Runner
+from gateway.dialects.submissions.frames import Prompt, Tokens
 from gateway.dialects.submissions.sample import Sample
 from gateway.dialects.submissions.words import Group, OnDeadline
 from gateway.fleet.placement.sessions import session_key
 from gateway.fleet.together import together
-from gateway.ledger.file import PartRow
 
 DEADLINE = "deadline"
 """The finish_reason of a sample that its group's deadline ended."""
@@ -59,7 +59,7 @@ class Record(Protocol):
 
     def grew(self, run: "GroupRun", sample: Sample) -> None: ...
     def ended(self, run: "GroupRun", sample: Sample) -> None: ...
-    def forgot(self, run: "GroupRun", sample: Sample) -> None: ...
+    def restarted(self, run: "GroupRun", sample: Sample) -> None: ...
 
 
 class GroupRun:
@@ -105,21 +105,31 @@ class GroupRun:
 
     def restore_end(self, index: int, *, is_good: bool) -> None:
         """Note a sample that a gateway before this one has ended."""
+        self.restart(self.samples[index])
         self.samples[index].is_done = True
         self.num_good += is_good
+
+    def restart(self, sample: Sample) -> None:
+        """Drop the tokens of an open sample."""
+        self.num_bytes -= sample.num_bytes
+        sample.forget()
 
     def take_over(self, other: "GroupRun") -> None:
         """Take the tokens of a suspended group's open samples."""
         self.read = other.read
         for mine, its in zip(self.samples, other.samples, strict=True):
-            if mine.is_open and (part := its.everything()):
-                self.grow(mine.index, part)
+            if mine.is_open and (part := its.everything(self.index)):
+                self.grow(part)
         other.drop()
 
-    def grow(self, index: int, part: PartRow) -> None:
+    def grow(self, part: Tokens) -> None:
         """Take tokens of an open sample."""
-        self.samples[index].grow(part)
+        self.samples[part.sample].grow(part)
         self.num_bytes += len(part.token_ids) + len(part.logprobs)
+
+    def read_step(self) -> list[Prompt]:
+        """The prompt for the record, once it is known, and an engine has read it."""
+        return [Prompt(self.index, self.read_bytes)] if self.is_read_by_engine else []
 
     @property
     def open(self) -> list[Sample]:
@@ -202,9 +212,8 @@ class GroupRun:
         enough = asyncio.Event()
 
         async def make(sample: Sample) -> None:
-            self.num_bytes -= sample.num_bytes
-            sample.forget()
-            self._record.forgot(self, sample)
+            self.restart(sample)
+            self._record.restarted(self, sample)
             alone = prompt.rest_of(sample.part(self.read or prompt.body["prompt"]), prompt.indexes[sample.index])
             alone = replace(alone, rollout=replace(alone.rollout, goes_on=False))
             [choice] = (await runner.generate(alone))["choices"]

@@ -3,9 +3,8 @@
 import asyncio
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from functools import partial
 
 import orjson
 import structlog
@@ -21,13 +20,13 @@ from engines.errors import (
 )
 from gateway.api import body_of, error_body
 from gateway.config.schema import SubmissionsConfig
+from gateway.dialects.submissions.frames import Head, read_head, read_step
 from gateway.dialects.submissions.group_run import Generation, GroupRun, Outcome, decoded
-from gateway.dialects.submissions.submission import Counts, Submission
+from gateway.dialects.submissions.submission import TAKEN, Counts, Submission
 from gateway.dialects.submissions.words import Asked, Group, Resumption
 from gateway.fleet.event_wait import is_set_within
-from gateway.ledger.file import LedgerFile, SubmissionRow
-from gateway.ledger.ledger import Ledger
-from gateway.ledger.shared import SharedLedger
+from gateway.ledger.folder import Left
+from gateway.ledger.ledger import Ledger, Record
 
 log = structlog.get_logger()
 
@@ -44,14 +43,19 @@ _ABANDONED_AFTER_S = 600.0
 _UNFORESEEN = error_body("the gateway failed; its log has the reason", 500)["error"]
 
 
+KIND = "submission"
+
+
 class Submissions:
     """The submissions, by owner and id."""
+
+    kind = KIND
 
     def __init__(
         self,
         config: SubmissionsConfig,
         generation: Generation,
-        ledger: SharedLedger,
+        ledger: Ledger,
         counts: Counts,
     ) -> None:
         self._config = config
@@ -62,21 +66,15 @@ class Submissions:
         self._kept: dict[tuple[str, str], Submission] = {}
         self._running: set[Submission] = set()
         self._begun = asyncio.Event()
-        self._number = 0
 
     def report(self) -> Json:
         """The state for /status."""
         kept = self._kept.values()
-        ledger = self._ledger.current
-        return {
+        return self._ledger.report() | {
             "submissions": sum(not one.is_released for one in kept),
             "open": sum(not one.is_ended for one in kept),
             "kept_bytes": sum(one.num_bytes for one in kept),
             "unwritten_samples": sum(one.num_unwritten for one in kept),
-            "outgrown": sum(one.has_outgrown for one in kept),
-            "file": str(ledger.path) if ledger else None,
-            "durable": self.is_durable,
-            "failure": ledger.failure if ledger else "",
         }
 
     @property
@@ -119,7 +117,7 @@ class Submissions:
         """Free events, and the submission where all are acked. Return once that is durable."""
         submission.ack(cursor)
         self._release_if_done(submission)
-        await self._written()
+        await self._ledger.written()
 
     async def cancel(self, submission: Submission, groups: Iterable[int] | None, reason: str) -> None:
         """End groups that run or are suspended; all unless named. Return once that is durable, so that no later
@@ -127,11 +125,11 @@ class Submissions:
         running = await self._cancel(submission, groups, reason)
         for index in _named(submission, groups):
             if submission.outcomes.get(index) == Outcome.SUSPENDED:
-                submission.drop_suspended(index)
+                submission.give_up(index, Outcome.CANCELLED)
         with suppress(TimeoutError):
             async with asyncio.timeout(_CANCELLED_WITHIN_S):
                 await submission.groups_ended(running)
-                await self._written()
+                await self._ledger.written()
         self._release_if_done(submission)
 
     async def let_deadline_pass(self, submission: Submission, groups: Iterable[int] | None) -> None:
@@ -160,19 +158,15 @@ class Submissions:
     # Life
 
     async def run(self) -> None:
-        """Write growth, keep bounds, watch the ledger."""
+        """Write growth, keep bounds."""
         bounds_at = time.monotonic()
         while True:
             await self._next_tick()
             for submission in self._running:
-                if not submission.is_writing:
+                if not submission.record.num_writing:
                     submission.write_growth()
-            if self._ledger.current is not None:
-                self._ledger.current.look()
-                self._note_outgrown(self._ledger.current)
             if time.monotonic() >= bounds_at:
                 await self._keep_bounds()
-                await self._ledger.renew()
                 bounds_at = time.monotonic() + _BOUNDS_S
 
     async def _next_tick(self) -> None:
@@ -227,8 +221,8 @@ class Submissions:
         for index, one in enumerate(asked):  # a client that checked at the same time may have been first
             if isinstance(one, Resumption):
                 self._resumed(owner, index, one)
-        self._number += 1
-        submission = self._made(self._number, owner, name, digest, groups, time.time())
+        record = Record.new(self._ledger, KIND)
+        submission = self._made(record, owner, name, digest, groups, time.time())
         for index, one in enumerate(asked):
             if isinstance(one, Resumption):
                 submission.take_over(index, self.find(owner, one.id), one.group)
@@ -236,10 +230,9 @@ class Submissions:
         return submission
 
     def _made(
-        self, number: int, owner: str, name: str, digest: bytes, groups: Sequence[Group], began: float
+        self, record: Record, owner: str, name: str, digest: bytes, groups: Sequence[Group], began: float
     ) -> Submission:
-        submission = Submission(number, owner, name, digest, groups, began, self._put, self._counts)
-        submission.life = self._ledger.life
+        submission = Submission(owner, name, digest, groups, began, record, self._counts, self._ledger.life)
         self._kept[owner, name] = submission
         return submission
 
@@ -307,27 +300,19 @@ class Submissions:
     # Bounds
 
     async def _refuse_if_full(self, owner: str) -> None:
-        """Refuse a new submission while the others leave no room. Those that outgrew the ledger are held against the
-        owners that have one."""
-        has_outgrown = any(one.has_outgrown and not one.is_ended for one in self._of(owner))
-        for outgrown in (False, True) if has_outgrown else (False,):
-            if self._over_bytes(outgrown=outgrown) > 0:
-                await self._keep_bounds()
-            if (over := self._over_bytes(outgrown=outgrown)) > 0:
-                kind = "that outgrew the ledger and" if outgrown else "that"
-                raise TooManyRequests(
-                    f"submissions {kind} have not ended fill gateway.submissions.max_bytes = "
-                    f"{self._config.max_bytes} ({over} bytes too many): ack what was delivered, or raise it",
-                    _FULL_RETRY_S,
-                )
+        """Refuse a new submission while the owner's others leave no room."""
+        if self._over_bytes(owner) > 0:
+            await self._keep_bounds()
+        if (over := self._over_bytes(owner)) > 0:
+            raise TooManyRequests(
+                f"submissions of this key that have not ended fill gateway.submissions.max_bytes = "
+                f"{self._config.max_bytes} ({over} bytes too many): ack what was delivered, or raise it",
+                _FULL_RETRY_S,
+            )
 
-    def _of(self, owner: str) -> list[Submission]:
-        return [one for one in self._kept.values() if one.owner == owner]
-
-    def _over_bytes(self, *, outgrown: bool) -> int:
-        """Bytes beyond the bound. What outgrew the ledger has a bound of its own, so it takes no room from others."""
-        kept = sum(one.num_bytes for one in self._kept.values() if one.has_outgrown is outgrown)
-        return kept - self._config.max_bytes
+    def _over_bytes(self, owner: str) -> int:
+        """Bytes beyond the bound, which each owner has for itself."""
+        return sum(one.num_bytes for one in self._kept.values() if one.owner == owner) - self._config.max_bytes
 
     async def _keep_bounds(self) -> None:
         now, clock = time.time(), time.monotonic()
@@ -340,27 +325,28 @@ class Submissions:
                 await self._cancel(submission, None, f"older than {_MAX_AGE_S:g} s")
             elif not submission.is_ended and quiet_s > _ABANDONED_AFTER_S:
                 await self._cancel(submission, None, f"nobody has read its events for {_ABANDONED_AFTER_S:g} s")
-        for outgrown in (False, True):
-            self._forget_oldest(self._over_bytes(outgrown=outgrown), outgrown=outgrown)
-        released = [one for one in self._kept.values() if one.is_released]
-        for submission in released[: max(0, len(released) - _RELEASED_KEPT)]:
-            self._forget(submission, "")
+            elif submission.is_bloated:
+                submission.write()
+        for owner in {owner for owner, _ in self._kept}:
+            self._forget_oldest(owner, self._over_bytes(owner))
+        released = sorted((one for one in self._kept.values() if one.is_released), key=_age)
+        for submission in released[_RELEASED_KEPT:]:
+            self._forget(submission)
 
-    def _forget_oldest(self, over: int, *, outgrown: bool) -> None:
-        ended = [one for one in self._kept.values() if one.is_ended and not one.is_released]
-        for submission in [one for one in ended if one.has_outgrown is outgrown]:
+    def _forget_oldest(self, owner: str, over: int) -> None:
+        ended = [one for one in self._kept.values() if one.owner == owner and one.is_ended and not one.is_released]
+        for submission in sorted(ended, key=_age, reverse=True):
             if over <= 0:
                 return
             over -= submission.num_bytes
             self._forget(submission, f"gateway.submissions.max_bytes = {self._config.max_bytes}")
 
-    def _forget(self, submission: Submission, reason: str) -> None:
-        if not submission.is_released:
+    def _forget(self, submission: Submission, reason: str = "") -> None:
+        if reason:
             log.warning("a submission is forgotten that was not acked", id=submission.id, reason=reason)
-        if self._kept.pop((submission.owner, submission.id), None) is None:
-            return
-        submission.release()
-        self._put(lambda file: file.forget(submission.number), _nothing)
+        if self._kept.pop((submission.owner, submission.id), None):
+            submission.record.remove()
+            submission.release()
 
     def _release_if_done(self, submission: Submission) -> None:
         if submission.is_acked and not submission.has_suspended and not submission.is_released:
@@ -368,65 +354,49 @@ class Submissions:
 
     # Ledger
 
-    def take_up(self, ledger: Ledger, *, is_left: bool) -> None:
-        in_memory = list(self._kept.values())
-        self._number = max(self._number, ledger.last_number)
-        for row in ledger.submissions:
-            if is_left:
-                self._bring_back(row)
-            else:
-                self._put(partial(_forget, row.number), _nothing)
-        for submission in in_memory:
-            self._number += 1
-            submission.number = self._number  # a submission of the ledger may have the one before
-        for submission in in_memory:
-            if submission.num_bytes > self._config.max_bytes:
-                self._outgrew(submission)
+    def write_all(self) -> None:
+        for submission in self._kept.values():
             if submission.opened.is_set():  # others write themselves
                 submission.write()
 
-    def _note_outgrown(self, ledger: Ledger) -> None:
-        numbers, ledger.outgrown = ledger.outgrown, []
-        for submission in [one for one in self._kept.values() if one.number in numbers]:
-            self._outgrew(submission)
+    def bring_back(self, left: Sequence[Left]) -> None:
+        heads: dict[str, Head] = {}
+        for one in left:
+            record = Record(self._ledger, one.name, one.num_bytes)
+            try:
+                heads[one.name] = head = read_head(one.frames[0])
+                if (head.owner, head.id) in self._kept:  # a client was faster than the ledger
+                    record.remove()
+                else:
+                    self._restore(record, head, one.frames[1:])
+            except (ValueError, KeyError, TypeError, IndexError) as error:
+                log.error("a submission in the ledger cannot be read", record=one.name, error=repr(error))
+                record.remove()
+        self._go_on(taken for head in heads.values() for taken in head.taken)
 
-    def _outgrew(self, submission: Submission) -> None:
-        """Keep a submission in memory alone, so that the ledger has room for others."""
-        if submission.has_outgrown:
-            return
-        submission.has_outgrown = True
-        self._counts.outgrew()
-        log.warning(
-            "a submission has outgrown the ledger: it goes on, and a restart of the gateway loses it",
-            id=submission.id,
-            bytes=submission.num_bytes,
-            remedy="ack what was delivered, submit fewer groups at a time, or raise gateway.submissions.max_bytes",
-        )
-
-    def _put(self, work: Callable[[LedgerFile], None], then: Callable[[], None]) -> None:
-        self._ledger.put(work, then)
-
-    async def _written(self) -> None:
-        """Return once the ledger has all that was put before."""
-        done = asyncio.Event()
-        self._put(_nothing, done.set)
-        await done.wait()
-
-    def _bring_back(self, row: SubmissionRow) -> None:
-        if (row.owner, row.id) in self._kept:  # a client was faster than the ledger
-            self._put(lambda file: file.forget(row.number), _nothing)
-            return
+    def _restore(self, record: Record, head: Head, steps: Sequence[bytes]) -> None:
+        groups = [Group.restored(group) for group in orjson.loads(head.groups or b"[]")]
+        submission = self._made(record, head.owner, head.id, head.digest, groups, head.began)
         try:
-            groups = [Group.restored(group) for group in orjson.loads(row.body)] if row.body else []
-            submission = self._made(row.number, row.owner, row.id, row.digest, groups, row.began)
-            submission.restore(row)
-        except (ValueError, KeyError, TypeError, IndexError) as error:
-            log.error("a submission in the ledger cannot be read", id=row.id, error=repr(error))
-            self._kept.pop((row.owner, row.id), None)
-            self._put(lambda file: file.forget(row.number), _nothing)
-            return
-        if not submission.is_ended:
-            submission.task = asyncio.create_task(self._live(submission, is_new=False), name=f"submission {row.id}")
+            submission.restore(head, map(read_step, steps))
+        except BaseException:
+            del self._kept[head.owner, head.id]
+            raise
+
+    def _go_on(self, taken: Iterable[tuple[str, int]]) -> None:
+        """Run what was brought back. A kill may have left groups that were `taken` in both of their records."""
+        by_record = {submission.record.name: submission for submission in self._kept.values()}
+        for name, group in taken:
+            if (source := by_record.get(name)) and source.outcomes.get(group) == Outcome.SUSPENDED:
+                source.give_up(group, TAKEN)
+        for submission in by_record.values():
+            if not submission.is_ended and submission.task is None:
+                work = self._live(submission, is_new=False)
+                submission.task = asyncio.create_task(work, name=f"submission {submission.id}")
+
+
+def _age(submission: Submission) -> float:
+    return -submission.began
 
 
 def _named(submission: Submission, groups: Iterable[int] | None) -> list[int]:
@@ -435,14 +405,6 @@ def _named(submission: Submission, groups: Iterable[int] | None) -> list[int]:
 
 def _running(submission: Submission, groups: Iterable[int] | None) -> list[int]:
     return [index for index in _named(submission, groups) if index not in submission.outcomes]
-
-
-def _nothing(file: LedgerFile | None = None) -> None:
-    pass
-
-
-def _forget(number: int, file: LedgerFile) -> None:
-    file.forget(number)
 
 
 def _digest(asked: Sequence[Asked]) -> bytes:

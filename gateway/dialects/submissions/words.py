@@ -11,6 +11,7 @@ from enum import StrEnum
 from typing import Any
 
 import numpy as np
+import orjson
 
 from engines.engine import Json
 from engines.errors import InvalidRequest
@@ -36,6 +37,7 @@ _LONGEST_DEADLINE_S = 30 * 86400.0
 _MOST_PRIORITY = 1_000_000
 _MOST_SAMPLES = 1 << 19
 _AT_ONCE = 200  # groups
+_GROUP_BYTES = 300
 
 
 class OnDeadline(StrEnum):
@@ -79,6 +81,13 @@ class Group:
     priority: int = 0
     expected_tokens: int | None = None
     done: tuple[int, ...] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        """About what it takes in memory: a list of token ids has an object for each distinct one."""
+        prompt = self.prompt or ""
+        size = len(prompt) if isinstance(prompt, str) else 8 * len(prompt) + 32 * len(set(prompt))
+        return _GROUP_BYTES + size + (len(orjson.dumps(self.messages)) if self.messages else 0)
 
     def body(self, prompt: str | list[int]) -> Json:
         """The body of /v1/completions that asks for this group's samples."""

@@ -24,9 +24,6 @@ class SubmissionCounts:
         self._metrics = metrics
         self._deliveries = deliveries
 
-    def outgrew(self) -> None:
-        self._metrics.outgrown_submissions.inc()
-
     def sample(self, run: GroupRun, sample: Sample) -> None:
         if run.model:
             self._metrics.completion_tokens.labels(run.model).inc(len(sample.token_ids))
@@ -103,7 +100,7 @@ class SubmissionRoutes:
         return self._submissions.find(request[CLIENT], request.match_info["id"])
 
     def _head(self, submission: Submission) -> Json:
-        return submission.report() | {"durable": self._submissions.is_durable and not submission.has_outgrown}
+        return submission.report() | {"durable": self._submissions.is_durable}
 
     async def _stream(self, request: web.Request, submission: Submission, cursor: int) -> web.StreamResponse:
         wire_of(request)

@@ -9,7 +9,7 @@ from aiohttp import web
 from engines.engine import Json
 from gateway.dialects.completion_prompt import CompletionPrompt
 from gateway.dialects.replays.batch import Batch
-from gateway.dialects.replays.record import Record, Request
+from gateway.dialects.replays.record import BatchRecord, Request
 from gateway.dialects.replays.registry import Replays, Reply
 from gateway.dialects.replies.written import Written
 from gateway.fleet.fleet import Fleet
@@ -77,7 +77,7 @@ class WorkerReplays(Replays):
         async with super().reply(identity, content, prompts) as replying:
             yield replying
 
-    def _running(self, request: Request, record: Record, writing: Coroutine[Any, Any, Written]) -> Batch:
+    def _running(self, request: Request, record: BatchRecord, writing: Coroutine[Any, Any, Written]) -> Batch:
         is_first = request.identity not in self._batches
         batch = super()._running(request, record, writing)
         if is_first:

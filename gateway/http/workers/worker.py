@@ -57,7 +57,7 @@ from gateway.http.workers.messages import (
 )
 from gateway.http.workers.remote_scheduler import RemoteScheduler
 from gateway.http.workers.routes import WorkerReplays, WorkerRoutes
-from gateway.ledger.shared import SharedLedger
+from gateway.ledger.ledger import Ledger
 
 log = structlog.get_logger()
 
@@ -87,7 +87,7 @@ class Parts:
         chat = Chat(gateway, self.fleet, runner, self.tokens, Inquiries(self.fleet))
         self.sglang = SglangGenerate(completions, self.fleet)
         self.own = OwnRequests()
-        self.replays = WorkerReplays(gateway, completions, self.fleet, self.metrics, SharedLedger(None))
+        self.replays = WorkerReplays(gateway, completions, self.fleet, self.metrics, Ledger(None))
         self.replays.tell, self.replays.is_owners = channel.send, gateway.ledger is not None
         self._measurement = Measurement(self.metrics, None)
         self._access = Access(gateway)

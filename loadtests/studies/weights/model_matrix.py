@@ -218,7 +218,7 @@ class Row:
             [
                 f"name=model-matrix-{os.getpid()}", f"gateway.port={free_port()}", f"engine.model={checkpoint}",
                 "engine.max_model_len=256", "engine.max_num_seqs=16", f"engine.log_dir={self._folder}",
-                f"gateway.ledger={self._folder / 'ledger.sqlite'}", "weights.relay=never",
+                f"gateway.ledger={self._folder / 'ledger'}", "weights.relay=never",
                 f"weights.store={self._folder / 'store'}",
             ],
         )  # fmt: skip

@@ -76,7 +76,7 @@ async def test_a_batch_goes_on_after_a_restart_in_the_parts_that_it_began_with(
     start_rig: StartRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int | None
 ) -> None:
     monkeypatch.setattr(record, "_WORTH_IT_S", 0.0)
-    ledger = str(tmp_path / "ledger.sqlite")
+    ledger = str(tmp_path / "ledger")
     rig = await start_rig(2, gateway={"ledger": ledger, "samples_together": 2})
     body: Json = {"prompt": [[5, 6, 7]], "n": 8, "max_tokens": 24, "ignore_eos": True, "return_token_ids": True}
     await left(rig, body)

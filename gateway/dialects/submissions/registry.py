@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
+import msgspec
 import orjson
 import structlog
 
@@ -198,20 +199,21 @@ class Submissions:
             groups.append(group)
             if index % _CHECKED_AT_ONCE == _CHECKED_AT_ONCE - 1:
                 await asyncio.sleep(0)
-        sources = [(one.id, one.group) for one in asked if isinstance(one, Resumption)]
+        sources = [(one.resume.id, one.resume.group) for one in asked if isinstance(one, Resumption)]
         if len(set(sources)) < len(sources):
             raise InvalidRequest("groups: two groups resume the same group", param="groups")
         return groups, ranks
 
     def _resumed(self, owner: str, index: int, asked: Resumption) -> Group:
-        source = self.find(owner, asked.id)
-        if source.outcomes.get(asked.group) != Outcome.SUSPENDED:
-            found = source.outcomes.get(asked.group) or ("running" if asked.group < len(source.runs) else "unknown")
+        name, group = asked.resume.id, asked.resume.group
+        source = self.find(owner, name)
+        if source.outcomes.get(group) != Outcome.SUSPENDED:
+            found = source.outcomes.get(group) or ("running" if group < len(source.runs) else "unknown")
             raise InvalidRequest(
-                f"groups[{index}].resume: group {asked.group} of {asked.id!r} is {found}, not suspended",
+                f"groups[{index}].resume: group {group} of {name!r} is {found}, not suspended",
                 param=f"groups[{index}].resume",
             )
-        run = source.runs[asked.group]
+        run = source.runs[group]
         done = tuple(sample.index for sample in run.samples if not sample.is_open)
         return run.group.resumed(done, run.num_good, asked)
 
@@ -225,7 +227,7 @@ class Submissions:
         submission = self._made(record, owner, name, digest, groups, time.time())
         for index, one in enumerate(asked):
             if isinstance(one, Resumption):
-                submission.take_over(index, self.find(owner, one.id), one.group)
+                submission.take_over(index, self.find(owner, one.resume.id), one.resume.group)
         submission.task = asyncio.create_task(self._live(submission, is_new=True), name=f"submission {name}")
         return submission
 
@@ -375,7 +377,7 @@ class Submissions:
         self._go_on(taken for head in heads.values() for taken in head.taken)
 
     def _restore(self, record: Record, head: Head, steps: Sequence[bytes]) -> None:
-        groups = [Group.restored(group) for group in orjson.loads(head.groups or b"[]")]
+        groups = msgspec.json.decode(head.groups or b"[]", type=list[Group])
         submission = self._made(record, head.owner, head.id, head.digest, groups, head.began)
         try:
             submission.restore(head, map(read_step, steps))
@@ -409,7 +411,8 @@ def _running(submission: Submission, groups: Iterable[int] | None) -> list[int]:
 
 def _digest(asked: Sequence[Asked]) -> bytes:
     try:
-        content = orjson.dumps(list(asked), option=orjson.OPT_SORT_KEYS)
+        fields = msgspec.to_builtins(asked, builtin_types=(bytes,))
+        content = orjson.dumps(fields, option=orjson.OPT_SORT_KEYS)
     except TypeError as error:
         raise InvalidRequest(f"groups has a value that JSON does not have: {error}", param="groups") from error
     return hashlib.blake2b(content, digest_size=16).digest()

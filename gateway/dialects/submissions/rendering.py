@@ -1,6 +1,5 @@
 """Renders the conversation of a group to token ids, by the chat template of an engine of its model."""
 
-from engines.engine import Json
 from gateway.dialects.resumption.chat import RENDER
 from gateway.dialects.submissions.words import Group
 from gateway.dialects.token_generation import lacking
@@ -27,7 +26,4 @@ class Rendering:
         able = [replica for replica in replicas if RENDER in replica.info.capabilities]
         if not able:
             raise lacking(f"{RENDER}, which `messages` need,", replicas)
-        body: Json = {"messages": group.messages, **group.rendering}
-        if group.model:
-            body["model"] = group.model
-        return list((await self._inquiries.ask(able, "POST", RENDER, body, _ASK_TIMEOUT_S))["token_ids"])
+        return list((await self._inquiries.ask(able, "POST", RENDER, group.rendering, _ASK_TIMEOUT_S))["token_ids"])

@@ -10,7 +10,6 @@ from functools import partial
 from typing import Protocol
 
 import msgspec
-import orjson
 
 from engines.engine import Json
 from engines.errors import InvalidRequest, UnknownCursor
@@ -148,7 +147,7 @@ class Submission:
             self.digest,
             self.began,
             self.acked,
-            orjson.dumps(groups) if groups else b"",
+            msgspec.json.encode(groups) if groups else b"",
             [(source.record.name, group) for source, group in taken],
         )
         self.record.begin([head, *self._steps()], self.opened.set)

@@ -1,20 +1,32 @@
 """/v1/rollouts: groups under one id, whose samples are read as they end, read again after a break, and acked."""
 
+from typing import Annotated
+
 from aiohttp import web
+from msgspec import Meta, Struct
 
 from engines.engine import Json
 from engines.errors import InvalidRequest
+from gateway.dialects.fields import read_fields
 from gateway.dialects.submissions.group_run import GroupRun
 from gateway.dialects.submissions.registry import Submissions
 from gateway.dialects.submissions.sample import Sample
 from gateway.dialects.submissions.submission import Submission
-from gateway.dialects.submissions.words import read_groups, read_id
+from gateway.dialects.submissions.words import Request
 from gateway.fleet.deliveries import Deliveries
 from gateway.fleet.metrics import Metrics
 from gateway.fleet.placement.lives import Lives
 from gateway.http.access import CLIENT, Access
 from gateway.http.json_body import read_object, read_packed, reply
 from gateway.http.records import is_packed, send_records, wire_of
+
+
+class _Ack(Struct):
+    cursor: Annotated[int, Meta(ge=0)]
+
+
+class _Named(Struct):
+    groups: list[int] | None = None
 
 
 class SubmissionCounts:
@@ -53,13 +65,9 @@ class SubmissionRoutes:
         """Begin groups under an id, or join those of this id, and stream their samples as they end."""
         body = await _body(request)
         wire_of(request)
-        streams = body.get("stream")
-        if type(streams) not in (bool, type(None)):
-            raise InvalidRequest(f"stream = {streams!r:.80} must be true or false", param="stream")
-        asked = await read_groups(body)
-        name = read_id(body)
-        submission = await self._submissions.submit(request[CLIENT], name, asked)
-        if streams is False:
+        asked = read_fields(Request, body)
+        submission = await self._submissions.submit(request[CLIENT], asked.id, await asked.read_groups())
+        if not asked.stream:
             return reply(self._head(submission), 202)
         return await self._stream(request, submission, submission.acked)
 
@@ -89,11 +97,9 @@ class SubmissionRoutes:
 
     async def _ack(self, request: web.Request) -> web.Response:
         """Free the events up to `cursor`, which the client has."""
-        cursor = (await _body(request)).get("cursor")
-        if type(cursor) is not int or cursor < 0:
-            raise InvalidRequest(f"cursor = {cursor!r:.80} must be a whole number of at least 0", param="cursor")
+        ack = read_fields(_Ack, await _body(request))
         submission = self._found(request)
-        await self._submissions.ack(submission, cursor)
+        await self._submissions.ack(submission, ack.cursor)
         return reply(self._head(submission))
 
     def _found(self, request: web.Request) -> Submission:
@@ -118,9 +124,7 @@ def _flag(request: web.Request, name: str) -> bool:
 
 async def _groups(request: web.Request, submission: Submission) -> list[int] | None:
     """Return the groups that a body names; None where it names none."""
-    groups = (await _body(request, required=False)).get("groups")
-    if groups is not None and not (isinstance(groups, list) and all(type(one) is int for one in groups)):
-        raise InvalidRequest(f"groups = {groups!r:.80} must be a list of numbers of groups", param="groups")
+    groups = read_fields(_Named, await _body(request, required=False)).groups
     for group in groups or ():
         if not 0 <= group < len(submission.runs):
             raise InvalidRequest(f"groups: {submission.id!r} has no group {group}", param="groups")

@@ -12,7 +12,7 @@ import structlog
 from aiohttp import web
 
 from engines import tracing
-from gateway.config.schema import Config, GatewayConfig
+from gateway.config.schema import Config
 from gateway.dialects.chat import Chat
 from gateway.dialects.completions import Completions
 from gateway.dialects.runner import Runner
@@ -73,7 +73,7 @@ class Parts:
 
     def __init__(self, hello: Hello, channel: Channel[FromWorker, FromOwner]) -> None:
         self.config = config = Config.model_validate_json(hello.config)
-        gateway = _own(config.gateway)
+        gateway = config.gateway
         self.folder = Path(hello.folder)
         self.index = hello.index
         self.metrics = Metrics()
@@ -266,8 +266,3 @@ class Worker:
 
 async def _abort_nothing(kind: AbortKind, ids: tuple[str, ...], client: str | None) -> None:
     """Nothing: the owner answers the routes that abort."""
-
-
-def _own(gateway: GatewayConfig) -> GatewayConfig:
-    """The configuration less the files that the owner alone writes."""
-    return gateway.model_copy(update={"audit_file": None})

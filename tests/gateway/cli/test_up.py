@@ -168,7 +168,7 @@ def test_a_taken_port_is_named_before_ray_is_started(
         ("engine.model=/nowhere/model", "engine.model = '/nowhere/model': this machine has no such folder"),
         ("engine.gpus_per_replica=1", "This machine has no GPU"),
         ("engine.num_cpus=64", "engine: a replica takes 64 CPUs (num_cpus) and the largest node has 2"),
-        ("gateway.audit_file=/nowhere/audit", "gateway.audit_file = '/nowhere/audit' cannot be written"),
+        ("gateway.trace.file=/nowhere/trace", "gateway.trace.file = '/nowhere/trace' cannot be written"),
     ],
 )
 def test_what_cannot_run_leaves_the_running_fleet_alone(

@@ -18,7 +18,6 @@ from gateway.dialects.runner import Runner
 from gateway.dialects.sglang_generate import SglangGenerate
 from gateway.dialects.submissions.group_run import Generation
 from gateway.dialects.submissions.registry import Submissions
-from gateway.dialects.submissions.rendering import Rendering
 from gateway.dialects.token_generation import TokenGeneration
 from gateway.fleet.adapter_loading import AdapterCoordinator
 from gateway.fleet.deliveries import Deliveries
@@ -78,7 +77,7 @@ class GatewayServer:
         self._replays = Replays(config.gateway, completions, fleet, metrics, self._ledger)
         self._submissions = Submissions(
             config.gateway.submissions,
-            Generation(completions, runner, Rendering(fleet, inquiries, config.gateway.queue_timeout_s).render),
+            Generation(completions, runner, fleet, inquiries, config.gateway.queue_timeout_s),
             self._ledger,
             SubmissionCounts(metrics, deliveries),
         )

@@ -8,7 +8,8 @@ OF_SUBMISSION = -1
 
 
 class Head(msgspec.Struct, tag="head", frozen=True):
-    """A submission as it began. `groups` is JSON; "" where all is delivered. `acked` is its cursor.
+    """A submission as it began, in seconds since the epoch. `acked` is its cursor. `groups` is JSON; "" where all is
+    delivered.
 
     `taken` are suspended groups with which it goes on, by record and number: their tokens are in this record.
     """
@@ -17,9 +18,9 @@ class Head(msgspec.Struct, tag="head", frozen=True):
     id: str
     digest: bytes
     began: float
-    acked: int
-    groups: bytes
-    taken: list[tuple[str, int]]
+    acked: int = 0
+    groups: bytes = b""
+    taken: list[tuple[str, int]] = []
 
 
 class Event(msgspec.Struct, tag="event", array_like=True, frozen=True):

@@ -3,7 +3,7 @@
 import asyncio
 import math
 from array import array
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -15,13 +15,18 @@ from engines.errors import InvalidRequest
 from gateway.dialects.completion_prompt import CompletionPrompt
 from gateway.dialects.completions import Completions
 from gateway.dialects.replies.carried import opened
+from gateway.dialects.resumption.chat import RENDER
 from gateway.dialects.runner import Runner
 from gateway.dialects.submissions.frames import Prompt, Tokens
 from gateway.dialects.submissions.sample import Sample
 from gateway.dialects.submissions.words import Group, OnDeadline
+from gateway.dialects.token_generation import lacking
+from gateway.fleet.fleet import Fleet
+from gateway.fleet.placement.inquiries import Inquiries
 from gateway.fleet.placement.sessions import session_key
 from gateway.fleet.together import together
 
+_RENDER_TIMEOUT_S = 60.0
 DEADLINE = "deadline"
 """The finish_reason of a sample that its group's deadline ended."""
 
@@ -47,11 +52,26 @@ _AT_DEADLINE = {
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What runs groups: the dialect and its runner, and the rendering of conversations to token ids."""
+    """What runs groups: the dialect and its runner, and the engines that render conversations to token ids.
+
+    `longest_wait_s` bounds the wait for an engine of a group's model while none serves.
+    """
 
     completions: Completions
     runner: Runner
-    render: Callable[[Group], Awaitable[list[int]]]
+    fleet: Fleet
+    inquiries: Inquiries
+    longest_wait_s: float
+
+    async def render(self, group: Group) -> list[int]:
+        """Return a prompt's token ids. Raise the engine's refusal, or `UnknownRoute` where no engine renders."""
+        model, _ = self.fleet.asked(group.model)
+        await self.fleet.serves_within(model, self.longest_wait_s)
+        replicas = [replica for replica in self.fleet.alive if replica.info.model == model]
+        able = [replica for replica in replicas if RENDER in replica.info.capabilities]
+        if not able:
+            raise lacking(f"{RENDER}, which `messages` need,", replicas)
+        return list((await self.inquiries.ask(able, "POST", RENDER, group.rendering, _RENDER_TIMEOUT_S))["token_ids"])
 
 
 class Record(Protocol):
@@ -71,6 +91,9 @@ class GroupRun:
         self.read: list[int] = []
         self.model = ""
         """The model that makes it, once it has begun."""
+        self.task: asyncio.Task[None] | None = None
+        self.stopped: str | None = None
+        """Why its client has ended it; "" where it lets the deadline pass."""
         self.rank = -math.inf
         """Its place by length among the groups of its submission; lower begins earlier."""
         self.num_good = 0
@@ -100,7 +123,7 @@ class GroupRun:
 
     def drop(self) -> None:
         """Forget the samples: the group has ended."""
-        self.num_bytes = 0
+        self.num_bytes, self.task = 0, None
         vars(self).pop("samples", None)
 
     def restore_end(self, index: int, *, is_good: bool) -> None:

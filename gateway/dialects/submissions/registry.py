@@ -19,13 +19,13 @@ from engines.errors import (
     TooManyRequests,
     UnknownRequest,
 )
-from gateway.api import body_of, error_body
+from gateway.api import GONE, body_of, error_body
 from gateway.config.schema import SubmissionsConfig
 from gateway.dialects.submissions.frames import Head, read_head, read_step
 from gateway.dialects.submissions.group_run import Generation, GroupRun, Outcome, decoded
 from gateway.dialects.submissions.submission import TAKEN, Counts, Submission
 from gateway.dialects.submissions.words import Asked, Group, Resumption
-from gateway.fleet.event_wait import is_set_within
+from gateway.fleet.event_wait import in_turns, is_set_within
 from gateway.ledger.folder import Left
 from gateway.ledger.ledger import Ledger, Record
 
@@ -96,7 +96,7 @@ class Submissions:
             submission = self._begin(owner, name, digest, asked, groups)
             for run, rank in zip(submission.runs, ranks, strict=True):
                 run.rank = rank
-        elif submission.digest != digest:
+        elif submission.head.digest != digest:
             raise IdTaken(f"id = {name!r} is that of a submission with other groups: choose another id", param="id")
         await submission.opened.wait()
         return submission
@@ -123,38 +123,32 @@ class Submissions:
     async def cancel(self, submission: Submission, groups: Iterable[int] | None, reason: str) -> None:
         """End groups that run or are suspended; all unless named. Return once that is durable, so that no later
         gateway runs them."""
-        running = await self._cancel(submission, groups, reason)
-        for index in _named(submission, groups):
+        running = await self._stop(submission, groups, reason)
+        for index in range(len(submission.runs)) if groups is None else groups:
             if submission.outcomes.get(index) == Outcome.SUSPENDED:
                 submission.give_up(index, Outcome.CANCELLED)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_CANCELLED_WITHIN_S):
-                await submission.groups_ended(running)
-                await self._ledger.written()
+        await self._ended(submission, running)
         self._release_if_done(submission)
 
     async def let_deadline_pass(self, submission: Submission, groups: Iterable[int] | None) -> None:
         """End groups that run, all unless named, as their deadline would. Return once that is durable."""
-        running = _running(submission, groups)
-        submission.overdue.update(running)
-        await self._stop(submission, running)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_CANCELLED_WITHIN_S):
-                await submission.groups_ended(running)
+        await self._ended(submission, await self._stop(submission, groups, ""))
 
-    async def _cancel(self, submission: Submission, groups: Iterable[int] | None, reason: str) -> list[int]:
-        running = _running(submission, groups)
-        for index in running:
-            submission.cancelled.setdefault(index, reason)
-        await self._stop(submission, running)
+    async def _stop(self, submission: Submission, groups: Iterable[int] | None, reason: str) -> list[GroupRun]:
+        running = submission.running(groups)
+        async for run in in_turns(running, _ENDED_AT_ONCE):
+            if run.stopped is None:
+                run.stopped = reason
+            if run.task:
+                run.task.cancel()
         return running
 
-    async def _stop(self, submission: Submission, running: Sequence[int]) -> None:
-        for place, index in enumerate(running):
-            if task := submission.tasks.get(index):
-                task.cancel()
-            if place % _ENDED_AT_ONCE == _ENDED_AT_ONCE - 1:
-                await asyncio.sleep(0)
+    async def _ended(self, submission: Submission, runs: Sequence[GroupRun]) -> None:
+        """Return once these have ended, and the ledger has all of it; at the latest after a few seconds."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_CANCELLED_WITHIN_S):
+                await submission.groups_ended([run.index for run in runs])
+                await self._ledger.written()
 
     # Life
 
@@ -191,14 +185,12 @@ class Submissions:
         """Return the groups, and their ranks by length. Raise `InvalidRequest` before any of them runs."""
         await self._refuse_if_full(owner)
         groups, ranks = [], []
-        for index, one in enumerate(asked):
+        async for index, one in in_turns(enumerate(asked), _CHECKED_AT_ONCE):
             group = self._resumed(owner, index, one) if isinstance(one, Resumption) else one
             prompt = "a" if group.prompt is None else group.prompt
             read = decoded(self._generation.completions, group, index, owner, name, prompt)
             ranks.append(read.rollout.rank)
             groups.append(group)
-            if index % _CHECKED_AT_ONCE == _CHECKED_AT_ONCE - 1:
-                await asyncio.sleep(0)
         sources = [(one.resume.id, one.resume.group) for one in asked if isinstance(one, Resumption)]
         if len(set(sources)) < len(sources):
             raise InvalidRequest("groups: two groups resume the same group", param="groups")
@@ -223,19 +215,16 @@ class Submissions:
         for index, one in enumerate(asked):  # a client that checked at the same time may have been first
             if isinstance(one, Resumption):
                 self._resumed(owner, index, one)
-        record = Record.new(self._ledger, KIND)
-        submission = self._made(record, owner, name, digest, groups, time.time())
+        submission = self._made(Head(owner, name, digest, time.time()), groups, Record.new(self._ledger, KIND))
         for index, one in enumerate(asked):
             if isinstance(one, Resumption):
                 submission.take_over(index, self.find(owner, one.resume.id), one.resume.group)
         submission.task = asyncio.create_task(self._live(submission, is_new=True), name=f"submission {name}")
         return submission
 
-    def _made(
-        self, record: Record, owner: str, name: str, digest: bytes, groups: Sequence[Group], began: float
-    ) -> Submission:
-        submission = Submission(owner, name, digest, groups, began, record, self._counts, self._ledger.life)
-        self._kept[owner, name] = submission
+    def _made(self, head: Head, groups: Sequence[Group], record: Record) -> Submission:
+        submission = Submission(head, groups, record, self._counts, self._ledger.life)
+        self._kept[head.owner, head.id] = submission
         return submission
 
     async def _live(self, submission: Submission, *, is_new: bool) -> None:
@@ -247,9 +236,8 @@ class Submissions:
         except Exception:
             log.exception("a submission failed in a way that was not foreseen", id=submission.id)
             submission.opened.set()
-            for run in submission.runs:
-                if run.index not in submission.outcomes:
-                    submission.end_group(run, Outcome.FAILED, _UNFORESEEN)
+            for run in submission.running(None):
+                submission.end_group(run, Outcome.FAILED, _UNFORESEEN)
         finally:
             self._running.discard(submission)
         submission.end()
@@ -262,27 +250,23 @@ class Submissions:
             await submission.opened.wait()
             for source in list(self._kept.values()):
                 self._release_if_done(source)  # its last suspended group may be here now
-        age_s = max(0.0, time.time() - submission.began)
+        age_s = max(0.0, time.time() - submission.head.began)
         async with asyncio.TaskGroup() as group:
-            for place, run in enumerate(sorted(submission.runs, key=lambda run: run.rank)):
-                if run.index not in submission.outcomes:
-                    work = self._run_group(submission, run, age_s)
-                    submission.tasks[run.index] = group.create_task(work, name=f"{submission.id}-{run.index}")
-                if place % _BEGUN_AT_ONCE == _BEGUN_AT_ONCE - 1:
-                    await asyncio.sleep(0)
-        for run in submission.runs:
-            if run.index not in submission.outcomes:  # stopped before its task took its first step
-                self._end_stopped(submission, run)
+            async for run in in_turns(sorted(submission.running(None), key=lambda run: run.rank), _BEGUN_AT_ONCE):
+                work = self._run_group(submission, run, age_s)
+                run.task = group.create_task(work, name=f"{submission.id}-{run.index}")
+        for run in submission.running(None):  # stopped before its task took its first step
+            self._end_stopped(submission, run)
 
     async def _run_group(self, submission: Submission, run: GroupRun, age_s: float) -> None:
         deadline_s = run.group.deadline_s
         left_s = None if deadline_s is None else max(0.0, deadline_s - age_s)
         try:
-            if submission.is_stopped(run.index):
+            if run.stopped is not None:
                 raise asyncio.CancelledError
             submission.end_group(run, await run.run(self._generation, left_s))
         except asyncio.CancelledError:
-            if not submission.is_stopped(run.index):
+            if run.stopped is None:
                 raise  # the gateway stops
             self._end_stopped(submission, run)
         except RolloutGatewayError as error:
@@ -290,12 +274,10 @@ class Submissions:
         except Exception:
             log.exception("a group failed in a way that was not foreseen", submission=submission.id, group=run.index)
             submission.end_group(run, Outcome.FAILED, _UNFORESEEN)
-        finally:
-            submission.tasks.pop(run.index, None)
 
     def _end_stopped(self, submission: Submission, run: GroupRun) -> None:
-        if reason := submission.cancelled.get(run.index):
-            submission.end_group(run, Outcome.CANCELLED, error_body(reason, 499)["error"])
+        if run.stopped:
+            submission.end_group(run, Outcome.CANCELLED, error_body(run.stopped, GONE)["error"])
         else:
             submission.end_group(run, run.at_deadline())
 
@@ -319,14 +301,14 @@ class Submissions:
     async def _keep_bounds(self) -> None:
         now, clock = time.time(), time.monotonic()
         for submission in list(self._kept.values()):
-            is_old = now - submission.began > _MAX_AGE_S
+            is_old = now - submission.head.began > _MAX_AGE_S
             quiet_s = 0.0 if submission.readers else clock - submission.quiet_since
             if submission.is_ended and is_old:
                 self._forget(submission, f"older than {_MAX_AGE_S:g} s")
             elif is_old:
-                await self._cancel(submission, None, f"older than {_MAX_AGE_S:g} s")
+                await self._stop(submission, None, f"older than {_MAX_AGE_S:g} s")
             elif not submission.is_ended and quiet_s > _ABANDONED_AFTER_S:
-                await self._cancel(submission, None, f"nobody has read its events for {_ABANDONED_AFTER_S:g} s")
+                await self._stop(submission, None, f"nobody has read its events for {_ABANDONED_AFTER_S:g} s")
             elif submission.is_bloated:
                 submission.write()
         for owner in {owner for owner, _ in self._kept}:
@@ -378,9 +360,9 @@ class Submissions:
 
     def _restore(self, record: Record, head: Head, steps: Sequence[bytes]) -> None:
         groups = msgspec.json.decode(head.groups or b"[]", type=list[Group])
-        submission = self._made(record, head.owner, head.id, head.digest, groups, head.began)
+        submission = self._made(head, groups, record)
         try:
-            submission.restore(head, map(read_step, steps))
+            submission.restore(map(read_step, steps))
         except BaseException:
             del self._kept[head.owner, head.id]
             raise
@@ -398,15 +380,7 @@ class Submissions:
 
 
 def _age(submission: Submission) -> float:
-    return -submission.began
-
-
-def _named(submission: Submission, groups: Iterable[int] | None) -> list[int]:
-    return list(range(len(submission.runs)) if groups is None else groups)
-
-
-def _running(submission: Submission, groups: Iterable[int] | None) -> list[int]:
-    return [index for index in _named(submission, groups) if index not in submission.outcomes]
+    return -submission.head.began
 
 
 def _digest(asked: Sequence[Asked]) -> bytes:

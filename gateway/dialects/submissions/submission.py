@@ -50,29 +50,13 @@ class Counts(Protocol):
 class Submission:
     """Groups under one id, of one owner. `life` is the number of the gateway's life."""
 
-    def __init__(
-        self,
-        owner: str,
-        name: str,
-        digest: bytes,
-        groups: Sequence[Group],
-        began: float,
-        record: Record,
-        counts: Counts,
-        life: int,
-    ) -> None:
-        self.owner, self.id, self.digest, self.record, self.life = owner, name, digest, record, life
-        self.began = began
-        """Time of its arrival in seconds since the epoch."""
-        self.acked = 0
+    def __init__(self, head: Head, groups: Sequence[Group], record: Record, counts: Counts, life: int) -> None:
+        self.head, self.record, self.life = head, record, life
+        self.owner, self.id = head.owner, head.id
+        self.acked = head.acked
         self.outcomes: dict[int, str] = {}
-        self.runs = [GroupRun(group, index, owner, name, self) for index, group in enumerate(groups)]
+        self.runs = [GroupRun(group, index, self.owner, self.id, self) for index, group in enumerate(groups)]
         self.task: asyncio.Task[None] | None = None
-        self.tasks: dict[int, asyncio.Task[None]] = {}
-        self.cancelled: dict[int, str] = {}
-        """Reasons, by group."""
-        self.overdue: set[int] = set()
-        """Groups whose deadline the client has let pass."""
         self.readers = 0
         self.quiet_since = time.monotonic()
         self.is_ended = False
@@ -120,9 +104,10 @@ class Submission:
     def is_acked(self) -> bool:
         return self.is_ended and self.acked == self._last
 
-    def is_stopped(self, group: int) -> bool:
-        """True where the client has ended the group."""
-        return group in self.cancelled or group in self.overdue
+    def running(self, groups: Iterable[int] | None) -> list[GroupRun]:
+        """The groups that have not ended; of those named, if any are."""
+        runs = self.runs if groups is None else [self.runs[index] for index in groups]
+        return [run for run in runs if run.index not in self.outcomes]
 
     def report(self) -> Json:
         """The state, as a stream begins with it."""
@@ -141,15 +126,9 @@ class Submission:
         """Write the submission, with all that it has, as a new record."""
         taken, self._taken = self._taken, []
         groups = [] if self.is_released else [run.group for run in self.runs]
-        head = Head(
-            self.owner,
-            self.id,
-            self.digest,
-            self.began,
-            self.acked,
-            msgspec.json.encode(groups) if groups else b"",
-            [(source.record.name, group) for source, group in taken],
-        )
+        names = [(source.record.name, group) for source, group in taken]
+        body = msgspec.json.encode(groups) if groups else b""
+        head = msgspec.structs.replace(self.head, acked=self.acked, groups=body, taken=names)
         self.record.begin([head, *self._steps()], self.opened.set)
         for source, group in taken:  # after the tokens are here
             source.record.add(GivenUp(group, TAKEN))
@@ -310,7 +289,7 @@ class Submission:
         """Free all but the id and the cursor."""
         self.is_released = True
         self._event_bytes = self._body_bytes = 0
-        self.runs, self._events, self._marks, self.tasks = [], [], [], {}
+        self.runs, self._events, self._marks = [], [], []
         if self.record.is_kept:
             self.write()
         self._wake()
@@ -329,13 +308,12 @@ class Submission:
 
     # Return
 
-    def restore(self, head: Head, steps: Iterable[Step]) -> None:
+    def restore(self, steps: Iterable[Step]) -> None:
         """Take the steps of a gateway before this one."""
-        self.acked = head.acked
         for step in steps:
             self._take(step)
         self._last = self._durable = max(self.acked, *(event.cursor for event in self._events), 0)
-        self.is_released = not head.groups
+        self.is_released = not self.runs
         self.is_ended = self.is_ended or self.is_released
         self.opened.set()
 

@@ -1,6 +1,5 @@
 """The fields of `POST /v1/rollouts`: groups with their defaults, checked before any of them runs."""
 
-import asyncio
 import uuid
 from enum import StrEnum
 from typing import Annotated, Any
@@ -14,6 +13,7 @@ from engines.engine import Json
 from engines.errors import InvalidRequest
 from gateway.dialects.fields import read_fields
 from gateway.dialects.sampling import MAX_PROMPTS
+from gateway.fleet.event_wait import in_turns
 
 # Fields of /v1/completions that have another place here, or that no stream has.
 _NOT_SAMPLING = (
@@ -151,10 +151,8 @@ class Request(Struct, kw_only=True, forbid_unknown_fields=True):
         fields = msgspec.structs.asdict(self)
         shared = _given({name: value for name, value in fields.items() if name not in ("groups", "id", "stream")})
         read: list[Asked] = []
-        for index, group in enumerate(self.groups):
+        async for index, group in in_turns(enumerate(self.groups), _AT_ONCE):
             read.append(_group(f"groups[{index}]", group, shared))
-            if index % _AT_ONCE == _AT_ONCE - 1:
-                await asyncio.sleep(0)
         samples = sum(group.n for group in read if isinstance(group, Group))
         if samples > _MOST_SAMPLES:
             raise InvalidRequest(f"the groups have {samples} samples, more than {_MOST_SAMPLES}: send fewer at a time")

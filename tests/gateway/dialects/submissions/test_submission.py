@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.dialects.submissions.frames import read_head, read_step
+from gateway.dialects.submissions.frames import Head, read_head, read_step
 from gateway.dialects.submissions.group_run import GroupRun, Outcome
 from gateway.dialects.submissions.sample import Sample
 from gateway.dialects.submissions.submission import Submission
@@ -60,9 +60,10 @@ class Life:
         groups = [Group(n=N, need=N, sampling={}, prompt=[1, 2]) for _ in range(NUM_GROUPS)]
         left = self.ledger.folder.load()
         record = Record(self.ledger, left[0].name) if left else Record.new(self.ledger, "submission")
-        self.submission = Submission("me", "one", b"d", groups, 0.0, record, Uncounted(), self.ledger.life)
+        head = read_head(left[0].frames[0]) if left else Head("me", "one", b"d", 0.0)
+        self.submission = Submission(head, groups, record, Uncounted(), self.ledger.life)
         if left:
-            self.submission.restore(read_head(left[0].frames[0]), map(read_step, left[0].frames[1:]))
+            self.submission.restore(map(read_step, left[0].frames[1:]))
         else:
             self.submission.write()
         self.ledger.commit()

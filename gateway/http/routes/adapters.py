@@ -1,5 +1,6 @@
 """vLLM's routes that load and unload LoRA adapters, on all replicas."""
 
+from dataclasses import dataclass
 from typing import Annotated
 
 from aiohttp import web
@@ -25,11 +26,11 @@ class _Unload(Struct):
     lora_name: _Text
 
 
+@dataclass(eq=False)
 class AdapterRoutes:
     """LoRA adapters on all replicas, in vLLM's dialect."""
 
-    def __init__(self, adapters: AdapterCoordinator) -> None:
-        self._adapters = adapters
+    adapters: AdapterCoordinator
 
     def add_routes(self, router: web.UrlDispatcher, access: Access) -> None:
         router.add_post("/v1/load_lora_adapter", access.for_admin(self._load))
@@ -42,11 +43,11 @@ class AdapterRoutes:
             raise InvalidRequest(
                 "is_3d_lora_weight is not passed on to engines: leave it out", param="is_3d_lora_weight"
             )
-        await self._adapters.load(asked.lora_name, asked.lora_path, in_place=asked.load_inplace)
+        await self.adapters.load(asked.lora_name, asked.lora_path, in_place=asked.load_inplace)
         return web.Response(text=f"Success: LoRA adapter '{asked.lora_name}' added successfully.")
 
     async def _unload(self, request: web.Request) -> web.Response:
         """Unload a LoRA adapter from all replicas, after the rollouts that use it."""
         name = read_fields(_Unload, await read_object(request)).lora_name
-        await self._adapters.unload(name)
+        await self.adapters.unload(name)
         return web.Response(text=f"Success: LoRA adapter '{name}' removed successfully.")

@@ -4,6 +4,7 @@ import asyncio
 import tarfile
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Annotated
 
@@ -26,11 +27,13 @@ class _Asked(Struct):
     replicas: list[str] | None = None
 
 
+@dataclass(eq=False)
 class ProfileRoutes:
     """Records of engines by their own profilers, while they serve."""
 
-    def __init__(self, fleet: Fleet) -> None:
-        self._fleet = fleet
+    fleet: Fleet
+
+    def __post_init__(self) -> None:
         self._recording = asyncio.Lock()
 
     def add_routes(self, router: web.UrlDispatcher, access: Access) -> None:
@@ -50,10 +53,10 @@ class ProfileRoutes:
 
     def _chosen(self, names: list[str] | None) -> Sequence[Replica]:
         """Return the replicas of these ids or labels; without names all that can serve."""
-        known = {name: one for one in self._fleet.replicas for name in (one.replica_id, one.label)}
+        known = {name: one for one in self.fleet.replicas for name in (one.replica_id, one.label)}
         if unknown := set(names or ()) - known.keys():
             raise InvalidRequest(f"there is no replica {', '.join(sorted(unknown))}: see /status", param="replicas")
-        found = [one for one in self._fleet.replicas if one.can_serve] if names is None else [known[n] for n in names]
+        found = [one for one in self.fleet.replicas if one.can_serve] if names is None else [known[n] for n in names]
         if not found:
             raise InvalidRequest("there is no replica to profile: see /status", param="replicas")
         for replica in found:

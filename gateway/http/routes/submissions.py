@@ -1,5 +1,6 @@
 """/v1/rollouts: groups under one id, whose samples are read as they end, read again after a break, and acked."""
 
+from dataclasses import dataclass
 from typing import Annotated
 
 from aiohttp import web
@@ -29,30 +30,30 @@ class _Named(Struct):
     groups: list[int] | None = None
 
 
+@dataclass(eq=False)
 class SubmissionCounts:
     """Counts samples and tokens of submissions in the gateway's metrics."""
 
-    def __init__(self, metrics: Metrics, deliveries: Deliveries) -> None:
-        self._metrics = metrics
-        self._deliveries = deliveries
+    metrics: Metrics
+    deliveries: Deliveries
 
     def sample(self, run: GroupRun, sample: Sample) -> None:
         if run.model:
-            self._metrics.completion_tokens.labels(run.model).inc(len(sample.token_ids))
+            self.metrics.completion_tokens.labels(run.model).inc(len(sample.token_ids))
         if sample.end is not None:
-            self._deliveries.count(run.model, [sample.end])
+            self.deliveries.count(run.model, [sample.end])
 
     def group(self, run: GroupRun) -> None:
         if run.model:
-            self._metrics.prompt_tokens.labels(run.model).inc(run.num_prompt_tokens)
+            self.metrics.prompt_tokens.labels(run.model).inc(run.num_prompt_tokens)
 
 
+@dataclass(eq=False)
 class SubmissionRoutes:
     """Submissions: groups of rollouts under one id, kept until they are acked."""
 
-    def __init__(self, submissions: Submissions, lives: Lives) -> None:
-        self._submissions = submissions
-        self._lives = lives
+    submissions: Submissions
+    lives: Lives
 
     def add_routes(self, router: web.UrlDispatcher, access: Access) -> None:
         router.add_post("/v1/rollouts", access.for_inference(self._submit))
@@ -66,7 +67,7 @@ class SubmissionRoutes:
         body = await _body(request)
         wire_of(request)
         asked = read_fields(Request, body)
-        submission = await self._submissions.submit(request[CLIENT], asked.id, await asked.read_groups())
+        submission = await self.submissions.submit(request[CLIENT], asked.id, await asked.read_groups())
         if not asked.stream:
             return reply(self._head(submission), 202)
         return await self._stream(request, submission, submission.acked)
@@ -75,7 +76,7 @@ class SubmissionRoutes:
         """Stream the samples after `cursor`, as they end; with `explain` reply with the reasons of their placement."""
         submission = self._found(request)
         if _flag(request, "explain"):
-            placements = self._lives.placements_of(submission.owner, submission.id)
+            placements = self.lives.placements_of(submission.owner, submission.id)
             return reply(self._head(submission) | {"rollouts": placements})
         given = request.query.get("cursor")
         if given is not None and not (given.isascii() and given.isdecimal() and len(given) < 20):
@@ -86,27 +87,27 @@ class SubmissionRoutes:
         """End groups that run or are suspended; samples that ended before stay readable."""
         submission = self._found(request)
         groups = await _groups(request, submission)
-        await self._submissions.cancel(submission, groups, "its client cancelled it")
+        await self.submissions.cancel(submission, groups, "its client cancelled it")
         return reply(self._head(submission))
 
     async def _let_deadline_pass(self, request: web.Request) -> web.Response:
         """End groups that run as their deadline would, by their `on_deadline`."""
         submission = self._found(request)
-        await self._submissions.let_deadline_pass(submission, await _groups(request, submission))
+        await self.submissions.let_deadline_pass(submission, await _groups(request, submission))
         return reply(self._head(submission))
 
     async def _ack(self, request: web.Request) -> web.Response:
         """Free the events up to `cursor`, which the client has."""
         ack = read_fields(_Ack, await _body(request))
         submission = self._found(request)
-        await self._submissions.ack(submission, ack.cursor)
+        await self.submissions.ack(submission, ack.cursor)
         return reply(self._head(submission))
 
     def _found(self, request: web.Request) -> Submission:
-        return self._submissions.find(request[CLIENT], request.match_info["id"])
+        return self.submissions.find(request[CLIENT], request.match_info["id"])
 
     def _head(self, submission: Submission) -> Json:
-        return submission.report() | {"durable": self._submissions.is_durable}
+        return submission.report() | {"durable": self.submissions.is_durable}
 
     async def _stream(self, request: web.Request, submission: Submission, cursor: int) -> web.StreamResponse:
         wire_of(request)

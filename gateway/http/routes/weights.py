@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
 from aiohttp import web
@@ -52,14 +53,14 @@ class _Call(Struct):
 T = TypeVar("T")
 
 
+@dataclass(eq=False)
 class WeightRoutes:
     """Weight updates and pauses of all replicas, in vLLM's dialect."""
 
-    def __init__(self, config: WeightsConfig, fleet: Fleet, weights: WeightCoordinator, snapshots: Snapshots) -> None:
-        self._config = config
-        self._fleet = fleet
-        self._weights = weights
-        self._snapshots = snapshots
+    config: WeightsConfig
+    fleet: Fleet
+    weights: WeightCoordinator
+    snapshots: Snapshots
 
     def add_routes(self, router: web.UrlDispatcher, access: Access) -> None:
         router.add_get("/get_world_size", access.for_admin(self._world_size))
@@ -82,23 +83,23 @@ class WeightRoutes:
 
     async def _world_size(self, request: web.Request) -> web.Response:
         """Reply with the number of workers in a weight transfer group."""
-        return reply({"world_size": await self._weights.world_size()})
+        return reply({"world_size": await self.weights.world_size()})
 
     async def _init(self, request: web.Request) -> web.Response:
         """Open the weight transfer group of the trainer and all replicas."""
         call = await _call(request)
-        await self._weights.init(_needed(call.init_info, "init_info", "a JSON object"), call.lease)
+        await self.weights.init(_needed(call.init_info, "init_info", "a JSON object"), call.lease)
         return reply({"message": "Weight transfer initialized"})
 
     async def _start(self, request: web.Request) -> web.Response:
         call = await _call(request, required=False)
-        await self._weights.start(call.in_flight, call.lease, call.version, call.group, call.after)
+        await self.weights.start(call.in_flight, call.lease, call.version, call.group, call.after)
         return reply({"message": "Weight update started"})
 
     async def _lease(self, request: web.Request) -> web.StreamResponse:
         """Hold a lease with an endless reply: the update of its trainer ends with this connection."""
         lease = _needed((await _call(request)).lease, "lease", "a text that no other trainer uses, such as a UUID")
-        with self._weights.leases.held(lease):
+        with self.weights.leases.held(lease):
             response = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
             await response.prepare(request)
             notice_lost_host(request)
@@ -109,13 +110,13 @@ class WeightRoutes:
     async def _update(self, request: web.Request) -> web.Response:
         """Receive tensors, which the trainer broadcasts at the same time."""
         call = await _call(request)
-        await self._weights.receive(_needed(call.update_info, "update_info", "a JSON object"), call.lease)
+        await self.weights.receive(_needed(call.update_info, "update_info", "a JSON object"), call.lease)
         return reply({"message": "Weights updated"})
 
     async def _finish(self, request: web.Request) -> web.Response:
         """Verify the update on all replicas, and serve the new version."""
         call = await _call(request, required=False)
-        version = await self._weights.finish(call.canary_logprobs, call.lease)
+        version = await self.weights.finish(call.canary_logprobs, call.lease)
         return reply({"message": "Weight update finished", "weight_version": version})
 
     async def _load(self, request: web.Request) -> web.Response:
@@ -127,7 +128,7 @@ class WeightRoutes:
                 "weights come with /init_weight_transfer_engine and the calls after it",
                 param="transport",
             )
-        served = await self._weights.load(
+        served = await self.weights.load(
             _needed(call.snapshot, "snapshot", "the name of a draft's folder"),
             call.version,
             call.canary_logprobs,
@@ -141,38 +142,38 @@ class WeightRoutes:
         """Abort the open update, for a trainer that failed in the middle of it."""
         call = await _call(request, required=False)
         reason = f": {call.reason}" if call.reason else ""
-        await self._weights.abandon(f"the trainer gave it up{reason}", call.lease)
-        return reply({"weight_version": self._fleet.version})
+        await self.weights.abandon(f"the trainer gave it up{reason}", call.lease)
+        return reply({"weight_version": self.fleet.version})
 
     async def _info(self, request: web.Request) -> web.Response:
-        return reply({"weight_version": str(self._fleet.version)})
+        return reply({"weight_version": str(self.fleet.version)})
 
     async def _served(self, request: web.Request) -> web.Response:
         """Reply with the served version and its tensors: names, dtypes, shapes."""
-        return reply(_tensors(self._fleet, self._weights.updates))
+        return reply(_tensors(self.fleet, self.weights.updates))
 
     async def _updates(self, request: web.Request) -> web.Response:
         """Reply with the records of the running update and of earlier updates, newest first."""
-        running = [self._weights.update.report()] if self._weights.update else []
-        return reply({"weight_updates": running + self._weights.updates.reports()})
+        running = [self.weights.update.report()] if self.weights.update else []
+        return reply({"weight_updates": running + self.weights.updates.reports()})
 
     async def _canary(self, request: web.Request) -> web.Response:
         """Reply with the tokens whose log-probs a trainer may send with /finish_weight_update."""
-        return reply({"token_ids": self._weights.canary_token_ids()})
+        return reply({"token_ids": self.weights.canary_token_ids()})
 
     async def _store(self, request: web.Request) -> web.Response:
         """Reply with the folder for drafts, the model, and how versions reach the replicas.
 
         `base` is the version that a delta may refer to; null where it is not kept.
         """
-        await self._snapshots.make_room(self._fleet.settled_version)  # a trainer writes next
-        place = {"folder": str(self._snapshots.folder), "model": self._fleet.models.first, "base": await self._base()}
-        return reply(place | {"rolling": self._config.rolling, "replicas": len(self._fleet.trained)})
+        await self.snapshots.make_room(self.fleet.settled_version)  # a trainer writes next
+        place = {"folder": str(self.snapshots.folder), "model": self.fleet.models.first, "base": await self._base()}
+        return reply(place | {"rolling": self.config.rolling, "replicas": len(self.fleet.trained)})
 
     async def _base(self) -> int | None:
-        served = self._fleet.version
+        served = self.fleet.version
         with contextlib.suppress(StoreFailed):
-            async with self._snapshots.reading(served, self._fleet.label):
+            async with self.snapshots.reading(served, self.fleet.label):
                 return served
         return None
 
@@ -183,18 +184,18 @@ class WeightRoutes:
         # By default vLLM clears the KV cache of paused requests, which costs their prefill again. Nothing here
         # depends on it: prefixes are salted by weight version.
         clear_cache = request.query.get("clear_cache", "false").lower() == "true"
-        await self._weights.pauses.pause(PauseMode(mode), clear_cache=clear_cache)
+        await self.weights.pauses.pause(PauseMode(mode), clear_cache=clear_cache)
         return reply({"status": "paused"})
 
     async def _resume(self, request: web.Request) -> web.Response:
-        await self._weights.pauses.resume()
+        await self.weights.pauses.resume()
         return reply({"status": "resumed"})
 
     async def _is_paused(self, request: web.Request) -> web.Response:
-        return reply({"is_paused": self._weights.pauses.is_paused})
+        return reply({"is_paused": self.weights.pauses.is_paused})
 
     async def _reset_prefix_cache(self, request: web.Request) -> web.Response:
-        return reply({"success": await self._weights.pauses.reset_prefix_cache()})
+        return reply({"success": await self.weights.pauses.reset_prefix_cache()})
 
 
 def _tensors(fleet: Fleet, updates: UpdateLog) -> Json:

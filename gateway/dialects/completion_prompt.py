@@ -10,7 +10,7 @@ from typing import Any
 from engines.engine import Json
 from engines.errors import EngineRefused
 from gateway.config.schema import GatewayConfig
-from gateway.dialects.replays.record import Making
+from gateway.dialects.replays.batch import Making
 from gateway.dialects.replies.assembly import Assembly, is_read_in_chunks
 from gateway.dialects.replies.carried import carried_reply, opened
 from gateway.dialects.replies.chunks import read_chunks

@@ -11,7 +11,7 @@ import structlog
 from engines.engine import Json
 from engines.errors import EngineFailed
 from gateway.dialects.completion_prompt import PATH, CompletionPrompt
-from gateway.dialects.replays.record import Came, Cut, Note, Path
+from gateway.dialects.replays.batch import Came, Cut, Note, Path
 from gateway.dialects.replies.assembly import Assembly
 from gateway.dialects.replies.carried import carried_reply, opened
 from gateway.dialects.resumption.features import marked

@@ -6,10 +6,9 @@ without an id. Two equal requests whose clients are both there never share: each
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import msgspec
 import orjson
@@ -19,11 +18,10 @@ from engines.engine import Json
 from engines.errors import RolloutGatewayError
 from gateway.config.schema import GatewayConfig
 from gateway.dialects.completion_prompt import CompletionPrompt
-from gateway.dialects.completions import Completions
+from gateway.dialects.completions import Completions, MadeBefore, nothing_made
 from gateway.dialects.group_parts import in_parts
-from gateway.dialects.replays.batch import Batch, End
+from gateway.dialects.replays.batch import KIND, Batch, End, Request
 from gateway.dialects.replays.made import Made
-from gateway.dialects.replays.record import KIND, BatchRecord, Request
 from gateway.dialects.replies.written import Written
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics
@@ -66,15 +64,13 @@ class Replays:
         self._fleet = fleet
         self._metrics = metrics
         self._batches: defaultdict[bytes, list[Batch]] = defaultdict(list)
-        self._orphans: dict[Batch, int] = {}  # with the bytes of replies; in the order in which their clients left
-        self._kept_bytes = 0
+        self._orphans: dict[Batch, None] = {}  # in the order in which their clients left
 
     def report(self) -> Json:
         """The state for /status."""
-        records = self._records
         return {
-            "batches": sum(record.is_written for record in records),
-            "unwritten_batches": sum(record.has_news for record in records),
+            "batches": sum(batch.is_written for batch in self._all),
+            "unwritten_batches": sum(batch.has_news for batch in self._all),
             "orphaned_batches": len(self._orphans),
         }
 
@@ -93,7 +89,7 @@ class Replays:
         try:
             written = await asyncio.shield(batch.task)
             written.head["id"] = f"cmpl-{prompts[0].request_id}"
-            yield Reply(written, batch.record.forgotten)
+            yield Reply(written, batch.forgotten)
         except (asyncio.CancelledError, ConnectionError):
             self._leave(batch)
             raise
@@ -105,13 +101,12 @@ class Replays:
     def _begun(self, identity: bytes, content: bytes, prompts: Sequence[CompletionPrompt]) -> Batch:
         first = prompts[0]
         request = Request(identity, first.request_id, first.rollout.session, self._oldest(first), first.parts, content)
-        record = BatchRecord(request, self._ledger)
-        return self._running(request, record, self._completions.written(_noting(record, prompts)))
+        return self._run(Batch(request, self._ledger), prompts)
 
-    def _running(self, request: Request, record: BatchRecord, writing: Coroutine[Any, Any, Written]) -> Batch:
-        task = asyncio.create_task(writing, name=f"batch {request.request_id}")
-        batch = Batch(request.identity, request.request_id, request.oldest, task, record)
-        self._batches[request.identity].append(batch)
+    def _run(self, batch: Batch, prompts: Sequence[CompletionPrompt], made: MadeBefore = nothing_made) -> Batch:
+        noted = [replace(prompt, making=batch.making(prompt.index)) for prompt in prompts]
+        batch.task = asyncio.create_task(self._completions.written(noted, made), name=f"batch {batch.request_id}")
+        self._batches[batch.identity].append(batch)
         return batch
 
     def _oldest(self, prompt: CompletionPrompt) -> int:
@@ -130,31 +125,30 @@ class Replays:
         """Write what batches have made."""
         while True:
             await asyncio.sleep(_TICK_S if self._batches else _REST_S)
-            due = [record for record in self._records if record.is_due]
+            due = [batch for batch in self._all if batch.is_due]
             if due:
                 await self._ledger.opened()
-                for record in due:
-                    record.write()
+                for batch in due:
+                    batch.write()
             if not self._ledger.is_durable:
                 self._stop_writing()
             self._keep_written_bound()
 
     @property
-    def _records(self) -> list[BatchRecord]:
-        return [batch.record for equal in self._batches.values() for batch in equal]
+    def _all(self) -> list[Batch]:
+        return [batch for equal in self._batches.values() for batch in equal]
 
     def _stop_writing(self) -> None:
         """A ledger that failed lacks notes: what is under way is in memory alone."""
-        for record in self._records:
-            if record.is_written:
-                record.forget()
+        for batch in self._all:
+            if batch.is_written:
+                batch.forget()
 
     def _keep_written_bound(self) -> None:
-        written = [record for record in self._records if record.is_written]
-        over = sum(record.num_bytes for record in written) - self._most_written
-        if over > 0:
+        written = [batch for batch in self._all if batch.is_written]
+        if sum(batch.written_bytes for batch in written) > self._most_written:
             log.warning("batches fill their part of the ledger: one of them is in memory alone")
-            max(written, key=lambda record: record.num_bytes).forget()
+            max(written, key=lambda batch: batch.written_bytes).forget()
 
     def write_all(self) -> None:
         self._stop_writing()
@@ -176,21 +170,20 @@ class Replays:
         request = msgspec.msgpack.decode(frames[0], type=Request)
         prompts = self._completions.decode(orjson.loads(request.body), request.request_id, request.session)
         prompts = in_parts(prompts, prompts[0].rollout.n // request.parts)
-        record = BatchRecord(request, self._ledger, stored)
         made = Made(frames[1:])
-        batch = self._running(request, record, self._completions.written(_noting(record, prompts), made.of))
+        batch = self._run(Batch(request, self._ledger, stored), prompts, made.of)
         batch.newest = made.newest
         self._leave(batch)
 
     async def close(self) -> None:
         """Stop all batches without a client, which a later gateway goes on with."""
         tasks = [batch.task for batch in self._orphans]
-        if on := [record for record in self._records if record.is_on]:
+        if on := [batch for batch in self._all if batch.is_on]:
             await self._ledger.opened()
-            for record in on:
-                while record.write():
+            for batch in on:
+                while batch.write():
                     pass
-                record.stop()
+                batch.stop()
         for batch in list(self._orphans):
             self._end_orphanhood(batch, End.STOPPED)
             batch.task.cancel()
@@ -223,7 +216,7 @@ class Replays:
         self._metrics.orphaned_batches.inc()
         log.info("a batch has lost its client, and runs on", request=batch.request_id, seconds=self._grace_s)
         batch.has_left.set_result(None)
-        self._orphans[batch] = 0
+        self._orphans[batch] = None
         batch.expiry = asyncio.get_running_loop().call_later(self._grace_s, self._end, batch, End.EXPIRED)
         self._keep_bounds()
         batch.task.add_done_callback(lambda _: self._has_ended(batch))
@@ -237,12 +230,10 @@ class Replays:
         elif batch.is_aborted:
             self._end(batch, End.ABORTED)
         else:
-            self._kept_bytes += batch.num_bytes - self._orphans[batch]
-            self._orphans[batch] = batch.num_bytes
             self._keep_bounds()
 
     def _keep_bounds(self) -> None:
-        while len(self._orphans) > _MOST_ORPHANS or self._kept_bytes > _MOST_BYTES:
+        while len(self._orphans) > _MOST_ORPHANS or sum(batch.num_bytes for batch in self._orphans) > _MOST_BYTES:
             self._end(next(iter(self._orphans)), End.CROWDED)
 
     def _end(self, batch: Batch, end: End) -> None:
@@ -252,19 +243,14 @@ class Replays:
     def _end_orphanhood(self, batch: Batch, end: End, **facts: str) -> None:
         assert batch.expiry is not None
         batch.expiry.cancel()
-        self._kept_bytes -= self._orphans.pop(batch)
+        del self._orphans[batch]
         self._metrics.orphaned_batch_ends.labels(end).inc()
         log.info("a batch without a client has ended", request=batch.request_id, end=end, **facts)
 
     def _drop(self, batch: Batch) -> None:
         batch.task.cancel()
-        batch.record.forget()
+        batch.forget()
         equal = self._batches[batch.identity]
         equal.remove(batch)
         if not equal:
             del self._batches[batch.identity]
-
-
-def _noting(record: BatchRecord, prompts: Sequence[CompletionPrompt]) -> list[CompletionPrompt]:
-    """Return the prompts with what notes them."""
-    return [replace(prompt, making=record.of(prompt.index)) for prompt in prompts]

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.dialects.group_parts import part_size
-from gateway.dialects.replays import record
+from gateway.dialects.replays import batch
 from tests.gateway.dialects.replays.test_replays import ALL, left, made, until, whole
 from tests.rigs.rig import FAST_WATCH, Json, Rig, StartRig
 
@@ -75,7 +75,7 @@ async def test_parts_keep_their_tokens_when_a_replica_dies(parted_rig: Rig) -> N
 async def test_a_batch_goes_on_after_a_restart_in_the_parts_that_it_began_with(
     start_rig: StartRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int | None
 ) -> None:
-    monkeypatch.setattr(record, "_WORTH_IT_S", 0.0)
+    monkeypatch.setattr(batch, "_WORTH_IT_S", 0.0)
     ledger = str(tmp_path / "ledger")
     rig = await start_rig(2, gateway={"ledger": ledger, "samples_together": 2})
     body: Json = {"prompt": [[5, 6, 7]], "n": 8, "max_tokens": 24, "ignore_eos": True, "return_token_ids": True}

@@ -10,7 +10,7 @@ import pytest
 
 from engines.config import SimConfig
 from engines.process.port import free_port
-from gateway.dialects.replays import record
+from gateway.dialects.replays import batch
 from tests.gateway.dialects.replays.test_replays import ALL, BATCH, LENGTH, broken, left, made, until, whole
 from tests.rigs.forked_gateway import ForkedGateway
 from tests.rigs.rig import Json, Rig, SimReplica, StartRig
@@ -19,7 +19,7 @@ from tests.rigs.rig import Json, Rig, SimReplica, StartRig
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches are written from their start."""
-    monkeypatch.setattr(record, "_WORTH_IT_S", 0.0)
+    monkeypatch.setattr(batch, "_WORTH_IT_S", 0.0)
 
 
 @pytest.fixture

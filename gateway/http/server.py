@@ -29,7 +29,6 @@ from gateway.http.access import Access, Routes
 from gateway.http.middleware import Measurement, answer_errors, note_begin
 from gateway.http.own_requests import OwnRequests
 from gateway.http.pages.dashboard import Dashboard
-from gateway.http.routes.adapters import AdapterRoutes
 from gateway.http.routes.fleet import FleetRoutes
 from gateway.http.routes.models import ModelRoutes
 from gateway.http.routes.profiles import ProfileRoutes
@@ -82,7 +81,7 @@ class GatewayServer:
             SubmissionCounts(metrics, deliveries),
         )
         own = OwnRequests()
-        models = ModelRoutes(config.fleet, fleet, weights, inquiries)
+        models = ModelRoutes(config.fleet, fleet, weights, inquiries, self._adapters)
         self._dashboard = dashboard = Dashboard(fleet, scheduler, weights, metrics, self.status)
         self._routes: list[Routes] = [
             FleetRoutes(fleet, scheduler, metrics, self.status, self._tasks, workers),
@@ -100,7 +99,6 @@ class GatewayServer:
             ),
             SubmissionRoutes(self._submissions, scheduler.lives),
             SnapshotFiles(fleet, self._snapshots),
-            AdapterRoutes(self._adapters),
             WeightRoutes(config.weights, fleet, weights, self._snapshots),
             SglangRoutes(fleet, scheduler, weights, sglang, models.description, own, workers),
             dashboard,

@@ -10,7 +10,6 @@ import stat
 import struct
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from zlib import crc32
@@ -106,10 +105,8 @@ class Folder:
         (self.path / name).unlink(missing_ok=True)
 
     def clear(self) -> None:
-        """Remove the folder, and the one that it is in where that has nothing else."""
+        """Remove the folder."""
         shutil.rmtree(self.path)
-        with suppress(OSError):
-            self.path.parent.rmdir()
 
 
 def _write(path: Path, flags: int, frames: Sequence[Frame]) -> int:

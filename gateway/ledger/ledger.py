@@ -6,6 +6,7 @@ import secrets
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -37,6 +38,8 @@ def remove_unless_needed(path: Path, kind: str) -> int:
         left = sum(name.startswith(kind) for name in folder.names)
         if not left:
             folder.clear()
+            with suppress(OSError):  # it has something else
+                path.parent.rmdir()
     finally:
         folder.close()
     return left

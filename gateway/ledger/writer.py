@@ -97,7 +97,7 @@ class Writer:
         try:
             folder = self._held()
         except Exception as error:
-            self._call(partial(_fail, opening, error))
+            self._call(partial(self._failed, opening, error))
             return
         try:
             self.life = folder.begin_life(self.life)
@@ -105,8 +105,7 @@ class Writer:
             while self._write_some(folder):
                 pass
         except Exception as error:  # nobody would see the error of a thread
-            self._call(partial(_fail, opening, error))
-            self._call(partial(self._end, f"{self.path}: {error!r}"))
+            self._call(partial(self._failed, opening, error))
             self._clear(folder, lacks_writes=self._is_read)
         else:
             self._clear(folder, lacks_writes=self._is_read and bool(self.failure))
@@ -144,6 +143,12 @@ class Writer:
         for _ in range(min(number, len(self._waiting))):
             self._waiting.popleft()()
 
+    def _failed(self, opening: "asyncio.Future[list[Left]]", error: Exception) -> None:
+        if opening.done():
+            self._end(f"{self.path}: {error!r}")
+        else:
+            opening.set_exception(error)
+
     def _end(self, reason: str) -> None:
         """Write nothing any more. Those who wait go on."""
         if self.failure:
@@ -168,8 +173,3 @@ class Writer:
 def _succeed(opening: "asyncio.Future[list[Left]]", left: list[Left]) -> None:
     if not opening.done():
         opening.set_result(left)
-
-
-def _fail(opening: "asyncio.Future[list[Left]]", error: Exception) -> None:
-    if not opening.done():
-        opening.set_exception(error)

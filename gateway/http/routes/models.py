@@ -1,16 +1,21 @@
-"""Routes about models and their engines: model cards, descriptions, and calls that any engine of a model can answer."""
+"""Routes about models and their engines: cards, descriptions, LoRA adapters, calls that any engine of a model can
+answer."""
 
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import structlog
 from aiohttp import web
+from msgspec import Meta, Struct
 
 from engines.engine import Json
-from engines.errors import DeadlineExceeded, EngineError, EngineFailed
+from engines.errors import DeadlineExceeded, EngineError, EngineFailed, InvalidRequest
 from gateway.config.schema import FleetConfig
+from gateway.dialects.fields import read_fields
 from gateway.dialects.token_generation import lacking
+from gateway.fleet.adapter_loading import AdapterCoordinator
 from gateway.fleet.adapters import Adapter
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.placement.inquiries import Inquiries
@@ -22,16 +27,29 @@ from gateway.weights.coordinator import WeightCoordinator
 log = structlog.get_logger()
 
 _ASK_TIMEOUT_S = 60.0
+_Text = Annotated[str, Meta(min_length=1)]
+
+
+class _Load(Struct):
+    lora_name: _Text
+    lora_path: _Text
+    load_inplace: bool = False
+    is_3d_lora_weight: bool = False
+
+
+class _Unload(Struct):
+    lora_name: _Text
 
 
 @dataclass(eq=False)
 class ModelRoutes:
-    """Model cards, and calls that are passed to one engine of the model."""
+    """Model cards, LoRA adapters on all replicas, and calls that are passed to one engine of the model."""
 
     config: FleetConfig
     fleet: Fleet
     weights: WeightCoordinator
     inquiries: Inquiries
+    adapters: AdapterCoordinator
 
     def add_routes(self, router: web.UrlDispatcher, access: Access) -> None:
         router.add_get("/v1/models", access.for_inference(self._list_models))
@@ -45,6 +63,8 @@ class ModelRoutes:
         router.add_post("/v1/chat/completions/render", access.for_inference(self._render))
         router.add_get("/model_info", access.for_inference(self._model_info))
         router.add_get("/get_model_info", access.for_inference(self._model_info))
+        router.add_post("/v1/load_lora_adapter", access.for_admin(self._load_adapter))
+        router.add_post("/v1/unload_lora_adapter", access.for_admin(self._unload_adapter))
 
     async def description(self) -> Json:
         """Return SGLang's description of the policy."""
@@ -93,6 +113,22 @@ class ModelRoutes:
 
     async def _model_info(self, request: web.Request) -> web.Response:
         return reply(await self.description())
+
+    async def _load_adapter(self, request: web.Request) -> web.Response:
+        """Load a LoRA adapter from a folder on all replicas."""
+        asked = read_fields(_Load, await read_object(request))
+        if asked.is_3d_lora_weight:
+            raise InvalidRequest(
+                "is_3d_lora_weight is not passed on to engines: leave it out", param="is_3d_lora_weight"
+            )
+        await self.adapters.load(asked.lora_name, asked.lora_path, in_place=asked.load_inplace)
+        return web.Response(text=f"Success: LoRA adapter '{asked.lora_name}' added successfully.")
+
+    async def _unload_adapter(self, request: web.Request) -> web.Response:
+        """Unload a LoRA adapter from all replicas, after the rollouts that use it."""
+        name = read_fields(_Unload, await read_object(request)).lora_name
+        await self.adapters.unload(name)
+        return web.Response(text=f"Success: LoRA adapter '{name}' removed successfully.")
 
     async def _model_card(self, model: str) -> Json:
         """Return vLLM's entry of one model in its engine's list."""

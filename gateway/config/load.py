@@ -50,17 +50,18 @@ class Setting:
 
 def load(path: Path | None, overrides: Sequence[str] = (), environ: Mapping[str, str] = os.environ) -> Config:
     """Merge file, environment and command line."""
-    return validated(_given(path, overrides, environ), path)
+    return validated(collected(path, overrides, environ), path)
 
 
 def explain(path: Path | None, overrides: Sequence[str] = (), environ: Mapping[str, str] = os.environ) -> list[Setting]:
     """List every value of the same configuration with its source. Keys are hidden."""
-    given = _given(path, overrides, environ)
+    given = collected(path, overrides, environ)
     tree = validated(given, path).model_dump(mode="json")
     return [_setting(given, key, value) for key, value in leaves(tree)]
 
 
-def _given(path: Path | None, overrides: Sequence[str], environ: Mapping[str, str]) -> Given:
+def collected(path: Path | None, overrides: Sequence[str] = (), environ: Mapping[str, str] = os.environ) -> Given:
+    """Return what file, environment and command line give, with the places."""
     given = from_file(path) if path else Given()
     put_environment(given, environ)
     put_overrides(given, overrides)

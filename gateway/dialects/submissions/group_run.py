@@ -101,6 +101,7 @@ class GroupRun:
         self.num_bytes = 0
         """Size of the tokens of open samples."""
         self._owner, self._submission_id, self._record = owner, submission_id, record
+        self._is_noted = False
 
     @cached_property
     def samples(self) -> list[Sample]:
@@ -150,9 +151,12 @@ class GroupRun:
         self.samples[part.sample].grow(part)
         self.num_bytes += len(part.token_ids) + len(part.logprobs)
 
-    def read_step(self) -> list[Prompt]:
-        """The prompt for the record, once it is known, and an engine has read it."""
-        return [Prompt(self.index, self.read_bytes)] if self.is_read_by_engine else []
+    def read_step(self, *, again: bool = False) -> list[Prompt]:
+        """The prompt for the record, where an engine has read it: once, or `again`."""
+        if not self.is_read_by_engine or (self._is_noted and not again):
+            return []
+        self._is_noted = True
+        return [Prompt(self.index, self.read_bytes)]
 
     @property
     def open(self) -> list[Sample]:

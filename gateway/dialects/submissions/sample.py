@@ -50,11 +50,6 @@ class Sample:
     def num_bytes(self) -> int:
         return 4 * (len(self.token_ids) + len(self.logprobs))
 
-    @property
-    def is_written(self) -> bool:
-        """True where the record has tokens of it."""
-        return self._written[0] > 0
-
     def add(self, choice: Json) -> None:
         """Take a choice of a chunk, or of a whole reply."""
         self.token_ids.extend(choice.get("token_ids") or ())

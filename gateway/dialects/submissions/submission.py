@@ -51,7 +51,8 @@ class Submission:
     """Groups under one id, of one owner. `life` is the number of the gateway's life."""
 
     def __init__(self, head: Head, groups: Sequence[Group], record: Record, counts: Counts, life: int) -> None:
-        self.head, self.record, self.life = head, record, life
+        self.head = msgspec.structs.replace(head, groups=b"", taken=[])
+        self.record, self.life = record, life
         self.owner, self.id = head.owner, head.id
         self.acked = head.acked
         self.outcomes: dict[int, str] = {}
@@ -137,7 +138,7 @@ class Submission:
         self._grown.clear()
         steps: list[Step] = [self._as_now(event) for event in (*self._marks, *self._events)]
         for run in self.runs:
-            steps += run.read_step()
+            steps += run.read_step(again=True)
             if run.num_bytes and self.outcomes.get(run.index) in (None, Outcome.SUSPENDED):
                 steps += filter(None, (sample.everything(run.index) for sample in run.open))
         return steps
@@ -152,10 +153,11 @@ class Submission:
         grown, self._grown = self._grown, {}
         steps: list[Step] = []
         for group, index in grown:
-            run, sample = self.runs[group], self.runs[group].samples[index]
-            is_first = not sample.is_written
-            if sample.is_open and (part := sample.growth(group)):
-                steps += [*run.read_step(), part] if is_first else [part]
+            run = self.runs[group]
+            if group in self.outcomes or not (sample := run.samples[index]).is_open:
+                continue
+            if part := sample.growth(group):
+                steps += [*run.read_step(), part]
         if steps:
             self.record.add(*steps)
 
@@ -176,7 +178,6 @@ class Submission:
         sample.deliver()
 
     def end_group(self, run: GroupRun, outcome: Outcome, error: Json | None = None) -> None:
-        self.outcomes[run.index] = outcome
         self._counts.group(run)
         report: Json = {"type": "group", "group": run.index, "outcome": outcome}
         if error is not None:
@@ -186,6 +187,7 @@ class Submission:
             self.write_growth()
         else:
             run.drop()
+        self.outcomes[run.index] = outcome
         if run.is_read_by_engine:
             report["prompt_token_ids"] = run.read_bytes
         self._emit(report, run.index, OF_GROUP, outcome)

@@ -1,19 +1,14 @@
 """Batches go on after a restart of their gateway, from what the ledger has, and their replays adopt them."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import pytest
 
-from engines.config import SimConfig
-from engines.process.port import free_port
 from gateway.dialects.replays import batch
 from tests.gateway.dialects.replays.test_replays import ALL, BATCH, LENGTH, broken, left, made, until, whole
-from tests.rigs.forked_gateway import ForkedGateway
-from tests.rigs.rig import Json, Rig, SimReplica, StartRig
+from tests.rigs.rig import Json, Rig, StartRig
 
 
 @pytest.fixture(autouse=True)
@@ -90,55 +85,6 @@ async def test_without_ledger_or_grace_a_restart_begins_again(
     rig = await start_rig(2, gateway={"ledger": str(tmp_path / "ledger")} | change)
     await broken(rig)
     await check_begins_again(start_rig, rig)
-
-
-class Kills:
-    """A gateway in a process of its own in front of one engine, and a client that replays blindly."""
-
-    def __init__(self, engine: SimReplica, folder: Path) -> None:
-        port = free_port()
-        self.url = f"http://127.0.0.1:{port}"
-        self.gateway = ForkedGateway(port, engine.info.url, folder / "log", folder / "ledger")
-
-    async def ask(self, client: aiohttp.ClientSession, body: Json) -> Any:
-        """Send a request again until it is answered."""
-        while True:
-            try:
-                async with client.post(self.url + "/v1/completions", json=body) as response:
-                    return response.status, await response.json()
-            except aiohttp.ClientError:
-                await asyncio.sleep(0.05)
-
-
-@pytest.fixture
-async def engine() -> AsyncIterator[SimReplica]:
-    replica = await SimReplica("engine-0", 0, SimConfig(decode_step_s=0.0, decode_step_per_seq_s=0.0)).start()
-    yield replica
-    await replica.kill()
-
-
-async def test_a_kill_under_a_batch_costs_no_noted_token(engine: SimReplica, tmp_path: Path) -> None:
-    kills, body = Kills(engine, tmp_path), BATCH | {"max_tokens": 60}
-    engine.scheduler.stall(after=30)
-    try:
-        async with aiohttp.ClientSession() as client:
-            await kills.gateway.serve(client)
-            asking = asyncio.create_task(kills.ask(client, body))
-            async with asyncio.timeout(60):
-                while len(engine.scheduler.stalled) < 8:
-                    await asyncio.sleep(0.01)
-            await noted(kills.url, client)
-            kills.gateway.kill()
-            async with asyncio.timeout(20):
-                while engine.scheduler.stalled:  # it works for the dead gateway until it notices
-                    await asyncio.sleep(0.01)
-            engine.hurry()
-            await kills.gateway.serve(client)
-            status, reply = await asking
-    finally:
-        kills.gateway.kill()
-    assert (status, [len(one["token_ids"]) for one in reply["choices"]]) == (200, [60] * 8)
-    assert engine.generated_tokens <= 8 * 60 + 8 * 4  # a chunk of each sample may have been on its way
 
 
 async def test_tokens_of_another_runs_weights_are_not_adopted(start_rig: StartRig, kept_rig: Rig) -> None:

@@ -3,32 +3,21 @@
 import asyncio
 import shutil
 import time
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import aiohttp
 import pytest
 
-from engines.config import SimConfig
-from engines.process.port import free_port
 from gateway.dialects.submissions import registry
 from gateway.ledger import ledger as ledger_module
 from gateway.ledger import writer
 from gateway.ledger.folder import Folder
-from tests.rigs.forked_gateway import ForkedGateway
-from tests.rigs.rig import Json, Rig, SimReplica, StartRig
+from tests.rigs.rig import Rig, StartRig
 from tests.rigs.submissions import GROUP, ack, detached, lines, of_type, outcomes, read, samples, submitted
 
 LENGTH = 60
 GROUPS = [{"prompt": [5, 6, number + 7], "n": 2} for number in range(6)]
 SAMPLING = {"max_tokens": LENGTH, "ignore_eos": True}
-
-
-@pytest.fixture
-async def engine() -> AsyncIterator[SimReplica]:
-    replica = await SimReplica("engine-0", 0, SimConfig(decode_step_s=0.0, decode_step_per_seq_s=0.0)).start()
-    yield replica
-    await replica.kill()
 
 
 @pytest.fixture
@@ -52,66 +41,6 @@ async def written(url: str, client: aiohttp.ClientSession) -> None:
                 if not (await response.json())["ledger"]["unwritten_samples"]:
                     return
             await asyncio.sleep(0.02)
-
-
-class Kills:
-    """A gateway in a process of its own in front of one engine, and a client that goes on from its cursor."""
-
-    def __init__(self, engine: SimReplica, folder: Path) -> None:
-        port = free_port()
-        self.url = f"http://127.0.0.1:{port}"
-        self.gateway = ForkedGateway(port, engine.info.url, folder / "log", folder / "ledger")
-        self.engine = engine
-        self.events: list[Json] = []
-        self.cursor = 0
-
-    async def submit(self, client: aiohttp.ClientSession) -> None:
-        asked = {"id": "one", "groups": GROUPS, "sampling": SAMPLING, "stream": False}
-        async with client.post(self.url + "/v1/rollouts", json=asked) as response:
-            assert response.status == 202, await response.text()
-
-    async def read(self, client: aiohttp.ClientSession) -> bool:
-        """Read on from the cursor, as far as it goes. True at the end."""
-        try:
-            async with client.get(f"{self.url}/v1/rollouts/one?cursor={self.cursor}") as response:
-                assert response.status == 200, await response.text()
-                await response.content.readline()
-                while line := await response.content.readline():
-                    [event] = lines(line)
-                    self.events.append(event)
-                    self.cursor = event["cursor"]
-        except aiohttp.ClientError:
-            return False
-        return bool(self.events) and self.events[-1]["type"] == "end"
-
-
-async def test_a_kill_loses_no_written_token_and_delivers_nothing_twice(engine: SimReplica, tmp_path: Path) -> None:
-    kills = Kills(engine, tmp_path)
-    try:
-        async with aiohttp.ClientSession() as client:
-            await kills.gateway.serve(client)
-            engine.scheduler.stall(after=30)
-            await kills.submit(client)
-            async with asyncio.timeout(60):
-                while len(engine.scheduler.stalled) < 8:  # its batch
-                    await asyncio.sleep(0.01)
-            reading = asyncio.create_task(kills.read(client))
-            await written(kills.url, client)
-            kills.gateway.kill()
-            assert not await reading
-            async with asyncio.timeout(20):
-                while engine.scheduler.stalled:  # it works for the dead gateway until it notices
-                    await asyncio.sleep(0.01)
-            engine.hurry()
-            await kills.gateway.serve(client)
-            assert await kills.read(client)
-    finally:
-        kills.gateway.kill()
-    assert sorted(samples(kills.events)) == [(group, sample) for group in range(6) for sample in range(2)]
-    for sample in of_type(kills.events, "sample"):
-        assert len(sample["token_ids"]) == len(sample["logprobs"]) == LENGTH
-        assert sample["weight_versions"] == [{"version": 0, "start": 0, "end": LENGTH}]
-    assert engine.generated_tokens <= 12 * LENGTH + 8 * 4  # a chunk of each sample may have been on its way
 
 
 async def test_a_kill_right_after_a_cancellation_brings_nothing_back(

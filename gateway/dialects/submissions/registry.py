@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
@@ -296,7 +297,13 @@ class Submissions:
 
     def _over_bytes(self, owner: str) -> int:
         """Bytes beyond the bound, which each owner has for itself."""
-        return sum(one.num_bytes for one in self._kept.values() if one.owner == owner) - self._config.max_bytes
+        return self._bytes_by_owner()[owner] - self._config.max_bytes
+
+    def _bytes_by_owner(self) -> Counter[str]:
+        sizes = Counter[str]()
+        for submission in self._kept.values():
+            sizes[submission.owner] += submission.num_bytes
+        return sizes
 
     async def _keep_bounds(self) -> None:
         now, clock = time.time(), time.monotonic()
@@ -311,8 +318,9 @@ class Submissions:
                 await self._stop(submission, None, f"nobody has read its events for {_ABANDONED_AFTER_S:g} s")
             elif submission.is_bloated:
                 submission.write()
-        for owner in {owner for owner, _ in self._kept}:
-            self._forget_oldest(owner, self._over_bytes(owner))
+        for owner, size in self._bytes_by_owner().items():
+            if size > self._config.max_bytes:
+                self._forget_oldest(owner, size - self._config.max_bytes)
         released = sorted((one for one in self._kept.values() if one.is_released), key=_age)
         for submission in released[_RELEASED_KEPT:]:
             self._forget(submission)

@@ -146,9 +146,9 @@ class GatewayServer:
         self._tasks.start("watch adapters", self._adapters.run())
         self._tasks.start("watch load", self._dashboard.run())
         await self._ledger.open()
-        self._tasks.start("watch ledger", self._ledger.run())
+        if self._ledger.is_on:
+            self._tasks.start("watch ledger", self._ledger.run())
         self._tasks.start("watch submissions", self._submissions.run())
-        self._tasks.start("watch batches", self._replays.run())
         yield
         await self._replays.close()
         await self._submissions.close()

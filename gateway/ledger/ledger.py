@@ -19,7 +19,8 @@ log = structlog.get_logger()
 
 _DISK = Path("/var/tmp")
 _RETRY_S = 30.0
-_CHECK_S = 0.5
+_TICK_S = 0.05  # engines' chunks come less often, so most are written once, and soon after they came
+_REST_S = 0.5
 
 
 def default_folder(app: str) -> Path:
@@ -49,6 +50,13 @@ class User(Protocol):
     """Keeps records of one kind, in which their names begin, in the ledger."""
 
     kind: str
+
+    @property
+    def is_busy(self) -> bool:
+        """True while there may be news."""
+
+    async def write_news(self) -> None:
+        """Write what is new."""
 
     def write_all(self) -> None:
         """Write all that memory has into a new ledger."""
@@ -124,14 +132,19 @@ class Ledger:
         await asyncio.shield(self._opening)
 
     async def run(self) -> None:
-        """Watch the disk. After a failure try a new folder, and have all that memory has written into it."""
+        """Have news written, and watch the disk. After a failure have all that memory has written into a new folder."""
         while True:
-            await asyncio.sleep(_CHECK_S)
-            if self._writer is None or self._path is None:
-                continue
-            self._writer.check()
-            if self._writer.failure and not self._writer.is_at_work and time.monotonic() >= self._retry_at:
-                await self._open(self._path)
+            await asyncio.sleep(_TICK_S if any(user.is_busy for user in self._users) else _REST_S)
+            for user in self._users:
+                await user.write_news()
+            if self._writer is not None:
+                self._writer.check()
+            if self._writer and self._writer.failure and not self._writer.is_at_work:
+                await self._renew()
+
+    async def _renew(self) -> None:
+        if self._path is not None and time.monotonic() >= self._retry_at:
+            await self._open(self._path)
 
     async def close(self) -> None:
         """Write what waits."""

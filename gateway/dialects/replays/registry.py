@@ -36,8 +36,6 @@ _MOST_BYTES = 1 << 30
 _NOTICED_WITHIN_S = 0.05
 _LONGEST_GAP_S = 600.0
 """Age of its last note beyond which no client waits for a batch: blind replays end within minutes."""
-_TICK_S = 0.05
-_REST_S = 0.5  # a batch is not written before it has run for a second
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,18 +119,18 @@ class Replays:
 
     # Ledger
 
-    async def run(self) -> None:
-        """Write what batches have made."""
-        while True:
-            await asyncio.sleep(_TICK_S if self._batches else _REST_S)
-            due = [batch for batch in self._all if batch.is_due]
-            if due:
-                await self._ledger.opened()
-                for batch in due:
-                    batch.write()
-            if not self._ledger.is_durable:
-                self._stop_writing()
-            self._keep_written_bound()
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._batches)
+
+    async def write_news(self) -> None:
+        if due := [batch for batch in self._all if batch.is_due]:
+            await self._ledger.opened()
+            for batch in due:
+                batch.write()
+        if not self._ledger.is_durable:
+            self._stop_writing()
+        self._keep_written_bound()
 
     @property
     def _all(self) -> list[Batch]:

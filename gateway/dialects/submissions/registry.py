@@ -26,13 +26,12 @@ from gateway.dialects.submissions.frames import Head, read_head, read_step
 from gateway.dialects.submissions.group_run import Generation, GroupRun, Outcome, decoded
 from gateway.dialects.submissions.submission import TAKEN, Counts, Submission
 from gateway.dialects.submissions.words import Asked, Group, Resumption
-from gateway.fleet.event_wait import in_turns, is_set_within
+from gateway.fleet.event_wait import in_turns
 from gateway.ledger.folder import Left
 from gateway.ledger.ledger import Ledger, Record
 
 log = structlog.get_logger()
 
-_TICK_S = 0.05  # engines' chunks come less often, so most are written once, and soon after they came
 _BOUNDS_S = 1.0
 _RELEASED_KEPT = 10_000
 _CHECKED_AT_ONCE = 100  # groups, before others get their turn on the loop
@@ -67,7 +66,6 @@ class Submissions:
         self._counts = counts
         self._kept: dict[tuple[str, str], Submission] = {}
         self._running: set[Submission] = set()
-        self._begun = asyncio.Event()
 
     def report(self) -> Json:
         """The state for /status."""
@@ -154,24 +152,10 @@ class Submissions:
     # Life
 
     async def run(self) -> None:
-        """Write growth, keep bounds."""
-        bounds_at = time.monotonic()
+        """Keep bounds."""
         while True:
-            await self._next_tick()
-            for submission in self._running:
-                if not submission.record.num_writing:
-                    submission.write_growth()
-            if time.monotonic() >= bounds_at:
-                await self._keep_bounds()
-                bounds_at = time.monotonic() + _BOUNDS_S
-
-    async def _next_tick(self) -> None:
-        """Wait for a tick, or where nothing runs for the next submission or look at bounds."""
-        if self._running:
-            await asyncio.sleep(_TICK_S)
-        else:
-            self._begun.clear()
-            await is_set_within(self._begun, _BOUNDS_S)
+            await asyncio.sleep(_BOUNDS_S)
+            await self._keep_bounds()
 
     async def close(self) -> None:
         """Stop all groups, which a later gateway goes on with."""
@@ -231,7 +215,6 @@ class Submissions:
     async def _live(self, submission: Submission, *, is_new: bool) -> None:
         """Run all groups. Clients that read get an end, also where the gateway fails."""
         self._running.add(submission)
-        self._begun.set()
         try:
             await self._run_groups(submission, is_new=is_new)
         except Exception:
@@ -345,6 +328,15 @@ class Submissions:
             submission.release()
 
     # Ledger
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._running)
+
+    async def write_news(self) -> None:
+        for submission in self._running:
+            if not submission.record.num_writing:
+                submission.write_growth()
 
     def write_all(self) -> None:
         for submission in self._kept.values():

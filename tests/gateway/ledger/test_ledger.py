@@ -43,6 +43,10 @@ class User:
         self.left: dict[str, list[bytes]] = {}
         ledger.add(self)
 
+    is_busy = False
+
+    async def write_news(self) -> None: ...
+
     def write_all(self) -> None:
         if self.record.is_kept:
             self.record.begin([Word(b"anew")])
@@ -155,7 +159,7 @@ def test_frames_before_a_cut_or_a_spoilt_byte_are_read_and_go_on(
 async def test_a_full_disk_ends_the_ledger_nobody_waits_and_a_later_one_gets_all(
     user: User, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ledger_module, "_CHECK_S", 0.01)
+    monkeypatch.setattr(ledger_module, "_REST_S", 0.01)
     watching = asyncio.create_task(user.ledger.run())
     with monkeypatch.context() as disk:
         disk.setattr(Folder, "append", full)
@@ -178,7 +182,7 @@ async def test_a_full_disk_ends_the_ledger_nobody_waits_and_a_later_one_gets_all
 
 async def test_a_disk_that_takes_no_write_is_given_up(user: User, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer, "_STUCK_S", 0.05)
-    monkeypatch.setattr(ledger_module, "_CHECK_S", 0.01)
+    monkeypatch.setattr(ledger_module, "_REST_S", 0.01)
     disk = threading.Event()
     monkeypatch.setattr(Folder, "append", lambda *_: disk.wait())
     watching = asyncio.create_task(user.ledger.run())

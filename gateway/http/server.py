@@ -18,6 +18,7 @@ from gateway.dialects.runner import Runner
 from gateway.dialects.sglang_generate import SglangGenerate
 from gateway.dialects.submissions.group_run import Generation
 from gateway.dialects.submissions.registry import Submissions
+from gateway.dialects.submissions.submission import Counts
 from gateway.dialects.token_generation import TokenGeneration
 from gateway.fleet.adapter_loading import AdapterCoordinator
 from gateway.fleet.deliveries import Deliveries
@@ -35,7 +36,7 @@ from gateway.http.routes.profiles import ProfileRoutes
 from gateway.http.routes.rollouts import RolloutRoutes
 from gateway.http.routes.sglang import SglangRoutes
 from gateway.http.routes.snapshot_files import SnapshotFiles
-from gateway.http.routes.submissions import SubmissionCounts, SubmissionRoutes
+from gateway.http.routes.submissions import SubmissionRoutes
 from gateway.http.routes.weights import WeightRoutes
 from gateway.http.status import status_report
 from gateway.http.supervisor import Supervisor
@@ -78,7 +79,7 @@ class GatewayServer:
             config.gateway.submissions,
             Generation(completions, runner, fleet, inquiries, config.gateway.queue_timeout_s),
             self._ledger,
-            SubmissionCounts(metrics, deliveries),
+            Counts(metrics, deliveries),
         )
         own = OwnRequests()
         models = ModelRoutes(config.fleet, fleet, weights, inquiries, self._adapters)

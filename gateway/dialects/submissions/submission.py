@@ -6,8 +6,8 @@ from array import array
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import AsyncGenerator, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import msgspec
 
@@ -28,6 +28,8 @@ from gateway.dialects.submissions.frames import (
 from gateway.dialects.submissions.group_run import DEADLINE, GroupRun, Outcome
 from gateway.dialects.submissions.sample import Sample
 from gateway.dialects.submissions.words import Group
+from gateway.fleet.deliveries import Deliveries
+from gateway.fleet.metrics import Metrics
 from gateway.ledger.ledger import Record
 
 TAKEN = "taken"
@@ -40,11 +42,22 @@ _BYTES_AT_ONCE = 1 << 18
 _SURPLUS_BYTES = 1 << 16
 
 
-class Counts(Protocol):
-    """Counts samples that are delivered, and groups that end."""
+@dataclass(eq=False)
+class Counts:
+    """Counts samples and tokens of submissions in the gateway's metrics."""
 
-    def sample(self, run: GroupRun, sample: Sample) -> None: ...
-    def group(self, run: GroupRun) -> None: ...
+    metrics: Metrics
+    deliveries: Deliveries
+
+    def sample(self, run: GroupRun, sample: Sample) -> None:
+        if run.model:
+            self.metrics.completion_tokens.labels(run.model).inc(len(sample.token_ids))
+        if sample.end is not None:
+            self.deliveries.count(run.model, [sample.end])
+
+    def group(self, run: GroupRun) -> None:
+        if run.model:
+            self.metrics.prompt_tokens.labels(run.model).inc(run.num_prompt_tokens)
 
 
 class Submission:

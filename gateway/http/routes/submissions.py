@@ -9,13 +9,9 @@ from msgspec import Meta, Struct
 from engines.engine import Json
 from engines.errors import InvalidRequest
 from gateway.dialects.fields import read_fields
-from gateway.dialects.submissions.group_run import GroupRun
 from gateway.dialects.submissions.registry import Submissions
-from gateway.dialects.submissions.sample import Sample
 from gateway.dialects.submissions.submission import Submission
 from gateway.dialects.submissions.words import Request
-from gateway.fleet.deliveries import Deliveries
-from gateway.fleet.metrics import Metrics
 from gateway.fleet.placement.lives import Lives
 from gateway.http.access import CLIENT, Access
 from gateway.http.json_body import read_object, read_packed, reply
@@ -28,24 +24,6 @@ class _Ack(Struct):
 
 class _Named(Struct):
     groups: list[int] | None = None
-
-
-@dataclass(eq=False)
-class SubmissionCounts:
-    """Counts samples and tokens of submissions in the gateway's metrics."""
-
-    metrics: Metrics
-    deliveries: Deliveries
-
-    def sample(self, run: GroupRun, sample: Sample) -> None:
-        if run.model:
-            self.metrics.completion_tokens.labels(run.model).inc(len(sample.token_ids))
-        if sample.end is not None:
-            self.deliveries.count(run.model, [sample.end])
-
-    def group(self, run: GroupRun) -> None:
-        if run.model:
-            self.metrics.prompt_tokens.labels(run.model).inc(run.num_prompt_tokens)
 
 
 @dataclass(eq=False)

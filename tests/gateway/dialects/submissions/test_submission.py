@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from gateway.dialects.submissions.frames import Head, read_head, read_step
 from gateway.dialects.submissions.group_run import GroupRun, Outcome
 from gateway.dialects.submissions.sample import Sample
-from gateway.dialects.submissions.submission import Submission
+from gateway.dialects.submissions.submission import Counts, Submission
 from gateway.dialects.submissions.words import Group
 from gateway.ledger.folder import Folder
 from gateway.ledger.ledger import Ledger, Record
@@ -22,7 +22,9 @@ from tests.rigs.rig import Json
 NUM_GROUPS, N, LENGTH = 2, 2, 4
 
 
-class Uncounted:
+class Uncounted(Counts):
+    def __init__(self) -> None: ...
+
     def sample(self, run: GroupRun, sample: Sample) -> None: ...
 
     def group(self, run: GroupRun) -> None: ...

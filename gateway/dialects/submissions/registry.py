@@ -335,7 +335,7 @@ class Submissions:
 
     async def write_news(self) -> None:
         for submission in self._running:
-            if not submission.record.num_writing:
+            if not submission.is_growing:
                 submission.write_growth()
 
     def write_all(self) -> None:

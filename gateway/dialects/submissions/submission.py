@@ -75,6 +75,8 @@ class Submission:
         self.quiet_since = time.monotonic()
         self.is_ended = False
         self.is_released = False
+        self.is_growing = False
+        """True while tokens of open samples are on their way into the ledger."""
         self.opened = asyncio.Event()
         """Set once the ledger has the submission."""
         self._event_bytes = 0
@@ -172,7 +174,11 @@ class Submission:
             if part := sample.growth(group):
                 steps += [*run.read_step(), part]
         if steps:
-            self.record.add(*steps)
+            self.is_growing = True
+            self.record.add(*steps, then=self._has_grown)
+
+    def _has_grown(self) -> None:
+        self.is_growing = False
 
     def restarted(self, run: GroupRun, sample: Sample) -> None:
         self.record.add(Restart(run.index, sample.index))

@@ -25,6 +25,8 @@ _STATUS: dict[type[errors.RolloutGatewayError], int] = {
     errors.RolloutGatewayError: 500,
 }
 
+GONE = 499
+"""The status of a request whose client left before there was an answer."""
 _LONGEST_MESSAGE, _LEFT_OUT = 4000, " ... "
 _OPENAIS = {400: "BadRequestError", 401: "AuthenticationError", 403: "PermissionDeniedError", 404: "NotFoundError"}
 

@@ -33,7 +33,7 @@ from gateway.config.load import load, with_secrets
 from gateway.config.node_gpus import visible_gpus
 from gateway.config.schema import Config
 from gateway.http.listener import Listener
-from gateway.ledger.ledger import default_file
+from gateway.ledger.ledger import default_folder
 from gateway.weights.snapshots import in_memory
 
 _GATEWAY_START_TIMEOUT_S = 60.0
@@ -161,7 +161,7 @@ def named_apart(config: Config) -> Iterator[Config]:
         yield own
     finally:
         remove_store(in_memory(own.name))
-        shutil.rmtree(default_file(own.name).parent, ignore_errors=True)
+        shutil.rmtree(default_folder(own.name).parent, ignore_errors=True)
 
 
 async def _run(config: Config, command: Sequence[str]) -> int:

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import sqlite3
 import threading
 import time
 from collections.abc import Mapping
@@ -18,7 +17,7 @@ from gateway.cli.cluster.progress import Report, wait_until
 from gateway.cli.cluster.ray_head import stop_ray
 from gateway.cli.cluster.serve_api import ClusterSilent, ClusterTroubled, ClusterUnreachable, ServeApi
 from gateway.cli.cluster.state import State, process_started_at
-from gateway.ledger.ledger import default_file, remove_unless_needed
+from gateway.ledger.ledger import default_folder, remove_unless_needed
 from gateway.weights.snapshots import in_memory
 
 _DELETE_TIMEOUT_S = 120.0
@@ -55,7 +54,7 @@ def down(name: str, report: Report) -> bool:
         removed = True
     _end(engines, report)
     _remove_memory(name, report)
-    _remove_ledger(default_file(name), report)
+    _remove_ledger(default_folder(name), report)
     if state is not None:
         state.remove()
     if removed and application is not None:
@@ -152,19 +151,19 @@ def _remove_memory(name: str, report: Report) -> None:
         report.note(f"removed the weight store {folder} ({size / 1e6:.0f} MB)")
 
 
-def _remove_ledger(file: Path, report: Report) -> None:
+def _remove_ledger(folder: Path, report: Report) -> None:
     """Remove the default ledger, unless a client has results to fetch from it."""
-    if not file.exists():
+    if not folder.exists():
         return
     try:
-        left = remove_unless_needed(file)
-    except (sqlite3.Error, OSError) as error:
-        report.note(f"kept: the ledger {file}, which cannot be read: {error}")
-        return
-    if left:
-        report.note(f"kept: the ledger {file} with {left} submissions, which the next `up` goes on with")
+        left = remove_unless_needed(folder, "submission")
+    except BlockingIOError:
+        report.note(f"kept: the ledger {folder}, which another process has open")
+    except OSError as error:
+        report.note(f"kept: the ledger {folder}, which cannot be read: {error}")
     else:
-        report.note(f"removed the ledger {file}")
+        kept = f"kept: the ledger {folder} with {left} submissions, which the next `up` goes on with"
+        report.note(kept if left else f"removed the ledger {folder}")
 
 
 def _log_folders(application: Mapping[str, Any]) -> list[str]:

@@ -15,10 +15,10 @@ from pydantic import Field, ValidationError
 from engines.config import Section
 from engines.errors import ConfigError
 from engines.levers import LEVERS
-from gateway.config.load import load_sources
+from gateway.config.load import validated
 from gateway.config.node_gpus import read_gpus
 from gateway.config.schema import Config
-from gateway.config.sources import Key, Source, from_environment, from_pairs, put, read_text, read_yaml
+from gateway.config.sources import Given, Key, put_environment, read_text, read_yaml
 
 TRL_PORT = 8000
 
@@ -54,9 +54,9 @@ _KEYS = {flag.name: flag.key for flag in FLAGS} | {lever.name: f"engine.{lever.n
 _KEYS |= {"replicas": "engine.num_replicas", "name": "name"}
 # Of TRL's options that vLLM reads itself; that of the others the configuration knows.
 _NEEDS_VALUE = {flag.name for flag in FLAGS if flag.key.startswith("engine.extra.")} - {"trust_remote_code"}
-_DEFAULTS = Source(origin="default", tree={"gateway": {"port": TRL_PORT}})
 _OUR_PAIR = re.compile(r"[A-Za-z_]+(\.\w+)+=")  # engine.num_cpus=2, as every verb takes it
 _MODEL: Key = ("engine", "model")
+_SERVED_NAME: Key = ("engine", "served_model_name")
 _RAY_KEY: Key = ("engine", "extra", "distributed_executor_backend")
 
 HELP = f"""Usage: rollout-gateway vllm-serve --model MODEL [--replicas N] [OPTIONS]
@@ -100,26 +100,29 @@ class ServeCommand:
 
 def read_command(words: Sequence[str], environ: Mapping[str, str] = os.environ) -> ServeCommand:
     """Parse a command; `--config` < environment < words. Raises `ConfigError`, which names the option at fault."""
-    given = dict(_options(words))
+    given, found = dict(_options(words)), Given()
+    found.put(("gateway", "port"), TRL_PORT, "default", "")
     own = _own({name: given.pop(name) for name in _Own.model_fields if name in given})
     for name in _NEEDS_VALUE & given.keys():
         if not isinstance(given[name], str):
             raise ConfigError(f"--{name} needs one value, it has {given[name]!r}")
-    from_words = from_pairs("cli", ((_key(name), value, f"argument --{name}") for name, value in given.items()))
-    file = [_from_file(Path(own.config))] if own.config else []
-    sources = [_DEFAULTS, *file, from_environment(environ), from_words]
-    if not (models := [one for source in sources if source.holds(_MODEL) and (one := source.value(_MODEL))]):
+    if own.config:
+        _put_file(found, Path(own.config))
+    put_environment(found, environ)
+    for name, value in given.items():
+        found.put_text(_key(name), value, "cli", f"argument --{name}")
+    if not (found.has(_MODEL) and found.value(_MODEL)):
         raise ConfigError("--model is missing: a checkpoint folder or a Hugging Face id")
-    # AsyncGRPO asks for the model by the name that it was given itself; ours would be the folder's whole path.
-    sources.insert(0, Source(origin="default", tree={"engine": {"served_model_name": models[-1]}}))
-    if any(source.holds(_RAY_KEY) and source.value(_RAY_KEY) == "ray" for source in sources):
+    if not found.has(_SERVED_NAME):
+        # AsyncGRPO asks for the model by the name that it was given itself; ours would be the folder's whole path.
+        found.put(_SERVED_NAME, found.value(_MODEL), "default", "")
+    if found.has(_RAY_KEY) and found.value(_RAY_KEY) == "ray":
         raise ConfigError(
             "--distributed_executor_backend ray: a replica's GPUs are on one node here; leave it out, and raise "
             "--replicas where one node is not enough"
         )
-    config = load_sources(sources)
     return ServeCommand(
-        config=_with_a_control_port_of_its_own(config, sources),
+        config=_with_a_control_port_of_its_own(validated(found), found),
         gpus=read_gpus(own.gpus, environ) if own.gpus is not None else (),
         detach=own.detach,
         timeout_s=own.timeout_s,
@@ -159,8 +162,8 @@ def _key(name: str) -> Key:
     return tuple(_KEYS.get(name, f"engine.extra.{name}").split("."))
 
 
-def _from_file(path: Path) -> Source:
-    """Read TRL's own YAML: options by name, and environment variables under `env`."""
+def _put_file(given: Given, path: Path) -> None:
+    """Take TRL's own YAML: options by name, and environment variables under `env`."""
     tree, lines = read_yaml(path, read_text(path))
     if sections := [key for key in ("engine", "engines", "gateway", "applications") if key in tree]:
         raise ConfigError(
@@ -173,17 +176,17 @@ def _from_file(path: Path) -> Source:
         raise ConfigError(
             f"{path}:{lines[('env',)]}: env = {environ!r}: give variables by name, such as `env: {{A: x}}`"
         )
-    options = {name.replace("-", "_"): (value, lines.get((name,), 1)) for name, value in tree.items() if name != "env"}
-    found = from_pairs("file", ((_key(name), value, f"{path}:{line}") for name, (value, line) in options.items()))
-    if "env" in tree:
-        put(found.tree, ("engine", "env"), {name: str(value) for name, value in environ.items()})
-    return found
+    for name, value in tree.items():
+        place = f"{path}:{lines.get((name,), 1)}"
+        if name == "env":
+            given.put(("engine", "env"), {name: str(value) for name, value in environ.items()}, "file", place)
+        else:
+            given.put_text(_key(name.replace("-", "_")), value, "file", place)
 
 
-def _with_a_control_port_of_its_own(config: Config, sources: Sequence[Source]) -> Config:
+def _with_a_control_port_of_its_own(config: Config, given: Given) -> Config:
     """Move Serve's port where it is the rollout port: TRL's default is Serve's default too."""
-    key: Key = ("serve", "http_port")
-    if config.gateway.port != config.serve.http_port or any(source.holds(key) for source in sources):
+    if config.gateway.port != config.serve.http_port or given.has(("serve", "http_port")):
         return config
     serve = config.serve.model_copy(update={"http_port": config.gateway.port + 1})
     return config.model_copy(update={"serve": serve})

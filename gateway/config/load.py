@@ -19,17 +19,16 @@ from engines.types import EngineKind
 from gateway.config.key_files import key_file, keys_in
 from gateway.config.schema import Config
 from gateway.config.sources import (
+    Given,
     Key,
     Origin,
-    Source,
     dotted,
     field_at,
-    from_environment,
     from_file,
-    from_overrides,
     leaves,
-    merge,
     nearest,
+    put_environment,
+    put_overrides,
 )
 
 HIDDEN = "**********"
@@ -37,7 +36,6 @@ _USER = re.compile(r"//[^/@\s]+@")
 """User and password of a URL."""
 _SECRET_VARIABLE = re.compile(r"(TOKEN|KEY|SECRET|PASSWORD)$", re.IGNORECASE)
 """Variables of engines whose values are not shown."""
-_DEFAULTS = Source(origin="default", tree={})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,24 +50,39 @@ class Setting:
 
 def load(path: Path | None, overrides: Sequence[str] = (), environ: Mapping[str, str] = os.environ) -> Config:
     """Merge file, environment and command line."""
-    return _validate(_sources(path, overrides, environ), _bases(path))
-
-
-def load_sources(sources: Sequence[Source]) -> Config:
-    """Merge trees; a later one wins. Relative paths start in the current folder."""
-    return _validate(sources, _bases(None))
+    return validated(collected(path, overrides, environ), path)
 
 
 def explain(path: Path | None, overrides: Sequence[str] = (), environ: Mapping[str, str] = os.environ) -> list[Setting]:
     """List every value of the same configuration with its source. Keys are hidden."""
-    sources = _sources(path, overrides, environ)
-    config = _validate(sources, _bases(path))
-    return [_setting(sources, key, value) for key, value in leaves(config.model_dump(mode="json"))]
+    given = collected(path, overrides, environ)
+    tree = validated(given, path).model_dump(mode="json")
+    return [_setting(given, key, value) for key, value in leaves(tree)]
+
+
+def collected(path: Path | None, overrides: Sequence[str] = (), environ: Mapping[str, str] = os.environ) -> Given:
+    """Return what file, environment and command line give, with the places."""
+    given = from_file(path) if path else Given()
+    put_environment(given, environ)
+    put_overrides(given, overrides)
+    return given
+
+
+def validated(given: Given, path: Path | None = None) -> Config:
+    """Return the configuration. Relative paths start in the current folder, or in that of the file at `path`."""
+    try:
+        config = Config.model_validate(given.tree)
+    except ValidationError as error:
+        lines = dict.fromkeys(_report(given, dict(problem)) for problem in error.errors(include_url=False))
+        raise ConfigError("\n".join(lines)) from None
+    config = _with_paths_found(config, given, [Path.cwd(), path.resolve().parent] if path else [Path.cwd()])
+    _check_models(config, given)
+    return config
 
 
 def check_models(config: Config) -> None:
     """Raise `ConfigError` for engine settings that their checkpoints rule out, where those can be read here."""
-    _check_models(config, [])
+    _check_models(config, Given())
 
 
 def with_secrets(config: Config, environ: Mapping[str, str] = os.environ) -> Config:
@@ -128,43 +141,19 @@ def _keys_of_file(key: str, path: Path) -> list[str]:
         raise ConfigError(f"{key}: {error}, as seen by the process that reads it") from error
 
 
-def _sources(path: Path | None, overrides: Sequence[str], environ: Mapping[str, str]) -> list[Source]:
-    files = [from_file(path)] if path else []
-    return [*files, from_environment(environ), from_overrides(overrides)]
-
-
-def _bases(path: Path | None) -> list[Path]:
-    """List the folders that a relative path may start from. Serve's workers have the current one alone."""
-    return [Path.cwd(), path.resolve().parent] if path else [Path.cwd()]
-
-
-def _validate(sources: Sequence[Source], bases: Sequence[Path]) -> Config:
-    tree: dict[str, Any] = {}
-    for source in sources:
-        tree = merge(tree, source.tree)
-    try:
-        config = Config.model_validate(tree)
-    except ValidationError as error:
-        lines = dict.fromkeys(_report(sources, dict(problem)) for problem in error.errors(include_url=False))
-        raise ConfigError("\n".join(lines)) from None
-    config = _with_paths_found(config, sources, bases)
-    _check_models(config, sources)
-    return config
-
-
-def _check_models(config: Config, sources: Sequence[Source]) -> None:
+def _check_models(config: Config, given: Given) -> None:
     lines = []
     for name, group in config.groups.items():
         section = ("engines", name) if config.engines else ("engine",)
         for misfit in misfits(group):
-            place, key = _blamed(sources, (*section, misfit.field))
+            place, key = _blamed(given, (*section, misfit.field))
             lines.append(f"{place}{dotted(key)} = {misfit.value!r}: {misfit.message}")
     if lines:
         raise ConfigError("\n".join(dict.fromkeys(lines)))
 
 
-def _report(sources: Sequence[Source], problem: dict[str, Any]) -> str:
-    place, key = _blamed(sources, tuple(problem["loc"]))
+def _report(given: Given, problem: dict[str, Any]) -> str:
+    place, key = _blamed(given, tuple(problem["loc"]))
     if problem["type"] == "extra_forbidden":
         said = "" if place == f"argument {dotted(key)}: " else f"{dotted(key)}: "
         return f"{place}{said}unknown key; {nearest(key)}"
@@ -188,33 +177,30 @@ def _is_secret(key: Key) -> bool:
     return found is not None and "SecretStr" in repr(found.annotation)
 
 
-def _blamed(sources: Sequence[Source], key: Key) -> tuple[str, Key]:
-    """Return the place of the key to mend, for a message, and that key, which may be one of `engine`. A value without
-    a source has the place of the nearest section around it."""
+def _blamed(given: Given, key: Key) -> tuple[str, Key]:
+    """Return the place of the key to mend, for a message, and that key, which may be one of `engine`. A value that was
+    not given has the place of the nearest section around it."""
     for n in range(len(key), -1, -1):
-        if given := _given(sources, key[:n]):
-            place = given[1].place(given[0])
-            return f"{place}: " if place else "", given[0] if n == len(key) else key
+        if found := _key_given(given, key[:n]):
+            _, place = given.place(found)
+            return f"{place}: " if place else "", found if n == len(key) else key
     return "", key
 
 
-def _given(sources: Sequence[Source], key: Key) -> tuple[Key, Source] | None:
-    """Return the source of the value at `key`. A group's defaults come from `engine`."""
+def _key_given(given: Given, key: Key) -> Key | None:
+    """Return the key under which the value at `key` was given; None where it is a default. A group's come from
+    `engine`."""
     inherited = [("engine", *key[2:])] if key[:1] == ("engines",) and len(key) > 2 else []
-    for candidate in (key, *inherited):
-        for source in reversed(sources):
-            if source.holds(candidate):
-                return candidate, source
-    return None
+    return next((candidate for candidate in (key, *inherited) if given.has(candidate)), None)
 
 
-def _with_paths_found(config: Config, sources: Sequence[Source], bases: Sequence[Path]) -> Config:
+def _with_paths_found(config: Config, given: Given, bases: Sequence[Path]) -> Config:
     """Make model folders and Pythons absolute: engines start in another folder, perhaps in another shell."""
 
     def found(engine: EngineConfig, section: Key) -> EngineConfig:
         if engine.kind in (EngineKind.SIM, EngineKind.EXTERNAL):
             return engine
-        paths = {name: _found(getattr(engine, name), (*section, name), sources, bases) for name in ("model", "python")}
+        paths = {name: _found(getattr(engine, name), (*section, name), given, bases) for name in ("model", "python")}
         return engine.model_copy(update=paths)
 
     return _with_engines(config, found)
@@ -229,7 +215,7 @@ def _with_engines(config: Config, changed: Callable[[EngineConfig, Key], EngineC
     return config.model_copy(update={"engines": engines})
 
 
-def _found(path: str, key: Key, sources: Sequence[Source], bases: Sequence[Path]) -> str:
+def _found(path: str, key: Key, given: Given, bases: Sequence[Path]) -> str:
     """Return the absolute path of a model folder or Python. Model ids and absolute paths are unchanged."""
     is_python = key[-1] == "python"
     if not path:
@@ -240,7 +226,7 @@ def _found(path: str, key: Key, sources: Sequence[Source], bases: Sequence[Path]
             # The Python of a virtual environment is a link, and knows its environment by where the link is.
             return os.path.abspath(there) if is_python else str(there.resolve())
     if _is_relative_path(path) or (is_python and not os.path.isabs(os.path.expanduser(path))):
-        place, blamed = _blamed(sources, key)
+        place, blamed = _blamed(given, key)
         looked = " nor ".join(dict.fromkeys(str(base) for base in bases))
         raise ConfigError(
             f"{place}{dotted(blamed)} = {path!r}: no such {'file' if is_python else 'folder'} under "
@@ -255,8 +241,9 @@ def _is_relative_path(model: str) -> bool:
     return not Path(model).is_absolute() and (model.startswith((".", "~")) or model.count("/") > 1)
 
 
-def _setting(sources: Sequence[Source], key: Key, value: Any) -> Setting:
+def _setting(given: Given, key: Key, value: Any) -> Setting:
     if _is_secret(key) and value is not None:
         value = [HIDDEN for _ in value] if isinstance(value, list) else HIDDEN
-    found, source = _given(sources, key) or (key, _DEFAULTS)
-    return Setting(key=dotted(key), value=value, origin=source.origin, place=source.place(found))
+    found = _key_given(given, key)
+    origin, place = given.place(found) if found else ("default", "")
+    return Setting(key=dotted(key), value=value, origin=origin, place=place)

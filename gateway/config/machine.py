@@ -65,12 +65,11 @@ def _engines(config: Config) -> list[str]:
 
 def _files(config: Config) -> Iterator[str]:
     """Files and packages that the gateway would not start without."""
-    for key, path in (("audit_file", config.gateway.audit_file), ("trace.file", config.gateway.trace.file)):
-        try:
-            if path:
-                os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600))
-        except OSError as error:
-            yield f"gateway.{key} = {path!r} cannot be written: {error.strerror}"
+    try:
+        if path := config.gateway.trace.file:
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600))
+    except OSError as error:
+        yield f"gateway.trace.file = {path!r} cannot be written: {error.strerror}"
     if config.gateway.tls.is_on:
         yield from _error(config.gateway.tls.read)
     if config.gateway.otlp_endpoint and not find_spec("opentelemetry"):

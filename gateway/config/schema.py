@@ -92,11 +92,11 @@ class TlsConfig(Section):
 
 
 class SubmissionsConfig(Section):
-    """Bounds of what /v1/rollouts keeps for clients, in memory and in the ledger, until they ack it."""
+    """Bounds of what /v1/rollouts keeps for clients until they ack it; the ledger takes up to twice as much."""
 
     max_bytes: int = Field(1 << 30, gt=0)
-    """Most bytes. Beyond that, ended submissions are forgotten, the oldest first, then new submissions are answered
-    429. Submissions that outgrew the ledger have as much again for themselves, and their keys alone are refused."""
+    """Most bytes of each key. Beyond that, its ended submissions are forgotten, the oldest first, then its new ones are
+    answered 429."""
 
 
 class GatewayConfig(Section):
@@ -132,13 +132,10 @@ class GatewayConfig(Section):
     """How long a whole batch of /v1/completions runs on whose connection broke, for an equal request to adopt it; TRL's
     client sends it again after at most 32 s. 0 ends it at once."""
     ledger: AutoPlace = "auto"
-    """File that brings submissions and batches over a restart of the gateway, on a local disk; null keeps them
-    in memory alone, auto is /var/tmp/rollout-gateway-USER-NAME/ledger.sqlite."""
+    """Folder that brings submissions and batches over a restart of the gateway, on a local disk; null keeps them
+    in memory alone, auto is /var/tmp/rollout-gateway-USER-NAME/ledger."""
     submissions: SubmissionsConfig = SubmissionsConfig()
     trace: TraceConfig = TraceConfig()
-    audit_file: OnePlace = None
-    """Absolute path of the audit log, a line of JSON for each request to an admin route; the gateway's log if left
-    out."""
     otlp_endpoint: str | None = Field(None, pattern=r"^https?://[^/\s@]+/?$")
     """Collector of OpenTelemetry, http://HOST:4318, which gets a span for each request, attempt, call of an engine and
     step of a weight update; needs the extra otel. The SDK's OTEL_* variables set headers, sampling and batches."""

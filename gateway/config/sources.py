@@ -1,11 +1,11 @@
-"""Where values come from: a file, the environment, the command line. Each becomes a tree that knows its own places.
+"""Where values come from: a file, the environment, the command line. Later ones win, and each knows its place.
 
-Their meaning and precedence belong to `load.py`.
+Their meaning belongs to `load.py`.
 """
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
@@ -27,30 +27,46 @@ Origin = Literal["default", "file", "env", "cli", "live"]
 Tree = dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
-    """`places` says where a key stands in it; a key without a place stands where its parent does."""
+@dataclass(slots=True)
+class Given:
+    """A tree of values. `places` says where a key stands, by source and in words; one without stands where its parent
+    does."""
 
-    origin: Origin
-    tree: Tree
-    places: Mapping[Key, str] = field(default_factory=dict)
+    tree: Tree = field(default_factory=dict)
+    places: dict[Key, tuple[Origin, str]] = field(default_factory=dict)
 
     def value(self, key: Key) -> Any:
-        """Return the value at `key`. Raises `LookupError` or `TypeError` where there is none."""
+        """Return the value at `key`. Raise `LookupError` or `TypeError` where there is none."""
         here: Any = self.tree
         for part in key:
             here = here[part]
         return here
 
-    def holds(self, key: Key) -> bool:
+    def has(self, key: Key) -> bool:
         try:
             self.value(key)
         except (LookupError, TypeError):
             return False
         return True
 
-    def place(self, key: Key) -> str:
-        return nearest_place(self.places, key, "")
+    def place(self, key: Key) -> tuple[Origin, str]:
+        return nearest_place(self.places, key, ("default", ""))
+
+    def put(self, key: Key, value: Any, origin: Origin, place: str) -> None:
+        """Put a value in place of the one before; of a section, only what it has."""
+        section = value
+        for part in reversed(key):
+            section = {str(part): section}
+        self.tree = merge(self.tree, section)
+        below = [leaf for leaf, _ in leaves(value, key)] if isinstance(value, dict) else []
+        self.places |= dict.fromkeys((key, *below), (origin, place))
+
+    def put_text(self, key: Key, value: Any, origin: Origin, place: str) -> None:
+        """Put a value that is read as on the command line."""
+        try:
+            self.put(key, parse_value(value, field_at(key)), origin, place)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{place}: {dotted(key)}: {value!r} is not a YAML value") from error
 
 
 def nearest_place(places: Mapping[Key, T], key: Key, otherwise: T) -> T:
@@ -58,7 +74,7 @@ def nearest_place(places: Mapping[Key, T], key: Key, otherwise: T) -> T:
     return next((places[key[:n]] for n in range(len(key), -1, -1) if key[:n] in places), otherwise)
 
 
-def from_file(path: Path) -> Source:
+def from_file(path: Path) -> Given:
     """A plain tree, or a Serve deploy document whose application's `args` is the tree."""
     if path.suffix not in (".yaml", ".yml", ".json"):
         raise ConfigError(f"{path}: the name must end in .yaml, .yml or .json")
@@ -67,7 +83,7 @@ def from_file(path: Path) -> Source:
         tree, lines = _read_serve_document(path, tree, lines)
     # `gateway:` with nothing under it means a section left as it is.
     tree = {key: {} if value is None and nested_model(field_at((key,))) else value for key, value in tree.items()}
-    return Source(origin="file", tree=tree, places={key: f"{path}:{line}" for key, line in lines.items()})
+    return Given(tree, {key: ("file", f"{path}:{line}") for key, line in lines.items()})
 
 
 def read_text(path: Path) -> str:
@@ -125,12 +141,11 @@ def _read_serve_document(path: Path, document: Tree, lines: dict[Key, int]) -> t
         ("http_options", "port"): ("serve", "http_port"),
     }
     silent = {root[:1], root, ("http_options",), (*root, "import_path"), (*root, "route_prefix")}
-    tree: Tree = {}
-    whole = Source(origin="file", tree=document)
+    found, whole = Given(), Given(document)
     places: dict[Key, int] = {}
     for key, line in lines.items():
         if key in renamed:
-            put(tree, renamed[key], whole.value(key))
+            found.put(renamed[key], whole.value(key), "file", "")
             places[renamed[key]] = line
         elif key[:3] == arguments:
             places[key[3:]] = line
@@ -144,7 +159,7 @@ def _read_serve_document(path: Path, document: Tree, lines: dict[Key, int]) -> t
             f"{path}:{lines.get(arguments, 1)}: {dotted(arguments)}: a mapping of the configuration's sections is "
             f"expected, this is a {type(args).__name__}"
         )
-    return merge(tree, args), places
+    return merge(found.tree, args), places
 
 
 def dotted(key: Key) -> str:
@@ -160,44 +175,21 @@ def leaves(tree: Mapping[Any, Any], key: Key = ()) -> Iterator[tuple[Key, Any]]:
             yield (*key, name), value
 
 
-def from_environment(environ: Mapping[str, str]) -> Source:
-    """ROLLOUT_GATEWAY_SECTION__KEY=value, sections as JSON or YAML too."""
-    return from_pairs("env", _variables(environ))
-
-
-def _variables(environ: Mapping[str, str]) -> Iterator[tuple[Key, str, str]]:
+def put_environment(given: Given, environ: Mapping[str, str]) -> None:
+    """Take ROLLOUT_GATEWAY_SECTION__KEY=value, sections as JSON or YAML too."""
     for name in sorted(environ):
         if not name.upper().startswith(PREFIX):
             continue
         key: Key = tuple(name[len(PREFIX) :].lower().split("__"))
         if key[0] in Config.model_fields:
-            yield key, environ[name], f"environment variable {name}"
+            given.put_text(key, environ[name], "env", f"environment variable {name}")
         elif len(key) > 1:
             raise ConfigError(f"environment variable {name}: unknown section {key[0]}; {nearest(key[:1])}")
         # Kubernetes makes ROLLOUT_GATEWAY_PORT and its like for a service of our name.
 
 
-def from_overrides(arguments: Sequence[str]) -> Source:
-    """`--a.b 2`, `--a.b=2` and `a.b=2`; values are YAML."""
-    return from_pairs("cli", _pairs(arguments))
-
-
-def from_pairs(origin: Origin, pairs: Iterable[tuple[Key, Any, str]]) -> Source:
-    """Build a source from keys with their values and places. Text is read as on the command line."""
-    tree: Tree = {}
-    places: dict[Key, str] = {}
-    for key, value, place in pairs:
-        try:
-            put(tree, key, parse_value(value, field_at(key)))
-        except yaml.YAMLError as error:
-            raise ConfigError(f"{place}: {dotted(key)}: {value!r} is not a YAML value") from error
-        except TypeError as error:
-            raise ConfigError(f"{place}: {dotted(key)}: a value is already given above this key") from error
-        places[key] = place
-    return Source(origin=origin, tree=tree, places=places)
-
-
-def _pairs(arguments: Sequence[str]) -> Iterator[tuple[Key, str, str]]:
+def put_overrides(given: Given, arguments: Sequence[str]) -> None:
+    """Take `--a.b 2`, `--a.b=2` and `a.b=2`; values are YAML."""
     rest = iter(arguments)
     for argument in rest:
         name, equals, value = argument.partition("=")
@@ -206,7 +198,7 @@ def _pairs(arguments: Sequence[str]) -> Iterator[tuple[Key, str, str]]:
         is_given = equals or (argument.startswith("--") and not value.startswith("--"))
         if not is_given or not re.fullmatch(r"(--)?[^.\s-][^.\s]*(\.[^.\s]+)*", name):
             raise ConfigError(f"argument {name}: expected --key value, --key=value or key=value")
-        yield tuple(name.removeprefix("--").split(".")), value, f"argument {name}"
+        given.put_text(tuple(name.removeprefix("--").split(".")), value, "cli", f"argument {name}")
 
 
 def parse_value(text: Any, field: FieldInfo | None) -> Any:
@@ -291,12 +283,3 @@ def merge(below: Tree, above: Tree) -> Tree:
         both = isinstance(value, dict) and isinstance(merged.get(name), dict)
         merged[name] = merge(merged[name], value) if both else value
     return merged
-
-
-def put(tree: Tree, key: Key, value: Any) -> None:
-    *parents, last = (str(part) for part in key)
-    for parent in parents:
-        tree = tree.setdefault(parent, {})
-        if not isinstance(tree, dict):
-            raise TypeError(parent)
-    tree[last] = value

@@ -8,7 +8,7 @@ from typing import Any
 from engines.engine import Json
 from engines.errors import EngineRefused
 from engines.types import ReplicaInfo
-from gateway.dialects.replays.making import Making
+from gateway.dialects.replays.batch import Making
 from gateway.dialects.resumption.tokens import rest_sampling, whole_characters
 from gateway.dialects.runner import Ask, Note
 from gateway.dialects.sample import Reply, Sample

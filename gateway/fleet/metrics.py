@@ -68,9 +68,6 @@ class Metrics:
         self.orphaned_batch_ends = counter(
             "orphaned_batch_ends", "Batches without a client by their end; adopted ones are a replay's.", ["end"]
         )
-        self.outgrown_submissions = counter(
-            "outgrown_submissions", "Submissions that went on in memory alone, as the ledger had no room for them."
-        )
         self.batch_seconds = _known(
             histogram("batch_seconds", "From a batch of prompts in one request to its last prompt's end.", ["model"])
         )

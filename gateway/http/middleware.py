@@ -21,7 +21,7 @@ from engines.errors import (
     WeightUpdateFailed,
 )
 from engines.trace_context import TRACE_CONTEXT, trace_context
-from gateway.api import body_of, error_body, status_of
+from gateway.api import GONE, body_of, error_body, status_of
 from gateway.dialects.sampling import LONGEST_ID
 from gateway.fleet.metrics import Metrics
 from gateway.http.access import Handler
@@ -31,7 +31,6 @@ from gateway.http.trace import Arrival, Trace
 log = structlog.get_logger()
 
 _ID = "X-Request-Id"
-_GONE = 499  # the client left before there was an answer
 _USAGE: web.RequestKey[Json] = web.RequestKey("usage", dict)
 _ARRIVAL = web.RequestKey("arrival", Arrival)
 _BEGAN = web.RequestKey("began", float)
@@ -51,7 +50,7 @@ class Measurement:
     async def measure(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         resource = request.match_info.route.resource
         route, began = resource.canonical if resource else "unknown", time.monotonic()
-        status = _GONE
+        status = GONE
         request[_USAGE], request[_BEGAN] = {}, began
         TRACE_CONTEXT.set(trace_context(request.headers))
         try:
@@ -124,12 +123,12 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
     except ConnectionError:
         if request.transport is not None and not request.transport.is_closing():
             raise
-        return web.Response(status=_GONE)  # nobody reads it
+        return web.Response(status=GONE)  # nobody reads it
     except Exception as error:
         answer = _answer(request, error)
     if request.get(_HAS_BEGUN) and request.transport is not None:
         request.transport.close()
-        return web.Response(status=_GONE)
+        return web.Response(status=GONE)
     return answer
 
 

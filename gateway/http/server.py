@@ -1,8 +1,7 @@
 """The aiohttp application behind the rollout URL: builds the parts, adds their routes, runs the background tasks."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
-from functools import partial
+from collections.abc import AsyncGenerator
 from pathlib import Path
 
 from aiohttp import web
@@ -18,7 +17,7 @@ from gateway.dialects.runner import Runner
 from gateway.dialects.sglang_generate import SglangGenerate
 from gateway.dialects.submissions.group_run import Generation
 from gateway.dialects.submissions.registry import Submissions
-from gateway.dialects.submissions.rendering import Rendering
+from gateway.dialects.submissions.submission import Counts
 from gateway.dialects.token_generation import TokenGeneration
 from gateway.fleet.adapter_loading import AdapterCoordinator
 from gateway.fleet.deliveries import Deliveries
@@ -30,22 +29,20 @@ from gateway.http.access import Access, Routes
 from gateway.http.middleware import Measurement, answer_errors, note_begin
 from gateway.http.own_requests import OwnRequests
 from gateway.http.pages.dashboard import Dashboard
-from gateway.http.routes.adapters import AdapterRoutes
 from gateway.http.routes.fleet import FleetRoutes
 from gateway.http.routes.models import ModelRoutes
 from gateway.http.routes.profiles import ProfileRoutes
 from gateway.http.routes.rollouts import RolloutRoutes
 from gateway.http.routes.sglang import SglangRoutes
 from gateway.http.routes.snapshot_files import SnapshotFiles
-from gateway.http.routes.submissions import SubmissionCounts, SubmissionRoutes
+from gateway.http.routes.submissions import SubmissionRoutes
 from gateway.http.routes.weights import WeightRoutes
 from gateway.http.status import status_report
 from gateway.http.supervisor import Supervisor
 from gateway.http.trace import Trace
 from gateway.http.workers.crew import Workers
 from gateway.http.workers.hop import as_sent
-from gateway.ledger.ledger import Ledger, default_file
-from gateway.ledger.shared import SharedLedger
+from gateway.ledger.ledger import Ledger, default_folder
 from gateway.weights.coordinator import WeightCoordinator
 from gateway.weights.snapshots import Snapshots
 
@@ -72,16 +69,16 @@ class GatewayServer:
         chat = Chat(config.gateway, fleet, runner, tokens, inquiries)
         sglang = SglangGenerate(completions, fleet)
         deliveries = Deliveries(fleet, metrics)
-        self._ledger = SharedLedger(_ledger_of(config))
+        self._ledger = Ledger(_ledger_folder(config))
         self._replays = Replays(config.gateway, completions, fleet, metrics, self._ledger)
         self._submissions = Submissions(
             config.gateway.submissions,
-            Generation(completions, runner, Rendering(fleet, inquiries, config.gateway.queue_timeout_s).render),
+            Generation(completions, runner, fleet, inquiries, config.gateway.queue_timeout_s),
             self._ledger,
-            SubmissionCounts(metrics, deliveries),
+            Counts(metrics, deliveries),
         )
         own = OwnRequests()
-        models = ModelRoutes(config.fleet, fleet, weights, inquiries)
+        models = ModelRoutes(config.fleet, fleet, weights, inquiries, self._adapters)
         self._dashboard = dashboard = Dashboard(fleet, scheduler, weights, metrics, self.status)
         self._routes: list[Routes] = [
             FleetRoutes(fleet, scheduler, metrics, self.status, self._tasks, workers),
@@ -99,7 +96,6 @@ class GatewayServer:
             ),
             SubmissionRoutes(self._submissions, scheduler.lives),
             SnapshotFiles(fleet, self._snapshots),
-            AdapterRoutes(self._adapters),
             WeightRoutes(config.weights, fleet, weights, self._snapshots),
             SglangRoutes(fleet, scheduler, weights, sglang, models.description, own, workers),
             dashboard,
@@ -144,8 +140,9 @@ class GatewayServer:
         self._tasks.start("watch adapters", self._adapters.run())
         self._tasks.start("watch load", self._dashboard.run())
         await self._ledger.open()
+        if self._ledger.is_on:
+            self._tasks.start("watch ledger", self._ledger.run())
         self._tasks.start("watch submissions", self._submissions.run())
-        self._tasks.start("watch batches", self._replays.run())
         yield
         await self._replays.close()
         await self._submissions.close()
@@ -157,12 +154,11 @@ class GatewayServer:
         await self._snapshots.close()  # last: a file system that hangs takes its time
 
 
-def _ledger_of(config: Config) -> Callable[[], Ledger] | None:
-    """What makes the ledger; None where none is kept."""
-    if config.gateway.ledger is None:
+def _ledger_folder(config: Config) -> Path | None:
+    place = config.gateway.ledger
+    if place is None:
         return None
-    path = default_file(config.name) if config.gateway.ledger == "auto" else Path(config.gateway.ledger)
-    return partial(Ledger, path, config.gateway.submissions.max_bytes * 3 // 2)
+    return default_folder(config.name) if place == "auto" else Path(place)
 
 
 def _checkpoint(config: Config) -> Path | None:

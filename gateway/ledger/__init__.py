@@ -1,1 +1,1 @@
-"""The ledger: a file that brings submissions over a restart of the gateway."""
+"""The ledger: files that bring submissions and batches over a restart of the gateway."""

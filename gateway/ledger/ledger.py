@@ -1,298 +1,240 @@
-"""Writes the ledger's file on a thread of its own, many writes in one transaction.
-
-A write that fails, or takes too long, ends the file: it lacks writes from then on, so it is removed. Its callers go on
-without it. A file that has reached its bound is no failure: the submission that takes the most room leaves it.
-"""
+"""The ledger of one gateway as its users share it: opened at the first use, tried again after a failure."""
 
 import asyncio
 import os
-import queue
-import sqlite3
+import secrets
 import tempfile
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import structlog
 
-from gateway.ledger.batches import BatchFiles, BatchRow
-from gateway.ledger.file import LedgerFile, SubmissionRow, batch_folder
+from gateway.ledger.folder import Folder, Frame, Left
+from gateway.ledger.writer import Work, Writer
 
 log = structlog.get_logger()
 
-Work = Callable[[LedgerFile], None]
-
 _DISK = Path("/var/tmp")
-_LINGER_S = 0.005
-_STUCK_S = 5.0
-_LOCKED_S = 5.0
-_READ_S = 30.0
-_LOOK_S = 0.1
-_CLOSE_S = 10.0
-_SUFFIXES = ("", "-wal", "-shm")
-_PRIMARY = 0xFF  # of SQLite's extended codes
-_NO_ROOM = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_TOOBIG})
-_PASSING = frozenset({
-    sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN,
-    sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM, sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_PROTOCOL,
-})  # fmt: skip
+_RETRY_S = 30.0
+_TICK_S = 0.05  # engines' chunks come less often, so most are written once, and soon after they came
+_REST_S = 0.5
 
 
-def default_file(app: str) -> Path:
+def default_folder(app: str) -> Path:
     """The default ledger of an app: on the host's disk, which a restart of the machine leaves."""
     place = _DISK if _DISK.is_dir() else Path(tempfile.gettempdir())
-    return place / f"rollout-gateway-{os.getuid()}-{app}" / "ledger.sqlite"
+    return place / f"rollout-gateway-{os.getuid()}-{app}" / "ledger"
 
 
-def remove_unless_needed(path: Path) -> int:
-    """Remove the file of a gateway that has ended, if no submission is in it. Return the number of submissions.
+def remove_unless_needed(path: Path, kind: str) -> int:
+    """Remove the ledger of a gateway that has ended, if it has no record of this kind. Return the number of these.
 
-    Raise `sqlite3.Error` where another process has it open or it is damaged, and `OSError`.
+    Raise `BlockingIOError` where another process has it open, and `OSError`.
     """
-    file = LedgerFile(path, max_bytes=0)
+    folder = Folder(path)
     try:
-        left = file.num_submissions
+        left = sum(name.startswith(kind) for name in folder.names)
+        if not left:
+            folder.clear()
+            with suppress(OSError):  # it has something else
+                path.parent.rmdir()
     finally:
-        file.close()
-    if left == 0:
-        _unlink(path)
-        with suppress(OSError):  # a damaged file that was moved aside is there too
-            path.parent.rmdir()
+        folder.close()
     return left
 
 
-class Ledger:
-    """One file. Belongs to the loop that opens it."""
+class User(Protocol):
+    """Keeps records of one kind, in which their names begin, in the ledger."""
 
-    def __init__(self, path: Path, max_bytes: int) -> None:
-        self.path = path
-        self.failure = ""
-        """Why nothing is written any more; "" while all is."""
-        self.life = 0
-        self.submissions: list[SubmissionRow] = []
-        """The submissions that the file had when it was opened."""
-        self.batches: list[BatchRow] = []
-        self.last_number = 0
-        """The largest number of a submission that the file has had when it was opened."""
-        self.outgrown: list[int] = []
-        """Numbers of submissions that left the file as it had no room for them, until their user has taken note."""
-        self._max_bytes = max_bytes
-        self._works: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
-        self._waiting: deque[Callable[[], None]] = deque()
-        self._moved_at = 0.0  # when the thread last began or ended a write
-        self._file: LedgerFile | None = None
-        self._thread: threading.Thread | None = None
-        self._loop: asyncio.AbstractEventLoop
+    kind: str
 
     @property
-    def is_at_work(self) -> bool:
-        """True while the thread may still touch the file."""
-        return self._thread is not None and self._thread.is_alive()
+    def is_busy(self) -> bool:
+        """True while there may be news."""
 
-    async def open(self) -> None:
-        """Read the file. A damaged file is moved aside; a file that cannot be read now stays, and sets `failure`."""
-        self._loop = asyncio.get_running_loop()
-        deadline = self._loop.time() + _LOCKED_S
-        while True:
-            try:
-                if not await self._loaded():
-                    return
-                break
-            except sqlite3.OperationalError as error:
-                if not _is_locked(error):
-                    self._end(f"{self.path} cannot be opened: {error}")
-                    return
-                if self._loop.time() > deadline:
-                    self._end(f"{self.path}: another process has it open; set another gateway.ledger or name")
-                    return
-                await asyncio.sleep(_LOOK_S)
-            except (sqlite3.Error, OSError) as error:
-                self._end(f"{self.path} cannot be opened: {error}")
-                return
-        self._thread = threading.Thread(target=self._write_all, name="ledger", daemon=True)
-        self._thread.start()
+    async def write_news(self) -> None:
+        """Write what is new."""
 
-    def let_go(self) -> None:
-        """Forget what the file had: its users have it."""
-        self.submissions, self.batches = [], []
+    def write_all(self) -> None:
+        """Write all that memory has into a new ledger."""
+
+    def bring_back(self, left: Sequence[Left]) -> None:
+        """Go on with what a gateway before this one has left."""
+
+
+class Ledger:
+    """The records of all users; None for the path keeps none."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._users: list[User] = []
+        self._opening: asyncio.Task[None] | None = None
+        self._writer: Writer | None = None
+        self._retry_at = 0.0
+        self._is_read = False
+        self.life = int(time.time())
+        """Number of this gateway's life, which grows."""
+
+    @property
+    def is_on(self) -> bool:
+        """False where none is configured."""
+        return self._path is not None
+
+    @property
+    def is_durable(self) -> bool:
+        """True if what is written outlives the gateway."""
+        return self._writer is not None and not self._writer.failure
+
+    @property
+    def unread(self) -> str:
+        """The reason why records of a gateway before this one may be unknown yet; "" where they are known."""
+        return "" if self._is_read else self._failure
+
+    @property
+    def _failure(self) -> str:
+        return self._writer.failure if self._writer else ""
+
+    def report(self) -> dict[str, object]:
+        """The state for /status."""
+        path = str(self._path) if self._writer else None
+        return {"file": path, "durable": self.is_durable, "failure": self._failure}
+
+    def add(self, user: User) -> None:
+        self._users.append(user)
 
     def put(self, work: Work, then: Callable[[], None]) -> None:
-        """Have `work` done in its turn, then call `then` on the loop; at once if nothing is written any more."""
-        if self.failure:
+        """Have `work` done in its turn, then call `then`; at once where nothing is written."""
+        if self._writer is None:
             then()
-            return
-        if not self._waiting:
-            self._moved_at = time.monotonic()
-        self._waiting.append(then)
-        self._works.put(work)
+        else:
+            self._writer.put(work, then)
 
-    def look(self) -> None:
-        """Give up a file whose disk hangs: one small write does not end. Many writes that wait are only slow."""
-        if self._waiting and time.monotonic() - self._moved_at > _STUCK_S:
-            self._end(f"{self.path} took no write within {_STUCK_S:g} s")
+    async def written(self) -> None:
+        """Return once all is written that was put before."""
+        done = asyncio.Event()
+        self.put(lambda folder: None, done.set)
+        await done.wait()
+
+    async def open(self) -> None:
+        """Open the folder that a gateway before this one has left, if there is any."""
+        if self._path is not None and self._path.exists():
+            await self.opened()
+
+    async def opened(self) -> None:
+        """Open the ledger, once, and let its users take it up."""
+        if self._path is None:
+            return
+        if self._opening is None:
+            self._opening = asyncio.create_task(self._open(self._path), name="open the ledger")
+        await asyncio.shield(self._opening)
+
+    async def run(self) -> None:
+        """Have news written, and watch the disk. After a failure have all that memory has written into a new folder."""
+        while True:
+            await asyncio.sleep(_TICK_S if any(user.is_busy for user in self._users) else _REST_S)
+            for user in self._users:
+                await user.write_news()
+            if self._writer is not None:
+                self._writer.check()
+            if self._writer and self._writer.failure and not self._writer.is_at_work:
+                await self._renew()
+
+    async def _renew(self) -> None:
+        if self._path is not None and time.monotonic() >= self._retry_at:
+            await self._open(self._path)
 
     async def close(self) -> None:
         """Write what waits."""
-        self._works.put(None)
-        if self._thread is not None:
-            await asyncio.to_thread(self._thread.join, _CLOSE_S)
+        if self._opening is not None:
+            await asyncio.gather(self._opening, return_exceptions=True)
+        if self._writer is not None:
+            await self._writer.close()
 
-    async def _loaded(self) -> bool:
-        """Load the file in time. A disk that hangs keeps a thread, which nobody waits for."""
-        done: asyncio.Future[None] = self._loop.create_future()
-        self._thread = threading.Thread(target=self._load_for, args=(done,), name="read the ledger", daemon=True)
-        self._thread.start()
-        try:
-            async with asyncio.timeout(_READ_S):
-                await done
-        except TimeoutError:
-            self._end(f"{self.path} was not read within {_READ_S:g} s")
-        return not self.failure
-
-    def _load_for(self, done: "asyncio.Future[None]") -> None:
-        try:
-            self._load()
-        except Exception as error:
-            self._call(partial(_fail, done, error))
-        else:
-            self._call(partial(self._has_loaded, done))
-
-    def _has_loaded(self, done: "asyncio.Future[None]") -> None:
-        if not done.done():
-            done.set_result(None)
-        elif self._file is not None:  # too late
-            self._file.close()
-
-    def _load(self) -> None:
-        try:
-            self._read()
-        except Exception as error:  # damage raises errors of many kinds
-            if not _is_damage(error):
-                raise
-            aside = self.path.with_name(f"{self.path.name}.damaged")
-            self.path.replace(aside)
-            for suffix in _SUFFIXES[1:]:
-                self.path.with_name(self.path.name + suffix).unlink(missing_ok=True)
-            log.error("the ledger cannot be read: its submissions are unknown", kept=str(aside), error=str(error))
-            self._read()
-
-    def _read(self) -> None:
-        file = LedgerFile(self.path, self._max_bytes)
-        try:
-            file.begin()
-            self.life = file.begin_life(int(time.time()))
-            self.submissions, self.batches = file.load(), file.load_batches()
-            self.last_number = file.last_number
-            file.commit()
-        except BaseException:
-            file.close()
-            raise
-        self._file = file
-
-    def _write_all(self) -> None:
-        assert self._file is not None
-        try:
-            while self._write_batch(self._file):
-                pass
-            self._file.close()
-        except Exception as error:  # nobody would see the error of a thread
-            self._remove(self._file)
-            self._call(partial(self._end, f"{self.path}: {error!r}"))
-        else:
-            if self.failure:
-                self._remove(self._file)
-
-    def _write_batch(self, file: LedgerFile) -> bool:
-        """Write what waits. Return False at the end."""
-        works = [self._works.get()]
-        time.sleep(_LINGER_S)
-        while not self._works.empty():
-            works.append(self._works.get())
-        self._moved_at = time.monotonic()
-        done = [work for work in works if work is not None]
-        if done:
-            self._write(file, done)
-        self._call(partial(self._written, len(done)))
-        while self._works.empty() and (file.sweep() or file.shrink()):
-            self._moved_at = time.monotonic()
-        return None not in works and not self.failure
-
-    def _write(self, file: LedgerFile, works: Sequence[Work]) -> None:
-        """Write together, all or nothing, with the largest submissions gone where there is no room."""
-        while True:
-            try:
-                file.begin()
-                for work in works:
-                    work(file)
-                    self._moved_at = time.monotonic()
-                file.commit()
-                return
-            except (sqlite3.OperationalError, sqlite3.DataError) as error:
-                if error.sqlite_errorcode & _PRIMARY not in _NO_ROOM:
-                    raise
-                file.roll_back()
-                if not self._has_made_room(file):
-                    raise
-
-    def _has_made_room(self, file: LedgerFile) -> bool:
-        if file.sweep():
-            return True
-        number = file.drop_largest() if file.is_at_bound else None
-        if number is not None:
-            self._call(partial(self._outgrew, number))
-        return number is not None
-
-    def _outgrew(self, number: int) -> None:
-        self.outgrown.append(number)
-
-    def _call(self, function: Callable[[], None]) -> None:
-        with suppress(RuntimeError):  # the loop has ended, and nobody waits
-            self._loop.call_soon_threadsafe(function)
-
-    def _written(self, number: int) -> None:
-        for _ in range(min(number, len(self._waiting))):
-            self._waiting.popleft()()
-
-    def _end(self, reason: str) -> None:
-        """Write nothing any more. Those who wait go on."""
-        if self.failure:
+    async def _open(self, path: Path) -> None:
+        """Have a folder used. The first one that could be read has what a gateway before this one has left."""
+        writer = Writer(path, max(self.life + 1, int(time.time())))
+        left = await writer.open()
+        self._writer, self._retry_at = writer, time.monotonic() + _RETRY_S
+        if writer.failure:
             return
-        self.failure = reason
-        log.error("the ledger is not kept: rollouts go on, and a restart of the gateway loses them", reason=reason)
-        self._works.put(None)
-        waiting, self._waiting = self._waiting, deque()
-        for then in waiting:
+        self.life = writer.life
+        if self._is_read:
+            log.info("the ledger is kept again", folder=str(path))
+            self._drop(left)
+        for user in self._users:
+            user.write_all()
+            if not self._is_read:
+                user.bring_back([one for one in left if one.name.startswith(user.kind)])
+        self._is_read = True
+
+    def _drop(self, left: Sequence[Left]) -> None:
+        """Remove what could not be removed when the ledger failed."""
+        for one in left:
+            Record(self, one.name).remove()
+
+
+class Record:
+    """One record as its user writes it. Nothing is written before `begin`, nor after `remove`."""
+
+    def __init__(self, ledger: Ledger, name: str, num_bytes: int = 0) -> None:
+        """`name` is that of a record which the ledger has, of this size."""
+        self.name = name
+        self.num_bytes = num_bytes
+        self.num_writing = 0
+        """Writes on their way."""
+        self._ledger = ledger
+        self._is_kept = True
+        self._first_bytes = 0
+
+    @classmethod
+    def new(cls, ledger: Ledger, kind: str) -> "Record":
+        """Return a record that has not begun."""
+        record = cls(ledger, f"{kind}-{secrets.token_hex(8)}")
+        record._is_kept = False
+        return record
+
+    @property
+    def is_kept(self) -> bool:
+        """True from `begin` to `remove`."""
+        return self._is_kept
+
+    @property
+    def has_doubled(self) -> bool:
+        """True where it has twice the size with which it was written anew."""
+        return self.num_bytes > 2 * self._first_bytes
+
+    def begin(self, frames: Sequence[Frame], then: Callable[[], None] | None = None) -> None:
+        """Write the record anew."""
+        self._is_kept = True
+
+        def work(folder: Folder) -> None:
+            self.num_bytes = self._first_bytes = folder.replace(self.name, frames)
+
+        self._put(work, then)
+
+    def add(self, *frames: Frame, then: Callable[[], None] | None = None) -> None:
+        """Write at the record's end, then call `then`; at once where the record is not kept."""
+        if self._is_kept:
+            self._put(lambda folder: self._append(folder, frames), then)
+        elif then is not None:
             then()
 
-    def _remove(self, file: LedgerFile) -> None:
-        """Remove a file that lacks writes, and would have a later gateway deliver from it what was acked."""
-        try:
-            file.close()
-            _unlink(self.path)
-        except (sqlite3.Error, OSError) as error:
-            log.error("a ledger that lacks writes cannot be removed", path=str(self.path), error=str(error))
+    def remove(self) -> None:
+        if self._is_kept:
+            self._is_kept, self.num_bytes = False, 0
+            self._put(lambda folder: folder.remove(self.name), None)
 
+    def _append(self, folder: Folder, frames: Sequence[Frame]) -> None:
+        self.num_bytes += folder.append(self.name, frames)
 
-def _fail(done: "asyncio.Future[None]", error: Exception) -> None:
-    if not done.done():
-        done.set_exception(error)
+    def _put(self, work: Work, then: Callable[[], None] | None) -> None:
+        self.num_writing += 1
+        self._ledger.put(work, lambda: self._wrote(then))
 
-
-def _unlink(path: Path) -> None:
-    for suffix in _SUFFIXES:
-        path.with_name(path.name + suffix).unlink(missing_ok=True)
-    BatchFiles(batch_folder(path)).remove()
-
-
-def _is_damage(error: Exception) -> bool:
-    """True unless the disk, the system or another process keeps the file from being read now."""
-    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)
-    return not isinstance(error, OSError) and code & _PRIMARY not in _PASSING
-
-
-def _is_locked(error: sqlite3.Error) -> bool:
-    return "locked" in str(error)
+    def _wrote(self, then: Callable[[], None] | None) -> None:
+        self.num_writing -= 1
+        if then is not None:
+            then()

@@ -107,7 +107,7 @@ async def _train(arguments: argparse.Namespace, chance: random.Random, run: int)
 
 def _config(path: Path, folder: Path) -> Config:
     given = load(path)
-    gateway = given.gateway.model_copy(update={"port": free_port(), "ledger": str(folder / "ledger.sqlite")})
+    gateway = given.gateway.model_copy(update={"port": free_port(), "ledger": str(folder / "ledger")})
     engine = given.engine.model_copy(update={"log_dir": str(folder)})
     return given.model_copy(update={"name": f"trainings-{folder.name}", "gateway": gateway, "engine": engine})
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from engines.process.port import free_port
-from gateway.ledger.ledger import default_file
+from gateway.ledger.ledger import default_folder
 from gateway.weights.snapshots import in_memory
 from tests.rigs.shell import NAME
 
@@ -92,7 +92,7 @@ def test_it_ends_with_both_replicas_at_the_last_version_and_leaves_a_picture(dem
     assert (demo.out / "demo.png").read_bytes().startswith(b"\x89PNG")
     assert demo.left_behind() == []
     assert not in_memory(NAME).exists()
-    assert not default_file(NAME).exists()
+    assert not default_folder(NAME).exists()
 
 
 def test_ctrl_c_takes_everything_down(demo: Demo) -> None:

@@ -13,7 +13,7 @@ from engines.config import SimConfig
 from engines.errors import ConfigError
 from engines.process.engine_server import EngineServer
 from gateway.config.schema import Config
-from gateway.ledger.ledger import default_file
+from gateway.ledger.ledger import default_folder
 from gateway.weights.snapshots import in_memory
 from loadtests.fleet import GatewayProcess, engine_servers, filled, main
 from tests.rigs.rig import SimReplica
@@ -73,7 +73,7 @@ def test_a_gateway_leaves_neither_ledger_nor_weight_store(status: int) -> None:
     command = [sys.executable, "-c", SUBMIT, "{url}", str(status)]
     run = subprocess.run([sys.executable, "-m", "loadtests.fleet", *settings, "--", *command], timeout=120)
     assert run.returncode == status
-    places = [default_file(name).parent, in_memory(name)]
+    places = [default_folder(name).parent, in_memory(name)]
     assert [left for place in places for left in place.parent.glob(f"*{name}*")] == []
 
 

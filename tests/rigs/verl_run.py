@@ -86,7 +86,7 @@ def _settings(folder: Path) -> list[str]:
     # An engine that `stand_still` holds, or that is slow on a busy machine, is no dead one.
     patient = [f"fleet.stalled_after_s={UP_TIMEOUT_S:g}", f"fleet.probe_timeout_s={ASK_TIMEOUT_S:g}"]
     folders = [f"engine.log_dir={folder / 'engines'}", f"weights.store={folder / 'store'}"]
-    return [*folders, f"gateway.ledger={folder / 'ledger.sqlite'}", *patient, "fleet.lost_after_s=2"]
+    return [*folders, f"gateway.ledger={folder / 'ledger'}", *patient, "fleet.lost_after_s=2"]
 
 
 @contextmanager

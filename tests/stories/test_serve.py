@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from engines.process.port import free_port
-from gateway.ledger.ledger import default_file
+from gateway.ledger.ledger import default_folder
 from gateway.weights.snapshots import in_memory
 from tests.rigs.ray_app import RESTART_S, App, wait_until
 from tests.rigs.shell import NAME, SCRIPT, Shell, clusterless
@@ -42,7 +42,7 @@ def test_an_application_goes_up_replaces_a_killed_replica_and_goes_down_without_
 
 def kept() -> set[Path]:
     """The weight store and the ledger of the application."""
-    return {path for path in (in_memory(NAME), default_file(NAME)) if path.exists()}
+    return {path for path in (in_memory(NAME), default_folder(NAME)) if path.exists()}
 
 
 def processes(shell: Shell) -> list[str]:

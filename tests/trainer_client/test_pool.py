@@ -189,7 +189,7 @@ class Restarts:
 
     def __init__(self, engine: SimReplica, folder: Path, *, keeps: bool) -> None:
         port = free_port()
-        ledger = folder / "ledger.sqlite" if keeps else None
+        ledger = folder / "ledger" if keeps else None
         self._gateway = ForkedGateway(port, engine.info.url, folder / "log", ledger)
         self.client = RolloutClient(f"http://127.0.0.1:{port}")
 

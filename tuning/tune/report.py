@@ -7,8 +7,8 @@ from typing import Any
 import yaml
 from rich.console import Console
 
+from gateway.config.load import collected
 from gateway.config.schema import Config
-from gateway.config.sources import Tree, from_file, from_overrides, merge
 from tuning.tune.levers import text_of
 from tuning.tune.search import Outcome
 
@@ -29,15 +29,15 @@ def print_outcome(console: Console, outcome: Outcome) -> None:
 
 def configuration(config: Config, group: str, file: Path | None, overrides: Sequence[str], outcome: Outcome) -> str:
     """Return the given file and arguments with the best setting in them, as YAML for `up`."""
-    tree = merge(from_file(file).tree if file else {}, from_overrides(overrides).tree)
     engine = config.groups[group]
-    given: Tree = dict(outcome.best)
+    given = dict(outcome.best)
     for name in ("model", "python"):
         if getattr(engine, name):
             given[name] = getattr(engine, name)  # paths that were found beside the file
-    tree = merge(tree, {"engines": {group: given}} if config.engines else {"engine": given})
-    Config.model_validate(tree)
-    return f"# By `rollout-gateway tune`: {outcome.reason}.\n" + yaml.safe_dump(tree, sort_keys=False)
+    found = collected(file, overrides, {})
+    found.put(("engines", group) if config.engines else ("engine",), given, "default", "")
+    Config.model_validate(found.tree)
+    return f"# By `rollout-gateway tune`: {outcome.reason}.\n" + yaml.safe_dump(found.tree, sort_keys=False)
 
 
 def as_json(outcome: Outcome) -> dict[str, Any]:

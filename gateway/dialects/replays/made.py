@@ -11,13 +11,13 @@ import structlog
 from engines.engine import Json
 from gateway.dialects.completion_prompt import CompletionPrompt
 from gateway.dialects.raw_json import NO_JSON
-from gateway.dialects.replays.making import Came, Cut, Note, Path
+from gateway.dialects.replays.batch import Came, Cut, Note, Path
 from gateway.dialects.sample import Reply, Sample
 from gateway.fleet.flight import Flight
 
 log = structlog.get_logger()
 
-_notes = msgspec.msgpack.Decoder(list[Note]).decode
+_note = msgspec.msgpack.Decoder(Note).decode
 
 
 @dataclass(slots=True)
@@ -33,15 +33,14 @@ class _Node:
 class Made:
     """The notes of one batch."""
 
-    def __init__(self, parts: Iterable[bytes]) -> None:
+    def __init__(self, notes: Iterable[bytes]) -> None:
         """Raise `ValueError` or `KeyError` where they cannot be read."""
         self._prompts: dict[int, _Node] = {}
         self._turn = asyncio.Lock()
         self.newest = 0
         """The newest weight version of the model among its tokens."""
-        for content in parts:
-            for note in _notes(content):
-                self._take(note)
+        for note in notes:
+            self._take(_note(note))
 
     async def of(self, prompt: CompletionPrompt) -> Reply | None:
         """Return the reply to a prompt as far as it was made; None where it restarts. A long one takes its time."""

@@ -6,10 +6,9 @@ without an id. Two equal requests whose clients are both there never share: each
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import msgspec
 import orjson
@@ -19,16 +18,14 @@ from engines.engine import Json
 from engines.errors import RolloutGatewayError
 from gateway.config.schema import GatewayConfig
 from gateway.dialects.completion_prompt import CompletionPrompt
-from gateway.dialects.completions import Completions
-from gateway.dialects.replays.batch import Batch, End
+from gateway.dialects.completions import Completions, MadeBefore, nothing_made
+from gateway.dialects.replays.batch import KIND, Batch, End, Request
 from gateway.dialects.replays.made import Made
-from gateway.dialects.replays.record import Record, Request
 from gateway.dialects.written import Written
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics
-from gateway.ledger.batches import BatchRow
-from gateway.ledger.ledger import Ledger
-from gateway.ledger.shared import SharedLedger
+from gateway.ledger.folder import Left
+from gateway.ledger.ledger import Ledger, Record
 
 log = structlog.get_logger()
 
@@ -36,8 +33,8 @@ _MOST_ORPHANS = 1024
 _MOST_BYTES = 1 << 30
 # A client's end and its replay may arrive together, and the end is noticed a few turns of the event loop later.
 _NOTICED_WITHIN_S = 0.05
-_TICK_S = 0.05
-_REST_S = 0.5  # a batch is not written before it has run for a second
+_LONGEST_GAP_S = 600.0
+"""Age of its last note beyond which no client waits for a batch: blind replays end within minutes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,27 +48,26 @@ class Reply:
 class Replays:
     """Runs batches, and brings them over a restart."""
 
+    kind = KIND
+
     def __init__(
-        self, config: GatewayConfig, completions: Completions, fleet: Fleet, metrics: Metrics, ledger: SharedLedger
+        self, config: GatewayConfig, completions: Completions, fleet: Fleet, metrics: Metrics, ledger: Ledger
     ) -> None:
         self._grace_s = config.replay_grace_s
         self._most_written = config.submissions.max_bytes // 4
         self._ledger = ledger
         ledger.add(self)
-        self._number = 0
         self._completions = completions
         self._fleet = fleet
         self._metrics = metrics
         self._batches: defaultdict[bytes, list[Batch]] = defaultdict(list)
-        self._orphans: dict[Batch, int] = {}  # with the bytes of replies; in the order in which their clients left
-        self._kept_bytes = 0
+        self._orphans: dict[Batch, None] = {}  # in the order in which their clients left
 
     def report(self) -> Json:
         """The state for /status."""
-        records = self._records
         return {
-            "batches": sum(record.is_written for record in records),
-            "unwritten_batches": sum(record.has_news for record in records),
+            "batches": sum(batch.is_written for batch in self._all),
+            "unwritten_batches": sum(batch.has_news for batch in self._all),
             "orphaned_batches": len(self._orphans),
         }
 
@@ -90,7 +86,7 @@ class Replays:
         try:
             written = await asyncio.shield(batch.task)
             written.head["id"] = f"cmpl-{prompts[0].request_id}"
-            yield Reply(written, batch.record.forgotten)
+            yield Reply(written, batch.forgotten)
         except (asyncio.CancelledError, ConnectionError):
             self._leave(batch)
             raise
@@ -101,15 +97,13 @@ class Replays:
 
     def _begun(self, identity: bytes, content: bytes, prompts: Sequence[CompletionPrompt]) -> Batch:
         first = prompts[0]
-        request = Request(identity, first.request_id, first.rollout.session, self._oldest(first))
-        self._number += 1
-        record = Record(self._number, request, content, self._ledger)
-        return self._running(request, record, self._completions.written(record.noting(prompts)))
+        request = Request(identity, first.request_id, first.rollout.session, self._oldest(first), content)
+        return self._run(Batch(request, self._ledger), prompts)
 
-    def _running(self, request: Request, record: Record, writing: Coroutine[Any, Any, Written]) -> Batch:
-        task = asyncio.create_task(writing, name=f"batch {request.request_id}")
-        batch = Batch(request.identity, request.request_id, request.oldest, task, record)
-        self._batches[request.identity].append(batch)
+    def _run(self, batch: Batch, prompts: Sequence[CompletionPrompt], made: MadeBefore = nothing_made) -> Batch:
+        noted = [replace(prompt, making=batch.making(prompt.index)) for prompt in prompts]
+        batch.task = asyncio.create_task(self._completions.written(noted, made), name=f"batch {batch.request_id}")
+        self._batches[batch.identity].append(batch)
         return batch
 
     def _oldest(self, prompt: CompletionPrompt) -> int:
@@ -124,81 +118,68 @@ class Replays:
 
     # Ledger
 
-    async def run(self) -> None:
-        """Write what batches have made."""
-        while True:
-            await asyncio.sleep(_TICK_S if self._batches else _REST_S)
-            due = [record for record in self._records if record.is_due]
-            if due:
-                await self._ledger.opened()
-                self._write(due)
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._batches)
+
+    async def write_news(self) -> None:
+        if due := [batch for batch in self._all if batch.is_due]:
+            await self._ledger.opened()
+            for batch in due:
+                batch.write()
+        if not self._ledger.is_durable:
+            self._stop_writing()
+        self._keep_written_bound()
 
     @property
-    def _records(self) -> list[Record]:
-        return [batch.record for equal in self._batches.values() for batch in equal]
+    def _all(self) -> list[Batch]:
+        return [batch for equal in self._batches.values() for batch in equal]
 
-    def _write(self, due: Sequence[Record]) -> bool:
-        """Write some of what is new. Return False where nothing is."""
-        has_written = False
-        written = sum(record.num_bytes for record in self._records)
-        for record in due:
-            size = record.write()
-            has_written = has_written or size > 0
-            written += size
-            if written > self._most_written:
-                log.warning("batches fill their part of the ledger: one of them is in memory alone")
-                written -= record.num_bytes
-                record.forget()
-        if not self._ledger.is_durable:
-            for record in self._records:
-                record.stop()
-        return has_written
+    def _stop_writing(self) -> None:
+        """A ledger that failed lacks notes: what is under way is in memory alone."""
+        for batch in self._all:
+            if batch.is_written:
+                batch.forget()
 
-    def take_up(self, ledger: Ledger, *, is_left: bool) -> None:
-        """Batches that another file had are in memory alone."""
-        in_memory = self._records
-        self._number = max((self._number, *(row.number for row in ledger.batches)))
-        for record in in_memory:
-            self._number += 1
-            record.move(self._number)
-        for row in ledger.batches:
-            if is_left:
-                self._bring_back(row)
-            else:
-                self._forget(row)
+    def _keep_written_bound(self) -> None:
+        written = [batch for batch in self._all if batch.is_written]
+        if sum(batch.written_bytes for batch in written) > self._most_written:
+            log.warning("batches fill their part of the ledger: one of them is in memory alone")
+            max(written, key=lambda batch: batch.written_bytes).forget()
 
-    def _bring_back(self, row: BatchRow) -> None:
-        try:
-            request = msgspec.msgpack.decode(row.request, type=Request)
-            self._go_on(request, row)
-        except (ValueError, KeyError, TypeError, RolloutGatewayError) as error:
-            log.error("a batch in the ledger cannot be read", error=repr(error))
-            self._forget(row)
+    def write_all(self) -> None:
+        self._stop_writing()
 
-    def _go_on(self, request: Request, row: BatchRow) -> None:
+    def bring_back(self, left: Sequence[Left]) -> None:
+        for one in left:
+            record = Record(self._ledger, one.name, one.num_bytes)
+            try:
+                if not self._grace_s or one.age_s > _LONGEST_GAP_S:
+                    record.remove()
+                else:
+                    self._go_on(one.frames, record)
+            except (ValueError, KeyError, TypeError, IndexError, RolloutGatewayError) as error:
+                log.error("a batch in the ledger cannot be read", error=repr(error))
+                record.remove()
+
+    def _go_on(self, frames: Sequence[bytes], stored: Record) -> None:
         """Run the batch of a gateway before this one, whose client has gone with it."""
-        if not self._grace_s:
-            self._forget(row)
-            return
-        prompts = self._completions.decode(orjson.loads(row.body), request.request_id, request.session)
-        record = Record(row.number, request, b"", self._ledger, is_written=True)
-        made = Made(row.parts)
-        batch = self._running(request, record, self._completions.written(record.noting(prompts), made.of))
+        request = msgspec.msgpack.decode(frames[0], type=Request)
+        prompts = self._completions.decode(orjson.loads(request.body), request.request_id, request.session)
+        made = Made(frames[1:])
+        batch = self._run(Batch(request, self._ledger, stored), prompts, made.of)
         batch.newest = made.newest
         self._leave(batch)
-
-    def _forget(self, row: BatchRow) -> None:
-        self._ledger.put(lambda file: file.forget_batch(row.number), lambda: None)
 
     async def close(self) -> None:
         """Stop all batches without a client, which a later gateway goes on with."""
         tasks = [batch.task for batch in self._orphans]
-        if any(record.is_on for record in self._records):
+        if on := [batch for batch in self._all if batch.is_on]:
             await self._ledger.opened()
-            while self._write([record for record in self._records if record.is_on]):
-                pass
-        for record in self._records:
-            record.stop()
+            for batch in on:
+                while batch.write():
+                    pass
+                batch.stop()
         for batch in list(self._orphans):
             self._end_orphanhood(batch, End.STOPPED)
             batch.task.cancel()
@@ -231,7 +212,7 @@ class Replays:
         self._metrics.orphaned_batches.inc()
         log.info("a batch has lost its client, and runs on", request=batch.request_id, seconds=self._grace_s)
         batch.has_left.set_result(None)
-        self._orphans[batch] = 0
+        self._orphans[batch] = None
         batch.expiry = asyncio.get_running_loop().call_later(self._grace_s, self._end, batch, End.EXPIRED)
         self._keep_bounds()
         batch.task.add_done_callback(lambda _: self._has_ended(batch))
@@ -245,12 +226,10 @@ class Replays:
         elif batch.is_aborted:
             self._end(batch, End.ABORTED)
         else:
-            self._kept_bytes += batch.num_bytes - self._orphans[batch]
-            self._orphans[batch] = batch.num_bytes
             self._keep_bounds()
 
     def _keep_bounds(self) -> None:
-        while len(self._orphans) > _MOST_ORPHANS or self._kept_bytes > _MOST_BYTES:
+        while len(self._orphans) > _MOST_ORPHANS or sum(batch.num_bytes for batch in self._orphans) > _MOST_BYTES:
             self._end(next(iter(self._orphans)), End.CROWDED)
 
     def _end(self, batch: Batch, end: End) -> None:
@@ -260,13 +239,13 @@ class Replays:
     def _end_orphanhood(self, batch: Batch, end: End, **facts: str) -> None:
         assert batch.expiry is not None
         batch.expiry.cancel()
-        self._kept_bytes -= self._orphans.pop(batch)
+        del self._orphans[batch]
         self._metrics.orphaned_batch_ends.labels(end).inc()
         log.info("a batch without a client has ended", request=batch.request_id, end=end, **facts)
 
     def _drop(self, batch: Batch) -> None:
         batch.task.cancel()
-        batch.record.forget()
+        batch.forget()
         equal = self._batches[batch.identity]
         equal.remove(batch)
         if not equal:

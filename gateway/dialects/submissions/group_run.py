@@ -3,7 +3,6 @@
 import asyncio
 import math
 from array import array
-from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -17,15 +16,20 @@ from gateway.dialects.completion_prompt import CompletionPrompt
 from gateway.dialects.completions import Completions
 from gateway.dialects.parallel import Show, Streaming, chunks_of
 from gateway.dialects.raw_json import opened
+from gateway.dialects.resumption.chat import RENDER
 from gateway.dialects.runner import Runner
 from gateway.dialects.sample import Reply
+from gateway.dialects.submissions.frames import Prompt, Tokens
 from gateway.dialects.submissions.sample import Sample
 from gateway.dialects.submissions.words import Group, OnDeadline
+from gateway.dialects.token_generation import lacking
 from gateway.dialects.usage import Usage
+from gateway.fleet.fleet import Fleet
+from gateway.fleet.placement.inquiries import Inquiries
 from gateway.fleet.placement.sessions import session_key
 from gateway.fleet.together import together
-from gateway.ledger.file import PartRow
 
+_RENDER_TIMEOUT_S = 60.0
 DEADLINE = "deadline"
 """The finish_reason of a sample that its group's deadline ended."""
 
@@ -51,11 +55,26 @@ _AT_DEADLINE = {
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What runs groups: the dialect and its runner, and the rendering of conversations to token ids."""
+    """What runs groups: the dialect and its runner, and the engines that render conversations to token ids.
+
+    `longest_wait_s` bounds the wait for an engine of a group's model while none serves.
+    """
 
     completions: Completions
     runner: Runner
-    render: Callable[[Group], Awaitable[list[int]]]
+    fleet: Fleet
+    inquiries: Inquiries
+    longest_wait_s: float
+
+    async def render(self, group: Group) -> list[int]:
+        """Return a prompt's token ids. Raise the engine's refusal, or `UnknownRoute` where no engine renders."""
+        model, _ = self.fleet.asked(group.model)
+        await self.fleet.serves_within(model, self.longest_wait_s)
+        replicas = [replica for replica in self.fleet.alive if replica.info.model == model]
+        able = [replica for replica in replicas if RENDER in replica.info.capabilities]
+        if not able:
+            raise lacking(f"{RENDER}, which `messages` need,", replicas)
+        return list((await self.inquiries.ask(able, "POST", RENDER, group.rendering, _RENDER_TIMEOUT_S))["token_ids"])
 
 
 class Record(Protocol):
@@ -63,7 +82,7 @@ class Record(Protocol):
 
     def grew(self, run: "GroupRun", sample: Sample) -> None: ...
     def ended(self, run: "GroupRun", sample: Sample) -> None: ...
-    def forgot(self, run: "GroupRun", sample: Sample) -> None: ...
+    def restarted(self, run: "GroupRun", sample: Sample) -> None: ...
 
 
 class GroupRun:
@@ -75,6 +94,9 @@ class GroupRun:
         self.read: list[int] = []
         self.model = ""
         """The model that makes it, once it has begun."""
+        self.task: asyncio.Task[None] | None = None
+        self.stopped: str | None = None
+        """Why its client has ended it; "" where it lets the deadline pass."""
         self.rank = -math.inf
         """Its place by length among the groups of its submission; lower begins earlier."""
         self.num_good = 0
@@ -82,6 +104,7 @@ class GroupRun:
         self.num_bytes = 0
         """Size of the tokens of open samples."""
         self._owner, self._submission_id, self._record = owner, submission_id, record
+        self._is_noted = False
 
     @cached_property
     def samples(self) -> list[Sample]:
@@ -104,26 +127,39 @@ class GroupRun:
 
     def drop(self) -> None:
         """Forget the samples: the group has ended."""
-        self.num_bytes = 0
+        self.num_bytes, self.task = 0, None
         vars(self).pop("samples", None)
 
     def restore_end(self, index: int, *, is_good: bool) -> None:
         """Note a sample that a gateway before this one has ended."""
+        self.restart(self.samples[index])
         self.samples[index].is_done = True
         self.num_good += is_good
+
+    def restart(self, sample: Sample) -> None:
+        """Drop the tokens of an open sample."""
+        self.num_bytes -= sample.num_bytes
+        sample.forget()
 
     def take_over(self, other: "GroupRun") -> None:
         """Take the tokens of a suspended group's open samples."""
         self.read = other.read
         for mine, its in zip(self.samples, other.samples, strict=True):
-            if mine.is_open and (part := its.everything()):
-                self.grow(mine.index, part)
+            if mine.is_open and (part := its.everything(self.index)):
+                self.grow(part)
         other.drop()
 
-    def grow(self, index: int, part: PartRow) -> None:
+    def grow(self, part: Tokens) -> None:
         """Take tokens of an open sample."""
-        self.samples[index].grow(part)
+        self.samples[part.sample].grow(part)
         self.num_bytes += len(part.token_ids) + len(part.logprobs)
+
+    def read_step(self, *, again: bool = False) -> list[Prompt]:
+        """The prompt for the record, where an engine has read it: once, or `again`."""
+        if not self.is_read_by_engine or (self._is_noted and not again):
+            return []
+        self._is_noted = True
+        return [Prompt(self.index, self.read_bytes)]
 
     @property
     def open(self) -> list[Sample]:
@@ -204,9 +240,8 @@ class GroupRun:
         enough = asyncio.Event()
 
         async def make(sample: Sample) -> None:
-            self.num_bytes -= sample.num_bytes
-            sample.forget()
-            self._record.forgot(self, sample)
+            self.restart(sample)
+            self._record.restarted(self, sample)
             alone = prompt.rest(Reply(prompt.read), made.Sample(sample.index))
             alone = replace(alone, rollout=replace(alone.rollout, goes_on=False))
             [choice] = (await runner.generate(alone))["choices"]

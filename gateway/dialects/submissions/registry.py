@@ -3,10 +3,11 @@
 import asyncio
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from functools import partial
 
+import msgspec
 import orjson
 import structlog
 
@@ -19,19 +20,18 @@ from engines.errors import (
     TooManyRequests,
     UnknownRequest,
 )
-from gateway.api import body_of, error_body
+from gateway.api import GONE, body_of, error_body
 from gateway.config.schema import SubmissionsConfig
+from gateway.dialects.submissions.frames import Head, read_head, read_step
 from gateway.dialects.submissions.group_run import Generation, GroupRun, Outcome, decoded
-from gateway.dialects.submissions.submission import Counts, Submission
+from gateway.dialects.submissions.submission import TAKEN, Counts, Submission
 from gateway.dialects.submissions.words import Asked, Group, Resumption
-from gateway.fleet.event_wait import is_set_within
-from gateway.ledger.file import LedgerFile, SubmissionRow
-from gateway.ledger.ledger import Ledger
-from gateway.ledger.shared import SharedLedger
+from gateway.fleet.event_wait import in_turns
+from gateway.ledger.folder import Left
+from gateway.ledger.ledger import Ledger, Record
 
 log = structlog.get_logger()
 
-_TICK_S = 0.05  # engines' chunks come less often, so most are written once, and soon after they came
 _BOUNDS_S = 1.0
 _RELEASED_KEPT = 10_000
 _CHECKED_AT_ONCE = 100  # groups, before others get their turn on the loop
@@ -44,14 +44,19 @@ _ABANDONED_AFTER_S = 600.0
 _UNFORESEEN = error_body("the gateway failed; its log has the reason", 500)["error"]
 
 
+KIND = "submission"
+
+
 class Submissions:
     """The submissions, by owner and id."""
+
+    kind = KIND
 
     def __init__(
         self,
         config: SubmissionsConfig,
         generation: Generation,
-        ledger: SharedLedger,
+        ledger: Ledger,
         counts: Counts,
     ) -> None:
         self._config = config
@@ -61,22 +66,15 @@ class Submissions:
         self._counts = counts
         self._kept: dict[tuple[str, str], Submission] = {}
         self._running: set[Submission] = set()
-        self._begun = asyncio.Event()
-        self._number = 0
 
     def report(self) -> Json:
         """The state for /status."""
         kept = self._kept.values()
-        ledger = self._ledger.current
-        return {
+        return self._ledger.report() | {
             "submissions": sum(not one.is_released for one in kept),
             "open": sum(not one.is_ended for one in kept),
             "kept_bytes": sum(one.num_bytes for one in kept),
             "unwritten_samples": sum(one.num_unwritten for one in kept),
-            "outgrown": sum(one.has_outgrown for one in kept),
-            "file": str(ledger.path) if ledger else None,
-            "durable": self.is_durable,
-            "failure": ledger.failure if ledger else "",
         }
 
     @property
@@ -97,7 +95,7 @@ class Submissions:
             submission = self._begin(owner, name, digest, asked, groups)
             for run, rank in zip(submission.runs, ranks, strict=True):
                 run.rank = rank
-        elif submission.digest != digest:
+        elif submission.head.digest != digest:
             raise IdTaken(f"id = {name!r} is that of a submission with other groups: choose another id", param="id")
         await submission.opened.wait()
         return submission
@@ -119,69 +117,45 @@ class Submissions:
         """Free events, and the submission where all are acked. Return once that is durable."""
         submission.ack(cursor)
         self._release_if_done(submission)
-        await self._written()
+        await self._ledger.written()
 
     async def cancel(self, submission: Submission, groups: Iterable[int] | None, reason: str) -> None:
         """End groups that run or are suspended; all unless named. Return once that is durable, so that no later
         gateway runs them."""
-        running = await self._cancel(submission, groups, reason)
-        for index in _named(submission, groups):
+        running = await self._stop(submission, groups, reason)
+        for index in range(len(submission.runs)) if groups is None else groups:
             if submission.outcomes.get(index) == Outcome.SUSPENDED:
-                submission.drop_suspended(index)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_CANCELLED_WITHIN_S):
-                await submission.groups_ended(running)
-                await self._written()
+                submission.give_up(index, Outcome.CANCELLED)
+        await self._ended(submission, running)
         self._release_if_done(submission)
 
     async def let_deadline_pass(self, submission: Submission, groups: Iterable[int] | None) -> None:
         """End groups that run, all unless named, as their deadline would. Return once that is durable."""
-        running = _running(submission, groups)
-        submission.overdue.update(running)
-        await self._stop(submission, running)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_CANCELLED_WITHIN_S):
-                await submission.groups_ended(running)
+        await self._ended(submission, await self._stop(submission, groups, ""))
 
-    async def _cancel(self, submission: Submission, groups: Iterable[int] | None, reason: str) -> list[int]:
-        running = _running(submission, groups)
-        for index in running:
-            submission.cancelled.setdefault(index, reason)
-        await self._stop(submission, running)
+    async def _stop(self, submission: Submission, groups: Iterable[int] | None, reason: str) -> list[GroupRun]:
+        running = submission.running(groups)
+        async for run in in_turns(running, _ENDED_AT_ONCE):
+            if run.stopped is None:
+                run.stopped = reason
+            if run.task:
+                run.task.cancel()
         return running
 
-    async def _stop(self, submission: Submission, running: Sequence[int]) -> None:
-        for place, index in enumerate(running):
-            if task := submission.tasks.get(index):
-                task.cancel()
-            if place % _ENDED_AT_ONCE == _ENDED_AT_ONCE - 1:
-                await asyncio.sleep(0)
+    async def _ended(self, submission: Submission, runs: Sequence[GroupRun]) -> None:
+        """Return once these have ended, and the ledger has all of it; at the latest after a few seconds."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_CANCELLED_WITHIN_S):
+                await submission.groups_ended([run.index for run in runs])
+                await self._ledger.written()
 
     # Life
 
     async def run(self) -> None:
-        """Write growth, keep bounds, watch the ledger."""
-        bounds_at = time.monotonic()
+        """Keep bounds."""
         while True:
-            await self._next_tick()
-            for submission in self._running:
-                if not submission.is_writing:
-                    submission.write_growth()
-            if self._ledger.current is not None:
-                self._ledger.current.look()
-                self._note_outgrown(self._ledger.current)
-            if time.monotonic() >= bounds_at:
-                await self._keep_bounds()
-                await self._ledger.renew()
-                bounds_at = time.monotonic() + _BOUNDS_S
-
-    async def _next_tick(self) -> None:
-        """Wait for a tick, or where nothing runs for the next submission or look at bounds."""
-        if self._running:
-            await asyncio.sleep(_TICK_S)
-        else:
-            self._begun.clear()
-            await is_set_within(self._begun, _BOUNDS_S)
+            await asyncio.sleep(_BOUNDS_S)
+            await self._keep_bounds()
 
     async def close(self) -> None:
         """Stop all groups, which a later gateway goes on with."""
@@ -196,28 +170,27 @@ class Submissions:
         """Return the groups, and their ranks by length. Raise `InvalidRequest` before any of them runs."""
         await self._refuse_if_full(owner)
         groups, ranks = [], []
-        for index, one in enumerate(asked):
+        async for index, one in in_turns(enumerate(asked), _CHECKED_AT_ONCE):
             group = self._resumed(owner, index, one) if isinstance(one, Resumption) else one
             prompt = "a" if group.prompt is None else group.prompt
             read = decoded(self._generation.completions, group, index, owner, name, prompt)
             ranks.append(read.rollout.rank)
             groups.append(group)
-            if index % _CHECKED_AT_ONCE == _CHECKED_AT_ONCE - 1:
-                await asyncio.sleep(0)
-        sources = [(one.id, one.group) for one in asked if isinstance(one, Resumption)]
+        sources = [(one.resume.id, one.resume.group) for one in asked if isinstance(one, Resumption)]
         if len(set(sources)) < len(sources):
             raise InvalidRequest("groups: two groups resume the same group", param="groups")
         return groups, ranks
 
     def _resumed(self, owner: str, index: int, asked: Resumption) -> Group:
-        source = self.find(owner, asked.id)
-        if source.outcomes.get(asked.group) != Outcome.SUSPENDED:
-            found = source.outcomes.get(asked.group) or ("running" if asked.group < len(source.runs) else "unknown")
+        name, group = asked.resume.id, asked.resume.group
+        source = self.find(owner, name)
+        if source.outcomes.get(group) != Outcome.SUSPENDED:
+            found = source.outcomes.get(group) or ("running" if group < len(source.runs) else "unknown")
             raise InvalidRequest(
-                f"groups[{index}].resume: group {asked.group} of {asked.id!r} is {found}, not suspended",
+                f"groups[{index}].resume: group {group} of {name!r} is {found}, not suspended",
                 param=f"groups[{index}].resume",
             )
-        run = source.runs[asked.group]
+        run = source.runs[group]
         done = tuple(sample.index for sample in run.samples if not sample.is_open)
         return run.group.resumed(done, run.num_good, asked)
 
@@ -227,34 +200,28 @@ class Submissions:
         for index, one in enumerate(asked):  # a client that checked at the same time may have been first
             if isinstance(one, Resumption):
                 self._resumed(owner, index, one)
-        self._number += 1
-        submission = self._made(self._number, owner, name, digest, groups, time.time())
+        submission = self._made(Head(owner, name, digest, time.time()), groups, Record.new(self._ledger, KIND))
         for index, one in enumerate(asked):
             if isinstance(one, Resumption):
-                submission.take_over(index, self.find(owner, one.id), one.group)
+                submission.take_over(index, self.find(owner, one.resume.id), one.resume.group)
         submission.task = asyncio.create_task(self._live(submission, is_new=True), name=f"submission {name}")
         return submission
 
-    def _made(
-        self, number: int, owner: str, name: str, digest: bytes, groups: Sequence[Group], began: float
-    ) -> Submission:
-        submission = Submission(number, owner, name, digest, groups, began, self._put, self._counts)
-        submission.life = self._ledger.life
-        self._kept[owner, name] = submission
+    def _made(self, head: Head, groups: Sequence[Group], record: Record) -> Submission:
+        submission = Submission(head, groups, record, self._counts, self._ledger.life)
+        self._kept[head.owner, head.id] = submission
         return submission
 
     async def _live(self, submission: Submission, *, is_new: bool) -> None:
         """Run all groups. Clients that read get an end, also where the gateway fails."""
         self._running.add(submission)
-        self._begun.set()
         try:
             await self._run_groups(submission, is_new=is_new)
         except Exception:
             log.exception("a submission failed in a way that was not foreseen", id=submission.id)
             submission.opened.set()
-            for run in submission.runs:
-                if run.index not in submission.outcomes:
-                    submission.end_group(run, Outcome.FAILED, _UNFORESEEN)
+            for run in submission.running(None):
+                submission.end_group(run, Outcome.FAILED, _UNFORESEEN)
         finally:
             self._running.discard(submission)
         submission.end()
@@ -267,27 +234,23 @@ class Submissions:
             await submission.opened.wait()
             for source in list(self._kept.values()):
                 self._release_if_done(source)  # its last suspended group may be here now
-        age_s = max(0.0, time.time() - submission.began)
+        age_s = max(0.0, time.time() - submission.head.began)
         async with asyncio.TaskGroup() as group:
-            for place, run in enumerate(sorted(submission.runs, key=lambda run: run.rank)):
-                if run.index not in submission.outcomes:
-                    work = self._run_group(submission, run, age_s)
-                    submission.tasks[run.index] = group.create_task(work, name=f"{submission.id}-{run.index}")
-                if place % _BEGUN_AT_ONCE == _BEGUN_AT_ONCE - 1:
-                    await asyncio.sleep(0)
-        for run in submission.runs:
-            if run.index not in submission.outcomes:  # stopped before its task took its first step
-                self._end_stopped(submission, run)
+            async for run in in_turns(sorted(submission.running(None), key=lambda run: run.rank), _BEGUN_AT_ONCE):
+                work = self._run_group(submission, run, age_s)
+                run.task = group.create_task(work, name=f"{submission.id}-{run.index}")
+        for run in submission.running(None):  # stopped before its task took its first step
+            self._end_stopped(submission, run)
 
     async def _run_group(self, submission: Submission, run: GroupRun, age_s: float) -> None:
         deadline_s = run.group.deadline_s
         left_s = None if deadline_s is None else max(0.0, deadline_s - age_s)
         try:
-            if submission.is_stopped(run.index):
+            if run.stopped is not None:
                 raise asyncio.CancelledError
             submission.end_group(run, await run.run(self._generation, left_s))
         except asyncio.CancelledError:
-            if not submission.is_stopped(run.index):
+            if run.stopped is None:
                 raise  # the gateway stops
             self._end_stopped(submission, run)
         except RolloutGatewayError as error:
@@ -295,72 +258,70 @@ class Submissions:
         except Exception:
             log.exception("a group failed in a way that was not foreseen", submission=submission.id, group=run.index)
             submission.end_group(run, Outcome.FAILED, _UNFORESEEN)
-        finally:
-            submission.tasks.pop(run.index, None)
 
     def _end_stopped(self, submission: Submission, run: GroupRun) -> None:
-        if reason := submission.cancelled.get(run.index):
-            submission.end_group(run, Outcome.CANCELLED, error_body(reason, 499)["error"])
+        if run.stopped:
+            submission.end_group(run, Outcome.CANCELLED, error_body(run.stopped, GONE)["error"])
         else:
             submission.end_group(run, run.at_deadline())
 
     # Bounds
 
     async def _refuse_if_full(self, owner: str) -> None:
-        """Refuse a new submission while the others leave no room. Those that outgrew the ledger are held against the
-        owners that have one."""
-        has_outgrown = any(one.has_outgrown and not one.is_ended for one in self._of(owner))
-        for outgrown in (False, True) if has_outgrown else (False,):
-            if self._over_bytes(outgrown=outgrown) > 0:
-                await self._keep_bounds()
-            if (over := self._over_bytes(outgrown=outgrown)) > 0:
-                kind = "that outgrew the ledger and" if outgrown else "that"
-                raise TooManyRequests(
-                    f"submissions {kind} have not ended fill gateway.submissions.max_bytes = "
-                    f"{self._config.max_bytes} ({over} bytes too many): ack what was delivered, or raise it",
-                    _FULL_RETRY_S,
-                )
+        """Refuse a new submission while the owner's others leave no room."""
+        if self._over_bytes(owner) > 0:
+            await self._keep_bounds()
+        if (over := self._over_bytes(owner)) > 0:
+            raise TooManyRequests(
+                f"submissions of this key that have not ended fill gateway.submissions.max_bytes = "
+                f"{self._config.max_bytes} ({over} bytes too many): ack what was delivered, or raise it",
+                _FULL_RETRY_S,
+            )
 
-    def _of(self, owner: str) -> list[Submission]:
-        return [one for one in self._kept.values() if one.owner == owner]
+    def _over_bytes(self, owner: str) -> int:
+        """Bytes beyond the bound, which each owner has for itself."""
+        return self._bytes_by_owner()[owner] - self._config.max_bytes
 
-    def _over_bytes(self, *, outgrown: bool) -> int:
-        """Bytes beyond the bound. What outgrew the ledger has a bound of its own, so it takes no room from others."""
-        kept = sum(one.num_bytes for one in self._kept.values() if one.has_outgrown is outgrown)
-        return kept - self._config.max_bytes
+    def _bytes_by_owner(self) -> Counter[str]:
+        sizes = Counter[str]()
+        for submission in self._kept.values():
+            sizes[submission.owner] += submission.num_bytes
+        return sizes
 
     async def _keep_bounds(self) -> None:
         now, clock = time.time(), time.monotonic()
         for submission in list(self._kept.values()):
-            is_old = now - submission.began > _MAX_AGE_S
+            is_old = now - submission.head.began > _MAX_AGE_S
             quiet_s = 0.0 if submission.readers else clock - submission.quiet_since
             if submission.is_ended and is_old:
                 self._forget(submission, f"older than {_MAX_AGE_S:g} s")
             elif is_old:
-                await self._cancel(submission, None, f"older than {_MAX_AGE_S:g} s")
+                await self._stop(submission, None, f"older than {_MAX_AGE_S:g} s")
             elif not submission.is_ended and quiet_s > _ABANDONED_AFTER_S:
-                await self._cancel(submission, None, f"nobody has read its events for {_ABANDONED_AFTER_S:g} s")
-        for outgrown in (False, True):
-            self._forget_oldest(self._over_bytes(outgrown=outgrown), outgrown=outgrown)
-        released = [one for one in self._kept.values() if one.is_released]
-        for submission in released[: max(0, len(released) - _RELEASED_KEPT)]:
-            self._forget(submission, "")
+                await self._stop(submission, None, f"nobody has read its events for {_ABANDONED_AFTER_S:g} s")
+            elif submission.is_bloated:
+                submission.write()
+        for owner, size in self._bytes_by_owner().items():
+            if size > self._config.max_bytes:
+                self._forget_oldest(owner, size - self._config.max_bytes)
+        released = sorted((one for one in self._kept.values() if one.is_released), key=_age)
+        for submission in released[_RELEASED_KEPT:]:
+            self._forget(submission)
 
-    def _forget_oldest(self, over: int, *, outgrown: bool) -> None:
-        ended = [one for one in self._kept.values() if one.is_ended and not one.is_released]
-        for submission in [one for one in ended if one.has_outgrown is outgrown]:
+    def _forget_oldest(self, owner: str, over: int) -> None:
+        ended = [one for one in self._kept.values() if one.owner == owner and one.is_ended and not one.is_released]
+        for submission in sorted(ended, key=_age, reverse=True):
             if over <= 0:
                 return
             over -= submission.num_bytes
             self._forget(submission, f"gateway.submissions.max_bytes = {self._config.max_bytes}")
 
-    def _forget(self, submission: Submission, reason: str) -> None:
-        if not submission.is_released:
+    def _forget(self, submission: Submission, reason: str = "") -> None:
+        if reason:
             log.warning("a submission is forgotten that was not acked", id=submission.id, reason=reason)
-        if self._kept.pop((submission.owner, submission.id), None) is None:
-            return
-        submission.release()
-        self._put(lambda file: file.forget(submission.number), _nothing)
+        if self._kept.pop((submission.owner, submission.id), None):
+            submission.record.remove()
+            submission.release()
 
     def _release_if_done(self, submission: Submission) -> None:
         if submission.is_acked and not submission.has_suspended and not submission.is_released:
@@ -368,86 +329,64 @@ class Submissions:
 
     # Ledger
 
-    def take_up(self, ledger: Ledger, *, is_left: bool) -> None:
-        in_memory = list(self._kept.values())
-        self._number = max(self._number, ledger.last_number)
-        for row in ledger.submissions:
-            if is_left:
-                self._bring_back(row)
-            else:
-                self._put(partial(_forget, row.number), _nothing)
-        for submission in in_memory:
-            self._number += 1
-            submission.number = self._number  # a submission of the ledger may have the one before
-        for submission in in_memory:
-            if submission.num_bytes > self._config.max_bytes:
-                self._outgrew(submission)
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._running)
+
+    async def write_news(self) -> None:
+        for submission in self._running:
+            if not submission.is_growing:
+                submission.write_growth()
+
+    def write_all(self) -> None:
+        for submission in self._kept.values():
             if submission.opened.is_set():  # others write themselves
                 submission.write()
 
-    def _note_outgrown(self, ledger: Ledger) -> None:
-        numbers, ledger.outgrown = ledger.outgrown, []
-        for submission in [one for one in self._kept.values() if one.number in numbers]:
-            self._outgrew(submission)
+    def bring_back(self, left: Sequence[Left]) -> None:
+        heads: dict[str, Head] = {}
+        for one in left:
+            record = Record(self._ledger, one.name, one.num_bytes)
+            try:
+                heads[one.name] = head = read_head(one.frames[0])
+                if (head.owner, head.id) in self._kept:  # a client was faster than the ledger
+                    record.remove()
+                else:
+                    self._restore(record, head, one.frames[1:])
+            except (ValueError, KeyError, TypeError, IndexError) as error:
+                log.error("a submission in the ledger cannot be read", record=one.name, error=repr(error))
+                record.remove()
+        self._go_on(taken for head in heads.values() for taken in head.taken)
 
-    def _outgrew(self, submission: Submission) -> None:
-        """Keep a submission in memory alone, so that the ledger has room for others."""
-        if submission.has_outgrown:
-            return
-        submission.has_outgrown = True
-        self._counts.outgrew()
-        log.warning(
-            "a submission has outgrown the ledger: it goes on, and a restart of the gateway loses it",
-            id=submission.id,
-            bytes=submission.num_bytes,
-            remedy="ack what was delivered, submit fewer groups at a time, or raise gateway.submissions.max_bytes",
-        )
-
-    def _put(self, work: Callable[[LedgerFile], None], then: Callable[[], None]) -> None:
-        self._ledger.put(work, then)
-
-    async def _written(self) -> None:
-        """Return once the ledger has all that was put before."""
-        done = asyncio.Event()
-        self._put(_nothing, done.set)
-        await done.wait()
-
-    def _bring_back(self, row: SubmissionRow) -> None:
-        if (row.owner, row.id) in self._kept:  # a client was faster than the ledger
-            self._put(lambda file: file.forget(row.number), _nothing)
-            return
+    def _restore(self, record: Record, head: Head, steps: Sequence[bytes]) -> None:
+        groups = msgspec.json.decode(head.groups or b"[]", type=list[Group])
+        submission = self._made(head, groups, record)
         try:
-            groups = [Group.restored(group) for group in orjson.loads(row.body)] if row.body else []
-            submission = self._made(row.number, row.owner, row.id, row.digest, groups, row.began)
-            submission.restore(row)
-        except (ValueError, KeyError, TypeError, IndexError) as error:
-            log.error("a submission in the ledger cannot be read", id=row.id, error=repr(error))
-            self._kept.pop((row.owner, row.id), None)
-            self._put(lambda file: file.forget(row.number), _nothing)
-            return
-        if not submission.is_ended:
-            submission.task = asyncio.create_task(self._live(submission, is_new=False), name=f"submission {row.id}")
+            submission.restore(map(read_step, steps))
+        except BaseException:
+            del self._kept[head.owner, head.id]
+            raise
+
+    def _go_on(self, taken: Iterable[tuple[str, int]]) -> None:
+        """Run what was brought back. A kill may have left groups that were `taken` in both of their records."""
+        by_record = {submission.record.name: submission for submission in self._kept.values()}
+        for name, group in taken:
+            if (source := by_record.get(name)) and source.outcomes.get(group) == Outcome.SUSPENDED:
+                source.give_up(group, TAKEN)
+        for submission in by_record.values():
+            if not submission.is_ended and submission.task is None:
+                work = self._live(submission, is_new=False)
+                submission.task = asyncio.create_task(work, name=f"submission {submission.id}")
 
 
-def _named(submission: Submission, groups: Iterable[int] | None) -> list[int]:
-    return list(range(len(submission.runs)) if groups is None else groups)
-
-
-def _running(submission: Submission, groups: Iterable[int] | None) -> list[int]:
-    return [index for index in _named(submission, groups) if index not in submission.outcomes]
-
-
-def _nothing(file: LedgerFile | None = None) -> None:
-    pass
-
-
-def _forget(number: int, file: LedgerFile) -> None:
-    file.forget(number)
+def _age(submission: Submission) -> float:
+    return -submission.head.began
 
 
 def _digest(asked: Sequence[Asked]) -> bytes:
     try:
-        content = orjson.dumps(list(asked), option=orjson.OPT_SORT_KEYS)
+        fields = msgspec.to_builtins(asked, builtin_types=(bytes,))
+        content = orjson.dumps(fields, option=orjson.OPT_SORT_KEYS)
     except TypeError as error:
         raise InvalidRequest(f"groups has a value that JSON does not have: {error}", param="groups") from error
     return hashlib.blake2b(content, digest_size=16).digest()

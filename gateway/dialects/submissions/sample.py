@@ -11,7 +11,7 @@ from gateway.dialects.raw_json import opened
 from gateway.dialects.resumption.features import MARK
 from gateway.dialects.runner import SO_FAR
 from gateway.dialects.spans import UNSCORED
-from gateway.ledger.file import PartRow
+from gateway.dialects.submissions.frames import Tokens
 
 _OF_THE_END = ("finish_reason", "stop_reason", "weight_versions", "kv_versions")
 _ABORT = "abort"
@@ -63,7 +63,7 @@ class Sample:
             self.end = {key: choice[key] for key in _OF_THE_END if choice.get(key) is not None}
             self.spans = choice["weight_versions"]
 
-    def grow(self, part: PartRow) -> None:
+    def grow(self, part: Tokens) -> None:
         """Take tokens from the ledger."""
         self.token_ids.frombytes(part.token_ids)
         self.logprobs.frombytes(part.logprobs)
@@ -73,8 +73,8 @@ class Sample:
         self.marks = next((stamp[MARK] for stamp in stamps if MARK in stamp), [])
         self._written = len(self.token_ids), len(self._text)
 
-    def growth(self) -> PartRow | None:
-        """Return what came since the last call; None if nothing did."""
+    def growth(self, group: int) -> Tokens | None:
+        """Return what came since the last call, as a sample of `group`; None if nothing did."""
         start, words = self._written
         if start == len(self.token_ids):
             return None
@@ -82,12 +82,12 @@ class Sample:
         text = "".join(self._text[words:])
         ids, logprobs = self.token_ids[start:].tobytes(), self.logprobs[start:].tobytes()
         stamps = [*self.spans, {MARK: self.marks}] if self.marks else self.spans
-        return PartRow(start, ids, logprobs, text, orjson.dumps(stamps))
+        return Tokens(group, self.index, ids, logprobs, text, orjson.dumps(stamps))
 
-    def everything(self) -> PartRow | None:
+    def everything(self, group: int) -> Tokens | None:
         """Return all that there is, as if none had been written."""
         self._written = 0, 0
-        return self.growth()
+        return self.growth(group)
 
     def forget(self) -> None:
         """Drop the tokens: the sample begins again."""

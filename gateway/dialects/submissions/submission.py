@@ -2,92 +2,91 @@
 
 import asyncio
 import time
+from array import array
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Collection, Sequence
-from dataclasses import replace
+from collections.abc import AsyncGenerator, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import msgspec
-import orjson
 
 from engines.engine import Json
 from engines.errors import InvalidRequest, UnknownCursor
+from gateway.dialects.submissions.frames import (
+    OF_GROUP,
+    OF_SUBMISSION,
+    Ack,
+    Event,
+    GivenUp,
+    Head,
+    Prompt,
+    Restart,
+    Step,
+    Tokens,
+)
 from gateway.dialects.submissions.group_run import DEADLINE, GroupRun, Outcome
 from gateway.dialects.submissions.sample import Sample
 from gateway.dialects.submissions.words import Group
-from gateway.ledger.file import OF_GROUP, OF_SUBMISSION, EventRow, LedgerFile, PartRow, SubmissionRow
+from gateway.fleet.deliveries import Deliveries
+from gateway.fleet.metrics import Metrics
+from gateway.ledger.ledger import Record
 
 TAKEN = "taken"
 """The mark of a suspended group that another submission goes on with."""
 _GOOD = "good"
-_OBJECT_BYTES = 300  # of an event, beside its content
 _LIFE_BITS = 20
 _ENDED = "ended"
 _AT_ONCE = 256  # events
 _BYTES_AT_ONCE = 1 << 18
-
-Put = Callable[[Callable[[LedgerFile], None], Callable[[], None]], None]
-"""Writes to the ledger, then calls."""
+_SURPLUS_BYTES = 1 << 16
 
 
-class Counts(Protocol):
-    """Counts samples that are delivered, groups that end, and submissions that the ledger has no room for."""
+@dataclass(eq=False)
+class Counts:
+    """Counts samples and tokens of submissions in the gateway's metrics."""
 
-    def sample(self, run: GroupRun, sample: Sample) -> None: ...
-    def group(self, run: GroupRun) -> None: ...
-    def outgrew(self) -> None: ...
+    metrics: Metrics
+    deliveries: Deliveries
 
+    def sample(self, run: GroupRun, sample: Sample) -> None:
+        if run.model:
+            self.metrics.completion_tokens.labels(run.model).inc(len(sample.token_ids))
+        if sample.end is not None:
+            self.deliveries.count(run.model, [sample.end])
 
-def _nothing() -> None:
-    pass
+    def group(self, run: GroupRun) -> None:
+        if run.model:
+            self.metrics.prompt_tokens.labels(run.model).inc(run.num_prompt_tokens)
 
 
 class Submission:
-    """Groups under one id, of one owner."""
+    """Groups under one id, of one owner. `life` is the number of the gateway's life."""
 
-    def __init__(
-        self,
-        number: int,
-        owner: str,
-        name: str,
-        digest: bytes,
-        groups: Sequence[Group],
-        began: float,
-        put: Put,
-        counts: Counts,
-    ) -> None:
-        self.number, self.owner, self.id, self.digest = number, owner, name, digest
-        self.began = began
-        """Time of its arrival in seconds since the epoch."""
-        self.acked = 0
+    def __init__(self, head: Head, groups: Sequence[Group], record: Record, counts: Counts, life: int) -> None:
+        self.head = msgspec.structs.replace(head, groups=b"", taken=[])
+        self.record, self.life = record, life
+        self.owner, self.id = head.owner, head.id
+        self.acked = head.acked
         self.outcomes: dict[int, str] = {}
-        self.runs = [GroupRun(group, index, owner, name, self) for index, group in enumerate(groups)]
+        self.runs = [GroupRun(group, index, self.owner, self.id, self) for index, group in enumerate(groups)]
         self.task: asyncio.Task[None] | None = None
-        self.tasks: dict[int, asyncio.Task[None]] = {}
-        self.cancelled: dict[int, str] = {}
-        """Reasons, by group."""
-        self.overdue: set[int] = set()
-        """Groups whose deadline the client has let pass."""
         self.readers = 0
         self.quiet_since = time.monotonic()
         self.is_ended = False
         self.is_released = False
-        self.has_outgrown = False
-        """True where the ledger has no room for it: it goes on in memory alone."""
-        self._event_bytes = self._body_bytes = 0
+        self.is_growing = False
+        """True while tokens of open samples are on their way into the ledger."""
         self.opened = asyncio.Event()
         """Set once the ledger has the submission."""
-        self.life = 0
-        self._ledger = put
-        self._events: list[EventRow] = []
-        self._marks: list[EventRow] = []  # events that were acked, without their content
+        self._event_bytes = 0
+        self._body_bytes = sum(group.num_bytes for group in groups)
+        self._events: list[Event] = []
+        self._marks: list[Event] = []  # events that were acked, without their content
         self._last = 0
         self._durable = 0
         self._news = asyncio.Event()
         self._grown: dict[tuple[int, int], None] = {}
-        self._writing = 0
         self._taken: list[tuple[Submission, int]] = []  # groups of others, until this one is written
         self._counts = counts
 
@@ -105,13 +104,13 @@ class Submission:
 
     @property
     def num_unwritten(self) -> int:
-        """Open samples whose last tokens the ledger lacks."""
-        return len(self._grown) + self._writing
+        """Open samples, and writes on their way, that the ledger lacks."""
+        return len(self._grown) + self.record.num_writing
 
     @property
-    def is_writing(self) -> bool:
-        """True while tokens are on their way into the ledger."""
-        return self._writing > 0
+    def is_bloated(self) -> bool:
+        """True where most of its record is of no use any more."""
+        return self.record.has_doubled and self.record.num_bytes > 2 * self.num_bytes + _SURPLUS_BYTES
 
     @property
     def has_suspended(self) -> bool:
@@ -121,9 +120,10 @@ class Submission:
     def is_acked(self) -> bool:
         return self.is_ended and self.acked == self._last
 
-    def is_stopped(self, group: int) -> bool:
-        """True where the client has ended the group."""
-        return group in self.cancelled or group in self.overdue
+    def running(self, groups: Iterable[int] | None) -> list[GroupRun]:
+        """The groups that have not ended; of those named, if any are."""
+        runs = self.runs if groups is None else [self.runs[index] for index in groups]
+        return [run for run in runs if run.index not in self.outcomes]
 
     def report(self) -> Json:
         """The state, as a stream begins with it."""
@@ -138,70 +138,50 @@ class Submission:
 
     # Writes
 
-    def _put(self, work: Callable[[LedgerFile], None], then: Callable[[], None]) -> None:
-        if self.has_outgrown:
-            then()
-        else:
-            self._ledger(work, then)
-
     def write(self) -> None:
-        """Write the submission, with all that it has, into a new ledger."""
-        row, taken = self._row(), [(source.number, group) for source, group in self._taken]
-        self._taken = []
-
-        def work(file: LedgerFile) -> None:
-            file.add_submission(row)
-            for source, group in taken:  # in the same transaction: the tokens are in one of both, whatever happens
-                file.give_up(source, group, TAKEN)
-
-        self._put(work, self.opened.set)
-
-    def _row(self) -> SubmissionRow:
+        """Write the submission, with all that it has, as a new record."""
+        taken, self._taken = self._taken, []
         groups = [] if self.is_released else [run.group for run in self.runs]
-        body = orjson.dumps(groups) if groups else b""
-        self._body_bytes = len(body)
-        row = SubmissionRow(self.number, self.owner, self.id, self.digest, body, self.began, self.acked)
-        row.events = [] if self.is_released else [self._as_now(event) for event in (*self._marks, *self._events)]
-        self._grown.clear()
-        for run in () if self.is_released else self.runs:
-            if run.is_read_by_engine:
-                row.prompts[run.index] = orjson.dumps(run.read)
-            if run.num_bytes and self.outcomes.get(run.index) in (None, Outcome.SUSPENDED):
-                for sample in run.open:
-                    if part := sample.everything():
-                        row.parts[run.index, sample.index].append(part)
-        return row
+        names = [(source.record.name, group) for source, group in taken]
+        body = msgspec.json.encode(groups) if groups else b""
+        head = msgspec.structs.replace(self.head, acked=self.acked, groups=body, taken=names)
+        self.record.begin([head, *self._steps()], self.opened.set)
+        for source, group in taken:  # after the tokens are here
+            source.record.add(GivenUp(group, TAKEN))
 
-    def _as_now(self, event: EventRow) -> EventRow:
+    def _steps(self) -> list[Step]:
+        self._grown.clear()
+        steps: list[Step] = [self._as_now(event) for event in (*self._marks, *self._events)]
+        for run in self.runs:
+            steps += run.read_step(again=True)
+            if run.num_bytes and self.outcomes.get(run.index) in (None, Outcome.SUSPENDED):
+                steps += filter(None, (sample.everything(run.index) for sample in run.open))
+        return steps
+
+    def _as_now(self, event: Event) -> Event:
         """The event, with the mark of a group that was suspended, and taken or dropped since."""
         is_of_group = event.sample == OF_GROUP and event.group != OF_SUBMISSION
-        return replace(event, mark=self.outcomes[event.group]) if is_of_group else event
+        return msgspec.structs.replace(event, mark=self.outcomes[event.group]) if is_of_group else event
 
     def write_growth(self) -> None:
         """Write the tokens that open samples have got since the last call."""
         grown, self._grown = self._grown, {}
+        steps: list[Step] = []
         for group, index in grown:
-            run, sample = self.runs[group], self.runs[group].samples[index]
-            if not sample.is_open:
+            run = self.runs[group]
+            if group in self.outcomes or not (sample := run.samples[index]).is_open:
                 continue
-            part = sample.growth()
-            if part is None:
-                continue
-            if part.start == 0:
-                self._write_prompt(run)
-            self._writing += 1
-            self._put(partial(_grow, self.number, group, index, part), self._wrote)
+            if part := sample.growth(group):
+                steps += [*run.read_step(), part]
+        if steps:
+            self.is_growing = True
+            self.record.add(*steps, then=self._has_grown)
 
-    def _wrote(self) -> None:
-        self._writing -= 1
+    def _has_grown(self) -> None:
+        self.is_growing = False
 
-    def _write_prompt(self, run: GroupRun) -> None:
-        if run.is_read_by_engine:
-            token_ids = orjson.dumps(run.read)
-            self._put(lambda file: file.read_prompt(self.number, run.index, token_ids), _nothing)
-
-    def forgot(self, run: GroupRun, sample: Sample) -> None:
-        self._put(lambda file: file.begin_again(self.number, run.index, sample.index), _nothing)
+    def restarted(self, run: GroupRun, sample: Sample) -> None:
+        self.record.add(Restart(run.index, sample.index))
 
     # Events
 
@@ -217,7 +197,6 @@ class Submission:
         sample.deliver()
 
     def end_group(self, run: GroupRun, outcome: Outcome, error: Json | None = None) -> None:
-        self.outcomes[run.index] = outcome
         self._counts.group(run)
         report: Json = {"type": "group", "group": run.index, "outcome": outcome}
         if error is not None:
@@ -227,26 +206,25 @@ class Submission:
             self.write_growth()
         else:
             run.drop()
+        self.outcomes[run.index] = outcome
         if run.is_read_by_engine:
             report["prompt_token_ids"] = run.read_bytes
-        self._emit(report, run.index, OF_GROUP, outcome, keeps_parts=outcome is Outcome.SUSPENDED)
+        self._emit(report, run.index, OF_GROUP, outcome)
 
     def end(self) -> None:
         """All groups have ended."""
         self.is_ended = True
         self._emit({"type": "end", "outcomes": self.outcome_counts}, OF_SUBMISSION, OF_GROUP, _ENDED)
 
-    def _emit(self, report: Json, group: int, sample: int, mark: str, *, keeps_parts: bool = False) -> None:
+    def _emit(self, report: Json, group: int, sample: int, mark: str) -> None:
         cursor = self._last = max(self._last + 1, (self.life << _LIFE_BITS) + 1)
-        if self.has_outgrown:
-            report["durable"] = False
-        event = EventRow(cursor, group, sample, mark, msgspec.msgpack.encode({"cursor": cursor, **report}))
+        event = Event(cursor, group, sample, mark, msgspec.msgpack.encode({"cursor": cursor, **report}))
+        self._keep(event)
+        self.record.add(event, then=partial(self._is_durable, cursor))
+
+    def _keep(self, event: Event) -> None:
         self._events.append(event)
-        self._event_bytes += _size(event)
-        self._put(
-            lambda file: file.add_event(self.number, event, keeps_parts=keeps_parts),
-            partial(self._is_durable, cursor),
-        )
+        self._event_bytes += event.num_bytes
 
     def _is_durable(self, cursor: int) -> None:
         self._durable = max(self._durable, cursor)
@@ -285,7 +263,7 @@ class Submission:
             self.readers -= 1
             self.quiet_since = time.monotonic()
 
-    def ready(self, cursor: int) -> list[EventRow]:
+    def ready(self, cursor: int) -> list[Event]:
         """Return the first events after `cursor` that may be delivered."""
         ready, num_bytes = [], 0
         start = bisect_right(self._events, cursor, key=_cursor)
@@ -317,21 +295,25 @@ class Submission:
         if cursor <= self.acked:
             return
         self.check_cursor(cursor)
+        self._free(cursor)
+        self.record.add(Ack(cursor), then=self._wake)
+
+    def _free(self, cursor: int) -> None:
         self.acked = cursor
         place = bisect_right(self._events, cursor, key=_cursor)
         freed = self._events[:place]
         del self._events[:place]
-        self._event_bytes -= sum(map(_size, freed))
-        self._marks += [replace(event, content=None) for event in freed]
-        self._put(lambda file: file.ack(self.number, cursor), self._wake)
+        self._event_bytes -= sum(event.num_bytes for event in freed)
+        self._marks += [msgspec.structs.replace(event, content=None) for event in freed]
 
     def release(self) -> None:
         """Free all but the id and the cursor."""
         self.is_released = True
         self._event_bytes = self._body_bytes = 0
-        self._grown.clear()
-        self.runs, self._events, self._marks, self.tasks = [], [], [], {}
-        self._put(lambda file: file.release(self.number), self._wake)
+        self.runs, self._events, self._marks = [], [], []
+        if self.record.is_kept:
+            self.write()
+        self._wake()
 
     def take_over(self, index: int, source: "Submission", group: int) -> None:
         """Go on with a suspended group of `source`, with the own group `index`."""
@@ -339,50 +321,53 @@ class Submission:
         self.runs[index].take_over(source.runs[group])
         self._taken.append((source, group))
 
-    def drop_suspended(self, index: int) -> None:
-        """Free the tokens of a suspended group, with which nothing goes on."""
-        self.outcomes[index] = Outcome.CANCELLED
+    def give_up(self, index: int, mark: str) -> None:
+        """Free the tokens of a suspended group, with which this submission does not go on."""
+        self.outcomes[index] = mark
         self.runs[index].drop()
-        self._put(lambda file: file.give_up(self.number, index, Outcome.CANCELLED), _nothing)
+        self.record.add(GivenUp(index, mark))
 
     # Return
 
-    def restore(self, row: SubmissionRow) -> None:
-        """Take the events and tokens of a gateway before this one."""
-        self.acked = row.acked
-        self._last = self._durable = row.acked
-        self._body_bytes = len(row.body)
+    def restore(self, steps: Iterable[Step]) -> None:
+        """Take the steps of a gateway before this one."""
+        for step in steps:
+            self._take(step)
+        self._last = self._durable = max(self.acked, *(event.cursor for event in self._events), 0)
+        self.is_released = not self.runs
+        self.is_ended = self.is_ended or self.is_released
         self.opened.set()
-        for event in row.events:
-            (self._marks if event.content is None else self._events).append(event)
-            self._last = self._durable = event.cursor
-            self._event_bytes += _size(event) if event.content is not None else 0
-            self._restore_event(event)
-        for group, token_ids in row.prompts.items():
-            self.runs[group].read = orjson.loads(token_ids)
-        for (group, sample), parts in row.parts.items():
-            for part in parts:
-                self.runs[group].grow(sample, part)
-        if not row.body:
-            self.is_released = self.is_ended = True
 
-    def _restore_event(self, event: EventRow) -> None:
+    def _take(self, step: Step) -> None:
+        match step:
+            case Event(content=None):
+                self._marks.append(step)
+                self._take_end(step)
+            case Event():
+                self._keep(step)
+                self._take_end(step)
+            case Prompt(group, token_ids):
+                self.runs[group].read = array("i", token_ids).tolist()
+            case Tokens(group):
+                self.runs[group].grow(step)
+            case Restart(group, sample):
+                self.runs[group].restart(self.runs[group].samples[sample])
+            case GivenUp(group, mark):
+                self.outcomes[group] = mark
+                self.runs[group].drop()
+            case Ack(cursor):
+                self._free(cursor)
+
+    def _take_end(self, event: Event) -> None:
         if event.group == OF_SUBMISSION:
             self.is_ended = True
-        elif event.sample == OF_GROUP:
-            self.outcomes[event.group] = event.mark
-        else:
+        elif event.sample != OF_GROUP:
             self.runs[event.group].restore_end(event.sample, is_good=event.mark == _GOOD)
+        else:
+            self.outcomes[event.group] = event.mark
+            if event.mark != Outcome.SUSPENDED:
+                self.runs[event.group].drop()
 
 
-def _size(event: EventRow) -> int:
-    """Bytes that an event takes in memory."""
-    return len(event.content or b"") + _OBJECT_BYTES
-
-
-def _cursor(event: EventRow) -> int:
+def _cursor(event: Event) -> int:
     return event.cursor
-
-
-def _grow(number: int, group: int, index: int, part: PartRow, file: LedgerFile) -> None:
-    file.grow(number, group, index, part)

@@ -1,6 +1,7 @@
 """Routes about the gateway and its fleet: health, status, metrics, the lives of rollouts, the ends of sessions."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from aiohttp import hdrs, web
 
@@ -19,24 +20,16 @@ from gateway.http.workers.crew import Workers
 _METHODS = (hdrs.METH_GET, hdrs.METH_POST, hdrs.METH_DELETE)
 
 
+@dataclass(eq=False)
 class FleetRoutes:
     """What is open holds no data of the fleet."""
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        scheduler: Scheduler,
-        metrics: Metrics,
-        status: Callable[[], Json],
-        tasks: Supervisor,
-        workers: Workers,
-    ) -> None:
-        self._workers = workers
-        self._tasks = tasks
-        self._fleet = fleet
-        self._scheduler = scheduler
-        self._metrics = metrics
-        self._status = status
+    fleet: Fleet
+    scheduler: Scheduler
+    metrics: Metrics
+    status: Callable[[], Json]
+    tasks: Supervisor
+    workers: Workers
 
     def add_routes(self, router: web.UrlDispatcher, access: Access) -> None:
         self._router, self._access = router, access
@@ -75,32 +68,32 @@ class FleetRoutes:
         return reply({"ready": self._is_ready}, self._health_status)
 
     async def _health_report(self, request: web.Request) -> web.Response:
-        return reply(self._status(), self._health_status)
+        return reply(self.status(), self._health_status)
 
     @property
     def _is_ready(self) -> bool:
-        return self._fleet.is_ready and not self._tasks.failure
+        return self.fleet.is_ready and not self.tasks.failure
 
     @property
     def _health_status(self) -> int:
         return 200 if self._is_ready else 503
 
     async def _report(self, request: web.Request) -> web.Response:
-        return reply(self._status())
+        return reply(self.status())
 
     async def _metrics_page(self, request: web.Request) -> web.Response:
         """Reply with the gateway's and the engines' metrics, in Prometheus' text format."""
-        found = {replica.label: page for replica, page in (await self._fleet.metrics_pages()).items()}
-        queue_lengths = {model: self._scheduler.queue_length(model) for model in self._fleet.models.names}
-        self._metrics.observe(self._fleet, queue_lengths)
+        found = {replica.label: page for replica, page in (await self.fleet.metrics_pages()).items()}
+        queue_lengths = {model: self.scheduler.queue_length(model) for model in self.fleet.models.names}
+        self.metrics.observe(self.fleet, queue_lengths)
         return web.Response(
-            body=self._metrics.page(found, self._workers.counts()), content_type="text/plain", charset="utf-8"
+            body=self.metrics.page(found, self.workers.counts()), content_type="text/plain", charset="utf-8"
         )
 
     async def _life(self, request: web.Request) -> web.Response:
         """Reply with the attempts of each rollout of a request: times, replicas, weight versions, ends."""
         name = request.match_info["request_id"]
-        if not (found := self._scheduler.lives.of(name)):
+        if not (found := self.scheduler.lives.of(name)):
             raise UnknownRequest(
                 f"no rollout of request {name!r} is among the last {KEPT:,}: send X-Request-Id to choose the id, or "
                 "take it from the reply"
@@ -114,7 +107,7 @@ class FleetRoutes:
         """
         name = request.match_info["id"]
         clients = self._access.clients_within_reach(request)
-        were_known = [self._scheduler.finish_session(session_key(client, name)) for client in clients]
+        were_known = [self.scheduler.finish_session(session_key(client, name)) for client in clients]
         if not any(were_known):
             raise UnknownRequest(
                 f"no session {name!r:.300} of this key is known: it had no turn here, has ended, or was forgotten",

@@ -1,15 +1,21 @@
-"""Routes about models and their engines: model cards, descriptions, and calls that any engine of a model can answer."""
+"""Routes about models and their engines: cards, descriptions, LoRA adapters, calls that any engine of a model can
+answer."""
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
 
 import structlog
 from aiohttp import web
+from msgspec import Meta, Struct
 
 from engines.engine import Json
-from engines.errors import DeadlineExceeded, EngineError, EngineFailed
+from engines.errors import DeadlineExceeded, EngineError, EngineFailed, InvalidRequest
 from gateway.config.schema import FleetConfig
+from gateway.dialects.fields import read_fields
 from gateway.dialects.token_generation import lacking
+from gateway.fleet.adapter_loading import AdapterCoordinator
 from gateway.fleet.adapters import Adapter
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.placement.inquiries import Inquiries
@@ -21,16 +27,29 @@ from gateway.weights.coordinator import WeightCoordinator
 log = structlog.get_logger()
 
 _ASK_TIMEOUT_S = 60.0
+_Text = Annotated[str, Meta(min_length=1)]
 
 
+class _Load(Struct):
+    lora_name: _Text
+    lora_path: _Text
+    load_inplace: bool = False
+    is_3d_lora_weight: bool = False
+
+
+class _Unload(Struct):
+    lora_name: _Text
+
+
+@dataclass(eq=False)
 class ModelRoutes:
-    """Model cards, and calls that are passed to one engine of the model."""
+    """Model cards, LoRA adapters on all replicas, and calls that are passed to one engine of the model."""
 
-    def __init__(self, config: FleetConfig, fleet: Fleet, weights: WeightCoordinator, inquiries: Inquiries) -> None:
-        self._config = config
-        self._fleet = fleet
-        self._weights = weights
-        self._inquiries = inquiries
+    config: FleetConfig
+    fleet: Fleet
+    weights: WeightCoordinator
+    inquiries: Inquiries
+    adapters: AdapterCoordinator
 
     def add_routes(self, router: web.UrlDispatcher, access: Access) -> None:
         router.add_get("/v1/models", access.for_inference(self._list_models))
@@ -44,24 +63,26 @@ class ModelRoutes:
         router.add_post("/v1/chat/completions/render", access.for_inference(self._render))
         router.add_get("/model_info", access.for_inference(self._model_info))
         router.add_get("/get_model_info", access.for_inference(self._model_info))
+        router.add_post("/v1/load_lora_adapter", access.for_admin(self._load_adapter))
+        router.add_post("/v1/unload_lora_adapter", access.for_admin(self._unload_adapter))
 
     async def description(self) -> Json:
         """Return SGLang's description of the policy."""
-        card = await self._model_card(self._fleet.models.first)
+        card = await self._model_card(self.fleet.models.first)
         path = card.get("root") or card["id"]
         described = {"model_path": path, "tokenizer_path": path, "is_generation": True}
-        return described | {"preferred_sampling_params": None, "weight_version": str(self._fleet.version)}
+        return described | {"preferred_sampling_params": None, "weight_version": str(self.fleet.version)}
 
     async def _list_models(self, request: web.Request) -> web.Response:
         """Reply with the card of each model, the policy first: TRL uses the first card."""
-        first = self._fleet.models.first
-        others = (self._model_card_if_up(model) for model in self._fleet.models.names if model != first)
+        first = self.fleet.models.first
+        others = (self._model_card_if_up(model) for model in self.fleet.models.names if model != first)
         base, *cards = await asyncio.gather(self._model_card(first), *others)
-        adapters = [_adapter_card(adapter, base) for adapter in self._fleet.adapters.loaded if base]
+        adapters = [_adapter_card(adapter, base) for adapter in self.fleet.adapters.loaded if base]
         return reply({"object": "list", "data": [*(card for card in (base, *cards) if card), *adapters]})
 
     async def _retrieve_model(self, request: web.Request) -> web.Response:
-        model, adapter = self._fleet.asked(request.match_info["model"])
+        model, adapter = self.fleet.asked(request.match_info["model"])
         card = await self._model_card(model)
         return reply(_adapter_card(adapter, card) if adapter else card)
 
@@ -69,21 +90,21 @@ class ModelRoutes:
         """Reply with the answer of one engine; all engines of its model would give the same."""
         body = await read_object(request) if request.method == "POST" else None
         name = None if body is None else body.get("model") or None
-        model, adapter = (self._fleet.models.first, None) if body is None else self._fleet.asked(name)
+        model, adapter = (self.fleet.models.first, None) if body is None else self.fleet.asked(name)
         return reply(await self._answer(self._replicas(model, adapter), request, body))
 
     async def _server_info(self, request: web.Request) -> web.Response:
         """Reply with an engine's own report, and with the relay's transport for the trainer if the relay receives."""
-        info = await self._answer(self._replicas(self._fleet.models.first, None), request, None)
-        if isinstance(info.get("vllm_config"), dict) and (backend := await self._weights.backend()):
+        info = await self._answer(self._replicas(self.fleet.models.first, None), request, None)
+        if isinstance(info.get("vllm_config"), dict) and (backend := await self.weights.backend()):
             info["vllm_config"]["weight_transfer_config"] = {"backend": backend}
         return reply(info)
 
     async def _render(self, request: web.Request) -> web.Response:
         """Reply with the token ids and sampling parameters of a request, for /inference/v1/generate."""
         body = await read_object(request)
-        model, _ = self._fleet.asked(body.get("model") or None)
-        replicas = [replica for replica in self._fleet.alive if replica.info.model == model]
+        model, _ = self.fleet.asked(body.get("model") or None)
+        replicas = [replica for replica in self.fleet.alive if replica.info.model == model]
         able = [replica for replica in replicas if request.path in replica.info.capabilities]
         if not able:
             raise lacking(request.path, replicas)
@@ -93,10 +114,26 @@ class ModelRoutes:
     async def _model_info(self, request: web.Request) -> web.Response:
         return reply(await self.description())
 
+    async def _load_adapter(self, request: web.Request) -> web.Response:
+        """Load a LoRA adapter from a folder on all replicas."""
+        asked = read_fields(_Load, await read_object(request))
+        if asked.is_3d_lora_weight:
+            raise InvalidRequest(
+                "is_3d_lora_weight is not passed on to engines: leave it out", param="is_3d_lora_weight"
+            )
+        await self.adapters.load(asked.lora_name, asked.lora_path, in_place=asked.load_inplace)
+        return web.Response(text=f"Success: LoRA adapter '{asked.lora_name}' added successfully.")
+
+    async def _unload_adapter(self, request: web.Request) -> web.Response:
+        """Unload a LoRA adapter from all replicas, after the rollouts that use it."""
+        name = read_fields(_Unload, await read_object(request)).lora_name
+        await self.adapters.unload(name)
+        return web.Response(text=f"Success: LoRA adapter '{name}' removed successfully.")
+
     async def _model_card(self, model: str) -> Json:
         """Return vLLM's entry of one model in its engine's list."""
         replicas = self._replicas(model, None)
-        listed = await self._inquiries.ask(replicas, "GET", "/v1/models", None, self._config.probe_timeout_s)
+        listed = await self.inquiries.ask(replicas, "GET", "/v1/models", None, self.config.probe_timeout_s)
         for card in listed.get("data") or ():
             if card.get("id") == model:
                 return dict(card)
@@ -112,15 +149,15 @@ class ModelRoutes:
 
     async def _answer(self, replicas: Sequence[Replica], request: web.Request, body: Json | None) -> Json:
         """Return the answer of one of these replicas to the request itself."""
-        return await self._inquiries.ask(replicas, request.method, request.path_qs, body, _ASK_TIMEOUT_S)
+        return await self.inquiries.ask(replicas, request.method, request.path_qs, body, _ASK_TIMEOUT_S)
 
     def _replicas(self, model: str, adapter: Adapter | None) -> list[Replica]:
         """Return the replicas of a model in a fixed order, serving replicas if any.
 
         Raise `DeadlineExceeded` if there is none.
         """
-        of_model = [replica for replica in self._fleet.alive if replica.info.model == model]
-        serving = self._fleet.serving(model, adapter)
+        of_model = [replica for replica in self.fleet.alive if replica.info.model == model]
+        serving = self.fleet.serving(model, adapter)
         replicas = [replica for replica in of_model if replica in serving] or of_model
         if not replicas:
             raise DeadlineExceeded(f"no replica of {model!r} is up yet: see /health")

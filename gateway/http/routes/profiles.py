@@ -4,29 +4,36 @@ import asyncio
 import tarfile
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Annotated
 
 from aiohttp import web
+from msgspec import Meta, Struct
 
-from engines.engine import Json
 from engines.errors import InvalidRequest
+from gateway.dialects.fields import read_fields
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.profiles import check_can_be_profiled, record
 from gateway.fleet.replica import Replica
 from gateway.http.access import Access
 from gateway.http.json_body import read_object
 
-_DEFAULT_S = 5.0
-_LONGEST_S = 600.0
 _CHUNK_BYTES = 1 << 20
 
 
+class _Asked(Struct):
+    seconds: Annotated[float, Meta(gt=0, le=600)] = 5.0
+    replicas: list[str] | None = None
+
+
+@dataclass(eq=False)
 class ProfileRoutes:
     """Records of engines by their own profilers, while they serve."""
 
-    def __init__(self, fleet: Fleet) -> None:
-        self._fleet = fleet
+    fleet: Fleet
+
+    def __post_init__(self) -> None:
         self._recording = asyncio.Lock()
 
     def add_routes(self, router: web.UrlDispatcher, access: Access) -> None:
@@ -34,36 +41,27 @@ class ProfileRoutes:
 
     async def _profile(self, request: web.Request) -> web.StreamResponse:
         """Record engines for some seconds, and reply with a tar archive of their profilers' files."""
-        body = await read_object(request, required=False)
-        seconds, replicas = _seconds(body), self._chosen(body.get("replicas"))
+        asked = read_fields(_Asked, await read_object(request, required=False))
+        replicas = self._chosen(asked.replicas)
         if self._recording.locked():
             raise InvalidRequest("engines are being profiled: wait for its end, as a profiler records once at a time")
         async with self._recording:
-            files = await record(replicas, seconds)
+            files = await record(replicas, asked.seconds)
         with tempfile.TemporaryFile() as archive:
             await asyncio.to_thread(_pack, files, archive)
             return await _send(request, archive)
 
-    def _chosen(self, names: object) -> Sequence[Replica]:
+    def _chosen(self, names: list[str] | None) -> Sequence[Replica]:
         """Return the replicas of these ids or labels; without names all that can serve."""
-        if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
-            raise InvalidRequest(f"replicas = {names!r} is no list of ids or labels of /status", param="replicas")
-        known = {name: one for one in self._fleet.replicas for name in (one.replica_id, one.label)}
+        known = {name: one for one in self.fleet.replicas for name in (one.replica_id, one.label)}
         if unknown := set(names or ()) - known.keys():
             raise InvalidRequest(f"there is no replica {', '.join(sorted(unknown))}: see /status", param="replicas")
-        found = [one for one in self._fleet.replicas if one.can_serve] if names is None else [known[n] for n in names]
+        found = [one for one in self.fleet.replicas if one.can_serve] if names is None else [known[n] for n in names]
         if not found:
             raise InvalidRequest("there is no replica to profile: see /status", param="replicas")
         for replica in found:
             check_can_be_profiled(replica)
         return list(dict.fromkeys(found))
-
-
-def _seconds(body: Json) -> float:
-    seconds = body.get("seconds", _DEFAULT_S)
-    if type(seconds) not in (int, float) or not 0 < seconds <= _LONGEST_S:
-        raise InvalidRequest(f"seconds = {seconds!r} must be above 0 and at most {_LONGEST_S:g}", param="seconds")
-    return float(seconds)
 
 
 def _pack(files: Mapping[str, Sequence[Path]], archive: IO[bytes]) -> None:

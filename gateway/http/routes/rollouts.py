@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -31,30 +32,19 @@ from gateway.http.replies import BeforeEnd, at_once, send_events, send_pieces
 _HEALTH_TIMEOUT_S = 20.0
 
 
+@dataclass(eq=False)
 class RolloutRoutes:
     """Generation, in OpenAI's dialect and by the token routes of vLLM and SGLang."""
 
-    def __init__(
-        self,
-        completions: Completions,
-        chat: Chat,
-        tokens: TokenGeneration,
-        sglang: SglangGenerate,
-        measurement: Measurement,
-        deliveries: Deliveries,
-        replays: Replays,
-        own: OwnRequests,
-        abort_elsewhere: AbortElsewhere,
-    ) -> None:
-        self._own = own
-        self._abort_elsewhere = abort_elsewhere
-        self._replays = replays
-        self._completions = completions
-        self._chat = chat
-        self._tokens = tokens
-        self._sglang = sglang
-        self._measurement = measurement
-        self._deliveries = deliveries
+    completions: Completions
+    chat: Chat
+    tokens: TokenGeneration
+    sglang: SglangGenerate
+    measurement: Measurement
+    deliveries: Deliveries
+    replays: Replays
+    own: OwnRequests
+    abort_elsewhere: AbortElsewhere
 
     def add_routes(self, router: web.UrlDispatcher, access: Access) -> None:
         self._access = access
@@ -71,14 +61,14 @@ class RolloutRoutes:
 
     async def _create_completions(self, request: web.Request) -> web.StreamResponse:
         content, body, session = await self._read(request)
-        prompts = self._completions.decode(body, request_id(request, body), session)
+        prompts = self.completions.decode(body, request_id(request, body), session)
         if body.get("stream"):
             model = prompts[0].rollout.model
-            return await self._stream(request, model, partial(self._completions.stream, prompts))
-        if given_id(request) or not self._replays.has_identity(prompts):
-            return await self._send(request, prompts, await self._completions.written(prompts))
+            return await self._stream(request, model, partial(self.completions.stream, prompts))
+        if given_id(request) or not self.replays.has_identity(prompts):
+            return await self._send(request, prompts, await self.completions.written(prompts))
         identity = await identity_of(request.path, request[CLIENT], content)
-        replying = self._replays.reply(identity, content, prompts)
+        replying = self.replays.reply(identity, content, prompts)
         del body, content  # large ones, for as long as the batch takes
         async with replying as batch:
             return await self._send(request, prompts, batch.written, batch.seal)
@@ -93,49 +83,49 @@ class RolloutRoutes:
         """Send a reply, then count it: a replay may get one that breaks off."""
         response = await send_pieces(request, written.pieces(), written.num_bytes, before_end)
         model = prompts[0].rollout.model
-        self._measurement.count_tokens(request, model, written.head["usage"])
-        self._deliveries.count(model, written.ends)
-        self._deliveries.count_batch(model, written.seconds)
+        self.measurement.count_tokens(request, model, written.head["usage"])
+        self.deliveries.count(model, written.ends)
+        self.deliveries.count_batch(model, written.seconds)
         return response
 
     async def _create_chat_completion(self, request: web.Request) -> web.StreamResponse:
         _, body, session = await self._read(request)
-        rollout = self._chat.decode(body, request_id(request, body), session)
+        rollout = self.chat.decode(body, request_id(request, body), session)
         if body.get("stream"):
-            return await self._stream(request, rollout.model, partial(self._chat.stream, rollout, body))
-        return await self._answer(request, rollout.model, self._chat.generate(rollout, body))
+            return await self._stream(request, rollout.model, partial(self.chat.stream, rollout, body))
+        return await self._answer(request, rollout.model, self.chat.generate(rollout, body))
 
     async def _generate_tokens(self, request: web.Request) -> web.StreamResponse:
         _, body, session = await self._read(request)
-        rollout = self._tokens.decode(body, request_id(request), session, request[CLIENT])
-        with self._own.under_way(request, [body["request_id"]]):
+        rollout = self.tokens.decode(body, request_id(request), session, request[CLIENT])
+        with self.own.under_way(request, [body["request_id"]]):
             if body.get("stream"):
-                return await self._stream(request, rollout.model, partial(self._tokens.stream, rollout, body))
-            return await self._answer(request, rollout.model, self._tokens.generate(rollout, body))
+                return await self._stream(request, rollout.model, partial(self.tokens.stream, rollout, body))
+            return await self._answer(request, rollout.model, self.tokens.generate(rollout, body))
 
     async def _generate_sglang(self, request: web.Request) -> web.StreamResponse:
         _, body, session = await self._read(request)
-        batch = self._sglang.decode(body, request_id(request), session, request[CLIENT])
-        with self._own.under_way(request, [asked.rid for asked in batch.asked]):
+        batch = self.sglang.decode(body, request_id(request), session, request[CLIENT])
+        with self.own.under_way(request, [asked.rid for asked in batch.asked]):
             if body.get("stream"):
-                return await self._stream(request, batch.model, partial(self._sglang.stream, batch))
-            answers, usage = await self._sglang.generate(batch)
-        self._measurement.count_tokens(request, batch.model, usage)
+                return await self._stream(request, batch.model, partial(self.sglang.stream, batch))
+            answers, usage = await self.sglang.generate(batch)
+        self.measurement.count_tokens(request, batch.model, usage)
         return reply(answers)
 
     async def _abort_requests(self, request: web.Request) -> web.Response:
         """End the client's requests of /inference/v1/generate with the tokens they have; an admin key ends any."""
         request_ids: Any = (await read_object(request)).get("request_ids")
-        await self._tokens.abort(request_ids, partial(self._own.named, request, self._access))
-        await self._abort_elsewhere(AbortKind.TOKENS, tuple(request_ids), reach(request, self._access))
+        await self.tokens.abort(request_ids, partial(self.own.named, request, self._access))
+        await self.abort_elsewhere(AbortKind.TOKENS, tuple(request_ids), reach(request, self._access))
         return reply({})
 
     async def _health_generate(self, request: web.Request) -> web.Response:
         """Reply 200 after one token: SGLang's check that tokens are generated."""
-        prompts = self._completions.decode({"prompt": "a", "max_tokens": 1}, request_id(request))
+        prompts = self.completions.decode({"prompt": "a", "max_tokens": 1}, request_id(request))
         try:
             async with asyncio.timeout(_HEALTH_TIMEOUT_S):
-                await self._completions.generate(prompts)
+                await self.completions.generate(prompts)
         except (TimeoutError, EngineError, DeadlineExceeded) as error:
             reason = str(error) or f"no token within {_HEALTH_TIMEOUT_S:g} s"
             return reply(error_body(f"{reason}: see /status", 503), 503)
@@ -146,14 +136,14 @@ class RolloutRoutes:
         content = await read_content(request)
         body = as_object(content)
         session = session_of(request[CLIENT], request.headers, body)
-        self._measurement.arrived(request, body, session)
+        self.measurement.arrived(request, body, session)
         return content, body, session
 
     async def _answer(self, request: web.Request, model: str, generated: Awaitable[Json]) -> web.Response:
         """Send the whole answer, and count its tokens and choices."""
         answer = await generated
-        self._measurement.count_tokens(request, model, answer.get("usage"))
-        self._deliveries.count(model, answer["choices"])
+        self.measurement.count_tokens(request, model, answer.get("usage"))
+        self.deliveries.count(model, answer["choices"])
         return reply(answer)
 
     async def _stream(
@@ -164,7 +154,7 @@ class RolloutRoutes:
 
         async def counted(show: Show) -> None:
             def passed_on(chunk: Json) -> None:
-                self._deliveries.count(model, chunk.get("choices") or ())
+                self.deliveries.count(model, chunk.get("choices") or ())
                 show(chunk)
 
             await work(usage, passed_on)
@@ -172,4 +162,4 @@ class RolloutRoutes:
         try:
             return await send_events(request, counted)
         finally:
-            self._measurement.count_tokens(request, model, usage.total())
+            self.measurement.count_tokens(request, model, usage.total())

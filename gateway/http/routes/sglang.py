@@ -5,6 +5,7 @@ replica. Calls for a single worker are refused with the alternative.
 """
 
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from functools import partial
 
 from aiohttp import web
@@ -47,26 +48,17 @@ REFUSED = {
 """Routes of SGLang that make no sense in front of replicas, with the alternative to each."""
 
 
+@dataclass(eq=False)
 class SglangRoutes:
     """SGLang's own routes. `model_info` makes the reply of GET /model_info."""
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        scheduler: Scheduler,
-        weights: WeightCoordinator,
-        generate: SglangGenerate,
-        model_info: Callable[[], Awaitable[Json]],
-        own: OwnRequests,
-        workers: Workers,
-    ) -> None:
-        self._own = own
-        self._crew = workers
-        self._fleet = fleet
-        self._scheduler = scheduler
-        self._weights = weights
-        self._generate = generate
-        self._model_info = model_info
+    fleet: Fleet
+    scheduler: Scheduler
+    weights: WeightCoordinator
+    generate: SglangGenerate
+    model_info: Callable[[], Awaitable[Json]]
+    own: OwnRequests
+    workers: Workers
 
     def add_routes(self, router: web.UrlDispatcher, access: Access) -> None:
         self._access = access
@@ -87,13 +79,13 @@ class SglangRoutes:
 
     async def _workers(self, request: web.Request) -> web.Response:
         worker = {
-            "id": self._fleet.models.first,
+            "id": self.fleet.models.first,
             "url": _own_url(request),
-            "model_id": self._fleet.models.first,
+            "model_id": self.fleet.models.first,
             "worker_type": "regular",
             "connection_type": "http",
-            "is_healthy": self._fleet.is_ready,
-            "load": sum(replica.load_samples for replica in self._fleet.trained),
+            "is_healthy": self.fleet.is_ready,
+            "load": sum(replica.load_samples for replica in self.fleet.trained),
         }
         stats = {"prefill_count": 0, "decode_count": 0, "regular_count": 1}
         return reply({"workers": [worker], "total": 1, "stats": stats})
@@ -103,19 +95,19 @@ class SglangRoutes:
 
     async def _server_info(self, request: web.Request) -> web.Response:
         """Reply with SGLang's keys for the whole fleet; `internal_states` lists the replicas."""
-        replicas = self._fleet.trained_alive
+        replicas = self.fleet.trained_alive
         lengths = [found for replica in replicas if (found := replica.info.max_model_len) is not None]
         states = [
             {"replica_id": replica.replica_id, "state": str(replica.state), "engine": str(replica.info.kind)}
             for replica in replicas
         ]
         versions = sorted({replica.info.engine_version for replica in replicas})
-        info = {"served_model_name": self._fleet.models.first, "context_length": min(lengths, default=None)}
-        info |= {"status": "ready" if self._fleet.is_ready else "starting", "version": ", ".join(versions)}
-        return reply(await self._model_info() | info | {"internal_states": states})
+        info = {"served_model_name": self.fleet.models.first, "context_length": min(lengths, default=None)}
+        info |= {"status": "ready" if self.fleet.is_ready else "starting", "version": ", ".join(versions)}
+        return reply(await self.model_info() | info | {"internal_states": states})
 
     async def _weight_version(self, request: web.Request) -> web.Response:
-        return reply({"weight_version": str(self._fleet.version)})
+        return reply({"weight_version": str(self.fleet.version)})
 
     async def _abort_request(self, abort_all: Handler, request: web.Request) -> web.StreamResponse:
         """End running rollouts with the tokens they have, all of them with `abort_all`, or one request with `rid`.
@@ -129,20 +121,20 @@ class SglangRoutes:
         if not isinstance(rid, str) or not rid:
             raise InvalidRequest(f"rid = {rid!r:.80}: send the id of a request, or abort_all = true", param="rid")
         check_id(rid, "rid")
-        for client in self._own.named(request, self._access, rid):
-            self._generate.abort(client, rid)
-        await self._crew.abort(AbortKind.SGLANG, (rid,), reach(request, self._access))
+        for client in self.own.named(request, self._access, rid):
+            self.generate.abort(client, rid)
+        await self.workers.abort(AbortKind.SGLANG, (rid,), reach(request, self._access))
         return web.Response()
 
     async def _abort_all(self, request: web.Request) -> web.Response:
         """Pause the engines, which ends their rollouts; then end the rollouts that wait for a replica."""
-        async with self._weights.pauses.aborting_all():
-            self._scheduler.withdraw_policy()
-            await self._crew.withdraw_policy()
+        async with self.weights.pauses.aborting_all():
+            self.scheduler.withdraw_policy()
+            await self.workers.withdraw_policy()
         return web.Response()
 
     async def _flush_cache(self, request: web.Request) -> web.Response:
-        if await self._weights.pauses.reset_prefix_cache():
+        if await self.weights.pauses.reset_prefix_cache():
             return web.Response(text="Cache flushed.\n")
         return web.Response(text="Flush cache failed: rollouts run.\n", status=400)
 
@@ -150,11 +142,11 @@ class SglangRoutes:
         mode = (await read_object(request, required=False)).get("mode", "abort")
         if not isinstance(mode, str) or mode not in _MODES:
             raise InvalidRequest(f"mode = {mode!r} is none of {', '.join(_MODES)}", param="mode")
-        await self._weights.pauses.pause(_MODES[mode], clear_cache=mode == "retract")
+        await self.weights.pauses.pause(_MODES[mode], clear_cache=mode == "retract")
         return reply({"message": "Generation paused successfully.", "status": "ok"})
 
     async def _continue_generation(self, request: web.Request) -> web.Response:
-        await self._weights.pauses.resume()
+        await self.weights.pauses.resume()
         return reply({"message": "Generation continued successfully.", "status": "ok"})
 
     async def _refuse(self, request: web.Request) -> web.Response:

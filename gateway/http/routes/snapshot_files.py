@@ -4,6 +4,7 @@
 """
 
 import contextlib
+from dataclasses import dataclass
 from pathlib import Path
 
 from aiohttp import web
@@ -18,12 +19,12 @@ from gateway.weights.snapshots import Snapshots
 _CHUNK_BYTES = 1 << 20
 
 
+@dataclass(eq=False)
 class SnapshotFiles:
     """Lists versions and their files, and sends files, with ranges. A version is not removed while it is read."""
 
-    def __init__(self, fleet: Fleet, snapshots: Snapshots) -> None:
-        self._fleet = fleet
-        self._snapshots = snapshots
+    fleet: Fleet
+    snapshots: Snapshots
 
     def add_routes(self, router: web.UrlDispatcher, access: Access) -> None:
         version = VERSIONS_PATH + r"/{version:[0-9]{1,19}}"
@@ -34,23 +35,23 @@ class SnapshotFiles:
     async def _list_versions(self, request: web.Request) -> web.Response:
         # The store may hold versions of an earlier gateway. Reading the fleet's version makes it known.
         with contextlib.suppress(StoreFailed):
-            async with self._reading(self._fleet.version):
+            async with self._reading(self.fleet.version):
                 pass
-        served = self._fleet.version  # a newer version is not verified yet
+        served = self.fleet.version  # a newer version is not verified yet
         return reply(
-            {"versions": [version for version in self._snapshots.versions if version <= served], "served": served}
+            {"versions": [version for version in self.snapshots.versions if version <= served], "served": served}
         )
 
     async def _list_files(self, request: web.Request) -> web.Response:
         version = int(request.match_info["version"])
         async with self._reading(version) as folder:
-            sizes = await self._snapshots.in_thread(_sizes, folder)
+            sizes = await self.snapshots.in_thread(_sizes, folder)
         return reply({"version": version, "files": [{"name": name, "bytes": sizes[name]} for name in sorted(sizes)]})
 
     async def _send(self, request: web.Request) -> web.StreamResponse:
         version, name = int(request.match_info["version"]), request.match_info["file"]
         async with self._reading(version) as folder:
-            sizes = await self._snapshots.in_thread(_sizes, folder)
+            sizes = await self.snapshots.in_thread(_sizes, folder)
             if name not in sizes:
                 raise InvalidRequest(f"version {version} has no file {name!r}", param="file")
             return await self._send_part(request, folder / name, sizes[name])
@@ -64,7 +65,7 @@ class SnapshotFiles:
             response.headers["Content-Range"] = f"bytes {begin}-{end - 1}/{size}"
         await response.prepare(request)
         while begin < end:
-            piece = await self._snapshots.in_thread(_piece, path, begin, min(_CHUNK_BYTES, end - begin))
+            piece = await self.snapshots.in_thread(_piece, path, begin, min(_CHUNK_BYTES, end - begin))
             assert piece, f"{path} was cut short while it was read: versions never change"
             await response.write(piece)
             begin += len(piece)
@@ -72,7 +73,7 @@ class SnapshotFiles:
         return response
 
     def _reading(self, version: int) -> contextlib.AbstractAsyncContextManager[Path]:
-        return self._snapshots.reading(version, self._fleet.label)
+        return self.snapshots.reading(version, self.fleet.label)
 
 
 def _piece(path: Path, begin: int, size: int) -> bytes:

@@ -1,49 +1,37 @@
 """/v1/rollouts: groups under one id, whose samples are read as they end, read again after a break, and acked."""
 
+from dataclasses import dataclass
+from typing import Annotated
+
 from aiohttp import web
+from msgspec import Meta, Struct
 
 from engines.engine import Json
 from engines.errors import InvalidRequest
-from gateway.dialects.submissions.group_run import GroupRun
+from gateway.dialects.fields import read_fields
 from gateway.dialects.submissions.registry import Submissions
-from gateway.dialects.submissions.sample import Sample
 from gateway.dialects.submissions.submission import Submission
-from gateway.dialects.submissions.words import read_groups, read_id
-from gateway.fleet.deliveries import Deliveries
-from gateway.fleet.metrics import Metrics
+from gateway.dialects.submissions.words import Request
 from gateway.fleet.placement.lives import Lives
 from gateway.http.access import CLIENT, Access
 from gateway.http.json_body import read_object, read_packed, reply
 from gateway.http.records import is_packed, send_records, wire_of
 
 
-class SubmissionCounts:
-    """Counts samples and tokens of submissions in the gateway's metrics."""
-
-    def __init__(self, metrics: Metrics, deliveries: Deliveries) -> None:
-        self._metrics = metrics
-        self._deliveries = deliveries
-
-    def outgrew(self) -> None:
-        self._metrics.outgrown_submissions.inc()
-
-    def sample(self, run: GroupRun, sample: Sample) -> None:
-        if run.model:
-            self._metrics.completion_tokens.labels(run.model).inc(len(sample.token_ids))
-        if sample.end is not None:
-            self._deliveries.count(run.model, [sample.end])
-
-    def group(self, run: GroupRun) -> None:
-        if run.model:
-            self._metrics.prompt_tokens.labels(run.model).inc(run.num_prompt_tokens)
+class _Ack(Struct):
+    cursor: Annotated[int, Meta(ge=0)]
 
 
+class _Named(Struct):
+    groups: list[int] | None = None
+
+
+@dataclass(eq=False)
 class SubmissionRoutes:
     """Submissions: groups of rollouts under one id, kept until they are acked."""
 
-    def __init__(self, submissions: Submissions, lives: Lives) -> None:
-        self._submissions = submissions
-        self._lives = lives
+    submissions: Submissions
+    lives: Lives
 
     def add_routes(self, router: web.UrlDispatcher, access: Access) -> None:
         router.add_post("/v1/rollouts", access.for_inference(self._submit))
@@ -56,13 +44,9 @@ class SubmissionRoutes:
         """Begin groups under an id, or join those of this id, and stream their samples as they end."""
         body = await _body(request)
         wire_of(request)
-        streams = body.get("stream")
-        if type(streams) not in (bool, type(None)):
-            raise InvalidRequest(f"stream = {streams!r:.80} must be true or false", param="stream")
-        asked = await read_groups(body)
-        name = read_id(body)
-        submission = await self._submissions.submit(request[CLIENT], name, asked)
-        if streams is False:
+        asked = read_fields(Request, body)
+        submission = await self.submissions.submit(request[CLIENT], asked.id, await asked.read_groups())
+        if not asked.stream:
             return reply(self._head(submission), 202)
         return await self._stream(request, submission, submission.acked)
 
@@ -70,7 +54,7 @@ class SubmissionRoutes:
         """Stream the samples after `cursor`, as they end; with `explain` reply with the reasons of their placement."""
         submission = self._found(request)
         if _flag(request, "explain"):
-            placements = self._lives.placements_of(submission.owner, submission.id)
+            placements = self.lives.placements_of(submission.owner, submission.id)
             return reply(self._head(submission) | {"rollouts": placements})
         given = request.query.get("cursor")
         if given is not None and not (given.isascii() and given.isdecimal() and len(given) < 20):
@@ -81,29 +65,27 @@ class SubmissionRoutes:
         """End groups that run or are suspended; samples that ended before stay readable."""
         submission = self._found(request)
         groups = await _groups(request, submission)
-        await self._submissions.cancel(submission, groups, "its client cancelled it")
+        await self.submissions.cancel(submission, groups, "its client cancelled it")
         return reply(self._head(submission))
 
     async def _let_deadline_pass(self, request: web.Request) -> web.Response:
         """End groups that run as their deadline would, by their `on_deadline`."""
         submission = self._found(request)
-        await self._submissions.let_deadline_pass(submission, await _groups(request, submission))
+        await self.submissions.let_deadline_pass(submission, await _groups(request, submission))
         return reply(self._head(submission))
 
     async def _ack(self, request: web.Request) -> web.Response:
         """Free the events up to `cursor`, which the client has."""
-        cursor = (await _body(request)).get("cursor")
-        if type(cursor) is not int or cursor < 0:
-            raise InvalidRequest(f"cursor = {cursor!r:.80} must be a whole number of at least 0", param="cursor")
+        ack = read_fields(_Ack, await _body(request))
         submission = self._found(request)
-        await self._submissions.ack(submission, cursor)
+        await self.submissions.ack(submission, ack.cursor)
         return reply(self._head(submission))
 
     def _found(self, request: web.Request) -> Submission:
-        return self._submissions.find(request[CLIENT], request.match_info["id"])
+        return self.submissions.find(request[CLIENT], request.match_info["id"])
 
     def _head(self, submission: Submission) -> Json:
-        return submission.report() | {"durable": self._submissions.is_durable and not submission.has_outgrown}
+        return submission.report() | {"durable": self.submissions.is_durable}
 
     async def _stream(self, request: web.Request, submission: Submission, cursor: int) -> web.StreamResponse:
         wire_of(request)
@@ -121,9 +103,7 @@ def _flag(request: web.Request, name: str) -> bool:
 
 async def _groups(request: web.Request, submission: Submission) -> list[int] | None:
     """Return the groups that a body names; None where it names none."""
-    groups = (await _body(request, required=False)).get("groups")
-    if groups is not None and not (isinstance(groups, list) and all(type(one) is int for one in groups)):
-        raise InvalidRequest(f"groups = {groups!r:.80} must be a list of numbers of groups", param="groups")
+    groups = read_fields(_Named, await _body(request, required=False)).groups
     for group in groups or ():
         if not 0 <= group < len(submission.runs):
             raise InvalidRequest(f"groups: {submission.id!r} has no group {group}", param="groups")

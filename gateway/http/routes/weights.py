@@ -2,14 +2,17 @@
 
 import asyncio
 import contextlib
-import math
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar
 
 from aiohttp import web
+from msgspec import Meta, Struct
 
 from engines.engine import Json
 from engines.errors import InvalidRequest, StoreFailed
 from engines.types import InFlight, PauseMode
 from gateway.config.schema import WeightsConfig
+from gateway.dialects.fields import read_fields
 from gateway.fleet.fleet import Fleet
 from gateway.http.access import Access
 from gateway.http.door import LEASE_PATH, notice_lost_host
@@ -20,20 +23,44 @@ from gateway.weights.updates.update_log import UpdateLog
 
 _LEASE_BEAT_S = 3.0
 """A byte so often keeps a lease open through proxies."""
-_LONGEST_LEASE = 100
-_LONGEST_NAME = 300
-_HIGHEST_VERSION = 1 << 62
-"""A trainer's number, such as a time in nanoseconds. Those after it fit 64 bits too, as replies and peers need."""
+_Name = Annotated[str, Meta(min_length=1, max_length=300)]
+# A trainer's number, such as a time in nanoseconds. Those after it fit 64 bits too, as replies and peers need.
+_Version = Annotated[int, Meta(ge=1, le=1 << 62)]
 
 
+class _Call(Struct):
+    """The fields of a trainer's calls; each call has some, and what engines know of their own."""
+
+    init_info: dict[str, Any] | None = None
+    update_info: dict[str, Any] | None = None
+    lease: Annotated[str, Meta(min_length=1, max_length=100)] | None = None
+    """The lease that the call is made under."""
+    version: _Version | None = None
+    """The version that the trainer names."""
+    after: _Name | None = None
+    """The id of the update that the trainer adds to, such as the `update` of GET /v1/weights."""
+    group: _Name | None = None
+    """Address and port of the trainer's transfer group, such as 10.0.0.1:29500."""
+    in_flight: InFlight | None = None
+    canary_logprobs: list[float] | None = None
+    """The log-prob of each token of GET /v1/weight_canary but the first."""
+    transport: Any = None
+    snapshot: str | None = None
+    rolling: bool | None = None
+    reason: Any = None
+
+
+T = TypeVar("T")
+
+
+@dataclass(eq=False)
 class WeightRoutes:
     """Weight updates and pauses of all replicas, in vLLM's dialect."""
 
-    def __init__(self, config: WeightsConfig, fleet: Fleet, weights: WeightCoordinator, snapshots: Snapshots) -> None:
-        self._config = config
-        self._fleet = fleet
-        self._weights = weights
-        self._snapshots = snapshots
+    config: WeightsConfig
+    fleet: Fleet
+    weights: WeightCoordinator
+    snapshots: Snapshots
 
     def add_routes(self, router: web.UrlDispatcher, access: Access) -> None:
         router.add_get("/get_world_size", access.for_admin(self._world_size))
@@ -56,22 +83,23 @@ class WeightRoutes:
 
     async def _world_size(self, request: web.Request) -> web.Response:
         """Reply with the number of workers in a weight transfer group."""
-        return reply({"world_size": await self._weights.world_size()})
+        return reply({"world_size": await self.weights.world_size()})
 
     async def _init(self, request: web.Request) -> web.Response:
         """Open the weight transfer group of the trainer and all replicas."""
-        body = await read_object(request)
-        await self._weights.init(_section(body, "init_info"), _lease(body))
+        call = await _call(request)
+        await self.weights.init(_needed(call.init_info, "init_info", "a JSON object"), call.lease)
         return reply({"message": "Weight transfer initialized"})
 
     async def _start(self, request: web.Request) -> web.Response:
-        body = await read_object(request, required=False)
-        await self._weights.start(_in_flight(body), _lease(body), _version(body), _group(body), _after(body))
+        call = await _call(request, required=False)
+        await self.weights.start(call.in_flight, call.lease, call.version, call.group, call.after)
         return reply({"message": "Weight update started"})
 
     async def _lease(self, request: web.Request) -> web.StreamResponse:
         """Hold a lease with an endless reply: the update of its trainer ends with this connection."""
-        with self._weights.leases.held(_lease_of(await read_object(request))):
+        lease = _needed((await _call(request)).lease, "lease", "a text that no other trainer uses, such as a UUID")
+        with self.weights.leases.held(lease):
             response = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
             await response.prepare(request)
             notice_lost_host(request)
@@ -81,75 +109,71 @@ class WeightRoutes:
 
     async def _update(self, request: web.Request) -> web.Response:
         """Receive tensors, which the trainer broadcasts at the same time."""
-        body = await read_object(request)
-        await self._weights.receive(_section(body, "update_info"), _lease(body))
+        call = await _call(request)
+        await self.weights.receive(_needed(call.update_info, "update_info", "a JSON object"), call.lease)
         return reply({"message": "Weights updated"})
 
     async def _finish(self, request: web.Request) -> web.Response:
         """Verify the update on all replicas, and serve the new version."""
-        body = await read_object(request, required=False)
-        version = await self._weights.finish(_canary_logprobs(body), _lease(body))
+        call = await _call(request, required=False)
+        version = await self.weights.finish(call.canary_logprobs, call.lease)
         return reply({"message": "Weight update finished", "weight_version": version})
 
     async def _load(self, request: web.Request) -> web.Response:
         """Load a draft that `trainer_client.WeightSender` wrote into the store."""
-        body = await read_object(request)
-        if body.get("transport") != "store":
+        call = await _call(request)
+        if call.transport != "store":
             raise InvalidRequest(
-                f"transport = {body.get('transport')!r} is not 'store', the only transport of this route; over a group "
+                f"transport = {call.transport!r} is not 'store', the only transport of this route; over a group "
                 "weights come with /init_weight_transfer_engine and the calls after it",
                 param="transport",
             )
-        snapshot, version = body.get("snapshot"), _version(body)
-        if not isinstance(snapshot, str):
-            raise InvalidRequest("snapshot must be the name of a draft's folder", param="snapshot")
-        rolling = body.get("rolling")
-        if rolling is not None and type(rolling) is not bool:
-            raise InvalidRequest(
-                f"rolling = {rolling!r} is neither true nor false; leave it out for weights.rolling",
-                param="rolling",
-            )
-        served = await self._weights.load(
-            snapshot, version, _canary_logprobs(body), rolling=rolling, in_flight=_in_flight(body), after=_after(body)
+        served = await self.weights.load(
+            _needed(call.snapshot, "snapshot", "the name of a draft's folder"),
+            call.version,
+            call.canary_logprobs,
+            rolling=call.rolling,
+            in_flight=call.in_flight,
+            after=call.after,
         )
         return reply({"weight_version": served})
 
     async def _abandon(self, request: web.Request) -> web.Response:
         """Abort the open update, for a trainer that failed in the middle of it."""
-        body = await read_object(request, required=False)
-        reason = f": {body['reason']}" if body.get("reason") else ""
-        await self._weights.abandon(f"the trainer gave it up{reason}", _lease(body))
-        return reply({"weight_version": self._fleet.version})
+        call = await _call(request, required=False)
+        reason = f": {call.reason}" if call.reason else ""
+        await self.weights.abandon(f"the trainer gave it up{reason}", call.lease)
+        return reply({"weight_version": self.fleet.version})
 
     async def _info(self, request: web.Request) -> web.Response:
-        return reply({"weight_version": str(self._fleet.version)})
+        return reply({"weight_version": str(self.fleet.version)})
 
     async def _served(self, request: web.Request) -> web.Response:
         """Reply with the served version and its tensors: names, dtypes, shapes."""
-        return reply(_tensors(self._fleet, self._weights.updates))
+        return reply(_tensors(self.fleet, self.weights.updates))
 
     async def _updates(self, request: web.Request) -> web.Response:
         """Reply with the records of the running update and of earlier updates, newest first."""
-        running = [self._weights.update.report()] if self._weights.update else []
-        return reply({"weight_updates": running + self._weights.updates.reports()})
+        running = [self.weights.update.report()] if self.weights.update else []
+        return reply({"weight_updates": running + self.weights.updates.reports()})
 
     async def _canary(self, request: web.Request) -> web.Response:
         """Reply with the tokens whose log-probs a trainer may send with /finish_weight_update."""
-        return reply({"token_ids": self._weights.canary_token_ids()})
+        return reply({"token_ids": self.weights.canary_token_ids()})
 
     async def _store(self, request: web.Request) -> web.Response:
         """Reply with the folder for drafts, the model, and how versions reach the replicas.
 
         `base` is the version that a delta may refer to; null where it is not kept.
         """
-        await self._snapshots.make_room(self._fleet.settled_version)  # a trainer writes next
-        place = {"folder": str(self._snapshots.folder), "model": self._fleet.models.first, "base": await self._base()}
-        return reply(place | {"rolling": self._config.rolling, "replicas": len(self._fleet.trained)})
+        await self.snapshots.make_room(self.fleet.settled_version)  # a trainer writes next
+        place = {"folder": str(self.snapshots.folder), "model": self.fleet.models.first, "base": await self._base()}
+        return reply(place | {"rolling": self.config.rolling, "replicas": len(self.fleet.trained)})
 
     async def _base(self) -> int | None:
-        served = self._fleet.version
+        served = self.fleet.version
         with contextlib.suppress(StoreFailed):
-            async with self._snapshots.reading(served, self._fleet.label):
+            async with self.snapshots.reading(served, self.fleet.label):
                 return served
         return None
 
@@ -160,18 +184,18 @@ class WeightRoutes:
         # By default vLLM clears the KV cache of paused requests, which costs their prefill again. Nothing here
         # depends on it: prefixes are salted by weight version.
         clear_cache = request.query.get("clear_cache", "false").lower() == "true"
-        await self._weights.pauses.pause(PauseMode(mode), clear_cache=clear_cache)
+        await self.weights.pauses.pause(PauseMode(mode), clear_cache=clear_cache)
         return reply({"status": "paused"})
 
     async def _resume(self, request: web.Request) -> web.Response:
-        await self._weights.pauses.resume()
+        await self.weights.pauses.resume()
         return reply({"status": "resumed"})
 
     async def _is_paused(self, request: web.Request) -> web.Response:
-        return reply({"is_paused": self._weights.pauses.is_paused})
+        return reply({"is_paused": self.weights.pauses.is_paused})
 
     async def _reset_prefix_cache(self, request: web.Request) -> web.Response:
-        return reply({"success": await self._weights.pauses.reset_prefix_cache()})
+        return reply({"success": await self.weights.pauses.reset_prefix_cache()})
 
 
 def _tensors(fleet: Fleet, updates: UpdateLog) -> Json:
@@ -205,77 +229,11 @@ def _tensors(fleet: Fleet, updates: UpdateLog) -> Json:
     }
 
 
-def _section(body: Json, key: str) -> Json:
-    section = body.get(key)
-    if not isinstance(section, dict):
-        raise InvalidRequest(f"the body needs {key!r}, a JSON object", param=key)
-    return section
+def _needed(value: T | None, field: str, meaning: str) -> T:
+    if value is None:
+        raise InvalidRequest(f"the body needs {field!r}: {meaning}", param=field)
+    return value
 
 
-def _version(body: Json) -> int | None:
-    """Return the version that the trainer names, if any."""
-    version = body.get("version")
-    if version is not None and (type(version) is not int or not 1 <= version <= _HIGHEST_VERSION):
-        raise InvalidRequest(
-            f"version = {version!r} is not a version: send an integer from 1 to 2**62, or leave it out",
-            param="version",
-        )
-    return version
-
-
-def _after(body: Json) -> str | None:
-    """Return the id of the update that the trainer adds to, if it names one."""
-    return _name(body, "after", "such as the `update` of GET /v1/weights")
-
-
-def _group(body: Json) -> str | None:
-    """Return the place of the trainer's transfer group, if it names one."""
-    return _name(body, "group", "the address and the port of the transfer group such as 10.0.0.1:29500")
-
-
-def _name(body: Json, field: str, meaning: str) -> str | None:
-    """Return the name in a field, if any."""
-    name = body.get(field)
-    if name is not None and not (isinstance(name, str) and 0 < len(name) <= _LONGEST_NAME):
-        raise InvalidRequest(
-            f"{field} must be a text of at most {_LONGEST_NAME} characters, {meaning}, or left out", param=field
-        )
-    return name
-
-
-def _lease(body: Json) -> str | None:
-    """Return the lease that a trainer's call is made under, if any."""
-    return _lease_of(body) if "lease" in body else None
-
-
-def _lease_of(body: Json) -> str:
-    """Return the trainer's name for its lease."""
-    lease = body.get("lease")
-    if not isinstance(lease, str) or not 0 < len(lease) <= _LONGEST_LEASE:
-        raise InvalidRequest(
-            f"lease must be a text of 1 to {_LONGEST_LEASE} characters that no other trainer uses, such as a UUID",
-            param="lease",
-        )
-    return lease
-
-
-def _in_flight(body: Json) -> InFlight | None:
-    """Return the trainer's choice for rollouts in flight, if any."""
-    given = body.get("in_flight")
-    if given is not None and given not in list(InFlight):
-        raise InvalidRequest(f"in_flight = {given!r} is none of {', '.join(InFlight)}", param="in_flight")
-    return None if given is None else InFlight(given)
-
-
-def _canary_logprobs(body: Json) -> list[float] | None:
-    """Return the trainer's own log-probs of the canary, if any."""
-    given = body.get("canary_logprobs")
-    if given is None:
-        return None
-    if not isinstance(given, list) or not all(type(value) in (int, float) and math.isfinite(value) for value in given):
-        raise InvalidRequest(
-            "canary_logprobs must be a list of numbers: the log-prob of each token of GET /v1/weight_canary but the "
-            "first, or left out",
-            param="canary_logprobs",
-        )
-    return [float(value) for value in given]
+async def _call(request: web.Request, *, required: bool = True) -> _Call:
+    return read_fields(_Call, await read_object(request, required=required))

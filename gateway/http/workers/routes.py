@@ -1,6 +1,6 @@
 """The routes that a worker answers itself, and the requests of these that it leaves to another process."""
 
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -8,10 +8,9 @@ from aiohttp import web
 
 from engines.engine import Json
 from gateway.dialects.completion_prompt import CompletionPrompt
+from gateway.dialects.completions import MadeBefore, nothing_made
 from gateway.dialects.replays.batch import Batch
-from gateway.dialects.replays.record import Record, Request
 from gateway.dialects.replays.registry import Replays, Reply
-from gateway.dialects.written import Written
 from gateway.fleet.fleet import Fleet
 from gateway.http.access import Access
 from gateway.http.routes.rollouts import RolloutRoutes
@@ -77,12 +76,10 @@ class WorkerReplays(Replays):
         async with super().reply(identity, content, prompts) as replying:
             yield replying
 
-    def _running(self, request: Request, record: Record, writing: Coroutine[Any, Any, Written]) -> Batch:
-        is_first = request.identity not in self._batches
-        batch = super()._running(request, record, writing)
-        if is_first:
-            self.tell(Batches(0, (request.identity,), ()))
-        return batch
+    def _run(self, batch: Batch, prompts: Sequence[CompletionPrompt], made: MadeBefore = nothing_made) -> Batch:
+        if batch.identity not in self._batches:
+            self.tell(Batches(0, (batch.identity,), ()))
+        return super()._run(batch, prompts, made)
 
     def _drop(self, batch: Batch) -> None:
         super()._drop(batch)

@@ -12,7 +12,7 @@ import structlog
 from aiohttp import web
 
 from engines import tracing
-from gateway.config.schema import Config, GatewayConfig
+from gateway.config.schema import Config
 from gateway.dialects.chat import Chat
 from gateway.dialects.completions import Completions
 from gateway.dialects.runner import Runner
@@ -56,7 +56,7 @@ from gateway.http.workers.messages import (
 )
 from gateway.http.workers.remote_scheduler import RemoteScheduler
 from gateway.http.workers.routes import WorkerReplays, WorkerRoutes
-from gateway.ledger.shared import SharedLedger
+from gateway.ledger.ledger import Ledger
 
 log = structlog.get_logger()
 
@@ -72,7 +72,7 @@ class Parts:
 
     def __init__(self, hello: Hello, channel: Channel[FromWorker, FromOwner]) -> None:
         self.config = config = Config.model_validate_json(hello.config)
-        gateway = _own(config.gateway)
+        gateway = config.gateway
         self.folder = Path(hello.folder)
         self.index = hello.index
         self.metrics = Metrics()
@@ -86,7 +86,7 @@ class Parts:
         chat = Chat(gateway, self.fleet, runner, self.tokens, Inquiries(self.fleet))
         self.sglang = SglangGenerate(completions, self.fleet)
         self.own = OwnRequests()
-        self.replays = WorkerReplays(gateway, completions, self.fleet, self.metrics, SharedLedger(None))
+        self.replays = WorkerReplays(gateway, completions, self.fleet, self.metrics, Ledger(None))
         self.replays.tell, self.replays.is_owners = channel.send, gateway.ledger is not None
         self._measurement = Measurement(self.metrics, None)
         self._access = Access(gateway)
@@ -263,8 +263,3 @@ class Worker:
 
 async def _abort_nothing(kind: AbortKind, ids: tuple[str, ...], client: str | None) -> None:
     """Nothing: the owner answers the routes that abort."""
-
-
-def _own(gateway: GatewayConfig) -> GatewayConfig:
-    """The configuration less the files that the owner alone writes."""
-    return gateway.model_copy(update={"audit_file": None})

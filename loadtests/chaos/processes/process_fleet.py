@@ -51,7 +51,7 @@ def fleet_config(name: str, replicas: int, sim: SimConfig, folder: Path, **gatew
                 "kind": "sim", "model": "sim", "num_replicas": replicas, "num_cpus": 0.1, "stop_timeout_s": 1,
                 "start_timeout_s": 120, "sim": sim.model_dump(), "log_dir": str(folder),
             },
-            "gateway": {"port": free_port(), "ledger": str(folder / "ledger.sqlite"), **gateway},
+            "gateway": {"port": free_port(), "ledger": str(folder / "ledger"), **gateway},
         }
     )  # fmt: skip
 

@@ -26,7 +26,7 @@ from gateway.cli.cluster.serve_api import ServeApi
 from gateway.cli.cluster.state import ApplicationBusy, State, changing, process_started_at
 from gateway.config.schema import Config
 from gateway.config.serve_document import serve_config
-from gateway.ledger.file import LedgerFile, SubmissionRow
+from gateway.ledger.folder import Folder
 from gateway.weights.snapshots import in_memory
 from tests.rigs.shell import NAME, NearShell, Shell
 from tests.rigs.stories.played_serve import PlayedServe, played_serve
@@ -168,7 +168,7 @@ def test_a_taken_port_is_named_before_ray_is_started(
         ("engine.model=/nowhere/model", "engine.model = '/nowhere/model': this machine has no such folder"),
         ("engine.gpus_per_replica=1", "This machine has no GPU"),
         ("engine.num_cpus=64", "engine: a replica takes 64 CPUs (num_cpus) and the largest node has 2"),
-        ("gateway.audit_file=/nowhere/audit", "gateway.audit_file = '/nowhere/audit' cannot be written"),
+        ("gateway.trace.file=/nowhere/trace", "gateway.trace.file = '/nowhere/trace' cannot be written"),
     ],
 )
 def test_what_cannot_run_leaves_the_running_fleet_alone(
@@ -359,13 +359,11 @@ def test_down_ends_its_own_ray_though_serve_does_not_remove_the_application(
 def test_down_removes_the_ledger_unless_a_client_has_results_to_fetch(
     shell: Shell, serve: PlayedServe, left: int, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = shell.folder / "ledgers" / "ledger.sqlite"
-    monkeypatch.setattr(down, "default_file", {NAME: path}.__getitem__)
-    ledger = LedgerFile(path, max_bytes=1 << 20)
-    ledger.begin()
+    path = shell.folder / "ledgers" / "ledger"
+    monkeypatch.setattr(down, "default_folder", {NAME: path}.__getitem__)
+    ledger = Folder(path)
     for number in range(left):
-        ledger.add_submission(SubmissionRow(number, "key", f"id-{number}", b"", b"", 1.0))
-    ledger.commit()
+        ledger.replace(f"submission-{number}", [])
     ledger.close()
     shell.run("up", "-c", "sim.yaml")
     done = shell.run("down")
@@ -377,11 +375,11 @@ def test_down_removes_the_ledger_unless_a_client_has_results_to_fetch(
 def test_down_leaves_the_ledger_of_another_gateway_alone(
     shell: Shell, serve: PlayedServe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = shell.folder / "ledgers" / "ledger.sqlite"
-    monkeypatch.setattr(down, "default_file", {NAME: path}.__getitem__)
-    ledger = LedgerFile(path, max_bytes=1 << 20)
+    path = shell.folder / "ledgers" / "ledger"
+    monkeypatch.setattr(down, "default_folder", {NAME: path}.__getitem__)
+    ledger = Folder(path)
     shell.run("up", "-c", "sim.yaml")
-    assert f"kept: the ledger {path}, which cannot be read: database is locked" in shell.run("down").stderr
+    assert f"kept: the ledger {path}, which another process has open" in shell.run("down").stderr
     ledger.close()
     assert path.exists()
 

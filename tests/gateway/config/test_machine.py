@@ -54,7 +54,7 @@ def test_an_engine_that_is_not_installed(tmp_path: Path) -> None:
     assert "engine.python = '/nowhere/python' cannot be run" in lack
 
 
-@pytest.mark.parametrize("key", ["engine.log_dir", "gateway.audit_file", "gateway.trace.file"])
+@pytest.mark.parametrize("key", ["engine.log_dir", "gateway.trace.file"])
 def test_a_file_that_cannot_be_written(tmp_path: Path, key: str) -> None:
     """At `up` over a running fleet its engines or its gateway would not start again."""
     (tmp_path / "file").touch()

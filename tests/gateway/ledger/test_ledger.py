@@ -1,45 +1,237 @@
-"""The ledger's thread: order, durability before the reply, and the faults of disks."""
+"""The ledger: it gives back what was written, whatever is cut or spoilt, and a disk that fails ends it alone."""
 
 import asyncio
-import sqlite3
+import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from gateway.ledger import ledger as ledger_module
-from gateway.ledger.batches import BatchRow
-from gateway.ledger.file import EventRow, LedgerFile, SubmissionRow
-from gateway.ledger.ledger import Ledger, default_file
+from gateway.ledger import writer
+from gateway.ledger.folder import Folder, Left
+from gateway.ledger.ledger import Ledger, Record, default_folder, remove_unless_needed
 
-MAX_BYTES = 1 << 20
 _HOLDER = """
-import sqlite3, sys, time
-connection = sqlite3.connect(sys.argv[1])
-connection.execute("PRAGMA locking_mode = EXCLUSIVE")
-connection.execute("BEGIN EXCLUSIVE")
+import sys, time
+from pathlib import Path
+from gateway.ledger.folder import Folder
+folder = Folder(Path(sys.argv[1]))
 print("held", flush=True)
 time.sleep(60)
 """
 
 
-def submission(number: int, size: int = 0) -> SubmissionRow:
-    row = SubmissionRow(number, "owner", f"id-{number}", b"d", b"[]", 1.0)
-    row.events = [EventRow(1, 0, 0, "good", bytes(size))] if size else []
-    return row
+class Word(msgspec.Struct):
+    text: bytes
 
 
-def names(folder: Path) -> list[str]:
-    return [path.name for path in folder.iterdir()]
+class User:
+    """A user with one record."""
+
+    kind = "word"
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+        self.record = Record.new(ledger, self.kind)
+        self.left: dict[str, list[bytes]] = {}
+        ledger.add(self)
+
+    is_busy = False
+
+    async def write_news(self) -> None: ...
+
+    def write_all(self) -> None:
+        if self.record.is_kept:
+            self.record.begin([Word(b"anew")])
+
+    def bring_back(self, left: Sequence[Left]) -> None:
+        self.left |= {one.name: [msgspec.msgpack.decode(frame, type=Word).text for frame in one.frames] for one in left}
+
+    async def begin(self) -> None:
+        await self.ledger.opened()
+        self.record.begin([Word(b"first")])
+        await self.write(b"second")
+
+    async def write(self, text: bytes) -> None:
+        """Return once it was written, or given up."""
+        done = asyncio.Event()
+        self.record.add(Word(text), then=done.set)
+        async with asyncio.timeout(20):
+            await done.wait()
+
+    @property
+    def failure(self) -> str:
+        return str(self.ledger.report()["failure"])
+
+
+async def found(path: Path) -> list[list[bytes]]:
+    """The records of a gateway before this one."""
+    user = User(Ledger(path))
+    await user.ledger.open()
+    await user.ledger.close()
+    assert user.failure == ""
+    return list(user.left.values())
+
+
+@pytest.fixture
+async def user(tmp_path: Path) -> User:
+    user = User(Ledger(tmp_path / "mine" / "ledger"))
+    await user.begin()
+    return user
+
+
+def path_of(user: User) -> Path:
+    return Path(str(user.ledger.report()["file"]))
+
+
+def full(*_: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+async def ended(user: User) -> None:
+    async with asyncio.timeout(20):
+        while not user.failure:
+            await asyncio.sleep(0.01)
+
+
+async def test_the_next_gateway_has_what_was_written_and_a_later_life(user: User) -> None:
+    await user.ledger.close()
+    path = path_of(user)
+    again = User(Ledger(path))
+    again.ledger.life = 0  # the clock was set back
+    await again.ledger.open()
+    assert list(again.left.values()) == [[b"first", b"second"]]
+    assert again.ledger.life > user.ledger.life
+    await again.ledger.close()
+
+
+async def test_a_record_that_is_written_anew_has_nothing_of_before_and_a_removed_one_is_gone(user: User) -> None:
+    other = Record.new(user.ledger, "word")
+    other.begin([Word(b"other")])
+    user.write_all()
+    other.remove()
+    await user.write(b"more")
+    await user.ledger.close()
+    assert await found(path_of(user)) == [[b"anew", b"more"]]
+
+
+async def test_callers_are_called_in_order_and_after_the_write(user: User) -> None:
+    seen: list[int] = []
+    for number in range(50):
+        user.record.add(Word(b"%d" % number), then=lambda number=number: seen.append(number))  # type: ignore[misc]
+    assert seen == []
+    await user.ledger.written()
+    assert seen == list(range(50))
+    await user.ledger.close()
+
+
+@settings(max_examples=60)
+@given(cut=st.integers(0, 200), spoilt=st.integers(0, 200), bit=st.integers(0, 7))
+def test_frames_before_a_cut_or_a_spoilt_byte_are_read_and_go_on(
+    tmp_path_factory: pytest.TempPathFactory, cut: int, spoilt: int, bit: int
+) -> None:
+    folder = Folder(tmp_path_factory.mktemp("ledger") / "ledger")
+    words = [Word(b"%d" % number * 4) for number in range(10)]
+    folder.replace("word-1", words)
+    file = folder.path / "word-1"
+    content = bytearray(file.read_bytes())
+    place = spoilt % len(content)
+    content[place] ^= 1 << bit
+    del content[max(place + 1, cut) :]
+    file.write_bytes(content)
+    [left] = folder.load()
+    whole = [msgspec.msgpack.encode(word) for word in words]
+    assert left.frames == whole[: len(left.frames)]
+    assert left.num_bytes <= place < left.num_bytes + len(content)
+    folder.append("word-1", [Word(b"more")])
+    [again] = folder.load()
+    assert again.frames == [*left.frames, msgspec.msgpack.encode(Word(b"more"))]
+    folder.close()
+
+
+async def test_a_full_disk_ends_the_ledger_nobody_waits_and_a_later_one_gets_all(
+    user: User, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ledger_module, "_REST_S", 0.01)
+    watching = asyncio.create_task(user.ledger.run())
+    with monkeypatch.context() as disk:
+        disk.setattr(Folder, "append", full)
+        await user.write(b"lost")
+        assert "No space left" in user.failure
+        async with asyncio.timeout(20):
+            while path_of(user).exists():
+                await asyncio.sleep(0.01)
+        await user.write(b"lost too")
+    monkeypatch.setattr(ledger_module, "_RETRY_S", 0.0)
+    user.ledger._retry_at = 0.0
+    async with asyncio.timeout(20):
+        while not user.ledger.is_durable:
+            await asyncio.sleep(0.01)
+    await user.write(b"after")
+    watching.cancel()
+    await user.ledger.close()
+    assert await found(path_of(user)) == [[b"anew", b"after"]]
+
+
+async def test_a_disk_that_takes_no_write_is_given_up(user: User, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "_STUCK_S", 0.05)
+    monkeypatch.setattr(ledger_module, "_REST_S", 0.01)
+    disk = threading.Event()
+    monkeypatch.setattr(Folder, "append", lambda *_: disk.wait())
+    watching = asyncio.create_task(user.ledger.run())
+    await user.write(b"lost")
+    assert "took no write" in user.failure
+    disk.set()
+    async with asyncio.timeout(20):
+        while path_of(user).exists():
+            await asyncio.sleep(0.01)
+    watching.cancel()
+
+
+@pytest.mark.parametrize("step", ["begin_life", "load"])
+async def test_a_disk_that_fails_at_the_start_leaves_the_records(
+    user: User, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    await user.ledger.close()
+    with monkeypatch.context() as disk:
+        disk.setattr(Folder, step, full)
+        late = User(Ledger(path_of(user)))
+        await late.ledger.open()
+        assert "cannot be opened" in late.failure
+        assert "cannot be opened" in late.ledger.unread
+    assert await found(path_of(user)) == [[b"first", b"second"]]
+
+
+async def test_a_disk_that_hangs_at_the_start_holds_nobody_up(user: User, monkeypatch: pytest.MonkeyPatch) -> None:
+    await user.ledger.close()
+    goes_on, load = threading.Event(), Folder.load
+
+    def hang(folder: Folder) -> list[Left]:
+        goes_on.wait(60)
+        return load(folder)
+
+    with monkeypatch.context() as disk:
+        disk.setattr(Folder, "load", hang)
+        disk.setattr(writer, "_READ_S", 0.1)
+        late = User(Ledger(path_of(user)))
+        async with asyncio.timeout(20):
+            await late.begin()
+        assert "not read within 0.1 s" in late.failure
+        goes_on.set()
+        await late.ledger.close()
+    assert await found(path_of(user)) == [[b"first", b"second"]]
 
 
 @pytest.fixture
 def hold() -> Iterator[Callable[[Path], None]]:
-    """Has another process hold a file."""
+    """Has another process hold a folder."""
     holders: list[subprocess.Popen[bytes]] = []
 
     def start(path: Path) -> None:
@@ -53,248 +245,58 @@ def hold() -> Iterator[Callable[[Path], None]]:
         holder.communicate()
 
 
-async def put(ledger: Ledger, *rows: SubmissionRow) -> None:
-    """Return once all were written, or given up."""
-    done = asyncio.Event()
-    for row in rows:
-        ledger.put(lambda file, row=row: file.add_submission(row), lambda: None)  # type: ignore[misc]
-    ledger.put(lambda file: None, done.set)
-    async with asyncio.timeout(20):
-        await done.wait()
-
-
-def fill(file: LedgerFile, *_: object) -> None:
-    """Fail as on a disk without room."""
-    file._connection.execute("PRAGMA max_page_count = 1")
-    file._connection.execute("INSERT INTO prompts VALUES (0, 0, zeroblob(1000000))")
-
-
-async def stopped(ledger: Ledger) -> None:
-    async with asyncio.timeout(20):
-        while ledger.is_at_work:
-            await asyncio.sleep(0.01)
-
-
-async def test_callers_are_called_in_order_and_after_the_commit(tmp_path: Path) -> None:
-    ledger, seen = Ledger(tmp_path / "ledger", MAX_BYTES), list[int]()
-    await ledger.open()
-    for number in range(50):
-        ledger.put(lambda file: None, lambda number=number: seen.append(number))  # type: ignore[misc]
-    assert seen == []
-    await put(ledger)
-    assert seen == list(range(50))
-    await ledger.close()
-
-
-async def test_a_full_disk_ends_the_file_and_nobody_waits(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path / "ledger", MAX_BYTES)
-    await ledger.open()
-    await put(ledger, submission(1))
-    ledger.put(fill, lambda: None)
-    await put(ledger, submission(2, size=1000))
-    assert "full" in ledger.failure
-    assert ledger.outgrown == []
-    await put(ledger, submission(3))
-    await stopped(ledger)
-    assert names(tmp_path) == []
-    await ledger.close()
-
-
-@pytest.mark.parametrize("size", [1 << 17, 1 << 20])
-async def test_a_write_larger_than_the_file_costs_its_submission_alone(tmp_path: Path, size: int) -> None:
-    path = tmp_path / "ledger"
-    ledger = Ledger(path, 1 << 17)
-    await ledger.open()
-    await put(ledger, submission(1, size=40_000), submission(2))
-    await put(ledger, submission(3, size=size), submission(4, size=1000))
-    ledger.put(lambda file: file.add_event(2, EventRow(1, 0, 0, "good", bytes(size))), lambda: None)
-    ledger.put(lambda file: file.add_event(3, EventRow(2, 0, 1, "good", bytes(size))), lambda: None)
-    await put(ledger, submission(5))
-    assert (ledger.outgrown, ledger.failure) == ([3, 2], "")
-    await ledger.close()
-    again = Ledger(path, 1 << 17)
-    await again.open()
-    assert [row.number for row in again.submissions] == [1, 4, 5]
-    await again.close()
-
-
-async def test_a_file_without_room_loses_its_largest_submission_alone(tmp_path: Path) -> None:
-    path = tmp_path / "ledger"
-    ledger, made = Ledger(path, MAX_BYTES), 0
-    await ledger.open()
-    ledger.put(lambda file: file.add_batch(BatchRow(9, b"request", b"body")), lambda: None)
-    await put(ledger, submission(1, size=1000), submission(2))
-    while not ledger.outgrown and not ledger.failure:
-        made += 1
-        event = EventRow(made, 0, made, "good", bytes(30_000))
-        ledger.put(lambda file, event=event: file.add_event(2, event), lambda: None)  # type: ignore[misc]
-        ledger.put(lambda file, made=made: file.grow_batch(9, b"%d" % made), lambda: None)  # type: ignore[misc]
-        await put(ledger, submission(2 + made))
-    assert made * 30_000 > MAX_BYTES // 2
-    assert (ledger.outgrown, ledger.failure) == ([2], "")
-    await ledger.close()
-    again = Ledger(path, MAX_BYTES)
-    await again.open()
-    assert [row.number for row in again.submissions] == [1, *range(3, 3 + made)]
-    [batch] = again.batches
-    assert batch.parts == [b"%d" % number for number in range(1, made + 1)]  # once each, also where it was tried again
-    await again.close()
-
-
-async def test_a_disk_that_takes_no_write_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ledger_module, "_STUCK_S", 0.05)
-    ledger, disk, done = Ledger(tmp_path / "ledger", MAX_BYTES), threading.Event(), asyncio.Event()
-    await ledger.open()
-
-    def waits(file: LedgerFile) -> None:
-        disk.wait()
-
-    ledger.put(waits, done.set)
-    async with asyncio.timeout(20):
-        while not done.is_set():
-            ledger.look()
-            await asyncio.sleep(0.01)
-    assert "took no write" in ledger.failure
-    assert ledger.is_at_work
-    disk.set()
-    await stopped(ledger)
-    assert names(tmp_path) == []
-
-
-async def test_a_fault_of_the_program_ends_the_file_too(tmp_path: Path) -> None:
-    ledger, done = Ledger(tmp_path / "ledger", MAX_BYTES), asyncio.Event()
-    await ledger.open()
-
-    def fails(file: LedgerFile) -> None:
-        raise KeyError("what nobody foresaw")
-
-    ledger.put(fails, done.set)
-    async with asyncio.timeout(20):
-        await done.wait()
-    assert "what nobody foresaw" in ledger.failure
-    await stopped(ledger)
-
-
-def without_life(path: Path) -> None:
-    """SQLite sees nothing wrong with it."""
-    with closing(sqlite3.connect(path)) as connection, connection:
-        connection.execute("DELETE FROM life")
-
-
-def rotten(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[5 * 4096 : 20 * 4096] = b"\xff" * (15 * 4096)
-    path.write_bytes(content)
-
-
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        lambda path: path.write_bytes(b"no database"),
-        lambda path: path.write_bytes(b"SQLite format 3\0" + bytes(5000)),
-        rotten,
-        without_life,
-    ],
-    ids=["other content", "a head alone", "rotten pages", "nothing of this life"],
-)
-async def test_a_damaged_file_is_moved_aside(tmp_path: Path, spoil: Callable[[Path], object]) -> None:
-    path = tmp_path / "ledger"
-    ledger = Ledger(path, MAX_BYTES)
-    await ledger.open()
-    await put(ledger, *(submission(number, size=2000) for number in range(50)))
-    await ledger.close()
-    spoil(path)
-    size = path.stat().st_size
-    again = Ledger(path, MAX_BYTES)
-    await again.open()
-    assert (again.submissions, again.failure) == ([], "")
-    await put(again, submission(1))
-    await again.close()
-    assert (tmp_path / "ledger.damaged").stat().st_size == size
-    found = Ledger(path, MAX_BYTES)
-    await found.open()
-    assert len(found.submissions) == 1
-
-
-async def test_a_disk_that_is_full_at_the_start_leaves_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_the_folder_of_another_process_is_left_alone(
+    user: User, monkeypatch: pytest.MonkeyPatch, hold: Callable[[Path], None]
 ) -> None:
-    path = tmp_path / "ledger"
-    first = Ledger(path, MAX_BYTES)
-    await first.open()
-    await put(first, submission(1))
-    await first.close()
-    with monkeypatch.context() as disk:
-        disk.setattr(LedgerFile, "begin_life", fill)
-        full = Ledger(path, MAX_BYTES)
-        await full.open()
-    assert "disk is full" in full.failure
-    again = Ledger(path, MAX_BYTES)
-    await again.open()
-    assert len(again.submissions) == 1
-    await again.close()
-
-
-async def test_a_disk_that_hangs_at_the_start_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "ledger"
-    first = Ledger(path, MAX_BYTES)
-    await first.open()
-    await put(first, submission(1))
-    await first.close()
-    goes_on, load = threading.Event(), LedgerFile.load
-
-    def hang(file: LedgerFile) -> list[SubmissionRow]:
-        goes_on.wait(60)
-        return load(file)
-
-    with monkeypatch.context() as disk:
-        disk.setattr(LedgerFile, "load", hang)
-        disk.setattr(ledger_module, "_READ_S", 0.1)
-        late = Ledger(path, MAX_BYTES)
-        async with asyncio.timeout(20):
-            await late.open()
-        assert "not read within 0.1 s" in late.failure
-        await put(late, submission(2))
-        goes_on.set()
-        await stopped(late)
-    again = Ledger(path, MAX_BYTES)
-    await again.open()
-    assert ([row.number for row in again.submissions], again.failure) == ([1], "")
-    await again.close()
-
-
-async def test_the_file_of_another_process_is_left_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hold: Callable[[Path], None]
-) -> None:
-    monkeypatch.setattr(ledger_module, "_LOCKED_S", 0.2)
-    path = tmp_path / "ledger"
-    first = Ledger(path, MAX_BYTES)
-    await first.open()
-    await put(first, submission(1))
-    await first.close()
-    await asyncio.to_thread(hold, path)
-    second = Ledger(path, MAX_BYTES)
-    await second.open()
-    assert second.submissions == []
+    monkeypatch.setattr(writer, "_LOCKED_S", 0.2)
+    await user.ledger.close()
+    await asyncio.to_thread(hold, path_of(user))
+    second = User(Ledger(path_of(user)))
+    await second.begin()
+    assert second.left == {}
     assert "another process has it open" in second.failure
-    await put(second, submission(2))
-    assert "ledger" in names(tmp_path)
+    with pytest.raises(BlockingIOError):
+        remove_unless_needed(path_of(user), "word")
+    assert len(os.listdir(path_of(user))) == 2  # the record and the lock
 
 
-async def test_a_folder_that_cannot_be_written_is_no_ledger(tmp_path: Path) -> None:
+async def test_it_is_removed_unless_a_record_is_needed(user: User) -> None:
+    await user.ledger.close()
+    path = path_of(user)
+    assert remove_unless_needed(path, "word") == 1
+    assert remove_unless_needed(path, "other") == 0
+    assert not path.parent.exists()
+
+
+async def test_a_path_that_is_no_folder_of_ours_is_no_ledger(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("a file")
-    ledger = Ledger(tmp_path / "taken" / "ledger", MAX_BYTES)
-    await ledger.open()
-    assert ledger.submissions == []
-    assert "cannot be opened" in ledger.failure
-    await put(ledger, submission(1))
-    await ledger.close()
+    user = User(Ledger(tmp_path / "taken" / "ledger"))
+    await user.begin()
+    assert "cannot be opened" in user.failure
 
 
-def test_applications_have_files_of_their_own() -> None:
-    assert default_file("a") != default_file("b")
-    assert default_file("a").name == "ledger.sqlite"
+def test_others_can_neither_read_nor_replace_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = Folder(tmp_path / "mine" / "ledger")
+    folder.replace("word-1", [Word(b"a prompt")])
+    assert [path.stat().st_mode & 0o77 for path in (folder.path, folder.path / "word-1", folder.path.parent)] == [0] * 3
+    folder.close()
+    tmp_path.chmod(0o777)
+    with pytest.raises(PermissionError, match="all users may replace files"):
+        Folder(tmp_path / "ledger")
+    tmp_path.chmod(0o1777)  # as /var/tmp: a folder there is its owner's
+    Folder(tmp_path / "ledger").close()
+    us, real = os.getuid(), Path.lstat
+    theirs = os.stat_result([us + 1 if place == 4 else value for place, value in enumerate(real(tmp_path / "ledger"))])
+    monkeypatch.setattr(Path, "lstat", lambda path: theirs if path.name == "ledger" else real(path))
+    with pytest.raises(PermissionError, match=f"ledger belongs to user {us + 1}"):
+        Folder(tmp_path / "ledger")
 
 
-def test_sqlite_is_new_enough_for_what_the_file_uses() -> None:
-    assert sqlite3.sqlite_version_info >= (3, 35)
+def test_the_file_of_an_earlier_release_is_moved_aside(tmp_path: Path) -> None:
+    (tmp_path / "ledger").write_bytes(b"SQLite format 3\0")
+    Folder(tmp_path / "ledger").close()
+    assert (tmp_path / "ledger.old").read_bytes() == b"SQLite format 3\0"
+
+
+def test_applications_have_ledgers_of_their_own() -> None:
+    assert default_folder("a") != default_folder("b")

@@ -89,7 +89,7 @@ async def test_a_lease_that_is_not_held_opens_no_update(rig: Rig) -> None:
     assert (await rig.get("/status"))[1]["weight_update"] is None
 
 
-@pytest.mark.parametrize("lease", [None, "", 7, "x" * 101])
+@pytest.mark.parametrize("lease", ["", 7, "x" * 101])
 async def test_a_lease_has_a_short_name(rig: Rig, lease: object) -> None:
     for path in ("/v1/weight_lease", "/start_weight_update"):
         status, reply = await rig.post(path, {"lease": lease})

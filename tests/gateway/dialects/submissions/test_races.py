@@ -7,7 +7,7 @@ import pytest
 
 from gateway.dialects.submissions.group_run import GroupRun
 from gateway.dialects.submissions.submission import Submission
-from gateway.ledger.file import LedgerFile
+from gateway.ledger.folder import Folder
 from tests.rigs.rig import Json, Rig, StartRig
 from tests.rigs.submissions import GROUP, body, detached, of_type, outcomes, read, samples, submitted
 
@@ -18,7 +18,7 @@ ALL = [(group, sample) for group in range(20) for sample in range(2)]
 @pytest.fixture
 async def kept_rig(start_rig: StartRig, tmp_path: Path) -> Rig:
     """Two replicas behind a gateway with a ledger."""
-    return await start_rig(2, gateway={"ledger": str(tmp_path / "ledger.sqlite")})
+    return await start_rig(2, gateway={"ledger": str(tmp_path / "ledger")})
 
 
 async def test_many_clients_with_one_id_make_one_submission(kept_rig: Rig) -> None:
@@ -80,8 +80,7 @@ async def test_a_disk_that_fails_costs_durability_alone(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as disk:
-        disk.setattr(LedgerFile, "grow", full)
-        disk.setattr(LedgerFile, "add_event", full)
+        disk.setattr(Folder, "append", full)
         kept_rig.hurry()
         events = await read(kept_rig, "one")
     assert sorted(samples(events)) == [(0, 0), (0, 1), (1, 0), (1, 1)]

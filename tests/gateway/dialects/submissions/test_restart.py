@@ -1,21 +1,18 @@
 """Submissions go on after a restart of their gateway, from what the ledger has: nothing lost, nothing twice."""
 
 import asyncio
+import shutil
 import time
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import aiohttp
 import pytest
 
-from engines.config import SimConfig
-from engines.process.port import free_port
 from gateway.dialects.submissions import registry
 from gateway.ledger import ledger as ledger_module
-from gateway.ledger import shared
-from gateway.ledger.file import LedgerFile
-from tests.rigs.forked_gateway import ForkedGateway
-from tests.rigs.rig import Json, Rig, SimReplica, StartRig
+from gateway.ledger import writer
+from gateway.ledger.folder import Folder
+from tests.rigs.rig import Rig, StartRig
 from tests.rigs.submissions import GROUP, ack, detached, lines, of_type, outcomes, read, samples, submitted
 
 LENGTH = 60
@@ -24,16 +21,9 @@ SAMPLING = {"max_tokens": LENGTH, "ignore_eos": True}
 
 
 @pytest.fixture
-async def engine() -> AsyncIterator[SimReplica]:
-    replica = await SimReplica("engine-0", 0, SimConfig(decode_step_s=0.0, decode_step_per_seq_s=0.0)).start()
-    yield replica
-    await replica.kill()
-
-
-@pytest.fixture
 async def kept_rig(start_rig: StartRig, tmp_path: Path) -> Rig:
     """Two replicas behind a gateway with a ledger."""
-    return await start_rig(2, gateway={"ledger": str(tmp_path / "ledger.sqlite")})
+    return await start_rig(2, gateway={"ledger": str(tmp_path / "ledger")})
 
 
 async def restarted(start_rig: StartRig, rig: Rig) -> Rig:
@@ -53,118 +43,18 @@ async def written(url: str, client: aiohttp.ClientSession) -> None:
             await asyncio.sleep(0.02)
 
 
-class Kills:
-    """A gateway in a process of its own in front of one engine, and a client that goes on from its cursor."""
-
-    def __init__(self, engine: SimReplica, folder: Path) -> None:
-        port = free_port()
-        self.url = f"http://127.0.0.1:{port}"
-        self.gateway = ForkedGateway(port, engine.info.url, folder / "log", folder / "ledger.sqlite")
-        self.engine = engine
-        self.events: list[Json] = []
-        self.cursor = 0
-
-    async def submit(self, client: aiohttp.ClientSession) -> None:
-        asked = {"id": "one", "groups": GROUPS, "sampling": SAMPLING, "stream": False}
-        async with client.post(self.url + "/v1/rollouts", json=asked) as response:
-            assert response.status == 202, await response.text()
-
-    async def read(self, client: aiohttp.ClientSession) -> bool:
-        """Read on from the cursor, as far as it goes. True at the end."""
-        try:
-            async with client.get(f"{self.url}/v1/rollouts/one?cursor={self.cursor}") as response:
-                assert response.status == 200, await response.text()
-                await response.content.readline()
-                while line := await response.content.readline():
-                    [event] = lines(line)
-                    self.events.append(event)
-                    self.cursor = event["cursor"]
-        except aiohttp.ClientError:
-            return False
-        return bool(self.events) and self.events[-1]["type"] == "end"
-
-
-async def test_a_kill_loses_no_written_token_and_delivers_nothing_twice(engine: SimReplica, tmp_path: Path) -> None:
-    kills = Kills(engine, tmp_path)
-    try:
-        async with aiohttp.ClientSession() as client:
-            await kills.gateway.serve(client)
-            engine.scheduler.stall(after=30)
-            await kills.submit(client)
-            async with asyncio.timeout(60):
-                while len(engine.scheduler.stalled) < 8:  # its batch
-                    await asyncio.sleep(0.01)
-            reading = asyncio.create_task(kills.read(client))
-            await written(kills.url, client)
-            kills.gateway.kill()
-            assert not await reading
-            async with asyncio.timeout(20):
-                while engine.scheduler.stalled:  # it works for the dead gateway until it notices
-                    await asyncio.sleep(0.01)
-            engine.hurry()
-            await kills.gateway.serve(client)
-            assert await kills.read(client)
-    finally:
-        kills.gateway.kill()
-    assert sorted(samples(kills.events)) == [(group, sample) for group in range(6) for sample in range(2)]
-    for sample in of_type(kills.events, "sample"):
-        assert len(sample["token_ids"]) == len(sample["logprobs"]) == LENGTH
-        assert sample["weight_versions"] == [{"version": 0, "start": 0, "end": LENGTH}]
-    assert engine.generated_tokens <= 12 * LENGTH + 8 * 4  # a chunk of each sample may have been on its way
-
-
-async def test_a_submission_that_outgrows_the_ledger_hurts_itself_alone(
-    start_rig: StartRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(registry, "_BOUNDS_S", 3600.0)  # it may be forgotten once it has ended, as all may
-    room = {"ledger": str(tmp_path / "ledger.sqlite"), "submissions": {"max_bytes": 60_000}}
-    rig = await start_rig(2, gateway=room, sim={"decode_step_s": 0.0, "decode_step_per_seq_s": 0.0})
-    short: Json = {"prompt": [5, 6, 7], "n": 8, "sampling": SAMPLING | {"max_tokens": 40}}
-    long: Json = {"prompt": [5, 6, 7], "sampling": SAMPLING | {"max_tokens": 41}}
-    await rig.begun(samples=0, tokens=40)
-    await detached(rig, "other", [long])
-    assert (await detached(rig, "large", [*[short] * 120, long]))["durable"]
-    async with asyncio.timeout(60):
-        while not (report := (await rig.get("/status"))[1]["ledger"])["outgrown"]:
-            await asyncio.sleep(0.02)
-    assert (report["durable"], report["outgrown"], report["failure"]) == (True, 1, "")
-    async with rig.client.get(rig.url + "/metrics") as page:
-        assert "rollout_gateway_outgrown_submissions_total 1.0" in await page.text()
-    await written(rig.url, rig.client)
-    left = tmp_path / "left"  # the file as a kill leaves it
-    left.mkdir()
-    for name in ("ledger.sqlite", "ledger.sqlite-wal"):
-        (left / name).write_bytes((tmp_path / name).read_bytes())
-    rig.hurry()
-    head, *events = await read(rig, "large")
-    assert not head["durable"]
-    assert sorted(samples(events)) == [*((group, sample) for group in range(120) for sample in range(8)), (120, 0)]
-    assert "durable" not in events[0]
-    assert events[-1]["durable"] is False
-    await ack(rig, "large", events[-1]["cursor"])
-    assert (await submitted(rig, id="after"))[0]["durable"]
-    await rig.stop_gateway()
-    gateway = room | {"ledger": str(left / "ledger.sqlite")}
-    again = await start_rig(2, replicas=rig.replicas, gateway=gateway)
-    assert samples(await read(again, "other")) == [(0, 0)]
-    assert (await again.get("/v1/rollouts/large"))[0] == 404
-
-
 async def test_a_kill_right_after_a_cancellation_brings_nothing_back(
     start_rig: StartRig, kept_rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ledger_module, "_LINGER_S", 0.3)
+    monkeypatch.setattr(writer, "_LINGER_S", 0.3)
     submitting = asyncio.create_task(detached(kept_rig, "one", GROUPS))
     await kept_rig.begun(samples=12)
     await submitting
     async with kept_rig.client.delete(kept_rig.url + "/v1/rollouts/one") as response:
         assert response.status == 200
-    left = tmp_path / "left"  # the file as a kill leaves it
-    left.mkdir()
-    for name in ("ledger.sqlite", "ledger.sqlite-wal"):
-        (left / name).write_bytes((tmp_path / name).read_bytes())
+    left = shutil.copytree(tmp_path / "ledger", tmp_path / "left")  # as a kill leaves it
     await kept_rig.stop_gateway()
-    again = await start_rig(2, replicas=kept_rig.replicas, gateway={"ledger": str(left / "ledger.sqlite")})
+    again = await start_rig(2, replicas=kept_rig.replicas, gateway={"ledger": str(left)})
     again.hurry()
     assert outcomes(await read(again, "one")) == dict.fromkeys(range(6), "cancelled")
 
@@ -198,15 +88,15 @@ async def test_a_ledger_that_is_locked_at_the_start_is_brought_back_once_it_open
     start_rig: StartRig, kept_rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The gateway before it has not ended yet; meanwhile clients submit."""
-    monkeypatch.setattr(shared, "_RETRY_S", 0.0)
-    monkeypatch.setattr(ledger_module, "_LOCKED_S", 0.0)
+    monkeypatch.setattr(ledger_module, "_RETRY_S", 0.0)
+    monkeypatch.setattr(writer, "_LOCKED_S", 0.0)
     before = await submitted(kept_rig, id="one")
     submitting = asyncio.gather(detached(kept_rig, "two", GROUPS), detached(kept_rig, "three"))
     await kept_rig.begun(samples=13)
     await submitting
     await kept_rig.stop_gateway()
     gateway = kept_rig.config.gateway.model_dump(include={"ledger"})
-    holder = LedgerFile(Path(str(gateway["ledger"])), 1 << 20)
+    holder = Folder(Path(str(gateway["ledger"])))
     try:
         again = await start_rig(2, replicas=kept_rig.replicas, gateway=gateway)
         again.hurry()
@@ -255,3 +145,45 @@ async def test_tokens_of_two_versions_keep_their_spans_over_a_restart(start_rig:
     spans = [(span["version"], span["start"], span["end"]) for span in sample["weight_versions"]]
     assert spans[0] == (0, 0, 4)
     assert spans[-1][2] == 8
+
+
+async def test_a_suspended_group_that_a_kill_left_in_two_records_goes_on_in_the_later_alone(
+    start_rig: StartRig, kept_rig: Rig, tmp_path: Path
+) -> None:
+    resume = {"resume": {"id": "first", "group": 0}}
+    await detached(kept_rig, "first", [GROUP], on_deadline="resume")
+    await kept_rig.begun(samples=1, tokens=6)
+    await kept_rig.post("/v1/rollouts/first/deadline")
+    [first] = (tmp_path / "ledger").glob("submission-*")
+    before = first.read_bytes()
+    kept_rig.hurry()
+    assert samples(await submitted(kept_rig, [resume], id="second")) == [(0, 0)]
+    await kept_rig.stop_gateway()
+    first.write_bytes(before)
+    again = await restarted(start_rig, kept_rig)
+    status, error = await again.post("/v1/rollouts", {"groups": [resume]})
+    assert (status, "is taken, not suspended" in error["error"]["message"]) == (400, True)
+    assert samples(await read(again, "second")) == [(0, 0)]
+
+
+async def test_a_long_submission_whose_events_are_acked_takes_little_of_the_disk(
+    start_rig: StartRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "_BOUNDS_S", 0.05)
+    rig = await start_rig(2, gateway={"ledger": str(tmp_path / "ledger")})
+    rig.hurry()
+    endless = {"prompt": [5, 6, 7], "sampling": SAMPLING | {"max_tokens": 41}}
+    groups = [{"prompt": [5, 6, 7], "n": 8, "sampling": SAMPLING | {"max_tokens": 40}}] * 60
+    await rig.begun(samples=0, tokens=40)
+    await detached(rig, "one", [*groups, endless])
+    cursor = 0
+    async with rig.client.get(f"{rig.url}/v1/rollouts/one") as response:
+        await response.content.readline()
+        for _ in range(60 * 9):
+            cursor = lines(await response.content.readline())[0]["cursor"]
+    [record] = (tmp_path / "ledger").glob("submission-*")
+    assert record.stat().st_size > 1 << 17
+    await ack(rig, "one", cursor)
+    async with asyncio.timeout(20):
+        while record.stat().st_size > 1 << 17:
+            await asyncio.sleep(0.02)

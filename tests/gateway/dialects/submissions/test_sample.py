@@ -12,7 +12,7 @@ CHUNK: dict[str, Any] = {"token_ids": [7, 8], "text": "ab", "weight_versions_so_
 
 def grown(sample: Sample) -> Sample:
     """The sample as the next gateway has it from the ledger."""
-    part = sample.everything()
+    part = sample.everything(0)
     assert part is not None
     restored = Sample(sample.index)
     restored.grow(part)

@@ -1,7 +1,6 @@
 """The events of a submission over kills at any moment: each once, in order, with the tokens that were made."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -10,24 +9,44 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gateway.dialects.submissions.frames import Head, read_head, read_step
 from gateway.dialects.submissions.group_run import GroupRun, Outcome
 from gateway.dialects.submissions.sample import Sample
-from gateway.dialects.submissions.submission import Submission
+from gateway.dialects.submissions.submission import Counts, Submission
 from gateway.dialects.submissions.words import Group
-from gateway.ledger.file import LedgerFile
+from gateway.ledger.folder import Folder
+from gateway.ledger.ledger import Ledger, Record
+from gateway.ledger.writer import Work
 from tests.rigs.rig import Json
 
 NUM_GROUPS, N, LENGTH = 2, 2, 4
 
 
-class Uncounted:
+class Uncounted(Counts):
+    def __init__(self) -> None: ...
+
     def sample(self, run: GroupRun, sample: Sample) -> None: ...
 
     def group(self, run: GroupRun) -> None: ...
 
-    def tokens(self, owner: str, number: int) -> None: ...
 
-    def outgrew(self) -> None: ...
+class SlowLedger(Ledger):
+    """Its folder, and writes that wait for `commit`."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.folder = Folder(path)
+        self.life = self.folder.begin_life(0)
+        self.waiting: list[tuple[Work, Callable[[], None]]] = []
+
+    def put(self, work: Work, then: Callable[[], None]) -> None:
+        self.waiting.append((work, then))
+
+    def commit(self, most: int = 1000) -> None:
+        waiting, self.waiting = self.waiting[:most], self.waiting[most:]
+        for work, then in waiting:
+            work(self.folder)
+            then()
 
 
 def token(group: int, sample: int, place: int) -> int:
@@ -35,42 +54,25 @@ def token(group: int, sample: int, place: int) -> int:
     return 100 * group + 10 * sample + place
 
 
-@dataclass
 class Life:
-    """A gateway with one submission, its ledger, and writes that wait for their commit."""
+    """A gateway with one submission and its ledger."""
 
-    path: Path
-    submission: Submission = field(init=False)
-    waiting: list[tuple[Callable[[LedgerFile], None], Callable[[], None]]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.file = LedgerFile(self.path, 1 << 24)
-        self.file.begin()
-        number = self.file.begin_life(0)
-        rows = self.file.load()
+    def __init__(self, path: Path) -> None:
+        self.ledger = SlowLedger(path)
         groups = [Group(n=N, need=N, sampling={}, prompt=[1, 2]) for _ in range(NUM_GROUPS)]
-        put = lambda work, then: self.waiting.append((work, then))  # noqa: E731
-        self.submission = Submission(1, "me", "one", b"d", groups, 0.0, put, Uncounted())
-        self.submission.life = number
-        if rows:
-            self.submission.restore(rows[0])
+        left = self.ledger.folder.load()
+        record = Record(self.ledger, left[0].name) if left else Record.new(self.ledger, "submission")
+        head = read_head(left[0].frames[0]) if left else Head("me", "one", b"d", 0.0)
+        self.submission = Submission(head, groups, record, Uncounted(), self.ledger.life)
+        if left:
+            self.submission.restore(map(read_step, left[0].frames[1:]))
         else:
             self.submission.write()
-        self.file.commit()
-        self.commit()
-
-    def commit(self) -> None:
-        waiting, self.waiting = self.waiting, []
-        self.file.begin()
-        for work, _ in waiting:
-            work(self.file)
-        self.file.commit()
-        for _, then in waiting:
-            then()
+        self.ledger.commit()
 
     def kill(self) -> "Life":
-        self.file.close()
-        return Life(self.path)
+        self.ledger.folder.close()
+        return Life(self.ledger.folder.path)
 
     def make(self, group: int, index: int) -> None:
         """One more token of a sample, or of the first that is open."""
@@ -93,7 +95,7 @@ class Life:
 STEPS = st.lists(
     st.one_of(
         st.tuples(st.just("make"), st.integers(0, NUM_GROUPS - 1), st.integers(0, N - 1)),
-        st.tuples(st.sampled_from(["commit", "read", "ack", "grow", "kill"]), st.just(0), st.just(0)),
+        st.tuples(st.sampled_from(["commit", "read", "ack", "grow", "write", "kill"]), st.just(0), st.just(0)),
     ),
     max_size=80,
 )
@@ -124,7 +126,9 @@ def test_each_event_is_delivered_once_whatever_is_killed_when(
         if name == "make":
             life.make(group, sample)
         elif name == "commit":
-            life.commit()
+            life.ledger.commit()
+        elif name == "write":
+            life.submission.write()
         elif name == "read":
             client.read(life.submission)
         elif name == "grow":
@@ -137,9 +141,9 @@ def test_each_event_is_delivered_once_whatever_is_killed_when(
         for group in range(NUM_GROUPS):
             for sample in range(N):
                 life.make(group, sample)
-    life.commit()
+    life.ledger.commit()
     client.read(life.submission)
-    life.file.close()
+    life.ledger.folder.close()
     found = [(event["group"], event["sample"]) for event in client.events if event["type"] == "sample"]
     assert sorted(found) == [(group, sample) for group in range(NUM_GROUPS) for sample in range(N)]
     assert [event["type"] for event in client.events].count("group") == NUM_GROUPS
@@ -150,29 +154,3 @@ def test_each_event_is_delivered_once_whatever_is_killed_when(
             assert np.frombuffer(event["token_ids"], "<i4").tolist() == wanted
             assert len(event["logprobs"]) == 4 * LENGTH
             assert event["text"] == "x" * LENGTH
-
-
-def test_a_suspended_group_is_in_one_submission_or_the_other_whatever_is_killed_when(tmp_path: Path) -> None:
-    life = Life(tmp_path / "ledger")
-    life.make(0, 0)
-    run = life.submission.runs[0]
-    life.submission.end_group(run, Outcome.SUSPENDED)
-    life.commit()
-    other = Submission(2, "me", "two", b"d", [run.group], 0.0, life.submission._put, Uncounted())
-    other.take_over(0, life.submission, 0)
-    other.write()
-    assert len(life.waiting) == 1  # both in one transaction
-    life.commit()
-    life.file.begin()
-    first, second = life.file.load()
-    life.file.commit()
-    assert (list(first.parts), list(second.parts)) == ([], [(0, 0)])
-    assert first.events[0].mark == "taken"
-    life.submission.number, life.submission.id = 3, "three"
-    life.submission.write()  # into another ledger, which the other submission is no longer in
-    life.commit()
-    life.file.begin()
-    assert [event.mark for row in life.file.load() if row.number == 3 for event in row.events] == ["taken"]
-    life.file.commit()
-    assert other.runs[0].samples[0].token_ids.tolist() == [token(0, 0, 0)]
-    life.file.close()

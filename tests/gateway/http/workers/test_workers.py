@@ -283,7 +283,7 @@ async def test_a_batch_whose_connection_broke_is_adopted_over_another_worker(
     start_rig: StartRig, tmp_path: Path, is_kept: bool
 ) -> None:
     """A ledger is kept by the owner, and then it runs all batches."""
-    ledger = str(tmp_path / "ledger.sqlite") if is_kept else None
+    ledger = str(tmp_path / "ledger") if is_kept else None
     rig = await start_rig(1, gateway={"workers": WORKERS, "ledger": ledger}, sim=SLOW)
     async with clients(rig) as (first, second):
         leaving = asyncio.create_task(completed(first, rig, n=4, max_tokens=60))

@@ -1,0 +1,84 @@
+"""The record of a submission: what happened, in order. A later gateway takes the same steps."""
+
+import msgspec
+
+OF_GROUP = -1
+"""In place of a sample's number: the event is of a whole group. Of `OF_SUBMISSION` groups it is of all."""
+OF_SUBMISSION = -1
+
+
+class Head(msgspec.Struct, tag="head", frozen=True):
+    """A submission as it began, in seconds since the epoch. `acked` is its cursor. `groups` is JSON; "" where all is
+    delivered.
+
+    `taken` are suspended groups with which it goes on, by record and number: their tokens are in this record.
+    """
+
+    owner: str
+    id: str
+    digest: bytes
+    began: float
+    acked: int = 0
+    groups: bytes = b""
+    taken: list[tuple[str, int]] = []
+
+
+class Event(msgspec.Struct, tag="event", array_like=True, frozen=True):
+    """One event; `content` is None once it was acked. `mark` is the end of its sample or group."""
+
+    cursor: int
+    group: int
+    sample: int
+    mark: str
+    content: bytes | None
+
+    @property
+    def num_bytes(self) -> int:
+        """What it takes in memory."""
+        return len(self.content or b"") + _OBJECT_BYTES
+
+
+class Prompt(msgspec.Struct, tag="prompt", array_like=True, frozen=True):
+    """A group's prompt as an engine read it, in int32."""
+
+    group: int
+    token_ids: bytes
+
+
+class Tokens(msgspec.Struct, tag="tokens", array_like=True, frozen=True):
+    """New tokens of an open sample: int32 and float32, little-endian; `spans` is JSON."""
+
+    group: int
+    sample: int
+    token_ids: bytes
+    logprobs: bytes
+    text: str
+    spans: bytes
+
+
+class Restart(msgspec.Struct, tag="restart", array_like=True, frozen=True):
+    """An open sample begins again."""
+
+    group: int
+    sample: int
+
+
+class GivenUp(msgspec.Struct, tag="given up", array_like=True, frozen=True):
+    """A suspended group has ended as `mark` says."""
+
+    group: int
+    mark: str
+
+
+class Ack(msgspec.Struct, tag="ack", array_like=True, frozen=True):
+    """The client has the events up to `cursor`."""
+
+    cursor: int
+
+
+Step = Event | Prompt | Tokens | Restart | GivenUp | Ack
+
+_OBJECT_BYTES = 300  # of an event, beside its content
+
+read_head = msgspec.msgpack.Decoder(Head).decode
+read_step = msgspec.msgpack.Decoder(Step).decode

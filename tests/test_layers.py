@@ -42,11 +42,11 @@ def test_the_command_line_needs_no_package_of_the_serve_extra(loaded: dict[str, 
 
 
 ROOT = Path(__file__).parents[1]
-LINES = {"gateway": 23810, "engines": 12253, "trainer_client": 4749, "sim": 2137, "tuning": 5500, "loadtests": 9993}
+LINES = {"gateway": 22654, "engines": 11589, "trainer_client": 4255, "sim": 2137, "tuning": 5500, "loadtests": 8926}
 """The most lines of Python of each package. A change may lower a number, and raise none."""
 ATTRIBUTES = {
-    "gateway/fleet/replica.py:Replica": 40,
-    "gateway/weights/updates/record.py:WeightUpdate": 26,
+    "gateway/fleet/replica.py:Replica": 26,
+    "gateway/weights/updates/record.py:WeightUpdate": 20,
     "gateway/fleet/placement/routing.py:Rollout": 18,
 }
 """The most attributes of the classes that every flag would like to join: a new one takes the place of another."""

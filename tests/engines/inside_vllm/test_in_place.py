@@ -26,7 +26,6 @@ from engines.loading.stage import FolderStage
 from engines.store.draft import is_whole
 from engines.store.manifest import check_bytes
 from engines.transfer.tee import Scribe
-from engines.transfer.tee import _Copy as Copy
 from engines.transfer.tensor_bytes import digest_on_host
 
 Tensors = dict[str, torch.Tensor]
@@ -599,7 +598,7 @@ def reads_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def begin_copies(self: Scribe, tensors: Iterable[tuple[str, torch.Tensor, str]]) -> None:
         self._left_on_device = 0
-        self.put(Copy(*copy) for copy in tensors)
+        self.put(tensors)
 
     monkeypatch.setattr(Scribe, "_begin_copies", begin_copies)
 

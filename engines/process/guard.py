@@ -27,7 +27,7 @@ from engines.process.shared_memory import remove_left_segments
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _TRACKERS_END_WITHIN_S = 3.0
-_NAME = "rollout-gateway-engine-"
+_NAME = "rollout-engine-"
 # The path of a socket has at most 107 bytes. vLLM's have a UUID in the folder.
 _MOST_BYTES = 107 - len(f"/{_NAME}12345678/") - 36
 _WATCHED = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT)

@@ -88,7 +88,7 @@ class Manifest:
 def digest_of(content: Any) -> str:
     """Digest of a tensor's bytes. xxh3_128 reads 14 GB/s on a core (blake2b 0.3) and detects damage, not forgery:
     a process that can write into the store can write a manifest."""
-    return told_digest(xxhash.xxh3_128(content))
+    return told_digest(xxhash.xxh3_128(content).hexdigest())
 
 
 def _digest_in(file: BinaryIO, span: Span, memory: memoryview) -> str:
@@ -101,12 +101,12 @@ def _digest_in(file: BinaryIO, span: Span, memory: memoryview) -> str:
         piece = memory[: span.end - begin]
         read_at(file, piece, begin)
         digest.update(piece)
-    return told_digest(digest)
+    return told_digest(digest.hexdigest())
 
 
-def told_digest(digest: Any) -> str:
-    """A hash in a manifest's form."""
-    return f"xxh3_128:{digest.hexdigest()}"
+def told_digest(digest: str) -> str:
+    """A hexadecimal XXH3-128 in a manifest's form."""
+    return f"xxh3_128:{digest}"
 
 
 def check_bytes(folder: Path) -> Manifest:

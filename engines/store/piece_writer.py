@@ -1,35 +1,19 @@
-"""Writes files from shared memory, in a process of its own.
-
-In an engine's process each call waits for its turn at Python's lock, and the engine's next step for that call.
-
-    python -m engines.store.piece_writer FD      # PieceWriter starts it; it ends with its standard input
-"""
+"""The process of `pieces.py`, as its owner sees it."""
 
 import contextlib
 import json
 import mmap
 import os
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TextIO
 
 from engines.errors import StoreFailed
-from engines.store.tensor_file import Undigested, write_file
+from engines.store import pieces
+from engines.store.tensor_file import Undigested, digests_of, header
 
 _END_S = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Tensor:
-    name: str
-    dtype: str
-    shape: Sequence[int]
-    num_bytes: int
-    digest: str
 
 
 class PieceWriter:
@@ -41,23 +25,29 @@ class PieceWriter:
             os.ftruncate(descriptor, num_bytes)
             self.memory = mmap.mmap(descriptor, num_bytes)
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "engines.store.piece_writer", str(descriptor)],
+                [sys.executable, "-P", pieces.__file__, str(descriptor)],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[descriptor], text=True,
             )  # fmt: skip
         finally:
             os.close(descriptor)
+        self._tensors: Sequence[Undigested] = ()
 
     def begin(self, path: Path, tensors: Sequence[Undigested]) -> None:
         """Begin a file of these tensors."""
-        told = [[one.name, one.dtype, list(one.shape), one.num_bytes, one.digest] for one in tensors]
-        self._say({"path": str(path), "tensors": told})
+        self._tensors = tensors
+        sizes, wanted = [one.num_bytes for one in tensors], [not one.digest for one in tensors]
+        self._say({"path": str(path), "head": header(tensors)[0].decode(), "sizes": sizes, "wanted": wanted})
 
     def add(self, begin: int, num_bytes: int) -> None:
         """Append these bytes of `memory`, which `answer` says are written."""
         self._say([begin, num_bytes])
 
+    def digests(self) -> list[str]:
+        """Wait until the file is written; return the digest of each tensor. Raises as `answer`."""
+        return digests_of(self._tensors, self.answer())
+
     def answer(self) -> list[str]:
-        """Wait until the oldest bytes are written, or, behind all, for the digests of the file's tensors.
+        """Wait until the oldest bytes are written.
 
         Raises `OSError` where the file cannot be written, `StoreFailed` where the process has ended.
         """
@@ -82,34 +72,3 @@ class PieceWriter:
             self._process.stdin.flush()
         except BrokenPipeError:
             pass  # `answer` has the reason
-
-
-def _pieces(said: TextIO, memory: memoryview, num_bytes: int) -> Iterator[memoryview]:
-    """Yield a file's pieces; tell that each is written once the next is asked for."""
-    while num_bytes:
-        begin, length = json.loads(said.readline())
-        yield memory[begin : begin + length]
-        num_bytes -= length
-        _tell({"digests": []})
-
-
-def _tell(answer: dict[str, Any]) -> None:
-    print(json.dumps(answer), flush=True)
-
-
-def _serve(descriptor: int, said: TextIO) -> None:
-    memory = memoryview(mmap.mmap(descriptor, 0, prot=mmap.PROT_READ))
-    while line := said.readline():
-        told = json.loads(line)
-        tensors = [_Tensor(*one) for one in told["tensors"]]
-        pieces = _pieces(said, memory, sum(tensor.num_bytes for tensor in tensors))
-        try:
-            _tell({"digests": write_file(Path(told["path"]), tensors, pieces)})
-        except OSError as error:
-            _tell({"errno": error.errno, "error": error.strerror})
-            return
-
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine's process ends it
-    _serve(int(sys.argv[1]), sys.stdin)

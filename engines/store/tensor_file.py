@@ -1,17 +1,15 @@
 """Writes safetensors files piece by piece: no copy of a whole file is in memory, and each byte is read once."""
 
 import json
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
-import xxhash
 
 from engines.checkpoint import written_dtype
-from engines.store.files import write_at
 from engines.store.manifest import told_digest
+from engines.store.pieces import write_pieces
 
 
 class Described(Protocol):
@@ -53,23 +51,13 @@ def write_file(path: Path, tensors: Sequence[Undigested], pieces: Iterable[memor
 
     Raises `OSError`, and what `pieces` raises.
     """
-    head, begins = header(tensors)
-    digests = [None if tensor.digest else xxhash.xxh3_128() for tensor in tensors]
-    ends = [begin + tensor.num_bytes for begin, tensor in zip(begins, tensors, strict=True)]
-    place, index = len(head), 0
-    with path.open("wb", buffering=0) as file:
-        write_at(file.fileno(), head, 0)
-        for piece in pieces:
-            write_at(file.fileno(), piece, place)
-            while piece:
-                while place == ends[index]:
-                    index += 1
-                part = piece[: ends[index] - place]
-                if (digest := digests[index]) is not None:
-                    digest.update(part)
-                piece, place = piece[len(part) :], place + len(part)
-        os.fsync(file.fileno())
-    return [
-        tensor.digest if digest is None else told_digest(digest)
-        for tensor, digest in zip(tensors, digests, strict=True)
-    ]
+    head, _ = header(tensors)
+    made = write_pieces(
+        str(path), head, [one.num_bytes for one in tensors], [not one.digest for one in tensors], pieces
+    )
+    return digests_of(tensors, made)
+
+
+def digests_of(tensors: Sequence[Undigested], made: Sequence[str]) -> list[str]:
+    """The digests of tensors, for some of which XXH3-128 was made."""
+    return [one.digest or told_digest(digest) for one, digest in zip(tensors, made, strict=True)]

@@ -368,18 +368,18 @@ class Runner:
     """Has the replicas that the scheduler picks make rollouts."""
 
     def __init__(self, scheduler: AttemptLoop, metrics: Metrics) -> None:
-        self._scheduler = scheduler
+        self._attempts = scheduler
         self._metrics = metrics
         self._large = asyncio.Lock()
 
     def withdraw(self, picks: Callable[[Rollout], bool]) -> None:
         """End rollouts that wait for a replica with `Withdrawn`."""
-        self._scheduler.withdraw(picks)
+        self._attempts.withdraw(picks)
 
     @property
     def lengths(self) -> Lengths:
         """The lengths that samples of prompts had."""
-        return self._scheduler.lengths
+        return self._attempts.lengths
 
     async def generate(self, ask: Ask, reply: Reply | None = None) -> Json:
         """The whole reply, each choice with its weight versions. Open samples of `reply`, which a gateway before this
@@ -405,9 +405,9 @@ class Runner:
     async def go_on(self, ask: Ask, reply: Reply, show: Show | None = None) -> None:
         """Have the open samples continued, each by itself, until they end."""
         ask.note_cut(reply)
-        await together(self.finish(ask, reply, sample, show) for sample in reply.open)
+        await together(self.continue_sample(ask, reply, sample, show) for sample in reply.open)
 
-    async def finish(self, ask: Ask, reply: Reply, sample: Sample, show: Show | None = None) -> None:
+    async def continue_sample(self, ask: Ask, reply: Reply, sample: Sample, show: Show | None = None) -> None:
         """Have one sample continued until it ends."""
         part = sample
         while sample.is_open:
@@ -420,13 +420,13 @@ class Runner:
 
     async def make(self, ask: Ask, reply: Reply, show: Show | None = None) -> list[Sample]:
         """Have one replica make what is asked. Its samples are open after it where it was cut off, or failed."""
-        served = self._scheduler.served_version(ask.rollout.model)
+        served = self._attempts.served_version(ask.rollout.model)
         part = Part(ask, reply, show, self._large, served)
         if ask.is_full:
             part.end(_FULL)
             return part.samples
         try:
-            await self._scheduler.run(ask.rollout, part.make, part.kept)
+            await self._attempts.run(ask.rollout, part.make, part.kept)
         except Withdrawn:
             part.end(ABORT)
         if part.error is not None:
@@ -441,7 +441,7 @@ class Runner:
         """Let the scheduler learn from a rollout whose samples all ended by themselves."""
         made = usage.get("completion_tokens")
         if made and None not in ends and ABORT not in ends:
-            self._scheduler.delivered(rollout, usage.get("prompt_tokens") or rollout.prompt_tokens, made)
+            self._attempts.delivered(rollout, usage.get("prompt_tokens") or rollout.prompt_tokens, made)
 
 
 def shifted(logprobs: Json, characters: int) -> Json:

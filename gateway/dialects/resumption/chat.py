@@ -169,7 +169,7 @@ class ChatContinuation:
         self, conversation: Conversation, reply: Reply, begun: "Opened", sample: Sample, show: Show
     ) -> None:
         prompt = self._tokens.prompt(conversation.rollout, begun.asked)
-        async with aclosing(chunks_of(partial(self._runner.finish, prompt, reply, sample))) as chunks:
+        async with aclosing(chunks_of(partial(self._runner.continue_sample, prompt, reply, sample))) as chunks:
             async for chunk in chunks:
                 for choice in chunk["choices"]:
                     told = await self._as_chunk(conversation, begun, sample.index, choice)

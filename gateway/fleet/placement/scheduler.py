@@ -294,7 +294,7 @@ class Scheduler(AttemptLoop):
         if self._is_closed(rollout.model):
             return None
         able = self._wanted(rollout, self._able(rollout))
-        return self._chosen(rollout, able, self.sessions.admission(rollout))
+        return self._choose_and_reserve(rollout, able, self.sessions.admission(rollout))
 
     def _look_again(self, model: str, open_: Sequence[Replica]) -> None:
         """Look at the line once a session that one of the replicas holds has been idle for too long."""
@@ -310,7 +310,7 @@ class Scheduler(AttemptLoop):
         del self._looks[model]  # its time says nothing any more: a loop's clock may be before it
         self._pump(model)
 
-    def _chosen(
+    def _choose_and_reserve(
         self,
         rollout: Rollout,
         able: Sequence[Replica],
@@ -344,7 +344,7 @@ class Scheduler(AttemptLoop):
         fit = open_ if wanted is able else [one for one in open_ if one in wanted]
         free = [one for one in fit if one not in look.awaited] if waiter.is_outside and look.awaited else fit
         admitting = self.sessions.admission(rollout)
-        chosen = self._chosen(rollout, free, admitting)
+        chosen = self._choose_and_reserve(rollout, free, admitting)
         if chosen is None:
             # KV is short on those with room.
             later = [one for one in free if not has_room(rollout, one)] if rollout.n > look.least else []

@@ -148,14 +148,14 @@ class GroupArrival:
             await replica.engine.load_staged(self._parts.config.load_timeout_s)
         await replica.engine.finish_weight_update(update.record.label, self._timeout_s)
 
-    async def keep(self, update: Update, replicas: Sequence[Replica]) -> None:
+    async def free_undo(self, update: Update, replicas: Sequence[Replica]) -> None:
         """Have engines free the weights before, and the scribe finish its copy."""
         if update.record.staged or update.record.draft is not None:
             with update.record.timed("keep"):
                 timeout_s = self._timeout_s
                 await try_on_all(replicas, lambda one: one.engine.keep_receipt(timeout_s), timeout_s, "keeps a receipt")
 
-    async def committed(self, update: Update, passed: Sequence[Replica]) -> None:
+    async def after_commit(self, update: Update, passed: Sequence[Replica]) -> None:
         """Have the store keep the version; without a copy of it, only remove older ones."""
         await self._remember(self._record)
         scribe = self._group.scribe if self._group is not None else None

@@ -85,10 +85,10 @@ class StoreArrival:
         await replica.engine.load_snapshot(update.folder, update.record.version, timeout_s)
         await replica.engine.label_weights(update.record.label, timeout_s, is_committed=False)
 
-    async def keep(self, update: Update, replicas: Sequence[Replica]) -> None:
+    async def free_undo(self, update: Update, replicas: Sequence[Replica]) -> None:
         """Nothing yet: freeing takes its time, and the trainer waits."""
 
-    async def committed(self, update: Update, passed: Sequence[Replica]) -> None:
+    async def after_commit(self, update: Update, passed: Sequence[Replica]) -> None:
         self._parts.catch_up.bring_back(passed)  # frees the weights that they have kept
         await self._parts.snapshots.settle(update.record.version)
 

@@ -91,10 +91,10 @@ class Arrival(Protocol):
     async def load(self, update: "Update", replica: Replica) -> None:
         """Have a stopped replica load the version, and label it as not committed."""
 
-    async def keep(self, update: "Update", replicas: Sequence[Replica]) -> None:
+    async def free_undo(self, update: "Update", replicas: Sequence[Replica]) -> None:
         """Have replicas free what they have kept for an undo: the update is committed."""
 
-    async def committed(self, update: "Update", passed: Sequence[Replica]) -> None:
+    async def after_commit(self, update: "Update", passed: Sequence[Replica]) -> None:
         """Keep the version for replicas that come later."""
 
     async def dropped(self, update: "Update") -> None:
@@ -286,19 +286,21 @@ class Update:
 
     async def _commit(self) -> None:
         """Serve the version on the replicas that passed. The first label of it is the commit, before any token of it is
-        delivered: a restarted gateway goes by that. Do not cancel it."""
+        delivered but by a rolling update's first replicas: a restarted gateway goes by that. Do not cancel it."""
         record, findings, parts = self.record, self._findings, self._parts
         passed = [replica for replica, finding in findings.items() if finding.may_serve]
         fenced = {replica: finding.reason for replica, finding in findings.items() if not finding.may_serve}
         with record.timed("label"):
             fenced |= await self._label(passed)
         # Before a replica that failed is restored: it may have the copy for the store.
-        await self._arrival.keep(self, [one for one, finding in findings.items() if finding.result is not Result.LOST])
+        await self._arrival.free_undo(
+            self, [one for one, finding in findings.items() if finding.result is not Result.LOST]
+        )
         parts.canary.accept()
         parts.catch_up.bring_back(living(fenced))
         parts.fleet.commit(record.label, passed, fenced, keeps_kv=record.keeps_kv)
         self._end(findings, Phase.COMMITTED)
-        await self._arrival.committed(self, [replica for replica in passed if replica not in fenced])
+        await self._arrival.after_commit(self, [replica for replica in passed if replica not in fenced])
 
     async def _label(self, passed: Sequence[Replica]) -> dict[Replica, str]:
         """Label the version as committed. Return reasons by replica where that failed; raise where it did on all."""

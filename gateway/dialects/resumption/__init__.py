@@ -1,4 +1,1 @@
-"""Resumption: what a completion needs to continue from its tokens, after an update's cut or an engine's death.
-
-The loop is `Runner.continue_sample`.
-"""
+"""What a sample needs to continue after an update's cut or an engine's death: see `Runner.continue_sample`."""

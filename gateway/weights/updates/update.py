@@ -285,17 +285,15 @@ class Update:
         replica.brake.let_go(Holder.UPDATE)
 
     async def _commit(self) -> None:
-        """Serve the version on the replicas that passed. The first label of it is the commit, before any token of it is
-        delivered but by a rolling update's first replicas: a restarted gateway goes by that. Do not cancel it."""
+        """Serve the version on the replicas that passed. The first label is the commit: a restarted gateway reads it.
+        Only a rolling update's first replicas deliver tokens before. Do not cancel it."""
         record, findings, parts = self.record, self._findings, self._parts
         passed = [replica for replica, finding in findings.items() if finding.may_serve]
         fenced = {replica: finding.reason for replica, finding in findings.items() if not finding.may_serve}
         with record.timed("label"):
             fenced |= await self._label(passed)
         # Before a replica that failed is restored: it may have the copy for the store.
-        await self._arrival.free_undo(
-            self, [one for one, finding in findings.items() if finding.result is not Result.LOST]
-        )
+        await self._arrival.free_undo(self, [one for one in findings if findings[one].result is not Result.LOST])
         parts.canary.accept()
         parts.catch_up.bring_back(living(fenced))
         parts.fleet.commit(record.label, passed, fenced, keeps_kv=record.keeps_kv)

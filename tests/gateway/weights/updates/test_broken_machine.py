@@ -109,7 +109,7 @@ def a_served_version_is_withdrawn(patch: pytest.MonkeyPatch) -> None:
     async def broken(self: StoreArrival, update: Update, passed: Sequence[Replica]) -> None:
         await self.dropped(update)
 
-    patch.setattr(StoreArrival, "committed", broken)
+    patch.setattr(StoreArrival, "after_commit", broken)
 
 
 def received_tensors_are_not_dropped(patch: pytest.MonkeyPatch) -> None:

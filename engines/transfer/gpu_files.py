@@ -19,19 +19,17 @@ WRITERS = 2
 
 
 class GpuFiles:
-    """Pinned memory, and the process that writes files from it, made once: to pin memory stops a GPU's work for up to a
-    second."""
+    """Pinned memory and the process that writes from it, made once: to pin memory stops an engine for up to 1.4 s."""
 
     _free: ClassVar[queue.SimpleQueue["GpuFiles"]] = queue.SimpleQueue()
 
     def __init__(self, device: torch.device) -> None:
         self._writer = PieceWriter(2 * _PIECE_BYTES)
         self._memory = torch.frombuffer(self._writer.memory, dtype=torch.uint8)
-        self._stream: Any = None
-        if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)
-            cudart: Any = torch.cuda.cudart()
-            torch.cuda.check_error(cudart.cudaHostRegister(self._memory.data_ptr(), self._memory.numel(), 0))
+        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._cudart: Any = torch.cuda.cudart() if device.type == "cuda" else None
+        if self._cudart is not None:
+            torch.cuda.check_error(self._cudart.cudaHostRegister(self._memory.data_ptr(), self._memory.numel(), 0))
 
     @classmethod
     @contextlib.contextmanager
@@ -56,6 +54,8 @@ class GpuFiles:
 
     def close(self) -> None:
         self._writer.close()
+        if self._cudart is not None:  # the next memory may be at the same address, which cannot be pinned twice
+            self._cudart.cudaHostUnregister(self._memory.data_ptr())
 
     def write(self, path: Path, tensors: Sequence[RawTensor]) -> list[str]:
         """As `write_host_file`, of tensors on the GPU. Half of the memory is filled while the other is written."""

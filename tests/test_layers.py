@@ -42,7 +42,7 @@ def test_the_command_line_needs_no_package_of_the_serve_extra(loaded: dict[str, 
 
 
 ROOT = Path(__file__).parents[1]
-LINES = {"gateway": 22654, "engines": 11615, "trainer_client": 4255, "sim": 2137, "tuning": 5500, "loadtests": 8926}
+LINES = {"gateway": 22654, "engines": 11613, "trainer_client": 4255, "sim": 2137, "tuning": 5500, "loadtests": 8926}
 """The most lines of Python of each package. A change may lower a number, and raise none."""
 ATTRIBUTES = {
     "gateway/fleet/replica.py:Replica": 26,

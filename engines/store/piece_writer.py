@@ -11,7 +11,8 @@ from pathlib import Path
 
 from engines.errors import StoreFailed
 from engines.store import pieces
-from engines.store.tensor_file import Undigested, digests_of, header
+from engines.store.pieces import HEAD
+from engines.store.tensor_file import Undigested, layout
 
 _END_S = 5.0
 
@@ -30,24 +31,18 @@ class PieceWriter:
             )  # fmt: skip
         finally:
             os.close(descriptor)
-        self._tensors: Sequence[Undigested] = ()
 
     def begin(self, path: Path, tensors: Sequence[Undigested]) -> None:
         """Begin a file of these tensors."""
-        self._tensors = tensors
-        sizes, wanted = [one.num_bytes for one in tensors], [not one.digest for one in tensors]
-        self._say({"path": str(path), "head": header(tensors)[0].decode(), "sizes": sizes, "wanted": wanted})
+        head, sizes, wanted = layout(tensors)
+        self._say({"path": str(path), "head": head.decode(HEAD), "sizes": sizes, "wanted": wanted})
 
     def add(self, begin: int, num_bytes: int) -> None:
         """Append these bytes of `memory`, which `answer` says are written."""
         self._say([begin, num_bytes])
 
-    def digests(self) -> list[str]:
-        """Wait until the file is written; return the digest of each tensor. Raises as `answer`."""
-        return digests_of(self._tensors, self.answer())
-
     def answer(self) -> list[str]:
-        """Wait until the oldest bytes are written.
+        """Wait until the oldest bytes are written, or, behind all, for what `write_pieces` returns.
 
         Raises `OSError` where the file cannot be written, `StoreFailed` where the process has ended.
         """
@@ -67,8 +62,6 @@ class PieceWriter:
 
     def _say(self, words: object) -> None:
         assert self._process.stdin is not None
-        try:
+        with contextlib.suppress(BrokenPipeError):  # `answer` has the reason
             self._process.stdin.write(json.dumps(words) + "\n")
             self._process.stdin.flush()
-        except BrokenPipeError:
-            pass  # `answer` has the reason

@@ -16,6 +16,9 @@ from typing import TextIO
 
 import xxhash
 
+HEAD = "latin-1"
+"""A header begins with its length, whose bytes are no text in UTF-8."""
+
 
 def write_pieces(
     path: str, head: bytes, sizes: Sequence[int], wanted: Sequence[bool], pieces: Iterable[memoryview]
@@ -67,7 +70,7 @@ def _serve(descriptor: int, said: TextIO) -> None:
         told = json.loads(line)
         pieces = _received(said, memory, sum(told["sizes"]))
         try:
-            digests = write_pieces(told["path"], told["head"].encode(), told["sizes"], told["wanted"], pieces)
+            digests = write_pieces(told["path"], told["head"].encode(HEAD), told["sizes"], told["wanted"], pieces)
         except OSError as error:
             _tell({"errno": error.errno, "error": error.strerror})
             return

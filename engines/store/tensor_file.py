@@ -51,11 +51,12 @@ def write_file(path: Path, tensors: Sequence[Undigested], pieces: Iterable[memor
 
     Raises `OSError`, and what `pieces` raises.
     """
-    head, _ = header(tensors)
-    made = write_pieces(
-        str(path), head, [one.num_bytes for one in tensors], [not one.digest for one in tensors], pieces
-    )
-    return digests_of(tensors, made)
+    return digests_of(tensors, write_pieces(str(path), *layout(tensors), pieces))
+
+
+def layout(tensors: Sequence[Undigested]) -> tuple[bytes, list[int], list[bool]]:
+    """The header of a file, the size of each tensor, and whether its digest is to be made."""
+    return header(tensors)[0], [one.num_bytes for one in tensors], [not one.digest for one in tensors]
 
 
 def digests_of(tensors: Sequence[Undigested], made: Sequence[str]) -> list[str]:

@@ -11,6 +11,7 @@ import torch
 
 from engines.store.draft import RawTensor, write_host_file
 from engines.store.piece_writer import PieceWriter
+from engines.store.tensor_file import digests_of
 
 _PIECE_BYTES = 128 << 20
 """As much leaves a GPU at a time: few calls, as each waits for the engine's own Python, and holds it up."""
@@ -70,7 +71,7 @@ class GpuFiles:
             self._writer.add(begin, self._fill(begin, parts))
         for _ in range(min(number, 2)):
             self._writer.answer()
-        return self._writer.digests()
+        return digests_of(tensors, self._writer.answer())
 
     def _fill(self, begin: int, parts: Sequence[torch.Tensor]) -> int:
         place = begin

@@ -36,7 +36,7 @@ def files(monkeypatch: pytest.MonkeyPatch) -> Iterator[GpuFiles]:
 def test_files_written_by_another_process_have_the_bytes_and_digests_of_the_tensors(
     files: GpuFiles, tmp_path: Path
 ) -> None:
-    for count in (1, 40):
+    for count in (1, 2, 3, 40, 200):  # lengths of headers, some of which are no text
         tensors = received(count)
         path = tmp_path / f"{count}.safetensors"
         assert files.write(path, tensors) == [digest_on_host(tensor.owner) for tensor in tensors]

@@ -18,7 +18,7 @@ from engines.transfer.tee import room_on
 
 _SHORT_TURN_S = 0.0002
 _reading = threading.Lock()
-"""Held from the look at free memory to the end of a read, so that a read that was dropped is not counted as room."""
+"""Held from the check of free memory to the end of a read, so that a read that was dropped is not counted as room."""
 
 
 class Stage:

@@ -1,4 +1,4 @@
-"""The chunks of a stream: its work passes them on as they come, and whoever reads them does not hold the work up."""
+"""The chunks of a stream: its work passes them on as they come, and a slow reader does not hold the work up."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable

@@ -1,4 +1,4 @@
-"""What engines have made of a rollout: its samples, and what is told beside them, whole or streamed, in any dialect.
+"""What engines have made of a rollout: its samples, and what comes with them, whole or streamed, in any dialect.
 
 A reply comes in chunks, so that the tokens are here if the engine dies; a whole reply is one chunk. Token ids and
 log-probs, which are most of a reply, are joined as their engines wrote them.
@@ -94,7 +94,7 @@ class Sample:
         """Token ids of the prompt, as told with this sample."""
         self.num_characters = 0
         self.num_unscored = 0
-        """Tokens without a log-prob, where log-probs are asked for; those of a whole reply once it is told."""
+        """Tokens without a log-prob, where log-probs are asked for; those of a whole reply at its end."""
         self.spans: list[Json] | None = None
         """Of its tokens by weight version; None before they are known."""
         self.kv_versions: list[int] = []

@@ -91,7 +91,7 @@ class Folder:
         return left
 
     def replace(self, name: str, frames: Sequence[Frame]) -> int:
-        """Write a record anew, all or nothing. Return its size."""
+        """Rewrite a record, all or nothing. Return its size."""
         new = self.path / f"{name}{_NEW}"
         num_bytes = _write(new, os.O_CREAT | os.O_TRUNC, frames)
         new.replace(self.path / name)

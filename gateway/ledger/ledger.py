@@ -203,11 +203,11 @@ class Record:
 
     @property
     def has_doubled(self) -> bool:
-        """True where it has twice the size with which it was written anew."""
+        """True where it has twice the size with which it was rewritten."""
         return self.num_bytes > 2 * self._first_bytes
 
     def begin(self, frames: Sequence[Frame], then: Callable[[], None] | None = None) -> None:
-        """Write the record anew."""
+        """Rewrite the record."""
         self._is_kept = True
 
         def work(folder: Folder) -> None:

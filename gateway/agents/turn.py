@@ -1,0 +1,80 @@
+"""One call of an agent, in no client's words: what it asks for, and the answer.
+
+A dialect translates its body to a `Turn`, and an `Answer` to its reply. Messages and tools are those of
+/v1/chat/completions, since engines render and parse these.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from engines.engine import Json
+from engines.errors import RolloutGatewayError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """What one call asks for.
+
+    `template` has the other fields of a chat request that the chat template reads, such as `chat_template_kwargs` and
+    `reasoning_effort`. `sampling` has the sampling parameters under vLLM's names, without the limit; `max_tokens` is
+    None where the client names none.
+    """
+
+    model: str | None
+    messages: list[Json]
+    tools: list[Json] = field(default_factory=list)
+    tool_choice: str | Json | None = None
+    template: Json = field(default_factory=dict)
+    sampling: Json = field(default_factory=dict)
+    max_tokens: int | None = None
+    streams: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """The answer to a turn.
+
+    `message` is an assistant's message of a chat reply: `content`, `reasoning` and `tool_calls`. `finish_reason` is
+    "stop", "length", "tool_calls" or "abort"; `stop_reason` is the stop string that ended it.
+    """
+
+    id: str
+    model: str
+    message: Json
+    finish_reason: str
+    stop_reason: str | int | None
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_tokens: int
+
+
+class Dialect(Protocol):
+    """The words of one kind of client. A streamed reply is made up once the answer is whole; `ping` keeps a client
+    waiting for it."""
+
+    ping: bytes
+
+    def read(self, body: Json) -> Turn:
+        """Return what a body asks for. Raise `InvalidRequest` with the field, its value and a remedy."""
+        ...
+
+    def begin(self, answer_id: str, turn: Turn) -> bytes:
+        """Return the events that open a stream, before the answer is there."""
+        ...
+
+    def reply(self, answer: Answer, turn: Turn) -> Json:
+        """Return a whole reply."""
+        ...
+
+    def events(self, answer: Answer, turn: Turn) -> Iterator[bytes]:
+        """Yield the events of a stream after `begin`, to its end."""
+        ...
+
+    def error(self, error: RolloutGatewayError) -> Json:
+        """Return the body of an error."""
+        ...
+
+    def error_event(self, error: RolloutGatewayError) -> bytes:
+        """Return the event that ends a stream that has begun."""
+        ...

@@ -9,8 +9,9 @@ from gateway.config.schema import GatewayConfig
 from gateway.dialects.conversation import Conversation, is_medium
 from gateway.dialects.own_fields import Terms, without_own_fields
 from gateway.dialects.parallel import Show
+from gateway.dialects.part import DEFAULT_MAX_TOKENS
 from gateway.dialects.resumption.chat import ChatContinuation
-from gateway.dialects.runner import DEFAULT_MAX_TOKENS, Runner, using
+from gateway.dialects.runner import Runner, using
 from gateway.dialects.sample import Reply
 from gateway.dialects.sampling import asks_vllm, check_sampling
 from gateway.dialects.token_generation import TokenGeneration

@@ -1,19 +1,16 @@
 """One prompt of /v1/completions as a rollout: the body for an engine, and the place of its samples in the reply."""
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from engines.engine import Json
 from engines.errors import EngineRefused
 from engines.types import ReplicaInfo
-from gateway.dialects.replays.batch import Making
+from gateway.dialects.part import Ask
 from gateway.dialects.resumption.tokens import rest_sampling, whole_characters
-from gateway.dialects.runner import Ask, Note
-from gateway.dialects.sample import Reply, Sample
 from gateway.dialects.sampling import check_replica
-from gateway.fleet.flight import Flight
 from gateway.fleet.placement.routing import Rollout
 from gateway.fleet.replica import Replica
 
@@ -25,30 +22,26 @@ _WHOLE_ONLY = ("prompt_logprobs", "echo", "use_beam_search")
 _SHORT_TOKENS = 64  # two coarse chunks
 
 
-def is_read_in_chunks(body: Json, limit: int, rollout: Rollout, info: ReplicaInfo) -> bool:
+def is_read_in_chunks(body: Json, limit: int, rollout: Rollout, info: ReplicaInfo, *, always: bool = False) -> bool:
     """True if this engine's reply to `body`, of at most `limit` tokens a sample, is read in chunks.
 
     Engines that we start send coarse chunks, which cost them nothing; the samples of one prompt even gain by it (vLLM
     0.26 made 9 % more tokens). A short single sample is read whole: it has few tokens to lose, and chunks cost this
-    process three times the CPU. A rest is read in chunks, however short: where engines die in a row, each is to add
-    tokens.
+    process three times the CPU; with `always` it is read in chunks too. A rest is read in chunks, however short: where
+    engines die in a row, each is to add tokens.
     """
-    is_worth_it = rollout.n > 1 or limit > _SHORT_TOKENS or rollout.goes_on
+    is_worth_it = always or rollout.n > 1 or limit > _SHORT_TOKENS or rollout.goes_on
     whole = [field for field in _WHOLE_ONLY if body.get(field) is not None and body[field] is not False]
     return is_worth_it and info.streams and not whole
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionPrompt(Ask):
-    """One prompt of a request: its place there, and the body that asks one replica for its completions.
-
-    `making` records what engines make of a batch; None where no record is kept.
-    """
+    """One prompt of a request: its place there, and the body that asks one replica for its completions."""
 
     request_id: str
     index: int
     limit: int
-    making: Making | None = None
 
     @property
     def first(self) -> int:
@@ -61,7 +54,7 @@ class CompletionPrompt(Ask):
         return bool(self.body.get("return_token_ids") or not self.body.get("echo"))
 
     def reads_whole(self, replica: Replica) -> bool:
-        return not is_read_in_chunks(self.body, self.limit, self.rollout, replica.info)
+        return not is_read_in_chunks(self.body, self.limit, self.rollout, replica.info, always=self.is_submitted)
 
     async def asked(self, replica: Replica, *, streams: bool) -> tuple[str, Json]:
         """With token ids if that changes nothing else: a span counts tokens."""
@@ -81,17 +74,6 @@ class CompletionPrompt(Ask):
             message = f"prompt[{self.index}]: {inner.get('message', '')}"
             error.body = {**error.body, "error": {**inner, "message": message}}
         return error
-
-    def note(self, replica: Replica, flight: Flight, *, is_whole: bool) -> Note | None:
-        return self.making.begin(replica, flight, is_whole=is_whole) if self.making else None
-
-    def note_cut(self, reply: Reply) -> None:
-        if self.making:
-            self.making.cut(self.told(Reply(self.read, [self.before]) if self.before else reply))
-
-    def rest(self, reply: Reply, sample: Sample) -> "CompletionPrompt":
-        making = self.making and (self.making if self.before else self.making.rest(sample.index))
-        return replace(super().rest(reply, sample), making=making)
 
     def bare(self) -> Json:
         bare: Json = {"text": "", "logprobs": None, "prompt_logprobs": None, "token_ids": []}

@@ -3,7 +3,8 @@
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -15,26 +16,51 @@ from gateway.config.schema import GatewayConfig
 from gateway.dialects.completion_prompt import CompletionPrompt
 from gateway.dialects.own_fields import Terms, common_room, without_own_fields
 from gateway.dialects.parallel import Show
+from gateway.dialects.raw_json import encoded
 from gateway.dialects.runner import Runner
-from gateway.dialects.sample import Reply, Sample
+from gateway.dialects.sample import Reply
 from gateway.dialects.sampling import MAX_PROMPTS, asks_vllm, check_sampling
 from gateway.dialects.usage import Usage, wants_usage, with_usage_rule
-from gateway.dialects.written import Written
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.placement.lengths import prompt_key
 from gateway.fleet.together import together
-
-MadeBefore = Callable[[CompletionPrompt], Awaitable[Reply | None]]
-"""Returns the reply to a prompt as far as a gateway before this one has it; None where it begins."""
 
 _CHARACTERS_PER_TOKEN = 4
 _LARGE_BYTES = 1 << 16
 # vLLM's own default of max_tokens in this dialect.
 _DEFAULT_MAX_TOKENS = 16
+_NEW: Mapping[int, Reply] = {}
 
 
-async def nothing_made(prompt: CompletionPrompt) -> None:
-    """A batch that begins."""
+@dataclass(slots=True)
+class Written:
+    """A reply as JSON in pieces: a choice is written when its prompt ends, and the whole is never copied.
+
+    `head` are the fields beside the choices, `ends` how each choice ended, and its versions. `seconds` are the times at
+    which the prompts ended, from the request's start.
+    """
+
+    head: Json = field(default_factory=Json)
+    choices: list[bytes] = field(default_factory=list)
+    ends: list[Json] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+
+    def add(self, choice: Json) -> None:
+        """Write a choice."""
+        self.choices.append(encoded(choice))
+        self.ends.append({"finish_reason": choice["finish_reason"], "weight_versions": choice["weight_versions"]})
+
+    @property
+    def num_bytes(self) -> int:
+        """About the length of the whole."""
+        return sum(map(len, self.choices))
+
+    def pieces(self) -> list[bytes]:
+        """Return the reply, which is kept until it is delivered: its client may go before, and a replay gets it."""
+        pieces = [encoded(self.head)[:-1] + b',"choices":[']
+        for choice in self.choices:
+            pieces += [choice, b","]
+        return [*pieces[:-1], b"]}"]
 
 
 class Completions:
@@ -56,8 +82,8 @@ class Completions:
         max_len = common_room(self._fleet, terms.model)
         limit = _limit(body, max_len)
         rest = without_own_fields(body)
-        for field in ("prompt", "stream"):
-            rest.pop(field, None)
+        for own in ("prompt", "stream"):
+            rest.pop(own, None)
         prompts = []
         for place, value in enumerate(values):
             index = first + place
@@ -91,11 +117,11 @@ class Completions:
         reply: Json = orjson.loads(b"".join((await self.written(prompts)).pieces()))
         return reply
 
-    async def written(self, prompts: Sequence[CompletionPrompt], made: MadeBefore = nothing_made) -> Written:
-        """As `generate`, as JSON with values as their engines wrote them."""
+    async def written(self, prompts: Sequence[CompletionPrompt], replies: Mapping[int, Reply] = _NEW) -> Written:
+        """As `generate`, as JSON with values as their engines wrote them. `replies`, by prompt, are completed."""
         began = time.monotonic()
         turns = longest_first(prompts)
-        ended = await together([self._written(prompt, began, made) for prompt in turns])
+        ended = await together([self._written(prompt, began, replies.get(prompt.index)) for prompt in turns])
         by_index = {prompt.index: part for prompt, part in zip(turns, ended, strict=True)}
         parts = [by_index[prompt.index] for prompt in prompts]
         usage = Usage()
@@ -109,9 +135,9 @@ class Completions:
             [seconds for part in parts for seconds in part.seconds],
         )
 
-    async def _written(self, prompt: CompletionPrompt, began: float, made: MadeBefore) -> Written:
+    async def _written(self, prompt: CompletionPrompt, began: float, reply: Reply | None) -> Written:
         """The reply of one prompt, its samples numbered as the client knows them: those of prompt i begin at i*n."""
-        answer = await self._runner.generate(prompt, await made(prompt))
+        answer = await self._runner.generate(prompt, reply)
         written, choices = Written(seconds=[time.monotonic() - began]), answer.pop("choices")
         _as_asked(choices, prompt)
         for choice in choices:
@@ -124,15 +150,7 @@ class Completions:
     async def stream(self, prompts: Sequence[CompletionPrompt], usage: Usage, show: Show) -> None:
         """Show the chunks of all prompts in the order of arrival, numbered as if one engine made them. Count up
         `usage`."""
-        turns = longest_first(prompts)
-        await self._stream([(prompt, Reply(prompt.read)) for prompt in turns], usage, show)
-
-    async def stream_rests(self, prompt: CompletionPrompt, parts: Iterable[Json], show: Show) -> None:
-        """Show the chunks of the samples whose first parts are in the record of a gateway before this one."""
-        samples = [Sample.of(part, keeps_content=False) for part in parts]
-        await self._stream([(prompt, Reply(prompt.read, samples))], Usage(), show)
-
-    async def _stream(self, turns: Sequence[tuple[CompletionPrompt, Reply]], usage: Usage, show: Show) -> None:
+        turns = [(prompt, Reply(prompt.read)) for prompt in longest_first(prompts)]
         last = Json()
 
         def shown(prompt: CompletionPrompt, chunk: Json) -> None:

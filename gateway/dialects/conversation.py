@@ -9,9 +9,9 @@ from typing import Any
 from engines.engine import Json
 from engines.types import Dialect
 from gateway.dialects.completion_prompt import is_read_in_chunks
+from gateway.dialects.part import DEFAULT_MAX_TOKENS, Ask
 from gateway.dialects.raw_json import opened
 from gateway.dialects.resumption.delivered_chat import DeliveredChat
-from gateway.dialects.runner import DEFAULT_MAX_TOKENS, Ask
 from gateway.dialects.sample import Reply
 from gateway.dialects.sampling import check_replica
 from gateway.fleet.placement.routing import Rollout

@@ -1,42 +1,22 @@
 """Runs a rollout of any dialect, whole or streamed: place it, read what a replica makes, continue what was cut off."""
 
 import asyncio
-import math
-from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, aclosing, nullcontext
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Self
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from engines.engine import Json
-from engines.errors import EngineError, EngineFailed, EngineRefused, Withdrawn
-from gateway.config.schema import GatewayConfig
+from engines.errors import Withdrawn
 from gateway.dialects.parallel import Show
-from gateway.dialects.raw_json import NO_JSON, inside_list, opened
-from gateway.dialects.resumption.features import MARK, inexact_fields
-from gateway.dialects.sample import ABORT, CUT_OFF, Choice, Chunk, Reply, Sample, all_of_choices
-from gateway.dialects.sampling import versioned_salt
+from gateway.dialects.part import Ask, Part
+from gateway.dialects.sample import ABORT, Reply, Sample
 from gateway.dialects.spans import UNSCORED
-from gateway.fleet.flight import Flight
 from gateway.fleet.metrics import Metrics
 from gateway.fleet.placement.attempt_loop import AttemptLoop
 from gateway.fleet.placement.lengths import Lengths
 from gateway.fleet.placement.routing import Rollout
-from gateway.fleet.replica import Replica
 from gateway.fleet.together import together
 
-SO_FAR = "weight_versions_so_far"
-"""The spans of a sample in a choice before its last, for records; no client sees it."""
-Note = Callable[[list[bytes]], None]
-"""Takes what an engine has told, for the record of a batch."""
-
-DEFAULT_MAX_TOKENS = 1024
-"""Load of a sample that names no limit; an engine would let it fill the context."""
 _FULL = "length"
-_LARGE_BYTES = 1 << 14
-_CANNOT_CONTINUE = "the reply was cut off and cannot continue"
-_TOLD_OF_ALL = ("routed_experts", "sampling_mask")  # encoded over all tokens of a choice
 _NO_ADAPTER = nullcontext()
 
 
@@ -45,323 +25,6 @@ def using(rollout: Rollout) -> AbstractContextManager[None]:
     if rollout.adapter is None:
         return _NO_ADAPTER
     return rollout.adapter.used(rollout.request_id, goes_on=rollout.goes_on)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ask(ABC):
-    """One rollout in the words of its dialect, or the rest of one of its samples: how an engine is asked.
-
-    `limit` is the largest number of tokens of a sample, `room` that of prompt and sample together; None where it is not
-    known. `read` are the token ids of the prompt, where they are known; `before` is the sample that continues here.
-    `keeps_record` is True where the chunks of a stream have the spans so far.
-    """
-
-    config: GatewayConfig
-    rollout: Rollout
-    body: Json
-    limit: int | None
-    room: int | None = None
-    read: list[int] | None = None
-    before: Sample | None = None
-    keeps_record: bool = False
-
-    @cached_property
-    def inexact(self) -> tuple[str, ...] | None:
-        """The fields with which samples that continue are marked; None if they may not continue from their tokens."""
-        return inexact_fields(self.body)
-
-    @property
-    def resumes(self) -> bool:
-        """True if samples may continue from their tokens."""
-        return self.inexact is not None
-
-    def continues(self, *, streams: bool) -> bool:
-        """As `resumes`, for a client that streams or not."""
-        return self.resumes
-
-    @property
-    def is_full(self) -> bool:
-        """True for the rest of a sample that has all of its tokens: its engine died before it reported the end."""
-        if self.before is None or not (made := self.before.num_made):
-            return False
-        room = math.inf if self.room is None else self.room - len(self.prompt)
-        return made >= min(room, math.inf if self.limit is None else self.limit)
-
-    @abstractmethod
-    def reads_whole(self, replica: Replica) -> bool:
-        """True where the reply to a client that does not stream is not read in chunks."""
-
-    @abstractmethod
-    async def asked(self, replica: Replica, *, streams: bool) -> tuple[str, Json]:
-        """The route and the body for the replica's engine. With `streams` the client has what was made before."""
-
-    @abstractmethod
-    def bare(self) -> Json:
-        """A choice without tokens."""
-
-    @abstractmethod
-    def bare_head(self) -> Json:
-        """What is beside the choices of a reply that no engine has begun."""
-
-    def told(self, reply: Reply) -> Json:
-        """A reply whose samples are told whole."""
-        bare = self.bare()
-        choices = [sample.told(bare, self.inexact if sample.is_resumed else None) for sample in reply.samples]
-        return (reply.head or self.bare_head()) | {"choices": choices, "usage": reply.usage}
-
-    async def whole(self, replica: Replica, path: str, body: Json) -> bytes:
-        """The reply of the engine, whole."""
-        return await replica.engine.reply(path, body, self.config.generate_timeout_s)
-
-    def events(self, replica: Replica, path: str, body: Json) -> AsyncGenerator[list[bytes]]:
-        """The chunks of the engine, in lists of those that came together."""
-        return replica.engine.events(path, body, self.config.generate_timeout_s)
-
-    def shows(self, choice: Json, *, is_cut: bool) -> bool:
-        """True if the client sees this choice of a chunk; `is_cut` where it was cut off and continues."""
-        return True
-
-    def named(self, error: EngineRefused) -> EngineRefused:
-        """The error of an engine with the prompt that it refuses, where a request may have several."""
-        return error
-
-    def note(self, replica: Replica, flight: Flight, *, is_whole: bool) -> Note | None:
-        """Takes what the engine tells; None where no record is kept."""
-        return None
-
-    def note_cut(self, reply: Reply) -> None:
-        """Note what was made before its open samples continue, where a record is kept."""
-        return
-
-    def salt(self, replica: Replica) -> str:
-        return versioned_salt(self.body, replica.weight_version, self.rollout.adapter)
-
-    @property
-    def prompt(self) -> list[int]:
-        """The token ids of the prompt of a rest."""
-        assert self.read is not None
-        return self.read
-
-    def rest(self, reply: Reply, sample: Sample) -> Self:
-        """The rest of one sample, whose tokens an engine reads after the prompt."""
-        rollout, read = self.rollout, reply.prompt or []
-        rest = replace(
-            rollout,
-            request_id=rollout.request_id if rollout.n == 1 else f"{rollout.request_id}-{sample.index}",
-            n=1,
-            tokens=len(read) + max(self.limit or DEFAULT_MAX_TOKENS, sample.num_made),
-            goes_on=True,
-            attempts=rollout.attempts if self.before else rollout.attempts.branch(),
-        )
-        return replace(self, rollout=rest, read=read, before=sample)
-
-
-class Part:
-    """What one replica after the other makes of an `Ask`, until one has delivered, or has made tokens that continue."""
-
-    def __init__(self, ask: Ask, reply: Reply, show: Show | None, large: asyncio.Lock, served: int) -> None:
-        """`served` is the version that a sample without tokens names."""
-        self._served = served
-        self.error: EngineError | None = None
-        """Ends a stream whose client has what cannot continue."""
-        self._ask, self._reply, self._show, self._large = ask, reply, show, large
-        self.samples: list[Sample] = []
-        self._held: list[Json] | None = []
-        """The chunks of a stream before the first with content, all of which an attempt may take back."""
-        self._replica: Replica | None = None
-        self._flight = Flight(None)
-
-    def _begin(self) -> None:
-        ask, keeps = self._ask, self._show is None
-        if ask.before is None:
-            self.samples = self._reply.samples = [Sample(i, keeps_content=keeps) for i in range(ask.rollout.n)]
-        else:
-            self.samples = [Sample(ask.before.index, keeps_content=keeps)]
-            ask.before.rest = self.samples[0]
-        self._held = []
-
-    async def make(self, replica: Replica) -> None:
-        """Read what the replica makes. Raise `EngineFailed` where it is not whole, and does not continue."""
-        ask = self._ask
-        self._begin()
-        self._replica, self._flight = replica, replica.take_off()
-        try:
-            path, body = await ask.asked(replica, streams=self._show is not None)
-            is_whole = self._show is None and ask.reads_whole(replica)
-            note = ask.note(replica, self._flight, is_whole=is_whole)
-            if is_whole:
-                await self._read([await ask.whole(replica, path, body)], replica, note)
-                self._check_number()
-            else:
-                body["stream_options"] = {**(body.get("stream_options") or {}), "include_usage": True}
-                async with aclosing(ask.events(replica, path, body)) as blocks:
-                    async for events in blocks:
-                        await self._read(events, replica, note)
-        except EngineRefused as error:
-            raise ask.named(error) from error.__cause__
-        self._check_ends(replica)
-        if self._show is None:
-            await replica.vouched()
-        self._stamp()
-        # vLLM sends no chunk, or an opening alone, for a sample that was aborted before its first token.
-        self._end([sample for sample in self.samples if sample.reason is None and not sample.is_cut], ABORT)
-
-    async def _read(self, events: list[bytes], replica: Replica, note: Note | None) -> None:
-        """Take chunks that came together, and show them where the client streams."""
-        if self._show is not None:
-            await replica.vouched()
-        elif sum(map(len, events)) > _LARGE_BYTES:
-            async with self._large:  # many replies may come at once: each is read in a turn of the event loop
-                await asyncio.sleep(0)
-        replica.saw_progress()
-        for event in events:
-            try:
-                chunk = self._reply.read(event, self.samples)
-            except NO_JSON as error:
-                raise EngineFailed(
-                    f"its chunk is {event!r:.200}, not choices of {len(self.samples)} samples: {error}",
-                    replica_id=replica.replica_id,
-                ) from error
-            if replica.cuts_off and (self._show is None or self._continues):
-                for choice in chunk.choices:
-                    self.samples[choice.index].cut()
-            if self._show is not None:
-                self._pass_on(chunk, all_of_choices(event), replica)
-        if note is not None:
-            note(events)
-
-    def _pass_on(self, chunk: Chunk, choices: list[Json], replica: Replica) -> None:
-        """Show a chunk, and those before it, once one has content."""
-        shown = [self._shown(choice, told, replica) for choice, told in zip(chunk.choices, choices, strict=True)]
-        told = {**self._reply.head, "choices": shown}
-        if chunk.usage is not None:
-            told["usage"] = self._reply.usage
-        if chunk.prompt_token_ids is not None and self._ask.before is None:
-            told["prompt_token_ids"] = chunk.prompt_token_ids
-        if self._held is not None:
-            self._held.append(told)
-            if not any(map(_has_content, chunk.choices)):
-                ended = [choice for choice in chunk.choices if self.samples[choice.index].reason]
-                if replica.cuts_off and any(choice.finish_reason == ABORT for choice in ended):
-                    raise self._refused(_CANNOT_CONTINUE)
-                if not ended:
-                    return
-        held, self._held = self._held or [told], None
-        for told in held:
-            self._emit(told)
-
-    def _emit(self, told: Json) -> None:
-        seen = []
-        for choice in told["choices"]:
-            is_cut = choice.get("finish_reason") == CUT_OFF
-            if is_cut:
-                choice |= {"finish_reason": None, "stop_reason": None}
-            if self._ask.shows(choice, is_cut=is_cut):
-                seen.append(choice)
-        if self._show is not None and (seen or not told["choices"]):
-            self._show(told | {"choices": seen})
-
-    def _shown(self, choice: Choice, told: Json, replica: Replica) -> Json:
-        """A choice of a chunk as the client gets it, with the spans of all its tokens where it is the last."""
-        ask, sample, adapter = self._ask, self.samples[choice.index], self._ask.rollout.adapter
-        told |= {
-            "index": sample.index,
-            "finish_reason": choice.finish_reason,
-            "weight_version": adapter.version if adapter else replica.weight_version,
-        }
-        told.pop("weight_versions", None)
-        if choice.delta is not None:
-            told["delta"] = choice.delta
-        if (before := ask.before) is not None:
-            if before.shows_prompt and "prompt_token_ids" in told:
-                told["prompt_token_ids"] = None
-            if scores := told.get("logprobs"):
-                told["logprobs"] = shifted(opened(scores), before.num_characters)
-        if sample.reason is not None or sample.is_cut:
-            sample.stamp(self._flight, adapter)
-        if sample.reason is not None:
-            told |= sample.marks(ask.inexact if before else None, before)
-        else:
-            told |= {"finish_reason": CUT_OFF} if sample.is_cut else {}
-            if ask.keeps_record:
-                told[SO_FAR] = sample.spans_now(self._flight, adapter, before)
-                told |= {MARK: list(ask.inexact)} if before is not None and ask.inexact else {}
-        return told
-
-    @property
-    def _continues(self) -> bool:
-        """True if samples may continue: from their tokens, or from the prompt beside others that have some."""
-        return self._ask.continues(streams=self._show is not None) and self._reply.prompt is not None
-
-    @property
-    def _may_continue(self) -> bool:
-        made = any(sample.num_made for sample in self.samples)
-        return made and self._continues and not any(sample.tells(_TOLD_OF_ALL) for sample in self.samples)
-
-    def _check_number(self) -> None:
-        """Raise `EngineFailed` if a reply lacks samples, as that of an external server that knows no `n`."""
-        if (found := len([one for one in self.samples if one.has_come])) != (n := len(self.samples)):
-            raise self._refused(f"it answered with {found} choices, and {n} were asked for")
-
-    def _check_ends(self, replica: Replica) -> None:
-        """Judge samples without an end when all has come. Raise `EngineFailed` where the reply is not whole."""
-        for sample in self.samples:
-            if sample.reason is not None:
-                continue
-            if replica.cuts_off:
-                sample.is_cut = True
-            elif sample.num_made:
-                reason = f"the stream ended before sample {sample.index} did, after {sample.num_made} tokens"
-                raise EngineFailed(reason, replica_id=replica.replica_id)
-        if not replica.cuts_off:
-            return
-        # vLLM ends a conversation so after the first tool call, also where more calls were to follow.
-        is_half_called = self._show is None and any(sample.reason == "tool_calls" for sample in self.samples)
-        if is_half_called or (any(sample.is_cut for sample in self.samples) and not self._may_continue):
-            raise self._refused(_CANNOT_CONTINUE)
-
-    def _refused(self, reason: str) -> EngineFailed:
-        """The error of a reply that is refused for its content, of which nothing is kept."""
-        assert self._replica is not None
-        self.samples = []
-        return EngineFailed(reason, replica_id=self._replica.replica_id)
-
-    def kept(self, error: EngineError) -> bool:
-        """True if no attempt follows the one that failed: its samples have ended, or continue elsewhere."""
-        has_shown = self._show is not None and self._held is None
-        is_known = has_shown or (self._replica is not None and self._replica.weight_version is not None)
-        has_all = bool(self.samples) and not any(sample.is_open for sample in self.samples)
-        if is_known and (has_all or self._may_continue):
-            self._stamp()
-            return True
-        if has_shown:
-            self.error = error
-        self.samples = []
-        return has_shown
-
-    def _stamp(self) -> None:
-        counted = self._reply.counted if len(self.samples) == 1 else None
-        for sample in self.samples:
-            sample.stamp(self._flight, self._ask.rollout.adapter, counted)
-
-    def end(self, reason: str) -> None:
-        """End what no replica has any more."""
-        if not self.samples:
-            self._begin()
-        self._end([sample for sample in self.samples if sample.is_open], reason)
-
-    def _end(self, samples: Sequence[Sample], reason: str) -> None:
-        if not samples:
-            return
-        ask, ends = self._ask, []
-        for sample in samples:
-            sample.end(reason, ask.rollout.adapter.version if ask.rollout.adapter else self._served)
-            told = {**ask.bare(), **sample.last, "index": sample.index}
-            if sample.num_made and "prompt_token_ids" in told:
-                told["prompt_token_ids"] = None
-            ends.append(told | sample.marks(ask.inexact if ask.before else None, ask.before))
-        if self._show is not None:
-            self._show({**(self._reply.head or ask.bare_head()), "choices": ends, "usage": self._reply.usage})
 
 
 class Runner:
@@ -404,7 +67,6 @@ class Runner:
 
     async def go_on(self, ask: Ask, reply: Reply, show: Show | None = None) -> None:
         """Have the open samples continued, each by itself, until they end."""
-        ask.note_cut(reply)
         await together(self.continue_sample(ask, reply, sample, show) for sample in reply.open)
 
     async def continue_sample(self, ask: Ask, reply: Reply, sample: Sample, show: Show | None = None) -> None:
@@ -415,8 +77,8 @@ class Runner:
             self._metrics.kept_tokens.inc(part.num_made)
             [part] = await self.make(ask, reply, show)
             sample.join(part, len(ask.prompt))
-            if sample.is_open:
-                ask.note_cut(reply)
+            if ask.heard is not None:
+                ask.heard()
 
     async def make(self, ask: Ask, reply: Reply, show: Show | None = None) -> list[Sample]:
         """Have one replica make what is asked. Its samples are open after it where it was cut off, or failed."""
@@ -431,6 +93,8 @@ class Runner:
             part.end(ABORT)
         if part.error is not None:
             raise part.error
+        if ask.heard is not None:
+            ask.heard()
         return part.samples
 
     def count_missing(self, choices: Iterable[Json]) -> None:
@@ -442,15 +106,3 @@ class Runner:
         made = usage.get("completion_tokens")
         if made and None not in ends and ABORT not in ends:
             self._attempts.delivered(rollout, usage.get("prompt_tokens") or rollout.prompt_tokens, made)
-
-
-def shifted(logprobs: Json, characters: int) -> Json:
-    """Log-probs of a rest after so many characters of text. Those of token ids have no place in the text."""
-    if "text_offset" not in logprobs:
-        return logprobs
-    return logprobs | {"text_offset": [characters + offset for offset in logprobs["text_offset"]]}
-
-
-def _has_content(choice: Choice) -> bool:
-    delta = choice.delta or {}
-    return bool(inside_list(choice.token_ids) or choice.text or any(delta[key] for key in delta if key != "role"))

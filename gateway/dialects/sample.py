@@ -7,7 +7,7 @@ log-probs, which are most of a reply, are joined as their engines wrote them.
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 from msgspec import Meta, Raw, Struct
@@ -18,6 +18,7 @@ from gateway.dialects.resumption.features import MARK
 from gateway.dialects.spans import UNSCORED, joined_spans, num_unscored, stamps
 from gateway.fleet.adapters import Adapter
 from gateway.fleet.flight import Flight
+from gateway.fleet.replica import Replica
 
 CUT_OFF = "cut off"
 """The finish_reason of a choice that continues. No client sees it."""
@@ -25,6 +26,7 @@ ABORT = "abort"
 
 _BESIDE_HEAD = ("choices", "usage", "prompt_token_ids")
 _OFFSETS = "text_offset"
+_TOKENS_SCORES = "token_logprobs"
 _HALF = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -73,14 +75,25 @@ def all_of_choices(event: bytes) -> list[Json]:
     ]
 
 
+class Source(NamedTuple):
+    """The replica that makes a sample, the record of its flight there, and the adapter that it is made with."""
+
+    replica: Replica
+    flight: Flight
+    adapter: Adapter | None
+
+
 class Sample:
     """One sample as one replica makes it, or with its rests: what continues it is a sample too, until it is joined.
 
-    `keeps_content` is False for a stream, whose client has text and log-probs.
+    `keeps_content` is False for a stream, whose client has text and log-probs. With `scores_alone` the log-probs of
+    sampled tokens are kept, and no others.
     """
 
-    def __init__(self, index: int, *, keeps_content: bool = True) -> None:
+    def __init__(self, index: int, *, keeps_content: bool = True, scores_alone: bool = False) -> None:
         self.index = index
+        self.source: Source | None = None
+        """None where nobody makes it, or what was made counts no more."""
         self.reason: str | None = None
         """How it ended; None while it is open."""
         self.is_cut = False
@@ -99,7 +112,7 @@ class Sample:
         """Of its tokens by weight version; None before they are known."""
         self.kv_versions: list[int] = []
         self.rest: Sample | None = None
-        self._keeps_content = keeps_content
+        self._keeps_content, self._scores_alone = keeps_content, scores_alone
         # Items of lists, without brackets: few large buffers, since small objects leave holes in memory.
         self._ids = bytearray()
         self._lists: dict[str, bytearray] = {}
@@ -108,16 +121,17 @@ class Sample:
         self._report: list[Json] = []  # the engine's last report of the spans
         self._last: tuple[bytes, int] | None = None  # the chunk with its last choice, whose index there it is
         self._end: Json = {}
+        self.num_taken = 0
+        """Tokens that `growth` has returned, of it and of its rest."""
+        self._taken: dict[str, int] = {}  # bytes of each list, and pieces of text
+        self._taken_rest: Sample | None = None
+        self._took_end = False
 
     @classmethod
-    def of(cls, told: Json, *, keeps_content: bool = True) -> "Sample":
-        """Return a sample that was told whole: by a record, or by a gateway before this one."""
-        sample = cls(told["index"], keeps_content=keeps_content)
-        sample.add_told(told)
-        sample.spans, sample.kv_versions = list(told["weight_versions"]), told.get("kv_versions") or []
-        sample.is_resumed = MARK in told
-        if sample.reason == CUT_OFF:
-            sample.reason = None
+    def of(cls, told: Json) -> "Sample":
+        """Return a sample that was told whole."""
+        sample = cls(told["index"])
+        sample.restore(told)
         return sample
 
     @property
@@ -194,10 +208,19 @@ class Sample:
 
     def add_told(self, told: Json) -> None:
         """Take a choice that was told to a client."""
-        written = encoded({"choices": [told]})
-        self.add(_choice(encoded(told)), written)
+        self.add(_choice(encoded(told)), encoded({"choices": [told]}))
+
+    def restore(self, told: Json) -> None:
+        """Take a choice that `growth` has returned, or one of a whole reply."""
+        self.add_told(told)
+        self.spans, self.kv_versions = list(told["weight_versions"]), told.get("kv_versions") or []
+        self.is_resumed = MARK in told
+        if self.reason == CUT_OFF:
+            self.reason = None
 
     def _add_scores(self, scores: dict[str, Raw]) -> None:
+        if self._scores_alone:
+            scores = {_TOKENS_SCORES: scores[_TOKENS_SCORES]} if _TOKENS_SCORES in scores else {}
         if self._scores is None and not self._lists:
             self._scores = scores
             return
@@ -233,33 +256,141 @@ class Sample:
             num = self.num_made if self.has_ids or self._last is None else num_counted
             self.spans, self.kv_versions = stamps(self._report, flight, num, adapter)
 
-    def spans_now(self, flight: Flight, adapter: Adapter | None, before: "Sample | None") -> list[Json]:
-        """The spans so far of a sample that goes on, behind those of the sample that it is the rest of."""
-        spans = self.spans or stamps(self._report, flight, self.num_made, adapter)[0]
-        return spans if before is None else joined_spans(before.spans or [], spans, before.num_made)
+    @property
+    def is_known(self) -> bool:
+        """True where the weight versions of its tokens are known: no update overwrites its replica."""
+        return self.spans is not None or (self.source is not None and self.source.replica.weight_version is not None)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of its tokens and log-probs, and of its rest's."""
+        own = len(self._ids) + sum(map(len, self._lists.values()))
+        return own + (self.rest.num_bytes if self.rest else 0)
+
+    def growth(self, num_prompt: int, inexact: Sequence[str] = ()) -> tuple[Json, bool] | None:
+        """Return what it and its rest have got since the last call, as a choice, and True if that is all of it: the
+        first time, or again where a part that was returned has become void. None where there is nothing, or of no known
+        version."""
+        if self._taken_rest is not None and self._taken_rest is not self.rest:
+            self.take_again()
+        rest = self.rest if self.rest and self.rest.num_made else None
+        if rest is not None and not rest.is_known and rest is not self._taken_rest:
+            rest = None
+        if not self.is_known or (rest is not None and not rest.is_known):
+            return None
+        if rest is not None:
+            self._fit(rest, num_prompt)
+        made = self.num_made + (rest.num_made if rest else 0)
+        ends = self.reason is not None and not self._took_end and (self.has_ids or self.spans is not None)
+        if made == self.num_taken and not ends:
+            return None
+        self.num_taken, self._taken_rest, self._took_end = made, rest, self.reason is not None
+        is_all = not self._taken
+        new, (spans, kv_versions) = self._new_items(), self._stamps_now()
+        if rest is not None:
+            more, (its_spans, its_kv) = rest._new_items(), rest._stamps_now()
+            new |= {key: b",".join(filter(None, (new.get(key), items))) for key, items in more.items()}
+            spans, kv_versions = joined_spans(spans, its_spans, self.num_made), its_kv or kv_versions
+        ids = Raw(b"[" + new.pop("token_ids") + b"]")
+        told = (self.last if self.reason is not None else {}) | {
+            "index": self.index,
+            "finish_reason": self.reason,
+            "token_ids": ids if self.has_ids or rest else None,
+            "logprobs": {key: Raw(b"[" + items + b"]") for key, items in new.items()} or None,
+            "text": self._new_text() + (rest._new_text() if rest else ""),
+            "prompt_token_ids": None,
+            "weight_versions": spans,
+            "kv_versions": kv_versions,
+        }
+        return told | ({MARK: list(inexact)} if self.is_resumed or rest else {}), is_all
+
+    @property
+    def is_taken(self) -> bool:
+        """True once it has ended, and `growth` has returned that."""
+        return self._took_end
+
+    def take_again(self) -> None:
+        """Have `growth` return all from the start."""
+        self.num_taken, self._taken, self._taken_rest, self._took_end = 0, {}, None, False
+        if self.rest is not None:
+            self.rest.take_again()
+
+    def _new_items(self) -> dict[str, bytes]:
+        """The items of each list since the last call."""
+        self._take_apart()
+        lists = {"token_ids": self._ids, **self._lists}
+        new = {key: bytes(items[self._taken.get(key, 0) :]).removeprefix(b",") for key, items in lists.items()}
+        self._taken |= {key: len(items) for key, items in lists.items()}
+        return new
+
+    def _new_text(self) -> str:
+        new = "".join(self._text[self._taken.get("text", 0) :])
+        self._taken["text"] = len(self._text)
+        return new
+
+    def _stamps_now(self) -> tuple[list[Json], list[int]]:
+        """The versions of its tokens so far, and of the KV under them."""
+        if self.spans is not None:
+            return self.spans, self.kv_versions
+        assert self.source is not None
+        return stamps(self._report, self.source.flight, self.num_made, self.source.adapter)
+
+    def stamp_now(self) -> None:
+        """Note the versions of its tokens, which are known, before its replica has ended all of the others."""
+        self.spans, self.kv_versions = self._stamps_now()
+
+    def settled(self, num_prompt: int) -> "Sample":
+        """The sample once no replica makes more of it: with its rest, and without tokens of no known version."""
+        rest, self.rest = self.rest, None
+        if not self.is_known:
+            return Sample(self.index, scores_alone=self._scores_alone)
+        self.stamp_now()
+        if rest is not None and rest.num_made and rest.is_known:
+            rest.stamp_now()
+            self.join(rest, num_prompt)
+        return self
+
+    def free(self) -> None:
+        """Forget its content: the client has it."""
+        self._ids, self._text, self._scores, self._lists = bytearray(), [], None, {}
+        self.num_taken, self._took_end = self.num_made, True
 
     def join(self, rest: "Sample", num_prompt: int) -> None:
         """Take the rest, for which an engine has read the prompt, of so many tokens, and these tokens, or most."""
-        read = math.inf if rest.prompt == NULL else len(decoded(rest.prompt)) - num_prompt
-        if rest.num_made and read < self.num_made:
-            self._trim(int(read))
+        self._fit(rest, num_prompt)
+        if self._taken_rest is not None and self._taken_rest is not rest:
+            self.take_again()
         if not self.num_made and rest.prompt != NULL:
             self.prompt = rest.prompt
         self.spans = joined_spans(self.spans or [], rest.spans or [], self.num_made)
         self.kv_versions = rest.kv_versions or self.kv_versions
+        self._take_apart()
+        rest._take_apart()
+        if self._taken_rest is rest:  # which comes behind all of this one's
+            own = {"token_ids": self._ids, **self._lists}
+            for key, items in {"token_ids": rest._ids, **rest._lists}.items():
+                before = own.get(key, b"")
+                self._taken[key] = len(before) + bool(before and items) + rest._taken.get(key, 0)
+            self._taken["text"] = len(self._text) + rest._taken.get("text", 0)
+        self._taken_rest = None
         self._ids += (b"," if self._ids and rest._ids else b"") + rest._ids
         self.num_made, self.has_ids = self.num_made + rest.num_made, self.has_ids or rest.has_ids
         self._text += rest._text
-        self._take_apart()
-        rest._take_apart()
         self._extend(rest._lists)
         self.num_characters += rest.num_characters
         self.num_unscored += rest.num_unscored
         self.reason, self._last, self._end = rest.reason, rest._last, rest._end
         self.is_resumed, self.is_cut, self.rest = True, rest.is_cut, None
 
+    def _fit(self, rest: "Sample", num_prompt: int) -> None:
+        """Drop tokens that the engine of a rest has not read: they are a part of a character, which it has told as one
+        of its own."""
+        read = math.inf if rest.prompt == NULL else len(decoded(rest.prompt)) - num_prompt
+        if rest.num_made and read < self.num_made:
+            self._trim(int(read))
+            self.take_again()
+
     def _trim(self, length: int) -> None:
-        """Drop the last tokens, which are a part of a character. An engine has told it as one of its own."""
         kept, self.num_made = self.token_ids[:length], length
         self._ids = bytearray(inside_list(Raw(encoded(kept))))
         self._text = [self.text.removesuffix(_HALF)]
@@ -321,13 +452,6 @@ class Reply:
         self.samples = list(samples)
         self._prompt = prompt
         self._usage: Json | None = None
-
-    @classmethod
-    def of(cls, answer: Json) -> "Reply":
-        """Return a reply from a record of a gateway before this one."""
-        reply = cls(samples=map(Sample.of, answer.pop("choices")))
-        reply.head, reply._usage = answer, answer.pop("usage")
-        return reply
 
     def read(self, event: bytes, samples: Sequence[Sample]) -> Chunk:
         """Take a chunk with choices of these samples: all, or one that stands for the rest of another. Raise one of

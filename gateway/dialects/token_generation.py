@@ -20,10 +20,11 @@ from gateway.dialects import completion_prompt
 from gateway.dialects.completion_prompt import is_read_in_chunks
 from gateway.dialects.own_fields import Terms, common_room, without_own_fields
 from gateway.dialects.parallel import Show
+from gateway.dialects.part import DEFAULT_MAX_TOKENS, Ask
 from gateway.dialects.raw_json import NO_JSON, encoded
 from gateway.dialects.resumption.features import inexact_fields
 from gateway.dialects.resumption.tokens import rest_sampling
-from gateway.dialects.runner import DEFAULT_MAX_TOKENS, Ask, Runner
+from gateway.dialects.runner import Runner
 from gateway.dialects.sample import Reply
 from gateway.dialects.sampling import check_id, check_sampling, normalise_numbers
 from gateway.dialects.usage import Usage, wants_usage, with_usage_rule

@@ -14,11 +14,11 @@ from gateway.dialects.chat import Chat
 from gateway.dialects.completions import Completions
 from gateway.dialects.replays.registry import Replays
 from gateway.dialects.runner import Runner
-from gateway.dialects.sglang_generate import SglangGenerate
 from gateway.dialects.submissions.group_run import Generation
 from gateway.dialects.submissions.registry import Submissions
 from gateway.dialects.submissions.submission import Counts
 from gateway.dialects.token_generation import TokenGeneration
+from gateway.dialects.words.sglang_generate import SglangGenerate
 from gateway.fleet.adapter_loading import AdapterCoordinator
 from gateway.fleet.deliveries import Deliveries
 from gateway.fleet.fleet import Fleet

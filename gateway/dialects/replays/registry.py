@@ -8,7 +8,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import msgspec
 import orjson
@@ -18,10 +18,10 @@ from engines.engine import Json
 from engines.errors import RolloutGatewayError
 from gateway.config.schema import GatewayConfig
 from gateway.dialects.completion_prompt import CompletionPrompt
-from gateway.dialects.completions import Completions, MadeBefore, nothing_made
-from gateway.dialects.replays.batch import KIND, Batch, End, Request
-from gateway.dialects.replays.made import Made
-from gateway.dialects.written import Written
+from gateway.dialects.completions import Completions, Written
+from gateway.dialects.raw_json import NO_JSON
+from gateway.dialects.replays.batch import KIND, Batch, End
+from gateway.dialects.submissions.frames import BatchHead
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics
 from gateway.ledger.folder import Left
@@ -97,12 +97,12 @@ class Replays:
 
     def _begun(self, identity: bytes, content: bytes, prompts: Sequence[CompletionPrompt]) -> Batch:
         first = prompts[0]
-        request = Request(identity, first.request_id, first.rollout.session, self._oldest(first), content)
-        return self._run(Batch(request, self._ledger), prompts)
+        head = BatchHead(identity, first.request_id, first.rollout.session, self._oldest(first), content)
+        return self._run(Batch(head, prompts, self._ledger))
 
-    def _run(self, batch: Batch, prompts: Sequence[CompletionPrompt], made: MadeBefore = nothing_made) -> Batch:
-        noted = [replace(prompt, making=batch.making(prompt.index)) for prompt in prompts]
-        batch.task = asyncio.create_task(self._completions.written(noted, made), name=f"batch {batch.request_id}")
+    def _run(self, batch: Batch) -> Batch:
+        work = self._completions.written(batch.prompts, batch.replies)
+        batch.task = asyncio.create_task(work, name=f"batch {batch.request_id}")
         self._batches[batch.identity].append(batch)
         return batch
 
@@ -152,34 +152,28 @@ class Replays:
 
     def bring_back(self, left: Sequence[Left]) -> None:
         for one in left:
-            record = Record(self._ledger, one.name, one.num_bytes)
             try:
                 if not self._grace_s or one.age_s > _LONGEST_GAP_S:
-                    record.remove()
+                    Record(self._ledger, one.name).remove()
                 else:
-                    self._go_on(one.frames, record)
-            except (ValueError, KeyError, TypeError, IndexError, RolloutGatewayError) as error:
+                    self._go_on(one)
+            except (*NO_JSON, RolloutGatewayError) as error:
                 log.error("a batch in the ledger cannot be read", error=repr(error))
-                record.remove()
+                Record(self._ledger, one.name).remove()
 
-    def _go_on(self, frames: Sequence[bytes], stored: Record) -> None:
+    def _go_on(self, left: Left) -> None:
         """Run the batch of a gateway before this one, whose client has gone with it."""
-        request = msgspec.msgpack.decode(frames[0], type=Request)
-        prompts = self._completions.decode(orjson.loads(request.body), request.request_id, request.session)
-        made = Made(frames[1:])
-        batch = self._run(Batch(request, self._ledger, stored), prompts, made.of)
-        batch.newest = made.newest
-        self._leave(batch)
+        head = msgspec.msgpack.decode(left.frames[0], type=BatchHead)
+        prompts = self._completions.decode(orjson.loads(head.body), head.request_id, head.session)
+        self._leave(self._run(Batch(head, prompts, self._ledger, left)))
 
     async def close(self) -> None:
         """Stop all batches without a client, which a later gateway goes on with."""
         tasks = [batch.task for batch in self._orphans]
-        if on := [batch for batch in self._all if batch.is_on]:
-            await self._ledger.opened()
-            for batch in on:
-                while batch.write():
-                    pass
-                batch.stop()
+        await self._ledger.opened()
+        for batch in self._all:
+            batch.write()
+            batch.stop()
         for batch in list(self._orphans):
             self._end_orphanhood(batch, End.STOPPED)
             batch.task.cancel()

@@ -1,4 +1,5 @@
-"""The record of a submission: what happened, in order. A later gateway takes the same steps."""
+"""The record of a submission, or of a batch that may be replayed: what happened, in order. A later gateway takes the
+same steps."""
 
 import msgspec
 
@@ -23,6 +24,17 @@ class Head(msgspec.Struct, tag="head", frozen=True):
     taken: list[tuple[str, int]] = []
 
 
+class BatchHead(msgspec.Struct, tag="batch", frozen=True):
+    """A batch of /v1/completions, with its body as it came. `identity` is the hash of the request, `oldest` the oldest
+    weight version that its tokens may have."""
+
+    identity: bytes
+    request_id: str
+    session: str
+    oldest: int
+    body: bytes
+
+
 class Event(msgspec.Struct, tag="event", array_like=True, frozen=True):
     """One event; `content` is None once it was acked. `mark` is the end of its sample or group."""
 
@@ -45,15 +57,12 @@ class Prompt(msgspec.Struct, tag="prompt", array_like=True, frozen=True):
     token_ids: bytes
 
 
-class Tokens(msgspec.Struct, tag="tokens", array_like=True, frozen=True):
-    """New tokens of an open sample: int32 and float32, little-endian; `spans` is JSON."""
+class Growth(msgspec.Struct, tag="growth", array_like=True, frozen=True):
+    """What a sample has got since the last one: `choice` is JSON, as in a chunk of a stream, with all its versions."""
 
     group: int
     sample: int
-    token_ids: bytes
-    logprobs: bytes
-    text: str
-    spans: bytes
+    choice: bytes
 
 
 class Restart(msgspec.Struct, tag="restart", array_like=True, frozen=True):
@@ -76,7 +85,7 @@ class Ack(msgspec.Struct, tag="ack", array_like=True, frozen=True):
     cursor: int
 
 
-Step = Event | Prompt | Tokens | Restart | GivenUp | Ack
+Step = Event | Prompt | Growth | Restart | GivenUp | Ack
 
 _OBJECT_BYTES = 300  # of an event, beside its content
 

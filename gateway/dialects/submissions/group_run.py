@@ -2,32 +2,24 @@
 
 import asyncio
 import math
-from array import array
-from contextlib import aclosing
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Protocol
 
-from engines.engine import Json
 from engines.errors import InvalidRequest
-from gateway.dialects import sample as made
 from gateway.dialects.completion_prompt import CompletionPrompt
 from gateway.dialects.completions import Completions
-from gateway.dialects.parallel import Show, Streaming, chunks_of
-from gateway.dialects.raw_json import opened
 from gateway.dialects.resumption.chat import RENDER
 from gateway.dialects.runner import Runner
-from gateway.dialects.sample import Reply
-from gateway.dialects.submissions.frames import Prompt, Tokens
-from gateway.dialects.submissions.sample import Sample
+from gateway.dialects.sample import ABORT, Reply, Sample
+from gateway.dialects.submissions.frames import Restart, Step
+from gateway.dialects.submissions.group_record import GroupRecord
 from gateway.dialects.submissions.words import Group, OnDeadline
 from gateway.dialects.token_generation import lacking
-from gateway.dialects.usage import Usage
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.placement.inquiries import Inquiries
 from gateway.fleet.placement.sessions import session_key
-from gateway.fleet.together import together
 
 _RENDER_TIMEOUT_S = 60.0
 DEADLINE = "deadline"
@@ -78,20 +70,18 @@ class Generation:
 
 
 class Record(Protocol):
-    """Takes what a run reports: new tokens of a sample, a sample's end, a sample that begins again."""
+    """Takes what a run reports: new tokens of its samples, a sample's end."""
 
-    def grew(self, run: "GroupRun", sample: Sample) -> None: ...
-    def ended(self, run: "GroupRun", sample: Sample) -> None: ...
-    def restarted(self, run: "GroupRun", sample: Sample) -> None: ...
+    def grew(self, run: "GroupRun") -> None: ...
+    def ended(self, run: "GroupRun", sample: Sample, reason: str) -> None: ...
 
 
 class GroupRun:
-    """One group under way. `read` are the token ids of its prompt, once they are known."""
+    """One group under way."""
 
     def __init__(self, group: Group, index: int, owner: str, submission_id: str, record: Record) -> None:
         self.group = group
         self.index = index
-        self.read: list[int] = []
         self.model = ""
         """The model that makes it, once it has begun."""
         self.task: asyncio.Task[None] | None = None
@@ -102,68 +92,53 @@ class GroupRun:
         self.num_good = 0
         """Samples that count towards `need`."""
         self.num_bytes = 0
-        """Size of the tokens of open samples."""
+        """Size of what its samples keep."""
         self._owner, self._submission_id, self._record = owner, submission_id, record
-        self._is_noted = False
+        self._enough = asyncio.Event()
 
     @cached_property
-    def samples(self) -> list[Sample]:
-        """Made as the group begins, and dropped at its end: a submission may have half a million."""
-        return [Sample(sample, is_done=sample in self.group.done) for sample in range(self.group.n)]
+    def made(self) -> GroupRecord:
+        """Begun with the group, and dropped at its end: a submission may have half a million samples."""
+        given = self.group.prompt if isinstance(self.group.prompt, list) else None
+        return GroupRecord(self.index, self.group.n, given, self.group.done)
 
     @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.group.prompt if isinstance(self.group.prompt, list) else self.read)
+    def prompt(self) -> list[int]:
+        """The token ids of its prompt; [] before they are known."""
+        return self.made.reply.prompt or []
 
     @property
     def is_read_by_engine(self) -> bool:
         """True where an engine turned the client's text or messages into token ids."""
-        return bool(self.read) and not isinstance(self.group.prompt, list)
+        return not isinstance(self.group.prompt, list)
 
     @property
-    def read_bytes(self) -> bytes:
-        """The prompt as int32, little-endian."""
-        return array("i", self.read).tobytes()
+    def num_open(self) -> dict[int, int]:
+        """The number of tokens of each open sample."""
+        made = {sample.index: sample.num_tokens for sample in self.made.open}
+        return {index: made.get(index, 0) for index in range(self.group.n) if index not in self.made.done}
 
     def drop(self) -> None:
         """Forget the samples: the group has ended."""
         self.num_bytes, self.task = 0, None
-        vars(self).pop("samples", None)
+        vars(self).pop("made", None)
+
+    def restore(self, step: Step) -> None:
+        """Take what a gateway before this one has made."""
+        self.made.restore(step)
+        self.num_bytes = self.made.num_bytes
 
     def restore_end(self, index: int, *, is_good: bool) -> None:
         """Note a sample that a gateway before this one has ended."""
-        self.restart(self.samples[index])
-        self.samples[index].is_done = True
+        self.restore(Restart(self.index, index))
+        self.made.done.add(index)
         self.num_good += is_good
-
-    def restart(self, sample: Sample) -> None:
-        """Drop the tokens of an open sample."""
-        self.num_bytes -= sample.num_bytes
-        sample.forget()
 
     def take_over(self, other: "GroupRun") -> None:
         """Take the tokens of a suspended group's open samples."""
-        self.read = other.read
-        for mine, its in zip(self.samples, other.samples, strict=True):
-            if mine.is_open and (part := its.everything(self.index)):
-                self.grow(part)
+        self.made.take_over(other.made)
+        self.num_bytes = other.num_bytes
         other.drop()
-
-    def grow(self, part: Tokens) -> None:
-        """Take tokens of an open sample."""
-        self.samples[part.sample].grow(part)
-        self.num_bytes += len(part.token_ids) + len(part.logprobs)
-
-    def read_step(self, *, again: bool = False) -> list[Prompt]:
-        """The prompt for the record, where an engine has read it: once, or `again`."""
-        if not self.is_read_by_engine or (self._is_noted and not again):
-            return []
-        self._is_noted = True
-        return [Prompt(self.index, self.read_bytes)]
-
-    @property
-    def open(self) -> list[Sample]:
-        return [sample for sample in self.samples if sample.is_open]
 
     async def run(self, generation: Generation, left_s: float | None) -> Outcome:
         """Run to the end. Raise the error that ended it."""
@@ -184,73 +159,20 @@ class GroupRun:
         """Treat open samples as the deadline asks, and return the outcome."""
         if self._has_enough:
             return Outcome.DELIVERED
+        self.made.settle()
         if self.group.on_deadline is OnDeadline.RETURN_PARTIAL:
-            for sample in self.open:
-                self._record.ended(self, sample)
+            begun = {sample.index: sample for sample in self.made.open}
+            for index in self.num_open:
+                self._record.ended(self, begun.get(index) or Sample(index), DEADLINE)
         return _AT_DEADLINE[self.group.on_deadline]
 
     async def _make(self, generation: Generation) -> None:
-        if self._has_enough or not self.open:
+        """Have the open samples made, until there are enough."""
+        if self._has_enough or not self.num_open:
             return
         prompt = await self._prompt(generation)
-        if prompt.resumes:
-            await self._read(partial(self._stream, generation.completions, prompt))
-        else:
-            await self._make_whole(generation.runner, prompt)
-
-    async def _prompt(self, generation: Generation) -> CompletionPrompt:
-        asked = self.group.prompt
-        if asked is None:
-            asked = self.read = self.read or await generation.render(self.group)
-        prompt = decoded(generation.completions, self.group, self.index, self._owner, self._submission_id, asked)
-        self.model = prompt.rollout.model
-        return prompt
-
-    async def _stream(self, completions: Completions, prompt: CompletionPrompt, show: Show) -> None:
-        """Stream the open samples. A group without any token starts as a whole, or in its parts."""
-        if len(self.open) == self.group.n and not any(sample.token_ids for sample in self.samples):
-            await completions.stream([prompt], Usage(), show)
-        else:
-            read = self.read or prompt.body["prompt"]
-            await completions.stream_rests(prompt, [sample.part(read) for sample in self.open], show)
-
-    async def _read(self, work: Streaming) -> None:
-        offset = self.index * self.group.n
-        async with aclosing(chunks_of(work)) as chunks:
-            async for chunk in chunks:
-                for choice in chunk["choices"]:
-                    self._take(self.samples[choice["index"] - offset], opened(choice))
-                if self._has_enough:
-                    return
-
-    def _take(self, sample: Sample, choice: Json) -> None:
-        if not self.read and (read := choice.get("prompt_token_ids")):
-            self.read = asked if isinstance(asked := self.group.prompt, list) and asked == read else read
-        bytes_before = sample.num_bytes
-        sample.add(choice)
-        self.num_bytes += sample.num_bytes - bytes_before
-        self._record.grew(self, sample)
-        if sample.end is not None:
-            self.num_bytes -= sample.num_bytes
-            self.num_good += sample.counts
-            self._record.ended(self, sample)
-
-    async def _make_whole(self, runner: Runner, prompt: CompletionPrompt) -> None:
-        """Make each open sample by itself: requests whose fields restart."""
-        enough = asyncio.Event()
-
-        async def make(sample: Sample) -> None:
-            self.restart(sample)
-            self._record.restarted(self, sample)
-            alone = prompt.rest(Reply(prompt.read), made.Sample(sample.index))
-            alone = replace(alone, rollout=replace(alone.rollout, goes_on=False))
-            [choice] = (await runner.generate(alone))["choices"]
-            self._take(sample, opened(choice))
-            if self._has_enough:
-                enough.set()
-
-        making = asyncio.ensure_future(together(make(sample) for sample in self.open))
-        waiting = asyncio.ensure_future(enough.wait())
+        making = asyncio.ensure_future(generation.runner.run(prompt, self.made.reply))
+        waiting = asyncio.ensure_future(self._enough.wait())
         try:
             await asyncio.wait({making, waiting}, return_when=asyncio.FIRST_COMPLETED)
             if making.done():
@@ -259,6 +181,35 @@ class GroupRun:
             making.cancel()
             waiting.cancel()
             await asyncio.gather(making, waiting, return_exceptions=True)
+
+    async def _prompt(self, generation: Generation) -> CompletionPrompt:
+        asked = self.group.prompt
+        if asked is None:
+            asked = self.prompt or await generation.render(self.group)
+        prompt = decoded(generation.completions, self.group, self.index, self._owner, self._submission_id, asked)
+        self.model = prompt.rollout.model
+        prompt = replace(prompt, heard=self._heard, is_submitted=True)
+        if not self.prompt and prompt.read:
+            self.made.reply = Reply(prompt.read)
+        self.made.begin(prompt)
+        return prompt
+
+    def _heard(self) -> None:
+        """Report what came. A sample that has ended is delivered once its weight versions are known."""
+        for sample in self.made.reply.samples:
+            if sample.reason is not None and sample.index not in self.made.done and sample.is_known:
+                self._end(sample, sample.reason)
+        self.num_bytes = self.made.num_bytes
+        self._record.grew(self)
+        if self._has_enough:
+            self._enough.set()
+
+    def _end(self, sample: Sample, reason: str) -> None:
+        sample.stamp_now()
+        self.num_good += reason != ABORT
+        self._record.ended(self, sample, reason)
+        self.made.done.add(sample.index)
+        sample.free()
 
 
 def decoded(
@@ -274,4 +225,4 @@ def decoded(
         error.param = f"{where}.{error.param}" if error.param else where
         raise
     rollout = replace(read.rollout, priority=group.priority, owner=owner)
-    return replace(read, rollout=rollout, keeps_record=True)
+    return replace(read, rollout=rollout)

@@ -191,7 +191,7 @@ class Submissions:
                 param=f"groups[{index}].resume",
             )
         run = source.runs[group]
-        done = tuple(sample.index for sample in run.samples if not sample.is_open)
+        done = tuple(sorted(run.made.done))
         return run.group.resumed(done, run.num_good, asked)
 
     def _begin(

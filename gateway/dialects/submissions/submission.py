@@ -13,20 +13,21 @@ import msgspec
 
 from engines.engine import Json
 from engines.errors import InvalidRequest, UnknownCursor
+from gateway.dialects.sample import ABORT, Sample
+from gateway.dialects.spans import UNSCORED
 from gateway.dialects.submissions.frames import (
     OF_GROUP,
     OF_SUBMISSION,
     Ack,
     Event,
     GivenUp,
+    Growth,
     Head,
     Prompt,
     Restart,
     Step,
-    Tokens,
 )
 from gateway.dialects.submissions.group_run import DEADLINE, GroupRun, Outcome
-from gateway.dialects.submissions.sample import Sample
 from gateway.dialects.submissions.words import Group
 from gateway.fleet.deliveries import Deliveries
 from gateway.fleet.metrics import Metrics
@@ -49,15 +50,16 @@ class Counts:
     metrics: Metrics
     deliveries: Deliveries
 
-    def sample(self, run: GroupRun, sample: Sample) -> None:
+    def sample(self, run: GroupRun, num_tokens: int, report: Json) -> None:
+        self.metrics.missing_logprobs.inc(report.get(UNSCORED, 0))
         if run.model:
-            self.metrics.completion_tokens.labels(run.model).inc(len(sample.token_ids))
-        if sample.end is not None:
-            self.deliveries.count(run.model, [sample.end])
+            self.metrics.completion_tokens.labels(run.model).inc(num_tokens)
+        if report["finish_reason"] != DEADLINE:
+            self.deliveries.count(run.model, [report])
 
     def group(self, run: GroupRun) -> None:
         if run.model:
-            self.metrics.prompt_tokens.labels(run.model).inc(run.num_prompt_tokens)
+            self.metrics.prompt_tokens.labels(run.model).inc(len(run.prompt))
 
 
 class Submission:
@@ -86,7 +88,7 @@ class Submission:
         self._last = 0
         self._durable = 0
         self._news = asyncio.Event()
-        self._grown: dict[tuple[int, int], None] = {}
+        self._grown: dict[int, None] = {}  # groups
         self._taken: list[tuple[Submission, int]] = []  # groups of others, until this one is written
         self._counts = counts
 
@@ -104,7 +106,7 @@ class Submission:
 
     @property
     def num_unwritten(self) -> int:
-        """Open samples, and writes on their way, that the ledger lacks."""
+        """Groups with open samples, and writes on their way, that the ledger lacks."""
         return len(self._grown) + self.record.num_writing
 
     @property
@@ -153,9 +155,8 @@ class Submission:
         self._grown.clear()
         steps: list[Step] = [self._as_now(event) for event in (*self._marks, *self._events)]
         for run in self.runs:
-            steps += run.read_step(again=True)
             if run.num_bytes and self.outcomes.get(run.index) in (None, Outcome.SUSPENDED):
-                steps += filter(None, (sample.everything(run.index) for sample in run.open))
+                steps += run.made.everything()
         return steps
 
     def _as_now(self, event: Event) -> Event:
@@ -166,35 +167,24 @@ class Submission:
     def write_growth(self) -> None:
         """Write the tokens that open samples have got since the last call."""
         grown, self._grown = self._grown, {}
-        steps: list[Step] = []
-        for group, index in grown:
-            run = self.runs[group]
-            if group in self.outcomes or not (sample := run.samples[index]).is_open:
-                continue
-            if part := sample.growth(group):
-                steps += [*run.read_step(), part]
-        if steps:
+        runs = [self.runs[group] for group in grown if group not in self.outcomes]
+        if steps := [step for run in runs for step in run.made.growth()]:
             self.is_growing = True
             self.record.add(*steps, then=self._has_grown)
 
     def _has_grown(self) -> None:
         self.is_growing = False
 
-    def restarted(self, run: GroupRun, sample: Sample) -> None:
-        self.record.add(Restart(run.index, sample.index))
-
     # Events
 
-    def grew(self, run: GroupRun, sample: Sample) -> None:
-        self._grown[run.index, sample.index] = None
+    def grew(self, run: GroupRun) -> None:
+        self._grown[run.index] = None
 
-    def ended(self, run: GroupRun, sample: Sample) -> None:
-        report = sample.report(DEADLINE)
-        mark = _GOOD if sample.counts else str(report["finish_reason"])
-        self._emit({"type": report.pop("type"), "group": run.index, **report}, run.index, sample.index, mark)
-        self._grown.pop((run.index, sample.index), None)
-        self._counts.sample(run, sample)
-        sample.deliver()
+    def ended(self, run: GroupRun, sample: Sample, reason: str) -> None:
+        report = run.made.report(sample, reason)
+        mark = str(reason) if reason in (DEADLINE, ABORT) else _GOOD
+        self._emit({"type": "sample", "group": run.index, **report}, run.index, sample.index, mark)
+        self._counts.sample(run, sample.num_made, report)
 
     def end_group(self, run: GroupRun, outcome: Outcome, error: Json | None = None) -> None:
         self._counts.group(run)
@@ -202,13 +192,15 @@ class Submission:
         if error is not None:
             report["error"] = error
         if outcome is Outcome.SUSPENDED:
-            report["open"] = {str(sample.index): len(sample.token_ids) for sample in run.open}
+            report["open"] = {str(index): num_tokens for index, num_tokens in run.num_open.items()}
+            self._grown[run.index] = None
             self.write_growth()
-        else:
+        if run.is_read_by_engine and run.prompt:
+            report["prompt_token_ids"] = array("i", run.prompt).tobytes()
+        if outcome is not Outcome.SUSPENDED:
+            self._grown.pop(run.index, None)
             run.drop()
         self.outcomes[run.index] = outcome
-        if run.is_read_by_engine:
-            report["prompt_token_ids"] = run.read_bytes
         self._emit(report, run.index, OF_GROUP, outcome)
 
     def end(self) -> None:
@@ -346,12 +338,8 @@ class Submission:
             case Event():
                 self._keep(step)
                 self._take_end(step)
-            case Prompt(group, token_ids):
-                self.runs[group].read = array("i", token_ids).tolist()
-            case Tokens(group):
-                self.runs[group].grow(step)
-            case Restart(group, sample):
-                self.runs[group].restart(self.runs[group].samples[sample])
+            case Prompt(group) | Growth(group) | Restart(group):
+                self.runs[group].restore(step)
             case GivenUp(group, mark):
                 self.outcomes[group] = mark
                 self.runs[group].drop()

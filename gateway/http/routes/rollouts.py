@@ -13,14 +13,13 @@ from engines.errors import DeadlineExceeded, EngineError
 from gateway.api import error_body
 from gateway.dialects.chat import Chat
 from gateway.dialects.completion_prompt import CompletionPrompt
-from gateway.dialects.completions import Completions
+from gateway.dialects.completions import Completions, Written
 from gateway.dialects.parallel import Show
 from gateway.dialects.replays.batch import identity_of
 from gateway.dialects.replays.registry import Replays
-from gateway.dialects.sglang_generate import SglangGenerate
 from gateway.dialects.token_generation import TokenGeneration
 from gateway.dialects.usage import Usage
-from gateway.dialects.written import Written
+from gateway.dialects.words.sglang_generate import SglangGenerate
 from gateway.fleet.deliveries import Deliveries
 from gateway.fleet.placement.sessions import session_of
 from gateway.http.access import CLIENT, Access

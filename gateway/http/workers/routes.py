@@ -8,7 +8,6 @@ from aiohttp import web
 
 from engines.engine import Json
 from gateway.dialects.completion_prompt import CompletionPrompt
-from gateway.dialects.completions import MadeBefore, nothing_made
 from gateway.dialects.replays.batch import Batch
 from gateway.dialects.replays.registry import Replays, Reply
 from gateway.fleet.fleet import Fleet
@@ -76,10 +75,10 @@ class WorkerReplays(Replays):
         async with super().reply(identity, content, prompts) as replying:
             yield replying
 
-    def _run(self, batch: Batch, prompts: Sequence[CompletionPrompt], made: MadeBefore = nothing_made) -> Batch:
+    def _run(self, batch: Batch) -> Batch:
         if batch.identity not in self._batches:
             self.tell(Batches(0, (batch.identity,), ()))
-        return super()._run(batch, prompts, made)
+        return super()._run(batch)
 
     def _drop(self, batch: Batch) -> None:
         super()._drop(batch)

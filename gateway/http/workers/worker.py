@@ -16,8 +16,8 @@ from gateway.config.schema import Config
 from gateway.dialects.chat import Chat
 from gateway.dialects.completions import Completions
 from gateway.dialects.runner import Runner
-from gateway.dialects.sglang_generate import SglangGenerate
 from gateway.dialects.token_generation import TokenGeneration
+from gateway.dialects.words.sglang_generate import SglangGenerate
 from gateway.fleet.deliveries import Deliveries
 from gateway.fleet.metrics import Metrics
 from gateway.fleet.placement.inquiries import Inquiries

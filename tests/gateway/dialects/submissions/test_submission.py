@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gateway.dialects.sample import Sample
 from gateway.dialects.submissions.frames import Head, read_head, read_step
 from gateway.dialects.submissions.group_run import GroupRun, Outcome
-from gateway.dialects.submissions.sample import Sample
 from gateway.dialects.submissions.submission import Counts, Submission
 from gateway.dialects.submissions.words import Group
 from gateway.ledger.folder import Folder
@@ -25,7 +25,7 @@ NUM_GROUPS, N, LENGTH = 2, 2, 4
 class Uncounted(Counts):
     def __init__(self) -> None: ...
 
-    def sample(self, run: GroupRun, sample: Sample) -> None: ...
+    def sample(self, run: GroupRun, num_tokens: int, report: Json) -> None: ...
 
     def group(self, run: GroupRun) -> None: ...
 
@@ -75,18 +75,20 @@ class Life:
         return Life(self.ledger.folder.path)
 
     def make(self, group: int, index: int) -> None:
-        """One more token of a sample, or of the first that is open."""
+        """One more token of a sample, if it is open."""
         run = self.submission.runs[group]
-        sample = run.samples[index]
-        if run.index in self.submission.outcomes or not sample.is_open:
+        if run.index in self.submission.outcomes or index not in run.num_open:
             return
-        place = len(sample.token_ids)
+        samples = run.made.reply.samples
+        if (sample := next((one for one in samples if one.index == index), None)) is None:
+            sample = Sample(index)
+            samples.append(sample)
+        place = sample.num_made
         choice: Json = {"token_ids": [token(group, index, place)], "logprobs": {"token_logprobs": [-1.0]}, "text": "x"}
-        choice["weight_versions_so_far"] = [{"version": 0, "start": 0, "end": place + 1}]
-        if place + 1 == LENGTH:
-            choice |= {"finish_reason": "length", "weight_versions": choice["weight_versions_so_far"]}
-        run._take(sample, choice)
-        if not run.open:
+        choice |= {"index": index, "weight_versions": [{"version": 0, "start": 0, "end": place + 1}]}
+        sample.restore(choice | {"finish_reason": "length" if place + 1 == LENGTH else None})
+        run._heard()
+        if not run.num_open:
             self.submission.end_group(run, Outcome.DELIVERED)
         if len(self.submission.outcomes) == NUM_GROUPS:
             self.submission.end()

@@ -1,0 +1,131 @@
+"""The samples of one group as they are made, and how much of them the ledger has."""
+
+import math
+from array import array
+
+import orjson
+from msgspec import Raw
+
+from engines.engine import Json
+from gateway.dialects.part import Ask
+from gateway.dialects.raw_json import decoded, encoded, opened
+from gateway.dialects.resumption.features import MARK
+from gateway.dialects.sample import Reply, Sample
+from gateway.dialects.spans import UNSCORED
+from gateway.dialects.submissions.frames import Growth, Prompt, Restart, Step
+
+
+class GroupRecord:
+    """A prompt of a submission, or of a batch. `done` are the samples that need no more work: others are open, or have
+    ended and are part of a reply to come."""
+
+    def __init__(self, group: int, n: int, given: list[int] | None, done: tuple[int, ...] = ()) -> None:
+        """`given` is the prompt where its client has sent token ids."""
+        self.group = group
+        self.done = set(done)
+        self.reply = Reply(given)
+        self.resumes = True
+        """False where samples do not continue from their tokens."""
+        self._n = n
+        self._is_given = given is not None
+        self._inexact: tuple[str, ...] = ()
+        self._recorded: set[int] = set()
+        self._has_prompt = False
+
+    @property
+    def open(self) -> list[Sample]:
+        """The samples that have not ended, as far as they have begun."""
+        return [sample for sample in self.reply.open if sample.index not in self.done]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum([sample.num_bytes for sample in self.reply.samples])
+
+    @property
+    def is_recorded(self) -> bool:
+        """True once all samples have ended, and the record has them whole."""
+        return bool(self.reply.samples) and all(sample.is_taken for sample in self.reply.samples)
+
+    def begin(self, ask: Ask) -> None:
+        """Have what was made before continue as `ask` says; all that is open begins again where it may not continue."""
+        self._inexact, self.resumes = ask.inexact or self._inexact, ask.resumes
+        if not ask.resumes and self.reply.open:
+            self.reply = Reply(self.reply.prompt)
+        begun = {sample.index: sample for sample in self.reply.samples if sample.index not in self.done}
+        if begun or self.done:  # else all of them are asked for at once
+            left = [index for index in range(self._n) if index not in self.done]
+            self.reply.samples = [begun.get(i) or Sample(i, scores_alone=ask.is_submitted) for i in left]
+
+    def take_over(self, other: "GroupRecord") -> None:
+        """Have what another group has made continue here."""
+        self.reply, self._inexact = other.reply, other._inexact
+
+    def settle(self) -> None:
+        """Take what open samples have for all that there will be."""
+        num_prompt = len(self.reply.prompt or ())
+        self.reply.samples = [sample.settled(num_prompt) for sample in self.reply.samples]
+
+    def report(self, sample: Sample, reason: str) -> Json:
+        """What the client gets of a sample: token ids in int32, log-probs in float32, both little-endian."""
+        scores = decoded(scored) if (scored := (sample.logprobs or {}).get("token_logprobs")) else ()
+        report = {
+            "sample": sample.index,
+            "token_ids": array("i", sample.token_ids).tobytes(),
+            "logprobs": array("f", [math.nan if one is None else one for one in scores]).tobytes() if scores else None,
+            "text": sample.text,
+            "finish_reason": reason,
+            "stop_reason": opened(sample.last.get("stop_reason")),
+            **sample.marks(self._inexact),
+        }
+        if report["stop_reason"] is None:
+            del report["stop_reason"]
+        return report | ({UNSCORED: unscored} if (unscored := scores.count(None)) else {})
+
+    def growth(self) -> list[Step]:
+        """Return what came since the last call, but no tokens whose version an update leaves open, and none before the
+        end where they would not continue."""
+        steps: list[Step] = []
+        if not self.resumes and self.reply.open:
+            return steps
+        read = self.reply.prompt or []
+        for sample in self.reply.samples:
+            if sample.index in self.done or (grown := sample.growth(len(read), self._inexact)) is None:
+                continue
+            choice, is_all = grown
+            if not self._has_prompt and not self._is_given:
+                self._has_prompt = True
+                steps.append(Prompt(self.group, array("i", read).tobytes()))
+            if is_all and sample.index in self._recorded:
+                steps.append(Restart(self.group, sample.index))
+            self._recorded.add(sample.index)
+            steps.append(Growth(self.group, sample.index, encoded(choice)))
+        return steps
+
+    def everything(self) -> list[Step]:
+        """Return all that there is, for a new record."""
+        self._recorded.clear()
+        self._has_prompt = False
+        for sample in self.reply.samples:
+            sample.take_again()
+        return self.growth()
+
+    def restore(self, step: Step) -> None:
+        """Take a step of a gateway before this one."""
+        samples = self.reply.samples
+        match step:
+            case Prompt(_, token_ids):
+                self.reply, self._has_prompt = Reply(array("i", token_ids).tolist(), samples), True
+            case Restart(_, index):
+                self.reply.samples = [sample for sample in samples if sample.index != index]
+            case Growth(_, index, choice):
+                sample = next((one for one in samples if one.index == index), None)
+                if sample is None:
+                    sample = Sample(index)
+                    samples.append(sample)
+                    if not self._is_given:
+                        sample.prompt = Raw(encoded(self.reply.prompt))
+                told = orjson.loads(choice)
+                sample.restore(told)
+                sample.growth(0)  # the record has it
+                self._recorded.add(index)
+                self._inexact = tuple(told.get(MARK) or self._inexact)

@@ -1,0 +1,102 @@
+"""What a record has of a group at any moment is what was made until then, whatever became of its attempts."""
+
+import msgspec
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway.dialects.raw_json import encoded, opened
+from gateway.dialects.sample import Reply, Sample
+from gateway.dialects.submissions.frames import Step, read_step
+from gateway.dialects.submissions.group_record import GroupRecord
+from tests.rigs.rig import Json
+
+PROMPT = [1, 2]
+ALONE = 0
+
+
+def made(sample: Sample, num_tokens: int, *, ends: bool = False) -> None:
+    """So many more tokens of a sample, of version 0."""
+    first = sample.num_made
+    names = [f"t{place}" for place in range(first, first + num_tokens)]
+    scores = {"tokens": names, "token_logprobs": [-1.5] * num_tokens, "text_offset": [0] * num_tokens}
+    told: Json = {"index": ALONE, "token_ids": list(range(first, first + num_tokens)), "text": "".join(names)}
+    reply = Reply(PROMPT, [sample])
+    reply.read(encoded({"choices": [told | {"logprobs": scores, "finish_reason": "stop" if ends else None}]}), [sample])
+
+
+def stamped(sample: Sample) -> None:
+    sample.spans = [{"version": 0, "start": 0, "end": sample.num_made}]
+
+
+def told(record: GroupRecord) -> Json | None:
+    """The group's sample as a client gets it, with what is made of its rest; None before it has tokens."""
+    samples = record.reply.samples
+    if not samples or not samples[0].num_tokens:
+        return None
+    whole = opened(samples[0].told({"text": ""}))
+    return {key: whole[key] for key in ("token_ids", "logprobs", "text", "weight_versions", "finish_reason")}
+
+
+EVENTS = st.lists(st.sampled_from(["chunk", "write", "rest", "void", "join", "rewrite"]), max_size=30)
+
+
+@settings(max_examples=200)
+@given(EVENTS)
+def test_a_restored_group_continues_where_its_record_ends(events: list[str]) -> None:
+    record = GroupRecord(0, 1, PROMPT)
+    record.reply.samples = [Sample(ALONE)]
+    steps: list[Step] = []
+    for event in events:
+        [sample] = record.reply.samples
+        match event:
+            case "chunk" if sample.rest is None:
+                made(sample, 3)
+                stamped(sample)
+            case "chunk" if sample.rest is not None:
+                made(sample.rest, 2)
+                stamped(sample.rest)
+            case "rest" if sample.num_made and sample.rest is None:
+                sample.rest = Sample(ALONE)
+            case "void" if sample.rest is None:
+                record.reply.samples = [Sample(ALONE)]
+            case "void":
+                sample.rest = Sample(ALONE)
+            case "join" if sample.rest is not None:
+                stamped(sample.rest)
+                sample.join(sample.rest, len(PROMPT))
+            case "rewrite":
+                steps = record.everything()
+            case "write":
+                steps += record.growth()
+    [sample] = record.reply.samples
+    record.settle()
+    steps += record.growth()
+    restored = GroupRecord(0, 1, PROMPT)
+    for step in steps:
+        restored.restore(read_step(msgspec.msgpack.encode(step)))
+    if record.reply.samples[0].num_tokens:
+        assert told(restored) == told(record)
+
+
+def test_a_sample_that_ended_is_whole_in_the_record() -> None:
+    record, restored = GroupRecord(0, 1, PROMPT), GroupRecord(0, 1, PROMPT)
+    record.reply.samples = [sample := Sample(ALONE)]
+    made(sample, 3)
+    stamped(sample)
+    steps = record.growth()
+    made(sample, 3, ends=True)
+    assert not record.is_recorded
+    stamped(sample)
+    for step in steps + record.growth():
+        restored.restore(step)
+    assert (record.is_recorded, told(restored)) == (True, told(record))
+    assert record.growth() == []
+
+
+def test_tokens_of_no_known_version_are_not_written() -> None:
+    record = GroupRecord(0, 1, PROMPT)
+    record.reply.samples = [sample := Sample(ALONE)]
+    made(sample, 3)
+    assert record.growth() == []
+    record.settle()
+    assert told(record) is None

@@ -24,7 +24,7 @@ from gateway.fleet.fleet import Fleet
 from gateway.fleet.replica import Replica
 from gateway.weights.canary import Canary
 from gateway.weights.snapshots import Snapshots, bounded
-from gateway.weights.updates.record import WeightUpdate
+from gateway.weights.updates.record import UpdateRecord
 
 log = structlog.get_logger()
 
@@ -81,7 +81,7 @@ class CatchUp:
         self,
         replicas: Iterable[Replica],
         *,
-        aborted: WeightUpdate | None = None,
+        aborted: UpdateRecord | None = None,
         kept: Mapping[Replica, int] = _NOTHING,
         leaves_group: bool = False,
     ) -> None:
@@ -197,7 +197,7 @@ class CatchUp:
         self,
         replica: Replica,
         *,
-        aborted: WeightUpdate | None = None,
+        aborted: UpdateRecord | None = None,
         kept: int | None = None,
         drops_receipt: bool = False,
         leaves_group: bool = False,

@@ -33,11 +33,10 @@ from gateway.weights.relay_process import Relay
 from gateway.weights.snapshots import Snapshots
 from gateway.weights.transfer_group import TrainersGroup, check_some_take_weights, checkpoint_bytes, transport_of
 from gateway.weights.updates.group import GroupArrival
-from gateway.weights.updates.record import Phase, WeightUpdate
+from gateway.weights.updates.record import Phase, UpdateLog, UpdateRecord
 from gateway.weights.updates.relay import RelayArrival
 from gateway.weights.updates.store import StoreArrival
-from gateway.weights.updates.update import Updates
-from gateway.weights.updates.update_log import UpdateLog
+from gateway.weights.updates.update import UpdateParts
 
 log = structlog.get_logger()
 
@@ -63,7 +62,7 @@ class WeightCoordinator:
         self._catch_up = CatchUp(config, fleet, snapshots, canary)
         self.updates = UpdateLog(metrics)
         self._relay = Relay(config, snapshots, _log_dir(fleet))
-        self._parts = parts = Updates(config, fleet, canary, self.pauses, snapshots, self._catch_up, self.updates)
+        self._parts = parts = UpdateParts(config, fleet, canary, self.pauses, snapshots, self._catch_up, self.updates)
         self._by_store = StoreArrival(parts)
         self._by_relay = RelayArrival(parts, self._relay)
         self._by_group = GroupArrival(parts)
@@ -72,7 +71,7 @@ class WeightCoordinator:
         fleet.on_change(lambda: metrics.observe_versions(fleet.version, fleet.serving_behind))
 
     @property
-    def update(self) -> WeightUpdate | None:
+    def update(self) -> UpdateRecord | None:
         """The update in progress, if any."""
         return self._parts.open.record if self._parts.open is not None else None
 
@@ -133,14 +132,11 @@ class WeightCoordinator:
         lease: str | None = None,
         version: int | None = None,
         group: str | None = None,
-        after: str | None = None,
     ) -> None:
         """Open the next version, which must be `version`, if given. `in_flight` overrides weights.in_flight. The update
-        ends with `lease`, if given. `group` is the place of the trainer's group, which must be the open one. `after` is
-        the update whose weights the trainer adds to, which must be those served."""
+        ends with `lease`, if given. `group` is the place of the trainer's group, which must be the open one."""
         async with self._exclusively("start_weight_update"):
             self.leases.check(lease)
-            self._check_served(after)
             self._check_group(group)
             if version not in (None, self._fleet.next_version):
                 raise WeightUpdateConflict(
@@ -187,15 +183,13 @@ class WeightCoordinator:
         *,
         rolling: bool | None = None,
         in_flight: InFlight | None = None,
-        after: str | None = None,
     ) -> int:
         """Load the draft that a trainer wrote into the store on all replicas. Returns its version once they serve it.
 
         `rolling` overrides weights.rolling: replicas load one after the other instead of together. `version` is the
-        next one unless given. `after` is as for `start`.
+        next one unless given.
         """
         async with self._exclusively("v1/weight_updates"):
-            self._check_served(after)
             return await self._by_store.push(snapshot, version, canary_logprobs, rolling=rolling, in_flight=in_flight)
 
     def _check_group(self, asked: str | None) -> None:
@@ -214,16 +208,6 @@ class WeightCoordinator:
             raise WeightUpdateFailed(
                 f"the group lacks replica {lacking[0].replica_id}, which has joined since: call "
                 "/init_weight_transfer_engine to form a new group"
-            )
-
-    def _check_served(self, after: str | None) -> None:
-        """Raise `WeightUpdateConflict` unless the update `after`, if given, made the served version."""
-        last = self.updates.last_committed
-        if after is not None and (last is None or last.name != after):
-            raise WeightUpdateConflict(
-                f"after = {after!r}, but version {self._fleet.version} was made by "
-                f"{last.name if last is not None else 'an update before this gateway started'}: another trainer has "
-                "pushed since the tensors were chosen; push again"
             )
 
     async def abandon(self, reason: str, lease: str | None = None) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from engines.errors import WeightUpdateConflict
-from gateway.weights.updates.record import WeightUpdate
+from gateway.weights.updates.record import UpdateRecord
 
 
 class Leases:
@@ -35,7 +35,7 @@ class Leases:
                 f"lease = {lease!r} is not held: keep POST /v1/weight_lease open beside the update"
             )
 
-    def check_own(self, update: WeightUpdate | None, lease: str | None) -> None:
+    def check_own(self, update: UpdateRecord | None, lease: str | None) -> None:
         """Raise `WeightUpdateConflict` where the open update was begun under another lease than the caller's."""
         if update is not None and update.lease != lease:
             raise WeightUpdateConflict(
@@ -43,10 +43,10 @@ class Leases:
                 "/init_weight_transfer_engine and /start_weight_update"
             )
 
-    def is_held(self, update: WeightUpdate | None) -> bool:
+    def is_held(self, update: UpdateRecord | None) -> bool:
         """Return True for an open update whose trainer lives: it holds the update's lease."""
         return update is not None and update.lease in self._held
 
-    def has_ended(self, update: WeightUpdate) -> bool:
+    def has_ended(self, update: UpdateRecord) -> bool:
         """Return True for an update under a lease that is held no more."""
         return update.lease is not None and update.lease not in self._held

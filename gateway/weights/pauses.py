@@ -18,7 +18,7 @@ from gateway.fleet.placement.scheduler import Scheduler
 from gateway.fleet.replica import Replica
 from gateway.fleet.replica_calls import names, on_all
 from gateway.fleet.stopped import cut_off
-from gateway.weights.updates.record import WeightUpdate
+from gateway.weights.updates.record import UpdateRecord
 
 _ABORT_TIMEOUT_S = 30.0
 _AGAIN_AFTER_S = 1.0
@@ -102,11 +102,11 @@ class Pauses:
             )
         return InFlight.DRAIN
 
-    def drains(self, update: WeightUpdate) -> bool:
+    def drains(self, update: UpdateRecord) -> bool:
         """True where an update waits for rollouts in flight. Those of a paused engine would not end."""
         return update.in_flight is InFlight.DRAIN and not self.is_paused
 
-    def close_gate(self, update: WeightUpdate) -> None:
+    def close_gate(self, update: UpdateRecord) -> None:
         """Place nothing until `end`, except in a rolling update, whose other replicas serve."""
         if not update.rolling:
             self._scheduler.close_gate(Holder.UPDATE)
@@ -123,7 +123,7 @@ class Pauses:
                 "choose another weights.in_flight"
             ) from error
 
-    def stopping(self, update: WeightUpdate) -> Callable[[Replica], Awaitable[None]]:
+    def stopping(self, update: UpdateRecord) -> Callable[[Replica], Awaitable[None]]:
         """Close the gate, and return the call that stops a replica until its brake is released, or `end`.
 
         Under a trainer's pause its mode has decided about rollouts in flight.

@@ -19,7 +19,7 @@ from gateway.http.door import LEASE_PATH, notice_lost_host
 from gateway.http.json_body import read_object, reply
 from gateway.weights.coordinator import WeightCoordinator
 from gateway.weights.snapshots import Snapshots
-from gateway.weights.updates.update_log import UpdateLog
+from gateway.weights.updates.record import UpdateLog
 
 _LEASE_BEAT_S = 3.0
 """A byte so often keeps a lease open through proxies."""
@@ -37,8 +37,6 @@ class _Call(Struct):
     """The lease that the call is made under."""
     version: _Version | None = None
     """The version that the trainer names."""
-    after: _Name | None = None
-    """The id of the update that the trainer adds to, such as the `update` of GET /v1/weights."""
     group: _Name | None = None
     """Address and port of the trainer's transfer group, such as 10.0.0.1:29500."""
     in_flight: InFlight | None = None
@@ -93,7 +91,7 @@ class WeightRoutes:
 
     async def _start(self, request: web.Request) -> web.Response:
         call = await _call(request, required=False)
-        await self.weights.start(call.in_flight, call.lease, call.version, call.group, call.after)
+        await self.weights.start(call.in_flight, call.lease, call.version, call.group)
         return reply({"message": "Weight update started"})
 
     async def _lease(self, request: web.Request) -> web.StreamResponse:
@@ -134,7 +132,6 @@ class WeightRoutes:
             call.canary_logprobs,
             rolling=call.rolling,
             in_flight=call.in_flight,
-            after=call.after,
         )
         return reply({"weight_version": served})
 
@@ -211,7 +208,6 @@ def _tensors(fleet: Fleet, updates: UpdateLog) -> Json:
     return {
         "model": fleet.models.first,
         "weight_version": fleet.version,
-        "update": updates.last_committed and updates.last_committed.name,
         "tensors": tensors
         and [{"name": tensor.name, "dtype": tensor.dtype, "shape": list(tensor.shape)} for tensor in tensors],
         "config": known.model_config if known else "",

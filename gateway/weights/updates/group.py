@@ -24,8 +24,8 @@ from gateway.weights.transfer_group import (
     rank_offsets,
     transport_of,
 )
-from gateway.weights.updates.record import Phase, WeightUpdate, num_bytes
-from gateway.weights.updates.update import Update, Updates, living, reason_of
+from gateway.weights.updates.record import Phase, UpdateRecord, num_bytes
+from gateway.weights.updates.update import Update, UpdateParts, living, reason_of
 
 log = structlog.get_logger()
 
@@ -33,7 +33,7 @@ log = structlog.get_logger()
 class GroupArrival:
     """Handles the calls of a trainer whose group has all replicas. A member's death breaks it."""
 
-    def __init__(self, parts: Updates) -> None:
+    def __init__(self, parts: UpdateParts) -> None:
         self._parts = parts
         self._timeout_s = parts.config.control_timeout_s
         self._group: TransferGroup | None = None
@@ -107,7 +107,7 @@ class GroupArrival:
         await parts.catch_up.settled(group.members, self._timeout_s)
         in_flight = parts.pauses.in_flight(group.members, in_flight)
         unstaged = await self._why_unstaged(group, _checkpoint_bytes(group))
-        record = WeightUpdate(parts.fleet.next_version, group.transport, in_flight, unstaged=unstaged)
+        record = UpdateRecord(parts.fleet.next_version, group.transport, in_flight, unstaged=unstaged)
         update = Update(parts, self, record, group.members)
         update.receivers = group.members
         if unstaged:

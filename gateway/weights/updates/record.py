@@ -1,7 +1,9 @@
-"""The record of one weight update: its phase, the seconds of its steps, its outcome on each replica."""
+"""The record of one weight update: its phase, the seconds of its steps, its outcome on each replica. The log of updates
+keeps those that have ended."""
 
 import re
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,11 +14,18 @@ from hashlib import blake2s
 from math import prod
 from pathlib import Path
 
+import structlog
+
 from engines import tracing
 from engines.engine import Json
 from engines.types import InFlight
 from engines.weight_label import committed_label
+from gateway.fleet.metrics import Metrics
 from gateway.fleet.replica import Replica
+
+log = structlog.get_logger()
+
+KEPT = 100
 
 
 class Phase(StrEnum):
@@ -31,7 +40,7 @@ class Phase(StrEnum):
 
 
 @dataclass(slots=True)
-class WeightUpdate:
+class UpdateRecord:
     """An update in progress, and its record afterwards.
 
     `seconds` are by step (drain, abort, store, prepare, receipt, pause, begin, transfer, digests, load, canary, keep,
@@ -149,6 +158,37 @@ class WeightUpdate:
             "replicas": self.replicas,
             "error": self.error or None,
         }
+
+
+class UpdateLog:
+    """Records of the last updates since the gateway started."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._updates: deque[UpdateRecord] = deque(maxlen=KEPT)
+
+    @property
+    def last(self) -> UpdateRecord | None:
+        return self._updates[0] if self._updates else None
+
+    def reports(self) -> list[Json]:
+        return [update.report() for update in self._updates]
+
+    def add(self, update: UpdateRecord) -> None:
+        """Adds an update that has just ended."""
+        self._updates.appendleft(update)
+        report = update.report()
+        self._metrics.weight_updates.labels(report["end"]).inc()
+        self._metrics.weight_update_bytes.inc(update.num_bytes)
+        for step, seconds in (*update.seconds.items(), ("whole", update.age_s)):
+            self._metrics.weight_update_seconds.labels(step).observe(seconds)
+        for replica in update.replicas.values():
+            if "away_s" in replica:
+                self._metrics.weight_update_seconds.labels("away").observe(replica["away_s"])
+            self._metrics.canaries.labels((replica.get("canary") or {}).get("result", "not asked")).inc()
+        write = log.info if not update.error else log.error
+        del report["phase"], report["started"]
+        write("weight update", **report)
 
 
 def num_bytes(update_info: Json) -> int:

@@ -10,9 +10,9 @@ from engines.errors import RolloutGatewayError
 from engines.types import InFlight
 from gateway.weights.relay_process import TRANSPORT, WORLD_SIZE, Relay
 from gateway.weights.transfer_group import check_world_size, checkpoint_bytes
-from gateway.weights.updates.record import Phase, WeightUpdate
+from gateway.weights.updates.record import Phase, UpdateRecord
 from gateway.weights.updates.store import StoreArrival
-from gateway.weights.updates.update import Update, Updates
+from gateway.weights.updates.update import Update, UpdateParts
 
 log = structlog.get_logger()
 
@@ -21,7 +21,7 @@ class RelayArrival(StoreArrival):
     """Handles the calls of a trainer whose group is itself and the relay. `committed_before` is the version that the
     gateway before this one has committed, and could not answer."""
 
-    def __init__(self, parts: Updates, relay: Relay) -> None:
+    def __init__(self, parts: UpdateParts, relay: Relay) -> None:
         super().__init__(parts)
         self.relay = relay
         self.committed_before: int | None = None
@@ -44,7 +44,7 @@ class RelayArrival(StoreArrival):
             self.committed_before = draft
         elif draft is not None:
             in_flight = parts.pauses.in_flight(parts.fleet.updatable(), None)
-            record = WeightUpdate(parts.fleet.next_version, TRANSPORT, in_flight, draft=draft)
+            record = UpdateRecord(parts.fleet.next_version, TRANSPORT, in_flight, draft=draft)
             for received in state["received"]:
                 record.phase = Phase.RECEIVING
                 record.receive(received)
@@ -78,7 +78,7 @@ class RelayArrival(StoreArrival):
         except BaseException:
             await parts.snapshots.discard(draft)
             raise
-        Update(parts, self, WeightUpdate(parts.fleet.next_version, TRANSPORT, in_flight, draft=draft))
+        Update(parts, self, UpdateRecord(parts.fleet.next_version, TRANSPORT, in_flight, draft=draft))
 
     async def receive(self, update_info: Json) -> None:
         """Have the relay receive the tensors that the trainer is about to send."""

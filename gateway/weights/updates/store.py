@@ -8,14 +8,14 @@ from engines.errors import WeightUpdateConflict
 from engines.types import InFlight
 from gateway.fleet.replica import Replica
 from gateway.fleet.replica_calls import names, try_on_all
-from gateway.weights.updates.record import WeightUpdate
-from gateway.weights.updates.update import Update, Updates
+from gateway.weights.updates.record import UpdateRecord
+from gateway.weights.updates.update import Update, UpdateParts
 
 
 class StoreArrival:
     """Has the fleet load a draft that a trainer, or the relay, has written."""
 
-    def __init__(self, parts: Updates) -> None:
+    def __init__(self, parts: UpdateParts) -> None:
         self._parts = parts
 
     async def push(
@@ -41,7 +41,7 @@ class StoreArrival:
         parts.canary.check_length(canary_logprobs, members)
         announced = await parts.snapshots.announced(draft, fleet.version)
         await self._check_fits(announced, members, rolling=rolling)
-        record = WeightUpdate(version or fleet.next_version, "store", in_flight, rolling=rolling)
+        record = UpdateRecord(version or fleet.next_version, "store", in_flight, rolling=rolling)
         record.draft = parts.snapshots.folder / draft
         record.receive(announced)
         return await Update(parts, self, record, members).take(canary_logprobs)

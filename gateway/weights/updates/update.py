@@ -30,8 +30,7 @@ from gateway.weights.canary import Canary
 from gateway.weights.catch_up import CatchUp
 from gateway.weights.pauses import Pauses
 from gateway.weights.snapshots import Snapshots, bounded
-from gateway.weights.updates.record import Phase, WeightUpdate
-from gateway.weights.updates.update_log import UpdateLog
+from gateway.weights.updates.record import Phase, UpdateLog, UpdateRecord
 from gateway.weights.verdicts import UNASKED, Finding, Result, ended_by
 
 log = structlog.get_logger()
@@ -46,7 +45,7 @@ _HOPED = Finding(Result.UNVERIFIED)
 
 
 @dataclass(slots=True)
-class Updates:
+class UpdateParts:
     """The parts of the gateway that every update works with, and the update that is open: one at a time."""
 
     config: WeightsConfig
@@ -108,7 +107,9 @@ class Update:
     `is_stopped` its engines are overwritten as tensors come. `folder` is its version in the store.
     """
 
-    def __init__(self, parts: Updates, arrival: Arrival, record: WeightUpdate, members: Sequence[Replica] = ()) -> None:
+    def __init__(
+        self, parts: UpdateParts, arrival: Arrival, record: UpdateRecord, members: Sequence[Replica] = ()
+    ) -> None:
         self.record = record
         self.members = members
         self.receivers: Sequence[Replica] = ()

@@ -223,18 +223,6 @@ async def test_a_new_trainer_ends_what_the_last_one_left_open(rig: Rig) -> None:
     assert (await rig.complete([[5]]))["choices"][0]["weight_versions"][0]["version"] == 1
 
 
-async def test_a_start_that_adds_to_an_update_that_is_not_served_opens_nothing(rig: Rig) -> None:
-    await rig.open_group()
-    assert (await rig.post("/start_weight_update", {"after": "another's"}))[0] == 409
-    await rig.update()
-    served = (await rig.get("/v1/weights"))[1]["update"]
-    status, reply = await rig.post("/start_weight_update", {"after": "another's"})
-    assert (status, served in reply["error"]["message"]) == (409, True)
-    assert (await rig.post("/start_weight_update", {"after": 7}))[0] == 400
-    assert (await rig.get("/status"))[1]["weight_update"] is None
-    assert (await rig.post("/start_weight_update", {"after": served}))[0] == 200
-
-
 async def test_a_start_that_names_another_version_than_the_next_opens_nothing(rig: Rig) -> None:
     await rig.open_group()
     for version in (0, 2):

@@ -5,8 +5,7 @@ import pytest
 from engines.types import InFlight
 from gateway.cli.output import describe_update
 from gateway.fleet.metrics import Metrics
-from gateway.weights.updates.record import Phase, WeightUpdate, num_bytes
-from gateway.weights.updates.update_log import KEPT, UpdateLog
+from gateway.weights.updates.record import KEPT, Phase, UpdateLog, UpdateRecord, num_bytes
 from tests.rigs.rig import FAST_WATCH, Json, Rig, StartRig
 
 
@@ -111,7 +110,7 @@ async def test_records_need_an_inference_key(start_rig: StartRig) -> None:
 def test_only_the_last_ones_are_kept() -> None:
     updates = UpdateLog(Metrics())
     for version in range(KEPT + 5):
-        update = WeightUpdate(version, "sim", InFlight.KEEP)
+        update = UpdateRecord(version, "sim", InFlight.KEEP)
         update.end(Phase.COMMITTED)
         updates.add(update)
     assert [report["version"] for report in updates.reports()] == list(range(KEPT + 4, 4, -1))

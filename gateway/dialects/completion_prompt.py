@@ -13,9 +13,8 @@ from gateway.dialects.resumption.tokens import rest_sampling, whole_characters
 from gateway.dialects.runner import Ask, Note
 from gateway.dialects.sample import Reply, Sample
 from gateway.dialects.sampling import check_replica
-from gateway.fleet.flight import Flight
 from gateway.fleet.placement.routing import Rollout
-from gateway.fleet.replica import Replica
+from gateway.fleet.replica import Flight, Replica
 
 PATH = "/v1/completions"
 

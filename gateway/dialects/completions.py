@@ -20,9 +20,9 @@ from gateway.dialects.sample import Reply, Sample
 from gateway.dialects.sampling import MAX_PROMPTS, asks_vllm, check_sampling
 from gateway.dialects.usage import Usage, wants_usage, with_usage_rule
 from gateway.dialects.written import Written
+from gateway.fleet.concurrency import together
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.placement.lengths import prompt_key
-from gateway.fleet.together import together
 
 MadeBefore = Callable[[CompletionPrompt], Awaitable[Reply | None]]
 """Returns the reply to a prompt as far as a gateway before this one has it; None where it begins."""

@@ -18,13 +18,12 @@ from gateway.dialects.resumption.features import MARK, inexact_fields
 from gateway.dialects.sample import ABORT, CUT_OFF, Choice, Chunk, Reply, Sample, all_of_choices
 from gateway.dialects.sampling import versioned_salt
 from gateway.dialects.spans import UNSCORED
-from gateway.fleet.flight import Flight
+from gateway.fleet.concurrency import together
 from gateway.fleet.metrics import Metrics
 from gateway.fleet.placement.attempt_loop import AttemptLoop
 from gateway.fleet.placement.lengths import Lengths
 from gateway.fleet.placement.routing import Rollout
-from gateway.fleet.replica import Replica
-from gateway.fleet.together import together
+from gateway.fleet.replica import Flight, Replica
 
 SO_FAR = "weight_versions_so_far"
 """The spans of a sample in a choice before its last, for records; no client sees it."""

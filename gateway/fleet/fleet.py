@@ -24,7 +24,7 @@ from gateway.config.models import Models
 from gateway.config.schema import Config
 from gateway.fleet.adapters import Adapter, Adapters
 from gateway.fleet.changes import Changes
-from gateway.fleet.history.events import Events
+from gateway.fleet.history import Events
 from gateway.fleet.replica import Replica
 from gateway.fleet.watch.arrivals import Arrivals, Connect
 from gateway.fleet.watch.engine_page import read_kv_tokens, read_work

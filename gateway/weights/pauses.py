@@ -16,8 +16,7 @@ from gateway.fleet.brake import Holder
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.placement.scheduler import Scheduler
 from gateway.fleet.replica import Replica
-from gateway.fleet.replica_calls import names, on_all
-from gateway.fleet.stopped import cut_off
+from gateway.fleet.replica_calls import cut_off, names, on_all
 from gateway.weights.updates.record import WeightUpdate
 
 _ABORT_TIMEOUT_S = 30.0

@@ -16,8 +16,7 @@ import msgspec
 from engines.engine import Json
 from gateway.dialects.raw_json import encoded
 from gateway.dialects.written import Written
-from gateway.fleet.flight import Flight
-from gateway.fleet.replica import Replica
+from gateway.fleet.replica import Flight, Replica
 from gateway.ledger.ledger import Ledger, Record
 
 KIND = "batch"

@@ -13,7 +13,7 @@ from gateway.dialects.completion_prompt import CompletionPrompt
 from gateway.dialects.raw_json import NO_JSON
 from gateway.dialects.replays.batch import Came, Cut, Note, Path
 from gateway.dialects.sample import Reply, Sample
-from gateway.fleet.flight import Flight
+from gateway.fleet.replica import Flight
 
 log = structlog.get_logger()
 

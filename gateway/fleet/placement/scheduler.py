@@ -16,19 +16,18 @@ import structlog
 from engines.errors import DeadlineExceeded, EngineError, Withdrawn
 from engines.types import ReplicaState
 from gateway.config.schema import GatewayConfig
-from gateway.fleet.backoff import Backoff
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics
+from gateway.fleet.placement.attempt_history import Attempt, AttemptHistory
 from gateway.fleet.placement.attempt_loop import AttemptLoop
 from gateway.fleet.placement.attempts import End
 from gateway.fleet.placement.lengths import Lengths
-from gateway.fleet.placement.lives import Attempt, Lives
 from gateway.fleet.placement.look import Look
 from gateway.fleet.placement.routing import Rollout, choose, fresh_enough, has_room, is_capable
 from gateway.fleet.placement.sessions import Sessions
-from gateway.fleet.placement.waiting import Queue, Waiter, WaitingLine
-from gateway.fleet.placement.waits import Cause
+from gateway.fleet.placement.waiting import Cause, Queue, Waiter, WaitingLine
 from gateway.fleet.replica import Replica
+from gateway.fleet.watch.evidence import Backoff
 
 log = structlog.get_logger()
 
@@ -60,7 +59,7 @@ class Scheduler(AttemptLoop):
         self._patience: dict[str, asyncio.TimerHandle] = {}
         self._to_look_at: set[str] = set()
         self.lengths = Lengths()
-        self.lives = Lives()
+        self.history = AttemptHistory()
         fleet.on_change(self._pump_all)
 
     def queue_length(self, model: str) -> int:
@@ -161,7 +160,7 @@ class Scheduler(AttemptLoop):
 
     @asynccontextmanager
     async def placed(self, rollout: Rollout) -> AsyncIterator[Replica]:
-        with self.lives.attempt(rollout) as attempt:
+        with self.history.attempt(rollout) as attempt:
             replica = await self._place(rollout, attempt)
             attempt.place(replica)
             try:

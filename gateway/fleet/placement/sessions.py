@@ -16,7 +16,6 @@ from typing import Any, Protocol, TypeVar
 
 from engines.engine import Json
 from engines.errors import InvalidRequest, shown
-from gateway.fleet.placement.client_names import name_of_client
 from gateway.fleet.placement.routing import ReplicaView, Rollout
 from gateway.fleet.residents import Residents, Session
 
@@ -246,6 +245,11 @@ def _gains(host: Host, left: float, ended: float, cost: float) -> bool:
     residents = host.residents
     residents.look(host.weight_version, ended)
     return residents.tokens <= max(0.0, left) or cost < residents.pace.step_tokens / host.load_samples
+
+
+def name_of_client(client: str, name: str) -> str:
+    """Return the name of a request or session of this client alone: two clients may choose the same one."""
+    return f"{name}-{hashlib.blake2b(client.encode(), digest_size=4).hexdigest()}"
 
 
 def session_key(client: str, name: str) -> str:

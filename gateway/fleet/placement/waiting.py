@@ -4,18 +4,52 @@ import asyncio
 import heapq
 import math
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import NamedTuple
 
 from gateway.fleet.adapters import Adapter
 from gateway.fleet.placement.routing import Rollout
-from gateway.fleet.placement.waits import Cause, Waits
 from gateway.fleet.replica import Replica
 
 Order = tuple[int, int, int, float, int]
 _FORGET_ABOVE = 10_000
+
+
+class Cause(StrEnum):
+    """The lack for which a rollout waits."""
+
+    GATE = "gate"  # closed by an update or a pause
+    REPLICA = "replica"  # none that serves, and can do what is asked
+    VERSION = "version"  # none with weights as new as demanded
+    ROOM = "room"  # each that may take it has enough samples
+    KV = "kv"  # that other sessions hold
+
+
+class Waits:
+    """The causes for which rollouts of one demand have waited, in seconds that only grow."""
+
+    def __init__(self) -> None:
+        self.cause = Cause.ROOM
+        self._since = time.monotonic()
+        self._seconds: defaultdict[Cause, float] = defaultdict(float)
+
+    def lack(self, cause: Cause) -> None:
+        """Note the cause from now on."""
+        self._count()
+        self.cause = cause
+
+    def read(self) -> Mapping[Cause, float]:
+        """Return the seconds up to now by cause."""
+        self._count()
+        return dict(self._seconds)
+
+    def _count(self) -> None:
+        now = time.monotonic()
+        self._seconds[self.cause] += now - self._since
+        self._since = now
 
 
 class Demand(NamedTuple):

@@ -12,9 +12,9 @@ from aiohttp import web
 
 from engines.engine import Json
 from engines.types import EngineKind
-from gateway.fleet.event_wait import is_set_within
+from gateway.fleet.concurrency import is_set_within
 from gateway.fleet.fleet import Fleet
-from gateway.fleet.history.timeline import Timeline
+from gateway.fleet.history import Timeline
 from gateway.fleet.metrics import Metrics, package_version
 from gateway.fleet.placement.scheduler import Scheduler
 from gateway.fleet.replica import Replica

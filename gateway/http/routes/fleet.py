@@ -1,4 +1,4 @@
-"""Routes about the gateway and its fleet: health, status, metrics, the lives of rollouts, the ends of sessions."""
+"""Routes about the gateway and its fleet: health, status, metrics, the attempts of rollouts, the ends of sessions."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from engines.engine import Json
 from engines.errors import UnknownRequest
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics, package_version
-from gateway.fleet.placement.lives import KEPT
+from gateway.fleet.placement.attempt_history import KEPT
 from gateway.fleet.placement.scheduler import Scheduler
 from gateway.fleet.placement.sessions import session_key
 from gateway.http.access import Access
@@ -93,7 +93,7 @@ class FleetRoutes:
     async def _life(self, request: web.Request) -> web.Response:
         """Reply with the attempts of each rollout of a request: times, replicas, weight versions, ends."""
         name = request.match_info["request_id"]
-        if not (found := self.scheduler.lives.of(name)):
+        if not (found := self.scheduler.history.of(name)):
             raise UnknownRequest(
                 f"no rollout of request {name!r} is among the last {KEPT:,}: send X-Request-Id to choose the id, or "
                 "take it from the reply"

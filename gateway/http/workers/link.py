@@ -15,7 +15,7 @@ from engines.errors import DeadlineExceeded, EngineError, EngineGone, EngineUnre
 from engines.trace_context import TRACE_CONTEXT, TRACEPARENT
 from engines.types import ReplicaState
 from gateway.fleet.changes import Argument
-from gateway.fleet.event_wait import is_set_within
+from gateway.fleet.concurrency import is_set_within
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.placement.attempts import End
 from gateway.fleet.placement.routing import Rollout

@@ -27,7 +27,6 @@ from gateway.fleet.changes import Changes
 from gateway.fleet.history import Events
 from gateway.fleet.replica import Replica
 from gateway.fleet.watch.arrivals import Arrivals, Connect
-from gateway.fleet.watch.engine_page import read_kv_tokens, read_work
 from gateway.fleet.watch.probes import Probes
 from gateway.fleet.watch.standstill import Standstill
 
@@ -298,20 +297,12 @@ class Fleet:
             self._watchers[replica] = asyncio.create_task(self._watch(replica), name=f"watch {replica.replica_id}")
 
     async def metrics_pages(self, replicas: Sequence[Replica] | None = None) -> dict[Replica, str]:
-        """The Prometheus pages of these engines, or of all living ones, that answer with one. They report the size of
-        KV caches."""
+        """The Prometheus pages of these engines, or of all living ones, that answer with one."""
         replicas = self.alive if replicas is None else replicas
         pages = await asyncio.gather(
             *(replica.engine.metrics(self._config.probe_timeout_s) for replica in replicas), return_exceptions=True
         )
-        found = {replica: page for replica, page in zip(replicas, pages, strict=True) if isinstance(page, str)}
-        for replica, page in found.items():
-            residents = replica.residents
-            if residents.capacity is None:
-                residents.capacity = read_kv_tokens(page)
-            if len(residents) and (work := read_work(page)) is not None:
-                residents.pace.see(time.monotonic(), work)
-        return found
+        return {replica: page for replica, page in zip(replicas, pages, strict=True) if isinstance(page, str)}
 
     async def settled_within(self, timeout_s: float) -> None:
         """Wait until no replica of the policy is SUSPECT, at most so long: each answers again, or is LOST.

@@ -14,7 +14,6 @@ from engines.weight_label import WeightLabel
 from gateway.fleet.adapters import Adapter
 from gateway.fleet.brake import Brake
 from gateway.fleet.changes import Argument, Changes
-from gateway.fleet.residents import Residents
 from gateway.fleet.watch.evidence import Backoff, Evidence
 
 T = TypeVar("T")
@@ -122,7 +121,6 @@ class Replica:
         self.idle = asyncio.Event()
         self.idle.set()
         self.backoff = Backoff()
-        self.residents = Residents()
         self._rollouts: dict[int, Work] = {}
         self._calls: dict[asyncio.Timeout, _Call] = {}
         self._flights: WeakSet[Flight] = WeakSet()

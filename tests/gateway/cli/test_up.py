@@ -7,7 +7,6 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -19,7 +18,7 @@ from engines.engine import Json
 from engines.process.process import MARK
 from engines.store.weight_store import WeightStore
 from engines.types import EngineKind
-from gateway.cli import down, scale, up
+from gateway.cli import down, up
 from gateway.cli.cluster import progress
 from gateway.cli.cluster.changes import changes
 from gateway.cli.cluster.serve_api import ServeApi
@@ -272,23 +271,6 @@ def test_two_at_once_are_told_apart(shell: Shell, serve: PlayedServe, monkeypatc
     assert f"`rollout-gateway up` (process {os.getpid()}) changes {NAME} already: wait for it" in done.stderr
     assert serve.deployed == []
     assert shell.run("up", "-c", "sim.yaml").returncode == 0
-
-
-def test_scale_keeps_what_an_up_has_deployed_while_it_began(
-    shell: Shell, serve: PlayedServe, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shell.run("up", "-c", "sim.yaml")
-    serve.replicas = [{"group": "engine"}]
-
-    @contextmanager
-    def after_an_up(*_: str) -> Iterator[None]:
-        serve.applications = {NAME: serve.running(document(max_num_seqs=7))}
-        yield
-
-    monkeypatch.setattr(scale, "changing", after_an_up)
-    assert shell.run("scale", "1").returncode == 0
-    (deployed,) = serve.deployed[-1]["applications"]
-    assert deployed["args"]["engine"]["max_num_seqs"] == 7
 
 
 def test_a_group_that_appears_is_a_change_and_no_number() -> None:

@@ -2,12 +2,9 @@
 
 import asyncio
 import socket
-from types import SimpleNamespace
-from typing import Any, cast
 
 import orjson
 import pytest
-from aiohttp import web
 from structlog.testing import capture_logs
 
 from gateway.http import door, json_body
@@ -110,16 +107,3 @@ async def test_a_client_that_reads_nothing_of_its_reply_is_cut_off(
             await loop.sock_sendall(client, HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
             while not rig.fleet.replicas[0].placed or rig.num_connections:
                 await asyncio.sleep(0.01)
-
-
-async def test_a_client_that_reads_slowly_is_cut_off_only_where_it_stops(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "WRITE_TIMEOUT_S", 0.001)
-    # At the start, then at the end of each timer and for the next.
-    sizes, is_cut_off = [90, 80, 80, 70, 70, 70], asyncio.Event()
-    transport: Any = SimpleNamespace(get_write_buffer_size=lambda: sizes.pop(0), abort=is_cut_off.set)
-    connection = door.Connection(web.Server(cast(Any, None)), loop=asyncio.get_running_loop(), access_log=None)
-    connection.transport = transport
-    connection.pause_writing()
-    async with asyncio.timeout(SOON_S):
-        await is_cut_off.wait()
-    assert sizes == []

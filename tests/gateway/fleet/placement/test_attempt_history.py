@@ -86,13 +86,6 @@ async def test_an_unknown_request_is_404_and_the_record_is_bounded(rig: Rig, mon
     assert [(await rig.get(f"/traces/{name}"))[0] for name in "abcde"] == [404, 404, 200, 200, 200]
 
 
-async def test_a_trace_needs_an_admin_key(start_rig: StartRig) -> None:
-    keys = {"inference_keys": ["reader"], "admin_keys": ["owner"], "trusted_networks": []}
-    rig = await start_rig(1, gateway=keys)
-    for key, status in (("reader", 403), ("owner", 404)):
-        assert (await rig.get("/traces/mine", headers={"Authorization": f"Bearer {key}"}))[0] == status
-
-
 @pytest.mark.parametrize(("sent", "passed"), [(PARENT, PARENT), ("nonsense", None), (None, None)])
 async def test_the_trace_context_reaches_the_engine_and_the_record(
     start_rig: StartRig, sent: str | None, passed: str | None

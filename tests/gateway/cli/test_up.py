@@ -13,11 +13,9 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from engines.config import REPLACED_BY, EngineConfig
 from engines.engine import Json
 from engines.process.process import MARK
 from engines.store.weight_store import WeightStore
-from engines.types import EngineKind
 from gateway.cli import down, up
 from gateway.cli.cluster import progress
 from gateway.cli.cluster.changes import changes
@@ -85,42 +83,6 @@ def test_up_says_beforehand_what_restarts_and_why(shell: Shell, serve: PlayedSer
     assert done.stderr.index("changed:") < done.stderr.index("deploying")
     assert serve.deployed[-1]["applications"][0]["args"]["engine"]["max_num_seqs"] == 7
     assert "nothing changes" in shell.run("up", "-c", "sim.yaml", *words).stderr
-
-
-def test_a_change_of_the_engines_alone_restarts_their_group_and_no_gateway(shell: Shell, serve: PlayedServe) -> None:
-    shell.run("up", "-c", "sim.yaml")
-    args = serve.deployed[0]["applications"][0]["args"]
-    words = ("engine.max_num_seqs=7", "engine.sim.decode_step_s=0.5", "engine.num_replicas=3")
-    done = shell.run("up", "-c", "sim.yaml", *words)
-    assert done.returncode == 0, done.stderr
-    assert "changed: replicas of engine restart one after the other; the gateway and its rollouts go on" in done.stderr
-    (application,) = serve.deployed[-1]["applications"]
-    assert application["args"] == args  # Serve restarts the gateway for other arguments
-    (engine,) = (one for one in application["deployments"] if one["name"] == "engine")
-    assert engine["num_replicas"] == 3
-    options = engine["ray_actor_options"]
-    assert (options["num_cpus"], options["num_gpus"]) == (0.1, 0)
-    config = EngineConfig.model_validate_json(options["runtime_env"]["env_vars"][REPLACED_BY])
-    assert (config.max_num_seqs, config.sim.decode_step_s, config.kind) == (7, 0.5, EngineKind.SIM)
-    assert "nothing changes" in shell.run("up", "-c", "sim.yaml", *words).stderr
-    back = shell.run("up", "-c", "sim.yaml")
-    assert "engine.max_num_seqs, engine.sim.decode_step_s changed: replicas of engine restart" in back.stderr
-    assert "nothing changes" in shell.run("up", "-c", "sim.yaml").stderr
-
-
-@pytest.mark.parametrize("changed", [{"dtype": "float16"}, {"frozen": True}, {"num_cpus": 0.3}, {"max_loras": 3}])
-def test_a_key_that_the_gateway_or_serve_reads_restarts_both(changed: Json) -> None:
-    assert changes(document(), document(**changed)).groups is None
-
-
-def test_of_two_groups_the_changed_one_restarts() -> None:
-    def grouped(**judge: object) -> Json:
-        groups = {"policy": {"num_cpus": 0.1}, "judge": {"frozen": True, "served_model_name": "j", **judge}}
-        config = Config.model_validate({"engine": {"kind": "sim", "model": "sim"}, "engines": groups})
-        return dict(serve_config(config)["applications"][0])
-
-    found = changes(grouped(), grouped(max_num_seqs=3))
-    assert (found.keys, found.groups) == (("engines.judge.max_num_seqs",), ("judge",))
 
 
 def test_other_keys_are_a_change_and_are_not_shown(shell: Shell, serve: PlayedServe) -> None:

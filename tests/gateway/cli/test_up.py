@@ -19,7 +19,6 @@ from engines.store.weight_store import WeightStore
 from gateway.cli import down, up
 from gateway.cli.cluster import progress
 from gateway.cli.cluster.changes import changes
-from gateway.cli.cluster.serve_api import ServeApi
 from gateway.cli.cluster.state import ApplicationBusy, State, changing, process_started_at
 from gateway.config.schema import Config
 from gateway.config.serve_document import serve_config
@@ -277,26 +276,6 @@ def test_an_application_of_another_release_is_told_with_the_remedy_and_taken_dow
         assert f"first run: rollout-gateway down --name {NAME}" in done.stderr
     assert shell.run("down").stdout == f"{NAME} is down\n"
     assert serve.deleted == [NAME]
-
-
-@pytest.mark.parametrize(("node_id", "limit"), [("n1", "_DELETE_TIMEOUT_S"), (None, "_UNPLACED_DELETE_TIMEOUT_S")])
-def test_down_ends_its_own_ray_though_serve_does_not_remove_the_application(
-    shell: Shell, serve: PlayedServe, monkeypatch: pytest.MonkeyPatch, node_id: str | None, limit: str
-) -> None:
-    shell.run("up", "-c", "sim.yaml", f"engine.log_dir={shell.folder}")
-    (replica,) = serve.applications[NAME]["deployments"]["engine"]["replicas"]
-    replica["node_id"] = node_id
-    monkeypatch.setattr(down, limit, 0.0)
-    monkeypatch.setattr(ServeApi, "delete", lambda *_: None)
-    with subprocess.Popen(["sleep", "60"], start_new_session=True) as ray:
-        monkeypatch.setenv("HOME", shell.environ["HOME"])
-        started_at = process_started_at(ray.pid)
-        State(name=NAME, dashboard=serve.url, ray_pid=ray.pid, ray_started_at=started_at).write()
-        done = shell.run("down")
-        assert ray.wait(0) < 0
-    assert f"waited 0 s for Serve to remove {NAME}: its Ray is ours" in done.stderr
-    assert f"kept: engine logs in {shell.folder}" in done.stderr
-    assert State.read(NAME) is None
 
 
 @pytest.mark.parametrize(("left", "said"), [(0, "removed the ledger"), (2, "with 2 submissions, which the next")])

@@ -58,7 +58,7 @@ async def test_a_body_that_stops_is_an_error_and_closes_its_connection(
     monkeypatch.setattr(json_body, "_QUIET_TIMEOUT_S", 0.2)
     reply = await reply_to(rig, WHOLE[:-5])
     assert reply.startswith(b"HTTP/1.1 400")
-    assert b"no part of it for 0.2 s" in reply
+    assert b"no part of it came for 0.2 s" in reply
 
 
 @pytest.mark.parametrize(

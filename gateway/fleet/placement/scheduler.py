@@ -31,6 +31,10 @@ from gateway.fleet.watch.evidence import Backoff
 
 log = structlog.get_logger()
 
+_PATIENCE_CHECKED_EACH_S = 1.0
+# A timer of uvloop may come a millisecond before its time.
+_EARLY_S = 0.005
+
 
 def _withdrawn(rollout: Rollout) -> Withdrawn:
     return Withdrawn(f"{rollout.request_id} was aborted")
@@ -53,7 +57,7 @@ class Scheduler(AttemptLoop):
         self._between: dict[int, Rollout] = {}
         self._closed_for: set[str] = set()
         self.sessions = Sessions()
-        self._patience: dict[str, asyncio.TimerHandle] = {}
+        self._watched_lines: set[str] = set()
         self._to_look_at: set[str] = set()
         self.lengths = Lengths()
         self.history = AttemptHistory()
@@ -128,16 +132,9 @@ class Scheduler(AttemptLoop):
             is_dead = await self._fleet.examine(replica, error)
             if not is_dead:
                 replica.backoff.failed()
-        if replica.backoff.left_s:
-            self._pump_after_pause(replica, rollout.model)
+        if pause_s := replica.backoff.left_s:
+            asyncio.get_running_loop().call_later(pause_s + _EARLY_S, self._pump, rollout.model)
         return is_dead
-
-    def _pump_after_pause(self, replica: Replica, model: str) -> None:
-        """Look at the line once a replica's pause is over: a timer of uvloop may come a millisecond before its time."""
-        if left_s := replica.backoff.left_s:
-            asyncio.get_running_loop().call_later(left_s, self._pump_after_pause, replica, model)
-        else:
-            self._pump(model)
 
     @asynccontextmanager
     async def placed(self, rollout: Rollout) -> AsyncIterator[Replica]:
@@ -158,8 +155,7 @@ class Scheduler(AttemptLoop):
             return replica
         waiter = line.add(rollout)
         self._pump(rollout.model)
-        if rollout.model not in self._patience:
-            self._be_patient(rollout.model, self._config.queue_timeout_s)
+        self._watch_patience(rollout.model)
         try:
             return await waiter.placed
         except BaseException:
@@ -172,27 +168,27 @@ class Scheduler(AttemptLoop):
             attempt.why, attempt.waited = waiter.why, waiter.waited
             self._metrics.queue_seconds.labels(rollout.model).observe(time.monotonic() - waiter.began)
 
-    def _be_patient(self, model: str, seconds: float) -> None:
-        self._patience[model] = asyncio.get_running_loop().call_later(seconds, self._check_patience, model)
-
     def _check_patience(self, model: str) -> None:
-        """Fail the rollouts in line that have waited for too long, and come back when the next may have."""
-        del self._patience[model]
+        """Fail the rollouts in line that have waited for too long, and look again as long as any waits."""
         line, most_s = self._lines[model], self._config.queue_timeout_s
         replicas_quiet_s: dict[Queue, float] = {}
-        soonest_s = math.inf
         for waiter in line.waiters():
-            left_s, queue = most_s - waiter.quiet_s, waiter.queue
-            if left_s <= 0:  # all replicas are looked at where it matters alone
-                if queue not in replicas_quiet_s:
-                    replicas_quiet_s[queue] = self._quiet_s(waiter.rollout)
-                left_s = most_s - replicas_quiet_s[queue]
-            if left_s <= 0:
+            if waiter.quiet_s < most_s:
+                continue
+            queue = waiter.queue
+            if queue not in replicas_quiet_s:  # all replicas are looked at where it matters alone
+                replicas_quiet_s[queue] = self._quiet_s(waiter.rollout)
+            if replicas_quiet_s[queue] >= most_s:
                 self._end(waiter, line, DeadlineExceeded(self._why_not_placed(waiter.rollout)))
-            else:
-                soonest_s = min(soonest_s, left_s)
-        if soonest_s < math.inf:
-            self._be_patient(model, soonest_s)
+        self._watched_lines.discard(model)
+        if len(line):
+            self._watch_patience(model)
+
+    def _watch_patience(self, model: str) -> None:
+        if model not in self._watched_lines:
+            self._watched_lines.add(model)
+            each_s = min(_PATIENCE_CHECKED_EACH_S, self._config.queue_timeout_s / 10)
+            asyncio.get_running_loop().call_later(each_s, self._check_patience, model)
 
     @staticmethod
     def _end(waiter: Waiter, line: WaitingLine, error: Exception) -> None:
@@ -258,9 +254,7 @@ class Scheduler(AttemptLoop):
         replica, why = chosen
         this_pass.took(replica)
         waiter.why = "reserved for it until it had room" if replica is waiter.kept else why
-        line.moved(waiter)
-        line.done(waiter)
-        waiter.placed.set_result(replica)
+        line.place(waiter, replica)
 
     def _lack_of(self, rollout: Rollout, able: Sequence[Replica]) -> Cause:
         """The cause for which no replica has room for a rollout."""

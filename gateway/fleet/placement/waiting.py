@@ -164,8 +164,10 @@ class WaitingLine:
             self._last_turns.clear()
             self._queues.clear()
 
-    def moved(self, waiter: Waiter) -> None:
-        """The waiter is placed now."""
+    def place(self, waiter: Waiter, replica: Replica) -> None:
+        """Give a waiter its replica."""
+        self.done(waiter)
+        waiter.placed.set_result(replica)
         waiter.queue.moved_at = time.monotonic()
         self._turn = max(self._turn, waiter.order[2])
         if len(self._last_turns) > _FORGET_ABOVE:

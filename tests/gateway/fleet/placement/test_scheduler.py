@@ -285,9 +285,7 @@ async def _placed_in_turns(arrivals: list[tuple[int, int | None, int]]) -> None:
 
     def place() -> None:
         for waiter in line.in_turn(()):
-            line.moved(waiter)
-            line.done(waiter)
-            waiter.placed.set_result(cast(Replica, None))
+            line.place(waiter, cast(Replica, None))
             placed.append(waiter)
             return
 

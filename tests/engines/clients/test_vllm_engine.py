@@ -309,22 +309,6 @@ async def test_encodings_of_images_are_forgotten_with_the_kv_by_workers_and_sche
     assert asked == ["/collective_rpc", "/reset_encoder_cache"]
 
 
-@pytest.fixture
-def answered(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, int]], VllmEngine]:
-    """Makes an engine whose routes answer with these statuses, the others with the label 3."""
-
-    def made(statuses: dict[str, int]) -> VllmEngine:
-        async def ask(_: VllmEngine, method: str, path: str, body: Any, timeout_s: float) -> dict[str, Any]:
-            if status := statuses.get(path):
-                raise EngineRefused("no", status=status, body={}, replica_id="engine-0")
-            return {"weight_version": "3"}
-
-        monkeypatch.setattr(VllmEngine, "ask", ask)
-        return VllmEngine("engine-0", "http://127.0.0.1:1")
-
-    return made
-
-
 async def test_a_wipe_that_fails_is_told(serve: Serve) -> None:
     engine = await serve(answering('{"error": {"message": "CUDA error", "code": 500}}', 500))
     engine._has_tee = True

@@ -143,7 +143,7 @@ def _has_rows(span: Span, number: object) -> bool:
 
 def _digest(file: Path, span: Span) -> str:
     digest, left = blake2b(), span.num_bytes
-    with open_regular(file) as stream:
+    with file.open("rb") as stream:
         stream.seek(span.begin)
         while left and (piece := stream.read(min(left, _PIECE_BYTES))):
             digest.update(piece)
@@ -176,8 +176,7 @@ def checkpoint_files(folder: Path) -> list[Path]:
     if not os.path.lexists(path):  # a link to a file that is gone says that the index counts
         return sorted(folder.glob("*.safetensors"))
     try:
-        with open_regular(path) as stream:
-            names = sorted(set(json.load(stream)["weight_map"].values()))
+        names = sorted(set(json.loads(path.read_bytes())["weight_map"].values()))
         elsewhere = [name for name in names if not is_file_name(name)]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is no index of a checkpoint: {error!r}") from error
@@ -214,7 +213,7 @@ def file_states(folder: Path) -> FileStates:
 
 def read_file(file: Path) -> list[Span]:
     """Return the tensors of one safetensors file. Raise as `read_spans` does."""
-    with open_regular(file) as stream:
+    with file.open("rb") as stream:
         try:
             return _read_header(stream)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

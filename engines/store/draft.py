@@ -18,7 +18,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from engines.batches import batches
-from engines.checkpoint import Span, open_regular, read_file, read_spans
+from engines.checkpoint import Span, read_file, read_spans
 from engines.errors import InvalidRequest, StoreFailed
 from engines.store.changed_elements import Array, ChangedElements
 from engines.store.files import check_room, disk_errors, read_at, sync
@@ -286,7 +286,7 @@ class _Changes:
 
     def of(self, name: str) -> ChangedElements:
         """Return the changes of one tensor. Threads may call this."""
-        with self._refused(), open_regular(self._path) as file:
+        with self._refused(), self._path.open("rb") as file:
             return ChangedElements(*(_read_array(file, self._spans[name + kind]) for kind in (_GAPS, _VALUES)))
 
     @contextlib.contextmanager
@@ -314,7 +314,7 @@ def _read_spans(base: Path) -> dict[str, list[Span]]:
 
 def _read_tensors(path: Path, spans: Sequence[Span]) -> list[RawTensor]:
     try:
-        with open_regular(path) as file:
+        with path.open("rb") as file:
             return [_read_tensor(file, span) for span in spans]
     except (OSError, ValueError) as error:
         raise StoreFailed(f"{path} cannot be read: {error}") from error

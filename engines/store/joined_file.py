@@ -4,11 +4,10 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 
-from engines.checkpoint import Span, open_regular
+from engines.checkpoint import Span
 from engines.store.changed_elements import ChangedElements
 from engines.store.files import read_at, write_at
 from engines.store.tensor_file import header
@@ -24,7 +23,7 @@ def write_joined(target: Path, base: Path, spans: Sequence[Span], changes: Calla
     """
     spans = sorted(spans, key=lambda span: span.begin)  # wide elements stay before narrow ones, to stay aligned
     head, places = header(spans)
-    with _opened(base) as source, target.open("wb", buffering=0) as file:
+    with base.open("rb") as source, target.open("wb", buffering=0) as file:
         file.write(head)
         file.truncate(len(head) + sum(span.num_bytes for span in spans))
 
@@ -38,10 +37,3 @@ def write_joined(target: Path, base: Path, spans: Sequence[Span], changes: Calla
             for done in [pool.submit(join, span, place) for span, place in zip(spans, places, strict=True)]:
                 done.result()
         os.fsync(file.fileno())
-
-
-def _opened(base: Path) -> BinaryIO:
-    try:
-        return open_regular(base)
-    except ValueError as error:  # it became another kind of file
-        raise OSError(str(error)) from error

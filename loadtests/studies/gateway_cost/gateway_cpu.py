@@ -139,7 +139,7 @@ async def _run(args: argparse.Namespace) -> Costs:
     try:
         (info,) = await fleet.start_engines()
         async with contextlib.AsyncExitStack() as stack:
-            canned = stack.enter_context(own_process(canned_engine.run, info.url, args.apart_ms / 1e3))
+            canned = stack.enter_context(own_process(canned_engine.run, info.url))
             ours = dataclasses.replace(info, url=canned.url)
             gateway = await stack.enter_async_context(fleet.gateway(config, [ours]))
             servers = {
@@ -160,7 +160,6 @@ def main() -> int:
     )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--rows", nargs="*", choices=[row.name for row in ROWS], help="default: all")
-    parser.add_argument("--apart-ms", type=float, default=0.0, help="between the events of a stream; default: none")
     parser.add_argument("--vllm-router", default=os.environ.get("VLLM_ROUTER"), help="its command")
     parser.add_argument("--json", type=Path, help="file for all rounds")
     args = parser.parse_args()

@@ -2,7 +2,6 @@
 
 import json
 import os
-import stat
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -193,13 +192,6 @@ def stored_bytes(folder: Path) -> int:
 def is_file_name(name: str) -> bool:
     """Return True for a name that leads to no other folder; a peer's or a trainer's file may hold any name."""
     return Path(name).name == name and name not in ("", "..") and "\0" not in name
-
-
-def open_regular(file: Path) -> BufferedReader:
-    """Open a file to read. Raise `ValueError` for a pipe, a device, a socket or a folder, and `OSError` for no file."""
-    if not stat.S_ISREG(file.stat().st_mode):
-        raise ValueError(f"{file} is no regular file")
-    return file.open("rb")
 
 
 def file_states(folder: Path) -> FileStates:

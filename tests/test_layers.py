@@ -45,7 +45,7 @@ ROOT = Path(__file__).parents[1]
 LINES = {
     "gateway": 22654,
     "gateway/agents": 2300,
-    "engines": 11494,
+    "engines": 11486,
     "trainer_client": 4255,
     "sim": 2137,
     "tuning": 5500,

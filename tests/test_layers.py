@@ -46,7 +46,7 @@ LINES = {
     "gateway": 22654,
     "gateway/agents": 2300,
     "engines": 11486,
-    "trainer_client": 4255,
+    "trainer_client": 4232,
     "sim": 2137,
     "tuning": 5500,
     "loadtests": 8118,

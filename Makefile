@@ -95,10 +95,10 @@ loadtest: setup ## A load test, SCENARIO=trainer (agents, open_loop, spike, soak
 	@$(if $(URL),$(LOCUST) --host $(URL),$(BIN)/python -m loadtests.fleet -c examples/tiny-cpu.yaml gateway.port=0 \
 	  engine.log_dir=out/loadtest/engines -- $(LOCUST) --host {url})
 
-COMPARE := --sides direct gateway vllm-router sglang-router one-server --streams 32 --rounds 2 --batch 32x8 \
-  --prompt-tokens 64 --max-tokens 64 --clients 1 --text --model sim
+COMPARE := --sides direct gateway vllm-router --streams 32 --rounds 2 --batch 32x8 --prompt-tokens 64 --max-tokens 64 \
+  --clients 1
 
-compare: setup ## Gateway, routers and one server side by side; VLLM_ROUTER=... and SGLANG_ROUTER=... are their commands
+compare: setup ## Gateway, engines and vLLM's router side by side; VLLM_ROUTER=... is its command
 	@$(BIN)/python -m loadtests.fleet -c examples/sim.yaml gateway.port=0 engine.num_replicas=2 \
 	  engine.sim.decode_step_s=0.02 -- $(BIN)/python -m loadtests.studies.compare --gateway {url} --gateway-pid {pid} \
 	  --engine {engines} $(COMPARE) $(ARGS)

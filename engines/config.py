@@ -86,10 +86,6 @@ class SimConfig(Section):
     """Most nats by which a prompt's log-probs vary with the size of the batch, as by rounding; fp8 is like 0.3."""
 
 
-REPLACED_BY = "ROLLOUT_ENGINE_GROUP"
-"""Variable of a replica whose group `up` has changed alone: the group's configuration as JSON."""
-
-
 class EngineConfig(Section):
     """One group of identical engine replicas."""
 

@@ -1,7 +1,6 @@
 """The Serve replica: owns one engine server and its GPUs, and describes it to the gateway. It carries no tokens."""
 
 import asyncio
-import os
 import sys
 import time
 import zlib
@@ -16,7 +15,7 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus
 
 from engines.clients.external import ExternalServer
-from engines.config import REPLACED_BY, EngineConfig
+from engines.config import EngineConfig
 from engines.errors import DeadlineExceeded, EngineError
 from engines.process.engine_server import EngineServer
 from engines.process.forwarder import Forwarder
@@ -40,8 +39,6 @@ class EngineReplica:
         write_log_lines(sys.stdout)  # Serve's log of the replica
         # Serve's replica tag, not its rank: Serve reuses ranks, and two replicas with the same name or seed would be
         # confused and would draw the same samples.
-        if changed := os.environ.get(REPLACED_BY):
-            config = EngineConfig.model_validate_json(changed)
         context = serve.get_replica_context()
         index = zlib.crc32(context.replica_tag.encode()) % _SEEDS
         self._app_name = context.app_name

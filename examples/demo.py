@@ -107,15 +107,13 @@ def _config(args: argparse.Namespace) -> Config:
 @contextmanager
 def _fleet(config: Config) -> Iterator[str]:
     """Run the fleet; yield its URL."""
-    with Report() as report:
-        found = up(config, report)
+    found = up(config, Report())
     try:
         yield found.rollout_url
     finally:
         # A second Ctrl-C must not leave half a fleet behind.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        with Report() as report:
-            down(config.name, report)
+        down(config.name, Report())
 
 
 @contextmanager

@@ -45,11 +45,7 @@ class LengthMix:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """One kind of request to /v1/completions. Without `model` the server uses its own.
-
-    `as_text` sends prompts as a text of numbers, for servers without token ids; their token counts then depend on the
-    tokenizer.
-    """
+    """One kind of request to /v1/completions. Without `model` the server uses its own."""
 
     prompts: int
     samples: int
@@ -57,7 +53,6 @@ class Workload:
     max_tokens: int
     ignore_eos: bool = True
     model: str = ""
-    as_text: bool = False
 
     @property
     def completions(self) -> int:
@@ -73,13 +68,10 @@ class Workload:
         draw = random.Random(seed)
         return [random_tokens(draw, length) for length in self.prompt_tokens.drawn(draw, self.prompts)]
 
-    def request(self, seed: str, *, stream: bool = False) -> Json:
+    def request(self, seed: str) -> Json:
         """Return the request body."""
         sampling = {"n": self.samples, "max_tokens": self.max_tokens, "ignore_eos": self.ignore_eos}
-        prompts: list[Any] = self.prompts_of(seed)
-        if self.as_text:
-            prompts = [" ".join(map(str, prompt)) for prompt in prompts]
-        return completion_request(prompts, sampling, model=self.model, stream=stream)
+        return completion_request(self.prompts_of(seed), sampling, model=self.model)
 
 
 def random_tokens(draw: random.Random, count: int) -> list[int]:

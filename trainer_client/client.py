@@ -9,7 +9,6 @@ import os
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from engines.errors import (
@@ -121,10 +120,9 @@ class RolloutClient:
         deadline = asyncio.get_running_loop().time() + timeout_s
 
         async def run(index: int) -> Rollout:
-            body = {"prompt": [checked[index]], **rest}
-            session = of_prompts[index]
-            asking = _Asking(f"{request_id}-{index}", session, index, body, sampling.n, timeout_s)
-            return await self._rollout(asking, deadline)
+            names = {"X-Request-Id": f"{request_id}-{index}", "X-Session-ID": of_prompts[index]}
+            headers = {name: value for name, value in names.items() if value}
+            return await self._rollout(index, {"prompt": [checked[index]], **rest}, headers, timeout_s, deadline)
 
         batch = Batch(request_id, len(checked), run, failures, on_progress)
         self._batches = [other for other in self._batches if not other.is_done] + [batch]
@@ -213,7 +211,7 @@ class RolloutClient:
         return int(reply["weight_version"])
 
     # Weight calls. A call with effects is retried only if it cannot have arrived: a second one would wait for a
-    # # broadcast that is over.
+    # broadcast that is over.
 
     async def world_size(self, timeout_s: float = _CONTROL_TIMEOUT_S) -> int:
         """Return the number of workers in a transfer group, without the trainer."""
@@ -318,60 +316,40 @@ class RolloutClient:
                     raise
                 await retries.pause(error)
 
-    async def _rollout(self, asking: "_Asking", deadline: float) -> Rollout:
+    async def _rollout(
+        self, index: int, body: Json, headers: dict[str, str], timeout_s: float, deadline: float
+    ) -> Rollout:
         """Return one prompt's completions from the first successful attempt. Raises the last attempt's error."""
         last: RolloutGatewayError | None = None
         try:
             async with asyncio.timeout_at(deadline), self._room:
-                retries = Retries(self._attempts, self._outage_s, asking.timeout_s, deadline)
+                retries = Retries(self._attempts, self._outage_s, timeout_s, deadline)
                 while True:
                     try:
-                        reply = await self._ask(asking)
-                        return read_rollout(reply, asking.request_id, asking.index, asking.n, attempts=retries.made)
+                        reply = await self._http.call("POST", _COMPLETIONS, body, timeout_s=None, headers=headers)
+                        return read_rollout(reply, headers["X-Request-Id"], index, body["n"], attempts=retries.made)
                     except RolloutGatewayError as error:
                         last = error
-                        await asking.pause(retries, error)
+                        await _pause(retries, error, index)
         except TimeoutError as error:
+            asked = (f"{key} = {body[key]}" for key in ("min_version", "max_staleness") if key in body)
+            demands = "".join(f"; it requires {demand}" for demand in asked)
             met = f"; the attempt before it: {last}" if last else ""
             raise DeadlineExceeded(
-                f"prompt[{asking.index}]: no completions within timeout_s = {asking.timeout_s:g}{asking.demands}{met}"
+                f"prompt[{index}]: no completions within timeout_s = {timeout_s:g}{demands}{met}"
             ) from error
 
-    async def _ask(self, asking: "_Asking") -> Json:
-        return await self._http.call("POST", _COMPLETIONS, asking.body, timeout_s=None, headers=asking.headers)
 
-
-@dataclass(frozen=True, slots=True)
-class _Asking:
-    """The request for one prompt of a batch."""
-
-    request_id: str
-    session: str
-    index: int
-    body: Json
-    n: int
-    timeout_s: float
-
-    @property
-    def headers(self) -> dict[str, str]:
-        return {"X-Request-Id": self.request_id} | ({"X-Session-ID": self.session} if self.session else {})
-
-    @property
-    def demands(self) -> str:
-        """The request's limits on weight versions, for an error message."""
-        asked = (f"{key} = {self.body[key]}" for key in ("min_version", "max_staleness") if key in self.body)
-        return "".join(f"; it requires {demand}" for demand in asked)
-
-    async def pause(self, retries: Retries, error: RolloutGatewayError) -> None:
-        """Pause until the next attempt. Raise the last error with this prompt's index: its request had one prompt."""
-        try:
-            await retries.pause(error)
-        except RolloutGatewayError:
-            message = str(error)
-            own = message.replace("prompt[0]", f"prompt[{self.index}]")
-            tried = f" (after {retries.made} attempts)" if retries.made > 1 else ""
-            error.args = ((own if own != message else f"prompt[{self.index}]: {message}") + tried,)
-            raise
+async def _pause(retries: Retries, error: RolloutGatewayError, index: int) -> None:
+    """Pause until the next attempt. Raise the last error with this prompt's index: its request had one prompt."""
+    try:
+        await retries.pause(error)
+    except RolloutGatewayError:
+        message = str(error)
+        own = message.replace("prompt[0]", f"prompt[{index}]")
+        tried = f" (after {retries.made} attempts)" if retries.made > 1 else ""
+        error.args = ((own if own != message else f"prompt[{index}]: {message}") + tried,)
+        raise
 
 
 def _checked_url(url: str) -> str:

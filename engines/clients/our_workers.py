@@ -1,28 +1,21 @@
 """The weight calls that our code in an engine's workers answers, the same for vLLM and SGLang."""
 
 import asyncio
-import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-import structlog
-
 from engines.clients.http import HttpEngine
 from engines.engine import Json, Peer, ReceiptCopy
-from engines.errors import EngineFailed, EngineRefused, InvalidRequest
+from engines.errors import EngineFailed, InvalidRequest
 from engines.weight_label import CHECKPOINT, UNKNOWN, WeightLabel, open_label
-
-log = structlog.get_logger()
 
 _LOOKS_S = 0.002, 0.05
 """Shortest and longest time between two looks at workers that receive or read. An engine answers between two steps."""
 _LATE = 1 / 16
 """Share of the time so far by which a look may be late."""
-_NO_METHOD = re.compile(r"'wipe_kv' is not implemented|no attribute 'wipe_kv'")
-"""The words of vLLM and of our code in SGLang for a method that the workers lack."""
 
 
 class EngineWithWorkers(HttpEngine, ABC):
@@ -104,15 +97,8 @@ class EngineWithWorkers(HttpEngine, ABC):
         return _all_say("undone", await self._on_workers("undo_load", {}, timeout_s))
 
     async def wipe_kv(self, timeout_s: float) -> None:
-        if not self._has_our_worker:
-            return
-        try:
+        if self._has_our_worker:
             await self._on_workers("wipe_kv", {}, timeout_s)
-        except (EngineRefused, EngineFailed) as error:
-            if not _NO_METHOD.search(str(error)):
-                raise
-            # The server has an older release of our code: it keeps its KV, as a server without our code does.
-            log.warning("KV is not overwritten", replica=self.replica_id, error=str(error))
 
     async def open_receipt(self, copy: ReceiptCopy | None, timeout_s: float) -> None:
         if self._has_tee:

@@ -21,7 +21,7 @@ from typing import BinaryIO
 import torch
 
 from engines.batches import batches
-from engines.checkpoint import PLACE, FileStates, Span, file_states, open_regular, read_spans
+from engines.checkpoint import PLACE, FileStates, Span, file_states, read_spans
 from engines.store.files import read_at
 from engines.transfer.packing import NamedTensor
 
@@ -57,7 +57,7 @@ class _Batch:
         self._spans = spans
         self._begin = spans[0].begin
         self._there = torch.empty(spans[-1].end - self._begin, dtype=torch.uint8, device=device)
-        self._file = open_regular(file)
+        self._file = file.open("rb")
         self._parts: list[Future[None]] = []
 
     def begin(self, readers: ThreadPoolExecutor, part_bytes: int) -> None:

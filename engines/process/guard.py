@@ -2,10 +2,9 @@
 
 Standard library only, since any Python may run it.
 
-The guard is two processes. The inner one runs the command in its own session. It ends the whole process tree when the
-pipe on standard input closes, which the kernel does also after SIGKILL of the owner. The owner starts the outer one.
-The two watch each other: if either is killed, the other ends the tree. The exit code is the command's, or 128 + signal
-number.
+The guard runs the command in a session of its own. It ends the whole process tree when the pipe on standard input
+closes, which the kernel does also after SIGKILL of the owner, and removes what the tree leaves. The exit code is the
+command's, or 128 + signal number.
 """
 
 import contextlib
@@ -22,8 +21,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from engines.process.shared_memory import remove_left_segments
-
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _TRACKERS_END_WITHIN_S = 3.0
@@ -31,6 +28,9 @@ _NAME = "rollout-engine-"
 # The path of a socket has at most 107 bytes. vLLM's have a UUID in the folder.
 _MOST_BYTES = 107 - len(f"/{_NAME}12345678/") - 36
 _WATCHED = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT)
+_SGLANGS_SEGMENTS = ("sglang_loads_", "sgl_shm_", "multi_tokenizer_args_")
+_MAPPED_WITHIN_S = 1.0
+"""An engine maps a segment of shared memory that it has made within this time."""
 
 
 class Child(Protocol):
@@ -53,24 +53,18 @@ def main() -> int:
 
 def guard(start: Callable[[], Child], grace_s: float) -> int:
     """Run the child that `start` starts until it ends or the owner does; return its exit code as a shell does."""
-    # Engines start workers, some in sessions of their own. As subreapers the two become parents of each orphan, so that
-    # "my descendants" stays the whole tree whichever process dies first.
+    # Engines start workers, some in sessions of their own. A subreaper becomes the parent of each orphan, so that
+    # "my descendants" stays the whole tree.
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    lifeline, held = os.pipe()
     folder = _own_folder()
-    wakeup = _signals_as_readable(*_WATCHED)  # before the fork: a signal must not end the outer one ahead of the tree
-    if inner := os.fork():
-        os.close(lifeline)
-        code = _watch(inner, held, wakeup)
-        remove_left_segments()
-        shutil.rmtree(folder, ignore_errors=True)
-        return code
-    os.close(held)
-    os.dup2(lifeline, sys.stdin.fileno())
-    os.setsid()  # a signal to the outer one's group leaves this one
-    code = _run(start, grace_s)
+    wakeup = _signals_as_readable(*_WATCHED)
+    child = start()
+    code = _wait_for_end(child.poll, wakeup)
+    ended = _end_tree(child, grace_s)
+    remove_left_segments()
     shutil.rmtree(folder, ignore_errors=True)
-    return code
+    code = ended if code is None else code
+    return code if code >= 0 else 128 - code
 
 
 def _own_folder() -> str:
@@ -83,37 +77,9 @@ def _own_folder() -> str:
     return folder
 
 
-def _watch(inner: int, lifeline: int, wakeup: int) -> int:
-    """Have the inner guard end the tree when the owner leaves; end the tree here when the inner guard dies."""
-    code = _wait_for_end(lambda: _exit_code(inner), wakeup)
-    os.close(lifeline)
-    while code is None:
-        code = _exit_code(inner, os.WEXITED)
-    _kill_descendants()
-    return code
-
-
 def end_with_parent() -> None:
     """Have the kernel send SIGKILL to this process when its parent ends."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _run(start: Callable[[], Child], grace_s: float) -> int:
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # a fork does not inherit it
-    wakeup = _signals_as_readable(*_WATCHED)
-    child = start()
-    code = _wait_for_end(child.poll, wakeup)
-    ended = _end_tree(child, grace_s)
-    code = ended if code is None else code
-    return code if code >= 0 else 128 - code
-
-
-def _exit_code(pid: int, options: int = os.WEXITED | os.WNOHANG) -> int | None:
-    """Return the exit code of a child as a shell does; None while it runs."""
-    found = os.waitid(os.P_PID, pid, options)
-    if found is None:
-        return None
-    return found.si_status if found.si_code == os.CLD_EXITED else 128 + found.si_status
 
 
 def _wait_for_end(poll: Callable[[], int | None], wakeup: int) -> int | None:
@@ -188,6 +154,34 @@ def _is_tracker(pid: int) -> bool:
         return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
+
+
+def remove_left_segments(place: Path = Path("/dev/shm")) -> list[Path]:
+    """Remove our user's segments that SGLang leaves when it is killed, which is also how it ends its own workers, and
+    that no process maps; return them."""
+    made_before = time.time() - _MAPPED_WITHIN_S
+    left = [path for path in place.glob("*") if path.name.startswith(_SGLANGS_SEGMENTS) and _is_ours(path, made_before)]
+    mapped = _mapped() if left else set()
+    removed = [path for path in left if str(path) not in mapped]
+    for path in removed:
+        path.unlink(missing_ok=True)
+    return removed
+
+
+def _is_ours(segment: Path, made_before: float) -> bool:
+    with contextlib.suppress(OSError):  # removed in this moment
+        status = segment.stat()
+        return status.st_uid == os.getuid() and status.st_ctime < made_before
+    return False
+
+
+def _mapped() -> set[str]:
+    """List the files that processes of our user map."""
+    found = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):  # it ended, or is another user's
+            found |= {line.split(maxsplit=5)[-1] for line in maps.read_text(errors="replace").splitlines()}
+    return found
 
 
 def _signals_as_readable(*signals: signal.Signals) -> int:

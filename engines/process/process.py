@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -43,7 +42,7 @@ class _LoggedProcess:
         self.log_path = log_path
         self._command = command
 
-    def _run(self, argv: Sequence[str], stdin: int, pass_fds: Sequence[int] = ()) -> "subprocess.Popen[bytes]":
+    def _run(self, argv: Sequence[str], stdin: int) -> "subprocess.Popen[bytes]":
         with self._opened_log() as written:
             return subprocess.Popen(
                 argv,
@@ -52,7 +51,6 @@ class _LoggedProcess:
                 stderr=subprocess.STDOUT,
                 env={**_inherited(self._command.hidden), **self._command.env},
                 start_new_session=True,
-                pass_fds=pass_fds,
             )
 
     def _opened_log(self) -> BinaryIO:
@@ -118,16 +116,10 @@ class EngineProcess(_LoggedProcess):
         super().__init__(replace(command, env={**command.env, MARK: "1"}), log_path)
         self._stop_timeout_s = stop_timeout_s
         self._guard: subprocess.Popen[bytes] | None = None
-        self._end: int | None = None
 
     def start(self) -> None:
         guarded = [sys.executable, "-m", "engines.process.guard", str(self._stop_timeout_s), *self._command.argv]
-        # Both processes of the guard hold the pipe, and not the engine: it closes when the whole tree has ended.
-        self._end, held = os.pipe()
-        try:
-            self._guard = self._run(guarded, subprocess.PIPE, [held])
-        finally:
-            os.close(held)
+        self._guard = self._run(guarded, subprocess.PIPE)
 
     @property
     def pid(self) -> int:
@@ -136,9 +128,8 @@ class EngineProcess(_LoggedProcess):
 
     @property
     def engine_pid(self) -> int:
-        """Process id of the command itself: the first child of the inner guard; 0 where it does not run."""
-        inner = _first_child(self.pid)
-        return _first_child(inner)
+        """Process id of the command itself: the first child of the guard; 0 where it does not run."""
+        return _first_child(self.pid)
 
     @property
     def exit_code(self) -> int | None:
@@ -147,17 +138,12 @@ class EngineProcess(_LoggedProcess):
 
     async def stop(self) -> None:
         """End the whole process tree and wait for its end: the successor needs its port and GPU memory."""
-        if self._guard is None or self._guard.stdin is None or self._end is None:
+        if self._guard is None or self._guard.stdin is None:
             return
         self._guard.stdin.close()
-        end = select.poll()
-        end.register(self._end)
-        if await asyncio.to_thread(end.poll, longest_stop_s(self._stop_timeout_s) * 1000):
-            self._guard.wait()
-            if self._end is not None:  # else another stop has come first
-                os.close(self._end)
-                self._end = None
-        else:
+        try:
+            await asyncio.to_thread(self._guard.wait, longest_stop_s(self._stop_timeout_s))
+        except subprocess.TimeoutExpired:
             log.warning("processes of an engine do not end, though they were killed", guard=self.pid)
 
 

@@ -9,6 +9,7 @@ import os
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
@@ -18,13 +19,12 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from engines.batches import batches
-from engines.checkpoint import Span, open_regular, read_file, read_spans
+from engines.checkpoint import Span, read_file, read_spans
 from engines.errors import InvalidRequest, StoreFailed
 from engines.store.changed_elements import Array, ChangedElements
-from engines.store.files import check_room, disk_errors, read_at, sync
-from engines.store.joined_file import write_joined
+from engines.store.files import check_room, disk_errors, read_at, sync, write_at
 from engines.store.manifest import MANIFEST, Manifest, StoredTensor
-from engines.store.tensor_file import write_file
+from engines.store.tensor_file import header, write_file
 
 SHARD_BYTES = 512 << 20
 """Size at which a file of a version is written; a writer holds at least as much memory."""
@@ -36,6 +36,8 @@ DELTA = ".delta"
 """Suffix of files of changed elements."""
 
 _FAILED = "failed"
+_JOINED_AT_A_TIME = 4
+"""Tensors whose changes are joined at a time, each held in memory."""
 _INDEX = "model.safetensors.index.json"
 _GAPS, _VALUES = ".gaps", ".values"
 
@@ -172,7 +174,7 @@ class Draft:
             path = self._next_file()
             with disk_errors(path):
                 check_room(self.folder, sum(span.num_bytes for span in wanted))
-                write_joined(path, base / file, wanted, lambda name: changes[lacking[name].changes].of(name))
+                _write_joined(path, base / file, wanted, lambda name: changes[lacking[name].changes].of(name))
             self._tensors |= {span.name: replace(lacking[span.name], file=path.name) for span in wanted}
 
     def complete_from(self, base: Path | None, names: Iterable[str]) -> None:
@@ -286,7 +288,7 @@ class _Changes:
 
     def of(self, name: str) -> ChangedElements:
         """Return the changes of one tensor. Threads may call this."""
-        with self._refused(), open_regular(self._path) as file:
+        with self._refused(), self._path.open("rb") as file:
             return ChangedElements(*(_read_array(file, self._spans[name + kind]) for kind in (_GAPS, _VALUES)))
 
     @contextlib.contextmanager
@@ -314,7 +316,7 @@ def _read_spans(base: Path) -> dict[str, list[Span]]:
 
 def _read_tensors(path: Path, spans: Sequence[Span]) -> list[RawTensor]:
     try:
-        with open_regular(path) as file:
+        with path.open("rb") as file:
             return [_read_tensor(file, span) for span in spans]
     except (OSError, ValueError) as error:
         raise StoreFailed(f"{path} cannot be read: {error}") from error
@@ -324,3 +326,26 @@ def _read_tensor(file: BinaryIO, span: Span) -> RawTensor:
     buffer = (ctypes.c_ubyte * span.num_bytes)()
     read_at(file, memoryview(buffer).cast("B"), span.begin)
     return RawTensor(span.name, span.dtype, span.shape, ctypes.addressof(buffer), span.num_bytes, buffer)
+
+
+def _write_joined(target: Path, base: Path, spans: Sequence[Span], changes: Callable[[str], ChangedElements]) -> None:
+    """Write file `target` of these tensors of file `base`, each with its changes, in a thread per tensor.
+
+    Raises `OSError`, and what `changes` and applying them raise.
+    """
+    spans = sorted(spans, key=lambda span: span.begin)  # wide elements stay before narrow ones, to stay aligned
+    head, places = header(spans)
+    with base.open("rb") as source, target.open("wb", buffering=0) as file:
+        file.write(head)
+        file.truncate(len(head) + sum(span.num_bytes for span in spans))
+
+        def join(span: Span, place: int) -> None:
+            content = np.empty(span.num_bytes, np.uint8)
+            read_at(source, content.data, span.begin)
+            changes(span.name).apply_to(content)
+            write_at(file.fileno(), content.data, place)
+
+        with ThreadPoolExecutor(_JOINED_AT_A_TIME, thread_name_prefix="join") as pool:
+            for done in [pool.submit(join, span, place) for span, place in zip(spans, places, strict=True)]:
+                done.result()
+        os.fsync(file.fileno())

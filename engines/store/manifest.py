@@ -9,7 +9,7 @@ from typing import Any, BinaryIO
 
 import xxhash
 
-from engines.checkpoint import Span, is_file_name, open_regular, read_spans
+from engines.checkpoint import Span, is_file_name, read_spans
 from engines.errors import InvalidRequest, StoreFailed
 from engines.store.files import THREADS, read_at, sync
 
@@ -49,8 +49,7 @@ class Manifest:
         """Raises `StoreFailed` where the folder has no readable manifest, or it names a file elsewhere."""
         path = folder / MANIFEST
         try:
-            with open_regular(path) as stream:
-                tree = json.load(stream)
+            tree = json.loads(path.read_bytes())
             tensors = {name: StoredTensor(**entry) for name, entry in tree["tensors"].items()}
             if tree["format"] != _FORMAT:
                 raise ValueError(f"format {tree['format']!r}, this is format {_FORMAT}")
@@ -130,7 +129,7 @@ def check_bytes(folder: Path) -> Manifest:
 def _check_file(path: Path, spans: Sequence[Span], manifest: Manifest) -> list[str]:
     """Checks one file against the manifest; returns the names of its tensors."""
     memory = memoryview(bytearray(_PIECE_BYTES))
-    with open_regular(path) as file:
+    with path.open("rb") as file:
         for span in spans:
             entry = manifest.tensors.get(span.name)
             if entry is None or entry.file != path.name:

@@ -1,8 +1,10 @@
-"""Fetches versions from another machine's weight store over HTTP, in parallel ranges; renames whole ones into place.
+"""Fetches versions from another machine's weight store over HTTP, several files at a time; renames whole
+ones into place.
 
-The gateway serves them (`GET /v1/weight_store/versions/N` and the files under it). A broken range resumes at its last
-byte; whole files of an earlier fetch are reused. Where the version's base is on this machine, only the changes are
-fetched and joined with it. Engines' workers and the command line use this file; it needs neither engine nor torch.
+The gateway serves them (`GET /v1/weight_store/versions/N` and the files under it). A file whose connection breaks
+resumes at its last byte; whole files of an earlier fetch are reused. Where the version's base is on this machine, only
+the changes are fetched and joined with it. Engines' workers and the command line use this file; it needs neither engine
+nor torch.
 """
 
 import http.client
@@ -24,11 +26,10 @@ from urllib.parse import quote, urlsplit
 from engines.checkpoint import file_states, is_file_name
 from engines.errors import DeadlineExceeded, InvalidRequest, StoreFailed
 from engines.store.draft import DELTA
-from engines.store.files import check_place, check_room, disk_errors, sync, try_lock, write_at
+from engines.store.files import check_place, check_room, disk_errors, sync, try_lock
 from engines.store.manifest import MANIFEST, Manifest, check_bytes
 from engines.store.successor import Successor
 
-RANGE_BYTES = 64 << 20
 VERSIONS_PATH = "/v1/weight_store/versions"
 
 _CONNECTIONS = 4
@@ -48,13 +49,6 @@ _STARTED_NS = time.time_ns()
 class _File:
     name: str
     num_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Range:
-    file: _File
-    begin: int
-    end: int
 
 
 class PeerStore:
@@ -253,15 +247,13 @@ class _Fetch:
             raise StoreFailed(f"version {self._version} arrived damaged: {error}") from error
 
     def _receive(self, files: Sequence[_File]) -> None:
-        """Fetch all ranges of these files in parallel. A file gets its name when it is whole and on disk."""
+        """Fetch these files, some at a time. A file gets its name when it is whole and on disk."""
         for file in files:
             (self._partial / file.name).unlink(missing_ok=True)
-            with (self._partial / _beside(file)).open("wb") as begun:
-                begun.truncate(file.num_bytes)
         with ThreadPoolExecutor(_CONNECTIONS, thread_name_prefix="fetch") as pool:
             try:
-                ranges = [pool.submit(self._receive_range, part) for file in files for part in _ranges(file)]
-                done, late = wait(ranges, timeout=self._deadline - time.monotonic(), return_when=FIRST_EXCEPTION)
+                running = [pool.submit(self._receive_file, file) for file in files]
+                done, late = wait(running, timeout=self._deadline - time.monotonic(), return_when=FIRST_EXCEPTION)
                 for received in done:
                     received.result()
                 if late:
@@ -274,41 +266,36 @@ class _Fetch:
             sync(self._partial / _beside(file))
             (self._partial / _beside(file)).rename(self._partial / file.name)
 
-    def _receive_range(self, wanted: _Range) -> None:
-        """Fetch one range, and resume it where it breaks off. Give up after `_TRIES` connections without a byte."""
+    def _receive_file(self, file: _File) -> None:
+        """Fetch one file, and resume it where it breaks off. Give up after `_TRIES` connections without a byte."""
         with disk_errors(self._partial):
-            begun = (self._partial / _beside(wanted.file)).open("r+b", 0)
+            begun = (self._partial / _beside(file)).open("wb")
         with begun:
-            self._receive_into(begun.fileno(), wanted)
+            failures = 0
+            while (position := begun.tell()) < file.num_bytes:
+                try:
+                    for piece in self._pieces(file, position):
+                        with disk_errors(self._partial):
+                            begun.write(piece)
+                except (OSError, http.client.HTTPException) as error:
+                    failures = 1 if begun.tell() > position else failures + 1
+                    if failures == _TRIES:
+                        raise StoreFailed(f"{file.name} of version {self._version} broke off: {error!r}") from error
+                    self._check_time(f"{file.name} broke off: {error!r}")
+                    self._stopped.wait(_RETRY_S * failures)
 
-    def _receive_into(self, descriptor: int, wanted: _Range) -> None:
-        position, failures = wanted.begin, 0
-        while position < wanted.end:
-            before = position
-            try:
-                for piece in self._pieces(wanted, position):
-                    with disk_errors(self._partial):
-                        write_at(descriptor, piece, position)
-                    position += len(piece)
-            except (OSError, http.client.HTTPException) as error:
-                failures = 1 if position > before else failures + 1
-                if failures == _TRIES:
-                    raise StoreFailed(f"{wanted.file.name} of version {self._version} broke off: {error!r}") from error
-                self._check_time(f"{wanted.file.name} broke off: {error!r}")
-                self._stopped.wait(_RETRY_S * failures)
-
-    def _pieces(self, wanted: _Range, position: int) -> Iterator[bytes]:
+    def _pieces(self, file: _File, position: int) -> Iterator[bytes]:
         """Yield the bytes of one connection, from `position` on."""
         connection = self._peer.connect()
         try:
-            path = f"{VERSIONS_PATH}/{self._version}/{quote(wanted.file.name, safe='')}"
-            with self._peer.get(connection, path, f"{position}-{wanted.end - 1}") as answer:
-                while position < wanted.end:
+            path = f"{VERSIONS_PATH}/{self._version}/{quote(file.name, safe='')}"
+            with self._peer.get(connection, path, f"{position}-{file.num_bytes - 1}") as answer:
+                while position < file.num_bytes:
                     self._check_time("bytes are missing yet")
                     # At most one read of the socket, which `_SILENCE_S` bounds: a peer may send byte by byte.
-                    piece = answer.read1(min(_PIECE_BYTES, wanted.end - position))
+                    piece = answer.read1(min(_PIECE_BYTES, file.num_bytes - position))
                     if not piece:
-                        raise ConnectionResetError(f"the connection ended {wanted.end - position} bytes early")
+                        raise ConnectionResetError(f"the connection ended {file.num_bytes - position} bytes early")
                     position += len(piece)
                     yield piece
         finally:
@@ -372,11 +359,6 @@ def _is_checked(folder: Path) -> bool:
 
 def _digests(manifest: Manifest) -> dict[str, str]:
     return {name: tensor.digest for name, tensor in manifest.tensors.items()}
-
-
-def _ranges(file: _File) -> Iterator[_Range]:
-    for begin in range(0, file.num_bytes, RANGE_BYTES):
-        yield _Range(file, begin, min(begin + RANGE_BYTES, file.num_bytes))
 
 
 def _beside(file: _File) -> str:

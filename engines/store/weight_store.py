@@ -39,7 +39,6 @@ _KEEPER = ".gateway"
 RELAY, GROUP = ".relay.json", ".group.json"
 _MADE_OF = ".draft"
 _LABEL = ".label"
-_OF_EARLIER_RELEASES = ".holders.json", ".highest.json"
 _LOOK_S = 0.05
 _GONE = "gone-"
 _LONGEST_NAME = 256
@@ -73,8 +72,6 @@ class WeightStore:
             raise StoreFailed(
                 f"{folder} is kept by another gateway: give this one a folder of its own in weights.store"
             )
-        for name in _OF_EARLIER_RELEASES:
-            (folder / name).unlink(missing_ok=True)
         self.sweep()
 
     @property

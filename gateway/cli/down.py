@@ -13,9 +13,9 @@ from engines.errors import ConfigError, DeadlineExceeded
 from engines.process.process import MARK
 from engines.store.weight_store import remove_store
 from gateway.cli.cluster.application import deployed_config, gateway_status, running, serve_api
-from gateway.cli.cluster.progress import Report, wait_until
+from gateway.cli.cluster.progress import Report
 from gateway.cli.cluster.ray_head import stop_ray
-from gateway.cli.cluster.serve_api import ClusterSilent, ClusterTroubled, ClusterUnreachable, ServeApi
+from gateway.cli.cluster.serve_api import ClusterTroubled, ClusterUnreachable, ServeApi
 from gateway.cli.cluster.state import State, process_started_at
 from gateway.ledger.ledger import default_folder, remove_unless_needed
 from gateway.weights.snapshots import in_memory
@@ -42,14 +42,14 @@ def down(name: str, report: Report) -> bool:
         application = applications.get(name)
         engines = _local_engines(api, application)
         removed = application is not None and delete(api, name, report)
-    except (ClusterSilent, ClusterTroubled, DeadlineExceeded) as error:
+    except (ClusterTroubled, DeadlineExceeded) as error:
         if state is None or not state.ray_lives:
             raise
         report.note(f"{error}: its Ray is ours, and takes {name} along")
     if state is not None and state.ray_lives:
         report.step("stopping Ray")
         others = sorted(applications.keys() - {name})
-        stop_ray(state)
+        stop_ray(state, report)
         report.note(f"stopped Ray{', with ' + ', '.join(others) if others else ''}")
         removed = True
     _end(engines, report)
@@ -73,7 +73,7 @@ def delete(api: ServeApi, name: str, report: Report) -> bool:
         is_placed = all(replica.get("node_id") for replica in replicas)
         api.delete(name)
         timeout_s = _DELETE_TIMEOUT_S if is_placed else _UNPLACED_DELETE_TIMEOUT_S
-        wait_until(lambda: api.application(name) is None, timeout_s, f"Serve to remove {name}")
+        report.wait_until(lambda: api.application(name) is None, timeout_s, f"Serve to remove {name}")
     except ClusterUnreachable:
         return False
     report.note(f"removed the application {name} with {len(replicas)} Serve replicas")
@@ -95,7 +95,7 @@ def stay(name: str, report: Report) -> None:
                     report.step(f"{name} was taken down")
                     return
                 heard = time.monotonic()
-            except (ClusterUnreachable, ClusterSilent, ClusterTroubled):
+            except (ClusterUnreachable, ClusterTroubled):
                 if time.monotonic() - heard > _STAY_SILENCE_S:
                     raise
         down(name, report)

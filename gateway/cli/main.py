@@ -89,9 +89,7 @@ def up_command(
 ) -> None:
     """Start Ray if none runs, deploy, and return when every replica is ready."""
     chosen = read_gpus(gpus) if gpus is not None else ()
-    with Report() as report:
-        found = up(load(config, context.args), report, timeout_s, chosen, config)
-    print_running(found)
+    print_running(up(load(config, context.args), Report(), timeout_s, chosen, config))
 
 
 @app.command("vllm-serve", context_settings=WITH_OVERRIDES, add_help_option=False)
@@ -101,19 +99,15 @@ def vllm_serve_command(context: typer.Context) -> None:
         print(HELP, end="")
         return
     command = read_command(context.args)
-    with Report() as report:
-        found = up(command.config, report, command.timeout_s, command.gpus)
-    print_running(found)
+    print_running(up(command.config, Report(), command.timeout_s, command.gpus))
     if not command.detach:
-        with Report() as report:
-            stay(command.config.name, report)
+        stay(command.config.name, Report())
 
 
 @app.command("down")
 def down_command(name: Name = DEFAULT_NAME) -> None:
     """Remove the application, and stop Ray where `up` started it."""
-    with Report() as report:
-        removed = down(name, report)
+    removed = down(name, Report())
     print(f"{name} is down" if removed else f"nothing to do: {name} does not run")
 
 
@@ -124,9 +118,7 @@ def scale_command(
     name: Name = DEFAULT_NAME,
 ) -> None:
     """Add or remove replicas while the others serve. Holds until the next `up`, which deploys its file."""
-    with Report() as report:
-        found = scale(name, num_replicas, report, group)
-    print_running(found)
+    print_running(scale(name, num_replicas, Report(), group))
 
 
 @app.command("fetch")

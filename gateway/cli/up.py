@@ -17,7 +17,7 @@ from gateway.cli.cluster.application import (
     serve_api,
     wait_for_serve,
 )
-from gateway.cli.cluster.changes import changes, has_running_engine, replaced, scaled
+from gateway.cli.cluster.changes import changes, has_running_engine, scaled
 from gateway.cli.cluster.ports import is_here, unbindable
 from gateway.cli.cluster.progress import Report
 from gateway.cli.cluster.ray_head import check_gpus, start_ray
@@ -159,12 +159,9 @@ def _deploy(api: ServeApi, config: Config, before: Mapping[str, Any] | None, rep
     if found is not None:
         report.note(str(found))
     report.step("deploying")
-    if before is None or deployed is None or found is None or found.groups is None or not before["deployments"]:
+    if before is None or deployed is None or found is None or found.keys or not before["deployments"]:
         api.deploy(document["applications"][0], document)
         return
-    for group in found.groups:
-        options = before["deployments"][group]["deployment_config"]["ray_actor_options"]
-        deployed = replaced(deployed, group, config.groups[group], options)
     for group, (_, number) in found.replicas.items():
         deployed = scaled(deployed, group, number)
     api.deploy(deployed)

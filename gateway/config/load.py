@@ -16,7 +16,6 @@ from engines.config import EngineConfig
 from engines.errors import ConfigError
 from engines.process.preflight import misfits
 from engines.types import EngineKind
-from gateway.config.key_files import key_file, keys_in
 from gateway.config.schema import Config
 from gateway.config.sources import (
     Given,
@@ -32,6 +31,7 @@ from gateway.config.sources import (
 )
 
 HIDDEN = "**********"
+_KEY_FILE = "file:"
 _USER = re.compile(r"//[^/@\s]+@")
 """User and password of a URL."""
 _SECRET_VARIABLE = re.compile(r"(TOKEN|KEY|SECRET|PASSWORD)$", re.IGNORECASE)
@@ -129,6 +129,20 @@ def revealed(key: str, text: str, environ: Mapping[str, str]) -> list[str]:
         return [text]
     if not (found := environ.get(variable, "").replace(",", " ").split()):
         raise ConfigError(f"{key}: no key in {text}, as seen by the process that reads it")
+    return found
+
+
+def key_file(item: str) -> Path | None:
+    """Return the file of `file:PATH`, which holds one or more keys; None for another item of the configuration."""
+    path = item.removeprefix(_KEY_FILE)
+    return Path(path).expanduser() if path and path != item else None
+
+
+def keys_in(path: Path) -> list[str]:
+    """Return the keys of a file. Raise `OSError` where it cannot be read, and `ValueError` where it holds none."""
+    found = path.read_text(encoding="utf-8").split()
+    if not found:
+        raise ValueError(f"no key in {path}")
     return found
 
 

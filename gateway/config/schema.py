@@ -121,11 +121,6 @@ class GatewayConfig(Section):
     """Longest wait of a rollout for a replica that may take it, while none of these makes a token."""
     generate_timeout_s: float = Field(1800.0, gt=0)
     """Longest wait for a replica's completions of one prompt; later than that no further attempt begins."""
-    session_kv_share: float | None = Field(None, gt=0, le=1)
-    """Share of a replica's KV cache that sessions may need, such as 1.0, where the engine reports its size: beyond that
-    the turns of further sessions wait if reading an evicted context again costs more time. null admits all."""
-    session_idle_s: float = Field(300.0, gt=0)
-    """Longest time without a turn in which a session counts as holding KV."""
     max_attempts: int = Field(3, ge=1)
     """Attempts in a row without a new token, on whichever replicas, before a rollout is reported failed."""
     replay_grace_s: float = Field(45.0, ge=0)

@@ -17,7 +17,7 @@ from gateway.dialects.sampling import asks_vllm, check_sampling
 from gateway.dialects.token_generation import TokenGeneration
 from gateway.dialects.usage import Usage, wants_usage, with_usage_rule
 from gateway.fleet.fleet import Fleet
-from gateway.fleet.placement.inquiries import Inquiries
+from gateway.fleet.placement.any_replica import AnyReplica
 from gateway.fleet.placement.lengths import prompt_key
 from gateway.fleet.placement.routing import Rollout
 
@@ -30,12 +30,12 @@ class Chat:
     """Decodes a conversation and has replicas continue it."""
 
     def __init__(
-        self, config: GatewayConfig, fleet: Fleet, runner: Runner, tokens: TokenGeneration, inquiries: Inquiries
+        self, config: GatewayConfig, fleet: Fleet, runner: Runner, tokens: TokenGeneration, any_replica: AnyReplica
     ) -> None:
         self._config = config
         self._fleet = fleet
         self._runner = runner
-        self._continuation = ChatContinuation(fleet, inquiries, runner, tokens, config.queue_timeout_s)
+        self._continuation = ChatContinuation(fleet, any_replica, runner, tokens, config.queue_timeout_s)
 
     def decode(self, body: Json, request_id: str, session: str = "") -> Rollout:
         """Raises `InvalidRequest` for fields that no engine would take."""

@@ -21,9 +21,9 @@ from gateway.dialects.runner import Runner
 from gateway.dialects.sample import Reply
 from gateway.dialects.sampling import MAX_PROMPTS, asks_vllm, check_sampling
 from gateway.dialects.usage import Usage, wants_usage, with_usage_rule
+from gateway.fleet.concurrency import together
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.placement.lengths import prompt_key
-from gateway.fleet.together import together
 
 _CHARACTERS_PER_TOKEN = 4
 _LARGE_BYTES = 1 << 16

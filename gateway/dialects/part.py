@@ -17,9 +17,8 @@ from gateway.dialects.raw_json import NO_JSON, inside_list, opened
 from gateway.dialects.resumption.features import inexact_fields
 from gateway.dialects.sample import ABORT, CUT_OFF, Choice, Chunk, Reply, Sample, Source, all_of_choices
 from gateway.dialects.sampling import versioned_salt
-from gateway.fleet.flight import Flight
 from gateway.fleet.placement.routing import Rollout
-from gateway.fleet.replica import Replica
+from gateway.fleet.replica import Flight, Replica
 
 DEFAULT_MAX_TOKENS = 1024
 """Load of a sample that names no limit; an engine would let it fill the context."""

@@ -10,11 +10,11 @@ from gateway.dialects.parallel import Show
 from gateway.dialects.part import Ask, Part
 from gateway.dialects.sample import ABORT, Reply, Sample
 from gateway.dialects.spans import UNSCORED
+from gateway.fleet.concurrency import together
 from gateway.fleet.metrics import Metrics
 from gateway.fleet.placement.attempt_loop import AttemptLoop
 from gateway.fleet.placement.lengths import Lengths
 from gateway.fleet.placement.routing import Rollout
-from gateway.fleet.together import together
 
 _FULL = "length"
 _NO_ADAPTER = nullcontext()

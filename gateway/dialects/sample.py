@@ -17,8 +17,7 @@ from gateway.dialects.raw_json import NULL, decoded, encoded, fields_of, inside_
 from gateway.dialects.resumption.features import MARK
 from gateway.dialects.spans import UNSCORED, joined_spans, num_unscored, stamps
 from gateway.fleet.adapters import Adapter
-from gateway.fleet.flight import Flight
-from gateway.fleet.replica import Replica
+from gateway.fleet.replica import Flight, Replica
 
 CUT_OFF = "cut off"
 """The finish_reason of a choice that continues. No client sees it."""

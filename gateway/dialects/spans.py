@@ -8,7 +8,7 @@ from engines.engine import Json
 from engines.weight_label import WeightLabel
 from gateway.dialects.raw_json import opened
 from gateway.fleet.adapters import Adapter
-from gateway.fleet.flight import Flight
+from gateway.fleet.replica import Flight
 
 UNSCORED = "missing_logprobs"
 """The field of a choice with the number of its tokens for which the engine gave no finite log-prob; absent if none."""

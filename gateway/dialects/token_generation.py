@@ -30,9 +30,9 @@ from gateway.dialects.sampling import check_id, check_sampling, normalise_number
 from gateway.dialects.usage import Usage, wants_usage, with_usage_rule
 from gateway.dialects.words.tokens import completion_body, token_chunk, token_reply
 from gateway.fleet.fleet import Fleet
-from gateway.fleet.placement.client_names import name_of_client
 from gateway.fleet.placement.lengths import prompt_key
 from gateway.fleet.placement.routing import Rollout
+from gateway.fleet.placement.sessions import name_of_client
 from gateway.fleet.replica import Replica
 
 log = structlog.get_logger()

@@ -23,7 +23,7 @@ from engines.errors import (
 from engines.types import EngineKind, ReplicaState
 from gateway.config.schema import WeightsConfig
 from gateway.fleet.adapters import Adapter
-from gateway.fleet.event_wait import is_set_within
+from gateway.fleet.concurrency import is_set_within
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.replica import Replica
 from gateway.fleet.replica_calls import failures_on, on_one, try_on_all

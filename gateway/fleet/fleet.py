@@ -24,10 +24,9 @@ from gateway.config.models import Models
 from gateway.config.schema import Config
 from gateway.fleet.adapters import Adapter, Adapters
 from gateway.fleet.changes import Changes
-from gateway.fleet.history.events import Events
+from gateway.fleet.history import Events
 from gateway.fleet.replica import Replica
 from gateway.fleet.watch.arrivals import Arrivals, Connect
-from gateway.fleet.watch.engine_page import read_kv_tokens, read_work
 from gateway.fleet.watch.probes import Probes
 from gateway.fleet.watch.standstill import Standstill
 
@@ -297,39 +296,33 @@ class Fleet:
             self.settle(replica, "joined" if is_known else "joined with weights that no commit is known of")
             self._watchers[replica] = asyncio.create_task(self._watch(replica), name=f"watch {replica.replica_id}")
 
-    async def metrics_pages(self, replicas: Sequence[Replica] | None = None) -> dict[Replica, str]:
-        """The Prometheus pages of these engines, or of all living ones, that answer with one. They report the size of
-        KV caches."""
-        replicas = self.alive if replicas is None else replicas
+    async def metrics_pages(self) -> dict[Replica, str]:
+        """The Prometheus pages of the living engines that answer with one."""
+        replicas = self.alive
         pages = await asyncio.gather(
             *(replica.engine.metrics(self._config.probe_timeout_s) for replica in replicas), return_exceptions=True
         )
-        found = {replica: page for replica, page in zip(replicas, pages, strict=True) if isinstance(page, str)}
-        for replica, page in found.items():
-            residents = replica.residents
-            if residents.capacity is None:
-                residents.capacity = read_kv_tokens(page)
-            if len(residents) and (work := read_work(page)) is not None:
-                residents.pace.see(time.monotonic(), work)
-        return found
+        return {replica: page for replica, page in zip(replicas, pages, strict=True) if isinstance(page, str)}
 
     async def settled_within(self, timeout_s: float) -> None:
         """Wait until no replica of the policy is SUSPECT, at most so long: each answers again, or is LOST.
 
         A late probe on a busy machine must not change an update's members.
         """
-        try:
-            async with asyncio.timeout(timeout_s):
-                while any(replica.state is ReplicaState.SUSPECT for replica in self.trained):
-                    await self._changed.wait()
-        except TimeoutError:
+        if not await self._is_so_within(
+            lambda: not any(replica.state is ReplicaState.SUSPECT for replica in self.trained), timeout_s
+        ):
             log.warning("a replica stays SUSPECT", seconds=timeout_s)
 
     async def serves_within(self, model: str, timeout_s: float) -> bool:
         """Wait until a replica of the model serves, at most so long. Return False where none does in time."""
+        return await self._is_so_within(lambda: bool(self.serving(model)), timeout_s)
+
+    async def _is_so_within(self, condition: Callable[[], bool], timeout_s: float) -> bool:
+        """Look at each change until the condition holds, at most so long. Return False where it does not in time."""
         try:
             async with asyncio.timeout(timeout_s):
-                while not self.serving(model):
+                while not condition():
                     await self._changed.wait()
         except TimeoutError:
             return False

@@ -2,9 +2,10 @@
 
 import asyncio
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from importlib.metadata import PackageNotFoundError, version
+from statistics import median
 from typing import TypeVar
 
 import structlog
@@ -21,6 +22,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
+from engines.engine import Json
 from engines.types import ReplicaState
 from gateway.fleet.fleet import Fleet
 
@@ -37,6 +39,8 @@ _COUNTED = ("counter", "histogram")
 _SUFFIXES = ("_total", "_bucket", "_sum", "_count")
 
 _LABELS_REMEMBERED = 1024
+# Larger distances to the target version share a label, so that their number is bounded.
+_MOST_BEHIND = 8
 _TAIL_RATIOS = (1, 1.1, 1.25, 1.5, 2, 3, 5, 10, 30)
 _SECONDS = (0.005, 0.02, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
 
@@ -242,3 +246,36 @@ def package_version() -> str:
         return version("rollout-gateway")
     except PackageNotFoundError:
         return "unknown"
+
+
+class Deliveries:
+    """Counts delivered samples by model: how they ended, and how stale their tokens were.
+
+    Canaries and warm-ups never pass here, so they are no deliveries.
+    """
+
+    def __init__(self, fleet: Fleet, metrics: Metrics) -> None:
+        self._fleet = fleet
+        self._metrics = metrics
+
+    def count(self, model: str, choices: Iterable[Json]) -> None:
+        """Count the choices that end."""
+        target = self._fleet.target_of(model)
+        for choice in choices:
+            if reason := choice.get("finish_reason"):
+                self._metrics.completions.labels(model, reason).inc()
+                self._count_tokens(model, target, choice.get("weight_versions") or ())
+
+    def count_batch(self, model: str, seconds: Sequence[float]) -> None:
+        """Count a batch by the times at which its prompts ended, from its start; one prompt is no batch."""
+        if len(seconds) > 1:
+            self._metrics.batch_seconds.labels(model).observe(max(seconds))
+            self._metrics.batch_tail_ratio.labels(model).observe(max(seconds) / median(seconds))
+
+    def _count_tokens(self, model: str, target: int, spans: Iterable[Json]) -> None:
+        """A span without limits is of a request that met several versions; its engine does not say which made what."""
+        for span in spans:
+            start, end, version = span.get("start"), span.get("end"), span.get("base_version", span.get("version"))
+            if start is not None and end is not None and version is not None:
+                behind = min(max(0, target - int(version)), _MOST_BEHIND)
+                self._metrics.delivered_tokens.labels(model, str(behind)).inc(end - start)

@@ -7,18 +7,14 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 from weakref import WeakSet
 
-from engines.engine import Engine
+from engines.engine import Engine, Json
 from engines.errors import EngineError, EngineFailed, EngineOverwritten, EngineRefused, EngineUnreachable
 from engines.types import ReplicaInfo, ReplicaState
 from engines.weight_label import WeightLabel
 from gateway.fleet.adapters import Adapter
-from gateway.fleet.backoff import Backoff
 from gateway.fleet.brake import Brake
 from gateway.fleet.changes import Argument, Changes
-from gateway.fleet.flight import Flight
-from gateway.fleet.places import Place
-from gateway.fleet.residents import Residents
-from gateway.fleet.watch.evidence import Evidence
+from gateway.fleet.watch.evidence import Backoff, Evidence
 
 T = TypeVar("T")
 
@@ -38,6 +34,59 @@ class Work(Protocol):
     def n(self) -> int: ...
     @property
     def prompt_tokens(self) -> int: ...
+
+
+@dataclass(slots=True)
+class Place:
+    """An engine's place in its group: a successor takes the place, and so the label, of an engine that was lost.
+
+    `restarts` counts the engines that were started again here after a loss."""
+
+    number: int = 0
+    replica_id: str = ""
+    incarnation: str = ""
+    restarts: int = 0
+
+    def leave(self) -> None:
+        """Free the place of an engine that was removed on purpose: the next one here is no restart of it."""
+        self.replica_id, self.incarnation, self.restarts = "", "", 0
+
+
+class Flight:
+    """One request on one replica. `began` is the replica's version when the request was sent; None in an update.
+
+    `Replica.hold` reports each version that the replica takes meanwhile. `versions` has all of them, oldest first. Any
+    of them may have made any token: a token may arrive long after it was made.
+    """
+
+    def __init__(self, version: int | None) -> None:
+        self.began = version
+        self.versions = [] if version is None else [version]
+        self._kv = list(self.versions)
+
+    @classmethod
+    def of(cls, versions: list[int], kv_versions: list[int]) -> "Flight":
+        """Return a flight of a gateway before this one."""
+        flight = cls(versions[0] if versions else None)
+        flight.versions, flight._kv = versions, kv_versions
+        return flight
+
+    def meet(self, version: int, *, keeps_kv: bool) -> None:
+        """Note that the replica holds `version` from here on, and kept the request's KV or computes it again."""
+        self.versions.append(version)
+        self._kv = [*self._kv, version] if keeps_kv else [version]
+
+    def kv_versions(self, choice: Json) -> list[int]:
+        """Return the versions that wrote the KV under the last token of a choice, oldest first; several are a mixture.
+
+        The choice's spans, if they have limits, say where it ended. An engine that kept the request waiting, or
+        preempted it, computed its KV with newer weights than the oldest version here; the gateway does not know that.
+        """
+        spans = choice.get("weight_versions") or ()
+        if not spans or spans[-1]["end"] is None:
+            return list(self._kv)
+        last = spans[-1]["version"]
+        return [version for version in self._kv if version <= last] or [last]
 
 
 class Replica:
@@ -72,7 +121,6 @@ class Replica:
         self.idle = asyncio.Event()
         self.idle.set()
         self.backoff = Backoff()
-        self.residents = Residents()
         self._rollouts: dict[int, Work] = {}
         self._calls: dict[asyncio.Timeout, _Call] = {}
         self._flights: WeakSet[Flight] = WeakSet()

@@ -120,13 +120,6 @@ class Access:
         """Return True for a trusted peer or an admin key."""
         return self._opens(request, admin=True)
 
-    def clients_within_reach(self, request: web.Request) -> list[str]:
-        """Return the clients whose requests and sessions the client of `request` may end: its own; for a trusted peer
-        or an admin key all."""
-        if not self.is_admin(request):
-            return [request[CLIENT]]
-        return [TRUSTED, *self._inference.digests, *self._admin.digests]
-
     def _opens(self, request: web.Request, *, admin: bool) -> bool:
         try:
             self._key_of(request, admin=admin)

@@ -12,7 +12,6 @@ from aiohttp.http_exceptions import HttpProcessingError
 from engines.errors import BodyTooLarge, InvalidRequest
 from gateway.dialects.raw_json import encoded
 
-_READ_TIMEOUT_S = 300.0
 _QUIET_TIMEOUT_S = 30.0  # between two parts of a body
 _LARGEST_INFLATED = 64 << 20
 _UNREADABLE = (web.HTTPBadRequest, web.RequestPayloadError, aiohttp.ClientError, HttpProcessingError)
@@ -50,12 +49,9 @@ async def read_content(request: web.Request) -> bytes:
     try:
         if request.content.is_eof() and "Content-Encoding" not in request.headers:
             return _within(request.content.read_nowait(), limit)
-        async with asyncio.timeout(_READ_TIMEOUT_S):
-            return await _content(request, limit)
+        return await _content(request, limit)
     except TimeoutError as error:
-        raise InvalidRequest(
-            f"the body did not arrive within {_READ_TIMEOUT_S:g} s, or no part of it for {_QUIET_TIMEOUT_S:g} s"
-        ) from error
+        raise InvalidRequest(f"the body stopped: no part of it came for {_QUIET_TIMEOUT_S:g} s") from error
     except _UNREADABLE as error:
         raise InvalidRequest(f"the body cannot be read: {error}") from error
 

@@ -20,10 +20,9 @@ from gateway.dialects.submissions.submission import Counts
 from gateway.dialects.token_generation import TokenGeneration
 from gateway.dialects.words.sglang_generate import SglangGenerate
 from gateway.fleet.adapter_loading import AdapterCoordinator
-from gateway.fleet.deliveries import Deliveries
 from gateway.fleet.fleet import Fleet
-from gateway.fleet.metrics import Metrics
-from gateway.fleet.placement.inquiries import Inquiries
+from gateway.fleet.metrics import Deliveries, Metrics
+from gateway.fleet.placement.any_replica import AnyReplica
 from gateway.fleet.placement.scheduler import Scheduler
 from gateway.http.access import Access, Routes
 from gateway.http.middleware import Measurement, answer_errors, note_begin
@@ -65,20 +64,20 @@ class GatewayServer:
         runner = Runner(scheduler, metrics)
         completions = Completions(config.gateway, fleet, runner)
         tokens = TokenGeneration(config.gateway, fleet, runner)
-        inquiries = Inquiries(fleet)
-        chat = Chat(config.gateway, fleet, runner, tokens, inquiries)
+        any_replica = AnyReplica(fleet)
+        chat = Chat(config.gateway, fleet, runner, tokens, any_replica)
         sglang = SglangGenerate(completions, fleet)
         deliveries = Deliveries(fleet, metrics)
         self._ledger = Ledger(_ledger_folder(config))
         self._replays = Replays(config.gateway, completions, fleet, metrics, self._ledger)
         self._submissions = Submissions(
             config.gateway.submissions,
-            Generation(completions, runner, fleet, inquiries, config.gateway.queue_timeout_s),
+            Generation(completions, runner, fleet, any_replica, config.gateway.queue_timeout_s),
             self._ledger,
             Counts(metrics, deliveries),
         )
         own = OwnRequests()
-        models = ModelRoutes(config.fleet, fleet, weights, inquiries, self._adapters)
+        models = ModelRoutes(config.fleet, fleet, weights, any_replica, self._adapters)
         self._dashboard = dashboard = Dashboard(fleet, scheduler, weights, metrics, self.status)
         self._routes: list[Routes] = [
             FleetRoutes(fleet, scheduler, metrics, self.status, self._tasks, workers),
@@ -94,7 +93,7 @@ class GatewayServer:
                 own,
                 workers.abort,
             ),
-            SubmissionRoutes(self._submissions, scheduler.lives),
+            SubmissionRoutes(self._submissions, scheduler.history),
             SnapshotFiles(fleet, self._snapshots),
             WeightRoutes(config.weights, fleet, weights, self._snapshots),
             SglangRoutes(fleet, scheduler, weights, sglang, models.description, own, workers),

@@ -16,8 +16,7 @@ from gateway.fleet.brake import Holder
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.placement.scheduler import Scheduler
 from gateway.fleet.replica import Replica
-from gateway.fleet.replica_calls import names, on_all
-from gateway.fleet.stopped import cut_off
+from gateway.fleet.replica_calls import cut_off, names, on_all
 from gateway.weights.updates.record import UpdateRecord
 
 _ABORT_TIMEOUT_S = 30.0
@@ -87,7 +86,6 @@ class Pauses:
         """
         timeout_s, able = self._config.control_timeout_s, self._able("/reset_prefix_cache")
         reset = await on_all(able, lambda replica: replica.engine.reset_prefix_cache(timeout_s), timeout_s)
-        self._scheduler.forget_prefixes(replica for replica, is_reset in zip(able, reset, strict=True) if is_reset)
         return all(reset)
 
     def in_flight(self, members: Sequence[Replica], asked: InFlight | None) -> InFlight:
@@ -180,8 +178,6 @@ class Pauses:
             lambda replica: replica.brake.stop(by, mode, clear_cache=clear_cache, timeout_s=timeout_s),
             timeout_s,
         )
-        if clear_cache:
-            self._scheduler.forget_prefixes(members)
 
     def _let_go(self, by: Holder) -> None:
         for replica in self._fleet.trained:

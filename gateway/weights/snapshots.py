@@ -25,8 +25,8 @@ from engines.store.weight_store import WeightStore, note_record, record_in, remo
 from engines.types import ReplicaState
 from engines.weight_label import version_of
 from gateway.config.schema import WeightsConfig
+from gateway.fleet.concurrency import to_its_end
 from gateway.fleet.replica import Replica
-from gateway.fleet.together import to_its_end
 
 log = structlog.get_logger()
 

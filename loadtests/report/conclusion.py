@@ -19,9 +19,8 @@ from locust.runners import WorkerRunner
 from locust.stats import CSV_STATS_INTERVAL_SEC
 
 from loadtests.report.cause import causes
-from loadtests.report.comparison import compared, read_figures
 from loadtests.report.figures import figures
-from loadtests.report.page import MEASURES, Report, page
+from loadtests.report.page import Report, page
 from loadtests.report.thresholds import Threshold, ThresholdError, Verdict, load_thresholds
 from loadtests.run import Run, checked
 
@@ -35,10 +34,6 @@ def _read(path: str) -> list[Threshold]:
     return load_thresholds(Path(path))
 
 
-def _read_earlier(path: str) -> dict[str, float]:
-    return read_figures(Path(path)) if path else {}
-
-
 @events.init_command_line_parser.add_listener
 def add_options(parser: LocustArgumentParser) -> None:
     add = parser.add_argument
@@ -47,13 +42,6 @@ def add_options(parser: LocustArgumentParser) -> None:
         type=checked(_read),
         metavar="FILE",
         help="YAML with bounds of figures; a missed bound exits with 3",
-    )
-    add(
-        "--against",
-        type=checked(_read_earlier),
-        default="",
-        metavar="FILE",
-        help="compare with an earlier run: the JSON that its --figures wrote",
     )
     add("--report", default="", metavar="FILE", help="write one page of HTML about the run")
     add("--figures", default="", metavar="FILE", help="write all figures as JSON")
@@ -66,9 +54,8 @@ def conclude(environment: Environment, **_: Any) -> None:
     run = Run.of(environment)
     found = figures(run.measures, run.phases)
     print(summary(found))
-    beside = compared(_read_earlier(run.settings.against), found, MEASURES)
     reasons = causes(found)
-    for text in (*reasons, *beside):
+    for text in reasons:
         print(text)
     problems = _problems(run, found)
     verdicts, unjudged = _judged(run, found)
@@ -90,7 +77,6 @@ def conclude(environment: Environment, **_: Any) -> None:
             verdicts=verdicts,
             problems=[*problems, *unjudged],
             causes=reasons,
-            compared=beside,
         )
         _write(run.settings.report, page(report).encode())
     if run.settings.csv_prefix:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from html import escape
 
 from loadtests.report.charts import Band, Line, chart, short
-from loadtests.report.comparison import Compared
 from loadtests.report.series import Measures, Phase, Series
 from loadtests.report.thresholds import Verdict
 
@@ -57,8 +56,6 @@ class Report:
     verdicts: Sequence[Verdict] = ()
     problems: Sequence[str] = ()
     causes: Sequence[str] = ()
-    compared: Sequence[Compared] = ()
-    """Beside an earlier run."""
     taken: float = field(default_factory=time.time)
 
     @property
@@ -75,7 +72,6 @@ def page(report: Report) -> str:
         _verdict(report),
         _tiles(report.figures),
         _listed("What it waited for", report.causes),
-        _comparison(report.compared),
         _over_time(report, began),
         _table(report.measures.total()),
         *(_phase(report, phase) for phase in report.phases),
@@ -118,18 +114,6 @@ def _listed(heading: str, lines: Sequence[str]) -> str:
     if not lines:
         return ""
     return f"<h2>{escape(heading)}</h2><ul>{''.join(f'<li>{escape(line)}</li>' for line in lines)}</ul>"
-
-
-def _comparison(compared: Sequence[Compared]) -> str:
-    if not compared:
-        return ""
-    rows = "".join(
-        f"<tr><th>{escape(row.figure)}</th><td>{short(row.earlier)}</td><td>{short(row.now)}</td>"
-        f"<td>{'' if row.ratio is None else f'{row.ratio:.2f}'}</td></tr>"
-        for row in compared
-    )
-    head = "<tr><th></th><th>earlier</th><th>now</th><th>ratio</th></tr>"
-    return f"<h2>Beside the earlier run</h2><div class='wide'><table>{head}{rows}</table></div>"
 
 
 def _over_time(report: Report, began: float) -> str:

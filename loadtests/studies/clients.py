@@ -30,7 +30,6 @@ class Stream:
     url: str
     workload: Workload
     seeds: tuple[str, ...]
-    stream: bool
 
 
 @dataclass(slots=True)
@@ -148,7 +147,7 @@ def _serve(pipe: Connection, timeout_s: float) -> None:
 
 
 def _encode(stream: Stream) -> list[bytes]:
-    return [orjson.dumps(stream.workload.request(seed, stream=stream.stream)) for seed in stream.seeds]
+    return [orjson.dumps(stream.workload.request(seed)) for seed in stream.seeds]
 
 
 async def _drive(streams: Sequence[Stream], bodies: Sequence[Sequence[bytes]], timeout_s: float) -> Outcome:
@@ -180,7 +179,7 @@ async def _call(
     for body in bodies:
         began = time.monotonic()
         async with session.post(stream.url + _PATH, data=body) as response:
-            # Joined once: a stream has many pieces, and a whole reply may be megabytes.
+            # Joined once: a reply may be megabytes.
             content = b"".join([block async for block in response.content.iter_any()])
         exchanges.append(_Exchange(stream, time.monotonic() - began, response.status, content))
 
@@ -189,7 +188,7 @@ def _count(exchange: _Exchange, outcome: Outcome) -> None:
     try:
         if exchange.status != 200:
             raise ValueError(f"status {exchange.status}: {exchange.content[:300]!r}")
-        tokens = tokens_of(exchange.content, exchange.stream.workload, stream=exchange.stream.stream)
+        tokens = tokens_of(exchange.content, exchange.stream.workload)
     except (ValueError, KeyError) as error:
         outcome.errors.append(f"{exchange.stream.url}: {error}")
         return
@@ -198,15 +197,11 @@ def _count(exchange: _Exchange, outcome: Outcome) -> None:
     outcome.latencies_s.append(exchange.seconds)
 
 
-def tokens_of(content: bytes, workload: Workload, *, stream: bool) -> int:
+def tokens_of(content: bytes, workload: Workload) -> int:
     """Return the tokens of a reply by the server's count. Raise `ValueError` if completions or tokens are missing: a
     run with losses has no valid speed."""
     timeline = Timeline()
-    if stream:
-        for line in content.split(b"\n"):
-            timeline.feed(line, 0.0, 0.0)
-    else:
-        timeline.feed_whole(content, 0.0, 0.0)
+    timeline.feed_whole(content, 0.0, 0.0)
     tokens: int | None = timeline.usage.get("completion_tokens")
     if not timeline.is_whole or tokens is None:
         raise ValueError(f"no complete reply: ...{content[-200:]!r}")

@@ -1,13 +1,13 @@
-"""The gateway beside alternatives, in alternating runs: the same load on engines directly, through the gateway, through
-the routers of vLLM and SGLang, and on one server alone.
+"""The gateway beside alternatives, in alternating runs: the same load on engines directly, through the gateway, and
+through vLLM's router.
 
     python -m loadtests.fleet -c examples/sim.yaml -- \
         python -m loadtests.studies.compare --gateway {url} --gateway-pid {pid} --engine {engines} \
-        --sides direct gateway vllm-router one-server --streams 64 --batch 64x8 --json out.json
+        --sides direct gateway vllm-router --streams 64 --batch 64x8 --json out.json
 
 Loads are given per engine, so a fleet of four has four times the streams of a fleet of one. Each run has its own
 prompts, so that none is answered from the prefix cache. A batch is one request to the gateway or router, as from TRL;
-directly, each engine gets its part. `one-server` puts the whole load on the first engine, as a trainer without gateway.
+directly, each engine gets its part.
 """
 
 import argparse
@@ -18,8 +18,8 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -36,23 +36,11 @@ _ERRORS_SHOWN = 5
 
 
 class Side(StrEnum):
-    """The target of a load, and the form of its replies."""
+    """The target of a load."""
 
     DIRECT = "direct"
-    STREAMED = "streamed"  # directly, a chunk every `stream_interval` tokens
-    ONE_SERVER = "one-server"  # the first engine has the load of all
     GATEWAY = "gateway"
     VLLM_ROUTER = "vllm-router"
-    SGLANG_ROUTER = "sglang-router"
-
-    @property
-    def is_direct(self) -> bool:
-        """True if each engine gets its own part of the load."""
-        return self in (Side.DIRECT, Side.STREAMED)
-
-
-ROUTERS = {Side.VLLM_ROUTER: "VLLM_ROUTER", Side.SGLANG_ROUTER: "SGLANG_ROUTER"}
-"""Sides whose server is started here, with the environment variable of its command."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,15 +68,11 @@ class Targets:
 
     gateway: Middle
     engines: tuple[str, ...]
-    routers: Mapping[Side, Middle] = field(default_factory=dict)
+    router: Middle | None = None
 
     def middle(self, side: Side) -> Middle | None:
         """Return the server for requests; None if they go to the engines."""
-        if side.is_direct:
-            return None
-        if side is Side.ONE_SERVER:
-            return Middle(self.engines[0])
-        return self.gateway if side is Side.GATEWAY else self.routers[side]
+        return {Side.DIRECT: None, Side.GATEWAY: self.gateway, Side.VLLM_ROUTER: self.router}[side]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +140,6 @@ def streams_of(load: Load, side: Side, targets: Targets, seed: str) -> list[Stre
             url=middle.url if middle else targets.engines[index % num_engines],
             workload=workload,
             seeds=tuple(f"{seed} {index} {turn}" for turn in range(load.rounds)),
-            stream=side is Side.STREAMED,
         )
         for index in range(num_streams)
     ]
@@ -201,14 +184,10 @@ def summarise(runs: Sequence[Run], load: str, side: Side, references: Sequence[S
 
 def summary(runs: Sequence[Run], loads: Sequence[Load], sides: Sequence[Side]) -> list[dict[str, Any]]:
     """Return a row per load and side. Other sides are compared with direct load, the gateway with all."""
-    direct = [side for side in sides if side.is_direct]
+    direct = [side for side in sides if side is Side.DIRECT]
     others = [side for side in sides if side is not Side.GATEWAY]
-    return [
-        summarise(runs, load.name, side, others if side is Side.GATEWAY else [] if side.is_direct else direct)
-        for load in loads
-        for side in sides
-        if any(run.load == load.name and run.side == side for run in runs)
-    ]
+    references: dict[Side, Sequence[Side]] = {Side.DIRECT: [], Side.GATEWAY: others, Side.VLLM_ROUTER: direct}
+    return [summarise(runs, load.name, side, references[side]) for load in loads for side in sides]
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
@@ -263,7 +242,6 @@ def _loads(args: argparse.Namespace) -> list[Load]:
             prompt_tokens=args.prompt_tokens,
             max_tokens=args.max_tokens,
             model=args.model,
-            as_text=args.text,
         )
         return Load(name=name, streams=streams, is_batch=is_batch, rounds=args.rounds, workload=workload)
 
@@ -284,7 +262,6 @@ def _report(comparison: Comparison, args: argparse.Namespace) -> dict[str, Any]:
         "prompt_tokens": str(args.prompt_tokens),
         "max_tokens": args.max_tokens,
         "rounds": args.rounds,
-        "text": args.text,
         "summary": summary(comparison.runs, comparison.loads, comparison.sides),
         "runs": [{**dataclasses.asdict(run), "errors": run.errors[:_ERRORS_SHOWN]} for run in comparison.runs],
     }
@@ -296,9 +273,8 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--gateway", required=True, metavar="URL")
     add("--gateway-pid", type=int, metavar="PID", help="the gateway's process, to measure its CPU time")
     add("--engine", nargs="+", action="extend", required=True, metavar="URL", help="the gateway's engines")
-    for side, variable in ROUTERS.items():
-        words = f"command of {side}, where it is installed; or {variable} in the environment"
-        add(f"--{side}", default=os.environ.get(variable, ""), metavar="COMMAND", help=words)
+    words = "its command, where it is installed; or VLLM_ROUTER in the environment"
+    add("--vllm-router", default=os.environ.get("VLLM_ROUTER", ""), metavar="COMMAND", help=words)
     add("--streams", type=int, nargs="*", default=[], metavar="N", help="loads of N single streams per engine")
     add(
         "--batch", nargs="*", default=[], metavar="PxN", help="loads of one request of P prompts x N samples per engine"
@@ -307,8 +283,7 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--max-tokens", type=int, default=256)
     add("--rounds", type=int, default=1, help="sequential requests of each stream in a run")
     add("--pairs", type=int, default=5)
-    add("--sides", nargs="+", type=Side, default=[Side.DIRECT, Side.GATEWAY, Side.STREAMED], choices=list(Side))
-    add("--text", action="store_true", help="send prompts as text, for sglang-router")
+    add("--sides", nargs="+", type=Side, default=[Side.DIRECT, Side.GATEWAY], choices=list(Side))
     add("--model", default="", help="model name; default: the server's")
     add("--clients", type=int, default=2, metavar="N", help="client processes")
     add("--timeout-s", type=float, default=300.0, help="limit on a run")
@@ -317,43 +292,26 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if not args.streams and not args.batch:
         args.streams = [64]
+    if Side.VLLM_ROUTER in args.sides and not args.vllm_router:
+        print("vllm-router is left out: give its command as --vllm-router or VLLM_ROUTER", file=sys.stderr)
+        args.sides.remove(Side.VLLM_ROUTER)
     return args
-
-
-def _sides(args: argparse.Namespace) -> list[Side]:
-    """Return the sides that can be measured; print the reason for any other."""
-    sides = list(args.sides)
-    for side, variable in ROUTERS.items():
-        if side in sides and not _router_command(args, side):
-            print(f"{side} is left out: give its command as --{side} or {variable}", file=sys.stderr)
-            sides.remove(side)
-    if Side.SGLANG_ROUTER in sides and not (args.text and args.model):
-        print("sglang-router is left out: it takes text for a named model alone, add --text --model", file=sys.stderr)
-        sides.remove(Side.SGLANG_ROUTER)
-    return sides
-
-
-def _router_command(args: argparse.Namespace, side: Side) -> str:
-    command: str = vars(args)[side.value.replace("-", "_")]
-    return command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = _parse_arguments(argv)
     # Routers must end with this process, also on SIGTERM.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    began, sides = time.monotonic(), _sides(args)
+    began, sides = time.monotonic(), args.sides
     with contextlib.ExitStack() as stack:
-        started = {side: _router_command(args, side) for side in sides if side in ROUTERS}
-        try:
-            routers = {
-                side: Middle(*stack.enter_context(running_router(command, args.engine)))
-                for side, command in started.items()
-            }
-        except RouterFailed as error:
-            print(error, file=sys.stderr)
-            return 2
-        targets = Targets(gateway=Middle(args.gateway, args.gateway_pid), engines=tuple(args.engine), routers=routers)
+        router = None
+        if Side.VLLM_ROUTER in sides:
+            try:
+                router = Middle(*stack.enter_context(running_router(args.vllm_router, args.engine)))
+            except RouterFailed as error:
+                print(error, file=sys.stderr)
+                return 2
+        targets = Targets(gateway=Middle(args.gateway, args.gateway_pid), engines=tuple(args.engine), router=router)
         clients = stack.enter_context(ClientPool(args.clients, args.timeout_s))
         comparison = Comparison(targets, _loads(args), sides, clients)
         if not comparison.warm_up():

@@ -1,7 +1,7 @@
-"""vLLM's and SGLang's routers, started for a comparison.
+"""vLLM's router, started for a comparison.
 
-Neither is a dependency: install each into its own environment (`pip install vllm-router`, `sglang-router`), and give
-its command as an option or in the environment.
+It is no dependency: install it into its own environment (`pip install vllm-router`), and give its command as an option
+or in the environment.
 """
 
 import contextlib

@@ -80,9 +80,8 @@ def test_a_killed_engine_is_restarted_and_loads_the_current_version_before_it_se
 
 def test_an_engine_dies_with_its_serve_replica_on_sigkill(app: App) -> None:
     victim = next(iter(app.replicas().values()))
-    inner = parent(victim["pid"])
-    tree = [victim["pid"], inner, outer := parent(inner)]
-    os.kill(parent(outer), signal.SIGKILL)
+    tree = [victim["pid"], guard := parent(victim["pid"])]
+    os.kill(parent(guard), signal.SIGKILL)
     wait_until(lambda: not any(is_running(pid) for pid in tree), RESTART_S)
     wait_until(lambda: len(app.replicas()) == 2 and victim["replica_id"] not in app.replicas(), RESTART_S)
 

@@ -39,4 +39,3 @@ def test_a_request_asks_for_what_a_trainer_needs() -> None:
     assert body["logprobs"] == 0
     assert "stream" not in body
     assert "model" not in workload().request("a")
-    assert workload().request("a", stream=True)["stream_options"] == {"include_usage": True}

@@ -78,13 +78,19 @@ class Trainer:
 
     def push(self, model: Any, expected: nn.Module | None = None, **options: Any) -> dict[str, Any]:
         """The result: the version, and on rank 0 True if the store then equals `expected`."""
-        with (
-            BlockingRolloutClient(self.url, attempts=1) as client,
-            WeightSender(client, transport="store", timeout_s=TIMEOUT_S, **options) as sender,
-        ):
+        with self.sender(**options) as sender:
             version = sender.push(model)
         dist.barrier()
         return {"version": version} | (self.stored(version, expected or Model()) if self.rank == 0 else {})
+
+    @contextmanager
+    def sender(self, timeout_s: float = TIMEOUT_S, **options: Any) -> Iterator[WeightSender]:
+        """A sender into the store."""
+        with (
+            BlockingRolloutClient(self.url, attempts=1) as client,
+            WeightSender(client, transport="store", timeout_s=timeout_s, **options) as sender,
+        ):
+            yield sender
 
     def stored(self, version: int, expected: nn.Module) -> dict[str, Any]:
         held: dict[str, torch.Tensor] = {}
@@ -191,10 +197,7 @@ def one_tensor_at_a_time(trainer: Trainer) -> dict[str, Any]:
 def delta(trainer: Trainer) -> dict[str, Any]:
     """A tensor has changed on the second rank alone."""
     model = sharded(trainer, Model())
-    with (
-        BlockingRolloutClient(trainer.url, attempts=1) as client,
-        WeightSender(client, transport="store", timeout_s=TIMEOUT_S, delta=True) as sender,
-    ):
+    with trainer.sender(delta=True) as sender:
         sender.push(model)
         if trainer.rank == 1:
             with torch.no_grad():
@@ -248,10 +251,7 @@ class Gone(BaseException):
 def a_rank_that_leaves_before_the_outcome(trainer: Trainer) -> dict[str, Any]:
     named = distributed(trainer)
     told: dict[str, Any] = {}
-    with (
-        BlockingRolloutClient(trainer.url, attempts=1) as client,
-        WeightSender(client, transport="store", timeout_s=SHORT_S) as sender,
-    ):
+    with trainer.sender(SHORT_S) as sender:
         follow = ranks.TrainerRanks._follow
 
         def leaving(of: Any, parts: Any) -> None:
@@ -269,10 +269,7 @@ def a_rank_that_missed_a_push(trainer: Trainer) -> dict[str, Any]:
     """The sender's push fails for want of the other rank, and counts for neither."""
     named = distributed(trainer)
     errors = []
-    with (
-        BlockingRolloutClient(trainer.url, attempts=1) as client,
-        WeightSender(client, transport="store", timeout_s=SHORT_S) as sender,
-    ):
+    with trainer.sender(SHORT_S) as sender:
         for attempt in range(2):
             if (attempt, trainer.rank) != (0, 1):
                 try:
@@ -292,8 +289,7 @@ def a_gateway_that_takes_longer_than_a_silence(trainer: Trainer) -> dict[str, An
         return load(*args)
 
     with (
-        BlockingRolloutClient(trainer.url, attempts=1) as client,
-        WeightSender(client, transport="store", timeout_s=SHORT_S) as sender,
+        trainer.sender(SHORT_S) as sender,
         patch.object(BlockingRolloutClient, "load_weights", loading),
         patch.object(ranks, "_WAITS_BETWEEN_WORDS", 1),
     ):
@@ -333,10 +329,7 @@ def failing_at(trainer: Trainer, name: str, error: BaseException, *, rank: int |
 
 def after_a_new_start_of_torch_distributed(trainer: Trainer) -> dict[str, Any]:
     """The sender is that of the ranks before."""
-    with (
-        BlockingRolloutClient(trainer.url, attempts=1) as client,
-        WeightSender(client, transport="store", timeout_s=TIMEOUT_S) as sender,
-    ):
+    with trainer.sender() as sender:
         sender.push(distributed(trainer))
         dist.barrier()
         dist.destroy_process_group()
@@ -350,8 +343,7 @@ def after_all_that(trainer: Trainer) -> dict[str, Any]:
 
 def a_sender_that_stays_away(trainer: Trainer) -> dict[str, Any]:
     with (
-        BlockingRolloutClient(trainer.url) as client,
-        WeightSender(client, transport="store", timeout_s=SHORT_S) as sender,
+        trainer.sender(SHORT_S) as sender,
         patch.object(ranks, "_WAITS_BETWEEN_WORDS", 1),
     ):
         named, given_up = distributed(trainer), trainer.store.parent / "given-up"

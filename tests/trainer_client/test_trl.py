@@ -100,7 +100,6 @@ def test_a_refused_update_ends_the_broadcast_at_once_with_the_reason(gateway: Pl
     assert time.monotonic() - began < SOON_S
 
 
-@pytest.mark.usefixtures("installed", "late_trainer")
 @pytest.mark.usefixtures("installed")
 def test_the_update_after_a_refused_one_goes_over_another_group(gateway: PlayedGateway) -> None:
     client = client_of(gateway)

@@ -62,8 +62,7 @@ class GatewayCheckpointEngine(CheckpointEngine):
             self._left_out = _second_names(self._client)
             self._sender = self._opened(self._client)  # last: it says that all is known
         # The first version is the gateway's next; then versions and verl's steps count together, so that a version
-        # gives
-        # its step. Another trainer's update in between is a conflict, never a wrong step.
+        # gives its step. Another trainer's update in between is a conflict, never a wrong step.
         wanted = None if self._version_of_step_0 is None else self._version_of_step_0 + global_steps
         named = ((name, tensor) for name, tensor in weights if name not in self._left_out)
         version = self._sender.push(named, wanted, rolling=self._settings.rolling)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from engines.errors import DeadlineExceeded, RolloutGatewayError
-from gateway.cli.cluster.progress import Report, stages_of, wait_until
+from gateway.cli.cluster.progress import Report, stages_of
 from gateway.cli.cluster.serve_api import ServeApi, ask_control_plane
 from gateway.cli.cluster.state import State
 from gateway.config.addresses import url_of
@@ -107,7 +107,7 @@ def wait_for_serve(
         return bool(seen) and settled(seen)
 
     try:
-        wait_until(check, timeout_s, awaited)
+        report.wait_until(check, timeout_s, awaited)
     except DeadlineExceeded as error:
         raise DeployFailed(f"{error}; Serve says: {describe(seen)} {last_words(seen)}") from error
 
@@ -130,7 +130,7 @@ def met_by_the_gateway(
         return met(found, status)
 
     report.step(f"waiting for the gateway to meet {awaited}")
-    wait_until(check, config.fleet.complete_within_s, f"the gateway to meet {awaited}")
+    report.wait_until(check, config.fleet.complete_within_s, f"the gateway to meet {awaited}")
     return found
 
 

@@ -2,7 +2,6 @@
 
 import re
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -20,27 +19,13 @@ _SILENCE_S = 10.0
 
 
 class Report:
-    """Prints a line for each step, note and change of a replica's stage, on stderr unless told otherwise.
-
-    The current step is repeated, with its age, after each `silence_s` seconds without a line, by a thread of its own,
-    since waits block.
-    """
+    """Prints a line for each step, note and change of a replica's stage, on stderr unless told otherwise."""
 
     def __init__(self, out: TextIO | None = None, silence_s: float = _SILENCE_S) -> None:
         self._out, self._silence_s = out or sys.stderr, silence_s
         self._began = self._stepped = self._spoke = time.monotonic()
         self._step = ""
         self._printed: dict[str, tuple[str, float]] = {}
-        self._lock, self._ended = threading.Lock(), threading.Event()
-        self._reminder = threading.Thread(target=self._remind, name="reminder", daemon=True)
-
-    def __enter__(self) -> "Report":
-        self._reminder.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._reminder.join()
 
     def step(self, text: str) -> None:
         if text != self._step:
@@ -48,11 +33,10 @@ class Report:
             self.note(text)
 
     def note(self, text: str) -> None:
-        with self._lock:
-            self._spoke = time.monotonic()
-            # Nobody may read any more (`up | head -1`), and a half-made fleet would be left.
-            with suppress(OSError):
-                print(f"[{self._spoke - self._began:5.1f} s] {text}", file=self._out, flush=True)
+        self._spoke = time.monotonic()
+        # Nobody may read any more (`up | head -1`), and a half-made fleet would be left.
+        with suppress(OSError):
+            print(f"[{self._spoke - self._began:5.1f} s] {text}", file=self._out, flush=True)
 
     def replicas(self, stages: Mapping[str, str]) -> None:
         """Note changes of the replicas' stages; a stage that counts, now and then."""
@@ -64,20 +48,17 @@ class Report:
                 self._printed[name] = (stage, now)
                 self.note(f"{name}: {stage}")
 
-    def _remind(self) -> None:
-        while not self._ended.wait(min(1.0, self._silence_s / 4)):
+    def wait_until(self, condition: Callable[[], bool], timeout_s: float, awaited: str) -> None:
+        """Wait, and repeat the step with its age after each `silence_s` without a line. Raises `DeadlineExceeded`
+        naming `awaited` when the condition does not hold in time."""
+        deadline = time.monotonic() + timeout_s
+        while not condition():
             now = time.monotonic()
+            if now > deadline:
+                raise DeadlineExceeded(f"waited {timeout_s:.0f} s for {awaited}")
             if self._step and now - self._spoke >= self._silence_s:
                 self.note(f"still {self._step}, for {now - self._stepped:.0f} s now")
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float, awaited: str) -> None:
-    """Raise `DeadlineExceeded` naming `awaited` when the condition does not hold in time."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            raise DeadlineExceeded(f"waited {timeout_s:.0f} s for {awaited}")
-        time.sleep(_POLL_S)
+            time.sleep(_POLL_S)
 
 
 def stages_of(application: Mapping[str, Any], groups: Mapping[str, EngineConfig]) -> dict[str, str]:

@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 
 from engines.errors import DeadlineExceeded, RolloutGatewayError
 from engines.process.diagnosis import last_error
-from gateway.cli.cluster.progress import Report, wait_until
-from gateway.cli.cluster.serve_api import ClusterRefused, ClusterSilent, ClusterUnreachable, ServeApi
+from gateway.cli.cluster.progress import Report
+from gateway.cli.cluster.serve_api import ClusterRefused, ClusterTroubled, ClusterUnreachable, ServeApi
 from gateway.cli.cluster.state import State, process_started_at
 from gateway.config.node_gpus import VISIBLE
 
@@ -51,15 +51,15 @@ def start_ray(state: State, api: ServeApi, report: Report) -> None:
         )
     state.ray_pid, state.ray_started_at = process.pid, process_started_at(process.pid)
     state.write()
-    wait_until(lambda: _answers(process, api, log), _START_TIMEOUT_S, f"Ray to start; its output is in {log}")
+    report.wait_until(lambda: _answers(process, api, log), _START_TIMEOUT_S, f"Ray to start; its output is in {log}")
 
 
-def stop_ray(state: State) -> None:
+def stop_ray(state: State, report: Report) -> None:
     """Stop the Ray head that `up` started."""
     assert state.ray_pid is not None
     os.kill(state.ray_pid, signal.SIGTERM)
     try:
-        wait_until(lambda: not state.ray_lives, _STOP_TIMEOUT_S, "Ray to stop")
+        report.wait_until(lambda: not state.ray_lives, _STOP_TIMEOUT_S, "Ray to stop")
     except DeadlineExceeded:
         os.killpg(state.ray_pid, signal.SIGKILL)
 
@@ -89,7 +89,7 @@ def _answers(process: "subprocess.Popen[bytes]", api: ServeApi, log: Path) -> bo
         )
     try:
         return api.is_up()
-    except ClusterSilent:  # it still starts
+    except ClusterTroubled:  # it still starts
         return False
 
 

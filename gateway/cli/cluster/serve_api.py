@@ -33,23 +33,20 @@ class ClusterUnreachable(RolloutGatewayError):
     """No Ray dashboard answers at the address."""
 
 
-class ClusterSilent(RolloutGatewayError):
-    """Something is at the address, and has not answered in time."""
-
-
 class ClusterRefused(RolloutGatewayError):
     """The dashboard answered with an error."""
 
 
-class ClusterTroubled(ClusterRefused):
-    """The dashboard answered 5xx or closed the connection, and did so for as long as was waited for it."""
+class ClusterTroubled(RolloutGatewayError):
+    """Something is at the address: it has not answered in time, or answered 5xx or closed the connection for as long
+    as was waited for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServeApi:
     """Serve on the cluster whose dashboard is at `address`.
 
-    Every call raises `ClusterUnreachable`, `ClusterSilent`, `ClusterRefused` or `ClusterTroubled` without an answer.
+    Every call raises `ClusterUnreachable`, `ClusterRefused` or `ClusterTroubled` without an answer.
     """
 
     address: str
@@ -65,7 +62,7 @@ class ServeApi:
         return cls(address.rstrip("/"), ray_token(environ))
 
     def is_up(self) -> bool:
-        """Return True where a Ray dashboard answers, also with a demand for a token. Raises `ClusterSilent`."""
+        """Return True where a Ray dashboard answers, also with a demand for a token. Raises `ClusterTroubled`."""
         try:
             self._call("GET", "/api/version")
         except ClusterRefused:
@@ -109,12 +106,11 @@ class ServeApi:
         self._call("PUT", _APPLICATIONS, json.dumps(document).encode(), timeout_s=_DEPLOY_TIMEOUT_S)
 
     def _call(self, method: str, path: str, body: bytes | None = None, timeout_s: float | None = None) -> bytes:
-        deadline: float | None = None
+        deadline = time.monotonic() + self.recovery_s
         while True:
             try:
                 return self._ask(method, path, body, timeout_s or self.ask_timeout_s)
             except ClusterTroubled:
-                deadline = deadline or time.monotonic() + self.recovery_s
                 if time.monotonic() >= deadline:
                     raise
                 time.sleep(_RETRY_EACH_S)
@@ -135,7 +131,7 @@ class ServeApi:
 
     def _no_answer(self, call: str, reason: object, timeout_s: float) -> RolloutGatewayError:
         if isinstance(reason, TimeoutError):
-            return ClusterSilent(
+            return ClusterTroubled(
                 f"the Ray dashboard at {self.address} has not answered {call} within {timeout_s:.0f} s; "
                 "try again when the machine is less busy, or end that Ray: ray stop"
             )

@@ -33,11 +33,11 @@ from gateway.dialects.sample import ABORT, Reply, Sample
 from gateway.dialects.spans import UNSCORED, num_unscored
 from gateway.dialects.token_generation import TokenGeneration
 from gateway.dialects.usage import usage_of_joined
+from gateway.fleet.concurrency import together
 from gateway.fleet.fleet import Fleet
-from gateway.fleet.placement.inquiries import Inquiries
+from gateway.fleet.placement.any_replica import AnyReplica
 from gateway.fleet.placement.routing import Rollout
 from gateway.fleet.replica import Replica
-from gateway.fleet.together import together
 
 log = structlog.get_logger()
 
@@ -82,11 +82,11 @@ class ChatContinuation:
     """Generates the rests of conversations and joins them to the parts before."""
 
     def __init__(
-        self, fleet: Fleet, inquiries: Inquiries, runner: Runner, tokens: TokenGeneration, longest_wait_s: float
+        self, fleet: Fleet, any_replica: AnyReplica, runner: Runner, tokens: TokenGeneration, longest_wait_s: float
     ) -> None:
         """`longest_wait_s` bounds the wait for a replica while none serves."""
         self._fleet = fleet
-        self._inquiries = inquiries
+        self._any_replica = any_replica
         self._longest_wait_s = longest_wait_s
         self._runner = runner
         self._tokens = tokens
@@ -277,7 +277,7 @@ class ChatContinuation:
         fail."""
         able = sorted(self._able(path, rollout), key=lambda one: -one.evidence.answered_at)
         try:
-            return await self._inquiries.ask(able, "POST", path, body, _ASK_TIMEOUT_S)
+            return await self._any_replica.ask(able, "POST", path, body, _ASK_TIMEOUT_S)
         except (EngineError, DeadlineExceeded) as error:
             log.warning("no replica helps to continue a conversation", request=rollout.request_id, error=str(error))
             return None

@@ -18,7 +18,7 @@ from gateway.dialects.submissions.group_record import GroupRecord
 from gateway.dialects.submissions.words import Group, OnDeadline
 from gateway.dialects.token_generation import lacking
 from gateway.fleet.fleet import Fleet
-from gateway.fleet.placement.inquiries import Inquiries
+from gateway.fleet.placement.any_replica import AnyReplica
 from gateway.fleet.placement.sessions import session_key
 
 _RENDER_TIMEOUT_S = 60.0
@@ -55,7 +55,7 @@ class Generation:
     completions: Completions
     runner: Runner
     fleet: Fleet
-    inquiries: Inquiries
+    any_replica: AnyReplica
     longest_wait_s: float
 
     async def render(self, group: Group) -> list[int]:
@@ -66,7 +66,7 @@ class Generation:
         able = [replica for replica in replicas if RENDER in replica.info.capabilities]
         if not able:
             raise lacking(f"{RENDER}, which `messages` need,", replicas)
-        return list((await self.inquiries.ask(able, "POST", RENDER, group.rendering, _RENDER_TIMEOUT_S))["token_ids"])
+        return list((await self.any_replica.ask(able, "POST", RENDER, group.rendering, _RENDER_TIMEOUT_S))["token_ids"])
 
 
 class Record(Protocol):

@@ -26,7 +26,7 @@ from gateway.dialects.submissions.frames import Head, read_head, read_step
 from gateway.dialects.submissions.group_run import Generation, GroupRun, Outcome, decoded
 from gateway.dialects.submissions.submission import TAKEN, Counts, Submission
 from gateway.dialects.submissions.words import Asked, Group, Resumption
-from gateway.fleet.event_wait import in_turns
+from gateway.fleet.concurrency import in_turns
 from gateway.ledger.folder import Left
 from gateway.ledger.ledger import Ledger, Record
 
@@ -149,7 +149,7 @@ class Submissions:
                 await submission.groups_ended([run.index for run in runs])
                 await self._ledger.written()
 
-    # Life
+    # RolloutHistory
 
     async def run(self) -> None:
         """Keep bounds."""

@@ -29,8 +29,7 @@ from gateway.dialects.submissions.frames import (
 )
 from gateway.dialects.submissions.group_run import DEADLINE, GroupRun, Outcome
 from gateway.dialects.submissions.words import Group
-from gateway.fleet.deliveries import Deliveries
-from gateway.fleet.metrics import Metrics
+from gateway.fleet.metrics import Deliveries, Metrics
 from gateway.ledger.ledger import Record
 
 TAKEN = "taken"

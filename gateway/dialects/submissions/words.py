@@ -13,7 +13,7 @@ from engines.engine import Json
 from engines.errors import InvalidRequest
 from gateway.dialects.fields import read_fields
 from gateway.dialects.sampling import MAX_PROMPTS
-from gateway.fleet.event_wait import in_turns
+from gateway.fleet.concurrency import in_turns
 
 # Fields of /v1/completions that have another place here, or that no stream has.
 _NOT_SAMPLING = (

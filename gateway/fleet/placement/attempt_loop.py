@@ -3,7 +3,7 @@
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 from typing import TypeVar
 
 from engines.engine import Json
@@ -21,6 +21,7 @@ _AFTER_DEATH_S = 1.0
 _FAULT = 500
 _OTHER: Json = {"prompt": [1], "max_tokens": 1}
 _OTHER_TIMEOUT_S = 10.0
+_NO_TURN = nullcontext()
 
 
 async def _serves_others(replica: Replica) -> bool:
@@ -59,9 +60,9 @@ class AttemptLoop(ABC):
     def withdraw(self, picks: Callable[[Rollout], bool]) -> None:
         """End rollouts that wait for a replica, or are between two attempts, with `Withdrawn`."""
 
-    @abstractmethod
     def turn(self, rollout: Rollout) -> AbstractContextManager[None]:
-        """Keep the session of a rollout at work during the block; others may take its place after it."""
+        """Surround all attempts of a rollout."""
+        return _NO_TURN
 
     @abstractmethod
     def placed(self, rollout: Rollout) -> AbstractAsyncContextManager[Replica]:

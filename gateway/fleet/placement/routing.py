@@ -1,7 +1,7 @@
 """Picks the replica that takes a rollout: a pure choice over views of the replicas."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
@@ -98,31 +98,21 @@ def fresh_enough(rollout: Rollout, replicas: Sequence[View], newest: int) -> Seq
     return [replica for replica in replicas if (replica.weight_version or 0) >= least]
 
 
-def choose(
-    rollout: Rollout,
-    replicas: Sequence[View],
-    home: View | None = None,
-    admitting: Callable[[Iterable[View]], Sequence[View]] | None = None,
-) -> tuple[View, str] | None:
+def choose(rollout: Rollout, replicas: Sequence[View], home: View | None = None) -> tuple[View, str] | None:
     """The replica with the fewest tokens in flight, and the reason for it, or None if all are full.
 
     Groups stay whole, since their samples share the prompt's KV. Ties go to the replica with the fewest placements: a
     trainer's batch arrives when all loads are zero, and always taking the first would fill one replica first.
     `home` is the replica that holds the prefix of the rollout's session; it is taken unless it is overloaded.
-    `admitting` leaves the replicas with KV for the rollout's session; None where none is needed.
     """
-    if home is not None and _is_kept(home, rollout, replicas) and (admitting is None or admitting((home,))):
+    if home is not None and _is_kept(home, rollout, replicas):
         return home, _HOME
-    least = chosen = _least_loaded(rollout, replicas)
-    if admitting is not None and least is not None and not admitting((least,)):
-        chosen = _least_loaded(rollout, admitting(replicas))
-    if least is None or chosen is None:
-        return None
-    return chosen, _why(chosen, least, replicas, home)
+    chosen = _least_loaded(rollout, replicas)
+    return None if chosen is None else (chosen, _why(chosen, replicas, home))
 
 
 def _is_kept(home: View, rollout: Rollout, replicas: Sequence[View]) -> bool:
-    """True if a session's next turn goes to its home, where KV allows it."""
+    """True if a session's next turn goes to its home."""
     if home not in replicas or not has_room(rollout, home):
         return False
     # A few samples more cost a decoding engine next to nothing, so one with little to do is never overloaded.
@@ -151,16 +141,14 @@ def _least_loaded(rollout: Rollout, replicas: Sequence[View]) -> View | None:
     return _least_loaded(rollout, [one for one in replicas if has_room(rollout, one)])
 
 
-def _why(chosen: View, least: View, replicas: Sequence[View], home: View | None) -> str:
-    """The reason for which `choose` took a replica; `least` is the one that it takes where KV does not count."""
+def _why(chosen: View, replicas: Sequence[View], home: View | None) -> str:
+    """The reason for which `choose` took a replica."""
     if chosen is home:
         return _HOME
     if not any(one.load_samples < one.max_samples for one in replicas if one is not chosen):
         return "the only one with room"
     if home is not None:
         return "fewest tokens: its session's home is overloaded or has no room"
-    if least.load_tokens < chosen.load_tokens:
-        return "fewest tokens of those with KV for its session"
     return "fewest tokens"
 
 

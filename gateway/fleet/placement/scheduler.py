@@ -8,31 +8,32 @@ import asyncio
 import math
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 
 import structlog
 
 from engines.errors import DeadlineExceeded, EngineError, Withdrawn
 from engines.types import ReplicaState
 from gateway.config.schema import GatewayConfig
-from gateway.fleet.backoff import Backoff
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics
+from gateway.fleet.placement.attempt_history import Attempt, AttemptHistory
 from gateway.fleet.placement.attempt_loop import AttemptLoop
 from gateway.fleet.placement.attempts import End
 from gateway.fleet.placement.lengths import Lengths
-from gateway.fleet.placement.lives import Attempt, Lives
-from gateway.fleet.placement.look import Look
-from gateway.fleet.placement.routing import Rollout, choose, fresh_enough, has_room, is_capable
+from gateway.fleet.placement.routing import Rollout, choose, fresh_enough, is_capable
+from gateway.fleet.placement.scheduling_pass import SchedulingPass
 from gateway.fleet.placement.sessions import Sessions
-from gateway.fleet.placement.waiting import Queue, Waiter, WaitingLine
-from gateway.fleet.placement.waits import Cause
+from gateway.fleet.placement.waiting import Cause, Queue, Waiter, WaitingLine
 from gateway.fleet.replica import Replica
+from gateway.fleet.watch.evidence import Backoff
 
 log = structlog.get_logger()
 
-_NO_TURN = nullcontext()
+_PATIENCE_CHECKED_EACH_S = 1.0
+# A timer of uvloop may come a millisecond before its time.
+_EARLY_S = 0.005
 
 
 def _withdrawn(rollout: Rollout) -> Withdrawn:
@@ -55,12 +56,11 @@ class Scheduler(AttemptLoop):
         self._lines: defaultdict[str, WaitingLine] = defaultdict(WaitingLine)
         self._between: dict[int, Rollout] = {}
         self._closed_for: set[str] = set()
-        self.sessions = Sessions(config.session_kv_share, config.session_idle_s)
-        self._looks: dict[str, asyncio.TimerHandle] = {}
-        self._patience: dict[str, asyncio.TimerHandle] = {}
+        self.sessions = Sessions()
+        self._watched_lines: set[str] = set()
         self._to_look_at: set[str] = set()
         self.lengths = Lengths()
-        self.lives = Lives()
+        self.history = AttemptHistory()
         fleet.on_change(self._pump_all)
 
     def queue_length(self, model: str) -> int:
@@ -71,19 +71,6 @@ class Scheduler(AttemptLoop):
 
     def delivered(self, rollout: Rollout, prompt_tokens: int, completion_tokens: int) -> None:
         self.lengths.delivered(rollout.model, rollout.prompt_key, completion_tokens / rollout.n)
-        self.sessions.delivered(rollout, prompt_tokens, completion_tokens)
-
-    def finish_session(self, name: str) -> bool:
-        """End a session: its KV counts no longer. False where none of this name is known."""
-        is_known = self.sessions.finish(self._lines, name)
-        self._pump_all()
-        return is_known
-
-    def forget_prefixes(self, replicas: Iterable[Replica]) -> None:
-        """Let go of the sessions that wait for their tools: these engines have emptied their prefix caches."""
-        for replica in replicas:
-            replica.residents.let_idle_go()
-        self._pump_all()
 
     def withdraw(self, picks: Callable[[Rollout], bool]) -> None:
         self._between = {key: rollout for key, rollout in self._between.items() if not picks(rollout)}
@@ -121,9 +108,6 @@ class Scheduler(AttemptLoop):
                 "pause with mode=keep or mode=abort before the update"
             ) from error
 
-    def turn(self, rollout: Rollout) -> AbstractContextManager[None]:
-        return self.sessions.turn(rollout, self._pump) if rollout.session else _NO_TURN
-
     @contextmanager
     def between_attempts(self, rollout: Rollout) -> Iterator[None]:
         self._between[id(rollout)] = rollout
@@ -148,20 +132,13 @@ class Scheduler(AttemptLoop):
             is_dead = await self._fleet.examine(replica, error)
             if not is_dead:
                 replica.backoff.failed()
-        if replica.backoff.left_s:
-            self._pump_after_pause(replica, rollout.model)
+        if pause_s := replica.backoff.left_s:
+            asyncio.get_running_loop().call_later(pause_s + _EARLY_S, self._pump, rollout.model)
         return is_dead
-
-    def _pump_after_pause(self, replica: Replica, model: str) -> None:
-        """Look at the line once a replica's pause is over: a timer of uvloop may come a millisecond before its time."""
-        if left_s := replica.backoff.left_s:
-            asyncio.get_running_loop().call_later(left_s, self._pump_after_pause, replica, model)
-        else:
-            self._pump(model)
 
     @asynccontextmanager
     async def placed(self, rollout: Rollout) -> AsyncIterator[Replica]:
-        with self.lives.attempt(rollout) as attempt:
+        with self.history.attempt(rollout) as attempt:
             replica = await self._place(rollout, attempt)
             attempt.place(replica)
             try:
@@ -176,13 +153,9 @@ class Scheduler(AttemptLoop):
             self._metrics.queue_seconds.labels(rollout.model).observe(0.0)
             replica, attempt.why = chosen
             return replica
-        is_outside = self.sessions.is_outside(rollout)
-        # A turn that would be admitted waits for room as all others do, and in its turn.
-        lacks_kv = is_outside and (line.is_short_of_kv or not self._is_admitted(rollout))
-        waiter = line.add(rollout, is_outside=is_outside, has_begun=lacks_kv and self.sessions.has_begun(rollout))
+        waiter = line.add(rollout)
         self._pump(rollout.model)
-        if rollout.model not in self._patience:
-            self._be_patient(rollout.model, self._config.queue_timeout_s)
+        self._watch_patience(rollout.model)
         try:
             return await waiter.placed
         except BaseException:
@@ -195,29 +168,27 @@ class Scheduler(AttemptLoop):
             attempt.why, attempt.waited = waiter.why, waiter.waited
             self._metrics.queue_seconds.labels(rollout.model).observe(time.monotonic() - waiter.began)
 
-    def _be_patient(self, model: str, seconds: float) -> None:
-        self._patience[model] = asyncio.get_running_loop().call_later(seconds, self._check_patience, model)
-
     def _check_patience(self, model: str) -> None:
-        """Fail the rollouts in line that have waited for too long, and come back when the next may have."""
-        del self._patience[model]
+        """Fail the rollouts in line that have waited for too long, and look again as long as any waits."""
         line, most_s = self._lines[model], self._config.queue_timeout_s
-        if any(waiter.is_outside and waiter.quiet_s >= most_s for waiter in line.waiters()):
-            self._look_at_line(model)  # notes whether they still wait for KV
         replicas_quiet_s: dict[Queue, float] = {}
-        soonest_s = math.inf
         for waiter in line.waiters():
-            left_s, queue = most_s - waiter.quiet_s, waiter.queue
-            if left_s <= 0:  # all replicas are looked at where it matters alone
-                if queue not in replicas_quiet_s:
-                    replicas_quiet_s[queue] = self._quiet_s(waiter.rollout)
-                left_s = most_s - replicas_quiet_s[queue]
-            if left_s <= 0:
+            if waiter.quiet_s < most_s:
+                continue
+            queue = waiter.queue
+            if queue not in replicas_quiet_s:  # all replicas are looked at where it matters alone
+                replicas_quiet_s[queue] = self._quiet_s(waiter.rollout)
+            if replicas_quiet_s[queue] >= most_s:
                 self._end(waiter, line, DeadlineExceeded(self._why_not_placed(waiter.rollout)))
-            else:
-                soonest_s = min(soonest_s, left_s)
-        if soonest_s < math.inf:
-            self._be_patient(model, soonest_s)
+        self._watched_lines.discard(model)
+        if len(line):
+            self._watch_patience(model)
+
+    def _watch_patience(self, model: str) -> None:
+        if model not in self._watched_lines:
+            self._watched_lines.add(model)
+            each_s = min(_PATIENCE_CHECKED_EACH_S, self._config.queue_timeout_s / 10)
+            asyncio.get_running_loop().call_later(each_s, self._check_patience, model)
 
     @staticmethod
     def _end(waiter: Waiter, line: WaitingLine, error: Exception) -> None:
@@ -254,32 +225,36 @@ class Scheduler(AttemptLoop):
         if self._is_closed(model):
             line.lack_gate()
             return
-        look, turns = Look(), line.in_turn()
-        waiter = next(turns, None)
-        while waiter is not None:
+        this_pass, skipped = SchedulingPass(), set[Queue]()
+        for waiter in line.in_turn(skipped):
             queue = waiter.queue
-            if queue not in look.able:
-                look.able[queue] = self._able(waiter.rollout)
-            if look.reserved:
-                look.need(line.least_samples)
-            open_ = look.open_for(queue)
-            is_skipped = not open_
-            if not open_:
-                queue.waits.lack(self._lack_of(waiter.rollout, look.able[queue]))
-            elif not self._place_on(open_, waiter, line, look):
-                self._hold(waiter, open_, line)
-                look.awaited.update(open_)
-                is_skipped = waiter.queue is queue  # else it alone has left those that wait for a replica
-            try:
-                waiter = turns.send(is_skipped)
-            except StopIteration:
-                waiter = None
+            if queue not in this_pass.able:
+                this_pass.able[queue] = self._able(waiter.rollout)
+            if this_pass.reserved:
+                this_pass.need(line.least_samples)
+            if open_ := this_pass.open_for(queue):
+                self._place_or_reserve(waiter, open_, line, this_pass)
+            else:
+                queue.waits.lack(self._lack_of(waiter.rollout, this_pass.able[queue]))
+                skipped.add(queue)
 
-    def _hold(self, waiter: Waiter, open_: Sequence[Replica], line: WaitingLine) -> None:
-        """Have a turn wait for the KV of sessions on these replicas."""
-        line.held(waiter)
-        self.sessions.give_up(waiter.rollout)
-        self._look_again(waiter.rollout.model, open_)
+    def _place_or_reserve(
+        self, waiter: Waiter, open_: Sequence[Replica], line: WaitingLine, this_pass: SchedulingPass
+    ) -> None:
+        """Place a rollout on one of the replicas with room, or reserve one of those that it could go to."""
+        rollout, able = waiter.rollout, this_pass.able[waiter.queue]
+        wanted = self._wanted(rollout, able)
+        fit = open_ if wanted is able else [one for one in open_ if one in wanted]
+        chosen = self._choose_and_reserve(rollout, fit)
+        if chosen is None:
+            waiter.kept = min(fit or wanted, key=lambda one: one.load_samples)
+            this_pass.reserve(waiter.kept)
+            waiter.queue.waits.lack(Cause.ROOM)
+            return
+        replica, why = chosen
+        this_pass.took(replica)
+        waiter.why = "reserved for it until it had room" if replica is waiter.kept else why
+        line.place(waiter, replica)
 
     def _lack_of(self, rollout: Rollout, able: Sequence[Replica]) -> Cause:
         """The cause for which no replica has room for a rollout."""
@@ -293,76 +268,22 @@ class Scheduler(AttemptLoop):
         """A replica that takes the rollout now, where none waits before it."""
         if self._is_closed(rollout.model):
             return None
-        able = self._wanted(rollout, self._able(rollout))
-        return self._choose_and_reserve(rollout, able, self.sessions.admission(rollout))
+        return self._choose_and_reserve(rollout, self._wanted(rollout, self._able(rollout)))
 
-    def _look_again(self, model: str, open_: Sequence[Replica]) -> None:
-        """Look at the line once a session that one of the replicas holds has been idle for too long."""
-        loop, seconds = asyncio.get_running_loop(), self.sessions.next_end_s(model, open_)
-        timer = self._looks.get(model)
-        if seconds == math.inf or (timer is not None and timer.when() <= loop.time() + seconds):
-            return
-        if timer is not None:
-            timer.cancel()
-        self._looks[model] = loop.call_later(seconds, self._look_is_due, model)
-
-    def _look_is_due(self, model: str) -> None:
-        del self._looks[model]  # its time says nothing any more: a loop's clock may be before it
-        self._pump(model)
-
-    def _choose_and_reserve(
-        self,
-        rollout: Rollout,
-        able: Sequence[Replica],
-        admitting: Callable[[Iterable[Replica]], Sequence[Replica]] | None,
-    ) -> tuple[Replica, str] | None:
+    def _choose_and_reserve(self, rollout: Rollout, able: Sequence[Replica]) -> tuple[Replica, str] | None:
         """Place a rollout on one of the replicas, if it fits there."""
         name = self.sessions.home(rollout.model, rollout.session)
-        home = self._fleet.find(name) if name else None
-        chosen = choose(rollout, able, home, admitting)
+        chosen = choose(rollout, able, self._fleet.find(name) if name else None)
         if chosen is not None:
-            self.sessions.settle(rollout, chosen[0])
+            self.sessions.settle(rollout.model, rollout.session, chosen[0].replica_id)
             chosen[0].reserve(rollout)
         return chosen
-
-    def _is_admitted(self, rollout: Rollout) -> bool:
-        """True where KV does not hold a rollout back."""
-        admitting = self.sessions.admission(rollout)
-        return admitting is None or any(admitting((one,)) for one in self._able(rollout))
 
     @staticmethod
     def _wanted(rollout: Rollout, able: Sequence[Replica]) -> Sequence[Replica]:
         """The replicas that have not failed the rollout; all where each has."""
         avoid = rollout.attempts.avoid
         return ([one for one in able if one.replica_id not in avoid] or able) if avoid else able
-
-    def _place_on(self, open_: Sequence[Replica], waiter: Waiter, line: WaitingLine, look: Look) -> bool:
-        """Place a rollout on one of the replicas with room, or reserve one of those that it could go to. False where it
-        waits for KV."""
-        rollout, able = waiter.rollout, look.able[waiter.queue]
-        wanted = self._wanted(rollout, able)
-        fit = open_ if wanted is able else [one for one in open_ if one in wanted]
-        free = [one for one in fit if one not in look.awaited] if waiter.is_outside and look.awaited else fit
-        admitting = self.sessions.admission(rollout)
-        chosen = self._choose_and_reserve(rollout, free, admitting)
-        if chosen is None:
-            # KV is short on those with room.
-            later = [one for one in free if not has_room(rollout, one)] if rollout.n > look.least else []
-            later = later if admitting is None else admitting(later)
-            home = self.sessions.holder(rollout, wanted)  # without room: it waits there
-            if fit and not later and home is None:
-                return False
-            waiter.kept = min(later or ([home] if home else wanted), key=lambda one: one.load_samples)
-            look.reserve(waiter.kept)
-            waiter.queue.waits.lack(Cause.ROOM)
-            return True
-        replica, why = chosen
-        look.took(replica)
-        waiter.why = "reserved for it until it had room" if replica is waiter.kept else why
-        line.moved(waiter)
-        line.done(waiter)
-        waiter.placed.set_result(replica)
-        return True
 
     def _able(self, rollout: Rollout) -> Sequence[Replica]:
         """Replicas that may take a rollout now: serving, not backing off, fresh enough, with what it needs.

@@ -4,18 +4,51 @@ import asyncio
 import heapq
 import math
 import time
-from collections import Counter
-from collections.abc import Generator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import NamedTuple
 
 from gateway.fleet.adapters import Adapter
 from gateway.fleet.placement.routing import Rollout
-from gateway.fleet.placement.waits import Cause, Waits
 from gateway.fleet.replica import Replica
 
 Order = tuple[int, int, int, float, int]
 _FORGET_ABOVE = 10_000
+
+
+class Cause(StrEnum):
+    """The lack for which a rollout waits."""
+
+    GATE = "gate"  # closed by an update or a pause
+    REPLICA = "replica"  # none that serves, and can do what is asked
+    VERSION = "version"  # none with weights as new as demanded
+    ROOM = "room"  # each that may take it has enough samples
+
+
+class Waits:
+    """The causes for which rollouts of one demand have waited, in seconds that only grow."""
+
+    def __init__(self) -> None:
+        self.cause = Cause.ROOM
+        self._since = time.monotonic()
+        self._seconds: defaultdict[Cause, float] = defaultdict(float)
+
+    def lack(self, cause: Cause) -> None:
+        """Note the cause from now on."""
+        self._count()
+        self.cause = cause
+
+    def read(self) -> Mapping[Cause, float]:
+        """Return the seconds up to now by cause."""
+        self._count()
+        return dict(self._seconds)
+
+    def _count(self) -> None:
+        now = time.monotonic()
+        self._seconds[self.cause] += now - self._since
+        self._since = now
 
 
 class Demand(NamedTuple):
@@ -26,8 +59,6 @@ class Demand(NamedTuple):
     max_staleness: int | None
     needs_ids: bool
     needs_route: str
-    is_outside: bool = False
-    """True for turns of sessions that no replica holds, which wait for KV."""
 
 
 @dataclass(eq=False, slots=True)
@@ -54,17 +85,13 @@ class Waiter:
     before: Mapping[Cause, float]
     """The waits of its demand when it came."""
     waited: dict[Cause, float] = field(default_factory=dict)
-    """Its seconds in line by cause, once it has left, or has got another demand."""
+    """Its seconds in line by cause, once it has left."""
     kept: Replica | None = None
     """The replica that was reserved for it at the last look."""
     why: str = ""
     """The reason for the replica that it was placed on."""
     placed: "asyncio.Future[Replica]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     """Cancelled once its client has left."""
-
-    @property
-    def is_outside(self) -> bool:
-        return self.queue.demand.is_outside
 
     @property
     def quiet_s(self) -> float:
@@ -94,25 +121,17 @@ class WaitingLine:
         """The samples of the smallest rollout in line."""
         return min(self._sizes)
 
-    @property
-    def is_short_of_kv(self) -> bool:
-        """True where turns of sessions wait for KV."""
-        return any(queue.waits.cause is Cause.KV for queue in self._queues.values())
-
     def waiters(self) -> list[Waiter]:
         return list(self._by_rollout.values())
 
-    def add(self, rollout: Rollout, *, is_outside: bool = False, has_begun: bool = False) -> Waiter:
-        """Put a rollout in line. `is_outside` for a turn of a session that no replica holds, `has_begun` for one after
-        the session's first.
+    def add(self, rollout: Rollout) -> Waiter:
+        """Put a rollout in line.
 
         Length orders the rollouts of one turn alone. No rollout joins a turn of which one was placed, so none starves.
         """
         self._arrivals += 1
         if rollout.goes_on:
             order: Order = (0, rollout.priority, 0, 0.0, -self._arrivals)
-        elif is_outside and has_begun:
-            order = (0, rollout.priority, 1, 0.0, self._arrivals)
         else:
             request = rollout.request or rollout.request_id
             turn = max(self._turn, self._last_turns.get(request, 0)) + 1
@@ -124,20 +143,15 @@ class WaitingLine:
             rollout.max_staleness,
             rollout.needs_ids,
             rollout.needs_route,
-            is_outside,
         )
-        queue = self._queue_of(demand)
+        queue = self._queues.get(demand)
+        if queue is None:
+            queue = self._queues[demand] = Queue(demand)
         waiter = Waiter(rollout, queue, order, time.monotonic(), queue.waits.read())
         self._by_rollout[id(rollout)] = waiter
         self._sizes[rollout.n] += 1
         heapq.heappush(queue.entries, (order, waiter))
         return waiter
-
-    def _queue_of(self, demand: Demand) -> Queue:
-        queue = self._queues.get(demand)
-        if queue is None:
-            queue = self._queues[demand] = Queue(demand)
-        return queue
 
     def done(self, waiter: Waiter) -> None:
         """The waiter was placed or has given up; its entry in the heap is dropped when it comes up."""
@@ -150,22 +164,14 @@ class WaitingLine:
             self._last_turns.clear()
             self._queues.clear()
 
-    def moved(self, waiter: Waiter) -> None:
-        """The waiter is placed now."""
+    def place(self, waiter: Waiter, replica: Replica) -> None:
+        """Give a waiter its replica."""
+        self.done(waiter)
+        waiter.placed.set_result(replica)
         waiter.queue.moved_at = time.monotonic()
         self._turn = max(self._turn, waiter.order[2])
         if len(self._last_turns) > _FORGET_ABOVE:
             self._last_turns = {request: turn for request, turn in self._last_turns.items() if turn > self._turn}
-
-    def held(self, waiter: Waiter) -> None:
-        """The waiter, and those behind it, wait for KV that sessions hold: such time does not count, since each of
-        these sessions has a turn or ends."""
-        if not waiter.is_outside:
-            self._count(waiter)
-            waiter.queue = self._queue_of(waiter.queue.demand._replace(is_outside=True))
-            waiter.before = waiter.queue.waits.read()
-        waiter.queue.waits.lack(Cause.KV)
-        waiter.queue.moved_at = time.monotonic()
 
     def lack_gate(self) -> None:
         """Note that all wait for the gate from now on."""
@@ -178,8 +184,8 @@ class WaitingLine:
         for cause, seconds in waiter.queue.waits.read().items():
             waited[cause] = waited.get(cause, 0.0) + seconds - before.get(cause, 0.0)
 
-    def in_turn(self) -> Generator[Waiter, bool]:
-        """Waiters of all demands in the order of their turns. Send True for a demand that nobody can serve now."""
+    def in_turn(self, skipped: Container[Queue]) -> Iterator[Waiter]:
+        """Waiters of all demands in the order of their turns, but for the demands that the caller has skipped."""
         heads = [(queue.entries[0], queue) for queue in self._queues.values() if queue.entries]
         heapq.heapify(heads)
         kept: list[tuple[Order, Waiter]] = []
@@ -189,11 +195,10 @@ class WaitingLine:
                 if not queue.entries:
                     continue
                 entry = heapq.heappop(queue.entries)
-                waiter, skips = entry[1], False
-                if not waiter.placed.done():
+                if not entry[1].placed.done():
                     kept.append(entry)
-                    skips = bool((yield waiter))
-                if queue.entries and not skips:
+                    yield entry[1]
+                if queue.entries and queue not in skipped:
                     heapq.heappush(heads, (queue.entries[0], queue))
         finally:
             for entry in kept:

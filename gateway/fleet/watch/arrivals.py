@@ -1,6 +1,7 @@
 """Replicas that come in: admitted or refused, resumed, and asked for the weights and adapters that they hold."""
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Container, Mapping
 from collections.abc import Set as AbstractSet
 
@@ -14,9 +15,8 @@ from gateway.config.models import Models
 from gateway.config.schema import FleetConfig
 from gateway.fleet.adapters import Adapter, Adapters
 from gateway.fleet.changes import Changes
-from gateway.fleet.history.events import Events
-from gateway.fleet.places import Places
-from gateway.fleet.replica import Replica
+from gateway.fleet.history import Events
+from gateway.fleet.replica import Place, Replica
 
 log = structlog.get_logger()
 
@@ -118,3 +118,23 @@ class Arrivals:
             replica.adapters[name] = adapter
             if adapter is not None:
                 self._adapters.add(adapter)
+
+
+class Places:
+    """The places by group; a label counts them from 0."""
+
+    def __init__(self) -> None:
+        self._groups: defaultdict[str, list[Place]] = defaultdict(list)
+
+    def take(self, info: ReplicaInfo, present: AbstractSet[str]) -> Place:
+        """Return the engine's place. Ids that are `present` keep theirs."""
+        places = self._groups[info.group]
+        own = (place for place in places if place.replica_id == info.replica_id)
+        free = (place for place in places if place.replica_id not in present)
+        place = next(own, None) or next(free, None)
+        if place is None:
+            place = Place(len(places))
+            places.append(place)
+        place.restarts += place.incarnation not in ("", info.incarnation)
+        place.replica_id, place.incarnation = info.replica_id, info.incarnation
+        return place

@@ -9,16 +9,9 @@ from functools import lru_cache
 
 _LE = re.compile(r'le="([^"]+)"')
 _KV = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "sglang:token_usage")
-# Texts of settings, which may hold a brace, are among the labels.
-_CACHE = re.compile(r'^vllm:cache_config_info\{((?:[^"}]|"(?:[^"\\]|\\.)*")*)\}', re.MULTILINE)
-_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
-_MOST_TOKENS = "sglang:max_total_num_tokens"
 _RUNNING = ("vllm:num_requests_running", "sglang:num_running_reqs")
 _WAITING = ("vllm:num_requests_waiting", "sglang:num_queue_reqs")
 _GENERATED = ("vllm:generation_tokens_total", "sglang:generation_tokens_total")
-_READ = ("vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total", "prefill_compute")
-_STEPS = ("vllm:iteration_tokens_total_count", "sglang:cuda_graph_passes_total")
-_OF_WORK = (*_RUNNING, *_READ[:2], "sglang:realtime_tokens_total", *_STEPS)
 _LENGTHS = ("vllm:request_generation_tokens_bucket", "sglang:generation_tokens_histogram_bucket")
 _OF_LOAD = (*_KV, *_RUNNING, *_WAITING, *_GENERATED, *_LENGTHS)
 
@@ -35,16 +28,6 @@ class EngineLoad:
     waiting: int = 0
     generated: float = 0.0
     lengths: dict[float, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class EngineWork:
-    """The counters of an engine: prompt tokens that it has read, those of its cache apart, the steps of a copy of the
-    model, and samples that run now."""
-
-    read: float
-    steps: float
-    running: float
 
 
 def read_load(page: str) -> EngineLoad:
@@ -65,37 +48,6 @@ def read_load(page: str) -> EngineLoad:
     for lower, upper in zip([None, *edges], edges, strict=False):
         load.lengths[upper] = cumulated[upper] - (0.0 if lower is None else cumulated[lower])
     return load
-
-
-def read_work(page: str) -> EngineWork | None:
-    """The work of an engine so far; None where the page lacks a part of it."""
-    found, steps = defaultdict[str, float](float), defaultdict[str, float](float)
-    for name, labels, value in _samples(page, _OF_WORK):
-        of: dict[str, str] = dict(_LABEL.findall(labels))
-        if name in _STEPS:
-            if name != "sglang:cuda_graph_passes_total" or of.get("mode", "").startswith("decode"):
-                steps[of.get("engine", of.get("dp_rank", ""))] += value
-        else:
-            found[of.get("mode", name)] += value
-    if not steps or found.keys().isdisjoint(_READ):
-        return None
-    queried, cached, read = (found[name] for name in _READ)
-    return EngineWork(read + queried - cached, max(steps.values()), sum(found[name] for name in _RUNNING))
-
-
-def read_kv_tokens(page: str) -> int | None:
-    """The tokens that the engine's KV cache holds, summed over copies of the model; None where the page lacks them."""
-    rows = [dict(_LABEL.findall(labels)) for labels in _CACHE.findall(page)]
-    return kv_tokens_of(rows) if rows else _most_tokens(page)
-
-
-def _most_tokens(page: str) -> int | None:
-    """SGLang's figure, of which each tensor and pipeline rank of a copy has a row."""
-    copies = defaultdict[str, int](int)
-    for _, labels, value in _samples(page, (_MOST_TOKENS,)):
-        copy = dict(_LABEL.findall(labels)).get("dp_rank", "")
-        copies[copy] = max(copies[copy], int(value))
-    return sum(copies.values()) or None
 
 
 def kv_tokens_of(rows: Iterable[Mapping[str, str]]) -> int | None:

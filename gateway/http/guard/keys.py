@@ -10,7 +10,7 @@ import structlog
 from pydantic import SecretStr
 
 from engines.errors import ConfigError
-from gateway.config.key_files import key_file, keys_in
+from gateway.config.load import key_file, keys_in
 
 log = structlog.get_logger()
 
@@ -45,11 +45,6 @@ class Keys:
         # All are compared, each in constant time, so that the time taken reveals nothing about the keys.
         found = [name for keys in self._known.values() for name, known in keys if secrets.compare_digest(digest, known)]
         return found[0] if found else ""
-
-    @property
-    def digests(self) -> list[str]:
-        """The SHA-256 of all keys in hexadecimal digits."""
-        return [digest.hex() for keys in self._known.values() for _, digest in keys]
 
     def _look(self) -> None:
         """Read the files that have changed. One that is gone, or holds no key, leaves the keys that it had before."""

@@ -4,20 +4,16 @@ import asyncio
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib.resources import files
-from weakref import WeakKeyDictionary
 
 from aiohttp import web
 
 from engines.engine import Json
-from engines.types import EngineKind
-from gateway.fleet.event_wait import is_set_within
+from gateway.fleet.concurrency import is_set_within
 from gateway.fleet.fleet import Fleet
-from gateway.fleet.history.timeline import Timeline
+from gateway.fleet.history import Timeline
 from gateway.fleet.metrics import Metrics, package_version
 from gateway.fleet.placement.scheduler import Scheduler
-from gateway.fleet.replica import Replica
 from gateway.fleet.watch.engine_page import EngineLoad, read_load
 from gateway.http.access import Access
 from gateway.http.json_body import reply
@@ -40,24 +36,6 @@ _HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class _Seen:
-    """The load of a page that was read after so many placements; None where rollouts ran."""
-
-    load: EngineLoad
-    work: int | None
-
-    def still_tells(self, replica: Replica) -> bool:
-        """True where an engine has had no rollout since, and its page, which may be late, knew it to be at rest."""
-        at_rest = self.work is not None and not self.load.running and not self.load.waiting
-        return at_rest and self.work == _work_of(replica)
-
-
-def _work_of(replica: Replica) -> int | None:
-    """The samples that a replica without rollouts has had; None where it has rollouts."""
-    return None if replica.load_samples else replica.placed
 
 
 class Dashboard:
@@ -84,7 +62,6 @@ class Dashboard:
         self._watched = asyncio.Event()
         self._looking = asyncio.Lock()
         self._loads: dict[str, EngineLoad] = {}
-        self._seen: WeakKeyDictionary[Replica, _Seen] = WeakKeyDictionary()
         self._rates: dict[str, float] = {}
         self._generated: dict[str, float] = {}
         self._rated_at = self._looked_at = -_WATCHED_FOR_S
@@ -110,19 +87,8 @@ class Dashboard:
     async def look(self) -> None:
         """Take one sample of all engines and of the gateway."""
         async with self._looking:
-            asked = {replica: _work_of(replica) for replica in self._fleet.alive if not self._is_known(replica)}
-            pages = await self._fleet.metrics_pages(list(asked))
-            for replica, work in asked.items():
-                self._seen.pop(replica, None)
-                if replica in pages:
-                    self._seen[replica] = _Seen(read_load(pages[replica]), work)
-            seen = ((replica, self._seen.get(replica)) for replica in self._fleet.alive)
-            self._sample({replica.replica_id: one.load for replica, one in seen if one is not None})
-
-    def _is_known(self, replica: Replica) -> bool:
-        """True where an engine's page would tell what it told. An external server may have other clients."""
-        seen = self._seen.get(replica)
-        return seen is not None and seen.still_tells(replica) and replica.info.kind is not EngineKind.EXTERNAL
+            pages = await self._fleet.metrics_pages()
+            self._sample({replica.replica_id: read_load(page) for replica, page in pages.items()})
 
     def _sample(self, found: dict[str, EngineLoad]) -> None:
         now, clock = time.time(), time.monotonic()

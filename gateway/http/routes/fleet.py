@@ -1,4 +1,4 @@
-"""Routes about the gateway and its fleet: health, status, metrics, the lives of rollouts, the ends of sessions."""
+"""Routes about the gateway and its fleet: health, status, metrics, the attempts of rollouts."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,9 +9,8 @@ from engines.engine import Json
 from engines.errors import UnknownRequest
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics, package_version
-from gateway.fleet.placement.lives import KEPT
+from gateway.fleet.placement.attempt_history import KEPT
 from gateway.fleet.placement.scheduler import Scheduler
-from gateway.fleet.placement.sessions import session_key
 from gateway.http.access import Access
 from gateway.http.json_body import reply
 from gateway.http.supervisor import Supervisor
@@ -32,7 +31,7 @@ class FleetRoutes:
     workers: Workers
 
     def add_routes(self, router: web.UrlDispatcher, access: Access) -> None:
-        self._router, self._access = router, access
+        self._router = router
         router.add_get("/", self._start)
         router.add_get("/openapi.json", self._document)
         health = access.for_inference_or(self._health_report, self._health)
@@ -41,7 +40,6 @@ class FleetRoutes:
         router.add_get("/status", access.for_inference(self._report))
         router.add_get("/metrics", access.for_inference(self._metrics_page))
         router.add_get("/traces/{request_id:.+}", access.for_admin(self._life))
-        router.add_post("/v1/sessions/{id}/finish", access.for_inference(self._finish_session))
 
     async def _start(self, request: web.Request) -> web.Response:
         text = (
@@ -93,24 +91,9 @@ class FleetRoutes:
     async def _life(self, request: web.Request) -> web.Response:
         """Reply with the attempts of each rollout of a request: times, replicas, weight versions, ends."""
         name = request.match_info["request_id"]
-        if not (found := self.scheduler.lives.of(name)):
+        if not (found := self.scheduler.history.of(name)):
             raise UnknownRequest(
                 f"no rollout of request {name!r} is among the last {KEPT:,}: send X-Request-Id to choose the id, or "
                 "take it from the reply"
             )
         return reply({"request_id": name, "rollouts": found})
-
-    async def _finish_session(self, request: web.Request) -> web.Response:
-        """End a session whose last turn is over: others may take its place in the KV cache.
-
-        An inference key ends its own sessions, an admin key those of all clients.
-        """
-        name = request.match_info["id"]
-        clients = self._access.clients_within_reach(request)
-        were_known = [self.scheduler.finish_session(session_key(client, name)) for client in clients]
-        if not any(were_known):
-            raise UnknownRequest(
-                f"no session {name!r:.300} of this key is known: it had no turn here, has ended, or was forgotten",
-                param="id",
-            )
-        return reply({"session": name})

@@ -18,7 +18,7 @@ from gateway.dialects.token_generation import lacking
 from gateway.fleet.adapter_loading import AdapterCoordinator
 from gateway.fleet.adapters import Adapter
 from gateway.fleet.fleet import Fleet
-from gateway.fleet.placement.inquiries import Inquiries
+from gateway.fleet.placement.any_replica import AnyReplica
 from gateway.fleet.replica import Replica
 from gateway.http.access import Access
 from gateway.http.json_body import read_object, reply
@@ -48,7 +48,7 @@ class ModelRoutes:
     config: FleetConfig
     fleet: Fleet
     weights: WeightCoordinator
-    inquiries: Inquiries
+    any_replica: AnyReplica
     adapters: AdapterCoordinator
 
     def add_routes(self, router: web.UrlDispatcher, access: Access) -> None:
@@ -133,7 +133,7 @@ class ModelRoutes:
     async def _model_card(self, model: str) -> Json:
         """Return vLLM's entry of one model in its engine's list."""
         replicas = self._replicas(model, None)
-        listed = await self.inquiries.ask(replicas, "GET", "/v1/models", None, self.config.probe_timeout_s)
+        listed = await self.any_replica.ask(replicas, "GET", "/v1/models", None, self.config.probe_timeout_s)
         for card in listed.get("data") or ():
             if card.get("id") == model:
                 return dict(card)
@@ -149,7 +149,7 @@ class ModelRoutes:
 
     async def _answer(self, replicas: Sequence[Replica], request: web.Request, body: Json | None) -> Json:
         """Return the answer of one of these replicas to the request itself."""
-        return await self.inquiries.ask(replicas, request.method, request.path_qs, body, _ASK_TIMEOUT_S)
+        return await self.any_replica.ask(replicas, request.method, request.path_qs, body, _ASK_TIMEOUT_S)
 
     def _replicas(self, model: str, adapter: Adapter | None) -> list[Replica]:
         """Return the replicas of a model in a fixed order, serving replicas if any.

@@ -14,12 +14,14 @@ from msgspec import Meta, Struct
 from engines.errors import InvalidRequest
 from gateway.dialects.fields import read_fields
 from gateway.fleet.fleet import Fleet
-from gateway.fleet.profiles import check_can_be_profiled, record
 from gateway.fleet.replica import Replica
 from gateway.http.access import Access
 from gateway.http.json_body import read_object
 
 _CHUNK_BYTES = 1 << 20
+_START_TIMEOUT_S = 60.0
+_STOP_TIMEOUT_S = 600.0
+"""A torch profile of some seconds has 100 MB and takes a minute to write."""
 
 
 class _Asked(Struct):
@@ -46,7 +48,7 @@ class ProfileRoutes:
         if self._recording.locked():
             raise InvalidRequest("engines are being profiled: wait for its end, as a profiler records once at a time")
         async with self._recording:
-            files = await record(replicas, asked.seconds)
+            files = await _record(replicas, asked.seconds)
         with tempfile.TemporaryFile() as archive:
             await asyncio.to_thread(_pack, files, archive)
             return await _send(request, archive)
@@ -60,8 +62,50 @@ class ProfileRoutes:
         if not found:
             raise InvalidRequest("there is no replica to profile: see /status", param="replicas")
         for replica in found:
-            check_can_be_profiled(replica)
+            _check_can_be_profiled(replica)
         return list(dict.fromkeys(found))
+
+
+async def _record(replicas: Sequence[Replica], seconds: float) -> dict[str, list[Path]]:
+    """Record replicas for some seconds. Return the files that their profilers wrote, by replica id.
+
+    Profilers that were started are stopped, also where another replica fails or the caller leaves.
+    """
+    known = {replica: _files(replica) for replica in replicas}
+    started: list[Replica] = []
+    try:
+        for replica in replicas:
+            await replica.engine.start_profile(replica.info.profiles, _START_TIMEOUT_S)
+            started.append(replica)
+        await asyncio.sleep(seconds)
+    finally:
+        ends = await asyncio.gather(
+            *(replica.engine.stop_profile(_STOP_TIMEOUT_S) for replica in started), return_exceptions=True
+        )
+    for end in ends:
+        if isinstance(end, BaseException):
+            raise end
+    return {replica.replica_id: sorted(_files(replica) - known[replica]) for replica in replicas}
+
+
+def _check_can_be_profiled(replica: Replica) -> None:
+    """Raise `InvalidRequest` for a replica without a profiler, and where this machine does not see its files."""
+    folder = replica.info.profiles
+    if not folder:
+        raise InvalidRequest(
+            f"replica {replica.replica_id} has no profiler: set engine.profiling: true and start it again",
+            param="replicas",
+        )
+    if not Path(folder).is_dir():
+        raise InvalidRequest(
+            f"replica {replica.replica_id} writes profiles into {folder} of its own node: put engine.log_dir on a file "
+            "system that the gateway's node shares",
+            param="replicas",
+        )
+
+
+def _files(replica: Replica) -> set[Path]:
+    return {path for path in Path(replica.info.profiles).rglob("*") if path.is_file()}
 
 
 def _pack(files: Mapping[str, Sequence[Path]], archive: IO[bytes]) -> None:

@@ -20,7 +20,7 @@ from gateway.dialects.replays.registry import Replays
 from gateway.dialects.token_generation import TokenGeneration
 from gateway.dialects.usage import Usage
 from gateway.dialects.words.sglang_generate import SglangGenerate
-from gateway.fleet.deliveries import Deliveries
+from gateway.fleet.metrics import Deliveries
 from gateway.fleet.placement.sessions import session_of
 from gateway.http.access import CLIENT, Access
 from gateway.http.json_body import as_object, read_content, read_object, reply

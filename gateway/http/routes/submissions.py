@@ -12,7 +12,7 @@ from gateway.dialects.fields import read_fields
 from gateway.dialects.submissions.registry import Submissions
 from gateway.dialects.submissions.submission import Submission
 from gateway.dialects.submissions.words import Request
-from gateway.fleet.placement.lives import Lives
+from gateway.fleet.placement.attempt_history import AttemptHistory
 from gateway.http.access import CLIENT, Access
 from gateway.http.json_body import read_object, read_packed, reply
 from gateway.http.records import is_packed, send_records, wire_of
@@ -31,7 +31,7 @@ class SubmissionRoutes:
     """Submissions: groups of rollouts under one id, kept until they are acked."""
 
     submissions: Submissions
-    lives: Lives
+    history: AttemptHistory
 
     def add_routes(self, router: web.UrlDispatcher, access: Access) -> None:
         router.add_post("/v1/rollouts", access.for_inference(self._submit))
@@ -54,7 +54,7 @@ class SubmissionRoutes:
         """Stream the samples after `cursor`, as they end; with `explain` reply with the reasons of their placement."""
         submission = self._found(request)
         if _flag(request, "explain"):
-            placements = self.lives.placements_of(submission.owner, submission.id)
+            placements = self.history.placements_of(submission.owner, submission.id)
             return reply(self._head(submission) | {"rollouts": placements})
         given = request.query.get("cursor")
         if given is not None and not (given.isascii() and given.isdecimal() and len(given) < 20):

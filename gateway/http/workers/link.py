@@ -15,7 +15,7 @@ from engines.errors import DeadlineExceeded, EngineError, EngineGone, EngineUnre
 from engines.trace_context import TRACE_CONTEXT, TRACEPARENT
 from engines.types import ReplicaState
 from gateway.fleet.changes import Argument
-from gateway.fleet.event_wait import is_set_within
+from gateway.fleet.concurrency import is_set_within
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.placement.attempts import End
 from gateway.fleet.placement.routing import Rollout
@@ -252,12 +252,11 @@ class Link:
     async def _serve(self, number: int, turn: _Turn, rollout: Rollout) -> None:
         """Make the attempts of a turn, as `AttemptLoop.run` does; the calls of engines are in the worker."""
         try:
-            with self._scheduler.turn(rollout):
-                while not isinstance(message := await turn.messages.get(), Over):
-                    if isinstance(message, Place):
-                        await self._attempt(turn, rollout, message)
-                    elif isinstance(message, Judge):
-                        await self._judge(turn, rollout, message)
+            while not isinstance(message := await turn.messages.get(), Over):
+                if isinstance(message, Place):
+                    await self._attempt(turn, rollout, message)
+                elif isinstance(message, Judge):
+                    await self._judge(turn, rollout, message)
         except Exception as error:
             if not isinstance(error, RolloutGatewayError):
                 log.exception("placing failed in a way that was not foreseen", request=rollout.request_id)

@@ -18,9 +18,8 @@ from gateway.dialects.completions import Completions
 from gateway.dialects.runner import Runner
 from gateway.dialects.token_generation import TokenGeneration
 from gateway.dialects.words.sglang_generate import SglangGenerate
-from gateway.fleet.deliveries import Deliveries
-from gateway.fleet.metrics import Metrics
-from gateway.fleet.placement.inquiries import Inquiries
+from gateway.fleet.metrics import Deliveries, Metrics
+from gateway.fleet.placement.any_replica import AnyReplica
 from gateway.http.access import Access
 from gateway.http.door import raise_limit
 from gateway.http.engine_client import engine_client
@@ -83,7 +82,7 @@ class Parts:
         runner = Runner(self.scheduler, self.metrics)
         completions = Completions(gateway, self.fleet, runner)
         self.tokens = TokenGeneration(gateway, self.fleet, runner)
-        chat = Chat(gateway, self.fleet, runner, self.tokens, Inquiries(self.fleet))
+        chat = Chat(gateway, self.fleet, runner, self.tokens, AnyReplica(self.fleet))
         self.sglang = SglangGenerate(completions, self.fleet)
         self.own = OwnRequests()
         self.replays = WorkerReplays(gateway, completions, self.fleet, self.metrics, Ledger(None))

@@ -10,9 +10,9 @@ from engines.engine import Json, ReceiptCopy
 from engines.errors import StoreFailed, WeightUpdateConflict, WeightUpdateFailed
 from engines.store.weight_store import GROUP
 from engines.types import Dialect, InFlight, ReplicaState
+from gateway.fleet.concurrency import together
 from gateway.fleet.replica import Replica
 from gateway.fleet.replica_calls import on_all, try_on_all
-from gateway.fleet.together import together
 from gateway.weights.receipts import check_receipts
 from gateway.weights.transfer_group import (
     TransferGroup,

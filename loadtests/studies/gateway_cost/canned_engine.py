@@ -18,7 +18,6 @@ from loadtests.studies.gateway_cost.own_process import until_closed
 _LENGTH = re.compile(rb"content-length: *(\d+)", re.IGNORECASE)
 _GENERATION = ("/v1/completions", "/v1/chat/completions")
 _ASK_TIMEOUT_S = 120.0
-_EVENT_ENDS = b"\n\n\r\n"
 
 Key = tuple[object, ...]
 
@@ -65,11 +64,10 @@ def _key(path: str, body: bytes) -> Key:
 
 
 class _Connection(asyncio.Protocol):
-    """One kept connection; requests come one after another. Events are sent `apart_s` after each other."""
+    """One kept connection; requests come one after another."""
 
-    def __init__(self, engine: CannedEngine, apart_s: float) -> None:
+    def __init__(self, engine: CannedEngine) -> None:
         self._engine = engine
-        self._apart_s = apart_s
         self._received = b""
         self._transport: asyncio.Transport | None = None
 
@@ -91,20 +89,16 @@ class _Connection(asyncio.Protocol):
 
     def _send(self, answered: "asyncio.Future[bytes]") -> None:
         assert self._transport is not None
-        first, *rest = answered.result().split(_EVENT_ENDS) if self._apart_s else (answered.result(),)
-        self._transport.write(first)  # at once: what is called soon may run after a timer
-        for place, part in enumerate(rest, 1):
-            asyncio.get_running_loop().call_later(place * self._apart_s, self._transport.write, _EVENT_ENDS + part)
+        self._transport.write(answered.result())
 
 
-async def _serve(engine: str, apart_s: float, pipe: Connection) -> None:
+async def _serve(engine: str, pipe: Connection) -> None:
     canned = CannedEngine(engine)
-    server = await asyncio.get_running_loop().create_server(lambda: _Connection(canned, apart_s), "127.0.0.1", 0)
+    server = await asyncio.get_running_loop().create_server(lambda: _Connection(canned), "127.0.0.1", 0)
     pipe.send(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
     await until_closed(pipe)
 
 
-def run(engine: str, apart_s: float, pipe: Connection) -> None:
-    """Serve in this process, in front of `engine`, until the pipe closes; the events of a stream are `apart_s` seconds
-    after each other."""
-    uvloop.run(_serve(engine, apart_s, pipe))
+def run(engine: str, pipe: Connection) -> None:
+    """Serve in this process, in front of `engine`, until the pipe closes."""
+    uvloop.run(_serve(engine, pipe))

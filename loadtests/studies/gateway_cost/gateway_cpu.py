@@ -139,16 +139,15 @@ async def _run(args: argparse.Namespace) -> Costs:
     try:
         (info,) = await fleet.start_engines()
         async with contextlib.AsyncExitStack() as stack:
-            canned = stack.enter_context(own_process(canned_engine.run, info.url, args.apart_ms / 1e3))
+            canned = stack.enter_context(own_process(canned_engine.run, info.url))
             ours = dataclasses.replace(info, url=canned.url)
             gateway = await stack.enter_async_context(fleet.gateway(config, [ours]))
             servers = {
                 "gateway": Served(gateway.url, gateway.pid),
                 "pass-through": stack.enter_context(own_process(pass_through.run, canned.url)),
             }
-            for name, command in (("vllm-router", args.vllm_router), ("sglang-router", args.sglang_router)):
-                if command:
-                    servers[name] = Served(*stack.enter_context(running_router(command, [canned.url])))
+            if args.vllm_router:
+                servers["vllm-router"] = Served(*stack.enter_context(running_router(args.vllm_router, [canned.url])))
             rows = [row for row in ROWS if not args.rows or row.name in args.rows]
             return await measured(servers, rows, args.rounds)
     finally:
@@ -161,9 +160,7 @@ def main() -> int:
     )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--rows", nargs="*", choices=[row.name for row in ROWS], help="default: all")
-    parser.add_argument("--apart-ms", type=float, default=0.0, help="between the events of a stream; default: none")
     parser.add_argument("--vllm-router", default=os.environ.get("VLLM_ROUTER"), help="its command")
-    parser.add_argument("--sglang-router", default=os.environ.get("SGLANG_ROUTER"), help="its command")
     parser.add_argument("--json", type=Path, help="file for all rounds")
     args = parser.parse_args()
     costs = asyncio.run(_run(args))

@@ -1,33 +1,37 @@
-"""The cost of weight updates for rollouts: the same load with and without updates, in alternating runs.
+"""The cost of weight updates for rollouts: tokens/s of one steady load with an update every few seconds, and without.
 
-    python -m loadtests.studies.weights.weight_cost -c FILE.yaml --transport nccl --device cuda:0 --json out.json
-    python -m loadtests.studies.weights.weight_cost -c FILE.yaml --transport store weights.in_flight=drain
-    python -m loadtests.studies.weights.weight_cost -c FILE.yaml \
+    python -m loadtests.studies.weights.weight_cost -c FILE.yaml --transport nccl --device cuda:1 --json out.json
+    python -m loadtests.studies.weights.weight_cost -c FILE.yaml --device cuda:1 --restores 2 \
         --variant "staged: transport=nccl weights.relay=never" \
-        --variant "flat: transport=nccl weights.relay=never weights.stage=never" \
-        --variant "relay: transport=nccl weights.relay=always weights.relay_device=cuda:1" --restores 2
+        --variant "flat: transport=nccl weights.relay=never weights.stage=never"
 
-Starts the engines, a gateway over them, without Ray, and a trainer's process that pushes weights of the served model's
-shapes. Variants are settings of the gateway over the file's: one after the other has the same engines. A pair is one
-run of the load alone and one with up to `--updates` spread over it, whose extra time, by update, is the work that an
-update costs. The updates' own records have the time for which generation stood still, and the time of each step. An
-update that ends after the load of its run, as where it waited for the copy of the version before, is counted as late,
-and is in no figure. `--restores` are updates refused by the canary, and, of more than 2 GiB, updates that their trainer
-gives up half sent, all beside the load: their figures are the time for which they stopped generation, and the times
-from the refusal until all serve the version before, and to its first completion, which waits behind the load's prompts.
-TRL's client sends no log-probs, so the canary refuses NaN of it.
+Starts the engines, a gateway over them, without Ray, a trainer's process that pushes weights of the served model's
+shapes, and clients. Variants are settings of the gateway over the file's: one after the other has the same engines. The
+load never stops: windows without updates (`--quiet-s`) and with one every `--every-s` (`--updates-s`) follow each
+other, a quiet one first and last. Tokens are the engines' own counts. The updates' own records have the time for which
+generation stood still, and the time of each step.
+
+`--restores` are updates refused by the canary, and, of more than 2 GiB, updates that their trainer gives up half sent,
+all beside the load: their figures are the time for which they stopped generation, and the times from the refusal until
+all serve the version before, and to its first completion, which waits behind the load's prompts. TRL's client sends no
+log-probs, so the canary refuses NaN of it.
 """
 
 import argparse
 import asyncio
+import multiprocessing
 import os
+import random
 import shlex
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from datetime import datetime
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, get_args
 
@@ -37,35 +41,26 @@ import orjson
 from engines.errors import ConfigError, EngineStartFailed
 from engines.types import ReplicaInfo
 from gateway.config.load import load as load_config
-from gateway.weights.updates.record import num_bytes as bytes_of
+from gateway.fleet.watch.engine_page import read_total
 from loadtests.fleet import LocalFleet
-from loadtests.studies.clients import ClientPool, Stream, Totals, total
 from loadtests.studies.weights.pusher import Flaw, Pushed, Pusher, Way
-from loadtests.workloads import LengthMix, Workload
+from loadtests.workloads import random_tokens
 from trainer_client.transports.sender import TransportName
 
 _WAYS: tuple[Way, ...] = (*get_args(TransportName), "trl")
-_COPY_S = 60.0
+_COUNTERS = ("vllm:generation_tokens_total", "sglang:generation_tokens_total")
+_READ_EVERY_S = 0.2
+_BIN_S = 0.25
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """One run of the load; a quiet one has no updates. `updates` are the gateway's records. `ended` is the Unix time of
-    the last reply."""
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A part of the run. `rate` is in tokens/s."""
 
-    pair: int
-    is_quiet: bool
-    wall_s: float
+    began: float
     ended: float
-    tokens: int
-    errors: list[str]
-    pushed: list[Pushed]
-    updates: list[dict[str, Any]]
-
-    @property
-    def beside(self) -> list[dict[str, Any]]:
-        """The records of the updates that ended before the load did."""
-        return [record for record in self.updates if _ended(record) <= self.ended]
+    has_updates: bool
+    rate: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,24 +68,23 @@ class Restore:
     """A refused update. `seconds` from its end to the first completion, made by `version`, and `serving_s` until the
     last replica served that version again; 0 where none was overwritten. `stopped_s` is the time for which the update
     itself stopped generation. `source` is where replicas had that version from by then, "" where a replica served it
-    that was not overwritten. `beside` is False where the load had ended before that completion."""
+    that was not overwritten."""
 
     flaw: Flaw
     seconds: float
     serving_s: float
     version: int
     staged: bool
-    beside: bool
     stopped_s: float
     error: str
     source: str
 
-    def told(self) -> str:
-        way = ("staged, " if self.staged else "") + ("" if self.beside else "after the load, ")
+    def __str__(self) -> str:
         source = f" from {self.source}" if self.source else ""
         return (
-            f"refused ({way}{self.flaw}): generation stopped for {self.stopped_s:.3f} s, and back at version "
-            f"{self.version}{source} after {self.serving_s:.3f} s, with its first completion after {self.seconds:.3f} s"
+            f"refused ({'staged, ' if self.staged else ''}{self.flaw}): generation stopped for {self.stopped_s:.3f} s, "
+            f"and back at version {self.version}{source} after {self.serving_s:.3f} s, with its first completion after "
+            f"{self.seconds:.3f} s"
         )
 
 
@@ -114,57 +108,94 @@ class Variant:
         return cls(name.strip(), chosen, tuple(f"{key}={value}" for key, value in told.items()))
 
 
-class Bench:
-    """One gateway, its clients and a trainer."""
+class TokenCount:
+    """The engines' counts of generated tokens, read again and again."""
 
-    def __init__(
-        self, url: str, pool: ClientPool, pusher: Pusher, args: argparse.Namespace, *, replicas: int, restores: int
-    ) -> None:
+    def __init__(self, urls: Sequence[str]) -> None:
+        self._urls = urls
+        self.times: list[float] = []
+        self.totals: list[float] = []
+
+    async def follow(self) -> None:
+        """Read until cancelled."""
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=20)) as session:
+            while True:
+                began = time.time()
+                pages = await asyncio.gather(*(self._page(session, url) for url in self._urls))
+                self.times.append((began + time.time()) / 2)
+                self.totals.append(sum(read_total(page, _COUNTERS) or 0.0 for page in pages))
+                await asyncio.sleep(_READ_EVERY_S)
+
+    async def _page(self, session: aiohttp.ClientSession, url: str) -> str:
+        async with session.get(f"{url}/metrics") as reply:
+            return await reply.text()
+
+    def rate(self, began: float, ended: float) -> float:
+        """Tokens/s between two times of the past."""
+        return (self._at(ended) - self._at(began)) / (ended - began)
+
+    def _at(self, moment: float) -> float:
+        after = min(max(bisect_left(self.times, moment), 1), len(self.times) - 1)
+        (a, b), (x, y) = self.times[after - 1 : after + 1], self.totals[after - 1 : after + 1]
+        return x + (y - x) * (moment - a) / (b - a)
+
+
+class Bench:
+    """One gateway with its load, and a trainer."""
+
+    def __init__(self, url: str, engines: Sequence[str], pusher: Pusher, args: argparse.Namespace) -> None:
         self._url = url
-        self._pool = pool
+        self._engines = engines
         self._pusher = pusher
         self._args = args
-        self._replicas = replicas
-        self._num_restores = restores
-        self.runs: list[Run] = []
+        self._count = TokenCount(engines)
+        self.windows: list[Window] = []
+        self.pushes: list[tuple[float, Pushed]] = []
+        self.updates: list[dict[str, Any]] = []
         self.restores: list[Restore] = []
-        self.restore_errors: list[str] = []
+        self.errors: list[str] = []
 
-    async def measure(self) -> None:
-        """Run all pairs, after an unrecorded run of one round. The order alternates between pairs."""
-        expected_s = (await self._run(-1, 0.0, is_quiet=True, rounds=1)).wall_s * self._args.rounds
-        opened = await asyncio.to_thread(self._pusher.push)  # opens the group
-        await self._until_kept(opened)
-        for pair in range(self._args.pairs):
-            both = [False] if self._args.no_quiet_runs else [True, False]
-            for is_quiet in both[:: -1 if pair % 2 else 1]:
-                run = await self._run(pair, expected_s, is_quiet=is_quiet, rounds=self._args.rounds)
-                self.runs.append(run)
-                if is_quiet == both[0]:
-                    expected_s = run.wall_s
-                if run.pushed:
-                    await self._until_kept(run.pushed[-1])
-        await self._refuse()
+    async def measure(self, restores: int) -> None:
+        """Measure all windows, then so many refused updates of each flaw."""
+        await asyncio.to_thread(self._pusher.push)  # opens the group
+        async with self._loaded(), asyncio.TaskGroup() as group:
+            following = group.create_task(self._count.follow())
+            await asyncio.sleep(self._args.warm_s)
+            for number in range(2 * self._args.pairs + 1):
+                await self._window(has_updates=bool(number % 2))
+            self.updates = await self._records(len(self.pushes))
+            for flaw in self._pusher.flaws() * restores:
+                self.restores.append(await self._restore(flaw))
+            following.cancel()
 
-    async def _refuse(self) -> None:
-        """Have updates refused beside the load, which begins anew where it ends before them."""
-        loads: list[asyncio.Task[tuple[Totals, float]]] = []
-        for number, flaw in enumerate(self._pusher.flaws() * self._num_restores):
-            if not loads or loads[-1].done():
-                loads.append(self._loaded(f"refused {number}", self._args.rounds))
-            self.restores.append(await self._restore(flaw, loads[-1]))
-        self.restore_errors = [error for load in loads for error in (await load)[0].errors]
+    @asynccontextmanager
+    async def _loaded(self) -> AsyncIterator[None]:
+        """Have the load during the block, from a process of its own; keep its errors."""
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        client = context.Process(target=_load, args=(theirs, self._url, len(self._engines), self._args), daemon=True)
+        client.start()
+        try:
+            yield
+        finally:
+            ours.send(None)
+            answered = await asyncio.to_thread(ours.poll, self._args.timeout_s)
+            self.errors = ours.recv() if answered else [f"no client ended within {self._args.timeout_s:g} s"]
 
-    async def _until_kept(self, pushed: Pushed) -> None:
-        """Wait for the copy of a version in the store, which would slow the next run. A version may have none."""
-        deadline = time.monotonic() + _COPY_S
-        while pushed.version and time.monotonic() < deadline:
-            store = (await self._ask("GET", "/status"))["weight_store"]
-            if store["reason"] or pushed.version in store["versions"]:
-                return
-            await asyncio.sleep(0.1)
+    async def _window(self, *, has_updates: bool) -> None:
+        began = time.time()
+        if has_updates:
+            for number in range(int(self._args.updates_s / self._args.every_s)):
+                await asyncio.sleep(max(0.0, began + (number + 0.1) * self._args.every_s - time.time()))
+                at = time.time()
+                self.pushes.append((at, await asyncio.to_thread(self._pusher.push)))
+        ended = began + (self._args.updates_s if has_updates else self._args.quiet_s)
+        await asyncio.sleep(max(0.0, ended - time.time()) + 2 * _READ_EVERY_S)
+        window = Window(began, ended, has_updates, self._count.rate(began, ended))
+        self.windows.append(window)
+        print(f"{'updates' if has_updates else 'quiet':8s} {window.rate:9.0f} tokens/s", file=sys.stderr, flush=True)
 
-    async def _restore(self, flaw: Flaw, load: asyncio.Task[Any]) -> Restore:
+    async def _restore(self, flaw: Flaw) -> Restore:
         pushing = asyncio.create_task(asyncio.to_thread(self._pusher.push_in_vain, flaw))
         answers = []
         while not pushing.done():  # the trainer's own end of a refused push takes longer than a replica's
@@ -176,53 +207,18 @@ class Bench:
         refused, before = await self._records(2)
         if before["end"] != "committed":
             raise ConfigError(f"the update before the one to be refused failed: {pushed.error}")
-        ended = _ended(refused)
+        ended = datetime.fromisoformat(refused["started"]).timestamp() + float(refused["age_s"])
         served, version = next((at, version) for at, version in answers if at > ended)
         sources = {one["taken_back"]["source"] for one in refused["replicas"].values() if "taken_back" in one}
         return Restore(
             flaw, served - ended, refused["seconds"].get("undo", 0.0), version, staged=refused["staged"],
-            beside=not load.done(), stopped_s=refused["stopped_s"], error=pushed.error,
-            source=", ".join(sorted(sources)),
+            stopped_s=refused["stopped_s"], error=pushed.error, source=", ".join(sorted(sources)),
         )  # fmt: skip
 
     async def _answered(self) -> tuple[float, int]:
         """Ask for one token; return the time of the reply and the version that made it."""
         reply = await self._ask("POST", "/v1/completions", {"prompt": [1, 2, 3], "max_tokens": 1})
         return time.time(), reply["choices"][0]["weight_versions"][-1]["version"]
-
-    async def _run(self, pair: int, expected_s: float, *, is_quiet: bool, rounds: int) -> Run:
-        count = 0 if is_quiet else self._args.updates
-        loaded = self._loaded(f"{pair}/{is_quiet}", rounds)
-        began, pushed = time.monotonic(), []
-        for update in range(count):
-            due = began + expected_s * (update + 0.5) / count
-            await asyncio.wait([loaded], timeout=max(0.0, due - time.monotonic()))
-            if loaded.done():  # a push waits for the copy of the version before, and none may be beside no load
-                break
-            pushed.append(await asyncio.to_thread(self._pusher.push))
-        totals, ended = await loaded
-        errors = totals.errors + [push.error for push in pushed if push.error]
-        run = Run(
-            pair=pair, is_quiet=is_quiet, wall_s=totals.wall_s, ended=ended, tokens=totals.tokens, errors=errors,
-            pushed=pushed, updates=await self._records(len(pushed)),
-        )  # fmt: skip
-        name = f"pair {pair + 1}" if pair >= 0 else "warm-up"
-        print(f"{name} {len(pushed)} updates {run.wall_s:8.2f} s {len(errors)} errors", *errors[:2], file=sys.stderr)
-        return run
-
-    def _loaded(self, name: str, rounds: int) -> "asyncio.Task[tuple[Totals, float]]":
-        return asyncio.create_task(asyncio.to_thread(self._load, name, rounds))
-
-    def _load(self, name: str, rounds: int) -> tuple[Totals, float]:
-        """Run the load with prompts of this name, which no other run has. Return its totals and the Unix time of its
-        end."""
-        args = self._args
-        workload = Workload(prompts=1, samples=1, prompt_tokens=args.prompt_tokens, max_tokens=args.max_tokens)
-        callers = range(args.streams * self._replicas)
-        seeds = [tuple(f"{name}/{caller}/{turn}" for turn in range(rounds)) for caller in callers]
-        streams = [Stream(url=self._url, workload=workload, seeds=own, stream=False) for own in seeds]
-        outcomes = self._pool.run(streams)
-        return total(outcomes), time.time()
 
     async def _records(self, count: int) -> list[dict[str, Any]]:
         """Return the gateway's records of the last `count` updates."""
@@ -239,69 +235,88 @@ class Bench:
             answer: dict[str, Any] = await reply.json()
         return answer
 
+    def report(self) -> dict[str, Any]:
+        """Return all that was measured so far, with its summary if there is a window of each kind."""
+        is_whole = any(window.has_updates for window in self.windows)
+        return {
+            "summary": summarise(self.windows, self.updates, self._args.every_s) if is_whole else {},
+            "rate_by_quarter_second": self._rates_after_pushes() if is_whole else [],
+            "windows": [asdict(one) for one in self.windows], "pushes": [(at, asdict(one)) for at, one in self.pushes],
+            "updates": self.updates, "restores": [asdict(one) for one in self.restores], "errors": self.errors,
+        }  # fmt: skip
 
-def summarise(name: str, runs: Sequence[Run], num_bytes: int) -> dict[str, Any]:
-    """Return the row of a variant. Seconds are medians of the updates beside the load; `lost_s` is lost work per such
-    update, and `late` counts the others."""
-    quiet, ours = {run.pair: run for run in runs if run.is_quiet}, [run for run in runs if not run.is_quiet]
-    records = [record for run in ours for record in run.beside]
-    pairs = [(run, quiet[run.pair]) for run in ours if run.beside and run.pair in quiet]
-    lost = [(run.wall_s - alone.wall_s) / len(run.beside) for run, alone in pairs]
-    speed = _median(run.tokens / run.wall_s for run in quiet.values()) or 0.0
-    names = dict.fromkeys(step for record in records for step in record["seconds"])
-    steps = {step: _median(record["seconds"].get(step) for record in records) for step in names}
-    moved = steps.get("transfer") or steps.get("load")
+    def _rates_after_pushes(self) -> list[float]:
+        """Tokens/s in each quarter of a second after a push begins, averaged over all pushes, by those of quiet
+        windows: when work is lost tells what takes it."""
+        quiet = statistics.mean(window.rate for window in self.windows if not window.has_updates)
+        starts = [index * _BIN_S for index in range(int(0.8 * self._args.every_s / _BIN_S))]
+        begun = [at for at, _ in self.pushes]
+        return [
+            statistics.mean(self._count.rate(at + start, at + start + _BIN_S) for at in begun) / quiet
+            for start in starts
+        ]
+
+
+def summarise(windows: Sequence[Window], updates: Sequence[dict[str, Any]], every_s: float) -> dict[str, Any]:
+    """Return the ratio of the rates with and without updates, the seconds of work that an update costs, and of the
+    updates' records the medians."""
+    quiet, busy = ([one.rate for one in windows if one.has_updates is kind] for kind in (False, True))
+    ratio = statistics.mean(busy) / statistics.mean(quiet)
+    names = dict.fromkeys(step for record in updates for step in record["seconds"])
     return {
-        "variant": name,
-        "updates": len(records),
-        "late": sum(len(run.updates) for run in ours) - len(records),
-        "failed": sum(bool(push.error) for run in ours for push in run.pushed),
-        "lost_s": statistics.median(lost) if lost else None,
-        "lost_s_of_pairs": lost,
-        "lost_tokens": statistics.median(lost) * speed if lost else None,
-        "stopped_s": _median(record["stopped_s"] for record in records),
-        "stopped_s_max": max((record["stopped_s"] for record in records), default=None),
-        "push_s": _median(push.seconds for run in ours for push in run.pushed),
-        "moved_gb_per_s": num_bytes / moved / 1e9 if moved else None,
-        "staged": sum(record["staged"] for record in records),
-        "seconds": steps,
-        "errors": sum(len(run.errors) for run in ours),
-    }
+        "ratio": ratio, "lost_s": (1 - ratio) * every_s, "updates": len(updates),
+        "staged": sum(record["staged"] for record in updates),
+        "stopped_s": statistics.median(record["stopped_s"] for record in updates),
+        "stopped_s_max": max(record["stopped_s"] for record in updates),
+        "seconds": {
+            step: statistics.median(record["seconds"][step] for record in updates if step in record["seconds"])
+            for step in names
+        },
+    }  # fmt: skip
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Return the rows as text."""
-    head = ["variant", "updates", "late", "work lost s", "tokens lost", "stopped s", "at most", "push s", "GB/s"]
-    keys = ("variant", "updates", "late", "lost_s", "lost_tokens", "stopped_s", "stopped_s_max", "push_s")
-    cells = [[*head, "errors"], *([_cell(row[key]) for key in (*keys, "moved_gb_per_s", "errors")] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells)
-
-
-def steps_of(row: dict[str, Any]) -> str:
-    """Return the medians of the steps as text. A staged transfer takes place while rollouts go on."""
+def told(name: str, report: dict[str, Any], every_s: float) -> str:
+    """Return what was measured of a variant as text. A staged transfer takes place while rollouts go on."""
+    row = report["summary"]
     steps = ", ".join(f"{step} {seconds:.3f}" for step, seconds in row["seconds"].items())
-    return f"{row['variant']}: {row['staged']} of {row['updates']} staged; {steps} s"
+    lines = [
+        f"tokens/s {row['ratio']:.4f} of those without: an update every {every_s:g} s costs {row['lost_s']:.3f} s of "
+        f"work, and stops generation for {row['stopped_s']:.3f} s, at most {row['stopped_s_max']:.3f} s",
+        f"{row['staged']} of {row['updates']} staged; {steps} s",
+        "after a push: " + " ".join(f"{rate:.2f}" for rate in report["rate_by_quarter_second"]),
+        *(str(Restore(**restore)) for restore in report["restores"]),
+    ]
+    return "\n".join(f"{name}: {line}" for line in lines)
 
 
-def _ended(record: dict[str, Any]) -> float:
-    began: float = datetime.fromisoformat(record["started"]).timestamp()
-    return began + float(record["age_s"])
+def _load(pipe: Connection, url: str, replicas: int, args: argparse.Namespace) -> None:
+    """Keep requests running until the pipe says to end; answer with the errors."""
+    pipe.send(asyncio.run(_requests(pipe, url, replicas * args.streams, args)))
 
 
-def _median(values: Iterator[float | None]) -> float | None:
-    there = [value for value in values if value is not None]
-    return statistics.median(there) if there else None
+async def _requests(pipe: Connection, url: str, streams: int, args: argparse.Namespace) -> list[str]:
+    ending, errors = asyncio.Event(), list[str]()
+    asyncio.get_running_loop().add_reader(pipe.fileno(), ending.set)
+    timeout, connector = aiohttp.ClientTimeout(total=args.timeout_s), aiohttp.TCPConnector(limit=0)
+    sampling = {"temperature": 1.0, "logprobs": 0, "ignore_eos": True}
 
+    async def caller(session: aiohttp.ClientSession, draw: random.Random) -> None:
+        await asyncio.sleep(4 * draw.random())  # callers in step would send all their prompts at once
+        while not ending.is_set():
+            length = draw.randrange(2 * args.max_tokens // 3, 4 * args.max_tokens // 3)
+            body = {"prompt": random_tokens(draw, args.prompt_tokens), "max_tokens": length, **sampling}
+            try:
+                async with session.post(f"{url}/v1/completions", json=body) as reply:
+                    if reply.status != 200:
+                        errors.append((await reply.text())[:200])
+                    await reply.read()
+            except (aiohttp.ClientError, TimeoutError) as error:
+                errors.append(repr(error))
+                return
 
-def _cell(value: object) -> str:
-    return "-" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value)
-
-
-def _write(report: dict[str, Any], file: Path | None) -> None:
-    """Write the results so far, so that an interrupted run keeps them."""
-    if file:
-        file.write_bytes(orjson.dumps(report, option=orjson.OPT_INDENT_2))
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+        await asyncio.gather(*(caller(session, random.Random(index)) for index in range(streams)))
+    return errors
 
 
 async def _measured(args: argparse.Namespace) -> dict[str, Any]:
@@ -310,52 +325,36 @@ async def _measured(args: argparse.Namespace) -> dict[str, Any]:
     fleet = LocalFleet(config)
     try:
         infos = await fleet.start_engines()
-        size = _checkpoint_bytes(infos[0])
         report: dict[str, Any] = {
             "taken": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "cpus": os.cpu_count(),
-            "streams": args.streams, "prompt_tokens": str(args.prompt_tokens), "max_tokens": args.max_tokens,
-            "replicas": len(infos), "engine": f"{infos[0].kind} {infos[0].engine_version}", "bytes": size,
-            "variants": [],
+            "streams": args.streams, "prompt_tokens": args.prompt_tokens, "max_tokens": args.max_tokens,
+            "every_s": args.every_s, "replicas": len(infos), "engine": f"{infos[0].kind} {infos[0].engine_version}",
+            "variants": {},
         }  # fmt: skip
-        with ClientPool(args.clients, args.timeout_s) as pool:
-            for variant in variants:
-                print(f"{variant.name}:", file=sys.stderr)
-                settings = load_config(args.config, [*args.overrides, *variant.overrides])
-                async with fleet.gateway(settings, infos) as gateway:
-                    restores = args.restores if settings.weights.store else 0  # without a store there is no rollback
-                    await _measure(variant, gateway.url, pool, args, restores, report)
+        for variant in variants:
+            print(f"{variant.name}:", file=sys.stderr)
+            settings = load_config(args.config, [*args.overrides, *variant.overrides])
+            async with fleet.gateway(settings, infos) as gateway:
+                restores = args.restores if settings.weights.store else 0  # without a store there is no rollback
+                await _measure(variant, gateway.url, infos, args, restores, report)
     finally:
         await fleet.stop()
     return report
 
 
-def _checkpoint_bytes(info: ReplicaInfo) -> int:
-    tensors = info.tensors or ()
-    return bytes_of({"dtype_names": [one.dtype for one in tensors], "shapes": [one.shape for one in tensors]})
-
-
 async def _measure(
-    variant: Variant, url: str, pool: ClientPool, args: argparse.Namespace, restores: int, report: dict[str, Any]
+    variant: Variant, url: str, infos: Sequence[ReplicaInfo], args: argparse.Namespace, restores: int, report: Any
 ) -> None:
     """Measure one variant. The report has the results so far also where it fails."""
     with await asyncio.to_thread(Pusher, url, variant.transport, args.device, args.timeout_s) as pusher:
-        bench = Bench(url, pool, pusher, args, replicas=report["replicas"], restores=restores)
+        bench = Bench(url, [info.url for info in infos], pusher, args)
         report["bytes"] = pusher.num_bytes
         try:
-            await bench.measure()
+            await bench.measure(restores)
         finally:
-            report["variants"].append(
-                {
-                    "name": variant.name,
-                    "transport": variant.transport,
-                    "settings": variant.overrides,
-                    "summary": summarise(variant.name, bench.runs, report["bytes"]),
-                    "restore_errors": bench.restore_errors,
-                    "restores": [asdict(restore) for restore in bench.restores],
-                    "runs": [asdict(run) for run in bench.runs],
-                }
-            )
-            _write(report, args.json)
+            report["variants"][variant.name] = {"settings": variant.overrides, **bench.report()}
+            if args.json:
+                args.json.write_bytes(orjson.dumps(report, option=orjson.OPT_INDENT_2))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -366,12 +365,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, EngineStartFailed) as error:
         print(error, file=sys.stderr)
         return 2
-    rows = [variant["summary"] for variant in report["variants"]]
-    print(table(rows), *map(steps_of, rows), sep="\n")
-    for variant in report["variants"]:
-        print(*(f"{variant['name']}: {Restore(**restore).told()}" for restore in variant["restores"]), sep="\n")
-    print(f"{report['bytes'] / 1e9:.3f} GB to {report['replicas']} replicas")
-    return 1 if any(one["restore_errors"] or one["summary"]["errors"] for one in report["variants"]) else 0
+    failed: list[str] = []
+    for name, variant in report["variants"].items():
+        print(told(name, variant, args.every_s))
+        failed += [push["error"] for _, push in variant["pushes"] if push["error"]] + variant["errors"]
+    print(f"{report['bytes'] / 1e9:.3f} GB to {report['replicas']} replicas; {len(failed)} errors", *failed[:3])
+    return 1 if failed else 0
 
 
 def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -383,17 +382,17 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--transport", choices=_WAYS, help="of variants without their own; trl: TRL's own client")
     add("--variant", action="append", metavar="NAME: KEY=VALUE ...", help="a variant; repeatable")
     add("--device", default="cpu", help="device of the trainer's tensors, such as cuda:1")
-    add("--updates", type=int, default=2, help="updates in each run")
-    add("--restores", type=int, default=0, help="refused updates per variant")
-    add("--pairs", type=int, default=5)
-    add("--no-quiet-runs", action="store_true", help="leave out the runs without updates; work lost is unknown then")
-    add("--streams", type=int, default=64, help="callers per replica")
-    add("--rounds", type=int, default=2, help="sequential requests of each caller in a run")
-    add("--prompt-tokens", type=LengthMix.parse, default=LengthMix.parse("256"))
-    add("--max-tokens", type=int, default=512)
-    add("--clients", type=int, default=2, metavar="N", help="client processes")
-    add("--timeout-s", type=float, default=300.0, help="limit on a run, and on each wait of a push")
-    add("--json", type=Path, metavar="FILE", help="write every run and the summary")
+    add("--every-s", type=float, default=10.0, help="from one push to the next")
+    add("--updates-s", type=float, default=40.0, help="a window with updates")
+    add("--quiet-s", type=float, default=15.0, help="a window without")
+    add("--warm-s", type=float, default=12.0, help="of the load before the first window")
+    add("--pairs", type=int, default=3, help="windows with updates, each between two without")
+    add("--restores", type=int, default=0, help="refused updates of each kind per variant")
+    add("--streams", type=int, default=256, help="requests per replica")
+    add("--prompt-tokens", type=int, default=256)
+    add("--max-tokens", type=int, default=600, help="mean; from two thirds to four thirds of it")
+    add("--timeout-s", type=float, default=300.0, help="limit on a request, and on each wait of a push")
+    add("--json", type=Path, metavar="FILE", help="write every window, update and summary")
     add("overrides", nargs="*", metavar="KEY=VALUE", help="settings that override the file's")
     return parser.parse_intermixed_args(argv)
 

@@ -3,7 +3,7 @@
     python -m scripts.docs                            # write it
     CLIENTS_OUT=docs/results/clients make test-all    # run the clients again
 
-The bench clients are run by loadtests/studies/bench_clients.py.
+The bench clients were run by a study that docs/benchmarks.md names the commit of.
 """
 
 import json

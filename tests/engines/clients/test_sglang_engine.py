@@ -688,18 +688,3 @@ async def test_adapters_that_an_earlier_client_loaded_are_known_and_unloaded(
     server.knows_v1 = False
     await engine.unload_lora_adapter("v1", TIMEOUT_S)
     assert server.paths().count("/unload_lora_adapter") == 1
-
-
-@pytest.mark.parametrize(
-    "path",
-    ["/weight_info", "/v1/models", "/openapi.json", "/server_info", "/version", "/get_world_size", "/detokenize"],
-)
-async def test_an_answer_of_another_program_is_a_failure(
-    engine: SglangEngine, monkeypatch: pytest.MonkeyPatch, path: str
-) -> None:
-    async def odd(*_: object) -> Json:
-        return {"tp_size": "many", "data": 1, "weight_version": None}
-
-    monkeypatch.setattr(engine, "_call", odd)
-    with pytest.raises(EngineFailed, match=r"replica r1: its answer .* cannot be read"):
-        await engine.ask("GET", path, None, TIMEOUT_S)

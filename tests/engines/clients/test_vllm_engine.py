@@ -269,13 +269,6 @@ async def test_abandoning_an_update_that_is_over_is_no_error(serve: Serve) -> No
     await (await serve(answer)).abandon_weight_update(TIMEOUT_S)
 
 
-async def test_metrics_that_are_no_text_are_read_as_far_as_they_are(serve: Serve) -> None:
-    async def answer(_: web.Request) -> web.Response:
-        return web.Response(body=b"# \xff\nvllm:a_total 1\n")
-
-    assert (await (await serve(answer)).metrics(TIMEOUT_S)).endswith("vllm:a_total 1\n")
-
-
 @pytest.mark.parametrize("said_at", ["init", "update"])
 async def test_packed_is_said_where_engines_want_it(serve: Serve, said_at: str) -> None:
     heard: dict[str, Any] = {}
@@ -291,38 +284,6 @@ async def test_packed_is_said_where_engines_want_it(serve: Serve, said_at: str) 
     await engine.close()
     assert heard["init_info"]["packed"]
     assert heard["update_info"] == {"names": ["w"]}
-
-
-async def test_encodings_of_images_are_forgotten_with_the_kv_by_workers_and_scheduler_together(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    asked: list[str] = []
-
-    async def noted(_: VllmEngine, method: str, path: str, body: object, timeout_s: float) -> bytes:
-        asked.append(path)
-        return b'{"results": [{}]}' if path == "/collective_rpc" else b""
-
-    monkeypatch.setattr(VllmEngine, "_read", noted)
-    engine = VllmEngine("engine-0", "http://127.0.0.1:1", has_tee=True)
-    await engine.wipe_kv(TIMEOUT_S)
-    await engine.close()
-    assert asked == ["/collective_rpc", "/reset_encoder_cache"]
-
-
-@pytest.fixture
-def answered(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, int]], VllmEngine]:
-    """Makes an engine whose routes answer with these statuses, the others with the label 3."""
-
-    def made(statuses: dict[str, int]) -> VllmEngine:
-        async def ask(_: VllmEngine, method: str, path: str, body: Any, timeout_s: float) -> dict[str, Any]:
-            if status := statuses.get(path):
-                raise EngineRefused("no", status=status, body={}, replica_id="engine-0")
-            return {"weight_version": "3"}
-
-        monkeypatch.setattr(VllmEngine, "ask", ask)
-        return VllmEngine("engine-0", "http://127.0.0.1:1")
-
-    return made
 
 
 async def test_a_wipe_that_fails_is_told(serve: Serve) -> None:

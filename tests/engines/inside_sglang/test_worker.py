@@ -3,7 +3,6 @@
 import json
 import sys
 import threading
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,54 +135,6 @@ def test_a_tensor_that_cannot_be_loaded_breaks_the_group(own: WeightWorker, trai
     sending.join(TIMEOUT_S)
     with pytest.raises(WeightUpdateFailed, match="no weight group"):
         own.receive(info("up"), TIMEOUT_S)
-
-
-def test_staged_tensors_are_received_beside_the_weights_and_loaded_later(
-    own: WeightWorker, model: Model, trainer: Trainer
-) -> None:
-    assert own.room_to_stage(1) == {"room": True}
-    assert own.room_to_stage(1 << 60) == {"room": False}
-    own.open_receipt()
-    sent = tensors(5)
-    sending = trainer.send(sent)
-    own.stage_weights(info(*sent), TIMEOUT_S)
-    sending.join(TIMEOUT_S)
-    until_staged(own)
-    assert not model.both.any()
-    assert own.close_receipt() == {name: digest_on_host(tensor) for name, tensor in sent.items()}
-    with torch.inference_mode():
-        own.load_staged()
-    assert holds(model, sent)
-    with pytest.raises(WeightUpdateFailed, match="without staged tensors"):
-        own.load_staged()
-
-
-@pytest.mark.parametrize("inference", [True, False])
-def test_staged_tensors_that_were_loaded_are_taken_back_bit_by_bit(
-    own: WeightWorker, model: Model, trainer: Trainer, inference: bool
-) -> None:
-    received(own, trainer, tensors(1))
-    with torch.inference_mode(inference):
-        own.open_receipt()
-        sending = trainer.send(tensors(2))
-        own.stage_weights(info("up", "down"), TIMEOUT_S)
-        sending.join(TIMEOUT_S)
-        until_staged(own)
-        own.close_receipt()
-        own.load_staged()
-    assert holds(model, tensors(2))
-    assert own.undo_load() == {"undone": True}
-    assert holds(model, tensors(1))
-    assert own.undo_load() == {"undone": False}
-    received(own, trainer, tensors(3))
-    assert holds(model, tensors(3))
-
-
-def until_staged(own: WeightWorker) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not own.staged()["ready"]:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_it_loads_a_folder(own: WeightWorker, model: Model, tmp_path: Path) -> None:

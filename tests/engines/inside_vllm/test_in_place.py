@@ -17,7 +17,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import Module, Parameter
 
-from engines.errors import StoreFailed
 from engines.inside_vllm import in_place as vllm_in_place
 from engines.inside_vllm.in_place import obstacle
 from engines.inside_vllm.worker import WeightWorker
@@ -554,42 +553,6 @@ def test_of_a_model_that_moved_the_next_update_finds_the_parameters() -> None:
 
 
 # The copy for the store.
-
-
-def copied(one: Any, draft: Path) -> Scribe:
-    """An update has come, of which a copy waits."""
-    draft.mkdir()
-    one.open_receipt(draft=str(draft), model="m", base="", names=(), wait_s=5.0)
-    one.start_weight_update()
-    one.update_weights(sent(one, 1))
-    one.close_receipt()
-    one.finish_weight_update()
-    assert one.receipts._scribe is not None
-    found: Scribe = one.receipts._scribe
-    return found
-
-
-def test_the_copy_of_a_committed_update_is_written_whatever_the_replica_does_next(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(Scribe, "has_room", lambda *_: True)
-    one, draft = worker(model()), tmp_path / "draft-1"
-    scribe = copied(one, draft)
-    one.keep_receipt()
-    one.drop_receipt()
-    assert scribe.join(SOON_S)
-    assert is_whole(draft)
-
-
-def test_the_copy_of_an_update_that_is_taken_back_is_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(Scribe, "has_room", lambda *_: True)
-    one, draft = worker(model()), tmp_path / "draft-1"
-    scribe = copied(one, draft)
-    one.drop_receipt()
-    assert scribe.join(SOON_S)
-    with pytest.raises(StoreFailed, match="aborted"):
-        is_whole(draft)
-    assert not list(draft.glob("*.safetensors*"))
 
 
 @pytest.fixture

@@ -2,8 +2,6 @@
 
 import os
 import sys
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,31 +13,12 @@ pytest.importorskip("torch")
 
 import torch
 
-from engines.errors import WeightUpdateFailed
 from engines.inside_vllm.plugin import SHARED_ADAPTERS, register
 from engines.process.port import free_port
-from engines.transfer.gloo import WeightGroup, send
 from tests.rigs.engines.real_vllm import greedy_token_ids, served
 
 if TYPE_CHECKING:
     from engines.inside_vllm.gloo_receiver import GlooWeightTransferEngine
-
-TIMEOUT_S = 90.0
-SOON_S = 30.0
-
-
-class PlayedModel(torch.nn.Module):
-    """Takes weights as vLLM's models do: any tensor it knows by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.loaded: dict[str, torch.Tensor] = {}
-
-    def load_weights(self, weights: list[tuple[str, torch.Tensor]]) -> None:
-        for name, tensor in weights:
-            if name == "unknown":
-                raise KeyError(name)
-            self.loaded[name] = tensor
 
 
 def played_engine(rank: int = 0, data_parallel_index: int = 0, world_size: int = 1) -> "GlooWeightTransferEngine":
@@ -48,13 +27,7 @@ def played_engine(rank: int = 0, data_parallel_index: int = 0, world_size: int =
 
     parallel = SimpleNamespace(rank=rank, data_parallel_index=data_parallel_index, world_size=world_size)
     vllm_config = SimpleNamespace(parallel_config=parallel, model_config=SimpleNamespace())
-    return GlooWeightTransferEngine(SimpleNamespace(), vllm_config, torch.device("cpu"), PlayedModel())
-
-
-@pytest.fixture
-def pool() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(max_workers=4) as executor:
-        yield executor
+    return GlooWeightTransferEngine(SimpleNamespace(), vllm_config, torch.device("cpu"), torch.nn.Module())
 
 
 def init_info(port: int, **changes: Any) -> dict[str, Any]:
@@ -66,25 +39,6 @@ def init_info(port: int, **changes: Any) -> dict[str, Any]:
         "packed": True,
     }
     return {**sent_by_trl, **changes}
-
-
-def update(engine: "GlooWeightTransferEngine", tensors: dict[str, torch.Tensor]) -> None:
-    """As the worker's `update_weights` does, less the wait for an accelerator."""
-    update_info = {
-        "names": list(tensors),
-        "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()],
-        "shapes": [list(tensor.shape) for tensor in tensors.values()],
-    }
-    engine.receive_weights(engine.parse_update_info(update_info))
-
-
-def trainer_and_engine(pool: ThreadPoolExecutor) -> "tuple[WeightGroup, GlooWeightTransferEngine]":
-    port = free_port()
-    trainer, engine = WeightGroup("127.0.0.1", port, 0, 2, TIMEOUT_S), played_engine()
-    joining = pool.submit(trainer.join)
-    engine.init_transfer_engine(engine.parse_init_info(init_info(port)))
-    joining.result(timeout=SOON_S)
-    return trainer, engine
 
 
 def test_each_process_of_vllm_asks_for_amx(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,28 +57,6 @@ def test_the_process_that_starts_api_processes_is_not_permitted_adapters(monkeyp
     monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "0")
     register()
     assert os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "0"
-
-
-def test_the_engine_loads_what_the_trainer_sends(pool: ThreadPoolExecutor) -> None:
-    trainer, engine = trainer_and_engine(pool)
-    tensors = {"embed": torch.randn(4, 3), "norm": torch.ones(3, dtype=torch.bfloat16)}
-    sending = pool.submit(send, iter(tensors.items()), trainer)
-    update(engine, tensors)
-    sending.result(timeout=SOON_S)
-    assert engine.model.loaded.keys() == tensors.keys()
-    assert all(torch.equal(engine.model.loaded[name], tensor) for name, tensor in tensors.items())
-    engine.shutdown()
-    trainer.close()
-
-
-def test_a_tensor_that_the_model_does_not_know_fails_both_ends(pool: ThreadPoolExecutor) -> None:
-    trainer, engine = trainer_and_engine(pool)
-    tensors = {"unknown": torch.ones(2)}
-    pool.submit(send, iter(tensors.items()), trainer)
-    with pytest.raises(KeyError):
-        update(engine, tensors)
-    with pytest.raises(WeightUpdateFailed, match="rank 1: KeyError: 'unknown'"):
-        trainer.broadcast(torch.ones(1))
 
 
 @pytest.mark.parametrize(

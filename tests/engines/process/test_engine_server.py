@@ -295,18 +295,9 @@ async def test_a_folder_where_no_log_can_be_written_is_named_by_its_key(new_serv
         await new_server(log_dir=folder).start()
 
 
-def guard_of(info: ReplicaInfo) -> int:
-    """The guard that the owner started: parent of the one that started the engine."""
-    return parent_of(parent_of(info.pid))
-
-
-def parent_of(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
-async def kill_guard(info: ReplicaInfo, killed: EngineProcess) -> None:
+async def kill_guard(killed: EngineProcess) -> None:
     """Return once the end of the guard is known."""
-    os.kill(guard_of(info), signal.SIGKILL)
+    os.kill(killed.pid, signal.SIGKILL)
     async with asyncio.timeout(SOON_S):
         while killed.exit_code is None:
             await asyncio.sleep(0.01)
@@ -324,7 +315,7 @@ async def test_an_engine_whose_guard_was_killed_ends_and_is_told_also_where_the_
     one = new_server()
     info = await one.start()
     os.remove(info.log_path)
-    await kill_guard(info, processes[0])
+    await kill_guard(processes[0])
     with pytest.raises(EngineError, match="ended with -9"):
         await one.check()
     async with asyncio.timeout(SOON_S):

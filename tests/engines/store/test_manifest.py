@@ -33,14 +33,6 @@ def cut_to(num_bytes: int) -> Damage:
     return lambda folder: os.truncate(folder / FILE, num_bytes % (folder / FILE).stat().st_size)
 
 
-def piped(name: str) -> Damage:
-    def pipe(folder: Path) -> None:
-        (folder / name).unlink()
-        os.mkfifo(folder / name)
-
-    return pipe
-
-
 def told(**change: object) -> Damage:
     """Changes what the manifest says of tensor "a"."""
 
@@ -58,7 +50,6 @@ def told(**change: object) -> Damage:
         (flipped, rf"tensor '[ab]' in {FILE} is damaged"),
         *((cut_to(num_bytes), FILE) for num_bytes in (0, 3, 100, -1)),
         (lambda folder: (folder / FILE).unlink(), FILE),
-        (piped(FILE), "is no regular file"),
         (told(shape=[4, 4]), "the manifest calls"),
         (told(dtype="int8"), "the manifest calls"),
         (told(file="elsewhere.safetensors"), "the manifest not"),
@@ -89,7 +80,6 @@ def says(**change: object) -> Damage:
         (says(version="1/../../elsewhere"), "is no version"),
         (says(base="1/../../elsewhere"), "is no version"),
         (says(tensors=[]), "is no manifest of a weight version"),
-        (piped(MANIFEST), "is no regular file"),
     ],
 )
 def test_a_manifest_that_is_none_is_refused(store: WeightStore, damage: Damage, said: str) -> None:

@@ -37,10 +37,10 @@ class Peer:
 
     store: WeightStore
     url: str = ""
-    cut_after: list[int] = field(default_factory=list)  # bytes of the next ranges before the connection breaks
+    cut_after: list[int] = field(default_factory=list)  # bytes of the next files before the connection breaks
     damaged: int = 0  # so many answers have a wrong byte
     silent: bool = False
-    slow_s: float = 0.0  # between two bytes of a range
+    slow_s: float = 0.0  # between two bytes of a file
     asked: list[str] = field(default_factory=list)
     ended: threading.Event = field(default_factory=threading.Event)
 
@@ -97,8 +97,7 @@ def serving(peer: Peer) -> Iterator[Peer]:
 
 @pytest.fixture
 def peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Peer]:
-    """Keeps version 1, whose file takes eight ranges."""
-    monkeypatch.setattr(peer_store, "RANGE_BYTES", NUM_BYTES // 7)
+    """Keeps version 1, of one file."""
     monkeypatch.setattr(peer_store, "_RETRY_S", 0.01)
     store = WeightStore(tmp_path / "peer")
     add_version(store, 1)
@@ -221,22 +220,22 @@ def ranges(peer: Peer) -> list[str]:
     return [asked for asked in peer.asked if ".safetensors bytes=" in asked]
 
 
-def test_a_version_comes_in_ranges_and_is_whole(peer: Peer, tmp_path: Path) -> None:
+def test_a_version_comes_whole(peer: Peer, tmp_path: Path) -> None:
     target = tmp_path / "here" / "v1"
     assert PeerStore(peer.url).fetch(1, target, TIMEOUT_S) == target
     manifest = check_bytes(target)
     assert (manifest.version, manifest.tensors) == (1, check_bytes(peer.store.path(1)).tensors)
-    assert len(ranges(peer)) == 8
+    assert len(ranges(peer)) == 1
     assert PeerStore(peer.url).newest() == 1
 
 
-def test_a_range_goes_on_at_the_byte_where_its_connection_broke(peer: Peer, tmp_path: Path) -> None:
+def test_a_file_goes_on_at_the_byte_where_its_connection_broke(peer: Peer, tmp_path: Path) -> None:
     peer.cut_after = [0, 100, 5000, 1, 7]
     PeerStore(peer.url).fetch(1, tmp_path / "v1", TIMEOUT_S)
     assert check_bytes(tmp_path / "v1").version == 1
-    assert len(ranges(peer)) > 8
-    begins = [asked.partition("bytes=")[2].partition("-")[0] for asked in ranges(peer)]
-    assert {int(begin) % (NUM_BYTES // 7) for begin in begins} != {0}
+    begins = [int(asked.partition("bytes=")[2].partition("-")[0]) for asked in ranges(peer)]
+    assert begins[0] == 0 < begins[-1]
+    assert begins == sorted(begins)
 
 
 @pytest.mark.parametrize(
@@ -318,7 +317,7 @@ def test_workers_of_one_machine_fetch_a_version_once(peer: Peer, tmp_path: Path)
         target = tmp_path / "here" / "v1"
         for done in [workers.submit(fetched, target, PeerStore(peer.url), 1, TIMEOUT_S) for _ in range(4)]:
             assert done.result() == target
-    assert len(ranges(peer)) == 8
+    assert len(ranges(peer)) == 1
 
 
 def test_another_runs_version_of_the_number_is_not_taken_for_the_peers(peer: Peer, tmp_path: Path) -> None:

@@ -199,15 +199,6 @@ def test_a_version_replaces_no_folder_of_others(store: WeightStore) -> None:
     assert store.versions == []
 
 
-def test_records_of_earlier_releases_are_removed(store: WeightStore) -> None:
-    store.close()
-    records = [store.folder / name for name in (".holders.json", ".highest.json")]
-    for record in records:
-        record.write_text("{}")
-    WeightStore(store.folder).close()
-    assert not any(record.exists() for record in records)
-
-
 @pytest.mark.parametrize(("committed", "found"), [("1-0000000a", 1), ("1-0000000b", None), ("0", None)])
 def test_a_draft_that_became_a_version_is_one_again_unless_that_was_committed(
     store: WeightStore, committed: str, found: int | None

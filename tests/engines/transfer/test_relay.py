@@ -1,7 +1,6 @@
 """The relay's receivers against a played trainer; tests/gateway/weights/test_relay.py has the whole process."""
 
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -13,12 +12,9 @@ pytest.importorskip("torch")
 import torch
 
 from engines.errors import InvalidRequest, WeightUpdateFailed
-from engines.process.port import free_port
-from engines.transfer.gloo import WeightGroup, send
 from engines.transfer.packing import NamedTensor, packed
 from engines.transfer.relay import GlooReceiver, NcclReceiver, NoModel
 
-TIMEOUT_S = 20.0
 CPU = torch.device("cpu")
 
 
@@ -50,24 +46,6 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 def init_info(port: int = 1, **more: Any) -> dict[str, Any]:
     return {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2, **more}
-
-
-def test_over_gloo_the_model_gets_what_the_trainer_sends_in_one_group_after_another() -> None:
-    model, sent = SeenModel(), tensors()
-    receiver = GlooReceiver(model)
-    with ThreadPoolExecutor(1) as trainer:
-        for _ in range(2):
-            port = free_port()
-            group = WeightGroup("127.0.0.1", port, 0, 2, TIMEOUT_S)
-            joined = trainer.submit(group.join)
-            receiver.join(init_info(port, packed=True))
-            joined.result(TIMEOUT_S)
-            sending = trainer.submit(send, iter(sent.items()), group)
-            receiver.receive(announced(sent))
-            sending.result(TIMEOUT_S)
-            assert same(model.loaded, sent)
-            model.loaded.clear()
-    group.close()
 
 
 def test_over_gloo_a_transfer_without_a_group_or_tensor_by_tensor_is_refused() -> None:

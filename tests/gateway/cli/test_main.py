@@ -125,34 +125,6 @@ def cluster_shell(script: Shell) -> Iterator[Shell]:
 
 
 @pytest.mark.ray
-def test_up_status_down_without_tokens(cluster_shell: Shell) -> None:
-    """tests/stories/test_serve.py has them with the tokens that `up` chooses by itself."""
-    shell = cluster_shell
-    shell.environ["RAY_AUTH_MODE"] = "disabled"
-    ports = [f"serve.http_port={free_port()}", f"gateway.port={free_port()}"]
-
-    done = shell.run("up", "-c", "sim.yaml", *ports, "gateway.admin_keys=hunter2")
-    assert done.returncode == 0, done.stderr
-    assert "replicas of engine:     2 RUNNING" in done.stdout
-
-    status = json.loads(shell.run("status", "--json").stdout)
-    assert status["status"] == "RUNNING"
-    assert status["rollout_url"] == f"http://127.0.0.1:{ports[1].partition('=')[2]}"
-    assert [replica["state"] for replica in status["fleet"]["replicas"]] == ["SERVING", "SERVING"]
-    assert f"{'policy:':<24}sim" in shell.run("status").stdout
-    assert not (shell.folder / ".ray" / "auth_token").exists()
-
-    stock = subprocess.run(
-        [SCRIPT.with_name("serve"), "config"], env=shell.environ, capture_output=True, text=True, check=True
-    )
-    assert "hunter2" not in stock.stdout
-
-    assert shell.run("down").stdout == f"{NAME} is down\n"
-    assert shell.run("status").returncode == 1
-    assert not (shell.folder / f".local/state/rollout-gateway/{NAME}.json").exists()
-
-
-@pytest.mark.ray
 def test_up_with_an_engine_that_cannot_start_ends_with_one_line_and_leaves_nothing(
     cluster_shell: Shell,
 ) -> None:
@@ -173,50 +145,6 @@ def test_up_with_an_engine_that_cannot_start_ends_with_one_line_and_leaves_nothi
     assert len(logs) == 1, "Serve did not start it again"
     assert shell.run("status").returncode == 1
     assert not (shell.folder / f".local/state/rollout-gateway/{NAME}.json").exists()
-
-
-@pytest.mark.ray
-def test_up_shows_what_a_slow_engine_was_at_and_undoes_itself(cluster_shell: Shell) -> None:
-    ports = [f"serve.http_port={free_port()}", f"gateway.port={free_port()}"]
-    wrong = ["engine.num_replicas=1", "engine.sim.start_s=60", "engine.start_timeout_s=3"]
-    done = cluster_shell.run("up", "-c", "sim.yaml", *ports, *wrong)
-    assert done.returncode == 1
-    progress, _, failure = done.stderr.partition("rollout-gateway: ")
-    assert re.search(r"^\[ *[\d.]+ s\] engine-\w+: starting$", progress, re.MULTILINE)
-    assert "was not ready within 3 s; last stage: starting; raise engine.start_timeout_s" in failure
-    assert "Traceback" not in failure
-    assert cluster_shell.run("status").returncode == 1
-
-
-@pytest.mark.ray
-def test_a_right_configuration_starts_after_a_wrong_one_and_scaling_restarts_nothing(
-    cluster_shell: Shell,
-) -> None:
-    shell = cluster_shell
-    ports = [f"serve.http_port={free_port()}", f"gateway.port={free_port()}"]
-    wrong = subprocess.Popen(
-        [SCRIPT, "up", "-c", "sim.yaml", *ports, "engine.sim.start_s=600"],
-        cwd=shell.folder, env=shell.environ, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    with wrong:
-        assert wrong.stderr is not None
-        assert any("starting" in line for line in wrong.stderr if ": " in line)
-        wrong.kill()
-    done = shell.run("up", "-c", "sim.yaml", *ports)
-    assert done.returncode == 0, done.stderr
-    assert "has no running engine" in done.stderr
-
-    before = _pids(shell)
-    more = shell.run("up", "-c", "sim.yaml", *ports, "engine.num_replicas=3")
-    assert more.returncode == 0, more.stderr
-    assert "2 -> 3 replicas; nothing restarts" in more.stderr
-    assert before.items() <= _pids(shell).items()
-    assert len(_pids(shell)) == 3
-
-
-def _pids(shell: Shell) -> dict[str, int]:
-    fleet = json.loads(shell.run("status", "--json").stdout)["fleet"]
-    return {replica["replica_id"]: replica["pid"] for replica in fleet["replicas"]}
 
 
 @pytest.mark.ray

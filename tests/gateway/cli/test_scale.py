@@ -2,12 +2,10 @@
 
 import asyncio
 import json
-import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -190,23 +188,3 @@ def test_scaling_from_two_to_four_and_one_under_load_loses_and_repeats_no_rollou
     assert all(line.endswith(" 0.0") for line in retries)
     assert "4 replicas" in grown.stderr
     assert restarts(url) == [0]
-
-
-@pytest.mark.ray
-def test_a_change_of_the_engines_alone_under_load_loses_no_rollout_and_restarts_no_gateway(
-    up: tuple[Shell, str],
-) -> None:
-    shell, url = up  # noqa: F811
-    before, began = serving(url), time.monotonic()
-    assert len(before) == 2
-    with loaded(url):
-        done = shell.run("up", "-c", "sim.yaml", "engine.max_num_seqs=33")
-        assert done.returncode == 0, done.stderr
-    after = serving(url)
-    assert "replicas of engine restart one after the other; the gateway and its rollouts go on" in done.stderr
-    assert len(after) == 2
-    assert not before.keys() & after.keys()
-    commands = [Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") for pid in after.values()]
-    assert [command[command.index(b"--max-num-seqs") + 1] for command in commands] == [b"33", b"33"]
-    assert found(url, "/dashboard.json")["uptime_s"] > time.monotonic() - began
-    assert restarts(url) == [0, 0], "an update of the configuration is no restart after a loss"

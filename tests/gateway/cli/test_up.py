@@ -7,22 +7,18 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
 
-from engines.config import REPLACED_BY, EngineConfig
 from engines.engine import Json
 from engines.process.process import MARK
 from engines.store.weight_store import WeightStore
-from engines.types import EngineKind
-from gateway.cli import down, scale, up
+from gateway.cli import down, up
 from gateway.cli.cluster import progress
 from gateway.cli.cluster.changes import changes
-from gateway.cli.cluster.serve_api import ServeApi
 from gateway.cli.cluster.state import ApplicationBusy, State, changing, process_started_at
 from gateway.config.schema import Config
 from gateway.config.serve_document import serve_config
@@ -86,42 +82,6 @@ def test_up_says_beforehand_what_restarts_and_why(shell: Shell, serve: PlayedSer
     assert done.stderr.index("changed:") < done.stderr.index("deploying")
     assert serve.deployed[-1]["applications"][0]["args"]["engine"]["max_num_seqs"] == 7
     assert "nothing changes" in shell.run("up", "-c", "sim.yaml", *words).stderr
-
-
-def test_a_change_of_the_engines_alone_restarts_their_group_and_no_gateway(shell: Shell, serve: PlayedServe) -> None:
-    shell.run("up", "-c", "sim.yaml")
-    args = serve.deployed[0]["applications"][0]["args"]
-    words = ("engine.max_num_seqs=7", "engine.sim.decode_step_s=0.5", "engine.num_replicas=3")
-    done = shell.run("up", "-c", "sim.yaml", *words)
-    assert done.returncode == 0, done.stderr
-    assert "changed: replicas of engine restart one after the other; the gateway and its rollouts go on" in done.stderr
-    (application,) = serve.deployed[-1]["applications"]
-    assert application["args"] == args  # Serve restarts the gateway for other arguments
-    (engine,) = (one for one in application["deployments"] if one["name"] == "engine")
-    assert engine["num_replicas"] == 3
-    options = engine["ray_actor_options"]
-    assert (options["num_cpus"], options["num_gpus"]) == (0.1, 0)
-    config = EngineConfig.model_validate_json(options["runtime_env"]["env_vars"][REPLACED_BY])
-    assert (config.max_num_seqs, config.sim.decode_step_s, config.kind) == (7, 0.5, EngineKind.SIM)
-    assert "nothing changes" in shell.run("up", "-c", "sim.yaml", *words).stderr
-    back = shell.run("up", "-c", "sim.yaml")
-    assert "engine.max_num_seqs, engine.sim.decode_step_s changed: replicas of engine restart" in back.stderr
-    assert "nothing changes" in shell.run("up", "-c", "sim.yaml").stderr
-
-
-@pytest.mark.parametrize("changed", [{"dtype": "float16"}, {"frozen": True}, {"num_cpus": 0.3}, {"max_loras": 3}])
-def test_a_key_that_the_gateway_or_serve_reads_restarts_both(changed: Json) -> None:
-    assert changes(document(), document(**changed)).groups is None
-
-
-def test_of_two_groups_the_changed_one_restarts() -> None:
-    def grouped(**judge: object) -> Json:
-        groups = {"policy": {"num_cpus": 0.1}, "judge": {"frozen": True, "served_model_name": "j", **judge}}
-        config = Config.model_validate({"engine": {"kind": "sim", "model": "sim"}, "engines": groups})
-        return dict(serve_config(config)["applications"][0])
-
-    found = changes(grouped(), grouped(max_num_seqs=3))
-    assert (found.keys, found.groups) == (("engines.judge.max_num_seqs",), ("judge",))
 
 
 def test_other_keys_are_a_change_and_are_not_shown(shell: Shell, serve: PlayedServe) -> None:
@@ -274,23 +234,6 @@ def test_two_at_once_are_told_apart(shell: Shell, serve: PlayedServe, monkeypatc
     assert shell.run("up", "-c", "sim.yaml").returncode == 0
 
 
-def test_scale_keeps_what_an_up_has_deployed_while_it_began(
-    shell: Shell, serve: PlayedServe, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shell.run("up", "-c", "sim.yaml")
-    serve.replicas = [{"group": "engine"}]
-
-    @contextmanager
-    def after_an_up(*_: str) -> Iterator[None]:
-        serve.applications = {NAME: serve.running(document(max_num_seqs=7))}
-        yield
-
-    monkeypatch.setattr(scale, "changing", after_an_up)
-    assert shell.run("scale", "1").returncode == 0
-    (deployed,) = serve.deployed[-1]["applications"]
-    assert deployed["args"]["engine"]["max_num_seqs"] == 7
-
-
 def test_a_group_that_appears_is_a_change_and_no_number() -> None:
     one = Config.model_validate({"engine": {"kind": "sim"}, "engines": {"a": {}}})
     two = Config.model_validate({"engine": {"kind": "sim"}, "engines": {"a": {"num_replicas": 2}, "b": {}}})
@@ -333,26 +276,6 @@ def test_an_application_of_another_release_is_told_with_the_remedy_and_taken_dow
         assert f"first run: rollout-gateway down --name {NAME}" in done.stderr
     assert shell.run("down").stdout == f"{NAME} is down\n"
     assert serve.deleted == [NAME]
-
-
-@pytest.mark.parametrize(("node_id", "limit"), [("n1", "_DELETE_TIMEOUT_S"), (None, "_UNPLACED_DELETE_TIMEOUT_S")])
-def test_down_ends_its_own_ray_though_serve_does_not_remove_the_application(
-    shell: Shell, serve: PlayedServe, monkeypatch: pytest.MonkeyPatch, node_id: str | None, limit: str
-) -> None:
-    shell.run("up", "-c", "sim.yaml", f"engine.log_dir={shell.folder}")
-    (replica,) = serve.applications[NAME]["deployments"]["engine"]["replicas"]
-    replica["node_id"] = node_id
-    monkeypatch.setattr(down, limit, 0.0)
-    monkeypatch.setattr(ServeApi, "delete", lambda *_: None)
-    with subprocess.Popen(["sleep", "60"], start_new_session=True) as ray:
-        monkeypatch.setenv("HOME", shell.environ["HOME"])
-        started_at = process_started_at(ray.pid)
-        State(name=NAME, dashboard=serve.url, ray_pid=ray.pid, ray_started_at=started_at).write()
-        done = shell.run("down")
-        assert ray.wait(0) < 0
-    assert f"waited 0 s for Serve to remove {NAME}: its Ray is ours" in done.stderr
-    assert f"kept: engine logs in {shell.folder}" in done.stderr
-    assert State.read(NAME) is None
 
 
 @pytest.mark.parametrize(("left", "said"), [(0, "removed the ledger"), (2, "with 2 submissions, which the next")])

@@ -1,13 +1,10 @@
 """The URL that others can use of a socket bound to all addresses."""
 
-import socket
 import urllib.request
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from threading import Thread
 
-import pytest
-
-from gateway.config.addresses import own_address, url_of
+from gateway.config.addresses import url_of
 
 
 def test_a_named_address_stays() -> None:
@@ -31,14 +28,3 @@ def test_a_socket_on_all_addresses_is_reached_at_the_url_that_is_printed() -> No
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         with opener.open(url, timeout=10) as response:
             assert response.status == 204
-
-
-def test_without_a_way_to_others_the_host_s_name_is_all_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unreachable(*_: object) -> None:
-        raise OSError(101, "Network is unreachable")
-
-    class NoWay(socket.socket):
-        connect = unreachable
-
-    monkeypatch.setattr(socket, "socket", NoWay)
-    assert own_address("192.0.2.1", 9) == socket.gethostname()

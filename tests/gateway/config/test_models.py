@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from engines.config import EngineConfig
-from engines.errors import ConfigError, DeadlineExceeded, InvalidRequest, UnknownModel
+from engines.errors import ConfigError, DeadlineExceeded, UnknownModel
 from engines.types import EngineKind, ReplicaInfo
 from gateway.config.load import load
 from gateway.config.models import Models
@@ -193,15 +193,6 @@ async def test_an_update_does_not_wait_for_the_judges_rollouts(start_pair: Start
     assert versions(await judging) == {0}
 
 
-async def test_an_update_does_not_wait_for_a_judge_that_is_suspect(start_pair: StartPair) -> None:
-    fleet = {"discover_interval_s": 0.05, "probe_interval_s": 30.0}
-    rig = await start_pair(fleet=fleet)
-    rig.fleet.suspect(rig.fleet.replicas[0], "a probe came late")
-    await asyncio.wait_for(rig.open_group(), SOON_S)
-    await asyncio.wait_for(rig.update(), SOON_S)
-    assert await rig.states() == {"judge-0": "SUSPECT", "policy-0": "SERVING", "policy-1": "SERVING"}
-
-
 async def test_a_pause_holds_the_policy_alone(pair: Rig) -> None:
     assert (await pair.post("/pause?mode=keep"))[0] == 200
     waiting = asyncio.create_task(pair.complete([[5]]))
@@ -246,26 +237,6 @@ async def test_a_judge_that_dies_breaks_no_transfer_group_and_serves_again_at_on
     await pair.until({"judge-0": "SERVING", "policy-0": "SERVING", "policy-1": "SERVING"})
     assert versions(await judged(pair)) == {0}
     await pair.update()
-
-
-async def test_a_cache_reset_leaves_the_judges_prefixes(pair: Rig) -> None:
-    prompt = list(range(3, 67))
-    for model in ("sim", "sim", "a-judge"):
-        await pair.complete([prompt], model=model)
-    assert await pair.post("/reset_prefix_cache") == (200, {"success": True})
-    hits = await cached_tokens(pair)
-    for model in ("sim", "sim", "a-judge"):
-        await pair.complete([prompt], model=model)
-    now = await cached_tokens(pair)
-    assert now["judge-0"] > hits["judge-0"]
-    assert all(now[name] == hits[name] for name in ("policy-0", "policy-1"))
-
-
-async def cached_tokens(rig: Rig) -> dict[str, float]:
-    async with rig.client.get(rig.url + "/metrics") as response:
-        lines = (await response.text()).splitlines()
-    hits = [line for line in lines if line.startswith("vllm:prefix_cache_hits_total")]
-    return {line.partition('replica="')[2].partition('"')[0]: float(line.rpartition(" ")[2]) for line in hits}
 
 
 async def test_where_all_is_frozen_weights_and_pauses_are_refused_with_the_reason(start_rig: StartRig) -> None:
@@ -342,24 +313,22 @@ def test_groups_that_do_not_fit_together_are_named_with_the_remedy(second: Json,
     assert said in str(caught.value)
 
 
-def test_one_name_makes_groups_of_different_checkpoints_one_policy() -> None:
-    models = Models(groups(big={"model": "a"}, small={"model": "b", "served_model_name": "a"}))
-    assert (models.names, models.policy) == (["a"], "a")
-
-
-def test_one_checkpoint_may_be_policy_and_reference_under_two_names() -> None:
-    models = Models(groups(a={"model": "m", "served_model_name": "reference", "frozen": True}, b={"model": "m"}))
-    assert (models.names, models.policy) == (["m", "reference"], "m")
-
-
-def test_the_only_model_is_what_a_request_without_one_means() -> None:
-    assert Models(groups(judge={"model": "j", "frozen": True})).asked(None) == "j"
-
-
-def test_a_request_that_leaves_the_choice_among_frozen_models_open_is_refused() -> None:
-    models = Models(groups(a={"model": "a", "frozen": True}, b={"model": "b", "frozen": True}))
-    with pytest.raises(InvalidRequest, match="name one of a, b"):
-        models.asked(None)
+@pytest.mark.parametrize(
+    ("trees", "names", "policy"),
+    [
+        ({"big": {"model": "a"}, "small": {"model": "b", "served_model_name": "a"}}, ["a"], "a"),
+        ({"a": {"model": "m", "served_model_name": "r", "frozen": True}, "b": {"model": "m"}}, ["m", "r"], "m"),
+        ({"judge": {"model": "j", "frozen": True}}, ["j"], None),
+    ],
+    ids=["two checkpoints of one name", "one checkpoint under two names", "a judge alone"],
+)
+def test_names_make_the_models_and_a_request_without_one_means_the_first(
+    trees: Json, names: list[str], policy: str | None
+) -> None:
+    models = Models(groups(**trees))
+    assert (models.names, models.policy, models.asked(None)) == (names, policy, names[0])
+    with pytest.raises(UnknownModel):
+        models.asked(["a"])
 
 
 def test_a_server_of_others_has_a_name_once_it_joined() -> None:
@@ -375,17 +344,6 @@ def test_a_server_of_others_has_a_name_once_it_joined() -> None:
     with pytest.raises(ConfigError, match="alone is frozen"):
         models.join(info("theirs", "j"))
     assert models.names == ["gpt-2", "j"]
-
-
-def test_a_replica_that_serves_another_model_than_its_group_says_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"engines\.judge is to serve 'j', but this replica serves 'k'"):
-        Models(groups(judge={"model": "j"})).join(info("judge", "k"))
-
-
-@pytest.mark.parametrize("model", [5, ["sim"], {"a": 1}, ""])
-def test_a_model_that_is_no_name_of_one_is_unknown(model: Any) -> None:
-    with pytest.raises(UnknownModel):
-        Models(groups(engine={"model": "sim"})).asked(model)
 
 
 def test_the_example_has_one_policy_in_two_shapes_and_a_frozen_judge() -> None:

@@ -28,13 +28,13 @@ from gateway.dialects.parallel import chunks_of
 from gateway.dialects.raw_json import opened
 from gateway.dialects.runner import Runner
 from gateway.dialects.usage import Usage
-from gateway.fleet import backoff
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics
 from gateway.fleet.placement import attempt_loop
 from gateway.fleet.placement.routing import Rollout
 from gateway.fleet.placement.scheduler import Scheduler
 from gateway.fleet.replica import Replica
+from gateway.fleet.watch import evidence
 from tests.rigs.stories.played_fleet import DIED, PlayedFleet
 
 PROMPT = [7, 8, 9]
@@ -178,7 +178,7 @@ def _joined(before: Json | None, choice: Json) -> Json:
 @contextmanager
 def without_pauses() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backoff, "_FIRST_S", 0.0)
+        patch.setattr(evidence, "_FIRST_PAUSE_S", 0.0)
         patch.setattr(attempt_loop, "_AFTER_DEATH_S", 0.0)
         yield
 

@@ -17,8 +17,8 @@ from engines.engine import Json
 from gateway.dialects.completion_prompt import PATH, is_read_in_chunks
 from gateway.dialects.raw_json import NO_JSON, encoded, opened
 from gateway.dialects.sample import CUT_OFF, Reply, Sample, all_of_choices, read_chunk
-from gateway.fleet.flight import Flight
 from gateway.fleet.placement.routing import Rollout
+from gateway.fleet.replica import Flight
 from tests.rigs.rig import Rig
 
 ODD_TEXTS = st.sampled_from(

@@ -11,8 +11,7 @@ import pytest
 
 from engines.engine import Engine
 from gateway.dialects.sample import Sample
-from gateway.fleet.flight import Flight
-from gateway.fleet.replica import Replica
+from gateway.fleet.replica import Flight, Replica
 from sim.model import SimModel
 from tests.rigs.rig import Rig, StartRig
 

@@ -79,34 +79,10 @@ def refusing(monkeypatch: pytest.MonkeyPatch, status: int, times: int) -> list[s
     return refused
 
 
-async def until_state(rig: Rig, state: str) -> None:
-    async with asyncio.timeout(SOON_S):
-        while (await rig.states()).get("theirs-0") != state:
-            await asyncio.sleep(0.01)
-
-
 async def told_of(rig: Rig) -> list[str]:
     """Events of the external server."""
     events = (await rig.get("/status"))[1]["events"]
     return [event["text"] for event in events if event["subject"] == "theirs-0"]
-
-
-async def test_a_restart_is_found_also_after_a_proxy_hid_the_version_once(
-    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rig = await start_rig(1)
-    theirs = await SimReplica("theirs", 5, rig.sim).start()
-    await joined(rig, theirs.info.url)
-    await rig.open_group()
-    await rig.update()
-    refused = refusing(monkeypatch, status=404, times=1)
-    async with asyncio.timeout(SOON_S):
-        while not refused:
-            await asyncio.sleep(0.01)
-    await until_state(rig, "SERVING")
-    theirs.label(0, weights="of its checkpoint")
-    await until_state(rig, "SYNCING")
-    await theirs.kill()
 
 
 async def test_a_key_that_a_server_refuses_at_its_version_is_told_once_until_it_is_mended(

@@ -3,10 +3,8 @@
 import asyncio
 
 import aiohttp
-import pytest
 
 from engines.types import ReplicaState
-from gateway.fleet.replica import Replica
 from tests.rigs.rig import FAST_WATCH, Rig, SimReplica, StartRig
 
 
@@ -69,23 +67,3 @@ async def test_an_engine_that_a_gateway_before_this_one_froze_goes_on(start_rig:
     await rig.until({"engine-0": "SERVING"})
     await asyncio.wait_for(rig.complete([[5]]), 30)
     assert rig.fleet.replicas[0].engine is not engine
-
-
-async def test_an_error_that_nobody_foresaw_keeps_one_replica_out_and_the_watch_goes_on(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read, asked = rig.fleet.arrivals._read_label, asyncio.Event()
-
-    async def broken(replica: Replica) -> None:
-        if replica.replica_id == "engine-9":
-            asked.set()
-            raise KeyError("weight_version")
-        await read(replica)
-
-    monkeypatch.setattr(rig.fleet.arrivals, "_read_label", broken)
-    await rig.add_replica("engine-9")
-    async with asyncio.timeout(20):
-        await asked.wait()
-    monkeypatch.undo()
-    await rig.until({"engine-0": "SERVING", "engine-1": "SERVING", "engine-9": "SERVING"})
-    assert (await rig.get("/health"))[0] == 200

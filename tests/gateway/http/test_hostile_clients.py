@@ -2,19 +2,13 @@
 
 import asyncio
 import gzip
-import resource
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import orjson
 import pytest
-from aiohttp import ClientSession, web
-from aiohttp.test_utils import TestServer
 
 from gateway.dialects import completions
-from gateway.http.door import raise_limit
-from gateway.http.replies import send_events
 from gateway.http.supervisor import Supervisor
 from tests.rigs.rig import FAST_WATCH, Json, Rig, StartRig
 
@@ -230,32 +224,3 @@ async def test_a_background_task_that_ends_fails_the_health_check() -> None:
         while not supervisor.failure:
             await asyncio.sleep(0)
     assert supervisor.failure == "background task 'watch something' ended: OSError('disk')"
-
-
-def test_the_limit_of_open_files_is_raised_to_what_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    limits: list[tuple[int, int]] = []
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
-    monkeypatch.setattr(resource, "setrlimit", lambda _, pair: limits.append(pair))
-    raise_limit()
-    assert limits == [(4096, 4096)]
-
-
-async def test_an_error_that_nobody_foresaw_ends_a_stream_in_its_own_words() -> None:
-    has_begun = asyncio.Event()
-
-    async def work(show: Callable[[Json], None]) -> None:
-        show({"index": 0})
-        await has_begun.wait()
-        raise ZeroDivisionError
-
-    async def stream(request: web.Request) -> web.StreamResponse:
-        return await send_events(request, work)
-
-    app = web.Application()
-    app.router.add_get("/", stream)
-    async with TestServer(app) as server, ClientSession() as client, client.get(server.make_url("/")) as response:
-        has_begun.set()
-        events = [line for line in (await response.text()).split("\n\n") if line]
-    assert events[0] == 'data: {"index":0}'
-    assert '"code":500' in events[1]
-    assert events[2:] == ["data: [DONE]"]

@@ -77,14 +77,6 @@ async def test_of_a_gateway_on_loopback_nobody_fetches_but_where_it_is_said(caps
     assert found.url == "https://head:1"
 
 
-async def test_the_key_of_a_forwarder_is_sent_and_shown_nowhere() -> None:
-    client = engine_client(Config.model_validate({"engine": {"kind": "sim"}}), FAR)
-    assert isinstance(client, VllmEngine)
-    assert "Authorization: Bearer secret" in client._connections._fixed.split("\r\n")
-    await client.close()
-    assert "secret" not in repr(FAR)
-
-
 async def nobody() -> list[ReplicaInfo]:
     return []
 

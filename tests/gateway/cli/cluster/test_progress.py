@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from engines.config import EngineConfig
+from engines.errors import DeadlineExceeded
+from gateway.cli.cluster import progress
 from gateway.cli.cluster.progress import Report, stages_of
 
 
@@ -27,12 +29,14 @@ def groups(log_dir: Path, **levers: Any) -> dict[str, EngineConfig]:
 def test_work_goes_on_where_nobody_reads_its_output() -> None:
     code = """
 import os, sys
+from engines.errors import DeadlineExceeded
+from gateway.cli.cluster import progress
 from gateway.cli.cluster.progress import Report
 reader, writer = os.pipe()
 os.close(reader)
-with Report(os.fdopen(writer, "w", buffering=1)) as report:
-    report.step("starting Ray")
-    report.note("undoing")
+report = Report(os.fdopen(writer, "w", buffering=1))
+report.step("starting Ray")
+report.note("undoing")
 os._exit(7)
 """
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 7
@@ -78,11 +82,11 @@ def test_there_is_a_line_per_change(monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.StringIO()
     now = iter(range(1000))
     monkeypatch.setattr(time, "monotonic", lambda: float(next(now)) / 10)
-    with Report(out) as report:
-        report.step("deploying")
-        report.step("deploying")
-        for text in ("starting", "starting", "loading weights 0/8", "loading weights 1/8", "ready"):
-            report.replicas({"engine-a1": text})
+    report = Report(out)
+    report.step("deploying")
+    report.step("deploying")
+    for text in ("starting", "starting", "loading weights 0/8", "loading weights 1/8", "ready"):
+        report.replicas({"engine-a1": text})
     assert [line.partition("] ")[2] for line in out.getvalue().splitlines()] == [
         "deploying",
         "engine-a1: starting",
@@ -95,17 +99,19 @@ def test_a_count_is_told_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.StringIO()
     now = iter(range(0, 10_000, 4))
     monkeypatch.setattr(time, "monotonic", lambda: float(next(now)))
-    with Report(out) as report:
-        for done in range(8):
-            report.replicas({"engine-a1": f"loading weights {done}/8"})
+    report = Report(out)
+    for done in range(8):
+        report.replicas({"engine-a1": f"loading weights {done}/8"})
     told = [line.rpartition(" ")[2] for line in out.getvalue().splitlines()]
     assert told[0] == "0/8"
     assert 2 <= len(told) < 8
 
 
-def test_a_step_that_takes_long_is_repeated_with_its_age() -> None:
+def test_a_step_that_takes_long_is_repeated_with_its_age(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "_POLL_S", 0.001)
     out = io.StringIO()
-    with Report(out, silence_s=0.05) as report:
-        report.step("starting Ray")
-        while "still starting Ray, for 0 s now" not in out.getvalue():  # the suite's own limit ends a silent one
-            time.sleep(0.01)
+    report = Report(out, silence_s=0.01)
+    report.step("starting Ray")
+    report.wait_until(lambda: "still starting Ray, for 0 s now" in out.getvalue(), 20, "a reminder")
+    with pytest.raises(DeadlineExceeded, match="waited 0 s for Ray to start"):
+        report.wait_until(lambda: False, 0.0, "Ray to start")

@@ -132,31 +132,6 @@ async def test_a_prompt_that_kills_its_engine_ends_two_replicas_and_no_more(star
     assert sum(replica.can_serve for replica in rig.fleet.replicas) == 2
 
 
-async def test_a_death_counts_also_where_a_probe_has_found_it_before_the_attempt_ends(start_rig: StartRig) -> None:
-    rig = await start_rig(2)
-    replica = rig.fleet.replicas[0]
-    broken = EngineUnreachable("the connection broke", replica_id=replica.replica_id)
-    assert not await rig.fleet.examine(replica, broken)
-    await rig.replicas[0].kill()
-    async with asyncio.timeout(20):
-        while replica.can_serve:
-            await asyncio.sleep(0.01)
-    assert await rig.fleet.examine(replica, broken)
-
-
-async def test_a_replica_that_was_dead_before_it_got_a_prompt_is_no_second_death_of_it(start_rig: StartRig) -> None:
-    rig = await start_rig(2, fleet={"probe_interval_s": 60.0})
-    asked = asyncio.create_task(rig.complete([[5, 6]], max_tokens=16, temperature=1.0, seed=3))
-    await rig.begun(tokens=1)
-    used, idle = sorted(rig.fleet.replicas, key=lambda replica: -replica.load_samples)
-    by_id = {replica.info.replica_id: replica for replica in rig.replicas}
-    await by_id[idle.replica_id].kill()
-    await by_id[used.replica_id].kill()
-    await rig.add_replica("engine-2")
-    async with asyncio.timeout(20):
-        assert len((await asked)["choices"]) == 1
-
-
 async def test_events_of_an_engine_behind_a_proxy_that_ends_lines_with_crlf_are_read(rig: Rig) -> None:
     for replica in rig.replicas:
         replica.inject(crlf=True)

@@ -1,5 +1,5 @@
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -36,10 +36,6 @@ def chosen(rollout: Rollout, replicas: Sequence[View], **others: Any) -> View:
     found = choose(rollout, replicas, **others)
     assert found is not None
     return found[0]
-
-
-def but_the_least(views: Iterable[View]) -> list[View]:
-    return [view for view in views if view.name != "least"]
 
 
 def names(views: Sequence[View]) -> list[str]:
@@ -107,24 +103,9 @@ def test_a_home_that_is_gone_is_as_no_home() -> None:
     assert chosen(rollout(), [View("a", 5, 1), View("b")], home=View("gone")).name == "b"
 
 
-def test_a_session_goes_to_the_least_loaded_replica_that_admits_it() -> None:
-    replicas = [
-        View("least"),
-        View("more", load_tokens=9, load_samples=1),
-        View("most", load_tokens=10, load_samples=1),
-    ]
-    assert chosen(rollout(), replicas, admitting=but_the_least) is replicas[1]
-    assert chosen(rollout(), replicas, home=replicas[0], admitting=but_the_least) is replicas[1]
-    assert choose(rollout(), replicas, admitting=lambda views: []) is None
-
-
-def test_the_reason_of_a_choice_says_where_kv_decided() -> None:
+def test_the_reason_of_a_choice_says_what_decided() -> None:
     least, more = replicas = [View("least"), View("more", load_tokens=9, load_samples=1)]
-    turn = replace(rollout(), session="agent")
-    assert choose(turn, replicas) == (least, "fewest tokens")
-    assert choose(turn, replicas, admitting=but_the_least) == (
-        more,
-        "fewest tokens of those with KV for its session",
-    )
+    assert choose(rollout(), replicas) == (least, "fewest tokens")
+    assert choose(rollout(), replicas, home=more) == (more, "home of its session")
     least.load_samples = 8
-    assert choose(turn, replicas) == (more, "the only one with room")
+    assert choose(rollout(), replicas) == (more, "the only one with room")

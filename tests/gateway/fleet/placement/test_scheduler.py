@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Container, Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -19,7 +19,7 @@ from gateway.fleet.metrics import Metrics
 from gateway.fleet.placement import scheduler, waiting
 from gateway.fleet.placement.routing import Rollout, has_room
 from gateway.fleet.placement.scheduler import Scheduler
-from gateway.fleet.placement.waiting import Waiter, WaitingLine
+from gateway.fleet.placement.waiting import Queue, Waiter, WaitingLine
 from gateway.fleet.replica import Replica
 from gateway.fleet.watch import evidence
 from tests.rigs.stories.played_fleet import PlayedFleet
@@ -81,16 +81,10 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     counted: Counter[str] = Counter()
     in_turn = WaitingLine.in_turn
 
-    def counting(line: WaitingLine) -> Generator[Any, bool]:
-        turns = in_turn(line)
-        try:
-            waiter = next(turns)
-            while True:
-                counted["looks"] += 1
-                skips = yield waiter
-                waiter = turns.send(skips)
-        except StopIteration:
-            return
+    def counting(line: WaitingLine, skipped: Container[Queue]) -> Iterator[Waiter]:
+        for waiter in in_turn(line, skipped):
+            counted["looks"] += 1
+            yield waiter
 
     monkeypatch.setattr(WaitingLine, "in_turn", counting)
     return counted
@@ -290,14 +284,10 @@ async def _placed_in_turns(arrivals: list[tuple[int, int | None, int]]) -> None:
     line, placed = WaitingLine(), list[Waiter]()
 
     def place() -> None:
-        turns = line.in_turn()
-        if (waiter := next(turns, None)) is None:
+        for waiter in line.in_turn(()):
+            line.place(waiter, cast(Replica, None))
+            placed.append(waiter)
             return
-        line.moved(waiter)
-        line.done(waiter)
-        waiter.placed.set_result(cast(Replica, None))
-        placed.append(waiter)
-        turns.close()
 
     for number, (request, length, placements) in enumerate(arrivals):
         line.add(Rollout(request_id=f"{number}", request=f"{request}", model="m", n=1, tokens=1, expected=length))

@@ -1,43 +1,26 @@
 """The turns of one agent: on one replica while that is well, elsewhere when it is not."""
 
 import asyncio
-import dataclasses
-from types import SimpleNamespace
-from typing import cast
 
 import pytest
 
-from engines.engine import Engine
 from engines.errors import InvalidRequest
-from gateway.fleet.placement.routing import Rollout
 from gateway.fleet.placement.sessions import Sessions, session_key, session_of
-from gateway.fleet.replica import Replica
 from tests.rigs.rig import Json, Rig, StartRig
-from tests.rigs.stories.played_fleet import PlayedFleet
 
 TURN = {"model": "sim", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
 
 
-def turn_of(name: str, model: str = "policy") -> Rollout:
-    return Rollout(request_id=name, model=model, n=1, tokens=1, session=name)
-
-
-def replica(name: str = "engine-1") -> Replica:
-    (played,) = PlayedFleet([cast(Engine, SimpleNamespace())]).replicas
-    played.info = dataclasses.replace(played.info, replica_id=name)
-    return played
-
-
 def test_a_session_is_remembered_for_each_model() -> None:
     sessions = Sessions()
-    sessions.settle(turn_of("agent"), replica())
+    sessions.settle("policy", "agent", "engine-1")
     assert sessions.home("policy", "agent") == "engine-1"
     assert sessions.home("judge", "agent") is None
 
 
 def test_rollouts_without_a_session_share_none() -> None:
     sessions = Sessions()
-    sessions.settle(turn_of(""), replica())
+    sessions.settle("policy", "", "engine-1")
     assert sessions.home("policy", "") is None
     assert len(sessions) == 0
 
@@ -45,19 +28,8 @@ def test_rollouts_without_a_session_share_none() -> None:
 def test_the_least_recently_used_are_forgotten_beyond_the_limit() -> None:
     sessions = Sessions(limit=2)
     for agent in ("a", "b", "a", "c"):
-        sessions.settle(turn_of(agent), replica())
+        sessions.settle("policy", agent, "engine-1")
     assert [sessions.home("policy", agent) for agent in "abc"] == ["engine-1", None, "engine-1"]
-
-
-def test_a_session_at_work_is_not_forgotten_and_keeps_no_other_from_it() -> None:
-    sessions = Sessions(limit=2)
-    at_work = turn_of("long")
-    with sessions.turn(at_work, lambda _: None):
-        sessions.settle(at_work, replica())
-        for number in range(100):
-            sessions.settle(turn_of(f"agent-{number}"), replica())
-        assert len(sessions) == 2
-    assert sessions.home("policy", "long") == "engine-1"
 
 
 @pytest.mark.parametrize(

@@ -1,18 +1,15 @@
 """An engine whose tokens stand still while it answers /health is found, and its rollouts move."""
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import cast
 
 import pytest
 
 from engines.engine import Engine
-from engines.errors import DeadlineExceeded, EngineFailed, EngineRefused
 from gateway.config.schema import FleetConfig
 from gateway.fleet.placement.routing import Rollout
-from gateway.fleet.replica import Replica
 from gateway.fleet.watch import evidence
 from gateway.fleet.watch.standstill import Standstill
 from tests.rigs.rig import FAST_WATCH, Json, Rig, StartRig
@@ -68,30 +65,6 @@ async def test_a_wedged_engine_serves_again_once_it_has_made_a_token(start_rig: 
     await task
 
 
-async def test_a_wedged_engine_whose_host_vanishes_is_lost_before_serve_delists_it(
-    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rig = await start_rig(2, sim={"decode_step_s": 0.01}, fleet=WATCH | {"lost_after_s": 1.0, "probe_timeout_s": 0.5})
-    task = asyncio.create_task(rig.complete([[5], [6]], max_tokens=60, ignore_eos=True))
-    await placed(rig, 2)
-    wedged = rig.fleet.replicas[0]
-    monkeypatch.setattr(wedged.engine, "health", answering)
-    rig.replicas[0].inject(wedged=True)
-    rig.go_on()
-    await rig.until({"engine-0": "SUSPECT", "engine-1": "SERVING"})
-    seen = wedged.evidence
-    assert seen.suspect_since is not None
-    async with asyncio.timeout(20):
-        while seen.answered_at < seen.suspect_since + 2 * 1.0:  # it answers its probes, and is kept
-            await asyncio.sleep(0.02)
-    assert wedged.state == "SUSPECT"
-    monkeypatch.setattr(wedged.engine, "health", silent)
-    async with asyncio.timeout(20):
-        while wedged.state != "LOST":
-            await asyncio.sleep(0.02)
-    await task
-
-
 async def test_a_paused_engine_is_not_taken_for_wedged(start_rig: StartRig) -> None:
     rig = await start_rig(2, sim={"decode_step_s": 0.01}, fleet=WATCH | {"stalled_after_s": 0.3})
     task = asyncio.create_task(rig.complete([[5]], max_tokens=60, ignore_eos=True))
@@ -102,24 +75,6 @@ async def test_a_paused_engine_is_not_taken_for_wedged(start_rig: StartRig) -> N
     assert await rig.states() == {"engine-0": "SERVING", "engine-1": "SERVING"}
     assert (await rig.post("/resume"))[0] == 200
     await task
-
-
-async def answering(timeout_s: float) -> None:
-    """Answer as a healthy engine, at once on a slow machine too."""
-
-
-async def silent(timeout_s: float) -> None:
-    raise DeadlineExceeded("no answer to /health")
-
-
-async def test_a_watch_that_fails_makes_the_gateway_unhealthy(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(replica: Replica) -> None:
-        raise ZeroDivisionError
-
-    monkeypatch.setattr(rig.fleet, "_vouched", broken)
-    async with asyncio.timeout(20):
-        while (await rig.get("/health"))[0] != 503:
-            await asyncio.sleep(0.01)
 
 
 async def test_a_wedged_engine_is_found_where_clients_give_up_before_its_bound(start_rig: StartRig) -> None:
@@ -200,43 +155,3 @@ async def test_tokens_of_sglangs_unfinished_requests_are_progress(monkeypatch: p
             assert not await played.looks(9)
             played.made += 40.0
         assert await played.looks(20)
-
-
-class SightlessReplica(PlayedReplica):
-    """Its page fails with `failure`, if that is set."""
-
-    failure: Exception | None = None
-
-    async def metrics(self, timeout_s: float) -> str:
-        if self.failure is not None:
-            raise self.failure
-        return await super().metrics(timeout_s)
-
-    @contextmanager
-    def loaded(self) -> Iterator[None]:
-        rollout = Rollout(request_id="a", model="m", n=1, tokens=1)
-        self.replica.reserve(rollout)
-        with self.replica.carrying(rollout):
-            yield
-
-
-@pytest.mark.parametrize(
-    "failure", [DeadlineExceeded("no answer to /metrics"), EngineRefused("no page", status=404, body={})]
-)
-async def test_an_engine_without_a_page_is_not_judged(monkeypatch: pytest.MonkeyPatch, failure: Exception) -> None:
-    played = SightlessReplica(monkeypatch)
-    played.failure = failure
-    with played.loaded():
-        assert not await played.looks(3600)
-
-
-@pytest.mark.parametrize("made", [0.0, 1.0])
-async def test_a_page_that_failed_between_two_is_no_evidence(monkeypatch: pytest.MonkeyPatch, made: float) -> None:
-    played = SightlessReplica(monkeypatch)
-    played.failure = None
-    with played.loaded():
-        assert not await played.looks(6)
-        played.failure = EngineFailed("/metrics answered 500")
-        assert not await played.looks(10)
-        played.failure, played.made = None, played.made + made
-        assert await played.looks(1) == (not made)

@@ -3,7 +3,7 @@
 import asyncio
 import re
 
-from gateway.fleet.history.timeline import Timeline
+from gateway.fleet.history import Timeline
 from tests.rigs.browser import page_of
 from tests.rigs.rig import Rig, StartRig
 

@@ -81,16 +81,6 @@ async def test_a_client_that_leaves_ends_the_record(start_rig: StartRig, tmp_pat
             await asyncio.sleep(0.01)
 
 
-async def test_a_record_needs_an_admin_key(start_rig: StartRig, tmp_path: Path) -> None:
-    keys = {"inference_keys": ["reader"], "admin_keys": ["owner"], "trusted_networks": []}
-    rig = await start_profiled(start_rig, tmp_path, gateway=keys)
-    for key, status in (("reader", 403), ("owner", 200)):
-        body = {"seconds": 0.05, "replicas": ["engine-0"]}
-        headers = {"Authorization": f"Bearer {key}"}
-        async with rig.client.post(rig.url + "/profile", json=body, headers=headers) as reply:
-            assert reply.status == status
-
-
 async def test_an_engine_process_with_profiling_has_a_folder_and_records_into_it(tmp_path: Path) -> None:
     config = EngineConfig(kind=EngineKind.SIM, model="sim", sim=FAST, profiling=True, log_dir=str(tmp_path))
     server = EngineServer(config, replica_id="engine-0", group="engine", index=0)

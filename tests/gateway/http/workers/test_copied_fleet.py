@@ -12,8 +12,7 @@ from engines.engine import Engine
 from engines.types import EngineKind, ReplicaInfo, ReplicaState
 from gateway.config.schema import Config
 from gateway.fleet.changes import Argument, Changes
-from gateway.fleet.flight import Flight
-from gateway.fleet.replica import Replica
+from gateway.fleet.replica import Flight, Replica
 from gateway.http.workers.copied_fleet import CopiedFleet
 from gateway.http.workers.messages import Changed, FromOwner, Joined
 

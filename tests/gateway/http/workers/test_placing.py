@@ -172,7 +172,7 @@ async def test_a_client_that_leaves_frees_what_its_rollout_holds_or_its_place_in
             task.cancel()
         await asyncio.gather(waiting, *(task for task, _ in held), return_exceptions=True)
         await world.until(lambda: world.is_free)
-        assert [life["attempts"][0]["end"] for name in "abc" for life in world.scheduler.lives.of(name)] == [
+        assert [life["attempts"][0]["end"] for name in "abc" for life in world.scheduler.history.of(name)] == [
             "given up by the client"
         ] * 3
 
@@ -272,7 +272,7 @@ async def test_the_owner_draws_the_conclusions_from_attempts_that_fail(monkeypat
         assert tried[0] != tried[1], "a replica that failed is avoided"
         assert world.metrics.retries.labels("failed")._value.get() == 1
         await world.until(lambda: world.is_free)
-        (life,) = world.scheduler.lives.of("a")
+        (life,) = world.scheduler.history.of("a")
         assert [attempt["end"] for attempt in life["attempts"]] == ["failed", "answered"]
 
 

@@ -4,8 +4,8 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from loadtests.studies.client_records import ClientRun, write_record
 from scripts.docs.parts.clients_table import read_results, table
+from tests.running.client_records import ClientRun, write_record
 
 RUN = ClientRun(client="Some Client", version="1.0", ran="a batch", against="2 engines")
 

@@ -1,14 +1,39 @@
-"""States and weight versions of each replica over the last minutes, as runs without a gap."""
+"""What has happened to the fleet, for people: its last events, and the states of replicas over the last minutes."""
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from engines.engine import Json
-from gateway.fleet.fleet import Fleet
+from gateway.fleet.replica import Replica
 
+KEPT_EVENTS = 100
 KEPT_S = 600.0
+
+
+class Events:
+    """The last hundred events, oldest first: changes of replicas and ends of updates. The log has all of them."""
+
+    def __init__(self) -> None:
+        self._events: deque[Json] = deque(maxlen=KEPT_EVENTS)
+
+    def add(self, subject: str, text: str) -> None:
+        """Note an event; `subject` is a replica's id, or the name of what changed."""
+        self._events.append({"at": round(time.time(), 3), "subject": subject, "text": text})
+
+    @property
+    def last(self) -> list[Json]:
+        return list(self._events)
+
+
+class Watched(Protocol):
+    """The part of the fleet that a timeline sees."""
+
+    @property
+    def replicas(self) -> Sequence[Replica]: ...
+    def on_change(self, listener: Callable[[], None]) -> None: ...
 
 
 @dataclass(slots=True)
@@ -26,9 +51,9 @@ class _Run:
 
 
 class Timeline:
-    """Notes each change of a replica's state, by its label. `now` is the time of day in seconds."""
+    """States and weight versions of each replica, by its label, as runs without a gap. `now` is the time of day."""
 
-    def __init__(self, fleet: Fleet, now: Callable[[], float] = time.time) -> None:
+    def __init__(self, fleet: Watched, now: Callable[[], float] = time.time) -> None:
         self._fleet = fleet
         self._now = now
         self._runs: dict[str, deque[_Run]] = {}

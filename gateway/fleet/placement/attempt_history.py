@@ -1,4 +1,4 @@
-"""The lives of the last rollouts: when each attempt waited and ran, on which replica and weights, and how it ended."""
+"""The attempts of the last rollouts: when each waited and ran, on which replica and weights, and how it ended."""
 
 import asyncio
 import time
@@ -13,7 +13,7 @@ from engines.errors import DeadlineExceeded, EngineError, Withdrawn
 from engines.trace_context import TRACE_CONTEXT, TRACEPARENT
 from gateway.fleet.placement.attempts import end_of
 from gateway.fleet.placement.routing import Rollout
-from gateway.fleet.placement.waits import Cause
+from gateway.fleet.placement.waiting import Cause
 from gateway.fleet.replica import Replica
 
 KEPT = 4096
@@ -78,7 +78,7 @@ class Attempt:
 
 
 @dataclass(eq=False, slots=True)
-class Life:
+class RolloutHistory:
     """One rollout and its attempts. The rest of a sample that was cut off is a rollout of its own."""
 
     rollout: Rollout
@@ -100,17 +100,17 @@ class Life:
         }
 
 
-class Lives:
+class AttemptHistory:
     """The last 4,096 rollouts, in memory."""
 
     def __init__(self) -> None:
-        self._lives: OrderedDict[tuple[str, str], Life] = OrderedDict()
+        self._rollouts: OrderedDict[tuple[str, str], RolloutHistory] = OrderedDict()
 
     @contextmanager
     def attempt(self, rollout: Rollout) -> Iterator[Attempt]:
         """Record an attempt: the wait for a replica and the work there are the block."""
         attempt = Attempt(time.time())
-        attempts = self._life_of(rollout).attempts
+        attempts = self._history_of(rollout).attempts
         attempts.append(attempt)
         del attempts[:-_ATTEMPTS_KEPT]
         with tracing.span("attempt", _facts_of(rollout)) as span:
@@ -128,35 +128,37 @@ class Lives:
         """Return the rollouts of a request by its id, as the client sent it or as a reply has it, oldest first."""
         request = next((name.removeprefix(prefix) for prefix in _PREFIXES if name.startswith(prefix)), name)
         return [
-            life.report() for (_, key), life in self._lives.items() if key == request or key.startswith(f"{request}-")
+            found.report()
+            for (_, key), found in self._rollouts.items()
+            if key == request or key.startswith(f"{request}-")
         ]
 
     def placements_of(self, owner: str, name: str) -> list[Json]:
         """Return where the rollouts of a submission went and why, without what only an administrator may see."""
-        lives = [
-            life.report()
-            for life in self._lives.values()
-            if (life.rollout.owner, life.rollout.request) == (owner, name)
+        rollouts = [
+            found.report()
+            for found in self._rollouts.values()
+            if (found.rollout.owner, found.rollout.request) == (owner, name)
         ]
         return [
             {
-                "rollout": life["rollout"],
-                "attempts": [{key: attempt[key] for key in _OF_PLACEMENT} for attempt in life["attempts"]],
+                "rollout": found["rollout"],
+                "attempts": [{key: attempt[key] for key in _OF_PLACEMENT} for attempt in found["attempts"]],
             }
-            for life in lives
+            for found in rollouts
         ]
 
-    def _life_of(self, rollout: Rollout) -> Life:
+    def _history_of(self, rollout: Rollout) -> RolloutHistory:
         key = rollout.owner, rollout.request_id
-        life = self._lives.get(key)
+        found = self._rollouts.get(key)
         # A client may use an id again; the rest of a stream has the id of its beginning.
-        if life is None or not (life.rollout is rollout or rollout.goes_on):
-            life = Life(rollout, TRACE_CONTEXT.get().get(TRACEPARENT))
-            self._lives[key] = life
-            self._lives.move_to_end(key)
-            if len(self._lives) > KEPT:
-                self._lives.popitem(last=False)
-        return life
+        if found is None or not (found.rollout is rollout or rollout.goes_on):
+            found = RolloutHistory(rollout, TRACE_CONTEXT.get().get(TRACEPARENT))
+            self._rollouts[key] = found
+            self._rollouts.move_to_end(key)
+            if len(self._rollouts) > KEPT:
+                self._rollouts.popitem(last=False)
+        return found
 
 
 def _failed_end(attempt: Attempt, error: BaseException) -> tuple[str, str]:

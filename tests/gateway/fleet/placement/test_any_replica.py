@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from engines.errors import DeadlineExceeded, EngineError, EngineFailed, EngineRefused, EngineUnreachable
-from gateway.fleet.placement.inquiries import Inquiries
+from gateway.fleet.placement.any_replica import AnyReplica
 from tests.rigs.rig import Json, Rig
 
 ASKED = ("POST", "/tokenize", {"prompt": "abc"}, 5.0)
@@ -58,16 +58,16 @@ async def test_another_replica_answers_and_is_asked_first_from_then_on(
 ) -> None:
     first, second = (replica.replica_id for replica in played.replicas[:2])
     played.errors[first] = error
-    inquiries = Inquiries(rig.fleet)
+    any_replica = AnyReplica(rig.fleet)
     for _ in range(2):
-        assert await inquiries.ask(played.replicas[:2], *ASKED) == {"by": second}
+        assert await any_replica.ask(played.replicas[:2], *ASKED) == {"by": second}
     assert played.asked == [first, second, second]
 
 
 async def test_a_refusal_of_the_request_is_the_answer_of_all(rig: Rig, played: Played) -> None:
     played.errors[played.replicas[0].replica_id] = refused(400)
     with pytest.raises(EngineRefused, match="400"):
-        await Inquiries(rig.fleet).ask(played.replicas, *ASKED)
+        await AnyReplica(rig.fleet).ask(played.replicas, *ASKED)
     assert len(played.asked) == 1
 
 
@@ -76,16 +76,16 @@ async def test_where_all_fail_the_last_error_is_raised_and_the_next_request_asks
 ) -> None:
     for replica in played.replicas:
         played.errors[replica.replica_id] = EngineFailed("down", replica_id=replica.replica_id)
-    inquiries = Inquiries(rig.fleet)
+    any_replica = AnyReplica(rig.fleet)
     with pytest.raises(EngineFailed, match=played.replicas[-1].replica_id):
-        await inquiries.ask(played.replicas, *ASKED)
+        await any_replica.ask(played.replicas, *ASKED)
     played.errors.clear()
-    assert await inquiries.ask(played.replicas, *ASKED) == {"by": played.replicas[0].replica_id}
+    assert await any_replica.ask(played.replicas, *ASKED) == {"by": played.replicas[0].replica_id}
 
 
 async def test_without_a_replica_there_is_an_error(rig: Rig) -> None:
     with pytest.raises(DeadlineExceeded, match="/tokenize"):
-        await Inquiries(rig.fleet).ask([], *ASKED)
+        await AnyReplica(rig.fleet).ask([], *ASKED)
 
 
 @pytest.mark.parametrize(("method", "path"), [("GET", "/v1/models"), ("GET", "/server_info"), ("GET", "/version")])

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from engines.types import EngineKind, ReplicaInfo
-from gateway.fleet.places import Places
+from gateway.fleet.watch.arrivals import Places
 
 _ANY = ReplicaInfo(
     replica_id="engine-a",

@@ -14,7 +14,7 @@ from gateway.fleet.replica import Replica
 log = structlog.get_logger()
 
 
-class Inquiries:
+class AnyReplica:
     """Asks for what engines know: token ids of a text, a message parsed from tokens, a model's card."""
 
     def __init__(self, fleet: Fleet) -> None:

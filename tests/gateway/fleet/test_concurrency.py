@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from gateway.fleet.together import together
+from gateway.fleet.concurrency import together
 
 
 async def test_results_are_in_the_order_of_the_calls() -> None:

@@ -1,13 +1,30 @@
-"""Calls at the same time, of which the first failure ends the others, and a call that its caller cannot leave."""
+"""Waits and calls on the event loop: bounded waits, turns for others, calls that end together."""
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 _BEGUN_AT_ONCE = 16  # before others get their turn on the loop
+
+
+async def is_set_within(event: asyncio.Event, timeout_s: float) -> bool:
+    """Wait for the event, at most so long. Return False where it was not set in time."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await event.wait()
+    except TimeoutError:
+        return False
+
+
+async def in_turns(items: Iterable[T], at_once: int) -> AsyncIterator[T]:
+    """Yield the items, and let others have a turn of the loop after so many."""
+    for place, item in enumerate(items, 1):
+        yield item
+        if place % at_once == 0:
+            await asyncio.sleep(0)
 
 
 async def together(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

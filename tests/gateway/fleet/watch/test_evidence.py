@@ -2,7 +2,7 @@
 
 import pytest
 
-from gateway.fleet.backoff import Backoff
+from gateway.fleet.watch.evidence import Backoff
 
 
 @pytest.mark.parametrize(("said", "least_s"), [(5.0, 4.0), (0.0, 0.1), (None, 0.1)])

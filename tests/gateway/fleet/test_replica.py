@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gateway.fleet.flight import Flight
+from gateway.fleet.replica import Flight
 from tests.rigs.rig import Rig, StartRig
 
 Json = dict[str, Any]

@@ -1,4 +1,4 @@
-"""One look at a line of waiting rollouts: the replicas that have room still."""
+"""One pass over a line of waiting rollouts: the replicas that have room still."""
 
 from collections.abc import Sequence
 
@@ -6,18 +6,16 @@ from gateway.fleet.placement.waiting import Queue
 from gateway.fleet.replica import Replica
 
 
-class Look:
-    """Replicas by demand. Their room only shrinks in a look, so each demand looks for it once.
+class SchedulingPass:
+    """Replicas by demand. Their room only shrinks in a pass, so each demand looks for it once.
 
-    `able` are those that may take a rollout. `reserved` wait for one that needs more room, and take no other. `awaited`
-    are those whose sessions hold the KV for which a session waits: no session behind it takes the KV that becomes free.
+    `able` are those that may take a rollout. `reserved` wait for one that needs more room, and take no other.
     `least` are the samples for which open replicas have room.
     """
 
     def __init__(self) -> None:
         self.able: dict[Queue, Sequence[Replica]] = {}
         self.reserved: set[Replica] = set()
-        self.awaited: set[Replica] = set()
         self._open: dict[Queue, list[Replica]] = {}
         self.least = 1
 

@@ -1,1 +1,0 @@
-"""What has happened to the fleet, for people: events, and states over time."""

@@ -9,6 +9,8 @@ NULL = Raw(b"null")
 NO_JSON = (ValueError, TypeError, LookupError, OverflowError, RecursionError)
 """The errors of a decoder, and of values that are of another kind than expected."""
 
+_LINE_ENDS = [(character.encode(), f"\\u{ord(character):04x}".encode()) for character in "\u0085\u2028\u2029"]
+
 decoded = msgspec.json.Decoder().decode
 encoded = msgspec.json.Encoder().encode
 """Returns JSON: raw values as they came, and NaN as null."""
@@ -26,6 +28,15 @@ def opened(value: Any) -> Any:
             return [opened(item) for item in value]
         case _:
             return value
+
+
+def on_one_line(data: bytes) -> bytes:
+    """Return JSON as a single line to every client: Unicode line ends are escaped for those such as httpx
+    (`aiter_lines`). JSON itself escapes the line ends below U+0020."""
+    if not data.isascii():
+        for character, escape in _LINE_ENDS:
+            data = data.replace(character, escape)
+    return data
 
 
 def inside_list(value: Raw) -> bytes:

@@ -10,14 +10,12 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from engines.errors import BodyTooLarge, InvalidRequest
-from gateway.dialects.raw_json import encoded
+from gateway.dialects.raw_json import encoded, on_one_line
 
 _READ_TIMEOUT_S = 300.0
 _QUIET_TIMEOUT_S = 30.0  # between two parts of a body
 _LARGEST_INFLATED = 64 << 20
 _UNREADABLE = (web.HTTPBadRequest, web.RequestPayloadError, aiohttp.ClientError, HttpProcessingError)
-# Line ends for clients such as httpx (`aiter_lines`). JSON itself escapes the line ends below U+0020.
-_LINE_ENDS = [(character.encode(), f"\\u{ord(character):04x}".encode()) for character in "\u0085\u2028\u2029"]
 
 
 async def read_object(request: web.Request, *, required: bool = True) -> dict[str, Any]:
@@ -93,12 +91,8 @@ def reply(body: Any, status: int = 200) -> web.Response:
 
 
 def event(body: Any) -> bytes:
-    """Return a server-sent event. Unicode line ends are escaped, so that it is a single line to every client."""
-    data = encoded(body)
-    if not data.isascii():
-        for character, escape in _LINE_ENDS:
-            data = data.replace(character, escape)
-    return b"data: " + data + b"\n\n"
+    """Return a server-sent event, of one line to every client."""
+    return b"data: " + on_one_line(encoded(body)) + b"\n\n"
 
 
 def _too_large(size: int, limit: int) -> str:

@@ -89,7 +89,7 @@ async def client(server: Answering) -> AsyncIterator[openai.AsyncOpenAI]:
 
 
 ASKED: Any = {"model": "policy", "messages": HELLO, "tools": [TOOL]}
-WORDY = {
+WORDY: Any = {
     "reasoning": "Where?",
     "content": "I look.\u2028",
     "tool_calls": [call("c1", "weather", '{"city":"Malm\\u00f6"}'), call("c2", "weather", "{}")],

@@ -267,7 +267,7 @@ async def client(server: Answering) -> AsyncIterator[anthropic.AsyncAnthropic]:
 
 
 ASKED: Any = {"model": "policy", "max_tokens": 50, "messages": [HELLO], "tools": [TOOL]}
-WORDY = {
+WORDY: Any = {
     "reasoning": "Where?",
     "content": "I look.\u2028",
     "tool_calls": [call("c1", "weather", '{"city":"Malmö"}'), call("", "weather", "")],

@@ -203,7 +203,7 @@ async def client(server: Answering) -> AsyncIterator[openai.AsyncOpenAI]:
 
 
 ASKED: Any = {"model": "policy", "input": "hello", "tools": [TOOL, SPACE], "instructions": "Be brief."}
-WORDY = {
+WORDY: Any = {
     "reasoning": "Where?",
     "content": "I look.\u2028",
     "tool_calls": [call("c1", "weather", ODD), call("c2", "crew__spawn", "{}")],

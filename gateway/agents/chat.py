@@ -24,6 +24,8 @@ _TEMPLATE = (
     "chat_template", "chat_template_kwargs", "reasoning_effort", "parallel_tool_calls", "response_format", "documents",
     "add_generation_prompt", "continue_final_message", "mm_processor_kwargs", "media_io_kwargs",
 )  # fmt: skip
+# What templates read: clients add notes of their own, and a message would no longer equal the one that was answered.
+_KEPT = ("role", "content", "name", "tool_call_id", "tools")
 _ROLES = "there are system, developer, user, assistant and tool"
 
 
@@ -101,9 +103,21 @@ def _message(message: Json, where: str) -> Json:
         raise refusal(f"{where}.role", message.get("role"), _ROLES)
     if not isinstance(message.get("content"), str | list | None):
         raise refusal(f"{where}.content", message["content"], "give a text or a list of parts")
-    reasoning = message.get("reasoning") or message.get("reasoning_content")
-    kept = {name: value for name, value in message.items() if name not in ("reasoning", "reasoning_content")}
-    return kept | ({"reasoning": reasoning} if reasoning else {})
+    kept = {name: message[name] for name in _KEPT if name in message}
+    if kept["role"] == "assistant":
+        kept["content"] = message.get("content") or None  # Qwen Code sends "" where none was answered
+    if reasoning := message.get("reasoning") or message.get("reasoning_content"):
+        kept["reasoning"] = reasoning
+    if calls := message.get("tool_calls"):
+        kept["tool_calls"] = [_call(call, place) for place, call in objects(calls, f"{where}.tool_calls")]
+    return kept
+
+
+def _call(call: Json, where: str) -> Json:
+    match call:
+        case {"id": str(call_id), "function": {"name": str(name), "arguments": str(arguments)}}:
+            return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+    raise refusal(where, call, "a call has an id and a function with its name and arguments")
 
 
 def _tool(tool: Json, where: str) -> Json:

@@ -53,6 +53,12 @@ def test_reasoning_comes_back_under_either_name(name: str) -> None:
     assert turn.messages[1] == {"role": "assistant", "content": None, "reasoning": "Hm."}
 
 
+def test_notes_of_a_client_are_left_out_of_messages() -> None:
+    replayed = {"role": "assistant", "content": "", "tool_calls": [call("c1", "weather", "{}") | {"index": 0}]}
+    turn = read(messages=[*HELLO, replayed | {"provider_specific_fields": {}, "refusal": None}, *HELLO])
+    assert turn.messages[1] == {"role": "assistant", "content": None, "tool_calls": [call("c1", "weather", "{}")]}
+
+
 @pytest.mark.parametrize(
     ("body", "told"),
     [
@@ -60,6 +66,10 @@ def test_reasoning_comes_back_under_either_name(name: str) -> None:
         ({"messages": "hello"}, "messages: Expected `array`, got `str`, it is 'hello'"),
         ({"messages": [{"role": "bot"}]}, "messages[0].role = 'bot': there are system, developer, user, assistant"),
         ({"messages": [{"role": "user", "content": 7}]}, "messages[0].content = 7: give a text or a list of parts"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"id": "c1"}]}]},
+            "messages[0].tool_calls[0] = {'id': 'c1'}: a call has an id and a function",
+        ),
         ({"n": 2}, "n = 2: a turn of a session is one answer: send a request for each"),
         ({"logprobs": True}, "logprobs = True: log-probs are in the record of the session"),
         ({"tools": [{"type": "custom"}]}, "tools[0] = {'type': 'custom'}: a tool is a function with its name"),

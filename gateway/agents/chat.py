@@ -12,7 +12,7 @@ from gateway.agents.pieces import calls_of, objects, refusal
 from gateway.agents.turn import Answer, Turn
 from gateway.api import body_of
 from gateway.dialects.fields import read_fields
-from gateway.dialects.raw_json import encoded, on_one_line
+from gateway.dialects.raw_json import event
 from gateway.dialects.sampling import check_sampling
 
 _SAMPLING = (
@@ -88,14 +88,14 @@ class ChatCompletions:
             yield _chunk(head, {"tool_calls": [{"index": index, **call}]})
         yield _chunk(head, {}, **_end(answer))
         if turn.echo["wants_usage"]:
-            yield _data({**head, "choices": [], "usage": _usage(answer)})
+            yield event({**head, "choices": [], "usage": _usage(answer)})
         yield b"data: [DONE]\n\n"
 
     def error(self, error: RolloutGatewayError) -> Json:
         return body_of(error)
 
     def error_event(self, error: RolloutGatewayError) -> bytes:
-        return _data(body_of(error)) + b"data: [DONE]\n\n"
+        return event(body_of(error)) + b"data: [DONE]\n\n"
 
 
 def _message(message: Json, where: str) -> Json:
@@ -158,8 +158,4 @@ def _usage(answer: Answer) -> Json:
 
 
 def _chunk(head: Json, delta: Json, **end: Any) -> bytes:
-    return _data({**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None, **end}]})
-
-
-def _data(body: Json) -> bytes:
-    return b"data: " + on_one_line(encoded(body)) + b"\n\n"
+    return event({**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None, **end}]})

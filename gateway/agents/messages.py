@@ -15,12 +15,12 @@ from engines.errors import RolloutGatewayError
 from gateway.agents.pieces import (
     ChatMessages,
     calls_of,
-    event,
     failure,
     function,
     image,
     is_cut,
     named,
+    named_event,
     objects,
     refusal,
 )
@@ -66,7 +66,7 @@ class _Body(msgspec.Struct):
 class Messages:
     """`metadata`, `cache_control`, `context_management`, `is_error` and betas have no effect."""
 
-    ping = event({"type": "ping"})
+    ping = named_event({"type": "ping"})
 
     def read(self, body: Json) -> Turn:
         if type(limit := body.get("max_tokens")) is not int or limit < 1:
@@ -103,7 +103,7 @@ class Messages:
 
     def begin(self, answer_id: str, turn: Turn) -> bytes:
         usage = {"input_tokens": 0, "output_tokens": 0}
-        return event({"type": "message_start", "message": _message(answer_id, turn.model or "", [], usage)})
+        return named_event({"type": "message_start", "message": _message(answer_id, turn.model or "", [], usage)})
 
     def reply(self, answer: Answer, turn: Turn) -> Json:
         return _message(answer.id, answer.model, _content(answer), _usage(answer)) | _end(answer)
@@ -111,12 +111,12 @@ class Messages:
     def events(self, answer: Answer, turn: Turn) -> Iterator[bytes]:
         for index, block in enumerate(_content(answer)):
             start, deltas = _parts(block)
-            yield event({"type": "content_block_start", "index": index, "content_block": start})
+            yield named_event({"type": "content_block_start", "index": index, "content_block": start})
             for delta in deltas:
-                yield event({"type": "content_block_delta", "index": index, "delta": delta})
-            yield event({"type": "content_block_stop", "index": index})
-        yield event({"type": "message_delta", "delta": _end(answer), "usage": _usage(answer)})
-        yield event({"type": "message_stop"})
+                yield named_event({"type": "content_block_delta", "index": index, "delta": delta})
+            yield named_event({"type": "content_block_stop", "index": index})
+        yield named_event({"type": "message_delta", "delta": _end(answer), "usage": _usage(answer)})
+        yield named_event({"type": "message_stop"})
 
     def error(self, error: RolloutGatewayError) -> Json:
         told = failure(error)
@@ -124,7 +124,7 @@ class Messages:
         return {"type": "error", "error": {"type": _TYPES.get(told.status, other), "message": told.message}}
 
     def error_event(self, error: RolloutGatewayError) -> bytes:
-        return event(self.error(error))
+        return named_event(self.error(error))
 
 
 def _messages(given: _Body) -> list[Json]:

@@ -7,7 +7,7 @@ from engines.engine import Json
 from engines.errors import InvalidRequest, RolloutGatewayError, shown
 from gateway.agents.turn import Answer
 from gateway.api import body_of, error_of, shortened, status_of
-from gateway.dialects.raw_json import encoded, on_one_line
+from gateway.dialects.raw_json import event
 
 
 class Call(NamedTuple):
@@ -109,9 +109,9 @@ def image(url: str) -> Json:
     return {"type": "image_url", "image_url": {"url": url}}
 
 
-def event(body: Json) -> bytes:
+def named_event(body: Json) -> bytes:
     """Return a server-sent event that is named by its type."""
-    return b"event: %b\ndata: %b\n\n" % (body["type"].encode(), on_one_line(encoded(body)))
+    return f"event: {body['type']}\n".encode() + event(body)
 
 
 class Failure(NamedTuple):

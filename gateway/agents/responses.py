@@ -15,12 +15,12 @@ from engines.errors import RolloutGatewayError
 from gateway.agents.pieces import (
     ChatMessages,
     calls_of,
-    event,
     failure,
     function,
     image,
     is_cut,
     named,
+    named_event,
     objects,
     refusal,
 )
@@ -100,7 +100,9 @@ class Responses:
     def begin(self, answer_id: str, turn: Turn) -> bytes:
         response = _response(answer_id, turn.model or "", turn) | {"status": "in_progress"}
         created = {"type": "response.created", "sequence_number": 0, "response": response}
-        return event(created) + event({"type": "response.in_progress", "sequence_number": 1, "response": response})
+        return named_event(created) + named_event(
+            {"type": "response.in_progress", "sequence_number": 1, "response": response}
+        )
 
     def reply(self, answer: Answer, turn: Turn) -> Json:
         return _response(answer.id, answer.model, turn) | _end(answer, _items(answer, turn))
@@ -108,7 +110,7 @@ class Responses:
     def events(self, answer: Answer, turn: Turn) -> Iterator[bytes]:
         numbers, response = count(2), self.reply(answer, turn)
         for body in _shown(response):
-            yield event(body | {"sequence_number": next(numbers)})
+            yield named_event(body | {"sequence_number": next(numbers)})
 
     def error(self, error: RolloutGatewayError) -> Json:
         return body_of(error)
@@ -120,7 +122,7 @@ class Responses:
         )
         response: Json = {"id": "", "object": "response", "status": "failed", "output": []}
         response["error"] = {"code": code, "message": told.message}
-        return event({"type": "response.failed", "sequence_number": 2, "response": response})
+        return named_event({"type": "response.failed", "sequence_number": 2, "response": response})
 
 
 def _messages(given: _Body) -> list[Json]:

@@ -30,13 +30,13 @@ def opened(value: Any) -> Any:
             return value
 
 
-def on_one_line(data: bytes) -> bytes:
-    """Return JSON as a single line to every client: Unicode line ends are escaped for those such as httpx
-    (`aiter_lines`). JSON itself escapes the line ends below U+0020."""
+def event(body: Any) -> bytes:
+    """Return a server-sent event. It is one line to httpx (`aiter_lines`) too: JSON escapes no Unicode line end."""
+    data = encoded(body)
     if not data.isascii():
         for character, escape in _LINE_ENDS:
             data = data.replace(character, escape)
-    return data
+    return b"data: " + data + b"\n\n"
 
 
 def inside_list(value: Raw) -> bytes:

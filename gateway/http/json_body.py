@@ -10,7 +10,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from engines.errors import BodyTooLarge, InvalidRequest
-from gateway.dialects.raw_json import encoded, on_one_line
+from gateway.dialects.raw_json import encoded
 
 _READ_TIMEOUT_S = 300.0
 _QUIET_TIMEOUT_S = 30.0  # between two parts of a body
@@ -88,11 +88,6 @@ async def _content(request: web.Request, limit: int) -> bytes:
 def reply(body: Any, status: int = 200) -> web.Response:
     """Return a JSON reply."""
     return web.Response(body=encoded(body), status=status, content_type="application/json")
-
-
-def event(body: Any) -> bytes:
-    """Return a server-sent event, of one line to every client."""
-    return b"data: " + on_one_line(encoded(body)) + b"\n\n"
 
 
 def _too_large(size: int, limit: int) -> str:

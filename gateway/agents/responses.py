@@ -4,8 +4,7 @@ Nothing is kept between calls: a client sends its whole history, as Codex does. 
 """
 
 import time
-from collections.abc import Iterator
-from itertools import count
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -61,6 +60,8 @@ class _Body(msgspec.Struct):
 
 
 _SAMPLING = ("temperature", "top_p", "top_k", "seed", "stop")
+_BEGUN = ("response.created", "response.in_progress")
+_CODES = {429: "rate_limit_exceeded"}
 
 
 class Responses:
@@ -99,30 +100,24 @@ class Responses:
 
     def begin(self, answer_id: str, turn: Turn) -> bytes:
         response = _response(answer_id, turn.model or "", turn) | {"status": "in_progress"}
-        created = {"type": "response.created", "sequence_number": 0, "response": response}
-        return named_event(created) + named_event(
-            {"type": "response.in_progress", "sequence_number": 1, "response": response}
-        )
+        begun = [{"type": kind, "response": response} for kind in _BEGUN]
+        return b"".join(_numbered(begun, 0))
 
     def reply(self, answer: Answer, turn: Turn) -> Json:
         return _response(answer.id, answer.model, turn) | _end(answer, _items(answer, turn))
 
     def events(self, answer: Answer, turn: Turn) -> Iterator[bytes]:
-        numbers, response = count(2), self.reply(answer, turn)
-        for body in _shown(response):
-            yield named_event(body | {"sequence_number": next(numbers)})
+        return _numbered(_shown(self.reply(answer, turn)), len(_BEGUN))
 
     def error(self, error: RolloutGatewayError) -> Json:
         return body_of(error)
 
     def error_event(self, error: RolloutGatewayError) -> bytes:
         told = failure(error)
-        code = (
-            "rate_limit_exceeded" if told.status == 429 else "invalid_prompt" if told.status < 500 else "server_error"
-        )
+        code = _CODES.get(told.status, "invalid_prompt" if told.status < 500 else "server_error")
         response: Json = {"id": "", "object": "response", "status": "failed", "output": []}
         response["error"] = {"code": code, "message": told.message}
-        return named_event({"type": "response.failed", "sequence_number": 2, "response": response})
+        return b"".join(_numbered([{"type": "response.failed", "response": response}], len(_BEGUN)))
 
 
 def _messages(given: _Body) -> list[Json]:
@@ -310,6 +305,10 @@ def _items(answer: Answer, turn: Turn) -> list[Json]:
     if items and is_cut(answer):
         items[-1]["status"] = "incomplete"
     return items
+
+
+def _numbered(events: Iterable[Json], first: int) -> Iterator[bytes]:
+    return (named_event(event | {"sequence_number": number}) for number, event in enumerate(events, first))
 
 
 def _shown(response: Json) -> Iterator[Json]:

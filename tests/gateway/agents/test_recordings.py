@@ -1,4 +1,5 @@
-"""Requests that Claude Code 2.1.328 and Codex 0.169.0 sent: turns with tools, a subagent and a compaction.
+"""Requests that agents sent, each unchanged but for its base URL and key: Claude Code 2.1.328 and Codex 0.169.0 (turns
+with tools, a subagent, a compaction), OpenAI Agents SDK 0.24.0 (Responses, then chat) and mini-swe-agent 2.4.6.
 
 Long texts are shortened, and ids and paths are replaced.
 """
@@ -9,11 +10,18 @@ from typing import Any
 
 import pytest
 
+from gateway.agents.chat import ChatCompletions
 from gateway.agents.messages import Messages
 from gateway.agents.responses import Responses
-from gateway.agents.turn import Turn
+from gateway.agents.turn import Dialect, Turn
 
 RECORDINGS = Path(__file__).parent / "recordings"
+AGENTS = sorted(path.stem for path in RECORDINGS.glob("*.json"))
+DIALECTS: dict[str, Dialect] = {
+    "/v1/messages?beta=true": Messages(),
+    "/v1/responses": Responses(),
+    "/v1/chat/completions": ChatCompletions(),
+}
 
 
 def recorded(name: str) -> list[Any]:
@@ -21,24 +29,22 @@ def recorded(name: str) -> list[Any]:
 
 
 def turns_of(name: str) -> list[Turn]:
-    dialect = Messages() if name == "claude_code" else Responses()
-    return [dialect.read(call["body"]) for call in recorded(name)]
+    return [DIALECTS[call["path"]].read(call["body"]) for call in recorded(name)]
 
 
 def begins_with(turn: Turn, earlier: Turn) -> bool:
     return turn.tools == earlier.tools and turn.messages[: len(earlier.messages)] == earlier.messages
 
 
-@pytest.mark.parametrize("name", ["claude_code", "codex"])
+@pytest.mark.parametrize("name", AGENTS)
 def test_each_request_is_a_turn(name: str) -> None:
     for turn in turns_of(name):
         assert turn.model == "policy"
-        assert turn.streams
         assert {message["role"] for message in turn.messages} >= {"user"}
         assert all(message["content"] or message.get("tool_calls") for message in turn.messages)
 
 
-@pytest.mark.parametrize("name", ["claude_code", "codex"])
+@pytest.mark.parametrize("name", AGENTS)
 def test_each_result_follows_its_call(name: str) -> None:
     for turn in turns_of(name):
         calls: set[str] = set()
@@ -87,3 +93,28 @@ def test_claude_codes_deferred_tool_says_so() -> None:
         tool["function"]["name"] for tool in turns_of("claude_code")[0].tools if tool["function"].get("defer_loading")
     ]
     assert deferred == ["DeferredToolPlaceholder"]
+
+
+@pytest.mark.parametrize(
+    ("name", "turn", "reasoning"),
+    [
+        ("claude_code", 1, "A file first."),
+        ("codex", 1, "A file first."),
+        ("openai_agents", 1, "Weather."),
+        ("openai_agents", 4, None),  # its chat drops what it was told
+        ("mini_swe_agent", 1, "Files."),
+    ],
+)
+def test_what_an_agent_sends_back_is_the_message_that_was_answered(name: str, turn: int, reasoning: str | None) -> None:
+    [answered] = [message for message in turns_of(name)[turn].messages if message["role"] == "assistant"]
+    assert answered.get("reasoning") == reasoning
+    assert answered.keys() - {"reasoning"} == {"role", "content", "tool_calls"}
+    assert all(json.loads(call["function"]["arguments"]) for call in answered["tool_calls"])
+
+
+def test_the_agents_sdk_hands_a_conversation_over_to_another_agent() -> None:
+    responses, chat = turns_of("openai_agents")[:3], turns_of("openai_agents")[3:]
+    for first, second, handed_over in (responses, chat):
+        assert begins_with(second, first)
+        assert handed_over.messages[0] == {"role": "system", "content": "Write verse."}
+        assert handed_over.tools == []

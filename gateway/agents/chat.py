@@ -73,7 +73,7 @@ class ChatCompletions:
 
     def reply(self, answer: Answer, turn: Turn) -> Json:
         message = {"role": "assistant", "content": answer.message.get("content"), **_reasoning(answer)}
-        if calls := _calls(answer):
+        if calls := calls_of(answer):
             message["tool_calls"] = calls
         choice = {"index": 0, "message": message, "logprobs": None, **_end(answer)}
         return _head(answer.id, answer.model, "chat.completion") | {"choices": [choice], "usage": _usage(answer)}
@@ -84,7 +84,7 @@ class ChatCompletions:
             yield _chunk(head, reasoning)
         if text := answer.message.get("content"):
             yield _chunk(head, {"content": text})
-        for index, call in enumerate(_calls(answer)):
+        for index, call in enumerate(calls_of(answer)):
             yield _chunk(head, {"tool_calls": [{"index": index, **call}]})
         yield _chunk(head, {}, **_end(answer))
         if turn.echo["wants_usage"]:
@@ -135,13 +135,6 @@ def _reasoning(answer: Answer) -> Json:
     """The reasoning under vLLM's name, and under the name that older clients read."""
     text = answer.message.get("reasoning")
     return {"reasoning": text, "reasoning_content": text} if text else {}
-
-
-def _calls(answer: Answer) -> list[Json]:
-    return [
-        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-        for call in calls_of(answer)
-    ]
 
 
 def _end(answer: Answer) -> Json:

@@ -119,9 +119,9 @@ class Messages:
         yield named_event({"type": "message_stop"})
 
     def error(self, error: RolloutGatewayError) -> Json:
-        told = failure(error)
-        other = "invalid_request_error" if told.status < 500 else "api_error"
-        return {"type": "error", "error": {"type": _TYPES.get(told.status, other), "message": told.message}}
+        status, message = failure(error)
+        other = "invalid_request_error" if status < 500 else "api_error"
+        return {"type": "error", "error": {"type": _TYPES.get(status, other), "message": message}}
 
     def error_event(self, error: RolloutGatewayError) -> bytes:
         return named_event(self.error(error))
@@ -329,7 +329,8 @@ def _content(answer: Answer) -> list[Json]:
     if text := answer.message.get("content"):
         blocks.append({"type": "text", "text": text})
     for call in calls_of(answer):
-        blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": _input(call.arguments)})
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        blocks.append({"type": "tool_use", "id": call["id"], "name": name, "input": _input(arguments)})
     return blocks or [{"type": "text", "text": ""}]  # clients read the first block
 
 
@@ -357,14 +358,14 @@ def _parts(block: Json) -> tuple[Json, list[Json]]:
 
 
 def _end(answer: Answer) -> Json:
-    has_calls = bool(answer.message.get("tool_calls"))
+    reason, sequence = "end_turn", None
     if is_cut(answer):
-        return {"stop_reason": "max_tokens", "stop_sequence": None}
-    if has_calls:
-        return {"stop_reason": "tool_use", "stop_sequence": None}
-    if isinstance(answer.stop_reason, str):
-        return {"stop_reason": "stop_sequence", "stop_sequence": answer.stop_reason}
-    return {"stop_reason": "end_turn", "stop_sequence": None}
+        reason = "max_tokens"
+    elif answer.message.get("tool_calls"):
+        reason = "tool_use"
+    elif isinstance(answer.stop_reason, str):
+        reason, sequence = "stop_sequence", answer.stop_reason
+    return {"stop_reason": reason, "stop_sequence": sequence}
 
 
 def _usage(answer: Answer) -> Json:

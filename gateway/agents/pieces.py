@@ -1,7 +1,7 @@
 """Pieces that the dialects share: fields of a body, calls of an answer, server-sent events, errors."""
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from engines.engine import Json
 from engines.errors import InvalidRequest, RolloutGatewayError, shown
@@ -10,22 +10,15 @@ from gateway.api import body_of, error_of, shortened, status_of
 from gateway.dialects.raw_json import event
 
 
-class Call(NamedTuple):
-    """A call of a tool, with its arguments as they were sampled."""
-
-    id: str
-    name: str
-    arguments: str
-
-
-def calls_of(answer: Answer) -> list[Call]:
-    """Return the calls of an answer. A call that its parser left without an id gets one that no other call has."""
+def calls_of(answer: Answer) -> list[Json]:
+    """Return the calls of an answer, with their arguments as they were sampled. A call that its parser left without an
+    id gets one that no other call has."""
     return [
-        Call(
-            call.get("id") or f"call_{answer.id}_{index}",
-            call["function"].get("name") or "",
-            call["function"].get("arguments") or "",
-        )
+        {
+            "id": call.get("id") or f"call_{answer.id}_{index}",
+            "type": "function",
+            "function": {name: call["function"].get(name) or "" for name in ("name", "arguments")},
+        }
         for index, call in enumerate(answer.message.get("tool_calls") or ())
     ]
 
@@ -114,16 +107,7 @@ def named_event(body: Json) -> bytes:
     return f"event: {body['type']}\n".encode() + event(body)
 
 
-class Failure(NamedTuple):
-    """An error in no client's form; `message` is the engine's own where it refused."""
-
-    status: int
-    message: str
-    param: str | None
-
-
-def failure(error: RolloutGatewayError) -> Failure:
-    """Return what a client is told of an error."""
+def failure(error: RolloutGatewayError) -> tuple[int, str]:
+    """Return the status of an error and what a client is told: the engine's own message where it refused."""
     status = status_of(error)
-    told = error_of(status, body_of(error))
-    return Failure(status, shortened(str(told)), getattr(told, "param", None))
+    return status, shortened(str(error_of(status, body_of(error))))

@@ -113,10 +113,10 @@ class Responses:
         return body_of(error)
 
     def error_event(self, error: RolloutGatewayError) -> bytes:
-        told = failure(error)
-        code = _CODES.get(told.status, "invalid_prompt" if told.status < 500 else "server_error")
+        status, message = failure(error)
+        code = _CODES.get(status, "invalid_prompt" if status < 500 else "server_error")
         response: Json = {"id": "", "object": "response", "status": "failed", "output": []}
-        response["error"] = {"code": code, "message": told.message}
+        response["error"] = {"code": code, "message": message}
         return b"".join(_numbered([{"type": "response.failed", "response": response}], len(_BEGUN)))
 
 
@@ -297,8 +297,9 @@ def _items(answer: Answer, turn: Turn) -> list[Json]:
         part: Json = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
         items.append({"type": "message", "id": f"msg_{answer.id}", "role": "assistant", "content": [part]})
     for index, call in enumerate(calls_of(answer)):
-        name = turn.echo["namespaces"].get(call.name) or {"name": call.name}
-        called: Json = {"call_id": call.id, **name, "arguments": call.arguments}
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        named_so = turn.echo["namespaces"].get(name) or {"name": name}
+        called: Json = {"call_id": call["id"], **named_so, "arguments": arguments}
         items.append({"type": "function_call", "id": f"fc_{answer.id}_{index}", **called})
     for item in items:
         item["status"] = "completed"

@@ -5,31 +5,11 @@ Long texts are shortened, and ids and paths are replaced.
 """
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from gateway.agents.chat import ChatCompletions
-from gateway.agents.messages import Messages
-from gateway.agents.responses import Responses
-from gateway.agents.turn import Dialect, Turn
-
-RECORDINGS = Path(__file__).parent / "recordings"
-AGENTS = sorted(path.stem for path in RECORDINGS.glob("*.json"))
-DIALECTS: dict[str, Dialect] = {
-    "/v1/messages?beta=true": Messages(),
-    "/v1/responses": Responses(),
-    "/v1/chat/completions": ChatCompletions(),
-}
-
-
-def recorded(name: str) -> list[Any]:
-    return json.loads((RECORDINGS / f"{name}.json").read_text())
-
-
-def turns_of(name: str) -> list[Turn]:
-    return [DIALECTS[call["path"]].read(call["body"]) for call in recorded(name)]
+from gateway.agents.turn import Turn
+from tests.rigs.recordings import AGENTS, recorded, turns_of
 
 
 def begins_with(turn: Turn, earlier: Turn) -> bool:

@@ -18,7 +18,7 @@ class Turn:
 
     `template` has the other fields of a chat request that the chat template reads, such as `chat_template_kwargs` and
     `reasoning_effort`. `sampling` has the sampling parameters under vLLM's names, without the limit; `max_tokens` is
-    None where the client names none.
+    None where the client names none. `echo` has what the dialect's reply repeats of the body; nobody else reads it.
     """
 
     model: str | None
@@ -29,6 +29,7 @@ class Turn:
     sampling: Json = field(default_factory=dict)
     max_tokens: int | None = None
     streams: bool = False
+    echo: Json = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

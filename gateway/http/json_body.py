@@ -15,8 +15,6 @@ from gateway.dialects.raw_json import encoded
 _QUIET_TIMEOUT_S = 30.0  # between two parts of a body
 _LARGEST_INFLATED = 64 << 20
 _UNREADABLE = (web.HTTPBadRequest, web.RequestPayloadError, aiohttp.ClientError, HttpProcessingError)
-# Line ends for clients such as httpx (`aiter_lines`). JSON itself escapes the line ends below U+0020.
-_LINE_ENDS = [(character.encode(), f"\\u{ord(character):04x}".encode()) for character in "\u0085\u2028\u2029"]
 
 
 async def read_object(request: web.Request, *, required: bool = True) -> dict[str, Any]:
@@ -86,15 +84,6 @@ async def _content(request: web.Request, limit: int) -> bytes:
 def reply(body: Any, status: int = 200) -> web.Response:
     """Return a JSON reply."""
     return web.Response(body=encoded(body), status=status, content_type="application/json")
-
-
-def event(body: Any) -> bytes:
-    """Return a server-sent event. Unicode line ends are escaped, so that it is a single line to every client."""
-    data = encoded(body)
-    if not data.isascii():
-        for character, escape in _LINE_ENDS:
-            data = data.replace(character, escape)
-    return b"data: " + data + b"\n\n"
 
 
 def _too_large(size: int, limit: int) -> str:

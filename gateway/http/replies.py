@@ -11,7 +11,7 @@ from aiohttp import web
 from engines.errors import RolloutGatewayError
 from gateway.api import body_of, error_body
 from gateway.dialects.parallel import Streaming, blocks_of
-from gateway.http.json_body import event
+from gateway.dialects.raw_json import event
 
 log = structlog.get_logger()
 

@@ -3,7 +3,7 @@
 import orjson
 import pytest
 
-from gateway.http.json_body import event
+from gateway.dialects.raw_json import event
 
 
 @pytest.mark.parametrize(

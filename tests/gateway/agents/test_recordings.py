@@ -1,0 +1,100 @@
+"""Requests that agents sent, each unchanged but for its base URL and key: Claude Code 2.1.328 and Codex 0.169.0 (turns
+with tools, a subagent, a compaction), OpenAI Agents SDK 0.24.0 (Responses, then chat) and mini-swe-agent 2.4.6.
+
+Long texts are shortened, and ids and paths are replaced.
+"""
+
+import json
+
+import pytest
+
+from gateway.agents.turn import Turn
+from tests.rigs.recordings import AGENTS, recorded, turns_of
+
+
+def begins_with(turn: Turn, earlier: Turn) -> bool:
+    return turn.tools == earlier.tools and turn.messages[: len(earlier.messages)] == earlier.messages
+
+
+@pytest.mark.parametrize("name", AGENTS)
+def test_each_request_is_a_turn(name: str) -> None:
+    for turn in turns_of(name):
+        assert turn.model == "policy"
+        assert {message["role"] for message in turn.messages} >= {"user"}
+        assert all(message["content"] or message.get("tool_calls") for message in turn.messages)
+
+
+@pytest.mark.parametrize("name", AGENTS)
+def test_each_result_follows_its_call(name: str) -> None:
+    for turn in turns_of(name):
+        calls: set[str] = set()
+        for message in turn.messages:
+            calls |= {call["id"] for call in message.get("tool_calls", ())}
+            assert message.get("tool_call_id", None) in (None, *calls)
+
+
+def test_claude_code_continues_a_turn_but_for_its_subagent_and_the_root_after_a_compaction() -> None:
+    turns, calls = turns_of("claude_code"), recorded("claude_code")
+    subagents = [index for index, call in enumerate(calls) if "x-claude-code-agent-id" in call["headers"]]
+    assert subagents == [2, 3]
+    assert len({call["headers"]["x-claude-code-session-id"] for call in calls}) == 1
+    assert begins_with(turns[1], turns[0])
+    assert begins_with(turns[3], turns[2])
+    assert begins_with(turns[4], turns[1])
+    compaction, root = turns[5], turns[6]
+    assert begins_with(compaction, turns[4])
+    assert not any(begins_with(root, turn) for turn in turns[:6])
+    assert "continued from a previous" in root.messages[1]["content"]
+
+
+def test_codex_continues_a_turn_but_for_its_subagent_and_its_compaction() -> None:
+    turns, calls = turns_of("codex"), recorded("codex")
+    subagents = [index for index, call in enumerate(calls) if "x-codex-parent-thread-id" in call["headers"]]
+    assert subagents == [3]
+    assert len({call["headers"]["session-id"] for call in calls}) == 1
+    assert begins_with(turns[1], turns[0])
+    assert begins_with(turns[2], turns[1])
+    compaction, root = turns[4], turns[5]
+    assert compaction.tools == []
+    assert compaction.messages[: len(turns[2].messages)] == turns[2].messages
+    assert begins_with(root, turns[0])
+    assert not begins_with(root, turns[1])
+    assert begins_with(turns[6], root)
+
+
+def test_codexs_tools_of_a_namespace_are_shown() -> None:
+    names = [tool["function"]["name"] for tool in turns_of("codex")[0].tools]
+    assert "multi_agent_v1__spawn_agent" in names
+    assert "exec_command" in names
+
+
+def test_claude_codes_deferred_tool_says_so() -> None:
+    deferred = [
+        tool["function"]["name"] for tool in turns_of("claude_code")[0].tools if tool["function"].get("defer_loading")
+    ]
+    assert deferred == ["DeferredToolPlaceholder"]
+
+
+@pytest.mark.parametrize(
+    ("name", "turn", "reasoning"),
+    [
+        ("claude_code", 1, "A file first."),
+        ("codex", 1, "A file first."),
+        ("openai_agents", 1, "Weather."),
+        ("openai_agents", 4, None),  # its chat drops what it was told
+        ("mini_swe_agent", 1, "Files."),
+    ],
+)
+def test_what_an_agent_sends_back_is_the_message_that_was_answered(name: str, turn: int, reasoning: str | None) -> None:
+    [answered] = [message for message in turns_of(name)[turn].messages if message["role"] == "assistant"]
+    assert answered.get("reasoning") == reasoning
+    assert answered.keys() - {"reasoning"} == {"role", "content", "tool_calls"}
+    assert all(json.loads(call["function"]["arguments"]) for call in answered["tool_calls"])
+
+
+def test_the_agents_sdk_hands_a_conversation_over_to_another_agent() -> None:
+    responses, chat = turns_of("openai_agents")[:3], turns_of("openai_agents")[3:]
+    for first, second, handed_over in (responses, chat):
+        assert begins_with(second, first)
+        assert handed_over.messages[0] == {"role": "system", "content": "Write verse."}
+        assert handed_over.tools == []

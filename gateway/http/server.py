@@ -9,6 +9,7 @@ from aiohttp import web
 from engines import tracing
 from engines.engine import Json
 from engines.model_folder import model_folder
+from gateway.agents.turns import TokenCounter
 from gateway.config.schema import Config
 from gateway.dialects.chat import Chat
 from gateway.dialects.completions import Completions
@@ -28,6 +29,7 @@ from gateway.http.access import Access, Routes
 from gateway.http.middleware import Measurement, answer_errors, note_begin
 from gateway.http.own_requests import OwnRequests
 from gateway.http.pages.dashboard import Dashboard
+from gateway.http.routes.agents import AgentRoutes
 from gateway.http.routes.fleet import FleetRoutes
 from gateway.http.routes.models import ModelRoutes
 from gateway.http.routes.profiles import ProfileRoutes
@@ -92,6 +94,12 @@ class GatewayServer:
                 self._replays,
                 own,
                 workers.abort,
+            ),
+            AgentRoutes(
+                chat,
+                TokenCounter(fleet, any_replica, config.gateway.queue_timeout_s),
+                self._measurement,
+                deliveries,
             ),
             SubmissionRoutes(self._submissions, scheduler.history),
             SnapshotFiles(fleet, self._snapshots),

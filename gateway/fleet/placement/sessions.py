@@ -8,8 +8,9 @@ from typing import Any
 from engines.engine import Json
 from engines.errors import InvalidRequest, shown
 
-# vLLM's name first, then the one that SGLang's router reads.
-_HEADERS = ("X-Session-ID", "X-SMG-Routing-Key")
+# vLLM's name first, then the one that SGLang's router reads, then those of Claude Code and Codex. A subagent of Codex
+# has a thread of its own.
+_HEADERS = ("X-Session-ID", "X-SMG-Routing-Key", "X-Claude-Code-Session-Id", "thread-id")
 # The more exact field first: one user may have many conversations.
 _OPENAI_FIELDS = ("prompt_cache_key", "user")
 _MAX_LENGTH = 256

@@ -1,0 +1,112 @@
+"""Turns of agents through a gateway with two simulated engines, asked for by the official clients."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+import anthropic
+import openai
+import pytest
+
+from gateway.http.routes import agents
+from tests.rigs.rig import Rig, StartRig
+
+HELLO: Any = [{"role": "user", "content": "hello"}]
+GREEDY: Any = {"model": "sim", "max_tokens": 12, "messages": HELLO, "extra_body": {"temperature": 0}}
+HELLO_ITEMS: Any = [{"role": "user", "content": "hello"}]
+TOOL: Any = {"name": "add", "description": "Adds.", "input_schema": {"type": "object", "properties": {}}}
+
+
+@pytest.fixture
+async def messages(rig: Rig) -> AsyncIterator[anthropic.AsyncAnthropic]:
+    async with anthropic.AsyncAnthropic(base_url=rig.url, api_key="k", max_retries=0, timeout=20.0) as client:
+        yield client
+
+
+@pytest.fixture
+async def responses(rig: Rig) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(base_url=f"{rig.url}/v1", api_key="k", max_retries=0, timeout=20.0) as client:
+        yield client
+
+
+async def test_a_message_is_answered(messages: anthropic.AsyncAnthropic) -> None:
+    message = await messages.messages.create(model="sim", max_tokens=6, messages=HELLO, tools=[TOOL])
+    assert (message.role, message.stop_reason, message.usage.output_tokens) == ("assistant", "max_tokens", 6)
+    assert message.content[0].type == "text"
+    assert message.content[0].text
+
+
+async def test_a_streamed_message_is_the_whole_one(messages: anthropic.AsyncAnthropic) -> None:
+    whole = await messages.messages.create(**GREEDY)
+    async with messages.messages.stream(**GREEDY) as stream:
+        streamed = await stream.get_final_message()
+    assert [block.text for block in streamed.content] == [block.text for block in whole.content]  # type: ignore[union-attr]
+    assert streamed.stop_reason == whole.stop_reason
+
+
+async def test_tokens_of_a_message_are_counted_as_its_engine_reads_it(messages: anthropic.AsyncAnthropic) -> None:
+    message = await messages.messages.create(model="sim", max_tokens=1, messages=HELLO)
+    counted = await messages.messages.count_tokens(model="sim", messages=HELLO)
+    assert counted.input_tokens == message.usage.input_tokens
+
+
+async def test_a_response_is_answered(responses: openai.AsyncOpenAI) -> None:
+    response = await responses.responses.create(model="sim", input=HELLO_ITEMS, max_output_tokens=6)
+    assert (response.status, response.usage and response.usage.output_tokens) == ("incomplete", 6)
+    assert response.output_text
+
+
+async def test_a_streamed_response_ends_with_the_whole_one(responses: openai.AsyncOpenAI) -> None:
+    asked: Any = {"model": "sim", "input": HELLO_ITEMS, "max_output_tokens": 6, "temperature": 0}
+    whole = await responses.responses.create(**asked)
+    async with responses.responses.stream(**asked) as stream:
+        events: list[Any] = [event async for event in stream]
+    assert (events[0].type, events[-1].type) == ("response.created", "response.incomplete")
+    assert events[-1].response.output_text == whole.output_text
+
+
+async def test_a_turn_continues_when_its_replica_dies(rig: Rig, messages: anthropic.AsyncAnthropic) -> None:
+    undisturbed = await messages.messages.create(**GREEDY)
+    asking = asyncio.create_task(messages.messages.create(**GREEDY))
+    await rig.begun()
+    [replica] = [replica for replica in rig.replicas if replica.scheduler.stalled]
+    await replica.kill()
+    rig.hurry()
+    message = await asking
+    assert (message.content, message.usage.output_tokens) == (undisturbed.content, undisturbed.usage.output_tokens)
+
+
+async def test_an_error_has_the_form_of_its_dialect(rig: Rig) -> None:
+    status, error = await rig.post("/v1/messages", {"model": "gpt-9", "max_tokens": 5, "messages": HELLO})
+    assert (status, error["type"], error["error"]["type"]) == (404, "error", "not_found_error")
+    status, error = await rig.post("/v1/messages", {"model": "sim", "messages": HELLO})
+    assert (status, error["error"]["type"]) == (400, "invalid_request_error")
+    assert "max_tokens" in error["error"]["message"]
+    status, error = await rig.post("/v1/responses", {"model": "sim", "input": [], "previous_response_id": "r"})
+    assert (status, error["error"]["param"]) == (400, "previous_response_id")
+
+
+async def test_a_key_is_read_from_the_header_of_either_client(start_rig: StartRig) -> None:
+    rig = await start_rig(gateway={"trusted_networks": [], "admin_keys": ["a"], "inference_keys": ["secret"]})
+    body = {"model": "sim", "max_tokens": 1, "messages": HELLO}
+    assert (await rig.post("/v1/messages", body, headers={"x-api-key": "secret"}))[0] == 200
+    assert (await rig.post("/v1/messages", body, headers={"Authorization": "Bearer secret"}))[0] == 200
+    status, error = await rig.post("/v1/messages", body, headers={"x-api-key": "wrong"})
+    assert (status, error["error"]["type"]) == (401, "authentication_error")
+
+
+async def test_a_stream_is_kept_alive_and_its_end_with_its_client_ends_the_turn(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agents, "_PING_S", 0.05)
+    body = {"model": "sim", "max_tokens": 100, "messages": HELLO, "stream": True}
+    for replica in rig.replicas:
+        replica.scheduler.stall(after=6)
+    async with aiohttp.ClientSession() as client, client.post(f"{rig.url}/v1/messages", json=body) as reply:
+        async with asyncio.timeout(20):
+            while b"event: ping" not in await reply.content.readline():
+                continue
+    async with asyncio.timeout(20):
+        while any(replica.scheduler.stalled for replica in rig.replicas):
+            await asyncio.sleep(0.02)

@@ -170,10 +170,11 @@ class Replays:
     async def close(self) -> None:
         """Stop all batches without a client, which a later gateway goes on with."""
         tasks = [batch.task for batch in self._orphans]
-        await self._ledger.opened()
-        for batch in self._all:
-            batch.write()
-            batch.stop()
+        if batches := self._all:
+            await self._ledger.opened()
+            for batch in batches:
+                batch.write()
+                batch.stop()
         for batch in list(self._orphans):
             self._end_orphanhood(batch, End.STOPPED)
             batch.task.cancel()

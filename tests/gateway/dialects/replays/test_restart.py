@@ -1,6 +1,7 @@
 """Batches go on after a restart of their gateway, from what the ledger has, and their replays adopt them."""
 
 import asyncio
+import os
 from pathlib import Path
 
 import aiohttp
@@ -76,6 +77,11 @@ async def test_a_batch_that_was_delivered_is_not_brought_back(start_rig: StartRi
     again = await restarted(start_rig, kept_rig)
     await whole(again)
     assert made(again) == 2 * ALL
+
+
+async def test_a_gateway_without_batches_leaves_no_ledger(kept_rig: Rig, tmp_path: Path) -> None:
+    await kept_rig.stop_gateway()
+    assert "ledger" not in os.listdir(tmp_path)
 
 
 @pytest.mark.parametrize("change", [{"ledger": None}, {"replay_grace_s": 0}])

@@ -124,7 +124,8 @@ class Sample:
         """Tokens that `growth` has returned, of it and of its rest."""
         self._taken: dict[str, int] = {}  # bytes of each list, and pieces of text
         self._taken_rest: Sample | None = None
-        self._took_end = False
+        self.is_taken = False
+        """True once it has ended, and `growth` has returned that."""
 
     @classmethod
     def of(cls, told: Json) -> "Sample":
@@ -280,10 +281,10 @@ class Sample:
         if rest is not None:
             self._fit(rest, num_prompt)
         made = self.num_made + (rest.num_made if rest else 0)
-        ends = self.reason is not None and not self._took_end and (self.has_ids or self.spans is not None)
+        ends = self.reason is not None and not self.is_taken and (self.has_ids or self.spans is not None)
         if made == self.num_taken and not ends:
             return None
-        self.num_taken, self._taken_rest, self._took_end = made, rest, self.reason is not None
+        self.num_taken, self._taken_rest, self.is_taken = made, rest, self.reason is not None
         is_all = not self._taken
         new, (spans, kv_versions) = self._new_items(), self._stamps_now()
         if rest is not None:
@@ -303,14 +304,9 @@ class Sample:
         }
         return told | ({MARK: list(inexact)} if self.is_resumed or rest else {}), is_all
 
-    @property
-    def is_taken(self) -> bool:
-        """True once it has ended, and `growth` has returned that."""
-        return self._took_end
-
     def take_again(self) -> None:
         """Have `growth` return all from the start."""
-        self.num_taken, self._taken, self._taken_rest, self._took_end = 0, {}, None, False
+        self.num_taken, self._taken, self._taken_rest, self.is_taken = 0, {}, None, False
         if self.rest is not None:
             self.rest.take_again()
 
@@ -352,7 +348,7 @@ class Sample:
     def free(self) -> None:
         """Forget its content: the client has it."""
         self._ids, self._text, self._scores, self._lists = bytearray(), [], None, {}
-        self.num_taken, self._took_end = self.num_made, True
+        self.num_taken, self.is_taken = self.num_made, True
 
     def join(self, rest: "Sample", num_prompt: int) -> None:
         """Take the rest, for which an engine has read the prompt, of so many tokens, and these tokens, or most."""

@@ -9,6 +9,8 @@ from aiohttp import web
 from engines import tracing
 from engines.engine import Json
 from engines.model_folder import model_folder
+from gateway.agents.rendering import Rendering
+from gateway.agents.turns import Turns
 from gateway.config.schema import Config
 from gateway.dialects.chat import Chat
 from gateway.dialects.completions import Completions
@@ -28,6 +30,7 @@ from gateway.http.access import Access, Routes
 from gateway.http.middleware import Measurement, answer_errors, note_begin
 from gateway.http.own_requests import OwnRequests
 from gateway.http.pages.dashboard import Dashboard
+from gateway.http.routes.agents import AgentRoutes
 from gateway.http.routes.fleet import FleetRoutes
 from gateway.http.routes.models import ModelRoutes
 from gateway.http.routes.profiles import ProfileRoutes
@@ -76,6 +79,7 @@ class GatewayServer:
             self._ledger,
             Counts(metrics, deliveries),
         )
+        rendering = Rendering(fleet, any_replica, config.gateway.queue_timeout_s)
         own = OwnRequests()
         models = ModelRoutes(config.fleet, fleet, weights, any_replica, self._adapters)
         self._dashboard = dashboard = Dashboard(fleet, scheduler, weights, metrics, self.status)
@@ -93,6 +97,7 @@ class GatewayServer:
                 own,
                 workers.abort,
             ),
+            AgentRoutes(Turns(rendering, tokens, chat, deliveries), self._measurement),
             SubmissionRoutes(self._submissions, scheduler.history),
             SnapshotFiles(fleet, self._snapshots),
             WeightRoutes(config.weights, fleet, weights, self._snapshots),

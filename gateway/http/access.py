@@ -128,7 +128,7 @@ class Access:
         return True
 
     def _key_of(self, request: web.Request, *, admin: bool) -> str:
-        return self.check(direct_peer(request), _authorization(request), admin=admin)
+        return self.check(direct_peer(request), _given(request), admin=admin)
 
     def _is_trusted(self, peer: str | None) -> bool:
         return bool(peer) and self._is_in_trusted_network(peer)
@@ -147,11 +147,11 @@ def store_key(config: GatewayConfig) -> str:
 
 def _digest(request: web.Request) -> str:
     """The key itself, and not its place in the configuration or a file, which another key may have tomorrow."""
-    return hashlib.sha256(_bearer(_authorization(request)).encode(errors="surrogateescape")).hexdigest()
+    return hashlib.sha256(_bearer(_given(request)).encode(errors="surrogateescape")).hexdigest()
 
 
-def _authorization(request: web.Request) -> str | None:
-    """The key in the header that most clients send, else in Anthropic's."""
+def _given(request: web.Request) -> str | None:
+    """The key as a client sends it; Anthropic's clients have a header of their own."""
     return request.headers.get("Authorization") or request.headers.get("x-api-key")
 
 

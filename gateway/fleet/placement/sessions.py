@@ -8,10 +8,9 @@ from typing import Any
 from engines.engine import Json
 from engines.errors import InvalidRequest, shown
 
-# Claude Code's, and Codex's: its threads, a subagent's too, have a prefix each.
-_HARNESSES = ("X-Claude-Code-Session-Id", "thread-id", "session-id")
-# vLLM's name first, then the one that SGLang's router reads.
-_HEADERS = ("X-Session-ID", "X-SMG-Routing-Key", *_HARNESSES)
+# vLLM's name first, then the one that SGLang's router reads, then those of Claude Code and Codex. A subagent of Codex
+# has a thread of its own.
+_HEADERS = ("X-Session-ID", "X-SMG-Routing-Key", "X-Claude-Code-Session-Id", "thread-id")
 # The more exact field first: one user may have many conversations.
 _OPENAI_FIELDS = ("prompt_cache_key", "user")
 _MAX_LENGTH = 256
@@ -58,7 +57,7 @@ def session_key(client: str, name: str) -> str:
 def session_of(client: str, headers: Mapping[str, str], body: Json) -> str:
     """The session that a client's request belongs to, as `session_key`; empty without one. Raises `InvalidRequest`.
 
-    The order is vLLM's: the field of the body, headers, vllm_xargs; OpenAI's and Anthropic's fields come last.
+    The order is vLLM's: the field of the body, headers, vllm_xargs; OpenAI's fields come last.
     """
     xargs, metadata = body.get("vllm_xargs"), body.get("metadata")
     named: dict[str, Any] = {
@@ -66,7 +65,7 @@ def session_of(client: str, headers: Mapping[str, str], body: Json) -> str:
         **{header: headers.get(header) for header in _HEADERS},
         "vllm_xargs.session_id": xargs.get("session_id") if isinstance(xargs, dict) else None,
         **{field: body.get(field) for field in _OPENAI_FIELDS},
-        # Claude Code writes its session's id into the text.
+        # Claude Code writes its session's id into this text.
         "metadata.user_id": metadata.get("user_id") if isinstance(metadata, dict) else None,
     }
     for name, value in named.items():

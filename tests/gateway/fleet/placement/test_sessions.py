@@ -37,6 +37,8 @@ def test_the_least_recently_used_are_forgotten_beyond_the_limit() -> None:
     [
         ({"X-Session-ID": "s"}, {"user": "u"}, "s"),
         ({"X-SMG-Routing-Key": "s"}, {}, "s"),
+        ({"X-Claude-Code-Session-Id": "s"}, {}, "s"),
+        ({"thread-id": "s"}, {"prompt_cache_key": "k"}, "s"),
         ({"X-Session-ID": "header"}, {"session_id": "body"}, "body"),
         ({}, {"vllm_xargs": {"session_id": "s"}}, "s"),
         ({}, {"user": "u", "prompt_cache_key": "k"}, "k"),

@@ -1,167 +1,112 @@
-"""/v1/messages and /v1/responses of Anthropic's and OpenAI's own clients, unchanged but for their base_url."""
+"""Turns of agents through a gateway with two simulated engines, asked for by the official clients."""
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import aiohttp
+import anthropic
+import openai
 import pytest
 
-from sim.dialect import chat_text
-from sim.model import tokenize
-from tests.rigs.rig import Json, Rig, StartRig
-from tests.running.client_records import runs_client
+from gateway.http.routes import agents
+from tests.rigs.rig import Rig, StartRig
 
-if TYPE_CHECKING:
-    import anthropic
-    import openai
-
-pytestmark = runs_client(
-    "Anthropic Python", "anthropic", ran="messages, count_tokens, streams, errors", against="2 simulated engines"
-)
-
-# The simulated engine answers this with 81 tokens at temperature 0.
-HELLO: Any = [{"role": "user", "content": "three"}]
-ASKED: Json = {"model": "sim", "max_tokens": 8, "temperature": 0.0, "messages": HELLO}
-LONG = 60
+HELLO: Any = [{"role": "user", "content": "hello"}]
+GREEDY: Any = {"model": "sim", "max_tokens": 12, "messages": HELLO, "extra_body": {"temperature": 0}}
+HELLO_ITEMS: Any = [{"role": "user", "content": "hello"}]
+TOOL: Any = {"name": "add", "description": "Adds.", "input_schema": {"type": "object", "properties": {}}}
 
 
 @pytest.fixture
-async def claude(rig: Rig) -> "AsyncIterator[anthropic.AsyncAnthropic]":
-    sdk = pytest.importorskip("anthropic")
-    async with sdk.AsyncAnthropic(base_url=rig.url, api_key="none", max_retries=0, timeout=20.0) as client:
+async def messages(rig: Rig) -> AsyncIterator[anthropic.AsyncAnthropic]:
+    async with anthropic.AsyncAnthropic(base_url=rig.url, api_key="k", max_retries=0, timeout=20.0) as client:
         yield client
 
 
 @pytest.fixture
-async def client(rig: Rig) -> "AsyncIterator[openai.AsyncOpenAI]":
-    sdk = pytest.importorskip("openai")
-    async with sdk.AsyncOpenAI(base_url=f"{rig.url}/v1", api_key="none", max_retries=0, timeout=20.0) as client:
+async def responses(rig: Rig) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(base_url=f"{rig.url}/v1", api_key="k", max_retries=0, timeout=20.0) as client:
         yield client
 
 
-async def events(rig: Rig, path: str, body: Json, **headers: str) -> str:
-    async with rig.client.post(rig.url + path, json=body | {"stream": True}, headers=headers) as response:
-        assert (response.status, response.content_type) == (200, "text/event-stream"), await response.text()
-        return await response.text()
+async def test_a_message_is_answered(messages: anthropic.AsyncAnthropic) -> None:
+    message = await messages.messages.create(model="sim", max_tokens=6, messages=HELLO, tools=[TOOL])
+    assert (message.role, message.stop_reason, message.usage.output_tokens) == ("assistant", "max_tokens", 6)
+    assert message.content[0].type == "text"
+    assert message.content[0].text
 
 
-async def test_a_message_is_the_text_of_the_tokens_that_engines_sampled(claude: "anthropic.AsyncAnthropic") -> None:
-    asked: Any = {"extra_body": {"temperature": 0.0}}
-    message = await claude.messages.create(model="sim", max_tokens=8, messages=HELLO, **asked)
-    assert (message.role, message.model, message.stop_reason) == ("assistant", "sim", "max_tokens")
-    assert message.usage.output_tokens == 8
-    assert message.usage.input_tokens == len(tokenize(chat_text(HELLO)))
-    assert [block.type for block in message.content] == ["text"]
-
-
-async def test_a_streamed_message_is_the_whole_one(claude: "anthropic.AsyncAnthropic") -> None:
-    asked: Any = {"model": "sim", "max_tokens": 8, "messages": HELLO, "extra_body": {"temperature": 0.0}}
-    whole = await claude.messages.create(**asked)
-    async with claude.messages.stream(**asked) as stream:
+async def test_a_streamed_message_is_the_whole_one(messages: anthropic.AsyncAnthropic) -> None:
+    whole = await messages.messages.create(**GREEDY)
+    async with messages.messages.stream(**GREEDY) as stream:
         streamed = await stream.get_final_message()
-    texts = [[block.text for block in message.content if block.type == "text"] for message in (streamed, whole)]
-    assert texts[0] == texts[1] != []
-    assert (streamed.stop_reason, streamed.usage.output_tokens) == (whole.stop_reason, whole.usage.output_tokens)
+    assert [block.text for block in streamed.content] == [block.text for block in whole.content]  # type: ignore[union-attr]
+    assert streamed.stop_reason == whole.stop_reason
 
 
-async def test_tokens_are_counted_without_a_limit(claude: "anthropic.AsyncAnthropic") -> None:
-    counted = await claude.messages.count_tokens(model="sim", messages=HELLO)
-    assert counted.input_tokens == len(tokenize(chat_text(HELLO)))
+async def test_tokens_of_a_message_are_counted_as_its_engine_reads_it(messages: anthropic.AsyncAnthropic) -> None:
+    message = await messages.messages.create(model="sim", max_tokens=1, messages=HELLO)
+    counted = await messages.messages.count_tokens(model="sim", messages=HELLO)
+    assert counted.input_tokens == message.usage.input_tokens
 
 
-async def test_a_streamed_response_is_the_whole_one(client: "openai.AsyncOpenAI") -> None:
-    asked: Any = {"model": "sim", "input": "three", "max_output_tokens": 8, "temperature": 0.0}
-    whole = await client.responses.create(**asked)
-    assert (whole.status, whole.output_text != "") == ("incomplete", True)
-    assert whole.usage is not None
-    assert whole.usage.output_tokens == 8
-    shown = [event async for event in await client.responses.create(**asked, stream=True)]
-    assert shown[0].type == "response.created"
-    assert shown[-1].type == "response.incomplete"
-    assert shown[-1].response.output_text == whole.output_text
+async def test_a_response_is_answered(responses: openai.AsyncOpenAI) -> None:
+    response = await responses.responses.create(model="sim", input=HELLO_ITEMS, max_output_tokens=6)
+    assert (response.status, response.usage and response.usage.output_tokens) == ("incomplete", 6)
+    assert response.output_text
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/v1/messages", {"messages": HELLO, "max_tokens": LONG}),
-        ("/v1/responses", {"input": "three", "max_output_tokens": LONG}),
-    ],
-)
-async def test_an_answer_goes_on_after_its_replica_has_died(
-    start_rig: StartRig, path: str, body: Json, stream: bool
-) -> None:
-    rig = await start_rig(2, sim={"decode_step_s": 0.01})
-    asked = body | {"model": "sim", "temperature": 0.0}
-    running = asyncio.create_task(events(rig, path, asked) if stream else rig.post(path, asked))
-    await rig.begun(1, tokens=9)
-    before = sum(replica.generated_tokens for replica in rig.replicas)
-    loaded = next(replica.replica_id for replica in rig.fleet.replicas if replica.load_samples)
-    await next(replica for replica in rig.replicas if replica.info.replica_id == loaded).kill()
+async def test_a_streamed_response_ends_with_the_whole_one(responses: openai.AsyncOpenAI) -> None:
+    asked: Any = {"model": "sim", "input": HELLO_ITEMS, "max_output_tokens": 6, "temperature": 0}
+    whole = await responses.responses.create(**asked)
+    async with responses.responses.stream(**asked) as stream:
+        events: list[Any] = [event async for event in stream]
+    assert (events[0].type, events[-1].type) == ("response.created", "response.incomplete")
+    assert events[-1].response.output_text == whole.output_text
+
+
+async def test_a_turn_continues_when_its_replica_dies(rig: Rig, messages: anthropic.AsyncAnthropic) -> None:
+    undisturbed = await messages.messages.create(**GREEDY)
+    asking = asyncio.create_task(messages.messages.create(**GREEDY))
+    await rig.begun()
+    [replica] = [replica for replica in rig.replicas if replica.scheduler.stalled]
+    await replica.kill()
     rig.hurry()
-    told = await running
-    made = sum(replica.generated_tokens for replica in rig.replicas)
-    assert before < LONG
-    assert made < 2 * LONG  # its tokens were not made again
-    assert f'"output_tokens":{LONG}' in str(told) or f"'output_tokens': {LONG}" in str(told)
+    message = await asking
+    assert (message.content, message.usage.output_tokens) == (undisturbed.content, undisturbed.usage.output_tokens)
 
 
-@pytest.mark.parametrize(
-    ("change", "status", "kind"),
-    [
-        ({"model": "gpt-9"}, 404, "not_found_error"),
-        ({"max_tokens": 0}, 400, "invalid_request_error"),
-        ({"messages": [{"role": "robot", "content": "a"}]}, 400, "invalid_request_error"),
-        ({"messages": [{"role": "user", "content": "a" * 100_000}]}, 400, "invalid_request_error"),
-    ],
-    ids=["model", "limit", "role", "length"],
-)
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-async def test_an_error_before_the_answer_has_its_status_and_anthropics_form(
-    rig: Rig, change: Json, status: int, kind: str, stream: bool
+async def test_an_error_has_the_form_of_its_dialect(rig: Rig) -> None:
+    status, error = await rig.post("/v1/messages", {"model": "gpt-9", "max_tokens": 5, "messages": HELLO})
+    assert (status, error["type"], error["error"]["type"]) == (404, "error", "not_found_error")
+    status, error = await rig.post("/v1/messages", {"model": "sim", "messages": HELLO})
+    assert (status, error["error"]["type"]) == (400, "invalid_request_error")
+    assert "max_tokens" in error["error"]["message"]
+    status, error = await rig.post("/v1/responses", {"model": "sim", "input": [], "previous_response_id": "r"})
+    assert (status, error["error"]["param"]) == (400, "previous_response_id")
+
+
+async def test_a_key_is_read_from_the_header_of_either_client(start_rig: StartRig) -> None:
+    rig = await start_rig(gateway={"trusted_networks": [], "admin_keys": ["a"], "inference_keys": ["secret"]})
+    body = {"model": "sim", "max_tokens": 1, "messages": HELLO}
+    assert (await rig.post("/v1/messages", body, headers={"x-api-key": "secret"}))[0] == 200
+    assert (await rig.post("/v1/messages", body, headers={"Authorization": "Bearer secret"}))[0] == 200
+    status, error = await rig.post("/v1/messages", body, headers={"x-api-key": "wrong"})
+    assert (status, error["error"]["type"]) == (401, "authentication_error")
+
+
+async def test_a_stream_is_kept_alive_and_its_end_with_its_client_ends_the_turn(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    got, reply = await rig.post("/v1/messages", ASKED | change | {"stream": stream})
-    assert (got, reply["type"], reply["error"]["type"]) == (status, "error", kind)
-
-
-async def test_an_error_of_a_response_has_openais_form(rig: Rig) -> None:
-    status, reply = await rig.post("/v1/responses", {"model": "gpt-9", "input": "three"})
-    assert (status, reply["error"]["param"]) == (404, "model")
-
-
-async def test_anthropics_header_has_the_key(start_rig: StartRig) -> None:
-    rig = await start_rig(1, gateway={"inference_keys": ["sk-mine-0123456789"], "trusted_networks": []})
-    status, reply = await rig.post("/v1/messages", ASKED, headers={"x-api-key": "sk-other"})
-    assert (status, reply["error"]["type"]) == (401, "authentication_error")
-    status, _ = await rig.post("/v1/messages", ASKED, headers={"x-api-key": "sk-mine-0123456789"})
-    assert status == 200
-
-
-async def test_a_client_that_leaves_a_stream_ends_its_answer(start_rig: StartRig) -> None:
-    rig = await start_rig(1, sim={"decode_step_s": 0.05})
-    asked = ASKED | {"max_tokens": 81, "stream": True}
-    async with rig.client.post(rig.url + "/v1/messages", json=asked) as response:
-        assert (await response.content.readline()).startswith(b"event: message_start")
-        await rig.begun()
-        response.close()
+    monkeypatch.setattr(agents, "_PING_S", 0.05)
+    body = {"model": "sim", "max_tokens": 100, "messages": HELLO, "stream": True}
+    for replica in rig.replicas:
+        replica.scheduler.stall(after=6)
+    async with aiohttp.ClientSession() as client, client.post(f"{rig.url}/v1/messages", json=body) as reply:
+        async with asyncio.timeout(20):
+            while b"event: ping" not in await reply.content.readline():
+                continue
     async with asyncio.timeout(20):
-        while any(replica.load_samples for replica in rig.fleet.replicas):
-            await asyncio.sleep(0.01)
-    assert rig.replicas[0].generated_tokens < 81
-
-
-@pytest.mark.parametrize(
-    ("headers", "fields"),
-    [
-        ({"X-Claude-Code-Session-Id": "a"}, {}),
-        ({"thread-id": "a", "session-id": "b"}, {}),
-        ({}, {"metadata": {"user_id": '{"session_id": "a"}'}}),
-    ],
-    ids=["claude code", "codex", "metadata"],
-)
-async def test_turns_of_a_harness_are_placed_by_its_session(rig: Rig, headers: Json, fields: Json) -> None:
-    for _ in range(4):
-        status, _ = await rig.post("/v1/messages", ASKED | fields, headers=headers)
-        assert status == 200
-    assert sorted(replica.generated_tokens for replica in rig.replicas) == [0, 32]
+        while any(replica.scheduler.stalled for replica in rig.replicas):
+            await asyncio.sleep(0.02)

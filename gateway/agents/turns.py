@@ -46,14 +46,14 @@ class Turns:
 
     async def count(self, turn: Turn) -> int:
         """Return the number of tokens of a prompt. Raise `UnknownRoute` where no engine renders it."""
-        rendered = await self.rendering.render(_chat_request(turn))
+        rendered = await self.rendering.render(chat_request(turn))
         if rendered is None:
             raise lacking(f"{RENDER}, which counts tokens,", self.rendering.replicas(turn.model))
         return len(rendered["token_ids"])
 
     async def prepare(self, turn: Turn, caller: Caller) -> Prepared:
         """Render a turn. Raise what makes it impossible, before a stream has begun."""
-        chat = _chat_request(turn)
+        chat = chat_request(turn)
         rendered = await self.rendering.render(chat)
         if rendered is None:
             return Prepared(turn, self.chat.decode(chat, caller.request_id, caller.session), chat, None)
@@ -80,7 +80,8 @@ def _token_request(turn: Turn, rendered: Json) -> Json:
     return body | ({"features": rendered["features"]} if rendered.get("features") else {})
 
 
-def _chat_request(turn: Turn) -> Json:
+def chat_request(turn: Turn) -> Json:
+    """Return a turn as the body of /v1/chat/completions."""
     asked = {"model": turn.model, "tools": turn.tools, "tool_choice": turn.tool_choice, "max_tokens": turn.max_tokens}
     given = {name: value for name, value in asked.items() if value not in (None, [])}
     return {"messages": turn.messages, **given, **turn.template, **turn.sampling}

@@ -12,7 +12,7 @@ from engines.errors import RolloutGatewayError
 from gateway.agents.messages import Messages
 from gateway.agents.responses import Responses
 from gateway.agents.turn import Answer, Dialect, Turn
-from gateway.agents.turns import Caller, Turns
+from gateway.agents.turns import Caller, Turns, chat_request
 from gateway.fleet.placement.sessions import session_of
 from gateway.http.access import CLIENT, Access, Handler
 from gateway.http.json_body import read_object, reply
@@ -51,9 +51,10 @@ class AgentRoutes:
         async def answered(request: web.Request) -> web.StreamResponse:
             body = await read_object(request)
             session = session_of(request[CLIENT], request.headers, body)
-            self.measurement.arrived(request, body, session)
+            turn = dialect.read(body)
+            self.measurement.arrived(request, chat_request(turn), session)
             caller = Caller(request_id(request), request[CLIENT], session)
-            prepared = await self.turns.prepare(dialect.read(body), caller)
+            prepared = await self.turns.prepare(turn, caller)
             answer_id = uuid.uuid4().hex
 
             async def answering() -> Answer:
@@ -62,9 +63,9 @@ class AgentRoutes:
                 self.measurement.count_tokens(request, prepared.rollout.model, usage)
                 return answer
 
-            if prepared.turn.streams:
-                return await _stream(request, dialect, prepared.turn, answer_id, answering)
-            return reply(dialect.reply(await answering(), prepared.turn))
+            if turn.streams:
+                return await _stream(request, dialect, turn, answer_id, answering)
+            return reply(dialect.reply(await answering(), turn))
 
         return answered
 

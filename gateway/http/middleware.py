@@ -134,18 +134,19 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
 
 def _answer(request: web.Request, error: Exception) -> web.Response:
     if isinstance(error, RolloutGatewayError):
-        return _error_reply(error)
+        return error_reply(error, body_of(error))
     if isinstance(error, web.HTTPException):
         return reply(error_body(f"{request.method} {request.path}: {error.reason}", error.status), error.status)
     log.error("request failed in a way that was not foreseen", path=request.path, exc_info=error)
     return reply(error_body(f"{request.path}: the gateway failed; its log has the reason", 500), 500)
 
 
-def _error_reply(error: RolloutGatewayError) -> web.Response:
+def error_reply(error: RolloutGatewayError, body: Json) -> web.Response:
+    """Log an error that the client is not to blame for, and return its reply with this body."""
     status = status_of(error)
     if isinstance(error, EngineError | WeightUpdateFailed | DeadlineExceeded) and not isinstance(error, EngineRefused):
         log.warning("request failed", status=status, error=str(error))
-    response = reply(body_of(error), status)
+    response = reply(body, status)
     if isinstance(error, TooManyRequests):
         response.headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
     return response

@@ -9,7 +9,8 @@ from aiohttp import web
 from engines import tracing
 from engines.engine import Json
 from engines.model_folder import model_folder
-from gateway.agents.turns import TokenCounter
+from gateway.agents.rendering import Rendering
+from gateway.agents.turns import Turns
 from gateway.config.schema import Config
 from gateway.dialects.chat import Chat
 from gateway.dialects.completions import Completions
@@ -78,6 +79,7 @@ class GatewayServer:
             self._ledger,
             Counts(metrics, deliveries),
         )
+        rendering = Rendering(fleet, any_replica, config.gateway.queue_timeout_s)
         own = OwnRequests()
         models = ModelRoutes(config.fleet, fleet, weights, any_replica, self._adapters)
         self._dashboard = dashboard = Dashboard(fleet, scheduler, weights, metrics, self.status)
@@ -95,12 +97,7 @@ class GatewayServer:
                 own,
                 workers.abort,
             ),
-            AgentRoutes(
-                chat,
-                TokenCounter(fleet, any_replica, config.gateway.queue_timeout_s),
-                self._measurement,
-                deliveries,
-            ),
+            AgentRoutes(Turns(rendering, tokens, chat, deliveries), self._measurement),
             SubmissionRoutes(self._submissions, scheduler.history),
             SnapshotFiles(fleet, self._snapshots),
             WeightRoutes(config.weights, fleet, weights, self._snapshots),

@@ -205,7 +205,7 @@ class ChatContinuation:
         rollout, body = conversation.rollout, conversation.body
         choice = opened(choice)
         fields = {key: choice.get(key) for key in ("finish_reason", "stop_reason", "logprobs")}
-        visible, state = _ids_alone(_visible_ids(choice, body)) | fields, begun.states[index]
+        visible, state = _ids_alone(visible_ids(choice, body)) | fields, begun.states[index]
         answer = await self._chunk(rollout, body, begun, visible, state)
         begun.states[index], (parsed,) = answer["stream_state"], answer["chunk"]["choices"]
         if visible["logprobs"] and not parsed.get("logprobs"):
@@ -248,7 +248,7 @@ class ChatContinuation:
         """These choices as a conversation's, parsed from all of their tokens, by index."""
         fields = ("index", "finish_reason", "stop_reason", "logprobs")
         choices = [
-            {key: choice.get(key) for key in fields} | {"token_ids": _visible_ids(choice, body) or choice["token_ids"]}
+            {key: choice.get(key) for key in fields} | {"token_ids": visible_ids(choice, body) or choice["token_ids"]}
             for choice in whole
             if choice["token_ids"]  # engines refuse a choice without
         ]
@@ -348,7 +348,7 @@ def _has_media(messages: list[Any]) -> bool:
     return any(map(is_medium, parts))
 
 
-def _visible_ids(choice: Json, body: Json) -> list[int]:
+def visible_ids(choice: Json, body: Json) -> list[int]:
     """The tokens whose text the client sees. vLLM leaves out the stop token, and derenders all that it is given."""
     shows_last = choice["finish_reason"] != "stop" or body.get("include_stop_str_in_output")
     return list(choice["token_ids"] if shows_last else choice["token_ids"][:-1])
@@ -356,7 +356,7 @@ def _visible_ids(choice: Json, body: Json) -> list[int]:
 
 def _as_chat(first: Json, whole: Json, parsed: Json, body: Json) -> Json:
     """One choice of a conversation: all its tokens, as `parsed` by an engine; `first` is its part before a cut."""
-    message = parsed["message"] if _visible_ids(whole, body) else first.get("message") or _silent(parsed["message"])
+    message = parsed["message"] if visible_ids(whole, body) else first.get("message") or _silent(parsed["message"])
     calls = message.get("tool_calls") and body.get("tool_choice") in (None, "auto")
     return {key: value for key, value in first.items() if key not in _OF_STREAMS} | {
         "message": message,

@@ -1,10 +1,7 @@
-"""The routes of agents: Anthropic's Messages and OpenAI's Responses, whole and streamed.
-
-A stream begins at once and ends with its events once the answer is whole. Pings between keep proxies and clients
-waiting: these cut a connection off that is silent for a minute.
-"""
+"""/v1/messages and /v1/responses: agents and SDKs as they are, given a base URL and a key."""
 
 import asyncio
+import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -15,99 +12,86 @@ from engines.errors import RolloutGatewayError
 from gateway.agents.messages import Messages
 from gateway.agents.responses import Responses
 from gateway.agents.turn import Answer, Dialect, Turn
-from gateway.agents.turns import TokenCounter, answer_of, chat_request
-from gateway.api import status_of
-from gateway.dialects.chat import Chat
-from gateway.fleet.metrics import Deliveries
-from gateway.fleet.placement.routing import Rollout
+from gateway.agents.turns import Caller, Turns, chat_request
 from gateway.fleet.placement.sessions import session_of
 from gateway.http.access import CLIENT, Access, Handler
 from gateway.http.json_body import read_object, reply
-from gateway.http.middleware import Measurement, request_id
+from gateway.http.middleware import Measurement, error_reply, request_id
 
 _PING_S = 10.0
-_HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+_EVENTS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
 
 
 @dataclass(eq=False)
 class AgentRoutes:
-    """Turns of agents, each as one conversation."""
+    """Turns of agents, each in the dialect of its client, its errors too."""
 
-    chat: Chat
-    counter: TokenCounter
+    turns: Turns
     measurement: Measurement
-    deliveries: Deliveries
 
     def add_routes(self, router: web.UrlDispatcher, access: Access) -> None:
-        messages, responses = Messages(), Responses()
+        self._messages = Messages()
+        self._add(router, access, "/v1/messages", self._messages, self._answers(self._messages))
+        self._add(router, access, "/v1/messages/count_tokens", self._messages, self._count_tokens)
+        responses = Responses()
+        self._add(router, access, "/v1/responses", responses, self._answers(responses))
 
-        async def count(request: web.Request) -> web.StreamResponse:
-            turn = messages.read_prompt(await read_object(request))
-            return reply(messages.count(await self.counter.count(turn)))
+    def _add(self, router: web.UrlDispatcher, access: Access, path: str, dialect: Dialect, handler: Handler) -> None:
+        checked = access.for_inference(handler)
 
-        def add(path: str, dialect: Dialect, handler: Handler) -> None:
-            router.add_post(path, _in_words_of(dialect, access.for_inference(handler)))
+        async def worded(request: web.Request) -> web.StreamResponse:
+            try:
+                return await checked(request)
+            except RolloutGatewayError as error:
+                return error_reply(error, dialect.error(error))
 
-        add("/v1/messages", messages, self._creates(messages, "msg_"))
-        add("/v1/messages/count_tokens", messages, count)
-        add("/v1/responses", responses, self._creates(responses, "resp_"))
+        router.add_post(path, worded)
 
-    def _creates(self, dialect: Dialect, prefix: str) -> Handler:
-        """Return the handler of one dialect, whose answers' ids begin with `prefix`."""
-
-        async def create(request: web.Request) -> web.StreamResponse:
+    def _answers(self, dialect: Dialect) -> Handler:
+        async def answered(request: web.Request) -> web.StreamResponse:
             body = await read_object(request)
             session = session_of(request[CLIENT], request.headers, body)
-            turn, name = dialect.read(body), request_id(request)
-            asked = chat_request(turn)
-            self.measurement.arrived(request, asked, session)
-            rollout = self.chat.decode(asked, name, session)
-            answering = self._answer(request, rollout, asked, f"{prefix}{name}")
+            turn = dialect.read(body)
+            self.measurement.arrived(request, chat_request(turn), session)
+            caller = Caller(request_id(request), request[CLIENT], session)
+            prepared = await self.turns.prepare(turn, caller)
+            answer_id = uuid.uuid4().hex
+
+            async def answering() -> Answer:
+                answer = await self.turns.answer(prepared, answer_id)
+                usage: Json = {"prompt_tokens": answer.num_prompt_tokens, "completion_tokens": answer.num_tokens}
+                self.measurement.count_tokens(request, prepared.rollout.model, usage)
+                return answer
+
             if turn.streams:
-                return await _stream(request, dialect, turn, f"{prefix}{name}", answering)
-            return reply(dialect.reply(await answering, turn))
+                return await _stream(request, dialect, turn, answer_id, answering)
+            return reply(dialect.reply(await answering(), turn))
 
-        return create
+        return answered
 
-    async def _answer(self, request: web.Request, rollout: Rollout, asked: Json, answer_id: str) -> Answer:
-        made = await self.chat.generate(rollout, asked)
-        self.measurement.count_tokens(request, rollout.model, made.get("usage"))
-        self.deliveries.count(rollout.model, made["choices"])
-        return answer_of(made, answer_id)
-
-
-def _in_words_of(dialect: Dialect, handler: Handler) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-    """Let errors before a reply begins be told as the dialect has them, those of keys too."""
-
-    async def handled(request: web.Request) -> web.StreamResponse:
-        try:
-            return await handler(request)
-        except RolloutGatewayError as error:
-            return reply(dialect.error(error), status_of(error))
-
-    return handled
+    async def _count_tokens(self, request: web.Request) -> web.StreamResponse:
+        turn = self._messages.read_prompt(await read_object(request))
+        return reply(self._messages.count(await self.turns.count(turn)))
 
 
 async def _stream(
-    request: web.Request, dialect: Dialect, turn: Turn, answer_id: str, answering: Awaitable[Answer]
+    request: web.Request, dialect: Dialect, turn: Turn, answer_id: str, answering: Callable[[], Awaitable[Answer]]
 ) -> web.StreamResponse:
-    """Send the events of a turn. A client that is gone ends its generation."""
-    making = asyncio.ensure_future(answering)
-    response = web.StreamResponse(headers=_HEADERS)
+    """Send the first events at once, pings while the answer is made, then its events. The answer of a
+    client that leaves ends with it."""
+    response = web.StreamResponse(headers=_EVENTS)
+    await response.prepare(request)
+    await response.write(dialect.begin(answer_id, turn))
+    task = asyncio.ensure_future(answering())
     try:
-        await response.prepare(request)
-        await response.write(dialect.begin(answer_id, turn))
-        while not (await asyncio.wait({making}, timeout=_PING_S))[0]:
+        while not (await asyncio.wait({task}, timeout=_PING_S))[0]:
             await response.write(dialect.ping)
-        try:
-            answer = making.result()
-        except RolloutGatewayError as error:
-            await response.write(dialect.error_event(error))
-        else:
-            for event in dialect.events(answer, turn):
-                await response.write(event)
-        await response.write_eof()
-        return response
+        for event in dialect.events(task.result(), turn):
+            await response.write(event)
+    except RolloutGatewayError as error:
+        await response.write(dialect.error_event(error))
     finally:
-        making.cancel()
-        await asyncio.gather(making, return_exceptions=True)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    await response.write_eof()
+    return response

@@ -1,0 +1,98 @@
+"""Turns are generated on the path of token ids where an engine renders them, and else as conversations."""
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.rigs.rig import Json, Rig, StartRig
+
+# The simulated engine answers this with 81 tokens at temperature 0.
+HELLO: Any = [{"role": "user", "content": "three"}]
+ASKED: Json = {"model": "sim", "max_tokens": 8, "temperature": 0.0, "messages": HELLO}
+LONG = 60
+
+
+async def events(rig: Rig, path: str, body: Json, **headers: str) -> str:
+    async with rig.client.post(rig.url + path, json=body | {"stream": True}, headers=headers) as response:
+        assert (response.status, response.content_type) == (200, "text/event-stream"), await response.text()
+        return await response.text()
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/messages", {"messages": HELLO, "max_tokens": LONG}),
+        ("/v1/responses", {"input": "three", "max_output_tokens": LONG}),
+    ],
+)
+async def test_an_answer_goes_on_after_its_replica_has_died(
+    start_rig: StartRig, path: str, body: Json, stream: bool
+) -> None:
+    rig = await start_rig(2, sim={"decode_step_s": 0.01})
+    asked = body | {"model": "sim", "temperature": 0.0}
+    running = asyncio.create_task(events(rig, path, asked) if stream else rig.post(path, asked))
+    await rig.begun(1, tokens=9)
+    before = sum(replica.generated_tokens for replica in rig.replicas)
+    loaded = next(replica.replica_id for replica in rig.fleet.replicas if replica.load_samples)
+    await next(replica for replica in rig.replicas if replica.info.replica_id == loaded).kill()
+    rig.hurry()
+    told = await running
+    made = sum(replica.generated_tokens for replica in rig.replicas)
+    assert before < LONG
+    assert made < 2 * LONG  # its tokens were not made again
+    assert f'"output_tokens":{LONG}' in str(told) or f"'output_tokens': {LONG}" in str(told)
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "kind"),
+    [
+        ({"model": "gpt-9"}, 404, "not_found_error"),
+        ({"max_tokens": 0}, 400, "invalid_request_error"),
+        ({"messages": [{"role": "robot", "content": "a"}]}, 400, "invalid_request_error"),
+        ({"messages": [{"role": "user", "content": "a" * 100_000}]}, 400, "invalid_request_error"),
+    ],
+    ids=["model", "limit", "role", "length"],
+)
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+async def test_an_error_before_the_answer_has_its_status_and_anthropics_form(
+    rig: Rig, change: Json, status: int, kind: str, stream: bool
+) -> None:
+    got, reply = await rig.post("/v1/messages", ASKED | change | {"stream": stream})
+    assert (got, reply["type"], reply["error"]["type"]) == (status, "error", kind)
+
+
+@pytest.mark.parametrize(
+    ("headers", "fields"),
+    [
+        ({"X-Claude-Code-Session-Id": "a"}, {}),
+        ({"thread-id": "a"}, {}),
+        ({}, {"metadata": {"user_id": '{"session_id": "a"}'}}),
+    ],
+    ids=["claude code", "codex", "metadata"],
+)
+async def test_turns_of_a_harness_are_placed_by_its_session(rig: Rig, headers: Json, fields: Json) -> None:
+    for _ in range(4):
+        status, _ = await rig.post("/v1/messages", ASKED | fields, headers=headers)
+        assert status == 200
+    assert sorted(replica.generated_tokens for replica in rig.replicas) == [0, 32]
+
+
+async def test_engines_that_do_not_render_are_asked_for_the_chat(rig: Rig) -> None:
+    _, rendered = await rig.post("/v1/messages", ASKED)
+    for replica in rig.fleet.replicas:
+        routes = (route for route in replica.info.capabilities if not route.endswith("render"))
+        replica.info = replace(replica.info, capabilities=frozenset(routes))
+    status, reply = await rig.post("/v1/messages", ASKED)
+    assert (status, reply["content"], reply["usage"]) == (200, rendered["content"], rendered["usage"])
+    status, reply = await rig.post("/v1/messages/count_tokens", ASKED)
+    assert (status, reply["error"]["type"]) == (404, "not_found_error")
+
+
+async def test_an_answer_without_a_limit_of_its_client_ends(start_rig: StartRig, monkeypatch: Any) -> None:
+    monkeypatch.setattr("gateway.agents.turns._MAX_TOKENS", 5)
+    rig = await start_rig(1)
+    status, reply = await rig.post("/v1/responses", {"model": "sim", "input": "three", "temperature": 0.0})
+    assert (status, reply["status"], reply["usage"]["output_tokens"]) == (200, "incomplete", 5)

@@ -71,7 +71,7 @@ async def test_a_spike_without_a_rate_is_more_than_the_server_can_do(start_rig: 
 
 async def test_the_report_has_what_engines_and_gateway_did(rig: Rig, tmp_path: Path) -> None:
     report = tmp_path / "report.html"
-    options = ["-t", "3s", "--prompts", "4", "--samples", "4", "--max-tokens", "40", "--update-every", "1"]
+    options = ["-t", "6s", "--prompts", "4", "--samples", "4", "--max-tokens", "40", "--update-every", "1"]
     ended = await locust("trainer", rig.url, tmp_path, *options, "--report", str(report))
     assert ended.code == 0, ended.said
     told = ended.figures

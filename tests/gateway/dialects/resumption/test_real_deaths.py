@@ -101,6 +101,21 @@ GROUP_FORMS: dict[str, Callable[[RealFleet], list[Sample]]] = {
 SAMPLES = 4 + 4 + 4 + 4 + 8 + 8
 
 
+def test_agents_are_told_what_chat_says(real: RealFleet) -> None:
+    """Here, since it takes the fleet as it is before a death."""
+    asked = {"model": MODEL, "temperature": 0, "messages": [{"role": "user", "content": "312"}]}
+    _, said = real.call("/v1/chat/completions", asked | {"max_tokens": 40})
+    _, message = real.call("/v1/messages", asked | {"max_tokens": 40})
+    _, counted = real.call("/v1/messages/count_tokens", asked)
+    sampling = {"model": MODEL, "temperature": 0, "max_output_tokens": 40}
+    _, response = real.call("/v1/responses", sampling | {"input": asked["messages"]})
+    text, usage = said["choices"][0]["message"]["content"], said["usage"]
+    assert [block["text"] for block in message["content"]] == [text]
+    assert response["output"][-1]["content"][0]["text"] == text
+    assert counted["input_tokens"] == message["usage"]["input_tokens"] == usage["prompt_tokens"]
+    assert message["usage"]["output_tokens"] == response["usage"]["output_tokens"] == usage["completion_tokens"]
+
+
 def test_requests_whose_replica_is_killed_come_as_if_it_had_lived(real: RealFleet) -> None:
     """The fleet has one replica afterwards."""
     asking = FORMS | GROUP_FORMS

@@ -35,7 +35,7 @@ def test_a_fleet_is_measured_with_updates_and_without(tmp_path: Path, capsys: py
     status = main(
         ["-c", "examples/sim.yaml", "--transport", "store", "--variant", "together", "--variant",
          "rolling: weights.rolling=true", "--pairs", "1", "--restores", "1", "--streams", "2", "--max-tokens", "64",
-         "--prompt-tokens", "8", "--quiet-s", "1", "--updates-s", "4", "--every-s", "2", "--warm-s", "1",
+         "--prompt-tokens", "8", "--quiet-s", "2", "--updates-s", "4", "--every-s", "2", "--warm-s", "1",
          "--json", str(out), "gateway.port=0", f"weights.store={tmp_path / 'store'}", "engine.num_replicas=2",
          "engine.sim.decode_step_s=0.02",  # so that a slow machine does not make one window twice as fast as another
          f"engine.log_dir={tmp_path}"]

@@ -3,14 +3,12 @@
 from dataclasses import dataclass
 
 from engines.engine import Json
-from gateway.dialects.resumption.chat import DERENDER, NO_WORDS, RENDER, visible_ids
+from gateway.dialects.resumption.chat import DERENDER, NO_WORDS, RENDER, RENDERED_DEFAULTS, derender_body, visible_ids
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.placement.any_replica import AnyReplica
 from gateway.fleet.replica import Replica
 
 _ASK_TIMEOUT_S = 60.0
-# vLLM leaves defaults out of rendered sampling parameters.
-_DEFAULTS: Json = {"max_tokens": 16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +27,7 @@ class Rendering:
         if not (able := self._able(chat)):
             return None
         rendered = await self.any_replica.ask(able, "POST", RENDER, chat, _ASK_TIMEOUT_S)
-        return rendered | {"sampling_params": _DEFAULTS | rendered["sampling_params"]}
+        return rendered | {"sampling_params": RENDERED_DEFAULTS | rendered["sampling_params"]}
 
     async def message(self, chat: Json, prompt: list[int], choice: Json) -> Json:
         """Return the message of a choice of token ids, as the engine's own parsers of reasoning and calls read it."""
@@ -38,9 +36,7 @@ class Rendering:
         model, _ = self.fleet.asked(chat.get("model"))
         await self.fleet.serves_within(model, self.longest_wait_s)  # the replica that made it may have ended since
         ends = {"finish_reason": choice["finish_reason"], "stop_reason": choice.get("stop_reason")}
-        reply = {"request_id": "", "choices": [{"index": 0, "token_ids": token_ids, "logprobs": None, **ends}]}
-        asked = {"generate_response": reply | {"prompt_token_ids": prompt}, "chat_request": chat}
-        asked |= {"prompt_token_ids": prompt} | ({"model": chat["model"]} if chat.get("model") else {})
+        asked = derender_body("", chat, prompt, [{"index": 0, "token_ids": token_ids, "logprobs": None, **ends}])
         parsed = await self.any_replica.ask(self._able(chat), "POST", DERENDER, asked, _ASK_TIMEOUT_S)
         message: Json = parsed["choices"][0]["message"]
         return message

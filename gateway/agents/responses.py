@@ -76,7 +76,7 @@ class Responses:
                 raise refusal(name, value, remedy)
         given = read_fields(_Body, body)
         if "message.output_text.logprobs" in given.include:
-            remedy = "log-probs are in the record of the session, not in replies"
+            remedy = "log-probs are in replies of /v1/chat/completions alone: ask there, or leave it out"
             raise refusal("include", "message.output_text.logprobs", remedy)
         if given.max_output_tokens is not None and given.max_output_tokens < 1:
             raise refusal("max_output_tokens", given.max_output_tokens, "give at least 1")

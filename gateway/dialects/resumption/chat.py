@@ -46,7 +46,7 @@ DERENDER = "/v1/chat/completions/derender"
 
 _ASK_TIMEOUT_S = 15.0
 # vLLM leaves defaults out of rendered sampling parameters.
-_DEFAULTS = {"max_tokens": 16, "n": 1}
+RENDERED_DEFAULTS = {"max_tokens": 16, "n": 1}
 _OF_TOKENS = ("stop_reason", "token_ids", "weight_versions", "kv_versions", MARK)
 _OF_STREAMS = ("prompt_token_ids", "delta")  # a reply has the prompt once, beside its choices
 _LONGEST_BEFORE = 4  # tokens that vLLM looks at for the beginning of a character
@@ -220,7 +220,9 @@ class ChatContinuation:
         before = [{"token_id": token_id, "logprob": 0.0} for token_id in state["output_token_ids"][-_LONGEST_BEFORE:]]
         entries = before + choice["logprobs"]["content"]
         whole = choice | {"token_ids": [entry["token_id"] for entry in entries], "logprobs": {"content": entries}}
-        answer = await self._ask(DERENDER, rollout, _whole_body(rollout, body, begun.asked, [whole]))
+        answer = await self._ask(
+            DERENDER, rollout, derender_body(rollout.request_id, body, begun.asked["token_ids"], [whole])
+        )
         if answer is None:
             raise _no_parser(rollout)
         return {"content": answer["choices"][0]["logprobs"]["content"][len(before) :]}
@@ -237,7 +239,7 @@ class ChatContinuation:
         rendered = await self._ask(RENDER, rollout, body)
         if rendered is None or rendered.get("features") or rendered["token_ids"] != read:
             return None
-        sampling = _DEFAULTS | rendered["sampling_params"]
+        sampling = RENDERED_DEFAULTS | rendered["sampling_params"]
         passed = {key: body[key] for key in ("model", "cache_salt", "priority") if body.get(key) is not None}
         is_plain = inexact_fields(sampling) is not None
         return passed | {"token_ids": read, "sampling_params": sampling} if is_plain else None
@@ -252,7 +254,8 @@ class ChatContinuation:
             for choice in whole
             if choice["token_ids"]  # engines refuse a choice without
         ]
-        answer = await self._ask(DERENDER, rollout, _whole_body(rollout, body, asked, choices)) if choices else Json()
+        parsing = derender_body(rollout.request_id, body, asked["token_ids"], choices)
+        answer = await self._ask(DERENDER, rollout, parsing) if choices else Json()
         if answer is None:
             return None
         wordless = {choice["index"]: {"message": NO_WORDS} for choice in whole if not choice["token_ids"]}
@@ -292,10 +295,10 @@ class ChatContinuation:
         ]
 
 
-def _whole_body(rollout: Rollout, body: Json, asked: Json, choices: list[Json]) -> Json:
-    reply = {"request_id": rollout.request_id, "choices": choices}
-    prompt = {"prompt_token_ids": asked["token_ids"]}
-    return _model(body) | {"generate_response": reply | prompt, "chat_request": body, **prompt}
+def derender_body(request_id: str, body: Json, prompt: list[int], choices: list[Json]) -> Json:
+    """Return the body that asks for the messages of whole choices of a conversation."""
+    reply = {"request_id": request_id, "choices": choices, "prompt_token_ids": prompt}
+    return _model(body) | {"generate_response": reply, "chat_request": body, "prompt_token_ids": prompt}
 
 
 def _chunk_body(rollout: Rollout, body: Json, asked: Json, choice: Json, state: Json | None) -> Json:
@@ -356,7 +359,8 @@ def visible_ids(choice: Json, body: Json) -> list[int]:
 
 def _as_chat(first: Json, whole: Json, parsed: Json, body: Json) -> Json:
     """One choice of a conversation: all its tokens, as `parsed` by an engine; `first` is its part before a cut."""
-    message = parsed["message"] if visible_ids(whole, body) else first.get("message") or _silent(parsed["message"])
+    silent = parsed["message"] | {"content": ""}  # of a stop token alone
+    message = parsed["message"] if visible_ids(whole, body) else first.get("message") or silent
     calls = message.get("tool_calls") and body.get("tool_choice") in (None, "auto")
     return {key: value for key, value in first.items() if key not in _OF_STREAMS} | {
         "message": message,
@@ -364,11 +368,6 @@ def _as_chat(first: Json, whole: Json, parsed: Json, body: Json) -> Json:
         "finish_reason": "tool_calls" if calls else whole["finish_reason"],
         **{key: whole[key] for key in _OF_TOKENS if key in whole},
     }
-
-
-def _silent(message: Json) -> Json:
-    """The message of a completion that is its stop token alone."""
-    return message | {"content": ""}
 
 
 def _as_chats_chunk(choice: Json, parsed: Json, body: Json) -> Json:

@@ -29,7 +29,7 @@ from gateway.http.own_requests import AbortKind, OwnRequests
 from gateway.http.workers.channel import Channel
 from gateway.http.workers.copied_fleet import CopiedFleet
 from gateway.http.workers.doors import BackDoor, HandedDoor
-from gateway.http.workers.hop import Hops, as_sent, door_path
+from gateway.http.workers.hop import Hops, RunsElsewhere, as_sent, door_path
 from gateway.http.workers.messages import (
     Abort,
     Batches,
@@ -100,6 +100,7 @@ class Parts:
             self.replays,
             self.own,
             _abort_nothing,
+            _leave_to_owner,
         )
         self.hops = Hops(self.folder)
 
@@ -258,6 +259,11 @@ class Worker:
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("a worker's task has failed", exc_info=error)
             self._end()
+
+
+async def _leave_to_owner(request: web.Request) -> NoReturn:
+    """Leave a request of a session, whose record the owner has."""
+    raise RunsElsewhere
 
 
 async def _abort_nothing(kind: AbortKind, ids: tuple[str, ...], client: str | None) -> None:

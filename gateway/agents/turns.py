@@ -3,11 +3,10 @@
 from dataclasses import dataclass
 
 from engines.engine import Json
-from gateway.agents.rendering import Rendering
 from gateway.agents.turn import Answer, Turn
 from gateway.dialects.chat import Chat
 from gateway.dialects.raw_json import opened
-from gateway.dialects.resumption.chat import RENDER
+from gateway.dialects.rendering import RENDER, Rendering
 from gateway.dialects.token_generation import TokenGeneration, lacking
 from gateway.fleet.metrics import Deliveries
 from gateway.fleet.placement.routing import Rollout

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import msgspec
 
 from engines.engine import Json
-from gateway.agents.rendering import Rendering
 from gateway.agents.turn import Turn, chat_request
+from gateway.dialects.rendering import Rendering
 
 _MAX_TOKENS = 32_768
 

@@ -3,32 +3,22 @@
 Turns of a session are recorded there.
 """
 
-import asyncio
-import time
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import structlog
-
 from engines.engine import Json
-from engines.errors import DeadlineExceeded, EngineError, EngineRefused
 from gateway.agents.history import History, Prompt
-from gateway.agents.rendering import Rendering
 from gateway.agents.session import Session
 from gateway.agents.sessions import Sessions
 from gateway.agents.turn import Answer, Caller, Turn, chat_request
 from gateway.dialects.chat import Chat
 from gateway.dialects.raw_json import opened
-from gateway.dialects.resumption.chat import RENDER
+from gateway.dialects.rendering import RENDER, Rendering
 from gateway.dialects.sample import Reply
 from gateway.dialects.token_generation import TokenGeneration, lacking
 from gateway.fleet.metrics import Deliveries
 from gateway.fleet.placement.routing import Rollout
-
-log = structlog.get_logger()
-
-_PARSE_AGAIN_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,17 +40,13 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """Turns of all dialects. Where no engine renders, the chat itself is generated.
-
-    `longest_wait_s` bounds the wait for an engine that parses.
-    """
+    """Turns of all dialects. Where no engine renders, the chat itself is generated."""
 
     rendering: Rendering
     tokens: TokenGeneration
     chat: Chat
     deliveries: Deliveries
     sessions: Sessions
-    longest_wait_s: float
 
     async def count(self, turn: Turn) -> int:
         """Return the number of tokens of a prompt. Raise `UnknownRoute` where no engine renders it."""
@@ -110,27 +96,15 @@ class Turns:
             await self.tokens.make(rollout, prepared.body, reply, heard)
             [sample] = reply.samples
             ends = {"finish_reason": sample.reason, "stop_reason": opened(sample.last.get("stop_reason"))}
-            choice, usage = {"token_ids": sample.token_ids, **ends, **sample.marks()}, reply.usage
+            choice, usage = {"index": 0, "token_ids": sample.token_ids, **ends, **sample.marks()}, reply.usage
         self.deliveries.count(rollout.model, [choice])
         return choice, usage
 
     async def _parsed(self, prepared: Prepared, choice: Json) -> Json:
-        """Return the choice with its message. Engines are asked again where they end meanwhile: its tokens are made."""
+        """Return the choice with its message."""
         if prepared.body is None:
             return choice
-        until = time.monotonic() + self.longest_wait_s
-        while True:
-            try:
-                message = await self.rendering.message(prepared.chat, prepared.body["token_ids"], choice)
-            except EngineRefused:
-                raise
-            except (EngineError, DeadlineExceeded) as error:
-                if time.monotonic() > until:
-                    raise
-                log.warning("an answer is not parsed yet", request=prepared.rollout.request_id, error=str(error))
-                await asyncio.sleep(_PARSE_AGAIN_S)
-            else:
-                return {**choice, "message": message}
+        return choice | {"message": await self.rendering.message(prepared.chat, prepared.body["token_ids"], choice)}
 
 
 def _no_call(number: int) -> "array[int]":

@@ -9,12 +9,12 @@ from aiohttp import web
 from engines import tracing
 from engines.engine import Json
 from engines.model_folder import model_folder
-from gateway.agents.rendering import Rendering
 from gateway.agents.sessions import Sessions
 from gateway.agents.turns import Turns
 from gateway.config.schema import Config
 from gateway.dialects.chat import Chat
 from gateway.dialects.completions import Completions
+from gateway.dialects.rendering import Rendering
 from gateway.dialects.replays.registry import Replays
 from gateway.dialects.runner import Runner
 from gateway.dialects.submissions.group_run import Generation
@@ -70,22 +70,20 @@ class GatewayServer:
         completions = Completions(config.gateway, fleet, runner)
         tokens = TokenGeneration(config.gateway, fleet, runner)
         any_replica = AnyReplica(fleet)
-        chat = Chat(config.gateway, fleet, runner, tokens, any_replica)
+        rendering = Rendering(fleet, any_replica, config.gateway.queue_timeout_s)
+        chat = Chat(config.gateway, fleet, runner, tokens, rendering)
         sglang = SglangGenerate(completions, fleet)
         deliveries = Deliveries(fleet, metrics)
         self._ledger = Ledger(_ledger_folder(config))
         self._replays = Replays(config.gateway, completions, fleet, metrics, self._ledger)
         self._submissions = Submissions(
             config.gateway.submissions,
-            Generation(completions, runner, fleet, any_replica, config.gateway.queue_timeout_s),
+            Generation(completions, runner, rendering),
             self._ledger,
             Counts(metrics, deliveries),
         )
         self._sessions = Sessions(config.gateway.submissions, self._ledger, metrics)
-        longest_wait_s = config.gateway.queue_timeout_s
-        rendering = Rendering(fleet, any_replica, longest_wait_s)
-        turns = Turns(rendering, tokens, chat, deliveries, self._sessions, longest_wait_s)
-        agents = AgentRoutes(turns, self._measurement)
+        agents = AgentRoutes(Turns(rendering, tokens, chat, deliveries, self._sessions), self._measurement)
         own = OwnRequests()
         models = ModelRoutes(config.fleet, fleet, weights, any_replica, self._adapters)
         self._dashboard = dashboard = Dashboard(fleet, scheduler, weights, metrics, self.status)

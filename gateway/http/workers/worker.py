@@ -15,6 +15,7 @@ from engines import tracing
 from gateway.config.schema import Config
 from gateway.dialects.chat import Chat
 from gateway.dialects.completions import Completions
+from gateway.dialects.rendering import Rendering
 from gateway.dialects.runner import Runner
 from gateway.dialects.token_generation import TokenGeneration
 from gateway.dialects.words.sglang_generate import SglangGenerate
@@ -82,7 +83,8 @@ class Parts:
         runner = Runner(self.scheduler, self.metrics)
         completions = Completions(gateway, self.fleet, runner)
         self.tokens = TokenGeneration(gateway, self.fleet, runner)
-        chat = Chat(gateway, self.fleet, runner, self.tokens, AnyReplica(self.fleet))
+        rendering = Rendering(self.fleet, AnyReplica(self.fleet), gateway.queue_timeout_s)
+        chat = Chat(gateway, self.fleet, runner, self.tokens, rendering)
         self.sglang = SglangGenerate(completions, self.fleet)
         self.own = OwnRequests()
         self.replays = WorkerReplays(gateway, completions, self.fleet, self.metrics, Ledger(None))

@@ -36,7 +36,7 @@ class Rendering:
     async def render(self, chat: Json) -> Json | None:
         """Return the `token_ids`, `sampling_params` and `features` of a chat request; None where no engine of its model
         has both routes. Raise the engine's refusal."""
-        model, _ = self.fleet.asked(chat.get("model"))
+        model, _ = self.fleet.asked(chat.get("model") or None)
         if not self.renders(chat):  # perhaps none has joined yet
             await self.fleet.serves_within(model, self.longest_wait_s)
         if not self.renders(chat):
@@ -91,13 +91,13 @@ class Rendering:
 
     def _able(self, chat: Json) -> list[Replica]:
         """The replica that was heard last comes first: often it made the reply."""
-        able = [one for one in self.replicas(chat.get("model")) if {RENDER, DERENDER} <= one.info.capabilities]
+        able = [one for one in self.replicas(chat.get("model") or None) if {RENDER, DERENDER} <= one.info.capabilities]
         return sorted(able, key=lambda one: -one.evidence.answered_at)
 
     async def _ask(self, path: str, chat: Json, body: Json) -> Json:
         """The answer of a replica, which they give in an update too. Where all fail and none serves it waits for one,
         as a rollout does."""
-        model, _ = self.fleet.asked(chat.get("model"))
+        model, _ = self.fleet.asked(chat.get("model") or None)
         try:
             return await self.any_replica.ask(self._able(chat), "POST", path, body, _ASK_TIMEOUT_S)
         except (EngineError, DeadlineExceeded):

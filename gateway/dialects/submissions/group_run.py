@@ -103,7 +103,7 @@ class GroupRun:
     @property
     def num_open(self) -> dict[int, int]:
         """The number of tokens of each open sample."""
-        made = {sample.index: sample.num_tokens for sample in self.made.open}
+        made = {sample.index: sample.num_made for sample in self.made.open}
         return {index: made.get(index, 0) for index in range(self.group.n) if index not in self.made.done}
 
     def drop(self) -> None:

@@ -48,7 +48,7 @@ LINES = {
     "engines": 11479,
     "trainer_client": 4276,
     "trainer_client/sessions": 699,
-    "sim": 2137,
+    "sim": 2160,
     "tuning": 5500,
     "loadtests": 8118,
 }

@@ -46,8 +46,9 @@ LINES = {
     "gateway": 21772,
     "gateway/agents": 2300,
     "engines": 11479,
-    "trainer_client": 4232,
-    "sim": 2137,
+    "trainer_client": 4276,
+    "trainer_client/sessions": 699,
+    "sim": 2160,
     "tuning": 5500,
     "loadtests": 8118,
 }

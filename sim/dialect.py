@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from engines.errors import InvalidRequest
 from sim.model import (
+    EOS_TOKEN,
     GREEDY,
     SimModel,
     detokenize,
@@ -106,7 +107,7 @@ class ChatBody(SamplingBody):
 
     @property
     def prompt(self) -> list[int]:
-        return tokenize(chat_text(self.messages))
+        return chat_tokens(self.messages)
 
 
 class TokensChoice(BaseModel):
@@ -213,10 +214,14 @@ def _by_name(entry: Json) -> Json:
     return named(entry) | {"top_logprobs": [named(top) for top in entry.get("top_logprobs") or ()]}
 
 
-def chat_text(messages: list[Json]) -> str:
-    """Apply the chat template."""
-    turns = [f"<|{message.get('role', 'user')}|>{_content(message.get('content'))}\n" for message in messages]
-    return "".join(turns) + "<|assistant|>"
+def chat_tokens(messages: list[Json]) -> list[int]:
+    """Apply the chat template, which ends an answer as the model does."""
+    tokens: list[int] = []
+    for message in messages:
+        role = message.get("role", "user")
+        tokens += tokenize(f"<|{role}|>{_content(message.get('content'))}")
+        tokens += [EOS_TOKEN] * (role == "assistant") + tokenize("\n")
+    return tokens + tokenize("<|assistant|>")
 
 
 def _content(content: Any) -> str:

@@ -15,8 +15,8 @@ from engines.engine import Engine
 from engines.errors import DeadlineExceeded, EngineUnreachable, InvalidRequest
 from gateway.dialects.resumption import chat
 from sim import server as sim_server
-from sim.dialect import chat_text
-from sim.model import SimModel, detokenize, read, tokenize, weights_key
+from sim.dialect import chat_tokens
+from sim.model import SimModel, detokenize, read, weights_key
 from tests.rigs.rig import Json, Rig, SimReplica, StartRig
 
 LENGTH = 100
@@ -144,7 +144,7 @@ async def test_each_sample_goes_on_from_its_tokens(
     rig.hurry()
     samples, counted = await running
     updates = breaks.count("update")
-    prompt = tokenize(chat_text(HELLO)) if path == CHAT else [5, 6]
+    prompt = chat_tokens(HELLO) if path == CHAT else [5, 6]
     model = SimModel.of(rig.sim)
     assert (len(samples), counted) == (n, n * LONG)
     assert len({tuple(sample.ids) for sample in samples}) == n

@@ -13,9 +13,8 @@ from engines.errors import EngineUnreachable
 from gateway.dialects.resumption.tokens import rest_sampling, whole_characters
 from gateway.dialects.spans import joined_spans
 from sim import server as sim_server
-from sim.dialect import DerenderBody, chat_text, derendered, rendered
+from sim.dialect import DerenderBody, chat_tokens, derendered, rendered
 from sim.model import SimModel, detokenize
-from sim.model import tokenize as chat_ids
 from tests.rigs.rig import MAX_MODEL_LEN, Rig, StartRig
 
 Json = dict[str, Any]
@@ -167,7 +166,7 @@ def chat_body(**fields: Any) -> Json:
     return {"messages": [{"role": "user", "content": "hi"}], **asked}
 
 
-CHAT_PROMPT = chat_ids(chat_text(chat_body()["messages"]))
+CHAT_PROMPT = chat_tokens(chat_body()["messages"])
 
 
 async def test_a_conversations_default_limit_holds_for_the_whole_of_it(start_rig: StartRig) -> None:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from engines.engine import Json
+from gateway.dialects.own_fields import common_room
 from gateway.dialects.resumption.chat import DERENDER, NO_WORDS, RENDER, RENDERED_DEFAULTS, derender_body, visible_ids
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.placement.any_replica import AnyReplica
@@ -40,6 +41,10 @@ class Rendering:
         parsed = await self.any_replica.ask(self._able(chat), "POST", DERENDER, asked, _ASK_TIMEOUT_S)
         message: Json = parsed["choices"][0]["message"]
         return message
+
+    def room(self, name: str | None) -> int | None:
+        """Return the most tokens of a prompt with its answer; None where no replica tells."""
+        return common_room(self.fleet, self.fleet.asked(name)[0])
 
     def replicas(self, name: str | None) -> list[Replica]:
         """Return the replicas of a model or of an adapter."""

@@ -32,6 +32,13 @@ class Turn:
     echo: Json = field(default_factory=dict)
 
 
+def chat_request(turn: Turn) -> Json:
+    """Return a turn as the body of /v1/chat/completions."""
+    asked = {"model": turn.model, "tools": turn.tools, "tool_choice": turn.tool_choice, "max_tokens": turn.max_tokens}
+    given = {name: value for name, value in asked.items() if value not in (None, [])}
+    return {"messages": turn.messages, **given, **turn.template, **turn.sampling}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     """The answer to a turn.

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from engines.engine import Json
 from gateway.agents.rendering import Rendering
-from gateway.agents.turn import Answer, Turn
+from gateway.agents.turn import Answer, Turn, chat_request
 from gateway.dialects.chat import Chat
 from gateway.dialects.raw_json import opened
 from gateway.dialects.resumption.chat import RENDER
@@ -78,13 +78,6 @@ def _token_request(turn: Turn, rendered: Json) -> Json:
         sampling["max_tokens"] = min(sampling["max_tokens"], _MAX_TOKENS)
     body = {"model": turn.model, "token_ids": rendered["token_ids"], "sampling_params": sampling}
     return body | ({"features": rendered["features"]} if rendered.get("features") else {})
-
-
-def chat_request(turn: Turn) -> Json:
-    """Return a turn as the body of /v1/chat/completions."""
-    asked = {"model": turn.model, "tools": turn.tools, "tool_choice": turn.tool_choice, "max_tokens": turn.max_tokens}
-    given = {name: value for name, value in asked.items() if value not in (None, [])}
-    return {"messages": turn.messages, **given, **turn.template, **turn.sampling}
 
 
 def _answer(answer_id: str, turn: Turn, choice: Json, usage: Json) -> Answer:

@@ -11,8 +11,8 @@ from engines.engine import Json
 from engines.errors import RolloutGatewayError
 from gateway.agents.messages import Messages
 from gateway.agents.responses import Responses
-from gateway.agents.turn import Answer, Dialect, Turn
-from gateway.agents.turns import Caller, Turns, chat_request
+from gateway.agents.turn import Answer, Dialect, Turn, chat_request
+from gateway.agents.turns import Caller, Turns
 from gateway.fleet.placement.sessions import session_of
 from gateway.http.access import CLIENT, Access, Handler
 from gateway.http.json_body import read_object, reply

@@ -90,17 +90,19 @@ class Access:
         for_admin = self.for_admin(handler)
 
         async def checked(request: web.Request) -> web.StreamResponse:
-            given = _bearer(request.headers.get("Authorization")).encode(errors="surrogateescape")
+            given = _given(request).encode(errors="surrogateescape")
             opens = bool(self._store) and secrets.compare_digest(given, self._store.encode())
             return await (handler if opens else for_admin)(request)
 
         return checked
 
-    def check(self, peer: str | None, authorization: str | None, *, admin: bool) -> str:
+    def _key_of(self, request: web.Request, *, admin: bool) -> str:
         """Return the key's name. Raise `NotAllowed` unless the peer is trusted or its key opens the route."""
-        if self._is_trusted(peer):
-            return TRUSTED
-        key = _bearer(authorization)
+        peer = direct_peer(request)
+        return TRUSTED if peer and self._is_in_trusted_network(peer) else self.name_of(_given(request), admin=admin)
+
+    def name_of(self, key: str, *, admin: bool) -> str:
+        """Return the name of a key. Raise `NotAllowed` unless it opens the route."""
         if name := self._admin.name_of(key):
             return name
         name = self._inference.name_of(key)
@@ -127,12 +129,6 @@ class Access:
             return False
         return True
 
-    def _key_of(self, request: web.Request, *, admin: bool) -> str:
-        return self.check(direct_peer(request), _given(request), admin=admin)
-
-    def _is_trusted(self, peer: str | None) -> bool:
-        return bool(peer) and self._is_in_trusted_network(peer)
-
     def _find_network(self, peer: str) -> bool:
         address = ipaddress.ip_address(peer.partition("%")[0])
         if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped:
@@ -147,13 +143,10 @@ def store_key(config: GatewayConfig) -> str:
 
 def _digest(request: web.Request) -> str:
     """The key itself, and not its place in the configuration or a file, which another key may have tomorrow."""
-    return hashlib.sha256(_bearer(_given(request)).encode(errors="surrogateescape")).hexdigest()
+    return hashlib.sha256(_given(request).encode(errors="surrogateescape")).hexdigest()
 
 
-def _given(request: web.Request) -> str | None:
-    """The key as a client sends it; Anthropic's clients have a header of their own."""
-    return request.headers.get("Authorization") or request.headers.get("x-api-key")
-
-
-def _bearer(authorization: str | None) -> str:
-    return (authorization or "").removeprefix("Bearer ").strip()
+def _given(request: web.Request) -> str:
+    """The key that a client sends; Anthropic's clients have a header of their own."""
+    given = request.headers.get("Authorization") or request.headers.get("x-api-key") or ""
+    return given.removeprefix("Bearer ").strip()

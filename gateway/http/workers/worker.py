@@ -15,6 +15,7 @@ from engines import tracing
 from gateway.config.schema import Config
 from gateway.dialects.chat import Chat
 from gateway.dialects.completions import Completions
+from gateway.dialects.rendering import Rendering
 from gateway.dialects.runner import Runner
 from gateway.dialects.token_generation import TokenGeneration
 from gateway.dialects.words.sglang_generate import SglangGenerate
@@ -24,7 +25,7 @@ from gateway.http.access import Access
 from gateway.http.door import raise_limit
 from gateway.http.engine_client import engine_client
 from gateway.http.guard.tls import Certificate
-from gateway.http.middleware import Measurement, answer_errors, note_begin
+from gateway.http.middleware import Measurement, note_begin
 from gateway.http.own_requests import AbortKind, OwnRequests
 from gateway.http.workers.channel import Channel
 from gateway.http.workers.copied_fleet import CopiedFleet
@@ -82,7 +83,8 @@ class Parts:
         runner = Runner(self.scheduler, self.metrics)
         completions = Completions(gateway, self.fleet, runner)
         self.tokens = TokenGeneration(gateway, self.fleet, runner)
-        chat = Chat(gateway, self.fleet, runner, self.tokens, AnyReplica(self.fleet))
+        rendering = Rendering(self.fleet, AnyReplica(self.fleet), gateway.queue_timeout_s)
+        chat = Chat(gateway, self.fleet, runner, self.tokens, rendering)
         self.sglang = SglangGenerate(completions, self.fleet)
         self.own = OwnRequests()
         self.replays = WorkerReplays(gateway, completions, self.fleet, self.metrics, Ledger(None))
@@ -108,7 +110,6 @@ class Parts:
             *outermost,
             self.hops.other_routes,
             self._measurement.measure,
-            answer_errors,
             self.hops.other_requests,
         ]
         app = web.Application(client_max_size=self.config.gateway.max_body_bytes, middlewares=middlewares)  # type: ignore[arg-type]

@@ -262,7 +262,7 @@ def _checked_id(request_id: Any) -> str | None:
 
 
 def _checked_length(token_ids: Any, max_len: int | None) -> int:
-    if not isinstance(token_ids, list) or not token_ids or any(type(token_id) is not int for token_id in token_ids):
+    if not isinstance(token_ids, list) or set(map(type, token_ids)) != {int}:
         raise InvalidRequest("token_ids must be a list of at least one token id", param="token_ids")
     if max_len is not None and len(token_ids) >= max_len:
         raise InvalidRequest(

@@ -216,18 +216,13 @@ def _by_name(entry: Json) -> Json:
 
 def chat_tokens(messages: list[Json]) -> list[int]:
     """Apply the chat template, which ends an answer as the model does."""
-    tokens: list[int] = []
-    for message in messages:
-        role = message.get("role", "user")
-        tokens += tokenize(f"<|{role}|>{_content(message.get('content'))}")
-        tokens += [EOS_TOKEN] * (role == "assistant") + tokenize("\n")
-    return tokens + tokenize("<|assistant|>")
+    return [token for message in messages for token in _turn(message)] + tokenize("<|assistant|>")
 
 
-def _content(content: Any) -> str:
-    if isinstance(content, list):
-        return "".join(part.get("text", "") for part in content)
-    return content or ""
+def _turn(message: Json) -> list[int]:
+    role, content = message.get("role", "user"), message.get("content") or ""
+    text = content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+    return tokenize(f"<|{role}|>{text}") + [EOS_TOKEN] * (role == "assistant") + tokenize("\n")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

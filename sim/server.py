@@ -225,7 +225,7 @@ class SimServer:
         body = await self._read(request, TokenizeBody)
         if body.messages is None and body.prompt is None:
             raise InvalidRequest("Either prompt or messages must be provided.", param="prompt")
-        tokens = tokenize(body.prompt or "") if body.messages is None else chat_tokens(body.messages)
+        tokens = chat_tokens(body.messages) if body.messages else tokenize(body.prompt or "")
         longest = self._limits.max_model_len
         return _json({"count": len(tokens), "max_model_len": longest, "tokens": tokens, "token_strs": None})
 

@@ -1,10 +1,12 @@
 """Request bodies and replies of the simulated engine, in vLLM 0.32's form."""
 
+import json
 import sys
 import time
 import uuid
 from abc import ABC, abstractmethod
 from asyncio import Queue
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Annotated, Any, Literal, cast
@@ -101,13 +103,14 @@ class CompletionBody(SamplingBody):
 
 class ChatBody(SamplingBody):
     messages: list[Json] = Field(min_length=1)
+    tools: list[Json] | None = None
     logprobs: bool | None = False
     top_logprobs: int | None = Field(0, ge=_EVERY_TOKEN)
     max_completion_tokens: int | None = None
 
     @property
     def prompt(self) -> list[int]:
-        return chat_tokens(self.messages)
+        return chat_ids(self.messages, self.tools or ())
 
 
 class TokensChoice(BaseModel):
@@ -175,11 +178,11 @@ def rendered(body: ChatBody, max_model_len: int) -> Json:
 
 
 def derendered(body: DerenderBody, model_name: str) -> Json:
-    """Return a chat reply made of token ids, without reasoning and tool calls: this engine has no parsers."""
+    """Return a chat reply made of token ids, without reasoning."""
     choices = [
         _derendered_choice(choice)
         | {
-            "message": {"role": "assistant", "content": detokenize(choice.token_ids)},
+            "message": {"role": "assistant", **_parsed(choice.token_ids, body.chat_request.tools or [])},
             "token_ids": choice.token_ids if body.chat_request.return_token_ids else None,
         }
         for choice in body.generate_response.choices
@@ -214,15 +217,36 @@ def _by_name(entry: Json) -> Json:
     return named(entry) | {"top_logprobs": [named(top) for top in entry.get("top_logprobs") or ()]}
 
 
-def chat_tokens(messages: list[Json]) -> list[int]:
-    """Apply the chat template, which ends an answer as the model does."""
-    return [token for message in messages for token in _turn(message)] + tokenize("<|assistant|>")
+def _parsed(token_ids: list[int], tools: list[Json]) -> Json:
+    """Return the words of an answer. With tools every second first token begins a call, whose argument is the text."""
+    text = detokenize(token_ids)
+    if not tools or token_ids[0] % 2:
+        return {"content": text}
+    tool = tools[token_ids[0] // 2 % len(tools)]["function"]["name"]
+    function = {"name": tool, "arguments": json.dumps({"text": text})}
+    return {
+        "content": None,
+        "tool_calls": [{"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}],
+    }
 
 
-def _turn(message: Json) -> list[int]:
-    role, content = message.get("role", "user"), message.get("content") or ""
-    text = content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
-    return tokenize(f"<|{role}|>{text}") + [EOS_TOKEN] * (role == "assistant") + tokenize("\n")
+def chat_ids(messages: list[Json], tools: Sequence[Json] = ()) -> list[int]:
+    """Apply the chat template, which names the tools first, and ends answers with their end token."""
+    names = ",".join(tool["function"]["name"] for tool in tools)
+    ids = tokenize(f"<|tools|>{names}\n") if names else []
+    for message in messages:
+        role = message.get("role", "user")
+        calls = [json.loads(call["function"]["arguments"]) for call in message.get("tool_calls") or ()]
+        called = "".join(str(value) for arguments in calls for value in arguments.values())
+        ids += tokenize(f"<|{role}|>{_content(message.get('content'))}{called}")
+        ids += [*([EOS_TOKEN] if role == "assistant" else []), *tokenize("\n")]
+    return ids + tokenize("<|assistant|>")
+
+
+def _content(content: Any) -> str:
+    if isinstance(content, list):
+        return "".join(part.get("text", "") for part in content)
+    return content or ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

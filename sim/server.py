@@ -36,7 +36,7 @@ from sim.dialect import (
     Json,
     Limits,
     TokenId,
-    chat_tokens,
+    chat_ids,
     derendered,
     derendered_chunk,
     rendered,
@@ -223,9 +223,9 @@ class SimServer:
 
     async def tokenize(self, request: web.Request) -> web.Response:
         body = await self._read(request, TokenizeBody)
-        if body.messages is None and body.prompt is None:
+        if body.prompt is None and body.messages is None:
             raise InvalidRequest("Either prompt or messages must be provided.", param="prompt")
-        tokens = chat_tokens(body.messages) if body.messages else tokenize(body.prompt or "")
+        tokens = tokenize(body.prompt or "") if body.messages is None else chat_ids(body.messages)
         longest = self._limits.max_model_len
         return _json({"count": len(tokens), "max_model_len": longest, "tokens": tokens, "token_strs": None})
 

@@ -1,12 +1,15 @@
 """The public names for trainers. Loads neither ray nor torch; only a weight push loads torch."""
 
 from trainer_client.batch import Batch
-from trainer_client.blocking import BlockingBatch, BlockingRolloutClient, BlockingRolloutPool
+from trainer_client.blocking import BlockingBatch, BlockingRolloutClient, BlockingRolloutPool, BlockingSessionGroups
 from trainer_client.client import RolloutClient
 from trainer_client.pool import RolloutPool
 from trainer_client.progress import Progress, progress_bar
 from trainer_client.results import Completion, Outcome, Rollout, WeightSpan
 from trainer_client.sampling import SamplingParams
+from trainer_client.sessions.groups import SessionGroup, SessionGroups
+from trainer_client.sessions.records import Session
+from trainer_client.sessions.trajectories import Trajectory, trajectories_of
 from trainer_client.transports.sender import WeightSender
 
 __all__ = [
@@ -14,6 +17,7 @@ __all__ = [
     "BlockingBatch",
     "BlockingRolloutClient",
     "BlockingRolloutPool",
+    "BlockingSessionGroups",
     "Completion",
     "Outcome",
     "Progress",
@@ -21,7 +25,12 @@ __all__ = [
     "RolloutClient",
     "RolloutPool",
     "SamplingParams",
+    "Session",
+    "SessionGroup",
+    "SessionGroups",
+    "Trajectory",
     "WeightSender",
     "WeightSpan",
     "progress_bar",
+    "trajectories_of",
 ]

@@ -15,9 +15,9 @@ import msgspec
 
 from engines.engine import Json
 from gateway.agents.digests import SIZE, message_digests, settings_digest
-from gateway.agents.rendering import Rendering
 from gateway.agents.tails import Tail, Tails
 from gateway.agents.turn import Turn, chat_request
+from gateway.dialects.rendering import Rendering
 
 # For clients that name no limit, such as Codex: a model that repeats itself would fill the whole context.
 _MAX_TOKENS = 32_768

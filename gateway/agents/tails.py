@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 
 from engines.engine import Json
 from engines.errors import EngineRefused
-from gateway.agents.rendering import Rendering
 from gateway.agents.turn import Turn, chat_request
 from gateway.dialects.raw_json import encoded
+from gateway.dialects.rendering import Rendering
 
 # Words that begin and end with other letters, so that no two have their first or last token in common.
 _USERS = ("qavxoz", "wibyuk")

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from engines.errors import EngineRefused
-from gateway.agents.rendering import Rendering
+from gateway.dialects.rendering import Rendering
 
 Json = dict[str, Any]
 ROOM = 40_960

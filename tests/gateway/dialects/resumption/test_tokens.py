@@ -13,7 +13,8 @@ from engines.errors import EngineUnreachable
 from gateway.dialects.resumption.tokens import rest_sampling, whole_characters
 from gateway.dialects.spans import joined_spans
 from sim import server as sim_server
-from sim.dialect import DerenderBody, chat_tokens, derendered, rendered
+from sim.dialect import DerenderBody, derendered, rendered
+from sim.dialect import chat_ids as sim_chat_ids
 from sim.model import SimModel, detokenize
 from tests.rigs.rig import MAX_MODEL_LEN, Rig, StartRig
 
@@ -166,7 +167,7 @@ def chat_body(**fields: Any) -> Json:
     return {"messages": [{"role": "user", "content": "hi"}], **asked}
 
 
-CHAT_PROMPT = chat_tokens(chat_body()["messages"])
+CHAT_PROMPT = sim_chat_ids(chat_body()["messages"])
 
 
 async def test_a_conversations_default_limit_holds_for_the_whole_of_it(start_rig: StartRig) -> None:

@@ -31,10 +31,19 @@ async def responses(rig: Rig) -> AsyncIterator[openai.AsyncOpenAI]:
 
 
 async def test_a_message_is_answered(messages: anthropic.AsyncAnthropic) -> None:
-    message = await messages.messages.create(model="sim", max_tokens=6, messages=HELLO, tools=[TOOL])
+    message = await messages.messages.create(model="sim", max_tokens=6, messages=HELLO)
     assert (message.role, message.stop_reason, message.usage.output_tokens) == ("assistant", "max_tokens", 6)
     assert message.content[0].type == "text"
     assert message.content[0].text
+
+
+async def test_a_tool_is_called_with_its_name_and_arguments(messages: anthropic.AsyncAnthropic) -> None:
+    answers = [
+        await messages.messages.create(model="sim", max_tokens=6, messages=HELLO, tools=[TOOL]) for _ in range(20)
+    ]
+    called = [block for answer in answers for block in answer.content if block.type == "tool_use"]
+    assert called
+    assert {(block.name, *block.input) for block in called} == {("add", "text")}
 
 
 async def test_a_streamed_message_is_the_whole_one(messages: anthropic.AsyncAnthropic) -> None:

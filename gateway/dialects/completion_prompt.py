@@ -65,6 +65,7 @@ class CompletionPrompt(Ask):
             if before.text and not streams:  # an engine without a tokenizer reports no text and cannot detokenise
                 model = self.body.get("model")
                 made = await whole_characters(made, partial(_detokenized, replica, model))
+                before.num_read = len(made)
             body = rest_sampling(body | {"max_tokens": self.limit, "return_token_ids": True}, made, before.index)
             body |= {"prompt": [*self.prompt, *made]} if made else {}
         return PATH, body

@@ -14,7 +14,6 @@ from gateway.dialects.raw_json import opened
 from gateway.dialects.resumption.delivered_chat import DeliveredChat
 from gateway.dialects.sample import Reply
 from gateway.dialects.sampling import check_replica
-from gateway.fleet.placement.routing import Rollout
 from gateway.fleet.replica import Replica
 
 PATH = "/v1/chat/completions"
@@ -29,13 +28,13 @@ class Conversation(Ask):
     the fields with which it continues.
     """
 
-    inexact_of: Callable[[Rollout, Json], tuple[str, ...] | None]
+    inexact_of: Callable[[Json], tuple[str, ...] | None]
     delivered: DeliveredChat = field(default_factory=DeliveredChat)
     reads_whole_reply: bool = False
 
     @cached_property
     def inexact(self) -> tuple[str, ...] | None:
-        return self.inexact_of(self.rollout, self.body)
+        return self.inexact_of(self.body)
 
     @property
     def _resumes_stream(self) -> bool:

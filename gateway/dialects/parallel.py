@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing
 
 from engines.engine import Json
 
@@ -40,11 +39,3 @@ async def blocks_of(work: Streaming) -> AsyncGenerator[list[Json]]:
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-
-
-async def chunks_of(work: Streaming) -> AsyncGenerator[Json]:
-    """As `blocks_of`, one by one."""
-    async with aclosing(blocks_of(work)) as blocks:
-        async for chunks in blocks:
-            for chunk in chunks:
-                yield chunk

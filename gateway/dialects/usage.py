@@ -35,11 +35,3 @@ def with_usage_rule(chunk: Json, body: Json) -> Json:
     if not (body.get("stream_options") or {}).get("continuous_usage_stats"):
         chunk.pop("usage", None)
     return chunk | {"usage": chunk.get("usage")} if wants_usage(body) else chunk
-
-
-def usage_of_joined(answer: Json, choices: list[Json]) -> Json:
-    """The usage of a reply whose choices continued: tokens that were read again are not counted."""
-    usage = Json(answer.get("usage") or {})
-    usage["completion_tokens"] = sum(len(choice["token_ids"] or ()) for choice in choices)
-    usage["total_tokens"] = (usage.get("prompt_tokens") or 0) + usage["completion_tokens"]
-    return usage

@@ -15,12 +15,14 @@ from engines.errors import NotAllowed, RolloutGatewayError
 from gateway.api import GONE, status_of
 from gateway.config.schema import GatewayConfig
 from gateway.http.direct_peer import direct_peer
-from gateway.http.guard.keys import Keys
+from gateway.http.guard.keys import Keys, SessionKey
 
 log = structlog.get_logger()
 
 CLIENT: web.RequestKey[str] = web.RequestKey("client", str)
 """The client of a route for inference, whose rollouts are its own: a digest of its key, or `TRUSTED`."""
+SESSION: web.RequestKey[str] = web.RequestKey("session", str)
+"""The session that the path or the key of an agent's call names; "" for neither."""
 TRUSTED = "trusted network"
 """In place of a key's name, where the client needs none."""
 
@@ -63,6 +65,50 @@ class Access:
             return await (handler if self._opens(request, admin=False) else otherwise)(request)
 
         return checked
+
+    def for_sessions(self, handler: Handler) -> Handler:
+        """Check for an inference key, whose client has sessions of its own, also where it is in a trusted network."""
+
+        async def checked(request: web.Request) -> web.StreamResponse:
+            if has_session_key(request):
+                raise NotAllowed("a session's key opens its turns alone: send the key that began it", known=True)
+            self._key_of(request, admin=False)
+            request[CLIENT] = _digest(request) if self._signs(request) else TRUSTED
+            return await handler(request)
+
+        return checked
+
+    def for_agents(self, handler: Handler) -> Handler:
+        """Check for an inference key, or for the key of the session whose turn it is."""
+        for_sessions = self.for_sessions(handler)
+
+        async def checked(request: web.Request) -> web.StreamResponse:
+            request[SESSION] = named = request.match_info.get("session", "")
+            key = SessionKey.read(_bearer(_given(request)))
+            if key is None:
+                return await for_sessions(request)
+            signer = self._signer_of(key)
+            if signer is None and not (key.session and self._is_trusted(direct_peer(request))):
+                raise NotAllowed("this is no key of a session: its signer's key is not known here", known=False)
+            if named not in ("", key.session):
+                raise NotAllowed(f"this key opens the session {key.session!r} alone", known=True)
+            request[SESSION], request[CLIENT] = key.session, TRUSTED if signer is None else _digest_of(signer)
+            return await handler(request)
+
+        return checked
+
+    def session_key(self, request: web.Request, session: str) -> str:
+        """Return the key of a session, signed by the key of this request."""
+        return str(SessionKey.signed(session, _bearer(_given(request)) if self._signs(request) else ""))
+
+    def _signs(self, request: web.Request) -> bool:
+        """True if a request has a key that signs, and not only a trusted address."""
+        key = _bearer(_given(request))
+        return bool(key and (self._inference.name_of(key) or self._admin.name_of(key)))
+
+    def _signer_of(self, key: SessionKey) -> str | None:
+        inference = self._inference.signer_of(key)
+        return inference if inference is not None else self._admin.signer_of(key)
 
     def for_admin(self, handler: Handler) -> Handler:
         """Check for an admin key, and log each request, allowed or not, with the key's name and never its value."""
@@ -145,9 +191,18 @@ def store_key(config: GatewayConfig) -> str:
     return _STORE_KEY if config.admin_keys else ""
 
 
+def has_session_key(request: web.Request) -> bool:
+    """True for a request with the key of a session, whether or not that opens anything."""
+    return SessionKey.read(_bearer(_given(request))) is not None
+
+
 def _digest(request: web.Request) -> str:
+    return _digest_of(_bearer(_given(request)))
+
+
+def _digest_of(key: str) -> str:
     """The key itself, and not its place in the configuration or a file, which another key may have tomorrow."""
-    return hashlib.sha256(_bearer(_given(request)).encode(errors="surrogateescape")).hexdigest()
+    return hashlib.sha256(key.encode(errors="surrogateescape")).hexdigest()
 
 
 def _given(request: web.Request) -> str | None:

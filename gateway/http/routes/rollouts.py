@@ -22,7 +22,7 @@ from gateway.dialects.usage import Usage
 from gateway.dialects.words.sglang_generate import SglangGenerate
 from gateway.fleet.metrics import Deliveries
 from gateway.fleet.placement.sessions import session_of
-from gateway.http.access import CLIENT, Access
+from gateway.http.access import CLIENT, Access, Handler, has_session_key
 from gateway.http.json_body import as_object, read_content, read_object, reply
 from gateway.http.middleware import Measurement, given_id, request_id
 from gateway.http.own_requests import AbortElsewhere, AbortKind, OwnRequests, reach
@@ -44,6 +44,8 @@ class RolloutRoutes:
     replays: Replays
     own: OwnRequests
     abort_elsewhere: AbortElsewhere
+    session_chat: Handler
+    """Takes conversations of a session, by its key."""
 
     def add_routes(self, router: web.UrlDispatcher, access: Access) -> None:
         self._access = access
@@ -54,7 +56,8 @@ class RolloutRoutes:
     def add_generation(self, router: web.UrlDispatcher, access: Access) -> None:
         """Add the routes that generate tokens, which any process of the gateway can answer."""
         router.add_post("/v1/completions", access.for_inference(self._create_completions))
-        router.add_post("/v1/chat/completions", access.for_inference(self._create_chat_completion))
+        chat = access.for_inference(self._create_chat_completion)
+        router.add_post("/v1/chat/completions", by_session_key(self.session_chat, chat))
         router.add_post("/inference/v1/generate", access.for_inference(self._generate_tokens))
         router.add_post("/generate", access.for_inference(self._generate_sglang))
 
@@ -162,3 +165,12 @@ class RolloutRoutes:
             return await send_events(request, counted)
         finally:
             self.measurement.count_tokens(request, model, usage.total())
+
+
+def by_session_key(of_session: Handler, of_others: Handler) -> Handler:
+    """Returns a handler for requests with the key of a session, and for others."""
+
+    async def handled(request: web.Request) -> web.StreamResponse:
+        return await (of_session if has_session_key(request) else of_others)(request)
+
+    return handled

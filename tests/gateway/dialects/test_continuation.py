@@ -13,7 +13,7 @@ from aiohttp import web
 from engines.clients.sglang_engine import SglangEngine
 from engines.engine import Engine
 from engines.errors import DeadlineExceeded, EngineUnreachable, InvalidRequest
-from gateway.dialects.resumption import chat
+from gateway.dialects import rendering
 from sim import server as sim_server
 from sim.dialect import chat_ids
 from sim.model import SimModel, detokenize, read, weights_key
@@ -375,9 +375,9 @@ async def test_a_replica_that_does_not_parse_in_time_is_passed_over_and_then_tri
 async def test_a_conversation_leaves_a_replica_that_is_lost_before_it_parses(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chat, "_ASK_TIMEOUT_S", 600.0)
+    monkeypatch.setattr(rendering, "_ASK_TIMEOUT_S", 600.0)
     for replica in rig.replicas:
-        replica.inject(held=chat.DERENDER)
+        replica.inject(held=rendering.DERENDER)
     task = asyncio.create_task(rig.post(CHAT, ASKED | {"messages": HELLO, "max_tokens": 80}))
     async with asyncio.timeout(20):
         while not (asked := [replica for replica in rig.replicas if replica.num_held]):

@@ -24,7 +24,7 @@ from engines.errors import (
 from gateway.config.schema import GatewayConfig
 from gateway.dialects.completion_prompt import CompletionPrompt
 from gateway.dialects.completions import Completions
-from gateway.dialects.parallel import chunks_of
+from gateway.dialects.parallel import blocks_of
 from gateway.dialects.raw_json import opened
 from gateway.dialects.runner import Runner
 from gateway.dialects.usage import Usage
@@ -215,8 +215,8 @@ async def _life(world: World, n: int, length: int, *, is_stream: bool) -> dict[i
     try:
         async with asyncio.timeout(60):
             if is_stream:
-                async for chunk in chunks_of(partial(completions.stream, [prompt], Usage())):
-                    for choice in opened(chunk["choices"]):
+                async for chunks in blocks_of(partial(completions.stream, [prompt], Usage())):
+                    for choice in opened([choice for chunk in chunks for choice in chunk["choices"]]):
                         before = told.get(choice["index"])
                         assert before is None or before["finish_reason"] is None, "a sample has ended once"
                         told[choice["index"]] = _joined(before, choice)

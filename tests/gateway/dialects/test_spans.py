@@ -5,12 +5,12 @@ import json
 import math
 from collections.abc import AsyncGenerator
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from engines.engine import Engine
-from gateway.dialects.sample import Sample
+from gateway.dialects.sample import Sample, Source
 from gateway.fleet.replica import Flight, Replica
 from sim.model import SimModel
 from tests.rigs.rig import Rig, StartRig
@@ -30,10 +30,15 @@ def may_be_of(*versions: int) -> list[Json]:
     return [{"version": version, "start": None, "end": None} for version in versions]
 
 
+def made_in(flight: Flight) -> Source:
+    return Source(cast(Replica, None), flight, None)
+
+
 def stamped(flight: Flight, **told: Any) -> list[Json]:
     sample = Sample(0)
+    sample.begin(made_in(flight))
     sample.add_told({"index": 0, "token_ids": [7, 8, 9], **told})
-    sample.stamp(flight, None)
+    sample.stamp()
     return list(sample.spans or ())
 
 

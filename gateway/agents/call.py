@@ -1,0 +1,214 @@
+"""One call of a session: its prompt after its parent's, what was sampled, and its end, as steps that the ledger has."""
+
+import asyncio
+import math
+from array import array
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+from msgspec import Raw
+
+from engines.engine import Json
+from gateway.agents.history import End
+from gateway.dialects.raw_json import decoded
+from gateway.dialects.sample import Reply
+
+
+class Began(msgspec.Struct, tag="began", array_like=True, frozen=True):
+    """A call before it is generated.
+
+    `prompt` are the token ids after its parent's, in int32, of `num_prompt` in all; none where no engine renders it.
+    `sampling` and `tools`, which roots alone have, are JSON.
+    """
+
+    call: int
+    parent: int | None
+    root_reason: str | None
+    retry_of: int | None
+    dialect: str
+    agent: str | None
+    window: str | None
+    model: str
+    began: float
+    num_prompt: int
+    prompt: bytes
+    sampling: bytes
+    tools: bytes
+
+
+class Grown(msgspec.Struct, tag="grown", array_like=True, frozen=True):
+    """Tokens from `start` on, in int32, with log-probs in float32, and the versions of all tokens so far."""
+
+    call: int
+    start: int
+    token_ids: bytes
+    logprobs: bytes
+    weight_versions: list[Any]
+
+
+class Ended(msgspec.Struct, tag="ended", array_like=True, frozen=True):
+    """The end of a call. `num_prompt` and `num_sampled` are an engine's counts; the history reads `digest`, `end`."""
+
+    call: int
+    ended: float
+    state: str
+    mask: str | None
+    num_prompt: int = 0
+    num_sampled: int = 0
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    error: Json | None = None
+    digest: bytes = b""
+    end: End | None = None
+
+
+Step = Began | Grown | Ended
+
+_OBJECT_BYTES = 2000
+"""About what a call takes in memory beside its tokens."""
+
+
+class _Entry(msgspec.Struct, gc=False):
+    logprob: float | None = None
+
+
+_entries = msgspec.json.Decoder(list[_Entry]).decode
+
+
+class Call:
+    """A call, open until `ended` is set."""
+
+    def __init__(self, began: Began) -> None:
+        self.began = began
+        self.token_ids = array("i")
+        self.logprobs = array("f")
+        self.weight_versions: list[Json] = []
+        self.ended: Ended | None = None
+        self.reward: float | None = None
+        self.reply: Reply | None = None
+        """What engines have made of it, while it is open."""
+        self.task: asyncio.Task[Any] | None = None
+        """Has it generated and parsed."""
+        self.cut_for = ""
+        """The mask with which its session ends it."""
+        self.has_news = False
+
+    @property
+    def mask(self) -> str | None:
+        return self.ended.mask if self.ended else None
+
+    @property
+    def num_sampled(self) -> int:
+        return max(len(self.token_ids), self.ended.num_sampled if self.ended else 0)
+
+    @property
+    def num_prompt(self) -> int:
+        return self.began.num_prompt or (self.ended.num_prompt if self.ended else 0)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size in memory."""
+        kept = (self.began.prompt, self.began.sampling, self.began.tools)
+        return _OBJECT_BYTES + sum(map(len, kept)) + 8 * len(self.token_ids)
+
+    @property
+    def is_made(self) -> bool:
+        """True once all of its tokens are there."""
+        return self.reply is not None and bool(self.reply.samples) and not self.reply.open
+
+    @property
+    def is_scored(self) -> bool:
+        """False where engines gave no log-prob for any token."""
+        return not self.token_ids or not all(map(math.isnan, self.logprobs))
+
+    @property
+    def defect(self) -> str | None:
+        """The mask of a call that no engine renders, or gives no log-prob for."""
+        if self.reply is None:
+            return "no_token_ids"
+        return None if self.is_scored else "no_logprobs"
+
+    def heard(self) -> None:
+        """Note that there may be more tokens."""
+        self.has_news = True
+
+    def cut(self, mask: str) -> None:
+        """End it with the tokens that it has."""
+        if self.task is not None and not self.cut_for:
+            self.cut_for = mask
+            self.task.cancel()
+
+    def settle(self) -> None:
+        """Take what there is for all that there will be."""
+        if self.reply is not None:
+            self.reply.samples = [one.settled(self.began.num_prompt) for one in self.reply.samples]
+
+    def grow(self) -> Iterator[Grown]:
+        """Take the tokens of known versions that have come since the last call, if any have, and yield them."""
+        self.has_news = False
+        samples = self.reply.samples if self.reply is not None else []
+        if not samples or (grown := samples[0].growth(self.began.num_prompt)) is None:
+            return
+        choice, is_all = grown
+        ids = array("i", decoded(choice["token_ids"] or Raw(b"[]")))
+        scores = _scores(choice["logprobs"] or {}, len(ids))
+        start = 0 if is_all else len(self.token_ids)
+        step = Grown(self.began.call, start, ids.tobytes(), scores.tobytes(), choice["weight_versions"])
+        self.take(step)
+        yield step
+
+    def take(self, step: Step) -> None:
+        """Take a step, as it happens or from a gateway before this one."""
+        match step:
+            case Grown(_, start, token_ids, logprobs, versions):
+                del self.token_ids[start:], self.logprobs[start:]
+                self.token_ids.frombytes(token_ids)
+                self.logprobs.frombytes(logprobs)
+                self.weight_versions = versions
+            case Ended():
+                self.ended, self.reply, self.task = step, None, None
+
+    def steps(self) -> Iterator[Step]:
+        """Yield all that there is, for a new record."""
+        yield self.began
+        if self.token_ids:
+            tokens = self.token_ids.tobytes(), self.logprobs.tobytes()
+            yield Grown(self.began.call, 0, *tokens, self.weight_versions)
+        if self.ended:
+            yield self.ended
+
+    def report(self) -> Json:
+        """Return the call as readers get it: token ids in int32, log-probs in float32, both little-endian."""
+        began, ended = self.began, self.ended
+        return {
+            "type": "call",
+            "call": began.call,
+            "parent": began.parent,
+            "root_reason": began.root_reason,
+            "retry_of": began.retry_of,
+            "dialect": began.dialect,
+            "agent": began.agent,
+            "window": began.window,
+            "model": began.model,
+            "began": began.began,
+            "ended": ended and ended.ended,
+            "state": ended.state if ended else "open",
+            "mask": self.mask,
+            "prompt_tokens": self.num_prompt,
+            "prompt_token_ids": began.prompt,
+            "token_ids": self.token_ids.tobytes(),
+            "logprobs": self.logprobs.tobytes() if self.is_scored else None,
+            "weight_versions": self.weight_versions,
+            "finish_reason": ended and ended.finish_reason,
+            "stop_reason": ended and ended.stop_reason,
+            "sampling": decoded(began.sampling),
+            "reward": self.reward,
+            "error": ended and ended.error,
+        } | ({"tools": decoded(began.tools)} if began.tools else {})
+
+
+def _scores(logprobs: dict[str, Raw], number: int) -> "array[float]":
+    """Return the log-probs of so many tokens; NaN where an engine gave none."""
+    given = [math.nan if one.logprob is None else one.logprob for one in _entries(logprobs.get("content", b"[]"))]
+    return array("f", given + [math.nan] * (number - len(given)))

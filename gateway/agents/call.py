@@ -13,6 +13,7 @@ from engines.engine import Json
 from gateway.agents.history import End
 from gateway.dialects.raw_json import decoded
 from gateway.dialects.sample import Reply
+from gateway.dialects.submissions.group_record import Recorded
 
 
 class Began(msgspec.Struct, tag="began", array_like=True, frozen=True):
@@ -93,6 +94,7 @@ class Call:
         self.cut_for = ""
         """The mask with which its session ends it."""
         self.has_news = False
+        self._recorded: Recorded | None = None
 
     @property
     def mask(self) -> str | None:
@@ -141,22 +143,25 @@ class Call:
 
     def settle(self) -> None:
         """Take what there is for all that there will be."""
-        if self.reply is not None:
-            self.reply.samples = [one.settled(self.began.num_prompt) for one in self.reply.samples]
+        for sample in self.reply.samples if self.reply else ():
+            sample.settle()
 
     def grow(self) -> Iterator[Grown]:
         """Take the tokens of known versions that have come since the last call, if any have, and yield them."""
         self.has_news = False
-        samples = self.reply.samples if self.reply is not None else []
-        if not samples or (grown := samples[0].growth(self.began.num_prompt)) is None:
-            return
-        choice, is_all = grown
+        for sample in self.reply.samples if self.reply else ():
+            if self._recorded is None or self._recorded.sample is not sample:
+                self._recorded = Recorded(sample)
+            if (grown := self._recorded.growth()) is not None:
+                yield self._grown(*grown)
+
+    def _grown(self, choice: Json, is_all: bool) -> Grown:
         ids = array("i", decoded(choice["token_ids"] or Raw(b"[]")))
         scores = _scores(choice["logprobs"] or {}, len(ids))
         start = 0 if is_all else len(self.token_ids)
         step = Grown(self.began.call, start, ids.tobytes(), scores.tobytes(), choice["weight_versions"])
         self.take(step)
-        yield step
+        return step
 
     def take(self, step: Step) -> None:
         """Take a step, as it happens or from a gateway before this one."""
@@ -167,7 +172,8 @@ class Call:
                 self.logprobs.frombytes(logprobs)
                 self.weight_versions = versions
             case Ended():
-                self.ended, self.reply, self.task = step, None, None
+                self.ended = step
+                self.reply = self.task = self._recorded = None
 
     def steps(self) -> Iterator[Step]:
         """Yield all that there is, for a new record."""

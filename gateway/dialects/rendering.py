@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from engines.engine import Json
 from engines.errors import DeadlineExceeded, EngineError
+from gateway.dialects.own_fields import common_room
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.placement.any_replica import AnyReplica
 from gateway.fleet.replica import Replica
@@ -82,6 +83,10 @@ class Rendering:
     def renders(self, chat: Json) -> bool:
         """True where an engine of the chat's model has both routes."""
         return bool(self._able(chat))
+
+    def room(self, name: str | None) -> int | None:
+        """Return the most tokens of a prompt with its answer; None where no replica tells."""
+        return common_room(self.fleet, self.fleet.asked(name)[0])
 
     def replicas(self, name: str | None) -> list[Replica]:
         """Return the replicas of a model or of an adapter."""

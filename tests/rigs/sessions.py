@@ -15,9 +15,16 @@ def turn(*said: str, **fields: Any) -> Json:
     return TURN | {"messages": messages} | fields
 
 
+async def answered(rig: Rig, session: str, body: Json) -> tuple[int, Any]:
+    """The status and the reply to a turn of a session; the text of one that is streamed."""
+    async with rig.client.post(f"{rig.url}/sessions/{session}/v1/messages", json=body) as response:
+        is_stream = response.content_type == "text/event-stream"
+        return response.status, await (response.text() if is_stream else response.json())
+
+
 async def said(rig: Rig, session: str, *before: str, **fields: Any) -> str:
     """The answer to a turn of a session."""
-    status, reply = await rig.post(f"/sessions/{session}/v1/messages", turn(*before, **fields))
+    status, reply = await answered(rig, session, turn(*before, **fields))
     assert status == 200, reply
     return "".join(block["text"] for block in reply["content"])
 
@@ -43,3 +50,11 @@ def whole(calls: list[Json], number: int) -> list[int]:
     call = calls[number]
     before = [] if call["parent"] is None else whole(calls, call["parent"])
     return [*before, *call["prompt_token_ids"], *call["token_ids"]]
+
+
+def masked(calls: list[Json]) -> list[str | None]:
+    return [call["mask"] for call in calls]
+
+
+def spans(call: Json) -> list[tuple[int, int, int]]:
+    return [(span["version"], span["start"], span["end"]) for span in call["weight_versions"]]

@@ -40,7 +40,7 @@ def tokenizer(template: str, begin: str | None = None) -> PreTrainedTokenizerFas
     bare = Tokenizer(models.BPE())
     bare.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bare.decoder = decoders.ByteLevel()
-    special = sorted(set(_SPECIAL.findall(template)) | ({begin} if begin else set()))
+    special = sorted({"<|endoftext|>", *_SPECIAL.findall(template), *([begin] if begin else [])})
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=special, initial_alphabet=alphabet)
     bare.train_from_iterator(_TRAINED_ON, trainer)
@@ -101,7 +101,7 @@ def _prepared(message: Json) -> Json:
 
 
 def _text(content: Any) -> str:
-    return "\n".join(part["text"] for part in content) if isinstance(content, list) else content or ""
+    return "\n".join(part.get("text", "<image>") for part in content) if isinstance(content, list) else content or ""
 
 
 def _with_object(call: Json) -> Json:

@@ -105,7 +105,7 @@ class Agent:
         body = _BODIES[self.dialect](said, tools, self.draw)
         body |= {"model": "sim", "temperature": 0 if is_greedy else 1, "stream": streams}
         body["max_output_tokens" if self.dialect == "responses" else "max_tokens"] = self.max_tokens
-        leaves_s = self.draw.uniform(0.05, 0.6) if self.draw.random() < 0.004 else None
+        leaves_s = self.draw.uniform(0.05, 0.6) if self.draw.random() < 0.001 else None
         text, tool, call_id = _READERS[self.dialect](await self._asked(orjson.dumps(body), streams, leaves_s))
         self.answered.append(Answered(prompt_ids(said, tools), text, is_greedy))
         return Said("assistant", text, tool, call_id)

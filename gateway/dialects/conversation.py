@@ -13,7 +13,7 @@ from gateway.dialects.part import DEFAULT_MAX_TOKENS, Ask
 from gateway.dialects.raw_json import opened
 from gateway.dialects.resumption.delivered_chat import DeliveredChat
 from gateway.dialects.sample import Reply
-from gateway.dialects.sampling import check_replica
+from gateway.dialects.sampling import check_replica, versioned_salt
 from gateway.fleet.replica import Replica
 
 PATH = "/v1/chat/completions"
@@ -52,7 +52,7 @@ class Conversation(Ask):
     async def asked(self, replica: Replica, *, streams: bool) -> tuple[str, Json]:
         check_replica(self.body, replica)
         ids = {} if streams and not self._resumes_stream else {"return_token_ids": True}
-        return PATH, {**self.body, "cache_salt": self.salt(replica), **ids}
+        return PATH, {**self.body, "cache_salt": versioned_salt(self.body, replica, self.rollout.adapter), **ids}
 
     def continues(self, *, streams: bool) -> bool:
         return self._resumes_stream if streams else self.resumes

@@ -85,7 +85,7 @@ class Runner:
             indexes = range(ask.rollout.n)
             reply.samples = [Sample(index, keeps_content=keeps, scores_alone=alone) for index in indexes]
         part = Part(ask, reply, show, self._large, self._attempts.served_version(ask.rollout.model))
-        if ask.is_full:
+        if ask.before is not None and ask.is_full:
             part.end(_FULL)
             return
         try:

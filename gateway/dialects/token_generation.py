@@ -26,7 +26,7 @@ from gateway.dialects.resumption.features import inexact_fields
 from gateway.dialects.resumption.tokens import rest_sampling
 from gateway.dialects.runner import Runner
 from gateway.dialects.sample import Reply
-from gateway.dialects.sampling import check_id, check_sampling, normalise_numbers
+from gateway.dialects.sampling import check_id, check_sampling, normalise_numbers, versioned_salt
 from gateway.dialects.usage import Usage, wants_usage, with_usage_rule
 from gateway.dialects.words.tokens import completion_body, token_chunk, token_reply
 from gateway.fleet.fleet import Fleet
@@ -192,7 +192,10 @@ class TokenPrompt(Ask):
                 "/v1/chat/completions",
                 param=field,
             )
-        body = self.body | {"request_id": self.rollout.request_id, "cache_salt": self.salt(replica)}
+        body = self.body | {
+            "request_id": self.rollout.request_id,
+            "cache_salt": versioned_salt(self.body, replica, self.rollout.adapter),
+        }
         if (before := self.before) is not None:
             sampling = rest_sampling(body["sampling_params"], before.token_ids, before.index)
             read = [*self.prompt, *before.token_ids]

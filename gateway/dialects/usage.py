@@ -15,14 +15,15 @@ class Usage:
             self._by_prompt[index] = usage
 
     def total(self) -> Json:
-        usages = list(self._by_prompt.values())
-        counted = {
-            key: sum([usage.get(key) or 0 for usage in usages]) for key in ("prompt_tokens", "completion_tokens")
-        }
-        total: Json = {**counted, "total_tokens": sum(counted.values())}
-        if details := [usage["prompt_tokens_details"] for usage in usages if usage.get("prompt_tokens_details")]:
-            total["prompt_tokens_details"] = {"cached_tokens": sum(item.get("cached_tokens") or 0 for item in details)}
-        return total
+        read = made = cached = 0
+        total: Json = {}
+        for usage in self._by_prompt.values():
+            read += usage.get("prompt_tokens") or 0
+            made += usage.get("completion_tokens") or 0
+            if details := usage.get("prompt_tokens_details"):
+                cached += details.get("cached_tokens") or 0
+                total["prompt_tokens_details"] = {"cached_tokens": cached}
+        return {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made} | total
 
 
 def wants_usage(body: Json) -> bool:

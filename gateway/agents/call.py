@@ -96,7 +96,6 @@ class Call:
         """Has it generated and parsed."""
         self.cut_for = ""
         """The mask with which its session ends it."""
-        self.has_news = False
         self._recorded: Recorded | None = None
 
     @property
@@ -123,17 +122,6 @@ class Call:
         """False where engines gave no log-prob for any token."""
         return not self.token_ids or not all(map(math.isnan, self.logprobs))
 
-    @property
-    def defect(self) -> str | None:
-        """The mask of a call that no engine renders, or gives no log-prob for."""
-        if self.reply is None:
-            return "no_token_ids"
-        return None if self.is_scored else "no_logprobs"
-
-    def heard(self) -> None:
-        """Note that there may be more tokens."""
-        self.has_news = True
-
     def cut(self, mask: str) -> None:
         """End it with the tokens that it has."""
         if self.task is not None and not self.cut_for:
@@ -147,7 +135,6 @@ class Call:
 
     def grow(self) -> Iterator[Grown]:
         """Take the tokens of known versions that have come since the last call, if any have, and yield them."""
-        self.has_news = False
         for sample in self.reply.samples if self.reply else ():
             if self._recorded is None or self._recorded.sample is not sample:
                 self._recorded = Recorded(sample)

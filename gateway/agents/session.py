@@ -155,8 +155,9 @@ class Session:
         self.write_growth([call])
         number, how = call.began.call, (choice["finish_reason"], choice.get("stop_reason"))
         counts = usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0
-        state, mask = ("cut", "cut") if choice["finish_reason"] == ABORT else ("ended", call.defect)
         end = end_of(*how, call.reply.prompt or [], call.token_ids) if call.reply else None
+        defect = "no_token_ids" if end is None else None if call.is_scored else "no_logprobs"
+        state, mask = ("cut", "cut") if choice["finish_reason"] == ABORT else ("ended", defect)
         self._end(Ended(number, time.time(), state, mask, *how, None, *counts, digest, end))
         await self.written()
 
@@ -213,11 +214,6 @@ class Session:
         done = asyncio.Event()
         self.record.add(then=done.set)
         await done.wait()
-
-    def delivered(self) -> None:
-        """Count what a reader had before it was acked."""
-        if self.was_read:
-            self._metrics.session_tokens.labels("delivered").inc(self.num_tokens["trainable"])
 
     @property
     def num_tokens(self) -> Json:

@@ -50,7 +50,11 @@ class Sessions:
     def report(self) -> Json:
         """The state for /status."""
         kept = self._kept.values()
-        return {"sessions": len(kept), "session_bytes": sum(one.num_bytes for one in kept)}
+        return {
+            "sessions": len(kept),
+            "session_bytes": sum(one.num_bytes for one in kept),
+            "unwritten_steps": sum(one.record.num_writing for one in kept),
+        }
 
     # Agents
 
@@ -108,7 +112,8 @@ class Sessions:
             session = self.find(owner, name)
             if not session.is_frozen or session.open:
                 raise SessionFrozen(f"{name!r} is open: freeze it before it is acked, since later calls would be lost")
-            session.delivered()
+            if session.was_read:
+                self._metrics.session_tokens.labels("delivered").inc(session.num_tokens["trainable"])
             self._drop(session)
         await self._ledger.written()
 
@@ -173,8 +178,7 @@ class Sessions:
 
     async def write_news(self) -> None:
         for session in self._kept.values():
-            if grown := [call for call in session.open if call.has_news]:
-                session.write_growth(grown)
+            session.write_growth(session.open)
 
     def write_all(self) -> None:
         for session in self._kept.values():

@@ -6,7 +6,7 @@ An engine that serves the route gets the body as it is; any other engine gets it
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -104,10 +104,10 @@ class TokenGeneration:
         ids = body["token_ids"] if body.get("return_token_ids") else None
         return _as_asked({"prompt_logprobs": None} | reply | {"prompt_token_ids": ids}, prompt)
 
-    async def make(self, rollout: Rollout, body: Json, reply: Reply, heard: Callable[[], None] | None) -> None:
-        """Have replicas make all samples of a reply to their ends; `heard` is called as for an `Ask`."""
+    async def make(self, rollout: Rollout, body: Json, reply: Reply) -> None:
+        """Have replicas make all samples of a reply to their ends."""
         with self._running_under(rollout):
-            await self._runner.run(replace(self.prompt(rollout, body), heard=heard), reply)
+            await self._runner.run(self.prompt(rollout, body), reply)
 
     async def stream(self, rollout: Rollout, body: Json, usage: Usage, show: Show) -> None:
         """Show chunks in the order of arrival; count up `usage`, whether or not the client asks for it."""

@@ -15,12 +15,11 @@ from engines.errors import InvalidRequest
 from gateway.config.schema import GatewayConfig
 from gateway.dialects.completion_prompt import CompletionPrompt
 from gateway.dialects.own_fields import Terms, common_room, without_own_fields
-from gateway.dialects.parallel import Show
 from gateway.dialects.raw_json import encoded
 from gateway.dialects.runner import Runner
 from gateway.dialects.sample import Reply
 from gateway.dialects.sampling import MAX_PROMPTS, asks_vllm, check_sampling
-from gateway.dialects.usage import Usage, wants_usage, with_usage_rule
+from gateway.dialects.streams import Show, Usage, wants_usage, with_usage_rule
 from gateway.fleet.concurrency import together
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.placement.lengths import prompt_key

@@ -12,10 +12,10 @@ from typing import Self
 from engines.engine import Json
 from engines.errors import EngineError, EngineFailed, EngineRefused
 from gateway.config.schema import GatewayConfig
-from gateway.dialects.parallel import Show
 from gateway.dialects.raw_json import NO_JSON, inside_list, opened
 from gateway.dialects.resumption.features import inexact_fields
 from gateway.dialects.sample import ABORT, CUT_OFF, Choice, Chunk, Reply, Sample, Source, all_of_choices
+from gateway.dialects.streams import Show
 from gateway.fleet.placement.routing import Rollout
 from gateway.fleet.replica import Replica
 
@@ -159,13 +159,12 @@ class Part:
                         await self._read(events, replica)
         except EngineRefused as error:
             raise ask.named(error) from error.__cause__
-        self._check_ends(replica, is_whole=is_whole)
+        aborted = self._checked_ends(replica, is_whole=is_whole)
         if self._show is None:
             await replica.vouched()
         self._stamp()
-        # vLLM sends no chunk, or an opening alone, for a sample that was aborted before its first token.
-        if left := [sample for sample in self.samples if sample.reason is None and not sample.is_cut]:
-            self._end(left, ABORT)
+        if aborted:
+            self._end(aborted, ABORT)
 
     async def _read(self, events: list[bytes], replica: Replica) -> None:
         """Take chunks that came together, and show them where the client streams."""
@@ -256,26 +255,31 @@ class Part:
         made = any(sample.num_new for sample in self.samples)
         return made and self._continues and not any(sample.tells(_TOLD_OF_ALL) for sample in self.samples)
 
-    def _check_ends(self, replica: Replica, *, is_whole: bool) -> None:
+    def _checked_ends(self, replica: Replica, *, is_whole: bool) -> list[Sample]:
         """Judge samples without an end when all has come. Raise `EngineFailed` where the reply is not whole; that of an
-        external server that knows no `n` lacks samples."""
+        external server that knows no `n` lacks samples. Return those that were aborted before their first token: vLLM
+        sends no chunk for them, or an opening alone."""
+        aborted: list[Sample] = []
         for sample in self.samples:
+            if sample.reason is not None:
+                continue
             if is_whole and not sample.has_come:
                 found = sum(one.has_come for one in self.samples)
                 raise self._refused(f"it answered with {found} choices, and {len(self.samples)} were asked for")
-            if sample.reason is not None:
-                continue
             if replica.cuts_off:
                 sample.is_cut = True
             elif sample.num_new:
                 reason = f"the stream ended before sample {sample.index} did, after {sample.num_made} tokens"
                 raise EngineFailed(reason, replica_id=replica.replica_id)
+            else:
+                aborted.append(sample)
         if not replica.cuts_off:
-            return
+            return aborted
         # vLLM ends a conversation so after the first tool call, also where more calls were to follow.
         is_half_called = self._show is None and any(sample.reason == "tool_calls" for sample in self.samples)
         if is_half_called or (any(sample.is_cut for sample in self.samples) and not self._may_continue):
             raise self._refused(_CANNOT_CONTINUE)
+        return aborted
 
     def _refused(self, reason: str) -> EngineFailed:
         """The error of a reply that is refused for its content, of which nothing is kept."""

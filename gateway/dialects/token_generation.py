@@ -19,7 +19,6 @@ from gateway.config.schema import GatewayConfig
 from gateway.dialects import completion_prompt
 from gateway.dialects.completion_prompt import is_read_in_chunks
 from gateway.dialects.own_fields import Terms, common_room, without_own_fields
-from gateway.dialects.parallel import Show
 from gateway.dialects.part import DEFAULT_MAX_TOKENS, Ask
 from gateway.dialects.raw_json import NO_JSON, encoded
 from gateway.dialects.resumption.features import inexact_fields
@@ -27,7 +26,7 @@ from gateway.dialects.resumption.tokens import rest_sampling
 from gateway.dialects.runner import Runner
 from gateway.dialects.sample import Reply
 from gateway.dialects.sampling import check_id, check_sampling, normalise_numbers, versioned_salt
-from gateway.dialects.usage import Usage, wants_usage, with_usage_rule
+from gateway.dialects.streams import Show, Usage, wants_usage, with_usage_rule
 from gateway.dialects.words.tokens import completion_body, token_chunk, token_reply
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.placement.lengths import prompt_key

@@ -102,13 +102,13 @@ async def note_begin(request: web.Request, response: web.StreamResponse) -> None
 
 def request_id(request: web.Request, body: Mapping[str, Any] | None = None) -> str:
     """The header's id, then `request_id` of the body, then a random id."""
-    return request[GIVEN_ID] or (body and _printable(body.get("request_id"))) or uuid.uuid4().hex
+    own = body.get("request_id") if body else None
+    return request[GIVEN_ID] or (own and _printable(own)) or uuid.uuid4().hex
 
 
 def _printable(given: object) -> str:
-    if not given or not isinstance(given, str) or len(given) > LONGEST_ID:
-        return ""
-    return given if given.isascii() and given.isprintable() else ""
+    is_text = isinstance(given, str) and given.isascii() and given.isprintable() and len(given) <= LONGEST_ID
+    return str(given) if is_text else ""
 
 
 async def answered(request: web.Request, handler: Handler) -> web.StreamResponse:

@@ -10,8 +10,8 @@ from aiohttp import web
 
 from engines.errors import RolloutGatewayError
 from gateway.api import body_of, error_body
-from gateway.dialects.parallel import Streaming, blocks_of
 from gateway.dialects.raw_json import event
+from gateway.dialects.streams import Streaming, blocks_of
 
 log = structlog.get_logger()
 

@@ -14,11 +14,10 @@ from gateway.api import error_body
 from gateway.dialects.chat import Chat
 from gateway.dialects.completion_prompt import CompletionPrompt
 from gateway.dialects.completions import Completions, Written
-from gateway.dialects.parallel import Show
 from gateway.dialects.replays.batch import identity_of
 from gateway.dialects.replays.registry import Replays
+from gateway.dialects.streams import Show, Usage
 from gateway.dialects.token_generation import TokenGeneration
-from gateway.dialects.usage import Usage
 from gateway.dialects.words.sglang_generate import SglangGenerate
 from gateway.fleet.metrics import Deliveries
 from gateway.fleet.placement.sessions import session_of

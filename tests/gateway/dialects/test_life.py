@@ -24,10 +24,9 @@ from engines.errors import (
 from gateway.config.schema import GatewayConfig
 from gateway.dialects.completion_prompt import CompletionPrompt
 from gateway.dialects.completions import Completions
-from gateway.dialects.parallel import blocks_of
 from gateway.dialects.raw_json import opened
 from gateway.dialects.runner import Runner
-from gateway.dialects.usage import Usage
+from gateway.dialects.streams import Usage, blocks_of
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics
 from gateway.fleet.placement import attempt_loop

@@ -78,7 +78,8 @@ class SortAgents:
         )
         ended = sorted(groups, key=lambda group: group.index)
         if short := [group for group in ended if group.is_short]:
-            raise RuntimeError(f"{len(short)} groups have too few sessions: {short[0].dropped}, {short[0].failures[:1]}")
+            why = short[0].dropped, short[0].failures[:1]
+            raise RuntimeError(f"{len(short)} groups have too few sessions: {why}")
         return trl_fields([trajectories_of(session)[0] for group in ended for session in group.sessions])
 
 

@@ -4,7 +4,6 @@ Turns of a session are recorded there.
 """
 
 from array import array
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from engines.engine import Json
@@ -80,20 +79,20 @@ class Turns:
             return _answer(answer_id, turn, await self._parsed(prepared, choice), usage)
         call = session.begin(turn, prepared.prompt, prepared.rollout.model, prepared.caller)
         async with session.under_way(call, prepared.reply):
-            choice, usage = await self._generated(prepared, call.heard)
+            choice, usage = await self._generated(prepared)
             session.write_growth([call])  # also where no engine parses them later
             choice = await self._parsed(prepared, choice)
             await session.end(call, choice, usage, session.history.digest(turn, choice["message"]))
         return _answer(answer_id, turn, choice, usage)
 
-    async def _generated(self, prepared: Prepared, heard: Callable[[], None] | None = None) -> tuple[Json, Json]:
+    async def _generated(self, prepared: Prepared) -> tuple[Json, Json]:
         """Return the choice that was made, which has its message where no engine renders, and the usage."""
         rollout, reply = prepared.rollout, prepared.reply
         if prepared.body is None or reply is None:
             told = await self.chat.generate(rollout, prepared.chat)
             choice, usage = opened(told["choices"][0]), opened(told.get("usage")) or {}
         else:
-            await self.tokens.make(rollout, prepared.body, reply, heard)
+            await self.tokens.make(rollout, prepared.body, reply)
             [sample] = reply.samples
             ends = {"finish_reason": sample.reason, "stop_reason": opened(sample.last.get("stop_reason"))}
             choice, usage = {"index": 0, "token_ids": sample.token_ids, **ends, **sample.marks()}, reply.usage

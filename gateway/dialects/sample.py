@@ -275,11 +275,12 @@ class Sample:
             shows_prompt, self.kept.spans if self.spans is None else self.spans,
             self.kv_versions or self.kept.kv_versions,
         )  # fmt: skip
-        self.is_resumed, self._last, self._end = True, None, {}
+        self.is_resumed, self._report, self._last, self._end = True, [], None, {}
 
     def begin(self, source: Source) -> None:
         """Have a replica make it, or its rest."""
-        self.drop()
+        if self.source is not None:
+            self.drop()
         self.source, self.spans = source, None
 
     def drop(self) -> None:
@@ -445,9 +446,12 @@ class Reply:
     @property
     def usage(self) -> Json:
         """The count of the engine; where samples continued, or it has not come, of the tokens that are here."""
-        usage = self._usage or {}
-        if usage.get("completion_tokens") is not None and not [one for one in self.samples if one.is_resumed]:
+        usage, made = self._usage or {}, 0
+        is_told = usage.get("completion_tokens") is not None
+        for sample in self.samples:
+            made += sample.num_made
+            is_told = is_told and not sample.is_resumed
+        if is_told:
             return usage
         read = usage.get("prompt_tokens") or len(self.prompt or ())
-        made = sum([sample.num_made for sample in self.samples])
         return {**usage, "prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made}

@@ -19,6 +19,7 @@ _OPENAI_FIELDS = ("prompt_cache_key", "user")
 _MAX_LENGTH = 256
 SESSION_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:@+=~-]{0,255}")
 """An id that a path can have."""
+ID_RULE = "at most 256 letters, digits and _.:@+=~- make an id, the first a letter, a digit or _"
 _REMEMBERED = 100_000
 
 
@@ -64,7 +65,9 @@ class Identity:
 
 def identity_of(named: str, headers: Mapping[str, str], body: Json) -> Identity | None:
     """The session that a call of an agent belongs to: the one `named` by its path or key, else that of the headers and
-    fields of Claude Code, Codex and opencode. None where nothing names one."""
+    fields of Claude Code, Codex and opencode. None where nothing names one. Raise `InvalidRequest`."""
+    if named and not SESSION_ID.fullmatch(named):
+        raise InvalidRequest(f"session = {named[:80]!r}: {ID_RULE}", param="session")
     codex, thread = headers.get("session-id"), headers.get("thread-id")
     subthread = thread if codex and thread != codex else None
     agent = headers.get("X-Claude-Code-Agent-Id") or subthread

@@ -40,6 +40,8 @@ async def written(rig: Rig) -> None:
     async with asyncio.timeout(20):
         while len((await record(rig, "one"))[1][-1]["token_ids"]) < made:
             await asyncio.sleep(0.02)
+        while (await rig.get("/status"))[1]["ledger"]["unwritten_steps"]:
+            await asyncio.sleep(0.02)
 
 
 async def test_a_session_is_recorded_read_and_acked(rig: Rig) -> None:

@@ -95,18 +95,6 @@ def test_there_is_a_line_per_change(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
-def test_a_count_is_told_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    out = io.StringIO()
-    now = iter(range(0, 10_000, 4))
-    monkeypatch.setattr(time, "monotonic", lambda: float(next(now)))
-    report = Report(out)
-    for done in range(8):
-        report.replicas({"engine-a1": f"loading weights {done}/8"})
-    told = [line.rpartition(" ")[2] for line in out.getvalue().splitlines()]
-    assert told[0] == "0/8"
-    assert 2 <= len(told) < 8
-
-
 def test_a_step_that_takes_long_is_repeated_with_its_age(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "_POLL_S", 0.001)
     out = io.StringIO()

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from gateway.dialects.resumption.features import FEATURES, MARK, Outcome, inexact_fields, later_seed
+from gateway.dialects.resumption.features import FEATURES, MARK, Outcome, inexact_fields
 from tests.rigs.rig import Json, Rig, StartRig
 
 LENGTH = 100
@@ -94,14 +94,3 @@ def test_a_completion_that_depends_on_its_tokens_alone_continues_exactly(asked: 
 
 def test_a_seed_is_exact_at_temperature_0_alone_since_vllm_draws_at_any_other() -> None:
     assert inexact_fields({"prompt": [1], "seed": 3, "temperature": 1e-6}) == ("seed",)
-
-
-@pytest.mark.parametrize(
-    "asked", [{"stop": "x"}, {"structured_outputs": {"regex": "a+"}}, {"echo": True}, {"a_field_of_tomorrow": 1}]
-)
-def test_a_completion_that_no_engine_can_continue_restarts(asked: Json) -> None:
-    assert inexact_fields({"prompt": [1], "seed": 3, **asked}) is None
-
-
-def test_a_rest_draws_other_numbers_than_its_first_part_and_the_same_after_the_same_tokens() -> None:
-    assert later_seed(3, [1, 2]) == later_seed(3, (1, 2)) != later_seed(3, [1, 3]) != 3

@@ -36,13 +36,6 @@ def test_the_rest_may_have_what_the_whole_has_left() -> None:
     assert (later["max_tokens"], "min_tokens" in later) == (2, False)
 
 
-@pytest.mark.parametrize("made", [[], [11], [11, 12]])
-def test_samples_that_agree_so_far_continue_with_different_seeds(made: list[int]) -> None:
-    seeds = [rest_sampling({"seed": 7, "n": 4}, made, index)["seed"] for index in range(4)]
-    assert len(set(seeds)) == 4
-    assert made or seeds == [7, 8, 9, 10], "as vLLM draws the samples of a group"
-
-
 def test_spans_without_limits_stay_so() -> None:
     first = [span(1, None, None), span(2, None, None)]
     assert joined_spans(first, [span(2, 0, 3)], 4) == [*first, span(2, 4, 7)]

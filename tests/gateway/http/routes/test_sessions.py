@@ -155,6 +155,20 @@ async def test_only_a_frozen_session_is_acked_and_once_acked_it_takes_no_call(ri
     await said(rig, "one", "hello")
 
 
+async def test_official_clients_do_not_ask_a_frozen_session_again(rig: Rig) -> None:
+    await said(rig, "one", "hello")
+    await frozen(rig, "one")
+    async with openai.AsyncOpenAI(base_url=f"{rig.url}/sessions/one/v1", api_key="k") as client:
+        with pytest.raises(openai.ConflictError, match="session is frozen"):
+            await client.responses.create(model="sim", input=HELLO)
+    async with anthropic.AsyncAnthropic(base_url=f"{rig.url}/sessions/one", api_key="k") as messages:
+        with pytest.raises(anthropic.ConflictError, match="session is frozen"):
+            await messages.messages.create(model="sim", max_tokens=6, messages=HELLO)
+    page = await (await rig.client.get(f"{rig.url}/metrics")).text()
+    for route in ("responses", "messages"):
+        assert f'requests_total{{route="/sessions/{{session}}/v1/{route}",status="409"}} 1.0' in page
+
+
 async def test_a_deleted_session_is_gone(rig: Rig) -> None:
     await said(rig, "one", "hello")
     async with rig.client.delete(f"{rig.url}/v1/sessions/one") as response:

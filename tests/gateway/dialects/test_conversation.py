@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from engines.errors import InvalidRequest
-from gateway.dialects.resumption.delivered_chat import DeliveredChat
 from sim import server as sim_server
 from sim.dialect import ChatAnswer, DerenderChunkBody, derendered_chunk
 from sim.model import detokenize
@@ -19,30 +18,6 @@ Json = dict[str, Any]
 CHAT = "/v1/chat/completions"
 LONG = 80
 CALL_ID = "call-of-the-engine"
-
-
-def test_a_parser_sees_what_was_told_again_in_the_chunks_that_it_came_in() -> None:
-    told = DeliveredChat()
-    told.see({"index": 0, "delta": {"role": "assistant"}, "token_ids": None})
-    told.see({"index": 0, "delta": {}, "token_ids": [5, 6]})
-    told.see({"index": 1, "delta": {}, "token_ids": [9]})
-    call = {"index": 0, "id": "a", "function": {"name": "add"}}
-    told.see({"index": 0, "delta": {"tool_calls": [call, {"index": 0, "id": None}]}, "token_ids": [7]})
-    sample = told.samples[0]
-    assert sample.token_ids == [5, 6, 7]
-    state = {"output_token_ids": [5, 6, 7], "output_chunk_lens": [3], "role_sent": True, "last_tool_call_ids": ["b"]}
-    assert sample.resumed(state) == {
-        "output_token_ids": [5, 6, 7], "output_chunk_lens": [2, 1], "role_sent": True, "last_tool_call_ids": ["a"],
-        "tools_streamed": True,
-    }  # fmt: skip
-
-
-def test_what_a_sample_was_cut_off_with_is_kept() -> None:
-    told = DeliveredChat()
-    told.see({"index": 0, "delta": {}, "token_ids": [5]})
-    last = {"index": 0, "delta": {"content": "flushed"}, "token_ids": [6]}
-    told.keep(last)
-    assert (told.kept, told.samples[0].token_ids) == ([last], [5])
 
 
 class PlayedParser:

@@ -126,7 +126,7 @@ class SessionGroups(Generic[T]):
             if not group.late:
                 kept = {session.id for session in group.sessions[: self._need]}
             await self._drop([name for name in names if name not in kept])
-        group.sessions = [session for session in group.sessions if session.id in kept]
+        group.sessions[:] = [session for session in group.sessions if session.id in kept]
         return group
 
     async def _one(self, group: SessionGroup[T], name: str, deadline: float | None) -> None:
@@ -134,7 +134,8 @@ class SessionGroups(Generic[T]):
         try:
             opened = await self._begin(name, group.index)
             if opened.is_frozen or await self._has_run(group, opened, deadline):
-                group.sessions.append(await self._client.sessions.read(name))
+                session = await self._client.sessions.read(name)
+                group.sessions.append(session)
         except InvalidRequest as error:
             if not is_unknown(error):
                 raise
@@ -169,7 +170,7 @@ class SessionGroups(Generic[T]):
         """Drop sessions that are too old for the served weights, or have nothing to train."""
         version = 0 if self._max_staleness is None else await self._client.weight_version(_OUTAGE_S)
         unfit = {session.id: reason for session in group.sessions if (reason := self._unfit(session, version))}
-        group.sessions = [session for session in group.sessions if session.id not in unfit]
+        group.sessions[:] = [session for session in group.sessions if session.id not in unfit]
         group.dropped.update(unfit.values())
         group.is_short = len(group.sessions) < self._need
         await self._drop(list(unfit))

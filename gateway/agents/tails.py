@@ -17,7 +17,7 @@ from gateway.dialects.rendering import Rendering
 # Words that begin and end with other letters, so that no two have their first or last token in common.
 _SYSTEM, _USER = "wibyuk", "qavxoz"
 _MARKS = "jecnumdip", "hoglarfet"
-_NEXT = "zotkevbis.", "fyrnaxel)"  # some tokenizers join a newline to what stands before it
+_NEXT = "zotkevbis.", "fyrnaxel"  # what follows a text is joined to its last character by some tokenizers
 _ROLES_AT_FRONT = "system", "developer"
 
 

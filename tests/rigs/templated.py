@@ -18,7 +18,7 @@ from gateway.dialects.rendering import Rendering
 Json = dict[str, Any]
 ROOM = 40_960
 _SPECIAL = re.compile(
-    r"<\|[^|>\s'\"{]+\|>|<｜[^<>'\"\s{]+｜>|</?tool_call>|</?think>|</?tool_response>|\[/?[A-Z_]{3,}\]"
+    r"<\|[^|>\s'\"{]+\|?>|<[a-z_]+\|>|<\|\"\|>|<｜[^<>'\"\s{]+｜>|</?tool_call>|</?think>|</?tool_response>|\[/?[A-Z_]{3,}\]"
 )
 _TRAINED_ON = [
     "The files of this folder are a.py and b.py. Read them, then tell me what they do and what is missing in them.",

@@ -3,7 +3,6 @@
 from collections.abc import AsyncGenerator
 from typing import Any
 
-import orjson
 import pytest
 
 from engines.engine import Engine
@@ -39,9 +38,8 @@ async def test_a_sample_that_was_aborted_before_its_first_token_is_an_empty_one(
     for replica in rig.fleet.replicas:
         replica.engine = OddEngine(replica.engine, {"choices": [told]})  # type: ignore[assignment]
     body = SAMPLING | {"model": "sim", "prompt": "a", "n": 2, "temperature": 1.0, "return_token_ids": True}
-    async with rig.client.post(rig.url + completion_prompt.PATH, json=body | {"stream": is_stream}) as response:
-        text = await response.text()
-    replies = [orjson.loads(event[6:]) for event in text.split("\n\n")[:-2]] if is_stream else [orjson.loads(text)]
+    path = completion_prompt.PATH
+    replies = await rig.stream(path, body) if is_stream else [(await rig.post(path, body))[1]]
     choices = {choice["index"]: choice for reply in replies for choice in reply["choices"]}
     assert {index: choice["finish_reason"] for index, choice in choices.items()} == {0: "abort", 1: "abort"}
     assert (choices[1]["text"], choices[1]["token_ids"]) == ("", [])

@@ -4,7 +4,6 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
-import orjson
 import pytest
 
 from engines.errors import DeadlineExceeded, InvalidRequest
@@ -12,7 +11,7 @@ from gateway.dialects import rendering
 from sim import server as sim_server
 from sim.dialect import chat_ids
 from sim.model import SimModel, detokenize, read, weights_key
-from tests.rigs.rig import Json, Rig, SimReplica, StartRig
+from tests.rigs.rig import Json, Rig, StartRig
 
 LENGTH = 100
 CHAT = "/v1/chat/completions"
@@ -24,23 +23,6 @@ ASKED: Json = {"model": "sim", "max_tokens": LENGTH, "ignore_eos": True, "temper
 async def slow_rig(start_rig: StartRig) -> Rig:
     """Two replicas, which need a second for a completion."""
     return await start_rig(2, sim={"decode_step_s": 0.01})
-
-
-async def kill_loaded(rig: Rig) -> SimReplica:
-    """Kill a replica that has samples in flight."""
-    loaded = next(replica.replica_id for replica in rig.fleet.replicas if replica.load_samples)
-    dead = next(replica for replica in rig.replicas if replica.info.replica_id == loaded)
-    await dead.kill()
-    return dead
-
-
-async def events(rig: Rig, path: str, body: Json) -> list[Json]:
-    async with rig.client.post(rig.url + path, json=body | {"stream": True}) as response:
-        assert response.status == 200, await response.text()
-        lines = [line async for line in response.content]
-    data = [line[6:] for line in lines if line.startswith(b"data: ")]
-    assert data[-1].strip() == b"[DONE]"
-    return [orjson.loads(line) for line in data[:-1]]
 
 
 @dataclass
@@ -86,10 +68,10 @@ def as_choice(told: Json) -> Json:
 async def told_of(rig: Rig, path: str, body: Json, *, stream: bool) -> tuple[list[Sample], int]:
     """The samples in their order, and the count of their tokens."""
     if path == "/generate":
-        reply = (await events(rig, path, body))[-1] if stream else (await rig.post(path, body))[1]
+        reply = (await rig.stream(path, body))[-1] if stream else (await rig.post(path, body))[1]
         return [sample_of([as_choice(reply)])], reply["meta_info"]["completion_tokens"]
     if stream:
-        *chunks, last = await events(rig, path, body | {"stream_options": {"include_usage": True}})
+        *chunks, last = await rig.stream(path, body | {"stream_options": {"include_usage": True}})
         choices = [choice for chunk in chunks for choice in chunk["choices"]]
     else:
         status, last = await rig.post(path, body)
@@ -135,7 +117,7 @@ async def test_each_sample_goes_on_from_its_tokens(
     running = asyncio.create_task(told_of(rig, path, with_samples(DIALECTS[path], n), stream=stream))
     for end in breaks.split():
         await rig.begun(n, tokens=9)
-        await (rig.update() if end == "update" else kill_loaded(rig))
+        await (rig.update() if end == "update" else rig.kill_loaded())
     rig.hurry()
     samples, counted = await running
     updates = breaks.count("update")
@@ -177,7 +159,7 @@ async def test_samples_of_a_seeded_group_stay_different_draws(slow_rig: Rig, pat
     body |= {"sampling_params": sampling} if "token_ids" in asked else sampling
     task = asyncio.create_task(slow_rig.post(path, body))
     await slow_rig.begun(8)
-    await kill_loaded(slow_rig)
+    await slow_rig.kill_loaded()
     slow_rig.hurry()
     status, reply = await task
     assert status == 200, reply
@@ -198,12 +180,12 @@ async def test_a_conversation_whose_only_replica_dies_continues_on_its_successor
     async def text() -> str:
         if not streams:
             return str((await rig.post(CHAT, body))[1]["choices"][0]["message"]["content"])
-        deltas = [choice["delta"] for chunk in await events(rig, CHAT, body) for choice in chunk["choices"]]
+        deltas = [choice["delta"] for chunk in await rig.stream(CHAT, body) for choice in chunk["choices"]]
         return "".join(delta.get("content") or "" for delta in deltas)
 
     task = asyncio.create_task(text())
     await rig.begun(tokens=40)
-    await kill_loaded(rig)
+    await rig.kill_loaded()
     await rig.until({})
     successor = await rig.add_replica("engine-0")
     successor.hurry()

@@ -1,7 +1,6 @@
 """Streams of conversations under a parser of the engine's, cut off by an update (`in_flight: abort`)."""
 
 import asyncio
-import json
 from typing import Any
 
 import pytest
@@ -71,15 +70,8 @@ async def started(start_rig: StartRig) -> Rig:
     return rig
 
 
-async def chunks_of(rig: Rig, asked: Json) -> list[Json]:
-    async with rig.client.post(rig.url + CHAT, json=asked) as response:
-        events = [event.removeprefix("data: ") for event in (await response.text()).split("\n\n") if event]
-    assert events[-1] == "[DONE]"
-    return [json.loads(event) for event in events[:-1]]
-
-
 async def cut_off(rig: Rig, asked: Json, samples: int = 1) -> list[Json]:
-    running = asyncio.create_task(chunks_of(rig, asked))
+    running = asyncio.create_task(rig.stream(CHAT, asked))
     await rig.begun(samples)
     await rig.update()
     rig.hurry()

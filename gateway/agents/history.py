@@ -158,7 +158,7 @@ class History:
         if match.call is None or match.root_reason or not (before := self._known_ids(match.call)):
             return None
         end, answer = self._ends[match.call], turn.messages[match.num_messages - 1]
-        tail = await self._tails.after(answer, turn.messages[match.num_messages :], turn, settings, rendering)
+        tail = await self._tails.after(match.num_messages, turn, settings, rendering)
         if tail is None:
             return None
         num_closed = _num_closed(tail, end, before[-1], bool(answer.get("tool_calls")))

@@ -6,12 +6,12 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import msgspec
 
 from engines.engine import Json
-from engines.errors import GatewayUnreachable, RolloutGatewayError, SessionFrozen
+from engines.errors import DeadlineExceeded, GatewayUnreachable, RolloutGatewayError, SessionFrozen
 from gateway.agents.call import Began, Call, Ended, Grown
 from gateway.agents.history import History, Prompt, end_of
 from gateway.agents.turn import Caller, Turn
@@ -195,19 +195,20 @@ class Session:
         await self.written()
 
     async def stop_calls(self, mask: str, wait_s: float) -> None:
-        """Wait so long for open calls, then end them. Return when none is open."""
-        try:
-            async with asyncio.timeout(wait_s):
-                await self._all_ended()
-        except TimeoutError:
-            for call in self.open:
-                call.cut(mask)
-            async with asyncio.timeout(_CUT_S):
-                await self._all_ended()
+        """Wait so long for open calls, then end them. Raise `DeadlineExceeded` where they do not end."""
+        if await self._has_ended_within(wait_s):
+            return
+        for call in self.open:
+            call.cut(mask)
+        if not await self._has_ended_within(_CUT_S):
+            raise DeadlineExceeded(f"calls of {self.id!r} have not ended within {_CUT_S:g} s: ask again")
 
-    async def _all_ended(self) -> None:
-        while self._open:
-            await self._ended.wait()
+    async def _has_ended_within(self, timeout_s: float) -> bool:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self._open:
+                    await self._ended.wait()
+        return not self._open
 
     async def written(self) -> None:
         """Return once the ledger has all that was written here before."""

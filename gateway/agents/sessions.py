@@ -141,7 +141,8 @@ class Sessions:
 
     async def close(self) -> None:
         """End open calls with what they have: no later gateway goes on with them."""
-        await asyncio.gather(*(one.stop_calls("gateway_ended", 0.0) for one in self._kept.values()))
+        ending = (one.stop_calls("gateway_ended", 0.0) for one in self._kept.values())
+        await asyncio.gather(*ending, return_exceptions=True)
 
     def _keep_bounds(self) -> None:
         sizes = Counter[str]()

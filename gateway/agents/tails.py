@@ -1,8 +1,8 @@
 """Renders what follows an answer: its closing tokens, the new messages, and the opening of the next answer.
 
-Templates render whole conversations alone. So new messages are rendered after a stub: a user's message, and an answer
-that ends with a mark. The ids after the mark follow any answer of the stub's form, but under a template that moves
-text or looks further back: `Tails.after` and `Tail.is_sure` tell these.
+Templates render whole conversations alone. So new messages are rendered after a stub: a system message where the turn
+has one, a user's message, and an answer that ends with a mark. The ids after the mark follow any answer of the stub's
+form, but under a template that moves text or looks further back: `Tails.after` and `Tail.is_sure` tell these.
 """
 
 from collections.abc import Sequence
@@ -15,83 +15,98 @@ from gateway.dialects.raw_json import encoded
 from gateway.dialects.rendering import Rendering
 
 # Words that begin and end with other letters, so that no two have their first or last token in common.
-_USERS = ("qavxoz", "wibyuk")
-_ANSWERS = ("jecnumdip", "hoglarfet")
-_NEXT = "zotkevbis"
-_MARK = 3  # tokens at the end of a word that find it again
+_SYSTEM, _USER = "wibyuk", "qavxoz"
+_MARKS = "jecnumdip", "hoglarfet"
+_NEXT = "zotkevbis.", "fyrnaxel)"  # some tokenizers join a newline to what stands before it
+_ROLES_AT_FRONT = "system", "developer"
 
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """The ids after an answer's text. Its end token is among the first `num_closing`; `opening` are the ids that open
-    an answer to a user; `rendered` has the sampling parameters."""
+    """The ids after an answer's text. Its end token is among the first `num_closing`. `opening` are the ids that open
+    the next answer, `opening_before` those that opened this one in a bare conversation; empty where not known.
+    `rendered` has the sampling parameters."""
 
     token_ids: list[int]
     num_closing: int
     opening: list[int]
+    opening_before: list[int]
     rendered: Json
 
     def is_sure(self, prompt: Sequence[int]) -> bool:
-        """True if the next answer is opened as that after this prompt was: nothing before the stub has a say in it."""
-        size = len(self.opening)
-        return size > 0 and self.token_ids[-size:] == list(prompt[-size:]) == self.opening
+        """True if this prompt opened the answer as a bare conversation does, so that nothing before the stub has a say
+        in the opening of the next."""
+        return _is_end(self.opening, self.token_ids) and _is_end(self.opening_before, list(prompt))
 
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """How a template renders a stub. `head` are the ids before its answer, `mark` the last of the answer's text, `tail`
-    those after it, `opening` those that open an answer to a user."""
+    """How a template renders a stub. `head` are the ids to the end of the user's message, `mark` those of the mark,
+    `tail` those after it."""
 
     head: list[int]
     mark: list[int]
     tail: list[int]
-    opening: list[int]
 
 
 class Tails:
     """The tails of the turns of one session. Forms are learned once for all turns with the same settings."""
 
     def __init__(self) -> None:
-        self._forms: dict[tuple[bytes, bool], _Form | None] = {}
+        self._forms: dict[tuple[bytes, str, bool], _Form | None] = {}
+        self._openings: dict[tuple[bytes, str, str], list[int]] = {}  # by the role of the last message
 
-    async def after(
-        self, answer: Json, new: list[Json], turn: Turn, settings: bytes, rendering: Rendering
-    ) -> Tail | None:
-        """Return the tail of new messages after an answer.
+    async def after(self, num_messages: int, turn: Turn, settings: bytes, rendering: Rendering) -> Tail | None:
+        """Return the tail of a turn after the answer that ends its first messages.
 
-        None where the template refuses the stub, leaves text of it out, or puts text before it that the messages of a
-        turn without these do not have, such as tools that stand before the last user's message.
+        None where the template refuses the stub, leaves text of it out, or changes what stands before the answer when
+        new messages come, such as tools that stand before the last user's message.
         """
-        stub = _Stub(turn, answer.get("tool_calls") or [], rendering)
-        key = settings, bool(stub.calls)
+        answer, new = turn.messages[num_messages - 1], turn.messages[num_messages:]
+        front = turn.messages[0]["role"] if turn.messages[0]["role"] in _ROLES_AT_FRONT else ""
+        stub = _Stub(turn, front, answer.get("tool_calls") or [], rendering)
+        key = settings, front, bool(stub.calls)
         if key not in self._forms:
-            self._forms[key] = await _learned(stub)
+            self._forms[key] = await self._learned(stub, settings)
         form = self._forms[key]
-        rendered = form and await stub.rendered(_USERS[0], _ANSWERS[0], new)
-        if not form or not rendered or rendered["token_ids"][: len(form.head)] != form.head:
+        rendered = form and await stub.rendered(_MARKS[0], new)
+        if not form or not rendered or not _is_begin(form.head, rendered["token_ids"]):
             return None
         begin = _index(rendered["token_ids"], form.mark, len(form.head))
         if begin is None:
             return None
         token_ids = rendered["token_ids"][begin + len(form.mark) :]
-        return Tail(token_ids, _num_equal(token_ids, form.tail), form.opening, rendered)
+        before = turn.messages[num_messages - 2]["role"] if num_messages > 1 else ""
+        opening, opening_before = (
+            self._openings.get((settings, front, role), []) for role in (new[-1]["role"], before)
+        )
+        return Tail(token_ids, _num_equal(token_ids, form.tail), opening, opening_before, rendered)
 
-
-async def _learned(stub: "_Stub") -> _Form | None:
-    user: list[Json] = [{"role": "user", "content": _NEXT}]
-    results = [{"role": "tool", "tool_call_id": call["id"], "content": _NEXT} for call in stub.calls]
-    asked = await stub.rendered(_USERS[0])
-    plain = await replace(stub, calls=[]).rendered(_USERS[0], _ANSWERS[0], user)
-    first = await stub.rendered(_USERS[0], _ANSWERS[0], results) if results else plain
-    second = await stub.rendered(_USERS[1], _ANSWERS[1], results or user)
-    if not asked or not plain or not first or not second:
-        return None
-    bare, one, two = asked["token_ids"], first["token_ids"], second["token_ids"]
-    head, begin = _num_equal(one, bare), len(one) - _num_equal(one[::-1], two[::-1])
-    if not _num_equal(one, two) < head <= begin - _MARK:
-        return None  # text stands before the user's, or the mark is missing
-    opening = bare[len(bare) - _num_equal(plain["token_ids"][::-1], bare[::-1]) :]
-    return _Form(one[:head], one[begin - _MARK : begin], one[begin:], opening)
+    async def _learned(self, stub: "_Stub", settings: bytes) -> _Form | None:
+        users: list[list[Json]] = [[{"role": "user", "content": text}] for text in _NEXT]
+        results = [
+            [{"role": "tool", "tool_call_id": call["id"], "content": text} for call in stub.calls] for text in _NEXT
+        ]
+        asked = await stub.rendered()
+        plain = await replace(stub, calls=[]).rendered(_MARKS[0], users[0])
+        if not asked or not plain:
+            return None
+        bare, one = asked["token_ids"], plain["token_ids"]
+        opening = _common_end(bare, one)
+        self._openings[settings, stub.front, "user"] = opening
+        if stub.calls:
+            called, other_result = [await stub.rendered(_MARKS[0], result) for result in results]
+            if not called or not other_result:
+                return None
+            one = called["token_ids"]
+            self._openings[settings, stub.front, "tool"] = _common_end(one, other_result["token_ids"])
+        marked = await stub.rendered(_MARKS[1], results[0] if stub.calls else users[0])
+        head = bare[: len(bare) - len(opening) + 1]  # with a token after the text, which ends it or follows it
+        if not marked or not opening or not _is_begin(head, one):
+            return None
+        begin, tail = _num_equal(one, marked["token_ids"]), _common_end(one, marked["token_ids"])
+        mark = one[begin : len(one) - len(tail)]
+        return _Form(head, mark, tail) if mark else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,23 +115,25 @@ class _Stub:
     repeat these in results."""
 
     turn: Turn
+    front: str
     calls: list[Json]
     rendering: Rendering
 
-    async def rendered(self, user: str, answer: str | None = None, new: Sequence[Json] = ()) -> Json | None:
-        """Return the stub as an engine renders it; None where its template refuses it."""
-        messages = [{"role": "user", "content": user}]
-        if answer is not None:
-            messages.append(self._answer(answer))
+    async def rendered(self, mark: str | None = None, new: Sequence[Json] = ()) -> Json | None:
+        """Return the stub as an engine renders it, with an answer where there is a mark; None where its template
+        refuses it."""
+        front = [{"role": self.front, "content": _SYSTEM}] if self.front else []
+        answer = [] if mark is None else [self._answer(mark)]
+        messages = [*front, {"role": "user", "content": _USER}, *answer, *new]
         try:
-            return await self.rendering.render(chat_request(replace(self.turn, messages=[*messages, *new])))
+            return await self.rendering.render(chat_request(replace(self.turn, messages=messages)))
         except EngineRefused:
             return None
 
-    def _answer(self, text: str) -> Json:
+    def _answer(self, mark: str) -> Json:
         if not self.calls:
-            return {"role": "assistant", "content": text}
-        arguments = ["{}"] * (len(self.calls) - 1) + [encoded({"text": text}).decode()]
+            return {"role": "assistant", "content": mark}
+        arguments = ["{}"] * (len(self.calls) - 1) + [encoded({"text": mark}).decode()]
         calls = [
             {**call, "function": {**call["function"], "arguments": given}}
             for call, given in zip(self.calls, arguments, strict=True)
@@ -128,6 +145,18 @@ def _num_equal(one: Sequence[int], two: Sequence[int]) -> int:
     """Return the number of ids that both begin with."""
     pairs = enumerate(zip(one, two, strict=False))
     return next((index for index, (a, b) in pairs if a != b), min(len(one), len(two)))
+
+
+def _common_end(one: list[int], two: list[int]) -> list[int]:
+    return one[len(one) - _num_equal(one[::-1], two[::-1]) :]
+
+
+def _is_begin(part: list[int], token_ids: list[int]) -> bool:
+    return token_ids[: len(part)] == part
+
+
+def _is_end(part: list[int], token_ids: list[int]) -> bool:
+    return bool(part) and token_ids[-len(part) :] == part
 
 
 def _index(token_ids: list[int], part: list[int], start: int) -> int | None:

@@ -14,7 +14,7 @@ from engines.engine import Json
 from engines.errors import InvalidRequest
 from gateway.config.schema import GatewayConfig
 from gateway.dialects.completion_prompt import CompletionPrompt
-from gateway.dialects.own_fields import Terms, common_room, without_own_fields
+from gateway.dialects.own_fields import Terms, check_room, common_room, without_own_fields
 from gateway.dialects.raw_json import encoded
 from gateway.dialects.runner import Runner
 from gateway.dialects.sample import Reply
@@ -202,13 +202,7 @@ def _checked_length(index: int, value: Any, max_len: int | None, kept: Any) -> i
         return math.ceil(len(value) / _CHARACTERS_PER_TOKEN)
     if type(kept) is int:
         return min(len(value), kept if kept >= 0 else max_len or len(value))
-    if max_len is not None and len(value) >= max_len:
-        raise InvalidRequest(
-            f"prompt[{index}] has {len(value)} tokens, which leaves none of max_model_len = {max_len} for a "
-            "completion: shorten it, or serve with a larger engine.max_model_len",
-            param="prompt",
-        )
-    return len(value)
+    return check_room(f"prompt[{index}]", len(value), max_len)
 
 
 def _as_asked(choices: Iterable[Json], prompt: CompletionPrompt) -> None:

@@ -106,3 +106,14 @@ def common_room(fleet: Fleet, model: str) -> int | None:
     """The smallest `max_model_len` among the replicas of a model; None where no replica reports it."""
     lengths = {one.info.max_model_len for one in fleet.alive if one.info.model == model}
     return min(filter(None, lengths), default=None)
+
+
+def check_room(name: str, length: int, room: int | None) -> int:
+    """Return the length of a prompt in tokens. Raise `InvalidRequest` where a completion has no room after it."""
+    if room is not None and length >= room:
+        raise InvalidRequest(
+            f"{name} has {length} tokens, which leaves none of max_model_len = {room} for a completion: shorten it, or "
+            "serve with a larger engine.max_model_len",
+            param=name.partition("[")[0],
+        )
+    return length

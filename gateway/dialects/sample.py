@@ -326,19 +326,19 @@ class Sample:
         """Note the weight versions of its tokens, once: it has ended, or continues elsewhere. `num_counted` is the
         engine's count of tokens without ids."""
         if self.spans is None:
-            counts = self.has_ids or self._last is None
-            self.spans, self.kv_versions = self._stamps(self.num_new if counts else num_counted)
+            is_counted = self.has_ids or self._last is None
+            self.spans, self.kv_versions = self.stamps_of(self.num_made if is_counted else num_counted)
 
     def stamp_now(self) -> None:
         """Note the versions of its tokens, which are known, before its replica has ended all of the others."""
-        self.spans, self.kv_versions = self.stamps_now()
+        self.spans, self.kv_versions = self.stamps_of(self.num_made)
 
-    def stamps_now(self) -> tuple[list[Json], list[int]]:
-        """The versions of its tokens so far, and of the KV under them."""
-        return self._stamps(self.num_new) if self.spans is None else (self.spans, self.kv_versions)
-
-    def _stamps(self, num_new: int | None) -> tuple[list[Json], list[int]]:
+    def stamps_of(self, num_tokens: int | None) -> tuple[list[Json], list[int]]:
+        """The versions of so many tokens, and of the KV under them."""
+        if self.spans is not None:
+            return self.spans, self.kv_versions
         assert self.source is not None
+        num_new = None if num_tokens is None else num_tokens - self.kept.num_made
         spans, kv_versions = stamps(self._report, self.source.flight, num_new, self.source.adapter)
         if self.kept.spans is not None:
             spans = joined_spans(self.kept.spans, spans, self.kept.num_made)

@@ -18,7 +18,7 @@ from engines.errors import EngineFailed, InvalidRequest, UnknownRoute, shown
 from gateway.config.schema import GatewayConfig
 from gateway.dialects import completion_prompt
 from gateway.dialects.completion_prompt import is_read_in_chunks
-from gateway.dialects.own_fields import Terms, common_room, without_own_fields
+from gateway.dialects.own_fields import Terms, check_room, common_room, without_own_fields
 from gateway.dialects.part import DEFAULT_MAX_TOKENS, Ask
 from gateway.dialects.raw_json import NO_JSON, encoded
 from gateway.dialects.resumption.features import inexact_fields
@@ -266,10 +266,4 @@ def _checked_id(request_id: Any) -> str | None:
 def _checked_length(token_ids: Any, max_len: int | None) -> int:
     if not isinstance(token_ids, list) or set(map(type, token_ids)) != {int}:
         raise InvalidRequest("token_ids must be a list of at least one token id", param="token_ids")
-    if max_len is not None and len(token_ids) >= max_len:
-        raise InvalidRequest(
-            f"token_ids has {len(token_ids)} tokens, which leaves none of max_model_len = {max_len} for a completion: "
-            "shorten it, or serve with a larger engine.max_model_len",
-            param="token_ids",
-        )
-    return len(token_ids)
+    return check_room("token_ids", len(token_ids), max_len)

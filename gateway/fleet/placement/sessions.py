@@ -70,13 +70,17 @@ def identity_of(named: str, headers: Mapping[str, str], body: Json) -> Identity 
         raise InvalidRequest(f"session = {named[:80]!r}: {ID_RULE}", param="session")
     codex, thread = headers.get("session-id"), headers.get("thread-id")
     subthread = thread if codex and thread != codex else None
-    agent = headers.get("X-Claude-Code-Agent-Id") or subthread
+    agent, window = headers.get("X-Claude-Code-Agent-Id") or subthread, headers.get("x-codex-window-id")
     given = headers.get("X-Session-Id") or headers.get("X-Claude-Code-Session-Id") or codex or thread
     given = given or _session_of_user(body.get("metadata")) or body.get("prompt_cache_key")
     name = named or (given if isinstance(given, str) else "")
-    if name and not SESSION_ID.fullmatch(name):
-        name = hashlib.blake2b(name.encode(errors="surrogateescape"), digest_size=16).hexdigest()
-    return Identity(name, agent, headers.get("x-codex-window-id")) if name else None
+    return Identity(_id(name), agent and _id(agent), window and _id(window)) if name else None
+
+
+def _id(name: str) -> str:
+    """A harness's own name, hashed where no path can have it."""
+    known = SESSION_ID.fullmatch(name)
+    return name if known else hashlib.blake2b(name.encode(errors="surrogateescape"), digest_size=16).hexdigest()
 
 
 def _session_of_user(metadata: Any) -> str | None:

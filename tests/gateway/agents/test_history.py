@@ -272,7 +272,7 @@ async def test_a_long_session_is_one_path_and_its_new_messages_alone_are_rendere
     before = len(session.rendering.asked)
     prompt = await session.prompt(turn)
     [asked] = session.rendering.asked[before:]
-    assert (prompt.parent, len(asked["messages"])) == (11, 3)
+    assert (prompt.parent, len(asked["messages"])) == (11, 4)
     text = session.rendering.decoded(prompt.token_ids)
     assert text.count(CALL + END) == text.count("Hm.") == 12
     assert [f"result {number}\n</tool_response>{END}\n{OPENING}" in text for number in range(12)] == [True] * 12

@@ -39,13 +39,13 @@ from tests.rigs.stories.played_fleet import DIED, PlayedFleet
 PROMPT = [7, 8, 9]
 FIRST = 1000  # the first token of sample i is FIRST + i, so that samples differ
 MAX_ATTEMPTS = 3
-ENDS = ("breaks", "unfinished", "dies", "fails", "busy", "cut off", "refuses")
+ENDS = ("breaks", "unfinished", "stops", "dies", "fails", "busy", "cut off", "refuses")
 
 
 @dataclass(frozen=True)
 class Ending:
     """How an attempt ends that does not deliver, and after how many tokens of each sample; "unfinished" is a break
-    between the last token and the end."""
+    between the last token and the end, "stops" the end of a stream, as a whole one ends."""
 
     end: str
     after: int
@@ -127,6 +127,8 @@ class PlayedEngine:
                 yield {"choices": [], "usage": {"prompt_tokens": len(read), "completion_tokens": n * made}}
                 return
         assert ending is not None
+        if ending.end == "stops" and made:
+            return
         if ending.end == "cut off":
             self.replica.cuts_off = True
             for index in range(n):
@@ -247,7 +249,7 @@ def test_what_is_delivered_is_what_would_have_been_without_the_ends(
         assert sum(one.end == "dies" for one in script) >= 2
         return
     if isinstance(told, EngineError):  # only the bound of attempts in a row without a new token ends it
-        assert sum(one.end in ("breaks", "unfinished", "dies", "fails") for one in script) >= MAX_ATTEMPTS
+        assert sum(one.end in ("breaks", "unfinished", "stops", "dies", "fails") for one in script) >= MAX_ATTEMPTS
         assert "gateway.max_attempts" in str(told)
         return
     assert isinstance(told, dict)

@@ -82,6 +82,14 @@ async def test_a_harness_names_its_session(rig: Rig, headers: Json, fields: Json
     assert (call["agent"], call["window"]) == named[1:]
 
 
+async def test_names_of_a_harness_that_no_path_has_are_hashed(rig: Rig) -> None:
+    headers = {"X-Claude-Code-Session-Id": "a/b", "X-Claude-Code-Agent-Id": b"\xff".decode("latin-1")}
+    assert (await rig.post("/v1/messages", turn("hello"), headers=headers))[0] == 200
+    [session] = (await rig.get("/v1/sessions"))[1]["sessions"]
+    _, [call] = await record(rig, session["id"])
+    assert (len(session["id"]), len(call["agent"])) == (32, 32)
+
+
 @pytest.mark.parametrize("fields", [{}, {"metadata": {"user_id": "somebody"}}, {"user": "u"}])
 async def test_a_turn_that_names_no_session_is_not_recorded(rig: Rig, fields: Json) -> None:
     assert (await rig.post("/v1/messages", turn("hello") | fields))[0] == 200

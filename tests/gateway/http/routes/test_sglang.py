@@ -123,23 +123,6 @@ async def in_line(rig: Rig, count: int) -> None:
             await asyncio.sleep(0.01)
 
 
-@pytest.mark.parametrize(("path", "body"), WAITING)
-async def test_abort_all_ends_waiting_rollouts_of_every_dialect(rig: Rig, path: str, body: Json) -> None:
-    await rig.post("/pause?mode=keep", None)
-    many = {} if "token_ids" in body else {"n": 2}
-    waiting = [asyncio.create_task(rig.post(path, body | many)), asyncio.create_task(rig.post(path, body | many))]
-    await in_line(rig, 2)
-    await abort_all(rig)
-    for status, reply in await asyncio.gather(*waiting):
-        assert status == 200, reply
-        for index, choice in enumerate(reply["choices"]):
-            assert (choice["index"], choice["finish_reason"], choice["weight_versions"]) == (index, "abort", [])
-            assert not choice["token_ids"]
-        assert reply["usage"]["completion_tokens"] == 0
-        assert len(reply["choices"]) == many.get("n", 1)
-    await rig.post("/resume", None)
-
-
 @pytest.mark.parametrize(("path", "body"), [*WAITING, ("/generate", LONG)])
 async def test_abort_all_ends_waiting_streams_of_every_dialect(rig: Rig, path: str, body: Json) -> None:
     await rig.post("/pause?mode=keep", None)

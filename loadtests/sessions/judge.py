@@ -10,7 +10,6 @@ less than 99.9 % of the tokens come as trainable rows.
 
 import argparse
 import asyncio
-import dataclasses
 import itertools
 import random
 import sys
@@ -30,7 +29,7 @@ from loadtests.chaos.processes.process_fleet import ProcessFleet, fleet_config, 
 from loadtests.sessions.agents import Agent, Gone
 from loadtests.sessions.oracle import Json, Verdict, judge
 from sim.model import SimModel
-from trainer_client import RolloutClient
+from trainer_client import RolloutClient, Sessions
 from trainer_client.sessions.trajectories import counts_of, trajectories_of
 
 _SIM = SimConfig(load_s=0.1, decode_step_s=0.004, mean_tokens=64, kv_tokens=4_000_000)
@@ -93,7 +92,8 @@ async def tried(args: argparse.Namespace) -> Trial:
             trainer = Trainer(fleet.url, Newest(), control)
             numbers = itertools.count()
             workers = [
-                asyncio.create_task(_worker(args.seed, numbers, http, client, trial)) for _ in range(args.agents)
+                asyncio.create_task(_worker(args.seed, numbers, http, Sessions(client), trial))
+                for _ in range(args.agents)
             ]
             faults = [
                 asyncio.create_task(_updates(trainer, trial, args.update_every)),
@@ -114,18 +114,18 @@ async def tried(args: argparse.Namespace) -> Trial:
 
 
 async def _worker(
-    seed: int, numbers: "itertools.count[int]", http: aiohttp.ClientSession, client: RolloutClient, trial: Trial
+    seed: int, numbers: "itertools.count[int]", http: aiohttp.ClientSession, sessions: Sessions, trial: Trial
 ) -> None:
     while not trial.is_over:
         number = next(numbers)
-        await _session(random.Random(f"{seed} {number}"), f"s{seed}-{number}", http, client, trial)
+        await _session(random.Random(f"{seed} {number}"), f"s{seed}-{number}", http, sessions, trial)
 
 
 async def _session(
-    draw: random.Random, name: str, http: aiohttp.ClientSession, client: RolloutClient, trial: Trial
+    draw: random.Random, name: str, http: aiohttp.ClientSession, sessions: Sessions, trial: Trial
 ) -> None:
     """Run one session to its end, judge its record, and let the gateway forget it."""
-    opened = await client.sessions.begin(name, {"seed": name})
+    opened = await sessions.begin(name, {"seed": name})
     path = f"/sessions/{name}" if draw.random() < 0.5 else ""
     dialect = draw.choice(("messages", "messages", "responses", "chat"))
     agent = Agent(http, path, opened.key, dialect, draw)
@@ -134,10 +134,10 @@ async def _session(
     except Gone as error:
         trial.lost.append(f"{name}: {error}")
     trial.retried += agent.retried
-    await client.sessions.freeze(name, draw.random(), wait_s=5.0)
+    await sessions.freeze(name, draw.random(), wait_s=5.0)
     records = await _records(http, name)
     judge(SimModel.of(_SIM), name, records, agent.answered, trial.verdict)
-    session = await client.sessions.read(name)
+    session = await sessions.read(name)
     counts, rows = counts_of(session), trajectories_of(session)
     if counts.sampled != sum(len(call["token_ids"]) for call in records[1:-1]):
         trial.verdict.differ("rows", f"{name}: {counts} by the client")
@@ -145,7 +145,7 @@ async def _session(
         trial.verdict.differ("rows", f"{name}: {[row.trainable for row in rows]} of {counts}")
     trial.verdict.trainable += counts.trainable
     trial.verdict.masked.update(counts.masked)
-    await client.sessions.ack(name)
+    await sessions.ack(name)
 
 
 async def _records(http: aiohttp.ClientSession, name: str) -> list[Json]:
@@ -228,7 +228,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for line in (*trial.verdict.examples, *trial.lost[:5]):
         print(line)
     if args.json:
-        args.json.write_bytes(orjson.dumps(dataclasses.asdict(trial), option=orjson.OPT_INDENT_2))
+        args.json.write_bytes(orjson.dumps(dict(rows_of(trial)), option=orjson.OPT_INDENT_2))
     return 0 if trial.is_right else 1
 
 

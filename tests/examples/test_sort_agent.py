@@ -1,4 +1,4 @@
-"""TRL trains on sessions of an agent, while a replica and the gateway are killed: two real vLLM replicas, many steps."""
+"""TRL trains on sessions of an agent while a replica and the gateway are killed: two vLLM replicas, many steps."""
 
 import asyncio
 import json
@@ -34,7 +34,8 @@ async def test_the_reward_rises_by_sessions_while_a_replica_and_the_gateway_are_
     tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     engine = engine_config(task.COMMITTED, tmp_path).model_copy(update={"num_replicas": 2})
-    config = Config(engine=engine, gateway={"port": free_port(), "ledger": str(tmp_path / "ledger")})
+    gateway = {"port": free_port(), "ledger": str(tmp_path / "ledger")}
+    config = Config.model_validate({"engine": engine, "gateway": gateway})
     fleet = ProcessFleet(config, tmp_path)
     async with running(fleet):
         await healthy_within(fleet.url, UP_S)

@@ -1,12 +1,14 @@
 """The public names for trainers. Loads neither ray nor torch; only a weight push loads torch."""
 
 from trainer_client.batch import Batch
-from trainer_client.blocking import BlockingBatch, BlockingRolloutClient, BlockingRolloutPool, BlockingSessionGroups
+from trainer_client.blocking import BlockingBatch, BlockingRolloutClient, BlockingRolloutPool
 from trainer_client.client import RolloutClient
 from trainer_client.pool import RolloutPool
 from trainer_client.progress import Progress, progress_bar
 from trainer_client.results import Completion, Outcome, Rollout, WeightSpan
 from trainer_client.sampling import SamplingParams
+from trainer_client.sessions.blocking import BlockingSessionGroups, BlockingSessions
+from trainer_client.sessions.calls import Sessions
 from trainer_client.sessions.groups import SessionGroup, SessionGroups
 from trainer_client.sessions.records import Session
 from trainer_client.sessions.trajectories import Trajectory, trajectories_of
@@ -18,6 +20,7 @@ __all__ = [
     "BlockingRolloutClient",
     "BlockingRolloutPool",
     "BlockingSessionGroups",
+    "BlockingSessions",
     "Completion",
     "Outcome",
     "Progress",
@@ -28,6 +31,7 @@ __all__ = [
     "Session",
     "SessionGroup",
     "SessionGroups",
+    "Sessions",
     "Trajectory",
     "WeightSender",
     "WeightSpan",

@@ -13,8 +13,6 @@ from trainer_client.batch import Batch
 from trainer_client.client import RolloutClient
 from trainer_client.loop_thread import LoopThread
 from trainer_client.pool import RolloutPool
-from trainer_client.sessions.calls import Sessions
-from trainer_client.sessions.groups import SessionGroups
 from trainer_client.submission import Submission
 
 A = TypeVar("A")
@@ -93,17 +91,6 @@ class BlockingSubmission(_Blocking[Submission]):
     cancel = _waiting(Submission.cancel)
 
 
-class BlockingSessions(_Blocking[Sessions]):
-    """`Sessions` with blocking calls and the same arguments."""
-
-    begin = _waiting(Sessions.begin)
-    reward = _waiting(Sessions.reward)
-    freeze = _waiting(Sessions.freeze)
-    read = _waiting(Sessions.read)
-    ack = _waiting(Sessions.ack)
-    drop = _waiting(Sessions.drop)
-
-
 class BlockingRolloutClient(_Blocking[RolloutClient]):
     """`RolloutClient` with blocking calls and the same arguments; `on_progress` runs on the client's thread.
 
@@ -122,11 +109,6 @@ class BlockingRolloutClient(_Blocking[RolloutClient]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    @property
-    def sessions(self) -> BlockingSessions:
-        """The sessions of agents."""
-        return BlockingSessions(self._inner.sessions, self._thread)
 
     generate = _beginning(RolloutClient.generate, BlockingBatch)
     submit = _beginning(RolloutClient.submit, BlockingSubmission)
@@ -174,13 +156,3 @@ class BlockingRolloutPool(_Blocking[RolloutPool]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-class BlockingSessionGroups(_Blocking[SessionGroups[Any]]):
-    """`SessionGroups` as a blocking iterator with the same arguments. `run` is a coroutine function, and it and `tasks`
-    run on the client's thread."""
-
-    def __init__(self, client: BlockingRolloutClient, *args: Any, **kwargs: Any) -> None:
-        super().__init__(SessionGroups(client._inner, *args, **kwargs), client._thread)
-
-    __iter__ = _each(SessionGroups.__aiter__)

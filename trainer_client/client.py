@@ -26,7 +26,6 @@ from trainer_client.results import Rollout, read_rollout
 from trainer_client.retries import Retries, now
 from trainer_client.sampling import SamplingParams
 from trainer_client.served import PushOptions, ServedWeights
-from trainer_client.sessions.calls import Sessions
 from trainer_client.submission import Submission, Suspended
 
 URL_VARIABLE = "ROLLOUT_URL"
@@ -79,7 +78,6 @@ class RolloutClient:
         self._outage_s = outage_s
         self._room = asyncio.Semaphore(max_in_flight)
         self._batches: list[Batch] = []
-        self.sessions = Sessions(self._http, outage_s)
 
     async def close(self) -> None:
         """Cancel running batches and drop the connections."""

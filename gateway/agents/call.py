@@ -17,10 +17,10 @@ from gateway.dialects.submissions.group_record import Recorded
 
 
 class Began(msgspec.Struct, tag="began", array_like=True, frozen=True):
-    """A call before it is generated.
+    """A call before it is generated, with the fields of its report.
 
-    `prompt` are the token ids after its parent's, in int32, of `num_prompt` in all; none where no engine renders it.
-    `sampling` and `tools`, which roots alone have, are JSON.
+    `prompt_token_ids` are those after the ids of its parent, in int32, of `prompt_tokens` in all; none where no engine
+    renders it. `sampling` and `tools`, which roots alone have, are JSON.
     """
 
     call: int
@@ -32,8 +32,8 @@ class Began(msgspec.Struct, tag="began", array_like=True, frozen=True):
     window: str | None
     model: str
     began: float
-    num_prompt: int
-    prompt: bytes
+    prompt_tokens: int
+    prompt_token_ids: bytes
     sampling: bytes
     tools: bytes
 
@@ -49,22 +49,25 @@ class Grown(msgspec.Struct, tag="grown", array_like=True, frozen=True):
 
 
 class Ended(msgspec.Struct, tag="ended", array_like=True, frozen=True):
-    """The end of a call. `num_prompt` and `num_sampled` are an engine's counts; the history reads `digest`, `end`."""
+    """The end of a call, with the fields of its report. `num_prompt` and `num_sampled` are an engine's counts, where it
+    gave no ids too; the history reads `digest` and `end`."""
 
     call: int
-    ended: float
+    ended: float | None
     state: str
     mask: str | None
-    num_prompt: int = 0
-    num_sampled: int = 0
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     error: Json | None = None
+    num_prompt: int = 0
+    num_sampled: int = 0
     digest: bytes = b""
     end: End | None = None
 
 
 Step = Began | Grown | Ended
+
+_REPORTED = ("ended", "state", "mask", "finish_reason", "stop_reason", "error")
 
 _OBJECT_BYTES = 2000
 """About what a call takes in memory beside its tokens."""
@@ -93,7 +96,6 @@ class Call:
         """Has it generated and parsed."""
         self.cut_for = ""
         """The mask with which its session ends it."""
-        self.has_news = False
         self._recorded: Recorded | None = None
 
     @property
@@ -105,13 +107,9 @@ class Call:
         return max(len(self.token_ids), self.ended.num_sampled if self.ended else 0)
 
     @property
-    def num_prompt(self) -> int:
-        return self.began.num_prompt or (self.ended.num_prompt if self.ended else 0)
-
-    @property
     def num_bytes(self) -> int:
         """Size in memory."""
-        kept = (self.began.prompt, self.began.sampling, self.began.tools)
+        kept = (self.began.prompt_token_ids, self.began.sampling, self.began.tools)
         return _OBJECT_BYTES + sum(map(len, kept)) + 8 * len(self.token_ids)
 
     @property
@@ -123,17 +121,6 @@ class Call:
     def is_scored(self) -> bool:
         """False where engines gave no log-prob for any token."""
         return not self.token_ids or not all(map(math.isnan, self.logprobs))
-
-    @property
-    def defect(self) -> str | None:
-        """The mask of a call that no engine renders, or gives no log-prob for."""
-        if self.reply is None:
-            return "no_token_ids"
-        return None if self.is_scored else "no_logprobs"
-
-    def heard(self) -> None:
-        """Note that there may be more tokens."""
-        self.has_news = True
 
     def cut(self, mask: str) -> None:
         """End it with the tokens that it has."""
@@ -148,7 +135,6 @@ class Call:
 
     def grow(self) -> Iterator[Grown]:
         """Take the tokens of known versions that have come since the last call, if any have, and yield them."""
-        self.has_news = False
         for sample in self.reply.samples if self.reply else ():
             if self._recorded is None or self._recorded.sample is not sample:
                 self._recorded = Recorded(sample)
@@ -186,32 +172,20 @@ class Call:
 
     def report(self) -> Json:
         """Return the call as readers get it: token ids in int32, log-probs in float32, both little-endian."""
-        began, ended = self.began, self.ended
+        began = msgspec.structs.asdict(self.began)
+        ended = msgspec.structs.asdict(self.ended or Ended(self.began.call, None, "open", None))
+        tools = began.pop("tools")
         return {
             "type": "call",
-            "call": began.call,
-            "parent": began.parent,
-            "root_reason": began.root_reason,
-            "retry_of": began.retry_of,
-            "dialect": began.dialect,
-            "agent": began.agent,
-            "window": began.window,
-            "model": began.model,
-            "began": began.began,
-            "ended": ended and ended.ended,
-            "state": ended.state if ended else "open",
-            "mask": self.mask,
-            "prompt_tokens": self.num_prompt,
-            "prompt_token_ids": began.prompt,
+            **began,
+            **{name: ended[name] for name in _REPORTED},
+            "prompt_tokens": self.began.prompt_tokens or ended["num_prompt"],
             "token_ids": self.token_ids.tobytes(),
             "logprobs": self.logprobs.tobytes() if self.is_scored else None,
             "weight_versions": self.weight_versions,
-            "finish_reason": ended and ended.finish_reason,
-            "stop_reason": ended and ended.stop_reason,
-            "sampling": decoded(began.sampling),
+            "sampling": decoded(self.began.sampling),
             "reward": self.reward,
-            "error": ended and ended.error,
-        } | ({"tools": decoded(began.tools)} if began.tools else {})
+        } | ({"tools": decoded(tools)} if tools else {})
 
 
 def _scores(logprobs: dict[str, Raw], number: int) -> "array[float]":

@@ -6,14 +6,12 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator
-from contextlib import asynccontextmanager
-from typing import Any
+from contextlib import asynccontextmanager, suppress
 
 import msgspec
-import structlog
 
 from engines.engine import Json
-from engines.errors import GatewayUnreachable, RolloutGatewayError, SessionFrozen
+from engines.errors import DeadlineExceeded, GatewayUnreachable, RolloutGatewayError, SessionFrozen
 from gateway.agents.call import Began, Call, Ended, Grown
 from gateway.agents.history import History, Prompt, end_of
 from gateway.agents.turn import Caller, Turn
@@ -21,8 +19,6 @@ from gateway.api import body_of
 from gateway.dialects.sample import ABORT, Reply
 from gateway.fleet.metrics import Metrics
 from gateway.ledger.ledger import Record
-
-log = structlog.get_logger()
 
 SCHEMA_VERSION = 1
 _AT_ONCE_BYTES = 1 << 18
@@ -88,7 +84,7 @@ class Session:
             at = self.calls[at.began.parent]
         whole = array("i")
         for call in (at, *reversed(chain)):
-            whole.frombytes(call.began.prompt)
+            whole.frombytes(call.began.prompt_token_ids)
             whole += call.token_ids
         return whole
 
@@ -102,27 +98,24 @@ class Session:
         suffix = ids[len(self.ids_of(parent)) :].tobytes() if parent is not None else ids.tobytes()
         asked = prompt.sampling if prompt else {**turn.sampling, "max_tokens": turn.max_tokens}
         sampling = msgspec.json.encode(asked, order="sorted")
+        # In its place before all that follows, and before a token: nothing is lost before it is written.
         began = Began(
             call=len(self.calls),
             parent=parent,
             root_reason=prompt.root_reason if prompt else "unknown",
-            retry_of=self._asked.setdefault((parent, suffix, sampling), len(self.calls)) if prompt else None,
+            retry_of=self._asked.get((parent, suffix, sampling)) if prompt else None,
             dialect=caller.dialect,
             agent=caller.identity.agent if caller.identity else None,
             window=caller.identity.window if caller.identity else None,
             model=model,
             began=time.time(),
-            num_prompt=len(ids),
-            prompt=suffix,
+            prompt_tokens=len(ids),
+            prompt_token_ids=suffix,
             sampling=sampling,
             tools=msgspec.json.encode(turn.tools) if parent is None else b"",
         )
-        if began.retry_of == began.call:
-            began = msgspec.structs.replace(began, retry_of=None)
-        call = Call(began)
-        self._keep(call)
-        self.record.add(began)  # in its place before all that follows; no token can be lost before it is written
-        return call
+        self._note(began)
+        return self.calls[-1]
 
     def check_open(self) -> None:
         """Raise `SessionFrozen` where no call is taken any more."""
@@ -154,18 +147,18 @@ class Session:
 
     def write_growth(self, calls: Iterable[Call]) -> None:
         """Write the tokens that open calls have got since the last time."""
-        self._write(step for call in calls for step in call.grow())
+        if steps := [step for call in calls for step in call.grow()]:
+            self.record.add(*steps)
 
     async def end(self, call: Call, choice: Json, usage: Json, digest: bytes) -> None:
         """Record a call that was answered; `digest` is that of its history. Return once that is durable."""
         self.write_growth([call])
         number, how = call.began.call, (choice["finish_reason"], choice.get("stop_reason"))
         counts = usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0
-        state, mask = ("cut", "cut") if choice["finish_reason"] == ABORT else ("ended", call.defect)
         end = end_of(*how, call.reply.prompt or [], call.token_ids) if call.reply else None
-        self._end(call, Ended(number, time.time(), state, mask, *counts, *how, None, digest, end))
-        if end is not None:
-            self.history.add(number, digest, end)
+        defect = "no_token_ids" if end is None else None if call.is_scored else "no_logprobs"
+        state, mask = ("cut", "cut") if choice["finish_reason"] == ABORT else ("ended", defect)
+        self._end(Ended(number, time.time(), state, mask, *how, None, *counts, digest, end))
         await self.written()
 
     def _stop(self, call: Call, state: str, mask: str, error: Json | None = None) -> None:
@@ -174,16 +167,11 @@ class Session:
             return
         call.settle()
         self.write_growth([call])
-        made = len(call.token_ids)
-        self._end(call, Ended(call.began.call, time.time(), state, mask, num_sampled=made, error=error))
+        self._end(Ended(call.began.call, time.time(), state, mask, error=error))
 
-    def _end(self, call: Call, ended: Ended) -> None:
-        call.take(ended)
-        del self._open[ended.call]
-        self.used_at = time.monotonic()
-        self.num_bytes += 8 * len(call.token_ids)
-        self.record.add(ended)
-        tokens = self._metrics.session_tokens
+    def _end(self, ended: Ended) -> None:
+        self._note(ended)
+        call, tokens = self.calls[ended.call], self._metrics.session_tokens
         tokens.labels("sampled").inc(call.num_sampled)
         tokens.labels("captured").inc(len(call.token_ids))
         if call.is_scored:
@@ -193,52 +181,40 @@ class Session:
         ends, self._ended = self._ended, asyncio.Event()
         ends.set()
 
-    def _keep(self, call: Call) -> None:
-        self.calls.append(call)
-        self._open[call.began.call] = call
-        self.num_bytes += call.num_bytes
-        self.used_at = time.monotonic()
-
     # Trainers
 
     def reward(self, rewarded: Rewarded) -> None:
         """Note a reward, in place of the one before."""
-        self._take(rewarded)
-        self.record.add(rewarded)
+        self._note(rewarded)
 
     async def freeze(self, wait_s: float) -> None:
         """Take no later call. End open ones after so many seconds. Return once it is durable that none is open."""
         if not self.is_frozen:
-            self.is_frozen = True
-            self.record.add(Frozen())
+            self._note(Frozen())
         await self.stop_calls("frozen", wait_s)
         await self.written()
 
     async def stop_calls(self, mask: str, wait_s: float) -> None:
-        """Wait so long for open calls, then end them. Return when none is open."""
-        try:
-            async with asyncio.timeout(wait_s):
-                await self._all_ended()
-        except TimeoutError:
-            for call in self.open:
-                call.cut(mask)
-            async with asyncio.timeout(_CUT_S):
-                await self._all_ended()
+        """Wait so long for open calls, then end them. Raise `DeadlineExceeded` where they do not end."""
+        if await self._has_ended_within(wait_s):
+            return
+        for call in self.open:
+            call.cut(mask)
+        if not await self._has_ended_within(_CUT_S):
+            raise DeadlineExceeded(f"calls of {self.id!r} have not ended within {_CUT_S:g} s: ask again")
 
-    async def _all_ended(self) -> None:
-        while self._open:
-            await self._ended.wait()
+    async def _has_ended_within(self, timeout_s: float) -> bool:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self._open:
+                    await self._ended.wait()
+        return not self._open
 
     async def written(self) -> None:
         """Return once the ledger has all that was written here before."""
         done = asyncio.Event()
         self.record.add(then=done.set)
         await done.wait()
-
-    def delivered(self) -> None:
-        """Count what a reader had before it was acked."""
-        if self.was_read:
-            self._metrics.session_tokens.labels("delivered").inc(self.num_tokens["trainable"])
 
     @property
     def num_tokens(self) -> Json:
@@ -298,10 +274,6 @@ class Session:
         if self.is_frozen:
             yield Frozen()
 
-    def _write(self, steps: Iterable[Step]) -> None:
-        if found := list(steps):
-            self.record.add(*found)
-
     def restore(self, steps: Iterable[Step]) -> None:
         """Take the steps of a gateway before this one. Calls that were open end with the tokens that it has written."""
         for step in steps:
@@ -309,23 +281,30 @@ class Session:
         for call in self.open:
             self._stop(call, "cut", "gateway_ended")
 
-    def _take(self, step: Step | Any) -> None:
+    def _note(self, step: Step) -> None:
+        self._take(step)
+        self.record.add(step)
+
+    def _take(self, step: Step) -> None:
+        self.used_at = time.monotonic()
         match step:
             case Began():
-                self._keep(Call(step))
-                if step.num_prompt:
-                    self._asked.setdefault((step.parent, step.prompt, step.sampling), step.call)
-            case Grown(number):
-                self.calls[number].take(step)
-            case Ended(number):
-                call = self._open.pop(number)
+                self.calls.append(call := Call(step))
+                self._open[step.call] = call
+                self.num_bytes += call.num_bytes
+                if step.prompt_tokens:
+                    self._asked.setdefault((step.parent, step.prompt_token_ids, step.sampling), step.call)
+            case Grown():
+                self.calls[step.call].take(step)
+            case Ended():
+                call = self._open.pop(step.call)
                 call.take(step)
                 self.num_bytes += 8 * len(call.token_ids)
                 if step.end is not None:
-                    self.history.add(number, step.digest, step.end)
-            case Rewarded(_, int(number)):
-                self.calls[number].reward = step.reward
-            case Rewarded():
+                    self.history.add(step.call, step.digest, step.end)
+            case Rewarded(call=None):
                 self._reward = step
+            case Rewarded():
+                self.calls[step.call or 0].reward = step.reward
             case Frozen():
                 self.is_frozen = True

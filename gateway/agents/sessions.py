@@ -50,7 +50,11 @@ class Sessions:
     def report(self) -> Json:
         """The state for /status."""
         kept = self._kept.values()
-        return {"sessions": len(kept), "session_bytes": sum(one.num_bytes for one in kept)}
+        return {
+            "sessions": len(kept),
+            "session_bytes": sum(one.num_bytes for one in kept),
+            "unwritten_steps": sum(one.record.num_writing for one in kept),
+        }
 
     # Agents
 
@@ -72,10 +76,13 @@ class Sessions:
     # Trainers
 
     async def begun(self, owner: str, name: str, metadata: Json | None = None) -> tuple[Session, bool]:
-        """Return the session of this id, and True where it begins here."""
+        """Return the session of this id, and True where it begins here. Raise `DeadlineExceeded` while it may be in a
+        ledger that cannot be read."""
         await self._ledger.opened()
         if (found := self._kept.get((owner, name))) is not None:
             return found, False
+        if reason := self._ledger.unread:
+            raise _unread(name, reason)
         self._acked.pop((owner, name), None)
         session = Session(Head(owner, name, time.time(), metadata), Record.new(self._ledger, KIND), self._metrics)
         self._kept[owner, name] = session
@@ -88,7 +95,7 @@ class Sessions:
             found.used_at = time.monotonic()
             return found
         if reason := self._ledger.unread:
-            raise DeadlineExceeded(f"{name!r} may be a session in the ledger, which cannot be read yet: {reason}")
+            raise _unread(name, reason)
         raise UnknownRequest(
             f"no session {name!r} of this key: it has had no call, was acked, or was forgotten (see "
             "gateway.submissions and gateway.ledger)",
@@ -105,7 +112,8 @@ class Sessions:
             session = self.find(owner, name)
             if not session.is_frozen or session.open:
                 raise SessionFrozen(f"{name!r} is open: freeze it before it is acked, since later calls would be lost")
-            session.delivered()
+            if session.was_read:
+                self._metrics.session_tokens.labels("delivered").inc(session.num_tokens["trainable"])
             self._drop(session)
         await self._ledger.written()
 
@@ -133,7 +141,8 @@ class Sessions:
 
     async def close(self) -> None:
         """End open calls with what they have: no later gateway goes on with them."""
-        await asyncio.gather(*(one.stop_calls("gateway_ended", 0.0) for one in self._kept.values()))
+        ending = (one.stop_calls("gateway_ended", 0.0) for one in self._kept.values())
+        await asyncio.gather(*ending, return_exceptions=True)
 
     def _keep_bounds(self) -> None:
         sizes = Counter[str]()
@@ -170,8 +179,7 @@ class Sessions:
 
     async def write_news(self) -> None:
         for session in self._kept.values():
-            if grown := [call for call in session.open if call.has_news]:
-                session.write_growth(grown)
+            session.write_growth(session.open)
 
     def write_all(self) -> None:
         for session in self._kept.values():
@@ -182,11 +190,13 @@ class Sessions:
             record = Record(self._ledger, one.name, one.num_bytes)
             try:
                 head = read_head(one.frames[0])
-                if (head.owner, head.id) in self._kept:
-                    raise ValueError(f"session {head.id!r} has begun again before the ledger could be read")
                 session = Session(head, record, self._metrics)
                 session.restore(map(read_step, one.frames[1:]))
                 self._kept[head.owner, head.id] = session
             except (ValueError, KeyError, TypeError, IndexError) as error:
                 log.error("a session in the ledger cannot be read", record=one.name, error=repr(error))
                 record.remove()
+
+
+def _unread(name: str, reason: str) -> DeadlineExceeded:
+    return DeadlineExceeded(f"{name!r} may be a session in the ledger, which cannot be read yet: {reason}")

@@ -4,7 +4,6 @@ Turns of a session are recorded there.
 """
 
 from array import array
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from engines.engine import Json
@@ -58,7 +57,7 @@ class Turns:
     async def prepare(self, turn: Turn, caller: Caller) -> Prepared:
         """Render a turn. Raise what makes it impossible, before it is generated."""
         session = await self.sessions.entered(caller.client, caller.identity.id) if caller.identity else None
-        history = History(_no_call) if session is None else session.history
+        history = session.history if session else History(lambda _: array("i"))
         prompt, chat = await history.prompt(turn, self.rendering), chat_request(turn)
         if prompt is None:
             rollout = self.chat.decode(chat, caller.request_id, caller.placement)
@@ -76,39 +75,26 @@ class Turns:
         """
         turn, session = prepared.turn, prepared.session
         if session is None:
-            choice, usage = await self._generated(prepared)
-            return _answer(answer_id, turn, await self._parsed(prepared, choice), usage)
-        call = session.begin(turn, prepared.prompt, prepared.rollout.model, prepared.caller)
-        async with session.under_way(call, prepared.reply):
-            choice, usage = await self._generated(prepared, call.heard)
-            session.write_growth([call])  # also where no engine parses them later
-            choice = await self._parsed(prepared, choice)
-            await session.end(call, choice, usage, session.history.digest(turn, choice["message"]))
+            choice, usage = await self._made(prepared)
+        else:
+            call = session.begin(turn, prepared.prompt, prepared.rollout.model, prepared.caller)
+            async with session.under_way(call, prepared.reply):
+                choice, usage = await self._made(prepared)
+                await session.end(call, choice, usage, session.history.digest(turn, choice["message"]))
+        self.deliveries.count(prepared.rollout.model, [choice])
         return _answer(answer_id, turn, choice, usage)
 
-    async def _generated(self, prepared: Prepared, heard: Callable[[], None] | None = None) -> tuple[Json, Json]:
-        """Return the choice that was made, which has its message where no engine renders, and the usage."""
-        rollout, reply = prepared.rollout, prepared.reply
-        if prepared.body is None or reply is None:
+    async def _made(self, prepared: Prepared) -> tuple[Json, Json]:
+        """Return the choice that was made, with its message, and the usage."""
+        rollout, body, reply = prepared.rollout, prepared.body, prepared.reply
+        if body is None or reply is None:
             told = await self.chat.generate(rollout, prepared.chat)
-            choice, usage = opened(told["choices"][0]), opened(told.get("usage")) or {}
-        else:
-            await self.tokens.make(rollout, prepared.body, reply, heard)
-            [sample] = reply.samples
-            ends = {"finish_reason": sample.reason, "stop_reason": opened(sample.last.get("stop_reason"))}
-            choice, usage = {"index": 0, "token_ids": sample.token_ids, **ends, **sample.marks()}, reply.usage
-        self.deliveries.count(rollout.model, [choice])
-        return choice, usage
-
-    async def _parsed(self, prepared: Prepared, choice: Json) -> Json:
-        """Return the choice with its message."""
-        if prepared.body is None:
-            return choice
-        return choice | {"message": await self.rendering.message(prepared.chat, prepared.body["token_ids"], choice)}
-
-
-def _no_call(number: int) -> "array[int]":
-    raise LookupError(number)
+            return opened(told["choices"][0]), opened(told.get("usage")) or {}
+        await self.tokens.make(rollout, body, reply)
+        [sample] = reply.samples
+        ends = {"finish_reason": sample.reason, "stop_reason": opened(sample.last.get("stop_reason"))}
+        choice = {"index": 0, "token_ids": sample.token_ids, **ends, **sample.marks()}
+        return choice | {"message": await self.rendering.message(prepared.chat, body["token_ids"], choice)}, reply.usage
 
 
 def _answer(answer_id: str, turn: Turn, choice: Json, usage: Json) -> Answer:

@@ -12,11 +12,10 @@ from typing import Self
 from engines.engine import Json
 from engines.errors import EngineError, EngineFailed, EngineRefused
 from gateway.config.schema import GatewayConfig
-from gateway.dialects.parallel import Show
 from gateway.dialects.raw_json import NO_JSON, inside_list, opened
 from gateway.dialects.resumption.features import inexact_fields
 from gateway.dialects.sample import ABORT, CUT_OFF, Choice, Chunk, Reply, Sample, Source, all_of_choices
-from gateway.dialects.sampling import versioned_salt
+from gateway.dialects.streams import Show
 from gateway.fleet.placement.routing import Rollout
 from gateway.fleet.replica import Replica
 
@@ -65,10 +64,10 @@ class Ask(ABC):
     @property
     def is_full(self) -> bool:
         """True for the rest of a sample that has all of its tokens: its engine died before it reported the end."""
-        if self.before is None or not (made := self.before.num_made):
-            return False
+        assert self.before is not None
         room = math.inf if self.room is None else self.room - len(self.prompt)
-        return made >= min(room, math.inf if self.limit is None else self.limit)
+        limit = math.inf if self.limit is None else self.limit
+        return 0 < self.before.num_made >= min(room, limit)
 
     @abstractmethod
     def reads_whole(self, replica: Replica) -> bool:
@@ -107,9 +106,6 @@ class Ask(ABC):
     def named(self, error: EngineRefused) -> EngineRefused:
         """The error of an engine with the prompt that it refuses, where a request may have several."""
         return error
-
-    def salt(self, replica: Replica) -> str:
-        return versioned_salt(self.body, replica.weight_version, self.rollout.adapter)
 
     @property
     def prompt(self) -> list[int]:
@@ -156,7 +152,6 @@ class Part:
             is_whole = self._show is None and ask.reads_whole(replica)
             if is_whole:
                 await self._read([await ask.whole(replica, path, body)], replica)
-                self._check_number()
             else:
                 body["stream_options"] = {**(body.get("stream_options") or {}), "include_usage": True}
                 async with aclosing(ask.events(replica, path, body)) as blocks:
@@ -164,12 +159,12 @@ class Part:
                         await self._read(events, replica)
         except EngineRefused as error:
             raise ask.named(error) from error.__cause__
-        self._check_ends(replica)
+        aborted = self._checked_ends(replica, is_whole=is_whole)
         if self._show is None:
             await replica.vouched()
         self._stamp()
-        # vLLM sends no chunk, or an opening alone, for a sample that was aborted before its first token.
-        self._end([sample for sample in self.samples if sample.reason is None and not sample.is_cut], ABORT)
+        if aborted:
+            self._end(aborted, ABORT)
 
     async def _read(self, events: list[bytes], replica: Replica) -> None:
         """Take chunks that came together, and show them where the client streams."""
@@ -260,27 +255,31 @@ class Part:
         made = any(sample.num_new for sample in self.samples)
         return made and self._continues and not any(sample.tells(_TOLD_OF_ALL) for sample in self.samples)
 
-    def _check_number(self) -> None:
-        """Raise `EngineFailed` if a reply lacks samples, as that of an external server that knows no `n`."""
-        if (found := len([one for one in self.samples if one.has_come])) != (n := len(self.samples)):
-            raise self._refused(f"it answered with {found} choices, and {n} were asked for")
-
-    def _check_ends(self, replica: Replica) -> None:
-        """Judge samples without an end when all has come. Raise `EngineFailed` where the reply is not whole."""
+    def _checked_ends(self, replica: Replica, *, is_whole: bool) -> list[Sample]:
+        """Judge samples without an end when all has come. Raise `EngineFailed` where the reply is not whole; that of an
+        external server that knows no `n` lacks samples. Return those that were aborted before their first token: vLLM
+        sends no chunk for them, or an opening alone."""
+        aborted: list[Sample] = []
         for sample in self.samples:
             if sample.reason is not None:
                 continue
+            if is_whole and not sample.has_come:
+                found = sum(one.has_come for one in self.samples)
+                raise self._refused(f"it answered with {found} choices, and {len(self.samples)} were asked for")
             if replica.cuts_off:
                 sample.is_cut = True
             elif sample.num_new:
                 reason = f"the stream ended before sample {sample.index} did, after {sample.num_made} tokens"
                 raise EngineFailed(reason, replica_id=replica.replica_id)
+            else:
+                aborted.append(sample)
         if not replica.cuts_off:
-            return
+            return aborted
         # vLLM ends a conversation so after the first tool call, also where more calls were to follow.
         is_half_called = self._show is None and any(sample.reason == "tool_calls" for sample in self.samples)
         if is_half_called or (any(sample.is_cut for sample in self.samples) and not self._may_continue):
             raise self._refused(_CANNOT_CONTINUE)
+        return aborted
 
     def _refused(self, reason: str) -> EngineFailed:
         """The error of a reply that is refused for its content, of which nothing is kept."""
@@ -313,11 +312,10 @@ class Part:
 
     def end(self, reason: str) -> None:
         """End what no replica has any more."""
-        self._end([sample for sample in self.samples if sample.is_open], reason)
+        if left := [sample for sample in self.samples if sample.is_open]:
+            self._end(left, reason)
 
     def _end(self, samples: Sequence[Sample], reason: str) -> None:
-        if not samples:
-            return
         ask, ends = self._ask, []
         for sample in samples:
             sample.end(reason, ask.rollout.adapter.version if ask.rollout.adapter else self._served)

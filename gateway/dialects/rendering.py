@@ -54,14 +54,17 @@ class Rendering:
     async def messages(self, chat: Json, prompt: list[int], choices: Sequence[Json]) -> list[Json]:
         """Return choices of token ids as choices of a chat reply, in the same order."""
         asked = [
-            {key: choice.get(key) for key in _READ} | {"token_ids": visible_ids(choice, chat) or choice["token_ids"]}
+            {key: choice.get(key) for key in _READ} | {"token_ids": _parsed_ids(choice, chat)}
             for choice in choices
             if choice["token_ids"]  # engines refuse a choice without
         ]
         parsed = iter(await self.derender(chat, prompt, asked) if asked else ())
         told = [next(parsed) if choice["token_ids"] else {"message": _NO_WORDS} for choice in choices]
         for choice, worded in zip(choices, told, strict=True):
-            if not visible_ids(choice, chat):  # a stop token alone
+            stop, text = choice.get("stop_reason"), worded["message"].get("content") or ""
+            if isinstance(stop, str) and stop in text and not chat.get("include_stop_str_in_output"):
+                worded["message"] = worded["message"] | {"content": text.rpartition(stop)[0]}
+            elif not visible_ids(choice, chat):  # a stop token alone
                 worded["message"] = worded["message"] | {"content": ""}
         return told
 
@@ -115,6 +118,12 @@ def visible_ids(choice: Json, chat: Json) -> list[int]:
     """The tokens whose text the client sees. vLLM leaves out the stop token, and derenders all that it is given."""
     shows_last = choice["finish_reason"] != "stop" or chat.get("include_stop_str_in_output")
     return list(choice["token_ids"] if shows_last else choice["token_ids"][:-1])
+
+
+def _parsed_ids(choice: Json, chat: Json) -> list[int]:
+    """The tokens that are parsed; with those of a stop string, which may have other text too."""
+    token_ids: list[int] = choice["token_ids"]
+    return token_ids if isinstance(choice.get("stop_reason"), str) else visible_ids(choice, chat) or token_ids
 
 
 def _beside(chat: Json, prompt: list[int]) -> Json:

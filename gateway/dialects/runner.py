@@ -6,10 +6,10 @@ from contextlib import AbstractContextManager, nullcontext
 
 from engines.engine import Json
 from engines.errors import Withdrawn
-from gateway.dialects.parallel import Show
 from gateway.dialects.part import Ask, Part
 from gateway.dialects.sample import ABORT, Reply, Sample
 from gateway.dialects.spans import UNSCORED
+from gateway.dialects.streams import Show
 from gateway.fleet.concurrency import together
 from gateway.fleet.metrics import Metrics
 from gateway.fleet.placement.attempt_loop import AttemptLoop
@@ -85,7 +85,7 @@ class Runner:
             indexes = range(ask.rollout.n)
             reply.samples = [Sample(index, keeps_content=keeps, scores_alone=alone) for index in indexes]
         part = Part(ask, reply, show, self._large, self._attempts.served_version(ask.rollout.model))
-        if ask.is_full:
+        if ask.before is not None and ask.is_full:
             part.end(_FULL)
             return
         try:
@@ -99,7 +99,9 @@ class Runner:
 
     def count_missing(self, choices: Iterable[Json]) -> None:
         """Count the tokens of choices that end which lack their log-prob."""
-        self._metrics.missing_logprobs.inc(sum([choice.get(UNSCORED, 0) for choice in choices]))
+        for choice in choices:
+            if missing := choice.get(UNSCORED):
+                self._metrics.missing_logprobs.inc(missing)
 
     def learn(self, rollout: Rollout, usage: Json, ends: Sequence[str | None]) -> None:
         """Let the scheduler learn from a rollout whose samples all ended by themselves."""

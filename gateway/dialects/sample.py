@@ -275,11 +275,12 @@ class Sample:
             shows_prompt, self.kept.spans if self.spans is None else self.spans,
             self.kv_versions or self.kept.kv_versions,
         )  # fmt: skip
-        self.is_resumed, self._last, self._end = True, None, {}
+        self.is_resumed, self._report, self._last, self._end = True, [], None, {}
 
     def begin(self, source: Source) -> None:
         """Have a replica make it, or its rest."""
-        self.drop()
+        if self.source is not None:
+            self.drop()
         self.source, self.spans = source, None
 
     def drop(self) -> None:
@@ -325,19 +326,19 @@ class Sample:
         """Note the weight versions of its tokens, once: it has ended, or continues elsewhere. `num_counted` is the
         engine's count of tokens without ids."""
         if self.spans is None:
-            counts = self.has_ids or self._last is None
-            self.spans, self.kv_versions = self._stamps(self.num_new if counts else num_counted)
+            is_counted = self.has_ids or self._last is None
+            self.spans, self.kv_versions = self.stamps_of(self.num_made if is_counted else num_counted)
 
     def stamp_now(self) -> None:
         """Note the versions of its tokens, which are known, before its replica has ended all of the others."""
-        self.spans, self.kv_versions = self.stamps_now()
+        self.spans, self.kv_versions = self.stamps_of(self.num_made)
 
-    def stamps_now(self) -> tuple[list[Json], list[int]]:
-        """The versions of its tokens so far, and of the KV under them."""
-        return self._stamps(self.num_new) if self.spans is None else (self.spans, self.kv_versions)
-
-    def _stamps(self, num_new: int | None) -> tuple[list[Json], list[int]]:
+    def stamps_of(self, num_tokens: int | None) -> tuple[list[Json], list[int]]:
+        """The versions of so many tokens, and of the KV under them."""
+        if self.spans is not None:
+            return self.spans, self.kv_versions
         assert self.source is not None
+        num_new = None if num_tokens is None else num_tokens - self.kept.num_made
         spans, kv_versions = stamps(self._report, self.source.flight, num_new, self.source.adapter)
         if self.kept.spans is not None:
             spans = joined_spans(self.kept.spans, spans, self.kept.num_made)
@@ -445,9 +446,12 @@ class Reply:
     @property
     def usage(self) -> Json:
         """The count of the engine; where samples continued, or it has not come, of the tokens that are here."""
-        usage = self._usage or {}
-        if usage.get("completion_tokens") is not None and not [one for one in self.samples if one.is_resumed]:
+        usage, made = self._usage or {}, 0
+        is_told = usage.get("completion_tokens") is not None
+        for sample in self.samples:
+            made += sample.num_made
+            is_told = is_told and not sample.is_resumed
+        if is_told:
             return usage
         read = usage.get("prompt_tokens") or len(self.prompt or ())
-        made = sum([sample.num_made for sample in self.samples])
         return {**usage, "prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made}

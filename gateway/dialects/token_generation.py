@@ -6,7 +6,7 @@ An engine that serves the route gets the body as it is; any other engine gets it
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -18,16 +18,15 @@ from engines.errors import EngineFailed, InvalidRequest, UnknownRoute, shown
 from gateway.config.schema import GatewayConfig
 from gateway.dialects import completion_prompt
 from gateway.dialects.completion_prompt import is_read_in_chunks
-from gateway.dialects.own_fields import Terms, common_room, without_own_fields
-from gateway.dialects.parallel import Show
+from gateway.dialects.own_fields import Terms, check_room, common_room, without_own_fields
 from gateway.dialects.part import DEFAULT_MAX_TOKENS, Ask
 from gateway.dialects.raw_json import NO_JSON, encoded
 from gateway.dialects.resumption.features import inexact_fields
 from gateway.dialects.resumption.tokens import rest_sampling
 from gateway.dialects.runner import Runner
 from gateway.dialects.sample import Reply
-from gateway.dialects.sampling import check_id, check_sampling, normalise_numbers
-from gateway.dialects.usage import Usage, wants_usage, with_usage_rule
+from gateway.dialects.sampling import check_id, check_sampling, normalise_numbers, versioned_salt
+from gateway.dialects.streams import Show, Usage, wants_usage, with_usage_rule
 from gateway.dialects.words.tokens import completion_body, token_chunk, token_reply
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.placement.lengths import prompt_key
@@ -104,10 +103,10 @@ class TokenGeneration:
         ids = body["token_ids"] if body.get("return_token_ids") else None
         return _as_asked({"prompt_logprobs": None} | reply | {"prompt_token_ids": ids}, prompt)
 
-    async def make(self, rollout: Rollout, body: Json, reply: Reply, heard: Callable[[], None] | None) -> None:
-        """Have replicas make all samples of a reply to their ends; `heard` is called as for an `Ask`."""
+    async def make(self, rollout: Rollout, body: Json, reply: Reply) -> None:
+        """Have replicas make all samples of a reply to their ends."""
         with self._running_under(rollout):
-            await self._runner.run(replace(self.prompt(rollout, body), heard=heard), reply)
+            await self._runner.run(self.prompt(rollout, body), reply)
 
     async def stream(self, rollout: Rollout, body: Json, usage: Usage, show: Show) -> None:
         """Show chunks in the order of arrival; count up `usage`, whether or not the client asks for it."""
@@ -192,7 +191,10 @@ class TokenPrompt(Ask):
                 "/v1/chat/completions",
                 param=field,
             )
-        body = self.body | {"request_id": self.rollout.request_id, "cache_salt": self.salt(replica)}
+        body = self.body | {
+            "request_id": self.rollout.request_id,
+            "cache_salt": versioned_salt(self.body, replica, self.rollout.adapter),
+        }
         if (before := self.before) is not None:
             sampling = rest_sampling(body["sampling_params"], before.token_ids, before.index)
             read = [*self.prompt, *before.token_ids]
@@ -262,12 +264,6 @@ def _checked_id(request_id: Any) -> str | None:
 
 
 def _checked_length(token_ids: Any, max_len: int | None) -> int:
-    if not isinstance(token_ids, list) or not token_ids or any(type(token_id) is not int for token_id in token_ids):
+    if not isinstance(token_ids, list) or set(map(type, token_ids)) != {int}:
         raise InvalidRequest("token_ids must be a list of at least one token id", param="token_ids")
-    if max_len is not None and len(token_ids) >= max_len:
-        raise InvalidRequest(
-            f"token_ids has {len(token_ids)} tokens, which leaves none of max_model_len = {max_len} for a completion: "
-            "shorten it, or serve with a larger engine.max_model_len",
-            param="token_ids",
-        )
-    return len(token_ids)
+    return check_room("token_ids", len(token_ids), max_len)

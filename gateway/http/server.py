@@ -28,7 +28,7 @@ from gateway.fleet.metrics import Deliveries, Metrics
 from gateway.fleet.placement.any_replica import AnyReplica
 from gateway.fleet.placement.scheduler import Scheduler
 from gateway.http.access import Access, Routes
-from gateway.http.middleware import Measurement, answer_errors, note_begin
+from gateway.http.middleware import Measurement, note_begin
 from gateway.http.own_requests import OwnRequests
 from gateway.http.pages.dashboard import Dashboard
 from gateway.http.routes.agents import AgentRoutes
@@ -117,7 +117,7 @@ class GatewayServer:
         behind_workers = [as_sent] if self._config.gateway.workers > 1 else []
         app = web.Application(
             client_max_size=self._config.gateway.max_body_bytes,
-            middlewares=[*behind_workers, self._measurement.measure, answer_errors],
+            middlewares=[*behind_workers, self._measurement.measure],
         )
         app.on_response_prepare.append(note_begin)
         for routes in self._routes:

@@ -29,14 +29,14 @@ def default_folder(app: str) -> Path:
     return place / f"rollout-gateway-{os.getuid()}-{app}" / "ledger"
 
 
-def remove_unless_needed(path: Path, kind: str) -> int:
-    """Remove the ledger of a gateway that has ended, if it has no record of this kind. Return the number of these.
+def remove_unless_needed(path: Path, *kinds: str) -> int:
+    """Remove the ledger of a gateway that has ended, if it has no record of these kinds. Return the number of these.
 
     Raise `BlockingIOError` where another process has it open, and `OSError`.
     """
     folder = Folder(path)
     try:
-        left = sum(name.startswith(kind) for name in folder.names)
+        left = sum(name.startswith(kinds) for name in folder.names)
         if not left:
             folder.clear()
             with suppress(OSError):  # it has something else

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import orjson
 from aiohttp import web
 
 from engines.clients.external import ExternalServer
@@ -270,6 +271,21 @@ class Rig:
     async def post(self, path: str, body: Any = None, **kwargs: Any) -> tuple[int, Json]:
         async with self.client.post(self.url + path, json=body, **kwargs) as response:
             return response.status, await response.json()
+
+    async def stream(self, path: str, body: Json, **kwargs: Any) -> list[Json]:
+        """The chunks of a stream that ends as one does."""
+        async with self.client.post(self.url + path, json=body | {"stream": True}, **kwargs) as response:
+            assert response.status == 200, await response.text()
+            lines = [line[6:] async for line in response.content if line.startswith(b"data: ")]
+        assert lines.pop().strip() == b"[DONE]"
+        return [orjson.loads(line) for line in lines]
+
+    async def kill_loaded(self) -> "SimReplica":
+        """Kill a replica that has samples in flight."""
+        loaded = {replica.replica_id for replica in self.fleet.replicas if replica.load_samples}
+        dead = next(replica for replica in self.replicas if replica.info.replica_id in loaded)
+        await dead.kill()
+        return dead
 
     async def load(self, name: str, path: Path, *, in_place: bool = False) -> tuple[int, str]:
         """Status and text of the reply to TRL's call."""

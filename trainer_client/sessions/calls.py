@@ -9,7 +9,8 @@ from urllib.parse import quote
 
 from engines.errors import DeadlineExceeded, GatewayUnreachable, InvalidRequest, RolloutGatewayError
 from gateway.api import status_of
-from trainer_client.http import GatewayHttp, Json
+from trainer_client.client import RolloutClient
+from trainer_client.http import Json
 from trainer_client.retries import Retries, now
 from trainer_client.sessions.records import Session, read_session
 
@@ -41,11 +42,10 @@ class OpenSession:
 
 
 class Sessions:
-    """The sessions of one gateway, as `RolloutClient.sessions`. Raises the gateway's errors."""
+    """The sessions of a client's gateway. Raises the gateway's errors."""
 
-    def __init__(self, http: GatewayHttp, outage_s: float) -> None:
-        self._http = http
-        self._outage_s = outage_s
+    def __init__(self, client: RolloutClient) -> None:
+        self._http, self._outage_s = client._http, client._outage_s
 
     async def begin(self, session_id: str | None = None, metadata: Json | None = None) -> OpenSession:
         """Begin a session, or join that of this id. `metadata` is kept with its record."""

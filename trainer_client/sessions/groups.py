@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 
 from engines.errors import InvalidRequest, RolloutGatewayError
 from trainer_client.client import RolloutClient
-from trainer_client.sessions.calls import OpenSession, is_unknown
+from trainer_client.sessions.calls import OpenSession, Sessions, is_unknown
 from trainer_client.sessions.records import Session
 from trainer_client.sessions.trajectories import counts_of
 
@@ -72,7 +72,7 @@ class SessionGroups(Generic[T]):
         name: str | None = None,
         first: int = 0,
     ) -> None:
-        self._client = client
+        self._client, self._sessions = client, Sessions(client)
         self._tasks = enumerate(tasks, first)
         self._run = run
         self._n, self._need = n, n if need is None else need
@@ -100,7 +100,7 @@ class SessionGroups(Generic[T]):
                 await self._drop_unfit(group)
                 yield group
                 for session in group.sessions:
-                    await self._client.sessions.ack(session.id)
+                    await self._sessions.ack(session.id)
         finally:
             for one in making:
                 one.cancel()
@@ -126,7 +126,7 @@ class SessionGroups(Generic[T]):
             if not group.late:
                 kept = {session.id for session in group.sessions[: self._need]}
             await self._drop([name for name in names if name not in kept])
-        group.sessions = [session for session in group.sessions if session.id in kept]
+        group.sessions[:] = [session for session in group.sessions if session.id in kept]
         return group
 
     async def _one(self, group: SessionGroup[T], name: str, deadline: float | None) -> None:
@@ -134,7 +134,8 @@ class SessionGroups(Generic[T]):
         try:
             opened = await self._begin(name, group.index)
             if opened.is_frozen or await self._has_run(group, opened, deadline):
-                group.sessions.append(await self._client.sessions.read(name))
+                session = await self._sessions.read(name)
+                group.sessions.append(session)
         except InvalidRequest as error:
             if not is_unknown(error):
                 raise
@@ -142,12 +143,12 @@ class SessionGroups(Generic[T]):
 
     async def _begin(self, name: str, index: int) -> OpenSession:
         """Begin a session. One that a trainer left open begins again: its agent has ended with the trainer."""
-        sessions, metadata = self._client.sessions, {"group": f"{self._name}-{index}"}
-        opened = await sessions.begin(name, metadata)
+        metadata = {"group": f"{self._name}-{index}"}
+        opened = await self._sessions.begin(name, metadata)
         if opened.is_new or opened.is_frozen:
             return opened
-        await sessions.drop(name)
-        return await sessions.begin(name, metadata)
+        await self._sessions.drop(name)
+        return await self._sessions.begin(name, metadata)
 
     async def _has_run(self, group: SessionGroup[T], opened: OpenSession, deadline: float | None) -> bool:
         """Run the agent to its end or the deadline, and freeze its session. Return False where it failed."""
@@ -162,14 +163,14 @@ class SessionGroups(Generic[T]):
                 return False
             group.late.add(opened.id)
             wait_s = 0.0
-        await self._client.sessions.freeze(opened.id, reward, wait_s=wait_s)
+        await self._sessions.freeze(opened.id, reward, wait_s=wait_s)
         return True
 
     async def _drop_unfit(self, group: SessionGroup[T]) -> None:
         """Drop sessions that are too old for the served weights, or have nothing to train."""
         version = 0 if self._max_staleness is None else await self._client.weight_version(_OUTAGE_S)
         unfit = {session.id: reason for session in group.sessions if (reason := self._unfit(session, version))}
-        group.sessions = [session for session in group.sessions if session.id not in unfit]
+        group.sessions[:] = [session for session in group.sessions if session.id not in unfit]
         group.dropped.update(unfit.values())
         group.is_short = len(group.sessions) < self._need
         await self._drop(list(unfit))
@@ -185,4 +186,4 @@ class SessionGroups(Generic[T]):
         """Free what the gateway keeps of sessions. One that is away frees them at its own bounds."""
         with suppress(RolloutGatewayError, TimeoutError):
             async with asyncio.timeout(_DROP_TIMEOUT_S):
-                await asyncio.gather(*map(self._client.sessions.drop, names))
+                await asyncio.gather(*map(self._sessions.drop, names))

@@ -20,15 +20,14 @@ import structlog
 
 from engines.engine import Json
 from engines.errors import DeadlineExceeded, EngineError, EngineFailed
-from gateway.dialects.conversation import Conversation, is_medium
-from gateway.dialects.parallel import Show, blocks_of
+from gateway.dialects.conversation import Conversation, DeliveredSample, is_medium
 from gateway.dialects.raw_json import opened
 from gateway.dialects.rendering import Rendering, visible_ids
-from gateway.dialects.resumption.delivered_chat import DeliveredSample
 from gateway.dialects.resumption.features import MARK, inexact_fields
 from gateway.dialects.runner import Runner
 from gateway.dialects.sample import ABORT, Reply, Sample
 from gateway.dialects.spans import UNSCORED, num_unscored
+from gateway.dialects.streams import Show, blocks_of
 from gateway.dialects.token_generation import TokenGeneration
 from gateway.fleet.concurrency import together
 

@@ -47,7 +47,7 @@ class Recorded:
         text = "".join(sample.pieces[self._places.get("text", 0) :])
         self._num_tokens, self.is_whole = sample.num_made, is_ended
         self._places = {key: len(items) for key, items in lists.items()} | {"text": len(sample.pieces)}
-        spans, kv_versions = sample.stamps_now()
+        spans, kv_versions = sample.stamps_of(sample.num_made)
         told = (sample.last if is_ended else {}) | {
             "index": sample.index,
             "finish_reason": sample.reason,

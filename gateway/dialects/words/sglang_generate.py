@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from engines.engine import Json
 from gateway.dialects.completion_prompt import CompletionPrompt
 from gateway.dialects.completions import Completions, longest_first
-from gateway.dialects.parallel import Show
 from gateway.dialects.raw_json import opened
 from gateway.dialects.sample import Sample
-from gateway.dialects.usage import Usage
+from gateway.dialects.streams import Show, Usage
 from gateway.dialects.words.sglang import Asked, aborted_reply, answer, asked_prompts
 from gateway.fleet.fleet import Fleet
 

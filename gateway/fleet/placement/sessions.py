@@ -19,6 +19,7 @@ _OPENAI_FIELDS = ("prompt_cache_key", "user")
 _MAX_LENGTH = 256
 SESSION_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:@+=~-]{0,255}")
 """An id that a path can have."""
+ID_RULE = "at most 256 letters, digits and _.:@+=~- make an id, the first a letter, a digit or _"
 _REMEMBERED = 100_000
 
 
@@ -64,16 +65,22 @@ class Identity:
 
 def identity_of(named: str, headers: Mapping[str, str], body: Json) -> Identity | None:
     """The session that a call of an agent belongs to: the one `named` by its path or key, else that of the headers and
-    fields of Claude Code, Codex and opencode. None where nothing names one."""
+    fields of Claude Code, Codex and opencode. None where nothing names one. Raise `InvalidRequest`."""
+    if named and not SESSION_ID.fullmatch(named):
+        raise InvalidRequest(f"session = {named[:80]!r}: {ID_RULE}", param="session")
     codex, thread = headers.get("session-id"), headers.get("thread-id")
     subthread = thread if codex and thread != codex else None
-    agent = headers.get("X-Claude-Code-Agent-Id") or subthread
+    agent, window = headers.get("X-Claude-Code-Agent-Id") or subthread, headers.get("x-codex-window-id")
     given = headers.get("X-Session-Id") or headers.get("X-Claude-Code-Session-Id") or codex or thread
     given = given or _session_of_user(body.get("metadata")) or body.get("prompt_cache_key")
     name = named or (given if isinstance(given, str) else "")
-    if name and not SESSION_ID.fullmatch(name):
-        name = hashlib.blake2b(name.encode(errors="surrogateescape"), digest_size=16).hexdigest()
-    return Identity(name, agent, headers.get("x-codex-window-id")) if name else None
+    return Identity(_id(name), agent and _id(agent), window and _id(window)) if name else None
+
+
+def _id(name: str) -> str:
+    """A harness's own name, hashed where no path can have it."""
+    known = SESSION_ID.fullmatch(name)
+    return name if known else hashlib.blake2b(name.encode(errors="surrogateescape"), digest_size=16).hexdigest()
 
 
 def _session_of_user(metadata: Any) -> str | None:

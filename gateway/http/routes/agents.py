@@ -9,7 +9,7 @@ import structlog
 from aiohttp import web
 
 from engines.engine import Json
-from engines.errors import RolloutGatewayError
+from engines.errors import RolloutGatewayError, SessionFrozen
 from gateway.agents.chat import ChatCompletions
 from gateway.agents.messages import Messages
 from gateway.agents.responses import Responses
@@ -87,7 +87,10 @@ def _worded(access: Access, dialect: Dialect, handler: Handler) -> Handler:
         try:
             return await checked(request)
         except RolloutGatewayError as error:
-            return error_reply(error, dialect.error(error))
+            response = error_reply(error, dialect.error(error))
+            if isinstance(error, SessionFrozen):
+                response.headers["x-should-retry"] = "false"  # the official clients would, after a 409
+            return response
 
     return worded
 

@@ -14,7 +14,7 @@ from engines.errors import InvalidRequest
 from gateway.agents.session import Rewarded, Session
 from gateway.agents.sessions import Sessions
 from gateway.dialects.fields import read_fields
-from gateway.fleet.placement.sessions import SESSION_ID
+from gateway.fleet.placement.sessions import ID_RULE, SESSION_ID
 from gateway.http.access import CLIENT, Access
 from gateway.http.json_body import read_object, reply
 from gateway.http.records import send_records, wire_of
@@ -61,11 +61,7 @@ class SessionRoutes:
         asked = read_fields(_Begin, await read_object(request, required=False))
         name = uuid.uuid4().hex if asked.id is None else asked.id
         if not SESSION_ID.fullmatch(name):
-            raise InvalidRequest(
-                f"id = {name[:80]!r}: at most 256 letters, digits and _.:@+=~- make an id, the first a letter, a digit "
-                "or _",
-                param="id",
-            )
+            raise InvalidRequest(f"id = {name[:80]!r}: {ID_RULE}", param="id")
         _check_size("metadata", asked.metadata)
         session, is_new = await self.sessions.begun(request[CLIENT], name, asked.metadata)
         await session.written()

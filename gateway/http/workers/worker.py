@@ -25,7 +25,7 @@ from gateway.http.access import Access
 from gateway.http.door import raise_limit
 from gateway.http.engine_client import engine_client
 from gateway.http.guard.tls import Certificate
-from gateway.http.middleware import Measurement, answer_errors, note_begin
+from gateway.http.middleware import Measurement, note_begin
 from gateway.http.own_requests import AbortKind, OwnRequests
 from gateway.http.workers.channel import Channel
 from gateway.http.workers.copied_fleet import CopiedFleet
@@ -111,7 +111,6 @@ class Parts:
             *outermost,
             self.hops.other_routes,
             self._measurement.measure,
-            answer_errors,
             self.hops.other_requests,
         ]
         app = web.Application(client_max_size=self.config.gateway.max_body_bytes, middlewares=middlewares)  # type: ignore[arg-type]

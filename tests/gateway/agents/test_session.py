@@ -3,6 +3,7 @@
 import asyncio
 import math
 import shutil
+import uuid
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from engines.errors import EngineFailed
 from gateway.dialects.rendering import Rendering
+from gateway.ledger import writer
 from sim.model import SimModel
 from tests.rigs.rig import Json, Rig, StartRig
 from tests.rigs.sessions import answered, frozen, masked, record, said, spans, turn, whole
@@ -28,7 +30,7 @@ async def kept_rig(start_rig: StartRig, tmp_path: Path) -> Rig:
 
 async def killed(start_rig: StartRig, rig: Rig, tmp_path: Path) -> Rig:
     """A gateway with the ledger that `rig`'s leaves where it is killed now."""
-    left = shutil.copytree(tmp_path / "ledger", tmp_path / "left")
+    left = shutil.copytree(str(rig.config.gateway.ledger), tmp_path / uuid.uuid4().hex)
     await rig.stop_gateway()
     rig.hurry()
     return await start_rig(2, replicas=rig.replicas, gateway={"ledger": str(left)})
@@ -39,6 +41,8 @@ async def written(rig: Rig) -> None:
     made = sum(len(sample.tokens) for replica in rig.replicas for sample in replica.scheduler.stalled)
     async with asyncio.timeout(20):
         while len((await record(rig, "one"))[1][-1]["token_ids"]) < made:
+            await asyncio.sleep(0.02)
+        while (await rig.get("/status"))[1]["ledger"]["unwritten_steps"]:
             await asyncio.sleep(0.02)
 
 
@@ -79,6 +83,31 @@ async def test_a_session_goes_on_after_a_restart_of_the_gateway(
     await said(again, "one", "hello", first, "more")
     _, calls = await record(again, "one")
     assert [(call["parent"], call["retry_of"]) for call in calls] == [(None, None), (0, None), (0, 1)]
+
+
+async def test_rewards_and_a_freeze_outlive_the_gateway(start_rig: StartRig, kept_rig: Rig, tmp_path: Path) -> None:
+    await kept_rig.post("/v1/sessions", {"id": "one", "metadata": {"task": 7}})
+    await said(kept_rig, "one", "hello")
+    await kept_rig.post("/v1/sessions/one/reward", {"reward": 2, "call": 0})
+    await frozen(kept_rig, "one", reward=0.5, info={"passed": True})
+    before = await record(kept_rig, "one")
+    again = await killed(start_rig, kept_rig, tmp_path)
+    assert await record(again, "one") == before
+    assert (await answered(again, "one", turn("more")))[0] == 409
+    assert (await again.post("/v1/sessions/one/ack"))[0] == 200
+    last = await killed(start_rig, again, tmp_path)
+    assert (await last.get("/v1/sessions/one"))[0] == 404
+
+
+async def test_no_call_begins_while_the_ledger_of_before_cannot_be_read(
+    start_rig: StartRig, kept_rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process has it still: its session would begin again without its history."""
+    monkeypatch.setattr(writer, "_LOCKED_S", 0.0)
+    await said(kept_rig, "one", "hello")
+    other = await start_rig(replicas=kept_rig.replicas, gateway={"ledger": str(tmp_path / "ledger")})
+    status, error = await answered(other, "one", turn("more"))
+    assert (status, "another process has it open" in error["error"]["message"]) == (504, True)
 
 
 async def test_a_killed_gateway_leaves_the_tokens_that_it_had_written(

@@ -12,9 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engines.clients.vllm_engine import VllmEngine
 from engines.engine import Json
-from gateway.dialects.completion_prompt import PATH, is_read_in_chunks
+from gateway.dialects.completion_prompt import is_read_in_chunks
 from gateway.dialects.raw_json import NO_JSON, encoded, opened
 from gateway.dialects.sample import CUT_OFF, Reply, Sample, Source, all_of_choices
 from gateway.fleet.placement.routing import Rollout
@@ -220,24 +219,6 @@ def test_what_is_no_chunk_is_refused_and_leaves_the_tokens_before_it(content: by
         reply.read(content, reply.samples)
     [choice] = opened(made(reply))
     assert (choice["token_ids"], choice["text"], choice["logprobs"]) == ([5], "b", {"tokens": ["b"]})
-
-
-@pytest.mark.parametrize("n", [1, 3])
-@pytest.mark.parametrize(
-    "asked",
-    [{}, {"logprobs": 2}, {"logprobs": 0, "return_tokens_as_token_ids": True}, {"ignore_eos": True}, {"max_tokens": 1}],
-)
-async def test_chunks_make_the_whole_reply(rig: Rig, asked: Json, n: int) -> None:
-    engine = VllmEngine("a", rig.replicas[0].info.url)
-    body = {"model": "sim", "prompt": [5, 6, 7], "max_tokens": 21, "return_token_ids": True, "n": n, "seed": 7}
-    body |= asked | {"temperature": 1.0 if n > 1 else 0}
-    whole, reply = await engine.generate(PATH, body, 5), Reply(samples=map(begun, range(n)))
-    streamed = engine.events(PATH, body | {"stream_options": {"include_usage": True}}, 5)
-    choices = made(reply, *[event async for events in streamed for event in events])
-    await engine.close()
-    assert without_stamps(opened(choices)) == without_stamps(whole["choices"])
-    assert reply.usage == {key: count for key, count in whole["usage"].items() if count is not None}
-    assert reply.head["object"] == whole["object"]
 
 
 @pytest.mark.parametrize("begin", [0, 2, 22, -1])

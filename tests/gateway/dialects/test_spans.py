@@ -1,7 +1,6 @@
 """Which weights are told of an engine that tells none itself, and whose tokens come long after they were made."""
 
 import asyncio
-import json
 import math
 from collections.abc import AsyncGenerator
 from functools import partial
@@ -115,9 +114,7 @@ async def asked(rig: Rig, path: str, *, stream: bool, **fields: Any) -> list[Jso
         status, reply = await rig.post(path, body)
         assert status == 200, reply
         return spans(reply)
-    async with rig.client.post(rig.url + path, json=body | {"stream": True}) as response:
-        events = [event.removeprefix("data: ") for event in (await response.text()).split("\n\n")]
-    return spans([json.loads(event) for event in events if event.startswith("{")][-1])
+    return spans((await rig.stream(path, body))[-1])
 
 
 def spans(told: Json) -> list[Json]:
@@ -194,11 +191,9 @@ async def test_tokens_without_a_log_prob_are_null_marked_and_counted(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, n: int, stream: bool
 ) -> None:
     monkeypatch.setattr(SimModel, "logprob", lambda *_: math.nan)
-    body = BODIES["/v1/completions"] | {"n": n, "temperature": 1.0, "logprobs": 0, "stream": stream}
-    async with rig.client.post(rig.url + "/v1/completions", json=body) as response:
-        text = await response.text()
-    events = [event.removeprefix("data: ") for event in text.split("\n\n")]
-    choices = [choice for event in events if event.startswith("{") for choice in json.loads(event)["choices"]]
+    path, body = "/v1/completions", BODIES["/v1/completions"] | {"n": n, "temperature": 1.0, "logprobs": 0}
+    replies = await rig.stream(path, body) if stream else [(await rig.post(path, body))[1]]
+    choices = [choice for reply in replies for choice in reply["choices"]]
     ended = [choice for choice in choices if choice["finish_reason"]]
     assert [choice["missing_logprobs"] for choice in ended] == [12] * n
     assert {score for choice in choices for score in choice["logprobs"]["token_logprobs"]} == {None}

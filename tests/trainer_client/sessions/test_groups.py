@@ -22,7 +22,8 @@ Json = dict[str, Any]
 
 class PlayedSessions:
     """The routes of sessions, with `calls` and `rewards` by session. `away` are answers of 502 before the next right
-    one, `breaks` reads that break off."""
+    one, `breaks` reads that break off,
+    `read_s` seconds before a read's answer."""
 
     def __init__(self) -> None:
         self.calls: dict[str, list[Json]] = {}
@@ -34,6 +35,7 @@ class PlayedSessions:
         self.away = 0
         self.breaks = 0
         self.refuses = False
+        self.read_s: dict[str, float] = {}
 
     @web.middleware
     async def fails(self, request: web.Request, handler: Any) -> web.StreamResponse:
@@ -63,6 +65,7 @@ class PlayedSessions:
 
     async def read(self, request: web.Request) -> web.StreamResponse:
         name = request.match_info["id"]
+        await asyncio.sleep(self.read_s.get(name, 0.0))
         assert request.headers["Accept"] == PACKED
         records = events(*self.calls[name], id=name, state=self.states[name], reward=self.rewards.get(name))
         response = web.StreamResponse()
@@ -166,6 +169,13 @@ async def test_enough_sessions_end_the_group_and_the_others_are_cut_off(
     assert [session.id for session in group.sessions] == ["a-0-0", "a-0-2"]
     assert sorted(gateway.dropped) == ["a-0-1", "a-0-3"]
     assert not gateway.calls
+
+
+async def test_a_session_that_is_read_while_others_end_is_kept(gateway: PlayedSessions, client: RolloutClient) -> None:
+    gateway.read_s = {"a-0-0": 0.2}
+    (group,) = await all_of(SessionGroups(client, [0], Agents(gateway, 0.0, 1.0, 2.0), n=3, name="a"))
+    assert [session.id for session in group.sessions] == ["a-0-1", "a-0-2", "a-0-0"]
+    assert not group.is_short
 
 
 async def test_the_deadline_freezes_what_is_open_and_delivers_it(

@@ -1,7 +1,6 @@
 """A sample that an update with `in_flight: abort` cuts off resumes from its tokens, or restarts from its prompt."""
 
 import asyncio
-import json
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
@@ -34,13 +33,6 @@ def test_the_rest_may_have_what_the_whole_has_left() -> None:
     assert rest_sampling(body, [3, 4], 0) == {"n": 1, "max_tokens": 8, "min_tokens": 4, "top_p": 0.9}
     later = rest_sampling(body, [1] * 8, 0)
     assert (later["max_tokens"], "min_tokens" in later) == (2, False)
-
-
-@pytest.mark.parametrize("made", [[], [11], [11, 12]])
-def test_samples_that_agree_so_far_continue_with_different_seeds(made: list[int]) -> None:
-    seeds = [rest_sampling({"seed": 7, "n": 4}, made, index)["seed"] for index in range(4)]
-    assert len(set(seeds)) == 4
-    assert made or seeds == [7, 8, 9, 10], "as vLLM draws the samples of a group"
 
 
 def test_spans_without_limits_stay_so() -> None:
@@ -82,13 +74,6 @@ async def posted(rig: Rig, path: str, body: Json) -> Json:
     status, reply = await rig.post(path, body)
     assert status == 200, reply
     return reply
-
-
-async def streamed(rig: Rig, path: str, body: Json) -> list[Json]:
-    async with rig.client.post(rig.url + path, json=body | {"stream": True}) as response:
-        events = [event.removeprefix("data: ") for event in (await response.text()).split("\n\n") if event]
-    assert events[-1] == "[DONE]"
-    return [json.loads(event) for event in events[:-1]]
 
 
 def seam(told: Json, end: int = LONG) -> int:
@@ -255,8 +240,8 @@ async def test_a_conversation_that_cannot_go_on_is_made_again(
 async def test_a_stream_that_cannot_go_on_ends_with_what_it_has_told(start_rig: StartRig) -> None:
     rig = await started(start_rig)
     running = [
-        asyncio.create_task(streamed(rig, CHAT, chat_body(stop=["never"]))),
-        asyncio.create_task(streamed(rig, COMPLETIONS, BODY | {"stop": ["never"]})),
+        asyncio.create_task(rig.stream(CHAT, chat_body(stop=["never"]))),
+        asyncio.create_task(rig.stream(COMPLETIONS, BODY | {"stop": ["never"]})),
     ]
     await rig.begun(2)
     await rig.update()
@@ -273,10 +258,10 @@ async def test_a_stream_that_has_told_nothing_begins_again(start_rig: StartRig) 
     chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "ignore_eos": True}
     short = BODY | {"max_tokens": 2}
     running = [
-        asyncio.create_task(streamed(rig, CHAT, chat)),
-        asyncio.create_task(streamed(rig, COMPLETIONS, short | {"stop": ["never"]})),
-        asyncio.create_task(streamed(rig, COMPLETIONS, short)),
-        asyncio.create_task(streamed(rig, COMPLETIONS, short | {"n": 2, "temperature": 1.0})),
+        asyncio.create_task(rig.stream(CHAT, chat)),
+        asyncio.create_task(rig.stream(COMPLETIONS, short | {"stop": ["never"]})),
+        asyncio.create_task(rig.stream(COMPLETIONS, short)),
+        asyncio.create_task(rig.stream(COMPLETIONS, short | {"n": 2, "temperature": 1.0})),
     ]
     await rig.begun(5, tokens=0)
     await rig.post("/start_weight_update", {})
@@ -299,7 +284,7 @@ async def test_samples_of_a_stream_that_an_update_meets_before_their_first_token
     rig = await start_rig(1, weights={"in_flight": "abort"})
     await rig.open_group()
     body = BODY | {"n": 10, "temperature": 1.0, "return_token_ids": True} | ({} if resumes else {"stop": ["never"]})
-    running = asyncio.create_task(streamed(rig, COMPLETIONS, body))
+    running = asyncio.create_task(rig.stream(COMPLETIONS, body))
     await rig.begun(8)
     await rig.update()
     rig.hurry()

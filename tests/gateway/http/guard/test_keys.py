@@ -7,7 +7,6 @@ import pytest
 from pydantic import SecretStr
 
 from gateway.http.guard.keys import Keys
-from tests.rigs.rig import StartRig
 
 
 class Clock:
@@ -57,18 +56,3 @@ def test_a_file_without_keys_leaves_the_keys_before(tmp_path: Path, spoil: Calla
     clock.now = 2.0
     assert found.name_of("new")
     assert not found.name_of("old")
-
-
-async def test_a_running_gateway_takes_the_new_key(
-    start_rig: StartRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "keys"
-    file.write_text("old")
-    gateway = {"admin_keys": [f"file:{file}"], "inference_keys": ["reader"], "trusted_networks": []}
-    monkeypatch.setattr("gateway.http.guard.keys._LOOK_S", 0.0)
-    rig = await start_rig(1, gateway=gateway)
-    old, new = ({"headers": {"Authorization": f"Bearer {key}"}} for key in ("old", "new"))
-    assert (await rig.get("/is_paused", **old))[0] == 200
-    file.write_text("new key2")
-    assert (await rig.get("/is_paused", **old))[0] == 401
-    assert (await rig.get("/is_paused", **new))[0] == 200

@@ -105,6 +105,35 @@ async def test_a_key_is_read_from_the_header_of_either_client(start_rig: StartRi
     assert (status, error["error"]["type"]) == (401, "authentication_error")
 
 
+async def test_a_stream_that_waits_for_an_engine_is_kept_alive(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agents, "_PING_S", 0.05)
+    rig = await start_rig(1)
+    rig.replicas[0].inject(held="/render")
+    body = {"model": "sim", "max_tokens": 6, "messages": HELLO, "stream": True}
+    async with aiohttp.ClientSession() as client, client.post(f"{rig.url}/v1/messages", json=body) as reply:
+        async with asyncio.timeout(20):
+            while b"event: ping" not in await reply.content.readline():
+                continue
+            rig.replicas[0].inject()
+            assert b"message_stop" in await reply.content.read()
+
+
+async def test_a_stream_that_fails_in_a_way_nobody_foresaw_ends_with_an_error(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(*_: Any) -> None:
+        raise LookupError("a defect")
+
+    monkeypatch.setattr("gateway.dialects.rendering.Rendering.message", broken)
+    body = {"model": "sim", "max_tokens": 6, "messages": HELLO, "stream": True}
+    async with rig.client.post(f"{rig.url}/sessions/one/v1/messages", json=body) as reply:
+        last = (await reply.text()).rstrip().splitlines()[-1]
+    assert ("api_error" in last, "its log has the reason" in last) == (True, True)
+    assert (await rig.get("/v1/sessions"))[1]["sessions"][0]["tokens"]["masked"] == {"failed": 6}
+
+
 async def test_a_stream_is_kept_alive_and_its_end_with_its_client_ends_the_turn(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -82,6 +82,14 @@ async def test_a_harness_names_its_session(rig: Rig, headers: Json, fields: Json
     assert (call["agent"], call["window"]) == named[1:]
 
 
+async def test_names_of_a_harness_that_no_path_has_are_hashed(rig: Rig) -> None:
+    headers = {"X-Claude-Code-Session-Id": "a/b", "X-Claude-Code-Agent-Id": b"\xff".decode("latin-1")}
+    assert (await rig.post("/v1/messages", turn("hello"), headers=headers))[0] == 200
+    [session] = (await rig.get("/v1/sessions"))[1]["sessions"]
+    _, [call] = await record(rig, session["id"])
+    assert (len(session["id"]), len(call["agent"])) == (32, 32)
+
+
 @pytest.mark.parametrize("fields", [{}, {"metadata": {"user_id": "somebody"}}, {"user": "u"}])
 async def test_a_turn_that_names_no_session_is_not_recorded(rig: Rig, fields: Json) -> None:
     assert (await rig.post("/v1/messages", turn("hello") | fields))[0] == 200
@@ -153,6 +161,20 @@ async def test_only_a_frozen_session_is_acked_and_once_acked_it_takes_no_call(ri
     assert (await answered(rig, "one", turn("hello")))[0] == 409
     assert (await rig.post("/v1/sessions", {"id": "one"}))[0] == 201
     await said(rig, "one", "hello")
+
+
+async def test_official_clients_do_not_ask_a_frozen_session_again(rig: Rig) -> None:
+    await said(rig, "one", "hello")
+    await frozen(rig, "one")
+    async with openai.AsyncOpenAI(base_url=f"{rig.url}/sessions/one/v1", api_key="k") as client:
+        with pytest.raises(openai.ConflictError, match="session is frozen"):
+            await client.responses.create(model="sim", input=HELLO)
+    async with anthropic.AsyncAnthropic(base_url=f"{rig.url}/sessions/one", api_key="k") as messages:
+        with pytest.raises(anthropic.ConflictError, match="session is frozen"):
+            await messages.messages.create(model="sim", max_tokens=6, messages=HELLO)
+    page = await (await rig.client.get(f"{rig.url}/metrics")).text()
+    for route in ("responses", "messages"):
+        assert f'requests_total{{route="/sessions/{{session}}/v1/{route}",status="409"}} 1.0' in page
 
 
 async def test_a_deleted_session_is_gone(rig: Rig) -> None:

@@ -21,11 +21,11 @@ from gateway.dialects.rendering import Rendering
 
 # For clients that name no limit, such as Codex: a model that repeats itself would fill the whole context.
 _MAX_TOKENS = 32_768
-_LAST = 8
-_NO_MEDIA = ("text", "input_text", "refusal", "tool_reference")
+_LAST = 8  # ids at the end of a call, which few other calls have there
+_NO_MEDIA = "text", "input_text", "refusal", "tool_reference"
 
 FIRST = "first"
-"""The turn has no answer yet: a session begins, or a subagent, or a conversation after a compaction."""
+"""A conversation begins: that of a session or a subagent, or the one after a compaction."""
 CHANGED = "changed"
 """The client has sent back other messages than it was given."""
 TOOLS = "tools"
@@ -136,14 +136,14 @@ class History:
 
     def _match(self, turn: Turn, settings: bytes) -> _Match:
         call, num_messages, num_known = None, 0, 0
-        for number, chain in enumerate(message_digests(turn.messages), 1):
+        for number, chain in enumerate(message_digests(turn.messages if self._ends else []), 1):
             if chain in self._chains:
                 num_known = number
                 if (found := self._calls.get(settings + chain)) is not None:
                     call, num_messages = found, number
         reason = None
         new = turn.messages[num_messages:]
-        if not any(message["role"] == "assistant" for message in turn.messages):
+        if not self._ends or not any(message["role"] == "assistant" for message in turn.messages):
             reason = FIRST
         elif any(map(_has_media, turn.messages)):
             reason = MEDIA

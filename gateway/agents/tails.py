@@ -36,7 +36,7 @@ class Tail:
     def is_sure(self, prompt: Sequence[int]) -> bool:
         """True if this prompt opened the answer as a bare conversation does, so that nothing before the stub has a say
         in the opening of the next."""
-        return _is_end(self.opening, self.token_ids) and _is_end(self.opening_before, list(prompt))
+        return _is_end(self.opening, self.token_ids) and _is_end(self.opening_before, prompt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,8 +155,8 @@ def _is_begin(part: list[int], token_ids: list[int]) -> bool:
     return token_ids[: len(part)] == part
 
 
-def _is_end(part: list[int], token_ids: list[int]) -> bool:
-    return bool(part) and token_ids[-len(part) :] == part
+def _is_end(part: list[int], token_ids: Sequence[int]) -> bool:
+    return bool(part) and list(token_ids[-len(part) :]) == part
 
 
 def _index(token_ids: list[int], part: list[int], start: int) -> int | None:

@@ -76,13 +76,13 @@ class Sessions:
     # Trainers
 
     async def begun(self, owner: str, name: str, metadata: Json | None = None) -> tuple[Session, bool]:
-        """Return the session of this id, and True where it begins here. Raise `DeadlineExceeded` while it may be in a
-        ledger that cannot be read."""
+        """Return the session of this id, and True where it begins here. Raise `DeadlineExceeded` while a gateway before
+        this one may have it."""
         await self._ledger.opened()
         if (found := self._kept.get((owner, name))) is not None:
             return found, False
-        if reason := self._ledger.unread:
-            raise _unread(name, reason)
+        if self._ledger.is_held_elsewhere:
+            raise _unread(name, self._ledger.unread)
         self._acked.pop((owner, name), None)
         session = Session(Head(owner, name, time.time(), metadata), Record.new(self._ledger, KIND), self._metrics)
         self._kept[owner, name] = session
@@ -191,6 +191,8 @@ class Sessions:
             record = Record(self._ledger, one.name, one.num_bytes)
             try:
                 head = read_head(one.frames[0])
+                if (head.owner, head.id) in self._kept:
+                    raise ValueError(f"session {head.id!r} began again while the ledger could not be read")
                 session = Session(head, record, self._metrics)
                 session.restore(map(read_step, one.frames[1:]))
                 self._kept[head.owner, head.id] = session

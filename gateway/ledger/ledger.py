@@ -94,6 +94,11 @@ class Ledger:
         return "" if self._is_read else self._failure
 
     @property
+    def is_held_elsewhere(self) -> bool:
+        """True while another process, such as the gateway before this one, has it open, and may write to it yet."""
+        return not self._is_read and self._writer is not None and self._writer.is_held_elsewhere
+
+    @property
     def _failure(self) -> str:
         return self._writer.failure if self._writer else ""
 

@@ -110,6 +110,14 @@ async def test_no_call_begins_while_the_ledger_of_before_cannot_be_read(
     assert (status, "another process has it open" in error["error"]["message"]) == (504, True)
 
 
+async def test_agents_are_answered_where_no_ledger_can_be_kept(start_rig: StartRig, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    rig = await start_rig(gateway={"ledger": str(tmp_path / "file" / "ledger")})
+    await said(rig, "one", "hello")
+    head, [call] = await record(rig, "one")
+    assert (head["durable"], call["mask"]) == (False, None)
+
+
 async def test_a_killed_gateway_leaves_the_tokens_that_it_had_written(
     start_rig: StartRig, kept_rig: Rig, tmp_path: Path
 ) -> None:

@@ -32,7 +32,7 @@ def is_read_in_chunks(body: Json, limit: int, rollout: Rollout, info: ReplicaInf
     """
     if not (always or rollout.n > 1 or limit > _SHORT_TOKENS or rollout.goes_on) or not info.streams:
         return False
-    return all(body.get(field) is None or body[field] is False for field in _WHOLE_ONLY)
+    return not [field for field in _WHOLE_ONLY if body.get(field) is not None and body[field] is not False]
 
 
 @dataclass(frozen=True, kw_only=True)

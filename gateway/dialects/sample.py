@@ -377,7 +377,7 @@ class Sample:
 
     def told(self, bare: Json, inexact: Sequence[str] | None = None) -> Json:
         """The sample as a choice of a whole reply; `bare` is one without tokens."""
-        scores = self.logprobs
+        scores = self.logprobs if self._lists else self._scores
         told = bare | {"stop_reason": None} | self.last
         told |= {"index": self.index, "logprobs": scores, "finish_reason": self.reason or CUT_OFF}
         if "text" in told:

@@ -62,20 +62,11 @@ class SortAgents:
 
     def __init__(self, url: str) -> None:
         self._client = BlockingRolloutClient(url)
-        self._steps = 0
 
     def rollouts(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
         """Return the longest row of each session, in the order of TRL's prompts."""
-        self._steps += 1
-        tasks = prompts[:: trainer.num_generations]
-        groups = BlockingSessionGroups(
-            self._client,
-            tasks,
-            solve,
-            n=trainer.num_generations,
-            in_work=len(tasks),
-            name=f"sort-{id(self)}-{self._steps}",
-        )
+        n = trainer.num_generations
+        groups = BlockingSessionGroups(self._client, prompts[::n], solve, n=n, in_work=len(prompts) // n)
         ended = sorted(groups, key=lambda group: group.index)
         if short := [group for group in ended if group.is_short]:
             why = short[0].dropped, short[0].failures[:1]
@@ -83,13 +74,7 @@ class SortAgents:
         return trl_fields([trajectories_of(session)[0] for group in ended for session in group.sessions])
 
 
-def reward(
-    session_reward: list[float],
-    env_mask: list[Any] | None = None,
-    log_metric: Callable[[str, float], None] | None = None,
-    **_: Any,
-) -> list[float]:
+def reward(session_reward: list[float], log_metric: Callable[[str, float], None], **_: Any) -> list[float]:
     """Return TRL's rewards: those of the sessions."""
-    if log_metric is not None:
-        log_metric("first_answers_right", fmean(one == 1.0 for one in session_reward))
+    log_metric("first_answers_right", fmean(one == 1.0 for one in session_reward))
     return session_reward

@@ -89,8 +89,9 @@ class Sessions:
         session.write()
         return session, True
 
-    def find(self, owner: str, name: str) -> Session:
-        """Return a session. Raise `UnknownRequest`."""
+    async def find(self, owner: str, name: str) -> Session:
+        """Return a session. Raise `UnknownRequest`, or `DeadlineExceeded` while a ledger that may have it is unread."""
+        await self._ledger.open()
         if (found := self._kept.get((owner, name))) is not None:
             found.used_at = time.monotonic()
             return found
@@ -109,7 +110,7 @@ class Sessions:
     async def ack(self, owner: str, name: str) -> None:
         """Drop a session that was frozen. Return once that is durable. Raise `SessionFrozen` where it is open."""
         if (owner, name) not in self._acked:
-            session = self.find(owner, name)
+            session = await self.find(owner, name)
             if not session.is_frozen or session.open:
                 raise SessionFrozen(f"{name!r} is open: freeze it before it is acked, since later calls would be lost")
             if session.was_read:
@@ -119,7 +120,7 @@ class Sessions:
 
     async def delete(self, owner: str, name: str) -> None:
         """End the calls of a session, and drop it. Return once that is durable."""
-        session = self.find(owner, name)
+        session = await self.find(owner, name)
         await session.freeze(0.0)
         self._drop(session)
         await self._ledger.written()

@@ -1,5 +1,6 @@
 """Rules about a body's fields that the dialects share: sampling, what a replica can do, the salt of prefix caches."""
 
+from typing import Any
 from uuid import uuid4
 
 from engines.engine import Json
@@ -20,8 +21,10 @@ MAX_PROMPTS = 16_384
 LONGEST_ID = 256
 
 
-def check_id(name: str, field: str) -> str:
-    """Return the id of a request. Raise `InvalidRequest` for one that is too long."""
+def check_id(name: Any, field: str) -> str:
+    """Return the id of a request. Raise `InvalidRequest` for one that is no text or too long."""
+    if not isinstance(name, str) or not name:
+        raise InvalidRequest(f"{field} = {shown(name)} must be text", param=field)
     if len(name) > LONGEST_ID:
         raise InvalidRequest(
             f"{field} = {name[:40]!r}... has {len(name)} characters: give an id of at most {LONGEST_ID}", param=field

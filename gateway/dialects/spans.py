@@ -1,6 +1,5 @@
 """Stamps a sample with the weight versions of its tokens and of the KV under them."""
 
-from functools import lru_cache
 from typing import Any
 
 from msgspec import Raw
@@ -14,11 +13,6 @@ from gateway.fleet.replica import Flight
 UNSCORED = "missing_logprobs"
 """The field of a choice with the number of its tokens for which the engine gave no finite log-prob; absent if none."""
 _LIMITS = ("start", "end")
-
-
-@lru_cache(256)
-def _version(label: str) -> int:
-    return WeightLabel.read(label).version
 
 
 def stamps(
@@ -37,7 +31,7 @@ def stamps(
     for span in report:
         if num_tokens is not None and span["start"] >= num_tokens:
             break
-        version = _version(span["version"])
+        version = WeightLabel.read(span["version"]).version
         if spans and spans[-1]["version"] == version:
             spans[-1]["end"] = span["end"]
         else:

@@ -73,7 +73,8 @@ class TokenGeneration:
         n = check_sampling(sampling | asked)
         terms = Terms.read(body, self._fleet, self._runner.lengths)
         length = _checked_length(body.get("token_ids"), common_room(self._fleet, terms.model))
-        body["request_id"] = _checked_id(body.get("request_id")) or request_id
+        given = body.get("request_id")
+        body["request_id"] = request_id if given is None else check_id(given, "request_id")
         return terms.rollout(
             name_of_client(client, body["request_id"]),  # engines abort by it
             prompt_key(body["token_ids"]),
@@ -253,14 +254,6 @@ def _as_asked(reply: Json, prompt: TokenPrompt) -> Json:
         for span in choice.get("weight_versions") or ():
             span["version"] = str(span["version"])
     return reply
-
-
-def _checked_id(request_id: Any) -> str | None:
-    if request_id is None:
-        return None
-    if not isinstance(request_id, str) or not request_id:
-        raise InvalidRequest(f"request_id = {shown(request_id)} must be text", param="request_id")
-    return check_id(request_id, "request_id")
 
 
 def _checked_length(token_ids: Any, max_len: int | None) -> int:

@@ -331,6 +331,12 @@ class Rig:
         _, status = await self.get("/status")
         return {replica["replica_id"]: replica["state"] for replica in status["replicas"]}
 
+    async def in_line(self, count: int = 1) -> None:
+        """Returns when so many rollouts wait for a replica."""
+        async with asyncio.timeout(20):
+            while (await self.get("/status"))[1]["queue_length"] < count:
+                await asyncio.sleep(0.01)
+
     async def until(self, states: dict[str, str], timeout_s: float = 20.0) -> None:
         """Returns when the replicas are in these states."""
         async with asyncio.timeout(timeout_s):

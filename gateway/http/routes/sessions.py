@@ -81,13 +81,13 @@ class SessionRoutes:
 
     async def _read(self, request: web.Request) -> web.StreamResponse:
         """Stream a session's calls."""
-        session = self._found(request)
+        session = await self._found(request)
         wire_of(request)
         return await send_records(request, self._head(session), session.read())
 
     async def _reward(self, request: web.Request) -> web.Response:
         """Note the reward of a session, or of one of its calls."""
-        session = self._found(request)
+        session = await self._found(request)
         asked = read_fields(_Reward, await read_object(request))
         if asked.call is not None and asked.call >= len(session.calls):
             raise InvalidRequest(f"call = {asked.call}: {session.id!r} has {len(session.calls)} calls", param="call")
@@ -97,7 +97,7 @@ class SessionRoutes:
 
     async def _freeze(self, request: web.Request) -> web.Response:
         """Take no later call of a session, and end open ones after `wait_s`."""
-        session = self._found(request)
+        session = await self._found(request)
         asked = read_fields(_Freeze, await read_object(request, required=False))
         if asked.reward is not None:
             self._note(session, asked.reward, None, asked.info)
@@ -114,8 +114,8 @@ class SessionRoutes:
         await self.sessions.delete(request[CLIENT], request.match_info["id"])
         return reply({"id": request.match_info["id"], "state": "deleted"})
 
-    def _found(self, request: web.Request) -> Session:
-        return self.sessions.find(request[CLIENT], request.match_info["id"])
+    async def _found(self, request: web.Request) -> Session:
+        return await self.sessions.find(request[CLIENT], request.match_info["id"])
 
     def _head(self, session: Session) -> Json:
         return session.report() | {"durable": self.sessions.is_durable}

@@ -104,8 +104,7 @@ async def test_an_abort_reaches_a_request_that_waits_for_a_replica(rig: Rig, mon
     body = {"token_ids": [5], "sampling_params": {"max_tokens": 4}, "request_id": "mine"}
     task = asyncio.create_task(rig.post("/inference/v1/generate", body))
     async with asyncio.timeout(30):
-        while not (await rig.get("/status"))[1]["queue_length"]:
-            await asyncio.sleep(0.01)
+        await rig.in_line()
         await rig.post("/inference/v1/abort_requests", {"request_ids": ["mine"]})
         status, reply = await task
     assert (status, reply["choices"][0]["finish_reason"], reply["choices"][0]["token_ids"]) == (200, "abort", [])

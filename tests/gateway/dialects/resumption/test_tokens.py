@@ -76,6 +76,16 @@ async def posted(rig: Rig, path: str, body: Json) -> Json:
     return reply
 
 
+async def cut_off(rig: Rig, path: str, body: Json) -> Json:
+    """The choice of a reply that an update cuts off."""
+    running = asyncio.create_task(posted(rig, path, body))
+    await rig.begun()
+    await rig.update()
+    rig.hurry()
+    [told] = (await running)["choices"]
+    return dict(told)
+
+
 def seam(told: Json, end: int = LONG) -> int:
     """Where the new weights begin."""
     old, new = told["weight_versions"]
@@ -111,22 +121,14 @@ async def test_a_sample_goes_on_where_the_connection_breaks_after_the_update_has
     rig = await started(start_rig)
     for replica in rig.fleet.replicas:
         replica.engine = BreakingEngine(replica.engine)  # type: ignore[assignment]  # all but its streams is the engine's
-    running = asyncio.create_task(posted(rig, COMPLETIONS, BODY | {"return_token_ids": True}))
-    await rig.begun()
-    await rig.update()
-    rig.hurry()
-    (told,) = (await running)["choices"]
+    told = await cut_off(rig, COMPLETIONS, BODY | {"return_token_ids": True})
     assert told["token_ids"] == expected(rig, seam(told), [5, 6])
     assert told["finish_reason"] == "length"
 
 
 async def test_ids_that_nobody_asked_for_are_not_told(start_rig: StartRig) -> None:
     rig = await started(start_rig)
-    running = asyncio.create_task(posted(rig, COMPLETIONS, BODY))
-    await rig.begun()
-    await rig.update()
-    rig.hurry()
-    (told,) = (await running)["choices"]
+    told = await cut_off(rig, COMPLETIONS, BODY)
     assert (told["token_ids"], told["prompt_token_ids"]) == (None, None)
     assert told["text"] == detokenize(expected(rig, seam(told), [5, 6]))
 
@@ -138,11 +140,7 @@ def token_body(**sampling: Any) -> Json:
 
 async def test_token_ids_without_a_limit_fill_the_context_all_the_same(start_rig: StartRig) -> None:
     rig = await started(start_rig)
-    running = asyncio.create_task(posted(rig, TOKENS, token_body(max_tokens=None)))
-    await rig.begun()
-    await rig.update()
-    rig.hurry()
-    (told,) = (await running)["choices"]
+    told = await cut_off(rig, TOKENS, token_body(max_tokens=None))
     seam(told, MAX_MODEL_LEN - 2)
     assert len(told["token_ids"]) == MAX_MODEL_LEN - 2
 
@@ -159,11 +157,7 @@ async def test_a_conversations_default_limit_holds_for_the_whole_of_it(start_rig
     """vLLM's rendered parameters leave out `max_tokens` where it is 16."""
     rig = await start_rig(2, sim={"decode_step_s": 0.05}, weights={"in_flight": "abort"})
     await rig.open_group()
-    running = asyncio.create_task(posted(rig, CHAT, chat_body(max_tokens=16)))
-    await rig.begun()
-    await rig.update()
-    rig.hurry()
-    (told,) = (await running)["choices"]
+    told = await cut_off(rig, CHAT, chat_body(max_tokens=16))
     seam(told, 16)
 
 
@@ -181,11 +175,7 @@ async def test_tool_calls_are_those_that_the_engine_finds_in_all_of_the_tokens(
     monkeypatch.setattr(sim_server, "derendered", parsed)
     rig = await started(start_rig)
     stops = chat_body(return_token_ids=True, stop_token_ids=list(range(3, 1000)), min_tokens=60)
-    running = asyncio.create_task(posted(rig, CHAT, stops))
-    await rig.begun()
-    await rig.update()
-    rig.hurry()
-    (told,) = (await running)["choices"]
+    told = await cut_off(rig, CHAT, stops)
     assert (told["finish_reason"], told["message"]["tool_calls"]) == ("tool_calls", calls)
     assert len(told["token_ids"]) == 60
     (choice,) = seen[0].generate_response.choices
@@ -208,11 +198,7 @@ async def test_conversations_and_token_ids_that_cannot_go_on_are_made_again(
     start_rig: StartRig, path: str, body: Json
 ) -> None:
     rig = await started(start_rig)
-    running = asyncio.create_task(posted(rig, path, body))
-    await rig.begun()
-    await rig.update()
-    rig.hurry()
-    (told,) = (await running)["choices"]
+    told = await cut_off(rig, path, body)
     [made] = told["weight_versions"]
     assert (int(made["version"]), made["start"], made["end"], told["finish_reason"]) == (1, 0, LONG, "length")
 
@@ -229,11 +215,7 @@ async def test_a_conversation_that_cannot_go_on_is_made_again(
     else:
         for replica in rig.fleet.replicas:
             replica.info = replace(replica.info, capabilities=frozenset())
-    running = asyncio.create_task(posted(rig, CHAT, chat_body()))
-    await rig.begun()
-    await rig.update()
-    rig.hurry()
-    (told,) = (await running)["choices"]
+    told = await cut_off(rig, CHAT, chat_body())
     assert told["weight_versions"] == [span(1, 0, LONG)]
 
 

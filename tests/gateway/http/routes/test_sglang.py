@@ -108,19 +108,12 @@ async def abort_all(rig: Rig) -> None:
     assert await text(rig, "/abort_request", {"abort_all": True}) == (200, "")
 
 
-async def in_line(rig: Rig, count: int) -> None:
-    """Returns when so many rollouts wait for a replica."""
-    async with asyncio.timeout(20):
-        while (await rig.get("/status"))[1]["queue_length"] < count:
-            await asyncio.sleep(0.01)
-
-
 @pytest.mark.parametrize(("path", "body"), [*WAITING, ("/generate", LONG)])
 async def test_abort_all_ends_waiting_streams_of_every_dialect(rig: Rig, path: str, body: Json) -> None:
     await rig.post("/pause?mode=keep", None)
     usage = {} if path == "/generate" else {"stream_options": {"include_usage": True}}
     waiting = asyncio.create_task(rig.stream(path, body | usage))
-    await in_line(rig, 1)
+    await rig.in_line(1)
     await abort_all(rig)
     told = await waiting
     if path == "/generate":
@@ -157,7 +150,7 @@ async def test_abort_all_keeps_the_tokens_of_a_rollout_whose_rest_waits(
     for replica in rig.fleet.replicas:  # nobody takes the rest
         replica.backoff.busy(60.0)
     await next(one for one in rig.replicas if one.info.replica_id == busy).kill()
-    await in_line(rig, 1)
+    await rig.in_line(1)
     await abort_all(rig)
     told = await running
     made, end, spans = made_of(told if is_stream else told[1])

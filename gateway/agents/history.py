@@ -7,6 +7,7 @@ messages as the template renders them. Where the tail is not sure, the whole tur
 if it begins with all ids of an earlier call, and else it is the root of a new tree, with a reason. Nothing is guessed.
 """
 
+import sys
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,6 @@ from engines.engine import Json
 from gateway.agents.digests import SIZE, message_digests, settings_digest
 from gateway.agents.tails import Tail, Tails
 from gateway.agents.turn import Turn, chat_request
-from gateway.dialects.rendering import Rendering
 
 # For clients that name no limit, such as Codex: a model that repeats itself would fill the whole context.
 _MAX_TOKENS = 32_768
@@ -87,11 +87,12 @@ class _Match:
 
 @dataclass(frozen=True, slots=True)
 class _Following:
-    """A turn as the ids of the call before it, and the rest of a tail."""
+    """A turn as the ids of the call before it, and the rest of a tail. The context leaves so many tokens, `left`."""
 
     call: int
     before: "array[int]"
     rest: list[int]
+    left: int
     is_sure: bool
     rendered: Json
 
@@ -104,7 +105,6 @@ class History:
         self._ends: dict[int, End] = {}
         self._calls: dict[bytes, int] = {}  # the latest call with this digest
         self._chains: set[bytes] = set()  # digests of messages alone
-        self._tails = Tails()
 
     def digest(self, turn: Turn, message: Json) -> bytes:
         """Return the digest of a turn with its answer, a message as an engine's parsers give it: 16 bytes."""
@@ -117,18 +117,18 @@ class History:
         self._calls[digest] = call
         self._chains.add(digest[SIZE:])
 
-    async def prompt(self, turn: Turn, rendering: Rendering) -> Prompt | None:
+    async def prompt(self, turn: Turn, tails: Tails) -> Prompt | None:
         """Return a turn as token ids; None where no engine of its model renders it. Raise the engine's refusal."""
         settings = settings_digest(turn)
         match = self._match(turn, settings)
-        followed = await self._followed(turn, match, settings, rendering)
+        followed = await self._followed(turn, match, settings, tails)
         if followed and followed.is_sure:
-            return _joined(turn, followed, rendering)
-        rendered = await rendering.render(chat_request(turn))
+            return _joined(turn, followed)
+        rendered = await tails.rendering.render(chat_request(turn))
         if rendered is None:
             return None
         if followed and _ends_with(rendered["token_ids"], followed.rest):
-            return _joined(turn, followed, rendering)
+            return _joined(turn, followed)
         token_ids = rendered["token_ids"]
         parent = self._parent(array("i", token_ids), match)
         reason = None if parent is not None else match.root_reason or self._unfollowed(match)
@@ -153,23 +153,24 @@ class History:
             reason = CHANGED
         return _Match(call, num_messages, reason)
 
-    async def _followed(self, turn: Turn, match: _Match, settings: bytes, rendering: Rendering) -> _Following | None:
+    async def _followed(self, turn: Turn, match: _Match, settings: bytes, tails: Tails) -> _Following | None:
         """Return a turn after the call that it follows. None where the whole turn has to be rendered."""
         if match.call is None or match.root_reason or not (before := self._known_ids(match.call)):
             return None
         end, answer = self._ends[match.call], turn.messages[match.num_messages - 1]
-        tail = await self._tails.after(match.num_messages, turn, settings, rendering)
+        tail = await tails.after(match.num_messages, turn, settings)
         if tail is None:
             return None
         num_closed = _num_closed(tail, end, before[-1], bool(answer.get("tool_calls")))
         if num_closed is None:
             return None
         rest = tail.token_ids[num_closed:]
-        room = rendering.room(turn.model)
-        if room is not None and len(before) + len(rest) >= room:
+        room = tails.rendering.room(turn.model)
+        left = (sys.maxsize if room is None else room) - len(before) - len(rest)
+        if left < 1:
             return None  # the engine has words for this
         is_sure = tail.is_sure(before[: end.num_prompt])
-        return _Following(match.call, before, rest, is_sure, tail.rendered)
+        return _Following(match.call, before, rest, left, is_sure, tail.rendered)
 
     def _parent(self, token_ids: "array[int]", match: _Match) -> int | None:
         """Return the longest call whose ids a rendered prompt begins with."""
@@ -206,13 +207,10 @@ def _num_closed(tail: Tail, end: End, last: int, has_calls: bool) -> int | None:
     return 1 if closing[:1] == [last] else 0
 
 
-def _joined(turn: Turn, followed: _Following, rendering: Rendering) -> Prompt:
-    token_ids = followed.before.tolist() + followed.rest
+def _joined(turn: Turn, followed: _Following) -> Prompt:
     sampling = _sampling(turn, followed.rendered)
-    room = rendering.room(turn.model)
-    if room is not None:
-        sampling["max_tokens"] = min(sampling["max_tokens"], room - len(token_ids))
-    return Prompt(token_ids, followed.call, None, sampling, None)
+    sampling["max_tokens"] = min(sampling["max_tokens"], followed.left)
+    return Prompt(followed.before.tolist() + followed.rest, followed.call, None, sampling, None)
 
 
 def _sampling(turn: Turn, rendered: Json) -> Json:

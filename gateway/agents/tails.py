@@ -5,6 +5,9 @@ has one, a user's message, and an answer that ends with a mark. The ids after th
 form, but under a template that moves text or looks further back: `Tails.after` and `Tail.is_sure` tell these.
 """
 
+import asyncio
+import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -19,6 +22,8 @@ _SYSTEM, _USER = "wibyuk", "qavxoz"
 _MARKS = "jecnumdip", "hoglarfet"
 _NEXT = "zotkevbis.", "fyrnaxel"  # what follows a text is joined to its last character by some tokenizers
 _ROLES_AT_FRONT = "system", "developer"
+_MAX_FORMS = 64
+_KEPT_S = 600.0  # an engine may come back with another template
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,21 +47,23 @@ class Tail:
 @dataclass(frozen=True, slots=True)
 class _Form:
     """How a template renders a stub. `head` are the ids to the end of the user's message, `mark` those of the mark,
-    `tail` those after it."""
+    `tail` those after it, `openings` those that open an answer, by the role of the message before."""
 
     head: list[int]
     mark: list[int]
     tail: list[int]
+    openings: dict[str, list[int]]
 
 
 class Tails:
-    """The tails of the turns of one session. Forms are learned once for all turns with the same settings."""
+    """The tails of turns. Forms are learned once for all turns with the same settings, of whichever session."""
 
-    def __init__(self) -> None:
-        self._forms: dict[tuple[bytes, str, bool], _Form | None] = {}
-        self._openings: dict[tuple[bytes, str, str], list[int]] = {}  # by the role of the last message
+    def __init__(self, rendering: Rendering) -> None:
+        self.rendering = rendering
+        self._forms: dict[tuple[bytes, str, bool], tuple[float, _Form | None]] = {}
+        self._learning = asyncio.Lock()
 
-    async def after(self, num_messages: int, turn: Turn, settings: bytes, rendering: Rendering) -> Tail | None:
+    async def after(self, num_messages: int, turn: Turn, settings: bytes) -> Tail | None:
         """Return the tail of a turn after the answer that ends its first messages.
 
         None where the template refuses the stub, leaves text of it out, or changes what stands before the answer when
@@ -64,11 +71,8 @@ class Tails:
         """
         answer, new = turn.messages[num_messages - 1], turn.messages[num_messages:]
         front = turn.messages[0]["role"] if turn.messages[0]["role"] in _ROLES_AT_FRONT else ""
-        stub = _Stub(turn, front, answer.get("tool_calls") or [], rendering)
-        key = settings, front, bool(stub.calls)
-        if key not in self._forms:
-            self._forms[key] = await self._learned(stub, settings)
-        form = self._forms[key]
+        stub = _Stub(turn, front, answer.get("tool_calls") or [], self.rendering)
+        form = await self._form(stub, settings)
         rendered = form and await stub.rendered(_MARKS[0], new)
         if not form or not rendered or not _is_begin(form.head, rendered["token_ids"]):
             return None
@@ -77,36 +81,53 @@ class Tails:
             return None
         token_ids = rendered["token_ids"][begin + len(form.mark) :]
         before = turn.messages[num_messages - 2]["role"] if num_messages > 1 else ""
-        opening, opening_before = (
-            self._openings.get((settings, front, role), []) for role in (new[-1]["role"], before)
-        )
+        opening, opening_before = (self._opening(settings, front, role) for role in (new[-1]["role"], before))
         return Tail(token_ids, _num_equal(token_ids, form.tail), opening, opening_before, rendered)
 
-    async def _learned(self, stub: "_Stub", settings: bytes) -> _Form | None:
-        users: list[list[Json]] = [[{"role": "user", "content": text}] for text in _NEXT]
-        results = [
-            [{"role": "tool", "tool_call_id": call["id"], "content": text} for call in stub.calls] for text in _NEXT
-        ]
-        asked = await stub.rendered()
-        plain = await replace(stub, calls=[]).rendered(_MARKS[0], users[0])
-        if not asked or not plain:
+    async def _form(self, stub: "_Stub", settings: bytes) -> _Form | None:
+        key = settings, stub.front, bool(stub.calls)
+        async with self._learning:  # sessions that begin at once learn it once
+            learned_at, form = self._forms.get(key, (-math.inf, None))
+            if learned_at + _KEPT_S < time.monotonic():
+                form = await _learned(stub)
+                self._forms.pop(key, None)
+                self._forms[key] = time.monotonic(), form
+                while len(self._forms) > _MAX_FORMS:
+                    self._forms.pop(next(iter(self._forms)))
+        return form
+
+    def _opening(self, settings: bytes, front: str, role: str) -> list[int]:
+        """Return the ids that open an answer to a message of this role; none where they are not known."""
+        for has_calls in (True, False):
+            _, form = self._forms.get((settings, front, has_calls), (0.0, None))
+            if form and role in form.openings:
+                return form.openings[role]
+        return []
+
+
+async def _learned(stub: "_Stub") -> _Form | None:
+    users: list[list[Json]] = [[{"role": "user", "content": text}] for text in _NEXT]
+    results = [[{"role": "tool", "tool_call_id": call["id"], "content": text} for call in stub.calls] for text in _NEXT]
+    asked = await stub.rendered()
+    plain = await replace(stub, calls=[]).rendered(_MARKS[0], users[0])
+    if not asked or not plain:
+        return None
+    bare, one = asked["token_ids"], plain["token_ids"]
+    openings = {"user": _common_end(bare, one)}
+    if stub.calls:
+        called, other_result = [await stub.rendered(_MARKS[0], result) for result in results]
+        if not called or not other_result:
             return None
-        bare, one = asked["token_ids"], plain["token_ids"]
-        opening = _common_end(bare, one)
-        self._openings[settings, stub.front, "user"] = opening
-        if stub.calls:
-            called, other_result = [await stub.rendered(_MARKS[0], result) for result in results]
-            if not called or not other_result:
-                return None
-            one = called["token_ids"]
-            self._openings[settings, stub.front, "tool"] = _common_end(one, other_result["token_ids"])
-        marked = await stub.rendered(_MARKS[1], results[0] if stub.calls else users[0])
-        head = bare[: len(bare) - len(opening) + 1]  # with a token after the text, which ends it or follows it
-        if not marked or not opening or not _is_begin(head, one):
-            return None
-        begin, tail = _num_equal(one, marked["token_ids"]), _common_end(one, marked["token_ids"])
-        mark = one[begin : len(one) - len(tail)]
-        return _Form(head, mark, tail) if mark else None
+        one = called["token_ids"]
+        openings["tool"] = _common_end(one, other_result["token_ids"])
+    marked = await stub.rendered(_MARKS[1], results[0] if stub.calls else users[0])
+    # To the token after the user's text, which ends it or opens the answer.
+    head = bare[: len(bare) - len(openings["user"]) + 1]
+    if not marked or not openings["user"] or not _is_begin(head, one):
+        return None
+    begin, tail = _num_equal(one, marked["token_ids"]), _common_end(one, marked["token_ids"])
+    mark = one[begin : len(one) - len(tail)]
+    return _Form(head, mark, tail, openings) if mark else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from engines.engine import Json
 from gateway.agents.history import History, Prompt
 from gateway.agents.session import Session
 from gateway.agents.sessions import Sessions
+from gateway.agents.tails import Tails
 from gateway.agents.turn import Answer, Caller, Turn, chat_request
 from gateway.dialects.chat import Chat
 from gateway.dialects.raw_json import opened
@@ -46,6 +47,7 @@ class Turns:
     chat: Chat
     deliveries: Deliveries
     sessions: Sessions
+    tails: Tails
 
     async def count(self, turn: Turn) -> int:
         """Return the number of tokens of a prompt. Raise `UnknownRoute` where no engine renders it."""
@@ -58,7 +60,7 @@ class Turns:
         """Render a turn. Raise what makes it impossible, before it is generated."""
         session = await self.sessions.entered(caller.client, caller.identity.id) if caller.identity else None
         history = session.history if session else History(lambda _: array("i"))
-        prompt, chat = await history.prompt(turn, self.rendering), chat_request(turn)
+        prompt, chat = await history.prompt(turn, self.tails), chat_request(turn)
         if prompt is None:
             rollout = self.chat.decode(chat, caller.request_id, caller.placement)
             return Prepared(turn, caller, session, rollout, chat)

@@ -10,6 +10,7 @@ from engines import tracing
 from engines.engine import Json
 from engines.model_folder import model_folder
 from gateway.agents.sessions import Sessions
+from gateway.agents.tails import Tails
 from gateway.agents.turns import Turns
 from gateway.config.schema import Config
 from gateway.dialects.chat import Chat
@@ -83,7 +84,9 @@ class GatewayServer:
             Counts(metrics, deliveries),
         )
         self._sessions = Sessions(config.gateway.submissions, self._ledger, metrics)
-        agents = AgentRoutes(Turns(rendering, tokens, chat, deliveries, self._sessions), self._measurement)
+        agents = AgentRoutes(
+            Turns(rendering, tokens, chat, deliveries, self._sessions, Tails(rendering)), self._measurement
+        )
         own = OwnRequests()
         models = ModelRoutes(config.fleet, fleet, weights, any_replica, self._adapters)
         self._dashboard = dashboard = Dashboard(fleet, scheduler, weights, metrics, self.status)

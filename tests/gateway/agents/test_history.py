@@ -12,6 +12,7 @@ import pytest
 
 from engines.errors import EngineRefused
 from gateway.agents.history import End, History, Prompt, end_of
+from gateway.agents.tails import Tails
 from gateway.agents.turn import Turn, chat_request
 from tests.rigs.templated import ROOM, Templated, chat_template, tokenizer
 
@@ -58,12 +59,13 @@ class Session:
     def __init__(self, family: str = "qwen3") -> None:
         template = chat_template(family)
         self.rendering = Templated.of(template, tokenizer(template))
+        self.tails = Tails(self.rendering)
         self.ids: dict[int, array[int]] = {}
         self.history = History(lambda call: self.ids[call])
         self.ended: list[tuple[int, bytes, End]] = []
 
     async def prompt(self, turn: Turn) -> Prompt:
-        prompt = await self.history.prompt(turn, self.rendering)
+        prompt = await self.history.prompt(turn, self.tails)
         assert prompt is not None
         if prompt.parent is not None:
             before = self.ids[prompt.parent].tolist()
@@ -379,4 +381,4 @@ async def test_a_model_that_no_engine_renders_has_no_prompt(session: Session) ->
 
     silent = Silent.of(session.rendering.template, session.rendering.tokens)
     for turn in (first_turn(), goes_on(first_turn(), message)):
-        assert await session.history.prompt(turn, silent) is None
+        assert await session.history.prompt(turn, Tails(silent)) is None

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from gateway.agents.history import History, Prompt, end_of
+from gateway.agents.tails import Tails
 from gateway.agents.turn import Turn, chat_request
 from tests.rigs.templated import Templated, chat_template, tokenizer
 
@@ -61,7 +62,7 @@ class Told:
         """Return the text after the sampled ids, or the reason why the turn is a root."""
         self.history.add(0, self.history.digest(turn, answer), self.end)
         following = Turn(model="m", messages=[*turn.messages, answer, *new], tools=turn.tools)
-        prompt = await self.history.prompt(following, self.rendering)
+        prompt = await self.history.prompt(following, Tails(self.rendering))
         assert prompt is not None
         if prompt.parent is None:
             assert self.rendering.decoded(prompt.token_ids) == self.rendering.text(chat_request(following))
@@ -74,7 +75,7 @@ class Told:
 
 async def told(template: str, sampled: str, turn: Turn, answer: Json, *new: Json) -> str:
     rendering = Templated.of(template, tokenizer(template, "<s>"))
-    before = await History(lambda call: array("i")).prompt(turn, rendering)
+    before = await History(lambda call: array("i")).prompt(turn, Tails(rendering))
     assert before is not None
     return await Told(rendering, before, sampled).after(turn, answer, *new)
 

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from engines.errors import EngineRefused
 from gateway.agents.history import History, end_of
+from gateway.agents.tails import Tails
 from gateway.agents.turn import Turn
 from gateway.dialects.rendering import DERENDER, RENDER
 from tests.gateway.agents.test_history import (
@@ -111,10 +112,10 @@ async def test_new_messages_follow_the_sampled_ids(
     engine = replace(real, url=real.replicas[0].url)
     rendering = OfEngine(nothing, nothing, 0.0, template=QWEN3, tokens=words(), engine=engine)
     ids: list[array[int]] = []
-    history = History(lambda number: ids[number])
+    history, tails = History(lambda number: ids[number]), Tails(rendering)
     turn = Turn(model=str(model), messages=[SYSTEM, USER], tools=TOOLS)
     for number in range(3):
-        prompt = await history.prompt(turn, rendering)
+        prompt = await history.prompt(turn, tails)
         assert prompt is not None
         if number:
             assert (prompt.parent, prompt.token_ids[: len(ids[-1])]) == (number - 1, ids[-1].tolist())

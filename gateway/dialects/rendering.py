@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engines.engine import Json
-from engines.errors import DeadlineExceeded, EngineError
+from engines.errors import DeadlineExceeded, EngineError, UnknownModel
 from gateway.dialects.own_fields import common_room
+from gateway.fleet.adapters import Adapter
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.placement.any_replica import AnyReplica
 from gateway.fleet.replica import Replica
@@ -37,7 +38,7 @@ class Rendering:
     async def render(self, chat: Json) -> Json | None:
         """Return the `token_ids`, `sampling_params` and `features` of a chat request; None where no engine of its model
         has both routes. Raise the engine's refusal."""
-        model, _ = self.fleet.asked(chat.get("model") or None)
+        model, _ = self._asked(chat.get("model") or None)
         if not self.renders(chat):  # perhaps none has joined yet
             await self.fleet.serves_within(model, self.longest_wait_s)
         if not self.renders(chat):
@@ -89,11 +90,21 @@ class Rendering:
 
     def room(self, name: str | None) -> int | None:
         """Return the most tokens of a prompt with its answer; None where no replica tells."""
-        return common_room(self.fleet, self.fleet.asked(name)[0])
+        return common_room(self.fleet, self._asked(name)[0])
+
+    def _asked(self, name: str | None) -> tuple[str, Adapter | None]:
+        """The model and the adapter of this name. What uses an adapter goes on where it is unloaded, and engines of the
+        policy hold it so long."""
+        try:
+            return self.fleet.asked(name)
+        except UnknownModel:
+            if name is None or not self.fleet.adapters.was_loaded(name):
+                raise
+            return self.fleet.models.first, None
 
     def replicas(self, name: str | None) -> list[Replica]:
         """Return the replicas of a model or of an adapter."""
-        model, adapter = self.fleet.asked(name)
+        model, adapter = self._asked(name)
         ours = (replica for replica in self.fleet.alive if replica.info.model == model)
         return [replica for replica in ours if adapter is None or replica.holds(adapter)]
 
@@ -105,7 +116,7 @@ class Rendering:
     async def _ask(self, path: str, chat: Json, body: Json) -> Json:
         """The answer of a replica, which they give in an update too. Where all fail and none serves it waits for one,
         as a rollout does."""
-        model, _ = self.fleet.asked(chat.get("model") or None)
+        model, _ = self._asked(chat.get("model") or None)
         try:
             return await self.any_replica.ask(self._able(chat), "POST", path, body, _ASK_TIMEOUT_S)
         except (EngineError, DeadlineExceeded):

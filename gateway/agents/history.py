@@ -7,7 +7,6 @@ messages as the template renders them. Where the tail is not sure, the whole tur
 if it begins with all ids of an earlier call, and else it is the root of a new tree, with a reason. Nothing is guessed.
 """
 
-import sys
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -87,14 +86,16 @@ class _Match:
 
 @dataclass(frozen=True, slots=True)
 class _Following:
-    """A turn as the ids of the call before it, and the rest of a tail. The context leaves so many tokens, `left`."""
+    """A turn as the ids of the call before it, and the rest of a tail."""
 
     call: int
     before: "array[int]"
     rest: list[int]
-    left: int
     is_sure: bool
-    rendered: Json
+    sampling: Json
+
+    def prompt(self) -> Prompt:
+        return Prompt(self.before.tolist() + self.rest, self.call, None, self.sampling, None)
 
 
 class History:
@@ -123,12 +124,12 @@ class History:
         match = self._match(turn, settings)
         followed = await self._followed(turn, match, settings, tails)
         if followed and followed.is_sure:
-            return _joined(turn, followed)
+            return followed.prompt()
         rendered = await tails.rendering.render(chat_request(turn))
         if rendered is None:
             return None
         if followed and _ends_with(rendered["token_ids"], followed.rest):
-            return _joined(turn, followed)
+            return followed.prompt()
         token_ids = rendered["token_ids"]
         parent = self._parent(array("i", token_ids), match)
         reason = None if parent is not None else match.root_reason or self._unfollowed(match)
@@ -165,12 +166,15 @@ class History:
         if num_closed is None:
             return None
         rest = tail.token_ids[num_closed:]
-        room = tails.rendering.room(turn.model)
-        left = (sys.maxsize if room is None else room) - len(before) - len(rest)
-        if left < 1:
-            return None  # the engine has words for this
-        is_sure = tail.is_sure(before[: end.num_prompt])
-        return _Following(match.call, before, rest, left, is_sure, tail.rendered)
+        sampling = _sampling(turn, tail.rendered)
+        if (room := tails.rendering.room(turn.model)) is not None:
+            left = room - len(before) - len(rest)
+            if left < 1:
+                return None  # the engine has words for this
+            if sampling["max_tokens"] >= room - len(tail.rendered["token_ids"]):  # what the stub leaves
+                sampling["max_tokens"] = turn.max_tokens or _MAX_TOKENS
+            sampling["max_tokens"] = min(sampling["max_tokens"], left)
+        return _Following(match.call, before, rest, tail.is_sure(before[: end.num_prompt]), sampling)
 
     def _parent(self, token_ids: "array[int]", match: _Match) -> int | None:
         """Return the longest call whose ids a rendered prompt begins with."""
@@ -205,12 +209,6 @@ def _num_closed(tail: Tail, end: End, last: int, has_calls: bool) -> int | None:
     if has_calls:
         return None
     return 1 if closing[:1] == [last] else 0
-
-
-def _joined(turn: Turn, followed: _Following) -> Prompt:
-    sampling = _sampling(turn, followed.rendered)
-    sampling["max_tokens"] = min(sampling["max_tokens"], followed.left)
-    return Prompt(followed.before.tolist() + followed.rest, followed.call, None, sampling, None)
 
 
 def _sampling(turn: Turn, rendered: Json) -> Json:

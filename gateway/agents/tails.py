@@ -6,7 +6,6 @@ form, but under a template that moves text or looks further back: `Tails.after` 
 """
 
 import asyncio
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +22,7 @@ _MARKS = "jecnumdip", "hoglarfet"
 _NEXT = "zotkevbis.", "fyrnaxel"  # what follows a text is joined to its last character by some tokenizers
 _ROLES_AT_FRONT = "system", "developer"
 _MAX_FORMS = 64
-_KEPT_S = 600.0  # an engine may come back with another template
+_KEPT_S = 60.0  # some templates name the day, and an engine may come back with another template
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,15 +85,18 @@ class Tails:
 
     async def _form(self, stub: "_Stub", settings: bytes) -> _Form | None:
         key = settings, stub.front, bool(stub.calls)
-        async with self._learning:  # sessions that begin at once learn it once
-            learned_at, form = self._forms.get(key, (-math.inf, None))
-            if learned_at + _KEPT_S < time.monotonic():
-                form = await _learned(stub)
-                self._forms.pop(key, None)
-                self._forms[key] = time.monotonic(), form
-                while len(self._forms) > _MAX_FORMS:
-                    self._forms.pop(next(iter(self._forms)))
-        return form
+        if not self._is_fresh(key):
+            async with self._learning:  # sessions that begin at once learn it once
+                if not self._is_fresh(key):
+                    form = await _learned(stub)
+                    self._forms.pop(key, None)
+                    self._forms[key] = time.monotonic(), form
+                    while len(self._forms) > _MAX_FORMS:
+                        self._forms.pop(next(iter(self._forms)))
+        return self._forms[key][1]
+
+    def _is_fresh(self, key: tuple[bytes, str, bool]) -> bool:
+        return key in self._forms and time.monotonic() < self._forms[key][0] + _KEPT_S
 
     def _opening(self, settings: bytes, front: str, role: str) -> list[int]:
         """Return the ids that open an answer to a message of this role; none where they are not known."""

@@ -365,6 +365,26 @@ async def test_a_limit_that_the_client_leaves_out_is_what_the_context_leaves(ses
     assert asked.sampling["max_tokens"] == 50
 
 
+async def test_a_limit_of_the_client_holds_where_the_stub_is_longer_than_the_prompt(session: Session) -> None:
+    class Small(Templated):
+        def room(self, name: str | None) -> int | None:
+            return 400
+
+        async def render(self, chat: Json) -> Json | None:
+            rendered = await super().render(chat)
+            assert rendered is not None
+            left = 400 - len(rendered["token_ids"])
+            return rendered | {"sampling_params": {"max_tokens": min(left, chat["max_tokens"])}}
+
+    session.tails = Tails(Small.of(session.rendering.template, session.rendering.tokens))
+    turn = first_turn(max_tokens=50, tools=[])
+    message = await session.answered(turn, f"Yes.{END}")
+    long = following(turn, message, user("a1" * 100))
+    prompt = await session.prompt(long)
+    assert prompt.parent == 0
+    assert prompt.sampling["max_tokens"] == min(50, 400 - len(prompt.token_ids))
+
+
 async def test_a_prompt_over_the_context_is_refused_by_the_engine(session: Session) -> None:
     turn = first_turn()
     message = await session.answered(turn, f"{'a1' * 10_000}{END}")

@@ -224,6 +224,21 @@ async def test_an_answer_that_no_engine_parses_keeps_its_tokens(rig: Rig, monkey
     assert call["error"]["message"] == "the parser failed"
 
 
+async def test_an_answer_is_parsed_by_a_later_engine_where_all_died_after_it_was_made(start_rig: StartRig) -> None:
+    rig = await start_rig(1)
+    rig.replicas[0].inject(held="/derender")
+    asking = asyncio.create_task(answered(rig, "one", turn(ASKED)))
+    async with asyncio.timeout(20):
+        while not rig.replicas[0].num_held:
+            await asyncio.sleep(0.02)
+    await rig.replicas[0].kill()
+    later = await rig.add_replica("engine-0")
+    assert (await asking)[0] == 200
+    _, [call] = await record(rig, "one")
+    assert (call["state"], call["mask"], len(call["token_ids"])) == ("ended", None, 6)
+    assert later.generated_tokens == 0
+
+
 async def test_a_call_that_fails_is_recorded_with_its_error(start_rig: StartRig) -> None:
     rig = await start_rig(1, gateway={"max_attempts": 1})
     for replica in rig.replicas:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from pydantic import SecretStr
 
-from gateway.http.guard.keys import Keys
+from gateway.http.guard.keys import Keys, SessionKey
 
 
 class Clock:
@@ -56,3 +56,15 @@ def test_a_file_without_keys_leaves_the_keys_before(tmp_path: Path, spoil: Calla
     clock.now = 2.0
     assert found.name_of("new")
     assert not found.name_of("old")
+
+
+def test_a_sessions_key_is_known_by_the_key_that_signed_it(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("first\nsecond\n")
+    found = keys(Clock(), "written", f"file:{tmp_path}/keys")
+    for signer in ("written", "second"):
+        signed = SessionKey.read(str(SessionKey.signed("a-session_1", signer)))
+        assert signed is not None
+        assert (signed.session, found.signer_of(signed)) == ("a-session_1", signer)
+        assert found.signer_of(signed._replace(session="another")) is None
+    assert found.signer_of(SessionKey.signed("a", "third")) is None
+    assert SessionKey.read("written") is None

@@ -126,7 +126,7 @@ async def _session(
         trial.lost.append(f"{name}: {error}")
     trial.retried += agent.retried
     await sessions.freeze(name, draw.random(), wait_s=5.0)
-    records = await _records(http, name)
+    records = await records_of(http, name)
     judge(SimModel.of(_SIM), name, records, agent.answered, trial.verdict)
     session = await sessions.read(name)
     counts, rows = counts_of(session), trajectories_of(session)
@@ -139,7 +139,7 @@ async def _session(
     await sessions.ack(name)
 
 
-async def _records(http: aiohttp.ClientSession, name: str) -> list[Json]:
+async def records_of(http: aiohttp.ClientSession, name: str) -> list[Json]:
     """Return the lines of a session's record, also where the gateway is away for a while."""
     headers = {"Authorization": f"Bearer {_KEY}", "Accept": "application/x-ndjson"}
     async with asyncio.timeout(_UP_S):

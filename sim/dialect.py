@@ -168,6 +168,8 @@ def rendered(body: ChatBody, max_model_len: int) -> Json:
     """Return a conversation as token ids and sampling parameters for /inference/v1/generate."""
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     room = max_model_len - len(body.prompt)
+    if room < 1:
+        raise _too_long(len(body.prompt), max_model_len)
     sampling = body.model_dump(include=set(_RENDERED)) | {"max_tokens": room if asked is None else min(room, asked)}
     if body.temperature is None:
         del sampling["temperature"]
@@ -175,6 +177,16 @@ def rendered(body: ChatBody, max_model_len: int) -> Json:
     sampling |= {"stop": list(body.stop_strings)} | ({"logprobs": body.top_logprobs} if body.logprobs else {})
     envelope = {"request_id": f"chatcmpl-{body.request_id}", "model": body.model, "features": None}
     return envelope | {"token_ids": body.prompt, "sampling_params": sampling}
+
+
+def _too_long(length: int, longest: int) -> InvalidRequest:
+    """Return vLLM's refusal, by whose words agents know that they have to compact."""
+    message = (
+        f"This model's maximum context length is {longest} tokens. However, your prompt contains {length} "
+        "input tokens, which exceeds this limit even without any output tokens. "
+        "Please reduce the length of the input prompt."
+    )
+    return InvalidRequest(message, param="input_tokens")
 
 
 def derendered(body: DerenderBody, model_name: str) -> Json:
@@ -376,12 +388,7 @@ class Answer(ABC):
         if not all(map(is_token, prompt)):
             raise InvalidRequest(f"Token id {max(prompt)} is out of vocabulary")
         if len(prompt) > longest:
-            message = (
-                f"This model's maximum context length is {longest} tokens. However, your prompt contains {len(prompt)} "
-                "input tokens, which exceeds this limit even without any output tokens. "
-                "Please reduce the length of the input prompt."
-            )
-            raise InvalidRequest(message, param="input_tokens")
+            raise _too_long(len(prompt), longest)
         return longest - len(prompt)
 
     def _draw(self, prompt_number: int, sample: int) -> int:

@@ -101,7 +101,7 @@ class Agent:
     async def ask(self, said: list[Said], tools: tuple[str, ...]) -> Said:
         """Return the answer, asked for until it comes, as the official clients do."""
         is_greedy = self.draw.random() < 0.5
-        streams = self.dialect == "messages" and self.draw.random() < 0.5
+        streams = self.dialect == "responses" and self.draw.random() < 0.5
         body = _BODIES[self.dialect](said, tools, self.draw)
         body |= {"model": "sim", "temperature": 0 if is_greedy else 1, "stream": streams}
         body["max_output_tokens" if self.dialect == "responses" else "max_tokens"] = self.max_tokens
@@ -121,7 +121,7 @@ class Agent:
                 async with asyncio.timeout(leaves_s or _CALL_S):
                     async with self.http.post(url, data=content, headers=headers) as response:
                         if response.status == 200:
-                            return await (_whole(response) if streams else response.json())
+                            return await (_completed(response) if streams else response.json())
                         reason = f"{response.status} {(await response.read())[:300]!r}"
                         if response.status not in _RETRIED and response.status < 500:
                             raise Gone(reason)
@@ -136,27 +136,13 @@ class Agent:
             await asyncio.sleep(_RETRY_S)
 
 
-async def _whole(response: aiohttp.ClientResponse) -> Json:
-    """Join a stream of Messages. Raise `aiohttp.ClientPayloadError` where it breaks off or tells of an error."""
-    blocks: list[Json] = []
+async def _completed(response: aiohttp.ClientResponse) -> Json:
+    """Return the answer at the end of a stream. Raise `aiohttp.ClientPayloadError` where there is none."""
     async for line in response.content:
-        if not line.startswith(b"data: "):
-            continue
-        event = orjson.loads(line[6:])
-        match event["type"]:
-            case "content_block_start":
-                blocks.append({**event["content_block"], "json": ""})
-            case "content_block_delta":
-                delta = event["delta"]
-                blocks[-1]["text"] = blocks[-1].get("text", "") + delta.get("text", "")
-                blocks[-1]["json"] += delta.get("partial_json", "")
-            case "message_stop":
-                for block in blocks:
-                    if block["type"] == "tool_use":
-                        block["input"] = json.loads(block["json"])
-                return {"content": blocks}
-            case "error":
-                raise aiohttp.ClientPayloadError(str(event["error"]))
+        if line.startswith(b'data: {"type":"response.') and b'"output"' in line:
+            event = orjson.loads(line[6:])
+            if event["type"] in ("response.completed", "response.incomplete"):
+                return dict(event["response"])
     raise aiohttp.ClientPayloadError("the stream broke off")
 
 

@@ -1,7 +1,7 @@
 """A judge of sessions: agents work while engines and the gateway are killed, and each recorded token is computed again.
 
     python -m loadtests.sessions.judge [--tokens 1000000] [--agents 24] [--replicas 3] [--update-every 10]
-                                       [--kill-every 30] [--kill-gateway-every 120] [--json out.json]
+                                       [--kill-every 30] [--kill-gateway-every 120]
 
 It shares no code with the gateway: `agents.py` speaks plain HTTP, `oracle.py` knows prompts and versions alone. Only
 the rows are read by the trainer's client, whose counts are compared. The exit status is 1 if anything differs, or if
@@ -15,6 +15,7 @@ import random
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ import orjson
 from engines.config import SimConfig
 from loadtests.chaos.faults import CallFailed, Trainer
 from loadtests.chaos.processes.process_fleet import ProcessFleet, fleet_config, healthy_within, running
+from loadtests.chaos.rollouts.fleets import Newest
 from loadtests.sessions.agents import Agent, Gone
 from loadtests.sessions.oracle import Json, Verdict, judge
 from sim.model import SimModel
@@ -39,22 +41,12 @@ _LEAST = 0.999
 
 
 @dataclass
-class Newest:
-    """The newest version that the trainer has committed."""
-
-    version: int = 0
-
-
-@dataclass
 class Trial:
     """One run. `lost` are sessions whose agents gave up."""
 
     tokens: int
     verdict: Verdict = field(default_factory=Verdict)
-    updates: int = 0
-    updates_refused: int = 0
-    kills: int = 0
-    gateway_kills: int = 0
+    faults: Counter[str] = field(default_factory=Counter)
     retried: int = 0
     lost: list[str] = field(default_factory=list)
     made: float = 0.0
@@ -99,7 +91,6 @@ async def tried(args: argparse.Namespace) -> Trial:
                 asyncio.create_task(_updates(trainer, trial, args.update_every)),
                 asyncio.create_task(_kills(fleet, trial, args.kill_every)),
                 asyncio.create_task(_gateway_kills(fleet, trial, args.kill_gateway_every)),
-                asyncio.create_task(_reports(trial)),
             ]
             try:
                 await asyncio.gather(*workers)
@@ -135,7 +126,7 @@ async def _session(
         trial.lost.append(f"{name}: {error}")
     trial.retried += agent.retried
     await sessions.freeze(name, draw.random(), wait_s=5.0)
-    records = await _records(http, name)
+    records = await records_of(http, name)
     judge(SimModel.of(_SIM), name, records, agent.answered, trial.verdict)
     session = await sessions.read(name)
     counts, rows = counts_of(session), trajectories_of(session)
@@ -148,7 +139,7 @@ async def _session(
     await sessions.ack(name)
 
 
-async def _records(http: aiohttp.ClientSession, name: str) -> list[Json]:
+async def records_of(http: aiohttp.ClientSession, name: str) -> list[Json]:
     """Return the lines of a session's record, also where the gateway is away for a while."""
     headers = {"Authorization": f"Bearer {_KEY}", "Accept": "application/x-ndjson"}
     async with asyncio.timeout(_UP_S):
@@ -166,9 +157,9 @@ async def _updates(trainer: Trainer, trial: Trial, every_s: float) -> None:
         await asyncio.sleep(every_s)
         try:
             await trainer.push()
-            trial.updates += 1
+            trial.faults["updates"] += 1
         except CallFailed as error:
-            trial.updates_refused += 1
+            trial.faults["updates refused"] += 1
             print(f"update refused: {error}", flush=True)
 
 
@@ -177,21 +168,15 @@ async def _kills(fleet: ProcessFleet, trial: Trial, every_s: float) -> None:
         await asyncio.sleep(every_s)
         await fleet.complete()
         with suppress(aiohttp.ClientError):
-            await fleet.kill(trial.kills % fleet.size)
-            trial.kills += 1
+            await fleet.kill(trial.faults["engines killed"] % fleet.size)
+            trial.faults["engines killed"] += 1
 
 
 async def _gateway_kills(fleet: ProcessFleet, trial: Trial, every_s: float) -> None:
     while every_s:
         await asyncio.sleep(every_s)
         fleet.kill_gateway()
-        trial.gateway_kills += 1
-
-
-async def _reports(trial: Trial) -> None:
-    while True:
-        await asyncio.sleep(20.0)
-        print(f"{trial.verdict.tokens} tokens, {dict(trial.verdict.differences)}, lost {len(trial.lost)}", flush=True)
+        trial.faults["gateways killed"] += 1
 
 
 def rows_of(trial: Trial) -> list[tuple[str, str]]:
@@ -204,10 +189,8 @@ def rows_of(trial: Trial) -> list[tuple[str, str]]:
         ("tokens in trainable rows", f"{verdict.trainable} ({trial.delivered:.4%})"),
         ("masked, by reason", str(dict(verdict.masked))),
         ("roots, by reason", str(dict(verdict.roots))),
-        ("updates (refused)", f"{trial.updates} ({trial.updates_refused})"),
-        ("engines killed, gateways killed", f"{trial.kills}, {trial.gateway_kills}"),
-        ("requests made again by agents", str(trial.retried)),
-        ("sessions given up", str(len(trial.lost))),
+        ("faults", str(dict(trial.faults))),
+        ("requests made again, sessions given up", f"{trial.retried}, {len(trial.lost)}"),
         ("seconds", f"{trial.seconds:.0f}"),
     ]
 
@@ -220,15 +203,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, seconds in (("update", 10.0), ("kill", 30.0), ("kill-gateway", 120.0)):
         parser.add_argument(f"--{name}-every", type=float, default=seconds, metavar="SECONDS", help="0 for never")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
     args = parser.parse_args(argv)
     trial = asyncio.run(tried(args))
     for name, value in rows_of(trial):
-        print(f"{name:<36} {value}")
+        print(f"{name:<40} {value}")
     for line in (*trial.verdict.examples, *trial.lost[:5]):
         print(line)
-    if args.json:
-        args.json.write_bytes(orjson.dumps(dict(rows_of(trial)), option=orjson.OPT_INDENT_2))
     return 0 if trial.is_right else 1
 
 

@@ -4,6 +4,7 @@ import asyncio
 import re
 import time
 from collections import defaultdict
+from contextlib import suppress
 from multiprocessing.connection import Connection
 
 import aiohttp
@@ -37,10 +38,11 @@ class TimedEngine:
         async with self._client.request(request.method, url, data=content, headers=headers) as answer:
             given = {name: value for name, value in answer.headers.items() if name not in _LEFT_OUT}
             response = web.StreamResponse(status=answer.status, headers=given)
-            await response.prepare(request)
-            async for block in answer.content.iter_any():
-                await response.write(block)
-            await response.write_eof()
+            with suppress(ConnectionError):  # where the gateway has left
+                await response.prepare(request)
+                async for block in answer.content.iter_any():
+                    await response.write(block)
+                await response.write_eof()
         self._note(content, time.perf_counter() - began)
         return response
 

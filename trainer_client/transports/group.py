@@ -186,8 +186,10 @@ class GroupTransport:
         except BaseException as error:
             first = failed[:1]
             channel.close(f"{type(error).__name__}: {error}")
-            if first and isinstance(error, Exception) and not isinstance(first[0], WeightUpdateFailed):
-                raise first[0] from error  # the trainer's own
+            if first and isinstance(error, Exception):
+                if not isinstance(first[0], WeightUpdateFailed):
+                    raise first[0] from error  # the trainer's own
+                error.add_note(f"The trainer: {first[0]}")
             thread.join(_LEAVE_S)
             raise
         if failed:

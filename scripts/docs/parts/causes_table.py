@@ -1,4 +1,4 @@
-"""The table of docs/troubleshooting.md, from `engines/process/causes.toml`: what a failed start says, and its remedy."""
+"""The table of docs/troubleshooting.md, from `engines/process/causes.toml`: what failed starts say, and remedies."""
 
 import re
 from collections.abc import Iterator

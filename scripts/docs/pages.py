@@ -1,7 +1,7 @@
 """Markdown, taken apart: prose, links, headings, inline code and blocks of commands.
 
-Pages are README.md, SECURITY.md, CONTRIBUTING.md and docs/. The heads of modules, scripts and configurations have commands
-too.
+Pages are README.md, SECURITY.md, CONTRIBUTING.md and docs/. The heads of modules, scripts and configurations have
+commands too.
 """
 
 import ast

@@ -49,7 +49,7 @@ LINES = {
     "trainer_client": 4232,
     "sim": 2137,
     "tuning": 5500,
-    "loadtests": 8118,
+    "loadtests": 7627,
 }
 """The most lines of Python of each package, without those of a room named by itself. A change raises none."""
 ATTRIBUTES = {

@@ -23,7 +23,7 @@ from engines.process.port import free_port
 from engines.types import PauseMode
 from gateway.api import error_body
 from tests.rigs.rig import MAX_MODEL_LEN, Rig, StartRig
-from trainer_client import Outcome, Progress, Rollout, RolloutClient, SamplingParams, WeightSpan
+from trainer_client import Outcome, Rollout, RolloutClient, SamplingParams, WeightSpan
 from trainer_client.client import KEY_VARIABLE, URL_VARIABLE
 
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
@@ -101,13 +101,7 @@ async def test_every_completion_is_told_once_whoever_asks(client: RolloutClient)
     seen = Counter([(completion.prompt_index, completion.sample_index) async for completion in batch])
     assert seen == {(prompt, sample): 1 for prompt in range(60) for sample in range(2)}
     assert [rollout.prompt_index for rollout in await batch.gather()] == list(range(60))
-
-
-async def test_progress_is_told_after_each_prompt(client: RolloutClient) -> None:
-    told: list[Progress] = []
-    await client.generate(PROMPTS, TOKENS, on_progress=told.append).gather()
-    assert [(progress.delivered, progress.tokens) for progress in told] == [(1, 16), (2, 32), (3, 48)]
-    assert {progress.num_prompts for progress in told} == {3}
+    assert (batch.progress.delivered, batch.progress.tokens) == (60, 60 * 2 * 8)
 
 
 async def test_no_more_prompts_are_asked_for_than_max_in_flight(start_rig: StartRig) -> None:

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -67,11 +68,6 @@ class Findings:
             self.examples.append(f"{found}: {request.what}: {request.content[:_SHOWN]!r}")
 
 
-@dataclass(slots=True)
-class _Constant:
-    version: int = 0
-
-
 async def fuzzed(seed: int, count: int) -> Findings:
     """Run `count` bad requests beside bystanders on a fleet of its own."""
     with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
@@ -85,7 +81,7 @@ async def fuzzed(seed: int, count: int) -> Findings:
 
 
 async def _run(fleet: ProcessFleet, requests: Sequence[BadRequest]) -> Findings:
-    bystanders = Callers(fleet.url, SIM, _Constant(), tokens=48, bound_s=_BOUND_S, key=INFERENCE_KEY)
+    bystanders = Callers(fleet.url, SIM, SimpleNamespace(version=0), tokens=48, bound_s=_BOUND_S, key=INFERENCE_KEY)
     findings, left = Findings(), iter(requests)
     try:
         bystanders.start(1)

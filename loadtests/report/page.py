@@ -14,7 +14,6 @@ from loadtests.report.thresholds import Verdict
 MEASURES = {
     "makespan_s": "Makespan of a batch, s",
     "tail_ratio": "Tail: makespan / mean completion",
-    "batch_speed": "Tokens/s of a batch",
     "session_s": "Session of an agent, s",
     "first_turn_s": "First turn, s",
     "later_turn_s": "Later turn, s",

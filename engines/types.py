@@ -122,7 +122,7 @@ class ReplicaInfo:
 
     @property
     def takes_packed(self) -> bool:
-        """True if it joins vLLM's kind of transfer group. SGLang does with our plugin."""
+        """True if it joins a trainer's transfer group. SGLang does with our plugin."""
         return self.dialect is Dialect.VLLM or (self.dialect is Dialect.SGLANG and (self.has_tee or self.fetches))
 
     @property

@@ -30,8 +30,6 @@ _WEIGHT_ROUTES = frozenset(
         "/weight_info",
     }
 )
-# vLLM's names of the weight routes that SGLang has.
-_SGLANG_WEIGHT_ROUTES = frozenset({"/init_weight_transfer_engine", "/update_weights", "/finish_weight_update"})
 # Fields that the gateway adds for vLLM; other servers refuse or ignore them.
 _VLLM_FIELDS = ("cache_salt", "return_token_ids")
 
@@ -243,8 +241,8 @@ async def _ask_sglang(probe: SglangEngine) -> _Found | None:
         return None
     parallel = info["vllm_config"]["parallel_config"]
     routes = frozenset(openapi["paths"])
-    # SGLang takes distributed updates only with one copy of the model.
-    takes_weights = routes >= _SGLANG_WEIGHT_ROUTES and parallel["data_parallel_size"] == 1
+    # SGLang numbers the workers of one copy of the model alone.
+    takes_weights = "/finish_weight_update" in routes and parallel["data_parallel_size"] == 1
     world_size = parallel["world_size"] if takes_weights else 0
     return _Found(Dialect.SGLANG, routes, version["version"], world_size, takes_weights and await _has_plugin(probe))
 

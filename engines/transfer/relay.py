@@ -67,7 +67,7 @@ class GlooReceiver:
         if not init_info.get("packed", True):
             raise InvalidRequest(
                 "over gloo the relay receives only packed chunks, as from TRL's client and WeightSender: set packed to "
-                "true, or weights.relay to never if the engines receive tensor by tensor",
+                "true",
                 param="packed",
             )
         address, port = init_info["master_address"], init_info["master_port"]

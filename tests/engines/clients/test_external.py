@@ -92,7 +92,6 @@ async def test_a_server_without_openapi_is_tried_route_by_route(start_server: St
 
 def sglang_routes(dp_size: int = 1) -> list[web.RouteDef]:
     paths = ["/generate", "/health", "/model_info", "/pause_generation", "/server_info", "/update_weight_version"]
-    paths += ["/init_weights_update_group", "/update_weights_from_distributed"]
 
     async def openapi(_: web.Request) -> web.Response:
         return web.json_response({"paths": {path: {} for path in paths}})

@@ -51,11 +51,6 @@ LACKS = (
         "its completions tell no weight versions; the gateway makes spans of what it knows of updates",
     ),
     Lack(
-        "spans",
-        lambda subject: subject.kind is EngineKind.SGLANG and _numbers(subject.info.engine_version) < (0, 5, 23),
-        "this version tells the weights of the last token alone; the gateway makes spans of what it knows of updates",
-    ),
-    Lack(
         "weight_version",
         _vllm_without("/weight_info"),
         "this version has no /weight_info; the gateway loads it again when it finds it",

@@ -250,7 +250,7 @@ async def _ask_sglang(probe: SglangEngine) -> _Found | None:
 async def _has_plugin(probe: SglangEngine) -> bool:
     """Return True if the server's workers run our plugin."""
     try:
-        return await probe.find_plugin((), _PROBE_TIMEOUT_S)
+        return (await probe.prepare_updates((), "", (), _PROBE_TIMEOUT_S)).has_tee
     except (EngineError, DeadlineExceeded):
         return False
 

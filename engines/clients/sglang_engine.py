@@ -31,9 +31,9 @@ group, and loads versions of the store. It does so only without data parallelism
 import asyncio
 import contextlib
 import re
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
-from dataclasses import asdict
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -53,7 +53,7 @@ from engines.clients.sglang_dialect import (
     world_size,
 )
 from engines.clients.vllm_engine import label_of
-from engines.engine import Json, Peer
+from engines.engine import Json, Peer, Preparation
 from engines.errors import DeadlineExceeded, EngineRefused, InvalidRequest
 from engines.transfer.worker_calls import call_text
 from engines.types import PauseMode, TensorMeta
@@ -103,7 +103,6 @@ class SglangEngine(EngineWithWorkers):
         self, replica_id: str, url: str, api_key: str = "", *, has_tee: bool = False, peer: Peer | None = None
     ) -> None:
         super().__init__(replica_id, url, api_key, has_tee=has_tee, peer=peer)
-        self._obstacle = ""
         self._vocab_size: int | None = None
         self._served_name = ""
         self._adapters: set[str] = set()
@@ -188,21 +187,17 @@ class SglangEngine(EngineWithWorkers):
         if drops_receipt:
             await self.drop_receipt(timeout_s)
 
-    async def find_plugin(self, tensors: tuple[TensorMeta, ...], timeout_s: float) -> bool:
-        """Return True if our plugin runs in the server's workers and can update their model.
-
-        It plans loads of `tensors`, so that the first update takes no longer than the next.
-        """
+    async def prepare_updates(
+        self, tensors: Sequence[TensorMeta], config: str, tied: Sequence[Sequence[str]], timeout_s: float
+    ) -> Preparation:
+        """As of any engine. It finds out whether our plugin runs in the workers, and can update their model."""
+        self._has_tee = True
         try:
-            found = await self._on_workers("plan_updates", {"tensors": [*map(asdict, tensors)]}, timeout_s)
+            found = await super().prepare_updates(tensors, config, tied, timeout_s)
         except EngineRefused:  # SGLang without the plugin knows no such action
-            return False
-        self._obstacle = next(filter(None, found), "")
-        self._has_tee = not self._obstacle
-        return self._has_tee
-
-    async def plan_updates(self, timeout_s: float) -> str:
-        return self._obstacle
+            found = Preparation()
+        self._has_tee = found.has_tee and not found.obstacle
+        return replace(found, has_tee=self._has_tee)
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool, timeout_s: float) -> None:
         if mode is PauseMode.WAIT:

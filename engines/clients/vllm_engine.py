@@ -79,10 +79,6 @@ class VllmEngine(EngineWithWorkers):
                 await self.ask("POST", "/finish_weight_update", {}, timeout_s)
         await self._label("", timeout_s)
 
-    async def plan_updates(self, timeout_s: float) -> str:
-        workers = await self._on_workers("plan_updates", {}, timeout_s) if self._has_tee else []
-        return next((worker["obstacle"] for worker in workers if worker.get("obstacle")), "")
-
     async def pause(self, mode: PauseMode, *, clear_cache: bool, timeout_s: float) -> None:
         await self.ask("POST", f"/pause?mode={mode}&clear_cache={str(clear_cache).lower()}", None, timeout_s)
 

@@ -3,7 +3,6 @@
 import json
 import logging
 import sys
-from collections.abc import Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -14,14 +13,11 @@ from engines.errors import WeightUpdateFailed
 from engines.inside_sglang.nccl_group import NcclGroup
 from engines.inside_sglang.obstacles import obstacle_in_model, obstacle_to_updates
 from engines.loading.draft import Draft, own_checkpoint
-from engines.loading.planned_load import PlannedLoad, form_of
-from engines.loading.snapshot_reader import pin_memory
+from engines.loading.planned_load import PlannedLoad
 from engines.loading.stage import FolderStage
 from engines.loading.worker import Target, UpdatedWorker, tensors_of
 from engines.transfer.gloo import Receiver, WeightGroup
 from engines.transfer.packing import CHUNK_BYTES
-from engines.transfer.tee import prepare
-from engines.types import TensorMeta
 
 log = logging.getLogger(__name__)
 
@@ -49,17 +45,9 @@ class WeightWorker(UpdatedWorker):
         self._runner = manager.tp_worker.model_runner
         self._receiver = Receiver()
 
-    def plan_updates(self, tensors: Sequence[dict[str, Any]] = ()) -> str:
-        """Prepare for updates of these tensors: the first is then as fast as the next.
-
-        Return why updates are left to SGLang's own routes; "" where they are ours.
-        """
-        if not self.target.obstacle:
-            prepare(self.target.device)
-            if self.target.device.type == "cuda":
-                pin_memory()
-            self.target.plan([form_of(TensorMeta(**{**one, "shape": tuple(one["shape"])})) for one in tensors])
-        return self.target.obstacle
+    def plan_updates(self, *args: Any, **kwargs: Any) -> dict[str, str]:
+        obstacle = self.target.obstacle
+        return {"obstacle": obstacle, "draft": ""} if obstacle else super().plan_updates(*args, **kwargs)
 
     def open_group(
         self,

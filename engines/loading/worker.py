@@ -1,6 +1,6 @@
 """The part of our code in an engine's workers that is the same for vLLM and SGLang. A call reaches all workers."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -14,13 +14,14 @@ from engines.engine import ReceiptCopy
 from engines.errors import WeightUpdateFailed
 from engines.loading.draft import Draft
 from engines.loading.exchange import Exchange
-from engines.loading.planned_load import Form, Load, PlannedLoad, load_in_batches
-from engines.loading.snapshot_reader import read_tensors
+from engines.loading.planned_load import Form, Load, PlannedLoad, form_of, load_in_batches
+from engines.loading.snapshot_reader import pin_memory, read_tensors
 from engines.loading.stage import FolderStage, ReceivedStage, Stage
 from engines.store.peer_store import PeerStore, fetched
 from engines.transfer.packing import NamedTensor
 from engines.transfer.receipts import Receipts
-from engines.transfer.tee import room_on
+from engines.transfer.tee import prepare, room_on
+from engines.types import TensorMeta
 
 _BATCH_BYTES = 512 << 20
 """Batch of a folder that is loaded in place: large enough that loaders run seldom, small enough for a full GPU."""
@@ -105,21 +106,25 @@ class UpdatedWorker:
 
     names = CheckpointNames()
 
-    def know_checkpoint(self, **checkpoint: Any) -> None:
-        """Convert the names of received tensors from now on, with the arguments of `CheckpointNames`.
+    def plan_updates(
+        self, tensors: Sequence[dict[str, Any]] = (), config: str = "", tied: Sequence[Sequence[str]] = ()
+    ) -> dict[str, str]:
+        """Prepare for updates of the checkpoint's tensors, with the arguments of `CheckpointNames`: the first update
+        takes no longer than the next. What takes seconds is made now: at the start no rollout waits for it.
 
-        What takes seconds is made now: at the start no rollout and no update waits for it.
+        Return why updates are left to the engine's own reload, and `Draft.describe`.
         """
-        self.names = checkpoint_names(**checkpoint)
+        self.names = checkpoint_names([one["name"] for one in tensors], config, tied)
         self.names.prepare()
+        prepare(self.target.device)
+        if self.target.device.type == "cuda":
+            pin_memory()
+        self.target.plan([form_of(TensorMeta(**{**one, "shape": tuple(one["shape"])})) for one in tensors])
+        return {"obstacle": self.target.obstacle, "draft": self.target.draft.describe()}
 
     def announced_as(self, update_info: dict[str, Any]) -> dict[str, Any]:
         """Return the announcement under the checkpoint's names, or the reason why it is refused."""
         return announced_as(self.names, update_info)
-
-    def describe_draft(self) -> str:
-        """Return `Draft.describe`; "" from an engine that does not decode speculatively."""
-        return self.target.draft.describe()
 
     def room_to_stage(self, num_bytes: int) -> dict[str, bool]:
         """Report whether tensors of so many bytes fit beside the weights, without those that an update has left."""

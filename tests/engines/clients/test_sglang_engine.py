@@ -8,7 +8,7 @@ import pytest
 from aiohttp import web
 
 from engines.clients.sglang_engine import SglangEngine
-from engines.engine import ReceiptCopy
+from engines.engine import Preparation, ReceiptCopy
 from engines.errors import DeadlineExceeded, EngineError, EngineFailed, EngineRefused
 from engines.transfer.worker_calls import call_of
 from engines.types import PauseMode, TensorMeta
@@ -510,25 +510,32 @@ async def test_broadcasts_of_single_tensors_are_refused_before_anybody_waits(
     assert server.asked == []
 
 
+def planned(*obstacles: str) -> list[Json]:
+    """Answers of workers to the preparation of updates."""
+    return [{"obstacle": obstacle, "draft": "ngram, without weights"} for obstacle in obstacles]
+
+
 async def test_the_plugin_is_found_by_its_answer_and_not_used_where_it_cannot_update(
     engine: SglangEngine, server: FakeSglang
 ) -> None:
     tensors = (TensorMeta(name="w", dtype="bfloat16", shape=(2, 3)),)
-    assert not await engine.find_plugin(tensors, TIMEOUT_S)
-    server.workers = {"plan_updates": ["", "enable_lora: elsewhere"]}
-    assert not await engine.find_plugin(tensors, TIMEOUT_S)
-    assert await engine.plan_updates(TIMEOUT_S) == "enable_lora: elsewhere"
-    server.workers = {"plan_updates": ["", ""]}
-    assert await engine.find_plugin(tensors, TIMEOUT_S)
-    assert await engine.plan_updates(TIMEOUT_S) == ""
-    assert server.called()[-1] == ("plan_updates", {"tensors": [{"name": "w", "dtype": "bfloat16", "shape": [2, 3]}]})
+    told = {"tensors": [{"name": "w", "dtype": "bfloat16", "shape": [2, 3]}], "config": "{}", "tied": []}
+    for answers, has_tee, obstacle, draft in (
+        (None, False, "", ""),
+        (planned("", "enable_lora: elsewhere"), False, "enable_lora: elsewhere", "ngram, without weights"),
+        (planned("", ""), True, "", "ngram, without weights"),
+    ):
+        server.workers = None if answers is None else {"plan_updates": answers}
+        found = await engine.prepare_updates(tensors, "{}", (), TIMEOUT_S)
+        assert found == Preparation(has_tee=has_tee, obstacle=obstacle, draft=draft)
+        assert server.called()[-1] == ("plan_updates", told)
 
 
 async def test_with_the_plugin_workers_join_receive_and_report_digests(
     engine: SglangEngine, server: FakeSglang
 ) -> None:
-    server.workers = {"plan_updates": ["", ""], "close_receipt": [{"w": "1"}, {"w": "1"}]}
-    await engine.find_plugin((), TIMEOUT_S)
+    server.workers = {"plan_updates": planned("", ""), "close_receipt": [{"w": "1"}, {"w": "1"}]}
+    await engine.prepare_updates((), "", (), TIMEOUT_S)
     server.asked.clear()
     await engine.open_weight_group(
         GROUP | {"packed": True, "packed_buffer_size_bytes": 9, "packed_num_buffers": 4}, TIMEOUT_S
@@ -577,8 +584,8 @@ async def test_with_the_plugin_workers_join_receive_and_report_digests(
 async def test_a_version_is_loaded_by_the_plugin_or_else_by_sglang_whatever_it_was_started_with(
     engine: SglangEngine, server: FakeSglang, loaded: bool
 ) -> None:
-    server.workers = {"plan_updates": [""], "load_snapshot": [loaded], "prepare_snapshot": [True]}
-    await engine.find_plugin((), TIMEOUT_S)
+    server.workers = {"plan_updates": planned(""), "load_snapshot": [loaded], "prepare_snapshot": [True]}
+    await engine.prepare_updates((), "", (), TIMEOUT_S)
     await engine.prepare_snapshot("/store/v3", 3, TIMEOUT_S)
     await engine.load_snapshot("/store/v3", 3, TIMEOUT_S)
     loads = [body for path, body in server.asked if path == "/update_weights_from_disk"]

@@ -166,7 +166,7 @@ def test_what_it_cannot_update_is_refused_with_the_reason(
     manager = manager_of(model)
     vars(manager.tp_worker.model_runner.server_args).update(settings)
     own = WeightWorker(manager)
-    assert reason in own.plan_updates([])
+    assert reason in own.plan_updates([])["obstacle"]
     with pytest.raises(WeightUpdateFailed, match=reason):
         own.open_group("127.0.0.1", 1, 1, 2, TIMEOUT_S)
     assert not own.load_snapshot(str(tmp_path), 1), "SGLang's own route loads it"
@@ -188,7 +188,7 @@ def test_an_update_beside_a_draft_of_its_own_checkpoint_leaves_the_draft(model: 
     assert own.load_snapshot(str(tmp_path), 1)
     assert (model.both == 1).all()
     assert (draft.both == 0).all()
-    assert own.describe_draft().startswith("standalone, frozen: its checkpoint is its own (/other)")
+    assert own.target.draft.describe().startswith("standalone, frozen: its checkpoint is its own (/other)")
 
 
 def test_layers_of_the_targets_checkpoint_that_guess_tokens_are_updated_with_it(model: Model, tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ def test_layers_of_the_targets_checkpoint_that_guess_tokens_are_updated_with_it(
     assert own.load_snapshot(str(tmp_path), 1)
     assert (model.both == 1).all()
     assert (draft.both == 1).all()
-    assert own.describe_draft() == "eagle, updated where the trainer sends its tensors"
+    assert own.target.draft.describe() == "eagle, updated where the trainer sends its tensors"
 
 
 def test_a_method_that_was_not_checked_is_refused(model: Model) -> None:
@@ -222,7 +222,7 @@ def test_answers_and_errors_are_those_of_all_workers(model: Model, monkeypatch: 
     structs.CheckWeightsReqOutput = reply
     monkeypatch.setitem(sys.modules, structs.__name__, structs)
     monkeypatch.setattr(worker, "_workers", [])
-    others: list[dict[str, Any]] = [{"answer": "sideways"}]
+    others: list[dict[str, Any]] = [{"answer": {"obstacle": "sideways", "draft": ""}}]
     monkeypatch.setattr(worker, "_gathered", lambda own, group: [own, *others])
     manager = manager_of(model)
     manager.tp_cpu_group = None
@@ -230,7 +230,7 @@ def test_answers_and_errors_are_those_of_all_workers(model: Model, monkeypatch: 
     monkeypatch.setattr(sys, "setswitchinterval", intervals.append)
     told = worker.answer(manager, "plan_updates", {})
     assert intervals == [1e-4], "SGLang's idle scheduler spins"
-    assert (told.success, json.loads(told.message)) == (True, ["", "sideways"])
+    assert (told.success, [one["obstacle"] for one in json.loads(told.message)]) == (True, ["", "sideways"])
     others[:] = [{"error": "RuntimeError: no memory"}]
     told = worker.answer(manager, "load_snapshot", {"path": "/nowhere", "version": 1})
     assert not told.success

@@ -65,7 +65,7 @@ def test_tokens_are_the_targets_after_an_update_beside_speculation(method: str, 
         client.close_communicator()
         assert says() == second_says
         later = counted()
-        described = on_engine(url, lambda engine: engine.describe_draft(TIMEOUT_S))
+        described = on_engine(url, lambda engine: engine.prepare_updates((), "", (), TIMEOUT_S)).draft
         assert described.startswith("ngram, without weights" if method == "ngram" else "draft_model, frozen: ")
         if method == "draft_model":
             assert described.endswith("/draft): no update has its tensors")

@@ -178,9 +178,6 @@ class EngineConfig(Section):
     """Further command-line arguments of the engine, by the engine's names."""
     log_dir: str = DEFAULT_LOG_DIR
     """Folder of the engine logs, one file per start. The default folder keeps the last 200; another is yours."""
-    profiling: bool = False
-    """True to let `POST /profile` record the engine: torch's profiler, and Python's of the simulated engine.
-    Costs nothing until then but for its start."""
     start_timeout_s: float = Field(900.0, gt=0)
     """Limit on an engine's start."""
     drain_timeout_s: float = Field(600.0, ge=0)
@@ -272,10 +269,6 @@ class EngineConfig(Section):
     def log_folder(self) -> Path:
         """`log_dir` on this machine."""
         return Path(self.log_dir).expanduser()
-
-    def profile_folder(self, port: int) -> Path:
-        """Folder of the profiles of the engine that listens on `port`."""
-        return self.log_folder.absolute() / "profiles" / str(port)
 
     @property
     def num_adapters(self) -> int:

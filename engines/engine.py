@@ -232,13 +232,5 @@ class Engine(ABC):
         """Return the loaded adapters: paths by name."""
 
     @abstractmethod
-    async def start_profile(self, folder: str, timeout_s: float) -> None:
-        """Start the engine's profiler, which writes into `folder`: that of `ReplicaInfo.profiles`."""
-
-    @abstractmethod
-    async def stop_profile(self, timeout_s: float) -> None:
-        """Stop the engine's profiler; returns when its files are written."""
-
-    @abstractmethod
     async def metrics(self, timeout_s: float) -> str:
         """Return the engine's Prometheus page."""

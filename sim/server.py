@@ -8,7 +8,6 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, TypeVar
 
 import orjson
@@ -44,7 +43,6 @@ from sim.dialect import (
 from sim.faults import FaultInjector
 from sim.metrics import SchedulerMetrics
 from sim.model import SimModel, detokenize, tokenize, version_name
-from sim.profiler import Profiler
 from sim.scheduler import GRAPH_SEQS, MAX_NUM_BATCHED_TOKENS, SimScheduler
 from sim.weights import WeightSession
 from sim.worker import SimWorker
@@ -109,10 +107,6 @@ class UnloadAdapterBody(BaseModel):
     lora_name: str
 
 
-class ProfileBody(BaseModel):
-    output_dir: Path
-
-
 class SimServer:
     """The routes of one simulated engine."""
 
@@ -151,7 +145,6 @@ class SimServer:
         self.worker = SimWorker(model_name, sim.tensors, sim.stage_bytes)
         self.injector = FaultInjector()
         self.scheduler.is_wedged = lambda: self.injector.faults.stops_tokens
-        self.profiler = Profiler()
         self._weights = WeightSession(sim.tensors, world_size, self.worker)
         self._registry = CollectorRegistry()
         self._registry.register(SchedulerMetrics(self.scheduler, model_name, sim.kv_tokens))
@@ -197,8 +190,6 @@ class SimServer:
                 web.post("/update_weight_version", self.update_weight_version),
                 web.post("/collective_rpc", self.collective_rpc),
                 web.get("/weight_info", self.weight_info),
-                web.post("/start_profile", self.start_profile),
-                web.post("/stop_profile", self.stop_profile),
             ]
         )
         return app
@@ -253,14 +244,6 @@ class SimServer:
         body = await _body(request, UnloadAdapterBody)
         self.adapters.unload(body.lora_name)
         return web.Response(text=f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
-
-    async def start_profile(self, request: web.Request) -> web.Response:
-        self.profiler.start((await _body(request, ProfileBody)).output_dir)
-        return web.Response()
-
-    async def stop_profile(self, _: web.Request) -> web.Response:
-        self.profiler.stop()
-        return web.Response()
 
     async def health(self, _: web.Request) -> web.Response:
         return web.Response(status=200 if self._generation and not self._generation.done() else 503)

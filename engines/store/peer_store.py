@@ -26,7 +26,7 @@ from urllib.parse import quote, urlsplit
 from engines.checkpoint import file_states, is_file_name
 from engines.errors import DeadlineExceeded, InvalidRequest, StoreFailed
 from engines.store.draft import DELTA
-from engines.store.files import check_place, check_room, disk_errors, sync, try_lock
+from engines.store.files import check_room, disk_errors, sync, try_lock
 from engines.store.manifest import MANIFEST, Manifest, check_bytes
 from engines.store.successor import Successor
 
@@ -35,7 +35,6 @@ VERSIONS_PATH = "/v1/weight_store/versions"
 _CONNECTIONS = 4
 _PIECE_BYTES = 1 << 20
 _SILENCE_S = 15.0
-_ASK_S = 60.0
 _TRIES = 5  # without a byte in between
 _RETRY_S = 0.2
 _LOCK = ".fetching"
@@ -124,7 +123,7 @@ class PeerStore:
         connection = self.connect()
         try:
             with self.get(connection, path) as answer:
-                return json.loads(_content(answer, time.monotonic() + _ASK_S))
+                return json.loads(answer.read())
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise StoreFailed(f"{self._url}{path} cannot be read: {error!r}") from error
         finally:
@@ -313,7 +312,6 @@ def fetched(path: Path, peer: PeerStore, version: int, timeout_s: float) -> Path
     """
     with disk_errors(path):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        check_place(path.parent)
         if _is_own(path):
             return path
     fetch = _Fetch(peer, version, path, time.monotonic() + timeout_s)
@@ -367,16 +365,6 @@ def _beside(file: _File) -> str:
 
 def _size(path: Path) -> int:
     return path.stat().st_size if path.is_file() else -1
-
-
-def _content(answer: http.client.HTTPResponse, deadline: float) -> bytes:
-    """Return an answer's body. Raise `TimeoutError` where it has not come by the deadline."""
-    content = bytearray()
-    while piece := answer.read1(_PIECE_BYTES):
-        content += piece
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"the answer did not end within {_ASK_S:g} s")
-    return bytes(content)
 
 
 def _reason(content: bytes) -> str:

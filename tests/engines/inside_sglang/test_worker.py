@@ -201,10 +201,6 @@ def test_layers_of_the_targets_checkpoint_that_guess_tokens_are_updated_with_it(
     assert own.target.draft.describe() == "eagle, updated where the trainer sends its tensors"
 
 
-def test_a_method_that_was_not_checked_is_refused(model: Model) -> None:
-    assert "DSPARK" in WeightWorker(speculating(model, "DSPARK", Model())).target.obstacle
-
-
 def test_a_model_with_derived_tensors_is_refused(model: Model) -> None:
     deriving: Any = Model()
     deriving.post_load_weights = lambda: None
@@ -253,25 +249,6 @@ def test_a_wipe_overwrites_the_kv_of_all_pools_and_no_table(own: WeightWorker) -
     assert tables.all()
 
 
-def test_a_wipe_forgets_what_the_weights_made_of_images(own: WeightWorker, monkeypatch: pytest.MonkeyPatch) -> None:
-    encodings = {7: "of refused weights"}
-    monkeypatch.setitem(sys.modules, "sglang.srt.managers.mm_schedule", SimpleNamespace(embedding_cache=encodings))
-    own._runner.token_to_kv_pool = SimpleNamespace(k_buffer=[torch.ones(2)])
-    own.wipe_kv()
-    assert not encodings
-
-
-def test_a_wipe_overwrites_the_kv_of_a_draft_too(model: Model) -> None:
-    def pool() -> Any:
-        return SimpleNamespace(k_buffer=[torch.full((2, 3), float("nan"))], v_buffer=None)
-
-    manager = speculating(model, "EAGLE", Model())
-    (_, draft), target = manager.draft_worker.weight_update_runners()[0], manager.tp_worker.model_runner
-    target.token_to_kv_pool, draft.token_to_kv_pool = pool(), pool()
-    WeightWorker(manager).wipe_kv()
-    assert not any(runner.token_to_kv_pool.k_buffer[0].any() for runner in (target, draft))
-
-
 def test_a_dropped_update_leaves_its_trainer(own: WeightWorker, model: Model, trainer: Trainer) -> None:
     own.open_receipt()
     own.stage_weights(info("up", "down"), TIMEOUT_S)
@@ -279,3 +256,11 @@ def test_a_dropped_update_leaves_its_trainer(own: WeightWorker, model: Model, tr
     with pytest.raises(WeightUpdateFailed, match="the update was dropped"):
         list(map(trainer.group.broadcast, [torch.zeros(48, dtype=torch.uint8)] * 2))
     assert not model.both.any()
+
+
+def test_a_wipe_forgets_what_the_weights_made_of_images(own: WeightWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+    encodings = {7: "of refused weights"}
+    monkeypatch.setitem(sys.modules, "sglang.srt.managers.mm_schedule", SimpleNamespace(embedding_cache=encodings))
+    own._runner.token_to_kv_pool = SimpleNamespace(k_buffer=[torch.ones(2)])
+    own.wipe_kv()
+    assert not encodings

@@ -72,11 +72,6 @@ def test_an_init_that_gloo_cannot_serve_is_refused(changes: dict[str, Any], mess
         engine.init_transfer_engine(engine.parse_init_info(init_info(1, **changes)))
 
 
-def test_ranks_are_unique_over_data_parallel_groups() -> None:
-    ranks = [played_engine(rank, dp, world_size=2)._rank(1) for dp in range(2) for rank in range(2)]
-    assert ranks == [1, 2, 3, 4]
-
-
 def test_registering_twice_is_safe_and_imports_no_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     registered = type(played_engine())
     factory = pytest.importorskip("vllm.distributed.weight_transfer.factory").WeightTransferEngineFactory
@@ -87,13 +82,6 @@ def test_registering_twice_is_safe_and_imports_no_backend(monkeypatch: pytest.Mo
         register()
         assert "engines.inside_vllm.gloo_receiver" not in sys.modules
     assert factory._registry["gloo"]() is registered
-
-
-def test_vllm_finds_the_plugin() -> None:
-    from importlib.metadata import entry_points
-
-    found = {entry.name: entry.load() for entry in entry_points(group="vllm.general_plugins")}
-    assert found["rollout_gateway"] is register
 
 
 def test_a_tied_head_alone_is_packed_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,3 +144,8 @@ def test_a_real_engine_with_a_tied_head_serves_new_weights_and_survives_a_bad_up
         client.reset_prefix_cache()
         assert greedy_token_ids(url, prompts, task.MAX_ANSWER_TOKENS) == expected
         client.close_communicator()
+
+
+def test_ranks_are_unique_over_data_parallel_groups() -> None:
+    ranks = [played_engine(rank, dp, world_size=2)._rank(1) for dp in range(2) for rank in range(2)]
+    assert ranks == [1, 2, 3, 4]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engines.inside_vllm.spans import StreamSpans, report_spans
+from engines.inside_vllm.spans import report_spans
 
 MIXED = [("1", 0, 3), ("2", 3, 8)]
 WHOLE = [("1", 0, 8)]
@@ -103,20 +103,6 @@ async def test_a_chat_tells_too(serving: Any) -> None:
     assert told(response.choices) == [TOLD, TOLD_WHOLE]
 
 
-@pytest.mark.parametrize("event", ["data: [DONE]\n\n", ": ping\n\n", 'data: {"error": {"message": "x"}}\n\n'])
-def test_other_events_are_passed_on(event: str) -> None:
-    spans = StreamSpans()
-    spans.note([output(0, MIXED)])
-    assert spans.added_to(event).strip() == event.strip()
-
-
-def test_what_has_no_tokens_and_what_has_no_label_has_no_spans() -> None:
-    spans = StreamSpans()
-    spans.note([output(0, []), output(1, None)])
-    event = 'data: {"choices": [{"index": 0}, {"index": 1}]}\n\n'
-    assert spans.added_to(event) == event
-
-
 async def test_a_stream_reports_a_version_with_its_first_token_and_at_the_end(serving: Any) -> None:
     parts = ([("1", 0, 1)], [("1", 0, 5)], [("1", 0, 6), ("2", 6, 9)], [("1", 0, 6), ("2", 6, 12)])
     results = [(0, result(output(0, part, None))) for part in parts] + [(0, result(output(0, [*parts[3]])))]
@@ -127,14 +113,6 @@ async def test_a_stream_reports_a_version_with_its_first_token_and_at_the_end(se
     assert [spans and [(one["version"], one["start"], one["end"]) for one in spans] for spans in reported] == [
         parts[0], None, parts[2], None, parts[3],
     ]  # fmt: skip
-
-
-def test_a_chat_whose_first_output_is_its_last_reports_its_spans_in_both_of_its_events() -> None:
-    spans = StreamSpans()
-    spans.note([output(0, WHOLE)])
-    events = [{"choices": [{"index": 0, "finish_reason": reason}]} for reason in (None, "length")]
-    told_in = [json.loads(spans.added_to(f"data: {json.dumps(event)}\n\n").removeprefix("data: ")) for event in events]
-    assert [event["choices"][0]["weight_versions"] for event in told_in] == [TOLD_WHOLE, TOLD_WHOLE]
 
 
 async def test_a_streamed_chat_tells_too(serving: Any) -> None:

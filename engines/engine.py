@@ -43,7 +43,7 @@ class Preparation:
 
     has_tee: True if our code there receives them.
     obstacle: why an update is a slower reload by the engine itself; "" if it is loaded in place, or unknown.
-    draft: `loading.draft.Draft.describe`; "" without a draft, or unknown.
+    draft: method of its speculative decoding, and what updates do to its weights; "" without, or unknown.
     """
 
     has_tee: bool = False

@@ -9,11 +9,10 @@ from typing import Any
 from engines.inside_vllm.base_layers import base_layers, loader_of
 from engines.inside_vllm.gloo_receiver import rebuild_tied_head
 from engines.inside_vllm.in_place import load_in_place, load_layerwise, obstacle
-from engines.loading.draft import Draft, own_checkpoint
 from engines.loading.planned_load import PlannedLoad
 from engines.loading.snapshot_reader import pin_memory, read_tensors
 from engines.loading.stage import FolderStage
-from engines.loading.worker import Target, UpdatedWorker
+from engines.loading.worker import Target, UpdatedWorker, draft_of
 from engines.transfer.gloo import until_listening
 from engines.transfer.packing import unpack_quickly
 from engines.transfer.tee import prepare
@@ -136,14 +135,9 @@ def _base_layers(worker: Any) -> AbstractContextManager[None]:
     return base_layers(worker.get_model()) if worker.vllm_config.lora_config is not None else nullcontext()
 
 
-def _draft(worker: Any) -> Draft:
+def _draft(worker: Any) -> str:
     config = worker.vllm_config.speculative_config
-    if config is None:
-        return Draft()
-    if (model := worker.get_draft_model()) is None:
-        return Draft(config.method)
-    checkpoints = config.draft_model_config.model, worker.vllm_config.model_config.model
-    return Draft(config.method, model, worker.get_model(), own_checkpoint(*checkpoints) or obstacle(worker, model))
+    return "" if config is None else draft_of(config.method, worker.get_draft_model(), worker.get_model())
 
 
 def break_group(engine: Any) -> None:

@@ -12,7 +12,6 @@ import torch
 from engines.checkpoint_names import CheckpointNames, announced_as, checkpoint_names
 from engines.engine import ReceiptCopy
 from engines.errors import WeightUpdateFailed
-from engines.loading.draft import Draft
 from engines.loading.exchange import Exchange
 from engines.loading.planned_load import Form, Load, PlannedLoad, form_of, load_in_batches
 from engines.loading.snapshot_reader import pin_memory, read_tensors
@@ -33,37 +32,33 @@ class Target:
 
     weights: the loads of its model.
     obstacle: the reason why weights are not loaded in place, but by the engine's own loader; "" where they are.
+    draft: `draft_of`.
     """
 
     device: torch.device
     weights: PlannedLoad
     obstacle: str
-    draft: Draft
+    draft: str = ""
 
     def plan(self, forms: list[Form]) -> None:
         """Plan loads of these tensors, so that the first update takes no longer than the next."""
         self.begin()
         if not self.obstacle:
             self.weights.plan(forms)
-        self.draft.plan(forms)
 
     def begin(self) -> None:
         """Begin an update of all or some weights."""
         if not self.obstacle:
             self.weights.begin()
-        self.draft.begin()
 
     @property
     def load(self) -> Load:
-        """The loader of an update's tensors. A draft that takes some of them gets them too."""
-        return self.draft.beside(self.weights.load_by_engine if self.obstacle else self.weights.load)
+        """The loader of an update's tensors."""
+        return self.weights.load_by_engine if self.obstacle else self.weights.load
 
     def exchange(self, tensors: list[NamedTensor]) -> Exchange | None:
-        """Return the load of these tensors that keeps the weights before; None where that would not be exact.
-
-        A draft that takes some of them too would have to be taken back with the target.
-        """
-        return None if self.obstacle or self.draft.takes_tensors else self.weights.exchange(tensors)
+        """Return the load of these tensors that keeps the weights before; None where that would not be exact."""
+        return None if self.obstacle else self.weights.exchange(tensors)
 
     @property
     def has_moved(self) -> bool:
@@ -112,7 +107,7 @@ class UpdatedWorker:
         """Prepare for updates of the checkpoint's tensors, with the arguments of `CheckpointNames`: the first update
         takes no longer than the next. What takes seconds is made now: at the start no rollout waits for it.
 
-        Return why updates are left to the engine's own reload, and `Draft.describe`.
+        Return why updates are left to the engine's own reload, and what they do to a draft.
         """
         self.names = checkpoint_names([one["name"] for one in tensors], config, tied)
         self.names.prepare()
@@ -120,7 +115,7 @@ class UpdatedWorker:
         if self.target.device.type == "cuda":
             pin_memory()
         self.target.plan([form_of(TensorMeta(**{**one, "shape": tuple(one["shape"])})) for one in tensors])
-        return {"obstacle": self.target.obstacle, "draft": self.target.draft.describe()}
+        return {"obstacle": self.target.obstacle, "draft": self.target.draft}
 
     def announced_as(self, update_info: dict[str, Any]) -> dict[str, Any]:
         """Return the announcement under the checkpoint's names, or the reason why it is refused."""
@@ -267,6 +262,21 @@ class UpdatedWorker:
             else:
                 exchange.load()
         self.exchange = exchange
+
+
+def draft_of(method: str, draft: Any, target: Any) -> str:
+    """Return the method of a draft, and what updates of the `target` do to its weights. None stands for a draft without
+    weights, such as a look-up of n-grams.
+
+    Tokens are right whatever a draft holds, since the target checks each. Parts that it shares with the target are
+    loaded with it; with old weights in others a draft is right less often, and tokens come slower.
+    """
+    if draft is None:
+        return f"{method}, without weights"
+    shared = {id(parameter) for parameter in target.parameters()}
+    if all(id(parameter) in shared for parameter in draft.parameters()):
+        return f"{method}, whose weights are all the model's"
+    return f"{method}, frozen: no update has its tensors"
 
 
 def tensors_of(held: object) -> Iterator[torch.Tensor]:

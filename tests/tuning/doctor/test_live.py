@@ -156,11 +156,11 @@ def test_a_replica_whose_updates_are_reloads_is_told_with_the_cost() -> None:
 
 
 def test_a_draft_that_stays_behind_the_weights_is_told_with_the_remedy() -> None:
-    frozen = replica("a") | {"draft": "eagle3, frozen: its checkpoint is its own (/eagle): no update has its tensors"}
-    follows = replica("b") | {"draft": "mtp, updated where the trainer sends its tensors"}
+    frozen = replica("a") | {"draft": "eagle3, frozen: no update has its tensors"}
+    follows = replica("b") | {"draft": "eagle, whose weights are all the model's"}
     (first,) = of(page(replicas=[frozen, follows]), "live-draft")
     assert (first.severity, first.key) == (CONSIDER, "a")
-    assert "/eagle" in str(first.value)
+    assert "eagle3" in str(first.value)
     assert "ngram" in first.suggestion
 
 

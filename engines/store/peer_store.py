@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
 
-from engines.checkpoint import file_states, is_file_name
+from engines.checkpoint import is_file_name
 from engines.errors import DeadlineExceeded, InvalidRequest, StoreFailed
 from engines.store.draft import DELTA
 from engines.store.files import check_room, disk_errors, sync, try_lock
@@ -38,10 +38,9 @@ _SILENCE_S = 15.0
 _TRIES = 5  # without a byte in between
 _RETRY_S = 0.2
 _LOCK = ".fetching"
-_FETCHED = ".fetched"  # in folders that a fetch has made: when their bytes were checked, and the states of the files
+_FETCHED = ".fetched"  # in folders that a fetch has made; its time orders the versions
 _IN_REMOVAL = re.compile(r"\..+\.[0-9a-f]{32}\.partial")
 _KEPT = 2
-_STARTED_NS = time.time_ns()
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +73,7 @@ class PeerStore:
     def fetch(self, version: int, target: Path, timeout_s: float) -> Path:
         """Fetch the version into folder `target` and check every tensor's digest. Return the folder.
 
-        A local version stays if its digests are the peer's, since an earlier run may have used the number, and if its
-        bytes are whole, which a process of the machine has to have checked since this one began.
+        A local version stays if its digests are the peer's: an earlier run may have used the number.
 
         Raise `StoreFailed` where the peer lacks the version or is silent, the bytes are damaged, or the disk is full,
         and `DeadlineExceeded` after `timeout_s`. The next fetch of the version reuses the files that had arrived.
@@ -166,7 +164,7 @@ class _Fetch:
         manifest = self._joined(files) or self._whole(files)
         if manifest.version != self._version:
             raise StoreFailed(f"the peer's version {self._version} says that it is {manifest.version}")
-        _note_checked(self._partial)
+        (self._partial / _FETCHED).touch()
         sync(self._partial)
         self._partial.rename(self._target)
         sync(self._target.parent)
@@ -193,14 +191,10 @@ class _Fetch:
         theirs = Manifest.read(self._partial)
         try:
             ours = Manifest.read(self._target)
-            is_same = ours.version == theirs.version and _digests(ours) == _digests(theirs)
-            if not is_same or _is_checked(self._target):
-                return is_same
-            check_bytes(self._target)
-        except (InvalidRequest, StoreFailed, OSError, ValueError):
-            return False  # damaged
-        _note_checked(self._target)
-        return True
+        except StoreFailed:
+            return False
+        (self._target / _FETCHED).touch()
+        return ours.version == theirs.version and _digests(ours) == _digests(theirs)
 
     def _whole(self, files: Sequence[_File]) -> Manifest:
         files = [file for file in files if not file.name.endswith(DELTA)]
@@ -338,21 +332,6 @@ def _remove(folder: Path) -> None:
     gone = folder.with_name(f".{folder.name.strip('.')}.{uuid.uuid4().hex}.partial")
     folder.rename(gone)
     shutil.rmtree(gone, ignore_errors=True)
-
-
-def _note_checked(folder: Path) -> None:
-    """Note the states of a folder's files, whose bytes were just checked. The time of the note orders the versions."""
-    note = {"at_ns": time.time_ns(), "files": file_states(folder)}
-    (folder / _FETCHED).write_text(json.dumps(note), encoding="utf-8")
-
-
-def _is_checked(folder: Path) -> bool:
-    """Return True where a process has checked the files as they are since this one began: each engine has several."""
-    try:
-        note = json.loads((folder / _FETCHED).read_bytes())
-        return bool(note["at_ns"] >= _STARTED_NS) and note["files"] == [list(state) for state in file_states(folder)]
-    except (OSError, ValueError, KeyError, TypeError):
-        return False  # it was written by an earlier release, or cut off
 
 
 def _digests(manifest: Manifest) -> dict[str, str]:

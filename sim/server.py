@@ -82,10 +82,6 @@ class RpcBody(BaseModel):
     kwargs: Json = {}
 
 
-class AbortBody(BaseModel):
-    request_ids: list[str] | None = None
-
-
 class TokenizeBody(BaseModel):
     model: str | None = None
     prompt: str | None = None
@@ -142,7 +138,6 @@ class SimServer:
         self._registry.register(SchedulerMetrics(self.scheduler, model_name, sim.kv_tokens))
         self._started = int(time.time())
         self._next_prompt_number = 0
-        self._num_answers = 0
         self._generation: asyncio.Task[None] | None = None
 
     def app(self) -> web.Application:
@@ -163,7 +158,6 @@ class SimServer:
                 web.get("/health", self.health),
                 web.get("/version", self.version),
                 web.get("/openapi.json", self.openapi),
-                web.get("/load", self.load),
                 web.put("/faults", self.injector.put),
                 web.get("/metrics", self.metrics),
                 web.get("/server_info", self.server_info),
@@ -171,7 +165,6 @@ class SimServer:
                 web.post("/pause", self.pause),
                 web.post("/resume", self.resume),
                 web.get("/is_paused", self.is_paused),
-                web.post("/abort_requests", self.abort_requests),
                 web.post("/reset_prefix_cache", self.reset_prefix_cache),
                 web.post("/reset_encoder_cache", self.reset_encoder_cache),
                 web.post("/init_weight_transfer_engine", self.init_weight_transfer_engine),
@@ -247,9 +240,6 @@ class SimServer:
         paths: Json = {resource.canonical: {} for resource in request.app.router.resources()}
         return _json({"openapi": "3.1.0", "paths": paths})
 
-    async def load(self, _: web.Request) -> web.Response:
-        return _json({"server_load": self._num_answers})
-
     async def metrics(self, _: web.Request) -> web.Response:
         return web.Response(body=generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
@@ -281,13 +271,6 @@ class SimServer:
 
     async def is_paused(self, _: web.Request) -> web.Response:
         return _json({"is_paused": self.scheduler.paused is not None})
-
-    async def abort_requests(self, request: web.Request) -> web.Response:
-        request_ids = (await _body(request, AbortBody)).request_ids
-        in_flight = [*self.scheduler.running, *self.scheduler.waiting]
-        aborted = [sample for sample in in_flight if not request_ids or sample.request_id in request_ids]
-        self.scheduler.abort(aborted)
-        return _json({"status": "aborted", "aborted": len(request_ids or aborted)})
 
     async def reset_prefix_cache(self, request: web.Request) -> web.Response:
         preempt = _flag(request, "reset_running_requests", default=False)
@@ -419,12 +402,10 @@ class SimServer:
     async def _reply(self, request: web.Request, answer: Answer) -> web.StreamResponse:
         answer.fill(self._next_prompt_number)
         self._next_prompt_number += len(answer.prompts)
-        self._num_answers += 1
         self.scheduler.add(answer.samples)
         try:
-            return await (_stream(request, answer, self.injector.events) if answer.body.stream else _whole(answer))
+            return await (_stream(request, answer) if answer.body.stream else _whole(answer))
         finally:
-            self._num_answers -= 1
             self.scheduler.abort(answer.samples)  # a disconnected client leaves unfinished samples
 
 
@@ -434,23 +415,27 @@ async def _whole(answer: Answer) -> web.Response:
     return _json(answer.whole())
 
 
-async def _stream(request: web.Request, answer: Answer, event: Callable[[Json], bytes]) -> web.StreamResponse:
+async def _stream(request: web.Request, answer: Answer) -> web.StreamResponse:
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
     await response.prepare(request)
     cursors = [Cursor(sample) for sample in answer.samples]
     for opening in answer.opening():
-        await response.write(event(opening))
+        await response.write(_event(opening))
     unfinished = len(cursors)
     while unfinished:
         cursor = cursors[(await answer.reports.get()).index]
         had_ended = cursor.ended
         if (chunk := cursor.next_chunk(answer)) is not None:
-            await response.write(event(chunk))
+            await response.write(_event(chunk))
         unfinished -= cursor.ended and not had_ended
     if answer.body.stream_options and answer.body.stream_options.include_usage:
-        await response.write(event(answer.usage_chunk()))
+        await response.write(_event(answer.usage_chunk()))
     await response.write(b"data: [DONE]\n\n")
     return response
+
+
+def _event(chunk: Json) -> bytes:
+    return b"data: " + orjson.dumps(chunk) + b"\n\n"
 
 
 def _json(content: Json, status: int = 200) -> web.Response:

@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from hypothesis import given
+from hypothesis import strategies as st
 
+from engines.clients.sglang_dialect import CompletionReply
 from engines.clients.sglang_engine import SglangEngine
 from engines.engine import Preparation, ReceiptCopy
 from engines.errors import DeadlineExceeded, EngineError, EngineFailed, EngineRefused
@@ -176,15 +179,6 @@ async def test_a_sampling_field_has_sglangs_name(
     assert server.generated["sampling_params"] == {"max_new_tokens": 16, **asked}
 
 
-async def test_a_prompt_is_token_ids_or_text_with_its_salt(engine: SglangEngine, server: FakeSglang) -> None:
-    await generate(engine, cache_salt="v3")
-    assert server.generated["input_ids"] == [1, 2, 3]
-    assert server.generated["extra_key"] == "v3"
-    await generate(engine, prompt="hello", return_token_ids=True)
-    assert server.generated["text"] == "hello"
-    assert server.generated["return_prompt_token_ids"] is True
-
-
 async def test_a_reply_is_in_vllms_form(engine: SglangEngine, server: FakeSglang) -> None:
     reply = await generate(engine, logprobs=1, prompt_logprobs=1, return_token_ids=True)
     (choice,) = reply["choices"]
@@ -222,87 +216,46 @@ async def test_a_reply_is_in_vllms_form(engine: SglangEngine, server: FakeSglang
     assert server.generated["logprob_start_len"] == 0
 
 
-async def test_samples_are_choices(engine: SglangEngine, server: FakeSglang) -> None:
-    stop = {"type": "stop", "matched": "x"}
-    server.answers = [answer([5], finish=stop), answer([6], finish={"type": "stop", "matched": 6}), answer([7, 8])]
-    reply = await generate(engine, n=3)
-    assert [(c["index"], c["finish_reason"], c["stop_reason"]) for c in reply["choices"]] == [
-        (0, "stop", "x"),
-        (1, "stop", None),
-        (2, None, None),
-    ]
-    assert reply["usage"]["completion_tokens"] == 4
-
-
-async def test_a_stream_tells_what_is_new(engine: SglangEngine, server: FakeSglang) -> None:
-    server.answers = [
-        answer([5], "a", index=0),
-        answer([7], "x", index=1),
-        answer([5], "a", index=0),
-        answer([5, 6], "ab", LENGTH, index=0),
-        answer([7, 8, 9], "xyz", LENGTH, index=1),
-    ]
-    chunks = await chunks_of(engine, n=2, logprobs=0, stream_options={"include_usage": True})
-    choices = [chunk["choices"][0] for chunk in chunks[:-1]]
-    assert [(c["index"], c["text"], c["token_ids"]) for c in choices] == [
-        (0, "a", [5]),
-        (1, "x", [7]),
-        (0, "b", [6]),
-        (1, "yz", [8, 9]),
-    ]
-    assert [c["prompt_token_ids"] for c in choices] == [[1, 2, 3], [1, 2, 3], None, None]
-    assert [c["logprobs"]["tokens"] for c in choices][3] == ["token_id:8", "token_id:9"]
-    assert [c["finish_reason"] for c in choices] == [None, None, "length", "length"]
-    assert chunks[-1]["choices"] == []
-    assert chunks[-1]["usage"]["completion_tokens"] == 5
-
-
-async def test_the_prompts_ids_come_with_the_first_chunk_that_is_passed_on(
-    engine: SglangEngine, server: FakeSglang
-) -> None:
-    server.answers = [answer([]), answer([5], "a"), answer([5, 6], "ab", LENGTH)]
-    chunks = await chunks_of(engine, prompt="hello")
-    assert [chunk["choices"][0]["prompt_token_ids"] for chunk in chunks] == [[1, 2, 3], None]
-
-
-async def test_chunks_that_do_not_repeat_their_sample_are_passed_on_as_they_come(
-    engine: SglangEngine, server: FakeSglang
-) -> None:
-    server.answers = [
-        answer([5], "a", index=0),
-        answer([7, 8], "xy", index=1),
-        answer([6], "b", LENGTH, index=0),
-        answer([9], "z", LENGTH, index=1),
-    ]
-    for count, event in zip((1, 2, 2, 3), server.answers, strict=True):
-        event["meta_info"]["completion_tokens"] = count  # these are of the whole sample
-    chunks = await chunks_of(engine, n=2, logprobs=0, stream_options={"include_usage": True})
-    choices = [chunk["choices"][0] for chunk in chunks[:-1]]
-    assert [(c["index"], c["text"], c["token_ids"]) for c in choices] == [
-        (0, "a", [5]),
-        (1, "xy", [7, 8]),
-        (0, "b", [6]),
-        (1, "z", [9]),
-    ]
-    assert [c["prompt_token_ids"] for c in choices] == [[1, 2, 3], [1, 2, 3], None, None]
-    assert [c["logprobs"]["tokens"] for c in choices][1] == ["token_id:7", "token_id:8"]
-    assert [c["finish_reason"] for c in choices] == [None, None, "length", "length"]
-    assert chunks[-1]["usage"]["completion_tokens"] == 5
-
-
 def counted(event: Json, count: int) -> Json:
     """A chunk with new tokens alone: SGLang counts those of the whole sample."""
     event["meta_info"]["completion_tokens"] = count
     return event
 
 
-async def test_ids_that_sglang_adds_after_its_count_come_with_the_next_chunk(
+WORDS = st.lists(st.integers(1, 26), min_size=1, max_size=12)
+
+
+@given(WORDS, st.sets(st.integers(1, 11)), st.booleans(), st.booleans())
+def test_a_stream_has_each_token_once_whatever_its_chunks(
+    ids: list[int], cuts: set[int], repeats: bool, runs_ahead: bool
+) -> None:
+    """SGLang may add to the ids of a chunk that repeats its sample after it has counted them."""
+    text = "".join(chr(96 + token_id) for token_id in ids)
+    reply = CompletionReply({"prompt": "hello", "logprobs": 0, "return_token_ids": True})
+    choices: list[Json] = []
+    begin = 0
+    for end in sorted({cut for cut in cuts if cut < len(ids)} | {len(ids)}):
+        part = slice(0 if repeats else begin, end)
+        event = answer(ids[part], text[part], LENGTH if end == len(ids) else None)
+        if repeats and runs_ahead:
+            event["output_ids"] = ids[: end + 1]
+        chunk = reply.chunk(counted(event, end))
+        choices += chunk["choices"] if chunk else []
+        begin = end
+    assert [token_id for choice in choices for token_id in choice["token_ids"]] == ids
+    assert "".join(choice["text"] for choice in choices) == text
+    assert [name for choice in choices for name in choice["logprobs"]["tokens"]] == [f"token_id:{one}" for one in ids]
+    assert [choice["prompt_token_ids"] for choice in choices] == [[1, 2, 3], *[None] * (len(choices) - 1)]
+    assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + ["length"]
+
+
+async def test_samples_of_a_stream_are_told_apart_and_counted_together(
     engine: SglangEngine, server: FakeSglang
 ) -> None:
-    server.answers = [counted(answer([5, 6], "a"), 1), answer([5, 6], "ab", LENGTH)]
-    choices = [chunk["choices"][0] for chunk in await chunks_of(engine, logprobs=0)]
-    assert [(c["text"], c["token_ids"]) for c in choices] == [("a", [5]), ("b", [6])]
-    assert [c["logprobs"]["tokens"] for c in choices] == [["token_id:5"], ["token_id:6"]]
+    server.answers = [answer([5], "a", LENGTH, index=0), answer([7, 8], "xy", LENGTH, index=1)]
+    *chunks, last = await chunks_of(engine, n=2, stream_options={"include_usage": True})
+    assert [(one["index"], one["token_ids"]) for chunk in chunks for one in chunk["choices"]] == [(0, [5]), (1, [7, 8])]
+    assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 3)
 
 
 @pytest.mark.parametrize(
@@ -474,25 +427,6 @@ async def test_the_routes_of_vllm_are_answered(engine: SglangEngine) -> None:
     assert config["lora_config"] is None
     assert await engine.ask("POST", "/detokenize", {"tokens": [1]}, TIMEOUT_S) == {"prompt": "hi"}
     assert (await engine.weight_label(TIMEOUT_S)).version == 0
-
-
-@pytest.mark.parametrize(
-    ("mode", "clear_cache", "paused_as"),
-    [
-        (PauseMode.ABORT, False, "abort"),
-        (PauseMode.KEEP, False, "in_place"),
-        (PauseMode.KEEP, True, "retract"),
-        (PauseMode.WAIT, True, "in_place"),
-    ],
-)
-async def test_a_pause_has_sglangs_mode(
-    engine: SglangEngine, server: FakeSglang, mode: PauseMode, clear_cache: bool, paused_as: str
-) -> None:
-    await engine.pause(mode, clear_cache=clear_cache, timeout_s=TIMEOUT_S)
-    await engine.resume(TIMEOUT_S)
-    assert ("/pause_generation", {"mode": paused_as}) in server.asked
-    assert ("/flush_cache" in server.paths()) is clear_cache
-    assert server.paths()[-1] == "/continue_generation"
 
 
 async def test_a_waiting_pause_ends_in_time(engine: SglangEngine, server: FakeSglang) -> None:

@@ -276,8 +276,8 @@ def server_info(info: Json) -> Json:
 
 
 def world_size(info: Json) -> int:
-    """Return the ranks of one server in a weight group."""
-    return int(info.get("tp_size", 1)) * int(info.get("pp_size", 1))
+    """Return the ranks of one server in a weight group; 0 of several copies, whose workers have the same numbers."""
+    return int(info.get("tp_size", 1)) * int(info.get("pp_size", 1)) if info.get("dp_size", 1) == 1 else 0
 
 
 def _sampling(body: Json) -> Json:

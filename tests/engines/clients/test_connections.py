@@ -73,13 +73,6 @@ async def get(found: Connections, path: str = "/x") -> tuple[int, bytes]:
 
 
 @pytest.mark.parametrize("answer", [LENGTH, STREAM, TRAILED, CONTINUED], ids=["length", "chunks", "trailer", "100"])
-async def test_an_answer_may_be_cut_at_any_byte(answer: bytes) -> None:
-    for cut in range(1, len(answer)):
-        async with connections(answering(answer, cuts=(cut,))) as found:
-            assert await get(found) == (200, BODY), cut
-
-
-@pytest.mark.parametrize("answer", [LENGTH, STREAM, TRAILED, CONTINUED], ids=["length", "chunks", "trailer", "100"])
 async def test_an_answer_may_come_byte_by_byte_and_the_connection_is_used_again(answer: bytes) -> None:
     async with connections(answering(answer, cuts=tuple(range(1, len(answer))))) as found:
         assert [await get(found) for _ in range(2)] == [(200, BODY)] * 2

@@ -165,24 +165,6 @@ async def test_a_label_that_is_no_text_is_a_failure(serve: Serve, answer: str) -
         await (await serve(answering(answer))).weight_label(TIMEOUT_S)
 
 
-async def test_a_connection_is_used_again_but_not_after_a_5xx(serve: Serve) -> None:
-    clients = []
-
-    async def remember(request: web.Request) -> web.Response:
-        assert request.transport is not None
-        clients.append(request.transport.get_extra_info("peername"))
-        return web.json_response({}, status=500 if request.path == "/broken" else 200)
-
-    engine = await serve(remember)
-    await engine.ask("GET", "/x", None, TIMEOUT_S)
-    with pytest.raises(EngineFailed):
-        await engine.ask("GET", "/broken", None, TIMEOUT_S)
-    await engine.ask("GET", "/x", None, TIMEOUT_S)
-    first, broken, after = clients
-    assert first == broken
-    assert after != broken
-
-
 async def test_a_connection_that_does_not_come_about_is_unreachable(
     connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -84,36 +84,6 @@ def test_registering_twice_is_safe_and_imports_no_backend(monkeypatch: pytest.Mo
     assert factory._registry["gloo"]() is registered
 
 
-def test_a_tied_head_alone_is_packed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Packing takes long, and vLLM has packed what it loaded."""
-    layers = pytest.importorskip("vllm.model_executor.layers.utils")
-    embedding = pytest.importorskip("vllm.model_executor.layers.vocab_parallel_embedding")
-    from engines.inside_vllm import gloo_receiver as vllm_gloo
-
-    def layer(kind: Any, weight: torch.nn.Parameter) -> torch.nn.Module:
-        made: torch.nn.Module = kind.__new__(kind)
-        torch.nn.Module.__init__(made)
-        made.weight, made.cpu_linear = weight, len
-        return made
-
-    def model(head: torch.nn.Parameter) -> torch.nn.Module:
-        layers = {
-            "embed_tokens": layer(embedding.VocabParallelEmbedding, shared),
-            "lm_head": layer(embedding.ParallelLMHead, head),
-        }
-        return torch.nn.ModuleDict(layers)
-
-    shared, own = torch.nn.Parameter(torch.ones(4, 2)), torch.nn.Parameter(torch.ones(4, 2))
-    packed: list[torch.nn.Module] = []
-    monkeypatch.setattr(layers, "dispatch_cpu_unquantized_gemm", lambda one, remove_weight: packed.append(one))
-    monkeypatch.setattr(vllm_gloo, "current_platform", SimpleNamespace(is_cpu=lambda: True))
-    vllm_gloo.rebuild_tied_head(model(own))
-    assert packed == []
-    tied = model(shared)
-    vllm_gloo.rebuild_tied_head(tied)
-    assert packed == [tied.get_submodule("lm_head")]
-
-
 @pytest.mark.vllm
 def test_a_real_engine_with_a_tied_head_serves_new_weights_and_survives_a_bad_update(tmp_path: Path) -> None:
     pytest.importorskip("vllm")

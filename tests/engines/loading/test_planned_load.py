@@ -9,7 +9,7 @@ pytest.importorskip("torch")
 import torch
 from torch.nn import Module, Parameter
 
-from engines.loading.planned_load import PlannedLoad, load_in_batches
+from engines.loading.planned_load import PlannedLoad
 
 Tensors = dict[str, torch.Tensor]
 
@@ -132,14 +132,6 @@ def test_the_first_load_and_the_next_leave_what_loaders_leave(model: PlayedModel
         check_same(content(model), loaded(tensors))
 
 
-def test_while_it_is_planned_nothing_is_overwritten(model: PlayedModel, planned: PlannedLoad) -> None:
-    before = content(model)
-    planned.plan((name, tensor.shape, tensor.dtype) for name, tensor in sent().items())
-    check_same(content(model), before)
-    planned.load(sent().items())
-    assert len(model.calls) == 1
-
-
 @pytest.mark.parametrize(
     "tensors",
     [
@@ -219,14 +211,6 @@ def test_a_parameter_that_lies_elsewhere_is_planned_anew(model: PlayedModel, pla
     tensors = sent()
     planned.load(tensors.items())
     check_same(content(model), loaded(tensors))
-
-
-def test_tensors_that_come_one_by_one_are_loaded_in_batches(model: PlayedModel, planned: PlannedLoad) -> None:
-    tensors = sent()
-    load_in_batches(planned.load, iter(tensors.items()), batch_bytes=100)
-    check_same(content(model), loaded(tensors))
-    assert [name for call in model.calls for name in call] == list(tensors)
-    assert 1 < len(model.calls) < len(tensors)
 
 
 class Stashing(torch.nn.Module):

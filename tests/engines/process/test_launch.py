@@ -256,12 +256,6 @@ def test_a_replica_reserves_what_its_engine_uses_unless_told(
 
 
 @pytest.mark.usefixtures("cuda_build")
-def test_the_configured_environment_wins() -> None:
-    env = command(env={"VLLM_NO_USAGE_STATS": "0", "MINE": "1"}).env
-    assert env == {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "0", "MINE": "1"}
-
-
-@pytest.mark.usefixtures("cuda_build")
 @pytest.mark.parametrize("kind", ["vllm", "sim"])
 def test_seeds_differ_by_index(kind: str) -> None:
     seeds = [flags(command(kind=kind, seed=10, index=index))["seed"] for index in range(3)]

@@ -191,15 +191,6 @@ def test_changes_that_arrive_damaged_are_given_up_for_the_whole(grown: Peer, tmp
     assert check_bytes(here / "v2").version == 2
 
 
-def test_a_base_that_is_damaged_here_is_given_up_for_the_whole(grown: Peer, tmp_path: Path) -> None:
-    here, store = tmp_path / "here", PeerStore(grown.url)
-    store.fetch(2, here / "v2", TIMEOUT_S)
-    file = here / "v2" / check_bytes(here / "v2").tensors["w"].file
-    file.write_bytes(file.read_bytes()[:-1] + b"?")
-    store.fetch(3, here / "v3", TIMEOUT_S)
-    assert check_bytes(here / "v3").version == 3
-
-
 def test_what_a_fetch_before_linked_is_not_written_into(grown: Peer, tmp_path: Path) -> None:
     here, store = tmp_path / "here", PeerStore(grown.url)
     store.fetch(2, here / "v2", TIMEOUT_S)
@@ -262,12 +253,6 @@ def test_a_peer_that_goes_on_with_it_is_given_up(
         PeerStore(peer.url).fetch(1, tmp_path / "v1", within_s)
     assert time.monotonic() - began < TIMEOUT_S
     assert not (tmp_path / "v1").exists()
-
-
-def test_bytes_that_are_not_the_manifests_are_fetched_once_more(peer: Peer, tmp_path: Path) -> None:
-    peer.damaged = 1
-    PeerStore(peer.url).fetch(1, tmp_path / "v1", TIMEOUT_S)
-    assert check_bytes(tmp_path / "v1").version == 1
 
 
 def test_a_version_that_the_peer_does_not_keep_is_refused_in_its_words(peer: Peer, tmp_path: Path) -> None:

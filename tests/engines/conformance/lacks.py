@@ -51,6 +51,11 @@ LACKS = (
         "its completions tell no weight versions; the gateway makes spans of what it knows of updates",
     ),
     Lack(
+        "unknown tensors",
+        _is(EngineKind.SGLANG),
+        "its loaders pass over a tensor that the model does not have; the gateway refuses it before the update",
+    ),
+    Lack(
         "weight_version",
         _vllm_without("/weight_info"),
         "this version has no /weight_info; the gateway loads it again when it finds it",

@@ -47,11 +47,6 @@ TIME = "[2026-11-21 15:03:04 TP0] "
             "Capturing batches (bs=96 avail_mem=14.51 GB):  25%|██▌  | 5/20 [00:02<00:06,  2.2it/s]",
             "capturing graphs 5/20",
         ),
-        (
-            f"{TIME}[SymmDeviceMemory] Rank: 1, Group size: 2, device_idx: 1, Signal pad offset: 3145728",
-            "setting up FlashInfer's fused all-reduce, which engine.extra.enforce_disable_flashinfer_allreduce_fusion "
-            "turns off",
-        ),
         (f"{TIME}Something new {'x' * 200}", f"starting: Something new {'x' * 83}..."),
     ],
 )

@@ -83,20 +83,6 @@ def test_a_whole_reply_tells_of_each_choice_that_has_ended(serving: Any) -> None
     assert told(response.choices) == [TOLD_WHOLE, TOLD, None, TOLD]
 
 
-async def test_a_stream_tells_in_the_chunk_that_ends_a_choice_and_leaves_the_others_alone(serving: Any) -> None:
-    results = [(0, result(output(0, None))), (0, result(output(1, MIXED))), (1, result(output(0, WHOLE)))]
-    request = SimpleNamespace(n=2)
-    wrapped = serving.completions.completion_stream_generator(request, [], each(*results), "r")
-    plain = Completions().completion_stream_generator(request, [], each(*results), "r")
-    events, expected = [event async for event in wrapped], [event async for event in plain]
-    assert events[0] == expected[0]
-    assert events[3:] == expected[3:]
-    for event, was, spans in zip(events[1:3], expected[1:3], (TOLD, TOLD_WHOLE), strict=True):
-        chunk = json.loads(event.removeprefix("data: "))
-        assert chunk["choices"][0].pop("weight_versions") == spans
-        assert chunk == json.loads(was.removeprefix("data: "))
-
-
 async def test_a_chat_tells_too(serving: Any) -> None:
     results = each(result(output(0, None)), result(output(1, MIXED), output(0, WHOLE)))
     response = await serving.chats.chat_completion_full_generator(None, results)

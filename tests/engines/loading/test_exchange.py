@@ -11,7 +11,7 @@ from torch.nn import Module, Parameter
 
 from engines.loading import exchange as exchanged
 from engines.loading import planned_load
-from engines.loading.exchange import Exchange, overlapping
+from engines.loading.exchange import Exchange
 from engines.loading.planned_load import PlannedLoad
 
 Tensors = dict[str, torch.Tensor]
@@ -163,18 +163,3 @@ def test_there_is_no_exchange_where_too_much_would_be_kept_aside(
     monkeypatch.setattr(planned_load, "ASIDE_BYTES", 5)
     assert planned.exchange({"small": sent()["small"]}.items()) is not None
     assert planned.exchange({"cast": sent()["cast"]}.items()) is None
-
-
-@pytest.mark.parametrize(
-    ("spans", "found"),
-    [
-        ([], set()),
-        ([(0, 4, 1), (4, 8, 2)], set()),
-        ([(0, 5, 1), (4, 8, 2), (8, 9, 3)], {1, 2}),
-        ([(0, 100, 1), (10, 20, 2), (50, 60, 3), (100, 101, 4)], {1, 2, 3}),
-        ([(0, 10, 1), (5, 30, 2), (20, 25, 3)], {1, 2, 3}),
-        ([(3, 3, 1), (0, 3, 2), (3, 6, 3)], set()),
-    ],
-)
-def test_spans_overlap_where_they_share_an_element(spans: list[tuple[int, int, int]], found: set[int]) -> None:
-    assert overlapping(reversed(spans)) == found

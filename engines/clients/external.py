@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
 
 from engines.clients.http import HttpEngine
 from engines.clients.our_workers import EngineWithWorkers
@@ -86,24 +85,15 @@ class ExternalEngine(_External, VllmEngine):
                 body={},
                 replica_id=self.replica_id,
             )
-        return await super().ask(method, path, self._understood(body), timeout_s)
-
-    def stream(self, path: str, body: Json, timeout_s: float) -> AsyncGenerator[Json]:
-        return super().stream(path, self._understood(body) or {}, timeout_s)
-
-    async def reply(self, path: str, body: Json, timeout_s: float) -> bytes:
-        return await super().reply(path, self._understood(body) or {}, timeout_s)
-
-    def events(self, path: str, body: Json, timeout_s: float) -> AsyncGenerator[list[bytes]]:
-        return super().events(path, self._understood(body) or {}, timeout_s)
+        return await super().ask(method, path, body, timeout_s)
 
     async def metrics(self, timeout_s: float) -> str:
         return await super().metrics(timeout_s) if self._info.speaks_vllm else ""
 
-    def _understood(self, body: Json | None) -> Json | None:
-        if body is None or self._info.speaks_vllm:
-            return body
-        return {name: value for name, value in body.items() if name not in _VLLM_FIELDS}
+    def _asked(self, body: Json, *, stream: bool) -> Json:
+        if not self._info.speaks_vllm:
+            body = {name: value for name, value in body.items() if name not in _VLLM_FIELDS}
+        return super()._asked(body, stream=stream)
 
 
 def external_engine(

@@ -22,11 +22,14 @@ _LATE = 1 / 16
 class EngineWithWorkers(HttpEngine, ABC):
     """A server whose workers may run our code.
 
+    api_key: the server's bearer key, if it needs one.
     has_tee: they do: `engines/inside_vllm` or `engines/inside_sglang`. A server with `peer` runs it too.
     peer: source of weight versions that are not on the engine's machine.
     """
 
-    def __init__(self, replica_id: str, url: str, api_key: str, *, has_tee: bool, peer: Peer | None) -> None:
+    def __init__(
+        self, replica_id: str, url: str, api_key: str = "", *, has_tee: bool = False, peer: Peer | None = None
+    ) -> None:
         super().__init__(replica_id, url, api_key)
         self._has_tee = has_tee
         self._peer = peer

@@ -45,7 +45,7 @@ ROOT = Path(__file__).parents[1]
 LINES = {
     "gateway": 21643,
     "gateway/agents": 2300,
-    "engines": 11050,
+    "engines": 11023,
     "trainer_client": 4232,
     "sim": 2014,
     "tuning": 5500,

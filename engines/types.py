@@ -77,7 +77,6 @@ class ReplicaInfo:
     gpus: UUIDs of its GPUs, if the driver reports them.
     key: bearer key of `url` if that is a forwarder's, for an engine on another node than the gateway.
     started: time at which the engine became ready, in seconds since the epoch; 0 for an external server.
-    profiles: folder of its profiler's files on its node; "" if it cannot be profiled.
     streams: True if coarse chunks cost the engine least; other engines are asked for whole replies.
     """
 
@@ -104,7 +103,6 @@ class ReplicaInfo:
     pid: int = 0
     started: float = 0.0
     log_path: str = ""
-    profiles: str = ""
     key: str = field(default="", repr=False)
     tensors: tuple[TensorMeta, ...] | None = field(default=None, repr=False)
     model_config: str = field(default="", repr=False)
@@ -122,7 +120,7 @@ class ReplicaInfo:
 
     @property
     def takes_packed(self) -> bool:
-        """True if it joins vLLM's kind of transfer group. SGLang does with our plugin."""
+        """True if it joins a trainer's transfer group. SGLang does with our plugin."""
         return self.dialect is Dialect.VLLM or (self.dialect is Dialect.SGLANG and (self.has_tee or self.fetches))
 
     @property

@@ -161,7 +161,6 @@ def _vllm_command(config: EngineConfig, port: int, seed: int) -> Command:
         _argument("weight_transfer_config", {"backend": backend}),
         _argument("worker_extension_cls", VLLM_WORKER if reports_weights else None),
         _argument("distributed_executor_backend", "mp" if config.workers_per_copy > 1 else None),
-        _argument("profiler_config", _torch_profiler(config, port)),
         # Reports the weight version of each token, which vLLM tracks since 0.32.
         _argument("middleware", _SPANS if reports_weights and _numbers(vllm.version) >= (0, 32) else None),
         # /render and /inference/v1/generate
@@ -195,12 +194,6 @@ def _takes_adapters(config: EngineConfig, interpreter: Interpreter, vllm: _Vllm)
             "share adapters: pip install rollout-gateway there, or leave out engine.api_server_count"
         )
     return {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "0", SHARED_ADAPTERS: "adapters"}
-
-
-def _torch_profiler(config: EngineConfig, port: int) -> dict[str, str] | None:
-    if not config.profiling:
-        return None
-    return {"profiler": "torch", "torch_profiler_dir": str(config.profile_folder(port))}
 
 
 def _sim_command(config: EngineConfig, port: int, seed: int) -> Command:

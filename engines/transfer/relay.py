@@ -67,7 +67,7 @@ class GlooReceiver:
         if not init_info.get("packed", True):
             raise InvalidRequest(
                 "over gloo the relay receives only packed chunks, as from TRL's client and WeightSender: set packed to "
-                "true, or weights.relay to never if the engines receive tensor by tensor",
+                "true",
                 param="packed",
             )
         address, port = init_info["master_address"], init_info["master_port"]
@@ -178,9 +178,12 @@ class RelayServer:
         """Answer vLLM's route for the receipt methods of our worker extension."""
         asked = await _object(request)
         match asked["method"]:
-            case "know_checkpoint":
-                self._names = checkpoint_names(**asked["kwargs"])
+            case "plan_updates":
+                checkpoint = asked["kwargs"]
+                names = [tensor["name"] for tensor in checkpoint["tensors"]]
+                self._names = checkpoint_names(names, checkpoint["config"], checkpoint["tied"])
                 threading.Thread(target=self._names.prepare, daemon=True).start()
+                return _json({"results": [{"obstacle": "", "draft": ""}]})
             case "announced_as":
                 announced = await asyncio.to_thread(announced_as, self._names, asked["kwargs"]["update_info"])
                 return _json({"results": [announced]})

@@ -97,27 +97,22 @@ def check_capable(members: Sequence[Replica]) -> None:
             )
 
 
-def check_one_protocol(members: Sequence[Replica], init_info: Json) -> None:
-    """Raise where SGLang would open torch's process group and others vLLM's communicators: both would hang."""
+def check_take_packed(members: Sequence[Replica], init_info: Json) -> None:
+    """Raise for SGLang where it takes no trainer's group, or no broadcasts of single tensors: others would hang."""
+    of_sglang = [replica for replica in members if replica.info.dialect is Dialect.SGLANG]
     is_packed = init_info.get("packed", True)
-    torchs = [replica for replica in members if _opens_torchs_group(replica.info, is_packed)]
-    others = [replica for replica in members if replica not in torchs]
-    if torchs and others:
-        why = _why_unpacked(torchs[0].info) if is_packed else "is asked for one broadcast a tensor (packed: false)"
-        raise WeightUpdateConflict(
-            f"replicas of SGLang ({torchs[0].replica_id}, which {why}) and of {others[0].info.kind} "
-            f"({others[0].replica_id}) cannot be in one transfer group: send packed chunks to engines that this "
-            "gateway starts, let the relay receive for all (weights.relay: always; weights.relay_device where the "
-            "trainer sends over NCCL), or serve the policy with engines of one kind"
-        )
+    for replica in of_sglang:
+        if not (is_packed and replica.info.takes_packed):
+            why = _why_unpacked(replica.info) if is_packed else "takes no broadcasts of single tensors (packed: false)"
+            raise WeightUpdateConflict(
+                f"replica {replica.replica_id} of SGLang cannot be in a transfer group, as it {why}: send packed "
+                "chunks to engines that this gateway starts, let the relay receive for all (weights.relay: always; "
+                "weights.relay_device where the trainer sends over NCCL), or push through the store"
+            )
 
 
 def _why_unpacked(info: ReplicaInfo) -> str:
     return f"leaves updates to SGLang: {info.reload_reason}" if info.reload_reason else "runs without our plugin"
-
-
-def _opens_torchs_group(info: ReplicaInfo, is_packed: bool) -> bool:
-    return info.dialect is Dialect.SGLANG and not (is_packed and info.takes_packed)
 
 
 def check_reachable(members: Sequence[Replica], init_info: Json) -> None:

@@ -17,9 +17,9 @@ from gateway.weights.receipts import check_receipts
 from gateway.weights.transfer_group import (
     TransferGroup,
     check_capable,
-    check_one_protocol,
     check_reachable,
     check_some_take_weights,
+    check_take_packed,
     checkpoint_bytes,
     rank_offsets,
     transport_of,
@@ -75,7 +75,7 @@ class GroupArrival:
         await parts.catch_up.settled(members, timeout_s)
         check_some_take_weights(members, parts.fleet.updatable())
         check_capable(members)
-        check_one_protocol(members, init_info)
+        check_take_packed(members, init_info)
         check_reachable(members, init_info)
         ranks = rank_offsets(members, init_info)
         await parts.read_canary(members)

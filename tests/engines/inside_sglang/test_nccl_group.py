@@ -193,8 +193,3 @@ def test_the_id_is_read_from_a_pickled_structure(protocol: int) -> None:
 def test_nothing_of_a_pickle_runs() -> None:
     with pytest.raises(ValueError, match="holds 0 NCCL ids"):
         unique_id_of(pickle.dumps(Trap()))
-
-
-def test_two_ids_are_none() -> None:
-    with pytest.raises(ValueError, match="holds 2 NCCL ids"):
-        unique_id_of(pickle.dumps([bytes(128), bytes(127) + b"1"]))

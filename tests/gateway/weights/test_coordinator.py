@@ -72,9 +72,9 @@ BARE = SGLANG | {"has_tee": False, "fetches": False}
         *(({"rank_offset": offset}, {}, 400, "rank_offset") for offset in (None, "1", 1.5, [1], True)),
         ({}, {"url": "http://10.0.0.9:8000"}, 409, "engine-1 (http://10.0.0.9:8000) cannot find the trainer"),
         ({}, {"capabilities": frozenset()}, 409, "VLLM_SERVER_DEV_MODE=1"),
-        ({"packed": False}, SGLANG, 409, "SGLang (engine-1, which is asked for one broadcast a tensor"),
-        ({}, BARE, 409, "SGLang (engine-1, which runs without our plugin) and of sim (engine-0)"),
-        ({}, BARE | {"reload_reason": "lora: x"}, 409, "(engine-1, which leaves updates to SGLang: lora: x)"),
+        ({"packed": False}, SGLANG, 409, "engine-1 of SGLang cannot be in a transfer group, as it takes no broadcasts"),
+        ({}, BARE, 409, "engine-1 of SGLang cannot be in a transfer group, as it runs without our plugin"),
+        ({}, BARE | {"reload_reason": "lora: x"}, 409, "as it leaves updates to SGLang: lora: x"),
     ],
 )
 async def test_a_group_that_cannot_be_is_refused_at_init(

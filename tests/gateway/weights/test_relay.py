@@ -463,9 +463,8 @@ async def test_auto_is_the_relay_for_sglang_alone_too(
     port = free_port()
     info = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2, "packed": False}
     status, reply = await rig.post("/init_weight_transfer_engine", {"init_info": info})
-    if num_replicas > 1:  # a sender that broadcasts tensor by tensor learns what to set
+    if num_replicas > 1:
         assert (status, reply["error"]["param"]) == (400, "init_info.packed")
-        assert "weights.relay to never" in reply["error"]["message"]
 
 
 def drafts(folder: Path) -> list[Path]:

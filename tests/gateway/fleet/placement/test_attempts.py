@@ -132,12 +132,6 @@ async def test_a_prompt_that_kills_its_engine_ends_two_replicas_and_no_more(star
     assert sum(replica.can_serve for replica in rig.fleet.replicas) == 2
 
 
-async def test_events_of_an_engine_behind_a_proxy_that_ends_lines_with_crlf_are_read(rig: Rig) -> None:
-    for replica in rig.replicas:
-        replica.inject(crlf=True)
-    assert len((await rig.complete([[5, 6]], n=4, temperature=1.0))["choices"]) == 4
-
-
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("num_replicas", [1, 3])
 async def test_a_request_that_engines_answer_with_500_while_they_serve_others_is_at_fault_itself(

@@ -12,7 +12,7 @@ from engines.clients.vllm_engine import VllmEngine
 from engines.config import EngineConfig
 from engines.engine import Json, Peer
 from engines.errors import DeadlineExceeded, EngineError, EngineFailed, EngineRefused, EngineStartFailed
-from engines.types import Dialect, ReplicaInfo
+from engines.types import Dialect, ReplicaInfo, is_too_old
 from engines.weight_label import is_given
 
 _PROBE_TIMEOUT_S = 5.0
@@ -201,7 +201,7 @@ class ExternalServer:
             kind=self._config.kind,
             url=self._url,
             model=str(card["id"]),
-            world_size=found.world_size,
+            world_size=0 if is_too_old(found.dialect, found.version) else found.world_size,
             max_model_len=card.get("max_model_len") or self._config.max_model_len,
             max_num_seqs=self._config.max_num_seqs,
             engine_version=found.version or "unknown",

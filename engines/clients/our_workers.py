@@ -25,7 +25,9 @@ class EngineWithWorkers(HttpEngine, ABC):
     peer: source of weight versions that are not on the engine's machine.
     """
 
-    def __init__(self, replica_id: str, url: str, api_key: str, *, has_tee: bool, peer: Peer | None) -> None:
+    def __init__(
+        self, replica_id: str, url: str, api_key: str = "", *, has_tee: bool = False, peer: Peer | None = None
+    ) -> None:
         super().__init__(replica_id, url, api_key)
         self._has_tee = has_tee
         self._peer = peer

@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from engines.clients.our_workers import EngineWithWorkers
-from engines.engine import Json, Peer
+from engines.engine import Json
 from engines.errors import EngineFailed, EngineRefused
 from engines.types import PauseMode
 from engines.weight_label import open_label
@@ -20,17 +20,6 @@ class VllmEngine(EngineWithWorkers):
     api_key: the server's bearer key, if it needs one.
     has_tee: its workers run our extension (`engines/inside_vllm/worker.py`).
     """
-
-    def __init__(
-        self,
-        replica_id: str,
-        url: str,
-        api_key: str = "",
-        *,
-        has_tee: bool = False,
-        peer: Peer | None = None,
-    ) -> None:
-        super().__init__(replica_id, url, api_key, has_tee=has_tee, peer=peer)
 
     async def ask(self, method: str, path: str, body: Json | None, timeout_s: float) -> Json:
         return await self._call(method, path, body, timeout_s)

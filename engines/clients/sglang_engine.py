@@ -21,7 +21,7 @@
     POST /update_weights                  /update_weights_from_distributed, one broadcast a tensor, in the order named,
                                           or one for all with load_format = flattened_bucket
     POST /collective_rpc load_snapshot    /update_weights_from_disk
-    POST /finish_weight_update            /end_weight_update if available, then /update_weight_version
+    POST /finish_weight_update            /end_weight_update in such a group, then /update_weight_version
     POST /v1/load_lora_adapter            /load_lora_adapter
     POST /v1/unload_lora_adapter          /unload_lora_adapter
     model = an adapter's name             lora_path = that name
@@ -109,7 +109,7 @@ _ROUTES = {
 
 
 class SglangEngine(EngineWithWorkers):
-    """One SGLang server. Opening a group detects support for update sessions.
+    """One SGLang server.
 
     has_tee: its workers run our plugin (`engines/inside_sglang`).
     """

@@ -1,5 +1,6 @@
 """The vocabulary that all packages share. Imports the standard library alone."""
 
+import re
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -19,6 +20,20 @@ class Dialect(StrEnum):
     VLLM = "vllm"
     SGLANG = "sglang"
     OPENAI = "openai"  # OpenAI's routes and fields alone
+
+
+OLDEST = {Dialect.VLLM: "0.28", Dialect.SGLANG: "0.5.23"}
+"""Releases that say which weights they hold, and whose updates have the form that is sent here."""
+
+
+def release(version: str) -> tuple[int, ...]:
+    """Return the numbers of a version, to compare releases."""
+    return tuple(map(int, re.findall(r"\d+", version)[:3]))
+
+
+def is_too_old(dialect: Dialect, version: str) -> bool:
+    """Return True for a release before `OLDEST`. A build of the engine's source may have any number."""
+    return "dev" not in version and release(version) < release(OLDEST.get(dialect, ""))
 
 
 class ReplicaState(StrEnum):
@@ -121,7 +136,12 @@ class ReplicaInfo:
     @property
     def takes_packed(self) -> bool:
         """True if it joins a trainer's transfer group. SGLang does with our plugin."""
-        return self.dialect is Dialect.VLLM or (self.dialect is Dialect.SGLANG and (self.has_tee or self.fetches))
+        return self.dialect is Dialect.VLLM or self.stages
+
+    @property
+    def stages(self) -> bool:
+        """True if our code in it can receive weights beside its own; a vLLM that we did not start does not."""
+        return self.has_tee or (self.dialect is Dialect.SGLANG and self.fetches)
 
     @property
     def speaks_vllm(self) -> bool:

@@ -10,7 +10,7 @@ from engines.clients.vllm_engine import VllmEngine
 from engines.config import EngineConfig
 from engines.engine import Json, Peer
 from engines.errors import DeadlineExceeded, EngineError, EngineFailed, EngineRefused, EngineStartFailed
-from engines.types import Dialect, ReplicaInfo
+from engines.types import Dialect, ReplicaInfo, is_too_old
 from engines.weight_label import is_given
 
 _PROBE_TIMEOUT_S = 5.0
@@ -185,7 +185,8 @@ class ExternalServer:
         probe = sglang if owner == "sglang" else vllm
         routes, version, world_size = await _capabilities(probe, str(card["id"]))
         dialect = Dialect(owner) if version and owner in _DIALECTS else Dialect.OPENAI
-        takes_weights = dialect is not Dialect.OPENAI and routes >= _WEIGHT_ROUTES and world_size > 0
+        has_routes = dialect is not Dialect.OPENAI and routes >= _WEIGHT_ROUTES and world_size > 0
+        takes_weights = has_routes and not is_too_old(dialect, version)
         return ReplicaInfo(
             replica_id=self._replica_id,
             incarnation=f"{self._url}@{time.time_ns()}",

@@ -1,7 +1,7 @@
 """The extension of vLLM's workers (`--worker-extension-cls`). A call of /collective_rpc reaches all workers."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -95,15 +95,10 @@ class WeightWorker(UpdatedWorker):
     def loading(self) -> Iterator[None]:
         """As vLLM's own around its receivers: an update may lack tensors that a checkpoint has."""
         from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 
         worker: Any = self
-        with ExitStack() as stack:
-            stack.enter_context(set_current_vllm_config(worker.vllm_config))
-            with suppress(ImportError):  # older vLLM makes no such check
-                from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
-
-                stack.enter_context(disable_mtp_completeness_check())
-            stack.enter_context(super().loading())
+        with set_current_vllm_config(worker.vllm_config), disable_mtp_completeness_check(), super().loading():
             yield
 
     @cached_property

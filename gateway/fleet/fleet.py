@@ -453,8 +453,8 @@ class Fleet:
             current, reason = False, f"loads LoRA adapters: {', '.join(adapter.name for adapter in missing)}"
         elif not current and not replica.info.takes_weights:
             reason = (
-                f"{replica.info.url} cannot take weights: it holds those it came with, and the fleet is at version "
-                f"{self.version}"
+                f"{replica.info.url} ({replica.info.engine_version}) cannot take weights: it holds those it came with, "
+                f"and the fleet is at version {self.version}"
             )
         self.set_state(replica, ReplicaState.SERVING if current else ReplicaState.SYNCING, reason)
 

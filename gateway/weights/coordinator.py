@@ -40,7 +40,6 @@ from gateway.weights.updates.update import UpdateParts
 
 log = structlog.get_logger()
 
-
 _LEASE_ENDS_S = 1.0
 """How long a lease may outlast its trainer's last call, until its connection's end is noticed."""
 _LOOKS_AT_LEASE = 20

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from engines.engine import Json
 from engines.errors import EngineRefused, InvalidRequest, WeightUpdateConflict
-from engines.types import Dialect, ReplicaInfo, ReplicaState
+from engines.types import OLDEST, Dialect, ReplicaInfo, ReplicaState
 from gateway.fleet.replica import Replica
 from gateway.fleet.replica_calls import names
 from gateway.weights.updates.record import num_bytes
@@ -82,8 +82,8 @@ def checkpoint_bytes(replica: Replica) -> int:
 def check_some_take_weights(members: Sequence[Replica], alive: Sequence[Replica]) -> None:
     if not members and alive:
         raise WeightUpdateConflict(
-            f"no replica of the policy takes weights: {names(alive)}; a vLLM server takes them when it is started "
-            "with --weight-transfer-config and VLLM_SERVER_DEV_MODE=1"
+            f"no replica of the policy takes weights: {names(alive)}; vLLM from {OLDEST[Dialect.VLLM]} on takes them "
+            "when it is started with --weight-transfer-config and VLLM_SERVER_DEV_MODE=1"
         )
 
 

@@ -57,7 +57,8 @@ class NcclChannel:
             group = _trainer_init()(self._info)
         except RuntimeError as error:
             # The frames of the error have the store, without which the engines wait no longer.
-            raise WeightUpdateFailed(f"the NCCL group did not form: {error}") from error.with_traceback(None)
+            hint = "; all its members need one release of NCCL" if "NCCL error" in str(error) else ""
+            raise WeightUpdateFailed(f"the NCCL group did not form: {error}{hint}") from error.with_traceback(None)
         with self._one_at_a_time:
             self._group = group
         if self._reason is not None:

@@ -7,6 +7,7 @@ import pytest
 from aiohttp import web
 from pydantic import SecretStr
 
+import sim.server
 from engines.clients.external import ExternalEngine, ExternalServer, external_engine
 from engines.clients.sglang_engine import SglangEngine
 from engines.config import EngineConfig, SimConfig
@@ -79,7 +80,7 @@ async def test_a_plain_server_takes_no_weights_and_has_the_common_routes_alone(s
     await theirs.stop()
 
 
-def sglang_routes(dp_size: int = 1) -> list[web.RouteDef]:
+def sglang_routes(dp_size: int = 1, version: str = "0.5.23") -> list[web.RouteDef]:
     paths = ["/generate", "/health", "/model_info", "/pause_generation", "/server_info", "/update_weight_version"]
     paths += ["/weights_checker"]
 
@@ -87,7 +88,7 @@ def sglang_routes(dp_size: int = 1) -> list[web.RouteDef]:
         return web.json_response({"paths": {path: {} for path in paths}})
 
     async def server_info(_: web.Request) -> web.Response:
-        info = {"version": "0.5.17", "tp_size": 2, "pp_size": 1, "dp_size": dp_size, "model_path": "m"}
+        info = {"version": version, "tp_size": 2, "pp_size": 1, "dp_size": dp_size, "model_path": "m"}
         return web.json_response(info | {"served_model_name": "gpt"})
 
     async def model_info(_: web.Request) -> web.Response:
@@ -112,7 +113,7 @@ async def test_an_sglang_server_is_found_and_spoken_to_as_such(start_server: Sta
         config.model_copy(update={"api_key": SecretStr("secret")}), replica_id="theirs-0", group="theirs"
     )
     info = await theirs.start()
-    assert (info.kind, info.dialect, info.engine_version) == (EngineKind.EXTERNAL, Dialect.SGLANG, "0.5.17")
+    assert (info.kind, info.dialect, info.engine_version) == (EngineKind.EXTERNAL, Dialect.SGLANG, "0.5.23")
     assert (info.world_size, info.speaks_vllm) == (2, True)
     assert info.has("/pause")
     assert not info.has("/reset_prefix_cache"), "its /flush_cache is not there"
@@ -136,6 +137,17 @@ async def test_an_sglang_server_has_the_name_of_its_start_and_takes_weights_as_o
     info = await theirs.start()
     assert (info.dialect, info.model, info.takes_weights) == (Dialect.SGLANG, "gpt", takes_weights)
     await theirs.stop()
+
+
+async def test_releases_before_those_that_are_updated_take_no_weights_and_serve(
+    start_server: StartServer, vllm: SimReplica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = await start_server(sglang_routes(version="0.5.17"))
+    there.listing["data"][0]["owned_by"] = "sglang"
+    monkeypatch.setattr(sim.server, "VERSION", "0.27.1")
+    for url, version in ((there.url, "0.5.17"), (vllm.info.url, "0.27.1")):
+        info = await server_at(url).start()
+        assert (info.engine_version, info.takes_weights, info.speaks_vllm) == (version, False, True)
 
 
 async def test_the_key_goes_with_every_request(start_server: StartServer) -> None:

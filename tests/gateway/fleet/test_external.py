@@ -107,7 +107,9 @@ async def test_a_plain_server_serves_until_the_first_update(start_rig: StartRig,
     assert await rig.states() == {"engine-0": "SERVING", "theirs-0": "SYNCING"}
     status = (await rig.get("/status"))[1]
     reason = next(one["reason"] for one in status["replicas"] if one["replica_id"] == "theirs-0")
-    assert reason == (f"{openai.url} cannot take weights: it holds those it came with, and the fleet is at version 1")
+    assert reason == (
+        f"{openai.url} (unknown) cannot take weights: it holds those it came with, and the fleet is at version 1"
+    )
     for path in ("/pause?mode=keep", "/resume", "/reset_prefix_cache"):
         assert (await rig.post(path))[0] == 200, "a replica left behind is in nobody's way"
 

@@ -218,7 +218,7 @@ def test_a_group_that_nccl_refuses_is_left_so_that_the_engines_wait_no_longer(mo
     monkeypatch.setattr(channels, "_trainer_init", lambda: trainer_init)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     channel = NcclChannel("127.0.0.1", 1, 2, torch.device("cuda:0"))
-    with pytest.raises(WeightUpdateFailed, match="the NCCL group did not form: NCCL error: internal error"):
+    with pytest.raises(WeightUpdateFailed, match="internal error; all its members need one release of NCCL"):
         channel.join()
     assert [store() for store in stores] == [None]
 

@@ -1,6 +1,7 @@
 """Flat updates that are staged: rollouts go on until the swap, and a refused transfer has touched nothing."""
 
 import asyncio
+import dataclasses
 from typing import Any
 
 import pytest
@@ -93,6 +94,13 @@ async def test_tensors_that_are_wider_than_the_checkpoints_are_staged_where_they
     assert (await rig.post("/finish_weight_update", {}))[0] == 200
     assert calls.count("load_staged") == 2 * is_staged
     assert (await rig.complete([[5]]))["choices"][0]["weight_versions"][0]["version"] == 1
+
+
+async def test_an_engine_without_our_code_says_so_and_not_that_it_has_no_room(rig: Rig) -> None:
+    replica = rig.fleet.replicas[1]
+    replica.info = dataclasses.replace(replica.info, has_tee=False)
+    await rig.update()
+    assert (await record(rig))["unstaged"].startswith("engine-1 runs without our plugin, or is a vLLM that")
 
 
 async def test_an_update_under_a_trainers_pause_is_not_staged(rig: Rig) -> None:

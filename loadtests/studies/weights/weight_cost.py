@@ -175,6 +175,7 @@ class Bench:
         ours, theirs = context.Pipe()
         client = context.Process(target=_load, args=(theirs, self._url, len(self._engines), self._args), daemon=True)
         client.start()
+        await asyncio.to_thread(lambda: ours.poll(self._args.timeout_s) and ours.recv())  # its modules are loaded
         try:
             yield
         finally:
@@ -291,6 +292,7 @@ def told(name: str, report: dict[str, Any], every_s: float) -> str:
 
 def _load(pipe: Connection, url: str, replicas: int, args: argparse.Namespace) -> None:
     """Keep requests running until the pipe says to end; answer with the errors."""
+    pipe.send("ready")
     pipe.send(asyncio.run(_requests(pipe, url, replicas * args.streams, args)))
 
 

@@ -22,14 +22,14 @@ from engines.errors import DeadlineExceeded, EngineError, WeightUpdateConflict, 
 from engines.types import InFlight, ReplicaState
 from gateway.config.schema import WeightsConfig
 from gateway.fleet.brake import Holder
-from gateway.fleet.concurrency import to_its_end, together
+from gateway.fleet.concurrency import bounded, to_its_end, together
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.replica import Replica
 from gateway.fleet.replica_calls import failures_on, is_dead, on_one
 from gateway.weights.canary import Canary
 from gateway.weights.catch_up import CatchUp
 from gateway.weights.pauses import Pauses
-from gateway.weights.snapshots import Snapshots, bounded
+from gateway.weights.snapshots import Snapshots
 from gateway.weights.updates.record import Phase, UpdateLog, UpdateRecord
 from gateway.weights.verdicts import UNASKED, Finding, Result, ended_by
 

@@ -249,10 +249,17 @@ def _key(route: str, body: Json) -> bytes:
 
 
 async def _end_with_store(store: Path) -> None:
-    """Return when another relay has this one's place, or no gateway has kept the store for a while."""
-    kept_at = time.monotonic()
-    while record_in(store, RELAY).get("pid") == os.getpid() and time.monotonic() - kept_at < _LINGERS_S:
-        if is_kept(store):
+    """Return when another relay has this one's place, or no gateway has kept the store for a while.
+
+    The gateway writes the record once this process has started, which may be after the first look.
+    """
+    kept_at, has_place = time.monotonic(), False
+    while time.monotonic() - kept_at < _LINGERS_S:
+        is_ours = record_in(store, RELAY).get("pid") == os.getpid()
+        if has_place and not is_ours:
+            return
+        has_place = is_ours
+        if has_place and is_kept(store):
             kept_at = time.monotonic()
         await asyncio.sleep(_LOOK_S)
 

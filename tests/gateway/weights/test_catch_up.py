@@ -13,7 +13,6 @@ from engines.clients.vllm_engine import VllmEngine
 from engines.engine import ReceiptCopy
 from engines.store.manifest import check_bytes
 from engines.store.weight_store import WeightStore
-from engines.weight_label import version_of
 from gateway.fleet.replica import Replica
 from gateway.weights import catch_up
 from gateway.weights.canary import Canary
@@ -58,12 +57,6 @@ async def until_kept(rig: Rig, versions: list[int]) -> None:
             await asyncio.sleep(0.02)
 
 
-async def greedy(rig: Rig) -> set[tuple[int, ...]]:
-    """The fleet's answer to one prompt, asked so often that every replica answers."""
-    reply = await rig.complete([[4, 5, 6]] * 8, temperature=0)
-    return {tuple(choice["token_ids"]) for choice in reply["choices"]}
-
-
 async def served_versions(rig: Rig) -> set[int]:
     reply = await rig.complete([[4, 5, 6]] * 8)
     return {span["version"] for choice in reply["choices"] for span in choice["weight_versions"]}
@@ -92,15 +85,6 @@ async def test_a_replica_on_another_node_writes_no_version_down(
     await rig.open_group()
     await rig.update()
     assert writers == [second.replica_id]
-
-
-async def test_a_replica_that_comes_back_serves_the_current_version_without_an_update(kept: Rig) -> None:
-    said = await greedy(kept)
-    await kept.replicas[0].kill()
-    await kept.add_replica("engine-0")
-    await kept.until(BOTH_SERVE)
-    assert await greedy(kept) == said
-    assert await served_versions(kept) == {1}
 
 
 @pytest.fixture
@@ -150,29 +134,6 @@ async def test_a_store_that_fails_after_the_commit_does_not_fail_the_update(
     await kept.open_group()
     await kept.update()
     assert await served_versions(kept) == {2}
-
-
-@pytest.fixture
-def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The loads and wipes of replicas, in their order."""
-    found: list[str] = []
-    load_snapshot, finish_weight_update = VllmEngine.load_snapshot, VllmEngine.finish_weight_update
-
-    async def load(engine: VllmEngine, path: str, version: int, timeout_s: float) -> None:
-        await load_snapshot(engine, path, version, timeout_s)
-        found.append(f"load {version}")
-
-    async def finish(engine: VllmEngine, label: str, timeout_s: float) -> None:
-        await finish_weight_update(engine, label, timeout_s)
-        found.append(f"finish {version_of(label)}")
-
-    async def wipe_kv(engine: VllmEngine, timeout_s: float) -> None:
-        found.append("wipe")
-
-    monkeypatch.setattr(VllmEngine, "load_snapshot", load)
-    monkeypatch.setattr(VllmEngine, "finish_weight_update", finish)
-    monkeypatch.setattr(VllmEngine, "wipe_kv", wipe_kv)
-    return found
 
 
 @pytest.mark.parametrize("status", [400, 500])

@@ -86,6 +86,14 @@ async def test_every_dialect_asks_for_an_adapter_by_its_name(rig: Rig, tmp_path:
     _, generated = await rig.post("/generate", by_path)
     assert generated["output_ids"] == adapted
     assert generated["meta_info"]["weight_version"] == "7"
+    chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "ignore_eos": True, "temperature": 0}
+    _, spoken = await rig.post("/v1/chat/completions", chat | {"model": "trl-policy-v7"})
+    _, base = await rig.post("/v1/chat/completions", chat | {"model": "sim"})
+    assert spoken["choices"][0]["message"]["content"] != base["choices"][0]["message"]["content"]
+    assert spoken["choices"][0]["weight_versions"][0]["version"] == 7
+    body = {"model": "trl-policy-v7", "prompt": PROMPT, "stream": True, "max_tokens": 4}
+    async with rig.client.post(f"{rig.url}/v1/completions", json=body) as response:
+        assert b'"weight_version":7' in await response.read()
 
 
 async def test_a_name_without_a_number_counts_its_loads(rig: Rig, tmp_path: Path) -> None:
@@ -97,23 +105,14 @@ async def test_a_name_without_a_number_counts_its_loads(rig: Rig, tmp_path: Path
     assert (await adapters(rig))[0]["version"] == 2
 
 
-async def test_models_lists_adapters_under_their_parent_behind_the_policy(rig: Rig, tmp_path: Path) -> None:
-    folder = write_adapter(tmp_path / "v1")
-    await rig.load("v1", folder)
-    _, listed = await rig.get("/v1/models")
-    assert [(card["id"], card["parent"], card["root"]) for card in listed["data"]] == [
-        ("sim", None, "sim"),
-        ("v1", "sim", str(folder)),
-    ]
-    status, card = await rig.get("/v1/models/v1")
-    assert (status, card["parent"]) == (200, "sim")
-
-
-async def test_the_status_tells_which_adapters_are_served_and_from_where(
-    rig: Rig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_models_and_status_list_adapters(rig: Rig, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_adapter(tmp_path / "v3")
     await rig.load("v3", folder)
+    _, listed = await rig.get("/v1/models")
+    cards = [(card["id"], card["parent"], card["root"]) for card in listed["data"]]
+    assert cards == [("sim", None, "sim"), ("v3", "sim", str(folder))]
+    status, card = await rig.get("/v1/models/v3")
+    assert (status, card["parent"]) == (200, "sim")
     print_fleet((await rig.get("/status"))[1])
     assert f"v3: version 3, on 2 replicas, 0 rollouts, from {folder}" in capsys.readouterr().out
 
@@ -300,18 +299,6 @@ async def test_a_gateway_that_starts_anew_serves_what_its_engines_hold(rig: Rig,
     finally:
         second.replicas = []
         await second.stop()
-
-
-async def test_streams_and_conversations_take_the_adapter_too(rig: Rig, tmp_path: Path) -> None:
-    await rig.load("v4", write_adapter(tmp_path / "v4"))
-    chat = {"model": "v4", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "ignore_eos": True}
-    _, adapted = await rig.post("/v1/chat/completions", chat | {"temperature": 0})
-    _, base = await rig.post("/v1/chat/completions", chat | {"temperature": 0, "model": "sim"})
-    assert adapted["choices"][0]["message"]["content"] != base["choices"][0]["message"]["content"]
-    assert adapted["choices"][0]["weight_versions"][0]["version"] == 4
-    body = {"model": "v4", "prompt": PROMPT, "stream": True, "max_tokens": 4}
-    async with rig.client.post(f"{rig.url}/v1/completions", json=body) as response:
-        assert b'"weight_version":4' in await response.read()
 
 
 async def _reason(rig: Rig, replica_id: str) -> str:

@@ -78,7 +78,7 @@ async def test_every_dialect_says_whether_an_update_left_older_kv_under_a_comple
 async def test_a_rollout_frozen_between_prompt_and_first_token_has_kv_of_both_versions(
     start_rig: StartRig,
 ) -> None:
-    rig = await start_rig(1)
+    rig = await start_rig(1, weights={"canary": {"enabled": False}})  # which would stall as the rollout does
     await rig.open_group()
     running = asyncio.create_task(rig.complete([5], max_tokens=2, ignore_eos=True))
     await rig.begun(tokens=0)

@@ -113,20 +113,6 @@ async def test_after_it_all_serve_the_version_and_the_record_says_how_long_each_
     assert all(replica["away_s"] > 0 for replica in record["replicas"].values())
 
 
-async def test_tokens_never_stop_and_each_says_its_version(start: StartRig, folder: Path, turns: Turns) -> None:
-    rig = await start()
-    async with rolling(rig, folder) as pushing:
-        for turn, served in enumerate(({0}, {0, 1}, {1})):
-            await until_held(rig, turn, version=1)
-            async with asyncio.timeout(20):
-                while "UPDATING" not in (await rig.states()).values():
-                    await asyncio.sleep(0.01)
-            assert await said(rig) == served
-            turns.allow(1)
-        assert (await pushing)[0] == 200
-    assert await said(rig) == {1}
-
-
 async def test_so_many_leave_at_a_time_as_the_width_says_and_one_always_serves(
     start: StartRig, folder: Path, turns: Turns
 ) -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Awaitable, Coroutine
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 from weakref import WeakSet
@@ -162,10 +161,6 @@ class Replica:
     def holds(self, adapter: Adapter) -> bool:
         return self.adapters.get(adapter.name) is adapter
 
-    def carrying(self, rollout: Work) -> AbstractContextManager[None]:
-        """Release a placed rollout's load at the end of the block."""
-        return _Carried(self, rollout)
-
     def release(self, rollout: Work, error: BaseException | None) -> None:
         """Take off a placed rollout's load; the error ended its attempt."""
         if error is not None and not isinstance(error, EngineRefused):  # else nobody has read this prompt
@@ -300,18 +295,3 @@ class _Call:
     task: asyncio.Task[object] | None
     is_control: bool
     is_overwritten: bool = False
-
-
-class _Carried:
-    """A placed rollout on its replica, until the end of the block."""
-
-    __slots__ = ("_replica", "_rollout")
-
-    def __init__(self, replica: Replica, rollout: Work) -> None:
-        self._replica, self._rollout = replica, rollout
-
-    def __enter__(self) -> None:
-        return
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        self._replica.release(self._rollout, error)

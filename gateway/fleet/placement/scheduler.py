@@ -20,7 +20,7 @@ from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics
 from gateway.fleet.placement.attempt_history import Attempt, AttemptHistory
 from gateway.fleet.placement.attempt_loop import AttemptLoop
-from gateway.fleet.placement.attempts import End
+from gateway.fleet.placement.attempts import RETRIED, End
 from gateway.fleet.placement.lengths import Lengths
 from gateway.fleet.placement.routing import Rollout, choose, fresh_enough, is_capable
 from gateway.fleet.placement.scheduling_pass import SchedulingPass
@@ -50,9 +50,8 @@ class Scheduler(AttemptLoop):
         super().__init__(config)
         self._fleet = fleet
         self._metrics = metrics
-        for end in End:
-            if end is not End.REFUSED:
-                metrics.retries.labels(end)  # so that each is on the page from the start
+        for end in RETRIED:
+            metrics.retries.labels(end)  # so that each is on the page from the start
         self._lines: defaultdict[str, WaitingLine] = defaultdict(WaitingLine)
         self._between: dict[int, Rollout] = {}
         self._closed_for: set[str] = set()
@@ -141,10 +140,14 @@ class Scheduler(AttemptLoop):
         with self.history.attempt(rollout) as attempt:
             replica = await self._place(rollout, attempt)
             attempt.place(replica)
+            error: BaseException | None = None
             try:
-                with replica.carrying(rollout):
-                    yield replica
+                yield replica
+            except BaseException as caught:
+                error = caught
+                raise
             finally:
+                replica.release(rollout, error)
                 self._pump(rollout.model)
 
     async def _place(self, rollout: Rollout, attempt: Attempt) -> Replica:

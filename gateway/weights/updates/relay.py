@@ -90,9 +90,10 @@ class RelayArrival(StoreArrival):
                 await self._parts.open.abort(str(error))
             await self._let_go(update_info)
             raise
-        async with update.step("transfer"):
-            update.record.phase = Phase.RECEIVING
-            await self.relay.receive(update_info)
+        async with update.or_aborted():
+            with update.record.timed("transfer"):
+                update.record.phase = Phase.RECEIVING
+                await self.relay.receive(update_info)
         if not update.record.names.issuperset(announced["names"]):
             update.record.receive(announced)
 

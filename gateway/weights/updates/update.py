@@ -340,13 +340,6 @@ class Update:
         self._parts.pauses.end()
 
     @asynccontextmanager
-    async def step(self, name: str) -> AsyncIterator[None]:
-        """Time a step. A failure aborts the update."""
-        async with self.or_aborted():
-            with self.record.timed(name):
-                yield
-
-    @asynccontextmanager
     async def or_aborted(self) -> AsyncIterator[None]:
         """Abort the update where the block fails."""
         try:

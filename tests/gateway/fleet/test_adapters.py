@@ -1,7 +1,6 @@
 """LoRA adapters on a fleet of simulated engines: on all replicas or on none, and each request on its own."""
 
 import asyncio
-import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -304,47 +303,3 @@ async def test_a_gateway_that_starts_anew_serves_what_its_engines_hold(rig: Rig,
 async def _reason(rig: Rig, replica_id: str) -> str:
     _, status = await rig.get("/status")
     return str(next(one["reason"] for one in status["replicas"] if one["replica_id"] == replica_id))
-
-
-SAMPLING = {"max_tokens": 60, "ignore_eos": True, "temperature": 1.0}
-CHAT = {"messages": [{"role": "user", "content": "hi"}]} | SAMPLING
-
-
-@pytest.mark.parametrize(
-    ("path", "asked"),
-    [
-        ("/v1/chat/completions", CHAT),
-        ("/v1/chat/completions", CHAT | {"n": 2}),
-        ("/v1/chat/completions", CHAT | {"stream": True}),
-        ("/inference/v1/generate", {"token_ids": PROMPT, "sampling_params": SAMPLING | {"n": 2}}),
-        ("/v1/completions", {"prompt": PROMPT, "n": 2} | SAMPLING),
-    ],
-)
-async def test_what_an_update_cut_off_goes_on_with_an_adapter_that_is_being_unloaded(
-    start: StartAdapters, tmp_path: Path, path: str, asked: dict[str, Any]
-) -> None:
-    rig = await start(weights={"in_flight": "abort"})
-    await rig.open_group()
-    await rig.load("v1", write_adapter(tmp_path / "v1"))
-
-    async def choices() -> list[Any]:
-        async with rig.client.post(rig.url + path, json=asked | {"model": "v1"}) as response:
-            text = await response.text()
-            assert response.status == 200, text
-        if not asked.get("stream"):
-            return list(json.loads(text)["choices"])
-        *_, last, done, _ = text.split("\n\n")
-        assert done == "data: [DONE]"
-        return list(json.loads(last.removeprefix("data: "))["choices"])
-
-    running = asyncio.create_task(choices())
-    await rig.begun(2 if asked.get("n", asked.get("sampling_params", {}).get("n")) else 1)
-    unloading = asyncio.create_task(rig.unload("v1"))
-    await asyncio.sleep(0.1)
-    await rig.update()
-    rig.hurry()
-    for choice in await asyncio.wait_for(running, 30):
-        spans = choice["weight_versions"]
-        assert [(int(span["version"]), span["base_version"]) for span in spans] == [(1, 0), (1, 1)]
-        assert (spans[0]["start"], spans[0]["end"], spans[1]["end"]) == (0, spans[1]["start"], 60)
-    assert (await unloading)[0] == 200

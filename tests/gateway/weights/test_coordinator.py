@@ -137,26 +137,6 @@ async def test_rollouts_go_on_until_an_engine_is_touched_and_have_the_new_versio
     assert (await waiting)["choices"][0]["weight_versions"][0]["version"] == 1
 
 
-@pytest.mark.parametrize("in_flight", ["keep", "recompute"])
-async def test_rollouts_in_flight_live_through_an_update_and_say_both_versions(
-    start_rig: StartRig, in_flight: str
-) -> None:
-    rig = await start_rig(weights={"in_flight": in_flight})
-    await rig.open_group()
-    running = asyncio.create_task(rig.complete([[5]], max_tokens=100, ignore_eos=True))
-    await rig.begun()
-    await rig.update()
-    assert not running.done()
-    rig.hurry()
-    old, new = (await running)["choices"][0]["weight_versions"]
-    assert (old["version"], old["start"], new["version"], new["end"]) == (0, 0, 1, 100)
-    assert 0 < old["end"] == new["start"] < 100
-    (record,) = (await rig.get("/v1/weight_updates"))[1]["weight_updates"]
-    assert record["in_flight"] == in_flight
-    assert "drain" not in record["seconds"]
-    assert 0 < record["stopped_s"] < record["age_s"]
-
-
 @pytest.mark.parametrize("asked", [{"in_flight": "drain"}, {}], ids=["asked", "configured"])
 async def test_an_update_may_wait_for_rollouts_in_flight(start_rig: StartRig, asked: Json) -> None:
     rig = await start_rig(weights={} if asked else {"in_flight": "drain"})

@@ -1,7 +1,6 @@
 """An engine whose tokens stand still while it answers /health is found, and its rollouts move."""
 
 import asyncio
-from contextlib import suppress
 from types import SimpleNamespace
 from typing import cast
 
@@ -75,17 +74,6 @@ async def test_a_paused_engine_is_not_taken_for_wedged(start_rig: StartRig) -> N
     assert await rig.states() == {"engine-0": "SERVING", "engine-1": "SERVING"}
     assert (await rig.post("/resume"))[0] == 200
     await task
-
-
-async def test_a_wedged_engine_is_found_where_clients_give_up_before_its_bound(start_rig: StartRig) -> None:
-    rig = await start_rig(1, fleet=WATCH)
-    rig.replicas[0].inject(wedged=True)
-    async with asyncio.timeout(60):
-        while await rig.states() == {"engine-0": "SERVING"}:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(0.3):
-                    await rig.complete([[5]], ignore_eos=True)
-    assert "stand still" in rig.fleet.replicas[0].reason
 
 
 class PlayedReplica:

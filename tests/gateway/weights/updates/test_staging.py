@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from engines.clients.vllm_engine import VllmEngine
-from engines.errors import DeadlineExceeded, EngineFailed
+from engines.errors import EngineFailed
 from sim.model import SimModel
 from tests.rigs.calls import note_calls
 from tests.rigs.rig import Rig, StartRig
@@ -106,10 +106,10 @@ async def test_other_bytes_on_one_replica_are_refused_before_an_engine_is_touche
 
 
 @pytest.fixture
-async def refusing(start_rig: StartRig, request: pytest.FixtureRequest) -> Rig:
-    """A rig whose second replica computes with garbage after its first update. The parameter is more of `weights`."""
+async def refusing(start_rig: StartRig) -> Rig:
+    """A rig whose second replica computes with garbage after its first update."""
     odd = {"engine-1": {"corrupt_after": 0, "corrupt": "garbage"}}
-    rig = await start_rig(2, sim=ROOM, odd=odd, weights={"relay": "never"} | getattr(request, "param", {}))
+    rig = await start_rig(2, sim=ROOM, odd=odd, weights={"relay": "never"})
     await rig.open_group()
     return rig
 
@@ -144,11 +144,7 @@ async def test_weights_that_the_canary_refuses_after_the_swap_are_taken_back_fro
     await refusing.open_group()
 
 
-@pytest.mark.parametrize(
-    ("refusing", "failure"),
-    [({}, "not kept"), ({}, "error"), ({"load_timeout_s": 2.0}, "silence"), ({}, "wrong weights")],
-    indirect=["refusing"],
-)
+@pytest.mark.parametrize("failure", ["error", "wrong weights"])
 async def test_where_an_undo_fails_the_store_takes_over(
     refusing: Rig, calls: list[str], monkeypatch: pytest.MonkeyPatch, failure: str
 ) -> None:
@@ -157,13 +153,9 @@ async def test_where_an_undo_fails_the_store_takes_over(
     async def fail(self: VllmEngine, timeout_s: float) -> bool:
         if self.replica_id == "engine-0":
             return await undo_load(self, timeout_s)
-        match failure:
-            case "error":
-                raise EngineFailed("the device is lost", replica_id=self.replica_id)
-            case "silence":
-                await asyncio.sleep(timeout_s)
-                raise DeadlineExceeded("no answer to undo_load")
-        return failure == "wrong weights"
+        if failure == "error":
+            raise EngineFailed("the device is lost", replica_id=self.replica_id)
+        return True
 
     monkeypatch.setattr(VllmEngine, "undo_load", fail)
     report = await refused(refusing)

@@ -248,18 +248,11 @@ def _key(route: str, body: Json) -> bytes:
     return orjson.dumps([route, body], option=orjson.OPT_SORT_KEYS)
 
 
-async def _end_with_store(store: Path) -> None:
-    """Return when another relay has this one's place, or no gateway has kept the store for a while.
-
-    The gateway writes the record once this process has started, which may be after the first look.
-    """
-    kept_at, has_place = time.monotonic(), False
-    while time.monotonic() - kept_at < _LINGERS_S:
-        is_ours = record_in(store, RELAY).get("pid") == os.getpid()
-        if has_place and not is_ours:
-            return
-        has_place = is_ours
-        if has_place and is_kept(store):
+async def _end_with_store(store: Path, port: int) -> None:
+    """Return when another relay has this one's place, or no gateway has kept the store for a while."""
+    kept_at = time.monotonic()
+    while record_in(store, RELAY).get("port") == port and time.monotonic() - kept_at < _LINGERS_S:
+        if is_kept(store):
             kept_at = time.monotonic()
         await asyncio.sleep(_LOOK_S)
 
@@ -289,7 +282,7 @@ def main() -> None:
     app = RelayServer(receiver, model).app()
 
     async def watching(_: web.Application) -> AsyncIterator[None]:
-        watch = asyncio.create_task(_end_with_store(arguments.store))
+        watch = asyncio.create_task(_end_with_store(arguments.store, arguments.port))
         watch.add_done_callback(lambda task: None if task.cancelled() else os._exit(0))  # a thread may hang for ever
         yield
         watch.cancel()

@@ -7,7 +7,7 @@ from typing import Protocol, TypeVar
 from weakref import WeakSet
 
 from engines.engine import Engine, Json
-from engines.errors import EngineError, EngineFailed, EngineOverwritten, EngineRefused, EngineUnreachable
+from engines.errors import EngineError, EngineOverwritten, EngineRefused, EngineUnreachable
 from engines.types import ReplicaInfo, ReplicaState
 from engines.weight_label import WeightLabel
 from gateway.fleet.adapters import Adapter
@@ -154,10 +154,6 @@ class Replica:
         in_flight = (rollout.prompt_tokens for rollout in self._rollouts.values())
         return max(self.evidence.longest_given_up, max(in_flight, default=0))
 
-    def saw_progress(self) -> None:
-        """Note a chunk, a reply, or another sign that tokens are made."""
-        self.evidence.saw_progress()
-
     def holds(self, adapter: Adapter) -> bool:
         return self.adapters.get(adapter.name) is adapter
 
@@ -233,16 +229,6 @@ class Replica:
         """Return True where an update has ended an attempt with the error: it ends all rollouts, or the engine was lost
         as it was overwritten. SGLang dies of weights with NaN."""
         return self.cuts_off or (self.weight_version is None and isinstance(error, EngineUnreachable))
-
-    async def answering(self, call: Awaitable[T]) -> T:
-        """Return the call's result. An error that the engine answers while an update overwrites it waits for the
-        verdict: weights that are refused may be its cause, as NaN is of vLLM's 400, and it is `EngineOverwritten` then.
-        """
-        try:
-            return await call
-        except (EngineRefused, EngineFailed):
-            await self.unless_lost(self.vouched())
-            raise
 
     def overwrite(self) -> None:
         """Forget the version: rollouts that end from here on wait for the verdict in `vouched`."""

@@ -29,7 +29,7 @@ KEPT = 100
 
 
 class Phase(StrEnum):
-    """The phases of an update; `machine.py` has their order."""
+    """The phases of an update; `update.py` has their order."""
 
     OPEN = "OPEN"  # announced, and no engine touched yet; with `drain` the gate is closed
     RECEIVING = "RECEIVING"  # tensors move; in a flat group engines hold a mixture

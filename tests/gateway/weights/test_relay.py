@@ -208,9 +208,7 @@ async def test_a_trainer_that_is_refused_is_let_go_and_may_try_again(trainer: Tr
     assert await trainer.update() == 1
 
 
-async def test_a_relay_that_looks_for_its_record_before_that_is_written_goes_on(
-    start: StartRig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_relay_whose_record_is_written_late_goes_on(start: StartRig, monkeypatch: pytest.MonkeyPatch) -> None:
     note = Snapshots.note
 
     async def late(snapshots: Snapshots, name: str, record: Json) -> None:

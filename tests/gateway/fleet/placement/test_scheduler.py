@@ -156,7 +156,7 @@ async def test_a_rollout_waits_for_as_long_as_replicas_that_could_take_it_make_t
         await played.submit(name)
     for _ in range(3):
         clock.now += 10.0
-        played.fleet.replicas[0].saw_progress()
+        played.fleet.replicas[0].evidence.saw_progress()
         await asyncio.sleep(0.1)  # twice the time after which the rollout looks again
         assert not played.tasks[-1].done()
     clock.now += 10.0

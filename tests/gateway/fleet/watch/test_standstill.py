@@ -123,7 +123,7 @@ async def test_a_long_prompt_that_was_given_up_is_no_standstill_of_the_next(monk
     played = PlayedReplica(monkeypatch)
     assert not await played.gives_up_after(20, prompt_tokens=20_000)
     assert not await played.gives_up_after(9)
-    played.replica.saw_progress()
+    played.replica.evidence.saw_progress()
     assert not await played.gives_up_after(9)
     assert await played.gives_up_after(2)
 

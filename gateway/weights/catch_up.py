@@ -106,6 +106,7 @@ class CatchUp:
         turns = asyncio.Semaphore(width)
         self._ahead = {replica for replica in replicas if replica not in self._tasks}
         for replica in self._ahead:
+            self._aborted.pop(replica, None)
             self._own(replica, self._take_back(replica, turns))
         if not self._ahead:
             self._fleet.end_roll()

@@ -277,7 +277,7 @@ class WeightCoordinator:
         needed = "vllm" if self._config.relay_device else "torch"
         if importlib.util.find_spec(needed) is None:
             return f"the gateway's Python, which runs the relay, has no {needed}"
-        return await self._snapshots.why_not(max(map(checkpoint_bytes, members)))
+        return await self._snapshots.why_not(checkpoint_bytes(members))
 
     @asynccontextmanager
     async def _exclusively(self, call: str) -> AsyncIterator[None]:

@@ -72,7 +72,7 @@ class RelayArrival(StoreArrival):
         parts.check_none_open()
         members = await self.loaders()
         in_flight = parts.pauses.in_flight(members, in_flight)
-        draft = await parts.snapshots.claim(parts.fleet.settled_version, max(map(checkpoint_bytes, members)))
+        draft = await parts.snapshots.claim(parts.fleet.settled_version, checkpoint_bytes(members))
         try:
             await self.relay.begin(draft, members[0].info)
         except BaseException:

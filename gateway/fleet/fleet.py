@@ -422,10 +422,11 @@ class Fleet:
         joined = [replica for replica in joined if not replica.frozen]
         for replica in joined:
             found, is_ours = replica.found, replica.info.kind is not EngineKind.EXTERNAL
+            served = max(found.version, version_of(found.committed))
             if found.is_committed and (is_ours or (is_open and kinds == {EngineKind.EXTERNAL})):
                 self.learn(found.held)
-            elif not found.is_committed and found.version > self._begun:
-                self._spent = max(self._spent, found.version)  # in a rolling update it may have been served
+            elif not found.is_committed and served > self._begun:
+                self._spent = max(self._spent, served)  # before this gateway, or ahead in a rolling update
         for replica in joined:
             if replica.found.is_committed and replica.found.held in (self.label, CHECKPOINT):
                 replica.hold(replica.found.version, keeps_kv=True)

@@ -9,6 +9,7 @@ import pytest
 
 from gateway.cli.output import print_fleet
 from tests.material.adapters import write_adapter
+from tests.rigs.calls import until
 from tests.rigs.rig import Rig, StartRig
 
 PROMPT = list(range(10, 50))
@@ -263,9 +264,7 @@ async def test_an_unload_that_waits_too_long_says_so_and_happens_when_the_rollou
     assert "still use the LoRA adapter" in text
     rig.hurry()
     await running
-    async with asyncio.timeout(30):
-        while any(replica.adapters for replica in rig.replicas):
-            await asyncio.sleep(0.02)
+    await until(lambda: not any(replica.adapters for replica in rig.replicas))
 
 
 async def test_a_replica_that_cannot_load_them_stays_out_and_says_why(rig: Rig, tmp_path: Path) -> None:

@@ -17,15 +17,11 @@ from gateway.fleet.replica import Replica
 from gateway.weights import catch_up
 from gateway.weights.canary import Canary
 from gateway.weights.verdicts import Finding, Result
+from tests.rigs.calls import until
 from tests.rigs.rig import Rig, SimReplica, StartRig
 
 BOTH_SERVE = {"engine-0": "SERVING", "engine-1": "SERVING"}
 TENSORS = {"tensors": {"w": [4, 4], "b": [4]}}
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tmp_path / "store"
 
 
 @pytest.fixture
@@ -45,16 +41,13 @@ async def kept(start: StartRig) -> Rig:
     await rig.open_group()
     await rig.update()
     await until_kept(rig, [1])
-    async with asyncio.timeout(20):  # a version that is kept makes failed catch-ups try again
-        while any(task.get_name() == "keep version 1" for task in asyncio.all_tasks()):
-            await asyncio.sleep(0.01)
+    # A version that is kept makes failed catch-ups try again.
+    await until(lambda: all(task.get_name() != "keep version 1" for task in asyncio.all_tasks()))
     return rig
 
 
 async def until_kept(rig: Rig, versions: list[int]) -> None:
-    async with asyncio.timeout(20):
-        while (await rig.get("/status"))[1]["weight_store"]["versions"] != versions:
-            await asyncio.sleep(0.02)
+    await until(lambda: rig.get("/status"), lambda got: got[1]["weight_store"]["versions"] == versions)
 
 
 async def served_versions(rig: Rig) -> set[int]:
@@ -175,9 +168,7 @@ async def streamed_or_whole(rig: Rig, *, stream: bool) -> int:
 
 
 async def until_held(replica: SimReplica) -> None:
-    async with asyncio.timeout(20):
-        while not replica.num_held:
-            await asyncio.sleep(0.01)
+    await until(lambda: replica.num_held)
 
 
 async def test_a_replica_that_a_store_out_of_reach_kept_back_is_tried_again(
@@ -189,9 +180,7 @@ async def test_a_replica_that_a_store_out_of_reach_kept_back_is_tried_again(
     await kept.replicas[1].kill()
     await kept.until({"engine-0": "SERVING"})
     await kept.add_replica("engine-1", seed=1)
-    async with asyncio.timeout(20):
-        while "not brought back" not in kept.fleet.replicas[-1].reason:
-            await asyncio.sleep(0.02)
+    await until(lambda: "not brought back" in kept.fleet.replicas[-1].reason)
     shutil.move(away, folder)
     await kept.until(BOTH_SERVE)
     assert {replica.weight_version for replica in kept.fleet.replicas} == {1}

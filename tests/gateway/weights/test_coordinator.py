@@ -6,6 +6,7 @@ import dataclasses
 import pytest
 
 from engines.types import Dialect
+from tests.rigs.calls import until
 from tests.rigs.rig import Json, Rig, StartRig
 
 
@@ -169,9 +170,7 @@ async def test_a_broken_group_is_refused_with_the_remedy(rig: Rig) -> None:
     await rig.open_group()
     await rig.update()
     await rig.replicas[0].kill()
-    async with asyncio.timeout(20):
-        while (await rig.states()).get("engine-0") == "SERVING":
-            await asyncio.sleep(0.01)
+    await until(rig.states, lambda got: got.get("engine-0") != "SERVING")
     status, reply = await rig.post("/start_weight_update", {})
     assert status == 424
     assert "/init_weight_transfer_engine" in reply["error"]["message"]
@@ -184,9 +183,7 @@ async def test_a_weight_call_during_another_is_a_conflict(start_rig: StartRig) -
     running = asyncio.create_task(rig.complete([[5]], max_tokens=30, ignore_eos=True))
     await rig.begun()
     first = asyncio.create_task(rig.post("/start_weight_update", {"in_flight": "drain"}))
-    async with asyncio.timeout(20):
-        while (await rig.get("/status"))[1]["weight_update"] is None:
-            await asyncio.sleep(0.01)
+    await until(lambda: rig.get("/status"), lambda got: got[1]["weight_update"] is not None)
     status, reply = await rig.post("/start_weight_update", {})
     assert status == 409
     assert "still running" in reply["error"]["message"]

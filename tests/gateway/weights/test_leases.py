@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from tests.rigs.calls import until
 from tests.rigs.rig import Rig
 
 PROGRAM = """
@@ -75,9 +76,7 @@ async def test_a_trainer_that_is_killed_between_two_calls_frees_the_fleet_at_onc
 async def test_a_worker_that_a_killed_trainer_has_forked_keeps_no_update_open(rig: Rig) -> None:
     async with trainer(rig, True, "and forks") as process:
         process.send_signal(signal.SIGKILL)
-        async with asyncio.timeout(NOTICED_S):
-            while (await rig.get("/status"))[1]["weight_update"] is not None:
-                await asyncio.sleep(0.02)
+        await until(lambda: rig.get("/status"), lambda got: got[1]["weight_update"] is None, timeout_s=NOTICED_S)
 
 
 async def test_calls_under_another_lease_leave_an_update_as_it_is(rig: Rig) -> None:

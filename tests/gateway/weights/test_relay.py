@@ -116,11 +116,6 @@ def fork(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tmp_path / "store"
-
-
-@pytest.fixture
 async def start(start_rig: StartRig, folder: Path, tmp_path: Path) -> Callable[..., object]:
     async def start(
         num_replicas: int = 2,

@@ -11,6 +11,7 @@ from gateway.config.schema import FleetConfig
 from gateway.fleet.placement.routing import Rollout
 from gateway.fleet.watch import evidence
 from gateway.fleet.watch.standstill import Standstill
+from tests.rigs.calls import until
 from tests.rigs.rig import FAST_WATCH, Json, Rig, StartRig
 from tests.rigs.stories.played_fleet import PlayedFleet
 
@@ -19,9 +20,7 @@ WATCH: Json = FAST_WATCH | {"stalled_after_s": 1.0, "lost_after_s": 60.0}
 
 async def placed(rig: Rig, samples: int) -> None:
     """Returns when replicas have so many samples."""
-    async with asyncio.timeout(20):
-        while sum(replica.load_samples for replica in rig.fleet.replicas) < samples:
-            await asyncio.sleep(0.01)
+    await until(lambda: sum(replica.load_samples for replica in rig.fleet.replicas) >= samples)
 
 
 async def test_rollouts_of_a_wedged_engine_move_to_another(start_rig: StartRig) -> None:

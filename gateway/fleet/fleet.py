@@ -42,8 +42,8 @@ class Fleet:
 
     `version` is the policy's committed weight version, `label` its label. `target_version` is the next one while an
     update runs. `rolling_to` is the version of a rolling update, which replicas may serve beside `version` until the
-    update ends or is taken back. `discover` lists the replicas that Serve runs; `connect` makes a replica's engine
-    client.
+    update ends or is taken back. `spent` is the highest number whose tokens may have been delivered. `discover` lists
+    the replicas that Serve runs; `connect` makes a replica's engine client.
     """
 
     def __init__(self, config: Config, *, discover: Discover, connect: Connect) -> None:
@@ -52,7 +52,7 @@ class Fleet:
         self.update_to: int | None = None
         self.rolling_to: int | None = None
         self._begun = 0
-        self._spent = 0
+        self.spent = 0
         self.models = Models(config.groups)
         self.adapters = Adapters()
         self.events = Events()
@@ -155,7 +155,7 @@ class Fleet:
     @property
     def next_version(self) -> int:
         """The number of the next update. A number whose tokens may have been delivered is not used again."""
-        return max(self.version, self._spent) + 1
+        return max(self.version, self.spent) + 1
 
     def is_current(self, replica: Replica) -> bool:
         """True where a replica may serve with the weights that it holds."""
@@ -215,7 +215,7 @@ class Fleet:
 
     def serve_ahead(self, replica: Replica, version: int, *, keeps_kv: bool) -> None:
         """Serve a rolling update's version on a replica that took it before the others."""
-        self._spent = max(self._spent, version)
+        self.spent = max(self.spent, version)
         replica.hold(version, keeps_kv=keeps_kv)
         self.settle(replica, f"loaded version {version}")
 
@@ -426,7 +426,7 @@ class Fleet:
             if found.is_committed and (is_ours or (is_open and kinds == {EngineKind.EXTERNAL})):
                 self.learn(found.held)
             elif not found.is_committed and served > self._begun:
-                self._spent = max(self._spent, served)  # before this gateway, or ahead in a rolling update
+                self.spent = max(self.spent, served)  # before this gateway, or ahead in a rolling update
         for replica in joined:
             if replica.found.is_committed and replica.found.held in (self.label, CHECKPOINT):
                 replica.hold(replica.found.version, keeps_kv=True)

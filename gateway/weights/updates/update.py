@@ -43,6 +43,9 @@ _FORGET_S = 5.0
 """Longest wait until no request holds the KV of refused weights."""
 _HOPED = Finding(Result.UNVERIFIED)
 
+SPENT = ".spent.json"
+"""The record, in the store, of the last number that a rolling update has taken."""
+
 
 @dataclass(slots=True)
 class UpdateParts:
@@ -134,6 +137,8 @@ class Update:
         async with self.or_aborted():
             await self._arrival.close(self)  # no engine is touched before, unless tensors came into its weights
             self.announce()
+            if self.record.rolling:  # tokens of this number go out before it is in the label of a committed version
+                await self._parts.snapshots.note(SPENT, {"version": self.record.version})
             while turn := await self._next_turn():  # one of all replicas, or turn after turn in a rolling update
                 began = time.monotonic()
                 ready = await self._arrival.prepare(self, turn)  # while the turn still serves

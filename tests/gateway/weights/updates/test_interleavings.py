@@ -74,10 +74,20 @@ COMMITTED_AND_LOST = [
 ]
 """A gateway ends between the label of version 1 and its copy, and the next update overwrites the engine that has it."""
 
+ENDED_TWICE_WHEN_ROLLED_HALF = [
+    Rollout(0.0, 3, False, False),
+    replace(PUSH, store=True, rolling=True),
+    RestartGateway(0.3, False, 0.1),
+    Rollout(0.0, 3, False, False),
+    RestartGateway(0.3, False, 0.1),
+]
+"""A replica that has served version 1 ahead is being taken back when the gateway ends, and the next ends too."""
+
 
 def test_a_number_whose_tokens_were_delivered_is_not_used_again_after_a_restart() -> None:
     played(ABORTED_WHEN_ROLLED_HALF, 1, Tally(), relay=False, replicas=2, rolling=False)
     played(COMMITTED_AND_LOST, 3, Tally(), relay=False, replicas=1, rolling=False)
+    played(ENDED_TWICE_WHEN_ROLLED_HALF, 1, Tally(), relay=False, replicas=3, rolling=False)
 
 
 def test_a_draft_is_removed_though_its_trainer_leaves_while_the_update_is_aborted() -> None:

@@ -34,7 +34,7 @@ _AGAIN_S = 5.0
 """Time until a replica that was not brought back is tried again: a store may fail for a while."""
 _RESET_AGAIN_S = 0.01
 _AND = "; not brought back: "
-_FAILURES = (EngineError, DeadlineExceeded, WeightUpdateFailed)
+_FAILURES = (EngineError, DeadlineExceeded, WeightUpdateFailed, StoreFailed)
 _KEPT, _STORE = "kept weights", "store"
 """Sources of the version before."""
 _NOTHING: Mapping[Replica, int] = {}
@@ -169,7 +169,8 @@ class CatchUp:
 
     def _ended(self, replica: Replica, task: "asyncio.Task[None]") -> None:
         self._tasks.pop(replica, None)
-        if not task.cancelled() and (error := task.exception()) is not None and self._is_behind(replica):
+        error = None if task.cancelled() else task.exception()
+        if error is not None and (self._is_behind(replica) or not isinstance(error, _FAILURES)):  # else it is lost
             self._failed(replica, error)
         self._restored.discard(replica)
         replica.brake.let_go(Holder.CATCH_UP)

@@ -43,13 +43,7 @@ _NOTHING: Mapping[Replica, int] = {}
 class CatchUp:
     """Owns a task for each replica that is behind or ahead."""
 
-    def __init__(
-        self,
-        config: WeightsConfig,
-        fleet: Fleet,
-        snapshots: Snapshots,
-        canary: Canary,
-    ) -> None:
+    def __init__(self, config: WeightsConfig, fleet: Fleet, snapshots: Snapshots, canary: Canary) -> None:
         self._config = config
         self._fleet = fleet
         self._snapshots = snapshots

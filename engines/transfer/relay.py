@@ -251,10 +251,10 @@ def _key(route: str, body: Json) -> bytes:
     return orjson.dumps([route, body], option=orjson.OPT_SORT_KEYS)
 
 
-async def _end_with_store(store: Path) -> None:
+async def _end_with_store(store: Path, port: int) -> None:
     """Return when another relay has this one's place, or no gateway has kept the store for a while."""
     kept_at = time.monotonic()
-    while record_in(store, RELAY).get("pid") == os.getpid() and time.monotonic() - kept_at < _LINGERS_S:
+    while record_in(store, RELAY).get("port") == port and time.monotonic() - kept_at < _LINGERS_S:
         if is_kept(store):
             kept_at = time.monotonic()
         await asyncio.sleep(_LOOK_S)
@@ -285,7 +285,7 @@ def main() -> None:
     app = RelayServer(receiver, model).app()
 
     async def watching(_: web.Application) -> AsyncIterator[None]:
-        watch = asyncio.create_task(_end_with_store(arguments.store))
+        watch = asyncio.create_task(_end_with_store(arguments.store, arguments.port))
         watch.add_done_callback(lambda task: None if task.cancelled() else os._exit(0))  # a thread may hang for ever
         yield
         watch.cancel()

@@ -180,9 +180,10 @@ class Relay:
         log_path = self._log_dir / f"relay-{time.strftime('%Y%m%d-%H%M%S')}-{port}.log"
         self._process = process = LastingProcess(Command(argv, env), log_path)
         self._client = client = VllmEngine("", f"http://127.0.0.1:{port}", has_tee=True)
+        record = {"pid": 0, "port": port, "argv": argv, "log_path": str(log_path)}
+        await self._snapshots.note(RELAY, record)  # first: the process ends where the record is another's
         process.start()
-        record = {"pid": process.pid, "port": port, "argv": argv, "log_path": str(log_path)}
-        await self._snapshots.note(RELAY, record)
+        await self._snapshots.note(RELAY, record | {"pid": process.pid})
         async with asyncio.timeout(self._config.init_timeout_s):
             while process.exit_code is None:
                 try:

@@ -4,6 +4,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from ipaddress import ip_address
+from math import prod
 from urllib.parse import urlsplit
 
 from engines.engine import Json
@@ -11,7 +12,7 @@ from engines.errors import EngineRefused, InvalidRequest, WeightUpdateConflict
 from engines.types import OLDEST, Dialect, ReplicaInfo, ReplicaState
 from gateway.fleet.replica import Replica
 from gateway.fleet.replica_calls import names
-from gateway.weights.updates.record import num_bytes
+from gateway.weights.updates.record import itemsize
 
 _INIT_ROUTE = "/init_weight_transfer_engine"
 
@@ -45,7 +46,6 @@ class TransferGroup:
 
     members: tuple[Replica, ...]
     transport: str
-    opened_at: float = field(default_factory=time.monotonic)
 
     @property
     def scribe(self) -> Replica | None:
@@ -71,12 +71,10 @@ async def transport_of(replica: Replica, timeout_s: float) -> str:
         return "unknown"  # a server without this route may still take weights
 
 
-def checkpoint_bytes(replica: Replica) -> int:
-    """Return the bytes of the replica's checkpoint; 0 where it could not be read."""
-    tensors = replica.info.tensors or ()
-    return num_bytes(
-        {"dtype_names": [tensor.dtype for tensor in tensors], "shapes": [tensor.shape for tensor in tensors]}
-    )
+def checkpoint_bytes(members: Sequence[Replica]) -> int:
+    """Return the bytes of the largest of the members' checkpoints; one that could not be read has 0."""
+    checkpoints = [replica.info.tensors or () for replica in members]
+    return max(sum(itemsize(one.dtype) * prod(one.shape) for one in tensors) for tensors in checkpoints)
 
 
 def check_some_take_weights(members: Sequence[Replica], alive: Sequence[Replica]) -> None:

@@ -62,7 +62,7 @@ class Generation:
         """Return a prompt's token ids. Raise the engine's refusal, or `UnknownRoute` where no engine renders."""
         model, _ = self.fleet.asked(group.model)
         await self.fleet.serves_within(model, self.longest_wait_s)
-        replicas = [replica for replica in self.fleet.alive if replica.info.model == model]
+        replicas = self.fleet.alive_of(model)
         able = [replica for replica in replicas if RENDER in replica.info.capabilities]
         if not able:
             raise lacking(f"{RENDER}, which `messages` need,", replicas)

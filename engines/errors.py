@@ -8,6 +8,7 @@ RolloutGatewayError
 │   ├── UnknownRoute          no replica's engine has what the route needs
 │   ├── UnknownCursor         no event of a submission has the cursor: its gateway lost it
 │   ├── IdTaken               another submission has the id
+│   ├── SessionFrozen         a session takes no call any more, or is to be frozen first
 │   ├── BodyTooLarge          the body is over the limit in bytes
 │   └── DeadlyPrompt          engines die under it
 ├── Withdrawn                 its client aborted the rollout while no replica had it
@@ -74,6 +75,10 @@ class UnknownCursor(InvalidRequest):
 
 class IdTaken(InvalidRequest):
     """A submission with other groups has the id."""
+
+
+class SessionFrozen(InvalidRequest):
+    """The session takes no call any more, or is to be frozen before it is acked."""
 
 
 class BodyTooLarge(InvalidRequest):

@@ -18,6 +18,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from examples.sort_agent import SortAgents, reward
 from examples.sort_pool import SortPool, exact_answer
 from examples.tiny_model import task
 
@@ -65,7 +66,9 @@ def make_trainer(args: argparse.Namespace) -> Any:
     gloo_client.install(timeout_s=args.timeout)
     asked = list(islice(task.problems(SEED_OF_PROBLEMS + args.seed), STEPS_PER_ROUND * PROMPTS_PER_STEP))
     pooled: dict[str, Any] = {}
-    if args.pool:
+    if args.agent:
+        pooled["rollout_func"] = SortAgents(args.url).rollouts
+    elif args.pool:
         tokenizer = AutoTokenizer.from_pretrained(args.model)
         pool = SortPool(args.url, tokenizer, asked, samples=SAMPLES_PER_PROMPT, size=args.pool)
         pooled["rollout_func"] = pool.rollouts
@@ -95,7 +98,7 @@ def make_trainer(args: argparse.Namespace) -> Any:
     trainer = GRPOTrainer(
         model=str(args.model),
         args=config,
-        reward_funcs=exact_answer if args.pool else task.exact_answer,
+        reward_funcs=reward if args.agent else exact_answer if args.pool else task.exact_answer,
         train_dataset=Dataset.from_list([{"prompt": task.prompt(problem)} for problem in asked]),
         **pooled,
     )
@@ -109,7 +112,8 @@ def report_steps(trainer: Any, num_steps: int) -> None:
     step, steps: this one, and how many there will be. reward: mean of the step. completion_tokens: mean length.
     tokens: completion tokens of the step. generate_s, tokens_per_s: the call to the URL. sync_s: weights to all
     engines. step_s: the whole step. resumed: share of completions out of a pool with tokens of several versions.
-    importance_ratio: mean over tokens of trainer's to engines' probability.
+    importance_ratio: mean over tokens of trainer's to engines' probability. largest_difference: of their log-probs, of
+    any token.
     weight_version: the version of the completions, null if the URL does not report it.
     """
     from transformers import TrainerCallback
@@ -139,6 +143,7 @@ def report_steps(trainer: Any, num_steps: int) -> None:
                 step_s=round(logs["step_time"], 3),
                 resumed=round(logs.get("resumed", 0.0), 4),
                 importance_ratio=round(logs["sampling/importance_sampling_ratio/mean"], 6),
+                largest_difference=logs["sampling/sampling_logp_difference/max"],
                 weight_version=getattr(client, "weight_version", None),
             )
 
@@ -164,6 +169,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--timeout", type=float, default=120.0, help="limit in seconds on each wait of a weight sync")
     parser.add_argument("--pool", type=int, default=0, help="groups in work, of which a step takes the first 32")
+    parser.add_argument("--agent", action="store_true", help="an agent with a tool in place of single answers")
     parser.add_argument("--no-sync", action="store_true", help="never send weights: the reward must then stay flat")
     return parser.parse_args()
 

@@ -14,6 +14,7 @@ _STATUS: dict[type[errors.RolloutGatewayError], int] = {
     errors.UnknownRoute: 404,
     errors.UnknownCursor: 409,
     errors.IdTaken: 409,
+    errors.SessionFrozen: 409,
     errors.InvalidRequest: 400,
     errors.DeadlineExceeded: 504,
     errors.TooManyRequests: 429,

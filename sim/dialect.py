@@ -1,10 +1,12 @@
 """Request bodies and replies of the simulated engine, in vLLM 0.32's form."""
 
+import json
 import sys
 import time
 import uuid
 from abc import ABC, abstractmethod
 from asyncio import Queue
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Annotated, Any, Literal, cast
@@ -13,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from engines.errors import InvalidRequest
 from sim.model import (
+    EOS_TOKEN,
     GREEDY,
     SimModel,
     detokenize,
@@ -100,13 +103,14 @@ class CompletionBody(SamplingBody):
 
 class ChatBody(SamplingBody):
     messages: list[Json] = Field(min_length=1)
+    tools: list[Json] | None = None
     logprobs: bool | None = False
     top_logprobs: int | None = Field(0, ge=_EVERY_TOKEN)
     max_completion_tokens: int | None = None
 
     @property
     def prompt(self) -> list[int]:
-        return tokenize(chat_text(self.messages))
+        return chat_ids(self.messages, self.tools or ())
 
 
 class TokensChoice(BaseModel):
@@ -164,6 +168,8 @@ def rendered(body: ChatBody, max_model_len: int) -> Json:
     """Return a conversation as token ids and sampling parameters for /inference/v1/generate."""
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     room = max_model_len - len(body.prompt)
+    if room < 1:
+        raise _too_long(len(body.prompt), max_model_len)
     sampling = body.model_dump(include=set(_RENDERED)) | {"max_tokens": room if asked is None else min(room, asked)}
     if body.temperature is None:
         del sampling["temperature"]
@@ -173,12 +179,22 @@ def rendered(body: ChatBody, max_model_len: int) -> Json:
     return envelope | {"token_ids": body.prompt, "sampling_params": sampling}
 
 
+def _too_long(length: int, longest: int) -> InvalidRequest:
+    """Return vLLM's refusal, by whose words agents know that they have to compact."""
+    message = (
+        f"This model's maximum context length is {longest} tokens. However, your prompt contains {length} "
+        "input tokens, which exceeds this limit even without any output tokens. "
+        "Please reduce the length of the input prompt."
+    )
+    return InvalidRequest(message, param="input_tokens")
+
+
 def derendered(body: DerenderBody, model_name: str) -> Json:
-    """Return a chat reply made of token ids, without reasoning and tool calls: this engine has no parsers."""
+    """Return a chat reply made of token ids, without reasoning."""
     choices = [
         _derendered_choice(choice)
         | {
-            "message": {"role": "assistant", "content": detokenize(choice.token_ids)},
+            "message": {"role": "assistant", **_parsed(choice.token_ids, body.chat_request.tools or [])},
             "token_ids": choice.token_ids if body.chat_request.return_token_ids else None,
         }
         for choice in body.generate_response.choices
@@ -213,10 +229,30 @@ def _by_name(entry: Json) -> Json:
     return named(entry) | {"top_logprobs": [named(top) for top in entry.get("top_logprobs") or ()]}
 
 
-def chat_text(messages: list[Json]) -> str:
-    """Apply the chat template."""
-    turns = [f"<|{message.get('role', 'user')}|>{_content(message.get('content'))}\n" for message in messages]
-    return "".join(turns) + "<|assistant|>"
+def _parsed(token_ids: list[int], tools: list[Json]) -> Json:
+    """Return the words of an answer. With tools every second first token begins a call, whose argument is the text."""
+    text = detokenize(token_ids)
+    if not tools or token_ids[0] % 2:
+        return {"content": text}
+    tool = tools[token_ids[0] // 2 % len(tools)]["function"]["name"]
+    function = {"name": tool, "arguments": json.dumps({"text": text})}
+    return {
+        "content": None,
+        "tool_calls": [{"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}],
+    }
+
+
+def chat_ids(messages: list[Json], tools: Sequence[Json] = ()) -> list[int]:
+    """Apply the chat template, which names the tools first, and ends answers with their end token."""
+    names = ",".join(tool["function"]["name"] for tool in tools)
+    ids = tokenize(f"<|tools|>{names}\n") if names else []
+    for message in messages:
+        role = message.get("role", "user")
+        calls = [json.loads(call["function"]["arguments"]) for call in message.get("tool_calls") or ()]
+        called = "".join(str(value) for arguments in calls for value in arguments.values())
+        ids += tokenize(f"<|{role}|>{_content(message.get('content'))}{called}")
+        ids += [*([EOS_TOKEN] if role == "assistant" else []), *tokenize("\n")]
+    return ids + tokenize("<|assistant|>")
 
 
 def _content(content: Any) -> str:
@@ -352,12 +388,7 @@ class Answer(ABC):
         if not all(map(is_token, prompt)):
             raise InvalidRequest(f"Token id {max(prompt)} is out of vocabulary")
         if len(prompt) > longest:
-            message = (
-                f"This model's maximum context length is {longest} tokens. However, your prompt contains {len(prompt)} "
-                "input tokens, which exceeds this limit even without any output tokens. "
-                "Please reduce the length of the input prompt."
-            )
-            raise InvalidRequest(message, param="input_tokens")
+            raise _too_long(len(prompt), longest)
         return longest - len(prompt)
 
     def _draw(self, prompt_number: int, sample: int) -> int:

@@ -35,7 +35,7 @@ from sim.dialect import (
     Json,
     Limits,
     TokenId,
-    chat_text,
+    chat_ids,
     derendered,
     derendered_chunk,
     rendered,
@@ -199,10 +199,9 @@ class SimServer:
 
     async def tokenize(self, request: web.Request) -> web.Response:
         body = await self._read(request, TokenizeBody)
-        text = body.prompt if body.messages is None else chat_text(body.messages)
-        if text is None:
+        if body.prompt is None and body.messages is None:
             raise InvalidRequest("Either prompt or messages must be provided.", param="prompt")
-        tokens = tokenize(text)
+        tokens = tokenize(body.prompt or "") if body.messages is None else chat_ids(body.messages)
         longest = self._limits.max_model_len
         return _json({"count": len(tokens), "max_model_len": longest, "tokens": tokens, "token_strs": None})
 

@@ -6,6 +6,11 @@ from trainer_client.client import RolloutClient
 from trainer_client.pool import RolloutPool
 from trainer_client.results import Completion, Outcome, Rollout, WeightSpan
 from trainer_client.sampling import SamplingParams
+from trainer_client.sessions.blocking import BlockingSessionGroups, BlockingSessions
+from trainer_client.sessions.calls import Sessions
+from trainer_client.sessions.groups import SessionGroup, SessionGroups
+from trainer_client.sessions.records import Session
+from trainer_client.sessions.trajectories import Trajectory, trajectories_of
 from trainer_client.transports.sender import WeightSender
 
 __all__ = [
@@ -13,6 +18,8 @@ __all__ = [
     "BlockingBatch",
     "BlockingRolloutClient",
     "BlockingRolloutPool",
+    "BlockingSessionGroups",
+    "BlockingSessions",
     "Completion",
     "Outcome",
     "Progress",
@@ -20,6 +27,12 @@ __all__ = [
     "RolloutClient",
     "RolloutPool",
     "SamplingParams",
+    "Session",
+    "SessionGroup",
+    "SessionGroups",
+    "Sessions",
+    "Trajectory",
     "WeightSender",
     "WeightSpan",
+    "trajectories_of",
 ]

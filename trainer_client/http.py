@@ -3,12 +3,14 @@
 import asyncio
 import os
 import socket
+import struct
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager
 from typing import Any, NamedTuple
 
 import aiohttp
+import msgspec
 import orjson
 
 from engines.errors import (
@@ -24,8 +26,10 @@ from gateway.api import error_of
 Json = dict[str, Any]
 
 CONNECT_TIMEOUT_S = 10.0
+PACKED = "application/msgpack"
 _SILENT_S = 60.0
 _JSON = {"Content-Type": "application/json"}
+_HEAD = struct.Struct(">xI")
 
 _sockets: "weakref.WeakSet[socket.socket]" = weakref.WeakSet()
 """The sockets of all connections of this process."""
@@ -134,6 +138,24 @@ class GatewayHttp:
             self._streams.add(response)
             async for block in response.content.iter_any():
                 yield block
+
+    async def packed(
+        self, method: str, path: str, content: bytes | None = None, headers: Mapping[str, str] | None = None
+    ) -> AsyncGenerator[Json]:
+        """Yield the records of an answer in msgpack, each of which comes after its length. Raise as `streamed` does."""
+        unread = bytearray()
+        blocks = self.streamed(method, path, content, {"Accept": PACKED, **(headers or {})})
+        async with aclosing(blocks):
+            async for block in blocks:
+                unread += block
+                place = 0
+                while len(unread) - place >= _HEAD.size:
+                    end = place + _HEAD.size + _HEAD.unpack_from(unread, place)[0]
+                    if len(unread) < end:
+                        break
+                    yield msgspec.msgpack.decode(memoryview(unread)[place + _HEAD.size : end])
+                    place = end
+                del unread[:place]
 
     @asynccontextmanager
     async def held(self, path: str, body: Json, *, timeout_s: float) -> AsyncIterator[None]:

@@ -1,7 +1,6 @@
 """A submission of /v1/rollouts: completions as they end, each once, over broken connections and restarted gateways."""
 
 import asyncio
-import struct
 import time
 import uuid
 from collections.abc import AsyncGenerator, Mapping
@@ -22,13 +21,11 @@ from engines.errors import (
     UnknownRoute,
 )
 from gateway.api import error_of
-from trainer_client.http import GatewayHttp, Json
+from trainer_client.http import PACKED, GatewayHttp, Json
 from trainer_client.results import Completion, completion_of
 from trainer_client.retries import Retries, now
 
 PATH = "/v1/rollouts"
-_PACKED = "application/msgpack"
-_HEAD = struct.Struct(">xI")
 _ACK_EVERY_S = 1.0
 _CALL_TIMEOUT_S = 30.0
 
@@ -134,26 +131,12 @@ class Submission:
         async with asyncio.timeout_at(deadline):
             return await anext(frames, None)
 
-    async def _frames(self) -> AsyncGenerator[Json]:
+    def _frames(self) -> AsyncGenerator[Json]:
         """The events of one connection. The POST joins what the gateway has of the id."""
-        headers = {"Accept": _PACKED}
         if self._cursor is None:
-            headers["Content-Type"] = _PACKED
-            blocks = self._http.streamed("POST", PATH, msgspec.msgpack.encode(self._body), headers)
-        else:
-            blocks = self._http.streamed("GET", f"{self._path}?cursor={self._cursor}", None, headers)
-        content = bytearray()
-        async with aclosing(blocks):
-            async for block in blocks:
-                content += block
-                place = 0
-                while len(content) - place >= _HEAD.size:
-                    end = place + _HEAD.size + _HEAD.unpack_from(content, place)[0]
-                    if len(content) < end:
-                        break
-                    yield msgspec.msgpack.decode(memoryview(content)[place + _HEAD.size : end])
-                    place = end
-                del content[:place]
+            body = msgspec.msgpack.encode(self._body)
+            return self._http.packed("POST", PATH, body, {"Content-Type": PACKED})
+        return self._http.packed("GET", f"{self._path}?cursor={self._cursor}")
 
     def _take(self, event: Json) -> Completion | None:
         if event["type"] == "sample":

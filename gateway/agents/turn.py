@@ -10,6 +10,7 @@ from typing import Protocol
 
 from engines.engine import Json
 from engines.errors import RolloutGatewayError
+from gateway.fleet.placement.sessions import Identity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +31,25 @@ class Turn:
     max_tokens: int | None = None
     streams: bool = False
     echo: Json = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Whose call it is: `client` as its key has it, `placement` its session's name there. `identity` is that of the
+    session that records it; None for a call that is not recorded."""
+
+    request_id: str
+    client: str
+    placement: str
+    dialect: str
+    identity: Identity | None
+
+
+def chat_request(turn: Turn) -> Json:
+    """Return a turn as the body of /v1/chat/completions."""
+    asked = {"model": turn.model, "tools": turn.tools, "tool_choice": turn.tool_choice, "max_tokens": turn.max_tokens}
+    given = {name: value for name, value in asked.items() if value not in (None, [])}
+    return {"messages": turn.messages, **given, **turn.template, **turn.sampling}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

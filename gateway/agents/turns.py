@@ -1,38 +1,41 @@
-"""Answers turns on the path of token ids: rendered by an engine, generated as any rollout, parsed by an engine."""
+"""Answers turns on the path of token ids: rendered by an engine, generated as any rollout, parsed by an engine.
 
+Turns of a session are recorded there.
+"""
+
+from array import array
 from dataclasses import dataclass
 
 from engines.engine import Json
-from gateway.agents.rendering import Rendering
-from gateway.agents.turn import Answer, Turn
+from gateway.agents.history import History, Prompt
+from gateway.agents.session import Session
+from gateway.agents.sessions import Sessions
+from gateway.agents.tails import Tails
+from gateway.agents.turn import Answer, Caller, Turn, chat_request
 from gateway.dialects.chat import Chat
 from gateway.dialects.raw_json import opened
-from gateway.dialects.resumption.chat import RENDER
+from gateway.dialects.rendering import RENDER, Rendering
+from gateway.dialects.sample import Reply
 from gateway.dialects.token_generation import TokenGeneration, lacking
 from gateway.fleet.metrics import Deliveries
 from gateway.fleet.placement.routing import Rollout
 
-# For clients that name no limit, such as Codex: a model that repeats itself would fill the whole context.
-_MAX_TOKENS = 32_768
-
-
-@dataclass(frozen=True, slots=True)
-class Caller:
-    """Whose call it is: `client` as its key has it, `session` for placement."""
-
-    request_id: str
-    client: str
-    session: str
-
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A turn as a chat request, and as a body of token ids; None where no engine of its model renders it."""
+    """A turn as a chat request, and as a prompt and a body of token ids; None where no engine of its model renders it.
+
+    `reply` takes what engines make of the body.
+    """
 
     turn: Turn
+    caller: Caller
+    session: Session | None
     rollout: Rollout
     chat: Json
-    body: Json | None
+    prompt: Prompt | None = None
+    body: Json | None = None
+    reply: Reply | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,8 @@ class Turns:
     tokens: TokenGeneration
     chat: Chat
     deliveries: Deliveries
+    sessions: Sessions
+    tails: Tails
 
     async def count(self, turn: Turn) -> int:
         """Return the number of tokens of a prompt. Raise `UnknownRoute` where no engine renders it."""
@@ -52,39 +57,46 @@ class Turns:
         return len(rendered["token_ids"])
 
     async def prepare(self, turn: Turn, caller: Caller) -> Prepared:
-        """Render a turn. Raise what makes it impossible, before a stream has begun."""
-        chat = chat_request(turn)
-        rendered = await self.rendering.render(chat)
-        if rendered is None:
-            return Prepared(turn, self.chat.decode(chat, caller.request_id, caller.session), chat, None)
-        body = _token_request(turn, rendered)
-        rollout = self.tokens.decode(body, caller.request_id, caller.session, caller.client)
-        return Prepared(turn, rollout, chat, body)
+        """Render a turn. Raise what makes it impossible, before it is generated."""
+        session = await self.sessions.entered(caller.client, caller.identity.id) if caller.identity else None
+        history = session.history if session else History(lambda _: array("i"))
+        prompt, chat = await history.prompt(turn, self.tails), chat_request(turn)
+        if prompt is None:
+            rollout = self.chat.decode(chat, caller.request_id, caller.placement)
+            return Prepared(turn, caller, session, rollout, chat)
+        scores = {} if session is None else {"logprobs": 0}
+        body = {"model": turn.model, "token_ids": prompt.token_ids, "sampling_params": prompt.sampling | scores}
+        body |= {"features": prompt.features} if prompt.features else {}
+        rollout = self.tokens.decode(body, caller.request_id, caller.placement, caller.client)
+        return Prepared(turn, caller, session, rollout, chat, prompt, body, Reply(prompt.token_ids))
 
     async def answer(self, prepared: Prepared, answer_id: str) -> Answer:
-        """Generate the answer. It is continued where a replica ends or an update cuts it off."""
-        rollout, chat, body = prepared.rollout, prepared.chat, prepared.body
-        reply = await (self.chat.generate(rollout, chat) if body is None else self.tokens.generate(rollout, body))
-        self.deliveries.count(rollout.model, reply["choices"])
-        choice: Json = opened(reply["choices"][0])
-        if body is not None:
-            choice["message"] = await self.rendering.message(chat, body["token_ids"], choice)
-        return _answer(answer_id, prepared.turn, choice, opened(reply).get("usage") or {})
+        """Generate the answer. It is continued where a replica ends or an update cuts it off.
 
+        That of a session is recorded when this returns; where it raises, as far as it came.
+        """
+        turn, session = prepared.turn, prepared.session
+        if session is None:
+            choice, usage = await self._made(prepared)
+        else:
+            call = session.begin(turn, prepared.prompt, prepared.rollout.model, prepared.caller)
+            async with session.under_way(call, prepared.reply):
+                choice, usage = await self._made(prepared)
+                await session.end(call, choice, usage, session.history.digest(turn, choice["message"]))
+        self.deliveries.count(prepared.rollout.model, [choice])
+        return _answer(answer_id, turn, choice, usage)
 
-def _token_request(turn: Turn, rendered: Json) -> Json:
-    sampling = dict(rendered["sampling_params"])
-    if turn.max_tokens is None:
-        sampling["max_tokens"] = min(sampling["max_tokens"], _MAX_TOKENS)
-    body = {"model": turn.model, "token_ids": rendered["token_ids"], "sampling_params": sampling}
-    return body | ({"features": rendered["features"]} if rendered.get("features") else {})
-
-
-def chat_request(turn: Turn) -> Json:
-    """Return a turn as the body of /v1/chat/completions."""
-    asked = {"model": turn.model, "tools": turn.tools, "tool_choice": turn.tool_choice, "max_tokens": turn.max_tokens}
-    given = {name: value for name, value in asked.items() if value not in (None, [])}
-    return {"messages": turn.messages, **given, **turn.template, **turn.sampling}
+    async def _made(self, prepared: Prepared) -> tuple[Json, Json]:
+        """Return the choice that was made, with its message, and the usage."""
+        rollout, body, reply = prepared.rollout, prepared.body, prepared.reply
+        if body is None or reply is None:
+            told = await self.chat.generate(rollout, prepared.chat)
+            return opened(told["choices"][0]), opened(told.get("usage")) or {}
+        await self.tokens.make(rollout, body, reply)
+        [sample] = reply.samples
+        ends = {"finish_reason": sample.reason, "stop_reason": opened(sample.last.get("stop_reason"))}
+        choice = {"index": 0, "token_ids": sample.token_ids, **ends, **sample.marks()}
+        return choice | {"message": await self.rendering.message(prepared.chat, body["token_ids"], choice)}, reply.usage
 
 
 def _answer(answer_id: str, turn: Turn, choice: Json, usage: Json) -> Answer:

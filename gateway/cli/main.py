@@ -24,11 +24,10 @@ import yaml
 from engines.errors import ConfigError, RolloutGatewayError
 from engines.process.log_lines import write_log_lines
 from engines.store.peer_store import PeerStore
-from gateway.cli.cluster.application import running, unknown_application
+from gateway.cli.cluster.application import log_end, logs_and_events, running, unknown_application
 from gateway.cli.cluster.progress import Report
 from gateway.cli.cluster.serve_api import ask_control_plane
 from gateway.cli.down import down, stay
-from gateway.cli.logs import log_end, logs_and_events
 from gateway.cli.options import OVERRIDES, WITH_OVERRIDES, AsJson, File, Name
 from gateway.cli.output import print_events, print_fleet, print_json, print_running
 from gateway.cli.scale import scale

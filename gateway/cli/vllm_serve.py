@@ -170,18 +170,9 @@ def _put_file(given: Given, path: Path) -> None:
             f"{path}:{lines.get((sections[0],), 1)}: {sections[0]}: this is a configuration of rollout-gateway, and "
             f"--config wants options by name, such as `model:`; run: rollout-gateway up -c {path}"
         )
-    if unnamed := [name for name in tree if not isinstance(name, str)]:
-        raise ConfigError(f"{path}:1: {unnamed[0]!r} is no option: write each by name, such as `model:`")
-    if not isinstance(environ := tree.get("env") or {}, dict):
-        raise ConfigError(
-            f"{path}:{lines[('env',)]}: env = {environ!r}: give variables by name, such as `env: {{A: x}}`"
-        )
     for name, value in tree.items():
-        place = f"{path}:{lines.get((name,), 1)}"
-        if name == "env":
-            given.put(("engine", "env"), {name: str(value) for name, value in environ.items()}, "file", place)
-        else:
-            given.put_text(_key(name.replace("-", "_")), value, "file", place)
+        key = ("engine", "env") if name == "env" else _key(str(name).replace("-", "_"))
+        given.put_text(key, value or {} if name == "env" else value, "file", f"{path}:{lines.get((name,), 1)}")
 
 
 def _with_a_control_port_of_its_own(config: Config, given: Given) -> Config:

@@ -8,16 +8,15 @@ from engines.errors import InvalidRequest
 from gateway.config.schema import GatewayConfig
 from gateway.dialects.conversation import Conversation, is_medium
 from gateway.dialects.own_fields import Terms, without_own_fields
-from gateway.dialects.parallel import Show
 from gateway.dialects.part import DEFAULT_MAX_TOKENS
+from gateway.dialects.rendering import Rendering
 from gateway.dialects.resumption.chat import ChatContinuation
 from gateway.dialects.runner import Runner, using
 from gateway.dialects.sample import Reply
 from gateway.dialects.sampling import asks_vllm, check_sampling
+from gateway.dialects.streams import Show, Usage, wants_usage, with_usage_rule
 from gateway.dialects.token_generation import TokenGeneration
-from gateway.dialects.usage import Usage, wants_usage, with_usage_rule
 from gateway.fleet.fleet import Fleet
-from gateway.fleet.placement.any_replica import AnyReplica
 from gateway.fleet.placement.lengths import prompt_key
 from gateway.fleet.placement.routing import Rollout
 
@@ -30,12 +29,12 @@ class Chat:
     """Decodes a conversation and has replicas continue it."""
 
     def __init__(
-        self, config: GatewayConfig, fleet: Fleet, runner: Runner, tokens: TokenGeneration, any_replica: AnyReplica
+        self, config: GatewayConfig, fleet: Fleet, runner: Runner, tokens: TokenGeneration, rendering: Rendering
     ) -> None:
         self._config = config
         self._fleet = fleet
         self._runner = runner
-        self._continuation = ChatContinuation(fleet, any_replica, runner, tokens, config.queue_timeout_s)
+        self._continuation = ChatContinuation(rendering, runner, tokens)
 
     def decode(self, body: Json, request_id: str, session: str = "") -> Rollout:
         """Raises `InvalidRequest` for fields that no engine would take."""

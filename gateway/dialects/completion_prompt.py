@@ -10,7 +10,7 @@ from engines.errors import EngineRefused
 from engines.types import ReplicaInfo
 from gateway.dialects.part import Ask
 from gateway.dialects.resumption.tokens import rest_sampling, whole_characters
-from gateway.dialects.sampling import check_replica
+from gateway.dialects.sampling import check_replica, versioned_salt
 from gateway.fleet.placement.routing import Rollout
 from gateway.fleet.replica import Replica
 
@@ -30,9 +30,9 @@ def is_read_in_chunks(body: Json, limit: int, rollout: Rollout, info: ReplicaInf
     process three times the CPU; with `always` it is read in chunks too. A rest is read in chunks, however short: where
     engines die in a row, each is to add tokens.
     """
-    is_worth_it = always or rollout.n > 1 or limit > _SHORT_TOKENS or rollout.goes_on
-    whole = [field for field in _WHOLE_ONLY if body.get(field) is not None and body[field] is not False]
-    return is_worth_it and info.streams and not whole
+    if not (always or rollout.n > 1 or limit > _SHORT_TOKENS or rollout.goes_on) or not info.streams:
+        return False
+    return not [field for field in _WHOLE_ONLY if body.get(field) is not None and body[field] is not False]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,23 +48,21 @@ class CompletionPrompt(Ask):
         """Place of the first sample in the client's reply."""
         return self.index * self.rollout.n
 
-    @property
-    def has_ids(self) -> bool:
-        """False with `echo` unless the client asks for token ids: vLLM leaves the prompt out beside them."""
-        return bool(self.body.get("return_token_ids") or not self.body.get("echo"))
-
     def reads_whole(self, replica: Replica) -> bool:
         return not is_read_in_chunks(self.body, self.limit, self.rollout, replica.info, always=self.is_submitted)
 
     async def asked(self, replica: Replica, *, streams: bool) -> tuple[str, Json]:
-        """With token ids if that changes nothing else: a span counts tokens."""
+        """With token ids if that changes nothing else: a span counts tokens. Beside them vLLM leaves out an `echo`."""
         check_replica(self.body, replica)
-        body = {**self.body, "cache_salt": self.salt(replica), "return_token_ids": self.has_ids}
+        has_ids = bool(self.body.get("return_token_ids") or not self.body.get("echo"))
+        salt = versioned_salt(self.body, replica, self.rollout.adapter)
+        body = {**self.body, "cache_salt": salt, "return_token_ids": has_ids}
         if (before := self.before) is not None:
             made = before.token_ids
             if before.text and not streams:  # an engine without a tokenizer reports no text and cannot detokenise
                 model = self.body.get("model")
                 made = await whole_characters(made, partial(_detokenized, replica, model))
+                before.num_read = len(made)
             body = rest_sampling(body | {"max_tokens": self.limit, "return_token_ids": True}, made, before.index)
             body |= {"prompt": [*self.prompt, *made]} if made else {}
         return PATH, body

@@ -14,13 +14,12 @@ from engines.engine import Json
 from engines.errors import InvalidRequest
 from gateway.config.schema import GatewayConfig
 from gateway.dialects.completion_prompt import CompletionPrompt
-from gateway.dialects.own_fields import Terms, common_room, without_own_fields
-from gateway.dialects.parallel import Show
+from gateway.dialects.own_fields import Terms, check_room, common_room, without_own_fields
 from gateway.dialects.raw_json import encoded
 from gateway.dialects.runner import Runner
 from gateway.dialects.sample import Reply
 from gateway.dialects.sampling import MAX_PROMPTS, asks_vllm, check_sampling
-from gateway.dialects.usage import Usage, wants_usage, with_usage_rule
+from gateway.dialects.streams import Show, Usage, wants_usage, with_usage_rule
 from gateway.fleet.concurrency import together
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.placement.lengths import prompt_key
@@ -44,11 +43,6 @@ class Written:
     choices: list[bytes] = field(default_factory=list)
     ends: list[Json] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
-
-    def add(self, choice: Json) -> None:
-        """Write a choice."""
-        self.choices.append(encoded(choice))
-        self.ends.append({"finish_reason": choice["finish_reason"], "weight_versions": choice["weight_versions"]})
 
     @property
     def num_bytes(self) -> int:
@@ -120,32 +114,31 @@ class Completions:
     async def written(self, prompts: Sequence[CompletionPrompt], replies: Mapping[int, Reply] = _NEW) -> Written:
         """As `generate`, as JSON with values as their engines wrote them. `replies`, by prompt, are completed."""
         began = time.monotonic()
+        parts = {prompt.index: Written() for prompt in prompts}
         turns = longest_first(prompts)
-        ended = await together([self._written(prompt, began, replies.get(prompt.index)) for prompt in turns])
-        by_index = {prompt.index: part for prompt, part in zip(turns, ended, strict=True)}
-        parts = [by_index[prompt.index] for prompt in prompts]
-        usage = Usage()
-        for prompt, part in zip(prompts, parts, strict=True):
-            usage.add_chunk(prompt.index, part.head["usage"])
-        whole = {"id": f"cmpl-{prompts[0].request_id}", "created": int(time.time()), "usage": usage.total()}
-        return Written(
-            parts[0].head | whole,
-            [choice for part in parts for choice in part.choices],
-            [end for part in parts for end in part.ends],
-            [seconds for part in parts for seconds in part.seconds],
-        )
+        await together(self._write(prompt, began, parts[prompt.index], replies.get(prompt.index)) for prompt in turns)
+        whole, usage = Written(parts[prompts[0].index].head), Usage()
+        for index, part in parts.items():
+            usage.add_chunk(index, part.head["usage"])
+            whole.choices += part.choices
+            whole.ends += part.ends
+            whole.seconds += part.seconds
+        whole.head |= {"id": f"cmpl-{prompts[0].request_id}", "created": int(time.time()), "usage": usage.total()}
+        return whole
 
-    async def _written(self, prompt: CompletionPrompt, began: float, reply: Reply | None) -> Written:
-        """The reply of one prompt, its samples numbered as the client knows them: those of prompt i begin at i*n."""
-        answer = await self._runner.generate(prompt, reply)
-        written, choices = Written(seconds=[time.monotonic() - began]), answer.pop("choices")
-        _as_asked(choices, prompt)
+    async def _write(self, prompt: CompletionPrompt, began: float, written: Written, reply: Reply | None) -> None:
+        """Write the reply of one prompt, its samples numbered as the client knows them: those of prompt i begin at
+        i*n."""
+        written.head = answer = await self._runner.generate(prompt, reply)
+        written.seconds.append(time.monotonic() - began)
+        _as_asked(choices := answer.pop("choices"), prompt)
         for choice in choices:
-            written.add(choice)
+            written.choices.append(encoded(choice))
+            written.ends.append(
+                {"finish_reason": choice["finish_reason"], "weight_versions": choice["weight_versions"]}
+            )
             if len(written.choices[-1]) > _LARGE_BYTES:  # each in a turn of the event loop
                 await asyncio.sleep(0)
-        written.head = answer
-        return written
 
     async def stream(self, prompts: Sequence[CompletionPrompt], usage: Usage, show: Show) -> None:
         """Show the chunks of all prompts in the order of arrival, numbered as if one engine made them. Count up
@@ -209,13 +202,7 @@ def _checked_length(index: int, value: Any, max_len: int | None, kept: Any) -> i
         return math.ceil(len(value) / _CHARACTERS_PER_TOKEN)
     if type(kept) is int:
         return min(len(value), kept if kept >= 0 else max_len or len(value))
-    if max_len is not None and len(value) >= max_len:
-        raise InvalidRequest(
-            f"prompt[{index}] has {len(value)} tokens, which leaves none of max_model_len = {max_len} for a "
-            "completion: shorten it, or serve with a larger engine.max_model_len",
-            param="prompt",
-        )
-    return len(value)
+    return check_room(f"prompt[{index}]", len(value), max_len)
 
 
 def _as_asked(choices: Iterable[Json], prompt: CompletionPrompt) -> None:

@@ -1,6 +1,7 @@
 """A conversation of /v1/chat/completions as a rollout: the body for an engine, and what its client has of a stream."""
 
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,14 +12,64 @@ from engines.types import Dialect
 from gateway.dialects.completion_prompt import is_read_in_chunks
 from gateway.dialects.part import DEFAULT_MAX_TOKENS, Ask
 from gateway.dialects.raw_json import opened
-from gateway.dialects.resumption.delivered_chat import DeliveredChat
 from gateway.dialects.sample import Reply
-from gateway.dialects.sampling import check_replica
-from gateway.fleet.placement.routing import Rollout
+from gateway.dialects.sampling import check_replica, versioned_salt
 from gateway.fleet.replica import Replica
 
 PATH = "/v1/chat/completions"
 _TEXT_PARTS = ("text", "input_text", "refusal")
+
+
+@dataclass(slots=True)
+class DeliveredSample:
+    """The tokens of each delivered chunk, the ids of its tool calls, and the chunk that the sample was cut off with."""
+
+    chunks: list[list[int]] = field(default_factory=list)
+    call_ids: list[str] = field(default_factory=list)
+    kept: Json | None = None
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token_id for chunk in self.chunks for token_id in chunk]
+
+    def resumed(self, state: Json) -> Json:
+        """vLLM's state of this text (`DerenderStreamState`), corrected for the chunks as they were delivered.
+
+        `state` is vLLM's for all delivered tokens as one chunk. Without a parser it holds no tokens and is right.
+        """
+        if not state.get("output_token_ids"):
+            return state
+        lengths = [len(chunk) for chunk in self.chunks]
+        calls = {"tools_streamed": bool(self.call_ids), "last_tool_call_ids": self.call_ids}
+        return state | {"output_chunk_lens": lengths} | calls
+
+
+class DeliveredChat:
+    """The part of each sample that the stream of a conversation delivered before the sample was cut off.
+
+    vLLM's parsers hold text back until they can classify it, and release it with the sample's last chunk, also where
+    that is a cut. So the last chunk of a cut-off sample is kept here, and the chunks before are recorded as a parser
+    has to see them again.
+    """
+
+    def __init__(self) -> None:
+        self.samples: dict[int, DeliveredSample] = defaultdict(DeliveredSample)
+
+    def see(self, choice: Json) -> None:
+        """Record a choice that is delivered."""
+        sample = self.samples[choice["index"]]
+        if token_ids := choice.get("token_ids"):
+            sample.chunks.append(list(token_ids))
+        calls = choice["delta"].get("tool_calls") or ()
+        sample.call_ids += [call["id"] for call in calls if call.get("id")]
+
+    def keep(self, choice: Json) -> None:
+        """Hold back the choice that a sample was cut off with."""
+        self.samples[choice["index"]].kept = choice
+
+    @property
+    def kept(self) -> list[Json]:
+        return [sample.kept for sample in self.samples.values() if sample.kept is not None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,13 +80,13 @@ class Conversation(Ask):
     the fields with which it continues.
     """
 
-    inexact_of: Callable[[Rollout, Json], tuple[str, ...] | None]
+    inexact_of: Callable[[Json], tuple[str, ...] | None]
     delivered: DeliveredChat = field(default_factory=DeliveredChat)
     reads_whole_reply: bool = False
 
     @cached_property
     def inexact(self) -> tuple[str, ...] | None:
-        return self.inexact_of(self.rollout, self.body)
+        return self.inexact_of(self.body)
 
     @property
     def _resumes_stream(self) -> bool:
@@ -53,7 +104,7 @@ class Conversation(Ask):
     async def asked(self, replica: Replica, *, streams: bool) -> tuple[str, Json]:
         check_replica(self.body, replica)
         ids = {} if streams and not self._resumes_stream else {"return_token_ids": True}
-        return PATH, {**self.body, "cache_salt": self.salt(replica), **ids}
+        return PATH, {**self.body, "cache_salt": versioned_salt(self.body, replica, self.rollout.adapter), **ids}
 
     def continues(self, *, streams: bool) -> bool:
         return self._resumes_stream if streams else self.resumes

@@ -33,11 +33,10 @@ class Terms:
     def read(cls, body: Json, fleet: Fleet, lengths: Lengths, num_prompts: int = 1) -> "Terms":
         """Raise `InvalidRequest` where a field is no number, or can never be met."""
         model, adapter = fleet.asked(body.get("model") or None)
-        asked = {field: body[field] for field in _FRESHNESS if body.get(field) is not None}
-        for field, value in asked.items():
-            if type(value) is not int or value < 0:
+        for field in _FRESHNESS:
+            if (value := body.get(field)) is not None and (type(value) is not int or value < 0):
                 raise InvalidRequest(f"{field} = {shown(value)} is no whole number of at least 0", param=field)
-        least = asked.get("min_version", 0)
+        least = body.get("min_version") or 0
         if least > fleet.version_of(model) and (reason := fleet.why_fixed(model)):
             raise InvalidRequest(
                 f"min_version = {least} can never be met: {reason}; ask for {fleet.version_of(model)} or leave it out",
@@ -47,7 +46,7 @@ class Terms:
             model=model,
             adapter=adapter,
             min_version=least,
-            max_staleness=asked.get("max_staleness"),
+            max_staleness=body.get("max_staleness"),
             expected=read_expected(body, num_prompts),
             lengths=lengths,
         )
@@ -94,7 +93,9 @@ def _checked(name: str, value: Any) -> int:
 
 def without_own_fields(body: Json) -> Json:
     """The body for an engine, which knows nothing of the fields that this gateway reads."""
-    kept = {key: value for key, value in body.items() if key not in _FRESHNESS and key != _EXPECTED}
+    kept = body.copy()
+    for field in (*_FRESHNESS, _EXPECTED):
+        kept.pop(field, None)
     xargs = kept.get(_OF_ENGINES)
     if isinstance(xargs, dict) and _EXPECTED in xargs:
         kept[_OF_ENGINES] = {key: value for key, value in xargs.items() if key != _EXPECTED} or None
@@ -105,3 +106,14 @@ def common_room(fleet: Fleet, model: str) -> int | None:
     """The smallest `max_model_len` among the replicas of a model; None where no replica reports it."""
     lengths = [one.info.max_model_len for one in fleet.alive_of(model)]
     return min([length for length in lengths if length is not None], default=None)
+
+
+def check_room(name: str, length: int, room: int | None) -> int:
+    """Return the length of a prompt in tokens. Raise `InvalidRequest` where a completion has no room after it."""
+    if room is not None and length >= room:
+        raise InvalidRequest(
+            f"{name} has {length} tokens, which leaves none of max_model_len = {room} for a completion: shorten it, or "
+            "serve with a larger engine.max_model_len",
+            param=name.partition("[")[0],
+        )
+    return length

@@ -12,13 +12,12 @@ from typing import Self
 from engines.engine import Json
 from engines.errors import EngineError, EngineFailed, EngineRefused
 from gateway.config.schema import GatewayConfig
-from gateway.dialects.parallel import Show
 from gateway.dialects.raw_json import NO_JSON, inside_list, opened
 from gateway.dialects.resumption.features import inexact_fields
 from gateway.dialects.sample import ABORT, CUT_OFF, Choice, Chunk, Reply, Sample, Source, all_of_choices
-from gateway.dialects.sampling import versioned_salt
+from gateway.dialects.streams import Show
 from gateway.fleet.placement.routing import Rollout
-from gateway.fleet.replica import Flight, Replica
+from gateway.fleet.replica import Replica
 
 DEFAULT_MAX_TOKENS = 1024
 """Load of a sample that names no limit; an engine would let it fill the context."""
@@ -65,10 +64,10 @@ class Ask(ABC):
     @property
     def is_full(self) -> bool:
         """True for the rest of a sample that has all of its tokens: its engine died before it reported the end."""
-        if self.before is None or not (made := self.before.num_made):
-            return False
+        assert self.before is not None
         room = math.inf if self.room is None else self.room - len(self.prompt)
-        return made >= min(room, math.inf if self.limit is None else self.limit)
+        limit = math.inf if self.limit is None else self.limit
+        return 0 < self.before.num_made >= min(room, limit)
 
     @abstractmethod
     def reads_whole(self, replica: Replica) -> bool:
@@ -108,9 +107,6 @@ class Ask(ABC):
         """The error of an engine with the prompt that it refuses, where a request may have several."""
         return error
 
-    def salt(self, replica: Replica) -> str:
-        return versioned_salt(self.body, replica.weight_version, self.rollout.adapter)
-
     @property
     def prompt(self) -> list[int]:
         """The token ids of the prompt of a rest."""
@@ -140,35 +136,22 @@ class Part:
         self.error: EngineError | None = None
         """Ends a stream whose client has what cannot continue."""
         self._ask, self._reply, self._show, self._large = ask, reply, show, large
-        self.samples: list[Sample] = []
+        self.samples = reply.samples if ask.before is None else [ask.before]
         self._held: list[Json] | None = []
         """The chunks of a stream before the first with content, all of which an attempt may take back."""
         self._replica: Replica | None = None
-        self._flight = Flight(None)
-
-    def _begin(self) -> None:
-        ask, keeps = self._ask, self._show is None
-        indexes = range(ask.rollout.n) if ask.before is None else [ask.before.index]
-        self.samples = [Sample(i, keeps_content=keeps, scores_alone=ask.is_submitted) for i in indexes]
-        if ask.before is None:
-            self._reply.samples = self.samples
-        else:
-            ask.before.rest = self.samples[0]
-        self._held = []
 
     async def make(self, replica: Replica) -> None:
         """Read what the replica makes. Raise `EngineFailed` where it is not whole, and does not continue."""
-        ask = self._ask
-        self._begin()
-        self._replica, self._flight = replica, replica.take_off()
+        ask, self._held, self._replica = self._ask, [], replica
+        source = Source(replica, replica.take_off(), ask.rollout.adapter)
         for sample in self.samples:
-            sample.source = Source(replica, self._flight, ask.rollout.adapter)
+            sample.begin(source)
         try:
             path, body = await ask.asked(replica, streams=self._show is not None)
             is_whole = self._show is None and ask.reads_whole(replica)
             if is_whole:
                 await self._read([await ask.whole(replica, path, body)], replica)
-                self._check_number()
             else:
                 body["stream_options"] = {**(body.get("stream_options") or {}), "include_usage": True}
                 async with aclosing(ask.events(replica, path, body)) as blocks:
@@ -176,12 +159,12 @@ class Part:
                         await self._read(events, replica)
         except EngineRefused as error:
             raise ask.named(error) from error.__cause__
-        self._check_ends(replica)
+        aborted = self._checked_ends(replica, is_whole=is_whole)
         if self._show is None:
             await replica.vouched()
         self._stamp()
-        # vLLM sends no chunk, or an opening alone, for a sample that was aborted before its first token.
-        self._end([sample for sample in self.samples if sample.reason is None and not sample.is_cut], ABORT)
+        if aborted:
+            self._end(aborted, ABORT)
 
     async def _read(self, events: list[bytes], replica: Replica) -> None:
         """Take chunks that came together, and show them where the client streams."""
@@ -240,7 +223,7 @@ class Part:
 
     def _shown(self, choice: Choice, told: Json, replica: Replica) -> Json:
         """A choice of a chunk as the client gets it, with the spans of all its tokens where it is the last."""
-        ask, sample, adapter = self._ask, self.samples[choice.index], self._ask.rollout.adapter
+        sample, adapter = self.samples[choice.index], self._ask.rollout.adapter
         told |= {
             "index": sample.index,
             "finish_reason": choice.finish_reason,
@@ -249,15 +232,15 @@ class Part:
         told.pop("weight_versions", None)
         if choice.delta is not None:
             told["delta"] = choice.delta
-        if (before := ask.before) is not None:
-            if before.shows_prompt and "prompt_token_ids" in told:
+        if self._ask.before is not None:
+            if sample.kept.shows_prompt and "prompt_token_ids" in told:
                 told["prompt_token_ids"] = None
             if scores := told.get("logprobs"):
-                told["logprobs"] = shifted(opened(scores), before.num_characters)
+                told["logprobs"] = shifted(opened(scores), sample.kept.num_characters)
         if sample.reason is not None or sample.is_cut:
-            sample.stamp(self._flight, adapter)
+            sample.stamp()
         if sample.reason is not None:
-            told |= sample.marks(ask.inexact if before else None, before)
+            told |= sample.marks(self._ask.inexact if sample.is_resumed else None)
         else:
             told |= {"finish_reason": CUT_OFF} if sample.is_cut else {}
         return told
@@ -269,30 +252,34 @@ class Part:
 
     @property
     def _may_continue(self) -> bool:
-        made = any(sample.num_made for sample in self.samples)
+        made = any(sample.num_new for sample in self.samples)
         return made and self._continues and not any(sample.tells(_TOLD_OF_ALL) for sample in self.samples)
 
-    def _check_number(self) -> None:
-        """Raise `EngineFailed` if a reply lacks samples, as that of an external server that knows no `n`."""
-        if (found := len([one for one in self.samples if one.has_come])) != (n := len(self.samples)):
-            raise self._refused(f"it answered with {found} choices, and {n} were asked for")
-
-    def _check_ends(self, replica: Replica) -> None:
-        """Judge samples without an end when all has come. Raise `EngineFailed` where the reply is not whole."""
+    def _checked_ends(self, replica: Replica, *, is_whole: bool) -> list[Sample]:
+        """Judge samples without an end when all has come. Raise `EngineFailed` where the reply is not whole; that of an
+        external server that knows no `n` lacks samples. Return those that were aborted before their first token: vLLM
+        sends no chunk for them, or an opening alone."""
+        aborted: list[Sample] = []
         for sample in self.samples:
             if sample.reason is not None:
                 continue
+            if is_whole and not sample.has_come:
+                found = sum(one.has_come for one in self.samples)
+                raise self._refused(f"it answered with {found} choices, and {len(self.samples)} were asked for")
             if replica.cuts_off:
                 sample.is_cut = True
-            elif sample.num_made:
+            elif sample.num_new:
                 reason = f"the stream ended before sample {sample.index} did, after {sample.num_made} tokens"
                 raise EngineFailed(reason, replica_id=replica.replica_id)
+            else:
+                aborted.append(sample)
         if not replica.cuts_off:
-            return
+            return aborted
         # vLLM ends a conversation so after the first tool call, also where more calls were to follow.
         is_half_called = self._show is None and any(sample.reason == "tool_calls" for sample in self.samples)
         if is_half_called or (any(sample.is_cut for sample in self.samples) and not self._may_continue):
             raise self._refused(_CANNOT_CONTINUE)
+        return aborted
 
     def _refused(self, reason: str) -> EngineFailed:
         """The error of a reply that is refused for its content, of which nothing is kept."""
@@ -304,7 +291,7 @@ class Part:
         """True if no attempt follows the one that failed: its samples have ended, or continue elsewhere."""
         has_shown = self._show is not None and self._held is None
         is_known = has_shown or (self._replica is not None and self._replica.weight_version is not None)
-        has_all = bool(self.samples) and not any(sample.is_open for sample in self.samples)
+        has_all = not any(sample.is_open for sample in self.samples)
         if is_known and (has_all or self._may_continue):
             self._stamp()
             return True
@@ -314,32 +301,28 @@ class Part:
         return has_shown
 
     def _drop(self) -> None:
-        """Keep nothing of what was made: its replica may hold a known version again before the next attempt begins."""
+        """Keep nothing of what was made."""
         for sample in self.samples:
-            sample.source = None
-        self.samples = []
+            sample.drop()
 
     def _stamp(self) -> None:
         counted = self._reply.counted if len(self.samples) == 1 else None
         for sample in self.samples:
-            sample.stamp(self._flight, self._ask.rollout.adapter, counted)
+            sample.stamp(counted)
 
     def end(self, reason: str) -> None:
         """End what no replica has any more."""
-        if not self.samples:
-            self._begin()
-        self._end([sample for sample in self.samples if sample.is_open], reason)
+        if left := [sample for sample in self.samples if sample.is_open]:
+            self._end(left, reason)
 
     def _end(self, samples: Sequence[Sample], reason: str) -> None:
-        if not samples:
-            return
         ask, ends = self._ask, []
         for sample in samples:
             sample.end(reason, ask.rollout.adapter.version if ask.rollout.adapter else self._served)
             told = {**ask.bare(), **sample.last, "index": sample.index}
-            if sample.num_made and "prompt_token_ids" in told:
+            if sample.num_made and "prompt_token_ids" in told:  # it came with the first tokens
                 told["prompt_token_ids"] = None
-            ends.append(told | sample.marks(ask.inexact if ask.before else None, ask.before))
+            ends.append(told | sample.marks(ask.inexact if sample.is_resumed else None))
         if self._show is not None:
             self._show({**(self._reply.head or ask.bare_head()), "choices": ends, "usage": self._reply.usage})
 

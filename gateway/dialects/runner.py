@@ -6,10 +6,10 @@ from contextlib import AbstractContextManager, nullcontext
 
 from engines.engine import Json
 from engines.errors import Withdrawn
-from gateway.dialects.parallel import Show
 from gateway.dialects.part import Ask, Part
 from gateway.dialects.sample import ABORT, Reply, Sample
 from gateway.dialects.spans import UNSCORED
+from gateway.dialects.streams import Show
 from gateway.fleet.concurrency import together
 from gateway.fleet.metrics import Metrics
 from gateway.fleet.placement.attempt_loop import AttemptLoop
@@ -57,7 +57,8 @@ class Runner:
         """Have replicas make all samples to their ends. `show` gets the chunks, if it is a stream."""
         try:
             with using(ask.rollout):  # also between what was cut off and its rest
-                reply.samples = reply.samples or await self.make(ask, reply, show)
+                if not reply.samples:
+                    await self.make(ask, reply, show)
                 if reply.open:
                     await self.go_on(ask, reply, show)
         finally:
@@ -71,22 +72,22 @@ class Runner:
 
     async def continue_sample(self, ask: Ask, reply: Reply, sample: Sample, show: Show | None = None) -> None:
         """Have one sample continued until it ends."""
-        part = sample
         while sample.is_open:
             ask = ask.rest(reply, sample)
-            self._metrics.kept_tokens.inc(part.num_made)
-            [part] = await self.make(ask, reply, show)
-            sample.join(part, len(ask.prompt))
-            if ask.heard is not None:
-                ask.heard()
+            self._metrics.kept_tokens.inc(sample.num_new)
+            sample.keep()
+            await self.make(ask, reply, show)
 
-    async def make(self, ask: Ask, reply: Reply, show: Show | None = None) -> list[Sample]:
+    async def make(self, ask: Ask, reply: Reply, show: Show | None = None) -> None:
         """Have one replica make what is asked. Its samples are open after it where it was cut off, or failed."""
-        served = self._attempts.served_version(ask.rollout.model)
-        part = Part(ask, reply, show, self._large, served)
-        if ask.is_full:
+        if not reply.samples:
+            keeps, alone = show is None, ask.is_submitted
+            indexes = range(ask.rollout.n)
+            reply.samples = [Sample(index, keeps_content=keeps, scores_alone=alone) for index in indexes]
+        part = Part(ask, reply, show, self._large, self._attempts.served_version(ask.rollout.model))
+        if ask.before is not None and ask.is_full:
             part.end(_FULL)
-            return part.samples
+            return
         try:
             await self._attempts.run(ask.rollout, part.make, part.kept)
         except Withdrawn:
@@ -95,11 +96,12 @@ class Runner:
             raise part.error
         if ask.heard is not None:
             ask.heard()
-        return part.samples
 
     def count_missing(self, choices: Iterable[Json]) -> None:
         """Count the tokens of choices that end which lack their log-prob."""
-        self._metrics.missing_logprobs.inc(sum([choice.get(UNSCORED, 0) for choice in choices]))
+        for choice in choices:
+            if missing := choice.get(UNSCORED):
+                self._metrics.missing_logprobs.inc(missing)
 
     def learn(self, rollout: Rollout, usage: Json, ends: Sequence[str | None]) -> None:
         """Let the scheduler learn from a rollout whose samples all ended by themselves."""

@@ -1,5 +1,6 @@
 """Rules about a body's fields that the dialects share: sampling, what a replica can do, the salt of prefix caches."""
 
+from typing import Any
 from uuid import uuid4
 
 from engines.engine import Json
@@ -20,8 +21,10 @@ MAX_PROMPTS = 16_384
 LONGEST_ID = 256
 
 
-def check_id(name: str, field: str) -> str:
-    """Return the id of a request. Raise `InvalidRequest` for one that is too long."""
+def check_id(name: Any, field: str) -> str:
+    """Return the id of a request. Raise `InvalidRequest` for one that is no text or too long."""
+    if not isinstance(name, str) or not name:
+        raise InvalidRequest(f"{field} = {shown(name)} must be text", param=field)
     if len(name) > LONGEST_ID:
         raise InvalidRequest(
             f"{field} = {name[:40]!r}... has {len(name)} characters: give an id of at most {LONGEST_ID}", param=field
@@ -82,7 +85,7 @@ def asks_vllm(body: Json) -> bool:
 
 def check_replica(body: Json, replica: Replica) -> None:
     """Raise `InvalidRequest` for fields that this replica's server does not support."""
-    if asks_vllm(body) and not replica.info.speaks_vllm:
+    if not replica.info.speaks_vllm and asks_vllm(body):
         field = "return_token_ids" if body.get("return_token_ids") else "prompt_logprobs"
         raise InvalidRequest(
             f"{field} is set, but replica {replica.replica_id} is the server at {replica.info.url}, which is no vLLM "
@@ -91,12 +94,12 @@ def check_replica(body: Json, replica: Replica) -> None:
         )
 
 
-def versioned_salt(body: Json, version: int | None, adapter: Adapter | None = None) -> str:
+def versioned_salt(body: Json, replica: Replica, adapter: Adapter | None) -> str:
     """A salt per weight version: prefix KV of other weights would be a silent mixture.
 
-    A request that is sent during an update (`version` None) shares no prefix: the next request may meet other weights.
+    A request that is sent during an update shares no prefix: the next request may meet other weights.
     vLLM 0.32 keys prefixes by an adapter's name and path, which do not tell two loads of it apart; the salt does.
     """
     loaded = f"a{adapter.load_id}" if adapter else ""
-    held = uuid4().hex if version is None else version
+    held = uuid4().hex if replica.weight_version is None else replica.weight_version
     return f"{body.get('cache_salt') or ''}v{held}{loaded}"

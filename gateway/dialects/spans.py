@@ -20,11 +20,25 @@ def stamps(
 ) -> tuple[list[Json], list[int]]:
     """The weight versions of a sample's tokens, and those of its KV. The engine's own report comes first.
 
+    An engine reports a version with its first token, so the tokens after a report are of the report's last version. Its
+    label changes at a commit, and its weights do not.
+
     Without a report a request that met one version has one span. A request that met several has them all, without
     limits: tokens arrive late, and the engine alone knows when it made them. `num_tokens` is None if it is unknown.
     Call it after `Replica.vouched`.
     """
-    if spans := _of_versions(report, num_tokens):
+    spans: list[Json] = []
+    for span in report:
+        if num_tokens is not None and span["start"] >= num_tokens:
+            break
+        version = WeightLabel.read(span["version"]).version
+        if spans and spans[-1]["version"] == version:
+            spans[-1]["end"] = span["end"]
+        else:
+            spans.append({**span, "version": version})
+    if spans and num_tokens is not None:
+        spans[-1]["end"] = num_tokens
+    if spans:
         pass
     elif len(flight.versions) == 1:
         spans = [{"version": flight.versions[0], "start": 0, "end": num_tokens}]
@@ -38,26 +52,6 @@ def stamps(
         for span in spans:
             span |= {"version": adapter.version, "base_version": span["version"], "adapter": adapter.name}
     return spans, kv_versions
-
-
-def _of_versions(report: list[Json], num_tokens: int | None) -> list[Json]:
-    """The spans of the first `num_tokens` tokens by an engine's last report.
-
-    It reports a version with its first token, so the tokens after a report are of the report's last version. Its label
-    changes at a commit, and its weights do not.
-    """
-    spans: list[Json] = []
-    for span in report:
-        if num_tokens is not None and span["start"] >= num_tokens:
-            break
-        version = WeightLabel.read(span["version"]).version
-        if spans and spans[-1]["version"] == version:
-            spans[-1]["end"] = span["end"]
-        else:
-            spans.append({**span, "version": version})
-    if spans and num_tokens is not None:
-        spans[-1]["end"] = num_tokens
-    return spans
 
 
 def joined_spans(first: list[Json], rest: list[Json], kept: int) -> list[Json]:

@@ -18,16 +18,15 @@ from engines.errors import EngineFailed, InvalidRequest, UnknownRoute, shown
 from gateway.config.schema import GatewayConfig
 from gateway.dialects import completion_prompt
 from gateway.dialects.completion_prompt import is_read_in_chunks
-from gateway.dialects.own_fields import Terms, common_room, without_own_fields
-from gateway.dialects.parallel import Show
+from gateway.dialects.own_fields import Terms, check_room, common_room, without_own_fields
 from gateway.dialects.part import DEFAULT_MAX_TOKENS, Ask
 from gateway.dialects.raw_json import NO_JSON, encoded
 from gateway.dialects.resumption.features import inexact_fields
 from gateway.dialects.resumption.tokens import rest_sampling
 from gateway.dialects.runner import Runner
 from gateway.dialects.sample import Reply
-from gateway.dialects.sampling import check_id, check_sampling, normalise_numbers
-from gateway.dialects.usage import Usage, wants_usage, with_usage_rule
+from gateway.dialects.sampling import check_id, check_sampling, normalise_numbers, versioned_salt
+from gateway.dialects.streams import Show, Usage, wants_usage, with_usage_rule
 from gateway.dialects.words.tokens import completion_body, token_chunk, token_reply
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.placement.lengths import prompt_key
@@ -74,7 +73,8 @@ class TokenGeneration:
         n = check_sampling(sampling | asked)
         terms = Terms.read(body, self._fleet, self._runner.lengths)
         length = _checked_length(body.get("token_ids"), common_room(self._fleet, terms.model))
-        body["request_id"] = _checked_id(body.get("request_id")) or request_id
+        given = body.get("request_id")
+        body["request_id"] = request_id if given is None else check_id(given, "request_id")
         return terms.rollout(
             name_of_client(client, body["request_id"]),  # engines abort by it
             prompt_key(body["token_ids"]),
@@ -103,6 +103,11 @@ class TokenGeneration:
             reply = await self._runner.generate(prompt)
         ids = body["token_ids"] if body.get("return_token_ids") else None
         return _as_asked({"prompt_logprobs": None} | reply | {"prompt_token_ids": ids}, prompt)
+
+    async def make(self, rollout: Rollout, body: Json, reply: Reply) -> None:
+        """Have replicas make all samples of a reply to their ends."""
+        with self._running_under(rollout):
+            await self._runner.run(self.prompt(rollout, body), reply)
 
     async def stream(self, rollout: Rollout, body: Json, usage: Usage, show: Show) -> None:
         """Show chunks in the order of arrival; count up `usage`, whether or not the client asks for it."""
@@ -187,7 +192,10 @@ class TokenPrompt(Ask):
                 "/v1/chat/completions",
                 param=field,
             )
-        body = self.body | {"request_id": self.rollout.request_id, "cache_salt": self.salt(replica)}
+        body = self.body | {
+            "request_id": self.rollout.request_id,
+            "cache_salt": versioned_salt(self.body, replica, self.rollout.adapter),
+        }
         if (before := self.before) is not None:
             sampling = rest_sampling(body["sampling_params"], before.token_ids, before.index)
             read = [*self.prompt, *before.token_ids]
@@ -248,21 +256,7 @@ def _as_asked(reply: Json, prompt: TokenPrompt) -> Json:
     return reply
 
 
-def _checked_id(request_id: Any) -> str | None:
-    if request_id is None:
-        return None
-    if not isinstance(request_id, str) or not request_id:
-        raise InvalidRequest(f"request_id = {shown(request_id)} must be text", param="request_id")
-    return check_id(request_id, "request_id")
-
-
 def _checked_length(token_ids: Any, max_len: int | None) -> int:
-    if not isinstance(token_ids, list) or not token_ids or any(type(token_id) is not int for token_id in token_ids):
+    if not isinstance(token_ids, list) or set(map(type, token_ids)) != {int}:
         raise InvalidRequest("token_ids must be a list of at least one token id", param="token_ids")
-    if max_len is not None and len(token_ids) >= max_len:
-        raise InvalidRequest(
-            f"token_ids has {len(token_ids)} tokens, which leaves none of max_model_len = {max_len} for a completion: "
-            "shorten it, or serve with a larger engine.max_model_len",
-            param="token_ids",
-        )
-    return len(token_ids)
+    return check_room("token_ids", len(token_ids), max_len)

@@ -97,6 +97,14 @@ class Metrics:
         )
         self.prompt_tokens = _known(counter("prompt_tokens", "Prompt tokens of delivered completions.", ["model"]))
         self.completion_tokens = _known(counter("completion_tokens", "Tokens of delivered completions.", ["model"]))
+        self.session_tokens = _known(
+            counter(
+                "session_tokens", "Tokens of agents' sessions: sampled, captured, delivered for training.", ["step"]
+            )
+        )
+        self.masked_session_tokens = counter(
+            "masked_session_tokens", "Sampled tokens of sessions that do not count in training, by reason.", ["reason"]
+        )
         self.weight_version = gauge("weight_version", "The policy's weight version.")
         self.weight_updates = counter("weight_updates", "Weight updates by end.", ["end"])
         self.weight_update_seconds = histogram("weight_update_seconds", "Steps of an update.", ["step"])

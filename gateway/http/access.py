@@ -15,12 +15,14 @@ from engines.errors import NotAllowed, RolloutGatewayError
 from gateway.api import GONE, status_of
 from gateway.config.schema import GatewayConfig
 from gateway.http.direct_peer import direct_peer
-from gateway.http.guard.keys import Keys
+from gateway.http.guard.keys import Keys, SessionKey
 
 log = structlog.get_logger()
 
 CLIENT: web.RequestKey[str] = web.RequestKey("client", str)
 """The client of a route for inference, whose rollouts are its own: a digest of its key, or `TRUSTED`."""
+SESSION: web.RequestKey[str] = web.RequestKey("session", str)
+"""The session that the path or the key of an agent's call names; "" for neither."""
 TRUSTED = "trusted network"
 """In place of a key's name, where the client needs none."""
 
@@ -64,6 +66,50 @@ class Access:
 
         return checked
 
+    def for_sessions(self, handler: Handler) -> Handler:
+        """Check for an inference key, whose client has sessions of its own, also where it is in a trusted network."""
+
+        async def checked(request: web.Request) -> web.StreamResponse:
+            if has_session_key(request):
+                raise NotAllowed("a session's key opens its turns alone: send the key that began it", known=True)
+            self._key_of(request, admin=False)
+            request[CLIENT] = _digest(request) if self._signs(request) else TRUSTED
+            return await handler(request)
+
+        return checked
+
+    def for_agents(self, handler: Handler) -> Handler:
+        """Check for an inference key, or for the key of the session whose turn it is."""
+        for_sessions = self.for_sessions(handler)
+
+        async def checked(request: web.Request) -> web.StreamResponse:
+            request[SESSION] = named = request.match_info.get("session", "")
+            key = SessionKey.read(_given(request))
+            if key is None:
+                return await for_sessions(request)
+            signer = self._signer_of(key)
+            if signer is None and not (key.session and self._trusts(request)):
+                raise NotAllowed("this is no key of a session: its signer's key is not known here", known=False)
+            if named not in ("", key.session):
+                raise NotAllowed(f"this key opens the session {key.session!r} alone", known=True)
+            request[SESSION], request[CLIENT] = key.session, TRUSTED if signer is None else _digest_of(signer)
+            return await handler(request)
+
+        return checked
+
+    def session_key(self, request: web.Request, session: str) -> str:
+        """Return the key of a session, signed by the key of this request."""
+        return str(SessionKey.signed(session, _given(request) if self._signs(request) else ""))
+
+    def _signs(self, request: web.Request) -> bool:
+        """True if a request has a key that signs, and not only a trusted address."""
+        key = _given(request)
+        return bool(key and (self._inference.name_of(key) or self._admin.name_of(key)))
+
+    def _signer_of(self, key: SessionKey) -> str | None:
+        inference = self._inference.signer_of(key)
+        return inference if inference is not None else self._admin.signer_of(key)
+
     def for_admin(self, handler: Handler) -> Handler:
         """Check for an admin key, and log each request, allowed or not, with the key's name and never its value."""
 
@@ -90,17 +136,22 @@ class Access:
         for_admin = self.for_admin(handler)
 
         async def checked(request: web.Request) -> web.StreamResponse:
-            given = _bearer(request.headers.get("Authorization")).encode(errors="surrogateescape")
+            given = _given(request).encode(errors="surrogateescape")
             opens = bool(self._store) and secrets.compare_digest(given, self._store.encode())
             return await (handler if opens else for_admin)(request)
 
         return checked
 
-    def check(self, peer: str | None, authorization: str | None, *, admin: bool) -> str:
+    def _key_of(self, request: web.Request, *, admin: bool) -> str:
         """Return the key's name. Raise `NotAllowed` unless the peer is trusted or its key opens the route."""
-        if self._is_trusted(peer):
-            return TRUSTED
-        key = _bearer(authorization)
+        return TRUSTED if self._trusts(request) else self.name_of(_given(request), admin=admin)
+
+    def _trusts(self, request: web.Request) -> bool:
+        peer = direct_peer(request)
+        return bool(peer) and self._is_in_trusted_network(peer)
+
+    def name_of(self, key: str, *, admin: bool) -> str:
+        """Return the name of a key. Raise `NotAllowed` unless it opens the route."""
         if name := self._admin.name_of(key):
             return name
         name = self._inference.name_of(key)
@@ -127,12 +178,6 @@ class Access:
             return False
         return True
 
-    def _key_of(self, request: web.Request, *, admin: bool) -> str:
-        return self.check(direct_peer(request), _given(request), admin=admin)
-
-    def _is_trusted(self, peer: str | None) -> bool:
-        return bool(peer) and self._is_in_trusted_network(peer)
-
     def _find_network(self, peer: str) -> bool:
         address = ipaddress.ip_address(peer.partition("%")[0])
         if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped:
@@ -145,15 +190,21 @@ def store_key(config: GatewayConfig) -> str:
     return _STORE_KEY if config.admin_keys else ""
 
 
+def has_session_key(request: web.Request) -> bool:
+    """True for a request with the key of a session, whether or not that opens anything."""
+    return SessionKey.read(_given(request)) is not None
+
+
 def _digest(request: web.Request) -> str:
+    return _digest_of(_given(request))
+
+
+def _digest_of(key: str) -> str:
     """The key itself, and not its place in the configuration or a file, which another key may have tomorrow."""
-    return hashlib.sha256(_bearer(_given(request)).encode(errors="surrogateescape")).hexdigest()
+    return hashlib.sha256(key.encode(errors="surrogateescape")).hexdigest()
 
 
-def _given(request: web.Request) -> str | None:
-    """The key as a client sends it; Anthropic's clients have a header of their own."""
-    return request.headers.get("Authorization") or request.headers.get("x-api-key")
-
-
-def _bearer(authorization: str | None) -> str:
-    return (authorization or "").removeprefix("Bearer ").strip()
+def _given(request: web.Request) -> str:
+    """The key that a client sends; Anthropic's clients have a header of their own."""
+    given = request.headers.get("Authorization") or request.headers.get("x-api-key") or ""
+    return given.removeprefix("Bearer ").strip()

@@ -12,35 +12,25 @@ from urllib.parse import SplitResult, urlsplit
 from aiohttp import web
 
 _REMEMBERED = 1024
-_FORWARDED = ("Forwarded", "X-Real-IP", "Via")
-_FORWARDED_PREFIX = "x-forwarded-"
+_OF_PROXIES = (
+    "Forwarded", "Via", "X-Real-IP", "X-Forwarded-For", "X-Forwarded-Host", "X-Forwarded-Port", "X-Forwarded-Proto",
+)  # fmt: skip
 # Cross-site forms send these without asking the server first.
 _FORM_TYPES = ("text/plain", "multipart/form-data")
 
 
 def direct_peer(request: web.Request) -> str | None:
     """Return the peer's address; None for a request that a page of another site or a proxy may have sent."""
-    remote = request.remote
-    if _is_forwarded(request) or _is_from_another_site(request) or _has_a_foreign_host(remote or "", request.host):
+    headers, host, remote = request.headers, request.host, request.remote
+    if any(map(headers.__contains__, _OF_PROXIES)) or _has_a_foreign_host(remote or "", host):
         return None
-    return remote
-
-
-def _is_forwarded(request: web.Request) -> bool:
-    headers = request.headers
-    return any(name in headers for name in _FORWARDED) or any(
-        name.lower().startswith(_FORWARDED_PREFIX) for name in headers
-    )
-
-
-def _is_from_another_site(request: web.Request) -> bool:
-    """Browsers name the page that sends a request, and send a form of any site without asking."""
-    origin = request.headers.get("Origin")
-    if origin is not None and _split(origin).netloc != request.host:
-        return True
-    if request.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin"):
-        return True
-    return request.method != "GET" and request.content_type in _FORM_TYPES
+    # Browsers name the page that sends a request, and send a form of any site without asking.
+    origin = headers.get("Origin")
+    if origin is not None and _split(origin).netloc != host:
+        return None
+    if headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin"):
+        return None
+    return None if request.method != "GET" and request.content_type in _FORM_TYPES else remote
 
 
 @lru_cache(_REMEMBERED)

@@ -2,6 +2,7 @@
 a head that cannot be read."""
 
 import asyncio
+import contextlib
 import resource
 import socket
 from ssl import SSLContext
@@ -141,11 +142,9 @@ def raise_limit() -> None:
     if soft == resource.RLIM_INFINITY:
         return
     if soft < wanted:
-        try:
+        with contextlib.suppress(OSError, ValueError):  # beyond what the kernel allows
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
             soft = wanted
-        except (OSError, ValueError) as error:
-            log.warning("the limit of open files cannot be raised", soft=soft, hard=hard, error=str(error))
     if soft < _FEW_FILES:
         log.warning(
             "few open files are allowed: raise the hard limit (ulimit -Hn) above two for each rollout in flight",

@@ -46,7 +46,10 @@ async def read_content(request: web.Request) -> bytes:
         raise BodyTooLarge(_too_large(request.content_length or 0, limit))
     try:
         if request.content.is_eof() and "Content-Encoding" not in request.headers:
-            return _within(request.content.read_nowait(), limit)
+            content = request.content.read_nowait()
+            if len(content) > limit:
+                raise BodyTooLarge(_too_large(len(content), limit))
+            return content
         return await _content(request, limit)
     except TimeoutError as error:
         raise InvalidRequest(f"the body stopped: no part of it came for {_QUIET_TIMEOUT_S:g} s") from error
@@ -58,12 +61,6 @@ def _object(body: Any) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise InvalidRequest(f"the body must be a JSON object, this is a {type(body).__name__}")
     return body
-
-
-def _within(content: bytes, limit: int) -> bytes:
-    if len(content) > limit:
-        raise BodyTooLarge(_too_large(0, limit))
-    return content
 
 
 async def _content(request: web.Request, limit: int) -> bytes:

@@ -1,4 +1,4 @@
-"""Passed by every request: its id, metrics and the trace outside, errors in the client's dialect inside."""
+"""Passed by every request: its id, its metrics and trace, and errors as replies in the client's dialect."""
 
 import math
 import time
@@ -31,6 +31,8 @@ from gateway.http.trace import Arrival, Trace
 log = structlog.get_logger()
 
 _ID = "X-Request-Id"
+GIVEN_ID = web.RequestKey("given_id", str)
+"""The client's own id; "" if it gives none that may be sent back."""
 _USAGE: web.RequestKey[Json] = web.RequestKey("usage", dict)
 _ARRIVAL = web.RequestKey("arrival", Arrival)
 _BEGAN = web.RequestKey("began", float)
@@ -51,11 +53,11 @@ class Measurement:
         resource = request.match_info.route.resource
         route, began = resource.canonical if resource else "unknown", time.monotonic()
         status = GONE
-        request[_USAGE], request[_BEGAN] = {}, began
+        request[_USAGE], request[_BEGAN], request[GIVEN_ID] = {}, began, _printable(request.headers.get(_ID))
         TRACE_CONTEXT.set(trace_context(request.headers))
         try:
             with _span(request, route) as span:
-                response = await handler(request)
+                response = await answered(request, handler)
                 status = response.status
                 span.note({"http.response.status_code": status})
             return response
@@ -87,35 +89,29 @@ def _span(request: web.Request, route: str) -> AbstractContextManager[tracing.Sp
     """Return the span of a request. Reads have none: dashboards and probes would fill every trace store."""
     if request.method == "GET":
         return nullcontext(tracing.Span())
-    facts = {"http.request.method": request.method, "http.route": route, "rollout_gateway.request": given_id(request)}
+    facts = {"http.request.method": request.method, "http.route": route, "rollout_gateway.request": request[GIVEN_ID]}
     return tracing.span(f"{request.method} {route}", facts, "server")
 
 
 async def note_begin(request: web.Request, response: web.StreamResponse) -> None:
     """Note that the head of a reply is on its way, and name it by the id that the client has given."""
     request[_HAS_BEGUN] = True
-    if given := given_id(request):
+    if given := request.get(GIVEN_ID):  # another process names what it answers
         response.headers[_ID] = given
 
 
 def request_id(request: web.Request, body: Mapping[str, Any] | None = None) -> str:
     """The header's id, then `request_id` of the body, then a random id."""
-    return given_id(request) or _printable((body or {}).get("request_id")) or uuid.uuid4().hex
-
-
-def given_id(request: web.Request) -> str:
-    """The client's own id; "" if it gives none that may be sent back."""
-    return _printable(request.headers.get(_ID))
+    own = body.get("request_id") if body else None
+    return request[GIVEN_ID] or (own and _printable(own)) or uuid.uuid4().hex
 
 
 def _printable(given: object) -> str:
-    return (
-        given if isinstance(given, str) and given.isascii() and given.isprintable() and len(given) <= LONGEST_ID else ""
-    )
+    is_text = isinstance(given, str) and given.isascii() and given.isprintable() and len(given) <= LONGEST_ID
+    return str(given) if is_text else ""
 
 
-@web.middleware
-async def answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+async def answered(request: web.Request, handler: Handler) -> web.StreamResponse:
     """The one place where errors become replies in the client's dialect, those that nobody foresaw too. A reply that
     has begun is cut off: a second head would be read as its content."""
     try:

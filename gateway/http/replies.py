@@ -10,8 +10,8 @@ from aiohttp import web
 
 from engines.errors import RolloutGatewayError
 from gateway.api import body_of, error_body
-from gateway.dialects.parallel import Streaming, blocks_of
 from gateway.dialects.raw_json import event
+from gateway.dialects.streams import Streaming, blocks_of
 
 log = structlog.get_logger()
 
@@ -53,12 +53,8 @@ async def send_events(request: web.Request, work: Streaming) -> web.StreamRespon
     return response
 
 
-async def at_once() -> None:
-    """Nothing to do before the end."""
-
-
 async def send_pieces(
-    request: web.Request, pieces: Iterable[bytes], num_bytes: int, before_end: BeforeEnd = at_once
+    request: web.Request, pieces: Iterable[bytes], num_bytes: int, before_end: BeforeEnd | None = None
 ) -> web.StreamResponse:
     """Send JSON in pieces, of about `num_bytes` in all, without a copy of the whole or a long turn of the loop.
     Return once it has left. Raise `ConnectionError` where the client is gone.
@@ -67,7 +63,8 @@ async def send_pieces(
     """
     response: web.StreamResponse
     if num_bytes < _SMALL_BYTES:
-        await before_end()
+        if before_end is not None:
+            await before_end()
         response = web.Response(body=b"".join(pieces), headers=_JSON)
         await response.prepare(request)
     else:
@@ -76,7 +73,8 @@ async def send_pieces(
         for block in _blocks(pieces):
             await response.write(block)
             await asyncio.sleep(0)  # a client that reads as fast as this writes would keep the loop
-        await before_end()
+        if before_end is not None:
+            await before_end()
     await response.write_eof()
     return response
 

@@ -9,11 +9,13 @@ from aiohttp import web
 from engines import tracing
 from engines.engine import Json
 from engines.model_folder import model_folder
-from gateway.agents.rendering import Rendering
+from gateway.agents.sessions import Sessions
+from gateway.agents.tails import Tails
 from gateway.agents.turns import Turns
 from gateway.config.schema import Config
 from gateway.dialects.chat import Chat
 from gateway.dialects.completions import Completions
+from gateway.dialects.rendering import Rendering
 from gateway.dialects.replays.registry import Replays
 from gateway.dialects.runner import Runner
 from gateway.dialects.submissions.group_run import Generation
@@ -27,13 +29,14 @@ from gateway.fleet.metrics import Deliveries, Metrics
 from gateway.fleet.placement.any_replica import AnyReplica
 from gateway.fleet.placement.scheduler import Scheduler
 from gateway.http.access import Access, Routes
-from gateway.http.middleware import Measurement, answer_errors, note_begin
+from gateway.http.middleware import Measurement, note_begin
 from gateway.http.own_requests import OwnRequests
 from gateway.http.pages.dashboard import Dashboard
 from gateway.http.routes.agents import AgentRoutes
 from gateway.http.routes.fleet import FleetRoutes
 from gateway.http.routes.models import ModelRoutes
 from gateway.http.routes.rollouts import RolloutRoutes
+from gateway.http.routes.sessions import SessionRoutes
 from gateway.http.routes.sglang import SglangRoutes
 from gateway.http.routes.snapshot_files import SnapshotFiles
 from gateway.http.routes.submissions import SubmissionRoutes
@@ -67,18 +70,22 @@ class GatewayServer:
         completions = Completions(config.gateway, fleet, runner)
         tokens = TokenGeneration(config.gateway, fleet, runner)
         any_replica = AnyReplica(fleet)
-        chat = Chat(config.gateway, fleet, runner, tokens, any_replica)
+        rendering = Rendering(fleet, any_replica, config.gateway.queue_timeout_s)
+        chat = Chat(config.gateway, fleet, runner, tokens, rendering)
         sglang = SglangGenerate(completions, fleet)
         deliveries = Deliveries(fleet, metrics)
         self._ledger = Ledger(_ledger_folder(config))
         self._replays = Replays(config.gateway, completions, fleet, metrics, self._ledger)
         self._submissions = Submissions(
             config.gateway.submissions,
-            Generation(completions, runner, fleet, any_replica, config.gateway.queue_timeout_s),
+            Generation(completions, runner, rendering),
             self._ledger,
             Counts(metrics, deliveries),
         )
-        rendering = Rendering(fleet, any_replica, config.gateway.queue_timeout_s)
+        self._sessions = Sessions(config.gateway.submissions, self._ledger, metrics)
+        agents = AgentRoutes(
+            Turns(rendering, tokens, chat, deliveries, self._sessions, Tails(rendering)), self._measurement
+        )
         own = OwnRequests()
         models = ModelRoutes(config.fleet, fleet, weights, any_replica, self._adapters)
         self._dashboard = dashboard = Dashboard(fleet, scheduler, weights, metrics, self.status)
@@ -95,8 +102,10 @@ class GatewayServer:
                 self._replays,
                 own,
                 workers.abort,
+                agents.create_chat,
             ),
-            AgentRoutes(Turns(rendering, tokens, chat, deliveries), self._measurement),
+            agents,
+            SessionRoutes(self._sessions),
             SubmissionRoutes(self._submissions, scheduler.history),
             SnapshotFiles(fleet, self._snapshots),
             WeightRoutes(config.weights, fleet, weights, self._snapshots),
@@ -109,12 +118,13 @@ class GatewayServer:
         behind_workers = [as_sent] if self._config.gateway.workers > 1 else []
         app = web.Application(
             client_max_size=self._config.gateway.max_body_bytes,
-            middlewares=[*behind_workers, self._measurement.measure, answer_errors],
+            middlewares=[*behind_workers, self._measurement.measure],
         )
         app.on_response_prepare.append(note_begin)
         for routes in self._routes:
             routes.add_routes(app.router, self._access)
         app.cleanup_ctx.append(self._watching)
+        app.on_shutdown.append(self._end_turns)
         return app
 
     @property
@@ -127,8 +137,12 @@ class GatewayServer:
         report = status_report(self.fleet, self._scheduler, self._weights, self._snapshots)
         return report | {
             "workers": self.workers.report(),
-            "ledger": self._submissions.report() | self._replays.report(),
+            "ledger": self._submissions.report() | self._replays.report() | self._sessions.report(),
         }
+
+    async def _end_turns(self, app: web.Application) -> None:
+        """End turns of sessions before the connections of their clients, who have not left."""
+        await self._sessions.close()
 
     async def _watching(self, app: web.Application) -> AsyncGenerator[None]:
         if endpoint := self._config.gateway.otlp_endpoint:
@@ -145,6 +159,7 @@ class GatewayServer:
         if self._ledger.is_on:
             self._tasks.start("watch ledger", self._ledger.run())
         self._tasks.start("watch submissions", self._submissions.run())
+        self._tasks.start("watch sessions", self._sessions.run())
         yield
         await self._replays.close()
         await self._submissions.close()

@@ -10,6 +10,11 @@ from gateway.fleet.replica import Replica
 from gateway.weights.coordinator import WeightCoordinator
 from gateway.weights.snapshots import Snapshots
 
+_OF_ENGINES = (
+    "replica_id", "group", "kind", "engine_version", "model", "world_size", "reload_reason", "draft", "gpu_ids", "node",
+    "url", "pid", "log_path",
+)  # fmt: skip
+
 
 def status_report(fleet: Fleet, scheduler: Scheduler, weights: WeightCoordinator, snapshots: Snapshots) -> Json:
     """Seconds and counts; `weight_version` of a replica is null where its weights are unknown.
@@ -58,27 +63,11 @@ def _adapter_report(adapter: Adapter, fleet: Fleet) -> Json:
 
 def _replica_report(replica: Replica) -> Json:
     info = replica.info
-    return {
-        "replica_id": info.replica_id,
-        "label": replica.label,
-        "group": info.group,
-        "state": replica.state,
-        "reason": replica.reason,
-        "weight_version": replica.weight_version,
+    own = {name: getattr(replica, name) for name in ("label", "state", "reason", "weight_version", "frozen")}
+    return {name: getattr(info, name) for name in _OF_ENGINES} | {
+        **own,
         "samples_in_flight": replica.load_samples,
         "samples_placed": replica.placed,
-        "kind": info.kind,
-        "engine_version": info.engine_version,
-        "model": info.model,
-        "frozen": replica.frozen,
-        "world_size": info.world_size,
-        "reload_reason": info.reload_reason,
-        "draft": info.draft,
-        "gpu_ids": info.gpu_ids,
-        "node": info.node,
-        "url": info.url,
-        "pid": info.pid,
         "restarts": replica.place.restarts,
         "uptime_s": round(time.time() - info.started, 1) if info.started else None,
-        "log_path": info.log_path,
     }

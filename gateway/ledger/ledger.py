@@ -29,14 +29,14 @@ def default_folder(app: str) -> Path:
     return place / f"rollout-gateway-{os.getuid()}-{app}" / "ledger"
 
 
-def remove_unless_needed(path: Path, kind: str) -> int:
-    """Remove the ledger of a gateway that has ended, if it has no record of this kind. Return the number of these.
+def remove_unless_needed(path: Path, *kinds: str) -> int:
+    """Remove the ledger of a gateway that has ended, if it has no record of these kinds. Return the number of these.
 
     Raise `BlockingIOError` where another process has it open, and `OSError`.
     """
     folder = Folder(path)
     try:
-        left = sum(name.startswith(kind) for name in folder.names)
+        left = sum(name.startswith(kinds) for name in folder.names)
         if not left:
             folder.clear()
             with suppress(OSError):  # it has something else
@@ -92,6 +92,11 @@ class Ledger:
     def unread(self) -> str:
         """The reason why records of a gateway before this one may be unknown yet; "" where they are known."""
         return "" if self._is_read else self._failure
+
+    @property
+    def is_held_elsewhere(self) -> bool:
+        """True while another process, such as the gateway before this one, has it open, and may write to it yet."""
+        return not self._is_read and self._writer is not None and self._writer.is_held_elsewhere
 
     @property
     def _failure(self) -> str:

@@ -37,6 +37,8 @@ class Writer:
         self.path = path
         self.failure = ""
         """Why nothing is written any more; "" while all is."""
+        self.is_held_elsewhere = False
+        """True where another process has it open."""
         self.life = least_life
         """Number of this life of the gateway: more than any that has written here before."""
         self._works: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
@@ -63,6 +65,7 @@ class Writer:
         except TimeoutError:
             self._end(f"{self.path} was not read within {_READ_S:g} s")
         except BlockingIOError:
+            self.is_held_elsewhere = True
             self._end(f"{self.path}: another process has it open; set another gateway.ledger or name")
         except Exception as error:
             self._end(f"{self.path} cannot be opened: {error}")

@@ -105,9 +105,7 @@ async def _kept(rig: Rig, version: int) -> None:
 async def _complete_after_a_pause(rig: Rig) -> None:
     await rig.post("/pause?mode=keep")
     waiting = asyncio.create_task(rig.complete([4, 5, 6]))
-    async with asyncio.timeout(20):
-        while (await rig.get("/status"))[1]["queue_length"] != 1:
-            await asyncio.sleep(0.01)
+    await rig.in_line()
     await rig.post("/resume")
     await waiting
 

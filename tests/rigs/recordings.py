@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from gateway.agents.chat import ChatCompletions
 from gateway.agents.messages import Messages
 from gateway.agents.responses import Responses
 from gateway.agents.turn import Dialect, Turn
@@ -12,6 +13,7 @@ _FOLDER = Path(__file__).parents[1] / "gateway/agents/recordings"
 _DIALECTS: dict[str, Dialect] = {
     "/v1/messages?beta=true": Messages(),
     "/v1/responses": Responses(),
+    "/v1/chat/completions": ChatCompletions(),
 }
 AGENTS = sorted(path.stem for path in _FOLDER.glob("*.json"))
 

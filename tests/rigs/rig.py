@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import orjson
 from aiohttp import web
 
 from engines.clients.external import ExternalServer
@@ -87,11 +88,6 @@ class SimReplica:
     def is_paused(self) -> bool:
         """True while its engine is paused, in any mode."""
         return self._server.scheduler.paused is not None
-
-    @property
-    def is_profiled(self) -> bool:
-        """True while its profiler records."""
-        return self._server.profiler.is_recording
 
     def label(self, version: int, weights: str = "") -> None:
         """Has it report this version, as after an update whose gateway died before the verdict, or of another run with
@@ -272,6 +268,21 @@ class Rig:
         async with self.client.post(self.url + path, json=body, **kwargs) as response:
             return response.status, await response.json()
 
+    async def stream(self, path: str, body: Json, **kwargs: Any) -> list[Json]:
+        """The chunks of a stream that ends as one does."""
+        async with self.client.post(self.url + path, json=body | {"stream": True}, **kwargs) as response:
+            assert response.status == 200, await response.text()
+            lines = [line[6:] async for line in response.content if line.startswith(b"data: ")]
+        assert lines.pop().strip() == b"[DONE]"
+        return [orjson.loads(line) for line in lines]
+
+    async def kill_loaded(self) -> "SimReplica":
+        """Kill a replica that has samples in flight."""
+        loaded = {replica.replica_id for replica in self.fleet.replicas if replica.load_samples}
+        dead = next(replica for replica in self.replicas if replica.info.replica_id in loaded)
+        await dead.kill()
+        return dead
+
     async def load(self, name: str, path: Path, *, in_place: bool = False) -> tuple[int, str]:
         """Status and text of the reply to TRL's call."""
         body = {"lora_name": name, "lora_path": str(path), "load_inplace": in_place}
@@ -323,6 +334,12 @@ class Rig:
     async def states(self) -> dict[str, str]:
         _, status = await self.get("/status")
         return {replica["replica_id"]: replica["state"] for replica in status["replicas"]}
+
+    async def in_line(self, count: int = 1) -> None:
+        """Returns when so many rollouts wait for a replica."""
+        async with asyncio.timeout(20):
+            while (await self.get("/status"))[1]["queue_length"] < count:
+                await asyncio.sleep(0.01)
 
     async def until(self, states: dict[str, str], timeout_s: float = 20.0) -> None:
         """Returns when the replicas are in these states."""

@@ -133,6 +133,15 @@ def test_grpo_out_of_a_pool_syncs_before_every_step(real: RealFleet, tmp_path: P
     record_ratio(record_property, [steps[0][f"{RATIO}/mean"]])  # later ones have tokens of older weights
 
 
+@runs_client("TRL GRPOTrainer, agent", "trl", ran="docs/trl.md: sessions of an agent with a tool", against=AGAINST)
+def test_grpo_trains_on_sessions_of_an_agent(real: RealFleet, tmp_path: Path, record_property: Record) -> None:
+    before = versions(real)
+    steps = run_recipe("GRPOTrainer with an agent", real.url, tmp_path)
+    assert len(steps) == STEPS
+    assert versions(real) == [version + STEPS for version in before]
+    record_ratio(record_property, [step[f"{RATIO}/{which}"] for step in steps for which in ("min", "mean", "max")])
+
+
 @runs_client("TRL RLOOTrainer", "trl", ran="docs/trl.md: weights synced before each step", against=AGAINST)
 def test_rloo_syncs_before_every_step(real: RealFleet, tmp_path: Path, record_property: Record) -> None:
     before = versions(real)

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -12,6 +12,7 @@ from engines.errors import DeadlineExceeded, GatewayUnreachable, IdTaken, Invali
 from gateway.api import error_of
 from tests.rigs.rig import Rig
 from trainer_client import RolloutClient, SamplingParams, http, retries, submission
+from trainer_client.http import GatewayHttp
 from trainer_client.results import Completion
 
 SAMPLING = SamplingParams(n=2, max_tokens=8, ignore_eos=True)
@@ -142,29 +143,30 @@ END = frame({"type": "end", "cursor": 9})
 BROKEN = GatewayUnreachable("broken")
 
 
-class Played:
+class Played(GatewayHttp):
     """A gateway that answers each connection with its blocks, and raises what is among them; `acks` are raised too."""
 
     def __init__(
         self, *connections: Sequence[bytes | RolloutGatewayError], acks: RolloutGatewayError | None = None
     ) -> None:
+        super().__init__("http://played", "")
         self._connections = iter(connections)
         self._acks = acks
 
-    async def streamed(self, method: str, path: str, content: bytes | None, headers: Any) -> AsyncGenerator[bytes]:
+    async def streamed(self, *_: Any) -> AsyncGenerator[bytes]:
         for block in next(self._connections):
             if isinstance(block, RolloutGatewayError):
                 raise block
             yield block
 
-    async def call(self, method: str, path: str, body: Any = None, *, timeout_s: float | None) -> dict[str, Any]:
+    async def call(self, *_: Any, **__: Any) -> dict[str, Any]:
         if self._acks is not None:
             raise self._acks
         return {}
 
 
 async def groups_of(gateway: Played) -> list[int]:
-    asked = submission.Submission(cast(Any, gateway), {"groups": []}, timeout_s=60.0, attempts=5, outage_s=60.0)
+    asked = submission.Submission(gateway, {"groups": []}, timeout_s=60.0, attempts=5, outage_s=60.0)
     return [one.prompt_index async for one in asked]
 
 

@@ -13,8 +13,6 @@ from engines.errors import DeadlineExceeded
 from engines.process.engine_log import doing, read_tail
 
 _POLL_S = 0.5
-# A count that goes up is printed this often.
-_COUNT_EVERY_S = 10.0
 _SILENCE_S = 10.0
 
 
@@ -25,7 +23,7 @@ class Report:
         self._out, self._silence_s = out or sys.stderr, silence_s
         self._began = self._stepped = self._spoke = time.monotonic()
         self._step = ""
-        self._printed: dict[str, tuple[str, float]] = {}
+        self._stages: dict[str, str] = {}
 
     def step(self, text: str) -> None:
         if text != self._step:
@@ -39,13 +37,10 @@ class Report:
             print(f"[{self._spoke - self._began:5.1f} s] {text}", file=self._out, flush=True)
 
     def replicas(self, stages: Mapping[str, str]) -> None:
-        """Note changes of the replicas' stages; a stage that counts, now and then."""
+        """Note changes of the replicas' stages."""
         for name, stage in stages.items():
-            before, printed_at = self._printed.get(name, ("", 0.0))
-            now = time.monotonic()
-            counts_on = _without_count(before) == _without_count(stage)
-            if stage != before and not (counts_on and now - printed_at < _COUNT_EVERY_S):
-                self._printed[name] = (stage, now)
+            if self._stages.get(name) != stage:
+                self._stages[name] = stage
                 self.note(f"{name}: {stage}")
 
     def wait_until(self, condition: Callable[[], bool], timeout_s: float, awaited: str) -> None:
@@ -83,7 +78,8 @@ def _stage(name: str, log_folder: Path, replica: Mapping[str, Any]) -> str:
     logs = log_folder.glob(f"{name}-*.log")
     with suppress(ValueError, OSError):
         # A second try has a log of its own.
-        return doing(read_tail(max(logs, key=lambda log: log.stat().st_mtime)))
+        found = doing(read_tail(max(logs, key=lambda log: log.stat().st_mtime)))
+        return re.sub(r" \d+/\d+$", "", found)  # without a count, of which each number would be a line
     return ""
 
 
@@ -95,7 +91,3 @@ def _awaits(replica: Mapping[str, Any], deployment: Mapping[str, Any]) -> str:
     if replica.get("node_id") is not None or not reserved:
         return ""
     return f", waits for Ray to find {reserved} on one node and to start its worker"
-
-
-def _without_count(text: str) -> str:
-    return re.sub(r" \d+/\d+$", "", text)

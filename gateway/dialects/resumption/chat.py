@@ -1,52 +1,40 @@
 """Continues a conversation that was cut off: as token ids, then parsed by an engine as if it were made at once.
 
-vLLM with --enable-scale-out (all from 0.32 on) has three routes, used here in turn:
-
-    /v1/chat/completions/render     the messages as token ids, and the sampling parameters that all fields come to
-    /inference/v1/generate          the rest, from the prompt's ids and the ids made so far (`TokenGeneration`)
-    /v1/chat/completions/derender   text, reasoning and tool calls, parsed from all ids by the engine's own parsers
+An engine renders the messages (`Rendering`), `TokenGeneration` makes the rest from the prompt's ids and the ids made so
+far, and an engine parses text, reasoning and tool calls from all of them.
 
 The rules of `resumption/features.py` hold for the body and for the rendered sampling parameters. A forced tool call is
 structured output there, and restarts. So does a conversation with images, with a field that is not known here, or whose
 prompt is rendered differently now than before.
 
-A conversation that is read in chunks has token ids alone; the last of these routes gives it its message (`worded`).
+A conversation that is read in chunks has token ids alone; an engine gives it its message (`worded`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import structlog
 
 from engines.engine import Json
 from engines.errors import DeadlineExceeded, EngineError, EngineFailed
-from gateway.dialects.conversation import Conversation, is_medium
-from gateway.dialects.parallel import Show, chunks_of
+from gateway.dialects.conversation import Conversation, DeliveredSample, is_medium
 from gateway.dialects.raw_json import opened
-from gateway.dialects.resumption.delivered_chat import DeliveredSample
+from gateway.dialects.rendering import Rendering, visible_ids
 from gateway.dialects.resumption.features import MARK, inexact_fields
 from gateway.dialects.runner import Runner
 from gateway.dialects.sample import ABORT, Reply, Sample
 from gateway.dialects.spans import UNSCORED, num_unscored
+from gateway.dialects.streams import Show, blocks_of
 from gateway.dialects.token_generation import TokenGeneration
-from gateway.dialects.usage import usage_of_joined
 from gateway.fleet.concurrency import together
-from gateway.fleet.fleet import Fleet
-from gateway.fleet.placement.any_replica import AnyReplica
-from gateway.fleet.placement.routing import Rollout
-from gateway.fleet.replica import Replica
 
 log = structlog.get_logger()
 
-RENDER = "/v1/chat/completions/render"
-DERENDER = "/v1/chat/completions/derender"
+T = TypeVar("T")
 
-_ASK_TIMEOUT_S = 15.0
-# vLLM leaves defaults out of rendered sampling parameters.
-RENDERED_DEFAULTS = {"max_tokens": 16, "n": 1}
 _OF_TOKENS = ("stop_reason", "token_ids", "weight_versions", "kv_versions", MARK)
 _OF_STREAMS = ("prompt_token_ids", "delta")  # a reply has the prompt once, beside its choices
 _LONGEST_BEFORE = 4  # tokens that vLLM looks at for the beginning of a character
@@ -62,8 +50,6 @@ _NEUTRAL: Json = {
     "parallel_tool_calls": True, "return_tokens_as_token_ids": False, "return_prompt_text": False,
 }  # fmt: skip
 _FREE_TOOLS = (None, "auto", "none")
-NO_WORDS: Json = {"role": "assistant", "content": "", "tool_calls": []}
-"""The message of a completion that its client aborted before it had a token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,22 +67,17 @@ class Opened:
 class ChatContinuation:
     """Generates the rests of conversations and joins them to the parts before."""
 
-    def __init__(
-        self, fleet: Fleet, any_replica: AnyReplica, runner: Runner, tokens: TokenGeneration, longest_wait_s: float
-    ) -> None:
-        """`longest_wait_s` bounds the wait for a replica while none serves."""
-        self._fleet = fleet
-        self._any_replica = any_replica
-        self._longest_wait_s = longest_wait_s
+    def __init__(self, rendering: Rendering, runner: Runner, tokens: TokenGeneration) -> None:
+        self._rendering = rendering
         self._runner = runner
         self._tokens = tokens
 
-    def inexact(self, rollout: Rollout, body: Json) -> tuple[str, ...] | None:
+    def inexact(self, body: Json) -> tuple[str, ...] | None:
         """The fields with which a conversation that continues is marked; None if it may not continue from its tokens,
         as far as its fields and the engines' routes go."""
         if body.get("tool_choice") not in _FREE_TOOLS or _has_media(body["messages"]):
             return None
-        if not all(self._able(path, rollout) for path in (RENDER, DERENDER)):
+        if not self._rendering.renders(body):
             return None
         return inexact_fields(
             {
@@ -108,29 +89,30 @@ class ChatContinuation:
 
     async def continued(self, conversation: Conversation, reply: Reply) -> Json | None:
         """The reply with the rests of its open samples. None where the conversation has to restart."""
-        rollout, body = conversation.rollout, conversation.body
+        body = conversation.body
         answer: Json = opened(conversation.told(reply))
         cut = [answer["choices"][sample.index] for sample in reply.open]
         if body.get("logprobs") and not all(map(_has_all_logprobs, cut)):
             return None
-        asked = await self._rendered(rollout, body, reply.prompt or [])
+        asked = await self._rendered(conversation, reply.prompt or [])
         if asked is None:
             return None
-        prompt = self._tokens.prompt(rollout, asked)
+        prompt = self._tokens.prompt(conversation.rollout, asked)
         ids = Reply(asked["token_ids"], [Sample.of(choice | {"logprobs": _by_id(choice)}) for choice in cut])
         await self._runner.go_on(prompt, ids)
         whole = opened(prompt.told(ids)["choices"])
-        parsed = await self._parsed(rollout, body, asked, cut, whole)
+        parsed = await self._parsed(conversation, asked["token_ids"], cut, whole)
         if parsed is None:
             return None
         choices = [parsed.get(choice["index"], choice) for choice in answer["choices"]]
         for choice in choices:
             if unscored := num_unscored(choice.get("logprobs") or {}, len(choice["token_ids"])):
                 choice[UNSCORED] = unscored
-        usage = usage_of_joined(answer, choices)
+        made, usage = sum(len(choice["token_ids"]) for choice in choices), answer["usage"]
+        usage |= {"completion_tokens": made, "total_tokens": usage["prompt_tokens"] + made}  # none is counted twice
         if usage.get("completion_tokens_details"):
             usage["completion_tokens_details"] = None  # of the first part alone
-        return {**answer, "choices": choices, "usage": usage}
+        return {**answer, "choices": choices}
 
     async def worded(self, conversation: Conversation, answer: Json) -> Json | None:
         """The reply with the messages that it lacks, parsed from its tokens. None where no replica parses them."""
@@ -138,8 +120,7 @@ class ChatContinuation:
             return answer
         answer = opened(answer)
         bare = [_bare(choice, conversation.body) for choice in answer["choices"] if "message" not in choice]
-        asked = {"token_ids": answer["prompt_token_ids"]}
-        parsed = await self._parsed(conversation.rollout, conversation.body, asked, bare, bare)
+        parsed = await self._parsed(conversation, answer["prompt_token_ids"], bare, bare)
         if parsed is None:
             return None
         choices = [
@@ -151,7 +132,7 @@ class ChatContinuation:
     async def go_on(self, conversation: Conversation, reply: Reply, show: Show) -> None:
         """Continue the streams of the open samples. They end as their engine ended them where they cannot continue."""
         head, delivered = reply.head, conversation.delivered
-        state = await self._opened(conversation, reply)
+        state = await self._helped(conversation, self._opened(conversation, reply))
         for choice in delivered.kept if state is None else state.held_back:
             if conversation.has_news(choice):
                 show(head | {"choices": [choice]})
@@ -165,54 +146,46 @@ class ChatContinuation:
             end = {"index": sample.index, "delta": {}, "finish_reason": ABORT, "stop_reason": None}
             show(head | {"choices": [end | sample.marks()]})
 
-    async def _go_on(
-        self, conversation: Conversation, reply: Reply, begun: "Opened", sample: Sample, show: Show
-    ) -> None:
+    async def _go_on(self, conversation: Conversation, reply: Reply, begun: Opened, sample: Sample, show: Show) -> None:
         prompt = self._tokens.prompt(conversation.rollout, begun.asked)
-        async with aclosing(chunks_of(partial(self._runner.continue_sample, prompt, reply, sample))) as chunks:
-            async for chunk in chunks:
-                for choice in chunk["choices"]:
-                    told = await self._as_chunk(conversation, begun, sample.index, choice)
+        async with aclosing(blocks_of(partial(self._runner.continue_sample, prompt, reply, sample))) as blocks:
+            async for chunks in blocks:
+                for choice in [choice for chunk in chunks for choice in chunk["choices"]]:
+                    told = await self._as_chunk(conversation.body, begun, sample.index, choice)
                     if conversation.has_news(told):
                         show(reply.head | {"choices": [told], "usage": reply.usage})
 
-    async def _opened(self, conversation: Conversation, reply: Reply) -> "Opened | None":
+    async def _opened(self, conversation: Conversation, reply: Reply) -> Opened | None:
         """Prepare the streams of the open samples. None where they cannot continue."""
-        rollout, body = conversation.rollout, conversation.body
-        asked = await self._rendered(rollout, body, reply.prompt or [])
+        asked = await self._rendered(conversation, reply.prompt or [])
         if asked is None:
             return None
         begun = Opened(asked, {}, [])
-        try:
-            for sample in reply.open:
-                await self._open(rollout, body, begun, sample.index, conversation.delivered.samples[sample.index])
-        except EngineFailed as error:
-            log.warning("a stream ends where it was cut off", request=rollout.request_id, error=str(error))
-            return None
+        for sample in reply.open:
+            await self._open(conversation.body, begun, sample.index, conversation.delivered.samples[sample.index])
         return begun
 
-    async def _open(self, rollout: Rollout, body: Json, begun: "Opened", index: int, sample: DeliveredSample) -> None:
-        parsed = await self._chunk(rollout, body, begun, _ids_alone(sample.token_ids), None)
-        state = sample.resumed(parsed["stream_state"])
+    async def _open(self, body: Json, begun: Opened, index: int, sample: DeliveredSample) -> None:
+        prompt = begun.asked["token_ids"]
+        _, state = await self._rendering.chunk(body, prompt, _ids_alone(sample.token_ids), None)
+        state = sample.resumed(state)
         if sample.kept is not None:
-            parsed = await self._chunk(rollout, body, begun, _ids_alone(sample.kept.get("token_ids") or []), state)
-            state = parsed["stream_state"]
-            begun.held_back.append(sample.kept | {"delta": _delta(parsed["chunk"]["choices"][0])})
+            last = _ids_alone(sample.kept.get("token_ids") or [])
+            parsed, state = await self._rendering.chunk(body, prompt, last, state)
+            begun.held_back.append(sample.kept | {"delta": _delta(parsed)})
         begun.states[index] = state
 
-    async def _as_chunk(self, conversation: Conversation, begun: "Opened", index: int, choice: Json) -> Json:
+    async def _as_chunk(self, body: Json, begun: Opened, index: int, choice: Json) -> Json:
         """A choice of a stream of token ids as a choice of this conversation."""
-        rollout, body = conversation.rollout, conversation.body
-        choice = opened(choice)
+        choice, prompt, state = opened(choice), begun.asked["token_ids"], begun.states[index]
         fields = {key: choice.get(key) for key in ("finish_reason", "stop_reason", "logprobs")}
-        visible, state = _ids_alone(visible_ids(choice, body)) | fields, begun.states[index]
-        answer = await self._chunk(rollout, body, begun, visible, state)
-        begun.states[index], (parsed,) = answer["stream_state"], answer["chunk"]["choices"]
+        visible = _ids_alone(visible_ids(choice, body)) | fields
+        parsed, begun.states[index] = await self._rendering.chunk(body, prompt, visible, state)
         if visible["logprobs"] and not parsed.get("logprobs"):
-            parsed["logprobs"] = await self._named(rollout, body, begun, visible, state)
+            parsed["logprobs"] = await self._named(body, prompt, visible, state)
         return _as_chats_chunk(choice, parsed, body) | {"index": index}
 
-    async def _named(self, rollout: Rollout, body: Json, begun: "Opened", choice: Json, state: Json) -> Json:
+    async def _named(self, body: Json, prompt: list[int], choice: Json, state: Json) -> Json:
         """A chunk's log-probs with the names of their tokens, which vLLM leaves out of a stream under a parser.
 
         The tokens before are sent too: a character may begin in them.
@@ -220,103 +193,43 @@ class ChatContinuation:
         before = [{"token_id": token_id, "logprob": 0.0} for token_id in state["output_token_ids"][-_LONGEST_BEFORE:]]
         entries = before + choice["logprobs"]["content"]
         whole = choice | {"token_ids": [entry["token_id"] for entry in entries], "logprobs": {"content": entries}}
-        answer = await self._ask(
-            DERENDER, rollout, derender_body(rollout.request_id, body, begun.asked["token_ids"], [whole])
-        )
-        if answer is None:
-            raise _no_parser(rollout)
-        return {"content": answer["choices"][0]["logprobs"]["content"][len(before) :]}
+        [parsed] = await self._rendering.derender(body, prompt, [whole])
+        return {"content": parsed["logprobs"]["content"][len(before) :]}
 
-    async def _chunk(self, rollout: Rollout, body: Json, begun: "Opened", choice: Json, state: Json | None) -> Json:
-        """A choice of a stream of token ids as a conversation's chunk, and vLLM's state after it."""
-        parsed = await self._ask(DERENDER, rollout, _chunk_body(rollout, body, begun.asked, choice, state))
-        if parsed is None:
-            raise _no_parser(rollout)
-        return parsed
-
-    async def _rendered(self, rollout: Rollout, body: Json, read: list[int]) -> Json | None:
+    async def _rendered(self, conversation: Conversation, read: list[int]) -> Json | None:
         """The conversation as token ids if it may continue, else None; `read` are the ids that the engine read."""
-        rendered = await self._ask(RENDER, rollout, body)
+        body = conversation.body
+        rendered = await self._helped(conversation, self._rendering.render(body))
         if rendered is None or rendered.get("features") or rendered["token_ids"] != read:
             return None
-        sampling = RENDERED_DEFAULTS | rendered["sampling_params"]
+        sampling = rendered["sampling_params"]
         passed = {key: body[key] for key in ("model", "cache_salt", "priority") if body.get(key) is not None}
         is_plain = inexact_fields(sampling) is not None
         return passed | {"token_ids": read, "sampling_params": sampling} if is_plain else None
 
     async def _parsed(
-        self, rollout: Rollout, body: Json, asked: Json, cut: Sequence[Json], whole: Sequence[Json]
+        self, conversation: Conversation, prompt: list[int], cut: Sequence[Json], whole: Sequence[Json]
     ) -> dict[int, Json] | None:
         """These choices as a conversation's, parsed from all of their tokens, by index."""
-        fields = ("index", "finish_reason", "stop_reason", "logprobs")
-        choices = [
-            {key: choice.get(key) for key in fields} | {"token_ids": visible_ids(choice, body) or choice["token_ids"]}
-            for choice in whole
-            if choice["token_ids"]  # engines refuse a choice without
-        ]
-        parsing = derender_body(rollout.request_id, body, asked["token_ids"], choices)
-        answer = await self._ask(DERENDER, rollout, parsing) if choices else Json()
-        if answer is None:
+        body = conversation.body
+        parsed = await self._helped(conversation, self._rendering.messages(body, prompt, whole))
+        if parsed is None:
             return None
-        wordless = {choice["index"]: {"message": NO_WORDS} for choice in whole if not choice["token_ids"]}
-        parsed = wordless | {choice["index"]: choice for choice in answer.get("choices", ())}
-        pairs = zip(cut, whole, strict=True)
-        return {first["index"]: _as_chat(first, choice, parsed[first["index"]], body) for first, choice in pairs}
+        told = zip(cut, whole, parsed, strict=True)
+        return {first["index"]: _as_chat(first, choice, worded, body) for first, choice, worded in told}
 
-    async def _ask(self, path: str, rollout: Rollout, body: Json) -> Json | None:
-        """The answer of a replica, which they give in an update too; None where all fail that serve.
-
-        Where none serves it waits for one, as a rollout does.
-        """
-        answer = await self._ask_in_turn(path, rollout, body)
-        if answer is not None or self._fleet.serving(rollout.model):
-            return answer
-        if not await self._fleet.serves_within(rollout.model, self._longest_wait_s):
-            return None
-        return await self._ask_in_turn(path, rollout, body)
-
-    async def _ask_in_turn(self, path: str, rollout: Rollout, body: Json) -> Json | None:
-        """The answer of a replica, of the one heard last where it gives one: often it made the reply. None where all
-        fail."""
-        able = sorted(self._able(path, rollout), key=lambda one: -one.evidence.answered_at)
+    async def _helped(self, conversation: Conversation, asking: Awaitable[T]) -> T | None:
+        """What an engine answers; None where none does."""
         try:
-            return await self._any_replica.ask(able, "POST", path, body, _ASK_TIMEOUT_S)
+            return await asking
         except (EngineError, DeadlineExceeded) as error:
-            log.warning("no replica helps to continue a conversation", request=rollout.request_id, error=str(error))
+            request = conversation.rollout.request_id
+            log.warning("no replica helps to continue a conversation", request=request, error=str(error))
             return None
-
-    def _able(self, path: str, rollout: Rollout) -> list[Replica]:
-        return [
-            replica
-            for replica in self._fleet.alive
-            if replica.info.model == rollout.model
-            and path in replica.info.capabilities
-            and (rollout.adapter is None or replica.holds(rollout.adapter))
-        ]
-
-
-def derender_body(request_id: str, body: Json, prompt: list[int], choices: list[Json]) -> Json:
-    """Return the body that asks for the messages of whole choices of a conversation."""
-    reply = {"request_id": request_id, "choices": choices, "prompt_token_ids": prompt}
-    return _model(body) | {"generate_response": reply, "chat_request": body, "prompt_token_ids": prompt}
-
-
-def _chunk_body(rollout: Rollout, body: Json, asked: Json, choice: Json, state: Json | None) -> Json:
-    chunk = {"request_id": rollout.request_id, "choices": [choice]}
-    parts = {"generate_chunk": chunk, "stream_state": state, "chat_request": body}
-    return _model(body) | {"stream": True, **parts, "prompt_token_ids": asked["token_ids"]}
-
-
-def _model(body: Json) -> Json:
-    return {key: body[key] for key in ("model",) if body.get(key) is not None}
 
 
 def _ids_alone(token_ids: list[int]) -> Json:
     return {"index": 0, "token_ids": token_ids}
-
-
-def _no_parser(rollout: Rollout) -> EngineFailed:
-    return EngineFailed(f"no replica of {rollout.model!r} parses the rest of a conversation")
 
 
 def _has_all_logprobs(choice: Json) -> bool:
@@ -351,16 +264,9 @@ def _has_media(messages: list[Any]) -> bool:
     return any(map(is_medium, parts))
 
 
-def visible_ids(choice: Json, body: Json) -> list[int]:
-    """The tokens whose text the client sees. vLLM leaves out the stop token, and derenders all that it is given."""
-    shows_last = choice["finish_reason"] != "stop" or body.get("include_stop_str_in_output")
-    return list(choice["token_ids"] if shows_last else choice["token_ids"][:-1])
-
-
 def _as_chat(first: Json, whole: Json, parsed: Json, body: Json) -> Json:
     """One choice of a conversation: all its tokens, as `parsed` by an engine; `first` is its part before a cut."""
-    silent = parsed["message"] | {"content": ""}  # of a stop token alone
-    message = parsed["message"] if visible_ids(whole, body) else first.get("message") or silent
+    message = parsed["message"]
     calls = message.get("tool_calls") and body.get("tool_choice") in (None, "auto")
     return {key: value for key, value in first.items() if key not in _OF_STREAMS} | {
         "message": message,

@@ -2,6 +2,7 @@
 
 import math
 from array import array
+from collections.abc import Sequence
 
 import orjson
 from msgspec import Raw
@@ -13,6 +14,51 @@ from gateway.dialects.resumption.features import MARK
 from gateway.dialects.sample import Reply, Sample
 from gateway.dialects.spans import UNSCORED
 from gateway.dialects.submissions.frames import Growth, Prompt, Restart, Step
+
+
+class Recorded:
+    """How much of a sample the record has."""
+
+    def __init__(self, sample: Sample) -> None:
+        self.sample = sample
+        self.is_whole = False
+        """True once the sample has ended, and the record has that."""
+        self._num_tokens = 0
+        self._places: dict[str, int] = {}  # bytes of each list, and pieces of text
+        self._num_voids = sample.num_voids
+
+    def growth(self, inexact: Sequence[str] = ()) -> tuple[Json, bool] | None:
+        """Return what the sample has got since the last call, as a choice, and True if that is all of it: the first
+        time, or again where a part that was returned has become void. None where there is nothing, or of no known
+        version."""
+        sample, is_ended = self.sample, self.sample.reason is not None
+        if sample.num_voids != self._num_voids:
+            self._num_tokens, self._places, self._num_voids = 0, {}, sample.num_voids
+            self.is_whole = False
+        ends = is_ended and not self.is_whole and (sample.has_ids or sample.spans is not None)
+        if not sample.is_known or (sample.num_made == self._num_tokens and not ends):
+            return None
+        is_all, lists = not self._places, sample.lists
+        new = {
+            key: Raw(b"[" + bytes(items[self._places.get(key, 0) :]).removeprefix(b",") + b"]")
+            for key, items in lists.items()
+        }
+        token_ids = new.pop("token_ids")
+        text = "".join(sample.pieces[self._places.get("text", 0) :])
+        self._num_tokens, self.is_whole = sample.num_made, is_ended
+        self._places = {key: len(items) for key, items in lists.items()} | {"text": len(sample.pieces)}
+        spans, kv_versions = sample.stamps_of(sample.num_made)
+        told = (sample.last if is_ended else {}) | {
+            "index": sample.index,
+            "finish_reason": sample.reason,
+            "token_ids": token_ids if sample.has_ids else None,
+            "logprobs": new or None,
+            "text": text,
+            "prompt_token_ids": None,
+            "weight_versions": spans,
+            "kv_versions": kv_versions,
+        }
+        return told | ({MARK: list(inexact)} if sample.is_resumed else {}), is_all
 
 
 class GroupRecord:
@@ -29,7 +75,7 @@ class GroupRecord:
         self._n = n
         self._is_given = given is not None
         self._inexact: tuple[str, ...] = ()
-        self._recorded: set[int] = set()
+        self._recorded: dict[int, Recorded] = {}
         self._has_prompt = False
 
     @property
@@ -44,7 +90,12 @@ class GroupRecord:
     @property
     def is_recorded(self) -> bool:
         """True once all samples have ended, and the record has them whole."""
-        return bool(self.reply.samples) and all(sample.is_taken for sample in self.reply.samples)
+        return bool(self.reply.samples) and all(self._of(sample).is_whole for sample in self.reply.samples)
+
+    def _of(self, sample: Sample) -> Recorded:
+        """What the record has of a sample, which may take the place of another."""
+        found = self._recorded.get(sample.index)
+        return found if found and found.sample is sample else Recorded(sample)
 
     def begin(self, ask: Ask) -> None:
         """Have what was made before continue as `ask` says; all that is open begins again where it may not continue."""
@@ -62,8 +113,8 @@ class GroupRecord:
 
     def settle(self) -> None:
         """Take what open samples have for all that there will be."""
-        num_prompt = len(self.reply.prompt or ())
-        self.reply.samples = [sample.settled(num_prompt) for sample in self.reply.samples]
+        for sample in self.reply.samples:
+            sample.settle()
 
     def report(self, sample: Sample, reason: str) -> Json:
         """What the client gets of a sample: token ids in int32, log-probs in float32, both little-endian."""
@@ -87,17 +138,17 @@ class GroupRecord:
         steps: list[Step] = []
         if not self.resumes and self.reply.open:
             return steps
-        read = self.reply.prompt or []
         for sample in self.reply.samples:
-            if sample.index in self.done or (grown := sample.growth(len(read), self._inexact)) is None:
+            recorded = self._of(sample)
+            if sample.index in self.done or (grown := recorded.growth(self._inexact)) is None:
                 continue
             choice, is_all = grown
             if not self._has_prompt and not self._is_given:
                 self._has_prompt = True
-                steps.append(Prompt(self.group, array("i", read).tobytes()))
+                steps.append(Prompt(self.group, array("i", self.reply.prompt or ()).tobytes()))
             if is_all and sample.index in self._recorded:
                 steps.append(Restart(self.group, sample.index))
-            self._recorded.add(sample.index)
+            self._recorded[sample.index] = recorded
             steps.append(Growth(self.group, sample.index, encoded(choice)))
         return steps
 
@@ -105,8 +156,6 @@ class GroupRecord:
         """Return all that there is, for a new record."""
         self._recorded.clear()
         self._has_prompt = False
-        for sample in self.reply.samples:
-            sample.take_again()
         return self.growth()
 
     def restore(self, step: Step) -> None:
@@ -126,6 +175,6 @@ class GroupRecord:
                         sample.prompt = Raw(encoded(self.reply.prompt))
                 told = orjson.loads(choice)
                 sample.restore(told)
-                sample.growth(0)  # the record has it
-                self._recorded.add(index)
+                self._recorded[index] = recorded = self._of(sample)
+                recorded.growth()  # the record has it
                 self._inexact = tuple(told.get(MARK) or self._inexact)

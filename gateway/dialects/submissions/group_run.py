@@ -10,18 +10,15 @@ from typing import Protocol
 from engines.errors import InvalidRequest
 from gateway.dialects.completion_prompt import CompletionPrompt
 from gateway.dialects.completions import Completions
-from gateway.dialects.resumption.chat import RENDER
+from gateway.dialects.rendering import RENDER, Rendering
 from gateway.dialects.runner import Runner
 from gateway.dialects.sample import ABORT, Reply, Sample
 from gateway.dialects.submissions.frames import Restart, Step
 from gateway.dialects.submissions.group_record import GroupRecord
 from gateway.dialects.submissions.words import Group, OnDeadline
 from gateway.dialects.token_generation import lacking
-from gateway.fleet.fleet import Fleet
-from gateway.fleet.placement.any_replica import AnyReplica
 from gateway.fleet.placement.sessions import session_key
 
-_RENDER_TIMEOUT_S = 60.0
 DEADLINE = "deadline"
 """The finish_reason of a sample that its group's deadline ended."""
 
@@ -47,26 +44,17 @@ _AT_DEADLINE = {
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What runs groups: the dialect and its runner, and the engines that render conversations to token ids.
-
-    `longest_wait_s` bounds the wait for an engine of a group's model while none serves.
-    """
+    """What runs groups: the dialect and its runner, and the engines that render conversations to token ids."""
 
     completions: Completions
     runner: Runner
-    fleet: Fleet
-    any_replica: AnyReplica
-    longest_wait_s: float
+    rendering: Rendering
 
     async def render(self, group: Group) -> list[int]:
         """Return a prompt's token ids. Raise the engine's refusal, or `UnknownRoute` where no engine renders."""
-        model, _ = self.fleet.asked(group.model)
-        await self.fleet.serves_within(model, self.longest_wait_s)
-        replicas = self.fleet.alive_of(model)
-        able = [replica for replica in replicas if RENDER in replica.info.capabilities]
-        if not able:
-            raise lacking(f"{RENDER}, which `messages` need,", replicas)
-        return list((await self.any_replica.ask(able, "POST", RENDER, group.rendering, _RENDER_TIMEOUT_S))["token_ids"])
+        if (rendered := await self.rendering.render(group.rendering)) is None:
+            raise lacking(f"{RENDER}, which `messages` need,", self.rendering.replicas(group.model))
+        return list(rendered["token_ids"])
 
 
 class Record(Protocol):
@@ -115,7 +103,7 @@ class GroupRun:
     @property
     def num_open(self) -> dict[int, int]:
         """The number of tokens of each open sample."""
-        made = {sample.index: sample.num_tokens for sample in self.made.open}
+        made = {sample.index: sample.num_made for sample in self.made.open}
         return {index: made.get(index, 0) for index in range(self.group.n) if index not in self.made.done}
 
     def drop(self) -> None:

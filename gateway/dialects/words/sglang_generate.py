@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from engines.engine import Json
 from gateway.dialects.completion_prompt import CompletionPrompt
 from gateway.dialects.completions import Completions, longest_first
-from gateway.dialects.parallel import Show
 from gateway.dialects.raw_json import opened
 from gateway.dialects.sample import Sample
-from gateway.dialects.usage import Usage
+from gateway.dialects.streams import Show, Usage
 from gateway.dialects.words.sglang import Asked, aborted_reply, answer, asked_prompts
 from gateway.fleet.fleet import Fleet
 
@@ -104,7 +103,7 @@ class SglangGenerate:
         repeated = [0] * len(samples)
 
         def repeat(sample: Sample) -> None:
-            repeated[sample.index], asked = sample.num_tokens, batch.asked[sample.index // batch.n]
+            repeated[sample.index], asked = sample.num_made, batch.asked[sample.index // batch.n]
             reply = answer(asked, _joined(sample), None, time.monotonic() - began)
             show(reply | {"index": sample.index} if batch.is_list else reply)
 
@@ -112,8 +111,8 @@ class SglangGenerate:
             for choice in chunk["choices"]:
                 sample = samples[choice["index"]]
                 sample.add_told(choice)
-                is_long = sample.num_tokens > _SHORT_TOKENS
-                if not (sample.is_open and is_long and sample.num_tokens < repeated[sample.index] * (1 + _GROWTH)):
+                is_long = sample.num_made > _SHORT_TOKENS
+                if not (sample.is_open and is_long and sample.num_made < repeated[sample.index] * (1 + _GROWTH)):
                     repeat(sample)
 
         task = asyncio.ensure_future(self._completions.stream(batch.prompts, usage, take))

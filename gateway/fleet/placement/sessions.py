@@ -1,8 +1,11 @@
 """Sessions, the turns of agents: the replica that holds the prefix of each, which routing prefers."""
 
 import hashlib
+import json
+import re
 from collections import OrderedDict
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from engines.engine import Json
@@ -14,6 +17,9 @@ _HEADERS = ("X-Session-ID", "X-SMG-Routing-Key", "X-Claude-Code-Session-Id", "th
 # The more exact field first: one user may have many conversations.
 _OPENAI_FIELDS = ("prompt_cache_key", "user")
 _MAX_LENGTH = 256
+SESSION_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:@+=~-]{0,255}")
+"""An id that a path can have."""
+ID_RULE = "at most 256 letters, digits and _.:@+=~- make an id, the first a letter, a digit or _"
 _REMEMBERED = 100_000
 
 
@@ -35,6 +41,50 @@ class Sessions:
         self._homes.move_to_end((model, name))
         if len(self._homes) > self._limit:
             self._homes.popitem(last=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """The session that records a call. `agent` names a subagent, `window` a part between two compactions, where the
+    harness does; they are hints."""
+
+    id: str
+    agent: str | None = None
+    window: str | None = None
+
+    @property
+    def home(self) -> str:
+        """Its name for placement: a subagent has a prefix of its own."""
+        return f"{self.id}/{self.agent}" if self.agent else self.id
+
+
+def identity_of(named: str, headers: Mapping[str, str], body: Json) -> Identity | None:
+    """The session that a call of an agent belongs to: the one `named` by its path or key, else that of the headers and
+    fields of Claude Code, Codex and opencode. None where nothing names one. Raise `InvalidRequest`."""
+    if named and not SESSION_ID.fullmatch(named):
+        raise InvalidRequest(f"session = {named[:80]!r}: {ID_RULE}", param="session")
+    codex, thread = headers.get("session-id"), headers.get("thread-id")
+    subthread = thread if codex and thread != codex else None
+    agent, window = headers.get("X-Claude-Code-Agent-Id") or subthread, headers.get("x-codex-window-id")
+    given = headers.get("X-Session-Id") or headers.get("X-Claude-Code-Session-Id") or codex or thread
+    given = given or _session_of_user(body.get("metadata")) or body.get("prompt_cache_key")
+    name = named or (given if isinstance(given, str) else "")
+    return Identity(_id(name), agent and _id(agent), window and _id(window)) if name else None
+
+
+def _id(name: str) -> str:
+    """A harness's own name, hashed where no path can have it."""
+    known = SESSION_ID.fullmatch(name)
+    return name if known else hashlib.blake2b(name.encode(errors="surrogateescape"), digest_size=16).hexdigest()
+
+
+def _session_of_user(metadata: Any) -> str | None:
+    """The session in the text that Claude Code gives as its user's id."""
+    try:
+        found = json.loads(metadata["user_id"])["session_id"]
+    except (ValueError, TypeError, KeyError):
+        return None
+    return found if isinstance(found, str) else None
 
 
 def name_of_client(client: str, name: str) -> str:

@@ -1,25 +1,30 @@
-"""/v1/messages and /v1/responses: agents and SDKs as they are, given a base URL and a key."""
+"""/v1/messages, /v1/responses and the chat of sessions: agents and SDKs as they are, given a base URL and a key."""
 
 import asyncio
 import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
+import structlog
 from aiohttp import web
 
 from engines.engine import Json
-from engines.errors import RolloutGatewayError
+from engines.errors import RolloutGatewayError, SessionFrozen
+from gateway.agents.chat import ChatCompletions
 from gateway.agents.messages import Messages
 from gateway.agents.responses import Responses
-from gateway.agents.turn import Answer, Dialect, Turn
-from gateway.agents.turns import Caller, Turns, chat_request
-from gateway.fleet.placement.sessions import session_of
-from gateway.http.access import CLIENT, Access, Handler
+from gateway.agents.turn import Answer, Caller, Dialect, Turn, chat_request
+from gateway.agents.turns import Turns
+from gateway.fleet.placement.sessions import identity_of, session_key, session_of
+from gateway.http.access import CLIENT, SESSION, Access, Handler
 from gateway.http.json_body import read_object, reply
 from gateway.http.middleware import Measurement, error_reply, request_id
 
+log = structlog.get_logger()
+
 _PING_S = 10.0
 _EVENTS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+_OF_SESSION = "/sessions/{session}"
 
 
 @dataclass(eq=False)
@@ -30,41 +35,41 @@ class AgentRoutes:
     measurement: Measurement
 
     def add_routes(self, router: web.UrlDispatcher, access: Access) -> None:
-        self._messages = Messages()
-        self._add(router, access, "/v1/messages", self._messages, self._answers(self._messages))
-        self._add(router, access, "/v1/messages/count_tokens", self._messages, self._count_tokens)
+        self._messages = messages = Messages()
+        counting = _worded(access, messages, self._count_tokens)
+        answering = _worded(access, messages, self._answers(messages, "messages"))
         responses = Responses()
-        self._add(router, access, "/v1/responses", responses, self._answers(responses))
+        responding = _worded(access, responses, self._answers(responses, "responses"))
+        for of_session in ("", _OF_SESSION):
+            router.add_post(f"{of_session}/v1/messages", answering)
+            router.add_post(f"{of_session}/v1/messages/count_tokens", counting)
+            router.add_post(f"{of_session}/v1/responses", responding)
+        chat = ChatCompletions()
+        self._chat = _worded(access, chat, self._answers(chat, "chat"))
+        router.add_post(f"{_OF_SESSION}/v1/chat/completions", self._chat)
 
-    def _add(self, router: web.UrlDispatcher, access: Access, path: str, dialect: Dialect, handler: Handler) -> None:
-        checked = access.for_inference(handler)
+    async def create_chat(self, request: web.Request) -> web.StreamResponse:
+        """Answer a conversation of the session that the request's key names."""
+        return await self._chat(request)
 
-        async def worded(request: web.Request) -> web.StreamResponse:
-            try:
-                return await checked(request)
-            except RolloutGatewayError as error:
-                return error_reply(error, dialect.error(error))
-
-        router.add_post(path, worded)
-
-    def _answers(self, dialect: Dialect) -> Handler:
+    def _answers(self, dialect: Dialect, name: str) -> Handler:
         async def answered(request: web.Request) -> web.StreamResponse:
             body = await read_object(request)
-            session = session_of(request[CLIENT], request.headers, body)
             turn = dialect.read(body)
-            self.measurement.arrived(request, chat_request(turn), session)
-            caller = Caller(request_id(request), request[CLIENT], session)
-            prepared = await self.turns.prepare(turn, caller)
-            answer_id = uuid.uuid4().hex
+            caller = _caller(request, body, name)
+            self.measurement.arrived(request, chat_request(turn), caller.placement)
+            answer_id, is_rendered = uuid.uuid4().hex, asyncio.Event()
 
             async def answering() -> Answer:
+                prepared = await self.turns.prepare(turn, caller)
+                is_rendered.set()
                 answer = await self.turns.answer(prepared, answer_id)
                 usage: Json = {"prompt_tokens": answer.num_prompt_tokens, "completion_tokens": answer.num_tokens}
                 self.measurement.count_tokens(request, prepared.rollout.model, usage)
                 return answer
 
             if turn.streams:
-                return await _stream(request, dialect, turn, answer_id, answering)
+                return await _stream(request, dialect, turn, answer_id, answering, is_rendered)
             return reply(dialect.reply(await answering(), turn))
 
         return answered
@@ -74,24 +79,68 @@ class AgentRoutes:
         return reply(self._messages.count(await self.turns.count(turn)))
 
 
+def _worded(access: Access, dialect: Dialect, handler: Handler) -> Handler:
+    """Return a handler behind its check, whose errors have the dialect's form."""
+    checked = access.for_agents(handler)
+
+    async def worded(request: web.Request) -> web.StreamResponse:
+        try:
+            return await checked(request)
+        except RolloutGatewayError as error:
+            response = error_reply(error, dialect.error(error))
+            if isinstance(error, SessionFrozen):
+                response.headers["x-should-retry"] = "false"  # the official clients would, after a 409
+            return response
+
+    return worded
+
+
+def _caller(request: web.Request, body: Json, dialect: str) -> Caller:
+    client = request[CLIENT]
+    identity = identity_of(request[SESSION], request.headers, body)
+    placement = session_key(client, identity.home) if identity else session_of(client, request.headers, body)
+    return Caller(request_id(request), client, placement, dialect, identity)
+
+
 async def _stream(
-    request: web.Request, dialect: Dialect, turn: Turn, answer_id: str, answering: Callable[[], Awaitable[Answer]]
+    request: web.Request,
+    dialect: Dialect,
+    turn: Turn,
+    answer_id: str,
+    answering: Callable[[], Awaitable[Answer]],
+    is_rendered: asyncio.Event,
 ) -> web.StreamResponse:
-    """Send the first events at once, pings while the answer is made, then its events. The answer of a
-    client that leaves ends with it."""
+    """Send the first events once the turn is rendered, which an error before keeps its status by; or else soon, and
+    pings while the answer is made. Then send its events. The answer of a client that leaves ends with it."""
     response = web.StreamResponse(headers=_EVENTS)
-    await response.prepare(request)
-    await response.write(dialect.begin(answer_id, turn))
-    task = asyncio.ensure_future(answering())
+    task, rendered = asyncio.ensure_future(answering()), asyncio.ensure_future(is_rendered.wait())
     try:
+        await asyncio.wait({task, rendered}, timeout=_PING_S, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            task.result()
+        await response.prepare(request)
+        await response.write(dialect.begin(answer_id, turn))
         while not (await asyncio.wait({task}, timeout=_PING_S))[0]:
             await response.write(dialect.ping)
         for event in dialect.events(task.result(), turn):
             await response.write(event)
-    except RolloutGatewayError as error:
-        await response.write(dialect.error_event(error))
+    except ConnectionError:
+        raise  # the client is gone
+    except Exception as error:
+        if not response.prepared:
+            raise
+        await response.write(dialect.error_event(_told(error, request)))
     finally:
         task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        rendered.cancel()
+        await asyncio.gather(task, rendered, return_exceptions=True)
     await response.write_eof()
     return response
+
+
+def _told(error: Exception, request: web.Request) -> RolloutGatewayError:
+    """Return what the client of a stream is told of an error."""
+    if isinstance(error, RolloutGatewayError):
+        return error
+    log.error("a stream failed in a way that was not foreseen", path=request.path, exc_info=error)
+    return RolloutGatewayError("the gateway failed; its log has the reason")

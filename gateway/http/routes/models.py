@@ -52,8 +52,9 @@ class ModelRoutes:
     adapters: AdapterCoordinator
 
     def add_routes(self, router: web.UrlDispatcher, access: Access) -> None:
-        router.add_get("/v1/models", access.for_inference(self._list_models))
-        router.add_get("/v1/models/{model:.+}", access.for_inference(self._retrieve_model))
+        for of_session in ("", "/sessions/{session}"):
+            router.add_get(f"{of_session}/v1/models", access.for_agents(self._list_models))
+            router.add_get(f"{of_session}/v1/models/{{model:.+}}", access.for_agents(self._retrieve_model))
         router.add_get("/version", access.for_inference(self._pass_through), allow_head=False)
         router.add_get("/tokenizer_info", access.for_inference(self._pass_through), allow_head=False)
         router.add_get("/server_info", access.for_inference(self._server_info), allow_head=False)

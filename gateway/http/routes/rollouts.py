@@ -14,19 +14,18 @@ from gateway.api import error_body
 from gateway.dialects.chat import Chat
 from gateway.dialects.completion_prompt import CompletionPrompt
 from gateway.dialects.completions import Completions, Written
-from gateway.dialects.parallel import Show
 from gateway.dialects.replays.batch import identity_of
 from gateway.dialects.replays.registry import Replays
+from gateway.dialects.streams import Show, Usage
 from gateway.dialects.token_generation import TokenGeneration
-from gateway.dialects.usage import Usage
 from gateway.dialects.words.sglang_generate import SglangGenerate
 from gateway.fleet.metrics import Deliveries
 from gateway.fleet.placement.sessions import session_of
-from gateway.http.access import CLIENT, Access
+from gateway.http.access import CLIENT, Access, Handler, has_session_key
 from gateway.http.json_body import as_object, read_content, read_object, reply
-from gateway.http.middleware import Measurement, given_id, request_id
+from gateway.http.middleware import GIVEN_ID, Measurement, request_id
 from gateway.http.own_requests import AbortElsewhere, AbortKind, OwnRequests, reach
-from gateway.http.replies import BeforeEnd, at_once, send_events, send_pieces
+from gateway.http.replies import BeforeEnd, send_events, send_pieces
 
 _HEALTH_TIMEOUT_S = 20.0
 
@@ -44,6 +43,8 @@ class RolloutRoutes:
     replays: Replays
     own: OwnRequests
     abort_elsewhere: AbortElsewhere
+    session_chat: Handler
+    """Takes conversations of a session, by its key."""
 
     def add_routes(self, router: web.UrlDispatcher, access: Access) -> None:
         self._access = access
@@ -54,7 +55,8 @@ class RolloutRoutes:
     def add_generation(self, router: web.UrlDispatcher, access: Access) -> None:
         """Add the routes that generate tokens, which any process of the gateway can answer."""
         router.add_post("/v1/completions", access.for_inference(self._create_completions))
-        router.add_post("/v1/chat/completions", access.for_inference(self._create_chat_completion))
+        chat = access.for_inference(self._create_chat_completion)
+        router.add_post("/v1/chat/completions", by_session_key(self.session_chat, chat))
         router.add_post("/inference/v1/generate", access.for_inference(self._generate_tokens))
         router.add_post("/generate", access.for_inference(self._generate_sglang))
 
@@ -64,7 +66,7 @@ class RolloutRoutes:
         if body.get("stream"):
             model = prompts[0].rollout.model
             return await self._stream(request, model, partial(self.completions.stream, prompts))
-        if given_id(request) or not self.replays.has_identity(prompts):
+        if request[GIVEN_ID] or not self.replays.has_identity(prompts):
             return await self._send(request, prompts, await self.completions.written(prompts))
         identity = await identity_of(request.path, request[CLIENT], content)
         replying = self.replays.reply(identity, content, prompts)
@@ -77,7 +79,7 @@ class RolloutRoutes:
         request: web.Request,
         prompts: Sequence[CompletionPrompt],
         written: Written,
-        before_end: BeforeEnd = at_once,
+        before_end: BeforeEnd | None = None,
     ) -> web.StreamResponse:
         """Send a reply, then count it: a replay may get one that breaks off."""
         response = await send_pieces(request, written.pieces(), written.num_bytes, before_end)
@@ -162,3 +164,12 @@ class RolloutRoutes:
             return await send_events(request, counted)
         finally:
             self.measurement.count_tokens(request, model, usage.total())
+
+
+def by_session_key(of_session: Handler, of_others: Handler) -> Handler:
+    """Returns a handler for requests with the key of a session, and for others."""
+
+    async def handled(request: web.Request) -> web.StreamResponse:
+        return await (of_session if has_session_key(request) else of_others)(request)
+
+    return handled

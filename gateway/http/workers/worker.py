@@ -15,6 +15,7 @@ from engines import tracing
 from gateway.config.schema import Config
 from gateway.dialects.chat import Chat
 from gateway.dialects.completions import Completions
+from gateway.dialects.rendering import Rendering
 from gateway.dialects.runner import Runner
 from gateway.dialects.token_generation import TokenGeneration
 from gateway.dialects.words.sglang_generate import SglangGenerate
@@ -24,12 +25,12 @@ from gateway.http.access import Access
 from gateway.http.door import raise_limit
 from gateway.http.engine_client import engine_client
 from gateway.http.guard.tls import Certificate
-from gateway.http.middleware import Measurement, answer_errors, note_begin
+from gateway.http.middleware import Measurement, note_begin
 from gateway.http.own_requests import AbortKind, OwnRequests
 from gateway.http.workers.channel import Channel
 from gateway.http.workers.copied_fleet import CopiedFleet
 from gateway.http.workers.doors import BackDoor, HandedDoor
-from gateway.http.workers.hop import Hops, as_sent, door_path
+from gateway.http.workers.hop import Hops, RunsElsewhere, as_sent, door_path
 from gateway.http.workers.messages import (
     Abort,
     Batches,
@@ -82,7 +83,8 @@ class Parts:
         runner = Runner(self.scheduler, self.metrics)
         completions = Completions(gateway, self.fleet, runner)
         self.tokens = TokenGeneration(gateway, self.fleet, runner)
-        chat = Chat(gateway, self.fleet, runner, self.tokens, AnyReplica(self.fleet))
+        rendering = Rendering(self.fleet, AnyReplica(self.fleet), gateway.queue_timeout_s)
+        chat = Chat(gateway, self.fleet, runner, self.tokens, rendering)
         self.sglang = SglangGenerate(completions, self.fleet)
         self.own = OwnRequests()
         self.replays = WorkerReplays(gateway, completions, self.fleet, self.metrics, Ledger(None))
@@ -100,6 +102,7 @@ class Parts:
             self.replays,
             self.own,
             _abort_nothing,
+            _leave_to_owner,
         )
         self.hops = Hops(self.folder)
 
@@ -108,7 +111,6 @@ class Parts:
             *outermost,
             self.hops.other_routes,
             self._measurement.measure,
-            answer_errors,
             self.hops.other_requests,
         ]
         app = web.Application(client_max_size=self.config.gateway.max_body_bytes, middlewares=middlewares)  # type: ignore[arg-type]
@@ -258,6 +260,11 @@ class Worker:
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("a worker's task has failed", exc_info=error)
             self._end()
+
+
+async def _leave_to_owner(request: web.Request) -> NoReturn:
+    """Leave a request of a session, whose record the owner has."""
+    raise RunsElsewhere
 
 
 async def _abort_nothing(kind: AbortKind, ids: tuple[str, ...], client: str | None) -> None:

@@ -22,8 +22,8 @@ from engines.errors import DeadlineExceeded
 from loadtests.chaos.clients.contents import Asked, Delivered, Flaw, flaw
 from loadtests.chaos.clients.tally import Tally
 from loadtests.chaos.faults import Versioned
-from sim.dialect import chat_text
-from sim.model import SimModel, tokenize
+from sim.dialect import chat_ids
+from sim.model import SimModel
 from trainer_client.client import RolloutClient
 from trainer_client.results import Completion, Outcome, Rollout
 from trainer_client.sampling import SamplingParams
@@ -180,7 +180,7 @@ class Callers:
 
     def _conversation(self) -> tuple[list[Json], Asked]:
         messages = [{"role": "user", "content": f"rollout {next(self._numbers)}"}]
-        prompt = tokenize(chat_text(messages))
+        prompt = chat_ids(messages)
         return messages, Asked(prompt, self.tokens, self._trainer.version, is_greedy=True)
 
     def _body(self, **rest: Any) -> Json:

@@ -1,5 +1,5 @@
 """Requests that agents sent, each unchanged but for its base URL and key: Claude Code 2.1.328 and Codex 0.169.0 (turns
-with tools, a subagent, a compaction), OpenAI Agents SDK 0.24.0.
+with tools, a subagent, a compaction), OpenAI Agents SDK 0.24.0 (Responses, then chat) and mini-swe-agent 2.4.6.
 
 Long texts are shortened, and ids and paths are replaced.
 """
@@ -81,9 +81,11 @@ def test_claude_codes_deferred_tool_says_so() -> None:
         ("claude_code", 1, "A file first."),
         ("codex", 1, "A file first."),
         ("openai_agents", 1, "Weather."),
+        ("openai_agents", 4, None),  # its chat drops what it was told
+        ("mini_swe_agent", 1, "Files."),
     ],
 )
-def test_what_an_agent_sends_back_is_the_message_that_was_answered(name: str, turn: int, reasoning: str) -> None:
+def test_what_an_agent_sends_back_is_the_message_that_was_answered(name: str, turn: int, reasoning: str | None) -> None:
     [answered] = [message for message in turns_of(name)[turn].messages if message["role"] == "assistant"]
     assert answered.get("reasoning") == reasoning
     assert answered.keys() - {"reasoning"} == {"role", "content", "tool_calls"}
@@ -91,7 +93,8 @@ def test_what_an_agent_sends_back_is_the_message_that_was_answered(name: str, tu
 
 
 def test_the_agents_sdk_hands_a_conversation_over_to_another_agent() -> None:
-    first, second, handed_over = turns_of("openai_agents")
-    assert begins_with(second, first)
-    assert handed_over.messages[0] == {"role": "system", "content": "Write verse."}
-    assert handed_over.tools == []
+    responses, chat = turns_of("openai_agents")[:3], turns_of("openai_agents")[3:]
+    for first, second, handed_over in (responses, chat):
+        assert begins_with(second, first)
+        assert handed_over.messages[0] == {"role": "system", "content": "Write verse."}
+        assert handed_over.tools == []

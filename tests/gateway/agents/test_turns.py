@@ -92,7 +92,16 @@ async def test_engines_that_do_not_render_are_asked_for_the_chat(rig: Rig) -> No
 
 
 async def test_an_answer_without_a_limit_of_its_client_ends(start_rig: StartRig, monkeypatch: Any) -> None:
-    monkeypatch.setattr("gateway.agents.turns._MAX_TOKENS", 5)
+    monkeypatch.setattr("gateway.agents.history._MAX_TOKENS", 5)
     rig = await start_rig(1)
     status, reply = await rig.post("/v1/responses", {"model": "sim", "input": "three", "temperature": 0.0})
     assert (status, reply["status"], reply["usage"]["output_tokens"]) == (200, "incomplete", 5)
+
+
+async def test_an_answer_ends_before_its_stop_string(rig: Rig) -> None:
+    _, whole = await rig.post("/v1/messages", ASKED)
+    text = whole["content"][0]["text"]
+    status, reply = await rig.post("/v1/messages", ASKED | {"stop_sequences": [text[3:6]]})
+    assert (status, reply["stop_reason"], reply["stop_sequence"]) == (200, "stop_sequence", text[3:6])
+    assert reply["content"][0]["text"] == text[:3]
+    assert reply["usage"]["output_tokens"] == 6

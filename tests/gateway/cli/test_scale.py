@@ -13,7 +13,6 @@ import pytest
 from engines.config import SimConfig
 from engines.errors import ConfigError
 from engines.process.port import free_port
-from gateway.cli.cluster.changes import scaled
 from gateway.cli.scale import _check
 from gateway.config.schema import Config
 from loadtests.chaos.clients.callers import Callers
@@ -22,25 +21,9 @@ from tests.rigs.rig import StartRig
 from tests.rigs.shell import Shell
 from trainer_client.loop_thread import LoopThread
 
-DEPLOYED: dict[str, Any] = {"name": "a", "import_path": "gateway.app:build", "args": {"engine": {"kind": "sim"}}}
 LONG = {"sim": {"decode_step_s": 0.01, "mean_tokens": 10_000}}
 ROLLOUT = {"max_tokens": 80, "ignore_eos": True}
 SIM = SimConfig(decode_step_s=0.02)
-
-
-def test_serve_gets_the_size_of_the_group_and_the_gateways_number_and_nothing_else() -> None:
-    once = scaled(DEPLOYED, "engine", 3)
-    assert once == {
-        **DEPLOYED,
-        "deployments": [
-            {"name": "engine", "num_replicas": 3},
-            {"name": "gateway", "user_config": {"num_replicas": {"engine": 3}}},
-        ],
-    }
-    overridden = {**once, "deployments": [{"name": "judge", "num_replicas": 2}, *once["deployments"]]}
-    twice = scaled(overridden, "judge", 1)["deployments"]
-    assert {one["name"]: one.get("num_replicas") for one in twice} == {"judge": 1, "engine": 3, "gateway": None}
-    assert twice[2]["user_config"] == {"num_replicas": {"engine": 3, "judge": 1}}
 
 
 def test_a_group_is_named_where_there_are_several_and_must_exist() -> None:
@@ -60,12 +43,6 @@ def test_no_replicas_and_many_of_one_url_are_refused() -> None:
         _check(config, "engine", 0)
     with pytest.raises(ConfigError, match="one URL is one replica"):
         _check(config, "engine", 2)
-
-
-def test_scaling_without_a_cluster_names_the_address(shell: Shell) -> None:  # noqa: F811
-    done = shell.run("scale", "2")
-    assert done.returncode == 1
-    assert "no Ray dashboard answers at http://127.0.0.1:1" in done.stderr
 
 
 async def test_a_replica_that_serve_removes_finishes_what_it_has_and_gets_nothing_new(start_rig: StartRig) -> None:

@@ -278,7 +278,7 @@ def test_an_application_of_another_release_is_told_with_the_remedy_and_taken_dow
     assert serve.deleted == [NAME]
 
 
-@pytest.mark.parametrize(("left", "said"), [(0, "removed the ledger"), (2, "with 2 submissions, which the next")])
+@pytest.mark.parametrize(("left", "said"), [(0, "removed the ledger"), (2, "with 2 submissions and sessions, which")])
 def test_down_removes_the_ledger_unless_a_client_has_results_to_fetch(
     shell: Shell, serve: PlayedServe, left: int, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -212,11 +212,6 @@ def test_the_argument_or_variable_at_fault_is_named(arguments: list[str], enviro
     assert mistake(write("gateway:\n  port: 1\n"), arguments, environ).startswith(told)
 
 
-def test_a_share_of_memory_that_is_no_number_is_refused() -> None:
-    arguments = ["engine.gpus_per_replica=0.5", "engine.extra={gpu_memory_utilization: most}"]
-    assert "gpu_memory_utilization = 'most' leaves no room" in mistake(overrides=arguments)
-
-
 def test_keys_are_not_shown() -> None:
     assert "hunter2" not in repr(explain(None, ["gateway.admin_keys=hunter2"], {}))
 

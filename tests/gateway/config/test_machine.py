@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from gateway.config.machine import lacks, missing_keys
+from gateway.config.machine import lacks
 from gateway.config.schema import Config
 
 
@@ -41,13 +41,6 @@ def test_a_model_that_is_not_there(tmp_path: Path, model: str, words: str) -> No
     assert found(tmp_path, gpus=1, engine={"kind": "sglang", "model": model}) == [words]
 
 
-def test_a_key_whose_variable_is_not_set() -> None:
-    config = Config.model_validate({"engine": {"kind": "sim"}, "gateway": {"admin_keys": ["env:NOT_SET"]}})
-    (lack,) = missing_keys(config, {})
-    assert "gateway.admin_keys: no key in env:NOT_SET" in lack
-    assert missing_keys(config, {"NOT_SET": "k"}) == []
-
-
 def test_an_engine_that_is_not_installed(tmp_path: Path) -> None:
     engine = {"kind": "sglang", "model": "org/model", "python": "/nowhere/python"}
     (lack,) = found(tmp_path, gpus=1, engine=engine)
@@ -70,11 +63,3 @@ def test_a_file_that_cannot_be_written(tmp_path: Path, key: str) -> None:
 
 def test_a_server_that_another_starts_needs_nothing_of_this_machine(tmp_path: Path) -> None:
     assert found(tmp_path, engine={"kind": "external", "url": "http://127.0.0.1:1"}) == []
-
-
-def test_a_certificate_whose_files_are_missing(tmp_path: Path) -> None:
-    tls = {"certificate": "/nowhere/certificate.pem", "key": "/nowhere/key.pem"}
-    (lack,) = found(tmp_path, engine={"kind": "sim"}, gateway={"tls": tls})
-    assert lack.startswith(
-        "gateway.tls: /nowhere/certificate.pem and /nowhere/key.pem hold no certificate with its key"
-    )

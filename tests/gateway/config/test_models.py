@@ -182,17 +182,6 @@ async def test_the_judge_answers_in_the_middle_of_an_update(pair: Rig) -> None:
     assert versions(await waiting) == {1}
 
 
-async def test_an_update_does_not_wait_for_the_judges_rollouts(start_pair: StartPair) -> None:
-    rig = await start_pair()
-    await rig.open_group()
-    judging = asyncio.create_task(judged(rig, max_tokens=120, ignore_eos=True))
-    await rig.begun()
-    await rig.update()
-    assert not judging.done()
-    rig.hurry()
-    assert versions(await judging) == {0}
-
-
 async def test_a_pause_holds_the_policy_alone(pair: Rig) -> None:
     assert (await pair.post("/pause?mode=keep"))[0] == 200
     waiting = asyncio.create_task(pair.complete([[5]]))

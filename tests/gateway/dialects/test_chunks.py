@@ -1,15 +1,13 @@
 """A chunk without readable choices is a failure of its engine: the rollout goes on elsewhere."""
 
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from typing import Any
 
-import orjson
 import pytest
 
 from engines.engine import Engine
-from gateway.dialects import completion_prompt, conversation, token_generation
-from tests.rigs.rig import Json, Rig, SimReplica, StartRig
+from gateway.dialects import completion_prompt
+from tests.rigs.rig import Json, Rig
 
 LENGTH = 80
 SAMPLING: Json = {"max_tokens": LENGTH, "ignore_eos": True, "temperature": 0.0}
@@ -33,59 +31,6 @@ class OddEngine:
         yield dict(self._chunk)
 
 
-class EarlyEngine:
-    """An engine whose first stream ends after its first tokens, as a whole one does."""
-
-    reply = Engine.reply
-
-    def __init__(self, engine: Any, replica: SimReplica) -> None:
-        self._engine = engine
-        self._replica = replica
-        self.num_streams = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-    async def events(self, path: str, body: Json, timeout_s: float) -> AsyncGenerator[list[bytes]]:
-        self.num_streams += 1
-        if self.num_streams == 1:
-            self._replica.scheduler.stall(after=6)
-        async with aclosing(self._engine.events(path, body, timeout_s)) as blocks:
-            async for events in blocks:
-                yield events
-                if self.num_streams == 1 and any(b'"token_ids":[' in event for event in events):
-                    break
-        self._replica.scheduler.go_on()
-
-
-@pytest.mark.parametrize("is_stream", [False, True])
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        (completion_prompt.PATH, SAMPLING | {"model": "sim", "prompt": [[5, 6, 7]], "return_token_ids": True}),
-        (
-            conversation.PATH,
-            SAMPLING | {"model": "sim", "messages": [{"role": "user", "content": "a"}], "return_token_ids": True},
-        ),
-        (token_generation.PATH, {"token_ids": [5, 6, 7], "sampling_params": SAMPLING}),
-    ],
-)
-async def test_a_stream_that_ends_before_its_sample_goes_on_from_its_tokens(
-    start_rig: StartRig, path: str, body: Json, is_stream: bool
-) -> None:
-    rig = await start_rig(1)
-    early = EarlyEngine(rig.fleet.replicas[0].engine, rig.replicas[0])
-    rig.fleet.replicas[0].engine = early  # type: ignore[assignment]  # all but the end of its streams is the engine's
-    async with rig.client.post(rig.url + path, json=body | ({"stream": True} if is_stream else {})) as response:
-        text = await response.text()
-    assert response.status == 200, text
-    replies = [orjson.loads(event[6:]) for event in text.split("\n\n")[:-2]] if is_stream else [orjson.loads(text)]
-    choices = [choice for reply in replies for choice in reply["choices"]]
-    assert sum(len(choice.get("token_ids") or ()) for choice in choices) == LENGTH
-    assert [reason for choice in choices if (reason := choice["finish_reason"])] == ["length"]
-    assert early.num_streams > 1
-
-
 @pytest.mark.parametrize("is_stream", [False, True])
 async def test_a_sample_that_was_aborted_before_its_first_token_is_an_empty_one(rig: Rig, is_stream: bool) -> None:
     """vLLM sends nothing for it."""
@@ -93,9 +38,8 @@ async def test_a_sample_that_was_aborted_before_its_first_token_is_an_empty_one(
     for replica in rig.fleet.replicas:
         replica.engine = OddEngine(replica.engine, {"choices": [told]})  # type: ignore[assignment]
     body = SAMPLING | {"model": "sim", "prompt": "a", "n": 2, "temperature": 1.0, "return_token_ids": True}
-    async with rig.client.post(rig.url + completion_prompt.PATH, json=body | {"stream": is_stream}) as response:
-        text = await response.text()
-    replies = [orjson.loads(event[6:]) for event in text.split("\n\n")[:-2]] if is_stream else [orjson.loads(text)]
+    path = completion_prompt.PATH
+    replies = await rig.stream(path, body) if is_stream else [(await rig.post(path, body))[1]]
     choices = {choice["index"]: choice for reply in replies for choice in reply["choices"]}
     assert {index: choice["finish_reason"] for index, choice in choices.items()} == {0: "abort", 1: "abort"}
     assert (choices[1]["text"], choices[1]["token_ids"]) == ("", [])
@@ -113,17 +57,8 @@ async def test_a_sample_that_was_aborted_before_its_first_token_is_an_empty_one(
         {"choices": [{"index": -1, "text": "a", "token_ids": [9], "finish_reason": None}]},
     ],
 )
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        (completion_prompt.PATH, SAMPLING | {"model": "sim", "prompt": [[5, 6, 7]]}),
-        (conversation.PATH, SAMPLING | {"model": "sim", "messages": [{"role": "user", "content": "hello"}]}),
-        (token_generation.PATH, {"token_ids": [5, 6, 7], "sampling_params": SAMPLING}),
-    ],
-)
-async def test_an_odd_chunk_moves_the_rollout_to_another_replica(
-    rig: Rig, path: str, body: Json, chunk: Json, is_stream: bool
-) -> None:
+async def test_an_odd_chunk_moves_the_rollout_to_another_replica(rig: Rig, chunk: Json, is_stream: bool) -> None:
+    path, body = completion_prompt.PATH, SAMPLING | {"model": "sim", "prompt": [[5, 6, 7]]}
     odd = OddEngine(rig.fleet.replicas[0].engine, chunk)
     rig.fleet.replicas[0].engine = odd  # type: ignore[assignment]  # all but its streams is the engine's
     while not odd.num_streams:

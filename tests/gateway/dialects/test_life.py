@@ -24,10 +24,9 @@ from engines.errors import (
 from gateway.config.schema import GatewayConfig
 from gateway.dialects.completion_prompt import CompletionPrompt
 from gateway.dialects.completions import Completions
-from gateway.dialects.parallel import chunks_of
 from gateway.dialects.raw_json import opened
 from gateway.dialects.runner import Runner
-from gateway.dialects.usage import Usage
+from gateway.dialects.streams import Usage, blocks_of
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics
 from gateway.fleet.placement import attempt_loop
@@ -40,12 +39,13 @@ from tests.rigs.stories.played_fleet import DIED, PlayedFleet
 PROMPT = [7, 8, 9]
 FIRST = 1000  # the first token of sample i is FIRST + i, so that samples differ
 MAX_ATTEMPTS = 3
-ENDS = ("breaks", "dies", "fails", "busy", "cut off", "refuses")
+ENDS = ("breaks", "unfinished", "stops", "dies", "fails", "busy", "cut off", "refuses")
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How an attempt ends that does not deliver, and after how many tokens of each sample."""
+    """How an attempt ends that does not deliver, and after how many tokens of each sample; "unfinished" is a break
+    between the last token and the end, "stops" the end of a stream, as a whole one ends."""
 
     end: str
     after: int
@@ -113,19 +113,22 @@ class PlayedEngine:
             raise error
         read, made = tuple(body["prompt"]), 0
         texts = [read for _ in range(n)]
-        limit = body["max_tokens"] if ending is None else min(ending.after, body["max_tokens"])
+        is_all = ending is None or ending.end == "unfinished"
+        limit = body["max_tokens"] if ending is None or is_all else min(ending.after, body["max_tokens"])
         while made < limit:
             count = min(self._world.chunk, limit - made)
             for index in range(n):
                 texts[index] = self._made(texts[index], index, count)
             made += count
-            has_ended = made == body["max_tokens"]
+            has_ended = made == body["max_tokens"] and (ending is None or not is_all)
             for index in range(n):
                 yield {"choices": [_choice(index, read, texts[index][-count:], made == count, has_ended)]}
             if has_ended:
                 yield {"choices": [], "usage": {"prompt_tokens": len(read), "completion_tokens": n * made}}
                 return
         assert ending is not None
+        if ending.end == "stops" and made:
+            return
         if ending.end == "cut off":
             self.replica.cuts_off = True
             for index in range(n):
@@ -170,7 +173,8 @@ def _choice(index: int, read: tuple[int, ...], ids: tuple[int, ...], is_first: b
 def _joined(before: Json | None, choice: Json) -> Json:
     if before is None:
         return choice
-    logprobs = {key: before["logprobs"][key] + choice["logprobs"][key] for key in choice["logprobs"]}
+    more = choice["logprobs"] or {}  # none with an end alone
+    logprobs = {key: scores + more.get(key, []) for key, scores in before["logprobs"].items()}
     both = {key: before[key] + choice[key] for key in ("text", "token_ids")}
     return choice | both | {"logprobs": logprobs, "prompt_token_ids": before["prompt_token_ids"]}
 
@@ -215,8 +219,8 @@ async def _life(world: World, n: int, length: int, *, is_stream: bool) -> dict[i
     try:
         async with asyncio.timeout(60):
             if is_stream:
-                async for chunk in chunks_of(partial(completions.stream, [prompt], Usage())):
-                    for choice in opened(chunk["choices"]):
+                async for chunks in blocks_of(partial(completions.stream, [prompt], Usage())):
+                    for choice in opened([choice for chunk in chunks for choice in chunk["choices"]]):
                         before = told.get(choice["index"])
                         assert before is None or before["finish_reason"] is None, "a sample has ended once"
                         told[choice["index"]] = _joined(before, choice)
@@ -245,7 +249,7 @@ def test_what_is_delivered_is_what_would_have_been_without_the_ends(
         assert sum(one.end == "dies" for one in script) >= 2
         return
     if isinstance(told, EngineError):  # only the bound of attempts in a row without a new token ends it
-        assert sum(one.end in ("breaks", "dies", "fails") for one in script) >= MAX_ATTEMPTS
+        assert sum(one.end in ("breaks", "unfinished", "stops", "dies", "fails") for one in script) >= MAX_ATTEMPTS
         assert "gateway.max_attempts" in str(told)
         return
     assert isinstance(told, dict)

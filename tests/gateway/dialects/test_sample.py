@@ -6,19 +6,18 @@ The joining of chunks is compared with one that decodes each: plain, and too slo
 import json
 import random
 from itertools import accumulate
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engines.clients.vllm_engine import VllmEngine
 from engines.engine import Json
-from gateway.dialects.completion_prompt import PATH, is_read_in_chunks
+from gateway.dialects.completion_prompt import is_read_in_chunks
 from gateway.dialects.raw_json import NO_JSON, encoded, opened
-from gateway.dialects.sample import CUT_OFF, Reply, Sample, all_of_choices, read_chunk
+from gateway.dialects.sample import CUT_OFF, Reply, Sample, Source, all_of_choices
 from gateway.fleet.placement.routing import Rollout
-from gateway.fleet.replica import Flight
+from gateway.fleet.replica import Flight, Replica
 from tests.rigs.rig import Rig
 
 ODD_TEXTS = st.sampled_from(
@@ -127,12 +126,23 @@ def decoded_and_joined(n: int, chunks: list[Json]) -> Json:
 BARE: Json = {"text": "", "prompt_logprobs": None, "token_ids": [], "prompt_token_ids": None}
 
 
+def begun(index: int = 0, version: int = 1) -> Sample:
+    """A sample that a replica makes under a version."""
+    sample = Sample(index)
+    sample.begin(of_version(version))
+    return sample
+
+
+def of_version(version: int) -> Source:
+    return Source(cast(Replica, None), Flight(version), None)
+
+
 def made(reply: Reply, *events: bytes) -> list[Json]:
     """The choices of a reply, whose samples ended as their engine told, under version 1."""
     for event in events:
         reply.read(event, reply.samples)
     for sample in reply.samples:
-        sample.stamp(Flight(1), None)
+        sample.stamp()
     return [sample.told(BARE, ()) for sample in reply.samples]
 
 
@@ -145,14 +155,14 @@ def without_stamps(choices: list[Json]) -> list[Json]:
 @given(streams(), st.randoms(use_true_random=False))
 def test_chunks_joined_as_bytes_are_those_joined_decoded(stream: tuple[int, list[Json]], ways: random.Random) -> None:
     n, chunks = stream
-    reply = Reply(samples=map(Sample, range(n)))
+    reply = Reply(samples=map(begun, range(n)))
     choices = made(reply, *(written(chunk, ways).encode() for chunk in chunks))
     expected = decoded_and_joined(n, chunks)
     told = without_stamps(expected["choices"])
     assert without_stamps(json.loads(encoded(choices))) == told
     assert without_stamps(opened(choices)) == told
     assert {"created": 5} | reply.head == {key: expected[key] for key in expected if key not in ("choices", "usage")}
-    assert [sample.num_tokens for sample in reply.samples] == [len(choice["token_ids"] or ()) for choice in told]
+    assert [sample.num_made for sample in reply.samples] == [len(choice["token_ids"] or ()) for choice in told]
 
 
 @settings(max_examples=200, suppress_health_check=[HealthCheck.large_base_example])
@@ -160,7 +170,6 @@ def test_chunks_joined_as_bytes_are_those_joined_decoded(stream: tuple[int, list
 def test_a_chunk_is_the_chunk_that_was_written(stream: tuple[int, list[Json]], ways: random.Random) -> None:
     for chunk in stream[1]:
         event = written(chunk, ways).encode()
-        assert read_chunk(event).usage == chunk.get("usage")
         assert json.loads(encoded(all_of_choices(event))) == chunk["choices"]
         assert opened(all_of_choices(event)) == chunk["choices"]
 
@@ -173,21 +182,24 @@ def test_a_sample_in_two_parts_is_that_in_one(choices: list[Json], place: int, w
         ids = choice.get("token_ids") or []
         choice |= {"weight_versions": None, "prompt_token_ids": None, "token_ids": ids}
         (choice.get("logprobs") or {}).pop("text_offset", None)
-    whole, first, rest = Sample(0), Sample(0), Sample(0)
+    whole, parted = begun(), begun()
     for number, choice in enumerate(choices):
+        if number == place:
+            parted.stamp()
+            parted.keep()
+            parted.begin(of_version(2))
+            parted.add_told(choice | {"token_ids": [1, 2], "text": "of an attempt that failed"})
+            parted.begin(of_version(2))
         event = written({"choices": [choice]}, ways).encode()
-        [read] = read_chunk(event).choices
-        whole.add(read, event)
-        (first if number < place else rest).add(read, event)
-    first.stamp(Flight(1), None)
-    rest.stamp(Flight(2), None)
-    first.join(rest, 3)
-    whole.stamp(Flight(1), None)
-    told, expected = first.told(BARE, ("seed",)), whole.told(BARE, ())
+        for sample in (whole, parted):
+            Reply().read(event, [sample])
+    parted.stamp()
+    whole.stamp()
+    told, expected = parted.told(BARE, ("seed",)), whole.told(BARE, ())
     if place < len(choices):
         assert opened(without_stamps([told | {"resumed": 0}])) == opened(without_stamps([expected | {"resumed": 0}]))
     spans = [(span["version"], span["end"] - span["start"]) for span in told["weight_versions"]]
-    assert sum(tokens for _, tokens in spans) == first.num_made
+    assert sum(tokens for _, tokens in spans) == parted.num_made
 
 
 @pytest.mark.parametrize(
@@ -200,31 +212,13 @@ def test_a_sample_in_two_parts_is_that_in_one(choices: list[Json], place: int, w
     ],
 )  # fmt: skip
 def test_what_is_no_chunk_is_refused_and_leaves_the_tokens_before_it(content: bytes) -> None:
-    reply = Reply(samples=[Sample(0)])
+    reply = Reply(samples=[begun()])
     scored = {"index": 0, "text": "b", "token_ids": [5], "logprobs": {"tokens": ["b"]}}
     reply.read(json.dumps({"choices": [scored]}).encode(), reply.samples)
     with pytest.raises(NO_JSON):
         reply.read(content, reply.samples)
     [choice] = opened(made(reply))
     assert (choice["token_ids"], choice["text"], choice["logprobs"]) == ([5], "b", {"tokens": ["b"]})
-
-
-@pytest.mark.parametrize("n", [1, 3])
-@pytest.mark.parametrize(
-    "asked",
-    [{}, {"logprobs": 2}, {"logprobs": 0, "return_tokens_as_token_ids": True}, {"ignore_eos": True}, {"max_tokens": 1}],
-)
-async def test_chunks_make_the_whole_reply(rig: Rig, asked: Json, n: int) -> None:
-    engine = VllmEngine("a", rig.replicas[0].info.url)
-    body = {"model": "sim", "prompt": [5, 6, 7], "max_tokens": 21, "return_token_ids": True, "n": n, "seed": 7}
-    body |= asked | {"temperature": 1.0 if n > 1 else 0}
-    whole, reply = await engine.generate(PATH, body, 5), Reply(samples=map(Sample, range(n)))
-    streamed = engine.events(PATH, body | {"stream_options": {"include_usage": True}}, 5)
-    choices = made(reply, *[event async for events in streamed for event in events])
-    await engine.close()
-    assert without_stamps(opened(choices)) == without_stamps(whole["choices"])
-    assert reply.usage == {key: count for key, count in whole["usage"].items() if count is not None}
-    assert reply.head["object"] == whole["object"]
 
 
 @pytest.mark.parametrize("begin", [0, 2, 22, -1])
@@ -237,22 +231,26 @@ def test_offsets_are_those_of_names_wherever_a_chunk_counts_from(begin: int) -> 
     assert opened(sample.told(BARE, ()))["logprobs"]["text_offset"] == [0, 11, 22, 33]
 
 
-def part(text: str, token_ids: list[int], prompt: list[int], version: int) -> Sample:
+def told(text: str, token_ids: list[int], prompt: list[int]) -> Json:
+    """A choice of version 0, which continues."""
     tokens = list(text)
     logprobs = {"text_offset": list(range(len(tokens))), "tokens": tokens, "token_logprobs": [-1.0] * len(tokens)}
-    span = {"version": version, "start": 0, "end": len(token_ids)}
-    return Sample.of(
-        {
-            "index": 3, "text": text, "token_ids": token_ids, "prompt_token_ids": prompt, "finish_reason": CUT_OFF,
-            "logprobs": logprobs, "weight_versions": [span], "kv_versions": [version],
-        }
-    )  # fmt: skip
+    span = {"version": 0, "start": 0, "end": len(token_ids)}
+    return {
+        "index": 3, "text": text, "token_ids": token_ids, "prompt_token_ids": prompt, "finish_reason": CUT_OFF,
+        "logprobs": logprobs, "weight_versions": [span], "kv_versions": [0],
+    }  # fmt: skip
 
 
 def test_tokens_that_were_left_out_of_the_rests_prompt_are_left_out_of_the_whole() -> None:
-    first = part("ab\N{REPLACEMENT CHARACTER}", [1, 2, 3], [9], 0)
-    first.join(part("éc", [6, 7], [9, 1, 2], 1), 1)
-    both = opened(first.told(BARE, ()))
+    sample = Sample(3)
+    sample.restore(told("ab\N{REPLACEMENT CHARACTER}", [1, 2, 3], [9]))
+    sample.keep()
+    sample.begin(of_version(1))
+    sample.num_read = 2
+    sample.add_told(told("éc", [6, 7], [9, 1, 2]) | {"weight_versions": None})
+    sample.stamp()
+    both = opened(sample.told(BARE, ()))
     assert (both["text"], both["token_ids"]) == ("abéc", [1, 2, 6, 7])
     assert both["logprobs"]["tokens"] == ["a", "b", "é", "c"]
     assert both["logprobs"]["text_offset"] == [0, 1, 2, 3]
@@ -262,21 +260,21 @@ def test_tokens_that_were_left_out_of_the_rests_prompt_are_left_out_of_the_whole
 
 
 def test_a_rest_that_was_aborted_before_its_first_token_leaves_all_of_the_first_part() -> None:
-    first, rest = part("abc", [1, 2, 3], [8, 9], 0), Sample(3)
-    before = opened(first.told(BARE, ()))
-    rest.end("abort", 1)
-    first.join(rest, 2)
+    sample = Sample.of(told("abc", [1, 2, 3], [8, 9]))
+    before = opened(sample.told(BARE, ()))
+    sample.keep()
+    sample.end("abort", 1)
     ended = {"finish_reason": "abort", "stop_reason": None, "weight_version": 1}
-    assert opened(first.told(BARE, ())) == before | ended
+    assert opened(sample.told(BARE, ())) == before | ended
 
 
 def test_a_part_has_the_spans_that_its_engine_reported_with_the_first_token_of_each_version() -> None:
-    sample = Sample(0)
+    sample = begun(version=7)
     spans = [{"version": "0", "start": 0, "end": 3}, {"version": "1", "start": 3, "end": 4}]
     sample.add_told({"index": 0, "token_ids": [1], "weight_versions": [{"version": "0", "start": 0, "end": 1}]})
     sample.add_told({"index": 0, "token_ids": [2, 3, 4], "weight_versions": spans})
     sample.add_told({"index": 0, "token_ids": [5, 6]})
-    sample.stamp(Flight(7), None)
+    sample.stamp()
     assert sample.spans == [{"version": 0, "start": 0, "end": 3}, {"version": 1, "start": 3, "end": 6}]
 
 

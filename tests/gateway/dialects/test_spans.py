@@ -1,16 +1,15 @@
 """Which weights are told of an engine that tells none itself, and whose tokens come long after they were made."""
 
 import asyncio
-import json
 import math
 from collections.abc import AsyncGenerator
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from engines.engine import Engine
-from gateway.dialects.sample import Sample
+from gateway.dialects.sample import Sample, Source
 from gateway.fleet.replica import Flight, Replica
 from sim.model import SimModel
 from tests.rigs.rig import Rig, StartRig
@@ -30,10 +29,15 @@ def may_be_of(*versions: int) -> list[Json]:
     return [{"version": version, "start": None, "end": None} for version in versions]
 
 
+def made_in(flight: Flight) -> Source:
+    return Source(cast(Replica, None), flight, None)
+
+
 def stamped(flight: Flight, **told: Any) -> list[Json]:
     sample = Sample(0)
+    sample.begin(made_in(flight))
     sample.add_told({"index": 0, "token_ids": [7, 8, 9], **told})
-    sample.stamp(flight, None)
+    sample.stamp()
     return list(sample.spans or ())
 
 
@@ -110,9 +114,7 @@ async def asked(rig: Rig, path: str, *, stream: bool, **fields: Any) -> list[Jso
         status, reply = await rig.post(path, body)
         assert status == 200, reply
         return spans(reply)
-    async with rig.client.post(rig.url + path, json=body | {"stream": True}) as response:
-        events = [event.removeprefix("data: ") for event in (await response.text()).split("\n\n")]
-    return spans([json.loads(event) for event in events if event.startswith("{")][-1])
+    return spans((await rig.stream(path, body))[-1])
 
 
 def spans(told: Json) -> list[Json]:
@@ -189,11 +191,9 @@ async def test_tokens_without_a_log_prob_are_null_marked_and_counted(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, n: int, stream: bool
 ) -> None:
     monkeypatch.setattr(SimModel, "logprob", lambda *_: math.nan)
-    body = BODIES["/v1/completions"] | {"n": n, "temperature": 1.0, "logprobs": 0, "stream": stream}
-    async with rig.client.post(rig.url + "/v1/completions", json=body) as response:
-        text = await response.text()
-    events = [event.removeprefix("data: ") for event in text.split("\n\n")]
-    choices = [choice for event in events if event.startswith("{") for choice in json.loads(event)["choices"]]
+    path, body = "/v1/completions", BODIES["/v1/completions"] | {"n": n, "temperature": 1.0, "logprobs": 0}
+    replies = await rig.stream(path, body) if stream else [(await rig.post(path, body))[1]]
+    choices = [choice for reply in replies for choice in reply["choices"]]
     ended = [choice for choice in choices if choice["finish_reason"]]
     assert [choice["missing_logprobs"] for choice in ended] == [12] * n
     assert {score for choice in choices for score in choice["logprobs"]["token_logprobs"]} == {None}

@@ -7,7 +7,8 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from engines.errors import EngineFailed
-from gateway.http.middleware import answer_errors, note_begin
+from gateway.fleet.metrics import Metrics
+from gateway.http.middleware import Measurement, note_begin
 
 
 @pytest.mark.parametrize("error", [RuntimeError("unforeseen"), EngineFailed("foreseen")], ids=str)
@@ -18,7 +19,7 @@ async def test_a_reply_that_has_begun_is_cut_off_by_an_error(error: Exception) -
         await response.write(b"begun")
         raise error
 
-    app = web.Application(middlewares=[answer_errors])
+    app = web.Application(middlewares=[Measurement(Metrics(), None).measure])
     app.on_response_prepare.append(note_begin)
     app.router.add_get("/", stream)
     async with TestServer(app) as server:

@@ -11,7 +11,7 @@ from engines.errors import RolloutGatewayError
 from engines.types import InFlight, PauseMode, ReplicaState
 from engines.weight_label import WeightLabel
 from gateway.dialects.raw_json import opened
-from gateway.dialects.usage import Usage
+from gateway.dialects.streams import Usage
 from sim.adapters import SimAdapters
 from tests.material.adapters import write_adapter
 from tests.rigs.stories.interleaving import SETTLE_S, Gateway, GatewayDied, Trainer, Violation, World

@@ -23,19 +23,6 @@ def taken() -> Iterator[int]:
         yield int(server.getsockname()[1])
 
 
-def test_free_ports_are_none(taken: int) -> None:
-    assert found() == []
-    assert found(gateway={"host": "localhost", "port": 0}) == []
-
-
-def test_a_port_at_which_a_process_listens(taken: int) -> None:
-    (line,) = found(gateway={"port": taken})
-    assert line == (
-        f"gateway.host = '127.0.0.1', gateway.port = {taken}: cannot be bound here (Address already in use): "
-        "set another gateway.port or gateway.host, or end the process that listens there"
-    )
-
-
 def test_the_port_of_serve_counts_where_serve_has_a_proxy(taken: int) -> None:
     (line,) = found(serve={"http_port": taken})
     assert line.startswith(f"serve.http_host = '127.0.0.1', serve.http_port = {taken}: cannot be bound here")

@@ -1,7 +1,6 @@
 """A sample that an update with `in_flight: abort` cuts off resumes from its tokens, or restarts from its prompt."""
 
 import asyncio
-import json
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
@@ -13,9 +12,9 @@ from engines.errors import EngineUnreachable
 from gateway.dialects.resumption.tokens import rest_sampling, whole_characters
 from gateway.dialects.spans import joined_spans
 from sim import server as sim_server
-from sim.dialect import DerenderBody, chat_text, derendered, rendered
+from sim.dialect import DerenderBody, derendered, rendered
+from sim.dialect import chat_ids as sim_chat_ids
 from sim.model import SimModel, detokenize
-from sim.model import tokenize as chat_ids
 from tests.rigs.rig import MAX_MODEL_LEN, Rig, StartRig
 
 Json = dict[str, Any]
@@ -34,13 +33,6 @@ def test_the_rest_may_have_what_the_whole_has_left() -> None:
     assert rest_sampling(body, [3, 4], 0) == {"n": 1, "max_tokens": 8, "min_tokens": 4, "top_p": 0.9}
     later = rest_sampling(body, [1] * 8, 0)
     assert (later["max_tokens"], "min_tokens" in later) == (2, False)
-
-
-@pytest.mark.parametrize("made", [[], [11], [11, 12]])
-def test_samples_that_agree_so_far_continue_with_different_seeds(made: list[int]) -> None:
-    seeds = [rest_sampling({"seed": 7, "n": 4}, made, index)["seed"] for index in range(4)]
-    assert len(set(seeds)) == 4
-    assert made or seeds == [7, 8, 9, 10], "as vLLM draws the samples of a group"
 
 
 def test_spans_without_limits_stay_so() -> None:
@@ -84,11 +76,14 @@ async def posted(rig: Rig, path: str, body: Json) -> Json:
     return reply
 
 
-async def streamed(rig: Rig, path: str, body: Json) -> list[Json]:
-    async with rig.client.post(rig.url + path, json=body | {"stream": True}) as response:
-        events = [event.removeprefix("data: ") for event in (await response.text()).split("\n\n") if event]
-    assert events[-1] == "[DONE]"
-    return [json.loads(event) for event in events[:-1]]
+async def cut_off(rig: Rig, path: str, body: Json) -> Json:
+    """The choice of a reply that an update cuts off."""
+    running = asyncio.create_task(posted(rig, path, body))
+    await rig.begun()
+    await rig.update()
+    rig.hurry()
+    [told] = (await running)["choices"]
+    return dict(told)
 
 
 def seam(told: Json, end: int = LONG) -> int:
@@ -126,22 +121,14 @@ async def test_a_sample_goes_on_where_the_connection_breaks_after_the_update_has
     rig = await started(start_rig)
     for replica in rig.fleet.replicas:
         replica.engine = BreakingEngine(replica.engine)  # type: ignore[assignment]  # all but its streams is the engine's
-    running = asyncio.create_task(posted(rig, COMPLETIONS, BODY | {"return_token_ids": True}))
-    await rig.begun()
-    await rig.update()
-    rig.hurry()
-    (told,) = (await running)["choices"]
+    told = await cut_off(rig, COMPLETIONS, BODY | {"return_token_ids": True})
     assert told["token_ids"] == expected(rig, seam(told), [5, 6])
     assert told["finish_reason"] == "length"
 
 
 async def test_ids_that_nobody_asked_for_are_not_told(start_rig: StartRig) -> None:
     rig = await started(start_rig)
-    running = asyncio.create_task(posted(rig, COMPLETIONS, BODY))
-    await rig.begun()
-    await rig.update()
-    rig.hurry()
-    (told,) = (await running)["choices"]
+    told = await cut_off(rig, COMPLETIONS, BODY)
     assert (told["token_ids"], told["prompt_token_ids"]) == (None, None)
     assert told["text"] == detokenize(expected(rig, seam(told), [5, 6]))
 
@@ -153,11 +140,7 @@ def token_body(**sampling: Any) -> Json:
 
 async def test_token_ids_without_a_limit_fill_the_context_all_the_same(start_rig: StartRig) -> None:
     rig = await started(start_rig)
-    running = asyncio.create_task(posted(rig, TOKENS, token_body(max_tokens=None)))
-    await rig.begun()
-    await rig.update()
-    rig.hurry()
-    (told,) = (await running)["choices"]
+    told = await cut_off(rig, TOKENS, token_body(max_tokens=None))
     seam(told, MAX_MODEL_LEN - 2)
     assert len(told["token_ids"]) == MAX_MODEL_LEN - 2
 
@@ -167,18 +150,14 @@ def chat_body(**fields: Any) -> Json:
     return {"messages": [{"role": "user", "content": "hi"}], **asked}
 
 
-CHAT_PROMPT = chat_ids(chat_text(chat_body()["messages"]))
+CHAT_PROMPT = sim_chat_ids(chat_body()["messages"])
 
 
 async def test_a_conversations_default_limit_holds_for_the_whole_of_it(start_rig: StartRig) -> None:
     """vLLM's rendered parameters leave out `max_tokens` where it is 16."""
     rig = await start_rig(2, sim={"decode_step_s": 0.05}, weights={"in_flight": "abort"})
     await rig.open_group()
-    running = asyncio.create_task(posted(rig, CHAT, chat_body(max_tokens=16)))
-    await rig.begun()
-    await rig.update()
-    rig.hurry()
-    (told,) = (await running)["choices"]
+    told = await cut_off(rig, CHAT, chat_body(max_tokens=16))
     seam(told, 16)
 
 
@@ -196,11 +175,7 @@ async def test_tool_calls_are_those_that_the_engine_finds_in_all_of_the_tokens(
     monkeypatch.setattr(sim_server, "derendered", parsed)
     rig = await started(start_rig)
     stops = chat_body(return_token_ids=True, stop_token_ids=list(range(3, 1000)), min_tokens=60)
-    running = asyncio.create_task(posted(rig, CHAT, stops))
-    await rig.begun()
-    await rig.update()
-    rig.hurry()
-    (told,) = (await running)["choices"]
+    told = await cut_off(rig, CHAT, stops)
     assert (told["finish_reason"], told["message"]["tool_calls"]) == ("tool_calls", calls)
     assert len(told["token_ids"]) == 60
     (choice,) = seen[0].generate_response.choices
@@ -223,11 +198,7 @@ async def test_conversations_and_token_ids_that_cannot_go_on_are_made_again(
     start_rig: StartRig, path: str, body: Json
 ) -> None:
     rig = await started(start_rig)
-    running = asyncio.create_task(posted(rig, path, body))
-    await rig.begun()
-    await rig.update()
-    rig.hurry()
-    (told,) = (await running)["choices"]
+    told = await cut_off(rig, path, body)
     [made] = told["weight_versions"]
     assert (int(made["version"]), made["start"], made["end"], told["finish_reason"]) == (1, 0, LONG, "length")
 
@@ -244,19 +215,15 @@ async def test_a_conversation_that_cannot_go_on_is_made_again(
     else:
         for replica in rig.fleet.replicas:
             replica.info = replace(replica.info, capabilities=frozenset())
-    running = asyncio.create_task(posted(rig, CHAT, chat_body()))
-    await rig.begun()
-    await rig.update()
-    rig.hurry()
-    (told,) = (await running)["choices"]
+    told = await cut_off(rig, CHAT, chat_body())
     assert told["weight_versions"] == [span(1, 0, LONG)]
 
 
 async def test_a_stream_that_cannot_go_on_ends_with_what_it_has_told(start_rig: StartRig) -> None:
     rig = await started(start_rig)
     running = [
-        asyncio.create_task(streamed(rig, CHAT, chat_body(stop=["never"]))),
-        asyncio.create_task(streamed(rig, COMPLETIONS, BODY | {"stop": ["never"]})),
+        asyncio.create_task(rig.stream(CHAT, chat_body(stop=["never"]))),
+        asyncio.create_task(rig.stream(COMPLETIONS, BODY | {"stop": ["never"]})),
     ]
     await rig.begun(2)
     await rig.update()
@@ -273,10 +240,10 @@ async def test_a_stream_that_has_told_nothing_begins_again(start_rig: StartRig) 
     chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "ignore_eos": True}
     short = BODY | {"max_tokens": 2}
     running = [
-        asyncio.create_task(streamed(rig, CHAT, chat)),
-        asyncio.create_task(streamed(rig, COMPLETIONS, short | {"stop": ["never"]})),
-        asyncio.create_task(streamed(rig, COMPLETIONS, short)),
-        asyncio.create_task(streamed(rig, COMPLETIONS, short | {"n": 2, "temperature": 1.0})),
+        asyncio.create_task(rig.stream(CHAT, chat)),
+        asyncio.create_task(rig.stream(COMPLETIONS, short | {"stop": ["never"]})),
+        asyncio.create_task(rig.stream(COMPLETIONS, short)),
+        asyncio.create_task(rig.stream(COMPLETIONS, short | {"n": 2, "temperature": 1.0})),
     ]
     await rig.begun(5, tokens=0)
     await rig.post("/start_weight_update", {})
@@ -299,7 +266,7 @@ async def test_samples_of_a_stream_that_an_update_meets_before_their_first_token
     rig = await start_rig(1, weights={"in_flight": "abort"})
     await rig.open_group()
     body = BODY | {"n": 10, "temperature": 1.0, "return_token_ids": True} | ({} if resumes else {"stop": ["never"]})
-    running = asyncio.create_task(streamed(rig, COMPLETIONS, body))
+    running = asyncio.create_task(rig.stream(COMPLETIONS, body))
     await rig.begun(8)
     await rig.update()
     rig.hurry()

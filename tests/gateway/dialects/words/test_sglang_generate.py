@@ -99,7 +99,7 @@ async def test_chunks_of_a_stream_tell_the_sample_from_its_start(start_rig: Star
     rig = await start_rig(num_replicas=1, sim={"decode_step_s": 0.01})
     asked = {"input_ids": IDS, "sampling_params": {"max_new_tokens": 9, "sampling_seed": 1, "ignore_eos": True}}
     whole = await generate(rig, **asked, return_logprob=True)
-    chunks = await _stream(rig, asked | {"return_logprob": True})
+    chunks = await rig.stream("/generate", asked | {"return_logprob": True})
     assert len(chunks) > 1
     for before, after in pairwise(chunks):
         assert after["text"].startswith(before["text"])
@@ -113,7 +113,7 @@ async def test_chunks_of_a_stream_tell_the_sample_from_its_start(start_rig: Star
 
 async def test_a_streamed_batch_says_which_sample_a_chunk_is_of(rig: Rig) -> None:
     sampling = {"max_new_tokens": 5, "n": 2, "ignore_eos": True}
-    chunks = await _stream(rig, {"input_ids": [IDS, [8]], "sampling_params": sampling, "rid": ["a", "b"]})
+    chunks = await rig.stream("/generate", {"input_ids": [IDS, [8]], "sampling_params": sampling, "rid": ["a", "b"]})
     last = {chunk["index"]: chunk for chunk in chunks}
     assert sorted(last) == [0, 1, 2, 3]
     assert [last[index]["meta_info"]["id"] for index in range(4)] == ["a", "a", "b", "b"]
@@ -175,14 +175,6 @@ async def test_health_generate_makes_a_token(start_rig: StartRig) -> None:
     async with rig.client.get(rig.url + "/health_generate") as response:
         assert response.status == 200
     assert rig.fleet.replicas[0].placed == 1
-
-
-async def _stream(rig: Rig, body: Json) -> list[Json]:
-    async with rig.client.post(rig.url + "/generate", json=body | {"stream": True}) as response:
-        assert response.status == 200, await response.text()
-        events = [event.removeprefix(b"data: ") for event in (await response.read()).split(b"\n\n") if event]
-    assert events[-1] == b"[DONE]"
-    return [orjson.loads(event) for event in events[:-1]]
 
 
 async def test_what_a_stream_repeats_grows_with_its_length_and_not_with_the_square(

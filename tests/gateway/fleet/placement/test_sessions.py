@@ -3,7 +3,7 @@
 import pytest
 
 from engines.errors import InvalidRequest
-from gateway.fleet.placement.sessions import Sessions, session_key, session_of
+from gateway.fleet.placement.sessions import Identity, Sessions, identity_of, session_key, session_of
 from tests.rigs.rig import Json, Rig
 
 TURN = {"model": "sim", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
@@ -56,6 +56,27 @@ def test_a_name_that_is_no_text_is_refused(value: object) -> None:
     with pytest.raises(InvalidRequest, match="session_id = ") as caught:
         session_of("mine", {}, {"session_id": value})
     assert caught.value.param == "session_id"
+
+
+@pytest.mark.parametrize(
+    ("named", "headers", "body", "identity"),
+    [
+        ("path", {"X-Session-Id": "header"}, {"prompt_cache_key": "field"}, Identity("path")),
+        ("path", {"session-id": "s", "thread-id": "t", "x-codex-window-id": "t:1"}, {}, Identity("path", "t", "t:1")),
+        ("", {"X-Claude-Code-Session-Id": "s", "X-Claude-Code-Agent-Id": "a"}, {}, Identity("s", "a")),
+        ("", {"session-id": "s", "thread-id": "s"}, {"prompt_cache_key": "s"}, Identity("s")),
+        ("", {}, {"metadata": {"user_id": '{"session_id": "s"}'}}, Identity("s")),
+        ("", {}, {"metadata": {"user_id": "[7]"}, "prompt_cache_key": 7, "user": "u"}, None),
+    ],
+)
+def test_a_path_or_key_names_the_session_of_an_agent_and_else_its_harness(
+    named: str, headers: dict[str, str], body: Json, identity: Identity | None
+) -> None:
+    assert identity_of(named, headers, body) == identity
+
+
+def test_a_subagent_has_a_home_of_its_own() -> None:
+    assert Identity("s").home != Identity("s", "a").home
 
 
 async def test_the_turns_of_an_agent_go_to_one_replica(rig: Rig) -> None:

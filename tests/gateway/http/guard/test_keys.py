@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 from pydantic import SecretStr
 
-from gateway.http.guard.keys import Keys
-from tests.rigs.rig import StartRig
+from gateway.http.guard.keys import Keys, SessionKey
 
 
 class Clock:
@@ -59,16 +58,13 @@ def test_a_file_without_keys_leaves_the_keys_before(tmp_path: Path, spoil: Calla
     assert not found.name_of("old")
 
 
-async def test_a_running_gateway_takes_the_new_key(
-    start_rig: StartRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "keys"
-    file.write_text("old")
-    gateway = {"admin_keys": [f"file:{file}"], "inference_keys": ["reader"], "trusted_networks": []}
-    monkeypatch.setattr("gateway.http.guard.keys._LOOK_S", 0.0)
-    rig = await start_rig(1, gateway=gateway)
-    old, new = ({"headers": {"Authorization": f"Bearer {key}"}} for key in ("old", "new"))
-    assert (await rig.get("/is_paused", **old))[0] == 200
-    file.write_text("new key2")
-    assert (await rig.get("/is_paused", **old))[0] == 401
-    assert (await rig.get("/is_paused", **new))[0] == 200
+def test_a_sessions_key_is_known_by_the_key_that_signed_it(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("first\nsecond\n")
+    found = keys(Clock(), "written", f"file:{tmp_path}/keys")
+    for signer in ("written", "second"):
+        signed = SessionKey.read(str(SessionKey.signed("a-session_1", signer)))
+        assert signed is not None
+        assert (signed.session, found.signer_of(signed)) == ("a-session_1", signer)
+        assert found.signer_of(signed._replace(session="another")) is None
+    assert found.signer_of(SessionKey.signed("a", "third")) is None
+    assert SessionKey.read("written") is None

@@ -31,10 +31,19 @@ async def responses(rig: Rig) -> AsyncIterator[openai.AsyncOpenAI]:
 
 
 async def test_a_message_is_answered(messages: anthropic.AsyncAnthropic) -> None:
-    message = await messages.messages.create(model="sim", max_tokens=6, messages=HELLO, tools=[TOOL])
+    message = await messages.messages.create(model="sim", max_tokens=6, messages=HELLO)
     assert (message.role, message.stop_reason, message.usage.output_tokens) == ("assistant", "max_tokens", 6)
     assert message.content[0].type == "text"
     assert message.content[0].text
+
+
+async def test_a_tool_is_called_with_its_name_and_arguments(messages: anthropic.AsyncAnthropic) -> None:
+    answers = [
+        await messages.messages.create(model="sim", max_tokens=6, messages=HELLO, tools=[TOOL]) for _ in range(20)
+    ]
+    called = [block for answer in answers for block in answer.content if block.type == "tool_use"]
+    assert called
+    assert {(block.name, *block.input) for block in called} == {("add", "text")}
 
 
 async def test_a_streamed_message_is_the_whole_one(messages: anthropic.AsyncAnthropic) -> None:
@@ -94,6 +103,35 @@ async def test_a_key_is_read_from_the_header_of_either_client(start_rig: StartRi
     assert (await rig.post("/v1/messages", body, headers={"Authorization": "Bearer secret"}))[0] == 200
     status, error = await rig.post("/v1/messages", body, headers={"x-api-key": "wrong"})
     assert (status, error["error"]["type"]) == (401, "authentication_error")
+
+
+async def test_a_stream_that_waits_for_an_engine_is_kept_alive(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agents, "_PING_S", 0.05)
+    rig = await start_rig(1)
+    rig.replicas[0].inject(held="/render")
+    body = {"model": "sim", "max_tokens": 6, "messages": HELLO, "stream": True}
+    async with aiohttp.ClientSession() as client, client.post(f"{rig.url}/v1/messages", json=body) as reply:
+        async with asyncio.timeout(20):
+            while b"event: ping" not in await reply.content.readline():
+                continue
+            rig.replicas[0].inject()
+            assert b"message_stop" in await reply.content.read()
+
+
+async def test_a_stream_that_fails_in_a_way_nobody_foresaw_ends_with_an_error(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(*_: Any) -> None:
+        raise LookupError("a defect")
+
+    monkeypatch.setattr("gateway.dialects.rendering.Rendering.message", broken)
+    body = {"model": "sim", "max_tokens": 6, "messages": HELLO, "stream": True}
+    async with rig.client.post(f"{rig.url}/sessions/one/v1/messages", json=body) as reply:
+        last = (await reply.text()).rstrip().splitlines()[-1]
+    assert ("api_error" in last, "its log has the reason" in last) == (True, True)
+    assert (await rig.get("/v1/sessions"))[1]["sessions"][0]["tokens"]["masked"] == {"failed": 6}
 
 
 async def test_a_stream_is_kept_alive_and_its_end_with_its_client_ends_the_turn(

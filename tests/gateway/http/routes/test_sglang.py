@@ -3,7 +3,6 @@
 import asyncio
 from typing import Any
 
-import orjson
 import pytest
 
 from gateway.http.routes.sglang import REFUSED
@@ -109,43 +108,12 @@ async def abort_all(rig: Rig) -> None:
     assert await text(rig, "/abort_request", {"abort_all": True}) == (200, "")
 
 
-async def events(rig: Rig, path: str, body: Json) -> list[Json]:
-    async with rig.client.post(rig.url + path, json=body | {"stream": True}) as response:
-        lines = [line.removeprefix(b"data: ") async for line in response.content if line.startswith(b"data: ")]
-    assert lines.pop().strip() == b"[DONE]"
-    return [orjson.loads(line) for line in lines]
-
-
-async def in_line(rig: Rig, count: int) -> None:
-    """Returns when so many rollouts wait for a replica."""
-    async with asyncio.timeout(20):
-        while (await rig.get("/status"))[1]["queue_length"] < count:
-            await asyncio.sleep(0.01)
-
-
-@pytest.mark.parametrize(("path", "body"), WAITING)
-async def test_abort_all_ends_waiting_rollouts_of_every_dialect(rig: Rig, path: str, body: Json) -> None:
-    await rig.post("/pause?mode=keep", None)
-    many = {} if "token_ids" in body else {"n": 2}
-    waiting = [asyncio.create_task(rig.post(path, body | many)), asyncio.create_task(rig.post(path, body | many))]
-    await in_line(rig, 2)
-    await abort_all(rig)
-    for status, reply in await asyncio.gather(*waiting):
-        assert status == 200, reply
-        for index, choice in enumerate(reply["choices"]):
-            assert (choice["index"], choice["finish_reason"], choice["weight_versions"]) == (index, "abort", [])
-            assert not choice["token_ids"]
-        assert reply["usage"]["completion_tokens"] == 0
-        assert len(reply["choices"]) == many.get("n", 1)
-    await rig.post("/resume", None)
-
-
 @pytest.mark.parametrize(("path", "body"), [*WAITING, ("/generate", LONG)])
 async def test_abort_all_ends_waiting_streams_of_every_dialect(rig: Rig, path: str, body: Json) -> None:
     await rig.post("/pause?mode=keep", None)
     usage = {} if path == "/generate" else {"stream_options": {"include_usage": True}}
-    waiting = asyncio.create_task(events(rig, path, body | usage))
-    await in_line(rig, 1)
+    waiting = asyncio.create_task(rig.stream(path, body | usage))
+    await rig.in_line(1)
     await abort_all(rig)
     told = await waiting
     if path == "/generate":
@@ -175,14 +143,14 @@ async def test_abort_all_keeps_the_tokens_of_a_rollout_whose_rest_waits(
 ) -> None:
     rig = await start_rig(2)
     asked = body if path == "/generate" else body | {"return_token_ids": True}
-    call = events(rig, path, asked) if is_stream else rig.post(path, asked)
+    call = rig.stream(path, asked) if is_stream else rig.post(path, asked)
     running = asyncio.create_task(call)
     await rig.begun(tokens=12)
     busy = next(replica.replica_id for replica in rig.fleet.replicas if replica.load_samples)
     for replica in rig.fleet.replicas:  # nobody takes the rest
         replica.backoff.busy(60.0)
     await next(one for one in rig.replicas if one.info.replica_id == busy).kill()
-    await in_line(rig, 1)
+    await rig.in_line(1)
     await abort_all(rig)
     told = await running
     made, end, spans = made_of(told if is_stream else told[1])

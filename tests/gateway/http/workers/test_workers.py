@@ -18,6 +18,7 @@ from engines.config import SimConfig
 from engines.process.port import free_port
 from tests.rigs.forked_gateway import ForkedGateway
 from tests.rigs.rig import Json, Rig, SimReplica, StartRig
+from tests.rigs.sessions import record
 
 WORKERS = 2
 TOKENS = {"model": "sim", "prompt": [5, 6, 7], "max_tokens": 32, "ignore_eos": True, "return_token_ids": True}
@@ -93,6 +94,20 @@ async def until_in_flight(rig: Rig, number: int) -> None:
     async with asyncio.timeout(30):
         while in_flight(rig) != number:
             await asyncio.sleep(0.01)
+
+
+async def test_turns_of_a_session_are_recorded_whichever_worker_has_the_client(start_rig: StartRig) -> None:
+    rig = await start_rig(1, gateway={"workers": WORKERS})
+    _, begun = await rig.post("/v1/sessions", {"id": "one"})
+    body = {"model": "sim", "messages": [{"role": "user", "content": "a"}], "max_tokens": 4}
+    async with clients(rig) as found:
+        for client in found:
+            for path, key in (("/v1/chat/completions", begun["key"]), ("/sessions/one/v1/messages", "k")):
+                headers = {"Authorization": f"Bearer {key}"}
+                async with client.post(rig.url + path, json=body, headers=headers) as response:
+                    assert response.status == 200, await response.text()
+    head, calls = await record(rig, "one")
+    assert (head["calls"], [call["dialect"] for call in calls]) == (4, ["chat", "messages"] * WORKERS)
 
 
 async def test_every_dialect_is_answered_as_by_one_process(start_rig: StartRig) -> None:

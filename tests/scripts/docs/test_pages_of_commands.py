@@ -1,4 +1,4 @@
-"""The examples of docs/submissions.md, run against a gateway."""
+"""The examples of docs/submissions.md and docs/agents.md, run against a gateway."""
 
 import asyncio
 import re
@@ -11,29 +11,32 @@ import pytest
 from scripts.docs.pages import ROOT
 from tests.rigs.rig import Rig, StartRig
 
-PAGE = ROOT / "docs" / "submissions.md"
 TOOLS = ("bash", "curl", "jq", "cmp")
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+def blocks(page: str, language: str) -> list[str]:
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
 @pytest.mark.skipif(not all(map(shutil.which, TOOLS)), reason=f"needs {', '.join(TOOLS)}")
-async def test_the_commands_of_the_page_do_what_it_says(start_rig: StartRig, tmp_path: Path) -> None:
-    rig = await start_rig(2, sim={"decode_step_s": 0.01})  # no rollout ends before the page's deadline of 1 ms
-    script = "set -euo pipefail\n" + "\n".join(blocks("sh")).replace("URL/", f"{rig.url}/")
+@pytest.mark.parametrize(("page", "checks"), [("submissions.md", 10), ("agents.md", 7)])
+async def test_the_commands_of_a_page_do_what_it_says(
+    start_rig: StartRig, tmp_path: Path, page: str, checks: int
+) -> None:
+    rig = await start_rig(2, sim={"decode_step_s": 0.01})  # no rollout ends before a page's deadline of 1 ms
+    script = "set -euo pipefail\n" + "\n".join(blocks(page, "sh")).replace("URL/", f"{rig.url}/")
     shell = await asyncio.create_subprocess_exec(
         "bash", "-c", script, cwd=tmp_path, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
     )
     output, _ = await asyncio.wait_for(shell.communicate(), 60)
     assert shell.returncode == 0, output.decode()
-    assert output.decode().split() == ["true"] * 10
+    assert output.decode().split() == ["true"] * checks
 
 
 async def test_the_reader_of_the_page_reads_msgpack(rig: Rig) -> None:
     names: dict[str, object] = {}
-    [code] = blocks("python")
+    [code] = blocks("submissions.md", "python")
     exec(code, names)
     headers = {"Accept": "application/msgpack"}
     asked = {"groups": [{"prompt": [5, 6, 7], "n": 2}]}

@@ -1,13 +1,11 @@
 """Streams of conversations under a parser of the engine's, cut off by an update (`in_flight: abort`)."""
 
 import asyncio
-import json
 from typing import Any
 
 import pytest
 
 from engines.errors import InvalidRequest
-from gateway.dialects.resumption.delivered_chat import DeliveredChat
 from sim import server as sim_server
 from sim.dialect import ChatAnswer, DerenderChunkBody, derendered_chunk
 from sim.model import detokenize
@@ -19,30 +17,6 @@ Json = dict[str, Any]
 CHAT = "/v1/chat/completions"
 LONG = 80
 CALL_ID = "call-of-the-engine"
-
-
-def test_a_parser_sees_what_was_told_again_in_the_chunks_that_it_came_in() -> None:
-    told = DeliveredChat()
-    told.see({"index": 0, "delta": {"role": "assistant"}, "token_ids": None})
-    told.see({"index": 0, "delta": {}, "token_ids": [5, 6]})
-    told.see({"index": 1, "delta": {}, "token_ids": [9]})
-    call = {"index": 0, "id": "a", "function": {"name": "add"}}
-    told.see({"index": 0, "delta": {"tool_calls": [call, {"index": 0, "id": None}]}, "token_ids": [7]})
-    sample = told.samples[0]
-    assert sample.token_ids == [5, 6, 7]
-    state = {"output_token_ids": [5, 6, 7], "output_chunk_lens": [3], "role_sent": True, "last_tool_call_ids": ["b"]}
-    assert sample.resumed(state) == {
-        "output_token_ids": [5, 6, 7], "output_chunk_lens": [2, 1], "role_sent": True, "last_tool_call_ids": ["a"],
-        "tools_streamed": True,
-    }  # fmt: skip
-
-
-def test_what_a_sample_was_cut_off_with_is_kept() -> None:
-    told = DeliveredChat()
-    told.see({"index": 0, "delta": {}, "token_ids": [5]})
-    last = {"index": 0, "delta": {"content": "flushed"}, "token_ids": [6]}
-    told.keep(last)
-    assert (told.kept, told.samples[0].token_ids) == ([last], [5])
 
 
 class PlayedParser:
@@ -96,15 +70,8 @@ async def started(start_rig: StartRig) -> Rig:
     return rig
 
 
-async def chunks_of(rig: Rig, asked: Json) -> list[Json]:
-    async with rig.client.post(rig.url + CHAT, json=asked) as response:
-        events = [event.removeprefix("data: ") for event in (await response.text()).split("\n\n") if event]
-    assert events[-1] == "[DONE]"
-    return [json.loads(event) for event in events[:-1]]
-
-
 async def cut_off(rig: Rig, asked: Json, samples: int = 1) -> list[Json]:
-    running = asyncio.create_task(chunks_of(rig, asked))
+    running = asyncio.create_task(rig.stream(CHAT, asked))
     await rig.begun(samples)
     await rig.update()
     rig.hurry()

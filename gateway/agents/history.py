@@ -1,0 +1,227 @@
+"""The prompt of an agent's turn: it begins with the very ids of the call that it follows, where there is one.
+
+Engines render conversations from text, so an answer comes back in other ids than it was sampled in: parsers drop
+whitespace, clients write other JSON, templates delete reasoning. A trainer needs the sampled ids. So where a turn's
+messages begin with those of an earlier call and its answer, its prompt is the ids of this call and a tail, the new
+messages as the template renders them. Where the tail is not sure, the whole turn is rendered. Its prompt has a parent
+if it begins with all ids of an earlier call, and else it is the root of a new tree, with a reason. Nothing is guessed.
+"""
+
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from engines.engine import Json
+from gateway.agents.digests import SIZE, message_digests, settings_digest
+from gateway.agents.tails import Tail, Tails
+from gateway.agents.turn import Turn, chat_request
+
+# For clients that name no limit, such as Codex: a model that repeats itself would fill the whole context.
+_MAX_TOKENS = 32_768
+_LAST = 8  # ids at the end of a call, which few other calls have there
+_NO_MEDIA = "text", "input_text", "refusal", "tool_reference"
+
+FIRST = "first"
+"""A conversation begins: that of a session or a subagent, or the one after a compaction."""
+CHANGED = "changed"
+"""The client has sent back other messages than it was given."""
+TOOLS = "tools"
+"""The messages are those of an earlier call, the model, the tools or the template's fields are not."""
+MEDIA = "media"
+"""The turn has images, sound or video, whose places in the prompt an engine has to tell."""
+TEMPLATE = "template"
+"""The template moves or changes what came before, or ends an answer in another way than it was sampled."""
+UNKNOWN = "unknown"
+"""The ids of the earlier call are not there."""
+
+
+class End(msgspec.Struct, frozen=True):
+    """How a call ended: the lengths of its prompt and of its sampled ids, and the last of all its ids."""
+
+    finish_reason: str
+    stop_reason: str | int | None
+    num_prompt: int
+    num_sampled: int
+    last: list[int]
+
+    @property
+    def length(self) -> int:
+        return self.num_prompt + self.num_sampled
+
+    @property
+    def by_token(self) -> bool:
+        """True if a token of the model's own ended it, and not a limit or a stop string."""
+        return self.finish_reason in ("stop", "tool_calls") and not isinstance(self.stop_reason, str)
+
+
+def end_of(finish_reason: str, stop_reason: str | int | None, prompt: Sequence[int], token_ids: Sequence[int]) -> End:
+    """Return the end of a call, from its whole prompt and its sampled ids."""
+    last = [*prompt[-_LAST:], *token_ids[-_LAST:]][-_LAST:]
+    return End(finish_reason, stop_reason, len(prompt), len(token_ids), last)
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A turn as token ids. `parent` is the call whose ids, prompt and sampled, it begins with; without one,
+    `root_reason` tells why. `sampling` are the engine's sampling parameters, `features` those of media."""
+
+    token_ids: list[int]
+    parent: int | None
+    root_reason: str | None
+    sampling: Json
+    features: Json | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Match:
+    """The longest beginning of a turn that is an earlier call with its answer: `num_messages`. `root_reason` tells why
+    no tail can follow this call, or that there is none; None where a tail can."""
+
+    call: int | None
+    num_messages: int
+    root_reason: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Following:
+    """A turn as the ids of the call before it, and the rest of a tail."""
+
+    call: int
+    before: "array[int]"
+    rest: list[int]
+    is_sure: bool
+    sampling: Json
+
+    def prompt(self) -> Prompt:
+        return Prompt(self.before.tolist() + self.rest, self.call, None, self.sampling, None)
+
+
+class History:
+    """The ended calls of one session. `ids_of` gives the ids of a call: its prompt and what was sampled."""
+
+    def __init__(self, ids_of: Callable[[int], "array[int]"]) -> None:
+        self._ids_of = ids_of
+        self._ends: dict[int, End] = {}
+        self._calls: dict[bytes, int] = {}  # the latest call with this digest
+        self._chains: set[bytes] = set()  # digests of messages alone
+
+    def digest(self, turn: Turn, message: Json) -> bytes:
+        """Return the digest of a turn with its answer, a message as an engine's parsers give it: 16 bytes."""
+        *_, chain = message_digests([*turn.messages, message | {"role": "assistant"}])
+        return settings_digest(turn) + chain
+
+    def add(self, call: int, digest: bytes, ends: End) -> None:
+        """Have later turns follow a call that has ended."""
+        self._ends[call] = ends
+        self._calls[digest] = call
+        self._chains.add(digest[SIZE:])
+
+    async def prompt(self, turn: Turn, tails: Tails) -> Prompt | None:
+        """Return a turn as token ids; None where no engine of its model renders it. Raise the engine's refusal."""
+        settings = settings_digest(turn)
+        match = self._match(turn, settings)
+        followed = await self._followed(turn, match, settings, tails)
+        if followed and followed.is_sure:
+            return followed.prompt()
+        rendered = await tails.rendering.render(chat_request(turn))
+        if rendered is None:
+            return None
+        if followed and _ends_with(rendered["token_ids"], followed.rest):
+            return followed.prompt()
+        token_ids = rendered["token_ids"]
+        parent = self._parent(array("i", token_ids), match)
+        reason = None if parent is not None else match.root_reason or self._unfollowed(match)
+        return Prompt(token_ids, parent, reason, _sampling(turn, rendered), rendered.get("features") or None)
+
+    def _match(self, turn: Turn, settings: bytes) -> _Match:
+        call, num_messages, num_known = None, 0, 0
+        for number, chain in enumerate(message_digests(turn.messages if self._ends else []), 1):
+            if chain in self._chains:
+                num_known = number
+                if (found := self._calls.get(settings + chain)) is not None:
+                    call, num_messages = found, number
+        reason = None
+        new = turn.messages[num_messages:]
+        if not self._ends or not any(message["role"] == "assistant" for message in turn.messages):
+            reason = FIRST
+        elif any(map(_has_media, turn.messages)):
+            reason = MEDIA
+        elif num_known > num_messages:
+            reason = TOOLS
+        elif call is None or not new or any(message["role"] == "assistant" for message in new):
+            reason = CHANGED
+        return _Match(call, num_messages, reason)
+
+    async def _followed(self, turn: Turn, match: _Match, settings: bytes, tails: Tails) -> _Following | None:
+        """Return a turn after the call that it follows. None where the whole turn has to be rendered."""
+        if match.call is None or match.root_reason or not (before := self._known_ids(match.call)):
+            return None
+        end, answer = self._ends[match.call], turn.messages[match.num_messages - 1]
+        tail = await tails.after(match.num_messages, turn, settings)
+        if tail is None:
+            return None
+        num_closed = _num_closed(tail, end, before[-1], bool(answer.get("tool_calls")))
+        if num_closed is None:
+            return None
+        rest = tail.token_ids[num_closed:]
+        sampling = _sampling(turn, tail.rendered)
+        if (room := tails.rendering.room(turn.model)) is not None:
+            left = room - len(before) - len(rest)
+            if left < 1:
+                return None  # the engine has words for this
+            if sampling["max_tokens"] >= room - len(tail.rendered["token_ids"]):  # what the stub leaves
+                sampling["max_tokens"] = turn.max_tokens or _MAX_TOKENS
+            sampling["max_tokens"] = min(sampling["max_tokens"], left)
+        return _Following(match.call, before, rest, tail.is_sure(before[: end.num_prompt]), sampling)
+
+    def _parent(self, token_ids: "array[int]", match: _Match) -> int | None:
+        """Return the longest call whose ids a rendered prompt begins with."""
+        if match.root_reason == FIRST:
+            return None
+        # Images have equal ids, only messages tell them apart.
+        calls = self._ends if match.root_reason != MEDIA else [match.call] if match.call is not None else []
+        ends = sorted(((self._ends[call].length, call) for call in calls), reverse=True)
+        for length, call in ends:
+            last = self._ends[call].last
+            may_be = token_ids[max(0, length - len(last)) : length].tolist() == last
+            if may_be and token_ids[:length] == self._known_ids(call):
+                return call
+        return None
+
+    def _unfollowed(self, match: _Match) -> str:
+        is_known = match.call is not None and self._known_ids(match.call) is not None
+        return TEMPLATE if is_known else UNKNOWN
+
+    def _known_ids(self, call: int) -> "array[int] | None":
+        """Return the ids of a call; None where they are other ids than it ended with."""
+        ids, end = self._ids_of(call), self._ends[call]
+        return ids if ids and len(ids) == end.length and ids[-len(end.last) :].tolist() == end.last else None
+
+
+def _num_closed(tail: Tail, end: End, last: int, has_calls: bool) -> int | None:
+    """Return how many ids of a tail the answer has already, to its end token. None where that is not known: an answer
+    ended with another token than its template has it, or was cut off after calls, whose own last ids differ."""
+    closing = tail.token_ids[: tail.num_closing]
+    if end.by_token:
+        return closing.index(last) + 1 if last in closing else None
+    if has_calls:
+        return None
+    return 1 if closing[:1] == [last] else 0
+
+
+def _sampling(turn: Turn, rendered: Json) -> Json:
+    sampling = dict(rendered["sampling_params"])
+    if turn.max_tokens is None:
+        sampling["max_tokens"] = min(sampling["max_tokens"], _MAX_TOKENS)
+    return sampling
+
+
+def _ends_with(token_ids: list[int], rest: list[int]) -> bool:
+    return token_ids[len(token_ids) - len(rest) :] == rest
+
+
+def _has_media(message: Json) -> bool:
+    content = message.get("content")
+    return isinstance(content, list) and any(part.get("type") not in _NO_MEDIA for part in content)

@@ -1,0 +1,205 @@
+"""All sessions of a gateway: found by owner and id, kept within bounds, acked, and brought over a restart."""
+
+import asyncio
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+
+import structlog
+
+from engines.engine import Json
+from engines.errors import DeadlineExceeded, SessionFrozen, TooManyRequests, UnknownRequest
+from gateway.agents.session import Head, Session, read_head, read_step
+from gateway.config.schema import SubmissionsConfig
+from gateway.fleet.metrics import Metrics
+from gateway.ledger.folder import Left
+from gateway.ledger.ledger import Ledger, Record
+
+log = structlog.get_logger()
+
+KIND = "session"
+_BOUNDS_S = 1.0
+_MAX_AGE_S = 86_400.0
+"""Longest time without a call, a reward or a read after which a session is forgotten."""
+_ACKED_KEPT = 10_000
+_FULL_RETRY_S = 10.0
+
+Key = tuple[str, str]
+"""Owner and id."""
+
+
+class Sessions:
+    """The sessions, by owner and id. The bounds are those of submissions."""
+
+    kind = KIND
+
+    def __init__(self, config: SubmissionsConfig, ledger: Ledger, metrics: Metrics) -> None:
+        self._config = config
+        self._ledger = ledger
+        ledger.add(self)
+        self._metrics = metrics
+        self._kept: dict[Key, Session] = {}
+        self._acked: OrderedDict[Key, None] = OrderedDict()
+        self._full: set[str] = set()  # owners
+
+    @property
+    def is_durable(self) -> bool:
+        """True if sessions outlive the gateway."""
+        return self._ledger.is_durable
+
+    def report(self) -> Json:
+        """The state for /status."""
+        kept = self._kept.values()
+        return {
+            "sessions": len(kept),
+            "session_bytes": sum(one.num_bytes for one in kept),
+            "unwritten_steps": sum(one.record.num_writing for one in kept),
+        }
+
+    # Agents
+
+    async def entered(self, owner: str, name: str) -> Session:
+        """Return the session of a call, which may begin it. Raise `SessionFrozen`, `TooManyRequests`."""
+        if (owner, name) in self._acked:
+            raise SessionFrozen(f"session is frozen: {name!r} was acked, and takes no call any more")
+        if owner in self._full:
+            raise TooManyRequests(
+                f"open sessions of this key fill gateway.submissions.max_bytes = {self._config.max_bytes}: freeze and "
+                "ack those that have ended, or raise it",
+                _FULL_RETRY_S,
+            )
+        session, _ = await self.begun(owner, name)
+        session.used_at = time.monotonic()
+        session.check_open()
+        return session
+
+    # Trainers
+
+    async def begun(self, owner: str, name: str, metadata: Json | None = None) -> tuple[Session, bool]:
+        """Return the session of this id, and True where it begins here. Raise `DeadlineExceeded` while a gateway before
+        this one may have it."""
+        await self._ledger.opened()
+        if (found := self._kept.get((owner, name))) is not None:
+            return found, False
+        if self._ledger.is_held_elsewhere:
+            raise _unread(name, self._ledger.unread)
+        self._acked.pop((owner, name), None)
+        session = Session(Head(owner, name, time.time(), metadata), Record.new(self._ledger, KIND), self._metrics)
+        self._kept[owner, name] = session
+        session.write()
+        return session, True
+
+    async def find(self, owner: str, name: str) -> Session:
+        """Return a session. Raise `UnknownRequest`, or `DeadlineExceeded` while a ledger that may have it is unread."""
+        await self._ledger.open()
+        if (found := self._kept.get((owner, name))) is not None:
+            found.used_at = time.monotonic()
+            return found
+        if reason := self._ledger.unread:
+            raise _unread(name, reason)
+        raise UnknownRequest(
+            f"no session {name!r} of this key: it has had no call, was acked, or was forgotten (see "
+            "gateway.submissions and gateway.ledger)",
+            param="id",
+        )
+
+    def of(self, owner: str) -> list[Session]:
+        """Return the sessions of an owner, the oldest first."""
+        return sorted((one for one in self._kept.values() if one.owner == owner), key=lambda one: one.head.began)
+
+    async def ack(self, owner: str, name: str) -> None:
+        """Drop a session that was frozen. Return once that is durable. Raise `SessionFrozen` where it is open."""
+        if (owner, name) not in self._acked:
+            session = await self.find(owner, name)
+            if not session.is_frozen or session.open:
+                raise SessionFrozen(f"{name!r} is open: freeze it before it is acked, since later calls would be lost")
+            if session.was_read:
+                self._metrics.session_tokens.labels("delivered").inc(session.num_tokens["trainable"])
+            self._drop(session)
+        await self._ledger.written()
+
+    async def delete(self, owner: str, name: str) -> None:
+        """End the calls of a session, and drop it. Return once that is durable."""
+        session = await self.find(owner, name)
+        await session.freeze(0.0)
+        self._drop(session)
+        await self._ledger.written()
+
+    def _drop(self, session: Session) -> None:
+        self._kept.pop((session.owner, session.id), None)
+        session.record.remove()
+        self._acked[session.owner, session.id] = None
+        if len(self._acked) > _ACKED_KEPT:
+            self._acked.popitem(last=False)
+
+    # Bounds
+
+    async def run(self) -> None:
+        """Keep bounds."""
+        while True:
+            await asyncio.sleep(_BOUNDS_S)
+            self._keep_bounds()
+
+    async def close(self) -> None:
+        """End open calls with what they have: no later gateway goes on with them."""
+        ending = (one.stop_calls("gateway_ended", 0.0) for one in self._kept.values())
+        await asyncio.gather(*ending, return_exceptions=True)
+
+    def _keep_bounds(self) -> None:
+        sizes = Counter[str]()
+        now = time.monotonic()
+        for session in list(self._kept.values()):
+            if now - session.used_at > _MAX_AGE_S and not session.open:
+                self._forget(session, f"not used for {_MAX_AGE_S:g} s")
+            else:
+                sizes[session.owner] += session.num_bytes
+        self._full = {owner for owner, size in sizes.items() if self._still_over(owner, size)}
+
+    def _still_over(self, owner: str, size: int) -> bool:
+        """Forget sessions without open calls, the least recently used first, until the others fit. True if they never
+        do."""
+        idle = [one for one in self.of(owner) if not one.open]
+        for session in sorted(idle, key=lambda one: one.used_at):
+            if size <= self._config.max_bytes:
+                return False
+            size -= session.num_bytes
+            self._forget(session, f"gateway.submissions.max_bytes = {self._config.max_bytes}")
+        return size > self._config.max_bytes
+
+    def _forget(self, session: Session, reason: str) -> None:
+        tokens = session.num_tokens["sampled"]
+        log.warning("a session is forgotten that was not acked", id=session.id, reason=reason, tokens=tokens)
+        del self._kept[session.owner, session.id]
+        session.record.remove()
+
+    # Ledger
+
+    @property
+    def is_busy(self) -> bool:
+        return any(one.open for one in self._kept.values())
+
+    async def write_news(self) -> None:
+        for session in self._kept.values():
+            session.write_growth(session.open)
+
+    def write_all(self) -> None:
+        for session in self._kept.values():
+            session.write()
+
+    def bring_back(self, left: Sequence[Left]) -> None:
+        for one in left:
+            record = Record(self._ledger, one.name, one.num_bytes)
+            try:
+                head = read_head(one.frames[0])
+                if (head.owner, head.id) in self._kept:
+                    raise ValueError(f"session {head.id!r} began again while the ledger could not be read")
+                session = Session(head, record, self._metrics)
+                session.restore(map(read_step, one.frames[1:]))
+                self._kept[head.owner, head.id] = session
+            except (ValueError, KeyError, TypeError, IndexError) as error:
+                log.error("a session in the ledger cannot be read", record=one.name, error=repr(error))
+                record.remove()
+
+
+def _unread(name: str, reason: str) -> DeadlineExceeded:
+    return DeadlineExceeded(f"{name!r} may be a session in the ledger, which cannot be read yet: {reason}")

@@ -1,0 +1,76 @@
+"""The chunks of a stream, which a slow reader does not hold up, and the token counts in them."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+
+from engines.engine import Json
+
+Show = Callable[[Json], None]
+"""Takes a chunk."""
+Streaming = Callable[[Show], Awaitable[None]]
+"""Makes the chunks of a stream."""
+
+
+async def blocks_of(work: Streaming) -> AsyncGenerator[list[Json]]:
+    """Yield the chunks in lists of those that have come since the last list was taken. Raise the work's error; end it
+    where the reader leaves."""
+    ready: list[Json] = []
+    news = asyncio.Event()
+
+    def show(chunk: Json) -> None:
+        ready.append(chunk)
+        news.set()
+
+    async def run() -> None:
+        try:
+            await work(show)
+        finally:
+            news.set()
+
+    task = asyncio.create_task(run(), name="stream")
+    try:
+        while ready or not task.done():
+            await news.wait()
+            news.clear()
+            if ready:
+                chunks, ready[:] = ready[:], []
+                yield chunks
+        await task
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+class Usage:
+    """Token counts over the prompts of one request."""
+
+    def __init__(self) -> None:
+        self._by_prompt: dict[int, Json] = {}
+
+    def add_chunk(self, index: int, usage: Json | None) -> None:
+        """Count prompt `index`; a later count of the same prompt replaces an earlier count."""
+        if usage:
+            self._by_prompt[index] = usage
+
+    def total(self) -> Json:
+        read = made = cached = 0
+        total: Json = {}
+        for usage in self._by_prompt.values():
+            read += usage.get("prompt_tokens") or 0
+            made += usage.get("completion_tokens") or 0
+            if details := usage.get("prompt_tokens_details"):
+                cached += details.get("cached_tokens") or 0
+                total["prompt_tokens_details"] = {"cached_tokens": cached}
+        return {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made} | total
+
+
+def wants_usage(body: Json) -> bool:
+    """True if a stream ends with a chunk that has its usage and no choices."""
+    return bool((body.get("stream_options") or {}).get("include_usage"))
+
+
+def with_usage_rule(chunk: Json, body: Json) -> Json:
+    """A chunk before the last: its usage is null where the last chunk has it, unless every chunk is to have it."""
+    if not (body.get("stream_options") or {}).get("continuous_usage_stats"):
+        chunk.pop("usage", None)
+    return chunk | {"usage": chunk.get("usage")} if wants_usage(body) else chunk

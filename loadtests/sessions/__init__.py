@@ -1,0 +1,1 @@
+"""Load and chaos of agents' sessions."""

@@ -1,0 +1,101 @@
+"""What a template makes of new messages is learned once for all sessions with the same settings."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from gateway.agents import tails as module
+from gateway.agents.tails import Tails
+from gateway.agents.turn import Turn
+from tests.gateway.agents.test_history import SYSTEM, TOOLS, USER
+from tests.rigs.templated import Templated, chat_template, tokenizer
+
+Json = dict[str, Any]
+SAID: Json = {"role": "assistant", "content": "Two files."}
+CALL: Json = {"id": "call_7", "type": "function", "function": {"name": "ls", "arguments": '{"path": "src"}'}}
+RESULT: Json = {"role": "tool", "tool_call_id": "call_7", "content": "a.py"}
+AFTER_TEXT = Turn(model="m", messages=[SYSTEM, USER, SAID, USER], tools=TOOLS)
+AFTER_CALL = Turn(model="m", messages=[SYSTEM, USER, SAID | {"tool_calls": [CALL]}, RESULT], tools=TOOLS)
+
+
+@pytest.fixture
+def tails() -> Tails:
+    template = chat_template("qwen3")
+    return Tails(Templated.of(template, tokenizer(template)))
+
+
+def asked(tails: Tails) -> list[Json]:
+    rendering = tails.rendering
+    assert isinstance(rendering, Templated)
+    return rendering.asked
+
+
+async def test_a_form_is_learned_once(tails: Tails) -> None:
+    await asyncio.gather(*(tails.after(3, AFTER_TEXT, b"s") for _ in range(10)))
+    learning = len(asked(tails)) - 10
+    await tails.after(3, AFTER_TEXT, b"s")
+    assert (learning, len(asked(tails))) == (3, 14)
+    await tails.after(3, AFTER_CALL, b"s")
+    assert len(asked(tails)) == 14 + 6
+    await tails.after(3, AFTER_CALL, b"s")
+    await tails.after(3, AFTER_TEXT, b"s")
+    assert len(asked(tails)) == 14 + 6 + 2
+
+
+async def test_other_settings_have_a_form_of_their_own(tails: Tails) -> None:
+    await tails.after(3, AFTER_TEXT, b"s")
+    before = len(asked(tails))
+    await tails.after(3, AFTER_TEXT, b"t")
+    assert len(asked(tails)) == 2 * before
+
+
+async def test_a_form_is_learned_again_after_a_time(tails: Tails, monkeypatch: pytest.MonkeyPatch) -> None:
+    await tails.after(3, AFTER_TEXT, b"s")
+    before = len(asked(tails))
+    monkeypatch.setattr(module, "_KEPT_S", -1.0)
+    await tails.after(3, AFTER_TEXT, b"s")
+    assert len(asked(tails)) == 2 * before
+
+
+async def test_the_oldest_forms_are_forgotten(tails: Tails, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MAX_FORMS", 2)
+    for settings in (b"1", b"2", b"3"):
+        await tails.after(3, AFTER_TEXT, settings)
+    before = len(asked(tails))
+    await tails.after(3, AFTER_TEXT, b"3")
+    assert len(asked(tails)) == before + 1
+    await tails.after(3, AFTER_TEXT, b"1")
+    assert len(asked(tails)) > before + 2
+
+
+async def test_names_and_ids_of_calls_are_those_of_the_answer(tails: Tails) -> None:
+    await tails.after(3, AFTER_CALL, b"s")
+    *_, answer, result = asked(tails)[-1]["messages"]
+    [call] = answer["tool_calls"]
+    assert (call["id"], call["function"]["name"], result) == ("call_7", "ls", RESULT)
+    assert "src" not in call["function"]["arguments"]
+
+
+async def test_an_answer_is_opened_for_sure_where_the_one_before_was_opened_as_in_a_bare_conversation(
+    tails: Tails,
+) -> None:
+    tail = await tails.after(3, AFTER_TEXT, b"s")
+    assert tail is not None
+    rendered = await tails.rendering.render({"messages": [SYSTEM, USER]})
+    assert rendered is not None
+    assert tail.is_sure(rendered["token_ids"])
+    assert not tail.is_sure([*rendered["token_ids"], 5])
+    assert not tail.is_sure([])
+
+
+async def test_a_template_that_refuses_a_stub_has_no_tail(tails: Tails) -> None:
+    refusing = Templated.of("{{ raise_exception('no') }}", tokenizer(chat_template("qwen3")))
+    assert await Tails(refusing).after(3, AFTER_TEXT, b"s") is None
+
+
+async def test_a_template_that_leaves_out_calls_has_no_tail_after_them(tails: Tails) -> None:
+    template = "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}{% endfor %}<|assistant|>"
+    silent = Tails(Templated.of(template, tokenizer(template)))
+    assert await silent.after(3, AFTER_CALL, b"s") is None
+    assert await silent.after(3, AFTER_TEXT, b"s") is not None

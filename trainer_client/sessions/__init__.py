@@ -1,0 +1,1 @@
+"""Sessions of agents: the routes, what the gateway recorded, and rows of training made of it."""

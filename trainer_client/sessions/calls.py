@@ -1,0 +1,133 @@
+"""The routes of /v1/sessions. Each call may be made twice, so each is made again while the gateway is away."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import TypeVar
+from urllib.parse import quote
+
+from engines.errors import DeadlineExceeded, GatewayUnreachable, InvalidRequest, RolloutGatewayError
+from gateway.api import status_of
+from trainer_client.client import RolloutClient
+from trainer_client.http import Json
+from trainer_client.retries import Retries, now
+from trainer_client.sessions.records import Session, read_session
+
+T = TypeVar("T")
+
+PATH = "/v1/sessions"
+_CALL_TIMEOUT_S = 30.0
+_READ_TIMEOUT_S = 600.0
+_ATTEMPTS = 5
+_CREATED = 201
+
+
+@dataclass(frozen=True, slots=True)
+class OpenSession:
+    """What an agent is given: a base URL, or a key that names the session at any base URL of the gateway."""
+
+    id: str
+    key: str
+    url: str
+    """Of OpenAI's clients, as http://127.0.0.1:8100/sessions/ID/v1."""
+    is_frozen: bool = False
+    is_new: bool = True
+    """False where the gateway had it before."""
+
+    @property
+    def anthropic_url(self) -> str:
+        """The base URL of Anthropic's clients, which add /v1 themselves."""
+        return self.url.removesuffix("/v1")
+
+
+class Sessions:
+    """The sessions of a client's gateway. Raises the gateway's errors."""
+
+    def __init__(self, client: RolloutClient) -> None:
+        self._http, self._outage_s = client._http, client._outage_s
+
+    async def begin(self, session_id: str | None = None, metadata: Json | None = None) -> OpenSession:
+        """Begin a session, or join that of this id. `metadata` is kept with its record."""
+        given = {"id": session_id, "metadata": metadata}
+        body = {name: value for name, value in given.items() if value is not None}
+
+        async def ask(left_s: float) -> OpenSession:
+            answer = await self._http.answer("POST", PATH, body, timeout_s=left_s)
+            if answer.status >= 400:
+                raise answer.error
+            found = answer.body
+            is_frozen = found.get("state") == "frozen"
+            is_new = answer.status == _CREATED
+            return OpenSession(found["id"], found["key"], self._http.url + found["url"], is_frozen, is_new)
+
+        return await self._again(ask, _CALL_TIMEOUT_S)
+
+    async def reward(
+        self, session_id: str, reward: float, *, call: int | None = None, info: Json | None = None
+    ) -> Json:
+        """Set the reward of a session, or of one call; the last one counts. Return the session's head."""
+        given = {"reward": reward, "call": call, "info": info}
+        body = {name: value for name, value in given.items() if value is not None}
+        return await self._call("POST", f"{_path(session_id)}/reward", body)
+
+    async def freeze(self, session_id: str, reward: float | None = None, *, wait_s: float = 0.0) -> Json:
+        """End a session: calls that are open after `wait_s` are cut off, and later ones refused. Return its head."""
+        body = {"wait_s": wait_s} | ({} if reward is None else {"reward": reward})
+        return await self._call("POST", f"{_path(session_id)}/freeze", body, _CALL_TIMEOUT_S + wait_s)
+
+    async def read(self, session_id: str) -> Session:
+        """Return a session with all its calls, open or frozen."""
+
+        async def ask(_: float) -> Session:
+            async with aclosing(self._http.packed("GET", _path(session_id))) as records:
+                events = [event async for event in records]
+            if not events or events[-1]["type"] != "end":
+                raise GatewayUnreachable(f"the records of session {session_id!r} broke off")
+            return read_session(events)
+
+        return await self._again(ask, _READ_TIMEOUT_S)
+
+    async def ack(self, session_id: str) -> None:
+        """Let the gateway forget a frozen session that is stored here. One that it has forgotten stays so."""
+        await self._forget("POST", f"{_path(session_id)}/ack")
+
+    async def drop(self, session_id: str) -> None:
+        """Cut off a session and let the gateway forget it."""
+        await self._forget("DELETE", _path(session_id))
+
+    async def _forget(self, method: str, path: str) -> None:
+        try:
+            await self._call(method, path, {})
+        except InvalidRequest as error:
+            if not is_unknown(error):
+                raise
+
+    async def _call(self, method: str, path: str, body: Json | None = None, timeout_s: float = _CALL_TIMEOUT_S) -> Json:
+        async def ask(left_s: float) -> Json:
+            return await self._http.call(method, path, body, timeout_s=min(left_s, timeout_s))
+
+        return await self._again(ask, timeout_s)
+
+    async def _again(self, ask: Callable[[float], Awaitable[T]], timeout_s: float) -> T:
+        """Make a call, within `timeout_s` and what the gateway may be away for."""
+        limit_s = timeout_s + self._outage_s
+        retries = Retries(_ATTEMPTS, self._outage_s, limit_s, now() + limit_s)
+        try:
+            async with asyncio.timeout(limit_s):
+                while True:
+                    try:
+                        return await ask(retries.left_s)
+                    except RolloutGatewayError as error:
+                        await retries.pause(error)
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"{self._http.url} has not answered within {limit_s:g} s") from error
+
+
+def is_unknown(error: RolloutGatewayError) -> bool:
+    """True where the gateway does not have the session."""
+    return isinstance(error, InvalidRequest) and status_of(error) == 404
+
+
+def _path(session_id: str) -> str:
+    return f"{PATH}/{quote(session_id, safe='')}"

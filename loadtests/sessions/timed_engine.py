@@ -45,9 +45,10 @@ class TimedEngine:
         return response
 
     def _note(self, content: bytes, seconds: float) -> None:
-        if b"token_ids" in content:
-            body = orjson.loads(content)
-            token_ids = body.get("token_ids") or body.get("prompt_token_ids") or ()
+        body = orjson.loads(content) if content else {}
+        found = body.get("prompt_token_ids") or body.get("prompt") or body.get("token_ids")
+        if found:
+            token_ids = found[0] if isinstance(found[0], list) else found
             text = "".join(chr(token_id - 3) for token_id in token_ids[-_MARK_TOKENS:] if token_id >= 3)
         else:
             text = content[-4 * _MARK_TOKENS :].decode(errors="replace")

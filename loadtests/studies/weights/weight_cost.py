@@ -259,15 +259,15 @@ class Bench:
 
 
 def summarise(windows: Sequence[Window], updates: Sequence[dict[str, Any]], every_s: float) -> dict[str, Any]:
-    """Return the ratio of the rates with and without updates, the seconds of work that an update costs, and of the
-    updates' records the medians."""
-    quiet, busy = ([one.rate for one in windows if one.has_updates is kind] for kind in (False, True))
-    ratio = statistics.mean(busy) / statistics.mean(quiet)
+    """Return the ratio of the rates (the median of windows with updates, each over the two beside it), the seconds of
+    work that an update costs, and of the updates' records the medians."""
+    rates = [one.rate for one in windows]
+    threes = zip(rates[:-2:2], rates[1::2], rates[2::2], strict=True)
+    ratio = statistics.median(2 * busy / (before + after) for before, busy, after in threes)
     names = dict.fromkeys(step for record in updates for step in record["seconds"])
     return {
         "ratio": ratio, "lost_s": (1 - ratio) * every_s, "updates": len(updates),
-        "staged": sum(record["staged"] for record in updates),
-        "stopped_s": statistics.median(record["stopped_s"] for record in updates),
+        "staged": sum(record["staged"] for record in updates), "stopped_s": statistics.median(record["stopped_s"] for record in updates),
         "stopped_s_max": max(record["stopped_s"] for record in updates),
         "seconds": {
             step: statistics.median(record["seconds"][step] for record in updates if step in record["seconds"])

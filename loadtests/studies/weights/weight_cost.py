@@ -262,12 +262,12 @@ def summarise(windows: Sequence[Window], updates: Sequence[dict[str, Any]], ever
     """Return the ratio of the rates (the median of windows with updates, each over the two beside it), the seconds of
     work that an update costs, and of the updates' records the medians."""
     rates = [one.rate for one in windows]
-    threes = zip(rates[:-2:2], rates[1::2], rates[2::2], strict=True)
-    ratio = statistics.median(2 * busy / (before + after) for before, busy, after in threes)
+    ratio = statistics.median(2 * u / (a + b) for a, u, b in zip(rates[:-2:2], rates[1::2], rates[2::2], strict=True))
     names = dict.fromkeys(step for record in updates for step in record["seconds"])
     return {
         "ratio": ratio, "lost_s": (1 - ratio) * every_s, "updates": len(updates),
-        "staged": sum(record["staged"] for record in updates), "stopped_s": statistics.median(record["stopped_s"] for record in updates),
+        "staged": sum(record["staged"] for record in updates),
+        "stopped_s": statistics.median(record["stopped_s"] for record in updates),
         "stopped_s_max": max(record["stopped_s"] for record in updates),
         "seconds": {
             step: statistics.median(record["seconds"][step] for record in updates if step in record["seconds"])

@@ -6,7 +6,7 @@ EXTRAS := --extra serve --extra cpu --extra trl --extra otel --extra load --extr
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup setup-sglang setup-verl check docs format test test-rest test-all test-unit test-load test-vllm test-sglang test-verl test-ray test-slow test-verl-slow demo \
+.PHONY: help setup setup-sglang setup-verl check docs format test test-rest test-all test-unit test-load test-vllm test-sglang test-verl test-ray test-slow test-verl-slow demo site \
   loadtest compare chaos lock clean
 
 help: ## Say what there is
@@ -32,6 +32,10 @@ check: setup ## Format, lint, types, import contracts, docs
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m scripts.docs --check
+
+site: ## The documentation as a site in out/site, without a warning
+	@$(PYTHON) scripts/setup.py site
+	@NO_MKDOCS_2_WARNING=1 .venv-site/bin/mkdocs build --strict -q
 
 docs: setup ## Write what is generated in docs/
 	$(BIN)/python -m scripts.docs
@@ -112,5 +116,5 @@ lock: setup ## Resolve what pyproject.toml asks for, keeping pins that fit (UPGR
 	@$(BIN)/python -m scripts.lock $(EXTRAS) $(UPGRADE)
 
 clean: ## Remove what tools left, their environments included
-	rm -rf .venv .venv-sglang .venv-verl .mypy_cache .pytest_cache .ruff_cache .import_linter_cache build dist *.egg-info out
+	rm -rf .venv .venv-sglang .venv-verl .venv-site .mypy_cache .pytest_cache .ruff_cache .import_linter_cache build dist *.egg-info out
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -55,15 +55,8 @@ class SimConfig(Section):
     """Seconds of a decode step with one sequence."""
     decode_step_per_seq_s: float = Field(0.00001, ge=0)
     """Seconds added to a decode step by each further sequence."""
-    eager_step_s: float = Field(0.0, ge=0)
-    """Seconds added to a decode step without a CUDA graph: to each step with `enforce_eager`, else to steps with more
-    sequences than `max_cudagraph_capture_size` (512)."""
-    prefill_step_s: float = Field(0.0, ge=0)
-    """Fixed seconds of a prefill step, which reads `max_num_batched_tokens`."""
     kv_tokens: int = Field(1_000_000, gt=0)
     """Size of the KV cache in tokens; further requests wait."""
-    kv_tokens_per_batched_token: float = Field(0.0, ge=0)
-    """KV cache tokens lost to activations for each of `max_num_batched_tokens`."""
     vocab_size: int = Field(1_000, gt=3)
     """Token ids are drawn from 3 (inclusive) to this (exclusive)."""
     mean_tokens: int = Field(32, gt=0)
@@ -178,9 +171,6 @@ class EngineConfig(Section):
     """Further command-line arguments of the engine, by the engine's names."""
     log_dir: str = DEFAULT_LOG_DIR
     """Folder of the engine logs, one file per start. The default folder keeps the last 200; another is yours."""
-    profiling: bool = False
-    """True to let `POST /profile` record the engine: torch's profiler, and Python's of the simulated engine.
-    Costs nothing until then but for its start."""
     start_timeout_s: float = Field(900.0, gt=0)
     """Limit on an engine's start."""
     drain_timeout_s: float = Field(600.0, ge=0)
@@ -272,10 +262,6 @@ class EngineConfig(Section):
     def log_folder(self) -> Path:
         """`log_dir` on this machine."""
         return Path(self.log_dir).expanduser()
-
-    def profile_folder(self, port: int) -> Path:
-        """Folder of the profiles of the engine that listens on `port`."""
-        return self.log_folder.absolute() / "profiles" / str(port)
 
     @property
     def num_adapters(self) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 
 from engines.errors import WeightUpdateConflict
-from engines.types import PauseMode
+from engines.types import PauseMode, TensorMeta
 from engines.weight_label import WeightLabel
 
 Json = dict[str, Any]
@@ -35,6 +35,20 @@ class Peer:
 
     url: str
     key: str = field(default="", repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preparation:
+    """What an engine's workers say of updates.
+
+    has_tee: True if our code there receives them.
+    obstacle: why an update is a slower reload by the engine itself; "" if it is loaded in place, or unknown.
+    draft: method of its speculative decoding, and what updates do to its weights; "" without, or unknown.
+    """
+
+    has_tee: bool = False
+    obstacle: str = ""
+    draft: str = ""
 
 
 class Engine(ABC):
@@ -134,24 +148,19 @@ class Engine(ABC):
         """
         return False
 
-    async def plan_updates(self, timeout_s: float) -> str:
-        """Prepare for updates, before the first. Returns why each will be a reload by the engine itself, which takes
-        longer; "" where it is loaded in place, and from an engine that does not say."""
-        return ""
+    async def prepare_updates(
+        self, tensors: Sequence[TensorMeta], config: str, tied: Sequence[Sequence[str]], timeout_s: float
+    ) -> Preparation:
+        """Prepare for updates of the checkpoint's tensors, before the first, which is then as fast as the next.
 
-    async def know_checkpoint(
-        self, names: Sequence[str], config: str, tied: Sequence[Sequence[str]], timeout_s: float
-    ) -> None:
-        """Name the checkpoint's tensors, the content of its config.json, and names of one tensor, for received tensors
-        that have other names (`checkpoint_names.py`). An engine without our code takes none of these."""
+        With the content of its config.json, and the names of each tensor that it has more than once, received tensors
+        may have other names (`checkpoint_names.py`). An engine without our code takes none of these.
+        """
+        return Preparation()
 
     async def announced_as(self, update_info: Json, timeout_s: float) -> Json:
         """Return the announcement under the checkpoint's names. Raise `InvalidRequest` where it has no such tensor."""
         return update_info
-
-    async def describe_draft(self, timeout_s: float) -> str:
-        """Return `loading.draft.Draft.describe`; "" without a draft, and from an engine that does not say."""
-        return ""
 
     # An engine that does not expose received tensors has no receipts: for it these calls do nothing.
 
@@ -221,14 +230,6 @@ class Engine(ABC):
     @abstractmethod
     async def lora_adapters(self, timeout_s: float) -> dict[str, str]:
         """Return the loaded adapters: paths by name."""
-
-    @abstractmethod
-    async def start_profile(self, folder: str, timeout_s: float) -> None:
-        """Start the engine's profiler, which writes into `folder`: that of `ReplicaInfo.profiles`."""
-
-    @abstractmethod
-    async def stop_profile(self, timeout_s: float) -> None:
-        """Stop the engine's profiler; returns when its files are written."""
 
     @abstractmethod
     async def metrics(self, timeout_s: float) -> str:

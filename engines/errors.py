@@ -24,9 +24,8 @@ RolloutGatewayError
 │   ├── EngineOverwritten     a failed update has overwritten its weights: generate the rollout again
 │   ├── EngineRefused         it answered 4xx; `status` says whose fault that is
 │   └── EngineFailed          the engine answered 5xx, or broke its protocol
-└── WeightUpdateError         a weight call failed
-    ├── WeightUpdateConflict  out of order, a second trainer, or tensors of another model
-    └── WeightUpdateFailed    a replica did not take the update
+├── WeightUpdateConflict      a weight call is out of order, of a second trainer, or of tensors of another model
+└── WeightUpdateFailed        a replica did not take the update
 """
 
 import reprlib
@@ -173,15 +172,11 @@ class EngineFailed(EngineError):
     status: int | None = None
 
 
-class WeightUpdateError(RolloutGatewayError):
-    """A weight call failed."""
-
-
-class WeightUpdateConflict(WeightUpdateError):
+class WeightUpdateConflict(RolloutGatewayError):
     """The call is not allowed in the update's state."""
 
 
-class WeightUpdateFailed(WeightUpdateError):
+class WeightUpdateFailed(RolloutGatewayError):
     """Replica `replica_id` did not take the update."""
 
     def __init__(self, message: str, *, replica_id: str = "") -> None:

@@ -36,7 +36,7 @@ LEVERS = (
     Lever("api_server_count", instead="engine.extra.tokenizer_worker_num"),
     Lever("max_model_len", sglang="context_length", in_sim=True),
     Lever("max_num_seqs", sglang="max_running_requests", in_sim=True),
-    Lever("max_num_batched_tokens", sglang="chunked_prefill_size", in_sim=True),
+    Lever("max_num_batched_tokens", sglang="chunked_prefill_size"),
     Lever(
         "gpu_memory_utilization", instead="engine.extra.mem_fraction_static, the share for weights and KV cache alone"
     ),
@@ -44,9 +44,9 @@ LEVERS = (
     Lever("kv_cache_dtype", sglang="kv_cache_dtype"),
     Lever("enable_prefix_caching", instead="engine.extra.disable_radix_cache"),
     Lever("enable_chunked_prefill", instead="engine.extra.chunked_prefill_size, -1 for whole prompts"),
-    Lever("enforce_eager", sglang="disable_cuda_graph", in_sim=True, off_by_default=True),
+    Lever("enforce_eager", sglang="disable_cuda_graph", off_by_default=True),
     Lever("cudagraph_capture_sizes", sglang="cuda_graph_bs_decode", is_list=True),
-    Lever("max_cudagraph_capture_size", sglang="cuda_graph_max_bs_decode", in_sim=True),
+    Lever("max_cudagraph_capture_size", sglang="cuda_graph_max_bs_decode"),
     Lever("speculative_config", instead="engine.extra.speculative_algorithm and its companions"),
     Lever("enable_lora", sglang="enable_lora", in_sim=True, off_by_default=True, of_adapters=True),
     Lever("max_loras", sglang="max_loras_per_batch", in_sim=True, of_adapters=True),

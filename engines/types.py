@@ -1,5 +1,6 @@
 """The vocabulary that all packages share. Imports the standard library alone."""
 
+import re
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -19,6 +20,20 @@ class Dialect(StrEnum):
     VLLM = "vllm"
     SGLANG = "sglang"
     OPENAI = "openai"  # OpenAI's routes and fields alone
+
+
+OLDEST = {Dialect.VLLM: "0.28", Dialect.SGLANG: "0.5.23"}
+"""Releases that say which weights they hold, and whose updates have the form that is sent here."""
+
+
+def release(version: str) -> tuple[int, ...]:
+    """Return the numbers of a version, to compare releases."""
+    return tuple(map(int, re.findall(r"\d+", version)[:3]))
+
+
+def is_too_old(dialect: Dialect, version: str) -> bool:
+    """Return True for a release before `OLDEST`. A build of the engine's source may have any number."""
+    return "dev" not in version and release(version) < release(OLDEST.get(dialect, ""))
 
 
 class ReplicaState(StrEnum):
@@ -77,7 +92,6 @@ class ReplicaInfo:
     gpus: UUIDs of its GPUs, if the driver reports them.
     key: bearer key of `url` if that is a forwarder's, for an engine on another node than the gateway.
     started: time at which the engine became ready, in seconds since the epoch; 0 for an external server.
-    profiles: folder of its profiler's files on its node; "" if it cannot be profiled.
     streams: True if coarse chunks cost the engine least; other engines are asked for whole replies.
     """
 
@@ -104,7 +118,6 @@ class ReplicaInfo:
     pid: int = 0
     started: float = 0.0
     log_path: str = ""
-    profiles: str = ""
     key: str = field(default="", repr=False)
     tensors: tuple[TensorMeta, ...] | None = field(default=None, repr=False)
     model_config: str = field(default="", repr=False)
@@ -122,8 +135,13 @@ class ReplicaInfo:
 
     @property
     def takes_packed(self) -> bool:
-        """True if it joins vLLM's kind of transfer group. SGLang does with our plugin."""
-        return self.dialect is Dialect.VLLM or (self.dialect is Dialect.SGLANG and (self.has_tee or self.fetches))
+        """True if it joins a trainer's transfer group. SGLang does with our plugin."""
+        return self.dialect is Dialect.VLLM or self.stages
+
+    @property
+    def stages(self) -> bool:
+        """True if our code in it can receive weights beside its own; a vLLM that we did not start does not."""
+        return self.has_tee or (self.dialect is Dialect.SGLANG and self.fetches)
 
     @property
     def speaks_vllm(self) -> bool:

@@ -51,7 +51,6 @@ class Workload:
     samples: int
     prompt_tokens: LengthMix
     max_tokens: int
-    ignore_eos: bool = True
     model: str = ""
 
     @property
@@ -59,9 +58,9 @@ class Workload:
         return self.prompts * self.samples
 
     @property
-    def tokens(self) -> int | None:
-        """The tokens of a reply; None if completions may stop by themselves."""
-        return self.completions * self.max_tokens if self.ignore_eos else None
+    def tokens(self) -> int:
+        """The tokens of a reply: completions do not stop by themselves."""
+        return self.completions * self.max_tokens
 
     def prompts_of(self, seed: str) -> list[list[int]]:
         """Return the prompts of a seed, the same on every machine."""
@@ -70,7 +69,7 @@ class Workload:
 
     def request(self, seed: str) -> Json:
         """Return the request body."""
-        sampling = {"n": self.samples, "max_tokens": self.max_tokens, "ignore_eos": self.ignore_eos}
+        sampling = {"n": self.samples, "max_tokens": self.max_tokens, "ignore_eos": True}
         return completion_request(self.prompts_of(seed), sampling, model=self.model)
 
 

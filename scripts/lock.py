@@ -1,4 +1,4 @@
-"""Writes cpu.txt, sglang.txt, verl.txt and uv.txt of requirements/: pins with hashes, without paths and hosts."""
+"""Writes the pins of requirements/ but those of torch-cpu.txt: with hashes, without paths and hosts."""
 
 import os
 import subprocess
@@ -8,6 +8,7 @@ from scripts import setup
 
 UV = "uv==0.13.9"
 SGLANG = "sglang==0.5.23"
+SITE = "mkdocs-material==9.8.2"
 VERL_BESIDE = "\n".join(["editables", "hatchling", "hypothesis", "pytest", "pytest-asyncio", "ray==2.60.0", "uvloop"])
 PROJECT = setup.ENVIRONMENTS["project"]
 
@@ -22,6 +23,7 @@ def main() -> None:
     # verl's trainer, our packages beside it and what their tests want. It runs without the tracker that verl names.
     options = ["--override", "requirements/torch-cpu.txt", "--extra", "verl", *upgrade]
     _compile(*options, "pyproject.toml", "-", output="verl.txt", excludes="verl-excludes.txt", stdin=VERL_BESIDE)
+    _compile("-", output="site.txt", excludes="excludes.txt", stdin=SITE)
     _compile("-", output="uv.txt", excludes="excludes.txt", stdin=UV)
 
 

@@ -21,11 +21,13 @@ UV = REQUIREMENTS / "uv.txt"
 
 
 class Environment(NamedTuple):
-    """A virtual environment in `folder`: PyTorch's CPU build, what `lock` pins, and our packages if `holds_project`."""
+    """A virtual environment in `folder`: PyTorch's CPU build if `holds_torch`, what `lock` pins, and our packages if
+    `holds_project`."""
 
     folder: Path
     lock: Path
     holds_project: bool
+    holds_torch: bool = True
 
     @property
     def python(self) -> Path:
@@ -46,6 +48,7 @@ ENVIRONMENTS = {
     "project": Environment(ROOT / ".venv", REQUIREMENTS / "cpu.txt", holds_project=True),
     "sglang": Environment(ROOT / ".venv-sglang", REQUIREMENTS / "sglang.txt", holds_project=False),
     "verl": Environment(ROOT / ".venv-verl", REQUIREMENTS / "verl.txt", holds_project=True),
+    "site": Environment(ROOT / ".venv-site", REQUIREMENTS / "site.txt", holds_project=False, holds_torch=False),
 }
 
 NO_TORCH = """
@@ -67,7 +70,8 @@ def main() -> None:
         _say("making " + environment.folder.name)
         _run(sys.executable, "-m", "venv", str(environment.folder))
     environment.stamp.unlink(missing_ok=True)
-    _install_torch(environment)
+    if environment.holds_torch:
+        _install_torch(environment)
     _install_lock(environment)
     if environment.holds_project:
         _run(*_pip(environment, "--no-deps", "--no-build-isolation", "-e", str(ROOT)))

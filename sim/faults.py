@@ -8,8 +8,6 @@ import orjson
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict
 
-from engines.engine import Json
-
 _GENERATION = ("/v1/completions", "/v1/chat/completions")
 _CONTROL = "/faults"
 _LOOK_S = 0.02  # how often a held request looks for the end of its fault
@@ -29,8 +27,6 @@ class Faults(BaseModel):
     """Retry-After header beside `status`."""
     garbage: bool = False
     """True to answer 200 with text that is no JSON."""
-    crlf: bool = False
-    """True to end the lines of event streams with CRLF, as some proxies do."""
     wedged: bool = False
     """True to make no token, while /health and /metrics answer."""
     black_hole: bool = False
@@ -87,11 +83,6 @@ class FaultInjector:
                 await asyncio.sleep(_LOOK_S)
         finally:
             self.num_held -= 1
-
-    def events(self, chunk: Json) -> bytes:
-        """Return a chunk with the faults of streams."""
-        line_end = b"\r\n" if self.faults.crlf else b"\n"
-        return b"data: " + orjson.dumps(chunk) + line_end + line_end
 
 
 async def _exit() -> None:

@@ -4,7 +4,6 @@ The loop is at most 1 ms ahead of the real clock, and runs many steps per turn o
 """
 
 import asyncio
-import math
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
@@ -14,8 +13,6 @@ from engines.types import PauseMode
 from sim.model import CHECKPOINT_VERSION, EOS_TOKEN, SimModel, detokenize, read
 
 BLOCK_TOKENS = 16
-MAX_NUM_BATCHED_TOKENS = 8192
-GRAPH_SEQS = 512
 _AHEAD_S = 0.001  # the event loop's timers are no finer
 _LOOK_S = 0.02  # how often a wedged engine looks for its end
 _TURN_S = 0.005  # longest run of steps before connections get their turn
@@ -122,22 +119,11 @@ def block_hashes(token_ids: list[int], salt: str | None) -> list[int]:
 class SimScheduler:
     """Runs samples on one simulated replica."""
 
-    def __init__(
-        self,
-        config: SimConfig,
-        model: SimModel,
-        max_num_seqs: int,
-        *,
-        max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS,
-        graph_seqs: int = GRAPH_SEQS,
-    ) -> None:
-        """`graph_seqs` is the largest batch with a CUDA graph; 0 for none."""
+    def __init__(self, config: SimConfig, model: SimModel, max_num_seqs: int) -> None:
         self.config = config
         self._model = model
         self._stalled_at: int | None = None
         self._max_num_seqs = max_num_seqs
-        self._max_num_batched_tokens = max_num_batched_tokens
-        self._graph_seqs = graph_seqs
         self.is_wedged: Callable[[], bool] = lambda: False
         self._work = asyncio.Event()
         self._drained = asyncio.Event()
@@ -251,8 +237,7 @@ class SimScheduler:
         while self.kv_used + len(self.running) > self.config.kv_tokens:
             self._preempt()
         others = max(0, len(self.running) - 1)
-        eager_s = self.config.eager_step_s if len(self.running) > self._graph_seqs else 0.0
-        return cost_s + self.config.decode_step_s + self.config.decode_step_per_seq_s * others + eager_s
+        return cost_s + self.config.decode_step_s + self.config.decode_step_per_seq_s * others
 
     def _admit(self) -> float:
         """Start samples that fit, in order of arrival; return the seconds of prefill."""
@@ -270,8 +255,7 @@ class SimScheduler:
             self.running.append(sample)
             self.kv_used += sample.held_tokens
             prefilled += sample.held_tokens - sample.cached_tokens
-        steps = math.ceil(prefilled / self._max_num_batched_tokens)
-        return prefilled / self.config.prefill_tokens_per_s + steps * self.config.prefill_step_s
+        return prefilled / self.config.prefill_tokens_per_s
 
     def _end_step(self) -> None:
         """Add one token to each running sample."""

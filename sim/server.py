@@ -8,7 +8,6 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, TypeVar
 
 import orjson
@@ -44,8 +43,7 @@ from sim.dialect import (
 from sim.faults import FaultInjector
 from sim.metrics import SchedulerMetrics
 from sim.model import SimModel, detokenize, tokenize, version_name
-from sim.profiler import Profiler
-from sim.scheduler import GRAPH_SEQS, MAX_NUM_BATCHED_TOKENS, SimScheduler
+from sim.scheduler import SimScheduler
 from sim.weights import WeightSession
 from sim.worker import SimWorker
 
@@ -84,10 +82,6 @@ class RpcBody(BaseModel):
     kwargs: Json = {}
 
 
-class AbortBody(BaseModel):
-    request_ids: list[str] | None = None
-
-
 class TokenizeBody(BaseModel):
     model: str | None = None
     prompt: str | None = None
@@ -109,10 +103,6 @@ class UnloadAdapterBody(BaseModel):
     lora_name: str
 
 
-class ProfileBody(BaseModel):
-    output_dir: Path
-
-
 class SimServer:
     """The routes of one simulated engine."""
 
@@ -124,8 +114,6 @@ class SimServer:
         *,
         max_num_seqs: int,
         world_size: int,
-        max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS,
-        graph_seqs: int = GRAPH_SEQS,
         adapters: SimAdapters | None = None,
     ) -> None:
         self._name = model_name
@@ -141,23 +129,15 @@ class SimServer:
         self._limits = limits
         self._world_size = world_size
         self._model = SimModel.of(sim)
-        self.scheduler = SimScheduler(
-            sim,
-            self._model,
-            max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            graph_seqs=graph_seqs,
-        )
+        self.scheduler = SimScheduler(sim, self._model, max_num_seqs)
         self.worker = SimWorker(model_name, sim.tensors, sim.stage_bytes)
         self.injector = FaultInjector()
         self.scheduler.is_wedged = lambda: self.injector.faults.stops_tokens
-        self.profiler = Profiler()
         self._weights = WeightSession(sim.tensors, world_size, self.worker)
         self._registry = CollectorRegistry()
         self._registry.register(SchedulerMetrics(self.scheduler, model_name, sim.kv_tokens))
         self._started = int(time.time())
         self._next_prompt_number = 0
-        self._num_answers = 0
         self._generation: asyncio.Task[None] | None = None
 
     def app(self) -> web.Application:
@@ -178,7 +158,6 @@ class SimServer:
                 web.get("/health", self.health),
                 web.get("/version", self.version),
                 web.get("/openapi.json", self.openapi),
-                web.get("/load", self.load),
                 web.put("/faults", self.injector.put),
                 web.get("/metrics", self.metrics),
                 web.get("/server_info", self.server_info),
@@ -186,7 +165,6 @@ class SimServer:
                 web.post("/pause", self.pause),
                 web.post("/resume", self.resume),
                 web.get("/is_paused", self.is_paused),
-                web.post("/abort_requests", self.abort_requests),
                 web.post("/reset_prefix_cache", self.reset_prefix_cache),
                 web.post("/reset_encoder_cache", self.reset_encoder_cache),
                 web.post("/init_weight_transfer_engine", self.init_weight_transfer_engine),
@@ -197,8 +175,6 @@ class SimServer:
                 web.post("/update_weight_version", self.update_weight_version),
                 web.post("/collective_rpc", self.collective_rpc),
                 web.get("/weight_info", self.weight_info),
-                web.post("/start_profile", self.start_profile),
-                web.post("/stop_profile", self.stop_profile),
             ]
         )
         return app
@@ -253,14 +229,6 @@ class SimServer:
         self.adapters.unload(body.lora_name)
         return web.Response(text=f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
-    async def start_profile(self, request: web.Request) -> web.Response:
-        self.profiler.start((await _body(request, ProfileBody)).output_dir)
-        return web.Response()
-
-    async def stop_profile(self, _: web.Request) -> web.Response:
-        self.profiler.stop()
-        return web.Response()
-
     async def health(self, _: web.Request) -> web.Response:
         return web.Response(status=200 if self._generation and not self._generation.done() else 503)
 
@@ -270,9 +238,6 @@ class SimServer:
     async def openapi(self, request: web.Request) -> web.Response:
         paths: Json = {resource.canonical: {} for resource in request.app.router.resources()}
         return _json({"openapi": "3.1.0", "paths": paths})
-
-    async def load(self, _: web.Request) -> web.Response:
-        return _json({"server_load": self._num_answers})
 
     async def metrics(self, _: web.Request) -> web.Response:
         return web.Response(body=generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
@@ -305,13 +270,6 @@ class SimServer:
 
     async def is_paused(self, _: web.Request) -> web.Response:
         return _json({"is_paused": self.scheduler.paused is not None})
-
-    async def abort_requests(self, request: web.Request) -> web.Response:
-        request_ids = (await _body(request, AbortBody)).request_ids
-        in_flight = [*self.scheduler.running, *self.scheduler.waiting]
-        aborted = [sample for sample in in_flight if not request_ids or sample.request_id in request_ids]
-        self.scheduler.abort(aborted)
-        return _json({"status": "aborted", "aborted": len(request_ids or aborted)})
 
     async def reset_prefix_cache(self, request: web.Request) -> web.Response:
         preempt = _flag(request, "reset_running_requests", default=False)
@@ -443,12 +401,10 @@ class SimServer:
     async def _reply(self, request: web.Request, answer: Answer) -> web.StreamResponse:
         answer.fill(self._next_prompt_number)
         self._next_prompt_number += len(answer.prompts)
-        self._num_answers += 1
         self.scheduler.add(answer.samples)
         try:
-            return await (_stream(request, answer, self.injector.events) if answer.body.stream else _whole(answer))
+            return await (_stream(request, answer) if answer.body.stream else _whole(answer))
         finally:
-            self._num_answers -= 1
             self.scheduler.abort(answer.samples)  # a disconnected client leaves unfinished samples
 
 
@@ -458,23 +414,27 @@ async def _whole(answer: Answer) -> web.Response:
     return _json(answer.whole())
 
 
-async def _stream(request: web.Request, answer: Answer, event: Callable[[Json], bytes]) -> web.StreamResponse:
+async def _stream(request: web.Request, answer: Answer) -> web.StreamResponse:
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
     await response.prepare(request)
     cursors = [Cursor(sample) for sample in answer.samples]
     for opening in answer.opening():
-        await response.write(event(opening))
+        await response.write(_event(opening))
     unfinished = len(cursors)
     while unfinished:
         cursor = cursors[(await answer.reports.get()).index]
         had_ended = cursor.ended
         if (chunk := cursor.next_chunk(answer)) is not None:
-            await response.write(event(chunk))
+            await response.write(_event(chunk))
         unfinished -= cursor.ended and not had_ended
     if answer.body.stream_options and answer.body.stream_options.include_usage:
-        await response.write(event(answer.usage_chunk()))
+        await response.write(_event(answer.usage_chunk()))
     await response.write(b"data: [DONE]\n\n")
     return response
+
+
+def _event(chunk: Json) -> bytes:
+    return b"data: " + orjson.dumps(chunk) + b"\n\n"
 
 
 def _json(content: Json, status: int = 200) -> web.Response:
@@ -520,9 +480,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--model", default="sim", help="served model name")
     parser.add_argument("--max-model-len", type=int, help="prompt plus completion; default: 32768")
     parser.add_argument("--max-num-seqs", type=int, default=256)
-    parser.add_argument("--max-num-batched-tokens", type=int, default=MAX_NUM_BATCHED_TOKENS)
-    parser.add_argument("--max-cudagraph-capture-size", type=int, default=GRAPH_SEQS)
-    parser.add_argument("--enforce-eager", action="store_true")
     parser.add_argument("--seed", type=int, default=0, help="seed of requests without one")
     parser.add_argument("--world-size", type=int, default=1, help="ranks in a weight transfer group")
     parser.add_argument("--stream-interval", type=int, default=1, help="minimum tokens per streamed chunk")
@@ -533,10 +490,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--max-lora-rank", type=int, default=16)
     parser.add_argument("--sim", type=SimConfig.model_validate_json, default=SimConfig(), help="SimConfig as JSON")
     arguments = parser.parse_args()
-    activations = round(arguments.sim.kv_tokens_per_batched_token * arguments.max_num_batched_tokens)
-    if activations >= arguments.sim.kv_tokens:
-        parser.error(f"--max-num-batched-tokens {arguments.max_num_batched_tokens} leaves no memory for a KV cache")
-    arguments.sim = arguments.sim.model_copy(update={"kv_tokens": arguments.sim.kv_tokens - activations})
+    if arguments.max_num_seqs > arguments.sim.kv_tokens:
+        parser.error(f"--max-num-seqs {arguments.max_num_seqs} do not fit in {arguments.sim.kv_tokens} KV tokens")
     if arguments.max_model_len is None:
         arguments.max_model_len = min(_MAX_MODEL_LEN, arguments.sim.kv_tokens)
     if arguments.max_model_len > arguments.sim.kv_tokens:
@@ -564,8 +519,6 @@ def main() -> None:
         arguments.sim,
         limits,
         max_num_seqs=arguments.max_num_seqs,
-        max_num_batched_tokens=arguments.max_num_batched_tokens,
-        graph_seqs=0 if arguments.enforce_eager else arguments.max_cudagraph_capture_size,
         world_size=arguments.world_size,
         adapters=_adapters(arguments),
     )

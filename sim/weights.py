@@ -10,19 +10,6 @@ from sim.worker import SimWorker
 Json = dict[str, Any]
 Info = TypeVar("Info", bound=BaseModel)
 
-_DTYPES = {
-    "float64",
-    "float32",
-    "float16",
-    "bfloat16",
-    "float8_e4m3fn",
-    "float8_e5m2",
-    "int8",
-    "uint8",
-    "int32",
-    "int64",
-}
-
 
 class InitInfo(BaseModel):
     """Arguments to open a transfer group: the keys of vLLM's backend."""
@@ -115,11 +102,9 @@ class WeightSession:
             raise WeightUpdateConflict("Weight transfer not initialized. Call init_transfer_engine() first.")
         if not len(info.names) == len(info.dtype_names) == len(info.shapes):
             raise WeightUpdateConflict("`names`, `dtype_names` and `shapes` should be of the same size")
-        for name, dtype, shape in zip(info.names, info.dtype_names, info.shapes, strict=True):
+        for name, shape in zip(info.names, info.shapes, strict=True):
             if name not in self._tensors:
                 raise WeightUpdateConflict(f"There is no module or parameter named {name!r}")
-            if dtype not in _DTYPES:
-                raise WeightUpdateConflict(f"tensor {name!r} has unknown dtype {dtype!r}")
             if shape != self._tensors[name]:
                 raise WeightUpdateConflict(
                     f"tensor {name!r} has shape {shape}, but the model's is {self._tensors[name]}"

@@ -51,7 +51,7 @@ class SimWorker:
                 copy, self._copy = self._copy, None
                 if copy is not None:
                     await asyncio.to_thread(_write, copy, list(self._received.values()))
-            case "wipe_kv" | "know_checkpoint":
+            case "wipe_kv":
                 pass
             case "announced_as":
                 return arguments["update_info"]
@@ -66,9 +66,7 @@ class SimWorker:
             case "fetches":
                 return {"fetches": True}
             case "plan_updates":
-                return {"obstacle": ""}
-            case "describe_draft":
-                return ""
+                return {"obstacle": "", "draft": ""}
             case "prepare_snapshot":
                 await asyncio.to_thread(self._fetch, **arguments)
                 return {"ready": True}

@@ -43,14 +43,14 @@ def test_the_command_line_needs_no_package_of_the_serve_extra(loaded: dict[str, 
 
 ROOT = Path(__file__).parents[1]
 LINES = {
-    "gateway": 22101,
+    "gateway": 21871,
     "gateway/agents": 2395,
-    "engines": 11484,
-    "trainer_client": 4250,
+    "engines": 11034,
+    "trainer_client": 4141,
+    "sim": 2044,
+    "tuning": 5126,
+    "loadtests": 7600,
     "trainer_client/sessions": 731,
-    "sim": 2167,
-    "tuning": 5500,
-    "loadtests": 8118,
     "loadtests/sessions": 806,
 }
 """The most lines of Python of each package, without those of a room named by itself. A change raises none."""

@@ -4,14 +4,30 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from trainer_client.progress import OnProgress, Progress
 from trainer_client.results import Completion, Outcome, Rollout
 
 Failures = Literal["raise", "keep"]
 """`raise`: the first failed prompt ends the batch with its error. `keep`: a failure is a rollout of outcome FAILED."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """The state of a batch."""
+
+    num_prompts: int
+    delivered: int
+    failed: int
+    cancelled: int
+    tokens: int
+    """Tokens of delivered completions."""
+    seconds: float
+    """Seconds since the batch began."""
+
+
 RunPrompt = Callable[[int], Coroutine[Any, Any, Rollout]]
 
 
@@ -23,13 +39,10 @@ class Batch:
     is never iterated runs to its end.
     """
 
-    def __init__(
-        self, request_id: str, num_prompts: int, run: RunPrompt, failures: Failures, on_progress: OnProgress | None
-    ) -> None:
+    def __init__(self, request_id: str, num_prompts: int, run: RunPrompt, failures: Failures) -> None:
         self.request_id = request_id
         self.num_prompts = num_prompts
         self._failures = failures
-        self._on_progress = on_progress
         self._began = time.monotonic()
         self._ended: list[Rollout] = []
         self._news = asyncio.Event()
@@ -118,8 +131,6 @@ class Batch:
         self._outcomes[rollout.outcome] += 1
         self._tokens += sum(len(completion.token_ids) for completion in rollout.completions)
         self._news.set()
-        if self._on_progress is not None:
-            self._on_progress(self.progress)
 
     def _without_completions(self, index: int, outcome: Outcome, error: Exception | None = None) -> Rollout:
         return Rollout(

@@ -92,7 +92,7 @@ class BlockingSubmission(_Blocking[Submission]):
 
 
 class BlockingRolloutClient(_Blocking[RolloutClient]):
-    """`RolloutClient` with blocking calls and the same arguments; `on_progress` runs on the client's thread.
+    """`RolloutClient` with blocking calls and the same arguments.
 
     Usable from several threads. `close`, or the end of a `with` block, cancels running calls.
     """

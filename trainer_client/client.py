@@ -21,7 +21,6 @@ from engines.errors import (
 from engines.types import InFlight, PauseMode
 from trainer_client.batch import Batch, Failures
 from trainer_client.http import GatewayHttp, Json
-from trainer_client.progress import OnProgress
 from trainer_client.results import Rollout, read_rollout
 from trainer_client.retries import Retries, now
 from trainer_client.sampling import SamplingParams
@@ -100,7 +99,6 @@ class RolloutClient:
         sessions: Sequence[str] | None = None,
         timeout_s: float = 3600.0,
         failures: Failures = "raise",
-        on_progress: OnProgress | None = None,
     ) -> Batch:
         """Start `sampling.n` completions of each prompt, and return at once.
 
@@ -109,7 +107,6 @@ class RolloutClient:
         version.
         sessions: the conversation id of each prompt; turns of a conversation go to one replica.
         timeout_s: limit on every prompt from now on; a late prompt fails with `DeadlineExceeded`.
-        on_progress: called on the client's loop after each prompt.
         """
         sampling = sampling or SamplingParams()
         checked = [checked_prompt(index, prompt) for index, prompt in enumerate(_checked_prompts(prompts))]
@@ -124,7 +121,7 @@ class RolloutClient:
             headers = {name: value for name, value in names.items() if value}
             return await self._rollout(index, {"prompt": [checked[index]], **rest}, headers, timeout_s, deadline)
 
-        batch = Batch(request_id, len(checked), run, failures, on_progress)
+        batch = Batch(request_id, len(checked), run, failures)
         self._batches = [other for other in self._batches if not other.is_done] + [batch]
         return batch
 

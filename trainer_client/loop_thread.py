@@ -57,8 +57,6 @@ class LoopThread:
 
     def run(self, call: Callable[[], T]) -> T:
         """Return the result of a call on the loop's thread."""
-        if threading.current_thread() is self._thread:
-            return call()
 
         async def called() -> T:
             return call()
@@ -68,7 +66,7 @@ class LoopThread:
     def close(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Cancel what other threads wait for, run `last`, and end the thread. May be called twice.
 
-        Raise `DeadlineExceeded` where a callback keeps the thread busy.
+        Raise `DeadlineExceeded` where an iterator of prompts keeps the thread busy.
         """
         self._check_caller()
         if self.is_over:
@@ -81,7 +79,7 @@ class LoopThread:
             end.result(_CLOSE_TIMEOUT_S)
         except TimeoutError as error:
             raise DeadlineExceeded(
-                f"the client has not closed within {_CLOSE_TIMEOUT_S:g} s: a callback does not end"
+                f"the client has not closed within {_CLOSE_TIMEOUT_S:g} s: an iterator of prompts does not end"
             ) from error
         self._thread.join()
 
@@ -105,5 +103,5 @@ class LoopThread:
     def _check_caller(self) -> None:
         if threading.current_thread() is self._thread:
             raise InvalidRequest(
-                "a callback cannot wait for its own client, whose thread it runs on: call it elsewhere"
+                "an iterator of prompts cannot wait for its own client, whose thread reads it: call it elsewhere"
             )

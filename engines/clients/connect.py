@@ -16,6 +16,5 @@ def connect(
     peer: Peer | None = None,
 ) -> Engine:
     """Return the client of one engine server."""
-    if kind is EngineKind.SGLANG:
-        return SglangEngine(replica_id, url, api_key, has_tee=has_tee, peer=peer if has_tee else None)
-    return VllmEngine(replica_id, url, api_key, has_tee=has_tee, peer=peer if has_tee else None)
+    client = SglangEngine if kind is EngineKind.SGLANG else VllmEngine
+    return client(replica_id, url, api_key, has_tee=has_tee, peer=peer if has_tee else None)

@@ -2,8 +2,6 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
-from dataclasses import dataclass
 
 from engines.clients.http import HttpEngine
 from engines.clients.our_workers import EngineWithWorkers
@@ -12,7 +10,7 @@ from engines.clients.vllm_engine import VllmEngine
 from engines.config import EngineConfig
 from engines.engine import Json, Peer
 from engines.errors import DeadlineExceeded, EngineError, EngineFailed, EngineRefused, EngineStartFailed
-from engines.types import Dialect, ReplicaInfo
+from engines.types import Dialect, ReplicaInfo, is_too_old
 from engines.weight_label import is_given
 
 _PROBE_TIMEOUT_S = 5.0
@@ -30,8 +28,8 @@ _WEIGHT_ROUTES = frozenset(
         "/weight_info",
     }
 )
-# vLLM's names of the weight routes that SGLang has.
-_SGLANG_WEIGHT_ROUTES = frozenset({"/init_weight_transfer_engine", "/update_weights", "/finish_weight_update"})
+# Owners of models, by which servers with a dialect of their own are known.
+_DIALECTS = (Dialect.VLLM, Dialect.SGLANG)
 # Fields that the gateway adds for vLLM; other servers refuse or ignore them.
 _VLLM_FIELDS = ("cache_salt", "return_token_ids")
 
@@ -87,24 +85,15 @@ class ExternalEngine(_External, VllmEngine):
                 body={},
                 replica_id=self.replica_id,
             )
-        return await super().ask(method, path, self._understood(body), timeout_s)
-
-    def stream(self, path: str, body: Json, timeout_s: float) -> AsyncGenerator[Json]:
-        return super().stream(path, self._understood(body) or {}, timeout_s)
-
-    async def reply(self, path: str, body: Json, timeout_s: float) -> bytes:
-        return await super().reply(path, self._understood(body) or {}, timeout_s)
-
-    def events(self, path: str, body: Json, timeout_s: float) -> AsyncGenerator[list[bytes]]:
-        return super().events(path, self._understood(body) or {}, timeout_s)
+        return await super().ask(method, path, body, timeout_s)
 
     async def metrics(self, timeout_s: float) -> str:
         return await super().metrics(timeout_s) if self._info.speaks_vllm else ""
 
-    def _understood(self, body: Json | None) -> Json | None:
-        if body is None or self._info.speaks_vllm:
-            return body
-        return {name: value for name, value in body.items() if name not in _VLLM_FIELDS}
+    def _asked(self, body: Json, *, stream: bool) -> Json:
+        if not self._info.speaks_vllm:
+            body = {name: value for name, value in body.items() if name not in _VLLM_FIELDS}
+        return super()._asked(body, stream=stream)
 
 
 def external_engine(
@@ -192,8 +181,12 @@ class ExternalServer:
 
     async def _describe(self, vllm: VllmEngine, sglang: SglangEngine) -> ReplicaInfo:
         card = self._chosen(await self._list_models(vllm, sglang))
-        found = await _ask_sglang(sglang) if card.get("owned_by") == "sglang" else None
-        found = found or await _ask_others(vllm, str(card["id"]), says_vllm=card.get("owned_by") == "vllm")
+        owner = card.get("owned_by")
+        probe = sglang if owner == "sglang" else vllm
+        routes, version, world_size = await _capabilities(probe, str(card["id"]))
+        dialect = Dialect(owner) if version and owner in _DIALECTS else Dialect.OPENAI
+        has_routes = dialect is not Dialect.OPENAI and routes >= _WEIGHT_ROUTES and world_size > 0
+        takes_weights = has_routes and not is_too_old(dialect, version)
         return ReplicaInfo(
             replica_id=self._replica_id,
             incarnation=f"{self._url}@{time.time_ns()}",
@@ -201,13 +194,13 @@ class ExternalServer:
             kind=self._config.kind,
             url=self._url,
             model=str(card["id"]),
-            world_size=found.world_size,
+            world_size=world_size if takes_weights else 0,
             max_model_len=card.get("max_model_len") or self._config.max_model_len,
             max_num_seqs=self._config.max_num_seqs,
-            engine_version=found.version or "unknown",
-            capabilities=found.routes,
-            dialect=found.dialect,
-            fetches=found.fetches,
+            engine_version=version or "unknown",
+            capabilities=routes,
+            dialect=dialect,
+            fetches=takes_weights and await _runs_our_code(probe),
         )
 
     def _chosen(self, models: list[Json]) -> Json:
@@ -223,56 +216,19 @@ class ExternalServer:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """A detected server; `world_size` is 0 if it takes no weights."""
-
-    dialect: Dialect
-    routes: frozenset[str]
-    version: str
-    world_size: int
-    fetches: bool = False
-
-
-async def _ask_sglang(probe: SglangEngine) -> _Found | None:
-    """Return None if the server does not answer as SGLang does."""
-    openapi, info, version = await asyncio.gather(
-        *(_answer(probe, "GET", path) for path in ("/openapi.json", "/server_info", "/version"))
-    )
-    if not (openapi and info and version):
-        return None
-    parallel = info["vllm_config"]["parallel_config"]
-    routes = frozenset(openapi["paths"])
-    # SGLang takes distributed updates only with one copy of the model.
-    takes_weights = routes >= _SGLANG_WEIGHT_ROUTES and parallel["data_parallel_size"] == 1
-    world_size = parallel["world_size"] if takes_weights else 0
-    return _Found(Dialect.SGLANG, routes, version["version"], world_size, takes_weights and await _has_plugin(probe))
-
-
-async def _has_plugin(probe: SglangEngine) -> bool:
-    """Return True if the server's workers run our plugin."""
+async def _runs_our_code(probe: VllmEngine | SglangEngine) -> bool:
+    """Return True if the server's workers run our extension of vLLM, or our plugin of SGLang."""
     try:
-        return await probe.find_plugin((), _PROBE_TIMEOUT_S)
+        if isinstance(probe, SglangEngine):
+            return (await probe.prepare_updates((), "", (), _PROBE_TIMEOUT_S)).has_tee
+        answer = await probe.ask("POST", "/collective_rpc", {"method": "fetches"}, _PROBE_TIMEOUT_S)
     except (EngineError, DeadlineExceeded):
         return False
-
-
-async def _ask_others(probe: VllmEngine, model: str, *, says_vllm: bool) -> _Found:
-    routes, version, world_size = await _capabilities(probe, model)
-    dialect = Dialect.VLLM if says_vllm and version else Dialect.OPENAI
-    takes_weights = dialect is Dialect.VLLM and routes >= _WEIGHT_ROUTES
-    fetches = takes_weights and await _fetches(probe)
-    return _Found(dialect, routes, version, world_size if takes_weights else 0, fetches)
-
-
-async def _fetches(probe: VllmEngine) -> bool:
-    """Return True if the server runs our worker extension."""
-    answer = await _answer(probe, "POST", "/collective_rpc", {"method": "fetches"})
-    workers = (answer or {}).get("results") or [None]
+    workers = answer.get("results") or [None]
     return all(isinstance(worker, dict) and worker.get("fetches") is True for worker in workers)
 
 
-async def _capabilities(probe: VllmEngine, model: str) -> tuple[frozenset[str], str, int]:
+async def _capabilities(probe: HttpEngine, model: str) -> tuple[frozenset[str], str, int]:
     """Return routes, version ("" if unknown) and workers (0 if unknown) of the server."""
     openapi, health, version, world, tokenize = await asyncio.gather(
         _answer(probe, "GET", "/openapi.json"),

@@ -12,7 +12,6 @@ import orjson
 from engines import tracing
 from engines.clients.connection import Connection
 from engines.clients.connections import CannotConnect, Connections
-from engines.clients.cumulative import LatestEvents
 from engines.engine import Engine, Json
 from engines.errors import (
     DeadlineExceeded,
@@ -57,13 +56,6 @@ class HttpEngine(Engine, ABC):
     async def metrics(self, timeout_s: float) -> str:
         return (await self._read("GET", "/metrics", None, timeout_s)).decode(errors="replace")
 
-    async def start_profile(self, folder: str, timeout_s: float) -> None:
-        # vLLM takes no folder: it has been started with the same one.
-        await self._read("POST", "/start_profile", {"output_dir": folder}, timeout_s)
-
-    async def stop_profile(self, timeout_s: float) -> None:
-        await self._read("POST", "/stop_profile", None, timeout_s)
-
     async def lora_adapters(self, timeout_s: float) -> dict[str, str]:
         # vLLM and SGLang list them among the models, with the base model as parent.
         return self._translated(_adapters, await self._call("GET", "/v1/models", None, timeout_s))
@@ -102,17 +94,12 @@ class HttpEngine(Engine, ABC):
                     return
         raise EngineUnreachable(f"{path} ended without [DONE]", replica_id=self.replica_id)
 
-    async def _chunks(
-        self, path: str, body: Json, timeout_s: float, latest: LatestEvents | None = None
-    ) -> AsyncGenerator[Json]:
-        """Yield the events of a stream, decoded; with `latest` only those of a cumulative stream that it picks."""
+    async def _chunks(self, path: str, body: Json, timeout_s: float) -> AsyncGenerator[Json]:
+        """Yield the events of a stream, decoded."""
         async with aclosing(self._events(path, body, timeout_s)) as blocks:
             async for events in blocks:
                 for event in events:
-                    if latest is None or latest.is_due(event):
-                        yield self._decoded(path, event)
-        for held in latest.rest() if latest else ():
-            yield self._decoded(path, held)
+                    yield self._decoded(path, event)
 
     def _broken_off(self, path: str, chunk: Json) -> EngineRefused | EngineFailed:
         message, error = f"{path} was interrupted: {chunk['error']}", chunk["error"]

@@ -8,8 +8,9 @@ from dataclasses import asdict
 from typing import Any
 
 from engines.clients.http import HttpEngine
-from engines.engine import Json, Peer, ReceiptCopy
+from engines.engine import Json, Peer, Preparation, ReceiptCopy
 from engines.errors import EngineFailed, InvalidRequest
+from engines.types import TensorMeta
 from engines.weight_label import CHECKPOINT, UNKNOWN, WeightLabel, open_label
 
 _LOOKS_S = 0.002, 0.05
@@ -21,11 +22,14 @@ _LATE = 1 / 16
 class EngineWithWorkers(HttpEngine, ABC):
     """A server whose workers may run our code.
 
+    api_key: the server's bearer key, if it needs one.
     has_tee: they do: `engines/inside_vllm` or `engines/inside_sglang`. A server with `peer` runs it too.
     peer: source of weight versions that are not on the engine's machine.
     """
 
-    def __init__(self, replica_id: str, url: str, api_key: str, *, has_tee: bool, peer: Peer | None) -> None:
+    def __init__(
+        self, replica_id: str, url: str, api_key: str = "", *, has_tee: bool = False, peer: Peer | None = None
+    ) -> None:
         super().__init__(replica_id, url, api_key)
         self._has_tee = has_tee
         self._peer = peer
@@ -60,17 +64,18 @@ class EngineWithWorkers(HttpEngine, ABC):
         self._committed = label.committed
         return label
 
-    async def describe_draft(self, timeout_s: float) -> str:
-        said = await self._on_workers("describe_draft", {}, timeout_s) if self._has_our_worker else []
+    async def prepare_updates(
+        self, tensors: Sequence[TensorMeta], config: str, tied: Sequence[Sequence[str]], timeout_s: float
+    ) -> Preparation:
+        if not self._has_tee:
+            return Preparation()
+        told = {"tensors": [*map(asdict, tensors)], "config": config, "tied": tied}
+        said = await self._on_workers("plan_updates", told, timeout_s)
+        obstacle = next((one["obstacle"] for one in said if one["obstacle"]), "")
         # One worker of a pipeline alone holds the draft's model.
-        return min(filter(None, said), key=lambda draft: draft.endswith("without weights"), default="")
-
-    async def know_checkpoint(
-        self, names: Sequence[str], config: str, tied: Sequence[Sequence[str]], timeout_s: float
-    ) -> None:
-        if self._has_tee:
-            told = {"names": list(names), "config": config, "tied": tied}
-            await self._on_workers("know_checkpoint", told, timeout_s)
+        drafts = filter(None, (one["draft"] for one in said))
+        draft = min(drafts, key=lambda draft: draft.endswith("without weights"), default="")
+        return Preparation(has_tee=True, obstacle=obstacle, draft=draft)
 
     async def announced_as(self, update_info: Json, timeout_s: float) -> Json:
         if not self._has_tee:

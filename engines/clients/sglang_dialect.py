@@ -87,64 +87,37 @@ class _Sample:
     tokens: int = 0
     shows_prompt: bool = False
 
-    def add(self, answer: Json, *, repeats: bool) -> Json:
-        """Return the answer with new text and tokens alone.
+    def add(self, answer: Json) -> Json:
+        """Return the answer with new text and tokens alone: chunks of a server that was started without
+        `incremental_streaming_output` repeat their sample from the start.
 
-        Raise `ValueError` if the tokens so far are not as many as SGLang counts: its chunks repeat their sample, and
-        `repeats` is False, or the other way round.
+        Raise `ValueError` if the tokens so far are not as many as SGLang counts.
         """
-        count = answer["meta_info"]["completion_tokens"]
+        count, num_told = answer["meta_info"]["completion_tokens"], len(answer["output_ids"])
+        num_new = count - self.tokens
         if _is_aborted(answer):
-            count = max(count, self.tokens)  # one that counts fewer is an end alone
-        new = self._rest(answer, count) if repeats else self._next(answer, count)
+            # A request that was aborted in SGLang's queue ends with the whole text, and its last id again.
+            new = answer if 0 < num_told == num_new else _part(answer, "", slice(0))
+        elif num_told > num_new:  # it may have ids that were added after the count
+            new = _part(answer, answer["text"][self.characters :], slice(self.tokens, count))
+        else:
+            new = answer
         self.characters += len(new["text"])
         self.tokens += len(new["output_ids"])
-        if self.tokens != count:
+        if self.tokens != count and not _is_aborted(answer):
             raise ValueError(f"its chunks have {self.tokens} tokens of a sample, and it counts {count}")
-        return new
-
-    def _rest(self, answer: Json, count: int) -> Json:
-        """Return the new part of an answer that repeats the sample. SGLang may add to its ids after it has counted."""
-        new, token_ids = slice(self.tokens, count), answer["output_ids"]
-        if _is_aborted(answer):  # 0.5.17 aborts a request in its queue with the last id alone
-            token_ids = token_ids[max(0, len(token_ids) - (count - self.tokens)) :]
-        else:
-            token_ids = token_ids[new]
-        return _part(answer, answer["text"][self.characters :], token_ids, new)
-
-    def _next(self, answer: Json, count: int) -> Json:
-        """Return the new part of an answer that does not repeat the sample, except at its end: SGLang aborts a request
-        in its queue with the whole text, all log-probs and the last id, after chunks that nobody has read."""
-        token_ids, num_new = answer["output_ids"], count - self.tokens
-        if not _is_aborted(answer) or 0 < len(token_ids) <= num_new:
-            return answer
-        if not num_new:
-            return _part(answer, "", [], slice(0))
-        if token_ids[num_new:] != token_ids[num_new - 1 : num_new]:
-            raise ValueError(f"{token_ids!r:.200} are not {num_new} tokens and the last again")
-        text = self._text_before_repetition(answer["text"])
-        return _part(answer, text, token_ids[:num_new], slice(num_new))
-
-    def _text_before_repetition(self, text: str) -> str:
-        """Return the new part of a text that ends with the whole text: new, known, new."""
-        length, odd = divmod(len(text) - self.characters, 2)
-        new = text[: max(0, length)]
-        if odd or length < 0 or not text.endswith(new):
-            raise ValueError(f"{text!r:.200} does not end with itself after {self.characters} characters")
         return new
 
 
 class CompletionReply:
     """Translates SGLang's answers to one body into vLLM's form.
 
-    repeats: True if each chunk of a stream repeats its sample from the start.
     replica_id: the server, for errors.
     """
 
-    def __init__(self, body: Json, *, repeats: bool = True, replica_id: str = "") -> None:
+    def __init__(self, body: Json, *, replica_id: str = "") -> None:
         self._body = body
         self._replica_id = replica_id
-        self._repeats = repeats
         self._envelope: Json = {"id": "", "object": "text_completion", "created": int(time.time())}
         self._envelope["model"] = body.get("model")
         self._samples: defaultdict[int, _Sample] = defaultdict(_Sample)
@@ -154,7 +127,7 @@ class CompletionReply:
         answers = answer.get("value", [answer])  # a list if n > 1
         choices = []
         for index, sample in enumerate(answers):
-            choice = self._choice(index, self._samples[index].add(sample, repeats=True))
+            choice = self._choice(index, self._samples[index].add(sample))
             choices.append(choice | {"prompt_logprobs": self._prompt_logprobs(sample["meta_info"])})
             self._count_prompt(sample["meta_info"])
         return {**self._identified(answers[0]), "choices": choices, "usage": self.usage()}
@@ -169,7 +142,7 @@ class CompletionReply:
             self._check_status(answer["meta_info"]["finish_reason"])
         index = answer.get("index", 0)
         sample = self._samples[index]
-        choice = self._choice(index, sample.add(answer, repeats=self._repeats))
+        choice = self._choice(index, sample.add(answer))
         self._count_prompt(answer["meta_info"])
         if not choice["text"] and choice["finish_reason"] is None and not choice["token_ids"]:
             return None
@@ -303,8 +276,8 @@ def server_info(info: Json) -> Json:
 
 
 def world_size(info: Json) -> int:
-    """Return the ranks of one server in a weight group."""
-    return int(info.get("tp_size", 1)) * int(info.get("pp_size", 1))
+    """Return the ranks of one server in a weight group; 0 of several copies, whose workers have the same numbers."""
+    return int(info.get("tp_size", 1)) * int(info.get("pp_size", 1)) if info.get("dp_size", 1) == 1 else 0
 
 
 def _sampling(body: Json) -> Json:
@@ -364,11 +337,11 @@ def _is_aborted(answer: Json) -> bool:
     return (answer["meta_info"].get("finish_reason") or {}).get("type") == "abort"
 
 
-def _part(answer: Json, text: str, token_ids: list[int], scored: slice) -> Json:
-    """Return an answer with this text and these tokens; `scored` are their log-probs among those of the answer."""
+def _part(answer: Json, text: str, part: slice) -> Json:
+    """Return an answer with this text, and a part of its tokens."""
     meta = answer["meta_info"]
-    scores = {key: meta[key][scored] for key in _OF_TOKENS if meta.get(key)}
-    return answer | {"text": text, "output_ids": token_ids, "meta_info": meta | scores}
+    scores = {key: meta[key][part] for key in _OF_TOKENS if meta.get(key)}
+    return answer | {"text": text, "output_ids": answer["output_ids"][part], "meta_info": meta | scores}
 
 
 def _finish(reason: Json | None, stop_token_ids: list[int]) -> tuple[str | None, Any]:

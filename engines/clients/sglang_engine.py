@@ -15,35 +15,30 @@
                 mode=wait                 poll /v1/loads until nothing runs, then in_place
     POST /resume                          /continue_generation
     POST /reset_prefix_cache              /flush_cache, which answers 400 while requests run
-    POST /init_weight_transfer_engine     /init_weights_update_group; with packed = true our plugin joins vLLM's group
-    POST /shutdown_weight_transfer_engine /destroy_weights_update_group
-    POST /start_weight_update             /begin_weight_update, in a group of torch's own
-    POST /update_weights                  /update_weights_from_distributed, one broadcast a tensor, in the order named,
-                                          or one for all with load_format = flattened_bucket
-    POST /collective_rpc load_snapshot    /update_weights_from_disk
-    POST /finish_weight_update            /end_weight_update if available, then /update_weight_version
+    POST /init_weight_transfer_engine,    /weights_checker, by which our plugin in its workers hears of them
+        /update_weights, /collective_rpc
+    load_snapshot without our plugin      /update_weights_from_disk
+    POST /finish_weight_update            /update_weight_version
     POST /v1/load_lora_adapter            /load_lora_adapter
     POST /v1/unload_lora_adapter          /unload_lora_adapter
     model = an adapter's name             lora_path = that name
 
 SGLang by itself supports neither vLLM's packed chunks nor its rendezvous. With our plugin in its workers
-(`engines/inside_sglang`) it takes both, with digests and a copy for the store. With `packed: false`, and without the
-plugin, a sender joins as rank 0 of a torch process group named "rollout_gateway". SGLang takes distributed updates only
-without data parallelism.
+(`engines/inside_sglang`) it takes both, with digests and a copy for the store. Without the plugin it takes no trainer's
+group, and loads versions of the store. It does so only without data parallelism.
 """
 
 import asyncio
 import contextlib
 import re
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
-from dataclasses import asdict
+from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import orjson
 
-from engines.clients.cumulative import LatestEvents
 from engines.clients.http import message_of
 from engines.clients.our_workers import EngineWithWorkers
 from engines.clients.sglang_dialect import (
@@ -58,27 +53,17 @@ from engines.clients.sglang_dialect import (
     world_size,
 )
 from engines.clients.vllm_engine import label_of
-from engines.engine import Json, Peer
-from engines.errors import (
-    DeadlineExceeded,
-    EngineFailed,
-    EngineRefused,
-    EngineUnreachable,
-    InvalidRequest,
-)
+from engines.engine import Json, Peer, Preparation
+from engines.errors import DeadlineExceeded, EngineRefused, InvalidRequest
 from engines.transfer.worker_calls import call_text
 from engines.types import PauseMode, TensorMeta
 
-T = TypeVar("T")
-
-_GROUP = "rollout_gateway"
 _POLL_S = 0.05
 _PACKING = {"chunk_bytes": "packed_buffer_size_bytes", "buffers": "packed_num_buffers"}
 """Our plugin's and vLLM's names."""
 _SHARE = 0.9
 """Share of a call's time after which a worker gives up a collective, so that its answer is heard."""
 _NO_TOKEN = 2**31 - 1
-_UPDATE_ROUTE = "/update_weights_from_distributed"
 _LOAD_ROUTE = "/update_weights_from_disk"
 _WORKERS = "/weights_checker"
 
@@ -98,10 +83,10 @@ _ROUTES = {
     "/pause": "/pause_generation",
     "/resume": "/continue_generation",
     "/reset_prefix_cache": "/flush_cache",
-    "/init_weight_transfer_engine": "/init_weights_update_group",
-    "/shutdown_weight_transfer_engine": "/destroy_weights_update_group",
-    "/start_weight_update": _UPDATE_ROUTE,
-    "/update_weights": _UPDATE_ROUTE,
+    "/init_weight_transfer_engine": _WORKERS,
+    "/shutdown_weight_transfer_engine": _WORKERS,
+    "/start_weight_update": _WORKERS,
+    "/update_weights": _WORKERS,
     "/finish_weight_update": "/update_weight_version",
     "/v1/load_lora_adapter": "/load_lora_adapter",
     "/v1/unload_lora_adapter": "/unload_lora_adapter",
@@ -109,7 +94,7 @@ _ROUTES = {
 
 
 class SglangEngine(EngineWithWorkers):
-    """One SGLang server. Opening a group detects support for update sessions.
+    """One SGLang server.
 
     has_tee: its workers run our plugin (`engines/inside_sglang`).
     """
@@ -118,12 +103,7 @@ class SglangEngine(EngineWithWorkers):
         self, replica_id: str, url: str, api_key: str = "", *, has_tee: bool = False, peer: Peer | None = None
     ) -> None:
         super().__init__(replica_id, url, api_key, has_tee=has_tee, peer=peer)
-        self._obstacle = ""
-        self._is_packed = False
-        self._has_sessions = False
-        self._load_format: str | None = None
         self._vocab_size: int | None = None
-        self._repeats: bool | None = None
         self._served_name = ""
         self._adapters: set[str] = set()
 
@@ -167,10 +147,8 @@ class SglangEngine(EngineWithWorkers):
                     yield chunk
                 return
             asked = generate_body(body) | self._adapter_of(body) | {"stream": True}
-            repeats = await self._finds_repeats(timeout_s)
-            reply = CompletionReply(body, repeats=repeats, replica_id=self.replica_id)
-            latest = LatestEvents() if repeats else None
-            async with aclosing(self._chunks("/generate", asked, timeout_s, latest)) as answers:
+            reply = CompletionReply(body, replica_id=self.replica_id)
+            async with aclosing(self._chunks("/generate", asked, timeout_s)) as answers:
                 async for answer in answers:
                     if (translated := self._translated(reply.chunk, answer)) is not None:
                         yield translated
@@ -181,25 +159,8 @@ class SglangEngine(EngineWithWorkers):
         return self._translated(label_of, await self._call("GET", "/model_info", None, timeout_s))
 
     async def open_weight_group(self, init_info: Json, timeout_s: float) -> None:
-        self._is_packed = bool(init_info.get("packed", True))
-        self._has_sessions = not self._is_packed
-        if self._is_packed:
-            await self._open_packed_group(init_info, timeout_s)
-            return
-        self._load_format = init_info.get("load_format")
-        group = {key: init_info[key] for key in ("master_address", "master_port", "rank_offset", "world_size")}
-        body = group | {"group_name": _GROUP, "backend": init_info.get("backend", "nccl")}
-        await self._call("POST", "/init_weights_update_group", body, timeout_s)
-
-    async def _open_packed_group(self, init_info: Json, timeout_s: float) -> None:
-        if not self._has_tee:
-            raise self._refusal(
-                "this SGLang server receives no packed chunks, which TRL's client sends: it runs without our plugin, "
-                "or the plugin leaves updates to SGLang, and reload_reason in /status says why. Use the store, as "
-                "WeightSender(transport='store') does, start it with rollout-gateway importable in its Python, or send "
-                "one broadcast per tensor over a torch process group with packed = false",
-                "packed",
-            )
+        if not init_info.get("packed", True):
+            raise self._refusal("SGLang receives packed chunks alone: set packed to true", "packed")
         group = {
             "address": init_info["master_address"],
             "port": init_info["master_port"],
@@ -211,65 +172,32 @@ class SglangEngine(EngineWithWorkers):
         await self._on_workers("open_group", group, timeout_s)
 
     async def close_weight_group(self, timeout_s: float) -> None:
-        if self._is_packed:
-            await self._on_workers("close_group", {}, timeout_s)
-            return
-        await self._call("POST", "/destroy_weights_update_group", {"group_name": _GROUP}, timeout_s)
+        await self._on_workers("close_group", {}, timeout_s)
 
     async def start_weight_update(self, timeout_s: float) -> None:
         await self._label("", timeout_s)
-        if self._has_sessions:
-            await self._call("POST", "/begin_weight_update", {"selector": "all"}, timeout_s)
 
     async def update_weights(self, update_info: Json, timeout_s: float) -> None:
-        if self._is_packed:
-            await self._on_workers("receive", self._receive(update_info, timeout_s), timeout_s)
-            return
-        # No flush: prefixes are salted by weight version, and SGLang refuses to flush under requests it has paused.
-        body = {
-            "names": update_info["names"],
-            "dtypes": update_info["dtype_names"],
-            "shapes": update_info["shapes"],
-            "group_name": _GROUP,
-            "flush_cache": False,
-            "load_format": update_info.get("load_format", self._load_format),
-        }
-        await self._call("POST", _UPDATE_ROUTE, body, timeout_s)
+        await self._on_workers("receive", self._receive(update_info, timeout_s), timeout_s)
 
     async def finish_weight_update(self, label: str, timeout_s: float) -> None:
-        if self._has_sessions:
-            await self._call("POST", "/end_weight_update", {}, timeout_s)
         await self._label(label, timeout_s)
 
     async def abandon_weight_update(self, timeout_s: float, *, drops_receipt: bool = False) -> None:
         if drops_receipt:
             await self.drop_receipt(timeout_s)
-        if self._has_sessions:
-            with contextlib.suppress(EngineRefused):  # a failed transfer may have ended the session
-                await self._call("POST", "/end_weight_update", {}, timeout_s)
 
-    async def find_plugin(self, tensors: tuple[TensorMeta, ...], timeout_s: float) -> bool:
-        """Return True if our plugin runs in the server's workers and can update their model.
-
-        It plans loads of `tensors`, so that the first update takes no longer than the next.
-        """
+    async def prepare_updates(
+        self, tensors: Sequence[TensorMeta], config: str, tied: Sequence[Sequence[str]], timeout_s: float
+    ) -> Preparation:
+        """As of any engine. It finds out whether our plugin runs in the workers, and can update their model."""
+        self._has_tee = True
         try:
-            found = await self._on_workers("plan_updates", {"tensors": [*map(asdict, tensors)]}, timeout_s)
+            found = await super().prepare_updates(tensors, config, tied, timeout_s)
         except EngineRefused:  # SGLang without the plugin knows no such action
-            return False
-        self._obstacle = next(filter(None, found), "")
-        self._has_tee = not self._obstacle
-        return self._has_tee
-
-    async def plan_updates(self, timeout_s: float) -> str:
-        return self._obstacle
-
-    async def room_to_stage(self, num_bytes: int, timeout_s: float) -> bool:
-        return self._is_packed and await super().room_to_stage(num_bytes, timeout_s)
-
-    async def load_snapshot(self, path: str, version: int, timeout_s: float) -> None:
-        await self.abandon_weight_update(timeout_s)
-        await super().load_snapshot(path, version, timeout_s)
+            found = Preparation()
+        self._has_tee = found.has_tee and not found.obstacle
+        return replace(found, has_tee=self._has_tee)
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool, timeout_s: float) -> None:
         if mode is PauseMode.WAIT:
@@ -333,29 +261,6 @@ class SglangEngine(EngineWithWorkers):
             found = re.search(r"keys in \[0, ([0-9]{1,18})\]", str(error))
             return int(found[1]) + 1 if found else 0
         return 0
-
-    async def _finds_repeats(self, timeout_s: float) -> bool:
-        """Return True if each chunk of a stream repeats its sample from the start, as with a server's defaults."""
-        if self._repeats is None:
-            self._repeats = not (await self._server_info(timeout_s)).get("incremental_streaming_output")
-        return self._repeats
-
-    def _forget_repeats(self) -> None:
-        """Look again before the next stream: the server may have been started again, with other options."""
-        self._repeats = None
-
-    def _unreachable(self, path: str, error: ConnectionError) -> EngineUnreachable:
-        self._forget_repeats()
-        return super()._unreachable(path, error)
-
-    def _translated(self, translate: Callable[[Json], T], answer: Json) -> T:
-        """Return the translation of an answer. Raise `EngineFailed` where it has another form than SGLang's, or chunks
-        another than the server was found to write."""
-        try:
-            return super()._translated(translate, answer)
-        except EngineFailed:
-            self._forget_repeats()
-            raise
 
     async def _models(self, timeout_s: float) -> Json:
         """Return the model list with the start name, not the folder loaded last."""

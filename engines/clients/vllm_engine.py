@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from engines.clients.our_workers import EngineWithWorkers
-from engines.engine import Json, Peer
+from engines.engine import Json
 from engines.errors import EngineFailed, EngineRefused
 from engines.types import PauseMode
 from engines.weight_label import open_label
@@ -15,37 +15,26 @@ _NO_ROUTE = (404, 405)
 
 
 class VllmEngine(EngineWithWorkers):
-    """One vLLM server (tested with 0.32).
-
-    api_key: the server's bearer key, if it needs one.
-    has_tee: its workers run our extension (`engines/inside_vllm/worker.py`).
-    """
-
-    def __init__(
-        self,
-        replica_id: str,
-        url: str,
-        api_key: str = "",
-        *,
-        has_tee: bool = False,
-        peer: Peer | None = None,
-    ) -> None:
-        super().__init__(replica_id, url, api_key, has_tee=has_tee, peer=peer)
+    """One vLLM server (tested with 0.32)."""
 
     async def ask(self, method: str, path: str, body: Json | None, timeout_s: float) -> Json:
         return await self._call(method, path, body, timeout_s)
 
     async def generate(self, path: str, body: Json, timeout_s: float) -> Json:
-        return await self.ask("POST", path, {**body, "stream": False}, timeout_s)
+        return await self.ask("POST", path, self._asked(body, stream=False), timeout_s)
 
     def stream(self, path: str, body: Json, timeout_s: float) -> AsyncGenerator[Json]:
-        return self._chunks(path, {**body, "stream": True}, timeout_s)
+        return self._chunks(path, self._asked(body, stream=True), timeout_s)
 
     async def reply(self, path: str, body: Json, timeout_s: float) -> bytes:
-        return await self._read("POST", path, {**body, "stream": False}, timeout_s)
+        return await self._read("POST", path, self._asked(body, stream=False), timeout_s)
 
     def events(self, path: str, body: Json, timeout_s: float) -> AsyncGenerator[list[bytes]]:
-        return self._events(path, {**body, "stream": True}, timeout_s)
+        return self._events(path, self._asked(body, stream=True), timeout_s)
+
+    def _asked(self, body: Json, *, stream: bool) -> Json:
+        """Return the body as this server takes it."""
+        return {**body, "stream": stream}
 
     async def open_weight_group(self, init_info: Json, timeout_s: float) -> None:
         info = {"packed": True} | init_info  # trainers beside vLLM before 0.28 say it later, and always pack
@@ -78,10 +67,6 @@ class VllmEngine(EngineWithWorkers):
             with contextlib.suppress(EngineFailed):
                 await self.ask("POST", "/finish_weight_update", {}, timeout_s)
         await self._label("", timeout_s)
-
-    async def plan_updates(self, timeout_s: float) -> str:
-        workers = await self._on_workers("plan_updates", {}, timeout_s) if self._has_tee else []
-        return next((worker["obstacle"] for worker in workers if worker.get("obstacle")), "")
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool, timeout_s: float) -> None:
         await self.ask("POST", f"/pause?mode={mode}&clear_cache={str(clear_cache).lower()}", None, timeout_s)

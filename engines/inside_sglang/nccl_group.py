@@ -76,7 +76,10 @@ class NcclGroup:
             self._warm_up(deadline)
         except (RuntimeError, ValueError) as error:
             self.close()
-            raise WeightUpdateFailed(f"{place} could not join the trainer's NCCL group: {error}") from error
+            raise WeightUpdateFailed(
+                f"{place} could not join the trainer's NCCL group: {error}. The trainer needs the NCCL release of this "
+                f"engine, which is {self._nccl.ncclGetVersion() if self._nccl else 'unknown'}"
+            ) from error
 
     def receive(
         self,

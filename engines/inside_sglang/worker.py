@@ -3,7 +3,6 @@
 import json
 import logging
 import sys
-from collections.abc import Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -12,16 +11,12 @@ import torch
 
 from engines.errors import WeightUpdateFailed
 from engines.inside_sglang.nccl_group import NcclGroup
-from engines.inside_sglang.obstacles import obstacle_in_model, obstacle_to_updates
-from engines.loading.draft import Draft, own_checkpoint
-from engines.loading.planned_load import PlannedLoad, form_of
-from engines.loading.snapshot_reader import pin_memory
+from engines.inside_sglang.obstacles import obstacle_to_updates
+from engines.loading.planned_load import PlannedLoad
 from engines.loading.stage import FolderStage
-from engines.loading.worker import Target, UpdatedWorker, tensors_of
+from engines.loading.worker import Target, UpdatedWorker, draft_of, tensors_of
 from engines.transfer.gloo import Receiver, WeightGroup
 from engines.transfer.packing import CHUNK_BYTES
-from engines.transfer.tee import prepare
-from engines.types import TensorMeta
 
 log = logging.getLogger(__name__)
 
@@ -49,17 +44,9 @@ class WeightWorker(UpdatedWorker):
         self._runner = manager.tp_worker.model_runner
         self._receiver = Receiver()
 
-    def plan_updates(self, tensors: Sequence[dict[str, Any]] = ()) -> str:
-        """Prepare for updates of these tensors: the first is then as fast as the next.
-
-        Return why updates are left to SGLang's own routes; "" where they are ours.
-        """
-        if not self.target.obstacle:
-            prepare(self.target.device)
-            if self.target.device.type == "cuda":
-                pin_memory()
-            self.target.plan([form_of(TensorMeta(**{**one, "shape": tuple(one["shape"])})) for one in tensors])
-        return self.target.obstacle
+    def plan_updates(self, *args: Any, **kwargs: Any) -> dict[str, str]:
+        obstacle = self.target.obstacle
+        return {"obstacle": obstacle, "draft": ""} if obstacle else super().plan_updates(*args, **kwargs)
 
     def open_group(
         self,
@@ -127,7 +114,7 @@ class WeightWorker(UpdatedWorker):
             device=next(self._model.parameters()).device,
             weights=PlannedLoad(self._model),
             obstacle=reason,
-            draft=Draft() if reason else _draft(self._manager),
+            draft="" if reason else _draft(self._manager),
         )
 
     def _receive(self, update_info: dict[str, Any], timeout_s: float) -> None:
@@ -147,19 +134,13 @@ class WeightWorker(UpdatedWorker):
             )
 
 
-def _draft(manager: Any) -> Draft:
+def _draft(manager: Any) -> str:
     if manager.draft_worker is None:
-        return Draft()
+        return ""
     target = manager.tp_worker.model_runner
-    settings = target.server_args
-    method = str(settings.speculative_algorithm).lower()
-    runners = _draft_runners(manager)
-    if not runners:
-        return Draft(method)
-    draft, *others = (runner.model for runner in runners)
-    checkpoints = settings.speculative_draft_model_path, settings.model_path
-    obstacle = "it has several models" if others else own_checkpoint(*checkpoints) or obstacle_in_model(draft)
-    return Draft(method, draft, target.model, obstacle)
+    models = [runner.model for runner in _draft_runners(manager)]
+    draft = torch.nn.ModuleList(models) if models else None
+    return draft_of(str(target.server_args.speculative_algorithm).lower(), draft, target.model)
 
 
 def _draft_runners(manager: Any) -> list[Any]:

@@ -1,8 +1,8 @@
 """Loads a LoRA-enabled model under its checkpoint's names.
 
 vLLM puts a wrapper around each layer that an adapter may change, and the layer's tensors get the wrapper's name.
-Loaders then refuse the checkpoint's names (0.26), or skip experts without an error (0.32). A layer in the place of its
-wrapper is loaded as it was at the engine's start: the wrapper derives nothing from the layer.
+Loaders then skip experts without an error (0.32). A layer in the place of its wrapper is loaded as it was at the
+engine's start: the wrapper derives nothing from the layer.
 """
 
 from collections.abc import Iterable, Iterator

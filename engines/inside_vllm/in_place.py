@@ -16,11 +16,8 @@ EXPERT_BACKENDS = {"TRITON", "BATCHED_TRITON"}
 """Kernels for experts that read the weights as they were loaded. The others swap halves, permute, pad or pack them."""
 
 
-def obstacle(worker: Any, model: Any = None) -> str:
-    """Return why a load in place, in any parts and order, would differ from vLLM's reload; "" where it would not.
-
-    `model` is the worker's unless it is given.
-    """
+def obstacle(worker: Any) -> str:
+    """Return why a load in place, in any parts and order, would differ from vLLM's reload; "" where it would not."""
     from vllm.platforms import current_platform
 
     config, device = worker.vllm_config, worker.device
@@ -28,7 +25,7 @@ def obstacle(worker: Any, model: Any = None) -> str:
         return f"vLLM rearranges weights on {'rocm' if current_platform.is_rocm() else device.type}"
     if config.model_config.quantization:
         return f"quantization {config.model_config.quantization}: the engine computes with other tensors than it loads"
-    model = worker.get_model() if model is None else model
+    model = worker.get_model()
     with base_layers(model) if config.lora_config is not None else nullcontext():
         if not all(parameter.device == device for parameter in model.parameters()):
             return f"some weights are not on {device}"

@@ -1,24 +1,21 @@
 """The extension of vLLM's workers (`--worker-extension-cls`). A call of /collective_rpc reaches all workers."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from engines.checkpoint import known_tensors, served_in
 from engines.inside_vllm.base_layers import base_layers, loader_of
 from engines.inside_vllm.gloo_receiver import rebuild_tied_head
 from engines.inside_vllm.in_place import load_in_place, load_layerwise, obstacle
-from engines.loading.draft import Draft, own_checkpoint
-from engines.loading.planned_load import PlannedLoad, form_of
+from engines.loading.planned_load import PlannedLoad
 from engines.loading.snapshot_reader import pin_memory, read_tensors
 from engines.loading.stage import FolderStage
-from engines.loading.worker import Target, UpdatedWorker
+from engines.loading.worker import Target, UpdatedWorker, draft_of
 from engines.transfer.gloo import until_listening
 from engines.transfer.packing import unpack_quickly
 from engines.transfer.tee import prepare
-from engines.types import TensorMeta
 
 
 class WeightWorker(UpdatedWorker):
@@ -62,16 +59,10 @@ class WeightWorker(UpdatedWorker):
         """Report that `load_snapshot` exists, for external servers."""
         return {"fetches": True}
 
-    def plan_updates(self) -> dict[str, str]:
-        """Plan loads of the checkpoint's tensors, so that the first update takes no longer than the next.
-
-        Return why updates need vLLM's own reload instead; "" where they are loaded in place.
-        """
+    def plan_updates(self, *args: Any, **kwargs: Any) -> dict[str, str]:
         worker: Any = self
         find_trainer_first(worker.weight_transfer_engine)
-        prepare(worker.device)
-        self.target.plan([*map(form_of, _expected(worker.vllm_config.model_config))])
-        return {"obstacle": self.target.obstacle}
+        return super().plan_updates(*args, **kwargs)
 
     def kv_memory(self) -> object:
         """Return the KV of all layers, but for those with sinks: vLLM writes these there once."""
@@ -104,15 +95,10 @@ class WeightWorker(UpdatedWorker):
     def loading(self) -> Iterator[None]:
         """As vLLM's own around its receivers: an update may lack tensors that a checkpoint has."""
         from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 
         worker: Any = self
-        with ExitStack() as stack:
-            stack.enter_context(set_current_vllm_config(worker.vllm_config))
-            with suppress(ImportError):  # older vLLM makes no such check
-                from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
-
-                stack.enter_context(disable_mtp_completeness_check())
-            stack.enter_context(super().loading())
+        with set_current_vllm_config(worker.vllm_config), disable_mtp_completeness_check(), super().loading():
             yield
 
     @cached_property
@@ -144,14 +130,9 @@ def _base_layers(worker: Any) -> AbstractContextManager[None]:
     return base_layers(worker.get_model()) if worker.vllm_config.lora_config is not None else nullcontext()
 
 
-def _draft(worker: Any) -> Draft:
+def _draft(worker: Any) -> str:
     config = worker.vllm_config.speculative_config
-    if config is None:
-        return Draft()
-    if (model := worker.get_draft_model()) is None:
-        return Draft(config.method)
-    checkpoints = config.draft_model_config.model, worker.vllm_config.model_config.model
-    return Draft(config.method, model, worker.get_model(), own_checkpoint(*checkpoints) or obstacle(worker, model))
+    return "" if config is None else draft_of(config.method, worker.get_draft_model(), worker.get_model())
 
 
 def break_group(engine: Any) -> None:
@@ -182,13 +163,6 @@ def find_trainer_first(engine: Any) -> None:
 
     find_and_join.finds_trainer = True  # type: ignore[attr-defined]
     engine.init_transfer_engine = find_and_join
-
-
-def _expected(model_config: Any) -> tuple[TensorMeta, ...]:
-    """Return the tensors that a trainer of this model sends, by its checkpoint, in the dtype of the engine."""
-    folder = Path(model_config.model)
-    tensors = known_tensors(folder) if folder.is_dir() else None
-    return served_in(str(model_config.dtype).removeprefix("torch."), tensors or ())
 
 
 def _end_reload(worker: Any) -> None:

@@ -88,11 +88,6 @@ class PlannedLoad:
         if unknown:
             self._plans |= self._recorded(unknown)
 
-    def places(self, form: Form) -> list[torch.Tensor]:
-        """Return the parts of parameters that a planned tensor is copied into; none where its loader runs each time."""
-        plan = self._plans[form]
-        return [copy.place for copy in plan.copies] if plan is not None else []
-
     def load(self, weights: Iterable[NamedTensor]) -> None:
         """Load these tensors. Errors are the loaders' own, such as for a name that the model does not have."""
         planned, rest = self._sorted(weights)

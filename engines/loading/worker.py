@@ -1,6 +1,6 @@
 """The part of our code in an engine's workers that is the same for vLLM and SGLang. A call reaches all workers."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -12,15 +12,15 @@ import torch
 from engines.checkpoint_names import CheckpointNames, announced_as, checkpoint_names
 from engines.engine import ReceiptCopy
 from engines.errors import WeightUpdateFailed
-from engines.loading.draft import Draft
 from engines.loading.exchange import Exchange
-from engines.loading.planned_load import Form, Load, PlannedLoad, load_in_batches
-from engines.loading.snapshot_reader import read_tensors
+from engines.loading.planned_load import Form, Load, PlannedLoad, form_of, load_in_batches
+from engines.loading.snapshot_reader import pin_memory, read_tensors
 from engines.loading.stage import FolderStage, ReceivedStage, Stage
 from engines.store.peer_store import PeerStore, fetched
 from engines.transfer.packing import NamedTensor
 from engines.transfer.receipts import Receipts
-from engines.transfer.tee import room_on
+from engines.transfer.tee import prepare, room_on
+from engines.types import TensorMeta
 
 _BATCH_BYTES = 512 << 20
 """Batch of a folder that is loaded in place: large enough that loaders run seldom, small enough for a full GPU."""
@@ -32,37 +32,33 @@ class Target:
 
     weights: the loads of its model.
     obstacle: the reason why weights are not loaded in place, but by the engine's own loader; "" where they are.
+    draft: `draft_of`.
     """
 
     device: torch.device
     weights: PlannedLoad
     obstacle: str
-    draft: Draft
+    draft: str = ""
 
     def plan(self, forms: list[Form]) -> None:
         """Plan loads of these tensors, so that the first update takes no longer than the next."""
         self.begin()
         if not self.obstacle:
             self.weights.plan(forms)
-        self.draft.plan(forms)
 
     def begin(self) -> None:
         """Begin an update of all or some weights."""
         if not self.obstacle:
             self.weights.begin()
-        self.draft.begin()
 
     @property
     def load(self) -> Load:
-        """The loader of an update's tensors. A draft that takes some of them gets them too."""
-        return self.draft.beside(self.weights.load_by_engine if self.obstacle else self.weights.load)
+        """The loader of an update's tensors."""
+        return self.weights.load_by_engine if self.obstacle else self.weights.load
 
     def exchange(self, tensors: list[NamedTensor]) -> Exchange | None:
-        """Return the load of these tensors that keeps the weights before; None where that would not be exact.
-
-        A draft that takes some of them too would have to be taken back with the target.
-        """
-        return None if self.obstacle or self.draft.takes_tensors else self.weights.exchange(tensors)
+        """Return the load of these tensors that keeps the weights before; None where that would not be exact."""
+        return None if self.obstacle else self.weights.exchange(tensors)
 
     @property
     def has_moved(self) -> bool:
@@ -105,21 +101,25 @@ class UpdatedWorker:
 
     names = CheckpointNames()
 
-    def know_checkpoint(self, **checkpoint: Any) -> None:
-        """Convert the names of received tensors from now on, with the arguments of `CheckpointNames`.
+    def plan_updates(
+        self, tensors: Sequence[dict[str, Any]] = (), config: str = "", tied: Sequence[Sequence[str]] = ()
+    ) -> dict[str, str]:
+        """Prepare for updates of the checkpoint's tensors, with the arguments of `CheckpointNames`: the first update
+        takes no longer than the next. What takes seconds is made now: at the start no rollout waits for it.
 
-        What takes seconds is made now: at the start no rollout and no update waits for it.
+        Return why updates are left to the engine's own reload, and what they do to a draft.
         """
-        self.names = checkpoint_names(**checkpoint)
+        self.names = checkpoint_names([one["name"] for one in tensors], config, tied)
         self.names.prepare()
+        prepare(self.target.device)
+        if self.target.device.type == "cuda":
+            pin_memory()
+        self.target.plan([form_of(TensorMeta(**{**one, "shape": tuple(one["shape"])})) for one in tensors])
+        return {"obstacle": self.target.obstacle, "draft": self.target.draft}
 
     def announced_as(self, update_info: dict[str, Any]) -> dict[str, Any]:
         """Return the announcement under the checkpoint's names, or the reason why it is refused."""
         return announced_as(self.names, update_info)
-
-    def describe_draft(self) -> str:
-        """Return `Draft.describe`; "" from an engine that does not decode speculatively."""
-        return self.target.draft.describe()
 
     def room_to_stage(self, num_bytes: int) -> dict[str, bool]:
         """Report whether tensors of so many bytes fit beside the weights, without those that an update has left."""
@@ -262,6 +262,21 @@ class UpdatedWorker:
             else:
                 exchange.load()
         self.exchange = exchange
+
+
+def draft_of(method: str, draft: Any, target: Any) -> str:
+    """Return the method of a draft, and what updates of the `target` do to its weights. None stands for a draft without
+    weights, such as a look-up of n-grams.
+
+    Tokens are right whatever a draft holds, since the target checks each. Parts that it shares with the target are
+    loaded with it; with old weights in others a draft is right less often, and tokens come slower.
+    """
+    if draft is None:
+        return f"{method}, without weights"
+    shared = {id(parameter) for parameter in target.parameters()}
+    if all(id(parameter) in shared for parameter in draft.parameters()):
+        return f"{method}, whose weights are all the model's"
+    return f"{method}, frozen: no update has its tensors"
 
 
 def tensors_of(held: object) -> Iterator[torch.Tensor]:

@@ -33,11 +33,6 @@ _STAGES = tuple(
         (r"Capturing batches .* (?P<done>\d+)/(?P<all>\d+) \[", "capturing graphs"),
         (r"Starting to load model|Load weight begin", "loading weights"),
         (
-            r"\[SymmDeviceMemory\]",  # SGLang 0.5.17 with experts on two GPUs stood still behind it
-            "setting up FlashInfer's fused all-reduce, which engine.extra.enforce_disable_flashinfer_allreduce_fusion "
-            "turns off",
-        ),
-        (
             r"Dynamo bytecode transform|Compiling (a graph|num tokens)|torch\.compile took|Start compiling",
             "compiling",
         ),

@@ -11,9 +11,8 @@ from pathlib import Path
 
 from engines.checkpoint import known_tensors, read_config, served_in, tied_names
 from engines.clients.connect import connect
-from engines.clients.sglang_engine import SglangEngine
 from engines.config import DEFAULT_LOG_DIR, EngineConfig
-from engines.engine import Engine
+from engines.engine import Engine, Preparation
 from engines.errors import DeadlineExceeded, EngineError, EngineStartFailed
 from engines.model_folder import is_quantised, model_folder
 from engines.process.diagnosis import diagnose, last_error
@@ -54,7 +53,6 @@ class EngineServer:
         self._port: HeldPort | None = None
         self._process: EngineProcess | None = None
         self._engine: Engine | None = None
-        self._has_tee = False
 
     async def start(self) -> ReplicaInfo:
         """Start, wait for health, warm up. Raises `EngineStartFailed`, whose first line gives the reason, and
@@ -102,14 +100,10 @@ class EngineServer:
         if config.log_dir == DEFAULT_LOG_DIR:
             await asyncio.to_thread(forget_old_logs, config.log_folder)
         command = await asyncio.to_thread(engine_command, config, port=port, index=self._index)
-        self._has_tee = config.kind is EngineKind.SIM or VLLM_WORKER in command.argv
+        has_tee = config.kind is EngineKind.SIM or VLLM_WORKER in command.argv
         command = replace(command, hidden=self._hidden)
-        if config.profiling:
-            config.profile_folder(port).mkdir(parents=True, exist_ok=True)
         self._process = process = self._new_process(command, log_path, config.stop_timeout_s)
-        self._engine = engine = connect(
-            config.kind, self._replica_id, f"http://127.0.0.1:{port}", has_tee=self._has_tee
-        )
+        self._engine = engine = connect(config.kind, self._replica_id, f"http://127.0.0.1:{port}", has_tee=has_tee)
         process.start()
         try:
             async with asyncio.timeout(config.start_timeout_s):
@@ -117,8 +111,7 @@ class EngineServer:
                 # The first request of a new engine takes seconds; rollouts should not pay for it.
                 warm_up = {"model": config.served_name, "prompt": [3, 4, 5, 6], "max_tokens": 2, "temperature": 0}
                 await engine.generate("/v1/completions", warm_up, config.start_timeout_s)
-                profiles = str(config.profile_folder(port)) if config.profiling else ""
-                info = replace(await self._describe(process, engine), profiles=profiles)
+                info = await self._describe(process, engine)
                 # Else another server has answered, which took the port between the draw and the bind.
                 self._check_own(process)
                 return info
@@ -173,12 +166,10 @@ class EngineServer:
             )
         )
         tensors = expected_tensors(self._config)
-        if isinstance(engine, SglangEngine) and not self._config.frozen:
-            self._has_tee = await engine.find_plugin(tensors or (), limit_s)
-        reload_reason = await engine.plan_updates(limit_s)
-        draft = await engine.describe_draft(limit_s)
         config, tied = await asyncio.to_thread(_names_of, self._config) if tensors else ("", ())
-        await engine.know_checkpoint([tensor.name for tensor in tensors or ()], config, tied, limit_s)
+        updates = Preparation()
+        if not self._config.frozen:
+            updates = await engine.prepare_updates(tensors or (), config, tied, limit_s)
         visible = self._config.env.get("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES"))
         return ReplicaInfo(
             replica_id=self._replica_id,
@@ -196,10 +187,10 @@ class EngineServer:
             gpus=await asyncio.to_thread(gpus_of, visible) if self._config.device != "cpu" else (),
             dialect=Dialect.SGLANG if self._config.kind is EngineKind.SGLANG else Dialect.VLLM,
             streams=streams_coarsely(self._config),
-            has_tee=self._has_tee,
-            fetches=self._has_tee,
-            reload_reason=reload_reason,
-            draft=draft,
+            has_tee=updates.has_tee,
+            fetches=updates.has_tee,
+            reload_reason=updates.obstacle,
+            draft=updates.draft,
             pid=process.engine_pid,
             started=time.time(),
             log_path=str(process.log_path),

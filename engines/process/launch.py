@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from engines.inside_vllm.plugin import FORK_CORE, SHARED_ADAPTERS
 from engines.levers import LEVERS, Lever
 from engines.process.interpreter import Interpreter, interpreter_of
 from engines.process.process import Command
-from engines.types import EngineKind
+from engines.types import OLDEST, Dialect, EngineKind, is_too_old, release
 
 # Words before the model: `vllm serve`, or the server module for the CPU build, since `vllm serve` looks up the version
 # of a distribution named vllm.
@@ -40,9 +39,6 @@ _VLLM_ENV = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
 _VLLM_CPU_ENV = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
 # No worker process, and a core that is forked: each is a third less start time.
 _VLLM_SINGLE_ENV = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", FORK_CORE: "1"}
-
-_OLDEST = {"vLLM": "0.28", "SGLang": "0.5.23"}
-"""Releases that say which weights they hold, and whose updates have the form that is sent here."""
 
 VLLM_WORKER = "engines.inside_vllm.worker.WeightWorker"
 """The extension of vLLM's workers, used if rollout-gateway is installed beside vLLM."""
@@ -89,7 +85,9 @@ def _sglang_command(config: EngineConfig, port: int, seed: int) -> Command:
     on_cpu = config.device == "cpu"
     env = _SGLANG_ENV | (_SGLANG_CPU_ENV if on_cpu else _nccl_as_trainers_have_it())
     interpreter = interpreter_of(config, env)
-    _check_sglang(interpreter)
+    if not (versions := interpreter.versions("sglang")):
+        raise _not_installed(interpreter, "sglang", "SGLang", "'rollout-gateway[sglang]'")
+    _check_release("SGLang", Dialect.SGLANG, versions["sglang"])
     _refuse_vllms_levers(config)
     arguments = [
         _argument("model_path", config.model),
@@ -161,11 +159,10 @@ def _vllm_command(config: EngineConfig, port: int, seed: int) -> Command:
         _argument("weight_transfer_config", {"backend": backend}),
         _argument("worker_extension_cls", VLLM_WORKER if reports_weights else None),
         _argument("distributed_executor_backend", "mp" if config.workers_per_copy > 1 else None),
-        _argument("profiler_config", _torch_profiler(config, port)),
         # Reports the weight version of each token, which vLLM tracks since 0.32.
-        _argument("middleware", _SPANS if reports_weights and _numbers(vllm.version) >= (0, 32) else None),
+        _argument("middleware", _SPANS if reports_weights and release(vllm.version) >= (0, 32) else None),
         # /render and /inference/v1/generate
-        _argument("enable_scale_out", True if _numbers(vllm.version) >= (0, 30) else None),
+        _argument("enable_scale_out", True if release(vllm.version) >= (0, 30) else None),
         *(_argument(name, value) for name, value in config.extra.items()),
     ]
     if (config.api_server_count or 1) > 1 and not vllm.has_cli:
@@ -195,12 +192,6 @@ def _takes_adapters(config: EngineConfig, interpreter: Interpreter, vllm: _Vllm)
             "share adapters: pip install rollout-gateway there, or leave out engine.api_server_count"
         )
     return {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "0", SHARED_ADAPTERS: "adapters"}
-
-
-def _torch_profiler(config: EngineConfig, port: int) -> dict[str, str] | None:
-    if not config.profiling:
-        return None
-    return {"profiler": "torch", "torch_profiler_dir": str(config.profile_folder(port))}
 
 
 def _sim_command(config: EngineConfig, port: int, seed: int) -> Command:
@@ -240,7 +231,7 @@ def _installed_vllm(interpreter: Interpreter) -> _Vllm:
     versions = interpreter.versions("vllm", "vllm-cpu", "rollout-gateway")
     for distribution in ("vllm", "vllm-cpu"):
         if (version := versions.get(distribution)) is not None:
-            _check_release("vLLM", version)
+            _check_release("vLLM", Dialect.VLLM, version)
             return _Vllm(
                 version=version,
                 is_cpu_build=distribution == "vllm-cpu" or version.endswith("cpu"),
@@ -250,21 +241,10 @@ def _installed_vllm(interpreter: Interpreter) -> _Vllm:
     raise _not_installed(interpreter, "vllm", "vLLM", "'rollout-gateway[vllm]' or [cpu]")
 
 
-def _check_sglang(interpreter: Interpreter) -> None:
-    versions = interpreter.versions("sglang")
-    if not versions:
-        raise _not_installed(interpreter, "sglang", "SGLang", "'rollout-gateway[sglang]'")
-    _check_release("SGLang", versions["sglang"])
-
-
-def _check_release(engine: str, version: str) -> None:
-    """Raise `ConfigError` for a release that is too old. A build of the engine's source may have any number."""
-    if "dev" not in version and _numbers(version) < _numbers(_OLDEST[engine]):
-        raise ConfigError(f"{engine} {version} is installed: it must be {_OLDEST[engine]} or later")
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(map(int, re.findall(r"\d+", version)[:3]))
+def _check_release(engine: str, dialect: Dialect, version: str) -> None:
+    """Raise `ConfigError` for a release that is too old."""
+    if is_too_old(dialect, version):
+        raise ConfigError(f"{engine} {version} is installed: it must be {OLDEST[dialect]} or later")
 
 
 def _not_installed(interpreter: Interpreter, kind: str, engine: str, extra: str) -> ConfigError:

@@ -52,16 +52,14 @@ class ChangedElements:
 
     def apply_to(self, content: Array) -> None:
         """Turns the old tensor's bytes into the new one's, in place. Raises `InvalidRequest` where sizes do not fit."""
-        places = _places(self.gaps) if self.gaps.dtype.kind == "u" else np.array([content.size])
-        fits = self.gaps.shape == self.values.shape == (places.size,) and content.size % self.values.itemsize == 0
-        elements = content.view(self.values.dtype) if fits else content
-        if not fits or (places.size and places[-1] >= elements.size):
+        try:
+            content.view(self.values.dtype)[np.cumsum(self.gaps.astype(np.int64) + 1) - 1] = self.values
+        except (IndexError, ValueError) as error:
             raise InvalidRequest(
                 f"changed elements are damaged: {self.gaps.size} gaps and {self.values.size} values for a tensor of "
                 f"{content.size} bytes",
                 param="snapshot",
-            )
-        elements[places] = self.values
+            ) from error
 
 
 def _reach(kind: np.dtype[Any]) -> int:
@@ -75,7 +73,3 @@ def _with_stops(places: Array, stops: Array, reach: int) -> Array:
     back = np.repeat(np.cumsum(runs), runs) - np.arange(1, int(runs.sum()) + 1)
     stopped: Array = np.repeat(places, runs) - back * reach
     return stopped
-
-
-def _places(gaps: Array) -> Array:
-    return np.cumsum(gaps.astype(np.int64) + 1) - 1

@@ -4,7 +4,6 @@ import errno
 import fcntl
 import os
 import shutil
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +13,6 @@ import safetensors
 
 from engines.errors import StoreFailed
 
-_ROOT = 0
 THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
 """Files read or written at a time; a core copies some GB/s from or to a file in memory."""
 
@@ -24,17 +22,6 @@ def check_room(folder: Path, size: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < size:
         raise OSError(errno.ENOSPC, f"{size} bytes are to be written and {free} are free")
-
-
-def check_place(store: Path) -> None:
-    """Raises `StoreFailed` for a folder that another user made where all may, such as in /dev/shm: weights could be
-    forged. A default store has its owner, the gateway's user, in its name."""
-    folder = store.resolve()
-    owner = folder.lstat().st_uid
-    if owner in (os.getuid(), _ROOT) or folder.name.startswith(f"rollout-gateway-{owner}-"):
-        return
-    if folder.parent.stat().st_mode & stat.S_IWOTH:
-        raise StoreFailed(f"{folder} belongs to user {owner}: give another folder in weights.store")
 
 
 def try_lock(descriptor: int) -> bool:

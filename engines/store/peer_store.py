@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
 
-from engines.checkpoint import file_states, is_file_name
+from engines.checkpoint import is_file_name
 from engines.errors import DeadlineExceeded, InvalidRequest, StoreFailed
 from engines.store.draft import DELTA
-from engines.store.files import check_place, check_room, disk_errors, sync, try_lock
+from engines.store.files import check_room, disk_errors, sync, try_lock
 from engines.store.manifest import MANIFEST, Manifest, check_bytes
 from engines.store.successor import Successor
 
@@ -35,14 +35,12 @@ VERSIONS_PATH = "/v1/weight_store/versions"
 _CONNECTIONS = 4
 _PIECE_BYTES = 1 << 20
 _SILENCE_S = 15.0
-_ASK_S = 60.0
 _TRIES = 5  # without a byte in between
 _RETRY_S = 0.2
 _LOCK = ".fetching"
-_FETCHED = ".fetched"  # in folders that a fetch has made: when their bytes were checked, and the states of the files
+_FETCHED = ".fetched"  # in folders that a fetch has made; its time orders the versions
 _IN_REMOVAL = re.compile(r"\..+\.[0-9a-f]{32}\.partial")
 _KEPT = 2
-_STARTED_NS = time.time_ns()
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +73,7 @@ class PeerStore:
     def fetch(self, version: int, target: Path, timeout_s: float) -> Path:
         """Fetch the version into folder `target` and check every tensor's digest. Return the folder.
 
-        A local version stays if its digests are the peer's, since an earlier run may have used the number, and if its
-        bytes are whole, which a process of the machine has to have checked since this one began.
+        A local version stays if its digests are the peer's: an earlier run may have used the number.
 
         Raise `StoreFailed` where the peer lacks the version or is silent, the bytes are damaged, or the disk is full,
         and `DeadlineExceeded` after `timeout_s`. The next fetch of the version reuses the files that had arrived.
@@ -124,7 +121,7 @@ class PeerStore:
         connection = self.connect()
         try:
             with self.get(connection, path) as answer:
-                return json.loads(_content(answer, time.monotonic() + _ASK_S))
+                return json.loads(answer.read())
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise StoreFailed(f"{self._url}{path} cannot be read: {error!r}") from error
         finally:
@@ -167,7 +164,7 @@ class _Fetch:
         manifest = self._joined(files) or self._whole(files)
         if manifest.version != self._version:
             raise StoreFailed(f"the peer's version {self._version} says that it is {manifest.version}")
-        _note_checked(self._partial)
+        (self._partial / _FETCHED).touch()
         sync(self._partial)
         self._partial.rename(self._target)
         sync(self._target.parent)
@@ -194,14 +191,10 @@ class _Fetch:
         theirs = Manifest.read(self._partial)
         try:
             ours = Manifest.read(self._target)
-            is_same = ours.version == theirs.version and _digests(ours) == _digests(theirs)
-            if not is_same or _is_checked(self._target):
-                return is_same
-            check_bytes(self._target)
-        except (InvalidRequest, StoreFailed, OSError, ValueError):
-            return False  # damaged
-        _note_checked(self._target)
-        return True
+        except StoreFailed:
+            return False
+        (self._target / _FETCHED).touch()
+        return ours.version == theirs.version and _digests(ours) == _digests(theirs)
 
     def _whole(self, files: Sequence[_File]) -> Manifest:
         files = [file for file in files if not file.name.endswith(DELTA)]
@@ -313,7 +306,6 @@ def fetched(path: Path, peer: PeerStore, version: int, timeout_s: float) -> Path
     """
     with disk_errors(path):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        check_place(path.parent)
         if _is_own(path):
             return path
     fetch = _Fetch(peer, version, path, time.monotonic() + timeout_s)
@@ -342,21 +334,6 @@ def _remove(folder: Path) -> None:
     shutil.rmtree(gone, ignore_errors=True)
 
 
-def _note_checked(folder: Path) -> None:
-    """Note the states of a folder's files, whose bytes were just checked. The time of the note orders the versions."""
-    note = {"at_ns": time.time_ns(), "files": file_states(folder)}
-    (folder / _FETCHED).write_text(json.dumps(note), encoding="utf-8")
-
-
-def _is_checked(folder: Path) -> bool:
-    """Return True where a process has checked the files as they are since this one began: each engine has several."""
-    try:
-        note = json.loads((folder / _FETCHED).read_bytes())
-        return bool(note["at_ns"] >= _STARTED_NS) and note["files"] == [list(state) for state in file_states(folder)]
-    except (OSError, ValueError, KeyError, TypeError):
-        return False  # it was written by an earlier release, or cut off
-
-
 def _digests(manifest: Manifest) -> dict[str, str]:
     return {name: tensor.digest for name, tensor in manifest.tensors.items()}
 
@@ -367,16 +344,6 @@ def _beside(file: _File) -> str:
 
 def _size(path: Path) -> int:
     return path.stat().st_size if path.is_file() else -1
-
-
-def _content(answer: http.client.HTTPResponse, deadline: float) -> bytes:
-    """Return an answer's body. Raise `TimeoutError` where it has not come by the deadline."""
-    content = bytearray()
-    while piece := answer.read1(_PIECE_BYTES):
-        content += piece
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"the answer did not end within {_ASK_S:g} s")
-    return bytes(content)
 
 
 def _reason(content: bytes) -> str:

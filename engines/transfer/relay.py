@@ -67,7 +67,7 @@ class GlooReceiver:
         if not init_info.get("packed", True):
             raise InvalidRequest(
                 "over gloo the relay receives only packed chunks, as from TRL's client and WeightSender: set packed to "
-                "true, or weights.relay to never if the engines receive tensor by tensor",
+                "true",
                 param="packed",
             )
         address, port = init_info["master_address"], init_info["master_port"]
@@ -178,9 +178,12 @@ class RelayServer:
         """Answer vLLM's route for the receipt methods of our worker extension."""
         asked = await _object(request)
         match asked["method"]:
-            case "know_checkpoint":
-                self._names = checkpoint_names(**asked["kwargs"])
+            case "plan_updates":
+                checkpoint = asked["kwargs"]
+                names = [tensor["name"] for tensor in checkpoint["tensors"]]
+                self._names = checkpoint_names(names, checkpoint["config"], checkpoint["tied"])
                 threading.Thread(target=self._names.prepare, daemon=True).start()
+                return _json({"results": [{"obstacle": "", "draft": ""}]})
             case "announced_as":
                 announced = await asyncio.to_thread(announced_as, self._names, asked["kwargs"]["update_info"])
                 return _json({"results": [announced]})
@@ -248,10 +251,10 @@ def _key(route: str, body: Json) -> bytes:
     return orjson.dumps([route, body], option=orjson.OPT_SORT_KEYS)
 
 
-async def _end_with_store(store: Path) -> None:
+async def _end_with_store(store: Path, port: int) -> None:
     """Return when another relay has this one's place, or no gateway has kept the store for a while."""
     kept_at = time.monotonic()
-    while record_in(store, RELAY).get("pid") == os.getpid() and time.monotonic() - kept_at < _LINGERS_S:
+    while record_in(store, RELAY).get("port") == port and time.monotonic() - kept_at < _LINGERS_S:
         if is_kept(store):
             kept_at = time.monotonic()
         await asyncio.sleep(_LOOK_S)
@@ -282,7 +285,7 @@ def main() -> None:
     app = RelayServer(receiver, model).app()
 
     async def watching(_: web.Application) -> AsyncIterator[None]:
-        watch = asyncio.create_task(_end_with_store(arguments.store))
+        watch = asyncio.create_task(_end_with_store(arguments.store, arguments.port))
         watch.add_done_callback(lambda task: None if task.cancelled() else os._exit(0))  # a thread may hang for ever
         yield
         watch.cancel()

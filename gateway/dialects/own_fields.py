@@ -104,8 +104,8 @@ def without_own_fields(body: Json) -> Json:
 
 def common_room(fleet: Fleet, model: str) -> int | None:
     """The smallest `max_model_len` among the replicas of a model; None where no replica reports it."""
-    lengths = {one.info.max_model_len for one in fleet.alive if one.info.model == model}
-    return min(filter(None, lengths), default=None)
+    lengths = [one.info.max_model_len for one in fleet.alive_of(model)]
+    return min([length for length in lengths if length is not None], default=None)
 
 
 def check_room(name: str, length: int, room: int | None) -> int:

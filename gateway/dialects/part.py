@@ -173,7 +173,7 @@ class Part:
         elif sum(map(len, events)) > _LARGE_BYTES:
             async with self._large:  # many replies may come at once: each is read in a turn of the event loop
                 await asyncio.sleep(0)
-        replica.saw_progress()
+        replica.evidence.saw_progress()
         for event in events:
             try:
                 chunk = self._reply.read(event, self.samples)

@@ -5,6 +5,8 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterable
 from typing import Any, TypeVar
 
+from engines.errors import DeadlineExceeded
+
 T = TypeVar("T")
 
 _BEGUN_AT_ONCE = 16  # before others get their turn on the loop
@@ -17,6 +19,15 @@ async def is_set_within(event: asyncio.Event, timeout_s: float) -> bool:
             return await event.wait()
     except TimeoutError:
         return False
+
+
+async def bounded(wait: Awaitable[T], timeout_s: float, what: str) -> T:
+    """Return the result of `wait`. Raise `DeadlineExceeded` with `what` where it takes longer."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await wait
+    except TimeoutError as error:
+        raise DeadlineExceeded(f"{what} within {timeout_s:g} s") from error
 
 
 async def in_turns(items: Iterable[T], at_once: int) -> AsyncIterator[T]:

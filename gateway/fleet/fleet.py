@@ -42,8 +42,8 @@ class Fleet:
 
     `version` is the policy's committed weight version, `label` its label. `target_version` is the next one while an
     update runs. `rolling_to` is the version of a rolling update, which replicas may serve beside `version` until the
-    update ends or is taken back. `discover` lists the replicas that Serve runs; `connect` makes a replica's engine
-    client.
+    update ends or is taken back. `spent` is the highest number whose tokens may have been delivered. `discover` lists
+    the replicas that Serve runs; `connect` makes a replica's engine client.
     """
 
     def __init__(self, config: Config, *, discover: Discover, connect: Connect) -> None:
@@ -52,7 +52,7 @@ class Fleet:
         self.update_to: int | None = None
         self.rolling_to: int | None = None
         self._begun = 0
-        self._spent = 0
+        self.spent = 0
         self.models = Models(config.groups)
         self.adapters = Adapters()
         self.events = Events()
@@ -61,11 +61,11 @@ class Fleet:
         self._listed: set[str] = set()
         self.losses: Counter[str] = Counter()
         self._last_loss: dict[str, str] = {}
-        self._expected = {name: group.num_replicas for name, group in config.groups.items()}
+        self.expected_by_group = {name: group.num_replicas for name, group in config.groups.items()}
         self._config = config.fleet
         self._discover = discover
         self._replicas: dict[str, Replica] = {}
-        self._serving: dict[str, list[Replica]] = {}  # by model, until a state changes
+        self._of_model: dict[tuple[str, bool], list[Replica]] = {}  # alive, or serving alone; until a state changes
         self._watchers: dict[Replica, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
         self._closing: set[asyncio.Task[None]] = set()
@@ -76,16 +76,12 @@ class Fleet:
         self._has_committed = False
 
     @property
-    def expected_by_group(self) -> Mapping[str, int]:
-        return self._expected
-
-    @property
     def expected(self) -> int:
-        return sum(self._expected.values())
+        return sum(self.expected_by_group.values())
 
     @property
     def expected_of_policy(self) -> int:
-        return sum(count for group, count in self._expected.items() if not self.models.groups[group].frozen)
+        return sum(count for group, count in self.expected_by_group.items() if not self.models.groups[group].frozen)
 
     @property
     def replicas(self) -> list[Replica]:
@@ -120,12 +116,19 @@ class Fleet:
 
     def serving(self, model: str, adapter: Adapter | None = None) -> Sequence[Replica]:
         """Replicas that take rollouts of `model`, or of an adapter of it."""
-        found = self._serving.get(model)
-        if found is None:
-            ours = self._replicas.values()
-            found = [replica for replica in ours if replica.can_serve and replica.info.model == model]
-            self._serving[model] = found
+        found = self._found(model, serving=True)
         return found if adapter is None else [replica for replica in found if replica.holds(adapter)]
+
+    def alive_of(self, model: str) -> Sequence[Replica]:
+        """The living replicas of a model."""
+        return self._found(model, serving=False)
+
+    def _found(self, model: str, *, serving: bool) -> list[Replica]:
+        found = self._of_model.get((model, serving))
+        if found is None:
+            ours = [replica for replica in self.alive if replica.info.model == model]
+            found = self._of_model[model, serving] = [one for one in ours if one.can_serve] if serving else ours
+        return found
 
     def asked(self, name: object) -> tuple[str, Adapter | None]:
         """The model of a request that names `name`, and the adapter where `name` is an adapter's.
@@ -152,7 +155,7 @@ class Fleet:
     @property
     def next_version(self) -> int:
         """The number of the next update. A number whose tokens may have been delivered is not used again."""
-        return max(self.version, self._spent) + 1
+        return max(self.version, self.spent) + 1
 
     def is_current(self, replica: Replica) -> bool:
         """True where a replica may serve with the weights that it holds."""
@@ -212,7 +215,7 @@ class Fleet:
 
     def serve_ahead(self, replica: Replica, version: int, *, keeps_kv: bool) -> None:
         """Serve a rolling update's version on a replica that took it before the others."""
-        self._spent = max(self._spent, version)
+        self.spent = max(self.spent, version)
         replica.hold(version, keeps_kv=keeps_kv)
         self.settle(replica, f"loaded version {version}")
 
@@ -338,7 +341,7 @@ class Fleet:
         )  # fmt: skip
         self.events.add(replica.replica_id, f"{replica.state} -> {state}: {reason}")
         replica.enter(state, reason)
-        self._serving.clear()
+        self._of_model.clear()
         if state is ReplicaState.LOST:
             self._count_loss(replica)
             self._forget(replica)
@@ -347,7 +350,8 @@ class Fleet:
 
     def expect(self, num_replicas: Mapping[str, int]) -> None:
         """Set the expected number of replicas of these engine groups."""
-        self._expected |= {group: count for group, count in num_replicas.items() if group in self._expected}
+        known = {group: count for group, count in num_replicas.items() if group in self.expected_by_group}
+        self.expected_by_group |= known
         self._look_who_is_missing()
         self.notify()
 
@@ -363,14 +367,14 @@ class Fleet:
 
     def _look_who_is_missing(self) -> None:
         there = Counter(replica.info.group for replica in self.alive)
-        missing = any(there[group] < expected for group, expected in self._expected.items())
+        missing = any(there[group] < expected for group, expected in self.expected_by_group.items())
         self._incomplete_since = (self._incomplete_since or time.monotonic()) if missing else None
 
     @property
     def missing(self) -> dict[str, tuple[int, str]]:
         """Missing replicas by engine group: their number, and the last loss of the group or "" where none was lost."""
         there = Counter(replica.info.group for replica in self.replicas)
-        lacking = {group: expected - there[group] for group, expected in self._expected.items()}
+        lacking = {group: expected - there[group] for group, expected in self.expected_by_group.items()}
         return {group: (number, self._last_loss.get(group, "")) for group, number in lacking.items() if number > 0}
 
     def _count_loss(self, replica: Replica) -> None:
@@ -390,8 +394,7 @@ class Fleet:
 
     def suspect(self, replica: Replica, reason: str) -> None:
         """Stop placing on a replica until it answers a probe."""
-        if replica.state not in (ReplicaState.SUSPECT, ReplicaState.LOST):
-            self.set_state(replica, ReplicaState.SUSPECT, reason)
+        self.set_state(replica, ReplicaState.SUSPECT, reason)
 
     def learn(self, label: str) -> None:
         """Take over a newer version that was committed before the gateway was restarted. A version that this gateway
@@ -419,10 +422,11 @@ class Fleet:
         joined = [replica for replica in joined if not replica.frozen]
         for replica in joined:
             found, is_ours = replica.found, replica.info.kind is not EngineKind.EXTERNAL
+            served = max(found.version, version_of(found.committed))
             if found.is_committed and (is_ours or (is_open and kinds == {EngineKind.EXTERNAL})):
                 self.learn(found.held)
-            elif not found.is_committed and found.version > self._begun:
-                self._spent = max(self._spent, found.version)  # in a rolling update it may have been served
+            elif not found.is_committed and served > self._begun:
+                self.spent = max(self.spent, served)  # before this gateway, or ahead in a rolling update
         for replica in joined:
             if replica.found.is_committed and replica.found.held in (self.label, CHECKPOINT):
                 replica.hold(replica.found.version, keeps_kv=True)
@@ -453,8 +457,8 @@ class Fleet:
             current, reason = False, f"loads LoRA adapters: {', '.join(adapter.name for adapter in missing)}"
         elif not current and not replica.info.takes_weights:
             reason = (
-                f"{replica.info.url} cannot take weights: it holds those it came with, and the fleet is at version "
-                f"{self.version}"
+                f"{replica.info.url} ({replica.info.engine_version}) cannot take weights: it holds those it came with, "
+                f"and the fleet is at version {self.version}"
             )
         self.set_state(replica, ReplicaState.SERVING if current else ReplicaState.SYNCING, reason)
 

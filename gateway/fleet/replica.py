@@ -2,13 +2,12 @@
 
 import asyncio
 from collections.abc import Awaitable, Coroutine
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 from weakref import WeakSet
 
 from engines.engine import Engine, Json
-from engines.errors import EngineError, EngineFailed, EngineOverwritten, EngineRefused, EngineUnreachable
+from engines.errors import EngineError, EngineOverwritten, EngineRefused, EngineUnreachable
 from engines.types import ReplicaInfo, ReplicaState
 from engines.weight_label import WeightLabel
 from gateway.fleet.adapters import Adapter
@@ -155,16 +154,8 @@ class Replica:
         in_flight = (rollout.prompt_tokens for rollout in self._rollouts.values())
         return max(self.evidence.longest_given_up, max(in_flight, default=0))
 
-    def saw_progress(self) -> None:
-        """Note a chunk, a reply, or another sign that tokens are made."""
-        self.evidence.saw_progress()
-
     def holds(self, adapter: Adapter) -> bool:
         return self.adapters.get(adapter.name) is adapter
-
-    def carrying(self, rollout: Work) -> AbstractContextManager[None]:
-        """Release a placed rollout's load at the end of the block."""
-        return _Carried(self, rollout)
 
     def release(self, rollout: Work, error: BaseException | None) -> None:
         """Take off a placed rollout's load; the error ended its attempt."""
@@ -239,16 +230,6 @@ class Replica:
         as it was overwritten. SGLang dies of weights with NaN."""
         return self.cuts_off or (self.weight_version is None and isinstance(error, EngineUnreachable))
 
-    async def answering(self, call: Awaitable[T]) -> T:
-        """Return the call's result. An error that the engine answers while an update overwrites it waits for the
-        verdict: weights that are refused may be its cause, as NaN is of vLLM's 400, and it is `EngineOverwritten` then.
-        """
-        try:
-            return await call
-        except (EngineRefused, EngineFailed):
-            await self.unless_lost(self.vouched())
-            raise
-
     def overwrite(self) -> None:
         """Forget the version: rollouts that end from here on wait for the verdict in `vouched`."""
         self._tell("overwrite")
@@ -300,18 +281,3 @@ class _Call:
     task: asyncio.Task[object] | None
     is_control: bool
     is_overwritten: bool = False
-
-
-class _Carried:
-    """A placed rollout on its replica, until the end of the block."""
-
-    __slots__ = ("_replica", "_rollout")
-
-    def __init__(self, replica: Replica, rollout: Work) -> None:
-        self._replica, self._rollout = replica, rollout
-
-    def __enter__(self) -> None:
-        return
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        self._replica.release(self._rollout, error)

@@ -35,7 +35,6 @@ from gateway.http.pages.dashboard import Dashboard
 from gateway.http.routes.agents import AgentRoutes
 from gateway.http.routes.fleet import FleetRoutes
 from gateway.http.routes.models import ModelRoutes
-from gateway.http.routes.profiles import ProfileRoutes
 from gateway.http.routes.rollouts import RolloutRoutes
 from gateway.http.routes.sessions import SessionRoutes
 from gateway.http.routes.sglang import SglangRoutes
@@ -112,7 +111,6 @@ class GatewayServer:
             WeightRoutes(config.weights, fleet, weights, self._snapshots),
             SglangRoutes(fleet, scheduler, weights, sglang, models.description, own, workers),
             dashboard,
-            ProfileRoutes(fleet),
         ]
 
     def application(self) -> web.Application:

@@ -22,6 +22,7 @@ from engines.engine import Json
 from engines.errors import (
     DeadlineExceeded,
     EngineError,
+    EngineFailed,
     EngineOverwritten,
     EngineRefused,
     EngineUnreachable,
@@ -180,7 +181,7 @@ class Canary:
     async def _noise_of(self, replica: Replica) -> float | None:
         token_ids = self.token_ids([replica])
         scored: list[Logprobs] = []
-        with suppress(EngineError, InvalidRequest, DeadlineExceeded, TimeoutError, _NoLogprobs):
+        with suppress(EngineError, InvalidRequest, DeadlineExceeded, TimeoutError):
             async with asyncio.timeout(self._config.timeout_s):
                 for size in _BATCHES:
                     others = asyncio.gather(*(self._generate(replica, token_ids) for _ in range(size - 1)))
@@ -241,16 +242,22 @@ class Canary:
             return Finding(Result.FAILED, reason, is_late=True)
         except (EngineUnreachable, EngineOverwritten) as error:
             return Finding(Result.LOST, str(error))
-        except (EngineError, _NoLogprobs) as error:
+        except EngineError as error:
             return Finding(Result.FAILED, f"no answer to the canary: {error}")
         return Reading(held or 0, logprobs, seconds=time.monotonic() - began)
 
     async def _score(self, replica: Replica, token_ids: list[int]) -> Logprobs:
+        """Return log-probs of all tokens but the first, which has no context. An external vLLM with `logprobs_mode:
+        raw_logits` gives logits, which may be positive."""
         answer = await self._generate(replica, token_ids, prompt_logprobs=0)
         try:
-            return _logprobs(answer, token_ids)
-        except (AttributeError, IndexError, KeyError, TypeError) as error:
-            raise _NoLogprobs(f"its answer {answer!r:.200} cannot be read: {type(error).__name__}: {error}") from error
+            scored = zip(token_ids[1:], answer["choices"][0]["prompt_logprobs"][1:], strict=True)
+            values = tuple(float(found[str(token_id)]["logprob"]) for token_id, found in scored)
+        except (LookupError, TypeError, ValueError) as error:  # such as of a proxy that knows no `prompt_logprobs`
+            raise EngineFailed(f"its answer {answer!r:.200} lacks log-probs of the prompt's tokens") from error
+        if not all(map(math.isfinite, values)):
+            raise EngineFailed(_NAN)
+        return values
 
     async def _generate(self, replica: Replica, token_ids: list[int], **more: int) -> Json:
         body: Json = {
@@ -264,10 +271,6 @@ class Canary:
         return await replica.unless_lost(replica.engine.generate(PATH, body, self._config.timeout_s))
 
 
-class _NoLogprobs(Exception):
-    """The answer has no log-prob for a token of the prompt, or another form than a completion."""
-
-
 def canary_token_ids(infos: Sequence[ReplicaInfo], tokens: int) -> list[int]:
     """Return seeded ids from the middle of the smallest vocabulary, where no special tokens are; at most a context."""
     vocabulary = min(map(_vocabulary, infos), default=_SMALL_VOCABULARY)
@@ -279,19 +282,3 @@ def canary_token_ids(infos: Sequence[ReplicaInfo], tokens: int) -> list[int]:
 def _vocabulary(info: ReplicaInfo) -> int:
     rows = [tensor.shape[0] for tensor in info.tensors or () if tensor.name.endswith(_EMBEDDINGS)]
     return min(rows, default=_SMALL_VOCABULARY)
-
-
-def _logprobs(answer: Json, token_ids: list[int]) -> Logprobs:
-    """Return log-probs of all tokens but the first, which has no context. An external vLLM with `logprobs_mode:
-    raw_logits` gives logits, which may be positive."""
-    reported = answer["choices"][0].get("prompt_logprobs")
-    if not isinstance(reported, list) or len(reported) != len(token_ids):
-        raise _NoLogprobs(f"{len(token_ids)} tokens were asked for, prompt_logprobs is {str(reported)[:80]}")
-    scored = zip(token_ids[1:], reported[1:], strict=True)
-    values = [(found or {}).get(str(token_id), {}).get("logprob") for token_id, found in scored]
-    for position, value in enumerate(values, start=1):
-        if type(value) not in (int, float):
-            raise _NoLogprobs(f"the log-prob of token {position} is {value!r:.80}, which is no log-prob")
-        if not math.isfinite(value):
-            raise _NoLogprobs(_NAN)
-    return tuple(map(float, values))

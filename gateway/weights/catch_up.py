@@ -1,16 +1,17 @@
-"""Brings replicas to the fleet's weights: from the store, or from the checkpoint for version 0.
+"""Brings replicas to the fleet's weights, in one way: end the update in the engine, undo its swap or load the version,
+verify, label, serve.
 
 A replica is behind when it is SYNCING: restarted, joined late, or overwritten by an aborted update. If it has kept the
-weights that the update replaced, it takes them back, and the store takes over where that fails. A replica is ahead when
-it serves the version of an aborted rolling update; it serves on until its turn. Neither is a member of an update.
+weights that the update replaced, it takes them back. Where that fails it loads from the store, or from the checkpoint
+for version 0. A replica is ahead when it serves the version of an aborted rolling update; it serves on until its turn.
+Neither is a member of an update.
 """
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from functools import partial
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import structlog
 
@@ -20,21 +21,20 @@ from engines.types import EngineKind, ReplicaState
 from engines.weight_label import CHECKPOINT, version_of
 from gateway.config.schema import WeightsConfig
 from gateway.fleet.brake import Holder
+from gateway.fleet.concurrency import bounded
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.replica import Replica
 from gateway.weights.canary import Canary
-from gateway.weights.snapshots import Snapshots, bounded
+from gateway.weights.snapshots import Snapshots
 from gateway.weights.updates.record import UpdateRecord
 
 log = structlog.get_logger()
 
-_TRIES = 3
-_RETRY_S = 2.0
-_AGAIN_S = 60.0
-"""Time until a replica that was given up is tried again: a store may fail for a while, and nobody tells of its end."""
+_AGAIN_S = 5.0
+"""Time until a replica that was not brought back is tried again: a store may fail for a while."""
 _RESET_AGAIN_S = 0.01
 _AND = "; not brought back: "
-_FAILURES = (EngineError, DeadlineExceeded, WeightUpdateFailed)
+_FAILURES = (EngineError, DeadlineExceeded, WeightUpdateFailed, StoreFailed)
 _KEPT, _STORE = "kept weights", "store"
 """Sources of the version before."""
 _NOTHING: Mapping[Replica, int] = {}
@@ -43,13 +43,7 @@ _NOTHING: Mapping[Replica, int] = {}
 class CatchUp:
     """Owns a task for each replica that is behind or ahead."""
 
-    def __init__(
-        self,
-        config: WeightsConfig,
-        fleet: Fleet,
-        snapshots: Snapshots,
-        canary: Canary,
-    ) -> None:
+    def __init__(self, config: WeightsConfig, fleet: Fleet, snapshots: Snapshots, canary: Canary) -> None:
         self._config = config
         self._fleet = fleet
         self._snapshots = snapshots
@@ -57,7 +51,8 @@ class CatchUp:
         self._tasks: dict[Replica, asyncio.Task[None]] = {}
         self._ahead: set[Replica] = set()
         self._restored: set[Replica] = set()
-        self._given_up: WeakKeyDictionary[Replica, tuple[int, float]] = WeakKeyDictionary()
+        self._aborted: WeakKeyDictionary[Replica, UpdateRecord] = WeakKeyDictionary()
+        self._put_off: WeakSet[Replica] = WeakSet()
         self._look = asyncio.Event()
         fleet.on_change(self._look.set)
         snapshots.on_change(self._look_again)
@@ -69,7 +64,7 @@ class CatchUp:
                 await self._look.wait()
                 self._look.clear()
                 for replica in self._fleet.trained:
-                    if replica not in self._tasks and self._is_behind(replica) and not self._is_given_up(replica):
+                    if replica not in self._tasks and self._is_behind(replica) and replica not in self._put_off:
                         self._own(replica, self._bring_back(replica))
         finally:
             tasks = list(self._tasks.values())
@@ -89,13 +84,15 @@ class CatchUp:
         waits for them. A replica that was not overwritten only drops what it received. The record of an update that was
         `aborted` notes who is back. Engines may have `kept` a version in memory."""
         for replica in replicas:
+            self._aborted.pop(replica, None)
             if replica.weight_version is None:
                 replica.brake.join(Holder.CATCH_UP)  # frozen until the engine has ended the update
+                if aborted is not None:
+                    self._aborted[replica] = aborted
             self._restored.add(replica)
             if replica not in self._tasks:
-                way = self._bring_back(
-                    replica, aborted=aborted, kept=kept.get(replica), drops_receipt=True, leaves_group=leaves_group
-                )
+                kept_version = kept.get(replica)
+                way = self._bring_back(replica, kept=kept_version, drops_receipt=True, leaves_group=leaves_group)
                 self._own(replica, way)
 
     def take_back(self, replicas: Iterable[Replica], width: int) -> None:
@@ -103,6 +100,7 @@ class CatchUp:
         turns = asyncio.Semaphore(width)
         self._ahead = {replica for replica in replicas if replica not in self._tasks}
         for replica in self._ahead:
+            self._aborted.pop(replica, None)
             self._own(replica, self._take_back(replica, turns))
         if not self._ahead:
             self._fleet.end_roll()
@@ -151,12 +149,8 @@ class CatchUp:
         return DeadlineExceeded(f"{names}: still being brought back to version {self._fleet.version}; try again")
 
     def _look_again(self) -> None:
-        self._given_up.clear()
+        self._put_off.clear()
         self._look.set()
-
-    def _is_given_up(self, replica: Replica) -> bool:
-        version, until = self._given_up.get(replica, (-1, 0.0))
-        return version == self._fleet.version and time.monotonic() < until
 
     def _is_behind(self, replica: Replica) -> bool:
         """A SYNCING replica with the fleet's weights lacks LoRA adapters, and is left to `AdapterCoordinator`."""
@@ -169,8 +163,9 @@ class CatchUp:
 
     def _ended(self, replica: Replica, task: "asyncio.Task[None]") -> None:
         self._tasks.pop(replica, None)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._give_up(replica, self._fleet.version, str(error) or type(error).__name__)
+        error = None if task.cancelled() else task.exception()
+        if error is not None and (self._is_behind(replica) or not isinstance(error, _FAILURES)):  # else it is lost
+            self._failed(replica, error)
         self._restored.discard(replica)
         replica.brake.let_go(Holder.CATCH_UP)
         self._look.set()
@@ -194,14 +189,9 @@ class CatchUp:
                 await self._bring_back(replica)
 
     async def _bring_back(
-        self,
-        replica: Replica,
-        *,
-        aborted: UpdateRecord | None = None,
-        kept: int | None = None,
-        drops_receipt: bool = False,
-        leaves_group: bool = False,
+        self, replica: Replica, *, kept: int | None = None, drops_receipt: bool = False, leaves_group: bool = False
     ) -> None:
+        """Have a replica serve the fleet's version. An engine that has `kept` it undoes the swap, or else loads it."""
         is_overwritten = replica.weight_version is None
         kept = kept if is_overwritten else None
         await self._clear(
@@ -214,49 +204,26 @@ class CatchUp:
         if version_of(before) > self._fleet.version and await self._snapshots.adopt(before):
             # The gateway was restarted in the middle of an update: no engine may hold the version before.
             self._fleet.learn(before)
-        source = await self._restore(replica, kept)
-        if aborted is not None and is_overwritten and source:
-            aborted.take_back(replica, source)
-
-    async def _restore(self, replica: Replica, kept: int | None) -> str:
-        """Undo the swap on a replica that has `kept` the fleet's version, or else load that from the store, and the
-        next if it has changed meanwhile. Return the source; "" where the replica is not back."""
-        source = ""
-        if kept is not None:
-            if replica.state is ReplicaState.SUSPECT:  # it may answer again, with all that it has kept
-                await self._fleet.settled_within(self._config.control_timeout_s)
-            try:
-                if self._is_behind(replica) and kept == self._fleet.version and await self._undo(replica):
-                    return _KEPT
-            except _FAILURES as error:
-                log.warning("undo failed", replica=replica.replica_id, version=kept, error=str(error))
+        if kept is not None and not await self._undone(replica, kept):
             await self._clear(replica, drops_receipt=True)
-        for failures in range(1, _TRIES + 1):
-            if not self._is_behind(replica):
-                break
-            version = self._fleet.version
-            try:
-                await self._load(replica, self._fleet.label)
-                source = _STORE
-            except StoreFailed as error:
-                self._give_up(replica, version, f"it waits for the next update, since {error}")
-                break
-            except _FAILURES as error:
-                log.warning("catch up failed", replica=replica.replica_id, version=version, error=str(error))
-                if failures == _TRIES:
-                    self._give_up(replica, version, f"did not take version {version}: {error}")
-                    break
-                with suppress(EngineError):  # a lost replica ends the wait
-                    await replica.unless_lost(asyncio.sleep(_RETRY_S))
-        return source
+        while self._is_behind(replica):  # the fleet may have taken another version meanwhile
+            await self._load(replica, self._fleet.label)
 
-    async def _undo(self, replica: Replica) -> bool:
-        """Have the engine take back the weights that it has kept. Return False where it has kept none."""
-        label = self._fleet.label
-        await self._empty(replica)
-        if not await replica.unless_lost(replica.engine.undo_load(self._config.load_timeout_s)):
+    async def _undone(self, replica: Replica, kept: int) -> bool:
+        """Have the engine take back the version that it has kept. Return False where it cannot."""
+        if replica.state is ReplicaState.SUSPECT:  # it may answer again, with all that it has kept
+            await self._fleet.settled_within(self._config.control_timeout_s)
+        if not self._is_behind(replica) or kept != self._fleet.version:
             return False
-        await self._admit(replica, label, f"took version {version_of(label)} back from its memory", is_undone=True)
+        label = self._fleet.label
+        try:
+            await self._empty(replica)
+            if not await replica.unless_lost(replica.engine.undo_load(self._config.load_timeout_s)):
+                return False
+            await self._admit(replica, label, _KEPT, f"took version {kept} back from its memory")
+        except _FAILURES as error:
+            log.warning("undo failed", replica=replica.replica_id, version=kept, error=str(error))
+            return False
         return True
 
     async def _load(self, replica: Replica, label: str) -> None:
@@ -264,7 +231,7 @@ class CatchUp:
         async with self._source(replica, label) as path:
             await self._empty(replica)
             await replica.unless_lost(replica.engine.load_snapshot(path, version, self._config.load_timeout_s))
-            await self._admit(replica, label, f"loaded version {version} from {path}")
+            await self._admit(replica, label, _STORE, f"loaded version {version} from {path}")
 
     async def _empty(self, replica: Replica) -> None:
         """End the rollouts of a replica whose weights are overwritten next.
@@ -277,20 +244,22 @@ class CatchUp:
         if not replica.info.loads_between_steps:
             await self._reset_cache(replica)
 
-    async def _admit(self, replica: Replica, label: str, how: str, *, is_undone: bool = False) -> None:
+    async def _admit(self, replica: Replica, label: str, source: str, how: str) -> None:
         """Check the weights by the canary, label and serve them, if they are still the fleet's. Not before: a gateway
         that restarts serves them by the label."""
         await self.forget_kv(replica)
         timeout_s, version = self._config.control_timeout_s, version_of(label)
         if self._canary.is_enabled:
             async with replica.brake.lifted(timeout_s):  # a paused engine cannot answer
-                finding = await self._canary.admit(replica, version, is_undone=is_undone)
+                finding = await self._canary.admit(replica, version, is_undone=source == _KEPT)
             log.info("canary", replica=replica.replica_id, version=version, **finding.report())
             if not finding.may_serve:
                 raise WeightUpdateFailed(finding.reason, replica_id=replica.replica_id)
         await replica.unless_lost(replica.engine.label_weights(label, timeout_s, is_committed=True))
         replica.hold(version, keeps_kv=False)
         log.info("replica caught up", replica=replica.replica_id, version=version)
+        if (aborted := self._aborted.pop(replica, None)) is not None:
+            aborted.take_back(replica, source)
         if replica.state is ReplicaState.SYNCING:
             self._fleet.settle(replica, how)
 
@@ -339,8 +308,13 @@ class CatchUp:
                 log.warning("could not clear up", replica=replica.replica_id, error=str(error))
         replica.brake.let_go(Holder.CATCH_UP)
 
-    def _give_up(self, replica: Replica, version: int, reason: str) -> None:
-        self._given_up[replica] = version, time.monotonic() + _AGAIN_S
-        asyncio.get_running_loop().call_later(_AGAIN_S, self._look.set)
-        log.error("replica is not brought back", replica=replica.replica_id, version=version, reason=reason)
-        self._fleet.explain(replica, f"{replica.reason.partition(_AND)[0]}{_AND}{reason}")
+    def _failed(self, replica: Replica, error: BaseException) -> None:
+        """Put a replica off that was not brought back. The next update takes it along, if that comes first."""
+        self._put_off.add(replica)
+        asyncio.get_running_loop().call_later(_AGAIN_S, self._look_again)
+        reason = str(error) or type(error).__name__
+        reason = f"it waits for the next update, since {reason}" if isinstance(error, StoreFailed) else reason
+        told = f"{replica.reason.partition(_AND)[0]}{_AND}{reason}"
+        if told != replica.reason:
+            log.error("replica is not brought back", replica=replica.replica_id, reason=reason)
+            self._fleet.explain(replica, told)

@@ -36,10 +36,9 @@ from gateway.weights.updates.group import GroupArrival
 from gateway.weights.updates.record import Phase, UpdateLog, UpdateRecord
 from gateway.weights.updates.relay import RelayArrival
 from gateway.weights.updates.store import StoreArrival
-from gateway.weights.updates.update import UpdateParts
+from gateway.weights.updates.update import SPENT, UpdateParts
 
 log = structlog.get_logger()
-
 
 _LEASE_ENDS_S = 1.0
 """How long a lease may outlast its trainer's last call, until its connection's end is noticed."""
@@ -220,8 +219,10 @@ class WeightCoordinator:
                 await self._by_group.leave()
 
     async def restore(self) -> None:
-        """Take over the trainer's group of a gateway that has died, before the first call comes."""
+        """Take over the numbers and the trainer's group of a gateway that has died, before the first call comes."""
         try:
+            spent = await self._snapshots.record(SPENT)
+            self._fleet.spent = max(self._fleet.spent, spent.get("version", 0))
             if note := await self._by_relay.restore() or await self._by_group.restore():
                 self._group = TrainersGroup(**note)
         except RolloutGatewayError as error:
@@ -277,7 +278,7 @@ class WeightCoordinator:
         needed = "vllm" if self._config.relay_device else "torch"
         if importlib.util.find_spec(needed) is None:
             return f"the gateway's Python, which runs the relay, has no {needed}"
-        return await self._snapshots.why_not(max(map(checkpoint_bytes, members)))
+        return await self._snapshots.why_not(checkpoint_bytes(members))
 
     @asynccontextmanager
     async def _exclusively(self, call: str) -> AsyncIterator[None]:

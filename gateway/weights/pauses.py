@@ -13,6 +13,7 @@ from engines.errors import DeadlineExceeded, WeightUpdateConflict
 from engines.types import InFlight, PauseMode
 from gateway.config.schema import WeightsConfig
 from gateway.fleet.brake import Holder
+from gateway.fleet.concurrency import is_set_within
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.placement.scheduler import Scheduler
 from gateway.fleet.replica import Replica
@@ -112,14 +113,11 @@ class Pauses:
     async def drained(self, replica: Replica) -> None:
         """Wait for the end of the replica's rollouts."""
         timeout_s = self._config.drain_timeout_s
-        try:
-            async with asyncio.timeout(timeout_s):
-                await replica.idle.wait()
-        except TimeoutError as error:
+        if not await is_set_within(replica.idle, timeout_s):
             raise DeadlineExceeded(
                 f"rollouts still run on {replica.replica_id} after {timeout_s:g} s: raise weights.drain_timeout_s, or "
                 "choose another weights.in_flight"
-            ) from error
+            )
 
     def stopping(self, update: UpdateRecord) -> Callable[[Replica], Awaitable[None]]:
         """Close the gate, and return the call that stops a replica until its brake is released, or `end`.

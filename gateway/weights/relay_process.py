@@ -111,9 +111,9 @@ class Relay:
         # The trainer waits for a slow disk: a tensor that is not written would reach no replica.
         wait_s = self._config.transfer_timeout_s
         copy = ReceiptCopy(draft=str(draft), model=served.model, base="", names=(), wait_s=wait_s)
-        names, timeout_s = [tensor.name for tensor in served.tensors or ()], self._config.control_timeout_s
+        timeout_s = self._config.control_timeout_s
         async with self._or_ended("begin an update", self._config.control_timeout_s):
-            await self._member().know_checkpoint(names, served.model_config, served.tied, timeout_s)
+            await self._member().prepare_updates(served.tensors or (), served.model_config, served.tied, timeout_s)
             await self._member().open_receipt(copy, timeout_s)
 
     async def announced_as(self, update_info: Json) -> Json:
@@ -180,9 +180,10 @@ class Relay:
         log_path = self._log_dir / f"relay-{time.strftime('%Y%m%d-%H%M%S')}-{port}.log"
         self._process = process = LastingProcess(Command(argv, env), log_path)
         self._client = client = VllmEngine("", f"http://127.0.0.1:{port}", has_tee=True)
+        record = {"pid": 0, "port": port, "argv": argv, "log_path": str(log_path)}
+        await self._snapshots.note(RELAY, record)  # first: the process ends where the record is another's
         process.start()
-        record = {"pid": process.pid, "port": port, "argv": argv, "log_path": str(log_path)}
-        await self._snapshots.note(RELAY, record)
+        await self._snapshots.note(RELAY, record | {"pid": process.pid})
         async with asyncio.timeout(self._config.init_timeout_s):
             while process.exit_code is None:
                 try:

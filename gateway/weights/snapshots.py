@@ -8,8 +8,7 @@ import contextlib
 import os
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -18,7 +17,7 @@ import structlog
 
 from engines.checkpoint import stored_bytes
 from engines.engine import Json
-from engines.errors import DeadlineExceeded, InvalidRequest, StoreFailed, WeightUpdateConflict
+from engines.errors import InvalidRequest, StoreFailed, WeightUpdateConflict
 from engines.store.draft import complete, is_whole
 from engines.store.manifest import Manifest, check_bytes
 from engines.store.weight_store import WeightStore, note_record, record_in, remove_folder
@@ -36,8 +35,6 @@ AUTO = "auto"
 _POLL_S = 0.05
 _SHARED_MEMORY = Path("/dev/shm")
 _COPIES = 2
-_THREADS = 16
-"""Calls of the store at a time. Those that hang leave the rest of the gateway the loop's own threads."""
 
 
 class Snapshots:
@@ -48,10 +45,9 @@ class Snapshots:
         self._folder = None if config.store is None else in_memory(app) if config.store == AUTO else Path(config.store)
         self._checkpoint = checkpoint
         self._store: WeightStore | None = None
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="weight store")
         self._why_not = "weights.store is null" if config.store is None else "not open yet"
         self._keeping: asyncio.Task[None] | None = None
-        self._removing: set[asyncio.Future[None]] = set()
+        self._removing: set[asyncio.Task[None]] = set()
         self._listeners: list[Callable[[], None]] = []
 
     async def open(self) -> None:
@@ -59,20 +55,24 @@ class Snapshots:
         if self._folder is None:
             return
         try:
-            self._store = await self._aside(WeightStore, self._folder)
-            checkpoint = await self._aside(self._checkpoint)
-            await self._has_room(await self._aside(stored_bytes, checkpoint) if checkpoint else 0)
+            self._store = await self.in_thread(WeightStore, self._folder)
+            checkpoint = await self.in_thread(self._checkpoint)
+            await self._has_room(await self.in_thread(stored_bytes, checkpoint) if checkpoint else 0)
         except (StoreFailed, ValueError) as error:
             self._go_without(str(error))
 
     async def close(self) -> None:
         """Remove drafts and free the folder. A store that does not answer within a control call is left as it is."""
-        timeout_s = self._config.control_timeout_s
         try:
-            async with asyncio.timeout(timeout_s):
-                await self._clear_up()
+            async with asyncio.timeout(self._config.control_timeout_s):
+                if self._keeping is not None:
+                    self._keeping.cancel()
+                    await asyncio.gather(self._keeping, return_exceptions=True)
+                await self.removed()
+                if self._store is not None:
+                    await self.in_thread(self._store.close)
         except (StoreFailed, TimeoutError) as error:
-            log.error("the weight store is left as it is", error=str(error) or f"it took longer than {timeout_s:g} s")
+            log.error("the weight store is left as it is", error=str(error) or "it does not answer")
 
     def on_change(self, listener: Callable[[], None]) -> None:
         """Call `listener` when there is a new version to load."""
@@ -90,10 +90,6 @@ class Snapshots:
     def versions(self) -> list[int]:
         """The versions that can be loaded."""
         return self._store.versions if self._store else []
-
-    @property
-    def is_open(self) -> bool:
-        return self._store is not None
 
     @property
     def folder(self) -> Path:
@@ -122,13 +118,11 @@ class Snapshots:
         await self.make_room(served, num_bytes)
         if not await self._has_room(num_bytes):
             raise StoreFailed(self._why_not)
-        claiming = asyncio.ensure_future(self._aside(self._open_store().draft))
+        claiming = asyncio.ensure_future(self.in_thread(self._open_store().draft))
         try:
-            return await asyncio.shield(claiming)
+            return await to_its_end(claiming)
         except asyncio.CancelledError:  # the trainer has left, and nobody else knows the draft
-            await asyncio.wait([claiming])
-            if claiming.exception() is None:
-                await self.discard(claiming.result())
+            await self.discard(claiming.result())
             raise
 
     async def _kept(self) -> None:
@@ -138,9 +132,16 @@ class Snapshots:
             if not self._keeping.done():
                 raise StoreFailed("the version before is still being written (weights.store_wait_s)")
 
-    def in_thread(self, call: Callable[..., T], *arguments: object) -> asyncio.Future[T]:
-        """Run a call that reads or writes the store."""
-        return asyncio.get_running_loop().run_in_executor(self._threads, call, *arguments)
+    async def in_thread(self, call: Callable[..., T], *arguments: object) -> T:
+        """Run a call that reads or writes the store. Raise `StoreFailed` where its file system fails or hangs."""
+        timeout_s = self._config.load_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await asyncio.to_thread(call, *arguments)
+        except TimeoutError as error:
+            raise StoreFailed(f"the weight store did not answer within {timeout_s:g} s") from error
+        except OSError as error:
+            raise StoreFailed(f"the weight store failed: {error}") from error
 
     async def make_room(self, served: int | None, num_bytes: int | None = None) -> None:
         """Keep the served version alone, all where it is None, beside the next. Make a folder that is gone again.
@@ -149,17 +150,17 @@ class Snapshots:
         """
         await self.removed()
         if self._store is not None:
-            if not await self._aside(self._store.folder.is_dir):  # systemd empties /dev/shm at a user's last logout
-                gone, self._store = self._store, await self._aside(WeightStore, self._store.folder)
-                await self._aside(gone.close)
-            await self._aside(self._store.sweep)  # first, or it would remove what is pruned, and wait for that
+            if not await self.in_thread(self._store.folder.is_dir):  # systemd empties /dev/shm at a user's last logout
+                gone, self._store = self._store, await self.in_thread(WeightStore, self._store.folder)
+                await self.in_thread(gone.close)
+            await self.in_thread(self._store.sweep)  # first, or it would remove what is pruned, and wait for that
             if served is not None:
                 await self._prune(served, 1)
-            if num_bytes is None or not await self._aside(self._store.fits, num_bytes):
+            if num_bytes is None or not await self.in_thread(self._store.fits, num_bytes):
                 await self.removed()
 
     async def _prune(self, served: int, keep: int) -> None:
-        for folder in await self._aside(self._open_store().prune, served, keep):
+        for folder in await self.in_thread(self._open_store().prune, served, keep):
             self._remove(folder)
 
     async def discard(self, draft: Path | None) -> None:
@@ -172,17 +173,9 @@ class Snapshots:
         if self._removing:
             await asyncio.wait(self._removing, timeout=self._config.store_wait_s)
 
-    async def _clear_up(self) -> None:
-        if self._keeping is not None:
-            self._keeping.cancel()
-            await asyncio.gather(self._keeping, return_exceptions=True)
-        await self.removed()
-        if self._store is not None:
-            await self._aside(self._store.close)
-
     def _remove(self, folder: Path) -> None:
         """Remove a folder in the background: neither trainer nor replica waits for it."""
-        removing = self.in_thread(remove_folder, folder)
+        removing = asyncio.create_task(self.in_thread(remove_folder, folder), name=f"remove {folder.name}")
         self._removing.add(removing)
         removing.add_done_callback(self._removing.discard)
 
@@ -202,15 +195,15 @@ class Snapshots:
         `WeightUpdateConflict` where it refers to another version.
         """
         store = self._open_store()
-        draft = await self._aside(store.named, name)
-        manifest = await self._aside(Manifest.read, draft)
+        draft = await self.in_thread(store.named, name)
+        manifest = await self.in_thread(Manifest.read, draft)
         if manifest.base not in (None, served):
             raise WeightUpdateConflict(
                 f"snapshot = {name!r} has changes to version {manifest.base}, and version {served} is served: another "
                 "trainer has pushed in between; push the tensors whole"
             )
-        await self._aside(store.join, draft)
-        manifest = await self._aside(check_bytes, draft)
+        await self.in_thread(store.join, draft)
+        manifest = await self.in_thread(check_bytes, draft)
         return {
             "names": list(manifest.tensors),
             "dtype_names": [tensor.dtype for tensor in manifest.tensors.values()],
@@ -219,7 +212,7 @@ class Snapshots:
 
     async def finished(self, draft: Path, served: int) -> Json:
         """As `announced`, for the relay's draft. Raises `StoreFailed` with the reason where the relay gave up."""
-        if not await self._aside(is_whole, draft):
+        if not await self.in_thread(is_whole, draft):
             raise StoreFailed(f"{draft} was not written to its end")
         try:
             return await self.announced(draft.name, served)
@@ -232,12 +225,15 @@ class Snapshots:
         A cancelled call returns when the thread has ended: what it promoted can be withdrawn then. Where the thread
         does not end in time, it finds no draft to promote.
         """
+
+        def completed() -> Path:
+            base = self.base(served)
+            complete(draft, Path(base) if base else None, list(names))
+            return store.promote(draft, label, self._checkpoint())
+
         store = self._open_store()
         try:
-            base = await self._aside(self.base, served)
-            await to_its_end(self._aside(complete, draft, Path(base) if base else None, list(names)))
-            checkpoint = await self._aside(self._checkpoint)
-            return await to_its_end(self._aside(store.promote, draft, label, checkpoint))
+            return await to_its_end(self.in_thread(completed))
         except BaseException:
             await self.discard(draft)
             raise
@@ -245,7 +241,7 @@ class Snapshots:
     async def reopen(self, draft: Path, committed: str) -> int | Path | None:
         """The version that a draft of the gateway before has become, if it is the one `committed`. Any other is a draft
         again; None where it was discarded."""
-        return await self._soon(self._open_store().reopen, draft, committed)
+        return await self.in_thread(self._open_store().reopen, draft, committed)
 
     async def withdraw(self, version: int) -> None:
         """Remove a version that is not served, as `discard` does a draft."""
@@ -253,9 +249,9 @@ class Snapshots:
             await self._throw_away(self._store.withdraw, version)
 
     async def _throw_away(self, call: Callable[..., Path], what: Path | int) -> None:
-        """Remove what an update has left. A store that does not answer hides no reason of the update's end."""
+        """Remove what an update has left. A store that fails here hides no reason of the update's end."""
         try:
-            self._remove(await self._soon(call, what))
+            self._remove(await self.in_thread(call, what))
         except StoreFailed as error:
             log.error("not removed from the weight store", left=str(what), error=str(error))
 
@@ -263,7 +259,7 @@ class Snapshots:
         """Remove older versions and dead drafts, and call the listeners. The version is served whatever fails here."""
         if self._store is not None:
             try:
-                await self._aside(self._store.sweep)
+                await self.in_thread(self._store.sweep)
                 await self._prune(served, _COPIES)
             except StoreFailed as error:
                 log.error("older versions and drafts are not removed", version=served, error=str(error))
@@ -273,15 +269,15 @@ class Snapshots:
     async def note(self, name: str, record: Json) -> None:
         """Keep a record for the next gateway, where there is a store. Raises `StoreFailed`."""
         if self._store is not None:
-            await self._soon(note_record, self._store.folder, name, record)
+            await self.in_thread(note_record, self._store.folder, name, record)
 
     async def record(self, name: str) -> Json:
         """The record that this gateway or the one before has kept; empty where there is none."""
-        return await self._soon(record_in, self._store.folder, name) if self._store is not None else {}
+        return await self.in_thread(record_in, self._store.folder, name) if self._store is not None else {}
 
     async def adopt(self, committed: str) -> bool:
         """True where the store has the version that an engine is labelled with, also one from before our start."""
-        return self._store is not None and await self._soon(self._store.adopt, committed)
+        return self._store is not None and await self.in_thread(self._store.adopt, committed)
 
     @asynccontextmanager
     async def reading(self, version: int, committed: str) -> AsyncIterator[Path]:
@@ -294,30 +290,30 @@ class Snapshots:
             await self._kept()
         await self.adopt(committed)
         with contextlib.ExitStack() as stack:
-            yield await self._aside(stack.enter_context, store.reading(version))
+            yield await self.in_thread(stack.enter_context, store.reading(version))
 
     async def _keep(self, draft: Path, label: str, scribe: Replica, digests: dict[str, str]) -> None:
-        began, version = time.monotonic(), version_of(label)
+        began, version, store = time.monotonic(), version_of(label), self._open_store()
+
+        def checked_and_promoted() -> None:
+            _check_digests(draft, digests)
+            store.promote(draft, label, self._checkpoint())
+
         try:
             async with asyncio.timeout(self._config.load_timeout_s):
-                while not await self._aside(is_whole, draft):
+                while not await self.in_thread(is_whole, draft):
                     if scribe.state is ReplicaState.LOST:
                         raise StoreFailed(f"replica {scribe.replica_id}, which wrote it, is lost: {scribe.reason}")
                     await asyncio.sleep(_POLL_S)
-            await self._aside(_check_digests, draft, digests)
-            store = self._open_store()
-            checkpoint = await self._aside(self._checkpoint)
-            await self._aside(store.promote, draft, label, checkpoint)
+            await self.in_thread(checked_and_promoted)
+        except BaseException as error:
+            await self.discard(draft)
+            if not isinstance(error, StoreFailed | TimeoutError):
+                raise
+            late = f"it was not written within {self._config.load_timeout_s:g} s (weights.load_timeout_s)"
+            log.error("version not kept", version=version, reason=str(error) or late)
+        else:
             log.info("version kept", version=version, seconds=round(time.monotonic() - began, 3))
-        except (StoreFailed, TimeoutError) as error:
-            reason = (
-                str(error) or f"it was not written within {self._config.load_timeout_s:g} s (weights.load_timeout_s)"
-            )
-            log.error("version not kept", version=version, reason=reason)
-            await self.discard(draft)
-        except BaseException:
-            await self.discard(draft)
-            raise
         await self.settle(version)
 
     async def why_not(self, num_bytes: int) -> str:
@@ -332,7 +328,7 @@ class Snapshots:
 
     async def _has_room(self, num_bytes: int) -> bool:
         store = self._open_store()
-        if await self._aside(store.has_room_for, _COPIES * num_bytes):
+        if await self.in_thread(store.has_room_for, _COPIES * num_bytes):
             self._why_not = ""
             return True
         self._go_without(
@@ -350,30 +346,6 @@ class Snapshots:
         if self._store is None:
             raise StoreFailed(f"there is no weight store: {self._why_not}")
         return self._store
-
-    async def _soon(self, call: Callable[..., T], *arguments: object) -> T:
-        """As `_aside`, for small calls: replicas stand still until a record is written, and trainers wait."""
-        return await self._aside(call, *arguments, timeout_s=self._config.control_timeout_s)
-
-    async def _aside(self, call: Callable[..., T], *arguments: object, timeout_s: float | None = None) -> T:
-        """Runs the call in a thread. Turns errors and silence of the file system into `StoreFailed`."""
-        timeout_s = timeout_s or self._config.load_timeout_s
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await self.in_thread(call, *arguments)
-        except TimeoutError as error:
-            raise StoreFailed(f"the weight store did not answer within {timeout_s:g} s") from error
-        except OSError as error:
-            raise StoreFailed(f"the weight store failed: {error}") from error
-
-
-async def bounded(wait: Awaitable[T], timeout_s: float, what: str) -> T:
-    """The result of `wait`. Raises `DeadlineExceeded` with `what` when it takes longer."""
-    try:
-        async with asyncio.timeout(timeout_s):
-            return await wait
-    except TimeoutError as error:
-        raise DeadlineExceeded(f"{what} within {timeout_s:g} s") from error
 
 
 def in_memory(app: str) -> Path:

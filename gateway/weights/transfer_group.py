@@ -4,14 +4,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from ipaddress import ip_address
+from math import prod
 from urllib.parse import urlsplit
 
 from engines.engine import Json
 from engines.errors import EngineRefused, InvalidRequest, WeightUpdateConflict
-from engines.types import Dialect, ReplicaInfo, ReplicaState
+from engines.types import OLDEST, Dialect, ReplicaInfo, ReplicaState
 from gateway.fleet.replica import Replica
 from gateway.fleet.replica_calls import names
-from gateway.weights.updates.record import num_bytes
+from gateway.weights.updates.record import itemsize
 
 _INIT_ROUTE = "/init_weight_transfer_engine"
 
@@ -45,7 +46,6 @@ class TransferGroup:
 
     members: tuple[Replica, ...]
     transport: str
-    opened_at: float = field(default_factory=time.monotonic)
 
     @property
     def scribe(self) -> Replica | None:
@@ -71,19 +71,17 @@ async def transport_of(replica: Replica, timeout_s: float) -> str:
         return "unknown"  # a server without this route may still take weights
 
 
-def checkpoint_bytes(replica: Replica) -> int:
-    """Return the bytes of the replica's checkpoint; 0 where it could not be read."""
-    tensors = replica.info.tensors or ()
-    return num_bytes(
-        {"dtype_names": [tensor.dtype for tensor in tensors], "shapes": [tensor.shape for tensor in tensors]}
-    )
+def checkpoint_bytes(members: Sequence[Replica]) -> int:
+    """Return the bytes of the largest of the members' checkpoints; one that could not be read has 0."""
+    checkpoints = [replica.info.tensors or () for replica in members]
+    return max(sum(itemsize(one.dtype) * prod(one.shape) for one in tensors) for tensors in checkpoints)
 
 
 def check_some_take_weights(members: Sequence[Replica], alive: Sequence[Replica]) -> None:
     if not members and alive:
         raise WeightUpdateConflict(
-            f"no replica of the policy takes weights: {names(alive)}; a vLLM server takes them when it is started "
-            "with --weight-transfer-config and VLLM_SERVER_DEV_MODE=1"
+            f"no replica of the policy takes weights: {names(alive)}; vLLM from {OLDEST[Dialect.VLLM]} on takes them "
+            "when it is started with --weight-transfer-config and VLLM_SERVER_DEV_MODE=1"
         )
 
 
@@ -97,27 +95,22 @@ def check_capable(members: Sequence[Replica]) -> None:
             )
 
 
-def check_one_protocol(members: Sequence[Replica], init_info: Json) -> None:
-    """Raise where SGLang would open torch's process group and others vLLM's communicators: both would hang."""
+def check_take_packed(members: Sequence[Replica], init_info: Json) -> None:
+    """Raise for SGLang where it takes no trainer's group, or no broadcasts of single tensors: others would hang."""
+    of_sglang = [replica for replica in members if replica.info.dialect is Dialect.SGLANG]
     is_packed = init_info.get("packed", True)
-    torchs = [replica for replica in members if _opens_torchs_group(replica.info, is_packed)]
-    others = [replica for replica in members if replica not in torchs]
-    if torchs and others:
-        why = _why_unpacked(torchs[0].info) if is_packed else "is asked for one broadcast a tensor (packed: false)"
-        raise WeightUpdateConflict(
-            f"replicas of SGLang ({torchs[0].replica_id}, which {why}) and of {others[0].info.kind} "
-            f"({others[0].replica_id}) cannot be in one transfer group: send packed chunks to engines that this "
-            "gateway starts, let the relay receive for all (weights.relay: always; weights.relay_device where the "
-            "trainer sends over NCCL), or serve the policy with engines of one kind"
-        )
+    for replica in of_sglang:
+        if not (is_packed and replica.info.takes_packed):
+            why = _why_unpacked(replica.info) if is_packed else "takes no broadcasts of single tensors (packed: false)"
+            raise WeightUpdateConflict(
+                f"replica {replica.replica_id} of SGLang cannot be in a transfer group, as it {why}: send packed "
+                "chunks to engines that this gateway starts, let the relay receive for all (weights.relay: always; "
+                "weights.relay_device where the trainer sends over NCCL), or push through the store"
+            )
 
 
 def _why_unpacked(info: ReplicaInfo) -> str:
     return f"leaves updates to SGLang: {info.reload_reason}" if info.reload_reason else "runs without our plugin"
-
-
-def _opens_torchs_group(info: ReplicaInfo, is_packed: bool) -> bool:
-    return info.dialect is Dialect.SGLANG and not (is_packed and info.takes_packed)
 
 
 def check_reachable(members: Sequence[Replica], init_info: Json) -> None:

@@ -16,18 +16,17 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
-import aiohttp
 import orjson
 
 from engines.config import SimConfig
 from loadtests.chaos.clients.bad_requests import ADMIN_KEY, INFERENCE_KEY, BadRequest, bad_requests
 from loadtests.chaos.clients.callers import Callers
 from loadtests.chaos.clients.tally import Tally
-from loadtests.chaos.faults import until
-from loadtests.chaos.processes.process_fleet import ProcessFleet, fleet_config, running
+from loadtests.chaos.processes.process_fleet import ProcessFleet, fleet_config, healthy_within, running
 
 SIM = SimConfig(decode_step_s=0.001)
 _REPLICAS = 2
@@ -69,11 +68,6 @@ class Findings:
             self.examples.append(f"{found}: {request.what}: {request.content[:_SHOWN]!r}")
 
 
-@dataclass(slots=True)
-class _Constant:
-    version: int = 0
-
-
 async def fuzzed(seed: int, count: int) -> Findings:
     """Run `count` bad requests beside bystanders on a fleet of its own."""
     with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
@@ -82,12 +76,12 @@ async def fuzzed(seed: int, count: int) -> Findings:
         config = config.model_copy(update={"engine": config.engine.model_copy(update={"max_model_len": 512})})
         fleet = ProcessFleet(config, Path(folder))
         async with running(fleet):
-            await until(lambda: _serves(fleet), _UP_S, "the fleet to come up")
+            await healthy_within(fleet.url, _UP_S)
             return await _run(fleet, bad_requests(seed, count))
 
 
 async def _run(fleet: ProcessFleet, requests: Sequence[BadRequest]) -> Findings:
-    bystanders = Callers(fleet.url, SIM, _Constant(), tokens=48, bound_s=_BOUND_S, key=INFERENCE_KEY)
+    bystanders = Callers(fleet.url, SIM, SimpleNamespace(version=0), tokens=48, bound_s=_BOUND_S, key=INFERENCE_KEY)
     findings, left = Findings(), iter(requests)
     try:
         bystanders.start(1)
@@ -144,16 +138,6 @@ def _judge(request: BadRequest, reply: bytes, findings: Findings) -> None:
     findings.errors_500 += is_json
     findings.plain_500 += not is_json
     findings.note(request, f"{status} {body[:_SHOWN]!r}")
-
-
-async def _serves(fleet: ProcessFleet) -> bool:
-    headers = {"Authorization": f"Bearer {INFERENCE_KEY}"}
-    try:
-        async with aiohttp.ClientSession(headers=headers) as session, session.get(fleet.url + "/status") as response:
-            states = [replica["state"] for replica in (await response.json())["replicas"]]
-    except aiohttp.ClientError:
-        return False
-    return states == ["SERVING"] * fleet.size
 
 
 def _report(findings: Findings, seed: int, seconds: float) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from locust.runners import WorkerRunner
 from locust.stats import CSV_STATS_INTERVAL_SEC
 
 from loadtests.report.cause import causes
-from loadtests.report.figures import figures
+from loadtests.report.figures import figures, totals
 from loadtests.report.page import Report, page
 from loadtests.report.thresholds import Threshold, ThresholdError, Verdict, load_thresholds
 from loadtests.run import Run, checked
@@ -93,8 +93,7 @@ def _write(file: str, content: bytes) -> None:
 
 def summary(found: Mapping[str, float]) -> str:
     """Return the run in a few lines."""
-    counts = f"{found['completions']:.0f} completions, {found['failures']:.0f} failures"
-    lines = [f"{counts}, {found['tokens_per_s']:.0f} tokens/s over {found['seconds']:.1f} s"]
+    lines = [totals(found)]
     for name in _SHOWN:
         if f"{name}.p50" in found:
             values = ", ".join(f"{part} {found[f'{name}.{part}']:.4g}" for part in ("p50", "p95", "p99", "max"))

@@ -3,10 +3,11 @@
 
 from collections.abc import Mapping, Sequence
 
-from loadtests.report.recovery import recovery_s
 from loadtests.report.series import Measures, Phase, Series
 
 _COMPARED = ("p50", "p99", "mean")
+# First tokens are as soon as in the calm: by median, within so much of it, in so many windows in a row.
+_TIMES, _MORE_S, _IN_A_ROW = 1.5, 0.02, 3
 
 
 def figures(measures: Measures, phases: Sequence[Phase] = ()) -> dict[str, float]:
@@ -17,11 +18,17 @@ def figures(measures: Measures, phases: Sequence[Phase] = ()) -> dict[str, float
         found |= {
             f"{phase.name}.{name}": value for name, value in _of_series(series, phase.ended - phase.began).items()
         }
-    if (recovered := recovery_s(measures, phases)) is not None:
+    if (recovered := _recovery_s(measures, phases)) is not None:
         found["recovery_s"] = recovered
     if phases and phases[0].name == "first":
         found |= _drift(found)
     return found
+
+
+def totals(found: Mapping[str, float]) -> str:
+    """Return the run in a line."""
+    counts = f"{found['completions']:.0f} completions, {found['failures']:.0f} failures"
+    return f"{counts}, {found['tokens_per_s']:.0f} tokens/s over {found['seconds']:.1f} s"
 
 
 def _of_series(named: Mapping[str, Series], seconds: float) -> dict[str, float]:
@@ -50,3 +57,21 @@ def _drift(found: Mapping[str, float]) -> dict[str, float]:
         for name in compared
         if found.get(f"first.{name}")
     }
+
+
+def _recovery_s(measures: Measures, phases: Sequence[Phase]) -> float | None:
+    """Return the seconds from the end of the phase `spike` until requests that arrive have first tokens as soon as in
+    `calm`, three windows in a row or up to the end; None where that does not come, or without these phases."""
+    named = {phase.name: phase for phase in phases}
+    if not {"calm", "spike"} <= set(named):
+        return None
+    calm = measures.between(named["calm"].began, named["calm"].ended).get("ttft_s")
+    if calm is None:
+        return None
+    limit, end = calm.percentile(0.5) * _TIMES + _MORE_S, named["spike"].ended
+    later = [(start, found["ttft_s"].percentile(0.5)) for start, found in measures.windows() if "ttft_s" in found]
+    later = [(start, median) for start, median in later if start >= end]
+    for index, (start, _) in enumerate(later):
+        if all(median <= limit for _, median in later[index : index + _IN_A_ROW]):
+            return start - end
+    return None

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from html import escape
 
 from loadtests.report.charts import Band, Line, chart, short
+from loadtests.report.figures import totals
 from loadtests.report.series import Measures, Phase, Series
 from loadtests.report.thresholds import Verdict
 
 MEASURES = {
     "makespan_s": "Makespan of a batch, s",
     "tail_ratio": "Tail: makespan / mean completion",
-    "batch_speed": "Tokens/s of a batch",
     "session_s": "Session of an agent, s",
     "first_turn_s": "First turn, s",
     "later_turn_s": "Later turn, s",
@@ -41,7 +41,6 @@ MEASURES = {
 _SAMPLED = ("engine_", "gateway_", "replicas_", "weight_version", "watched_")
 _GAP_S = 5
 _COLUMNS = ("count", "mean", "p50", "p90", "p95", "p99", "max")
-_TILES = ("makespan_s", "session_s", "ttft_s", "tpot_s", "completion_s", "update_s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,14 +67,12 @@ def page(report: Report) -> str:
     began = report.measures.began
     taken = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(report.taken))
     parts = [
-        f"<h1>{escape(report.title)}</h1><p class='quiet'>{taken}, {report.figures['seconds']:.1f} s</p>",
+        f"<h1>{escape(report.title)}</h1><p class='quiet'>{taken}, {escape(totals(report.figures))}</p>",
         _verdict(report),
-        _tiles(report.figures),
         _listed("What it waited for", report.causes),
         _over_time(report, began),
         _table(report.measures.total()),
         *(_phase(report, phase) for phase in report.phases),
-        _drift(report.figures),
         _settings(report.settings),
     ]
     return (
@@ -95,19 +92,6 @@ def _verdict(report: Report) -> str:
         f"<ul>{''.join(lines)}</ul>" if lines else "<p class='quiet'>No threshold was given, and nothing failed.</p>"
     )
     return f"<section class='verdict {word.lower()}'><h2>{word}</h2>{listed}</section>"
-
-
-def _tiles(figures: Mapping[str, float]) -> str:
-    tiles = [
-        ("Tokens/s", short(figures["tokens_per_s"]), ""),
-        ("Completions", short(figures["completions"]), f"{figures['failures']:.0f} failures"),
-    ]
-    for name in _TILES:
-        if f"{name}.p50" in figures:
-            label = MEASURES[name].removesuffix(", s")
-            tiles.append((label, _seconds(figures[f"{name}.p50"]), f"p99 {_seconds(figures[f'{name}.p99'])}"))
-    drawn = (f"<div><b>{value}</b><span>{escape(label)}</span><i>{note}</i></div>" for label, value, note in tiles)
-    return f"<section class='tiles'>{''.join(drawn)}</section>"
 
 
 def _listed(heading: str, lines: Sequence[str]) -> str:
@@ -177,20 +161,6 @@ def _phase(report: Report, phase: Phase) -> str:
     return _table(named, f"{phase.name}: {short(report.figures[f'{phase.name}.tokens_per_s'])} tokens/s")
 
 
-def _drift(figures: Mapping[str, float]) -> str:
-    """Return the table of drift, the last phase divided by the first, if there are phases."""
-    rows = "".join(
-        f"<tr><th>{escape(label)}</th><td>{figures[f'drift.{name}.p50']:.3f}</td>"
-        f"<td>{figures.get(f'drift.{name}.p99', 0):.3f}</td></tr>"
-        for name, label in MEASURES.items()
-        if f"drift.{name}.p50" in figures
-    )
-    if not rows:
-        return ""
-    head = "<tr><th></th><th>p50</th><th>p99</th></tr>"
-    return f"<h2>Drift: last phase by the first</h2><div class='wide'><table>{head}{rows}</table></div>"
-
-
 def _settings(settings: Mapping[str, str]) -> str:
     rows = "".join(f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in settings.items())
     return f"<h2>What was asked for</h2><div class='wide'><table class='settings'>{rows}</table></div>"
@@ -198,10 +168,6 @@ def _settings(settings: Mapping[str, str]) -> str:
 
 def _count(named: Mapping[str, Series], name: str) -> int:
     return named[name].count if name in named else 0
-
-
-def _seconds(value: float) -> str:
-    return f"{value * 1000:.3g} ms" if value < 1 else f"{value:.3g} s"
 
 
 _STYLE = """
@@ -220,10 +186,6 @@ h1 { font-size: 26px; margin: 0; } h2 { font-size: 17px; margin: 32px 0 8px; } p
 .verdict.failed h2, .missed { color: var(--bad); }
 .verdict ul { list-style: none; margin: 6px 0 0; padding: 0; }
 .verdict li { font: 13px/1.6 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere; }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 12px; margin-top: 20px; }
-.tiles div { background: var(--card); border: 1px solid var(--rule); border-radius: 8px; padding: 12px 16px; }
-.tiles b { display: block; font-size: 24px; font-variant-numeric: tabular-nums; }
-.tiles span { display: block; } .tiles i { color: var(--quiet); font-style: normal; font-size: 13px; }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(420px, 1fr)); gap: 16px; margin-top: 8px; }
 figure { margin: 0; background: var(--card); border: 1px solid var(--rule); border-radius: 8px; padding: 12px; }
 figcaption { font-weight: 600; margin-bottom: 4px; }
@@ -240,6 +202,6 @@ polyline { fill: none; stroke-width: 2; stroke-linejoin: round; stroke-linecap: 
 th, td { padding: 6px 12px; border-top: 1px solid var(--rule); text-align: right; font-weight: 400; }
 tr > th:first-child { text-align: left; } tr:first-child th { color: var(--quiet); border-top: 0; font-size: 13px; }
 table.settings td { text-align: left; } table.settings th { color: var(--quiet); width: 240px; font-size: inherit; }
-@media print { figure, table, .tiles div { break-inside: avoid; } }
+@media print { figure, table { break-inside: avoid; } }
 @media (max-width: 480px) { .charts { grid-template-columns: 1fr; } }
 """

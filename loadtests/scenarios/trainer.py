@@ -76,7 +76,6 @@ class Trainer(Caller):
             record("failed_batch_s", makespan_s, at=began_at)
             return
         record("makespan_s", makespan_s, at=began_at)
-        record("batch_speed", sum(part.tokens for part in parts) / makespan_s, at=began_at)
         if (ratio := tail_ratio(parts, began)) is not None:
             record("tail_ratio", ratio, at=began_at)
 

@@ -6,9 +6,9 @@ import multiprocessing
 import statistics
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from types import TracebackType
 from typing import Any
 
 import aiohttp
@@ -66,7 +66,7 @@ class _Exchange:
     content: bytes
 
 
-class ClientPool:
+class ClientPool(AbstractContextManager["ClientPool"]):
     """Client processes that are kept over many runs."""
 
     def __init__(self, num_clients: int, timeout_s: float) -> None:
@@ -82,15 +82,7 @@ class ClientPool:
             self._pipes.append(ours)
             self._processes.append(process)
 
-    def __enter__(self) -> "ClientPool":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
+    def __exit__(self, *_: object) -> None:
         """End the client processes."""
         for pipe in self._pipes:
             pipe.close()
@@ -207,6 +199,6 @@ def tokens_of(content: bytes, workload: Workload) -> int:
         raise ValueError(f"no complete reply: ...{content[-200:]!r}")
     if timeline.ended != workload.completions:
         raise ValueError(f"{timeline.ended} completions came, {workload.completions} were requested")
-    if workload.tokens is not None and tokens != workload.tokens:
+    if tokens != workload.tokens:
         raise ValueError(f"{tokens} tokens came, {workload.tokens} were requested")
     return tokens

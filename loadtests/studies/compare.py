@@ -287,7 +287,6 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--model", default="", help="model name; default: the server's")
     add("--clients", type=int, default=2, metavar="N", help="client processes")
     add("--timeout-s", type=float, default=300.0, help="limit on a run")
-    add("--budget-s", type=float, default=float("inf"), help="start no further pair after this many seconds")
     add("--json", type=Path, metavar="FILE", help="write every run and the summary")
     args = parser.parse_args(argv)
     if not args.streams and not args.batch:
@@ -302,7 +301,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parse_arguments(argv)
     # Routers must end with this process, also on SIGTERM.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    began, sides = time.monotonic(), args.sides
+    sides = args.sides
     with contextlib.ExitStack() as stack:
         router = None
         if Side.VLLM_ROUTER in sides:
@@ -318,9 +317,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             print("a side delivered nothing: there is nothing to compare", file=sys.stderr)
             return 1
         for pair in range(args.pairs):
-            if time.monotonic() - began > args.budget_s:
-                print(f"stopped after {pair} pairs: {args.budget_s:g} s are over", file=sys.stderr)
-                break
             comparison.measure_pair(pair)
             # After each pair, so that an interrupted run keeps its results.
             if args.json:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from scripts import fit_speeds
 from scripts.docs.pages import ROOT
 from scripts.docs.parts import (
+    causes_table,
     clients_table,
     configuration_page,
     continuation_table,
@@ -40,6 +41,7 @@ PAGES: dict[str, Callable[[], str]] = {
     ),
     "engines.md": lambda: engines_matrix.page(engines_matrix.read_results(), updates_matrix.read_checks()),
     "plan.md": fit_speeds.page,
+    "troubleshooting.md": _part("troubleshooting.md", causes_table.BEGIN, causes_table.END, causes_table.causes_table),
     "tuning.md": tuning_guide.page,
 }
 """How each page that is generated, or has a generated part, is made."""

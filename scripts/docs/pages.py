@@ -1,6 +1,7 @@
 """Markdown, taken apart: prose, links, headings, inline code and blocks of commands.
 
-Pages are README.md, SECURITY.md and docs/. The heads of modules, scripts and configurations have commands too.
+Pages are README.md, SECURITY.md, CONTRIBUTING.md and docs/. The heads of modules, scripts and configurations have
+commands too.
 """
 
 import ast
@@ -67,8 +68,8 @@ class Page:
 
 
 def doc_paths(root: Path = ROOT) -> list[Path]:
-    """README.md, SECURITY.md and every page under docs/."""
-    first = [path for name in ("README.md", "SECURITY.md") if (path := root / name).is_file()]
+    """README.md, SECURITY.md, CONTRIBUTING.md and every page under docs/."""
+    first = [path for name in ("README.md", "SECURITY.md", "CONTRIBUTING.md") if (path := root / name).is_file()]
     return [*first, *sorted((root / "docs").rglob("*.md"))]
 
 

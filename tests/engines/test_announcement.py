@@ -53,10 +53,6 @@ def test_dtypes_that_are_no_list_of_a_string_for_each_name_are_named(dtypes: obj
     assert refused.value.param == "update_info.dtype_names"
 
 
-def test_codes_of_the_same_kind_fit() -> None:
-    check_tensors(announced(dtype="float8_e4m3fn"), QUANTISED, "update_info")
-
-
 def test_a_checkpoint_that_could_not_be_read_fits_anything() -> None:
     check_tensors(announced("anything"), Model(None), "update_info")
 
@@ -101,23 +97,3 @@ def test_a_bias_of_the_router_that_vllm_leaves_as_it_is_may_be_absent() -> None:
 @pytest.mark.parametrize("sent", [["self_attn.o_proj.weight"], ["input_layernorm.weight"], []])
 def test_tensors_of_their_own_may_come_alone(sent: list[str]) -> None:
     check_fused({f"{LAYER}.{name}" for name in sent}, FUSED)
-
-
-def test_an_update_of_many_experts_is_looked_at_once_for_each_tensor() -> None:
-    """Counted, not timed: this is looked at while generation stands still."""
-    looks = 0
-
-    class Counted(str):
-        __slots__ = ()
-
-        def __eq__(self, other: object) -> bool:
-            nonlocal looks
-            looks += 1
-            return str.__eq__(self, other)
-
-        __hash__ = str.__hash__
-
-    names = [f"layers.0.mlp.experts.{expert}.{part}_proj.weight" for expert in range(100) for part in ("gate", "down")]
-    tensors = tuple(TensorMeta(name=Counted(name), dtype="bfloat16", shape=(2,)) for name in names)
-    check_fused(set(names), Model(tensors))
-    assert looks <= 2 * len(names)

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ transformers = pytest.importorskip("transformers")
 from safetensors.torch import load_file
 
 from engines.checkpoint import tied_names, ties_embeddings
-from engines.checkpoint_names import CheckpointNames, Incoming, announced_as, checkpoint_names
+from engines.checkpoint_names import CheckpointNames, Incoming, announced_as
 from engines.errors import InvalidRequest
 
 TEXT = {
@@ -107,14 +106,6 @@ def test_a_modules_tensors_become_what_save_pretrained_writes(kind: str, tied: b
     ]
 
 
-def test_experts_are_views_of_the_joined_tensor(tmp_path: Path) -> None:
-    model = made("qwen3_moe", tied=False)
-    names, joined = rule(saved(model, tmp_path), tmp_path), "model.layers.0.mlp.experts.gate_up_proj"
-    tensor = model.state_dict()[joined]
-    storages = {one.untyped_storage().data_ptr() for one in names.converted(joined, tensor).values()}
-    assert storages == {tensor.untyped_storage().data_ptr()}
-
-
 def test_a_tied_head_may_come_beside_its_embedding_with_the_same_values_only(tmp_path: Path) -> None:
     model = made("qwen3", tied=True)
     names, embed = rule(saved(model, tmp_path), tmp_path), torch.rand(64, 16)
@@ -161,33 +152,6 @@ def test_a_stored_head_is_tied_where_its_bytes_are_the_embeddings(
 )
 def test_a_configuration_without_a_word_on_ties_has_its_classes_default(config: dict[str, Any], ties: bool) -> None:
     assert ties_embeddings(json.dumps(config)) == ties
-
-
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_a_model_is_made_once_for_ties_and_never_for_the_checkpoints_own_names(
-    tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stored = saved(made("qwen3", tied=tied), tmp_path)
-    models, init = [], transformers.Qwen3ForCausalLM.__init__
-
-    def counted(model: Any, config: Any) -> None:
-        models.append(model)
-        init(model, config)
-
-    monkeypatch.setattr(transformers.Qwen3ForCausalLM, "__init__", counted)
-    config = (tmp_path / "config.json").read_text()
-    with ThreadPoolExecutor(8) as threads:
-        for _ in range(8):
-            threads.submit(checkpoint_names(list(stored), config, []).prepare)
-    Incoming(checkpoint_names(list(stored), config, [])).converted(stored.items())
-    assert len(models) == tied
-
-
-def test_a_configuration_that_transformers_does_not_take_leaves_the_names() -> None:
-    config = json.dumps({"architectures": ["Qwen3ForCausalLM"], "hidden_size": "?", "tie_word_embeddings": True})
-    names = CheckpointNames(["model.embed_tokens.weight"], config)
-    names.prepare()
-    assert list(names.converted("lm_head.weight", torch.ones(1))) == ["model.embed_tokens.weight"]
 
 
 @pytest.mark.parametrize(("kind", "prefix"), [("gpt2", "transformer."), ("bloom", "transformer.")])

@@ -8,7 +8,6 @@ import pytest
 
 from engines.config import EngineConfig
 from engines.model_folder import model_folder
-from engines.process.preflight import misfits
 from tests.material.hub_cache import cached
 
 MODEL = "acme/digit-sort"
@@ -61,21 +60,3 @@ def test_what_is_not_whole_is_not_there(files: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("model", ["acme/other", "/no/such/folder", "../folder", ""])
 def test_what_is_nowhere_is_left_to_the_engine(tmp_path: Path, model: str) -> None:
     assert model_folder(engine(model=model, extra={"download_dir": str(tmp_path)})) is None
-
-
-def test_engines_that_hold_no_files_have_no_folder(files: Path) -> None:
-    assert model_folder(engine(kind="sim", model=str(files))) is None
-
-
-def test_a_cached_model_is_checked_before_an_engine_starts(files: Path, tmp_path: Path) -> None:
-    cached(files, tmp_path / "cache", MODEL)
-    asked = engine(extra={"download_dir": str(tmp_path / "cache")}, max_model_len=1024, tensor_parallel_size=3)
-    assert {misfit.field for misfit in misfits(asked)} == {"max_model_len", "tensor_parallel_size"}
-
-
-def test_a_damaged_index_in_the_cache_is_left_to_the_engine_which_downloads_it_anew(
-    files: Path, tmp_path: Path
-) -> None:
-    (files / "model.safetensors.index.json").write_text("{")
-    cached(files, tmp_path / "cache", MODEL)
-    assert model_folder(engine(extra={"download_dir": str(tmp_path / "cache")})) is None

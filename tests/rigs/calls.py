@@ -1,6 +1,8 @@
-"""Notes which calls of engines the gateway makes."""
+"""Notes which calls of engines the gateway makes, and waits for what comes of them."""
 
+import asyncio
 from collections.abc import Awaitable, Callable
+from inspect import isawaitable
 from typing import Any
 
 import pytest
@@ -24,3 +26,10 @@ def note_calls(monkeypatch: pytest.MonkeyPatch, *names: str) -> list[str]:
     for name in names:
         monkeypatch.setattr(VllmEngine, name, noted(name))
     return made
+
+
+async def until(read: Callable[[], Any], is_so: Callable[[Any], bool] = bool, timeout_s: float = 30.0) -> None:
+    """Return as soon as what `read` gives `is_so`. An awaitable that it gives is awaited."""
+    async with asyncio.timeout(timeout_s):
+        while not is_so(await found if isawaitable(found := read()) else found):
+            await asyncio.sleep(0.01)

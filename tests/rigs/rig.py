@@ -12,6 +12,7 @@ from aiohttp import web
 
 from engines.clients.external import ExternalServer
 from engines.config import EngineConfig, SimConfig
+from engines.store.draft import Draft, claim_draft, raw
 from engines.types import EngineKind, ReplicaInfo, TensorMeta
 from gateway.config.schema import Config
 from gateway.dialects.submissions.submission import Submission
@@ -87,11 +88,6 @@ class SimReplica:
     def is_paused(self) -> bool:
         """True while its engine is paused, in any mode."""
         return self._server.scheduler.paused is not None
-
-    @property
-    def is_profiled(self) -> bool:
-        """True while its profiler records."""
-        return self._server.profiler.is_recording
 
     def label(self, version: int, weights: str = "") -> None:
         """Has it report this version, as after an update whose gateway died before the verdict, or of another run with
@@ -321,6 +317,14 @@ class Rig:
         ):
             status, reply = await self.post(path, body)
             assert status == 200, (path, reply)
+
+    async def push(self, folder: Path, *, value: int = 0, **body: Any) -> tuple[int, Json]:
+        """Push the only tensor through the store in `folder`, with this value in each of its bytes."""
+        path, _ = claim_draft(folder)
+        draft = Draft(path, "sim")
+        draft.add([raw("weight", "float32", [4, 4], bytes([value] * 64))])
+        draft.finish()
+        return await self.post("/v1/weight_updates", {"transport": "store", "snapshot": path.name, **body})
 
     @property
     def tensors(self) -> Json:

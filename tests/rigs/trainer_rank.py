@@ -2,8 +2,8 @@
 
     python -m tests.rigs.trainer_rank FOLDER URL GROUP_URL
 
-Each rank writes one JSON object a case, into the file FOLDER/rank-RANK. In FOLDER the ranks find each other, and rank 0
-the weight store of the gateway at URL; engines behind GROUP_URL receive over gloo.
+Each rank writes one JSON object a case, into the file FOLDER/rank-RANK. FOLDER has the weight store of the gateway at
+URL; engines behind GROUP_URL receive over gloo.
 """
 
 import json
@@ -12,18 +12,16 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch._dynamo  # what compiles loads it, here for all ranks at once
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -33,7 +31,7 @@ from engines.errors import DeadlineExceeded
 from engines.process.port import free_port
 from tests.material.sharded_model import SHAPES, WORLD_SIZE, Model
 from trainer_client import BlockingRolloutClient, WeightSender
-from trainer_client.transports import ranks, tensors
+from trainer_client.transports import ranks
 from trainer_client.transports.tensors import Entry
 
 TIMEOUT_S = 20.0
@@ -43,29 +41,17 @@ SHORT_S = 2.0
 class Trainer:
     """This rank, with its mesh."""
 
-    def __init__(self, rank: int, folder: Path, url: str, group_url: str) -> None:
+    def __init__(self, rank: int, port: int, folder: Path, url: str, group_url: str) -> None:
         self.rank = rank
         self.store = folder / "store"
         self.told = folder / f"rank-{rank}"
         self.url = url
         self.group_url = group_url
-        self.begin("ranks")
-
-    def begin(self, place: str) -> None:
         limit = timedelta(seconds=60)
-        store = dist.TCPStore("127.0.0.1", self._port(self.told.parent / place), WORLD_SIZE, self.rank == 0, limit)
-        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=WORLD_SIZE, timeout=limit)
+        store = dist.TCPStore("127.0.0.1", port, WORLD_SIZE, rank == 0, limit)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD_SIZE, timeout=limit)
         self.mesh = init_device_mesh("cpu", (WORLD_SIZE,))
         self.mesh_of_parts = init_device_mesh("cpu", (WORLD_SIZE, 1), mesh_dim_names=("part", "shard"))
-
-    def _port(self, place: Path) -> int:
-        """A free port, which the first rank writes into the file `place`."""
-        if self.rank == 0:
-            place.with_suffix(".new").write_text(str(free_port()))
-            place.with_suffix(".new").rename(place)
-        while not place.exists():
-            time.sleep(0.01)
-        return int(place.read_text())
 
     def run(self, case: Callable[["Trainer"], Any]) -> None:
         told = {"case": case.__name__}
@@ -135,14 +121,6 @@ def fsdp1(trainer: Trainer) -> dict[str, Any]:
     return trainer.push(flat(Model()))
 
 
-def fsdp1_as_its_full_state(trainer: Trainer) -> dict[str, Any]:
-    state = get_model_state_dict(flat(Model()), options=StateDictOptions(full_state_dict=True))
-    if trainer.rank == 0:
-        return trainer.push({name: state[name] for name in SHAPES})
-    dist.barrier()
-    return {}
-
-
 def tensor_parallel(trainer: Trainer) -> dict[str, Any]:
     plan = {"layers.0": ColwiseParallel(), "layers.1": RowwiseParallel()}
     return trainer.push(parallelize_module(Model(), trainer.mesh, plan))
@@ -164,18 +142,8 @@ def data_parallel(trainer: Trainer) -> dict[str, Any]:
     return trainer.push(nn.parallel.DistributedDataParallel(Model()))
 
 
-def compiled(trainer: Trainer) -> dict[str, Any]:
-    return trainer.push(torch.compile(sharded(trainer, Model())))
-
-
 def dict_of_dtensors(trainer: Trainer) -> dict[str, Any]:
     return trainer.push(distributed(trainer))
-
-
-def dict_of_a_models_state(trainer: Trainer) -> dict[str, Any]:
-    state = sharded(trainer, Model()).state_dict()
-    del state["steps"]
-    return trainer.push(state)
 
 
 def iterator_of_dtensors(trainer: Trainer) -> dict[str, Any]:
@@ -210,59 +178,11 @@ def delta(trainer: Trainer) -> dict[str, Any]:
     return {"version": version} | (trainer.stored(version, expected) if trainer.rank == 0 else {})
 
 
-def other_shapes(trainer: Trainer) -> dict[str, Any]:
-    model = Model()
-    model.layers[1] = nn.Linear(6, 5)
-    return trainer.push(sharded(trainer, model))
-
-
 def ranks_that_differ(trainer: Trainer) -> dict[str, Any]:
     named = distributed(trainer)
     if trainer.rank == 1:
         del named["layers.1.bias"]
     return trainer.push(named)
-
-
-def ranks_that_shard_differently(trainer: Trainer) -> dict[str, Any]:
-    named = distributed(trainer)
-    if trainer.rank == 1:
-        half = torch.zeros(4, 6 // WORLD_SIZE)
-        named["layers.1.weight"] = DTensor.from_local(half, trainer.mesh, [Shard(1)], run_check=False)
-    return trainer.push(named)
-
-
-def ranks_of_which_one_has_tensors_left(trainer: Trainer) -> dict[str, Any]:
-    """Each tensor is a part."""
-    named = list(distributed(trainer).items())
-    with patch.object(tensors, "PART_BYTES", 1):
-        return trainer.push(iter(named if trainer.rank == 1 else named[:-1]))
-
-
-def shards_without_values(trainer: Trainer) -> dict[str, Any]:
-    with torch.device("meta"):
-        model = sharded(trainer, Model())
-    return trainer.push(model)
-
-
-class Gone(BaseException):
-    """The end of a rank."""
-
-
-def a_rank_that_leaves_before_the_outcome(trainer: Trainer) -> dict[str, Any]:
-    named = distributed(trainer)
-    told: dict[str, Any] = {}
-    with trainer.sender(SHORT_S) as sender:
-        follow = ranks.TrainerRanks._follow
-
-        def leaving(of: Any, parts: Any) -> None:
-            follow(of, parts)
-            raise Gone
-
-        with suppress(Gone), patch.object(ranks.TrainerRanks, "_follow", leaving):
-            told["version"] = sender.push(named)
-        dist.barrier()
-        told["next"] = sender.push(named)
-        return told
 
 
 def a_rank_that_missed_a_push(trainer: Trainer) -> dict[str, Any]:
@@ -280,29 +200,16 @@ def a_rank_that_missed_a_push(trainer: Trainer) -> dict[str, Any]:
         return {"version": version, "errors": errors}
 
 
-def a_gateway_that_takes_longer_than_a_silence(trainer: Trainer) -> dict[str, Any]:
-    """As for a rolling update of many replicas."""
-    load = BlockingRolloutClient.load_weights
-
-    def loading(*args: Any) -> int:
-        time.sleep(1.5 * SHORT_S)
-        return load(*args)
-
-    with (
-        trainer.sender(SHORT_S) as sender,
-        patch.object(BlockingRolloutClient, "load_weights", loading),
-        patch.object(ranks, "_WAITS_BETWEEN_WORDS", 1),
-    ):
-        return {"version": sender.push(distributed(trainer))}
-
-
 def a_rank_that_fails_at_the_last_tensor(trainer: Trainer) -> dict[str, Any]:
-    with failing_at(trainer, list(SHAPES)[-1], RuntimeError("no memory"), rank=1):
-        return trainer.push(distributed(trainer))
+    made = Entry.made
 
+    def failing(entry: Entry) -> Any:
+        tensor = made(entry)
+        if entry.name == list(SHAPES)[-1] and trainer.rank == 1:
+            raise RuntimeError("no memory")
+        return tensor
 
-def all_ranks_that_fail_among_the_tensors(trainer: Trainer) -> dict[str, Any]:
-    with failing_at(trainer, "layers.0.bias", RuntimeError("no memory")):
+    with patch.object(Entry, "made", failing):
         return trainer.push(distributed(trainer))
 
 
@@ -310,31 +217,6 @@ def in_inference_mode(trainer: Trainer) -> dict[str, Any]:
     model = sharded(trainer, Model())
     with torch.inference_mode():
         return trainer.push(model)
-
-
-@contextmanager
-def failing_at(trainer: Trainer, name: str, error: BaseException, *, rank: int | None = None) -> Iterator[None]:
-    """Let this tensor's gathering end with an error, on one rank or on all."""
-    made = Entry.made
-
-    def failing(entry: Entry) -> Any:
-        tensor = made(entry)
-        if entry.name == name and rank in (None, trainer.rank):
-            raise error
-        return tensor
-
-    with patch.object(Entry, "made", failing):
-        yield
-
-
-def after_a_new_start_of_torch_distributed(trainer: Trainer) -> dict[str, Any]:
-    """The sender is that of the ranks before."""
-    with trainer.sender() as sender:
-        sender.push(distributed(trainer))
-        dist.barrier()
-        dist.destroy_process_group()
-        trainer.begin("ranks-again")
-        return {"version": sender.push(distributed(trainer))}
 
 
 def after_all_that(trainer: Trainer) -> dict[str, Any]:
@@ -384,39 +266,28 @@ CASES = (
     fsdp2_on_a_mesh_of_two_dimensions,
     fsdp2_in_bfloat16,
     fsdp1,
-    fsdp1_as_its_full_state,
     tensor_parallel,
     copies_that_are_tensor_parallel,
     data_parallel,
-    compiled,
     dict_of_dtensors,
-    dict_of_a_models_state,
     iterator_of_dtensors,
     in_inference_mode,
     one_tensor_at_a_time,
-    a_gateway_that_takes_longer_than_a_silence,
     delta,
     through_a_group,
     through_a_group_that_refuses,
-    other_shapes,
     ranks_that_differ,
-    ranks_that_shard_differently,
     stages_of_a_pipeline,
-    ranks_of_which_one_has_tensors_left,
-    shards_without_values,
     a_rank_that_fails_at_the_last_tensor,
-    all_ranks_that_fail_among_the_tensors,
     after_all_that,
-    after_a_new_start_of_torch_distributed,
-    a_rank_that_leaves_before_the_outcome,
     a_rank_that_missed_a_push,
     a_sender_that_stays_away,
 )
 
 
-def run_rank(rank: int, folder: Path, *urls: str) -> None:
+def run_rank(rank: int, port: int, folder: Path, *urls: str) -> None:
     warnings.simplefilter("ignore")
-    trainer = Trainer(rank, folder, *urls)
+    trainer = Trainer(rank, port, folder, *urls)
     for case in CASES:
         trainer.run(case)
     dist.destroy_process_group()
@@ -425,8 +296,8 @@ def run_rank(rank: int, folder: Path, *urls: str) -> None:
 def main() -> int:
     """0 where all ranks came to their end. They are forks of this process: what they import takes seconds to load."""
     folder, *urls = sys.argv[1:]
-    fork = multiprocessing.get_context("fork")
-    processes = [fork.Process(target=run_rank, args=(rank, Path(folder), *urls)) for rank in range(WORLD_SIZE)]
+    fork, port = multiprocessing.get_context("fork"), free_port()
+    processes = [fork.Process(target=run_rank, args=(rank, port, Path(folder), *urls)) for rank in range(WORLD_SIZE)]
     for process in processes:
         process.start()
     for process in processes:

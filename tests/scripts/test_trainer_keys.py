@@ -17,6 +17,7 @@ PACKAGES = ROOT / ".venv-verl" / "lib" / "python3.11" / "site-packages"
 R = "actor_rollout_ref.rollout."
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not PYTHON.exists(), reason="needs make setup-verl")
 def test_the_newest_table_is_that_of_the_installed_verl() -> None:
     release = VERL.removeprefix("verl ")

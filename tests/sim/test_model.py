@@ -22,22 +22,9 @@ def test_a_completion_cut_short_goes_on_as_if_it_had_not_been() -> None:
     assert whole[8:] == rest
 
 
-def test_each_token_is_made_by_the_weights_held_at_its_step() -> None:
-    versions = ["1"] * 4 + ["2"] * 4
-    tokens = MODEL.complete(PROMPT, versions=versions, max_tokens=8, ignore_eos=True)
-    assert tokens[:4] == MODEL.complete(PROMPT, versions="1", max_tokens=4, ignore_eos=True)
-    assert tokens[4:] == MODEL.complete(PROMPT + tokens[:4], versions="2", max_tokens=4, ignore_eos=True)
-
-
 def test_lengths_average_mean_tokens() -> None:
     lengths = [len(MODEL.complete([i], draw=seeded_draw(i), max_tokens=10_000)) for i in range(1500)]
     assert 0.9 < sum(lengths) / len(lengths) / MODEL.mean_tokens < 1.1
-
-
-def test_min_tokens_puts_the_end_off() -> None:
-    model = SimModel(vocab_size=100, mean_tokens=1)
-    assert model.complete(PROMPT) == [EOS_TOKEN]
-    assert len(model.complete(PROMPT, min_tokens=3)) == 4
 
 
 def test_logprobs_are_negative_and_highest_for_the_greedy_token() -> None:

@@ -1,19 +1,10 @@
-"""Chaos in short: a death during a weight transfer, and faults under rollouts. `make chaos` has every fault."""
+"""Chaos in short: faults under rollouts. `make chaos` has every fault, and tests/loadtests/chaos those of updates."""
 
 import pytest
 
 from loadtests.chaos.campaign import main
 
 pytestmark = pytest.mark.story
-
-
-@pytest.mark.ray
-def test_a_replica_killed_during_the_transfer_loses_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("ray")
-    status = main(["--replicas", "2", "--fault", "replica killed during the transfer"])
-    said = capsys.readouterr().out
-    assert status == 0, said
-    assert said.rstrip().endswith("lost 0, duplicated 0, stale 0, wrong 0, hung 0")
 
 
 def test_a_killed_replica_and_a_killed_gateway_cost_no_rollout(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,14 +5,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from engines.errors import DeadlineExceeded, InvalidRequest, WeightUpdateConflict
 from tests.rigs.rig import Rig, StartRig
-from trainer_client import BlockingRolloutClient, Outcome, Progress, SamplingParams
-from trainer_client.blocking import BlockingBatch
+from trainer_client import BlockingRolloutClient, BlockingRolloutPool, SamplingParams
 
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
 SOON_S = 30.0
@@ -26,38 +25,24 @@ def client_threads() -> list[threading.Thread]:
 
 async def test_rollouts_are_gathered_and_iterated(rig: Rig) -> None:
     def work() -> None:
-        told: list[Progress] = []
         with BlockingRolloutClient(rig.url) as client:
             client.wait_ready(timeout_s=SOON_S)
-            rollouts = client.generate(PROMPTS, TOKENS, on_progress=told.append).gather()
+            rollouts = client.generate(PROMPTS, TOKENS).gather()
             assert [rollout.prompt_index for rollout in rollouts] == [0, 1, 2]
             batch = client.generate(PROMPTS, TOKENS)
+            deadline = time.monotonic() + SOON_S
+            while not batch.is_done and time.monotonic() < deadline:  # it goes on while the caller does something else
+                time.sleep(0.01)
+            assert batch.progress.delivered == 3
             assert sorted((c.prompt_index, c.sample_index) for c in batch) == [
                 (prompt, sample) for prompt in range(3) for sample in range(2)
             ]
-            assert batch.is_done
             assert {rollout.prompt_index for rollout in batch.rollouts()} == {0, 1, 2}
             assert (client.weight_version(), client.status()["ready"]) == (0, True)
             assert client.world_size(timeout_s=SOON_S) == 2
-        assert [progress.delivered for progress in told] == [1, 2, 3]
 
     await asyncio.to_thread(work)
     assert not client_threads()
-
-
-async def test_generation_goes_on_while_the_caller_does_something_else(start_rig: StartRig) -> None:
-    rig = await start_rig(sim={"decode_step_s": 0.01})
-
-    def work() -> None:
-        with BlockingRolloutClient(rig.url) as client:
-            batch = client.generate(PROMPTS, TOKENS)
-            assert not batch.is_done
-            deadline = time.monotonic() + SOON_S
-            while not batch.is_done and time.monotonic() < deadline:
-                time.sleep(0.01)
-            assert batch.progress.delivered == 3
-
-    await asyncio.to_thread(work)
 
 
 async def test_errors_reach_the_caller(start_rig: StartRig) -> None:
@@ -72,24 +57,6 @@ async def test_errors_reach_the_caller(start_rig: StartRig) -> None:
             with pytest.raises(WeightUpdateConflict, match="no transfer group"):
                 client.start_weight_update(timeout_s=SOON_S)
         client.close()  # again, without harm
-
-    await asyncio.to_thread(work)
-
-
-async def test_a_progress_callback_may_cancel_its_batch(rig: Rig) -> None:
-    def work() -> None:
-        batches: list[BlockingBatch] = []
-        has_begun = threading.Event()
-
-        def stop(progress: Progress) -> None:
-            has_begun.wait(SOON_S)
-            batches[0].cancel()
-
-        with BlockingRolloutClient(rig.url, max_in_flight=1) as client:
-            batches.append(client.generate(PROMPTS, TOKENS, on_progress=stop))
-            has_begun.set()
-            outcomes = {rollout.outcome for rollout in batches[0].gather()}
-        assert outcomes == {Outcome.DELIVERED, Outcome.CANCELLED}
 
     await asyncio.to_thread(work)
 
@@ -125,37 +92,20 @@ async def test_a_close_ends_the_waits_of_other_threads_and_later_calls_are_refus
     assert [str(error) for error in await asyncio.to_thread(work)] == ["the client is closed: make another"]
 
 
-async def test_a_callback_cannot_wait_for_its_own_client(rig: Rig) -> None:
-    def work() -> list[str]:
-        said: list[str] = []
-        with BlockingRolloutClient(rig.url) as client:
+async def test_an_iterator_of_prompts_cannot_wait_for_its_own_client(rig: Rig) -> None:
+    def work() -> None:
+        def prompts() -> Iterator[list[int]]:
+            client.status()
+            yield PROMPTS[0]
 
-            def ask(_: Progress) -> None:
-                for call in (client.status, client.close):
-                    with pytest.raises(InvalidRequest, match="its own client") as refused:
-                        call()
-                    said.append(str(refused.value))
+        with (
+            BlockingRolloutClient(rig.url) as client,
+            BlockingRolloutPool(client, prompts(), TOKENS, size=1) as pool,
+            pytest.raises(InvalidRequest, match="its own client"),
+        ):
+            pool.batch(1)
 
-            client.generate(PROMPTS[:1], TOKENS, on_progress=ask).gather()
-        return said
-
-    assert len(await asyncio.to_thread(work)) == 2
-
-
-def test_a_close_ends_in_time_where_a_callback_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    began, may_end = threading.Event(), threading.Event()
-
-    def endless(_: Progress) -> None:
-        began.set()
-        may_end.wait()
-
-    client = BlockingRolloutClient("http://127.0.0.1:9", outage_s=0)
-    client.generate(PROMPTS[:1], TOKENS, on_progress=endless)
-    assert began.wait(SOON_S)
-    monkeypatch.setattr("trainer_client.loop_thread._CLOSE_TIMEOUT_S", 0.01)
-    with pytest.raises(DeadlineExceeded, match="a callback does not end"):
-        client.close()
-    may_end.set()
+    await asyncio.to_thread(work)
 
 
 _IN_A_FORK = """

@@ -1,8 +1,6 @@
 """The client against a gateway over simulated engines, and against servers that fail in ways a gateway may."""
 
 import asyncio
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -25,7 +23,7 @@ from engines.process.port import free_port
 from engines.types import PauseMode
 from gateway.api import error_body
 from tests.rigs.rig import MAX_MODEL_LEN, Rig, StartRig
-from trainer_client import Outcome, Progress, Rollout, RolloutClient, SamplingParams, WeightSpan
+from trainer_client import Outcome, Rollout, RolloutClient, SamplingParams, WeightSpan
 from trainer_client.client import KEY_VARIABLE, URL_VARIABLE
 
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
@@ -98,29 +96,12 @@ async def test_a_prompt_waits_for_the_weights_that_it_asks_for(rig: Rig, client:
 # As they end
 
 
-async def test_a_short_completion_is_told_of_before_a_long_one_ends(start_rig: StartRig) -> None:
-    rig = await start_rig(sim={"decode_step_s": 0.02})
-    async with RolloutClient(rig.url) as client:
-        long = client.generate(PROMPTS[:1], LONG)
-        short = client.generate(PROMPTS[1:], TOKENS)
-        async with asyncio.timeout(SOON_S):
-            seen = Counter([completion.prompt_index async for completion in short])
-        assert seen == {0: 2, 1: 2}
-        assert not long.is_done
-
-
 async def test_every_completion_is_told_once_whoever_asks(client: RolloutClient) -> None:
     batch = client.generate(PROMPTS * 20, TOKENS)
     seen = Counter([(completion.prompt_index, completion.sample_index) async for completion in batch])
     assert seen == {(prompt, sample): 1 for prompt in range(60) for sample in range(2)}
     assert [rollout.prompt_index for rollout in await batch.gather()] == list(range(60))
-
-
-async def test_progress_is_told_after_each_prompt(client: RolloutClient) -> None:
-    told: list[Progress] = []
-    await client.generate(PROMPTS, TOKENS, on_progress=told.append).gather()
-    assert [(progress.delivered, progress.tokens) for progress in told] == [(1, 16), (2, 32), (3, 48)]
-    assert {progress.num_prompts for progress in told} == {3}
+    assert (batch.progress.delivered, batch.progress.tokens) == (60, 60 * 2 * 8)
 
 
 async def test_no_more_prompts_are_asked_for_than_max_in_flight(start_rig: StartRig) -> None:
@@ -159,15 +140,6 @@ async def test_who_stops_iterating_cancels_what_runs(start_rig: StartRig) -> Non
         async with asyncio.timeout(SOON_S):
             rollouts = await batch.gather()
         assert {rollout.outcome for rollout in rollouts} == {Outcome.CANCELLED}
-
-
-async def test_a_gather_that_is_cancelled_cancels_its_batch(start_rig: StartRig) -> None:
-    rig = await start_rig(sim=SLOW)
-    async with RolloutClient(rig.url) as client:
-        gathering = asyncio.create_task(client.generate(PROMPTS, LONG).gather())
-        await until_in_flight(rig, lambda samples: samples == 6)
-        gathering.cancel()
-        await until_in_flight(rig, lambda samples: samples == 0)
 
 
 async def test_closing_the_client_cancels_its_batches(start_rig: StartRig) -> None:
@@ -231,36 +203,26 @@ def test_a_url_with_a_password_is_refused_without_showing_it(url: str) -> None:
     assert "s3c" not in str(refused.value)
 
 
-@pytest.mark.parametrize("has_called", [True, False])
-async def test_a_closed_client_says_that_it_is(rig: Rig, has_called: bool) -> None:
+async def test_a_closed_client_says_that_it_is(rig: Rig) -> None:
     client = RolloutClient(rig.url)
-    if has_called:
-        await client.status()
+    await client.status()
     await client.close()
-    for call in (
-        client.status,
-        client.wait_ready,
-        client.resume,
-        client.generate(PROMPTS).gather,
-        client.submit(PROMPTS).__aiter__().__anext__,
-        client.weight_lease().__aenter__,
-    ):
+    for call in (client.status, client.wait_ready, client.generate(PROMPTS).gather, client.weight_lease().__aenter__):
         with pytest.raises(InvalidRequest, match="the client is closed"):
             await call()
 
 
-@pytest.mark.parametrize("call", [RolloutClient.start_weight_update, RolloutClient.weight_version])
-async def test_a_call_that_a_close_cuts_off_says_so(call: Callable[[RolloutClient], Awaitable[Any]]) -> None:
-    asked = asyncio.Event()
-
+async def test_a_call_without_an_answer_ends_in_time_or_with_its_client() -> None:
     async def silence(_: int) -> None:
-        asked.set()
         await asyncio.Event().wait()
 
     async with Played(silence) as gateway:
         client = RolloutClient(gateway.url)
-        calling = asyncio.ensure_future(call(client))
-        await asked.wait()
+        with pytest.raises(DeadlineExceeded, match=r"no answer to /start_weight_update within 0\.2 s"):
+            await client.start_weight_update(timeout_s=0.2)
+        calling = asyncio.ensure_future(client.weight_version())
+        while len(gateway.request_ids) < 2:
+            await asyncio.sleep(0.01)
         await client.close()
         with pytest.raises(InvalidRequest, match="the client is closed"):
             await asyncio.wait_for(calling, SOON_S)
@@ -296,8 +258,8 @@ async def test_a_wait_that_runs_out_says_which_and_how_long(start_rig: StartRig)
 
 async def test_a_gateway_that_does_not_exist_is_waited_for_and_named() -> None:
     async with RolloutClient(f"http://127.0.0.1:{free_port()}") as client:
-        with pytest.raises(DeadlineExceeded, match=r"not ready after 2 s: .*is unreachable"):
-            await client.wait_ready(timeout_s=2.0)
+        with pytest.raises(DeadlineExceeded, match=r"not ready after 0\.2 s: .*is unreachable"):
+            await client.wait_ready(timeout_s=0.2)
 
 
 # Trying again
@@ -355,7 +317,7 @@ def answered(status: int | None) -> web.Response | None:
 
 
 @pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize(("status", "times"), [(502, 1), (503, 1), (503, 7), (504, 1), (None, 1)])
+@pytest.mark.parametrize(("status", "times"), [(502, 1), (503, 6), (504, 1), (None, 1)])
 async def test_a_prompt_is_asked_for_again_under_the_same_id(status: int | None, times: int) -> None:
     """A gateway that is away is tried for longer than the number of attempts."""
 
@@ -392,24 +354,16 @@ def over_the_limit(retry_after: str) -> web.Response:
 
 
 @pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize("path", ["rollout", "weights"])
-async def test_a_call_over_a_limit_waits_as_long_as_the_reply_says(path: str) -> None:
+async def test_a_call_over_a_limit_waits_as_long_as_the_reply_says() -> None:
     came: list[float] = []
 
     async def second_time(call: int) -> web.Response:
         came.append(time.monotonic())
-        if call == 1:
-            return over_the_limit("1")
-        return whole() if path == "rollout" else web.json_response({})
+        return whole() if call > 1 else over_the_limit("1")
 
-    async with Played(second_time) as gateway, RolloutClient(gateway.url) as client:
-        if path == "rollout":
-            (rollout,) = await client.generate(PROMPTS[:1], TOKENS).gather()
-            assert rollout.attempts == 2
-        else:
-            await client.start_weight_update()
-    first, second = came
-    assert second - first >= 1.0
+    async with Played(second_time) as gateway:
+        assert (await rollout_of(gateway.url)).attempts == 2
+    assert came[1] - came[0] >= 1.0
 
 
 @pytest.mark.usefixtures("quick")
@@ -436,37 +390,11 @@ async def test_a_weight_call_that_may_have_arrived_is_made_once(status: int | No
     assert len(gateway.request_ids) == 1
 
 
-async def test_a_weight_call_without_an_answer_ends_in_time() -> None:
-    async def silence(call: int) -> web.Response:
-        await asyncio.sleep(SOON_S)
-        return web.json_response({})
-
-    began = time.monotonic()
-    async with Played(silence) as gateway, RolloutClient(gateway.url) as client:
-        with pytest.raises(DeadlineExceeded, match=r"no answer to /start_weight_update within 0\.2 s"):
-            await client.start_weight_update(timeout_s=0.2)
-    assert time.monotonic() - began < SOON_S
-    assert len(gateway.request_ids) == 1
-
-
 async def test_a_redirect_is_refused_with_its_place_and_not_taken_for_an_answer() -> None:
     async def elsewhere(call: int) -> web.Response:
         return web.json_response({}, status=302, headers={"Location": "https://there/login"})
 
     async with Played(elsewhere) as gateway, RolloutClient(gateway.url) as client:
-        for call in (
-            client.resume,
-            client.status,
-            client.generate(PROMPTS).gather,
-            client.weight_lease().__aenter__,
-            client.submit(PROMPTS).__aiter__().__anext__,
-        ):
+        for call in (client.status, client.generate(PROMPTS).gather, client.weight_lease().__aenter__):
             with pytest.raises(ConfigError, match="redirects to https://there/login"):
                 await call()
-
-
-def test_importing_the_client_loads_neither_torch_nor_ray_nor_pydantic() -> None:
-    heavy = "{'torch', 'vllm', 'ray', 'trl', 'transformers', 'pydantic', 'fastapi', 'rich', 'requests'}"
-    program = f"import sys, trainer_client; print(sorted({heavy} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"

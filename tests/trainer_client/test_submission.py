@@ -96,14 +96,6 @@ async def test_a_cancelled_submission_ends(rig: Rig, client: RolloutClient) -> N
     assert set(asked.outcomes.values()) == {"cancelled"}
 
 
-async def test_a_submission_whose_client_is_closed_says_so(rig: Rig, client: RolloutClient) -> None:
-    reading = asyncio.ensure_future(anext(aiter(client.submit(PROMPTS, SAMPLING))))
-    await rig.begun(samples=12)
-    await client.close()
-    with pytest.raises(InvalidRequest, match="the client is closed"):
-        await asyncio.wait_for(reading, 30)
-
-
 async def test_a_silent_connection_is_made_again_and_nothing_comes_twice(
     rig: Rig, client: RolloutClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:

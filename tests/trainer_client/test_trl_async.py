@@ -1,34 +1,21 @@
 """The stand-ins of AsyncGRPO without CUDA: an attention in plain torch, and an end of the weight group."""
 
-from types import ModuleType
-from typing import Any
-
 import pytest
 
-pytest.importorskip("torch")
+pytest.importorskip("vllm")
+pytest.importorskip("trl")
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from engines.process.port import free_port
+from trainer_client.trl_async import Endpoint, TorchAttention
+
+pytestmark = pytest.mark.vllm
 
 HEADS, KEY_HEADS, SIZE = 4, 2, 8
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-@pytest.fixture
-def trl_async() -> ModuleType:
-    """TRL and vLLM are loaded with it."""
-    pytest.importorskip("trl")
-    pytest.importorskip("vllm")
-    from trainer_client import trl_async
-
-    return trl_async
-
-
-@pytest.fixture
-def attention(trl_async: ModuleType) -> Any:
-    return trl_async.TorchAttention.flash_attn_varlen_func
+attention = TorchAttention.flash_attn_varlen_func
 
 
 def drawn(tokens: int) -> Tensors:
@@ -53,14 +40,14 @@ def ends(*lengths: int) -> torch.Tensor:
     return torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
 
 
-def test_each_sequence_of_a_row_sees_itself_alone(attention: Any) -> None:
+def test_each_sequence_of_a_row_sees_itself_alone() -> None:
     first, second = drawn(5), drawn(3)
     query, key, value = (torch.cat(pair) for pair in zip(first, second, strict=True))
     found = attention(query, key, value, ends(5, 3), ends(5, 3), 5, 5)
     assert torch.allclose(found, torch.cat([attended(*first), attended(*second)]), atol=1e-6)
 
 
-def test_a_branch_sees_the_whole_path_that_leads_to_it(attention: Any) -> None:
+def test_a_branch_sees_the_whole_path_that_leads_to_it() -> None:
     query, key, value = drawn(6)
     whole = attended(query, key, value)
     # The first four tokens are shared; the branch of the last two has all six as its path.
@@ -69,14 +56,14 @@ def test_a_branch_sees_the_whole_path_that_leads_to_it(attention: Any) -> None:
     assert torch.allclose(found, whole, atol=1e-6)
 
 
-def test_a_sliding_window_hides_what_is_before_it(attention: Any) -> None:
+def test_a_sliding_window_hides_what_is_before_it() -> None:
     query, key, value = drawn(7)
     found = attention(query, key, value, ends(7), ends(7), 7, 7, window_size=(2, 0))
     assert torch.allclose(found, attended(query, key, value, window=2), atol=1e-6)
 
 
-def test_trl_lets_go_of_the_group_by_its_store(trl_async: ModuleType) -> None:
-    endpoint = trl_async.Endpoint("127.0.0.1", free_port(), 0, 1, 5.0)
+def test_trl_lets_go_of_the_group_by_its_store() -> None:
+    endpoint = Endpoint("127.0.0.1", free_port(), 0, 1, 5.0)
     endpoint.join()
     endpoint.group.store = None
     with pytest.raises(Exception, match="closed the group"):

@@ -6,7 +6,6 @@ import pytest
 from typer.testing import CliRunner
 
 from gateway.cli.main import app
-from tuning.doctor.finding import Severity
 from tuning.doctor.rules.all import examine
 from tuning.doctor.subject import subject_of
 
@@ -20,14 +19,6 @@ def test_a_given_length_is_not_called_the_default(tmp_path: Path, length: str, s
     path.write_text(f"python -m verl.trainer.main_ppo {given} actor_rollout_ref.rollout.name=vllm\n", encoding="utf-8")
     (found,) = [one for one in examine(subject_of(verl=path)) if one.rule == "response-length"]
     assert says in found.message
-
-
-def test_megatrons_keys_without_megatron_hurt(tmp_path: Path) -> None:
-    path = tmp_path / "train.sh"
-    key = "actor_rollout_ref.actor.megatron.tensor_model_parallel_size"
-    path.write_text(f"python -m verl.trainer.main_ppo {key}=2 actor_rollout_ref.rollout.name=vllm\n", encoding="utf-8")
-    found = [one for one in examine(subject_of(verl=path)) if one.key == key]
-    assert [one.severity for one in found] == [Severity.HURTS]
 
 
 def test_watching_needs_a_url_and_a_time(tmp_path: Path) -> None:

@@ -52,9 +52,13 @@ class NcclChannel:
 
     def join(self) -> None:
         """Wait for all engines and connect. The wait is the store's of torch, also after `close`."""
-        with self._broken():
+        try:
             torch.cuda.set_device(self._device)
             group = _trainer_init()(self._info)
+        except RuntimeError as error:
+            # The frames of the error have the store, without which the engines wait no longer.
+            hint = "; all its members need one release of NCCL" if "NCCL error" in str(error) else ""
+            raise WeightUpdateFailed(f"the NCCL group did not form: {error}{hint}") from error.with_traceback(None)
         with self._one_at_a_time:
             self._group = group
         if self._reason is not None:

@@ -91,13 +91,8 @@ class GroupTransport:
     def _start(self, options: PushOptions, lease: str) -> Channel:
         """Open the update, in a new group if there is none. A refused start changes nothing, so that it can be retried
         in a new group after a replica has left or joined, or the gateway was restarted."""
-        start = partial(
-            self._client.start_weight_update,
-            self._timeout_s,
-            in_flight=options.in_flight,
-            lease=lease,
-            version=options.version,
-        )
+        call = self._client.start_weight_update
+        start = partial(call, self._timeout_s, in_flight=options.in_flight, lease=lease, version=options.version)
         if self._channel is not None:
             try:
                 start(group=self._place)
@@ -113,9 +108,8 @@ class GroupTransport:
         server = urlsplit(self._client.url)
         address = self._address or address_towards(server.hostname or "", server.port or 80)
         port = _free_port(self._port)
-        channel: Channel
         if self._receives_over() == "gloo":
-            channel = GlooChannel(address, port, world_size, self._timeout_s)
+            channel: Channel = GlooChannel(address, port, world_size, self._timeout_s)
         else:
             device = self._gpu()
             channel = NcclChannel(address, port, world_size, device)
@@ -186,8 +180,10 @@ class GroupTransport:
         except BaseException as error:
             first = failed[:1]
             channel.close(f"{type(error).__name__}: {error}")
-            if first and isinstance(error, Exception) and not isinstance(first[0], WeightUpdateFailed):
-                raise first[0] from error  # the trainer's own
+            if first and isinstance(error, Exception):
+                if not isinstance(first[0], WeightUpdateFailed):
+                    raise first[0] from error  # the trainer's own
+                error.add_note(f"The trainer: {first[0]}")
             thread.join(_LEAVE_S)
             raise
         if failed:

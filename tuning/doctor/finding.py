@@ -53,8 +53,6 @@ class Finding:
     source: str
     gain: float
     """Share of a step that following it may save, roughly; it ranks."""
-    is_general: bool
-    """The advice holds for nearly every file."""
 
 
 hurts = partial(Found, Severity.HURTS)

@@ -22,17 +22,11 @@ def counts(findings: Sequence[Finding]) -> dict[str, int]:
 
 
 def print_findings(console: Console, findings: Sequence[Finding]) -> None:
-    """Print findings. Advice that holds for nearly every file takes one line."""
     for finding in findings:
-        if not finding.is_general:
-            text = Text(finding.severity.value, _STYLES[finding.severity]).append("\n".join(_lines(finding)), "default")
-            console.print(text, end="\n\n", soft_wrap=True, highlight=False)
-    general = [finding for finding in findings if finding.is_general]
-    keys = dict.fromkeys(f"{finding.key}: {finding.suggestion.partition(';')[0]}" for finding in general)
-    worth = f"worth a try in most runs (docs/tuning.md says why): {', '.join(keys)}\n\n" if keys else ""
+        text = Text(finding.severity.value, _STYLES[finding.severity]).append("\n".join(_lines(finding)), "default")
+        console.print(text, end="\n\n", soft_wrap=True, highlight=False)
     found = counts(findings)
-    line = f"{worth}{found['hurts']} that hurt, {found['consider']} to consider"
-    console.print(line, markup=False, highlight=False, soft_wrap=True)
+    console.print(f"{found['hurts']} that hurt, {found['consider']} to consider", highlight=False)
 
 
 def _lines(finding: Finding) -> list[str]:

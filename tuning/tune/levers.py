@@ -72,7 +72,7 @@ def _usual(engine: EngineConfig, completions: int) -> dict[str, tuple[Value, ...
     """Return room for all completions at a time, and less; CUDA graphs; several API processes."""
     on_gpu = gpus_per_replica(engine) > 0
     found: dict[str, tuple[Value, ...]] = {}
-    if engine.enforce_eager and (on_gpu or engine.kind is EngineKind.SIM):
+    if engine.enforce_eager and on_gpu:
         found["enforce_eager"] = (False,)  # on CPU false compiles code, which takes minutes at each start
     sequences = _LEAST_SEQS
     while sequences < completions:

@@ -1,6 +1,5 @@
 """The attempts of the last rollouts: when each waited and ran, on which replica and weights, and how it ended."""
 
-import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
@@ -9,9 +8,9 @@ from dataclasses import dataclass, field
 
 from engines import tracing
 from engines.engine import Json
-from engines.errors import DeadlineExceeded, EngineError, Withdrawn
+from engines.errors import EngineError
 from engines.trace_context import TRACE_CONTEXT, TRACEPARENT
-from gateway.fleet.placement.attempts import end_of
+from gateway.fleet.placement.attempts import End, end_of
 from gateway.fleet.placement.routing import Rollout
 from gateway.fleet.placement.waiting import Cause
 from gateway.fleet.replica import Replica
@@ -31,12 +30,12 @@ class Attempt:
     `why` is the reason for its replica, and `waited` has the seconds in line by cause.
     """
 
-    queued: float
+    queued: float = field(default_factory=time.time)
     replica: Replica | None = None
     placed: float | None = None
     ended: float | None = None
     versions: list[int | None] = field(default_factory=list)
-    end: str = ""
+    end: End | None = None
     error: str = ""
     why: str = ""
     waited: Mapping[Cause, float] = field(default_factory=dict)
@@ -46,15 +45,25 @@ class Attempt:
         self.replica, self.placed = replica, time.time()
         self.versions.append(replica.weight_version)
 
-    def finish(self, end: str, error: str = "") -> None:
-        self.ended, self.end, self.error = time.time(), end, error
-        if self.replica is not None:
-            self.versions.append(self.replica.weight_version)
+    def finish(self, error: BaseException | None) -> None:
+        """Note the end; `error` has ended it."""
+        self.ended, replica = time.time(), self.replica
+        if replica is not None:
+            self.versions.append(replica.weight_version)
+        if error is None:
+            self.end = End.CUT_OFF if replica is not None and replica.cuts_off else End.ANSWERED
+            return
+        cuts_off = replica is not None and isinstance(error, EngineError) and replica.is_cut_off(error)
+        self.end = end_of(error, cuts_off=cuts_off)
+        self.error = "" if self.end is End.LEFT else str(error) or repr(error)
 
-    def facts(self) -> tracing.Attributes:
+    def facts(self, rollout: Rollout) -> tracing.Attributes:
         """Return what the attempt's span holds beside its times."""
         versions = [version for version in self.versions if version is not None]
         return {
+            "rollout_gateway.rollout": rollout.request_id,
+            "rollout_gateway.model": rollout.model,
+            "rollout_gateway.samples": rollout.n,
             "rollout_gateway.replica": self.replica.replica_id if self.replica else None,
             "rollout_gateway.queue_seconds": (self.placed or self.ended or self.queued) - self.queued,
             "rollout_gateway.why": self.why or None,
@@ -72,7 +81,7 @@ class Attempt:
             "weight_versions": self.versions,
             "why": self.why or None,
             "waited_s": {str(cause): seconds for cause, seconds in self.waited.items() if seconds >= _SHORTEST_S},
-            "end": self.end or None,
+            "end": self.end,
             "error": self.error or None,
         }
 
@@ -109,20 +118,18 @@ class AttemptHistory:
     @contextmanager
     def attempt(self, rollout: Rollout) -> Iterator[Attempt]:
         """Record an attempt: the wait for a replica and the work there are the block."""
-        attempt = Attempt(time.time())
-        attempts = self._history_of(rollout).attempts
-        attempts.append(attempt)
-        del attempts[:-_ATTEMPTS_KEPT]
-        with tracing.span("attempt", _facts_of(rollout)) as span:
+        attempt, ended_by = Attempt(), None
+        self._note(rollout, attempt)
+        with tracing.span("attempt") as span:
             try:
                 yield attempt
-                attempt.finish("cut off" if attempt.replica and attempt.replica.cuts_off else "answered")
             except BaseException as error:
-                attempt.finish(*_failed_end(attempt, error))
+                ended_by = error
                 raise
             finally:
+                attempt.finish(ended_by)
                 if span.context:  # else nothing is recorded
-                    span.note(attempt.facts())
+                    span.note(attempt.facts(rollout))
 
     def of(self, name: str) -> list[Json]:
         """Return the rollouts of a request by its id, as the client sent it or as a reply has it, oldest first."""
@@ -135,20 +142,19 @@ class AttemptHistory:
 
     def placements_of(self, owner: str, name: str) -> list[Json]:
         """Return where the rollouts of a submission went and why, without what only an administrator may see."""
-        rollouts = [
-            found.report()
+        return [
+            {
+                "rollout": found.rollout.request_id,
+                "attempts": [
+                    {key: told for key, told in attempt.report().items() if key in _OF_PLACEMENT}
+                    for attempt in found.attempts
+                ],
+            }
             for found in self._rollouts.values()
             if (found.rollout.owner, found.rollout.request) == (owner, name)
         ]
-        return [
-            {
-                "rollout": found["rollout"],
-                "attempts": [{key: attempt[key] for key in _OF_PLACEMENT} for attempt in found["attempts"]],
-            }
-            for found in rollouts
-        ]
 
-    def _history_of(self, rollout: Rollout) -> RolloutHistory:
+    def _note(self, rollout: Rollout, attempt: Attempt) -> None:
         key = rollout.owner, rollout.request_id
         found = self._rollouts.get(key)
         # A client may use an id again; the rest of a stream has the id of its beginning.
@@ -158,26 +164,5 @@ class AttemptHistory:
             self._rollouts.move_to_end(key)
             if len(self._rollouts) > KEPT:
                 self._rollouts.popitem(last=False)
-        return found
-
-
-def _failed_end(attempt: Attempt, error: BaseException) -> tuple[str, str]:
-    """The end of an attempt that an error ended, and what is told of the error."""
-    if isinstance(error, EngineError):
-        cuts_off = attempt.replica is not None and attempt.replica.is_cut_off(error)
-        return end_of(error, cuts_off=cuts_off), str(error)
-    if isinstance(error, DeadlineExceeded):
-        return "expired", str(error)
-    if isinstance(error, Withdrawn):
-        return "aborted", str(error)
-    if isinstance(error, asyncio.CancelledError | GeneratorExit):
-        return "given up by the client", ""
-    return "failed", repr(error)
-
-
-def _facts_of(rollout: Rollout) -> tracing.Attributes:
-    return {
-        "rollout_gateway.rollout": rollout.request_id,
-        "rollout_gateway.model": rollout.model,
-        "rollout_gateway.samples": rollout.n,
-    }
+        found.attempts.append(attempt)
+        del found.attempts[:-_ATTEMPTS_KEPT]

@@ -7,7 +7,14 @@ from contextlib import AbstractAsyncContextManager, AbstractContextManager, null
 from typing import TypeVar
 
 from engines.engine import Json
-from engines.errors import DeadlineExceeded, EngineError, EngineFailed, EngineGone, EngineUnreachable
+from engines.errors import (
+    DeadlineExceeded,
+    EngineError,
+    EngineFailed,
+    EngineGone,
+    EngineRefused,
+    EngineUnreachable,
+)
 from gateway.config.schema import GatewayConfig
 from gateway.fleet.placement.attempts import End, end_of
 from gateway.fleet.placement.lengths import Lengths
@@ -31,6 +38,16 @@ async def _serves_others(replica: Replica) -> bool:
     except (EngineError, DeadlineExceeded):
         return False
     return replica.can_serve
+
+
+async def _answer(replica: Replica, call: Callable[[Replica], Awaitable[T]]) -> T:
+    """Return the call's result. An error that the engine answers while an update overwrites it waits for the verdict:
+    weights that are refused may be its cause, as NaN is of vLLM's 400, and it is `EngineOverwritten` then."""
+    try:
+        return await replica.unless_lost(call(replica))
+    except (EngineRefused, EngineFailed):
+        await replica.unless_lost(replica.vouched())
+        raise
 
 
 def _nothing_kept(error: EngineError) -> bool:
@@ -90,9 +107,9 @@ class AttemptLoop(ABC):
             while True:
                 try:
                     async with self.placed(rollout) as replica:
-                        result = await replica.answering(replica.unless_lost(call(replica)))
+                        result = await _answer(replica, call)
                         replica.backoff.succeeded()
-                        replica.saw_progress()
+                        replica.evidence.saw_progress()
                         return result
                 except EngineError as error:
                     progressed = kept(error)

@@ -1,10 +1,20 @@
 """The attempts of one rollout: how each ended, and whether another may begin."""
 
+import asyncio
 import time
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from engines.errors import DeadlyPrompt, EngineError, EngineFailed, EngineOverwritten, EngineRefused, InvalidRequest
+from engines.errors import (
+    DeadlineExceeded,
+    DeadlyPrompt,
+    EngineError,
+    EngineFailed,
+    EngineOverwritten,
+    EngineRefused,
+    InvalidRequest,
+    Withdrawn,
+)
 
 # Statuses below 500 that say nothing about the prompt: a wrong key, a missing model or route, a slow read.
 _REPLICAS_FAULT = (401, 403, 404, 408)
@@ -16,12 +26,20 @@ _LOST_IN_UPDATES = 3
 
 
 class End(StrEnum):
-    """How an attempt ended that did not deliver."""
+    """How an attempt ended: what its record, its span, the metrics and the next attempt go by."""
 
+    ANSWERED = "answered"
     REFUSED = "refused"  # the request is at fault; a rest is taken elsewhere, as its first part was
     FAILED = "failed"  # the replica is at fault
     BUSY = "busy"  # the replica has no room, or did not accept the connection
     CUT_OFF = "cut off"  # by a weight update
+    EXPIRED = "expired"
+    ABORTED = "aborted"
+    LEFT = "given up by the client"
+
+
+RETRIED = (End.FAILED, End.BUSY, End.CUT_OFF)
+"""The ends that another attempt may follow, whatever the request."""
 
 
 @dataclass
@@ -79,17 +97,24 @@ class Attempts:
         return replace(self)
 
 
-def end_of(error: EngineError, *, cuts_off: bool) -> End:
+def end_of(error: BaseException, *, cuts_off: bool) -> End:
     """How an attempt ended that raised `error`; `cuts_off` if an update ends what the replica runs."""
-    if isinstance(error, EngineOverwritten):
+    match error:
+        case DeadlineExceeded():
+            return End.EXPIRED
+        case Withdrawn():
+            return End.ABORTED
+        case asyncio.CancelledError() | GeneratorExit():
+            return End.LEFT
+        case EngineOverwritten():
+            return End.CUT_OFF
+    is_refused = isinstance(error, EngineRefused)
+    status = error.status if isinstance(error, EngineRefused) else 0
+    if cuts_off and not (is_refused and status < 500 and status != _BUSY):
         return End.CUT_OFF
-    if cuts_off and not (isinstance(error, EngineRefused) and error.status < 500 and error.status != _BUSY):
-        return End.CUT_OFF
-    if error.retry_after_s is not None or (isinstance(error, EngineRefused) and error.status == _BUSY):
+    if status == _BUSY or (isinstance(error, EngineError) and error.retry_after_s is not None):
         return End.BUSY
-    if isinstance(error, EngineRefused) and error.status not in _REPLICAS_FAULT:
-        return End.REFUSED
-    return End.FAILED
+    return End.REFUSED if is_refused and status not in _REPLICAS_FAULT else End.FAILED
 
 
 def _as_failure(error: EngineError, bound: str) -> EngineError:

@@ -1,13 +1,13 @@
-"""Picks the replica that takes a rollout: a pure choice over views of the replicas."""
+"""Picks the replica that takes a rollout: a pure choice over the loads and versions of the replicas."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
 
 from engines.types import ReplicaInfo
 from gateway.fleet.adapters import Adapter
 from gateway.fleet.placement.attempts import Attempts
+from gateway.fleet.replica import Replica
 
 # `max_samples` is twice what an engine runs at once: a quarter of it is half of its batch.
 _LIGHT_SHARE = 0.25
@@ -61,28 +61,6 @@ class Rollout:
         return self.min_version if self.max_staleness is None else max(self.min_version, newest - self.max_staleness)
 
 
-class ReplicaView(Protocol):
-    """The part of a replica that the choice sees."""
-
-    @property
-    def replica_id(self) -> str: ...
-    @property
-    def load_tokens(self) -> int: ...
-    @property
-    def load_samples(self) -> int: ...
-    @property
-    def max_samples(self) -> int: ...
-    @property
-    def rank(self) -> int:
-        """Order of the choice, lower is earlier: by `load_tokens`, of equal ones by placements."""
-
-    @property
-    def weight_version(self) -> int | None: ...
-
-
-View = TypeVar("View", bound=ReplicaView)
-
-
 def is_capable(rollout: Rollout, info: ReplicaInfo) -> bool:
     """True if the replica's server can do what the request asks."""
     return (info.speaks_vllm or not rollout.needs_ids) and (
@@ -90,7 +68,7 @@ def is_capable(rollout: Rollout, info: ReplicaInfo) -> bool:
     )
 
 
-def fresh_enough(rollout: Rollout, replicas: Sequence[View], newest: int) -> Sequence[View]:
+def fresh_enough(rollout: Rollout, replicas: Sequence[Replica], newest: int) -> Sequence[Replica]:
     """Replicas whose weights are as new as the rollout demands. `newest` is the target version during an update."""
     least = rollout.least_version(newest)
     if not least:
@@ -98,7 +76,7 @@ def fresh_enough(rollout: Rollout, replicas: Sequence[View], newest: int) -> Seq
     return [replica for replica in replicas if (replica.weight_version or 0) >= least]
 
 
-def choose(rollout: Rollout, replicas: Sequence[View], home: View | None = None) -> tuple[View, str] | None:
+def choose(rollout: Rollout, replicas: Sequence[Replica], home: Replica | None = None) -> tuple[Replica, str] | None:
     """The replica with the fewest tokens in flight, and the reason for it, or None if all are full.
 
     Groups stay whole, since their samples share the prompt's KV. Ties go to the replica with the fewest placements: a
@@ -111,7 +89,7 @@ def choose(rollout: Rollout, replicas: Sequence[View], home: View | None = None)
     return None if chosen is None else (chosen, _why(chosen, replicas, home))
 
 
-def _is_kept(home: View, rollout: Rollout, replicas: Sequence[View]) -> bool:
+def _is_kept(home: Replica, rollout: Rollout, replicas: Sequence[Replica]) -> bool:
     """True if a session's next turn goes to its home."""
     if home not in replicas or not has_room(rollout, home):
         return False
@@ -119,7 +97,7 @@ def _is_kept(home: View, rollout: Rollout, replicas: Sequence[View]) -> bool:
     return is_light(home) or not _is_overloaded(home, rollout, replicas)
 
 
-def _is_overloaded(home: View, rollout: Rollout, replicas: Sequence[View]) -> bool:
+def _is_overloaded(home: Replica, rollout: Rollout, replicas: Sequence[Replica]) -> bool:
     """True if a session's next turn is better read again elsewhere than queued where its prefix is: its home has
     clearly more than its share of the tokens in flight on replicas with room for the turn."""
     n = rollout.n
@@ -129,7 +107,7 @@ def _is_overloaded(home: View, rollout: Rollout, replicas: Sequence[View]) -> bo
     return home.load_tokens > _OVERLOADED_SHARES * (sum(loads) / len(loads))
 
 
-def _least_loaded(rollout: Rollout, replicas: Sequence[View]) -> View | None:
+def _least_loaded(rollout: Rollout, replicas: Sequence[Replica]) -> Replica | None:
     """The choice among replicas. A look at each is most of a placement's time on a large fleet, so there is one."""
     if not replicas:
         return None
@@ -141,7 +119,7 @@ def _least_loaded(rollout: Rollout, replicas: Sequence[View]) -> View | None:
     return _least_loaded(rollout, [one for one in replicas if has_room(rollout, one)])
 
 
-def _why(chosen: View, replicas: Sequence[View], home: View | None) -> str:
+def _why(chosen: Replica, replicas: Sequence[Replica], home: Replica | None) -> str:
     """The reason for which `choose` took a replica."""
     if chosen is home:
         return _HOME
@@ -152,11 +130,11 @@ def _why(chosen: View, replicas: Sequence[View], home: View | None) -> str:
     return "fewest tokens"
 
 
-def has_room(rollout: Rollout, replica: ReplicaView) -> bool:
+def has_room(rollout: Rollout, replica: Replica) -> bool:
     """An idle replica takes any rollout, however large its n."""
     return replica.load_samples == 0 or replica.load_samples + rollout.n <= replica.max_samples
 
 
-def is_light(replica: ReplicaView) -> bool:
+def is_light(replica: Replica) -> bool:
     """True for a replica with so little to do that a few samples more cost it next to nothing."""
     return replica.load_samples < _LIGHT_SHARE * replica.max_samples

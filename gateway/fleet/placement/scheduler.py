@@ -20,7 +20,7 @@ from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics
 from gateway.fleet.placement.attempt_history import Attempt, AttemptHistory
 from gateway.fleet.placement.attempt_loop import AttemptLoop
-from gateway.fleet.placement.attempts import End
+from gateway.fleet.placement.attempts import RETRIED, End
 from gateway.fleet.placement.lengths import Lengths
 from gateway.fleet.placement.routing import Rollout, choose, fresh_enough, is_capable
 from gateway.fleet.placement.scheduling_pass import SchedulingPass
@@ -50,9 +50,8 @@ class Scheduler(AttemptLoop):
         super().__init__(config)
         self._fleet = fleet
         self._metrics = metrics
-        for end in End:
-            if end is not End.REFUSED:
-                metrics.retries.labels(end)  # so that each is on the page from the start
+        for end in RETRIED:
+            metrics.retries.labels(end)  # so that each is on the page from the start
         self._lines: defaultdict[str, WaitingLine] = defaultdict(WaitingLine)
         self._between: dict[int, Rollout] = {}
         self._closed_for: set[str] = set()
@@ -141,18 +140,24 @@ class Scheduler(AttemptLoop):
         with self.history.attempt(rollout) as attempt:
             replica = await self._place(rollout, attempt)
             attempt.place(replica)
+            error: BaseException | None = None
             try:
-                with replica.carrying(rollout):
-                    yield replica
+                yield replica
+            except BaseException as caught:
+                error = caught
+                raise
             finally:
+                replica.release(rollout, error)
                 self._pump(rollout.model)
 
     async def _place(self, rollout: Rollout, attempt: Attempt) -> Replica:
         line = self._lines[rollout.model]
-        if not len(line) and (chosen := self._free_for(rollout)) is not None:
-            self._metrics.queue_seconds.labels(rollout.model).observe(0.0)
-            replica, attempt.why = chosen
-            return replica
+        if not len(line) and not self._is_closed(rollout.model):
+            chosen = self._choose_and_reserve(rollout, self._wanted(rollout, self._able(rollout)))
+            if chosen is not None:
+                self._metrics.queue_seconds.labels(rollout.model).observe(0.0)
+                replica, attempt.why = chosen
+                return replica
         waiter = line.add(rollout)
         self._pump(rollout.model)
         self._watch_patience(rollout.model)
@@ -264,18 +269,14 @@ class Scheduler(AttemptLoop):
         is_bound = rollout.least_version(self._fleet.target_of(rollout.model)) > 0
         return Cause.VERSION if is_served and is_bound else Cause.REPLICA
 
-    def _free_for(self, rollout: Rollout) -> tuple[Replica, str] | None:
-        """A replica that takes the rollout now, where none waits before it."""
-        if self._is_closed(rollout.model):
-            return None
-        return self._choose_and_reserve(rollout, self._wanted(rollout, self._able(rollout)))
-
     def _choose_and_reserve(self, rollout: Rollout, able: Sequence[Replica]) -> tuple[Replica, str] | None:
         """Place a rollout on one of the replicas, if it fits there."""
-        name = self.sessions.home(rollout.model, rollout.session)
-        chosen = choose(rollout, able, self._fleet.find(name) if name else None)
+        model, session = rollout.model, rollout.session
+        home = self._fleet.find(self.sessions.home(model, session)) if session else None
+        chosen = choose(rollout, able, home)
         if chosen is not None:
-            self.sessions.settle(rollout.model, rollout.session, chosen[0].replica_id)
+            if session:
+                self.sessions.settle(model, session, chosen[0].replica_id)
             chosen[0].reserve(rollout)
         return chosen
 

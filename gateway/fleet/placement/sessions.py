@@ -31,17 +31,12 @@ class Sessions:
         self._limit = limit
         self._homes: OrderedDict[tuple[str, str], str] = OrderedDict()
 
-    def __len__(self) -> int:
-        return len(self._homes)
-
-    def home(self, model: str, name: str) -> str | None:
-        """Return the id of the replica that has the session's prefix; None for a new session and for no session."""
-        return self._homes.get((model, name)) if name else None
+    def home(self, model: str, name: str) -> str:
+        """Return the id of the replica that has the session's prefix; "" for a new session."""
+        return self._homes.get((model, name), "")
 
     def settle(self, model: str, name: str, replica_id: str) -> None:
         """Remember where the session's newest turn was placed."""
-        if not name:
-            return
         self._homes[model, name] = replica_id
         self._homes.move_to_end((model, name))
         if len(self._homes) > self._limit:

@@ -105,7 +105,7 @@ class ModelRoutes:
         """Reply with the token ids and sampling parameters of a request, for /inference/v1/generate."""
         body = await read_object(request)
         model, _ = self.fleet.asked(body.get("model") or None)
-        replicas = [replica for replica in self.fleet.alive if replica.info.model == model]
+        replicas = self.fleet.alive_of(model)
         able = [replica for replica in replicas if request.path in replica.info.capabilities]
         if not able:
             raise lacking(request.path, replicas)
@@ -152,12 +152,12 @@ class ModelRoutes:
         """Return the answer of one of these replicas to the request itself."""
         return await self.any_replica.ask(replicas, request.method, request.path_qs, body, _ASK_TIMEOUT_S)
 
-    def _replicas(self, model: str, adapter: Adapter | None) -> list[Replica]:
+    def _replicas(self, model: str, adapter: Adapter | None) -> Sequence[Replica]:
         """Return the replicas of a model in a fixed order, serving replicas if any.
 
         Raise `DeadlineExceeded` if there is none.
         """
-        of_model = [replica for replica in self.fleet.alive if replica.info.model == model]
+        of_model = self.fleet.alive_of(model)
         serving = self.fleet.serving(model, adapter)
         replicas = [replica for replica in of_model if replica in serving] or of_model
         if not replicas:

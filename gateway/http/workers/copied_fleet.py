@@ -73,7 +73,7 @@ class CopiedFleet(Fleet):
             await replica.engine.close()
 
     def _told(self) -> None:
-        self._serving.clear()
+        self._of_model.clear()
         self.notify()
 
 

@@ -280,7 +280,7 @@ class Link:
                     if isinstance(left, Left) and left.failure is not None:
                         raise unpacked(left.failure)
                     replica.backoff.succeeded()
-                    replica.saw_progress()
+                    replica.evidence.saw_progress()
             except EngineUnreachable:
                 pass  # the worker's own, or it is placed again
             except RolloutGatewayError:
@@ -315,7 +315,7 @@ class Link:
     def _note(self, progress: Progress) -> None:
         for replica_id in progress.replicas:
             if (replica := self._replicas.get(replica_id)) is not None:
-                replica.saw_progress()
+                replica.evidence.saw_progress()
 
     def _has_ended(self) -> None:
         """Free all that the worker holds. It delivers nothing from here on."""

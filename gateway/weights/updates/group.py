@@ -17,9 +17,9 @@ from gateway.weights.receipts import check_receipts
 from gateway.weights.transfer_group import (
     TransferGroup,
     check_capable,
-    check_one_protocol,
     check_reachable,
     check_some_take_weights,
+    check_take_packed,
     checkpoint_bytes,
     rank_offsets,
     transport_of,
@@ -75,7 +75,7 @@ class GroupArrival:
         await parts.catch_up.settled(members, timeout_s)
         check_some_take_weights(members, parts.fleet.updatable())
         check_capable(members)
-        check_one_protocol(members, init_info)
+        check_take_packed(members, init_info)
         check_reachable(members, init_info)
         ranks = rank_offsets(members, init_info)
         await parts.read_canary(members)
@@ -106,7 +106,7 @@ class GroupArrival:
         # The question for room would free the weights that a refused update has left for its undo.
         await parts.catch_up.settled(group.members, self._timeout_s)
         in_flight = parts.pauses.in_flight(group.members, in_flight)
-        unstaged = await self._why_unstaged(group, _checkpoint_bytes(group))
+        unstaged = await self._why_unstaged(group, checkpoint_bytes(group.members))
         record = UpdateRecord(parts.fleet.next_version, group.transport, in_flight, unstaged=unstaged)
         update = Update(parts, self, record, group.members)
         update.receivers = group.members
@@ -117,12 +117,18 @@ class GroupArrival:
     async def receive(self, update_info: Json) -> None:
         """Have every replica receive the tensors that the trainer is about to send."""
         update, group = self._parts.opened("update_weights"), await self._whole_group()
+        timeout_s = self._parts.config.transfer_timeout_s
+
+        async def receive(replica: Replica) -> None:
+            engine = replica.engine
+            await (engine.stage_weights if update.record.staged else engine.update_weights)(update_info, timeout_s)
+
         async with self._or_broken(update, group):
             announced = await self._checked(update_info, group)
             if update.record.phase is Phase.OPEN:
                 await self._begin(update, group, num_bytes(update_info))
             with update.record.timed("transfer"):
-                await self._transfer(update, group, update_info)
+                await on_all(group.members, receive, timeout_s)
         update.record.receive(announced)
 
     async def close(self, update: Update) -> None:
@@ -174,10 +180,7 @@ class GroupArrival:
         if group is not None:
             timeout_s = self._timeout_s
             await try_on_all(
-                group.members,
-                lambda one: one.engine.close_weight_group(timeout_s),
-                timeout_s,
-                "did not leave its group",
+                group.members, lambda one: one.engine.close_weight_group(timeout_s), timeout_s, "stays in its group"
             )
 
     def lacking(self) -> list[Replica]:
@@ -241,17 +244,25 @@ class GroupArrival:
         the update on the engines, which are frozen for that."""
         parts, record, timeout_s = self._parts, update.record, self._timeout_s
         await self._remember({})
-        if record.staged and size > _checkpoint_bytes(group):  # such as in float32
+        if record.staged and size > checkpoint_bytes(group.members):  # such as in float32
             record.unstaged = await self._why_unstaged(group, size)
             if record.unstaged:
                 await self._announce(update)
         scribe = group.scribe
         with record.timed("store"):
             if scribe is not None:
-                record.draft = await parts.snapshots.draft(parts.fleet.settled_version, _checkpoint_bytes(group))
+                record.draft = await parts.snapshots.draft(parts.fleet.settled_version, checkpoint_bytes(group.members))
         with record.timed("receipt"):
             await parts.catch_up.settled(group.members, timeout_s)  # a restored replica drops its receipt
-            copy = self._copy(update, scribe) if scribe and record.draft else None
+            copy = None
+            if scribe is not None and record.draft is not None:
+                copy = ReceiptCopy(
+                    draft=str(record.draft),
+                    model=scribe.info.model,
+                    base=parts.snapshots.base(parts.fleet.version),
+                    names=tuple(tensor.name for tensor in scribe.info.tensors or ()),
+                    wait_s=parts.config.store_wait_s,
+                )
             await on_all(
                 group.members,
                 lambda one: one.engine.open_receipt(copy if one is scribe else None, timeout_s),
@@ -280,29 +291,8 @@ class GroupArrival:
             return "the trainer has paused generation"
         if any(one.info.world_size > 1 for one in members):
             return "a replica has several workers"
+        if other := next((one for one in members if not one.info.stages), None):
+            return f"{other.replica_id} runs without our plugin, or is a vLLM that this gateway did not start"
         fits = await on_all(members, lambda replica: replica.engine.room_to_stage(size, timeout_s), timeout_s)
         full = ", ".join(one.replica_id for one, has_room in zip(members, fits, strict=True) if not has_room)
         return f"no room for {size / 1e9:.1f} GB beside the weights of {full}" if full else ""
-
-    async def _transfer(self, update: Update, group: TransferGroup, update_info: Json) -> None:
-        timeout_s = self._parts.config.transfer_timeout_s
-
-        async def receive(replica: Replica) -> None:
-            engine = replica.engine
-            await (engine.stage_weights if update.record.staged else engine.update_weights)(update_info, timeout_s)
-
-        await on_all(group.members, receive, timeout_s)
-
-    def _copy(self, update: Update, scribe: Replica) -> ReceiptCopy:
-        """Return the scribe's instructions."""
-        return ReceiptCopy(
-            draft=str(update.record.draft),
-            model=scribe.info.model,
-            base=self._parts.snapshots.base(self._parts.fleet.version),
-            names=tuple(tensor.name for tensor in scribe.info.tensors or ()),
-            wait_s=self._parts.config.store_wait_s,
-        )
-
-
-def _checkpoint_bytes(group: TransferGroup) -> int:
-    return max(map(checkpoint_bytes, group.members))

@@ -29,7 +29,7 @@ KEPT = 100
 
 
 class Phase(StrEnum):
-    """The phases of an update; `machine.py` has their order."""
+    """The phases of an update; `update.py` has their order."""
 
     OPEN = "OPEN"  # announced, and no engine touched yet; with `drain` the gate is closed
     RECEIVING = "RECEIVING"  # tensors move; in a flat group engines hold a mixture
@@ -194,11 +194,11 @@ class UpdateLog:
 def num_bytes(update_info: Json) -> int:
     """Bytes of the announced tensors; 0 without their dtypes."""
     dtypes, shapes = update_info.get("dtype_names") or [], update_info.get("shapes") or []
-    return sum(_itemsize(dtype) * prod(shape) for dtype, shape in zip(dtypes, shapes, strict=False))
+    return sum(itemsize(dtype) * prod(shape) for dtype, shape in zip(dtypes, shapes, strict=False))
 
 
 @cache
-def _itemsize(dtype: str) -> int:
+def itemsize(dtype: str) -> int:
     """Bytes of an element of torch's `dtype`; a name without a number, such as bool, is one byte."""
     bits = re.search(r"\d+", dtype)
     return int(bits[0]) // 8 if bits else 1

@@ -72,7 +72,7 @@ class RelayArrival(StoreArrival):
         parts.check_none_open()
         members = await self.loaders()
         in_flight = parts.pauses.in_flight(members, in_flight)
-        draft = await parts.snapshots.claim(parts.fleet.settled_version, max(map(checkpoint_bytes, members)))
+        draft = await parts.snapshots.claim(parts.fleet.settled_version, checkpoint_bytes(members))
         try:
             await self.relay.begin(draft, members[0].info)
         except BaseException:
@@ -90,9 +90,10 @@ class RelayArrival(StoreArrival):
                 await self._parts.open.abort(str(error))
             await self._let_go(update_info)
             raise
-        async with update.step("transfer"):
-            update.record.phase = Phase.RECEIVING
-            await self.relay.receive(update_info)
+        async with update.or_aborted():
+            with update.record.timed("transfer"):
+                update.record.phase = Phase.RECEIVING
+                await self.relay.receive(update_info)
         if not update.record.names.issuperset(announced["names"]):
             update.record.receive(announced)
 

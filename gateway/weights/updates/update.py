@@ -22,14 +22,14 @@ from engines.errors import DeadlineExceeded, EngineError, WeightUpdateConflict, 
 from engines.types import InFlight, ReplicaState
 from gateway.config.schema import WeightsConfig
 from gateway.fleet.brake import Holder
-from gateway.fleet.concurrency import to_its_end, together
+from gateway.fleet.concurrency import bounded, to_its_end, together
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.replica import Replica
 from gateway.fleet.replica_calls import failures_on, is_dead, on_one
 from gateway.weights.canary import Canary
 from gateway.weights.catch_up import CatchUp
 from gateway.weights.pauses import Pauses
-from gateway.weights.snapshots import Snapshots, bounded
+from gateway.weights.snapshots import Snapshots
 from gateway.weights.updates.record import Phase, UpdateLog, UpdateRecord
 from gateway.weights.verdicts import UNASKED, Finding, Result, ended_by
 
@@ -42,6 +42,9 @@ _WITNESSES = 2
 _FORGET_S = 5.0
 """Longest wait until no request holds the KV of refused weights."""
 _HOPED = Finding(Result.UNVERIFIED)
+
+SPENT = ".spent.json"
+"""The record, in the store, of the last number that a rolling update has taken."""
 
 
 @dataclass(slots=True)
@@ -134,6 +137,8 @@ class Update:
         async with self.or_aborted():
             await self._arrival.close(self)  # no engine is touched before, unless tensors came into its weights
             self.announce()
+            if self.record.rolling:  # tokens of this number go out before it is in the label of a committed version
+                await self._parts.snapshots.note(SPENT, {"version": self.record.version})
             while turn := await self._next_turn():  # one of all replicas, or turn after turn in a rolling update
                 began = time.monotonic()
                 ready = await self._arrival.prepare(self, turn)  # while the turn still serves
@@ -338,13 +343,6 @@ class Update:
         self._parts.open = None
         self._parts.log.add(self.record)
         self._parts.pauses.end()
-
-    @asynccontextmanager
-    async def step(self, name: str) -> AsyncIterator[None]:
-        """Time a step. A failure aborts the update."""
-        async with self.or_aborted():
-            with self.record.timed(name):
-                yield
 
     @asynccontextmanager
     async def or_aborted(self) -> AsyncIterator[None]:

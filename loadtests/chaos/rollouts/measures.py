@@ -57,7 +57,7 @@ async def kept_at(share: float, fleet: ProcessFleet, callers: Callers) -> Kept:
     delivered_before = sum(tokens for _, tokens in callers.record.deliveries)
     each = fleet.size // 4 or 1
     kinds = (callers.trainer, callers.groups, callers.streamed, callers.chat, callers.chat_streamed)
-    wave = [asyncio.create_task(_asked(kind)) for kind in kinds for _ in range(each)]
+    wave = [asyncio.create_task(kind()) for kind in kinds for _ in range(each)]
     victim = await _busiest(fleet)
     await _reached(share * callers.tokens, fleet, victim, before[victim])
     dead = await fleet.kill(victim) - before[victim]
@@ -90,10 +90,6 @@ async def stop_one(fleet: ProcessFleet) -> None:
 
 def go_on(fleet: ProcessFleet) -> None:
     fleet.signal(0, signal.SIGCONT)
-
-
-async def _asked(kind: Callable[[], Awaitable[None]]) -> None:
-    await kind()
 
 
 async def _busiest(fleet: ProcessFleet) -> int:

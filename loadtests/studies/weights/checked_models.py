@@ -116,11 +116,6 @@ def verdict(report: dict[str, Any]) -> str:
     )
 
 
-def device_kind(device: str) -> str:
-    """Return GPU or CPU, as tables name devices."""
-    return "GPU" if device.startswith("cuda") else "CPU"
-
-
 def _differences(model: Any, whole: Sequence[Sequence[int]], told: Sequence[Sequence[float]]) -> list[float]:
     """Return the distances of log-probabilities from those of `model`, in nats, token by token."""
     import torch

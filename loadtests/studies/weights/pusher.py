@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import StrEnum
 from multiprocessing.connection import Connection
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from engines.errors import RolloutGatewayError, WeightUpdateFailed
@@ -45,7 +44,7 @@ class Pushed:
     error: str
 
 
-class Pusher:
+class Pusher(AbstractContextManager["Pusher"]):
     """Pushes on request. `device` is that of `WeightSender`."""
 
     def __init__(self, url: str, transport: Way, device: str, timeout_s: float) -> None:
@@ -58,12 +57,7 @@ class Pusher:
         theirs.close()
         self.num_bytes = int(self._receive(_READY_S))
 
-    def __enter__(self) -> "Pusher":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._pipe.close()
         self._process.join(self._timeout_s)
         self._process.terminate()

@@ -6,7 +6,7 @@
 The file names the engines, of any kind; their model is replaced. After each update log-probabilities of prompts and of
 tokens that the engines have made are compared with those of transformers on the weights that were sent, and with those
 on the weights before, which are far away. Then an update is refused by the canary (not with TRL's client, which sends
-no log-probs), and the version before has to be back. `update_check` looks at one vLLM worker more closely.
+no log-probs), and the version before has to be back.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from engines.config import EngineConfig
 from engines.errors import WeightUpdateFailed
 from gateway.config.load import load
 from loadtests.fleet import LocalFleet
-from loadtests.studies.weights.checked_models import KINDS, MADE_TOKENS, Checked, Models, device_kind, prompts, verdict
+from loadtests.studies.weights.checked_models import KINDS, MADE_TOKENS, Checked, Models, prompts, verdict
 from loadtests.studies.weights.pusher import Way, sender_of
 from trainer_client import BlockingRolloutClient
 
@@ -68,7 +68,8 @@ async def check(kind: str, args: argparse.Namespace) -> dict[str, Any]:
             is_dummy = config.engine.load_format == "dummy"
             found = await asyncio.to_thread(_checked, gateway.url, models, kind, args, has_dummy_weights=is_dummy)
             engines = sorted({f"{info.kind} {info.engine_version}" for info in infos})
-            told = {"engine": " and ".join(engines), "device": device_kind(args.device), "split": _split(config.engine)}
+            device = "GPU" if args.device.startswith("cuda") else "CPU"
+            told = {"engine": " and ".join(engines), "device": device, "split": _split(config.engine)}
             return told | found
         finally:
             await fleet.stop()

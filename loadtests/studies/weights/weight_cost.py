@@ -175,6 +175,7 @@ class Bench:
         ours, theirs = context.Pipe()
         client = context.Process(target=_load, args=(theirs, self._url, len(self._engines), self._args), daemon=True)
         client.start()
+        await asyncio.to_thread(lambda: ours.poll(self._args.timeout_s) and ours.recv())  # its modules are loaded
         try:
             yield
         finally:
@@ -258,10 +259,10 @@ class Bench:
 
 
 def summarise(windows: Sequence[Window], updates: Sequence[dict[str, Any]], every_s: float) -> dict[str, Any]:
-    """Return the ratio of the rates with and without updates, the seconds of work that an update costs, and of the
-    updates' records the medians."""
-    quiet, busy = ([one.rate for one in windows if one.has_updates is kind] for kind in (False, True))
-    ratio = statistics.mean(busy) / statistics.mean(quiet)
+    """Return the ratio of the rates (the median of windows with updates, each over the two beside it), the seconds of
+    work that an update costs, and of the updates' records the medians."""
+    rates = [one.rate for one in windows]
+    ratio = statistics.median(2 * u / (a + b) for a, u, b in zip(rates[:-2:2], rates[1::2], rates[2::2], strict=True))
     names = dict.fromkeys(step for record in updates for step in record["seconds"])
     return {
         "ratio": ratio, "lost_s": (1 - ratio) * every_s, "updates": len(updates),
@@ -291,6 +292,7 @@ def told(name: str, report: dict[str, Any], every_s: float) -> str:
 
 def _load(pipe: Connection, url: str, replicas: int, args: argparse.Namespace) -> None:
     """Keep requests running until the pipe says to end; answer with the errors."""
+    pipe.send("ready")
     pipe.send(asyncio.run(_requests(pipe, url, replicas * args.streams, args)))
 
 

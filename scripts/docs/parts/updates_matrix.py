@@ -12,13 +12,12 @@ RESULTS = Path(__file__).parents[3] / "docs" / "results"
 _HEAD = """## Weight updates
 
 Weights that arrive are the weights that were sent: small random models, updated behind a gateway (`served_check`) or
-in vLLM's worker alone (`update_check`), judged by transformers on the weights that the trainer sent. A cell is the
-largest mean distance of log-probabilities of 32 prompts after any update, an aborted or refused one too, in nats; from
-the weights of the version before it is above 1 everywhere. bfloat16 arithmetic causes up to 0.02, fp8 0.25. TP and PP
-are GPUs that share a replica's model, EP experts apart on them. Empty cells did not run.
+in vLLM's worker alone (`update_check` of commit c0c3c6b9), judged by transformers on the weights that the trainer
+sent. A cell is the largest mean distance of log-probabilities of 32 prompts after any update, an aborted or refused
+one too, in nats; from the weights of the version before it is above 1 everywhere. bfloat16 arithmetic causes up to
+0.02, fp8 0.25. TP and PP are GPUs that share a replica's model, EP experts apart on them. Empty cells did not run.
 
     python -m loadtests.studies.weights.served_check -c FILE.yaml dense experts --transport nccl --device cuda:1
-    python -m loadtests.studies.weights.update_check dense "tied head" "square transposed" experts "dense, fp8"
 """
 
 Check = dict[str, Any]

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from engines.clients.connections import CannotConnect, Connections
+from engines.clients.connections import Connections
 
 TIMEOUT_S = 20.0
 BODY = b'{"choices": [1, 2, 3]}'
@@ -70,13 +70,6 @@ async def get(found: Connections, path: str = "/x") -> tuple[int, bytes]:
     asked = found.request("GET", path, data=None, headers={}, timeout_s=TIMEOUT_S, connect_timeout_s=TIMEOUT_S)
     async with asked as response:
         return response.status, await response.read()
-
-
-@pytest.mark.parametrize("answer", [LENGTH, STREAM, TRAILED, CONTINUED], ids=["length", "chunks", "trailer", "100"])
-async def test_an_answer_may_be_cut_at_any_byte(answer: bytes) -> None:
-    for cut in range(1, len(answer)):
-        async with connections(answering(answer, cuts=(cut,))) as found:
-            assert await get(found) == (200, BODY), cut
 
 
 @pytest.mark.parametrize("answer", [LENGTH, STREAM, TRAILED, CONTINUED], ids=["length", "chunks", "trailer", "100"])
@@ -146,22 +139,6 @@ async def test_a_late_answer_does_not_reach_the_next_request() -> None:
         assert not found._busy
 
 
-async def test_a_request_given_up_closes_its_connection() -> None:
-    async with connections(answering(STREAM[:60])) as found:
-        async with found.request("GET", "/", data=None, headers={}, timeout_s=TIMEOUT_S, connect_timeout_s=TIMEOUT_S):
-            pass
-        assert (found._idle, found._busy) == ([], set())
-
-
-async def test_an_idle_connection_that_the_server_closes_is_forgotten() -> None:
-    async with connections(answering(LENGTH, closes=True)) as found:
-        assert await get(found) == (200, BODY)
-        async with asyncio.timeout(TIMEOUT_S):
-            while found._idle:
-                await asyncio.sleep(0.01)
-        assert await get(found) == (200, BODY)
-
-
 async def test_a_connection_that_was_idle_for_too_long_is_not_used_though_its_timer_is_late() -> None:
     """A standstill of the process: the server has closed the connection meanwhile, and nobody has read that."""
     number = 0
@@ -199,12 +176,6 @@ async def test_a_reader_that_does_not_read_holds_the_server_back() -> None:
                 await asyncio.sleep(0.1)
             assert sent < 64
             assert len(await response.read()) == 256 << 20
-
-
-async def test_a_name_that_does_not_resolve_cannot_be_connected_to() -> None:
-    found = Connections("http://nowhere.invalid:1", {}, keepalive_s=4.0)
-    with pytest.raises(CannotConnect, match=r"Cannot connect to nowhere\.invalid:1"):
-        await get(found)
 
 
 @pytest.mark.parametrize("value", ["a\r\nX: 1", "a\nb", "é"])

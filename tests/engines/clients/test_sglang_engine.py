@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from hypothesis import given
+from hypothesis import strategies as st
 
+from engines.clients.sglang_dialect import CompletionReply
 from engines.clients.sglang_engine import SglangEngine
-from engines.engine import ReceiptCopy
+from engines.engine import Preparation, ReceiptCopy
 from engines.errors import DeadlineExceeded, EngineError, EngineFailed, EngineRefused
 from engines.transfer.worker_calls import call_of
 from engines.types import PauseMode, TensorMeta
@@ -52,7 +55,6 @@ class FakeSglang:
         self.flush_status = 200
         self.workers: dict[str, list[Any]] | None = None  # answers of our plugin's methods; None without it
         self.knows_v1 = False
-        self.repeats = True  # each chunk of a stream has its sample from the start
         self.is_breaking = False
         self.app = web.Application()
         self.app.router.add_route("*", "/{path:.*}", self._handle)
@@ -80,11 +82,11 @@ class FakeSglang:
                 status = 400 if isinstance(self.answers, dict) and "error" in self.answers else 200
                 return web.json_response(self.answers, status=status)
             case "/openapi.json":
-                paths: dict[str, object] = {"/generate": {}, "/init_weights_update_group": {}}
+                paths: dict[str, object] = {"/generate": {}, "/update_weight_version": {}}
                 return web.json_response({"paths": paths})
             case "/server_info":
                 info = {"version": "0.5.23", "tp_size": 2, "pp_size": 3, "model_path": "m", "served_model_name": "m"}
-                return web.json_response(info | {"incremental_streaming_output": not self.repeats})
+                return web.json_response(info)
             case "/v1/models":
                 adapters = [{"id": "v1", "root": "/a/v1", "parent": "m"}] if self.knows_v1 else []
                 loaded = [body["model_path"] for path, body in self.asked if path == "/update_weights_from_disk"]
@@ -177,15 +179,6 @@ async def test_a_sampling_field_has_sglangs_name(
     assert server.generated["sampling_params"] == {"max_new_tokens": 16, **asked}
 
 
-async def test_a_prompt_is_token_ids_or_text_with_its_salt(engine: SglangEngine, server: FakeSglang) -> None:
-    await generate(engine, cache_salt="v3")
-    assert server.generated["input_ids"] == [1, 2, 3]
-    assert server.generated["extra_key"] == "v3"
-    await generate(engine, prompt="hello", return_token_ids=True)
-    assert server.generated["text"] == "hello"
-    assert server.generated["return_prompt_token_ids"] is True
-
-
 async def test_a_reply_is_in_vllms_form(engine: SglangEngine, server: FakeSglang) -> None:
     reply = await generate(engine, logprobs=1, prompt_logprobs=1, return_token_ids=True)
     (choice,) = reply["choices"]
@@ -223,106 +216,46 @@ async def test_a_reply_is_in_vllms_form(engine: SglangEngine, server: FakeSglang
     assert server.generated["logprob_start_len"] == 0
 
 
-async def test_samples_are_choices(engine: SglangEngine, server: FakeSglang) -> None:
-    stop = {"type": "stop", "matched": "x"}
-    server.answers = [answer([5], finish=stop), answer([6], finish={"type": "stop", "matched": 6}), answer([7, 8])]
-    reply = await generate(engine, n=3)
-    assert [(c["index"], c["finish_reason"], c["stop_reason"]) for c in reply["choices"]] == [
-        (0, "stop", "x"),
-        (1, "stop", None),
-        (2, None, None),
-    ]
-    assert reply["usage"]["completion_tokens"] == 4
-
-
-async def test_a_stream_tells_what_is_new(engine: SglangEngine, server: FakeSglang) -> None:
-    server.answers = [
-        answer([5], "a", index=0),
-        answer([7], "x", index=1),
-        answer([5], "a", index=0),
-        answer([5, 6], "ab", LENGTH, index=0),
-        answer([7, 8, 9], "xyz", LENGTH, index=1),
-    ]
-    chunks = await chunks_of(engine, n=2, logprobs=0, stream_options={"include_usage": True})
-    choices = [chunk["choices"][0] for chunk in chunks[:-1]]
-    assert [(c["index"], c["text"], c["token_ids"]) for c in choices] == [
-        (0, "a", [5]),
-        (1, "x", [7]),
-        (0, "b", [6]),
-        (1, "yz", [8, 9]),
-    ]
-    assert [c["prompt_token_ids"] for c in choices] == [[1, 2, 3], [1, 2, 3], None, None]
-    assert [c["logprobs"]["tokens"] for c in choices][3] == ["token_id:8", "token_id:9"]
-    assert [c["finish_reason"] for c in choices] == [None, None, "length", "length"]
-    assert chunks[-1]["choices"] == []
-    assert chunks[-1]["usage"]["completion_tokens"] == 5
-
-
-async def test_the_prompts_ids_come_with_the_first_chunk_that_is_passed_on(
-    engine: SglangEngine, server: FakeSglang
-) -> None:
-    server.answers = [answer([]), answer([5], "a"), answer([5, 6], "ab", LENGTH)]
-    chunks = await chunks_of(engine, prompt="hello")
-    assert [chunk["choices"][0]["prompt_token_ids"] for chunk in chunks] == [[1, 2, 3], None]
-
-
-async def test_chunks_that_do_not_repeat_their_sample_are_passed_on_as_they_come(
-    engine: SglangEngine, server: FakeSglang
-) -> None:
-    server.repeats = False
-    server.answers = [
-        answer([5], "a", index=0),
-        answer([7, 8], "xy", index=1),
-        answer([6], "b", LENGTH, index=0),
-        answer([9], "z", LENGTH, index=1),
-    ]
-    for count, event in zip((1, 2, 2, 3), server.answers, strict=True):
-        event["meta_info"]["completion_tokens"] = count  # these are of the whole sample
-    chunks = await chunks_of(engine, n=2, logprobs=0, stream_options={"include_usage": True})
-    choices = [chunk["choices"][0] for chunk in chunks[:-1]]
-    assert [(c["index"], c["text"], c["token_ids"]) for c in choices] == [
-        (0, "a", [5]),
-        (1, "xy", [7, 8]),
-        (0, "b", [6]),
-        (1, "z", [9]),
-    ]
-    assert [c["prompt_token_ids"] for c in choices] == [[1, 2, 3], [1, 2, 3], None, None]
-    assert [c["logprobs"]["tokens"] for c in choices][1] == ["token_id:7", "token_id:8"]
-    assert [c["finish_reason"] for c in choices] == [None, None, "length", "length"]
-    assert chunks[-1]["usage"]["completion_tokens"] == 5
-    await chunks_of(engine)
-    assert server.paths().count("/server_info") == 1
-
-
 def counted(event: Json, count: int) -> Json:
     """A chunk with new tokens alone: SGLang counts those of the whole sample."""
     event["meta_info"]["completion_tokens"] = count
     return event
 
 
-REPEATING = [answer([5], "a"), answer([5, 6], "ab", LENGTH)]
-NOT_REPEATING = [answer([5], "a"), counted(answer([6], "b", LENGTH), 2)]
+WORDS = st.lists(st.integers(1, 26), min_size=1, max_size=12)
 
 
-@pytest.mark.parametrize("repeats", [True, False])
-async def test_a_server_that_was_started_again_with_the_other_option_is_understood_after_a_failure(
-    engine: SglangEngine, server: FakeSglang, repeats: bool
+@given(WORDS, st.sets(st.integers(1, 11)), st.booleans(), st.booleans())
+def test_a_stream_has_each_token_once_whatever_its_chunks(
+    ids: list[int], cuts: set[int], repeats: bool, runs_ahead: bool
 ) -> None:
-    server.repeats, server.answers = (True, REPEATING) if repeats else (False, NOT_REPEATING)
-    await chunks_of(engine)
-    server.repeats, server.answers = (False, NOT_REPEATING) if repeats else (True, REPEATING)
-    with pytest.raises(EngineFailed, match=r"its chunks have \d tokens of a sample, and it counts 2"):
-        await chunks_of(engine)
-    assert [chunk["choices"][0]["token_ids"] for chunk in await chunks_of(engine)] == [[5], [6]]
+    """SGLang may add to the ids of a chunk that repeats its sample after it has counted them."""
+    text = "".join(chr(96 + token_id) for token_id in ids)
+    reply = CompletionReply({"prompt": "hello", "logprobs": 0, "return_token_ids": True})
+    choices: list[Json] = []
+    begin = 0
+    for end in sorted({cut for cut in cuts if cut < len(ids)} | {len(ids)}):
+        part = slice(0 if repeats else begin, end)
+        event = answer(ids[part], text[part], LENGTH if end == len(ids) else None)
+        if repeats and runs_ahead:
+            event["output_ids"] = ids[: end + 1]
+        chunk = reply.chunk(counted(event, end))
+        choices += chunk["choices"] if chunk else []
+        begin = end
+    assert [token_id for choice in choices for token_id in choice["token_ids"]] == ids
+    assert "".join(choice["text"] for choice in choices) == text
+    assert [name for choice in choices for name in choice["logprobs"]["tokens"]] == [f"token_id:{one}" for one in ids]
+    assert [choice["prompt_token_ids"] for choice in choices] == [[1, 2, 3], *[None] * (len(choices) - 1)]
+    assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + ["length"]
 
 
-async def test_ids_that_sglang_adds_after_its_count_come_with_the_next_chunk(
+async def test_samples_of_a_stream_are_told_apart_and_counted_together(
     engine: SglangEngine, server: FakeSglang
 ) -> None:
-    server.answers = [counted(answer([5, 6], "a"), 1), answer([5, 6], "ab", LENGTH)]
-    choices = [chunk["choices"][0] for chunk in await chunks_of(engine, logprobs=0)]
-    assert [(c["text"], c["token_ids"]) for c in choices] == [("a", [5]), ("b", [6])]
-    assert [c["logprobs"]["tokens"] for c in choices] == [["token_id:5"], ["token_id:6"]]
+    server.answers = [answer([5], "a", LENGTH, index=0), answer([7, 8], "xy", LENGTH, index=1)]
+    *chunks, last = await chunks_of(engine, n=2, stream_options={"include_usage": True})
+    assert [(one["index"], one["token_ids"]) for chunk in chunks for one in chunk["choices"]] == [(0, [5]), (1, [7, 8])]
+    assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 3)
 
 
 @pytest.mark.parametrize(
@@ -352,35 +285,6 @@ async def test_what_sglang_has_no_word_for_is_refused_as_vllm_would(
     assert server.asked == []
 
 
-@pytest.mark.parametrize("n", [1, 2])
-async def test_the_bytes_that_a_stream_decodes_grow_with_its_length_and_not_with_the_square(
-    engine: SglangEngine, server: FakeSglang, monkeypatch: pytest.MonkeyPatch, n: int
-) -> None:
-    decoded: list[int] = []
-    decode = engine._decoded
-
-    def counted(path: str, content: bytes) -> Json:
-        decoded.append(len(content))
-        return decode(path, content)
-
-    length = 800
-    ids = list(range(length))
-    server.answers = [
-        answer(ids[:end], "a" * end, LENGTH if end == length else None, **({"index": index} if n > 1 else {}))
-        for end in range(4, length + 1, 4)
-        for index in range(n)
-    ]
-    sizes = [len(json.dumps(event)) for event in server.answers]
-    monkeypatch.setattr(engine, "_decoded", counted)
-    chunks = await chunks_of(engine, n=n, logprobs=0, return_token_ids=True)
-    for index in range(n):
-        told = [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index]
-        assert [token_id for choice in told for token_id in choice["token_ids"]] == ids
-        assert [value for choice in told for value in choice["logprobs"]["token_logprobs"]] == [-i for i in ids]
-        assert [choice["finish_reason"] for choice in told] == [None] * (len(told) - 1) + ["length"]
-    assert sum(decoded) < 40 * n * sizes[-1] < sum(sizes)
-
-
 def aborted(ids: list[int], text: str = "", status: int | None = None) -> Json:
     """The end of a sample that was aborted; with `status` SGLang has given it up."""
     return answer(ids, text, {"type": "abort", "message": "no grammar", "status_code": status, "err_type": None})
@@ -406,34 +310,31 @@ def coalesced(*events: Json) -> Json:
 FIRST = answer([5], "a")
 SECOND, THIRD = counted(answer([6], "bc"), 2), counted(answer([7], "d"), 3)
 ABORTED = queue_aborted([5, 6, 7], "abcd")
-REPEATED = [FIRST, answer([5, 6, 7], "abcd"), ABORTED]
 
 
 @pytest.mark.parametrize(
-    "events",
+    ("events", "kept"),
     [
-        [FIRST, SECOND, THIRD, ABORTED],
-        [FIRST, SECOND, coalesced(THIRD, ABORTED)],
-        [FIRST, coalesced(SECOND, THIRD, ABORTED)],
-        [coalesced(FIRST, SECOND, THIRD, ABORTED)],
-        [FIRST, SECOND, THIRD, counted(aborted([7], "d"), 0)],
-        [FIRST, SECOND, THIRD, counted(aborted([], "abcd"), 3)],
-        [FIRST, SECOND, counted(aborted([7], "d"), 3)],
-        REPEATED,
+        ([FIRST, SECOND, THIRD, ABORTED], 3),
+        ([FIRST, SECOND, coalesced(THIRD, ABORTED)], 2),
+        ([coalesced(FIRST, SECOND, THIRD, ABORTED)], 0),
+        ([FIRST, SECOND, THIRD, counted(aborted([7], "d"), 0)], 3),
+        ([FIRST, SECOND, THIRD, counted(aborted([], "abcd"), 3)], 3),
+        ([FIRST, SECOND, counted(aborted([7], "d"), 3)], 3),
+        ([FIRST, answer([5, 6, 7], "abcd"), ABORTED], 3),
     ],
-    ids=["all read", "one unread", "two unread", "none read", "not counted", "text alone", "at work", "repeating"],
+    ids=["all read", "one unread", "none read", "not counted", "text alone", "at work", "repeating"],
 )
 @pytest.mark.parametrize("index", [None, 1])
-async def test_an_abort_in_the_queue_repeats_nothing(
-    engine: SglangEngine, server: FakeSglang, events: list[Json], index: int | None
+async def test_an_abort_repeats_nothing(
+    engine: SglangEngine, server: FakeSglang, events: list[Json], kept: int, index: int | None
 ) -> None:
-    server.repeats = events is REPEATED
     server.answers = [event if index is None else event | {"index": index} for event in events]
     choices = [chunk["choices"][0] for chunk in await chunks_of(engine, logprobs=1)]
+    ids = [token_id for choice in choices for token_id in choice["token_ids"]]
     names = [name for choice in choices for name in choice["logprobs"]["tokens"]]
-    assert "".join(choice["text"] for choice in choices) == "abcd"
-    assert [token_id for choice in choices for token_id in choice["token_ids"]] == [5, 6, 7]
-    assert names == ["token_id:5", "token_id:6", "token_id:7"]
+    assert "".join(choice["text"] for choice in choices) == "".join(["a", "bc", "d"][:kept])
+    assert (ids, names) == ([5, 6, 7][:kept], ["token_id:5", "token_id:6", "token_id:7"][:kept])
     assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + ["abort"]
 
 
@@ -450,16 +351,14 @@ DEATH: Json = {"error": {"message": "died", "code": 500}}
         ([DEATH], EngineFailed, None),
         ([aborted([5], "a", 500)], EngineFailed, None),
         ([FIRST, aborted([5], "a", 503)], EngineFailed, None),
-        ([FIRST, coalesced(SECOND, queue_aborted([5, 6], "abX"))], EngineFailed, None),
-        ([FIRST, coalesced(SECOND, queue_aborted([5, 9], "abc"))], EngineFailed, None),
-        ([FIRST, coalesced(SECOND, queue_aborted([5, 6], ""))], EngineFailed, None),
+        ([FIRST, counted(answer([6], "b"), 3)], EngineFailed, None),
     ],
     ids=str,
 )
 async def test_a_stream_that_ends_badly_is_the_requests_fault_or_the_replicas(
     engine: SglangEngine, server: FakeSglang, events: list[Json], error: type[EngineError], status: int | None
 ) -> None:
-    server.repeats, server.answers = len(events) == 1, events
+    server.answers = events
     with pytest.raises(error) as failed:
         await chunks_of(engine)
     assert failed.value.replica_id == "r1"
@@ -521,32 +420,13 @@ async def test_the_routes_of_vllm_are_answered(engine: SglangEngine) -> None:
 
     assert await get("/version") == {"version": "0.5.23"}
     assert await get("/get_world_size") == {"world_size": 6}
-    assert set((await get("/openapi.json"))["paths"]) == {COMPLETIONS, "/init_weight_transfer_engine"}
+    assert set((await get("/openapi.json"))["paths"]) == {COMPLETIONS, "/finish_weight_update"}
     config = (await get("/server_info?config_format=json"))["vllm_config"]
     assert config["weight_transfer_config"] is not None
     assert config["model_config"]["logprobs_mode"] == "processed_logprobs"
     assert config["lora_config"] is None
     assert await engine.ask("POST", "/detokenize", {"tokens": [1]}, TIMEOUT_S) == {"prompt": "hi"}
     assert (await engine.weight_label(TIMEOUT_S)).version == 0
-
-
-@pytest.mark.parametrize(
-    ("mode", "clear_cache", "paused_as"),
-    [
-        (PauseMode.ABORT, False, "abort"),
-        (PauseMode.KEEP, False, "in_place"),
-        (PauseMode.KEEP, True, "retract"),
-        (PauseMode.WAIT, True, "in_place"),
-    ],
-)
-async def test_a_pause_has_sglangs_mode(
-    engine: SglangEngine, server: FakeSglang, mode: PauseMode, clear_cache: bool, paused_as: str
-) -> None:
-    await engine.pause(mode, clear_cache=clear_cache, timeout_s=TIMEOUT_S)
-    await engine.resume(TIMEOUT_S)
-    assert ("/pause_generation", {"mode": paused_as}) in server.asked
-    assert ("/flush_cache" in server.paths()) is clear_cache
-    assert server.paths()[-1] == "/continue_generation"
 
 
 async def test_a_waiting_pause_ends_in_time(engine: SglangEngine, server: FakeSglang) -> None:
@@ -556,54 +436,40 @@ async def test_a_waiting_pause_ends_in_time(engine: SglangEngine, server: FakeSg
     assert "/pause_generation" not in server.paths()
 
 
-async def test_an_update_in_torchs_group_is_a_session(engine: SglangEngine, server: FakeSglang) -> None:
-    await engine.open_weight_group({**GROUP, "packed": False, "backend": "gloo"}, TIMEOUT_S)
-    await engine.start_weight_update(TIMEOUT_S)
-    tensors = {"names": ["w"], "dtype_names": ["bfloat16"], "shapes": [[2, 3]], "packed": False}
-    await engine.update_weights(tensors, TIMEOUT_S)
-    await engine.finish_weight_update("4", TIMEOUT_S)
-    await engine.close_weight_group(TIMEOUT_S)
-    update = {"names": ["w"], "dtypes": ["bfloat16"], "shapes": [[2, 3]], "flush_cache": False, "load_format": None}
-    name = {"group_name": "rollout_gateway"}
-    assert server.asked == [
-        ("/init_weights_update_group", {**GROUP, **name, "backend": "gloo"}),
-        ("/update_weight_version", {"new_version": "?0", "abort_all_requests": False}),
-        ("/begin_weight_update", {"selector": "all"}),
-        ("/update_weights_from_distributed", update | name),
-        ("/end_weight_update", {}),
-        ("/update_weight_version", {"new_version": "4?0", "abort_all_requests": False}),
-        ("/destroy_weights_update_group", name),
-    ]
-
-
-@pytest.mark.parametrize("said", [{}, {"packed": True}])
-async def test_packed_chunks_are_refused_before_anybody_waits(
-    engine: SglangEngine, server: FakeSglang, said: Json
+async def test_broadcasts_of_single_tensors_are_refused_before_anybody_waits(
+    engine: SglangEngine, server: FakeSglang
 ) -> None:
-    with pytest.raises(EngineRefused, match=r"receives no packed chunks.*reload_reason in /status"):
-        await engine.open_weight_group({**GROUP, **said}, TIMEOUT_S)
+    with pytest.raises(EngineRefused, match="SGLang receives packed chunks alone"):
+        await engine.open_weight_group({**GROUP, "packed": False}, TIMEOUT_S)
     assert server.asked == []
+
+
+def planned(*obstacles: str) -> list[Json]:
+    """Answers of workers to the preparation of updates."""
+    return [{"obstacle": obstacle, "draft": "ngram, without weights"} for obstacle in obstacles]
 
 
 async def test_the_plugin_is_found_by_its_answer_and_not_used_where_it_cannot_update(
     engine: SglangEngine, server: FakeSglang
 ) -> None:
     tensors = (TensorMeta(name="w", dtype="bfloat16", shape=(2, 3)),)
-    assert not await engine.find_plugin(tensors, TIMEOUT_S)
-    server.workers = {"plan_updates": ["", "enable_lora: elsewhere"]}
-    assert not await engine.find_plugin(tensors, TIMEOUT_S)
-    assert await engine.plan_updates(TIMEOUT_S) == "enable_lora: elsewhere"
-    server.workers = {"plan_updates": ["", ""]}
-    assert await engine.find_plugin(tensors, TIMEOUT_S)
-    assert await engine.plan_updates(TIMEOUT_S) == ""
-    assert server.called()[-1] == ("plan_updates", {"tensors": [{"name": "w", "dtype": "bfloat16", "shape": [2, 3]}]})
+    told = {"tensors": [{"name": "w", "dtype": "bfloat16", "shape": [2, 3]}], "config": "{}", "tied": []}
+    for answers, has_tee, obstacle, draft in (
+        (None, False, "", ""),
+        (planned("", "enable_lora: elsewhere"), False, "enable_lora: elsewhere", "ngram, without weights"),
+        (planned("", ""), True, "", "ngram, without weights"),
+    ):
+        server.workers = None if answers is None else {"plan_updates": answers}
+        found = await engine.prepare_updates(tensors, "{}", (), TIMEOUT_S)
+        assert found == Preparation(has_tee=has_tee, obstacle=obstacle, draft=draft)
+        assert server.called()[-1] == ("plan_updates", told)
 
 
 async def test_with_the_plugin_workers_join_receive_and_report_digests(
     engine: SglangEngine, server: FakeSglang
 ) -> None:
-    server.workers = {"plan_updates": ["", ""], "close_receipt": [{"w": "1"}, {"w": "1"}]}
-    await engine.find_plugin((), TIMEOUT_S)
+    server.workers = {"plan_updates": planned("", ""), "close_receipt": [{"w": "1"}, {"w": "1"}]}
+    await engine.prepare_updates((), "", (), TIMEOUT_S)
     server.asked.clear()
     await engine.open_weight_group(
         GROUP | {"packed": True, "packed_buffer_size_bytes": 9, "packed_num_buffers": 4}, TIMEOUT_S
@@ -628,7 +494,7 @@ async def test_with_the_plugin_workers_join_receive_and_report_digests(
         ("close_group", {}),
     ]
     labels = [body["new_version"] for path, body in server.asked if path == "/update_weight_version"]
-    assert (labels, server.paths().count("/begin_weight_update")) == (["?0", "4?0"], 0)
+    assert labels == ["?0", "4?0"]
     server.asked.clear()
     server.workers |= {"room_to_stage": [True, True], "staged": [True, True]}
     assert await engine.room_to_stage(7, TIMEOUT_S)
@@ -652,8 +518,8 @@ async def test_with_the_plugin_workers_join_receive_and_report_digests(
 async def test_a_version_is_loaded_by_the_plugin_or_else_by_sglang_whatever_it_was_started_with(
     engine: SglangEngine, server: FakeSglang, loaded: bool
 ) -> None:
-    server.workers = {"plan_updates": [""], "load_snapshot": [loaded], "prepare_snapshot": [True]}
-    await engine.find_plugin((), TIMEOUT_S)
+    server.workers = {"plan_updates": planned(""), "load_snapshot": [loaded], "prepare_snapshot": [True]}
+    await engine.prepare_updates((), "", (), TIMEOUT_S)
     await engine.prepare_snapshot("/store/v3", 3, TIMEOUT_S)
     await engine.load_snapshot("/store/v3", 3, TIMEOUT_S)
     loads = [body for path, body in server.asked if path == "/update_weights_from_disk"]

@@ -5,7 +5,6 @@ import math
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator
-from datetime import timedelta
 from typing import Any
 
 from engines.config import EngineConfig
@@ -20,8 +19,6 @@ from tests.engines.conformance.subject import REQUEST_S, Json, Subject
 
 TIMEOUT_S = 120.0
 """Longest rendezvous and longest transfer."""
-BUCKET = "flattened_bucket"
-"""SGLang's word for all tensors in one broadcast."""
 SEQUENCE = [5 + number * number % 10 for number in range(24)]
 """What is scored to tell weights apart."""
 
@@ -229,50 +226,6 @@ class PackedNccl(Channel):
         self._group.group.socket = None
 
 
-class TorchBroadcasts(Channel):
-    """One broadcast a tensor over a process group of torch's own, which is what SGLang joins."""
-
-    def __init__(self, world_size: int, device: str) -> None:
-        super().__init__(world_size)
-        self._device = device
-        self._backend = "gloo" if device == "cpu" else "nccl"
-
-    def init_info(self) -> Json:
-        return super().init_info() | {"packed": False, "backend": self._backend}
-
-    def join(self) -> None:
-        import torch
-        from torch.distributed import distributed_c10d as c10d
-
-        if self._device != "cpu":
-            torch.cuda.set_device(self._device)
-        timeout = timedelta(seconds=TIMEOUT_S)
-        name = "rollout_gateway"
-        store, _, _ = next(c10d.rendezvous(f"tcp://{_LOOPBACK}:{self.port}", 0, self.world_size, timeout=timeout))
-        store.set_timeout(timeout)
-        # torch makes groups of ranks of one world; this one has no world around it, and so needs torch's inner helper.
-        self._group, _ = c10d._new_process_group_helper(
-            self.world_size, 0, [], c10d.Backend(self._backend), c10d.PrefixStore(name, store), name, timeout=timeout
-        )
-        c10d._world.pg_group_ranks[self._group] = {rank: rank for rank in range(self.world_size)}
-
-    def send(self, tensors: Iterator[tuple[str, Any]]) -> None:
-        import torch
-        import torch.distributed as dist
-
-        if self._device != "cpu":
-            torch.cuda.set_device(self._device)
-        for _, tensor in tensors:
-            dist.broadcast(tensor.contiguous(), src=0, group=self._group)
-        if self._device != "cpu":
-            torch.cuda.synchronize()
-
-    def close(self) -> None:
-        import torch.distributed as dist
-
-        dist.destroy_process_group(self._group)
-
-
 class Trainer:
     """Updates one engine."""
 
@@ -311,11 +264,8 @@ class Trainer:
         """The tensors alone. `announced` says more of them, or other things than are true."""
         assert self._channel is not None
         self.weights.make(seed)
-        tensors = self.weights.tensors()
-        if announced.get("load_format") == BUCKET:
-            tensors = iter([_bucket(tensors)])
         receiving = self.subject.engine.update_weights(self.weights.announced() | announced, TIMEOUT_S)
-        await self._both(_in_thread(self._channel.send, tensors), receiving)
+        await self._both(_in_thread(self._channel.send, self.weights.tensors()), receiving)
 
     async def _both(self, sending: "asyncio.Future[None]", receiving: Awaitable[None]) -> None:
         """Both ends of a collective. The engine's error is the one told: it is why a sender waits in vain."""
@@ -339,19 +289,10 @@ async def trainer_of(subject: Subject) -> Trainer:
         return Trainer(subject, SimWeights(subject), lambda: NoChannel(world_size))
     device = _device(config)
     weights = ModelWeights(config, device)
-    if subject.kind is EngineKind.SGLANG:
-        return Trainer(subject, weights, lambda: TorchBroadcasts(world_size, device))
     server_info = await subject.ask("/server_info?config_format=json")
     if server_info["vllm_config"]["weight_transfer_config"]["backend"] == "gloo":
         return Trainer(subject, weights, lambda: PackedGloo(world_size))
     return Trainer(subject, weights, lambda: PackedNccl(world_size, device))
-
-
-def _bucket(tensors: Iterator[tuple[str, Any]]) -> tuple[str, Any]:
-    """All of them as one tensor of bytes."""
-    import torch
-
-    return BUCKET, torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for _, tensor in tensors])
 
 
 def mean_distance(one: list[float], other: list[float]) -> float:

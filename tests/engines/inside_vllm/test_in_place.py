@@ -517,41 +517,6 @@ def test_a_version_that_was_read_ahead_is_taken_back_bit_by_bit(gpu: Any, tmp_pa
     assert gpu.undo_load() == {"undone": False}
 
 
-@pytest.mark.parametrize(
-    "end",
-    [
-        lambda one, folder: one.drop_receipt(),
-        lambda one, folder: read_ahead(one, folder / "v3"),
-        lambda one, folder: one.load_snapshot(str(folder / "v2")),
-    ],
-    ids=["commit or abort", "next version", "load that was not read ahead"],
-)
-def test_the_weights_before_a_version_are_freed(gpu: Any, tmp_path: Path, end: Callable[[Any, Path], object]) -> None:
-    update(gpu, 1)
-    read_ahead(gpu, tmp_path / "v2")
-    gpu.load_snapshot(str(tmp_path / "v2"))
-    kept = [weakref.ref(part) for _, parts in gpu.exchange._swapped for part in parts]
-    assert all(part() is not None for part in kept)
-    end(gpu, tmp_path)
-    assert all(part() is None for part in kept)
-
-
-def test_a_load_in_place_leaves_the_encodings_of_images_that_the_scheduler_believes_to_be_there(tmp_path: Path) -> None:
-    one = worker(model())
-    save_file(sent(one, 1), tmp_path / "model.safetensors")
-    one.load_snapshot(str(tmp_path))
-    assert not one.forgotten
-
-
-def test_of_a_model_that_moved_the_next_update_finds_the_parameters() -> None:
-    one = worker(model())
-    update(one, 1)
-    first = next(part for part in one.get_model().layers)
-    first.weight = Parameter(torch.zeros(2, 3), requires_grad=False)
-    update(one, 2)
-    assert all(bool((tensor == 2).all()) for tensor in one.get_model().parameters())
-
-
 # The copy for the store.
 
 

@@ -72,11 +72,6 @@ def test_an_init_that_gloo_cannot_serve_is_refused(changes: dict[str, Any], mess
         engine.init_transfer_engine(engine.parse_init_info(init_info(1, **changes)))
 
 
-def test_ranks_are_unique_over_data_parallel_groups() -> None:
-    ranks = [played_engine(rank, dp, world_size=2)._rank(1) for dp in range(2) for rank in range(2)]
-    assert ranks == [1, 2, 3, 4]
-
-
 def test_registering_twice_is_safe_and_imports_no_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     registered = type(played_engine())
     factory = pytest.importorskip("vllm.distributed.weight_transfer.factory").WeightTransferEngineFactory
@@ -87,43 +82,6 @@ def test_registering_twice_is_safe_and_imports_no_backend(monkeypatch: pytest.Mo
         register()
         assert "engines.inside_vllm.gloo_receiver" not in sys.modules
     assert factory._registry["gloo"]() is registered
-
-
-def test_vllm_finds_the_plugin() -> None:
-    from importlib.metadata import entry_points
-
-    found = {entry.name: entry.load() for entry in entry_points(group="vllm.general_plugins")}
-    assert found["rollout_gateway"] is register
-
-
-def test_a_tied_head_alone_is_packed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Packing takes long, and vLLM has packed what it loaded."""
-    layers = pytest.importorskip("vllm.model_executor.layers.utils")
-    embedding = pytest.importorskip("vllm.model_executor.layers.vocab_parallel_embedding")
-    from engines.inside_vllm import gloo_receiver as vllm_gloo
-
-    def layer(kind: Any, weight: torch.nn.Parameter) -> torch.nn.Module:
-        made: torch.nn.Module = kind.__new__(kind)
-        torch.nn.Module.__init__(made)
-        made.weight, made.cpu_linear = weight, len
-        return made
-
-    def model(head: torch.nn.Parameter) -> torch.nn.Module:
-        layers = {
-            "embed_tokens": layer(embedding.VocabParallelEmbedding, shared),
-            "lm_head": layer(embedding.ParallelLMHead, head),
-        }
-        return torch.nn.ModuleDict(layers)
-
-    shared, own = torch.nn.Parameter(torch.ones(4, 2)), torch.nn.Parameter(torch.ones(4, 2))
-    packed: list[torch.nn.Module] = []
-    monkeypatch.setattr(layers, "dispatch_cpu_unquantized_gemm", lambda one, remove_weight: packed.append(one))
-    monkeypatch.setattr(vllm_gloo, "current_platform", SimpleNamespace(is_cpu=lambda: True))
-    vllm_gloo.rebuild_tied_head(model(own))
-    assert packed == []
-    tied = model(shared)
-    vllm_gloo.rebuild_tied_head(tied)
-    assert packed == [tied.get_submodule("lm_head")]
 
 
 @pytest.mark.vllm
@@ -156,3 +114,8 @@ def test_a_real_engine_with_a_tied_head_serves_new_weights_and_survives_a_bad_up
         client.reset_prefix_cache()
         assert greedy_token_ids(url, prompts, task.MAX_ANSWER_TOKENS) == expected
         client.close_communicator()
+
+
+def test_ranks_are_unique_over_data_parallel_groups() -> None:
+    ranks = [played_engine(rank, dp, world_size=2)._rank(1) for dp in range(2) for rank in range(2)]
+    assert ranks == [1, 2, 3, 4]

@@ -43,10 +43,6 @@ def test_a_group_is_joined_whose_trainer_listens() -> None:
     assert engine.joined == [there]
 
 
-def test_a_worker_without_a_transfer_engine_has_nothing_to_join() -> None:
-    find_trainer_first(None)
-
-
 def test_a_communicator_under_a_broadcast_is_aborted_and_any_other_group_closed() -> None:
     ended: list[str] = []
     nccl = SimpleNamespace(ncclCommAbort=ended.append)

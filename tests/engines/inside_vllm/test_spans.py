@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engines.inside_vllm.spans import StreamSpans, report_spans
+from engines.inside_vllm.spans import report_spans
 
 MIXED = [("1", 0, 3), ("2", 3, 8)]
 WHOLE = [("1", 0, 8)]
@@ -83,38 +83,10 @@ def test_a_whole_reply_tells_of_each_choice_that_has_ended(serving: Any) -> None
     assert told(response.choices) == [TOLD_WHOLE, TOLD, None, TOLD]
 
 
-async def test_a_stream_tells_in_the_chunk_that_ends_a_choice_and_leaves_the_others_alone(serving: Any) -> None:
-    results = [(0, result(output(0, None))), (0, result(output(1, MIXED))), (1, result(output(0, WHOLE)))]
-    request = SimpleNamespace(n=2)
-    wrapped = serving.completions.completion_stream_generator(request, [], each(*results), "r")
-    plain = Completions().completion_stream_generator(request, [], each(*results), "r")
-    events, expected = [event async for event in wrapped], [event async for event in plain]
-    assert events[0] == expected[0]
-    assert events[3:] == expected[3:]
-    for event, was, spans in zip(events[1:3], expected[1:3], (TOLD, TOLD_WHOLE), strict=True):
-        chunk = json.loads(event.removeprefix("data: "))
-        assert chunk["choices"][0].pop("weight_versions") == spans
-        assert chunk == json.loads(was.removeprefix("data: "))
-
-
 async def test_a_chat_tells_too(serving: Any) -> None:
     results = each(result(output(0, None)), result(output(1, MIXED), output(0, WHOLE)))
     response = await serving.chats.chat_completion_full_generator(None, results)
     assert told(response.choices) == [TOLD, TOLD_WHOLE]
-
-
-@pytest.mark.parametrize("event", ["data: [DONE]\n\n", ": ping\n\n", 'data: {"error": {"message": "x"}}\n\n'])
-def test_other_events_are_passed_on(event: str) -> None:
-    spans = StreamSpans()
-    spans.note([output(0, MIXED)])
-    assert spans.added_to(event).strip() == event.strip()
-
-
-def test_what_has_no_tokens_and_what_has_no_label_has_no_spans() -> None:
-    spans = StreamSpans()
-    spans.note([output(0, []), output(1, None)])
-    event = 'data: {"choices": [{"index": 0}, {"index": 1}]}\n\n'
-    assert spans.added_to(event) == event
 
 
 async def test_a_stream_reports_a_version_with_its_first_token_and_at_the_end(serving: Any) -> None:
@@ -127,14 +99,6 @@ async def test_a_stream_reports_a_version_with_its_first_token_and_at_the_end(se
     assert [spans and [(one["version"], one["start"], one["end"]) for one in spans] for spans in reported] == [
         parts[0], None, parts[2], None, parts[3],
     ]  # fmt: skip
-
-
-def test_a_chat_whose_first_output_is_its_last_reports_its_spans_in_both_of_its_events() -> None:
-    spans = StreamSpans()
-    spans.note([output(0, WHOLE)])
-    events = [{"choices": [{"index": 0, "finish_reason": reason}]} for reason in (None, "length")]
-    told_in = [json.loads(spans.added_to(f"data: {json.dumps(event)}\n\n").removeprefix("data: ")) for event in events]
-    assert [event["choices"][0]["weight_versions"] for event in told_in] == [TOLD_WHOLE, TOLD_WHOLE]
 
 
 async def test_a_streamed_chat_tells_too(serving: Any) -> None:

@@ -11,7 +11,7 @@ from torch.nn import Module, Parameter
 
 from engines.loading import exchange as exchanged
 from engines.loading import planned_load
-from engines.loading.exchange import Exchange, overlapping
+from engines.loading.exchange import Exchange
 from engines.loading.planned_load import PlannedLoad
 
 Tensors = dict[str, torch.Tensor]
@@ -138,16 +138,6 @@ def test_an_exchange_loads_what_any_load_does_and_is_taken_back_bit_by_bit(
     assert bits(model.named_parameters()) == before
 
 
-def test_weights_that_no_tensor_can_keep_are_kept_aside(planned: PlannedLoad) -> None:
-    exact = {name: sent()[name] for name in ("q", "k", "rows", "flipped", "small", "scale")}
-    assert exchange_of(planned, exact).aside_bytes == 0
-    padding = 3 * 2 * 4
-    assert exchange_of(planned, {"vocabulary": sent()["vocabulary"]}).aside_bytes == padding
-    cast, both = 3 * 2, 2 * 2 * 2 * 4
-    assert exchange_of(planned, {"cast": sent()["cast"]}).aside_bytes == cast
-    assert exchange_of(planned, {"both": sent()["both"]}).aside_bytes == both
-
-
 def test_of_two_names_with_one_place_each_tensor_stays_as_it_was_sent(model: PlayedModel, planned: PlannedLoad) -> None:
     before = bits(model.named_parameters())
     tensors = {"embedding": torch.randn(4, 2), "head": torch.randn(4, 2)}
@@ -156,28 +146,6 @@ def test_of_two_names_with_one_place_each_tensor_stays_as_it_was_sent(model: Pla
     exchange.load()
     assert torch.equal(model.tied, tensors["head"])
     assert bits(tensors.items()) == were
-    exchange.take_back()
-    assert bits(model.named_parameters()) == before
-
-
-def test_a_tensor_that_is_spread_over_a_place_keeps_nothing(model: PlayedModel, planned: PlannedLoad) -> None:
-    before = bits(model.named_parameters())
-    exchange = exchange_of(planned, {"one for all": torch.ones(1, 1)})
-    exchange.load()
-    assert (model.first == 1).all()
-    exchange.take_back()
-    assert bits(model.named_parameters()) == before
-
-
-def test_a_tensor_that_is_sent_twice_is_loaded_as_last_sent(model: PlayedModel, planned: PlannedLoad) -> None:
-    exchange_of(planned, {"k": torch.randn(2, WIDTH)})
-    before = bits(model.named_parameters())
-    sent_twice = [("k", torch.randn(2, WIDTH)), ("k", torch.randn(2, WIDTH))]
-    last = sent_twice[1][1].clone()
-    exchange = planned.exchange(sent_twice)
-    assert exchange is not None
-    exchange.load()
-    assert torch.equal(model.qk[2:], last)
     exchange.take_back()
     assert bits(model.named_parameters()) == before
 
@@ -195,26 +163,3 @@ def test_there_is_no_exchange_where_too_much_would_be_kept_aside(
     monkeypatch.setattr(planned_load, "ASIDE_BYTES", 5)
     assert planned.exchange({"small": sent()["small"]}.items()) is not None
     assert planned.exchange({"cast": sent()["cast"]}.items()) is None
-
-
-def test_a_load_reports_when_parameters_have_moved(model: PlayedModel, planned: PlannedLoad) -> None:
-    reports = [planned.has_moved]
-    model.qk.data = model.qk.data.clone()
-    reports.append(planned.has_moved)
-    planned.begin()
-    assert [*reports, planned.has_moved] == [False, True, False]
-
-
-@pytest.mark.parametrize(
-    ("spans", "found"),
-    [
-        ([], set()),
-        ([(0, 4, 1), (4, 8, 2)], set()),
-        ([(0, 5, 1), (4, 8, 2), (8, 9, 3)], {1, 2}),
-        ([(0, 100, 1), (10, 20, 2), (50, 60, 3), (100, 101, 4)], {1, 2, 3}),
-        ([(0, 10, 1), (5, 30, 2), (20, 25, 3)], {1, 2, 3}),
-        ([(3, 3, 1), (0, 3, 2), (3, 6, 3)], set()),
-    ],
-)
-def test_spans_overlap_where_they_share_an_element(spans: list[tuple[int, int, int]], found: set[int]) -> None:
-    assert overlapping(reversed(spans)) == found

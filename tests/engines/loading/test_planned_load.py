@@ -9,7 +9,7 @@ pytest.importorskip("torch")
 import torch
 from torch.nn import Module, Parameter
 
-from engines.loading.planned_load import PlannedLoad, load_in_batches
+from engines.loading.planned_load import PlannedLoad
 
 Tensors = dict[str, torch.Tensor]
 
@@ -132,21 +132,6 @@ def test_the_first_load_and_the_next_leave_what_loaders_leave(model: PlayedModel
         check_same(content(model), loaded(tensors))
 
 
-def test_loaders_are_asked_once_for_tensors_of_one_form(model: PlayedModel, planned: PlannedLoad) -> None:
-    for _ in range(3):
-        planned.begin()
-        planned.load(sent().items())
-    assert len(model.calls) == 1
-
-
-def test_while_it_is_planned_nothing_is_overwritten(model: PlayedModel, planned: PlannedLoad) -> None:
-    before = content(model)
-    planned.plan((name, tensor.shape, tensor.dtype) for name, tensor in sent().items())
-    check_same(content(model), before)
-    planned.load(sent().items())
-    assert len(model.calls) == 1
-
-
 @pytest.mark.parametrize(
     "tensors",
     [
@@ -226,39 +211,6 @@ def test_a_parameter_that_lies_elsewhere_is_planned_anew(model: PlayedModel, pla
     tensors = sent()
     planned.load(tensors.items())
     check_same(content(model), loaded(tensors))
-
-
-def test_what_stands_before_the_models_loader_is_passed_by(model: PlayedModel, planned: PlannedLoad) -> None:
-    """Such as a tee, which calls the planned load itself."""
-    model.load_weights = planned.load  # type: ignore[method-assign, assignment]
-    tensors = sent()
-    model.load_weights(tensors.items())
-    check_same(content(model), loaded(tensors))
-
-
-def test_tensors_that_come_one_by_one_are_loaded_in_batches(model: PlayedModel, planned: PlannedLoad) -> None:
-    tensors = sent()
-    load_in_batches(planned.load, iter(tensors.items()), batch_bytes=100)
-    check_same(content(model), loaded(tensors))
-    assert [name for call in model.calls for name in call] == list(tensors)
-    assert 1 < len(model.calls) < len(tensors)
-
-
-def test_a_name_that_comes_twice_is_copied_once_from_its_last_tensor(
-    model: PlayedModel, planned: PlannedLoad, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A GPU copies a list in no order: two copies into one place would leave either."""
-    copied: list[torch.Tensor] = []
-
-    def copy(places: list[torch.Tensor], parts: list[torch.Tensor]) -> None:
-        copied.extend(places)
-        for place, part in zip(places, parts, strict=True):
-            place.copy_(part)
-
-    monkeypatch.setattr(torch, "_foreach_copy_", copy)
-    planned.load([("small", torch.full((3,), number)) for number in (1.0, 2.0)])
-    assert len(copied) == 1
-    assert model.small.tolist() == [2.0, 2.0, 2.0]
 
 
 class Stashing(torch.nn.Module):

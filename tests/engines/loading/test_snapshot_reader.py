@@ -1,15 +1,11 @@
 """The tensors of a folder, in any layout of its files."""
 
-import gc
 import json
 import os
 import struct
 import threading
-import weakref
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -88,47 +84,9 @@ def test_a_tensor_that_torch_cannot_hold_is_told_with_its_file(
         read_tensors(tmp_path, torch.device("cpu"))
 
 
-def test_a_failed_read_leaves_no_memory_to_the_garbage_collector(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    saved(tmp_path)
-    tensors = read_tensors(tmp_path, torch.device("cpu"))
-    path = tmp_path / "model-00001.safetensors"
-    os.truncate(path, path.stat().st_size - 600)
-    allocated: list[weakref.ref[torch.Tensor]] = []
-    empty = torch.empty
-
-    def noted(*size: int, **options: Any) -> torch.Tensor:
-        tensor = empty(*size, **options)
-        allocated.append(weakref.ref(tensor))
-        return tensor
-
-    monkeypatch.setattr(torch, "empty", noted)
-    gc.disable()
-    try:
-        with pytest.raises(OSError, match="ends before"):
-            list(tensors)
-        assert allocated
-        assert not [batch for batch in allocated if batch() is not None]
-    finally:
-        gc.enable()
-
-
 def test_a_folder_without_tensors_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="holds no safetensors"):
         read_tensors(tmp_path / "gone", torch.device("cpu"))
-
-
-def test_an_empty_tensor_behind_its_neighbour_in_the_header_arrives(tmp_path: Path) -> None:
-    places = {"a": ([4], [0, 16]), "empty": ([0], [0, 0])}
-    entries = {name: {"dtype": "F32", "shape": shape, "data_offsets": at} for name, (shape, at) in places.items()}
-    header = json.dumps(entries).encode()
-    content = torch.arange(4, dtype=torch.float32)
-    data = struct.pack("<Q", len(header)) + header + content.numpy().tobytes()
-    (tmp_path / "model.safetensors").write_bytes(data)
-    read = dict(read_tensors(tmp_path, torch.device("cpu")))
-    assert torch.equal(read["a"], content)
-    assert read["empty"].shape == (0,)
 
 
 @pytest.mark.parametrize("dtype", ["int16", "uint16", "uint32", "uint64", "complex64", "float8_e8m0fnu"])
@@ -136,37 +94,3 @@ def test_dtypes_of_quantized_checkpoints_are_read(tmp_path: Path, dtype: str) ->
     save_file({"scales": torch.zeros(4).to(getattr(torch, dtype))}, tmp_path / "model.safetensors")
     (tensor,) = dict(read_tensors(tmp_path, torch.device("cpu"))).values()
     assert tensor.dtype == getattr(torch, dtype)
-
-
-class Event:
-    """An event of a GPU that has done all its work."""
-
-    def synchronize(self) -> None: ...
-
-    def record(self) -> None: ...
-
-
-@pytest.fixture
-def streams(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, object]]:
-    """Threads with the streams that they work on. GPU 1 has the host's memory, and nothing touches another GPU."""
-    found: list[tuple[str, object]] = []
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *size, dtype=None, **_: empty(*size, dtype=dtype))
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the engine's of {device}")
-    monkeypatch.setattr(torch.cuda, "set_stream", lambda one: found.append((threading.current_thread().name, one)))
-    monkeypatch.setattr(torch.cuda, "stream", lambda _: pytest.fail("its end makes GPU 0 a thread's own"))
-    return found
-
-
-@pytest.mark.parametrize("mode", [nullcontext, torch.inference_mode])
-def test_threads_copy_to_the_gpu_of_the_read_alone_and_on_its_stream(
-    tmp_path: Path, streams: list[tuple[str, object]], mode: type
-) -> None:
-    written = saved(tmp_path)
-    with mode():
-        read = dict(read_tensors(tmp_path, torch.device("cuda:1")))
-    assert read.keys() == written.keys()
-    assert all(torch.equal(read[name], tensor) for name, tensor in written.items())
-    assert {stream for _, stream in streams} == {"the engine's of cuda:1"}
-    assert all(thread.startswith("snapshot") for thread, _ in streams)

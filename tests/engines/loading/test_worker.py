@@ -1,8 +1,6 @@
 """The updates of one worker: which loads of received tensors keep the weights before."""
 
 from collections.abc import Iterable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -11,10 +9,8 @@ pytest.importorskip("torch")
 import torch
 from torch.nn import Module, Parameter
 
-from engines.loading.draft import Draft
 from engines.loading.planned_load import PlannedLoad
-from engines.loading.stage import FolderStage
-from engines.loading.worker import Target, UpdatedWorker
+from engines.loading.worker import Target, draft_of
 
 SENT = [("weight", torch.ones(2))]
 
@@ -29,10 +25,8 @@ class Model(Module):
             self.weight.data.copy_(tensor)
 
 
-def target(*, obstacle: str = "", draft: Draft | None = None) -> Target:
-    one = Target(
-        device=torch.device("cpu"), weights=PlannedLoad(Model()), obstacle=obstacle, draft=draft or Draft("ngram")
-    )
+def target(*, obstacle: str = "") -> Target:
+    one = Target(device=torch.device("cpu"), weights=PlannedLoad(Model()), obstacle=obstacle)
     one.begin()
     return one
 
@@ -47,50 +41,8 @@ def test_a_model_that_its_engine_loads_does_not() -> None:
     assert quantized.has_moved
 
 
-@pytest.mark.parametrize("reason", ["", "its checkpoint is its own"])
-def test_a_draft_that_takes_tensors_too_would_stay_behind_and_any_other_does_not(reason: str) -> None:
-    one = target(draft=Draft("mtp", Model(), Model(), reason))
-    assert (one.exchange(SENT) is None) == (not reason)
-    assert target(draft=Draft("ngram")).exchange(SENT) is not None
-
-
-class Worker(UpdatedWorker):
-    target = target()
-    loaded: Any = None
-
-    def load_version(self, folder: Path, stage: FolderStage | None) -> None:
-        self.loaded = stage
-
-
-class Read(FolderStage):
-    """A version that was read ahead."""
-
-    is_dropped = False
-
-    def holds(self, folder: Path) -> bool:
-        return True
-
-    def drop(self) -> None:
-        self.is_dropped = True
-
-
-@pytest.fixture
-def worker(tmp_path: Path) -> Worker:
-    worker = Worker()
-    worker.stage = Read(tmp_path, torch.device("cpu"))
-    return worker
-
-
-def test_a_version_that_was_read_ahead_is_loaded(worker: Worker, tmp_path: Path) -> None:
-    read: Any = worker.stage
-    worker.load_snapshot(str(tmp_path), 1)
-    assert worker.loaded is read
-    assert not read.is_dropped
-    assert worker.stage is None
-
-
-def test_a_dropped_receipt_ends_the_read_ahead(worker: Worker) -> None:
-    read: Any = worker.stage
-    worker.drop_receipt()
-    assert read.is_dropped
-    assert worker.stage is None
+def test_a_draft_is_told_by_whose_weights_it_has() -> None:
+    model, other = Model(), Model()
+    assert draft_of("ngram", None, model) == "ngram, without weights"
+    assert draft_of("eagle", torch.nn.ModuleList([model]), model) == "eagle, whose weights are all the model's"
+    assert draft_of("mtp", other, model) == "mtp, frozen: no update has its tensors"

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engines.config import EngineConfig
-from engines.process.engine_log import doing, forget_old_logs, lines_of, read_tail
+from engines.process.engine_log import doing, forget_old_logs, lines_of
 
 FIRST = "2026-11-21 15:03:00 python -m vllm.entrypoints.cli.main serve tiny\n"
 CORE = "(EngineCore pid=29771) INFO 11-21 15:03:15 [core.py:133] "
@@ -48,11 +47,6 @@ TIME = "[2026-11-21 15:03:04 TP0] "
             "Capturing batches (bs=96 avail_mem=14.51 GB):  25%|██▌  | 5/20 [00:02<00:06,  2.2it/s]",
             "capturing graphs 5/20",
         ),
-        (
-            f"{TIME}[SymmDeviceMemory] Rank: 1, Group size: 2, device_idx: 1, Signal pad offset: 3145728",
-            "setting up FlashInfer's fused all-reduce, which engine.extra.enforce_disable_flashinfer_allreduce_fusion "
-            "turns off",
-        ),
         (f"{TIME}Something new {'x' * 200}", f"starting: Something new {'x' * 83}..."),
     ],
 )
@@ -73,13 +67,6 @@ def test_lines_are_the_engines_words_without_time_process_and_colour() -> None:
     assert lines_of(log) == ["ValueError: no", "ready"]
 
 
-def test_of_a_long_log_the_end_is_read(tmp_path: Path) -> None:
-    log = tmp_path / "engine.log"
-    log.write_text("a" * (2 << 20) + "\nthe end\n")
-    assert read_tail(log).endswith("the end\n")
-    assert len(read_tail(log)) == 1 << 20
-
-
 def test_of_many_logs_the_last_two_hundred_are_kept(tmp_path: Path) -> None:
     forget_old_logs(tmp_path / "absent")
     for number in range(203):
@@ -89,8 +76,3 @@ def test_of_many_logs_the_last_two_hundred_are_kept(tmp_path: Path) -> None:
     forget_old_logs(tmp_path)
     left = {file.name for file in tmp_path.iterdir()}
     assert left == {f"engine-{number}.log" for number in range(3, 203)} | {"notes.txt"}
-
-
-def test_engine_logs_are_not_in_the_folder_for_temporary_files_unless_named() -> None:
-    assert EngineConfig().log_folder == Path.home() / ".local/state/rollout-gateway/logs"
-    assert EngineConfig(log_dir="/var/log/engines").log_folder == Path("/var/log/engines")

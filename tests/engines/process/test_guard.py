@@ -1,7 +1,6 @@
 """The guard as its owner meets it: real processes, real signals, nothing of a tree left behind."""
 
 import mmap
-import os
 import subprocess
 import sys
 import time
@@ -169,12 +168,6 @@ def test_shared_memory_of_a_killed_python_is_removed(start_guard: StartGuard) ->
     owner_leaves(guard)
     guard.wait(SOON_S)
     assert not segment.exists()
-
-
-def test_the_command_leads_a_session_of_its_own_and_reads_nothing(start_guard: StartGuard) -> None:
-    guard = start_guard("echo $$; cat; exec sleep 300")
-    (pid,) = printed_pids(guard)
-    assert os.getsid(pid) == pid
 
 
 @pytest.fixture

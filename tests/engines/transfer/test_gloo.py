@@ -1,10 +1,8 @@
 """The gloo weight transport between a sender and receivers, as threads of this process and as processes that die."""
 
 import os
-import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,7 +17,7 @@ import torch
 from engines.errors import WeightUpdateFailed
 from engines.process.port import free_port
 from engines.transfer import gloo
-from engines.transfer.gloo import WeightGroup, send, until_listening
+from engines.transfer.gloo import WeightGroup, send
 from engines.transfer.packing import CHUNK_BYTES, packed
 
 TIMEOUT_S = 20.0
@@ -159,41 +157,6 @@ def test_a_receiver_whose_sender_has_died_is_free_soon(monkeypatch: pytest.Monke
     with pytest.raises(WeightUpdateFailed, match=r"rank 1 of 2 could not join at .*: the trainer does not listen"):
         group.join()
     assert time.monotonic() - began < SOON_S
-
-
-def test_a_trainer_that_listens_later_is_found() -> None:
-    port = free_port()
-    opened: list[socket.socket] = []
-    later = threading.Timer(0.3, lambda: opened.append(socket.create_server(("127.0.0.1", port))))
-    later.start()
-    until_listening("127.0.0.1", port, SOON_S)
-    later.join()
-    opened[0].close()
-
-
-def test_a_trainer_that_never_listens_is_waited_for_no_longer_than_asked() -> None:
-    port, began = free_port(), time.monotonic()
-    with pytest.raises(RuntimeError, match=rf"the trainer does not listen at 127\.0\.0\.1:{port} .*: it has died, or"):
-        until_listening("127.0.0.1", port, 0.1)
-    assert time.monotonic() - began < gloo.LISTENS_S
-
-
-def sender_and_receiver() -> tuple[WeightGroup, WeightGroup]:
-    port = free_port()
-    return WeightGroup("127.0.0.1", port, 0, 2, TIMEOUT_S), WeightGroup("127.0.0.1", port, 1, 2, TIMEOUT_S)
-
-
-def test_a_receiver_waits_for_a_sender_that_listens_and_joins_later(
-    pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gloo, "LISTENS_S", 0.2)
-    sender, receiver = sender_and_receiver()
-    sender.listen()
-    joining = pool.submit(receiver.join)
-    time.sleep(0.6)
-    sender.join()
-    joining.result(timeout=SOON_S)
-    close_all([sender, receiver])
 
 
 RECEIVER_THAT_STALLS = """

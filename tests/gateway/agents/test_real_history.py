@@ -78,15 +78,15 @@ class OfEngine(Templated):
     engine: RealFleet | None = None
 
     async def render(self, chat: Json) -> Json | None:
-        return await asyncio.to_thread(self._told, RENDER, chat)
+        return await asyncio.to_thread(self._answered, RENDER, chat)
 
     async def message(self, chat: Json, prompt: list[int], choice: Json) -> Json:
         reply = {"request_id": "", "prompt_token_ids": prompt, "choices": [choice]}
         body = {"model": chat["model"], "generate_response": reply, "chat_request": chat, "prompt_token_ids": prompt}
-        message: Json = (await asyncio.to_thread(self._told, DERENDER, body))["choices"][0]["message"]
+        message: Json = (await asyncio.to_thread(self._answered, DERENDER, body))["choices"][0]["message"]
         return message
 
-    def _told(self, path: str, body: Json) -> Json:
+    def _answered(self, path: str, body: Json) -> Json:
         assert self.engine is not None
         status, reply = self.engine.call(path, body)
         if status != 200:

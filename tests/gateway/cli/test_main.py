@@ -61,7 +61,7 @@ def test_wrong_usage_is_exit_code_2(shell: Shell) -> None:
 
 def test_the_doctor_exits_with_1_when_something_hurts_and_2_when_it_cannot_read(shell: Shell) -> None:
     (shell.folder / "good.yaml").write_text("engine: {kind: vllm, model: Qwen/Qwen2-7B}\n")
-    (shell.folder / "train.sh").write_text("python3 -m verl.trainer.main_ppo data.max_response_length=128\n")
+    (shell.folder / "train.sh").write_text("python3 -m verl.trainer.main_ppo data.max_respons_length=128\n")
     good = shell.run("doctor", "-c", "good.yaml")
     assert good.returncode == 0, good.stdout
     assert good.stdout.splitlines()[-1].startswith("0 that hurt, ")

@@ -21,7 +21,7 @@ from engines.config import EngineConfig
 from engines.process.port import free_port
 from engines.types import Dialect, EngineKind
 from examples.tiny_model.task import COMMITTED
-from tests.engines.conformance.trainers import TorchBroadcasts
+from tests.engines.conformance.trainers import PackedGloo
 from tests.rigs.engines import real_sglang, real_vllm
 from trainer_client import BlockingRolloutClient, WeightSender
 from trainer_client import trl as gloo_trl
@@ -97,11 +97,11 @@ def placed(real: real_vllm.RealFleet) -> dict[str, int]:
 
 
 class Sender:
-    """A trainer that broadcasts tensor by tensor over a process group of torch's own."""
+    """A trainer of our own transport, without our client."""
 
     def __init__(self, fleet: real_vllm.RealFleet) -> None:
         self._fleet = fleet
-        self._channel = TorchBroadcasts(fleet.call("/get_world_size")[1]["world_size"] + 1, "cpu")
+        self._channel = PackedGloo(fleet.call("/get_world_size")[1]["world_size"] + 1)
         self._while("/init_weight_transfer_engine", {"init_info": self._channel.init_info()}, self._channel.join)
 
     def update(self, model: Any) -> None:
@@ -356,7 +356,7 @@ def test_an_external_sglang_server_is_spoken_to_as_our_own(
     assert theirs.call("/reset_prefix_cache", {})[0] == 200
 
 
-def test_an_external_sglang_server_takes_weights_tensor_by_tensor(theirs: real_vllm.RealFleet) -> None:
+def test_an_external_sglang_server_takes_weights_from_a_trainers_group(theirs: real_vllm.RealFleet) -> None:
     before = greedy(theirs)
     sender = Sender(theirs)
     sender.update(random_model())

@@ -1,7 +1,6 @@
 """LoRA adapters on a fleet of simulated engines: on all replicas or on none, and each request on its own."""
 
 import asyncio
-import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ import pytest
 
 from gateway.cli.output import print_fleet
 from tests.material.adapters import write_adapter
+from tests.rigs.calls import until
 from tests.rigs.rig import Rig, StartRig
 
 PROMPT = list(range(10, 50))
@@ -86,6 +86,14 @@ async def test_every_dialect_asks_for_an_adapter_by_its_name(rig: Rig, tmp_path:
     _, generated = await rig.post("/generate", by_path)
     assert generated["output_ids"] == adapted
     assert generated["meta_info"]["weight_version"] == "7"
+    chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "ignore_eos": True, "temperature": 0}
+    _, spoken = await rig.post("/v1/chat/completions", chat | {"model": "trl-policy-v7"})
+    _, base = await rig.post("/v1/chat/completions", chat | {"model": "sim"})
+    assert spoken["choices"][0]["message"]["content"] != base["choices"][0]["message"]["content"]
+    assert spoken["choices"][0]["weight_versions"][0]["version"] == 7
+    body = {"model": "trl-policy-v7", "prompt": PROMPT, "stream": True, "max_tokens": 4}
+    async with rig.client.post(f"{rig.url}/v1/completions", json=body) as response:
+        assert b'"weight_version":7' in await response.read()
 
 
 async def test_a_name_without_a_number_counts_its_loads(rig: Rig, tmp_path: Path) -> None:
@@ -97,23 +105,14 @@ async def test_a_name_without_a_number_counts_its_loads(rig: Rig, tmp_path: Path
     assert (await adapters(rig))[0]["version"] == 2
 
 
-async def test_models_lists_adapters_under_their_parent_behind_the_policy(rig: Rig, tmp_path: Path) -> None:
-    folder = write_adapter(tmp_path / "v1")
-    await rig.load("v1", folder)
-    _, listed = await rig.get("/v1/models")
-    assert [(card["id"], card["parent"], card["root"]) for card in listed["data"]] == [
-        ("sim", None, "sim"),
-        ("v1", "sim", str(folder)),
-    ]
-    status, card = await rig.get("/v1/models/v1")
-    assert (status, card["parent"]) == (200, "sim")
-
-
-async def test_the_status_tells_which_adapters_are_served_and_from_where(
-    rig: Rig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_models_and_status_list_adapters(rig: Rig, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_adapter(tmp_path / "v3")
     await rig.load("v3", folder)
+    _, listed = await rig.get("/v1/models")
+    cards = [(card["id"], card["parent"], card["root"]) for card in listed["data"]]
+    assert cards == [("sim", None, "sim"), ("v3", "sim", str(folder))]
+    status, card = await rig.get("/v1/models/v3")
+    assert (status, card["parent"]) == (200, "sim")
     print_fleet((await rig.get("/status"))[1])
     assert f"v3: version 3, on 2 replicas, 0 rollouts, from {folder}" in capsys.readouterr().out
 
@@ -265,9 +264,7 @@ async def test_an_unload_that_waits_too_long_says_so_and_happens_when_the_rollou
     assert "still use the LoRA adapter" in text
     rig.hurry()
     await running
-    async with asyncio.timeout(30):
-        while any(replica.adapters for replica in rig.replicas):
-            await asyncio.sleep(0.02)
+    await until(lambda: not any(replica.adapters for replica in rig.replicas))
 
 
 async def test_a_replica_that_cannot_load_them_stays_out_and_says_why(rig: Rig, tmp_path: Path) -> None:
@@ -302,62 +299,6 @@ async def test_a_gateway_that_starts_anew_serves_what_its_engines_hold(rig: Rig,
         await second.stop()
 
 
-async def test_streams_and_conversations_take_the_adapter_too(rig: Rig, tmp_path: Path) -> None:
-    await rig.load("v4", write_adapter(tmp_path / "v4"))
-    chat = {"model": "v4", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "ignore_eos": True}
-    _, adapted = await rig.post("/v1/chat/completions", chat | {"temperature": 0})
-    _, base = await rig.post("/v1/chat/completions", chat | {"temperature": 0, "model": "sim"})
-    assert adapted["choices"][0]["message"]["content"] != base["choices"][0]["message"]["content"]
-    assert adapted["choices"][0]["weight_versions"][0]["version"] == 4
-    body = {"model": "v4", "prompt": PROMPT, "stream": True, "max_tokens": 4}
-    async with rig.client.post(f"{rig.url}/v1/completions", json=body) as response:
-        assert b'"weight_version":4' in await response.read()
-
-
 async def _reason(rig: Rig, replica_id: str) -> str:
     _, status = await rig.get("/status")
     return str(next(one["reason"] for one in status["replicas"] if one["replica_id"] == replica_id))
-
-
-SAMPLING = {"max_tokens": 60, "ignore_eos": True, "temperature": 1.0}
-CHAT = {"messages": [{"role": "user", "content": "hi"}]} | SAMPLING
-
-
-@pytest.mark.parametrize(
-    ("path", "asked"),
-    [
-        ("/v1/chat/completions", CHAT),
-        ("/v1/chat/completions", CHAT | {"n": 2}),
-        ("/v1/chat/completions", CHAT | {"stream": True}),
-        ("/inference/v1/generate", {"token_ids": PROMPT, "sampling_params": SAMPLING | {"n": 2}}),
-        ("/v1/completions", {"prompt": PROMPT, "n": 2} | SAMPLING),
-    ],
-)
-async def test_what_an_update_cut_off_goes_on_with_an_adapter_that_is_being_unloaded(
-    start: StartAdapters, tmp_path: Path, path: str, asked: dict[str, Any]
-) -> None:
-    rig = await start(weights={"in_flight": "abort"})
-    await rig.open_group()
-    await rig.load("v1", write_adapter(tmp_path / "v1"))
-
-    async def choices() -> list[Any]:
-        async with rig.client.post(rig.url + path, json=asked | {"model": "v1"}) as response:
-            text = await response.text()
-            assert response.status == 200, text
-        if not asked.get("stream"):
-            return list(json.loads(text)["choices"])
-        *_, last, done, _ = text.split("\n\n")
-        assert done == "data: [DONE]"
-        return list(json.loads(last.removeprefix("data: "))["choices"])
-
-    running = asyncio.create_task(choices())
-    await rig.begun(2 if asked.get("n", asked.get("sampling_params", {}).get("n")) else 1)
-    unloading = asyncio.create_task(rig.unload("v1"))
-    await asyncio.sleep(0.1)
-    await rig.update()
-    rig.hurry()
-    for choice in await asyncio.wait_for(running, 30):
-        spans = choice["weight_versions"]
-        assert [(int(span["version"]), span["base_version"]) for span in spans] == [(1, 0), (1, 1)]
-        assert (spans[0]["start"], spans[0]["end"], spans[1]["end"]) == (0, spans[1]["start"], 60)
-    assert (await unloading)[0] == 200

@@ -11,7 +11,7 @@ from engines.types import PauseMode
 from gateway.fleet.changes import Argument
 from gateway.fleet.replica import Replica
 from tests.gateway.weights.updates.test_rolling import push
-from tests.rigs.rig import Json, Rig, StartRig
+from tests.rigs.rig import Json, StartRig
 
 
 class SlowFollower:
@@ -62,10 +62,27 @@ def touched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return calls
 
 
-async def check_waits(rig: Rig, updating: "asyncio.Task[None]", touched: list[str], change: str) -> None:
-    """That the update waits for the follower before it touches an engine, and goes on then."""
+@pytest.mark.parametrize(
+    ("weights", "change"),
+    [
+        ({"stage": "auto"}, "overwrite"),
+        ({"stage": "never"}, "overwrite"),
+        ({"stage": "never", "in_flight": "abort"}, "cut_off"),
+        ({"rolling": True}, "overwrite"),
+    ],
+    ids=["staged", "in place", "requests that it ends", "each turn of a rolling update"],
+)
+async def test_an_update_touches_no_engine_before_all_copies_know_of_it(
+    start_rig: StartRig, tmp_path: Path, touched: list[str], weights: Json, change: str
+) -> None:
+    store = {"store": str(tmp_path / "store")} if weights.get("rolling") else {"relay": "never"}
+    rig = await start_rig(2, weights=weights | store)
+    await rig.open_group()
     follower = SlowFollower(change)
     rig.fleet.changes.follow(follower)
+    updating: asyncio.Task[Any] = asyncio.create_task(
+        push(rig, tmp_path / "store") if weights.get("rolling") else rig.update()
+    )
     async with asyncio.timeout(20):
         await follower.asked.wait()
     assert {name for name, told in follower.told if told == change} >= {"engine-0"}
@@ -73,36 +90,9 @@ async def check_waits(rig: Rig, updating: "asyncio.Task[None]", touched: list[st
         await asyncio.sleep(0)
     assert touched == []
     follower.may_take.set()
-    await updating
+    assert await updating in (None, (200, {"weight_version": 1}))
     assert touched
     assert [told for name, told in follower.told if name == "engine-0"][-2:] == ["hold", "enter"]
-
-
-@pytest.mark.parametrize("stage", ["auto", "never"])
-async def test_a_group_update_waits_until_all_copies_know_no_version(
-    start_rig: StartRig, touched: list[str], stage: str
-) -> None:
-    rig = await start_rig(2, weights={"stage": stage, "relay": "never"})
-    await rig.open_group()
-    await check_waits(rig, asyncio.create_task(rig.update()), touched, "overwrite")
-
-
-async def test_a_rolling_update_waits_in_each_turn(start_rig: StartRig, tmp_path: Path, touched: list[str]) -> None:
-    rig = await start_rig(2, weights={"store": str(tmp_path / "store")})
-
-    async def pushed() -> None:
-        reply: tuple[int, Json] = await push(rig, tmp_path / "store")
-        assert reply == (200, {"weight_version": 1})
-
-    await check_waits(rig, asyncio.create_task(pushed()), touched, "overwrite")
-
-
-async def test_an_update_ends_no_request_before_all_copies_know_that_it_does(
-    start_rig: StartRig, touched: list[str]
-) -> None:
-    rig = await start_rig(2, weights={"in_flight": "abort", "stage": "never", "relay": "never"})
-    await rig.open_group()
-    await check_waits(rig, asyncio.create_task(rig.update()), touched, "cut_off")
 
 
 async def test_all_copies_know_the_next_version_before_the_trainer_hears_that_it_is_open(start_rig: StartRig) -> None:

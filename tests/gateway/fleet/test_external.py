@@ -1,6 +1,5 @@
 """Servers that somebody else runs, behind the gateway: what they serve, and when they no longer do."""
 
-import asyncio
 import json
 from collections.abc import AsyncIterator
 
@@ -14,6 +13,7 @@ from engines.errors import ConfigError, EngineRefused
 from gateway.config.load import explain, load, with_secrets
 from gateway.config.schema import Config
 from gateway.config.serve_document import serve_config
+from tests.rigs.calls import until
 from tests.rigs.openai_server import OpenAiServer
 from tests.rigs.rig import Rig, SimReplica, StartRig, described
 
@@ -33,9 +33,7 @@ async def joined(rig: Rig, url: str) -> Rig:
     """The rig once the external server at `url` is one of its replicas."""
     config = EngineConfig.model_validate({"kind": "external", "url": url})
     rig.external = [await described(config, "theirs-0", "engine")]
-    async with asyncio.timeout(SOON_S):
-        while "theirs-0" not in await rig.states():
-            await asyncio.sleep(0.01)
+    await until(rig.states, lambda got: "theirs-0" in got)
     return rig
 
 
@@ -45,9 +43,7 @@ async def alone(rig: Rig, url: str) -> Rig:
     for replica in rig.replicas:
         await replica.kill()
     rig.replicas = []
-    async with asyncio.timeout(SOON_S):
-        while list(await rig.states()) != ["theirs-0"]:
-            await asyncio.sleep(0.01)
+    await until(rig.states, lambda got: list(got) == ["theirs-0"])
     return rig
 
 
@@ -107,7 +103,9 @@ async def test_a_plain_server_serves_until_the_first_update(start_rig: StartRig,
     assert await rig.states() == {"engine-0": "SERVING", "theirs-0": "SYNCING"}
     status = (await rig.get("/status"))[1]
     reason = next(one["reason"] for one in status["replicas"] if one["replica_id"] == "theirs-0")
-    assert reason == (f"{openai.url} cannot take weights: it holds those it came with, and the fleet is at version 1")
+    assert reason == (
+        f"{openai.url} (unknown) cannot take weights: it holds those it came with, and the fleet is at version 1"
+    )
     for path in ("/pause?mode=keep", "/resume", "/reset_prefix_cache"):
         assert (await rig.post(path))[0] == 200, "a replica left behind is in nobody's way"
 

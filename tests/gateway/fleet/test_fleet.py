@@ -5,6 +5,7 @@ import asyncio
 import aiohttp
 
 from engines.types import ReplicaState
+from tests.rigs.calls import until
 from tests.rigs.rig import FAST_WATCH, Rig, SimReplica, StartRig
 
 
@@ -49,9 +50,7 @@ async def test_a_replica_that_refuses_connections_has_ended_and_is_lost_at_once(
     rig = await start_rig(num_replicas=2, fleet=FAST_WATCH | {"lost_after_s": 60.0})
     victim = rig.fleet.replicas[0]
     await rig.replicas[0].kill()
-    async with asyncio.timeout(30):
-        while victim.state is not ReplicaState.LOST:
-            await asyncio.sleep(0.02)
+    await until(lambda: victim.state is ReplicaState.LOST)
     assert "Cannot connect" in victim.reason
 
 

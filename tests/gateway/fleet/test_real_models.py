@@ -1,7 +1,6 @@
 """A real policy and a real frozen judge behind one URL, on CPU, with weights that TRL's client sends."""
 
 from collections.abc import Iterator
-from itertools import islice
 from typing import Any
 
 import pytest
@@ -11,13 +10,12 @@ pytest.importorskip("vllm")
 pytest.importorskip("trl")
 
 import torch
-from trl.generation import vllm_client
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from engines.process.port import free_port
 from examples.tiny_model import task
 from examples.tiny_model.task import COMMITTED
+from tests.rigs.engines.real_trainer import prompts, trl_client
 from tests.rigs.engines.real_vllm import RealFleet, app, engine_config
-from trainer_client import trl as gloo_trl
 
 pytestmark = pytest.mark.vllm
 
@@ -40,35 +38,26 @@ def greedy(real: RealFleet, prompts: list[list[int]], **named: str) -> tuple[lis
 
 
 def other_weights() -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     torch.manual_seed(3)
     return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(COMMITTED), dtype=torch.float32)
 
 
 def test_the_policy_is_updated_and_the_judge_answers_as_before(real: RealFleet) -> None:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(COMMITTED)
-    prompts = [task.prompt_token_ids(tokenizer, problem) for problem in islice(task.problems(seed=9), 8)]
+    asked = prompts()
     assert [card["id"] for card in real.call("/v1/models")[1]["data"]] == [str(COMMITTED), "judge"]
-    before = greedy(real, prompts)
-    assert greedy(real, prompts, model="judge") == before, "one checkpoint under two names"
+    before = greedy(real, asked)
+    assert greedy(real, asked, model="judge") == before, "one checkpoint under two names"
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(vllm_client, "packed_nccl_broadcast_producer", gloo_trl.send_packed)
-        client = gloo_trl.GlooVLLMClient(real.url, group_port=free_port(), timeout_s=60.0)
-        client.init_communicator("cpu")
+    with trl_client(real.url) as client:
         assert real.call("/start_weight_update", {})[0] == 200
-        assert greedy(real, prompts, model="judge") == before, "in the middle of an update"
+        assert greedy(real, asked, model="judge") == before, "in the middle of an update"
         assert real.call("/finish_weight_update", {})[1]["weight_version"] == 0, "nothing was sent"
         client.update_model_params(other_weights())
         client.reset_prefix_cache()
-        client.close_communicator()
 
-    tokens, versions = greedy(real, prompts)
+    tokens, versions = greedy(real, asked)
     assert (tokens != before[0], versions) == (True, {1})
-    assert greedy(real, prompts, model="judge") == before
+    assert greedy(real, asked, model="judge") == before
     status = real.call("/status")[1]
     assert {one["replica_id"]: one["weight_version"] for one in status["replicas"]} == {"judge-0": 0, "policy-0": 1}
     assert all(one["state"] == "SERVING" for one in status["replicas"])

@@ -73,12 +73,14 @@ async def test_every_dialect_says_whether_an_update_left_older_kv_under_a_comple
     rig.hurry()
     assert [told(await task) for task in running] == [kv_versions] * len(BODIES)
     assert told(await asked(rig, "/v1/completions", stream=stream)) == [1], "what is begun after it is of one version"
+    (record,) = (await rig.get("/v1/weight_updates"))[1]["weight_updates"]
+    assert (record["in_flight"], 0 < record["stopped_s"] < record["age_s"]) == (in_flight, True)
 
 
 async def test_a_rollout_frozen_between_prompt_and_first_token_has_kv_of_both_versions(
     start_rig: StartRig,
 ) -> None:
-    rig = await start_rig(1)
+    rig = await start_rig(1, weights={"canary": {"enabled": False}})  # which would stall as the rollout does
     await rig.open_group()
     running = asyncio.create_task(rig.complete([5], max_tokens=2, ignore_eos=True))
     await rig.begun(tokens=0)

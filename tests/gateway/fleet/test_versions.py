@@ -12,6 +12,7 @@ from engines.types import EngineKind
 from engines.weight_label import open_label
 from gateway.fleet.replica import Replica
 from sim.server import SimServer
+from tests.rigs.calls import until
 from tests.rigs.rig import Rig, SimReplica, StartRig
 
 SIM = SimConfig(decode_step_s=0.0, decode_step_per_seq_s=0.0)
@@ -69,9 +70,7 @@ async def test_where_no_engine_holds_the_version_before_the_store_has_it_by_its_
     rig = await start_rig(2, weights={"store": str(tmp_path)})
     await rig.open_group()
     await rig.update()
-    async with asyncio.timeout(20):
-        while not (tmp_path / "v1" / ".label").exists():
-            await asyncio.sleep(0.02)
+    await until(lambda: (tmp_path / "v1" / ".label").exists())
     made = rig.fleet.label
     await rig.stop_gateway()
     for replica in rig.replicas:

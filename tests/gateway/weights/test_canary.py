@@ -31,11 +31,8 @@ async def replicas(rig: Rig) -> dict[str, Json]:
     return {replica["replica_id"]: replica for replica in status["replicas"]}
 
 
-@pytest.mark.parametrize("odd", [STALE, GARBAGE])
-async def test_under_policy_all_one_wrong_replica_aborts_the_update_and_is_named(
-    start_rig: StartRig, odd: Json
-) -> None:
-    rig = await start_rig(3, odd={"engine-1": odd})
+async def test_under_policy_all_one_wrong_replica_aborts_the_update_and_is_named(start_rig: StartRig) -> None:
+    rig = await start_rig(3, odd={"engine-1": STALE})
     await rig.open_group()
     assert (await finished(rig))[0] == 200
     status, reply = await finished(rig)
@@ -46,14 +43,19 @@ async def test_under_policy_all_one_wrong_replica_aborts_the_update_and_is_named
     assert "SERVING" not in (await rig.states()).values()
 
 
-@pytest.mark.parametrize("odd", [STALE, GARBAGE])
-async def test_under_a_quorum_the_wrong_replica_is_fenced_and_the_rest_serves(start_rig: StartRig, odd: Json) -> None:
-    rig = await start_rig(3, odd={"engine-1": odd}, weights=QUORUM)
+async def fenced(rig: Rig) -> str:
+    """Have an update fence the second of three replicas, the others serve on. Return the reason."""
+    status, reply = await finished(rig)
+    assert status == 200, reply
+    assert await rig.states() == {"engine-0": "SERVING", "engine-1": "SYNCING", "engine-2": "SERVING"}
+    return str((await replicas(rig))["engine-1"]["reason"])
+
+
+async def test_under_a_quorum_the_wrong_replica_is_fenced_and_the_rest_serves(start_rig: StartRig) -> None:
+    rig = await start_rig(3, odd={"engine-1": GARBAGE}, weights=QUORUM)
     await rig.open_group()
     await finished(rig)
-    assert (await finished(rig))[1]["weight_version"] == 2
-    assert await rig.states() == {"engine-0": "SERVING", "engine-1": "SYNCING", "engine-2": "SERVING"}
-    reason = (await replicas(rig))["engine-1"]["reason"]
+    reason = await fenced(rig)
     assert "fenced at version 2" in reason
     assert "tolerance" in reason
     reply = await rig.complete([[5]] * 8)
@@ -74,85 +76,47 @@ async def test_rounding_noise_fails_nobody_and_hides_no_stale_replica(start_rig:
 
 async def test_a_replica_that_does_not_answer_the_canary_in_time_fails(start_rig: StartRig) -> None:
     slow = {"prefill_tokens_per_s": 0.1}
-    rig = await start_rig(2, odd={"engine-1": slow}, weights=QUORUM | {"canary": {"timeout_s": 2.0}})
+    rig = await start_rig(3, odd={"engine-1": slow}, weights=QUORUM | {"canary": {"timeout_s": 2.0}})
     await rig.open_group()
-    assert (await finished(rig))[0] == 200
-    assert (await rig.states())["engine-1"] == "SYNCING"
-    assert "weights.canary.timeout_s" in (await replicas(rig))["engine-1"]["reason"]
+    assert "weights.canary.timeout_s" in await fenced(rig)
 
 
-async def test_a_canary_that_an_engine_refuses_leaves_it_unverified_and_serving(rig: Rig) -> None:
-    await rig.open_group()
-    engine = rig.fleet.replicas[1].engine
-
-    async def refuse(path: str, body: Json, timeout_s: float) -> Json:
-        raise EngineRefused("no prompt_logprobs here", status=400, body={}, replica_id="engine-1")
-
-    generate, engine.generate = engine.generate, refuse  # type: ignore[method-assign]
-    assert (await finished(rig))[0] == 200
-    engine.generate = generate  # type: ignore[method-assign]
-    assert set((await rig.states()).values()) == {"SERVING"}
+def refused(text: str) -> EngineRefused:
+    return EngineRefused(f"/v1/completions answered 400: {text}", status=400, body={})
 
 
-async def test_a_canary_that_an_engine_refuses_to_report_as_nan_fails(rig: Rig) -> None:
-    await rig.open_group()
-
-    async def refuse(*_: object) -> Json:
-        text = "/v1/completions answered 400: Out of range float values are not JSON compliant"
-        raise EngineRefused(text, status=400, body={}, replica_id="engine-0")
-
-    rig.fleet.replicas[0].engine.generate = refuse  # type: ignore[assignment, method-assign]
-    status, reply = await finished(rig)
-    assert status == 424
-    assert "replica engine-0: a log-prob of the canary is not finite: the weights hold" in reply["error"]["message"]
+NO_LOGPROBS: Json = {"choices": [{"text": "a"}]}
+NAN: Json = {"choices": [{"prompt_logprobs": [None, *({str(one): {"logprob": math.nan}} for one in range(63))]}]}
 
 
-def saying(replica: Replica, logprob: object) -> None:
-    """Have a replica answer the canary with this as each log-prob."""
-    generate = replica.engine.generate
-
-    async def odd(path: str, body: Json, timeout_s: float) -> Json:
-        answer = await generate(path, body, timeout_s)
-        for scored in filter(None, answer["choices"][0].get("prompt_logprobs") or []):
-            for one in scored.values():
-                one["logprob"] = logprob
-        return answer
-
-    replica.engine.generate = odd  # type: ignore[method-assign]
-
-
-ODD_FORMS = [{}, {"choices": []}, {"choices": ["text"]}, {"choices": [{"prompt_logprobs": ["text"] * 64}]}]
-ODD_NUMBERS = [True, "-1.0", None]
-
-
-@pytest.mark.parametrize("answer", [*ODD_FORMS, *ODD_NUMBERS], ids=str)
-async def test_under_a_quorum_a_replica_with_an_odd_answer_to_the_canary_is_fenced(
-    start_rig: StartRig, answer: object
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (refused("no prompt_logprobs here"), ""),
+        (refused("Out of range float values are not JSON compliant"), "is not finite: the weights hold"),
+        (NO_LOGPROBS, "lacks log-probs of the prompt's tokens"),
+        (NAN, "is not finite: the weights hold"),
+    ],
+    ids=["refused", "vllm's NaN", "a server without log-probs of prompts", "NaN"],
+)
+async def test_an_answer_without_the_canarys_log_probs_fences_unless_the_server_refuses_to_give_them(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch, answer: EngineRefused | Json, said: str
 ) -> None:
     rig = await start_rig(3, weights=QUORUM)
     await rig.open_group()
+    monkeypatch.setattr(Canary, "token_ids", lambda *_: [0, *range(63)])
 
-    async def odd(*_: object) -> object:
+    async def odd(*_: object) -> Json:
+        if isinstance(answer, EngineRefused):
+            raise answer
         return answer
 
-    if isinstance(answer, dict):
-        rig.fleet.replicas[1].engine.generate = odd  # type: ignore[assignment, method-assign]
+    monkeypatch.setattr(rig.fleet.replicas[1].engine, "generate", odd)
+    if said:
+        assert said in await fenced(rig)
     else:
-        saying(rig.fleet.replicas[1], answer)
-    status, reply = await finished(rig)
-    assert (status, reply["weight_version"]) == (200, 1)
-    assert await rig.states() == {"engine-0": "SERVING", "engine-1": "SYNCING", "engine-2": "SERVING"}
-    assert "its answer" in (reason := (await replicas(rig))["engine-1"]["reason"]) or "no log-prob" in reason
-
-
-@pytest.mark.parametrize("value", [math.nan, -math.inf, math.inf])
-@pytest.mark.parametrize("all_agree", [False, True])
-async def test_log_probs_that_are_not_finite_fail_even_where_all_agree(rig: Rig, value: float, all_agree: bool) -> None:
-    await rig.open_group()
-    for replica in rig.fleet.replicas[0 if all_agree else 1 :]:
-        saying(replica, value)
-    status, reply = await finished(rig)
-    assert (status, "not finite" in reply["error"]["message"]) == (424, True)
+        assert (await finished(rig))[0] == 200
+        assert set((await rig.states()).values()) == {"SERVING"}
 
 
 async def test_without_the_canary_nobody_is_asked(start_rig: StartRig) -> None:
@@ -175,7 +139,7 @@ async def test_a_trainer_that_sends_its_log_probs_has_them_compared(rig: Rig) ->
     assert "as the trainer's" in reply["error"]["message"]
 
 
-@pytest.mark.parametrize("wrong", ["x", [1.0], [None] * 63, ["1"] * 63, [True] * 63])
+@pytest.mark.parametrize("wrong", ["x", [1.0], [None] * 63])
 async def test_log_probs_that_are_not_of_the_canary_are_refused_and_may_be_sent_again(rig: Rig, wrong: object) -> None:
     await rig.open_group()
     status, reply = await finished(rig, {"canary_logprobs": wrong})
@@ -219,14 +183,6 @@ async def test_fp8_replicas_that_differ_by_their_load_alone_take_an_update_toget
         assert set((await rig.states()).values()) == {"SERVING"}
 
 
-async def test_a_replica_with_wrong_weights_is_found_beside_fp8_noise(start_rig: StartRig) -> None:
-    rig = await start_rig(3, sim=FP8, odd={"engine-1": FP8 | GARBAGE}, weights=QUORUM)
-    await rig.open_group()
-    await finished(rig)
-    await finished(rig)
-    assert await rig.states() == {"engine-0": "SERVING", "engine-1": "SYNCING", "engine-2": "SERVING"}
-
-
 async def test_a_replica_without_others_is_held_to_its_own_reading_after_an_undo_alone(rig: Rig) -> None:
     one, other = rig.fleet.replicas
     canary = Canary(CanaryConfig(), {})
@@ -241,10 +197,7 @@ async def test_a_replica_without_others_is_held_to_its_own_reading_after_an_undo
     assert not (await canary.admit(other, 1, is_undone=False)).may_serve  # it has a peer now
 
 
-@pytest.mark.parametrize(
-    ("numerics", "expected"),
-    [({}, Result.VERIFIED), ({"quantization": "fp8"}, Result.NO_PEER), ({"dtype": "bfloat16"}, Result.NO_PEER)],
-)
+@pytest.mark.parametrize(("numerics", "expected"), [({}, Result.VERIFIED), ({"quantization": "fp8"}, Result.NO_PEER)])
 async def test_external_groups_are_peers_unless_their_configuration_names_other_numerics(
     rig: Rig, numerics: Json, expected: Result
 ) -> None:

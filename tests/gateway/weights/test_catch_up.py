@@ -13,20 +13,15 @@ from engines.clients.vllm_engine import VllmEngine
 from engines.engine import ReceiptCopy
 from engines.store.manifest import check_bytes
 from engines.store.weight_store import WeightStore
-from engines.weight_label import version_of
 from gateway.fleet.replica import Replica
 from gateway.weights import catch_up
 from gateway.weights.canary import Canary
 from gateway.weights.verdicts import Finding, Result
+from tests.rigs.calls import until
 from tests.rigs.rig import Rig, SimReplica, StartRig
 
 BOTH_SERVE = {"engine-0": "SERVING", "engine-1": "SERVING"}
 TENSORS = {"tensors": {"w": [4, 4], "b": [4]}}
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tmp_path / "store"
 
 
 @pytest.fixture
@@ -46,22 +41,13 @@ async def kept(start: StartRig) -> Rig:
     await rig.open_group()
     await rig.update()
     await until_kept(rig, [1])
-    async with asyncio.timeout(20):  # a version that is kept makes failed catch-ups try again
-        while any(task.get_name() == "keep version 1" for task in asyncio.all_tasks()):
-            await asyncio.sleep(0.01)
+    # A version that is kept makes failed catch-ups try again.
+    await until(lambda: all(task.get_name() != "keep version 1" for task in asyncio.all_tasks()))
     return rig
 
 
 async def until_kept(rig: Rig, versions: list[int]) -> None:
-    async with asyncio.timeout(20):
-        while (await rig.get("/status"))[1]["weight_store"]["versions"] != versions:
-            await asyncio.sleep(0.02)
-
-
-async def greedy(rig: Rig) -> set[tuple[int, ...]]:
-    """The fleet's answer to one prompt, asked so often that every replica answers."""
-    reply = await rig.complete([[4, 5, 6]] * 8, temperature=0)
-    return {tuple(choice["token_ids"]) for choice in reply["choices"]}
+    await until(lambda: rig.get("/status"), lambda got: got[1]["weight_store"]["versions"] == versions)
 
 
 async def served_versions(rig: Rig) -> set[int]:
@@ -92,15 +78,6 @@ async def test_a_replica_on_another_node_writes_no_version_down(
     await rig.open_group()
     await rig.update()
     assert writers == [second.replica_id]
-
-
-async def test_a_replica_that_comes_back_serves_the_current_version_without_an_update(kept: Rig) -> None:
-    said = await greedy(kept)
-    await kept.replicas[0].kill()
-    await kept.add_replica("engine-0")
-    await kept.until(BOTH_SERVE)
-    assert await greedy(kept) == said
-    assert await served_versions(kept) == {1}
 
 
 @pytest.fixture
@@ -152,29 +129,6 @@ async def test_a_store_that_fails_after_the_commit_does_not_fail_the_update(
     assert await served_versions(kept) == {2}
 
 
-@pytest.fixture
-def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The loads and wipes of replicas, in their order."""
-    found: list[str] = []
-    load_snapshot, finish_weight_update = VllmEngine.load_snapshot, VllmEngine.finish_weight_update
-
-    async def load(engine: VllmEngine, path: str, version: int, timeout_s: float) -> None:
-        await load_snapshot(engine, path, version, timeout_s)
-        found.append(f"load {version}")
-
-    async def finish(engine: VllmEngine, label: str, timeout_s: float) -> None:
-        await finish_weight_update(engine, label, timeout_s)
-        found.append(f"finish {version_of(label)}")
-
-    async def wipe_kv(engine: VllmEngine, timeout_s: float) -> None:
-        found.append("wipe")
-
-    monkeypatch.setattr(VllmEngine, "load_snapshot", load)
-    monkeypatch.setattr(VllmEngine, "finish_weight_update", finish)
-    monkeypatch.setattr(VllmEngine, "wipe_kv", wipe_kv)
-    return found
-
-
 @pytest.mark.parametrize("status", [400, 500])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_what_an_engine_answers_with_refused_weights_is_no_refusal_of_the_rollout(
@@ -214,9 +168,7 @@ async def streamed_or_whole(rig: Rig, *, stream: bool) -> int:
 
 
 async def until_held(replica: SimReplica) -> None:
-    async with asyncio.timeout(20):
-        while not replica.num_held:
-            await asyncio.sleep(0.01)
+    await until(lambda: replica.num_held)
 
 
 async def test_a_replica_that_a_store_out_of_reach_kept_back_is_tried_again(
@@ -228,9 +180,7 @@ async def test_a_replica_that_a_store_out_of_reach_kept_back_is_tried_again(
     await kept.replicas[1].kill()
     await kept.until({"engine-0": "SERVING"})
     await kept.add_replica("engine-1", seed=1)
-    async with asyncio.timeout(20):
-        while "not brought back" not in kept.fleet.replicas[-1].reason:
-            await asyncio.sleep(0.02)
+    await until(lambda: "not brought back" in kept.fleet.replicas[-1].reason)
     shutil.move(away, folder)
     await kept.until(BOTH_SERVE)
     assert {replica.weight_version for replica in kept.fleet.replicas} == {1}

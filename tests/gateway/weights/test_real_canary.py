@@ -2,9 +2,7 @@
 
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,17 +14,13 @@ pytest.importorskip("trl")
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from trl.generation import vllm_client
 
-from engines.process.port import free_port
 from examples.tiny_model.task import COMMITTED
+from tests.rigs.engines.real_trainer import TIMEOUT_S, trl_client
 from tests.rigs.engines.real_vllm import RealFleet, app, engine_config, fleet
 from trainer_client import BlockingRolloutClient, WeightSender
-from trainer_client import trl as gloo_trl
 
 pytestmark = pytest.mark.vllm
-
-TIMEOUT_S = 60.0
 
 # Runs before anything else in every process of the engine: vLLM then leaves a tied head as its own code leaves it.
 _WITHOUT_REPAIR = """
@@ -61,16 +55,6 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@contextmanager
-def trainer(url: str) -> Iterator[Any]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(vllm_client, "packed_nccl_broadcast_producer", gloo_trl.send_packed)
-        client = gloo_trl.GlooVLLMClient(url, group_port=free_port(), timeout_s=60.0)
-        client.init_communicator("cpu")
-        yield client
-        client.close_communicator()
-
-
 def moved(model: Any, by: float, seed: int) -> Any:
     """The model after a step of this size."""
     generator = torch.Generator().manual_seed(seed)
@@ -96,7 +80,7 @@ def test_healthy_replicas_agree_and_small_updates_show(
 ) -> None:
     policy = engine_config(tied, tmp_path_factory.mktemp("logs")).model_copy(update={"num_replicas": 2, "dtype": dtype})
     model = AutoModelForCausalLM.from_pretrained(tied)
-    with app({"policy": policy}) as real, trainer(real.url) as client:
+    with app({"policy": policy}) as real, trl_client(real.url) as client:
         client.update_model_params(model)
         assert {one["result"] for one in canaries(real).values()} == {"unchanged"}
         for step in (1e-2, 1e-3):
@@ -120,7 +104,7 @@ def test_a_head_that_stays_behind_is_found_and_its_replica_fenced(
     weights = {"must_pass": "quorum"}
     model = AutoModelForCausalLM.from_pretrained(tied)
     groups = {"good": good.model_copy(update={"num_replicas": 2}), "odd": odd}
-    with app(groups, weights=weights) as real, trainer(real.url) as client:
+    with app(groups, weights=weights) as real, trl_client(real.url) as client:
         client.update_model_params(moved(model, 1e-2, seed=1))
         found = canaries(real)
         assert {name: one["result"] for name, one in found.items()} == {
@@ -141,7 +125,7 @@ def test_weights_with_nan_are_refused(tied: Path, tmp_path_factory: pytest.TempP
     """vLLM answers 400 where a log-prob is NaN."""
     policy = engine_config(tied, tmp_path_factory.mktemp("logs"))
     model = AutoModelForCausalLM.from_pretrained(tied)
-    with app({"policy": policy}) as real, trainer(real.url) as client:
+    with app({"policy": policy}) as real, trl_client(real.url) as client:
         client.update_model_params(model)
         model.model.layers[1].mlp.down_proj.weight.data[0] = float("nan")
         with pytest.raises(Exception, match="canary"):

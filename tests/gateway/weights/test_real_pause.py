@@ -16,11 +16,10 @@ pytest.importorskip("trl")
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
-from trl.generation import vllm_client
 
 from engines.process import launch
-from engines.process.port import free_port
 from examples.tiny_model.task import COMMITTED
+from tests.rigs.engines.real_trainer import checkpoint, trl_client
 from tests.rigs.engines.real_vllm import (
     REQUEST_TIMEOUT_S,
     RealFleet,
@@ -29,7 +28,6 @@ from tests.rigs.engines.real_vllm import (
     gathered,
     standing_amid,
 )
-from trainer_client import trl as gloo_trl
 
 pytestmark = pytest.mark.vllm
 
@@ -59,11 +57,6 @@ def other_weights(seed: int, sureness: float = 30) -> Any:
     with torch.no_grad():
         model.lm_head.weight *= sureness
     return model
-
-
-def trained() -> Any:
-    """The weights that the engines come with."""
-    return AutoModelForCausalLM.from_pretrained(COMMITTED, dtype=torch.float32)
 
 
 def asked(real: RealFleet) -> list[Any]:
@@ -100,15 +93,12 @@ def streamed(real: RealFleet, body: Any) -> list[Any]:
 @contextmanager
 def trainer(real: RealFleet, in_flight: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """TRL's client in a group with the engines, whose updates say what becomes of rollouts in flight."""
-    monkeypatch.setattr(vllm_client, "packed_nccl_broadcast_producer", gloo_trl.send_packed)
-    client = gloo_trl.GlooVLLMClient(real.url, group_port=free_port(), timeout_s=60.0)
-    client.init_communicator("cpu")
     body = {"in_flight": in_flight}
-    monkeypatch.setattr(
-        client, "_start_weight_update", lambda: client._post(f"{real.url}/start_weight_update", json=body)
-    )
-    yield client
-    client.close_communicator()
+    with trl_client(real.url) as client:
+        monkeypatch.setattr(
+            client, "_start_weight_update", lambda: client._post(f"{real.url}/start_weight_update", json=body)
+        )
+        yield client
 
 
 @pytest.mark.parametrize(
@@ -206,7 +196,7 @@ def test_completions_that_an_update_cuts_off_go_on_as_if_nothing_had_been(
 ) -> None:
     """Greedy, and with the same weights again: the seam must not be seen in what is told."""
     with trainer(real, "keep", monkeypatch) as client:
-        client.update_model_params(trained())
+        client.update_model_params(checkpoint())
     version = real.call("/status")[1]["weight_version"]
     greedy = {"temperature": 0, "ignore_eos": True, "logprobs": 1, "return_token_ids": True, "max_tokens": LONG}
     body = {"model": str(COMMITTED), "prompt": [COMPLETION["prompt"], [2, 9, 5, 8, 3]], **greedy}
@@ -220,7 +210,7 @@ def test_completions_that_an_update_cuts_off_go_on_as_if_nothing_had_been(
     sampling = {key: value for key, value in greedy.items() if key != "return_token_ids"}
     tokens = {"model": str(COMMITTED), "token_ids": COMPLETION["prompt"], "sampling_params": sampling}
     chat = CHAT | greedy | {"seed": None, "max_tokens": LONG - 30, "logprobs": True, "top_logprobs": 2}
-    weights, before, chat_before = trained(), choices(), real.call("/v1/chat/completions", chat)[1]
+    weights, before, chat_before = checkpoint(), choices(), real.call("/v1/chat/completions", chat)[1]
     with trainer(real, "abort", monkeypatch) as client, ThreadPoolExecutor(6) as pool:
         with gathered(real, 10):
             whole, stream = pool.submit(choices), pool.submit(streamed, real, COMPLETION | greedy | {"seed": None})

@@ -3,11 +3,6 @@
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from itertools import islice
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,73 +10,30 @@ pytest.importorskip("torch")
 pytest.importorskip("vllm")
 pytest.importorskip("trl")
 
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl.generation import vllm_client
-
-from engines.process.port import free_port
 from examples.tiny_model import task
-from tests.rigs.engines.real_vllm import RealFleet, fleet, greedy_token_ids, until_receiving
-from trainer_client import trl as gloo_trl
+from tests.rigs.engines import real_trainer
+from tests.rigs.engines.real_trainer import TIMEOUT_S, RealTrainer
+from tests.rigs.engines.real_vllm import fleet
 
 pytestmark = pytest.mark.vllm
 
-TIMEOUT_S = 60.0
-NUM_PROBLEMS = 8
-
-
-@dataclass
-class Trained:
-    """A fleet and a trainer in a group with its relay."""
-
-    real: RealFleet
-    client: gloo_trl.GlooVLLMClient
-    model: Any
-    folder: Path
-
-    def learn(self, seed: int) -> None:
-        """Other weights than any before."""
-        generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for parameter in self.model.parameters():
-                parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.05)
-
-    def expected(self) -> list[list[int]]:
-        """The answer of transformers with the trainer's weights."""
-        self.model.save_pretrained(self.folder)
-        AutoTokenizer.from_pretrained(task.COMMITTED).save_pretrained(self.folder)
-        return task.greedy_token_ids(str(self.folder), problems())
-
-    def said_by(self, index: int) -> list[list[int]]:
-        tokenizer = AutoTokenizer.from_pretrained(task.COMMITTED)
-        prompts = [task.prompt_token_ids(tokenizer, problem) for problem in problems()]
-        return greedy_token_ids(self.real.replicas[index].url, prompts, task.MAX_ANSWER_TOKENS)
-
-
-def problems() -> list[Any]:
-    return list(islice(task.problems(seed=9), NUM_PROBLEMS))
-
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealTrainer]:
+    """A fleet and a trainer in a group with its relay."""
     folder = tmp_path_factory.mktemp("trained")
-    model = AutoModelForCausalLM.from_pretrained(task.COMMITTED, dtype=torch.float32)
-    with fleet(task.COMMITTED, folder) as real, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(vllm_client, "packed_nccl_broadcast_producer", gloo_trl.send_packed)
-        client = gloo_trl.GlooVLLMClient(real.url, group_port=free_port(), timeout_s=TIMEOUT_S)
-        client.init_communicator("cpu")
-        yield Trained(real, client, model, folder / "model")
-        client.close_communicator()
+    with fleet(task.COMMITTED, folder) as real, real_trainer.trained(real, folder / "model") as one:
+        yield one
 
 
-def test_the_group_of_trls_client_is_itself_and_the_relay(trained: Trained) -> None:
+def test_the_group_of_trls_client_is_itself_and_the_relay(trained: RealTrainer) -> None:
     assert trained.real.call("/get_world_size") == (200, {"world_size": 1})
     assert trained.real.call("/status")[1]["weight_relay"]["in_group"]
     assert trained.client.communicator is not None
     assert trained.client.communicator.world_size == 2
 
 
-def test_both_replicas_hold_what_trls_client_sent(trained: Trained) -> None:
+def test_both_replicas_hold_what_trls_client_sent(trained: RealTrainer) -> None:
     before = trained.expected()
     trained.learn(seed=1)
     began = time.monotonic()
@@ -91,11 +43,11 @@ def test_both_replicas_hold_what_trls_client_sent(trained: Trained) -> None:
     assert trained.client.weight_version == 1
     expected = trained.expected()
     assert expected != before
-    assert trained.said_by(0) == trained.said_by(1) == expected
+    assert trained.all_say(expected)
 
 
 @pytest.mark.parametrize("moment", ["transfer", "load"])
-def test_a_replica_killed_in_an_update_does_not_touch_the_trainer(trained: Trained, moment: str) -> None:
+def test_a_replica_killed_in_an_update_does_not_touch_the_trainer(trained: RealTrainer, moment: str) -> None:
     version = trained.client.weight_version or 0
     trained.learn(seed=2)
     wanted = {"transfer": "RECEIVING", "load": "UPDATING"}[moment]
@@ -121,7 +73,7 @@ def test_a_replica_killed_in_an_update_does_not_touch_the_trainer(trained: Train
     assert trained.said_by(0) == trained.expected()
 
 
-def test_a_replica_that_is_dead_before_an_update_is_done_without(trained: Trained) -> None:
+def test_a_replica_that_is_dead_before_an_update_is_done_without(trained: RealTrainer) -> None:
     version = trained.client.weight_version or 0
     trained.real.kill(1)
     trained.learn(seed=3)
@@ -133,25 +85,13 @@ def test_a_replica_that_is_dead_before_an_update_is_done_without(trained: Traine
     assert trained.said_by(1) == trained.expected()
 
 
-def test_a_trainer_that_dies_in_the_transfer_leaves_a_fleet_for_the_next(trained: Trained) -> None:
+def test_a_trainer_that_dies_in_the_transfer_leaves_a_fleet_for_the_next(trained: RealTrainer) -> None:
     version, said = trained.client.weight_version or 0, trained.said_by(0)
-    named = list(trained.model.named_parameters())
-    info = {
-        "names": [name for name, _ in named],
-        "dtype_names": ["float32"] * len(named),
-        "shapes": [list(tensor.shape) for _, tensor in named],
-    }
-    assert trained.real.call("/start_weight_update", {})[0] == 200
-    with ThreadPoolExecutor(1) as beside:
-        answer = beside.submit(trained.real.call, "/update_weights", {"update_info": info})
-        until_receiving(trained.real)
-        trained.client.close_communicator()
-        status, reply = answer.result(TIMEOUT_S)
-    assert status == 424, reply
+    trained.broken_off(trained.client.close_communicator)
     trained.real.until_serving(version)
-    assert trained.said_by(0) == trained.said_by(1) == said
+    assert trained.all_say(said)
     trained.client.init_communicator("cpu")
     trained.learn(seed=4)
     trained.client.update_model_params(trained.model)
     assert trained.client.weight_version == version + 1
-    assert trained.said_by(0) == trained.said_by(1) == trained.expected()
+    assert trained.all_say(trained.expected())

@@ -14,17 +14,15 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
-from aiohttp import web
 
-from engines.process.port import HeldPort, free_port
-from engines.process.process import Command
+from engines.process.port import HeldPort
 from engines.store.manifest import check_bytes
-from engines.store.weight_store import WeightStore
+from engines.store.weight_store import RELAY, WeightStore
 from engines.transfer.gloo import WeightGroup, send
-from engines.transfer.relay import GlooReceiver, NoModel, RelayServer
 from engines.types import Dialect
 from gateway.weights import coordinator
 from gateway.weights import relay_process as relay
+from gateway.weights.snapshots import Snapshots
 from gateway.weights.updates.update import Update
 from tests.rigs.forked_relay import ForkedRelay
 from tests.rigs.rig import Json, Rig, SimReplica, StartRig
@@ -106,59 +104,15 @@ def tensors() -> dict[str, torch.Tensor]:
     return {name: torch.ones(shape) for name, shape in SHAPES.items()}
 
 
-class NearRelay:
-    """Stands where the relay's process does: the same server on this test's own loop, as torch takes long to load."""
-
-    pid = 0
-    exit_code: int | None = None
-    _words = ""
-
-    def __init__(self, command: Command, log_path: Path, pid: int = 0) -> None:
-        self.log_path = log_path
-        self._port = int(command.argv[command.argv.index("--port") + 1])
-        model = NoModel()
-        self._runner = web.AppRunner(RelayServer(GlooReceiver(model), model).app(), shutdown_timeout=0.01)
-        self._starting: asyncio.Task[None] | None = None
-
-    def start(self) -> None:
-        self._starting = asyncio.create_task(self._listen())
-
-    async def stop(self) -> None:
-        self.exit_code = self.exit_code or 0
-        if self._starting is not None:
-            await asyncio.wait([self._starting])  # what begins to listen after the end would never be closed
-        await self._runner.cleanup()
-
-    async def _listen(self) -> None:
-        await self._runner.setup()
-        try:
-            await web.TCPSite(self._runner, "127.0.0.1", self._port).start()
-        except OSError as error:  # another has the port
-            self.exit_code, self._words = 1, str(error)
-
-    def last_words(self, lines: int) -> str:
-        return self._words
-
-
 @pytest.fixture
 def process() -> None:
-    """The relay of this test is the process that it is in production, with its guard."""
-
-
-@pytest.fixture
-def fork() -> None:
-    """The relay of this test is a process that can be killed."""
+    """The relay of this test is the process that it is in production."""
 
 
 @pytest.fixture(autouse=True)
-def stand_in(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def fork(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if "process" not in request.fixturenames:
-        monkeypatch.setattr(relay, "LastingProcess", ForkedRelay if "fork" in request.fixturenames else NearRelay)
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tmp_path / "store"
+        monkeypatch.setattr(relay, "LastingProcess", ForkedRelay)
 
 
 @pytest.fixture
@@ -237,32 +191,30 @@ async def test_our_own_sender_takes_the_relay_for_what_it_is(start: StartRig) ->
     assert await served(rig) == {2}
 
 
-@pytest.mark.parametrize(
-    ("named", "param", "said"),
-    [
-        ({"nonsense": torch.ones(3)}, "update_info.names", "'nonsense'"),
-        ({"w": torch.ones(2, 2)}, "update_info.shapes", r"[2, 2] for 'w'"),
-        ({"b": torch.ones(4, dtype=torch.int32)}, "update_info.dtype_names", "'int32' for 'b'"),
-    ],
-)
-async def test_a_trainer_whose_tensors_are_refused_is_let_go_and_may_try_again(
-    trainer: Trainer, named: dict[str, torch.Tensor], param: str, said: str
-) -> None:
-    await trainer.start()
+@pytest.mark.parametrize("is_started", [True, False])
+async def test_a_trainer_that_is_refused_is_let_go_and_may_try_again(trainer: Trainer, is_started: bool) -> None:
+    if is_started:
+        await trainer.start()
     async with asyncio.timeout(TIMEOUT_S):
-        status, reply = await trainer.send(named)
-    assert (status, reply["error"]["param"]) == (400, param)
-    assert said in reply["error"]["message"]
+        status, reply = await trainer.send({"nonsense": torch.ones(3)})
+    said = "has 'nonsense', which the served checkpoint does not have" if is_started else "/start_weight_update first"
+    assert (status, said in reply["error"]["message"]) == (400 if is_started else 409, True), reply
     assert (await trainer.finish())[0] == 409
     assert await trainer.update() == 1
 
 
-async def test_tensors_without_a_start_are_refused_and_the_trainer_is_let_go(trainer: Trainer) -> None:
-    async with asyncio.timeout(TIMEOUT_S):
-        status, reply = await trainer.send(tensors())
-    assert status == 409
-    assert "/start_weight_update first" in reply["error"]["message"]
+async def test_a_relay_whose_record_is_written_late_goes_on(start: StartRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    note = Snapshots.note
+
+    async def late(snapshots: Snapshots, name: str, record: Json) -> None:
+        await asyncio.sleep(0.5 if name == RELAY else 0.0)
+        await note(snapshots, name, record)
+
+    monkeypatch.setattr(Snapshots, "note", late)
+    trainer = Trainer(await start())
+    assert (await trainer.join())[0] == 200
     assert await trainer.update() == 1
+    trainer.leave()
 
 
 async def test_a_store_without_room_is_named_before_anything_is_sent(
@@ -277,7 +229,6 @@ async def test_a_store_without_room_is_named_before_anything_is_sent(
     assert await trainer.update() == 1
 
 
-@pytest.mark.usefixtures("fork")
 @pytest.mark.parametrize("moment", ["between updates", "started", "received", "promoted", "committed"])
 async def test_a_trainer_goes_on_with_the_relay_of_a_gateway_that_was_killed(
     trainer: Trainer, start: StartRig, monkeypatch: pytest.MonkeyPatch, folder: Path, moment: str
@@ -366,7 +317,6 @@ async def test_a_relay_over_nccl_without_vllm_is_refused_with_the_remedy(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here there is such a GPU")
-@pytest.mark.usefixtures("fork")
 async def test_a_relay_whose_gpu_is_not_there_says_so_at_once(start: StartRig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda _: "0.32.0")
     status, reply = await Trainer(await start(relay_device="cuda:0")).join()
@@ -426,47 +376,32 @@ async def test_a_disk_that_fills_up_in_the_transfer_is_named_with_the_remedy(
 
 
 @pytest.mark.parametrize(
-    ("weights", "num_replicas", "world_size"),
+    ("weights", "dialect", "num_replicas", "world_size"),
     [
-        ({}, 2, 1),
-        ({}, 1, 1),
-        ({"relay": "never"}, 2, 2),
-        ({"store": None}, 2, 2),
-        ({"relay_device": "cuda:0"}, 2, 2),  # these engines receive over gloo
+        ({}, Dialect.VLLM, 2, 1),
+        ({}, Dialect.VLLM, 1, 1),
+        ({"relay": "never"}, Dialect.VLLM, 2, 2),
+        ({"store": None}, Dialect.VLLM, 2, 2),
+        ({"relay_device": "cuda:0"}, Dialect.VLLM, 2, 2),  # these engines receive over gloo
+        ({}, Dialect.SGLANG, 2, 1),
+        ({}, Dialect.SGLANG, 1, 1),
     ],
 )
 async def test_auto_is_the_relay_where_it_can_receive_for_more_than_one_replica(
-    start: StartRig, monkeypatch: pytest.MonkeyPatch, weights: Json, num_replicas: int, world_size: int
+    start: StartRig,
+    monkeypatch: pytest.MonkeyPatch,
+    weights: Json,
+    dialect: Dialect,
+    num_replicas: int,
+    world_size: int,
 ) -> None:
     async def gloo(*_: object) -> str:
         return "gloo"
 
     monkeypatch.setattr(coordinator, "transport_of", gloo)
     rig = await start(num_replicas, **{"relay": "auto"} | weights)
+    for replica in rig.fleet.replicas:
+        replica.info = replace(replica.info, dialect=dialect)
     assert await rig.get("/get_world_size") == (200, {"world_size": world_size})
     told = (await rig.get("/server_info?config_format=json"))[1]["vllm_config"]["weight_transfer_config"]
     assert told == {"backend": "gloo" if (num_replicas, world_size) == (2, 1) else "sim"}
-
-
-@pytest.mark.parametrize(("num_replicas", "world_size"), [(2, 1), (1, 1)])
-async def test_auto_is_the_relay_for_sglang_alone_too(
-    start: StartRig, monkeypatch: pytest.MonkeyPatch, num_replicas: int, world_size: int
-) -> None:
-    async def gloo(*_: object) -> str:
-        return "gloo"
-
-    monkeypatch.setattr(coordinator, "transport_of", gloo)
-    rig = await start(num_replicas, relay="auto")
-    for replica in rig.fleet.replicas:
-        replica.info = replace(replica.info, dialect=Dialect.SGLANG)
-    assert await rig.get("/get_world_size") == (200, {"world_size": world_size})
-    port = free_port()
-    info = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2, "packed": False}
-    status, reply = await rig.post("/init_weight_transfer_engine", {"init_info": info})
-    if num_replicas > 1:  # a sender that broadcasts tensor by tensor learns what to set
-        assert (status, reply["error"]["param"]) == (400, "init_info.packed")
-        assert "weights.relay to never" in reply["error"]["message"]
-
-
-def drafts(folder: Path) -> list[Path]:
-    return list(folder.glob("draft-*"))

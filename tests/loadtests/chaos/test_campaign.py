@@ -1,4 +1,4 @@
-"""Chaos on a real Ray cluster: two faults. `make chaos` has every fault, tests/stories/test_chaos.py has another."""
+"""Chaos on a real Ray cluster: three faults of updates. `make chaos` has every fault."""
 
 from pathlib import Path
 
@@ -9,13 +9,20 @@ pytest.importorskip("ray")
 
 from loadtests.chaos.campaign import main
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = pytest.mark.ray
 
 
-def test_a_killed_gateway_and_a_killed_replica_lose_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "faults",
+    [
+        ["replica killed during the transfer"],
+        pytest.param(["gateway killed in the middle", "replica killed in a rolling update"], marks=pytest.mark.slow),
+    ],
+)
+def test_faults_of_updates_lose_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str], faults: list[str]) -> None:
     out = tmp_path / "out.json"
-    faults = ["gateway killed in the middle", "replica killed in a rolling update"]
     status = main(["--replicas", "3", "--json", str(out), *(word for fault in faults for word in ("--fault", fault))])
-    assert status == 0
-    assert capsys.readouterr().out.rstrip().endswith("lost 0, duplicated 0, stale 0, wrong 0, hung 0")
+    said = capsys.readouterr().out
+    assert status == 0, said
+    assert said.rstrip().endswith("lost 0, duplicated 0, stale 0, wrong 0, hung 0")
     assert [outcome["fault"] for outcome in orjson.loads(out.read_bytes())["faults"]] == faults

@@ -1,8 +1,7 @@
-"""A router with the flags of vLLM's and SGLang's: requests in turn to its workers. Told `--fail`, it ends at once."""
+"""A router with the flags of vLLM's and SGLang's: requests in turn to its workers."""
 
 import argparse
 import itertools
-import sys
 
 import aiohttp
 from aiohttp import web
@@ -15,10 +14,7 @@ def main() -> None:
     parser.add_argument("--worker-urls", nargs="+", required=True)
     parser.add_argument("--prometheus-host", required=True)
     parser.add_argument("--prometheus-port", type=int, required=True)
-    parser.add_argument("--fail", action="store_true")
     args = parser.parse_args()
-    if args.fail:
-        sys.exit("no workers for me")
     workers = itertools.cycle(args.worker_urls)
 
     async def passed_on(request: web.Request) -> web.Response:

@@ -49,26 +49,6 @@ def loaded(folder: Path, *, lora: bool = False) -> tuple[Any, Any]:
     return config, model
 
 
-def with_mtp_layers(folder: Path) -> tuple[Any, Any]:
-    """The model of a checkpoint and its draft, the MTP layers of the same checkpoint, as vLLM makes both."""
-    from vllm.config import set_current_vllm_config
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.model_executor.model_loader.utils import initialize_model
-    from vllm.utils.torch_utils import set_default_torch_dtype
-
-    asked = EngineArgs(
-        model=str(folder), skip_tokenizer_init=True, enforce_eager=True, max_model_len=CONTEXT,
-        speculative_config={"method": "mtp", "num_speculative_tokens": 1},
-    )  # fmt: skip
-    config = asked.create_engine_config()
-    with set_current_vllm_config(config), set_default_torch_dtype(config.model_config.dtype):
-        target = initialize_model(vllm_config=config)
-        draft_config = config.speculative_config.draft_model_config
-        draft = initialize_model(vllm_config=config, model_config=draft_config, prefix="draft")
-    draft.model.embed_tokens = target.model.embed_tokens  # as vLLM's proposer shares it
-    return target, draft
-
-
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     """The tensors of the checkpoint."""
     from safetensors.torch import load_file

@@ -27,7 +27,6 @@ from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics
 from gateway.fleet.replica import Replica
 from gateway.http.server import GatewayServer
-from gateway.weights.snapshots import Snapshots
 from sim.model import GREEDY, SimModel, read, weights_key
 from tests.rigs.stories.played_engine import (
     CHECKPOINT,
@@ -589,9 +588,6 @@ async def world_of(
 
     with ExitStack() as stack:
         stack.enter_context(patch("asyncio.to_thread", _at_once))
-        stack.enter_context(
-            patch.object(Snapshots, "in_thread", lambda _, *call: asyncio.ensure_future(_at_once(*call)))
-        )
         stack.enter_context(patch.object(Replica, "hold", hold_and_bind))
         stack.enter_context(patch("gateway.weights.coordinator.Relay", lambda *_: PlayedRelay(world)))
         for index in range(replicas):

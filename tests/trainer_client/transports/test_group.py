@@ -3,6 +3,7 @@
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +25,7 @@ from engines.errors import (
 from gateway.api import body_of, status_of
 from tests.rigs.stories.played_gateway import Answer, PlayedGateway
 from trainer_client import BlockingRolloutClient, WeightSender
-from trainer_client.transports import group
+from trainer_client.transports import channels, group
 from trainer_client.transports.channels import NcclChannel
 
 SOON_S = 30.0
@@ -130,13 +131,13 @@ def test_engines_that_never_come_end_the_push_in_time(
     gateway: PlayedGateway, client: BlockingRolloutClient, route: str
 ) -> None:
     def silence(_: dict[str, Any]) -> Answer:
-        time.sleep(6.0)
+        time.sleep(2.0)
         return 200, {"message": "late"}
 
-    with WeightSender(client, timeout_s=2.0) as sender:
+    with WeightSender(client, timeout_s=0.5) as sender:
         gateway.answers[route] = silence
         began = time.monotonic()
-        with pytest.raises((WeightUpdateFailed, DeadlineExceeded), match=r"waited 2 s|within 2 s"):
+        with pytest.raises((WeightUpdateFailed, DeadlineExceeded), match=r"waited 0\.5 s|within 0\.5 s"):
             sender.push(model())
     assert time.monotonic() - began < SOON_S
     assert gateway.calls.count(route) == 1
@@ -201,6 +202,25 @@ def test_an_nccl_broadcast_that_nobody_joins_is_aborted_in_time(
         pytest.raises(error, match=r"no such tensor|waited 0\.5 s for all ranks to take part"),
     ):
         sender.push(model())
+
+
+def test_a_group_that_nccl_refuses_is_left_so_that_the_engines_wait_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    stores: list[weakref.ref[Any]] = []
+
+    def trainer_init(info: Any) -> Any:
+        class Store:
+            """Held by the frames of the error, as vLLM's is."""
+
+        store = Store()
+        stores.append(weakref.ref(store))
+        raise RuntimeError("NCCL error: internal error")
+
+    monkeypatch.setattr(channels, "_trainer_init", lambda: trainer_init)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    channel = NcclChannel("127.0.0.1", 1, 2, torch.device("cuda:0"))
+    with pytest.raises(WeightUpdateFailed, match="internal error; all its members need one release of NCCL"):
+        channel.join()
+    assert [store() for store in stores] == [None]
 
 
 def test_a_push_waits_for_the_work_that_the_trainer_has_queued(

@@ -65,15 +65,15 @@ def test_a_port_that_engines_cannot_reach_ends_in_time_and_is_named(
     gateway: PlayedGateway, client: BlockingRolloutClient
 ) -> None:
     def unreached(_: dict[str, Any]) -> Answer:
-        time.sleep(1.5)
+        time.sleep(0.8)
         return 200, {"message": "late"}
 
     gateway.answers["/init_weight_transfer_engine"] = unreached
     began = time.monotonic()
     with (
-        WeightSender(client, address="127.0.0.1", timeout_s=1.0) as sender,
+        WeightSender(client, address="127.0.0.1", timeout_s=0.4) as sender,
         pytest.raises(
-            DeadlineExceeded, match=r"not all engines joined the trainer at 127\.0\.0\.1:\d+ within 1 s.*address"
+            DeadlineExceeded, match=r"not all engines joined the trainer at 127\.0\.0\.1:\d+ within 0\.4 s.*address"
         ),
     ):
         sender.push({"w": torch.ones(2, 3)})

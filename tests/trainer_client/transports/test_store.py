@@ -12,7 +12,6 @@ import pytest
 
 pytest.importorskip("torch")
 
-import numpy as np
 import torch
 
 from engines.errors import (
@@ -20,8 +19,7 @@ from engines.errors import (
     StoreFailed,
     WeightUpdateConflict,
 )
-from engines.store.changed_elements import ChangedElements
-from engines.store.draft import ChangedTensor, Draft, claim_draft, raw
+from engines.store.draft import Draft, claim_draft, raw
 from engines.store.manifest import check_bytes, digest_of
 from tests.rigs.rig import STORED, Rig, StartRig
 from trainer_client import BlockingRolloutClient, WeightSender
@@ -95,13 +93,6 @@ async def test_a_push_says_what_becomes_of_rollouts_in_flight(rig: Rig) -> None:
     assert [record["in_flight"] for record in updates["weight_updates"]] == ["keep", "drain"]
 
 
-async def test_versions_only_grow(rig: Rig) -> None:
-    assert await push(rig, tensors(), version=7) == 7
-    with pytest.raises(WeightUpdateConflict, match="the fleet is at 7"):
-        await push(rig, tensors(), version=7)
-    assert await push(rig, tensors()) == 8
-
-
 async def test_what_is_left_out_stays_as_it_is(rig: Rig, folder: Path) -> None:
     await push(rig, tensors())
     assert await push(rig, [("b", torch.ones(4))]) == 2
@@ -170,58 +161,6 @@ async def test_after_a_push_that_failed_and_one_of_another_trainer_a_delta_is_wh
     manifest = check_bytes(folder / "v4")
     assert manifest.tensors["w"].digest == digest_of(with_one(2.0).numpy().tobytes())
     assert manifest.tensors["w"].changes == ""
-
-
-def written_changes(folder: Path, base: int) -> str:
-    """The name of a draft in which one element of "w" has changed since version `base`."""
-    draft, _ = claim_draft(folder)
-    before, after = (np.frombuffer(one.numpy().tobytes(), np.uint8) for one in (with_one(0), with_one(1)))
-    written = Draft(draft, "sim", base=base)
-    elements = ChangedElements.between(before, after, 4)
-    written.add_changes([ChangedTensor("w", "float32", [4, 4], digest_of(after), digest_of(before), elements)])
-    written.finish()
-    return draft.name
-
-
-async def test_a_gateway_started_anew_takes_changes_to_what_its_engines_hold(
-    rig: Rig, folder: Path, start_rig: StartRig
-) -> None:
-    await push(rig, tensors())
-    await rig.stop_gateway()
-    second = await start_rig(2, sim={"tensors": STORED}, weights={"store": str(folder)}, replicas=rig.replicas)
-    with BlockingRolloutClient(second.url) as client:
-        assert (await asyncio.to_thread(client.weight_store))["base"] == 1
-    status, reply = await announce(second, snapshot=written_changes(folder, base=1))
-    assert (status, reply) == (200, {"weight_version": 2})
-    assert check_bytes(folder / "v2").tensors["w"].digest == digest_of(with_one(1).numpy().tobytes())
-    assert (await said(second))[0] == {2}
-
-
-async def test_changes_to_a_version_that_another_trainer_has_replaced_are_refused(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one, two, fifty = (torch.full((4,), value) for value in (1.0, 2.0, 50.0))
-
-    def race() -> str:
-        with (
-            BlockingRolloutClient(rig.url, attempts=1) as client,
-            WeightSender(client, transport="store", delta=True, timeout_s=10) as sender,
-        ):
-            sender.push({"w": torch.ones(4, 4), "b": one})
-            load = client.load_weights
-
-            def late(*args: Any) -> int:
-                send(rig.url, [("w", torch.ones(4, 4)), ("b", fifty)])
-                return load(*args)
-
-            monkeypatch.setattr(client, "load_weights", late)
-            with pytest.raises(WeightUpdateConflict) as refused:
-                sender.push({"w": torch.full((4, 4), 2.0), "b": one})
-            monkeypatch.undo()
-            assert sender.push({"w": torch.ones(4, 4), "b": two}) == 3, "after a refusal a push is whole"
-            return str(refused.value)
-
-    assert "has changes to version 1, and version 2 is served" in await asyncio.to_thread(race)
 
 
 async def test_a_delta_of_nothing_is_a_version_too(rig: Rig, folder: Path) -> None:

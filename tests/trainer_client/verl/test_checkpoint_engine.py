@@ -13,7 +13,7 @@ import torch
 
 from engines.errors import NotAllowed, WeightUpdateConflict
 from engines.store.manifest import Manifest
-from tests.rigs.rig import STORED, Rig, StartRig
+from tests.rigs.rig import STORED, Rig
 from tests.rigs.stories.played_gateway import PlayedGateway
 from trainer_client.verl.checkpoint_engine import GatewayCheckpointEngine
 
@@ -98,18 +98,6 @@ async def test_a_worker_that_fails_to_send_gathers_on_for_the_others(
     with pytest.raises(NotAllowed, match="no admin key"):
         await send(engine_of(gateway.url), 0, weights)
     assert weights.left == 0
-
-
-async def test_completions_under_way_go_on_with_the_weights_of_a_sync(
-    start_rig: StartRig, engine_of: EngineOf, folder: Path
-) -> None:
-    rig = await start_rig(2, sim={"tensors": STORED}, weights={"store": str(folder)})
-    asking = asyncio.create_task(rig.complete([4, 5, 6], max_tokens=100, ignore_eos=True))
-    await rig.begun()
-    await send(engine_of(rig.url), 0)
-    assert not asking.done()
-    rig.hurry()
-    assert [span["version"] for span in (await asking)["choices"][0]["weight_versions"]] == [0, 1]
 
 
 async def test_without_a_store_weights_go_over_what_the_engines_receive(

@@ -96,23 +96,6 @@ async def test_versions_are_told_as_verls_steps(rig: Rig, server_of: ServerOf) -
         assert steps == {"": step, "min_": step, "max_": step}
 
 
-async def test_verls_client_goes_on_after_an_abort_with_the_next_weights(
-    start_rig: StartRig, server_of: ServerOf
-) -> None:
-    rig = await start_rig(2)
-    await rig.open_group()
-    server, other = [await server_of(rig, is_first=first, abort_at_sync=True) for first in (True, False)]
-    asking = asyncio.create_task(
-        client_of(other).generate("r", prompt_ids=list(PROMPT), sampling_params={**ENDLESS, "max_tokens": 80})
-    )
-    await rig.begun()
-    await synced([server, other], rig, 1)
-    rig.hurry()
-    output = await asking
-    assert len(output.token_ids) == len(output.log_probs) == 80
-    assert (output.extra_fields["min_global_steps"], output.extra_fields["max_global_steps"]) == (0, 1)
-
-
 async def test_what_a_sync_finds_under_way_goes_on_and_tells_its_oldest_and_newest_weights(
     start_rig: StartRig, server_of: ServerOf
 ) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,64 @@ def replica(name: str, model: str = "m", state: str = "SERVING", label: str = ""
     return about | {"kind": "vllm", "frozen": False}
 
 
+def counted(**figures: float) -> Live:
+    """A page with the figures of one vLLM replica."""
+    return page(*((f"vllm:{name}", {"replica": "a"}, value) for name, value in figures.items()))
+
+
+def made(*tokens: float) -> Live:
+    """A page of replicas that have made so many tokens each."""
+    names = [f"r{index}" for index in range(len(tokens))]
+    samples = (("vllm:generation_tokens_total", {"replica": name}, n) for name, n in zip(names, tokens, strict=True))
+    return page(*samples, replicas=[replica(f"engine-{name}", label=name) for name in names])
+
+
+def waiting(usage: float) -> Live:
+    return counted(num_requests_waiting=7.0, num_requests_running=8.0, kv_cache_usage_perc=usage)
+
+
+def copied(store_s: float) -> Live:
+    return page(last_weight_update={"seconds": {"store": store_s, "transfer": 0.05}})
+
+
+SLOW = replica("a") | {"reload_reason": "quantization fp8"}
+FROZEN = replica("a") | {"draft": "eagle3, frozen: its checkpoint is its own (/eagle): no update has its tensors"}
+FOLLOWS = replica("b") | {"draft": "mtp, updated where the trainer sends its tensors"}
+NOT_JOINED = [{"group": "engine", "reason": "has not joined yet: out of memory"}]
+FEW_BLOCKS = ("vllm:cache_config_info", {"replica": "a", "num_gpu_blocks": "300", "block_size": "16"}, 1.0)
+LENGTH = {"vllm_config": {"model_config": {"max_model_len": 4096}}}
+FEW = replace(page(FEW_BLOCKS, replicas=[replica("a")]), server_info=LENGTH)
+
+
+@pytest.mark.parametrize(
+    ("rule", "live", "severities", "words"), [
+        ("live-update-cost", copied(1.3), [CONSIDER], "huge pages"), ("live-update-cost", copied(0.3), [], ""),
+        ("live-prefix-hits", counted(prefix_cache_queries_total=2000, prefix_cache_hits_total=20), [CONSIDER], "0.01"),
+        ("live-prefix-hits", counted(prefix_cache_queries_total=2000, prefix_cache_hits_total=1000), [], ""),
+        ("live-waiting", waiting(0.1), [HURTS], "max_num_seqs"), ("live-waiting", waiting(0.95), [CONSIDER], ""),
+        ("live-waiting", page(("sglang:num_queue_reqs", {"replica": "a"}, 3.0),
+                              ("sglang:token_usage", {"replica": "a"}, 0.1)), [HURTS], "max_num_seqs"),
+        ("live-imbalance", made(9000, 1000, 1000), [HURTS], ""),
+        ("live-imbalance", made(2600, 2000, 1600), [CONSIDER], ""),
+        ("live-imbalance", made(2000, 2100), [], ""), ("live-imbalance", made(5, 0), [], ""),
+        ("live-update-path", page(replicas=[SLOW, replica("b")]), [CONSIDER], "quantization fp8"),
+        ("live-draft", page(replicas=[FROZEN, FOLLOWS]), [CONSIDER], "/eagle"),
+        ("live-statistics", page(replicas=[replica("a")]), [CONSIDER], ""),
+        ("live-statistics", page(("vllm:num_requests_running", {"replica": "a"}, 0.0),
+                                 replicas=[replica("engine-x", label="a")]), [], ""),
+        ("live-queue", page(queue_length=4), [CONSIDER], ""),
+        ("live-replicas", page(replicas_missing=NOT_JOINED, replicas_refused={"b": "another model"}), [HURTS, HURTS],
+         "out of memory"),
+        ("live-replicas", page(replicas_lost={"policy": 2, "judge": 0}), [CONSIDER], "2"),
+        ("live-kv-capacity", FEW, [CONSIDER], "1.2 sequences"),
+    ],
+)  # fmt: skip
+def test_a_page_has_these_findings(rule: str, live: Live, severities: list[Severity], words: str) -> None:
+    found = of(live, rule)
+    assert [one.severity for one in found] == severities
+    assert words in " ".join(f"{one.value} {one.message} {one.suggestion}" for one in found)
+
+
 async def test_a_fleet_at_rest_has_nothing_to_complain_of(rig: Rig) -> None:
     await rig.open_group()
     await rig.update()
@@ -76,24 +135,6 @@ async def test_a_kv_cache_that_is_too_small_shows_in_capacity_and_preemptions(st
     assert preempted.value > 0
 
 
-def test_a_trainer_that_waits_for_the_copy_of_the_version_before_is_shown_huge_pages() -> None:
-    def cost(store_s: float) -> list[Finding]:
-        return of(page(last_weight_update={"seconds": {"store": store_s, "transfer": 0.05}}), "live-update-cost")
-
-    assert [one.severity for one in cost(1.3)] == [CONSIDER]
-    assert "huge pages" in cost(1.3)[0].suggestion
-    assert cost(0.3) == []
-
-
-def test_prefixes_that_are_read_again_are_told() -> None:
-    def hits(count: float) -> list[Finding]:
-        figures = {"vllm:prefix_cache_queries_total": 2000.0, "vllm:prefix_cache_hits_total": count}
-        return of(page(*((name, {"replica": "a"}, value) for name, value in figures.items())), "live-prefix-hits")
-
-    assert [(one.severity, one.value) for one in hits(20)] == [(CONSIDER, 0.01)]
-    assert hits(1000) == []
-
-
 async def test_a_replica_that_is_gone_hurts(rig: Rig) -> None:
     await rig.replicas[1].kill()
     async with asyncio.timeout(30):
@@ -102,66 +143,6 @@ async def test_a_replica_that_is_gone_hurts(rig: Rig) -> None:
     told = (await examined(rig))["live-replicas"]
     assert [one.severity for one in told if one.key != "replicas_lost.engine"] == [HURTS]
     assert told[0].place == f"{rig.url}/status"
-
-
-def test_waiting_beside_an_empty_cache_is_the_limit_of_sequences() -> None:
-    def waiting(usage: float) -> Live:
-        labels = {"replica": "a"}
-        gauges = {"num_requests_waiting": 7.0, "num_requests_running": 8.0, "kv_cache_usage_perc": usage}
-        return page(*((f"vllm:{name}", labels, value) for name, value in gauges.items()))
-
-    (low,), (full,) = of(waiting(0.1), "live-waiting"), of(waiting(0.95), "live-waiting")
-    assert (low.severity, low.value) == (HURTS, 7)
-    assert "max_num_seqs" in low.suggestion
-    assert full.severity is CONSIDER
-
-
-def test_sglangs_figures_count_as_vllms() -> None:
-    live = page(("sglang:num_queue_reqs", {"replica": "a"}, 3.0), ("sglang:token_usage", {"replica": "a"}, 0.1))
-    (found,) = of(live, "live-waiting")
-    assert (found.severity, found.value) == (HURTS, 3)
-
-
-def test_one_replica_that_does_the_work_of_its_model_alone_hurts() -> None:
-    def made(*tokens: float) -> list[Finding]:
-        names = [f"r{index}" for index in range(len(tokens))]
-        samples = (
-            ("vllm:generation_tokens_total", {"replica": name}, n) for name, n in zip(names, tokens, strict=True)
-        )
-        return of(page(*samples, replicas=[replica(f"engine-{name}", label=name) for name in names]), "live-imbalance")
-
-    assert [one.severity for one in made(9000, 1000, 1000)] == [HURTS]
-    assert [one.severity for one in made(2600, 2000, 1600)] == [CONSIDER]
-    assert made(2000, 2100) == made(5, 0) == []
-
-
-def test_an_engine_without_statistics_a_queue_and_refusals_are_told() -> None:
-    missing = [{"group": "engine", "reason": "has not joined yet"}]
-    live = page(
-        replicas=[replica("a")], replicas_missing=missing, replicas_refused={"b": "another model"}, queue_length=4
-    )
-    assert [(one.severity, one.key) for one in of(live, "live-statistics")] == [(CONSIDER, "a")]
-    counted = page(("vllm:num_requests_running", {"replica": "a"}, 0.0), replicas=[replica("engine-x", label="a")])
-    assert of(counted, "live-statistics") == []
-    assert [one.severity for one in of(live, "live-queue")] == [CONSIDER]
-    assert [one.severity for one in of(live, "live-replicas")] == [HURTS, HURTS]
-
-
-def test_a_replica_whose_updates_are_reloads_is_told_with_the_cost() -> None:
-    slow = replica("a") | {"reload_reason": "quantization fp8"}
-    (found,) = of(page(replicas=[slow, replica("b")]), "live-update-path")
-    assert (found.severity, found.key) == (CONSIDER, "a")
-    assert "quantization fp8" in found.message
-    assert found.effect
-
-
-def test_a_draft_that_stays_behind_the_weights_is_told_with_the_remedy() -> None:
-    frozen = replica("a") | {"draft": "eagle3, frozen: its checkpoint is its own (/eagle): no update has its tensors"}
-    follows = replica("b") | {"draft": "mtp, updated where the trainer sends its tensors"}
-    (first,) = of(page(replicas=[frozen, follows]), "live-draft")
-    assert (first.severity, first.key) == (CONSIDER, "a")
-    assert "/eagle" in str(first.value)
-    assert "ngram" in first.suggestion
 
 
 def test_the_rules_of_engines_judge_what_a_running_vllm_says_of_itself() -> None:
@@ -241,20 +222,3 @@ async def test_a_watched_gateway_is_looked_at_twice(rig: Rig) -> None:
     live = await asyncio.to_thread(watch, rig.url, "", 0.01)
     assert live.watched_s == 0.01
     assert live.total("generated") == 0
-
-
-def test_a_kv_cache_of_few_sequences_is_told_without_a_limit_of_them() -> None:
-    cache = ("vllm:cache_config_info", {"replica": "a", "num_gpu_blocks": "300", "block_size": "16"}, 1.0)
-    live = page(cache, replicas=[replica("a")])
-    live = Live(live.url, live.status, live.samples, {"vllm_config": {"model_config": {"max_model_len": 4096}}})
-    (found,) = of(live, "live-kv-capacity")
-    assert found.severity is CONSIDER
-    assert "1.2 sequences" in found.message
-
-
-def test_replicas_that_are_missing_or_were_lost_are_named_with_their_reasons() -> None:
-    missing = [{"group": "policy", "reason": "engine exited with 9: out of memory"}]
-    hurting, lost = of(page(replicas_missing=missing, replicas_lost={"policy": 2, "judge": 0}), "live-replicas")
-    assert (hurting.severity, hurting.key) == (HURTS, "policy")
-    assert "out of memory" in hurting.message
-    assert (lost.severity, lost.value) == (CONSIDER, 2)

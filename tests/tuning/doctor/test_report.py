@@ -45,12 +45,3 @@ def test_json_has_every_field_of_every_finding(findings: list[Finding]) -> None:
     assert memory["place"].endswith("inference.yaml:9")
     assert memory["effect"] == "1.7 times the memory"
     assert memory["source"]
-
-
-def test_advice_for_nearly_every_file_is_one_line_without_its_text(tmp_path: Path) -> None:
-    found = examine(subject_of(verl=write_production(tmp_path)))
-    general = [one for one in found if one.is_general]
-    assert len(general) > 1
-    (line,) = [line for line in printed(found).splitlines() if "worth a try" in line]
-    assert all(one.key in line for one in general)
-    assert general[0].why not in printed(found)

@@ -96,7 +96,6 @@ TRAINED = {
 MACHINES: dict[str, tuple[Gpu, int]] = {
     "8 x H100": (GPUS["H100"], 8),
     "8 x H200": (GPUS["H200"], 8),
-    "8 x A100": (GPUS["A100"], 8),
     "4 x L40S": (GPUS["L40S"], 4),
 }
 

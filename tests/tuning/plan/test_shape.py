@@ -12,54 +12,15 @@ from engines.checkpoint import read_tensors
 from engines.errors import ConfigError
 from loadtests.shapes import SHAPES
 from tests.material.hub_cache import cached
+from tests.tuning.plan.published import MODELS
 from tuning.plan.shape import read_shape, shape_of
 
 TINY = Path(__file__).parents[3] / "examples" / "tiny_model" / "digit-sort"
 
-LLAMA_8B: dict[str, Any] = {
-    "model_type": "llama",
-    "num_hidden_layers": 32,
-    "hidden_size": 4096,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "intermediate_size": 14336,
-    "vocab_size": 128256,
-    "tie_word_embeddings": False,
-}
-QWEN3_30B_A3B: dict[str, Any] = {
-    "model_type": "qwen3_moe",
-    "num_hidden_layers": 48,
-    "hidden_size": 2048,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "vocab_size": 151936,
-    "tie_word_embeddings": False,
-}
-DEEPSEEK_V3: dict[str, Any] = {
-    "model_type": "deepseek_v3",
-    "num_hidden_layers": 61,
-    "hidden_size": 7168,
-    "num_attention_heads": 128,
-    "num_key_value_heads": 128,
-    "intermediate_size": 18432,
-    "moe_intermediate_size": 2048,
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 8,
-    "first_k_dense_replace": 3,
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "vocab_size": 129280,
-    "tie_word_embeddings": False,
-}
+LLAMA_8B = MODELS["Llama-3.1-70B"].config | {"num_hidden_layers": 32, "hidden_size": 4096} | {
+    "num_attention_heads": 32, "intermediate_size": 14336,
+}  # fmt: skip
+MIXTURE = MODELS["Qwen3-30B-A3B"]
 
 
 @pytest.mark.parametrize(
@@ -68,8 +29,8 @@ DEEPSEEK_V3: dict[str, Any] = {
         (SHAPES["qwen2-7b"], 7_615_616_512),
         (SHAPES["qwen2-0.5b"], 494_032_768),
         (LLAMA_8B, 8_030_261_248),
-        (QWEN3_30B_A3B, 30_532_122_624),
-        (DEEPSEEK_V3, 671_026_419_200),
+        (MIXTURE.config, 30_532_122_624),
+        (MODELS["DeepSeek-V3"].config, 671_026_419_200),
     ],
 )
 def test_parameters_are_those_of_the_published_model(config: dict[str, Any], parameters: int) -> None:
@@ -90,7 +51,7 @@ def test_an_id_is_read_from_the_hugging_face_cache(tmp_path: Path, monkeypatch: 
 
 
 def test_a_mixture_multiplies_with_chosen_experts_and_reads_experts_of_any_token() -> None:
-    shape = shape_of(QWEN3_30B_A3B, "model")
+    shape = MIXTURE.shape("model")
     assert shape.active_parameters == pytest.approx(3.0e9, rel=0.05)
     assert shape.read_bytes(1) == pytest.approx(2 * shape.active_parameters)
     assert shape.read_bytes(1000) == pytest.approx(2 * (shape.parameters - shape.embedding_parameters))
@@ -104,7 +65,7 @@ def test_kv_cache_of_grouped_heads_is_cut_among_gpus_until_a_gpu_has_one() -> No
 
 
 def test_kv_cache_of_a_latent_is_held_whole_by_every_gpu() -> None:
-    shape = shape_of(DEEPSEEK_V3, "model")
+    shape = MODELS["DeepSeek-V3"].shape("model")
     assert shape.kv_bytes(1) == shape.kv_bytes(8) == 61 * (512 + 64) * 2
 
 
@@ -128,85 +89,22 @@ def test_layers_without_a_known_kv_cache_are_refused() -> None:
         shape_of({**LLAMA_8B, "layer_types": ["linear_attention", "full_attention"]}, "model")
 
 
-GEMMA3_27B: dict[str, Any] = {
-    "model_type": "gemma3_text",
-    "num_hidden_layers": 62,
-    "hidden_size": 5376,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 16,
-    "head_dim": 128,
-    "intermediate_size": 21504,
-    "vocab_size": 262208,
-    "sliding_window": 1024,
-    "sliding_window_pattern": 6,
-}
-GPT_OSS_120B: dict[str, Any] = {
-    "model_type": "gpt_oss",
-    "num_hidden_layers": 36,
-    "hidden_size": 2880,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "intermediate_size": 2880,
-    "num_local_experts": 128,
-    "num_experts_per_tok": 4,
-    "vocab_size": 201088,
-    "tie_word_embeddings": False,
-    "attention_bias": True,
-    "sliding_window": 128,
-    "layer_types": ["sliding_attention", "full_attention"] * 18,
-}
-QWEN25_7B: dict[str, Any] = {
-    "model_type": "qwen2",
-    "num_hidden_layers": 28,
-    "hidden_size": 3584,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "intermediate_size": 18944,
-    "vocab_size": 152064,
-    "tie_word_embeddings": False,
-    "sliding_window": 131072,
-    "use_sliding_window": False,
-}
-LLAMA_70B = (
-    LLAMA_8B | {"num_hidden_layers": 80, "hidden_size": 8192, "num_attention_heads": 64} | {"intermediate_size": 28672}
-)
-AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128}
-FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-COMPRESSED = {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": {"num_bits": 8}}}}
-
-
-@pytest.mark.parametrize(
-    ("config", "quantization", "gigabytes"),
-    [
-        (QWEN25_7B, None, 15.23),
-        (LLAMA_70B, None, 141.1),
-        (QWEN3_30B_A3B, None, 61.07),
-        (GEMMA3_27B, None, 54.0),
-        (QWEN25_7B, AWQ, 5.58),
-        (LLAMA_70B, COMPRESSED, 72.7),
-        (QWEN3_30B_A3B, FP8, 31.1),
-        (DEEPSEEK_V3, FP8, 673.0),
-        (GPT_OSS_120B, {"quant_method": "mxfp4"}, 65.25),
-    ],
-)
-def test_weights_are_within_three_percent_of_the_published_checkpoint(
-    config: dict[str, Any], quantization: dict[str, Any] | None, gigabytes: float
-) -> None:
-    """GB of the safetensors files, without DeepSeek's layer for multi-token prediction and Gemma's vision tower."""
-    assert shape_of(config, "model", quantization=quantization).weight_bytes == pytest.approx(gigabytes * 1e9, rel=0.03)
+@pytest.mark.parametrize("model", MODELS)
+def test_weights_are_within_three_percent_of_the_published_checkpoint(model: str) -> None:
+    assert MODELS[model].shape(model).weight_bytes == pytest.approx(MODELS[model].gigabytes * 1e9, rel=0.03)
 
 
 def test_layers_with_a_window_hold_no_more_than_it() -> None:
-    shape = shape_of(GEMMA3_27B, "model")
+    shape = MODELS["gemma-3-27b"].shape("model")
     whole = 62 * 2 * 16 * 128 * 2
     assert shape.kv_bytes(1) == shape.kv_bytes(1, 1024) == whole
     assert shape.kv_bytes(1, 32768) == pytest.approx(whole * (10 + 52 / 32) / 62)
-    assert shape_of(QWEN25_7B, "model").kv_bytes(1, 1 << 20) == shape_of(QWEN25_7B, "model").kv_bytes(1)
+    unused = shape_of(LLAMA_8B | {"sliding_window": 131072, "use_sliding_window": False}, "model")
+    assert unused.kv_bytes(1, 1 << 20) == unused.kv_bytes(1)
 
 
 def test_linear_attention_without_layer_types_cannot_be_sized() -> None:
-    config = QWEN3_30B_A3B | {"linear_num_key_heads": 16, "full_attention_interval": 4}
+    config = MIXTURE.config | {"linear_num_key_heads": 16, "full_attention_interval": 4}
     with pytest.raises(ConfigError, match="cannot size this"):
         shape_of(config, "Qwen3-Next")
 
@@ -249,6 +147,6 @@ def test_a_quantization_that_cannot_be_counted_is_refused(quantization: Any) -> 
 
 def test_blocks_of_quantized_weights_bound_the_tensor_parallel_size() -> None:
     """Qwen3-30B-A3B-FP8: experts of 768 are six blocks of 128."""
-    shape = shape_of(QWEN3_30B_A3B, "model", quantization=FP8)
+    shape = shape_of(MIXTURE.config, "model", quantization=MODELS["DeepSeek-V3"].quantization)
     assert [size for size in (1, 2, 4, 8) if shape.splits_into(size)] == [1, 2]
-    assert shape_of(QWEN3_30B_A3B, "model").splits_into(8)
+    assert MIXTURE.shape("model").splits_into(8)

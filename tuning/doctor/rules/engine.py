@@ -344,7 +344,6 @@ def _logprobs_mode(engine: EngineView, subject: Subject) -> Iterator[Found]:
 @Rule(
     of_engines, "log-stats", "disable_log_stats",
     "Tuning begins with what the engine says of itself: KV cache in use, preemptions, waiting requests.", VERL_GUIDE,
-    is_general=True,
 )  # fmt: skip
 def _log_stats(engine: EngineView, subject: Subject) -> Iterator[Found]:
     if engine.reaches("disable_log_stats") and engine.value("disable_log_stats") is True:

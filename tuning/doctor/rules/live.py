@@ -10,8 +10,8 @@ from tuning.doctor.subject import Subject
 # Fewer say nothing of a share.
 _ENOUGH_COMPLETIONS, _ENOUGH_TOKENS = 20, 1000
 _DRAFT_REMEDY = (
-    "compare tokens per second without speculative_config; ngram and suffix have no weights that age, MTP layers "
-    "follow where the trainer sends them, another draft is trained again and the engine restarted with it"
+    "compare tokens per second without speculative_config; ngram and suffix have no weights that age, a draft with "
+    "weights is trained again and the engine restarted with it"
 )
 _LONG_S = 0.5
 # Decoding reads all weights for each step, so that fewer sequences leave most of the GPU idle.

@@ -1,4 +1,4 @@
-"""A rule: its texts, and the pure function that judges values. A rule about one key is a row of a table."""
+"""A rule: its texts, and the pure function that judges values."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -6,9 +6,8 @@ from types import ModuleType
 from typing import Any, Generic, TypeVar
 
 from tuning.doctor.engine_view import EngineView
-from tuning.doctor.finding import Finding, Found, Severity
+from tuning.doctor.finding import Finding, Found
 from tuning.doctor.subject import Subject
-from tuning.doctor.trainer_memory import is_fsdp
 from tuning.doctor.values import Values
 from tuning.doctor.workload import Workload
 
@@ -31,7 +30,7 @@ class Rule(Generic[V]):
 
     `of` has the values, each with the part that it was read from; `reads` are the keys, `why` what they do, `corrects`
     a wrong belief. `gain` is the share of a step that following it may save, roughly: 1 for a run that fails or learns
-    nothing; it ranks. Advice that `is_general` holds for nearly every file: it is named in one line.
+    nothing; it ranks.
     """
 
     of: Callable[[Subject], Iterable[tuple[str, V]]]
@@ -41,7 +40,6 @@ class Rule(Generic[V]):
     source: str
     gain: float = 0.02
     corrects: str = ""
-    is_general: bool = False
     judge: Judge[V] = lambda value, subject: ()
 
     def __call__(self, judge: Judge[V]) -> "Rule[V]":
@@ -70,28 +68,12 @@ class Rule(Generic[V]):
             corrects=self.corrects if found.corrects else "",
             source=self.source,
             gain=self.gain,
-            is_general=self.is_general and found.severity is Severity.CONSIDER,
         )
 
 
-def row(rule: Rule[Values], keys: str | Iterable[str], wrong: object, judge: Callable[..., Found], *says: str) -> Any:
-    """Return the rule with a judgement of each key: `judge` with the texts `says` where its value is `wrong`, or where
-    that is a function of values and key, where it is true. In the texts {} stands for the value."""
-
-    def judged(values: Values, subject: Subject) -> Iterator[Found]:
-        for key in [keys] if isinstance(keys, str) else keys:
-            setting = values.at(key)
-            if wrong(values, key) if callable(wrong) else setting.value is wrong:
-                message, *rest = says
-                yield judge(setting, message.replace("{}", f"{setting.value}"), *rest)
-
-    return rule(judged)
-
-
 def rules_of(module: ModuleType) -> tuple[Rule[Any], ...]:
-    """Return the rules of a module, those of its table last: the order of findings and docs."""
-    single = (found for found in vars(module).values() if isinstance(found, Rule))
-    return (*single, *getattr(module, "TABLE", ()))
+    """Return the rules of a module, in the order of findings and docs."""
+    return tuple(found for found in vars(module).values() if isinstance(found, Rule))
 
 
 def of_engines(subject: Subject) -> Iterator[tuple[str, EngineView]]:
@@ -116,16 +98,10 @@ def _trained(subject: Subject, *, by_stock: bool = False) -> Values | None:
     return file.values if file and file.has_trainer and (file.is_stock or not by_stock) else None
 
 
-def _by_fsdp(subject: Subject) -> Values | None:
-    values = _trained(subject)
-    return values if values and is_fsdp(values) else None
-
-
 of_verl_file = _part("verl", lambda subject: subject.verl)
 of_verl = _part("verl", _trained)
 # A fork's trainer, or one of which not all is read, makes other checks.
 of_stock_verl = _part("verl", lambda subject: _trained(subject, by_stock=True))
-of_fsdp = _part("verl", _by_fsdp)
 of_rollout = _part("verl rollout", lambda subject: subject.verl.values if subject.verl else None)
 of_trl_file = _part("TRL", lambda subject: subject.trl)
 of_trl = _part("TRL", lambda subject: subject.trl.values if subject.trl and subject.trl.has_trainer else None)

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 from tuning.doctor.files.trl import TrlFile
 from tuning.doctor.finding import Found, consider, hurts
 from tuning.doctor.known_keys import nearest_trl_field, trl_defaults
-from tuning.doctor.rules.rule import TRL_CODE, TRL_GUIDE, Rule, of_trl, of_trl_file, row
+from tuning.doctor.rules.rule import TRL_CODE, TRL_GUIDE, Rule, of_trl, of_trl_file
 from tuning.doctor.subject import Subject
 from tuning.doctor.values import Values, as_number
 from tuning.doctor.workload import FEW_COMPLETIONS, generation_batch, key_of_steps
@@ -16,8 +16,8 @@ from tuning.doctor.workload import FEW_COMPLETIONS, generation_batch, key_of_ste
 _FIELD = re.compile(r": (\w+)=")
 # The fields that a rule reads.
 _JUDGED = re.compile(
-    r"use_vllm|vllm_\w+|num_generations|max_completion_length|per_device_train_batch_size|gradient_\w+"
-    r"|steps_per_generation|generation_\w+|temperature|top_[pk]|min_p|repetition_penalty|bf16|fp16|use_cpu"
+    r"use_vllm|vllm_\w+|num_generations|max_completion_length|per_device_train_batch_size|gradient_accumulation_steps"
+    r"|steps_per_generation|generation_\w+|temperature|top_[pk]|min_p|repetition_penalty"
     r"|chat_template_kwargs|\w*model_name_or_path"
 )
 
@@ -132,30 +132,11 @@ def _sampling(values: Values, subject: Subject) -> Iterator[Found]:
             yield consider(setting, message, f"{off}")
 
 
-def _is_on_gpu(values: Values) -> bool:
-    return values.at("use_cpu").value is False
-
-
-TABLE = (
-    row(
-        Rule(of_trl, "trl-correction", "vllm_importance_sampling_correction",
-             "Two implementations of one model give log-probabilities that differ a little.", TRL_CODE, 0.05),
-        "vllm_importance_sampling_correction",
-        lambda values, key: values.is_true("use_vllm") and values.at(key).value is False,
-        consider, "engine and trainer round differently, and nothing makes up for it", "True",
-    ),
-    row(
-        Rule(of_trl, "trl-precision", "bf16, fp16, use_cpu", "Memory decides the batch size, and engines compute in "
-             "bfloat16.", f"{TRL_CODE}: bf16 by default", 0.4),
-        "bf16",
-        lambda values, key: values.at(key).value is False and not values.is_true("fp16") and _is_on_gpu(values),
-        hurts, "training in float32: twice the memory, and another rounding than the engine's", "bf16=True",
-    ),
-    row(
-        Rule(of_trl, "trl-gradient-checkpointing", "gradient_checkpointing, use_cpu",
-             "It trades computing for memory, which larger batches then use.", f"{TRL_CODE}: on by default"),
-        "gradient_checkpointing", lambda values, key: values.at(key).value is False and _is_on_gpu(values),
-        consider, "all activations are kept", "True where they keep the batch small",
-    ),
+@Rule(
+    of_trl, "trl-correction", "vllm_importance_sampling_correction",
+    "Two implementations of one model give log-probabilities that differ a little.", TRL_CODE, 0.05,
 )  # fmt: skip
-"""The rules about one value."""
+def _correction(values: Values, subject: Subject) -> Iterator[Found]:
+    setting = values.at("vllm_importance_sampling_correction")
+    if values.is_true("use_vllm") and setting.value is False:
+        yield consider(setting, "engine and trainer round differently, and nothing makes up for it", "True")

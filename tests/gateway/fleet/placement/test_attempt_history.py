@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from gateway.fleet.placement import attempt_history
+from tests.rigs.calls import until
 from tests.rigs.openai_server import OpenAiServer
 from tests.rigs.rig import Json, Rig, StartRig
 
@@ -63,9 +64,8 @@ async def test_a_client_that_leaves_and_a_rollout_that_runs_are_told_apart(start
     await rig.begun()
     assert (await life_of(rig, "mine"))["rollouts"][0]["attempts"][0]["ended"] is None
     running.cancel()
-    async with asyncio.timeout(20):
-        while (await life_of(rig, "mine"))["rollouts"][0]["attempts"][0]["end"] != "given up by the client":
-            await asyncio.sleep(0.01)
+    given_up = "given up by the client"
+    await until(lambda: life_of(rig, "mine"), lambda got: got["rollouts"][0]["attempts"][0]["end"] == given_up)
 
 
 async def test_a_rollout_that_no_replica_takes_in_time_has_expired(start_rig: StartRig) -> None:
@@ -121,9 +121,7 @@ async def test_an_attempt_says_what_it_waited_for(start_rig: StartRig) -> None:
     await rig.post("/pause?mode=keep")
     body = {"prompt": [3], "max_tokens": 1}
     waiting = asyncio.create_task(rig.post("/v1/completions", body, headers={"X-Request-Id": "mine"}))
-    async with asyncio.timeout(20):
-        while (await rig.get("/status"))[1]["queue_length"] != 1:
-            await asyncio.sleep(0.01)
+    await until(lambda: rig.get("/status"), lambda got: got[1]["queue_length"] == 1)
     await asyncio.sleep(0.01)
     await rig.post("/resume")
     await waiting

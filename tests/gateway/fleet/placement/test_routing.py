@@ -1,45 +1,44 @@
+"""The choice of a replica for a rollout."""
+
+import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from engines.engine import Engine
 from gateway.fleet.placement.routing import Rollout, choose, fresh_enough
+from gateway.fleet.replica import Replica
+from tests.rigs.stories.played_fleet import PlayedFleet
 
 
-@dataclass
-class View:
-    name: str
-    load_tokens: int = 0
-    load_samples: int = 0
-    max_samples: int = 8
-    placed: int = 0
-    weight_version: int | None = 0
-
-    @property
-    def replica_id(self) -> str:
-        return self.name
-
-    @property
-    def rank(self) -> int:
-        return 1000 * self.load_tokens + self.placed
+def view(
+    name: str, load_tokens: int = 0, load_samples: int = 0, placed: int = 0, weight_version: int | None = 0
+) -> Replica:
+    """What the choice sees of a replica with room for 8 samples."""
+    (replica,) = PlayedFleet([cast(Engine, SimpleNamespace())], places=8).replicas
+    replica.info = dataclasses.replace(replica.info, replica_id=name)
+    replica.load_tokens, replica.load_samples, replica.weight_version = load_tokens, load_samples, weight_version
+    replica.rank = 1000 * load_tokens + placed
+    return replica
 
 
 def rollout(n: int = 1, min_version: int = 0, max_staleness: int | None = None) -> Rollout:
     return Rollout(request_id="r", model="m", n=n, tokens=100, min_version=min_version, max_staleness=max_staleness)
 
 
-VERSIONS = [View("new", weight_version=5), View("old", weight_version=3), View("unknown", weight_version=None)]
+VERSIONS = [view("new", weight_version=5), view("old", weight_version=3), view("unknown", weight_version=None)]
 
 
-def chosen(rollout: Rollout, replicas: Sequence[View], **others: Any) -> View:
+def chosen(rollout: Rollout, replicas: Sequence[Replica], **others: Any) -> Replica:
     found = choose(rollout, replicas, **others)
     assert found is not None
     return found[0]
 
 
-def names(views: Sequence[View]) -> list[str]:
-    return [view.name for view in views]
+def names(views: Sequence[Replica]) -> list[str]:
+    return [view.replica_id for view in views]
 
 
 def test_without_demands_every_version_will_do() -> None:
@@ -66,45 +65,47 @@ def test_the_stricter_of_two_demands_holds() -> None:
 @pytest.mark.parametrize(
     ("replicas", "found"),
     [
-        ([View("a", 500, 1), View("b", 40, 4)], "b"),
-        ([View("a", placed=3), View("b", placed=2), View("c", placed=5)], "b"),
-        ([View("full", 1, 8), View("b", 900, 7)], "b"),
-        ([View("full", 1, 8)], None),
+        ([view("a", 500, 1), view("b", 40, 4)], "b"),
+        ([view("a", placed=3), view("b", placed=2), view("c", placed=5)], "b"),
+        ([view("full", 1, 8), view("b", 900, 7)], "b"),
+        ([view("full", 1, 8)], None),
         ([], None),
     ],
     ids=["the least tokens", "the least so far", "one with room", "none with room", "nobody"],
 )
-def test_the_replica_with_the_least_to_do_and_room_is_chosen(replicas: list[View], found: str | None) -> None:
+def test_the_replica_with_the_least_to_do_and_room_is_chosen(replicas: list[Replica], found: str | None) -> None:
     choice = choose(rollout(), replicas)
-    assert (choice[0].name if choice else None) == found
+    assert (choice[0].replica_id if choice else None) == found
 
 
 @pytest.mark.parametrize(("busy_samples", "found"), [(1, "idle"), (0, "busy")])
 def test_a_group_larger_than_a_replica_goes_to_an_idle_one(busy_samples: int, found: str) -> None:
-    assert chosen(rollout(n=64), [View("busy", 0, busy_samples), View("idle", 1)]).name == found
+    assert chosen(rollout(n=64), [view("busy", 0, busy_samples), view("idle", 1)]).replica_id == found
 
 
 @pytest.mark.parametrize(
     ("home", "other", "found"),
     [
-        (View("home", 900, 1), View("other"), "home"),
-        (View("home", 1200, 6), View("other", 900, 5), "home"),
-        (View("home", 4000, 6), View("other", 900, 5), "other"),
-        (View("home", 100, 8), View("other", 900, 5), "other"),
-        (View("home", 9000, 7), None, "home"),
+        (view("home", 900, 1), view("other"), "home"),
+        (view("home", 1200, 6), view("other", 900, 5), "home"),
+        (view("home", 4000, 6), view("other", 900, 5), "other"),
+        (view("home", 100, 8), view("other", 900, 5), "other"),
+        (view("home", 9000, 7), None, "home"),
     ],
     ids=["busier", "its share", "overloaded", "full", "the only one"],
 )
-def test_a_session_stays_at_its_home_unless_that_is_overloaded(home: View, other: View | None, found: str) -> None:
-    assert chosen(rollout(), [home, other] if other else [home], home=home).name == found
+def test_a_session_stays_at_its_home_unless_that_is_overloaded(
+    home: Replica, other: Replica | None, found: str
+) -> None:
+    assert chosen(rollout(), [home, other] if other else [home], home=home).replica_id == found
 
 
 def test_a_home_that_is_gone_is_as_no_home() -> None:
-    assert chosen(rollout(), [View("a", 5, 1), View("b")], home=View("gone")).name == "b"
+    assert chosen(rollout(), [view("a", 5, 1), view("b")], home=view("gone")).replica_id == "b"
 
 
 def test_the_reason_of_a_choice_says_what_decided() -> None:
-    least, more = replicas = [View("least"), View("more", load_tokens=9, load_samples=1)]
+    least, more = replicas = [view("least"), view("more", load_tokens=9, load_samples=1)]
     assert choose(rollout(), replicas) == (least, "fewest tokens")
     assert choose(rollout(), replicas, home=more) == (more, "home of its session")
     least.load_samples = 8

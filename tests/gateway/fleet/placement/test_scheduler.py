@@ -108,32 +108,6 @@ async def test_a_placement_looks_at_as_many_waiters_whatever_the_fleet_and_the_l
     await played.stop()
 
 
-async def test_a_group_that_waits_for_room_keeps_one_replica_and_no_other() -> None:
-    played = Played(3, places=4)
-    for number in range(3):
-        await played.submit(f"long-{number}", tokens=100)
-    await played.submit("group", n=4)
-    for number in range(20):
-        await played.submit(f"short-{number}")
-    kept = {"engine-0", "engine-1", "engine-2"} - {played.where[one] for one in played.placed if "short" in one}
-    assert len(kept) == 1
-    assert [one for one in played.placed if "short" in one] == [f"short-{number}" for number in range(6)]
-    (long,) = (one for one in played.placed if "long" in one and played.where[one] in kept)
-    await played.end(long)
-    assert played.where["group"] in kept
-    await played.stop()
-
-
-async def test_a_chat_turn_waits_for_one_rollout_of_a_batch_and_not_for_all() -> None:
-    played = Played(1)
-    for number in range(100):
-        await played.submit(f"batch-{number}", request="batch")
-    await played.submit("chat", request="somebody's")
-    await played.end("batch-0", "batch-1")
-    assert "chat" in played.placed[:4]
-    await played.stop()
-
-
 class PlayedClock:
     """Stands still unless a test moves `now`."""
 
@@ -182,7 +156,7 @@ async def test_a_rollout_waits_for_as_long_as_replicas_that_could_take_it_make_t
         await played.submit(name)
     for _ in range(3):
         clock.now += 10.0
-        played.fleet.replicas[0].saw_progress()
+        played.fleet.replicas[0].evidence.saw_progress()
         await asyncio.sleep(0.1)  # twice the time after which the rollout looks again
         assert not played.tasks[-1].done()
     clock.now += 10.0

@@ -7,6 +7,7 @@ or on record; nothing leaks. 20,000 stories: `python -m tests.rigs.stories.story
 """
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from engines.types import PauseMode
 from tests.rigs import virtual_time
 from tests.rigs.stories.interleaving import Gateway, Trainer, world_of
 from tests.rigs.stories.played_engine import Content, PlayedClient, PlayedEngine
-from tests.rigs.stories.story import Kill, Pause, PushStep, RestartGateway, Resume, Rollout, Story
+from tests.rigs.stories.story import Kill, Pause, PushStep, RestartGateway, Resume, Rollout, ScaleUp, Story
 from tests.rigs.stories.story_search import Tally, played, search
 
 LEFT_DURING_THE_ABORT = [
@@ -60,9 +61,33 @@ REPLACED_GROUP = [
 ]
 """A slow trainer begins an update after another has replaced its group: nothing may arrive for it."""
 
+PUSH = PushStep(0.0, 0, False, False, False, False, False, None, 0.0, None)
+COMMITTED_AND_LOST = [
+    replace(PUSH, slow_s=0.5),
+    ScaleUp(0.3),
+    Resume(3.0),
+    RestartGateway(0.0, False, 0.1),
+    replace(PUSH, partial=True),
+    *[PUSH] * 3,
+    replace(PUSH, after=1.0),
+    RestartGateway(0.0, False, 0.1),
+]
+"""A gateway ends between the label of version 1 and its copy, and the next update overwrites the engine that has it."""
+
+ENDED_TWICE_WHEN_ROLLED_HALF = [
+    Rollout(0.0, 3, False, False),
+    replace(PUSH, store=True, rolling=True),
+    RestartGateway(0.3, False, 0.1),
+    Rollout(0.0, 3, False, False),
+    RestartGateway(0.3, False, 0.1),
+]
+"""A replica that has served version 1 ahead is being taken back when the gateway ends, and the next ends too."""
+
 
 def test_a_number_whose_tokens_were_delivered_is_not_used_again_after_a_restart() -> None:
     played(ABORTED_WHEN_ROLLED_HALF, 1, Tally(), relay=False, replicas=2, rolling=False)
+    played(COMMITTED_AND_LOST, 3, Tally(), relay=False, replicas=1, rolling=False)
+    played(ENDED_TWICE_WHEN_ROLLED_HALF, 1, Tally(), relay=False, replicas=3, rolling=False)
 
 
 def test_a_draft_is_removed_though_its_trainer_leaves_while_the_update_is_aborted() -> None:

@@ -23,12 +23,12 @@ from engines.transfer.gloo import WeightGroup, send
 from engines.transfer.tensor_bytes import digest_on_host
 from examples.tiny_model.task import COMMITTED
 from tests.material import plain_layers
+from tests.rigs.engines.real_trainer import TIMEOUT_S, announced
 from tests.rigs.engines.real_vllm import RealFleet, app, engine_config, gathered, standing_amid, until_receiving
 from trainer_client import BlockingRolloutClient, WeightSender
 
 pytestmark = pytest.mark.vllm
 
-TIMEOUT_S = 60.0
 SAME = 1e-3
 SCORED = [2, 8, 6, 7, 3, 9, 12, 40, 77, 5, 6, 90, 3]
 LONG = 480
@@ -225,14 +225,6 @@ def joined(real: RealFleet, beside: ThreadPoolExecutor) -> WeightGroup:
     group.join()
     assert answer.result(TIMEOUT_S)[0] == 200
     return group
-
-
-def announced(named: list[tuple[str, torch.Tensor]]) -> dict[str, Any]:
-    return {
-        "names": [name for name, _ in named],
-        "dtype_names": ["float32"] * len(named),
-        "shapes": [list(tensor.shape) for _, tensor in named],
-    }
 
 
 def test_a_rollout_that_an_update_falls_into_tells_the_exact_token(plain: Plain, sender: WeightSender) -> None:

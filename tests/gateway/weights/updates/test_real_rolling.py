@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +15,12 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
 from examples.tiny_model import task
+from tests.rigs.engines.real_trainer import TIMEOUT_S, answers, checkpoint, learn, prompts
 from tests.rigs.engines.real_vllm import RealFleet, fleet
 from trainer_client import BlockingRolloutClient, WeightSender
 
 pytestmark = pytest.mark.vllm
-
-TIMEOUT_S = 60.0
-PROBLEMS = list(islice(task.problems(seed=9), 8))
 
 
 @dataclass
@@ -41,15 +35,8 @@ class Policy:
 
     def push(self, seed: int, version: int) -> int:
         """Other weights, in a rolling update."""
-        model = AutoModelForCausalLM.from_pretrained(task.COMMITTED, dtype=torch.float32)
-        torch.manual_seed(seed)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(torch.randn_like(parameter), alpha=0.05)
-        folder = self.folder / f"version-{version}"
-        model.save_pretrained(folder)
-        AutoTokenizer.from_pretrained(task.COMMITTED).save_pretrained(folder)
-        self.says[version] = task.greedy_token_ids(str(folder), PROBLEMS)
+        model = learn(checkpoint(), seed)
+        self.says[version] = answers(model, self.folder / f"version-{version}")
         with WeightSender(self.client, transport="store", timeout_s=TIMEOUT_S) as sender:
             # What is kept over a load goes on over KV of the old weights, and says what neither version would.
             return sender.push(model, version, rolling=True, in_flight="drain")
@@ -80,11 +67,9 @@ class Policy:
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Policy]:
     folder = tmp_path_factory.mktemp("rolling")
-    tokenizer = AutoTokenizer.from_pretrained(task.COMMITTED)
-    prompts = [task.prompt_token_ids(tokenizer, problem) for problem in PROBLEMS]
     with fleet(task.COMMITTED, folder) as real, BlockingRolloutClient(real.url) as client:
         client.wait_ready(TIMEOUT_S)
-        yield Policy(real, client, folder, prompts, {0: task.greedy_token_ids(str(task.COMMITTED), PROBLEMS)})
+        yield Policy(real, client, folder, prompts(), {0: answers(checkpoint(), folder / "version-0")})
 
 
 @dataclass

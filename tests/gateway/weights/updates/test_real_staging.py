@@ -5,7 +5,6 @@ import threading
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +14,17 @@ pytest.importorskip("torch")
 pytest.importorskip("vllm")
 pytest.importorskip("trl")
 
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.generation import vllm_client
 
 from engines.errors import WeightUpdateFailed
-from engines.process.port import free_port
 from examples.tiny_model import task
-from tests.rigs.engines.real_vllm import RealFleet, fleet, gathered, greedy_token_ids, standing_amid, until_receiving
+from tests.rigs.engines import real_trainer
+from tests.rigs.engines.real_trainer import TIMEOUT_S, RealTrainer
+from tests.rigs.engines.real_vllm import fleet, gathered, standing_amid, until_receiving
 from trainer_client import BlockingRolloutClient, WeightSender
 from trainer_client import trl as gloo_trl
 
 pytestmark = pytest.mark.vllm
-
-TIMEOUT_S = 60.0
-PROBLEMS = list(islice(task.problems(seed=9), 8))
 
 
 class HeldSend:
@@ -48,26 +43,11 @@ class HeldSend:
         gloo_trl.send_packed(iterator, group, src, post_iter_func)
 
 
-class Trained:
+class Trained(RealTrainer):
     """A vLLM behind a gateway, and TRL's client before it."""
 
-    def __init__(self, real: RealFleet, send: HeldSend) -> None:
-        self.real = real
-        self.send = send
-        self.model: Any = AutoModelForCausalLM.from_pretrained(task.COMMITTED, dtype=torch.float32)
-        self.client = gloo_trl.GlooVLLMClient(real.url, group_port=free_port(), timeout_s=TIMEOUT_S)
-        self.client.init_communicator("cpu")
-
-    def learn(self, seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for parameter in self.model.parameters():
-                parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.05)
-
     def said(self) -> list[list[int]]:
-        tokenizer = AutoTokenizer.from_pretrained(task.COMMITTED)
-        prompts = [task.prompt_token_ids(tokenizer, problem) for problem in PROBLEMS]
-        return greedy_token_ids(self.real.replicas[0].url, prompts, task.MAX_ANSWER_TOKENS)
+        return self.said_by(0)
 
     def checksums(self) -> Any:
         """Checksums of the engine's own parameters."""
@@ -83,40 +63,39 @@ class Trained:
 
 
 @pytest.fixture
-def send(monkeypatch: pytest.MonkeyPatch) -> HeldSend:
+def trained(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Trained]:
+    weights = getattr(request, "param", {})
+    with (
+        fleet(task.COMMITTED, tmp_path, num_replicas=1, weights=weights) as real,
+        real_trainer.trl_client(real.url) as client,
+    ):
+        yield Trained(real, client, real_trainer.checkpoint(), tmp_path / "model")
+
+
+@pytest.fixture
+def send(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> HeldSend:
     send = HeldSend()
     monkeypatch.setattr(vllm_client, "packed_nccl_broadcast_producer", send)
     return send
 
 
-@pytest.fixture
-def trained(tmp_path: Path, send: HeldSend, request: pytest.FixtureRequest) -> Iterator[Trained]:
-    weights = getattr(request, "param", {})
-    with fleet(task.COMMITTED, tmp_path, num_replicas=1, weights=weights) as real:
-        trained = Trained(real, send)
-        yield trained
-        trained.client.close_communicator()
-
-
 @pytest.mark.parametrize(
     ("trained", "staged"), [({"stage": "auto"}, True), ({"stage": "never"}, False)], indirect=["trained"]
 )
-def test_an_engine_takes_the_trainers_weights_staged_or_not(trained: Trained, staged: bool, tmp_path: Path) -> None:
+def test_an_engine_takes_the_trainers_weights_staged_or_not(trained: Trained, staged: bool) -> None:
     before = trained.said()
     for seed in (1, 2):
         trained.learn(seed)
         trained.client.update_model_params(trained.model)
     assert trained.last()["staged"] is staged
-    trained.model.save_pretrained(tmp_path / "model")
-    AutoTokenizer.from_pretrained(task.COMMITTED).save_pretrained(tmp_path / "model")
-    assert trained.said() == task.greedy_token_ids(str(tmp_path / "model"), PROBLEMS) != before
+    assert trained.said() == trained.expected() != before
 
 
-def test_rollouts_go_on_until_the_swap_and_carry_both_versions(trained: Trained) -> None:
+def test_rollouts_go_on_until_the_swap_and_carry_both_versions(trained: Trained, send: HeldSend) -> None:
     trained.learn(1)
-    trained.send.may_send.clear()
-    prompt = task.prompt_token_ids(AutoTokenizer.from_pretrained(task.COMMITTED), PROBLEMS[0])
-    body = {"model": str(task.COMMITTED), "prompt": [prompt] * 4, "max_tokens": 450, "ignore_eos": True}
+    send.may_send.clear()
+    prompt = real_trainer.prompts()[:1] * 4
+    body = {"model": str(task.COMMITTED), "prompt": prompt, "max_tokens": 450, "ignore_eos": True}
     with ThreadPoolExecutor(2) as beside:
         syncing = beside.submit(trained.client.update_model_params, trained.model)
         until_receiving(trained.real)
@@ -124,7 +103,7 @@ def test_rollouts_go_on_until_the_swap_and_carry_both_versions(trained: Trained)
             rolling = beside.submit(trained.real.call, "/v1/completions", body)
         with standing_amid(trained.real):
             assert trained.real.call("/status")[1]["gate_closed_for"] == []
-            trained.send.may_send.set()
+            send.may_send.set()
             syncing.result()
         status, reply = rolling.result()
     assert status == 200
@@ -151,20 +130,20 @@ def test_packed_weights_that_the_canary_refuses_come_back_from_the_store(trained
         assert (trained.said(), trained.checksums()) == (before, checksums)
 
 
-def test_a_trainer_that_dies_in_its_broadcast_leaves_the_weights_as_they_were(trained: Trained) -> None:
+def test_a_trainer_that_dies_in_its_broadcast_leaves_the_weights_as_they_were(trained: Trained, send: HeldSend) -> None:
     trained.learn(1)
     before = trained.checksums()
-    trained.send.may_send.clear()
-    trained.send.dies = True
+    send.may_send.clear()
+    send.dies = True
     with ThreadPoolExecutor(1) as beside:
         syncing = beside.submit(trained.client.update_model_params, trained.model)
         until_receiving(trained.real)
-        trained.send.may_send.set()
+        send.may_send.set()
         with pytest.raises(MemoryError):
             syncing.result()
     trained.real.until_serving(0)
     assert trained.checksums() == before
-    trained.send.dies = False
+    send.dies = False
     trained.client.init_communicator("cpu")
     trained.client.update_model_params(trained.model)
     assert trained.last()["end"] == "committed"

@@ -8,8 +8,7 @@ import pytest
 
 from engines.clients.vllm_engine import VllmEngine
 from engines.errors import EngineFailed
-from engines.store.draft import Draft, claim_draft, raw
-from tests.rigs.calls import note_calls
+from tests.rigs.calls import note_calls, until
 from tests.rigs.rig import Json, Rig, StartRig
 
 ROOM = {"stage_bytes": 64}
@@ -18,30 +17,17 @@ BOTH_SERVE = {"engine-0": "SERVING", "engine-1": "SERVING"}
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tmp_path / "store"
-
-
-@pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The calls that overwrite or restore engines, or free what they have kept, as they are made."""
     return note_calls(monkeypatch, "load_snapshot", "undo_load", "drop_receipt")
 
 
-async def push(rig: Rig, folder: Path, *, value: int, **body: Any) -> tuple[int, Any]:
-    draft, _ = claim_draft(folder)
-    written = Draft(draft, "sim")
-    written.add([raw("weight", "float32", [4, 4], bytes([value] * 64))])
-    written.finish()
-    return await rig.post("/v1/weight_updates", {"transport": "store", "snapshot": draft.name, **body})
-
-
 async def refuse(rig: Rig, folder: Path) -> Json:
     """Push version 1 and have version 2 refused by the canary; return its record once both replicas serve again."""
     count = len((await rig.get("/v1/weight_canary"))[1]["token_ids"]) - 1
-    status, reply = await push(rig, folder, value=1, canary_logprobs=[-7.0] * count)
+    status, reply = await rig.push(folder, value=1, canary_logprobs=[-7.0] * count)
     assert status == 200, reply
-    status, reply = await push(rig, folder, value=2, canary_logprobs=[-900.0] * count)
+    status, reply = await rig.push(folder, value=2, canary_logprobs=[-900.0] * count)
     assert (status, "canary" in reply["error"]["message"]) == (424, True)
     await rig.until(BOTH_SERVE)
     record: Json = (await rig.get("/v1/weight_updates"))[1]["weight_updates"][0]
@@ -62,15 +48,13 @@ async def test_a_refused_version_is_taken_back_from_memory(start_rig: StartRig, 
 
 async def until_freed(rig: Rig) -> None:
     """Return when no engine keeps the weights before."""
-    async with asyncio.timeout(20):
-        while any(replica._server._replaced is not None for replica in rig.replicas):
-            await asyncio.sleep(0.01)
+    await until(lambda: all(replica._server._replaced is None for replica in rig.replicas))
 
 
 @pytest.mark.parametrize("rolling", [False, True])
 async def test_the_weights_before_are_freed_at_the_commit(start_rig: StartRig, folder: Path, rolling: bool) -> None:
     rig = await start_rig(2, sim=ROOM, weights={"store": str(folder)})
-    assert (await push(rig, folder, value=1, rolling=rolling))[0] == 200
+    assert (await rig.push(folder, value=1, rolling=rolling))[0] == 200
     await until_freed(rig)
 
 
@@ -85,7 +69,7 @@ async def test_a_trainer_that_leaves_after_the_commit_leaves_the_served_version_
 
     rig = await start_rig(2, sim=ROOM, weights={"store": str(folder)})
     monkeypatch.setattr(VllmEngine, "drop_receipt", stay)
-    pushing = asyncio.create_task(push(rig, folder, value=1))
+    pushing = asyncio.create_task(rig.push(folder, value=1))
     await asyncio.wait_for(frees.wait(), 20)
     pushing.cancel()
     monkeypatch.undo()
@@ -104,11 +88,11 @@ async def test_an_engine_that_no_call_of_an_update_reached_is_not_asked_for_weig
         raise EngineFailed("it is busy", replica_id=self.replica_id)
 
     rig = await start_rig(2, sim=ROOM, weights={"store": str(folder)})
-    assert (await push(rig, folder, value=1))[0] == 200
+    assert (await rig.push(folder, value=1))[0] == 200
     with monkeypatch.context() as patch:
         for name in ("prepare_snapshot", "load_snapshot"):
             patch.setattr(VllmEngine, name, fail)
-        assert (await push(rig, folder, value=2))[0] == 424
+        assert (await rig.push(folder, value=2))[0] == 424
     await rig.until(BOTH_SERVE)
     assert calls.count("undo_load") == 0
     assert sources((await rig.get("/v1/weight_updates"))[1]["weight_updates"][0]) == {"store"}

@@ -65,7 +65,7 @@ class Session:
         self.was_read = False
         """True once a reader has had all of it after it was frozen."""
         self.used_at = time.monotonic()
-        self.num_bytes = 0
+        self.num_bytes = len(msgspec.msgpack.encode(head))
         self._reward: Rewarded | None = None
         self._asked: dict[tuple[int | None, bytes, bytes], int] = {}
         self._ended = asyncio.Event()

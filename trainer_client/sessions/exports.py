@@ -32,7 +32,7 @@ def verl_fields(
 
     Prompts are padded on the left and responses on the right. A response that is longer is cut, which leaves its begin
     exact. Raise `InvalidRequest` for a longer prompt: its begin cannot be left out. The session's reward is on the last
-    token that is trained, and rewards of calls on theirs.
+    token that is trained, and rewards of calls on theirs. `uid` is the group, whose sessions verl's advantages compare.
     """
     width, shape = prompt_length + response_length, (len(rows), response_length)
     input_ids = np.full((len(rows), width), pad_token_id, np.int64)
@@ -66,7 +66,7 @@ def verl_fields(
         "rm_scores": scores,
     }
     steps = np.array([row.version_range for row in rows], np.int64).reshape(-1, 2)
-    uids = np.array([row.session_id for row in rows], object)
+    uids = np.array([row.group for row in rows], object)
     return tensors, {"uid": uids, "min_global_steps": steps[:, 0], "max_global_steps": steps[:, 1]}
 
 

@@ -22,6 +22,8 @@ class Trajectory:
     `completion_ids`."""
 
     session_id: str
+    group: str
+    """Sessions of one task have it in common: `group` of their metadata, as `SessionGroups` writes it; else the id."""
     calls: tuple[int, ...]
     agent: str | None
     """The harness's name of the agent of its last call; None for the main one."""
@@ -134,6 +136,7 @@ def _row(session: Session, path: list[Call], trainable: set[int]) -> Trajectory:
                 rewards[end - 1] = call.reward
     return Trajectory(
         session_id=session.id,
+        group=str((session.metadata or {}).get("group", session.id)),
         calls=tuple(call.index for call in path),
         agent=path[-1].agent,
         prompt_ids=path[0].prompt_token_ids,

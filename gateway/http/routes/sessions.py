@@ -91,6 +91,8 @@ class SessionRoutes:
         asked = read_fields(_Reward, await read_object(request))
         if asked.call is not None and asked.call >= len(session.calls):
             raise InvalidRequest(f"call = {asked.call}: {session.id!r} has {len(session.calls)} calls", param="call")
+        if asked.call is not None and asked.info is not None:
+            raise InvalidRequest("info is the session's: leave it out of the reward of a call", param="info")
         self._note(session, asked.reward, asked.call, asked.info)
         await session.written()
         return reply(self._head(session))
@@ -101,6 +103,8 @@ class SessionRoutes:
         asked = read_fields(_Freeze, await read_object(request, required=False))
         if asked.reward is not None:
             self._note(session, asked.reward, None, asked.info)
+        elif asked.info is not None:
+            raise InvalidRequest("info is kept with a reward: give reward too", param="info")
         await session.freeze(asked.wait_s)
         return reply(self._head(session))
 

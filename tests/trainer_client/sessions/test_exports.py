@@ -45,6 +45,14 @@ def test_verl_gets_padded_arrays_with_rewards_at_their_tokens(row: Trajectory) -
     }  # fmt: skip
 
 
+def test_sessions_of_a_group_have_its_uid_for_verl() -> None:
+    head, *calls = events(call(0))
+    sessions = [read_session([head | {"id": id, "metadata": {"group": "sort-3"}}, *calls]) for id in ("a", "b")]
+    rows = [row for session in sessions for row in trajectories_of(session)]
+    _, others = verl_fields(rows, prompt_length=2, response_length=2, pad_token_id=0)
+    assert others["uid"].tolist() == ["sort-3", "sort-3"]
+
+
 def test_a_long_response_is_cut_for_verl_and_a_long_prompt_refused(row: Trajectory) -> None:
     tensors, _ = verl_fields([row], prompt_length=2, response_length=2, pad_token_id=0)
     assert tensors["rm_scores"].tolist() == [[0.0, 1.25]]

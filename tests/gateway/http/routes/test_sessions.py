@@ -127,7 +127,9 @@ async def test_the_last_reward_of_a_session_holds_and_each_call_has_its_own(rig:
         ("reward", {"reward": "a"}, "reward"),
         ("reward", {"reward": 1, "call": 1}, "call"),
         ("reward", {"reward": 1, "info": {"a": "b" * 70_000}}, "info"),
+        ("reward", {"reward": 1, "call": 0, "info": {"passed": 3}}, "info"),
         ("freeze", {"wait_s": 601}, "wait_s"),
+        ("freeze", {"info": {"passed": 3}}, "info"),
     ],
 )
 async def test_a_bad_field_is_named(rig: Rig, path: str, body: Json, param: str) -> None:
@@ -255,6 +257,19 @@ async def test_over_its_bytes_the_least_recently_used_sessions_of_a_key_are_forg
         while len(listed := (await rig.get("/v1/sessions"))[1]["sessions"]) > 2:
             await asyncio.sleep(0.02)
     assert [one["id"] for one in listed] == ["a", "c"]
+
+
+async def test_the_metadata_of_sessions_without_a_call_counts_in_their_bytes(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "_BOUNDS_S", 0.02)
+    rig = await start_rig(gateway={"submissions": {"max_bytes": 8000}})
+    for name in ("a", "b"):
+        await rig.post("/v1/sessions", {"id": name, "metadata": {"task": "t" * 5000}})
+    async with asyncio.timeout(20):
+        while len(listed := (await rig.get("/v1/sessions"))[1]["sessions"]) > 1:
+            await asyncio.sleep(0.02)
+    assert [one["id"] for one in listed] == ["b"]
 
 
 async def test_calls_are_refused_while_open_ones_fill_all_bytes(

@@ -13,6 +13,6 @@ from tuning.tune.command import tune_command
 
 def register(app: typer.Typer) -> None:
     """Add the commands to the application."""
-    app.command("plan", epilog=f"Anywhere: rollout-gateway plan --shape {EXAMPLE_SHAPE}")(plan_command)
+    app.command("plan", rich_help_panel="Tune", epilog=f"rollout-gateway plan --shape {EXAMPLE_SHAPE}")(plan_command)
     for name, command in (("tune", tune_command), ("doctor", doctor_command)):
-        app.command(name, context_settings=WITH_OVERRIDES, epilog=OVERRIDES)(command)
+        app.command(name, rich_help_panel="Tune", context_settings=WITH_OVERRIDES, epilog=OVERRIDES)(command)

@@ -67,7 +67,7 @@ class Session:
         self.used_at = time.monotonic()
         self.num_bytes = len(msgspec.msgpack.encode(head))
         self._reward: Rewarded | None = None
-        self._asked: dict[tuple[int | None, bytes, bytes], int] = {}
+        self._asked: dict[tuple[int | None, bytes], int] = {}
         self._ended = asyncio.Event()
         self._metrics = metrics
 
@@ -97,13 +97,13 @@ class Session:
         ids = array("i", prompt.token_ids if prompt else ())
         suffix = ids[len(self.ids_of(parent)) :].tobytes() if parent is not None else ids.tobytes()
         asked = prompt.sampling if prompt else {**turn.sampling, "max_tokens": turn.max_tokens}
-        sampling = msgspec.json.encode(asked, order="sorted")
         # In its place before all that follows, and before a token: nothing is lost before it is written.
         began = Began(
             call=len(self.calls),
             parent=parent,
             root_reason=prompt.root_reason if prompt else "unknown",
-            retry_of=self._asked.get((parent, suffix, sampling)) if prompt else None,
+            # Whatever the sampling: clients ask for an answer that was cut off with a higher limit.
+            retry_of=self._asked.get((parent, suffix)) if prompt else None,
             dialect=caller.dialect,
             agent=caller.identity.agent if caller.identity else None,
             window=caller.identity.window if caller.identity else None,
@@ -111,7 +111,7 @@ class Session:
             began=time.time(),
             prompt_tokens=len(ids),
             prompt_token_ids=suffix,
-            sampling=sampling,
+            sampling=msgspec.json.encode(asked, order="sorted"),
             tools=msgspec.json.encode(turn.tools) if parent is None else b"",
         )
         self._note(began)
@@ -293,7 +293,7 @@ class Session:
                 self._open[step.call] = call
                 self.num_bytes += call.num_bytes
                 if step.prompt_tokens:
-                    self._asked.setdefault((step.parent, step.prompt_token_ids, step.sampling), step.call)
+                    self._asked.setdefault((step.parent, step.prompt_token_ids), step.call)
             case Grown():
                 self.calls[step.call].take(step)
             case Ended():

@@ -39,16 +39,16 @@ from gateway.config.node_gpus import read_gpus
 from gateway.config.schema import Config
 from gateway.config.serve_document import ENVIRONMENT_REFERENCES, serve_config, written_out_keys
 
+RUN, LOOK = "Run", "Look"
 DEFAULT_NAME = str(Config.model_fields["name"].default)
 
 app = typer.Typer(
     help="One URL for RL rollouts: engine replicas on Ray Serve behind a gateway that keeps weights in step.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 config_app = typer.Typer(no_args_is_help=True, help="The configuration from file, environment and arguments.")
-app.add_typer(config_app, name="config")
+app.add_typer(config_app, name="config", rich_help_panel=RUN)
 
 
 def _print_version(wanted: bool) -> None:
@@ -76,7 +76,7 @@ def main() -> None:
         sys.exit(1)
 
 
-@app.command("up", context_settings=WITH_OVERRIDES, epilog=OVERRIDES)
+@app.command("up", rich_help_panel=RUN, context_settings=WITH_OVERRIDES, epilog=OVERRIDES)
 def up_command(
     context: typer.Context,
     config: File = None,
@@ -91,7 +91,7 @@ def up_command(
     print_running(up(load(config, context.args), Report(), timeout_s, chosen, config))
 
 
-@app.command("vllm-serve", context_settings=WITH_OVERRIDES, add_help_option=False)
+@app.command("vllm-serve", rich_help_panel=RUN, context_settings=WITH_OVERRIDES, add_help_option=False)
 def vllm_serve_command(context: typer.Context) -> None:
     """Serve N vLLM replicas with the options of `trl vllm-serve`, until Ctrl-C."""
     if "--help" in context.args:
@@ -103,14 +103,14 @@ def vllm_serve_command(context: typer.Context) -> None:
         stay(command.config.name, Report())
 
 
-@app.command("down")
+@app.command("down", rich_help_panel=RUN)
 def down_command(name: Name = DEFAULT_NAME) -> None:
     """Remove the application, and stop Ray where `up` started it."""
     removed = down(name, Report())
     print(f"{name} is down" if removed else f"nothing to do: {name} does not run")
 
 
-@app.command("scale")
+@app.command("scale", rich_help_panel=RUN)
 def scale_command(
     num_replicas: Annotated[int, typer.Argument(metavar="N", help="Number of replicas.")],
     group: Annotated[str | None, typer.Option("--group", help="Engine group, where there are several.")] = None,
@@ -120,7 +120,7 @@ def scale_command(
     print_running(scale(name, num_replicas, Report(), group))
 
 
-@app.command("fetch")
+@app.command("fetch", rich_help_panel=LOOK)
 def fetch_command(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder to make.")],
     url: Annotated[str, typer.Option("--url", envvar="ROLLOUT_URL", help="The gateway.")] = "http://127.0.0.1:8100",
@@ -140,7 +140,7 @@ def fetch_command(
     print(f"version {version} is in {folder}")
 
 
-@app.command("status")
+@app.command("status", rich_help_panel=LOOK)
 def status_command(name: Name = DEFAULT_NAME, as_json: AsJson = False) -> None:
     """Report replicas, weights and updates."""
     found = running(name)
@@ -155,7 +155,7 @@ def status_command(name: Name = DEFAULT_NAME, as_json: AsJson = False) -> None:
         print_fleet(fleet)
 
 
-@app.command("logs")
+@app.command("logs", rich_help_panel=LOOK)
 def logs_command(
     replica: Annotated[
         str, typer.Argument(metavar="REPLICA", help="Label of a replica, or beginning of an id; all if left out.")
@@ -171,7 +171,7 @@ def logs_command(
     print_events(events)
 
 
-@app.command("build", context_settings=WITH_OVERRIDES, epilog=OVERRIDES)
+@app.command("build", rich_help_panel=RUN, context_settings=WITH_OVERRIDES, epilog=OVERRIDES)
 def build_command(context: typer.Context, config: File = None) -> None:
     """Print the document that `serve deploy` takes."""
     built = load(config, context.args)

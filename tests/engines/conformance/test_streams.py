@@ -58,7 +58,8 @@ async def test_a_stream_that_is_closed_frees_its_sequence(engine: Subject) -> No
 async def test_a_request_that_is_cancelled_frees_its_sequence(engine: Subject) -> None:
     asked = asyncio.create_task(engine.complete(max_tokens=engine.longest))
     while await engine.engine.reset_prefix_cache(REQUEST_S):  # until it holds a part of the cache
-        assert not asked.done(), "it was over before it was cancelled"
+        if asked.done():  # a busy machine looked too late
+            asked = asyncio.create_task(engine.complete(max_tokens=engine.longest))
     asked.cancel()
     with suppress(asyncio.CancelledError):
         await asked

@@ -1,5 +1,6 @@
 """Requests that agents sent, each unchanged but for its base URL and key: Claude Code 2.1.328 and Codex 0.169.0 (turns
-with tools, a subagent, a compaction), OpenAI Agents SDK 0.24.0 (Responses, then chat) and mini-swe-agent 2.4.6.
+with tools, a subagent, a compaction), OpenAI Agents SDK 0.24.0 (Responses, then chat), mini-swe-agent 2.4.6 and Qwen
+Code 0.15.10 (turns with tools, a subagent, an answer that was cut off, a compaction, notes for its memory).
 
 Long texts are shortened, and ids and paths are replaced.
 """
@@ -83,10 +84,11 @@ def test_claude_codes_deferred_tool_says_so() -> None:
         ("openai_agents", 1, "Weather."),
         ("openai_agents", 4, None),  # its chat drops what it was told
         ("mini_swe_agent", 1, "Files."),
+        ("qwen_code", 1, "A folder first."),
     ],
 )
 def test_what_an_agent_sends_back_is_the_message_that_was_answered(name: str, turn: int, reasoning: str | None) -> None:
-    [answered] = [message for message in turns_of(name)[turn].messages if message["role"] == "assistant"]
+    *_, answered = [message for message in turns_of(name)[turn].messages if message["role"] == "assistant"]
     assert answered.get("reasoning") == reasoning
     assert answered.keys() - {"reasoning"} == {"role", "content", "tool_calls"}
     assert all(json.loads(call["function"]["arguments"]) for call in answered["tool_calls"])

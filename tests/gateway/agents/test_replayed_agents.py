@@ -61,6 +61,9 @@ def tree(calls: list[Json]) -> list[Any]:
         # Twice, in two dialects: a tool, then another agent that is handed the conversation.
         ("openai_agents", ["first", 0, "changed", "first", 3, "changed"]),
         ("mini_swe_agent", ["first", 0]),
+        # Conversations begin with an answer of its own: a subagent; a process that goes on, whose first message lists a
+        # new file, and which asks for an answer again; a compaction, the conversation after it, notes for its memory.
+        ("qwen_code", ["first", 0, 1, "changed", 3, 2, "changed", 6, 6, "changed", "changed", "changed"]),
     ],
 )
 async def test_a_run_is_one_tree_with_roots_for_subagents_and_compactions(

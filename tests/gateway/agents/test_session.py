@@ -185,6 +185,15 @@ async def test_a_client_that_leaves_cuts_its_call_with_the_tokens_so_far(rig: Ri
     assert [(call["parent"], call["retry_of"]) for call in calls] == [(None, None), (None, 0)]
 
 
+async def test_a_call_that_is_made_again_with_a_higher_limit_is_a_retry(rig: Rig) -> None:
+    await said(rig, "one", ASKED, max_tokens=6)
+    answer = await said(rig, "one", ASKED, max_tokens=12)
+    await said(rig, "one", ASKED, answer, "more")
+    _, calls = await record(rig, "one")
+    assert [(call["parent"], call["retry_of"]) for call in calls] == [(None, None), (None, 0), (1, None)]
+    assert [call["finish_reason"] for call in calls[:2]] == ["length", "length"]
+
+
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 async def test_a_freeze_cuts_open_calls_and_refuses_later_ones(rig: Rig, stream: bool) -> None:
     asking = asyncio.create_task(answered(rig, "one", turn(ASKED, **LONG, stream=stream)))

@@ -107,8 +107,7 @@ class Access:
         return bool(key and (self._inference.name_of(key) or self._admin.name_of(key)))
 
     def _signer_of(self, key: SessionKey) -> str | None:
-        inference = self._inference.signer_of(key)
-        return inference if inference is not None else self._admin.signer_of(key)
+        return self._inference.signer_of(key) or self._admin.signer_of(key)
 
     def for_admin(self, handler: Handler) -> Handler:
         """Check for an admin key, and log each request, allowed or not, with the key's name and never its value."""

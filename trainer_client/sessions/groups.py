@@ -108,8 +108,7 @@ class SessionGroups(Generic[T]):
 
     async def _make(self, group: SessionGroup[T]) -> SessionGroup[T]:
         """Run a group until it has what it needs, its sessions have ended, or its time is over."""
-        loop = asyncio.get_running_loop()
-        deadline = None if self._deadline_s is None else loop.time() + self._deadline_s
+        deadline = None if self._deadline_s is None else asyncio.get_running_loop().time() + self._deadline_s
         names = [f"{self._name}-{group.index}-{place}" for place in range(self._n)]
         running = {asyncio.create_task(self._one(group, name, deadline), name=name) for name in names}
         try:
@@ -122,11 +121,10 @@ class SessionGroups(Generic[T]):
             for one in running:
                 one.cancel()
             await asyncio.gather(*running, return_exceptions=True)
-            kept = {session.id for session in group.sessions}
             if not group.late:
-                kept = {session.id for session in group.sessions[: self._need]}
+                del group.sessions[self._need :]
+            kept = {session.id for session in group.sessions}
             await self._drop([name for name in names if name not in kept])
-        group.sessions[:] = [session for session in group.sessions if session.id in kept]
         return group
 
     async def _one(self, group: SessionGroup[T], name: str, deadline: float | None) -> None:

@@ -120,8 +120,7 @@ def _first_try(session: Session, call: Call) -> int:
 
 
 def _row(session: Session, path: list[Call], trainable: set[int]) -> Trajectory:
-    parts = [part for call in path for part in (call.prompt_token_ids, call.token_ids)][1:]
-    completion_ids = np.concatenate(parts)
+    completion_ids = np.concatenate([ids for call in path for ids in (call.prompt_token_ids, call.token_ids)][1:])
     mask, logprobs = np.zeros(len(completion_ids), np.int8), np.zeros(len(completion_ids), np.float32)
     versions, rewards = np.full(len(completion_ids), _NO_VERSION, np.int32), np.zeros(len(completion_ids), np.float32)
     end = -len(path[0].prompt_token_ids)

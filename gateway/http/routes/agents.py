@@ -36,13 +36,12 @@ class AgentRoutes:
 
     def add_routes(self, router: web.UrlDispatcher, access: Access) -> None:
         self._messages = messages = Messages()
-        counting = _worded(access, messages, self._count_tokens)
         answering = _worded(access, messages, self._answers(messages, "messages"))
         responses = Responses()
         responding = _worded(access, responses, self._answers(responses, "responses"))
         for of_session in ("", _OF_SESSION):
             router.add_post(f"{of_session}/v1/messages", answering)
-            router.add_post(f"{of_session}/v1/messages/count_tokens", counting)
+            router.add_post(f"{of_session}/v1/messages/count_tokens", _worded(access, messages, self._count_tokens))
             router.add_post(f"{of_session}/v1/responses", responding)
         chat = ChatCompletions()
         self._chat = _worded(access, chat, self._answers(chat, "chat"))

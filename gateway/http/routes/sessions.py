@@ -17,7 +17,7 @@ from gateway.dialects.fields import read_fields
 from gateway.fleet.placement.sessions import ID_RULE, SESSION_ID
 from gateway.http.access import CLIENT, Access
 from gateway.http.json_body import read_object, reply
-from gateway.http.records import send_records, wire_of
+from gateway.http.records import send_records
 
 _MOST_METADATA = 64 << 10
 _STATES = ("open", "frozen")
@@ -65,8 +65,7 @@ class SessionRoutes:
         _check_size("metadata", asked.metadata)
         session, is_new = await self.sessions.begun(request[CLIENT], name, asked.metadata)
         await session.written()
-        state = "frozen" if session.is_frozen else "open"
-        key = self._access.session_key(request, name)
+        state, key = session.report()["state"], self._access.session_key(request, name)
         return reply({"id": name, "key": key, "url": f"/sessions/{name}/v1", "state": state}, 201 if is_new else 200)
 
     async def _list(self, request: web.Request) -> web.Response:
@@ -82,7 +81,6 @@ class SessionRoutes:
     async def _read(self, request: web.Request) -> web.StreamResponse:
         """Stream a session's calls."""
         session = await self._found(request)
-        wire_of(request)
         return await send_records(request, self._head(session), session.read())
 
     async def _reward(self, request: web.Request) -> web.Response:

@@ -13,6 +13,7 @@ pytestmark = pytest.mark.verl
 
 ROW = Trajectory(
     session_id="s",
+    group="task",
     calls=(0, 1),
     agent=None,
     prompt_ids=np.array([5, 6], np.int32),

@@ -30,6 +30,17 @@ class Answering:
         async with TestServer(app) as server:
             yield str(server.make_url("/")).rstrip("/")
 
+    @asynccontextmanager
+    async def asked_by_openai(self) -> AsyncIterator[Any]:
+        """OpenAI's client of it."""
+        import openai  # of two of the dialects alone
+
+        async with (
+            self.running() as url,
+            openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="k", max_retries=0, timeout=10.0) as client,
+        ):
+            yield client
+
     async def _create(self, request: web.Request) -> web.StreamResponse:
         try:
             turn = self._dialect.read(await request.json())

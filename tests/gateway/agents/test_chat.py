@@ -91,10 +91,7 @@ def server() -> Answering:
 
 @pytest.fixture
 async def client(server: Answering) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with (
-        server.running() as url,
-        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="k", max_retries=0, timeout=10.0) as client,
-    ):
+    async with server.asked_by_openai() as client:
         yield client
 
 

@@ -26,7 +26,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, eq=False, rename={"index":
     """The call whose prompt and tokens begin this one's prompt; None for a root."""
     root_reason: str | None = None
     retry_of: int | None = None
-    """An earlier call with the same prompt and sampling."""
+    """An earlier call with the same prompt, whatever its sampling."""
     dialect: str
     model: str
     agent: str | None = None

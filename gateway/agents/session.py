@@ -72,6 +72,10 @@ class Session:
         self._metrics = metrics
 
     @property
+    def state(self) -> str:
+        return "frozen" if self.is_frozen else "open"
+
+    @property
     def open(self) -> list[Call]:
         """The calls that have not ended."""
         return list(self._open.values())
@@ -95,7 +99,8 @@ class Session:
         self.check_open()
         parent = prompt.parent if prompt else None
         ids = array("i", prompt.token_ids if prompt else ())
-        suffix = ids[len(self.ids_of(parent)) :].tobytes() if parent is not None else ids.tobytes()
+        before = None if parent is None else self.calls[parent]
+        suffix = ids[before.began.prompt_tokens + len(before.token_ids) if before else 0 :].tobytes()
         asked = prompt.sampling if prompt else {**turn.sampling, "max_tokens": turn.max_tokens}
         # In its place before all that follows, and before a token: nothing is lost before it is written.
         began = Began(
@@ -114,7 +119,7 @@ class Session:
             sampling=msgspec.json.encode(asked, order="sorted"),
             tools=msgspec.json.encode(turn.tools) if parent is None else b"",
         )
-        self._note(began)
+        self.note(began)
         return self.calls[-1]
 
     def check_open(self) -> None:
@@ -139,7 +144,7 @@ class Session:
         except RolloutGatewayError as error:
             body = body_of(error)
             self._stop(call, "failed", "unparsed" if call.is_made else "failed", body.get("error") or body)
-            await self.written()
+            await self.record.written()
             raise
         except Exception:
             self._stop(call, "failed", "failed", {"message": "the gateway failed; its log has the reason"})
@@ -159,7 +164,7 @@ class Session:
         defect = "no_token_ids" if end is None else None if call.is_scored else "no_logprobs"
         state, mask = ("cut", "cut") if choice["finish_reason"] == ABORT else ("ended", defect)
         self._end(Ended(number, time.time(), state, mask, *how, None, *counts, digest, end))
-        await self.written()
+        await self.record.written()
 
     def _stop(self, call: Call, state: str, mask: str, error: Json | None = None) -> None:
         """End a call that has no answer."""
@@ -170,7 +175,7 @@ class Session:
         self._end(Ended(call.began.call, time.time(), state, mask, error=error))
 
     def _end(self, ended: Ended) -> None:
-        self._note(ended)
+        self.note(ended)
         call, tokens = self.calls[ended.call], self._metrics.session_tokens
         tokens.labels("sampled").inc(call.num_sampled)
         tokens.labels("captured").inc(len(call.token_ids))
@@ -183,16 +188,12 @@ class Session:
 
     # Trainers
 
-    def reward(self, rewarded: Rewarded) -> None:
-        """Note a reward, in place of the one before."""
-        self._note(rewarded)
-
     async def freeze(self, wait_s: float) -> None:
         """Take no later call. End open ones after so many seconds. Return once it is durable that none is open."""
         if not self.is_frozen:
-            self._note(Frozen())
+            self.note(Frozen())
         await self.stop_calls("frozen", wait_s)
-        await self.written()
+        await self.record.written()
 
     async def stop_calls(self, mask: str, wait_s: float) -> None:
         """Wait so long for open calls, then end them. Raise `DeadlineExceeded` where they do not end."""
@@ -209,12 +210,6 @@ class Session:
                 while self._open:
                     await self._ended.wait()
         return not self._open
-
-    async def written(self) -> None:
-        """Return once the ledger has all that was written here before."""
-        done = asyncio.Event()
-        self.record.add(then=done.set)
-        await done.wait()
 
     @property
     def num_tokens(self) -> Json:
@@ -234,7 +229,7 @@ class Session:
             "type": "session",
             "schema_version": SCHEMA_VERSION,
             "id": self.id,
-            "state": "frozen" if self.is_frozen else "open",
+            "state": self.state,
             "began": self.head.began,
             "calls": len(self.calls),
             "open_calls": len(self.open),
@@ -281,7 +276,8 @@ class Session:
         for call in self.open:
             self._stop(call, "cut", "gateway_ended")
 
-    def _note(self, step: Step) -> None:
+    def note(self, step: Step) -> None:
+        """Take a step, such as a reward in place of the one before, and have it written."""
         self._take(step)
         self.record.add(step)
 

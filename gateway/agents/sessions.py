@@ -153,7 +153,8 @@ class Sessions:
                 self._forget(session, f"not used for {_MAX_AGE_S:g} s")
             else:
                 sizes[session.owner] += session.num_bytes
-        self._full = {owner for owner, size in sizes.items() if self._still_over(owner, size)}
+        over = [(owner, size) for owner, size in sizes.items() if size > self._config.max_bytes]
+        self._full = {owner for owner, size in over if self._still_over(owner, size)}
 
     def _still_over(self, owner: str, size: int) -> bool:
         """Forget sessions without open calls, the least recently used first, until the others fit. True if they never

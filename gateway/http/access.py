@@ -53,7 +53,7 @@ class Access:
     def for_inference(self, handler: Handler) -> Handler:
         async def checked(request: web.Request) -> web.StreamResponse:
             key = self._key_of(request, admin=False)
-            request[CLIENT] = key if key == TRUSTED else _digest(request)
+            request[CLIENT] = key if key == TRUSTED else _digest(_given(request))
             return await handler(request)
 
         return checked
@@ -73,7 +73,7 @@ class Access:
             if has_session_key(request):
                 raise NotAllowed("a session's key opens its turns alone: send the key that began it", known=True)
             self._key_of(request, admin=False)
-            request[CLIENT] = _digest(request) if self._signs(request) else TRUSTED
+            request[CLIENT] = _digest(_given(request)) if self._signs(request) else TRUSTED
             return await handler(request)
 
         return checked
@@ -87,12 +87,12 @@ class Access:
             key = SessionKey.read(_given(request))
             if key is None:
                 return await for_sessions(request)
-            signer = self._signer_of(key)
+            signer = self._inference.signer_of(key) or self._admin.signer_of(key)
             if signer is None and not (key.session and self._trusts(request)):
                 raise NotAllowed("this is no key of a session: its signer's key is not known here", known=False)
             if named not in ("", key.session):
                 raise NotAllowed(f"this key opens the session {key.session!r} alone", known=True)
-            request[SESSION], request[CLIENT] = key.session, TRUSTED if signer is None else _digest_of(signer)
+            request[SESSION], request[CLIENT] = key.session, TRUSTED if signer is None else _digest(signer)
             return await handler(request)
 
         return checked
@@ -105,9 +105,6 @@ class Access:
         """True if a request has a key that signs, and not only a trusted address."""
         key = _given(request)
         return bool(key and (self._inference.name_of(key) or self._admin.name_of(key)))
-
-    def _signer_of(self, key: SessionKey) -> str | None:
-        return self._inference.signer_of(key) or self._admin.signer_of(key)
 
     def for_admin(self, handler: Handler) -> Handler:
         """Check for an admin key, and log each request, allowed or not, with the key's name and never its value."""
@@ -194,11 +191,7 @@ def has_session_key(request: web.Request) -> bool:
     return SessionKey.read(_given(request)) is not None
 
 
-def _digest(request: web.Request) -> str:
-    return _digest_of(_given(request))
-
-
-def _digest_of(key: str) -> str:
+def _digest(key: str) -> str:
     """The key itself, and not its place in the configuration or a file, which another key may have tomorrow."""
     return hashlib.sha256(key.encode(errors="surrogateescape")).hexdigest()
 

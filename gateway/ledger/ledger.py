@@ -227,6 +227,10 @@ class Record:
         elif then is not None:
             then()
 
+    async def written(self) -> None:
+        """Return once the ledger has all that was put before."""
+        await self._ledger.written()
+
     def remove(self) -> None:
         if self._is_kept:
             self._is_kept, self.num_bytes = False, 0

@@ -14,6 +14,7 @@ from engines.errors import InvalidRequest
 from gateway.dialects.fields import read_fields
 from gateway.dialects.sampling import MAX_PROMPTS
 from gateway.fleet.concurrency import in_turns
+from gateway.fleet.placement.sessions import SESSION_ID
 
 # Fields of /v1/completions that have another place here, or that no stream has.
 _NOT_SAMPLING = (
@@ -30,7 +31,7 @@ _Index = Annotated[int, Meta(ge=0, le=1_000_000)]
 _Count = Annotated[int, Meta(ge=1, le=1_000_000)]
 _Priority = Annotated[int, Meta(ge=-1_000_000, le=1_000_000)]
 _Seconds = Annotated[float, Meta(gt=0, le=30 * 86400.0)]
-_Id = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.:@+=~-]{0,255}\Z")]
+_Id = Annotated[str, Meta(pattern=rf"^{SESSION_ID.pattern}\Z")]
 
 
 class OnDeadline(StrEnum):

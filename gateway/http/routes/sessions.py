@@ -64,19 +64,18 @@ class SessionRoutes:
             raise InvalidRequest(f"id = {name[:80]!r}: {ID_RULE}", param="id")
         _check_size("metadata", asked.metadata)
         session, is_new = await self.sessions.begun(request[CLIENT], name, asked.metadata)
-        await session.written()
-        state, key = session.report()["state"], self._access.session_key(request, name)
-        return reply({"id": name, "key": key, "url": f"/sessions/{name}/v1", "state": state}, 201 if is_new else 200)
+        await session.record.written()
+        told = {"id": name, "key": self._access.session_key(request, name), "url": f"/sessions/{name}/v1"}
+        return reply(told | {"state": session.state}, 201 if is_new else 200)
 
     async def _list(self, request: web.Request) -> web.Response:
         """Reply with the client's sessions, of one state where it names one."""
         state = request.query.get("state")
         if state not in (None, *_STATES):
             raise InvalidRequest(f"state = {state!r:.80}: there are {', '.join(_STATES)}", param="state")
-        heads = [session.report() for session in self.sessions.of(request[CLIENT])]
+        heads = [one.report() for one in self.sessions.of(request[CLIENT]) if state in (None, one.state)]
         shown = ("id", "state", "calls", "open_calls", "tokens", "began", "reward")
-        listed = [{name: head[name] for name in shown} for head in heads if state in (None, head["state"])]
-        return reply({"sessions": listed})
+        return reply({"sessions": [{name: head[name] for name in shown} for head in heads]})
 
     async def _read(self, request: web.Request) -> web.StreamResponse:
         """Stream a session's calls."""
@@ -92,7 +91,7 @@ class SessionRoutes:
         if asked.call is not None and asked.info is not None:
             raise InvalidRequest("info is the session's: leave it out of the reward of a call", param="info")
         self._note(session, asked.reward, asked.call, asked.info)
-        await session.written()
+        await session.record.written()
         return reply(self._head(session))
 
     async def _freeze(self, request: web.Request) -> web.Response:
@@ -126,7 +125,7 @@ class SessionRoutes:
         if not math.isfinite(reward):
             raise InvalidRequest(f"reward = {reward} must be a finite number", param="reward")
         _check_size("info", info)
-        session.reward(Rewarded(reward, call, info))
+        session.note(Rewarded(reward, call, info))
 
 
 def _check_size(name: str, given: Json | None) -> None:

@@ -14,7 +14,7 @@ from engines.errors import EngineError, EngineFailed, EngineRefused
 from gateway.config.schema import GatewayConfig
 from gateway.dialects.raw_json import NO_JSON, inside_list, opened
 from gateway.dialects.resumption.features import inexact_fields
-from gateway.dialects.sample import ABORT, CUT_OFF, Choice, Chunk, Reply, Sample, Source, all_of_choices
+from gateway.dialects.sample import ABORT, CUT_OFF, Choice, Chunk, Reply, Sample, Source
 from gateway.dialects.streams import Show
 from gateway.fleet.placement.routing import Rollout
 from gateway.fleet.replica import Replica
@@ -176,23 +176,23 @@ class Part:
         replica.evidence.saw_progress()
         for event in events:
             try:
-                chunk = self._reply.read(event, self.samples)
+                chunk, choices = self._reply.read(event, self.samples)
             except NO_JSON as error:
                 raise EngineFailed(
                     f"its chunk is {event!r:.200}, not choices of {len(self.samples)} samples: {error}",
                     replica_id=replica.replica_id,
                 ) from error
             if replica.cuts_off and (self._show is None or self._continues):
-                for choice in chunk.choices:
+                for choice in choices:
                     self.samples[choice.index].cut()
             if self._show is not None:
-                self._pass_on(chunk, all_of_choices(event), replica)
+                self._pass_on(chunk, choices, replica)
         if self._ask.heard is not None:
             self._ask.heard()
 
-    def _pass_on(self, chunk: Chunk, choices: list[Json], replica: Replica) -> None:
+    def _pass_on(self, chunk: Chunk, choices: list[Choice], replica: Replica) -> None:
         """Show a chunk, and those before it, once one has content."""
-        shown = [self._shown(choice, told, replica) for choice, told in zip(chunk.choices, choices, strict=True)]
+        shown = [self._shown(choice, replica) for choice in choices]
         told = {**self._reply.head, "choices": shown}
         if chunk.usage is not None:
             told["usage"] = self._reply.usage
@@ -200,8 +200,8 @@ class Part:
             told["prompt_token_ids"] = chunk.prompt_token_ids
         if self._held is not None:
             self._held.append(told)
-            if not any(map(_has_content, chunk.choices)):
-                ended = [choice for choice in chunk.choices if self.samples[choice.index].reason]
+            if not any(map(_has_content, choices)):
+                ended = [choice for choice in choices if self.samples[choice.index].reason]
                 if replica.cuts_off and any(choice.finish_reason == ABORT for choice in ended):
                     raise self._refused(_CANNOT_CONTINUE)
                 if not ended:
@@ -221,9 +221,9 @@ class Part:
         if self._show is not None and (seen or not told["choices"]):
             self._show(told | {"choices": seen})
 
-    def _shown(self, choice: Choice, told: Json, replica: Replica) -> Json:
+    def _shown(self, choice: Choice, replica: Replica) -> Json:
         """A choice of a chunk as the client gets it, with the spans of all its tokens where it is the last."""
-        sample, adapter = self.samples[choice.index], self._ask.rollout.adapter
+        sample, adapter, told = self.samples[choice.index], self._ask.rollout.adapter, choice.fields()
         told |= {
             "index": sample.index,
             "finish_reason": choice.finish_reason,

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from engines.engine import Json
 from gateway.dialects.completion_prompt import is_read_in_chunks
 from gateway.dialects.raw_json import NO_JSON, encoded, opened
-from gateway.dialects.sample import CUT_OFF, Reply, Sample, Source, all_of_choices
+from gateway.dialects.sample import CUT_OFF, Reply, Sample, Source
 from gateway.fleet.placement.routing import Rollout
 from gateway.fleet.replica import Flight, Replica
 from tests.rigs.rig import Rig
@@ -170,8 +170,10 @@ def test_chunks_joined_as_bytes_are_those_joined_decoded(stream: tuple[int, list
 def test_a_chunk_is_the_chunk_that_was_written(stream: tuple[int, list[Json]], ways: random.Random) -> None:
     for chunk in stream[1]:
         event = written(chunk, ways).encode()
-        assert json.loads(encoded(all_of_choices(event))) == chunk["choices"]
-        assert opened(all_of_choices(event)) == chunk["choices"]
+        reply = Reply(samples=map(begun, range(stream[0])))
+        choices = [choice.fields() for choice in reply.read(event, reply.samples)[1]]
+        assert json.loads(encoded(choices)) == chunk["choices"]
+        assert opened(choices) == chunk["choices"]
 
 
 @settings(max_examples=100, suppress_health_check=[HealthCheck.large_base_example])

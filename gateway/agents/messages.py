@@ -12,6 +12,7 @@ import msgspec
 
 from engines.engine import Json
 from engines.errors import RolloutGatewayError
+from engines.raw_json import NO_JSON, decoded
 from gateway.agents.pieces import (
     ChatMessages,
     calls_of,
@@ -26,7 +27,6 @@ from gateway.agents.pieces import (
 )
 from gateway.agents.turn import Answer, Turn
 from gateway.dialects.fields import read_fields
-from gateway.dialects.raw_json import NO_JSON, decoded
 
 # Claude Code's first block may hold a hash of the request: no two prompts would have a prefix in common.
 _BILLING = "x-anthropic-billing-header"

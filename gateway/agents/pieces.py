@@ -5,9 +5,9 @@ from typing import Any
 
 from engines.engine import Json
 from engines.errors import InvalidRequest, RolloutGatewayError, shown
+from engines.raw_json import event
 from gateway.agents.turn import Answer
 from gateway.api import body_of, error_of, shortened, status_of
-from gateway.dialects.raw_json import event
 
 
 def calls_of(answer: Answer) -> list[Json]:

@@ -11,8 +11,8 @@ from typing import Self
 
 from engines.engine import Json
 from engines.errors import EngineError, EngineFailed, EngineRefused
+from engines.raw_json import NO_JSON, inside_list, opened
 from gateway.config.schema import GatewayConfig
-from gateway.dialects.raw_json import NO_JSON, inside_list, opened
 from gateway.dialects.resumption.features import inexact_fields
 from gateway.dialects.sample import ABORT, CUT_OFF, Choice, Chunk, Reply, Sample, Source
 from gateway.dialects.streams import Show

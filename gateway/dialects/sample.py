@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta, Raw, Struct
 
 from engines.engine import Json
-from gateway.dialects.raw_json import NULL, decoded, encoded, fields_of, inside_list, opened
+from engines.raw_json import NULL, decoded, encoded, fields_of, inside_list, opened
 from gateway.dialects.resumption.features import MARK
 from gateway.dialects.spans import UNSCORED, joined_spans, num_unscored, stamps
 from gateway.fleet.adapters import Adapter

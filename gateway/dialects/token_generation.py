@@ -15,12 +15,12 @@ import structlog
 
 from engines.engine import Json
 from engines.errors import EngineFailed, InvalidRequest, UnknownRoute, shown
+from engines.raw_json import NO_JSON, encoded
 from gateway.config.schema import GatewayConfig
 from gateway.dialects import completion_prompt
 from gateway.dialects.completion_prompt import is_read_in_chunks
 from gateway.dialects.own_fields import Terms, check_room, common_room, without_own_fields
 from gateway.dialects.part import DEFAULT_MAX_TOKENS, Ask
-from gateway.dialects.raw_json import NO_JSON, encoded
 from gateway.dialects.resumption.features import inexact_fields
 from gateway.dialects.resumption.tokens import rest_sampling
 from gateway.dialects.runner import Runner

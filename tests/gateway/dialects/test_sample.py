@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engines.engine import Json
+from engines.raw_json import NO_JSON, encoded, opened
 from gateway.dialects.completion_prompt import is_read_in_chunks
-from gateway.dialects.raw_json import NO_JSON, encoded, opened
 from gateway.dialects.sample import CUT_OFF, Reply, Sample, Source
 from gateway.fleet.placement.routing import Rollout
 from gateway.fleet.replica import Flight, Replica

@@ -4,7 +4,7 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.dialects.raw_json import encoded, opened
+from engines.raw_json import encoded, opened
 from gateway.dialects.sample import Reply, Sample
 from gateway.dialects.submissions.frames import Step, read_step
 from gateway.dialects.submissions.group_record import GroupRecord

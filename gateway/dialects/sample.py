@@ -7,13 +7,13 @@ log-probs, which are most of a reply, are joined as their engines wrote them.
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
-import msgspec
-from msgspec import Meta, Raw, Struct
+from msgspec import Raw
 
+from engines.chunks import Choice, Chunk
 from engines.engine import Json
-from engines.raw_json import NULL, decoded, encoded, fields_of, inside_list, opened
+from engines.raw_json import NULL, decoded, encoded, inside_list, opened
 from gateway.dialects.resumption.features import MARK
 from gateway.dialects.spans import UNSCORED, joined_spans, num_unscored, stamps
 from gateway.fleet.adapters import Adapter
@@ -23,47 +23,9 @@ CUT_OFF = "cut off"
 """The finish_reason of a choice that continues. No client sees it."""
 ABORT = "abort"
 
-_BESIDE_HEAD = ("choices", "usage", "prompt_token_ids")
 _OFFSETS = "text_offset"
 _TOKENS_SCORES = "token_logprobs"
 _HALF = "\N{REPLACEMENT CHARACTER}"
-
-
-class Choice(Struct, gc=False):
-    """What is read of a choice of a chunk. Its lists are as the engine wrote them, and `told` is all of it."""
-
-    index: Annotated[int, Meta(ge=0)]
-    finish_reason: str | None = None
-    text: str | None = None
-    token_ids: Raw = NULL
-    prompt_token_ids: Raw = NULL
-    logprobs: dict[str, Raw] | None = None
-    weight_versions: list[Json] | None = None
-    delta: Json | None = None
-    told: Raw = NULL
-
-    @classmethod
-    def read(cls, told: Raw) -> "Choice":
-        """Return a choice as its engine wrote it. Raise one of `NO_JSON` where it is none."""
-        choice = _choice(told)
-        choice.told = told
-        return choice
-
-    def fields(self) -> Json:
-        """All its fields, as its engine wrote them; null is None."""
-        return {key: None if value == NULL else value for key, value in fields_of(self.told).items()}
-
-
-class Chunk(Struct, gc=False):
-    """A chunk of a stream, or a whole reply. `prompt_token_ids` are told beside the choices, or with each of them."""
-
-    choices: list[Raw]
-    usage: Json | None = None
-    prompt_token_ids: list[int] | None = None
-
-
-_chunk = msgspec.json.Decoder(Chunk).decode
-_choice = msgspec.json.Decoder(Choice).decode
 
 
 class Source(NamedTuple):
@@ -133,7 +95,7 @@ class Sample:
         self._lists: dict[str, bytearray] = {}
         self._scores: dict[str, Raw] | None = None  # of its only chunk with log-probs, as it came
         self._report: list[Json] = []  # the engine's last report of the spans
-        self._last: Raw | None = None  # its last choice
+        self._last: Choice | None = None  # its last choice
         self._end: Json = {}
 
     @classmethod
@@ -188,7 +150,7 @@ class Sample:
         """All fields of its last choice, as it came; {} before any has come."""
         if self._last is None:
             return self._end
-        return {**fields_of(self._last), **self._end}
+        return self._last.told | self._end
 
     def add(self, choice: Choice) -> None:
         """Take a choice of a chunk. Raise `ValueError` where a list is of another kind; nothing is taken then."""
@@ -216,7 +178,7 @@ class Sample:
         if choice.weight_versions:
             self._report = choice.weight_versions
         self.reason = choice.finish_reason
-        self._last = choice.told
+        self._last = choice
 
     def add_told(self, told: Json) -> None:
         """Take a choice that was told to a client."""
@@ -403,22 +365,17 @@ class Reply:
         self._prompt = prompt
         self._usage: Json | None = None
 
-    def read(self, event: bytes, samples: Sequence[Sample]) -> tuple[Chunk, list[Choice]]:
-        """Take a chunk with choices of these samples: all, or one that continues. Raise one of `NO_JSON` where it is
-        none."""
-        if not event.isascii():
-            event.decode()  # raw values are not checked for UTF-8
-        chunk = _chunk(event)
-        choices = list(map(Choice.read, chunk.choices))
-        for choice in choices:
+    def take(self, chunk: Chunk, samples: Sequence[Sample]) -> None:
+        """Take a chunk with choices of these samples: all, or one that continues. Raise one of `NO_JSON` where it has
+        others, or lists of another kind."""
+        for choice in chunk.choices:
             samples[choice.index].add(choice)
         if not self.head:
-            self.head = {key: decoded(value) for key, value in fields_of(event).items() if key not in _BESIDE_HEAD}
+            self.head = chunk.head
         if chunk.usage and not samples[0].is_resumed:  # else it is that of a rest
             self._usage = chunk.usage
         if chunk.prompt_token_ids:
             self._prompt = chunk.prompt_token_ids
-        return chunk, choices
 
     @property
     def prompt(self) -> list[int] | None:

@@ -5,10 +5,11 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import orjson
 
+from engines.chunks import Chunk
 from engines.errors import WeightUpdateConflict
 from engines.types import PauseMode, TensorMeta
 from engines.weight_label import WeightLabel
@@ -52,6 +53,15 @@ class Preparation:
     draft: str = ""
 
 
+class Beside(Protocol):
+    """A reader beside the engine, which is asked in its place. Errors are those of the engine."""
+
+    def chunks(
+        self, path: str, body: Json, timeout_s: float, *, is_whole: bool, streams: bool
+    ) -> AsyncGenerator[list[Chunk]]: ...
+    async def close(self) -> None: ...
+
+
 class Engine(ABC):
     """A running engine, reached over HTTP.
 
@@ -62,6 +72,7 @@ class Engine(ABC):
 
     replica_id: str
     url: str
+    beside: Beside | None = None
     turn: asyncio.Lock
     """Held while a large reply is read: many may come at once, and each is read in a turn of the event loop."""
 

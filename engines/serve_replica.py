@@ -1,4 +1,4 @@
-"""The Serve replica: owns one engine server and its GPUs, and describes it to the gateway. It carries no tokens."""
+"""The Serve replica: owns one engine server and its GPUs, reads what it makes, and describes it to the gateway."""
 
 import asyncio
 import sys
@@ -14,18 +14,22 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus
 
-from engines.clients.external import ExternalServer
+from engines.clients.connect import connect
+from engines.clients.external import ExternalServer, external_engine
 from engines.config import EngineConfig
+from engines.engine import Engine
 from engines.errors import DeadlineExceeded, EngineError
 from engines.process.engine_server import EngineServer
 from engines.process.forwarder import Forwarder
 from engines.process.log_lines import write_log_lines
+from engines.reading.server import ReaderThread
 from engines.types import EngineKind, ReplicaInfo
 
 log = structlog.get_logger()
 
 # Engines take 32 bit seeds; half of them leaves room for engine.seed on top.
 _SEEDS = 2**31
+_LOOPBACK = "127.0.0.1"
 _ASK_TIMEOUT_S = 5.0
 _ASK_EVERY_S = 0.5
 
@@ -47,35 +51,44 @@ class EngineReplica:
         self._forwarder: Forwarder | None = None
         self._from_afar: ReplicaInfo | None = None
         self._opening = asyncio.Lock()
-        node = ray.get_runtime_context().get_node_id()
-        self._info = replace(await self._server.start(), node=node)
+        info = replace(await self._server.start(), node=ray.get_runtime_context().get_node_id())
+        self._reader = reader = ReaderThread(lambda: _client(config, info))
+        await asyncio.to_thread(reader.start)
+        self._info = replace(info, reader=await reader.open(_LOOPBACK), reader_key=reader.key)
 
     def incarnation(self) -> str:
         """Return the id of this engine start: a cheap call that shows a restart."""
         return self._info.incarnation
 
     async def describe(self, node: str) -> ReplicaInfo:
-        """Return the replica's description, with an engine URL that a gateway on `node` can reach.
+        """Return the replica's description, with an engine URL and a reader that a gateway on `node` can reach.
 
-        A port beyond loopback is opened only at the first call from another node.
+        Ports beyond loopback are opened only at the first call from another node.
         """
-        if node == self._info.node or self._info.kind is EngineKind.EXTERNAL:
+        if node == self._info.node:
             return self._info
         async with self._opening:
             if self._from_afar is None:
-                self._forwarder = forwarder = Forwarder(self._info.url)
-                url = await forwarder.open(ray.util.get_node_ip_address())
-                self._from_afar = replace(self._info, url=url, key=forwarder.key)
+                host = ray.util.get_node_ip_address()
+                info = replace(self._info, reader=await self._reader.open(host))
+                if info.kind is not EngineKind.EXTERNAL:
+                    self._forwarder = forwarder = Forwarder(info.url)
+                    info = replace(info, url=await forwarder.open(host), key=forwarder.key)
+                self._from_afar = info
             return self._from_afar
 
     async def check_health(self) -> None:
-        """Raise if the engine does not serve; Serve then restarts the replica."""
+        """Raise if the engine or its reader does not serve; Serve then restarts the replica."""
         await self._server.check()
+        if not self._reader.is_alive:
+            raise EngineError("the thread that reads the engine has ended", replica_id=self._info.replica_id)
 
     async def __del__(self) -> None:
         """Drain and stop. Serve awaits this on removal, for at most graceful_shutdown_timeout_s."""
         if hasattr(self, "_info"):
             await self._drained()
+        if hasattr(self, "_reader"):
+            await asyncio.to_thread(self._reader.stop)
         if hasattr(self, "_forwarder") and self._forwarder is not None:
             await self._forwarder.close()
         if hasattr(self, "_server"):
@@ -108,6 +121,13 @@ class EngineReplica:
             applications = (await asyncio.to_thread(serve.status)).applications
         found = applications.get(self._app_name)
         return found is not None and found.status != ApplicationStatus.DELETING
+
+
+def _client(config: EngineConfig, info: ReplicaInfo) -> Engine:
+    """The client with which the engine is asked here."""
+    if info.kind is EngineKind.EXTERNAL:
+        return external_engine(info, config.api_key.get_secret_value() if config.api_key else "")
+    return connect(info.kind, info.replica_id, info.url, has_tee=info.has_tee)
 
 
 def _server(

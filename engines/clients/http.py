@@ -51,6 +51,8 @@ class HttpEngine(Engine, ABC):
 
     async def close(self) -> None:
         await self._connections.close()
+        if self.beside is not None:
+            await self.beside.close()
 
     async def health(self, timeout_s: float) -> None:
         await self._read("GET", "/health", None, timeout_s)

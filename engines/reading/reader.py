@@ -1,4 +1,4 @@
-"""Asks an engine and reads its chunks."""
+"""Asks an engine and reads its chunks, in the process that calls it or in one beside the engine."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -12,7 +12,16 @@ from engines.raw_json import NO_JSON
 _LARGE_BYTES = 1 << 14
 
 
-async def chunks_of(
+def chunks_of(
+    engine: Engine, path: str, body: Json, timeout_s: float, *, is_whole: bool, streams: bool
+) -> AsyncGenerator[list[Chunk]]:
+    """As `chunks_here`, read beside the engine where there is a reader. Chunks that nobody streams are joined then."""
+    if engine.beside is not None:
+        return engine.beside.chunks(path, body, timeout_s, is_whole=is_whole, streams=streams)
+    return chunks_here(engine, path, body, timeout_s, is_whole=is_whole)
+
+
+async def chunks_here(
     engine: Engine, path: str, body: Json, timeout_s: float, *, is_whole: bool
 ) -> AsyncGenerator[list[Chunk]]:
     """Ask an engine; yield its chunks, in lists of those that came together. The reply is one chunk with `is_whole`.

@@ -91,9 +91,12 @@ class Ask(ABC):
         choices = [sample.told(bare, self.inexact if sample.is_resumed else None) for sample in reply.samples]
         return (reply.head or self.bare_head()) | {"choices": choices, "usage": reply.usage}
 
-    def chunks(self, replica: Replica, path: str, body: Json, *, is_whole: bool) -> AsyncGenerator[list[Chunk]]:
+    def chunks(
+        self, replica: Replica, path: str, body: Json, *, is_whole: bool, streams: bool
+    ) -> AsyncGenerator[list[Chunk]]:
         """The chunks of the engine, in lists of those that came together; one with `is_whole`."""
-        return chunks_of(replica.engine, path, body, self.config.generate_timeout_s, is_whole=is_whole)
+        timeout_s = self.config.generate_timeout_s
+        return chunks_of(replica.engine, path, body, timeout_s, is_whole=is_whole, streams=streams)
 
     def shows(self, choice: Json, *, is_cut: bool) -> bool:
         """True if the client sees this choice of a chunk; `is_cut` where it was cut off and continues."""
@@ -144,11 +147,12 @@ class Part:
         for sample in self.samples:
             sample.begin(source)
         try:
-            path, body = await ask.asked(replica, streams=self._show is not None)
-            is_whole = self._show is None and ask.reads_whole(replica)
+            streams = self._show is not None
+            path, body = await ask.asked(replica, streams=streams)
+            is_whole = not streams and ask.reads_whole(replica)
             if not is_whole:
                 body["stream_options"] = {**(body.get("stream_options") or {}), "include_usage": True}
-            async with aclosing(ask.chunks(replica, path, body, is_whole=is_whole)) as blocks:
+            async with aclosing(ask.chunks(replica, path, body, is_whole=is_whole, streams=streams)) as blocks:
                 async for chunks in blocks:
                     await self._read(chunks, replica)
         except EngineRefused as error:

@@ -202,14 +202,18 @@ class TokenPrompt(Ask):
             body |= {"token_ids": read, "sampling_params": sampling, "return_token_ids": None}
         return PATH, body
 
-    def chunks(self, replica: Replica, path: str, body: Json, *, is_whole: bool) -> AsyncGenerator[list[Chunk]]:
+    def chunks(
+        self, replica: Replica, path: str, body: Json, *, is_whole: bool, streams: bool
+    ) -> AsyncGenerator[list[Chunk]]:
         if _serves(replica):
-            return super().chunks(replica, path, body, is_whole=is_whole)
-        return self._translated(replica, body, is_whole=is_whole)
+            return super().chunks(replica, path, body, is_whole=is_whole, streams=streams)
+        return self._translated(replica, body, is_whole=is_whole, streams=streams)
 
-    async def _translated(self, replica: Replica, body: Json, *, is_whole: bool) -> AsyncGenerator[list[Chunk]]:
+    async def _translated(
+        self, replica: Replica, body: Json, *, is_whole: bool, streams: bool
+    ) -> AsyncGenerator[list[Chunk]]:
         asked, translate = completion_body(body, replica.info), token_reply if is_whole else token_chunk
-        told = super().chunks(replica, completion_prompt.PATH, asked, is_whole=is_whole)
+        told = super().chunks(replica, completion_prompt.PATH, asked, is_whole=is_whole, streams=streams)
         async with aclosing(told) as blocks:
             async for chunks in blocks:
                 try:

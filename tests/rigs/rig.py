@@ -10,8 +10,10 @@ import aiohttp
 import orjson
 from aiohttp import web
 
+from engines.clients.connect import connect
 from engines.clients.external import ExternalServer
 from engines.config import EngineConfig, SimConfig
+from engines.reading.server import ReaderServer
 from engines.store.draft import Draft, claim_draft, raw
 from engines.types import EngineKind, ReplicaInfo, TensorMeta
 from gateway.config.schema import Config
@@ -33,6 +35,8 @@ STORED = {"w": [4, 4], "b": [4]}
 MAX_MODEL_LEN = 128
 CAPABILITIES = {"/init_weight_transfer_engine", "/v1/chat/completions/render", "/v1/chat/completions/derender"}
 FAST_WATCH = {"discover_interval_s": 0.05, "probe_interval_s": 0.05, "probe_timeout_s": 20.0, "lost_after_s": 0.5}
+_READER_KEY = "key of readers"
+_READERS_TELL_S = 0.01
 _ROUNDS = 100
 _KERNEL_S = 0.05
 """A kernel under load passes packets on a little later than the call that sent them."""
@@ -170,15 +174,20 @@ class SimReplica:
 class Rig:
     """A running gateway, its simulated replicas and a client. Tests add and kill replicas through it.
 
-    `odd` holds what single replicas do otherwise than `sim` says, by their ids.
+    `odd` holds what single replicas do otherwise than `sim` says, by their ids. With `has_readers` engines are read
+    beside them, as behind Serve.
     """
 
-    def __init__(self, config: Config, sim: SimConfig, odd: dict[str, Json] | None = None) -> None:
+    def __init__(
+        self, config: Config, sim: SimConfig, odd: dict[str, Json] | None = None, *, has_readers: bool = False
+    ) -> None:
         self.config = config
         self.sim = sim
         self.odd = odd or {}
         self.replicas: list[SimReplica] = []
         self.external: list[ReplicaInfo] = []
+        self._has_readers = has_readers
+        self._readers: list[ReaderServer] = []
         self.fleet = Fleet(
             config,
             discover=self._discover,
@@ -219,8 +228,17 @@ class Rig:
         sim = SimConfig.model_validate(self.sim.model_dump() | self.odd.get(replica_id, {}))
         loras = self.config.groups[group].num_adapters
         replica = await SimReplica(replica_id, seed, sim, group=group, model=model, loras=loras).start()
+        if self._has_readers:
+            await self._read_beside(replica)
         self.replicas = [other for other in self.replicas if other.info.replica_id != replica_id] + [replica]
         return replica
+
+    async def _read_beside(self, replica: SimReplica) -> None:
+        info = replica.info
+        engine = connect(info.kind, info.replica_id, info.url, has_tee=info.has_tee)
+        reader = ReaderServer(engine, _READER_KEY, every_s=_READERS_TELL_S)
+        self._readers.append(reader)
+        replica.info = replace(info, reader=await reader.open("127.0.0.1"), reader_key=_READER_KEY)
 
     @property
     def submissions(self) -> list[Submission]:
@@ -259,6 +277,8 @@ class Rig:
         await self.stop_gateway()
         for replica in self.replicas:
             await replica.kill()
+        for reader in self._readers:
+            await reader.close()
 
     async def get(self, path: str, **kwargs: Any) -> tuple[int, Json]:
         async with self.client.get(self.url + path, **kwargs) as response:

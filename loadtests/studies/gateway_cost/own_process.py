@@ -14,15 +14,18 @@ _STOP_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A server that runs."""
+    """A server that runs, and the processes that work for it."""
 
     url: str
     pid: int
+    others: tuple[int, ...] = ()
 
     @property
     def cpu_s(self) -> float:
         """CPU seconds of all its threads since its start, to the nanosecond (ticks of /proc/pid/stat are 10 ms)."""
-        threads = Path(f"/proc/{self.pid}/task").glob("*/schedstat")
+        threads = (
+            thread for pid in (self.pid, *self.others) for thread in Path(f"/proc/{pid}/task").glob("*/schedstat")
+        )
         return sum(int(thread.read_text().split()[0]) for thread in threads) / 1e9
 
 

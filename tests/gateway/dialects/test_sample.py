@@ -8,6 +8,7 @@ import random
 from itertools import accumulate
 from typing import Any, cast
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -15,6 +16,8 @@ from hypothesis import strategies as st
 from engines.chunks import Chunk
 from engines.engine import Json
 from engines.raw_json import NO_JSON, encoded, opened
+from engines.reading.joining import Joining
+from engines.reading.wire import ToldChunk
 from gateway.dialects.completion_prompt import is_read_in_chunks
 from gateway.dialects.sample import CUT_OFF, Reply, Sample, Source
 from gateway.fleet.placement.routing import Rollout
@@ -164,6 +167,30 @@ def test_chunks_joined_as_bytes_are_those_joined_decoded(stream: tuple[int, list
     assert without_stamps(opened(choices)) == told
     assert {"created": 5} | reply.head == {key: expected[key] for key in expected if key not in ("choices", "usage")}
     assert [sample.num_made for sample in reply.samples] == [len(choice["token_ids"] or ()) for choice in told]
+
+
+@settings(max_examples=200, suppress_health_check=[HealthCheck.large_base_example])
+@given(streams(), st.randoms(use_true_random=False))
+def test_chunks_that_a_reader_joins_and_sends_make_the_same_samples(
+    stream: tuple[int, list[Json]], ways: random.Random
+) -> None:
+    n, chunks = stream
+    here, beside = (Reply(samples=map(begun, range(n))) for _ in range(2))
+    events = [written(chunk, ways).encode() for chunk in chunks]
+    direct = made(here, *events)
+    joining, told = Joining(), list[Chunk]()
+    for event in events:
+        joining.take(Chunk.read(event))
+        if ways.random() < 0.5:
+            told += joining.told()
+    told += joining.told()
+    for place, chunk in enumerate(told):
+        content = msgspec.msgpack.encode(ToldChunk.of(chunk, has_head=place == 0))
+        beside.take(msgspec.msgpack.decode(content, type=ToldChunk).chunk(), beside.samples)
+    for sample in beside.samples:
+        sample.stamp()
+    assert opened([sample.told(BARE, ()) for sample in beside.samples]) == opened(direct)
+    assert (beside.head, beside.usage, beside.prompt) == (here.head, here.usage, here.prompt)
 
 
 @settings(max_examples=200, suppress_health_check=[HealthCheck.large_base_example])

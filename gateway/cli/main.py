@@ -21,7 +21,7 @@ from typing import Annotated
 import typer
 import yaml
 
-from engines.errors import ConfigError, RolloutGatewayError
+from engines.errors import ConfigError, RolloutGatewayError, UsageError
 from engines.process.log_lines import write_log_lines
 from engines.store.peer_store import PeerStore
 from gateway.cli.cluster.application import log_end, logs_and_events, running, unknown_application
@@ -67,13 +67,14 @@ def options(
 
 
 def main() -> None:
-    """Print our own errors on stderr without a traceback and exit with 1; wrong usage exits with 2."""
+    """Print our own errors on stderr without a traceback. Exit with 1 where a command cannot do it or has failed, with
+    2 where its words are wrong, and with 130 after Ctrl-C."""
     write_log_lines(sys.stderr)
     try:
         app()
     except RolloutGatewayError as error:
         print(f"rollout-gateway: {error}", file=sys.stderr)
-        sys.exit(1)
+        sys.exit(2 if isinstance(error, UsageError) else 1)
 
 
 @app.command("up", rich_help_panel=RUN, context_settings=WITH_OVERRIDES, epilog=OVERRIDES)
@@ -87,8 +88,10 @@ def up_command(
     ] = None,
 ) -> None:
     """Start Ray if none runs, deploy, and return when every replica is ready."""
+    report = Report()
+    report.step("reading the configuration")  # first: what follows takes seconds on a busy machine
     chosen = read_gpus(gpus) if gpus is not None else ()
-    print_running(up(load(config, context.args), Report(), timeout_s, chosen, config))
+    print_running(up(load(config, context.args), report, timeout_s, chosen, config))
 
 
 @app.command("vllm-serve", rich_help_panel=RUN, context_settings=WITH_OVERRIDES, add_help_option=False)
@@ -97,8 +100,10 @@ def vllm_serve_command(context: typer.Context) -> None:
     if "--help" in context.args:
         print(HELP, end="")
         return
+    report = Report()
+    report.step("reading the options")
     command = read_command(context.args)
-    print_running(up(command.config, Report(), command.timeout_s, command.gpus))
+    print_running(up(command.config, report, command.timeout_s, command.gpus))
     if not command.detach:
         stay(command.config.name, Report())
 

@@ -10,6 +10,7 @@ from gateway.cli.cluster.application import Running
 
 _LABEL_WIDTH = 24
 _EVENTS = 10
+_DEATHS_S = 3600.0
 
 
 def print_running(found: Running) -> None:
@@ -65,7 +66,9 @@ def print_fleet(fleet: dict[str, Any]) -> None:
     columns += ["gpu_ids", "pid", "uptime_s", "restarts", "reason", "url"]
     rows = [[_cell(replica, column) for column in columns] for replica in fleet["replicas"]]
     _print_table([[column.replace("_", " ") for column in columns], *rows])
-    print_events(fleet["events"][-_EVENTS:])
+    hour = time.time() - _DEATHS_S
+    deaths = [one for one in fleet["events"][:-_EVENTS] if " -> LOST" in one["text"] and one["at"] > hour]
+    print_events([*deaths[-_EVENTS:], *fleet["events"][-_EVENTS:]])
 
 
 def print_events(events: Sequence[dict[str, Any]]) -> None:

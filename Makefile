@@ -6,7 +6,7 @@ EXTRAS := --extra serve --extra cpu --extra trl --extra otel --extra load --extr
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup setup-sglang setup-verl check docs format test test-rest test-all test-unit test-load test-vllm test-sglang test-verl test-ray test-slow test-verl-slow demo site \
+.PHONY: help setup setup-sglang setup-verl check docs format test test-rest test-all test-unit test-load test-vllm test-sglang test-verl test-ray test-slow test-verl-slow demo site pictures \
   loadtest compare chaos lock clean
 
 help: ## Say what there is
@@ -36,6 +36,10 @@ check: setup ## Format, lint, types, import contracts, docs
 site: ## The documentation as a site in out/site, without a warning
 	@$(PYTHON) scripts/setup.py site
 	@NO_MKDOCS_2_WARNING=1 .venv-site/bin/mkdocs build --strict -q
+
+pictures: ## The pictures of page, terminal and site in docs/images and out/pictures
+	@$(PYTHON) scripts/setup.py site
+	@PYTHONPATH=. $(BIN)/python -m scripts.pictures
 
 docs: setup ## Write what is generated in docs/
 	$(BIN)/python -m scripts.docs

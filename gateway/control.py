@@ -46,8 +46,8 @@ class Control:
 
     @api.get("/docs", include_in_schema=False)
     async def docs(self) -> RedirectResponse:
-        """Lead to the gateway's pages of its routes."""
-        return RedirectResponse((await self.url())["url"] + "/docs")
+        """Lead to the list of the gateway's routes."""
+        return RedirectResponse((await self.url())["url"] + "/openapi.json")
 
     @api.get("/status")
     async def status(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ exec python3 -m verl.trainer.main_ppo \
   +trainer.v1.gateway.url=http://127.0.0.1:8100 \
   +ray_kwargs.ray_init.address=local \
   algorithm.adv_estimator=grpo \
+  critic.enable=False \
   data.train_files="$HOME/data/gsm8k/train.parquet" \
   data.val_files="$HOME/data/gsm8k/test.parquet" \
   data.train_batch_size=128 \

@@ -18,8 +18,9 @@ _IMAGE = re.compile(r'(src|srcset)="docs/')
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Link the repository."""
+    """Name the version, and link the repository."""
     project = tomllib.loads((_ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    config.site_name = f"{project['name']} {project['version']}"
     config.repo_url = project["urls"].get("Repository")
     return config
 

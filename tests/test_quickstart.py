@@ -40,11 +40,12 @@ def test_the_readme_installs_as_the_quickstart_does() -> None:
     assert set(commands(QUICKSTART, "Start a fleet", "Stop it")) <= set(commands(README, "Use it"))
 
 
-def test_pages_name_the_wheel_of_this_version() -> None:
+def test_pages_name_the_wheel_of_this_version_and_the_changelog_has_it() -> None:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
     pages = [ROOT / "README.md", *ROOT.glob("docs/*.md")]
     named = {found for page in pages for found in re.findall(r"rollout_gateway-(\S+?)-py3", page.read_text("utf-8"))}
     assert named == {version}
+    assert f"\n## [{version}] - " in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
 class Stranger:
@@ -95,6 +96,8 @@ def clone() -> Iterator[Stranger]:
 @pytest.fixture
 def wheel(clone: Stranger) -> Iterator[Stranger]:
     """Another stranger, who has got the wheel that a clone has built."""
+    if not (clone.folder / "rollout-gateway").is_dir():  # the test of the clone was left out
+        clone.type(commands(QUICKSTART, CLONE))
     clone.type(["make dist"], "rollout-gateway")
     with tempfile.TemporaryDirectory(prefix="stranger-") as folder:
         (built,) = (clone.folder / "rollout-gateway" / "dist").glob("*.whl")

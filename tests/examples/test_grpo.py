@@ -98,7 +98,7 @@ def test_trl_knows_every_option_and_gets_the_batch_of_the_page(call: list[str]) 
     options.pop("accelerate_config", None)
     given |= options
     assert set(given) <= known
-    completions = int(given["per_device_train_batch_size"]) * processes * int(given["steps_per_generation"])
+    completions = int(given["per_device_train_batch_size"]) * processes * int(given["gradient_accumulation_steps"])
     assert completions == 128 * given["num_generations"]
 
 

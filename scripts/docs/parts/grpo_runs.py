@@ -112,7 +112,8 @@ def commands(run: Run, choice: Choice) -> Iterator[str]:
         f"engine.num_replicas={run.half}"
     )
     trl = [f"--model_name_or_path {run.model}"]
-    trl += [f"--{name} {getattr(choice.trl, name)}" for name in ("per_device_train_batch_size", "steps_per_generation")]
+    trl += [f"--per_device_train_batch_size {choice.trl.per_device_train_batch_size}"]
+    trl += [f"--gradient_accumulation_steps {choice.trl.steps_per_generation}"]
     trl += [f"--num_processes {run.half} --accelerate_config zero3"] if run.half > 1 else []
     trl += [f"--use_peft --lora_r {run.lora} --lora_alpha {2 * run.lora}"] if run.lora else []
     yield f"CUDA_VISIBLE_DEVICES={trained} trl grpo --config examples/grpo_trl.yaml {' '.join(trl)}     # or"

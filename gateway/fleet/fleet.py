@@ -386,7 +386,7 @@ class Fleet:
             replica.place.leave()
         else:
             self.losses[replica.info.group] += 1
-            self._last_loss[replica.info.group] = f"{replica.replica_id} was lost: {replica.reason}; Serve starts it again"
+            self._last_loss[replica.info.group] = f"{replica.replica_id} was lost: {replica.reason}; Serve restarts it"
 
     def notify(self) -> None:
         """Call the listeners: replicas may take rollouts that they could not take before."""

@@ -84,7 +84,10 @@ def refuses_what_cannot_run(shell: Shell, app: App) -> None:
     vllm = ["engine.kind=vllm", "engine.model=org/model"]
     for words, reason in (
         ([f"gateway.port={dashboard}"], "cannot be bound here"),
-        ([f"gateway.port={port}", *vllm, "engine.tensor_parallel_size=64"], "a replica takes 64 GPUs"),
+        (
+            [f"gateway.port={port}", "engine.kind=sglang", "engine.model=org/model", "engine.tensor_parallel_size=64"],
+            "a replica takes 64 GPUs",
+        ),
         ([f"gateway.port={port}", *vllm, "engine.model=/nowhere/model"], "this machine has no such folder"),
     ):
         done = shell.run("up", "-c", "sim.yaml", control, *words)

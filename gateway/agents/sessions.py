@@ -5,6 +5,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 
+import msgspec
 import structlog
 
 from engines.engine import Json
@@ -18,6 +19,7 @@ from gateway.ledger.ledger import Ledger, Record
 log = structlog.get_logger()
 
 KIND = "session"
+_ACKED = "acked"  # one record, with the names of many
 _BOUNDS_S = 1.0
 _MAX_AGE_S = 86_400.0
 """Longest time without a call, a reward or a read after which a session is forgotten."""
@@ -28,10 +30,20 @@ Key = tuple[str, str]
 """Owner and id."""
 
 
+class Acked(msgspec.Struct, array_like=True, frozen=True):
+    """The name of a session that its trainer has, or has dropped: no call begins it again."""
+
+    owner: str
+    id: str
+
+
+_read_acked = msgspec.msgpack.Decoder(Acked).decode
+
+
 class Sessions:
     """The sessions, by owner and id. The bounds are those of submissions."""
 
-    kind = KIND
+    kind = (KIND, _ACKED)
 
     def __init__(self, config: SubmissionsConfig, ledger: Ledger, metrics: Metrics) -> None:
         self._config = config
@@ -40,6 +52,7 @@ class Sessions:
         self._metrics = metrics
         self._kept: dict[Key, Session] = {}
         self._acked: OrderedDict[Key, None] = OrderedDict()
+        self._acked_record = Record.new(ledger, _ACKED)
         self._full: set[str] = set()  # owners
 
     @property
@@ -83,7 +96,9 @@ class Sessions:
             return found, False
         if self._ledger.is_held_elsewhere:
             raise _unread(name, self._ledger.unread)
-        self._acked.pop((owner, name), None)
+        if (owner, name) in self._acked:
+            del self._acked[owner, name]
+            self._write_acked()
         session = Session(Head(owner, name, time.time(), metadata), Record.new(self._ledger, KIND), self._metrics)
         self._kept[owner, name] = session
         session.write()
@@ -105,13 +120,13 @@ class Sessions:
 
     def of(self, owner: str) -> list[Session]:
         """Return the sessions of an owner, the oldest first."""
-        return sorted((one for one in self._kept.values() if one.owner == owner), key=lambda one: one.head.began)
+        return sorted((one for one in self._kept.values() if one.head.owner == owner), key=lambda one: one.head.began)
 
     async def ack(self, owner: str, name: str) -> None:
         """Drop a session that was frozen. Return once that is durable. Raise `SessionFrozen` where it is open."""
         if (owner, name) not in self._acked:
             session = await self.find(owner, name)
-            if not session.is_frozen or session.open:
+            if not session.head.is_frozen or session.open:
                 raise SessionFrozen(f"{name!r} is open: freeze it before it is acked, since later calls would be lost")
             if session.was_read:
                 self._metrics.session_tokens.labels("delivered").inc(session.num_tokens["trainable"])
@@ -126,11 +141,19 @@ class Sessions:
         await self._ledger.written()
 
     def _drop(self, session: Session) -> None:
-        self._kept.pop((session.owner, session.id), None)
-        session.record.remove()
-        self._acked[session.owner, session.id] = None
+        """Forget a session but for its name: a late call does not begin it again, also after a restart."""
+        self._kept.pop(session.key, None)
+        self._acked[session.key] = None
         if len(self._acked) > _ACKED_KEPT:
             self._acked.popitem(last=False)
+        if self._acked_record.is_kept and not self._acked_record.has_doubled:
+            self._acked_record.add(Acked(*session.key))
+        else:
+            self._write_acked()
+        session.record.remove()
+
+    def _write_acked(self) -> None:
+        self._acked_record.begin([Acked(*key) for key in self._acked])
 
     # Bounds
 
@@ -152,7 +175,7 @@ class Sessions:
             if now - session.used_at > _MAX_AGE_S and not session.open:
                 self._forget(session, f"not used for {_MAX_AGE_S:g} s")
             else:
-                sizes[session.owner] += session.num_bytes
+                sizes[session.head.owner] += session.num_bytes
         over = [(owner, size) for owner, size in sizes.items() if size > self._config.max_bytes]
         self._full = {owner for owner, size in over if self._still_over(owner, size)}
 
@@ -169,8 +192,8 @@ class Sessions:
 
     def _forget(self, session: Session, reason: str) -> None:
         tokens = session.num_tokens["sampled"]
-        log.warning("a session is forgotten that was not acked", id=session.id, reason=reason, tokens=tokens)
-        del self._kept[session.owner, session.id]
+        log.warning("a session is forgotten that was not acked", id=session.head.id, reason=reason, tokens=tokens)
+        del self._kept[session.key]
         session.record.remove()
 
     # Ledger
@@ -186,12 +209,22 @@ class Sessions:
     def write_all(self) -> None:
         for session in self._kept.values():
             session.write()
+        if self._acked:
+            self._write_acked()
 
     def bring_back(self, left: Sequence[Left]) -> None:
-        for one in left:
+        for one in sorted(left, key=lambda one: one.name):  # the names of acked ones first
             record = Record(self._ledger, one.name, one.num_bytes)
             try:
+                if one.name.startswith(_ACKED):
+                    self._acked.update(((acked.owner, acked.id), None) for acked in map(_read_acked, one.frames))
+                    self._write_acked()
+                    record.remove()
+                    continue
                 head = read_head(one.frames[0])
+                if (head.owner, head.id) in self._acked:
+                    record.remove()  # the gateway before was killed at the ack
+                    continue
                 if (head.owner, head.id) in self._kept:
                     raise ValueError(f"session {head.id!r} began again while the ledger could not be read")
                 session = Session(head, record, self._metrics)

@@ -4,7 +4,7 @@ A dialect translates its body to a `Turn`, and an `Answer` to its reply. Message
 /v1/chat/completions, since engines render and parse these.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -36,13 +36,15 @@ class Turn:
 @dataclass(frozen=True, slots=True)
 class Caller:
     """Whose call it is: `client` as its key has it, `placement` its session's name there. `identity` is that of the
-    session that records it; None for a call that is not recorded."""
+    session that records it; None for a call that is not recorded. `is_retry` where its client says
+    that it asks again."""
 
     request_id: str
     client: str
     placement: str
     dialect: str
     identity: Identity | None
+    is_retry: bool = False
 
 
 def chat_request(turn: Turn) -> Json:
@@ -57,7 +59,8 @@ class Answer:
     """The answer to a turn.
 
     `message` is an assistant's message of a chat reply: `content`, `reasoning` and `tool_calls`. `finish_reason` is
-    "stop", "length", "tool_calls" or "abort"; `stop_reason` is the stop string that ended it.
+    "stop", "length", "tool_calls" or "abort"; `stop_reason` is the stop string that ended it. `served_model`
+    is the fleet's name of it. `undelivered` notes that the client has left before it had all of the answer.
     """
 
     id: str
@@ -68,6 +71,8 @@ class Answer:
     num_prompt_tokens: int
     num_cached_tokens: int
     num_tokens: int
+    served_model: str = ""
+    undelivered: Callable[[], None] = lambda: None
 
 
 class Dialect(Protocol):

@@ -31,6 +31,8 @@ class OpenSession:
     key: str
     url: str
     """Of OpenAI's clients, as http://127.0.0.1:8100/sessions/ID/v1."""
+    began: float = 0.0
+    """When, by the gateway's clock: a session of this id that began at another time is another one."""
     is_frozen: bool = False
     is_new: bool = True
     """False where the gateway had it before."""
@@ -57,9 +59,9 @@ class Sessions:
             if answer.status >= 400:
                 raise answer.error
             found = answer.body
-            is_frozen = found.get("state") == "frozen"
-            is_new = answer.status == _CREATED
-            return OpenSession(found["id"], found["key"], self._http.url + found["url"], is_frozen, is_new)
+            is_frozen, is_new = found["state"] == "frozen", answer.status == _CREATED
+            url = self._http.url + found["url"]
+            return OpenSession(found["id"], found["key"], url, found["began"], is_frozen, is_new)
 
         return await self._again(ask, _CALL_TIMEOUT_S)
 

@@ -65,14 +65,34 @@ def verl_fields(
         "rollout_log_probs": log_probs,
         "rm_scores": scores,
     }
+    if (routed := _aligned_experts(rows, prompt_length, response_length)) is not None:
+        tensors["routed_experts"] = routed
     steps = np.array([row.version_range for row in rows], np.int64).reshape(-1, 2)
     uids = np.array([row.group for row in rows], object)
     return tensors, {"uid": uids, "min_global_steps": steps[:, 0], "max_global_steps": steps[:, 1]}
 
 
+def _aligned_experts(rows: Sequence[Trajectory], prompt_length: int, response_length: int) -> NDArray[Any] | None:
+    """Return the routed experts of each id, zeros where there is none; None where not all rows have them."""
+    told = [row.routed_experts for row in rows if row.routed_experts is not None]
+    if not told or len(told) < len(rows):
+        return None
+    aligned = np.zeros((len(rows), prompt_length + response_length, *told[0].shape[1:]), told[0].dtype)
+    for place, (row, experts) in enumerate(zip(rows, told, strict=True)):
+        begin = prompt_length - len(row.prompt_ids)
+        aligned[place, begin : begin + len(experts)] = experts[: aligned.shape[1] - begin]
+    return aligned
+
+
 def prime_rl_row(row: Trajectory) -> dict[str, Any]:
-    """Return a trajectory as prime-rl's training sample."""
-    return {
+    """Return a trajectory as prime-rl's training sample; its `routed_experts` are raw bytes with shape and dtype."""
+    experts = row.routed_experts
+    told = experts is not None and {
+        "data": experts.tobytes(),
+        "shape": list(experts.shape),
+        "dtype": str(experts.dtype),
+    }
+    return ({"routed_experts": told} if told else {}) | {
         "prompt_ids": row.prompt_ids.tolist(),
         "prompt_mask": [False] * len(row.prompt_ids),
         "completion_ids": row.completion_ids.tolist(),
@@ -83,13 +103,14 @@ def prime_rl_row(row: Trajectory) -> dict[str, Any]:
 
 
 def slime_sample(row: Trajectory) -> dict[str, Any]:
-    """Return the fields of slime's and Miles' `Sample`."""
-    return {
+    """Return the fields of slime's and Miles' `Sample`. `status` is "truncated" at a limit of tokens, and "aborted"
+    where the agent was cut off after it."""
+    return ({} if row.routed_experts is None else {"rollout_routed_experts": row.routed_experts}) | {
         "tokens": [*row.prompt_ids.tolist(), *row.completion_ids.tolist()],
         "response_length": len(row.completion_ids),
         "loss_mask": row.mask.tolist(),
         "rollout_log_probs": row.logprobs.tolist(),
         "reward": row.reward,
         "weight_versions": [str(version) for version in dict.fromkeys(row.versions[row.mask == 1].tolist())],
-        "status": "completed",
+        "status": {"length": "truncated", "abort": "aborted"}.get(row.finish_reason or "", "completed"),
     }

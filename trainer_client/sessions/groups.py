@@ -133,7 +133,10 @@ class SessionGroups(Generic[T]):
             opened = await self._begin(name, group.index)
             if opened.is_frozen or await self._has_run(group, opened, deadline):
                 session = await self._sessions.read(name)
-                group.sessions.append(session)
+                if session.began == opened.began:
+                    group.sessions.append(session)
+                else:  # the gateway forgot it in a restart, and a later call began it again
+                    group.dropped["lost"] += 1
         except InvalidRequest as error:
             if not is_unknown(error):
                 raise

@@ -18,6 +18,15 @@ Ids = NDArray[np.int32]
 Logprobs = NDArray[np.float32]
 
 
+class Media(msgspec.Struct, frozen=True):
+    """An image, sound or video of a prompt, as a file of its type has it; an address is text/uri-list. In the record
+    the first call that has it names more than its digest."""
+
+    id: str
+    media_type: str = ""
+    data: bytes = b""
+
+
 class Call(msgspec.Struct, frozen=True, kw_only=True, eq=False, rename={"index": "call", "spans": "weight_versions"}):
     """One call of an agent: a prompt, and the tokens sampled after it. `agent` and `window` are names of harnesses."""
 
@@ -50,6 +59,11 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, eq=False, rename={"index":
     sampling: Json | None = None
     tools: list[Json] | None = None
     """Of roots alone: a call has the tools of its root."""
+    media: list[Media] = []
+    """Of the whole prompt, in its order; `Session.media_of` has their contents."""
+    routed_experts: bytes = b""
+    """A file of numpy's [rows, layers, experts a token], as the engine gave it: the last rows of all ids but the last
+    one, and at least those from the parent's last id on."""
     reward: float | None = None
     error: Json | None = None
 
@@ -73,6 +87,11 @@ class Session(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         while (parent := path[-1].parent) is not None:
             path.append(self.calls[parent])
         return path[::-1]
+
+    def media_of(self, index: int) -> list[Media]:
+        """Return the contents in the prompt of a call."""
+        found = {one.id: one for call in self.calls for one in call.media if one.media_type}
+        return [found[one.id] for one in self.calls[index].media]
 
     @property
     def oldest_version(self) -> int | None:

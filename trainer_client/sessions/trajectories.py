@@ -1,8 +1,10 @@
 """The rows of a session: each path of its calls, with a mask by which each sampled token is trained once."""
 
+import io
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,6 +43,10 @@ class Trajectory:
     """Rewards of single calls, on the last token of each."""
     reward: float | None
     """The session's."""
+    finish_reason: str | None
+    """Of its last call; "abort" where a call after it was cut off or failed."""
+    routed_experts: NDArray[Any] | None
+    """[ids - 1, layers, experts a token]: those of each of its ids but the last; None where an engine told none."""
 
     @property
     def trainable(self) -> int:
@@ -133,6 +139,7 @@ def _row(session: Session, path: list[Call], trainable: set[int]) -> Trajectory:
             logprobs[start:end] = np.nan_to_num(told)
             if call.reward is not None:
                 rewards[end - 1] = call.reward
+    is_broken_off = any(call.parent == path[-1].index and call.mask for call in session.calls)
     return Trajectory(
         session_id=session.id,
         group=str((session.metadata or {}).get("group", session.id)),
@@ -145,7 +152,21 @@ def _row(session: Session, path: list[Call], trainable: set[int]) -> Trajectory:
         versions=versions,
         rewards=rewards,
         reward=session.reward,
+        finish_reason="abort" if is_broken_off else path[-1].finish_reason,
+        routed_experts=_routed_experts(path),
     )
+
+
+def _routed_experts(path: list[Call]) -> NDArray[Any] | None:
+    if not all(call.routed_experts for call in path):
+        return None
+    rows: list[NDArray[Any]] = []
+    for call in path:
+        told = np.load(io.BytesIO(call.routed_experts), allow_pickle=False)
+        num_new = call.prompt_tokens + len(call.token_ids) - 1 - sum(map(len, rows))
+        rows.append(told[len(told) - num_new :])
+    experts: NDArray[Any] = np.concatenate(rows)
+    return experts
 
 
 def _logprobs(call: Call) -> NDArray[np.float32]:

@@ -24,6 +24,7 @@ log = structlog.get_logger()
 
 _PING_S = 10.0
 _EVENTS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+_RETRIES = "x-stainless-retry-count"  # of Anthropic's and OpenAI's clients
 _OF_SESSION = "/sessions/{session}"
 
 
@@ -60,16 +61,14 @@ class AgentRoutes:
             answer_id, is_rendered = uuid.uuid4().hex, asyncio.Event()
 
             async def answering() -> Answer:
-                prepared = await self.turns.prepare(turn, caller)
-                is_rendered.set()
-                answer = await self.turns.answer(prepared, answer_id)
+                answer = await self.turns.answer(turn, caller, answer_id, is_rendered.set)
                 usage: Json = {"prompt_tokens": answer.num_prompt_tokens, "completion_tokens": answer.num_tokens}
-                self.measurement.count_tokens(request, prepared.rollout.model, usage)
+                self.measurement.count_tokens(request, answer.served_model, usage)
                 return answer
 
             if turn.streams:
                 return await _stream(request, dialect, turn, answer_id, answering, is_rendered)
-            return reply(dialect.reply(await answering(), turn))
+            return await _whole(request, dialect, turn, await answering())
 
         return answered
 
@@ -98,7 +97,19 @@ def _caller(request: web.Request, body: Json, dialect: str) -> Caller:
     client = request[CLIENT]
     identity = identity_of(request[SESSION], request.headers, body)
     placement = session_key(client, identity.home) if identity else session_of(client, request.headers, body)
-    return Caller(request_id(request), client, placement, dialect, identity)
+    is_retry = request.headers.get(_RETRIES, "0") != "0"
+    return Caller(request_id(request), client, placement, dialect, identity, is_retry)
+
+
+async def _whole(request: web.Request, dialect: Dialect, turn: Turn, answer: Answer) -> web.StreamResponse:
+    response = reply(dialect.reply(answer, turn))
+    try:
+        await response.prepare(request)
+        await response.write_eof()
+    except (ConnectionError, asyncio.CancelledError):
+        answer.undelivered()
+        raise
+    return response
 
 
 async def _stream(
@@ -111,7 +122,7 @@ async def _stream(
 ) -> web.StreamResponse:
     """Send the first events once the turn is rendered, which an error before keeps its status by; or else soon, and
     pings while the answer is made. Then send its events. The answer of a client that leaves ends with it."""
-    response = web.StreamResponse(headers=_EVENTS)
+    response, is_delivered = web.StreamResponse(headers=_EVENTS), False
     task, rendered = asyncio.ensure_future(answering()), asyncio.ensure_future(is_rendered.wait())
     try:
         await asyncio.wait({task, rendered}, timeout=_PING_S, return_when=asyncio.FIRST_COMPLETED)
@@ -123,17 +134,21 @@ async def _stream(
             await response.write(dialect.ping)
         for event in dialect.events(task.result(), turn):
             await response.write(event)
+        await response.write_eof()
+        is_delivered = True
     except ConnectionError:
         raise  # the client is gone
     except Exception as error:
         if not response.prepared:
             raise
         await response.write(dialect.error_event(_told(error, request)))
+        await response.write_eof()
     finally:
         task.cancel()
         rendered.cancel()
-        await asyncio.gather(task, rendered, return_exceptions=True)
-    await response.write_eof()
+        [made, _] = await asyncio.gather(task, rendered, return_exceptions=True)
+        if isinstance(made, Answer) and not is_delivered:
+            made.undelivered()
     return response
 
 

@@ -11,7 +11,7 @@ from msgspec import Meta, Struct
 
 from engines.engine import Json
 from engines.errors import InvalidRequest
-from gateway.agents.session import Rewarded, Session
+from gateway.agents.session import Session
 from gateway.agents.sessions import Sessions
 from gateway.dialects.fields import read_fields
 from gateway.fleet.placement.sessions import ID_RULE, SESSION_ID
@@ -66,7 +66,7 @@ class SessionRoutes:
         session, is_new = await self.sessions.begun(request[CLIENT], name, asked.metadata)
         await session.record.written()
         told = {"id": name, "key": self._access.session_key(request, name), "url": f"/sessions/{name}/v1"}
-        return reply(told | {"state": session.state}, 201 if is_new else 200)
+        return reply(told | {"state": session.state, "began": session.head.began}, 201 if is_new else 200)
 
     async def _list(self, request: web.Request) -> web.Response:
         """Reply with the client's sessions, of one state where it names one."""
@@ -87,7 +87,9 @@ class SessionRoutes:
         session = await self._found(request)
         asked = read_fields(_Reward, await read_object(request))
         if asked.call is not None and asked.call >= len(session.calls):
-            raise InvalidRequest(f"call = {asked.call}: {session.id!r} has {len(session.calls)} calls", param="call")
+            raise InvalidRequest(
+                f"call = {asked.call}: {session.head.id!r} has {len(session.calls)} calls", param="call"
+            )
         if asked.call is not None and asked.info is not None:
             raise InvalidRequest("info is the session's: leave it out of the reward of a call", param="info")
         self._note(session, asked.reward, asked.call, asked.info)
@@ -125,7 +127,7 @@ class SessionRoutes:
         if not math.isfinite(reward):
             raise InvalidRequest(f"reward = {reward} must be a finite number", param="reward")
         _check_size("info", info)
-        session.note(Rewarded(reward, call, info))
+        session.reward(reward, call, info)
 
 
 def _check_size(name: str, given: Json | None) -> None:

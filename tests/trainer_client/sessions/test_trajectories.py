@@ -124,3 +124,10 @@ def test_a_token_without_a_log_prob_is_masked_and_counted() -> None:
     assert (row.mask.tolist(), row.logprobs.tolist()) == ([1, 0], [-1.0, 0.0])
     assert counts_of(session).masked == {"no_logprobs": 1}
     assert row.completion_ids.dtype == np.int32
+
+
+def test_a_row_says_how_it_ended() -> None:
+    first = call(0)
+    cut = call(1, first, (20,), mask="frozen")
+    for calls, reason in (((first,), "stop"), ((call(0, finish_reason="length"),), "length"), ((first, cut), "abort")):
+        assert [row.finish_reason for row in trajectories_of(read_session(events(*calls)))] == [reason]

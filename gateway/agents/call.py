@@ -101,10 +101,8 @@ class Call:
 
     @property
     def num_bytes(self) -> int:
-        """Size in memory."""
-        facts = self.facts
-        kept = (facts.prompt_token_ids, facts.sampling, facts.tools, facts.routed_experts)
-        return _OBJECT_BYTES + sum(map(len, kept)) + 8 * len(self.token_ids)
+        """Size in memory, without what the engine makes."""
+        return _OBJECT_BYTES + sum(map(len, (self.facts.prompt_token_ids, self.facts.sampling, self.facts.tools)))
 
     @property
     def end(self) -> End | None:
@@ -116,11 +114,6 @@ class Call:
         return End(*how, self.facts.prompt_tokens, self.length, last[-_LAST:].tolist())
 
     @property
-    def is_made(self) -> bool:
-        """True once all of its tokens are there."""
-        return self.reply is not None and bool(self.reply.samples) and not self.reply.open
-
-    @property
     def is_scored(self) -> bool:
         """False where engines gave no log-prob for any token."""
         return not self.token_ids or not all(map(math.isnan, self.logprobs))
@@ -130,11 +123,6 @@ class Call:
         if self.task is not None and not self.cut_for:
             self.cut_for = mask
             self.task.cancel()
-
-    def settle(self) -> None:
-        """Take what there is for all that there will be."""
-        for sample in self.reply.samples if self.reply else ():
-            sample.settle()
 
     def grow(self) -> Iterator[Grown]:
         """Take the tokens of known versions that have come since the last call, if any have, and yield them."""
@@ -158,10 +146,6 @@ class Call:
         self.token_ids.frombytes(step.token_ids)
         self.logprobs.frombytes(step.logprobs)
         self.weight_versions = step.weight_versions
-
-    def free(self) -> None:
-        """Forget what made it."""
-        self.reply = self.task = self._recorded = None
 
     def steps(self) -> Iterator[Facts | Grown]:
         """Yield all that there is, for a new record."""

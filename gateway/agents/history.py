@@ -19,18 +19,13 @@ from gateway.agents.turn import Turn, chat_request
 
 # For clients that name no limit, such as Codex: a model that repeats itself would fill the whole context.
 _MAX_TOKENS = 32_768
-FIRST = "first"
-"""A conversation begins: that of a session or a subagent, or the one after a compaction."""
-CHANGED = "changed"
-"""The client has sent back other messages than it was given."""
-TOOLS = "tools"
-"""The messages are those of an earlier call, the model, the tools or the template's fields are not."""
-MEDIA = "media"
-"""The turn has images, sound or video, whose places in the prompt an engine has to tell."""
-TEMPLATE = "template"
-"""The template moves or changes what came before, or ends an answer in another way than it was sampled."""
-UNKNOWN = "unknown"
-"""No engine renders the turn, so it has no ids."""
+# Why a turn is a root.
+FIRST = "first"  # a conversation begins: that of a session or a subagent, or the one after a compaction
+CHANGED = "changed"  # the client has sent back other messages than it was given
+TOOLS = "tools"  # the messages are those of an earlier call; the model, the tools or the template's fields are not
+MEDIA = "media"  # the turn has images, sound or video, whose places in the prompt an engine has to tell
+TEMPLATE = "template"  # it moves or changes what came before, or ends an answer in another way than it was sampled
+UNKNOWN = "unknown"  # no engine renders the turn, so it has no ids
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,5 @@
 """Images, sound and video of a conversation: opaque bytes, which a session's record has once."""
 
-import binascii
 from base64 import b64decode
 from collections.abc import Iterable, Iterator
 from hashlib import blake2b
@@ -48,5 +47,5 @@ def media_of(part: Json) -> Media:
             return Media(id_of(part), "application/json", encoded(part))
     try:
         return Media(id_of(part), media_type, b64decode(text, validate=True))
-    except binascii.Error:
+    except ValueError:
         return Media(id_of(part), "application/json", encoded(part))

@@ -12,19 +12,8 @@ import msgspec
 
 from engines.engine import Json
 from engines.errors import RolloutGatewayError
-from gateway.agents.pieces import (
-    ChatMessages,
-    calls_of,
-    failure,
-    function,
-    image,
-    is_cut,
-    named,
-    named_event,
-    objects,
-    refusal,
-)
-from gateway.agents.turn import Answer, Turn
+from gateway.agents.pieces import ChatMessages, failure, function, image, named, named_event, objects, refusal
+from gateway.agents.turn import Answer, Dialect, Turn
 from gateway.dialects.fields import read_fields
 from gateway.dialects.raw_json import NO_JSON, decoded
 
@@ -33,15 +22,9 @@ _BILLING = "x-anthropic-billing-header"
 # Under this name Anthropic's documents hand back arguments that are no JSON object.
 _NO_OBJECT = "INVALID_JSON"
 _TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-    504: "timeout_error",
-    529: "overloaded_error",
-}
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
+    429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error", 529: "overloaded_error",
+}  # fmt: skip
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _BLOCKS = "a user has text, image and tool_result, the assistant text, thinking and tool_use, each with its fields"
 
@@ -63,7 +46,7 @@ class _Body(msgspec.Struct):
     chat_template_kwargs: dict[str, Any] = {}
 
 
-class Messages:
+class Messages(Dialect):
     """`metadata`, `cache_control`, `context_management`, `is_error` and betas have no effect."""
 
     ping = named_event({"type": "ping"})
@@ -96,10 +79,6 @@ class Messages:
             max_tokens=given.max_tokens,
             streams=given.stream,
         )
-
-    def count(self, num_tokens: int) -> Json:
-        """Return the reply to a count of tokens."""
-        return {"input_tokens": num_tokens}
 
     def begin(self, answer_id: str, turn: Turn) -> bytes:
         usage = {"input_tokens": 0, "output_tokens": 0}
@@ -328,7 +307,7 @@ def _content(answer: Answer) -> list[Json]:
         blocks.append({"type": "thinking", "thinking": thoughts, "signature": answer.id})
     if text := answer.message.get("content"):
         blocks.append({"type": "text", "text": text})
-    for call in calls_of(answer):
+    for call in answer.calls:
         name, arguments = call["function"]["name"], call["function"]["arguments"]
         blocks.append({"type": "tool_use", "id": call["id"], "name": name, "input": _input(arguments)})
     return blocks or [{"type": "text", "text": ""}]  # clients read the first block
@@ -359,7 +338,7 @@ def _parts(block: Json) -> tuple[Json, list[Json]]:
 
 def _end(answer: Answer) -> Json:
     reason, sequence = "end_turn", None
-    if is_cut(answer):
+    if answer.is_cut:
         reason = "max_tokens"
     elif answer.message.get("tool_calls"):
         reason = "tool_use"

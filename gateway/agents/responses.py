@@ -11,20 +11,8 @@ import msgspec
 
 from engines.engine import Json
 from engines.errors import RolloutGatewayError
-from gateway.agents.pieces import (
-    ChatMessages,
-    calls_of,
-    failure,
-    function,
-    image,
-    is_cut,
-    named,
-    named_event,
-    objects,
-    refusal,
-)
-from gateway.agents.turn import Answer, Turn
-from gateway.api import body_of
+from gateway.agents.pieces import ChatMessages, failure, function, image, named, named_event, objects, refusal
+from gateway.agents.turn import Answer, Dialect, Turn
 from gateway.dialects.fields import read_fields
 
 _NEEDS_STORE = {
@@ -64,11 +52,9 @@ _BEGUN = ("response.created", "response.in_progress")
 _CODES = {429: "rate_limit_exceeded"}
 
 
-class Responses:
+class Responses(Dialect):
     """`store`, `truncation`, `service_tier`, `reasoning.summary` and `client_metadata` have no effect. A tool that
     searches the web is left out: no model is told of it."""
-
-    ping = b": ping\n\n"
 
     def read(self, body: Json) -> Turn:
         for name, remedy in _NEEDS_STORE.items():
@@ -108,9 +94,6 @@ class Responses:
 
     def events(self, answer: Answer, turn: Turn) -> Iterator[bytes]:
         return _numbered(_shown(self.reply(answer, turn)), len(_BEGUN))
-
-    def error(self, error: RolloutGatewayError) -> Json:
-        return body_of(error)
 
     def error_event(self, error: RolloutGatewayError) -> bytes:
         status, message = failure(error)
@@ -283,7 +266,7 @@ def _end(answer: Answer, items: list[Json]) -> Json:
         "total_tokens": answer.num_prompt_tokens + answer.num_tokens,
     }
     end: Json = {"status": "completed", "output": items, "usage": usage}
-    if is_cut(answer):
+    if answer.is_cut:
         end |= {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
     return end
 
@@ -296,14 +279,14 @@ def _items(answer: Answer, turn: Turn) -> list[Json]:
     if text := answer.message.get("content"):
         part: Json = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
         items.append({"type": "message", "id": f"msg_{answer.id}", "role": "assistant", "content": [part]})
-    for index, call in enumerate(calls_of(answer)):
+    for index, call in enumerate(answer.calls):
         name, arguments = call["function"]["name"], call["function"]["arguments"]
         named_so = turn.echo["namespaces"].get(name) or {"name": name}
         called: Json = {"call_id": call["id"], **named_so, "arguments": arguments}
         items.append({"type": "function_call", "id": f"fc_{answer.id}_{index}", **called})
     for item in items:
         item["status"] = "completed"
-    if items and is_cut(answer):
+    if items and answer.is_cut:
         items[-1]["status"] = "incomplete"
     return items
 

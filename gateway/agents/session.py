@@ -62,31 +62,23 @@ class Session:
 
     def __init__(self, head: Head, record: Record, metrics: Metrics) -> None:
         self.head, self.record = head, record
+        self.key = head.owner, head.id
         self.calls: list[Call] = []
         self.history = History(self.ids_of)
         self.was_read = False
         """True once a reader has had all of it after it was frozen."""
         self.used_at = time.monotonic()
         self.num_bytes = len(msgspec.msgpack.encode(head))
-        self._open: dict[int, Call] = {}
+        self.open: dict[int, Call] = {}
+        """Those that have not ended."""
         self._media: dict[str, Media] = {}
         self._asked: dict[tuple[int | None, bytes], int] = {}  # the latest call with a prompt
         self._ended = asyncio.Event()
         self._metrics = metrics
 
     @property
-    def key(self) -> tuple[str, str]:
-        """Owner and id."""
-        return self.head.owner, self.head.id
-
-    @property
     def state(self) -> str:
         return "frozen" if self.head.is_frozen else "open"
-
-    @property
-    def open(self) -> list[Call]:
-        """The calls that have not ended."""
-        return list(self._open.values())
 
     def ids_of(self, number: int) -> "array[int]":
         """Return the ids of a call's prompt and of what was sampled."""
@@ -98,11 +90,6 @@ class Session:
             whole.frombytes(call.facts.prompt_token_ids)
             whole += call.token_ids
         return whole
-
-    def num_routed(self, number: int) -> int:
-        """Return for how many ids of a call the record has the routed experts: all but the last one, or none."""
-        call = self.calls[number]
-        return call.length - 1 if call.facts.routed_experts else 0
 
     # Calls
 
@@ -149,9 +136,7 @@ class Session:
     def check_open(self) -> None:
         """Raise `SessionFrozen` where no call is taken any more."""
         if self.head.is_frozen:
-            raise SessionFrozen(
-                f"session is frozen: {self.head.id!r} takes no call any more; begin one under another id"
-            )
+            raise SessionFrozen(f"session is frozen: {self.head.id!r} takes no later call; begin one under another id")
 
     @asynccontextmanager
     async def under_way(self, call: Call, reply: Reply | None) -> AsyncIterator[None]:
@@ -168,8 +153,8 @@ class Session:
             self.check_open()
             raise GatewayUnreachable("the gateway ends: ask again") from None
         except RolloutGatewayError as error:
-            body = body_of(error)
-            self._stop(call, "failed", "unparsed" if call.is_made else "failed", body.get("error") or body)
+            body, is_made = body_of(error), reply is not None and reply.samples and not reply.open
+            self._stop(call, "failed", "unparsed" if is_made else "failed", body.get("error") or body)
             await self.record.written()
             raise
         except Exception:
@@ -208,7 +193,8 @@ class Session:
     def _stop(self, call: Call, state: str, mask: str, error: Json | None = None) -> None:
         """End a call that has no answer."""
         if call.facts.ended is None:
-            call.settle()
+            for sample in call.reply.samples if call.reply else ():
+                sample.settle()
             self.write_growth([call])
             self._end(call, state=state, mask=mask, error=error)
         elif mask == CLIENT_LEFT:
@@ -229,17 +215,18 @@ class Session:
 
     def _settle(self, call: Call) -> None:
         """Have later turns follow a call that has ended."""
-        call.free()
-        del self._open[call.facts.call]
-        self.num_bytes += call.num_bytes
+        call.reply = call.task = None
+        del self.open[call.facts.call]
+        self.num_bytes += 8 * len(call.token_ids) + len(call.facts.routed_experts)
         if (end := call.end) is not None:
             self.history.add(call.facts.call, call.facts.digest, end)
 
     # Trainers
 
-    def reward(self, reward: float, call: int | None, info: Json | None) -> None:
-        """Set the reward of one call, or that of the session with its `info` where `call` is None."""
-        self._change(call, reward=reward, **({"info": info} if call is None else {}))
+    def reward(self, reward: float | None, call: int | None = None, info: Json | None = None) -> None:
+        """Set the reward of one call, or that of the session where `call` is None, and its `info`; None is no news."""
+        if given := {name: value for name, value in (("reward", reward), ("info", info)) if value is not None}:
+            self._change(call, **given)
 
     async def freeze(self, wait_s: float) -> None:
         """Take no later call. End open ones after so many seconds. Return once it is durable that none is open."""
@@ -252,7 +239,7 @@ class Session:
         """Wait so long for open calls, then end them. Raise `DeadlineExceeded` where they do not end."""
         if await self._has_ended_within(wait_s):
             return
-        for call in self.open:
+        for call in list(self.open.values()):
             call.cut(mask)
         if not await self._has_ended_within(_CUT_S):
             raise DeadlineExceeded(f"calls of {self.head.id!r} have not ended within {_CUT_S:g} s: ask again")
@@ -260,9 +247,9 @@ class Session:
     async def _has_ended_within(self, timeout_s: float) -> bool:
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                while self._open:
+                while self.open:
                     await self._ended.wait()
-        return not self._open
+        return not self.open
 
     @property
     def num_tokens(self) -> Json:
@@ -277,19 +264,16 @@ class Session:
 
     def report(self) -> Json:
         """Return the head, as readers get it first."""
+        head = msgspec.structs.asdict(self.head)
         rewards = {str(call.facts.call): call.facts.reward for call in self.calls if call.facts.reward is not None}
         return {
             "type": "session",
             "schema_version": SCHEMA_VERSION,
-            "id": self.head.id,
+            **{name: head[name] for name in ("id", "began", "metadata", "reward", "info")},
             "state": self.state,
-            "began": self.head.began,
             "calls": len(self.calls),
             "open_calls": len(self.open),
-            "reward": self.head.reward,
             "rewards": rewards,
-            "info": self.head.info,
-            "metadata": self.head.metadata,
             "tokens": self.num_tokens,
         }
 
@@ -318,7 +302,7 @@ class Session:
         """Take the steps of a gateway before this one. Calls that were open end with the tokens that it has written."""
         for step in steps:
             self._take(step)
-        for call in self.open:
+        for call in list(self.open.values()):
             if call.facts.ended is None:
                 self._stop(call, "cut", "gateway_ended")
             else:
@@ -337,7 +321,8 @@ class Session:
         match step:
             case Facts():
                 self.calls.append(Call(copy(step)))
-                self._open[step.call] = self.calls[-1]
+                self.open[step.call] = self.calls[-1]
+                self.num_bytes += self.calls[-1].num_bytes
                 if step.prompt_tokens:
                     self._asked[step.parent, step.prompt_token_ids] = step.call
             case Grown():

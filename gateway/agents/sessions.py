@@ -2,10 +2,9 @@
 
 import asyncio
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Sequence
 
-import msgspec
 import structlog
 
 from engines.engine import Json
@@ -26,18 +25,7 @@ _MAX_AGE_S = 86_400.0
 _ACKED_KEPT = 10_000
 _FULL_RETRY_S = 10.0
 
-Key = tuple[str, str]
-"""Owner and id."""
-
-
-class Acked(msgspec.Struct, array_like=True, frozen=True):
-    """The name of a session that its trainer has, or has dropped: no call begins it again."""
-
-    owner: str
-    id: str
-
-
-_read_acked = msgspec.msgpack.Decoder(Acked).decode
+Key = tuple[str, str]  # owner and id
 
 
 class Sessions:
@@ -73,6 +61,7 @@ class Sessions:
 
     async def entered(self, owner: str, name: str) -> Session:
         """Return the session of a call, which may begin it. Raise `SessionFrozen`, `TooManyRequests`."""
+        await self._ledger.opened()
         if (owner, name) in self._acked:
             raise SessionFrozen(f"session is frozen: {name!r} was acked, and takes no call any more")
         if owner in self._full:
@@ -82,7 +71,6 @@ class Sessions:
                 _FULL_RETRY_S,
             )
         session, _ = await self.begun(owner, name)
-        session.used_at = time.monotonic()
         session.check_open()
         return session
 
@@ -147,13 +135,13 @@ class Sessions:
         if len(self._acked) > _ACKED_KEPT:
             self._acked.popitem(last=False)
         if self._acked_record.is_kept and not self._acked_record.has_doubled:
-            self._acked_record.add(Acked(*session.key))
+            self._acked_record.add(Head(*session.key, time.time()))
         else:
             self._write_acked()
         session.record.remove()
 
     def _write_acked(self) -> None:
-        self._acked_record.begin([Acked(*key) for key in self._acked])
+        self._acked_record.begin([Head(*key, time.time()) for key in self._acked])
 
     # Bounds
 
@@ -169,26 +157,22 @@ class Sessions:
         await asyncio.gather(*ending, return_exceptions=True)
 
     def _keep_bounds(self) -> None:
-        sizes = Counter[str]()
         now = time.monotonic()
         for session in list(self._kept.values()):
             if now - session.used_at > _MAX_AGE_S and not session.open:
                 self._forget(session, f"not used for {_MAX_AGE_S:g} s")
-            else:
-                sizes[session.head.owner] += session.num_bytes
-        over = [(owner, size) for owner, size in sizes.items() if size > self._config.max_bytes]
-        self._full = {owner for owner, size in over if self._still_over(owner, size)}
+        self._full = {owner for owner in {owner for owner, _ in self._kept} if not self._fits(owner)}
 
-    def _still_over(self, owner: str, size: int) -> bool:
-        """Forget sessions without open calls, the least recently used first, until the others fit. True if they never
+    def _fits(self, owner: str) -> bool:
+        """Forget sessions without open calls, the least recently used first, until the others fit. False if they never
         do."""
-        idle = [one for one in self.of(owner) if not one.open]
-        for session in sorted(idle, key=lambda one: one.used_at):
-            if size <= self._config.max_bytes:
-                return False
-            size -= session.num_bytes
-            self._forget(session, f"gateway.submissions.max_bytes = {self._config.max_bytes}")
-        return size > self._config.max_bytes
+        kept, limit = self.of(owner), self._config.max_bytes
+        size = sum(one.num_bytes for one in kept)
+        for session in sorted((one for one in kept if not one.open), key=lambda one: one.used_at):
+            if size > limit:
+                size -= session.num_bytes
+                self._forget(session, f"gateway.submissions.max_bytes = {limit}")
+        return size <= limit
 
     def _forget(self, session: Session, reason: str) -> None:
         tokens = session.num_tokens["sampled"]
@@ -204,7 +188,7 @@ class Sessions:
 
     async def write_news(self) -> None:
         for session in self._kept.values():
-            session.write_growth(session.open)
+            session.write_growth(session.open.values())
 
     def write_all(self) -> None:
         for session in self._kept.values():
@@ -217,20 +201,19 @@ class Sessions:
             record = Record(self._ledger, one.name, one.num_bytes)
             try:
                 if one.name.startswith(_ACKED):
-                    self._acked.update(((acked.owner, acked.id), None) for acked in map(_read_acked, one.frames))
+                    self._acked.update(((head.owner, head.id), None) for head in map(read_head, one.frames))
                     self._write_acked()
                     record.remove()
                     continue
-                head = read_head(one.frames[0])
-                if (head.owner, head.id) in self._acked:
+                session = Session(read_head(one.frames[0]), record, self._metrics)
+                if session.key in self._acked:
                     record.remove()  # the gateway before was killed at the ack
                     continue
-                if (head.owner, head.id) in self._kept:
-                    raise ValueError(f"session {head.id!r} began again while the ledger could not be read")
-                session = Session(head, record, self._metrics)
+                if session.key in self._kept:
+                    raise ValueError(f"session {session.head.id!r} began again while the ledger could not be read")
                 session.restore(map(read_step, one.frames[1:]))
-                self._kept[head.owner, head.id] = session
-            except (ValueError, KeyError, TypeError, IndexError) as error:
+                self._kept[session.key] = session
+            except (ValueError, LookupError, TypeError, AttributeError) as error:
                 log.error("a session in the ledger cannot be read", record=one.name, error=repr(error))
                 record.remove()
 

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from engines.engine import Json
 from engines.errors import RolloutGatewayError
+from gateway.api import body_of
 from gateway.fleet.placement.sessions import Identity
 
 
@@ -74,12 +75,30 @@ class Answer:
     served_model: str = ""
     undelivered: Callable[[], None] = lambda: None
 
+    @property
+    def calls(self) -> list[Json]:
+        """Its calls, with their arguments as they were sampled. A call that its parser left without an id gets one that
+        no other call has."""
+        return [
+            {
+                "id": call.get("id") or f"call_{self.id}_{index}",
+                "type": "function",
+                "function": {name: call["function"].get(name) or "" for name in ("name", "arguments")},
+            }
+            for index, call in enumerate(self.message.get("tool_calls") or ())
+        ]
+
+    @property
+    def is_cut(self) -> bool:
+        """True if it ended before the model's own end or a stop string."""
+        return self.finish_reason in ("length", "abort")
+
 
 class Dialect(Protocol):
     """The words of one kind of client. A streamed reply is made up once the answer is whole; `ping` keeps a client
     waiting for it."""
 
-    ping: bytes
+    ping: bytes = b": ping\n\n"
 
     def read(self, body: Json) -> Turn:
         """Return what a body asks for. Raise `InvalidRequest` with the field, its value and a remedy."""
@@ -99,7 +118,7 @@ class Dialect(Protocol):
 
     def error(self, error: RolloutGatewayError) -> Json:
         """Return the body of an error."""
-        ...
+        return body_of(error)
 
     def error_event(self, error: RolloutGatewayError) -> bytes:
         """Return the event that ends a stream that has begun."""

@@ -42,8 +42,8 @@ class Turns:
         return len(rendered["token_ids"])
 
     async def answer(self, turn: Turn, caller: Caller, answer_id: str, begun: Callable[[], None]) -> Answer:
-        """Answer a turn. `begun` is called once it is rendered. The answer is continued
-        where a replica ends or an update cuts it off.
+        """Answer a turn. `begun` is called once it is rendered. An answer goes on where a replica ends, or an update
+        cuts it off.
 
         That of a session is recorded when this returns; where it raises, as far as it came.
         """
@@ -103,7 +103,8 @@ class Turns:
 
 def _body(turn: Turn, prompt: Prompt, session: Session | None) -> Json:
     sampling = prompt.sampling | ({} if session is None else {"logprobs": 0})
-    if session and prompt.parent is not None and (start := session.num_routed(prompt.parent)):
-        sampling["routed_experts_prompt_start"] = start
+    before = session.calls[prompt.parent] if session and prompt.parent is not None else None
+    if before and before.facts.routed_experts:  # those of all its ids but the last are there
+        sampling["routed_experts_prompt_start"] = before.length - 1
     body = {"model": turn.model, "token_ids": prompt.token_ids, "sampling_params": sampling}
     return body | ({"features": prompt.features} if prompt.features else {})

@@ -1,7 +1,7 @@
 """Sends the events of a submission, as NDJSON or as msgpack.
 
 In msgpack each event comes after its length, itself a msgpack integer of five bytes: a reader with a streaming decoder
-sees both in turn, any other cuts by length. Arrays are int32 and float32 bytes there, little-endian; other bytes are in
+sees both in turn, any other cuts by length. Arrays are int32 and float32 bytes there, little-endian. Other bytes are
 base64 in NDJSON.
 """
 
@@ -76,8 +76,4 @@ def _line(event: Json) -> bytes:
     for name, dtype in _DTYPES.items():
         if isinstance(content := event.get(name), bytes):
             event[name] = np.frombuffer(content, dtype)
-    return orjson.dumps(event, _in_base64, orjson.OPT_SERIALIZE_NUMPY) + b"\n"
-
-
-def _in_base64(content: bytes) -> str:
-    return b64encode(content).decode()
+    return orjson.dumps(event, lambda content: b64encode(content).decode(), orjson.OPT_SERIALIZE_NUMPY) + b"\n"

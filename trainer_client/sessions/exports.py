@@ -33,6 +33,7 @@ def verl_fields(
     Prompts are padded on the left and responses on the right. A response that is longer is cut, which leaves its begin
     exact. Raise `InvalidRequest` for a longer prompt: its begin cannot be left out. The session's reward is on the last
     token that is trained, and rewards of calls on theirs. `uid` is the group, whose sessions verl's advantages compare.
+    `routed_experts` are there where all rows have them, zeros for ids without.
     """
     width, shape = prompt_length + response_length, (len(rows), response_length)
     input_ids = np.full((len(rows), width), pad_token_id, np.int64)
@@ -65,23 +66,15 @@ def verl_fields(
         "rollout_log_probs": log_probs,
         "rm_scores": scores,
     }
-    if (routed := _aligned_experts(rows, prompt_length, response_length)) is not None:
-        tensors["routed_experts"] = routed
+    experts = [row.routed_experts for row in rows if row.routed_experts is not None]
+    if experts and len(experts) == len(rows):
+        tensors["routed_experts"] = routed = np.zeros((*input_ids.shape, *experts[0].shape[1:]), experts[0].dtype)
+        for place, (row, told) in enumerate(zip(rows, experts, strict=True)):
+            begin = prompt_length - len(row.prompt_ids)
+            routed[place, begin : begin + len(told)] = told[: width - begin]
     steps = np.array([row.version_range for row in rows], np.int64).reshape(-1, 2)
     uids = np.array([row.group for row in rows], object)
     return tensors, {"uid": uids, "min_global_steps": steps[:, 0], "max_global_steps": steps[:, 1]}
-
-
-def _aligned_experts(rows: Sequence[Trajectory], prompt_length: int, response_length: int) -> NDArray[Any] | None:
-    """Return the routed experts of each id, zeros where there is none; None where not all rows have them."""
-    told = [row.routed_experts for row in rows if row.routed_experts is not None]
-    if not told or len(told) < len(rows):
-        return None
-    aligned = np.zeros((len(rows), prompt_length + response_length, *told[0].shape[1:]), told[0].dtype)
-    for place, (row, experts) in enumerate(zip(rows, told, strict=True)):
-        begin = prompt_length - len(row.prompt_ids)
-        aligned[place, begin : begin + len(experts)] = experts[: aligned.shape[1] - begin]
-    return aligned
 
 
 def prime_rl_row(row: Trajectory) -> dict[str, Any]:

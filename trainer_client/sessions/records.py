@@ -19,8 +19,7 @@ Logprobs = NDArray[np.float32]
 
 
 class Media(msgspec.Struct, frozen=True):
-    """An image, sound or video of a prompt, as a file of its type has it; an address is text/uri-list. In the record
-    the first call that has it names more than its digest."""
+    """An image, sound or video, as a file of its type has it; an address is text/uri-list."""
 
     id: str
     media_type: str = ""
@@ -35,7 +34,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, eq=False, rename={"index":
     """The call whose prompt and tokens begin this one's prompt; None for a root."""
     root_reason: str | None = None
     retry_of: int | None = None
-    """An earlier call with the same prompt, whatever its sampling."""
+    """An earlier call with the same prompt, in whose place its client made this one."""
     dialect: str
     model: str
     agent: str | None = None
@@ -60,7 +59,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, eq=False, rename={"index":
     tools: list[Json] | None = None
     """Of roots alone: a call has the tools of its root."""
     media: list[Media] = []
-    """Of the whole prompt, in its order; `Session.media_of` has their contents."""
+    """Of the whole prompt, in its order."""
     routed_experts: bytes = b""
     """A file of numpy's [rows, layers, experts a token], as the engine gave it: the last rows of all ids but the last
     one, and at least those from the parent's last id on."""
@@ -88,11 +87,6 @@ class Session(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             path.append(self.calls[parent])
         return path[::-1]
 
-    def media_of(self, index: int) -> list[Media]:
-        """Return the contents in the prompt of a call."""
-        found = {one.id: one for call in self.calls for one in call.media if one.media_type}
-        return [found[one.id] for one in self.calls[index].media]
-
     @property
     def oldest_version(self) -> int | None:
         """The oldest weights of any sampled token; None without tokens."""
@@ -106,31 +100,21 @@ def read_session(events: Sequence[Json]) -> Session:
     should be.
     """
     head, *records, end = events
+    where = f"session {head['id']!r}"
     if head["schema_version"] > SCHEMA_VERSION:
         raise RolloutGatewayError(
-            f"session {head['id']!r} has records of schema_version {head['schema_version']}, and this client reads up "
-            f"to {SCHEMA_VERSION}: install the rollout-gateway of the gateway's version beside the trainer"
+            f"{where} has records of schema_version {head['schema_version']}, and this client reads up to "
+            f"{SCHEMA_VERSION}: install the rollout-gateway of the gateway's version beside the trainer"
         )
-    where = f"session {head['id']!r}"
     if end.get("type") != "end" or end["calls"] != len(records):
         raise EngineFailed(f"{where}: {len(records)} calls came, and the last record is {end!r:.200}")
     try:
         session = msgspec.convert({**head, "calls": records}, Session, dec_hook=_array)
     except msgspec.ValidationError as error:
         raise EngineFailed(f"{where}: {error}") from error
-    ends: list[int] = []
-    for place, call in enumerate(session.calls):
-        ends.append(call.prompt_tokens + len(call.token_ids))
-        if call.index != place or not (call.parent is None or 0 <= call.parent < place):
-            raise EngineFailed(f"{where}, call {place}: it is numbered {call.index}, and its parent is {call.parent}")
-        before, own = 0 if call.parent is None else ends[call.parent], len(call.prompt_token_ids)
-        if before + own != call.prompt_tokens:
-            raise EngineFailed(
-                f"{where}, call {place}: {before} tokens of its parent and {own} of its own are not its prompt of "
-                f"{call.prompt_tokens}"
-            )
-        if call.logprobs is not None and len(call.logprobs) != len(call.token_ids):
-            raise EngineFailed(f"{where}, call {place}: {len(call.token_ids)} tokens, {len(call.logprobs)} logprobs")
+    contents = dict[str, Media]()
+    for call in session.calls:  # a content comes with the first call that has it, and then as a digest
+        call.media[:] = [contents.setdefault(one.id, one) for one in call.media]
     return session
 
 

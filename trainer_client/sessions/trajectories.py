@@ -11,12 +11,6 @@ from numpy.typing import NDArray
 
 from trainer_client.sessions.records import Call, Session
 
-RETRIED = "retried"
-"""The mask of a call that the client made again, and did not go on with."""
-NO_LOGPROBS = "no_logprobs"
-_CLIENT_LEFT = "client_left"
-_NO_VERSION = -1
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Trajectory:
@@ -91,10 +85,8 @@ def counts_of(session: Session) -> Counts:
     """Return the counts of what `trajectories_of` makes trainable."""
     masked: Counter[str] = Counter()
     for call, reason in zip(session.calls, _reasons(session), strict=True):
-        if reason is not None:
-            masked[reason] += len(call.token_ids)
-        else:
-            masked[NO_LOGPROBS] += int(np.isnan(_logprobs(call)).sum())
+        num_masked = len(call.token_ids) if reason else int(np.isnan(_logprobs(call)).sum())
+        masked[reason or "no_logprobs"] += num_masked
     sampled = sum(len(call.token_ids) for call in session.calls)
     return Counts(sampled, sampled - masked.total(), dict(+masked))
 
@@ -106,29 +98,24 @@ def _reasons(session: Session) -> list[str | None]:
     retries of each other those that were gone on with are kept, else the latest that can be trained.
     """
     parents, tries = {call.parent for call in session.calls}, dict[int, list[int]]()
-    reasons: list[str | None] = []
+    reasons, firsts = list[str | None](), list[int]()
     for call in session.calls:
-        has_arrived = call.mask == _CLIENT_LEFT and call.index in parents
+        has_arrived = call.mask == "client_left" and call.index in parents
         reasons.append(None if has_arrived else call.mask)
-        tries.setdefault(_first_try(session, call), []).append(call.index)
+        firsts.append(call.index if call.retry_of is None else firsts[call.retry_of])
+        tries.setdefault(firsts[-1], []).append(call.index)
     for same in tries.values():
         good = [index for index in same if reasons[index] is None]
         kept = [index for index in same if index in parents] or good[-1:]
         for index in set(good) - set(kept):
-            reasons[index] = RETRIED
+            reasons[index] = "retried"
     return reasons
-
-
-def _first_try(session: Session, call: Call) -> int:
-    while call.retry_of is not None:
-        call = session.calls[call.retry_of]
-    return call.index
 
 
 def _row(session: Session, path: list[Call], trainable: set[int]) -> Trajectory:
     completion_ids = np.concatenate([ids for call in path for ids in (call.prompt_token_ids, call.token_ids)][1:])
     mask, logprobs = np.zeros(len(completion_ids), np.int8), np.zeros(len(completion_ids), np.float32)
-    versions, rewards = np.full(len(completion_ids), _NO_VERSION, np.int32), np.zeros(len(completion_ids), np.float32)
+    versions, rewards = np.full(len(completion_ids), -1, np.int32), np.zeros(len(completion_ids), np.float32)
     end = -len(path[0].prompt_token_ids)
     for call in path:
         start = end + len(call.prompt_token_ids)
@@ -175,8 +162,7 @@ def _logprobs(call: Call) -> NDArray[np.float32]:
 
 def _stamp(call: Call, versions: NDArray[np.int32]) -> None:
     """Write the version of each token; the oldest of those without limits where no span has it."""
-    anywhere = [span.version for span in call.spans or () if span.start is None or span.end is None]
-    versions[:] = min(anywhere, default=_NO_VERSION)
+    versions[:] = min((span.version for span in call.spans or () if None in (span.start, span.end)), default=-1)
     for span in call.spans or ():
         if span.start is not None and span.end is not None:
             versions[span.start : span.end] = span.version

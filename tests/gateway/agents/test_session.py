@@ -294,7 +294,7 @@ async def test_an_image_is_kept_once_as_its_bytes(start_rig: StartRig, kept_rig:
     again = await killed(start_rig, kept_rig, tmp_path)
     session = await read(again, "one")
     assert [len(call.media) for call in session.calls] == [2, 3]
-    assert [(one.media_type, one.data) for one in session.media_of(1)] == [
+    assert [(one.media_type, one.data) for one in session.calls[1].media] == [
         ("image/png", png),
         ("image/gif", b"GIF"),
         ("image/png", png),

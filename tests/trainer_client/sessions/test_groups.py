@@ -55,7 +55,8 @@ class PlayedSessions:
         is_new = name not in self.calls
         self.calls.setdefault(name, [])
         state = self.states.setdefault(name, "open")
-        body = {"id": name, "key": f"rgs-{name}", "url": f"/sessions/{name}/v1", "state": state, "began": self.began}
+        body = {"id": name, "key": f"rgs-{name}", "url": f"/sessions/{name}/v1", "state": state}
+        body |= {"began": self.began, "new": is_new}
         return web.json_response(body, status=201 if is_new else 200)
 
     async def freeze(self, request: web.Request) -> web.Response:

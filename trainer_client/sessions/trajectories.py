@@ -145,15 +145,14 @@ def _row(session: Session, path: list[Call], trainable: set[int]) -> Trajectory:
 
 
 def _routed_experts(path: list[Call]) -> NDArray[Any] | None:
-    if not all(call.routed_experts for call in path):
-        return None
-    rows: list[NDArray[Any]] = []
+    parts, num_known, num_read = list[NDArray[Any]](), 0, 0
     for call in path:
-        told = np.load(io.BytesIO(call.routed_experts), allow_pickle=False)
-        num_new = call.prompt_tokens + len(call.token_ids) - 1 - sum(map(len, rows))
-        rows.append(told[len(told) - num_new :])
-    experts: NDArray[Any] = np.concatenate(rows)
-    return experts
+        num_read = call.prompt_tokens + len(call.token_ids) - 1
+        if call.routed_experts:
+            told = np.load(io.BytesIO(call.routed_experts), allow_pickle=False)
+            parts.append(told[max(0, len(told) - (num_read - num_known)) :])
+            num_known += len(parts[-1])
+    return np.concatenate(parts) if parts and num_known == num_read else None
 
 
 def _logprobs(call: Call) -> NDArray[np.float32]:

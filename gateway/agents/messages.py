@@ -63,10 +63,11 @@ class Messages(Dialect):
     def read_prompt(self, body: Json) -> Turn:
         """Return what a body asks for that may lack a limit: its tokens are counted alone."""
         given = read_fields(_Body, body)
-        messages = _messages(given)
+        changing = {str(tool.get("name")): _tool(tool, where) for where, tool in objects(given.tools, "tools")}
+        messages = _messages(given, changing)
         if not messages:
             raise refusal("messages", given.messages, "give at least one message")
-        tools = _tools(given)
+        tools = list(changing.values())
         sampling: Json = {"temperature": given.temperature, "top_p": given.top_p, "top_k": given.top_k}
         sampling |= {"stop": given.stop_sequences or None, "thinking_token_budget": _budget(given.thinking)}
         return Turn(
@@ -106,9 +107,10 @@ class Messages(Dialect):
         return named_event(self.error(error))
 
 
-def _messages(given: _Body) -> list[Json]:
+def _messages(given: _Body, tools: Json) -> list[Json]:
+    """Return the messages of a chat request, after whose system messages `tools` are those at the end."""
     chat = ChatMessages()
-    if text := _system_text(given.system, "system"):
+    if text := _system_text(given.system, "system", None):
         chat.add({"role": "system", "content": text})
     for where, message in objects(given.messages, "messages"):
         content, where = message.get("content"), f"{where}.content"
@@ -118,7 +120,7 @@ def _messages(given: _Body) -> list[Json]:
             case "assistant":
                 chat.add(_assistant(_blocks(content, where)))
             case "system":
-                if text := _system_text(content, where):
+                if text := _system_text(content, where, tools):
                     chat.add({"role": "system", "content": text})
             case role:
                 raise refusal(where.replace(".content", ".role"), role, "there are user, assistant and system")
@@ -131,14 +133,15 @@ def _blocks(content: Any, where: str) -> Iterator[tuple[str, Json]]:
     return objects(content, where)
 
 
-def _system_text(content: Any, where: str) -> str:
+def _system_text(content: Any, where: str, tools: Json | None) -> str:
+    """Return the text, and add and remove the `tools` that it says to."""
     texts = []
     for place, block in _blocks(content, where):
         match block:
             case {"type": "text", "text": str(text)}:
                 texts.append("" if text.startswith(_BILLING) else text)
-            case {"type": "tool_addition" | "tool_removal"} if where != "system":
-                pass  # these change the tools
+            case {"type": "tool_addition" | "tool_removal" as change} if tools is not None:
+                _change(tools, change, block.get("tool"), f"{place}.tool")
             case _:
                 raise refusal(place, block, "a system message has blocks of text")
     return "".join(texts)
@@ -217,32 +220,17 @@ def _arguments(given: Json) -> str:
     return json.dumps(given, ensure_ascii=False)
 
 
-def _tools(given: _Body) -> list[Json]:
-    """The tools at the end of the conversation: system messages may have added and removed some. A tool that is to be
-    loaded later says so to the template."""
-    tools: dict[str, Json] = {}
-    for where, tool in objects(given.tools, "tools"):
-        tools[str(tool.get("name"))] = _tool(tool, where)
-    for where, change, block in _changes(given.messages):
-        match (change, block.get("tool")):
-            case "tool_addition", {"type": "tool_definition", "definition": dict(tool)}:
-                tools[str(tool.get("name"))] = _tool(tool, f"{where}.tool.definition")
-            case "tool_addition", {"type": "tool_reference", "name": str(name)} if name in tools:
-                tools[name]["function"].pop("defer_loading", None)
-            case "tool_removal", {"type": "tool_reference", "name": str(name)} if name in tools:
-                del tools[name]
-            case _:
-                remedy = f"name a tool of tools: {', '.join(tools) or 'there is none'}"
-                raise refusal(f"{where}.tool", block.get("tool"), remedy)
-    return list(tools.values())
-
-
-def _changes(messages: list[Json]) -> Iterator[tuple[str, str, Json]]:
-    for index, message in enumerate(messages):
-        if message["role"] == "system":
-            for where, block in _blocks(message["content"], f"messages[{index}].content"):
-                if block["type"] != "text":
-                    yield where, block["type"], block
+def _change(tools: Json, change: str, tool: Any, where: str) -> None:
+    """Add or remove a tool. One that is to be loaded later says so to the template, until it is added."""
+    match (change, tool):
+        case "tool_addition", {"type": "tool_definition", "definition": dict(defined)}:
+            tools[str(defined.get("name"))] = _tool(defined, f"{where}.definition")
+        case "tool_addition", {"type": "tool_reference", "name": str(name)} if name in tools:
+            tools[name]["function"].pop("defer_loading", None)
+        case "tool_removal", {"type": "tool_reference", "name": str(name)} if name in tools:
+            del tools[name]
+        case _:
+            raise refusal(where, tool, f"name a tool of tools: {', '.join(tools) or 'there is none'}")
 
 
 def _tool(tool: Json, where: str) -> Json:

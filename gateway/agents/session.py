@@ -73,7 +73,8 @@ class Session:
         """Those that have not ended."""
         self._media: dict[str, Media] = {}
         self._asked: dict[tuple[int | None, bytes], int] = {}  # the latest call with a prompt
-        self._ended = asyncio.Event()
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
         self._metrics = metrics
 
     @property
@@ -210,13 +211,13 @@ class Session:
         if call.facts.mask is not None:
             self._metrics.masked_session_tokens.labels(call.facts.mask).inc(call.num_sampled)
         self._settle(call)
-        ends, self._ended = self._ended, asyncio.Event()
-        ends.set()
 
     def _settle(self, call: Call) -> None:
         """Have later turns follow a call that has ended."""
         call.reply = call.task = None
         del self.open[call.facts.call]
+        if not self.open:
+            self._is_idle.set()
         self.num_bytes += 8 * len(call.token_ids) + len(call.facts.routed_experts)
         if (end := call.end) is not None:
             self.history.add(call.facts.call, call.facts.digest, end)
@@ -247,8 +248,7 @@ class Session:
     async def _has_ended_within(self, timeout_s: float) -> bool:
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                while self.open:
-                    await self._ended.wait()
+                await self._is_idle.wait()
         return not self.open
 
     @property
@@ -322,6 +322,7 @@ class Session:
             case Facts():
                 self.calls.append(Call(copy(step)))
                 self.open[step.call] = self.calls[-1]
+                self._is_idle.clear()
                 self.num_bytes += self.calls[-1].num_bytes
                 if step.prompt_tokens:
                     self._asked[step.parent, step.prompt_token_ids] = step.call

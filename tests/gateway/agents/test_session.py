@@ -15,10 +15,11 @@ import pytest
 from aiohttp import web
 
 from engines.errors import EngineFailed
+from engines.types import ReplicaInfo
 from gateway.agents.messages import Messages
+from gateway.dialects import token_generation
 from gateway.dialects.rendering import Rendering
-from gateway.dialects.sample import Reply
-from gateway.dialects.token_generation import TokenGeneration
+from gateway.dialects.words.tokens import completion_body, token_reply
 from gateway.ledger import writer
 from sim.model import SimModel
 from tests.rigs.rig import Json, Rig, StartRig
@@ -258,17 +259,20 @@ async def test_an_answer_that_its_client_left_as_it_was_sent_is_not_trained(
 async def test_routed_experts_are_kept_as_bytes_and_asked_for_once(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's rows are of all ids but the last, from where it is asked to begin."""
     starts: list[int] = []
-    make = TokenGeneration.make
 
-    async def made(self: TokenGeneration, rollout: Any, body: Json, reply: Reply) -> None:
-        starts.append(start := body["sampling_params"].pop("routed_experts_prompt_start", 0))
-        await make(self, rollout, body, reply)
-        [sample] = reply.samples
-        rows = np.full((len(body["token_ids"]) + sample.num_made - 1 - start, 2, 1), len(starts), np.uint8)
-        np.save(file := io.BytesIO(), rows)
-        sample._end["routed_experts"] = base64.b64encode(file.getvalue()).decode()
+    def asked(body: Json, info: ReplicaInfo) -> Json:
+        starts.append(body["sampling_params"].pop("routed_experts_prompt_start", 0))
+        return completion_body(body, info)
 
-    monkeypatch.setattr(TokenGeneration, "make", made)
+    def told(answer: Json, body: Json) -> Json:
+        reply = token_reply(answer, body)
+        num_read = len(body["token_ids"]) + len(reply["choices"][0]["token_ids"]) - 1
+        np.save(file := io.BytesIO(), np.full((num_read - starts[-1], 2, 1), len(starts), np.uint8))
+        reply["choices"][0]["routed_experts"] = base64.b64encode(file.getvalue()).decode()
+        return reply
+
+    monkeypatch.setattr(token_generation, "completion_body", asked)
+    monkeypatch.setattr(token_generation, "token_reply", told)
     first = await said(rig, "one", "hello")
     await said(rig, "one", "hello", first, "more")
     session = await read(rig, "one")

@@ -50,7 +50,7 @@ LINES = {
     "sim": 2044,
     "tuning": 5126,
     "loadtests": 7600,
-    "trainer_client/sessions": 731,
+    "trainer_client/sessions": 730,
     "loadtests/sessions": 806,
 }
 """The most lines of Python of each package, without those of a room named by itself. A change raises none."""

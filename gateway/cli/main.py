@@ -4,6 +4,7 @@ up, vllm-serve          deploy, from a configuration or with the options of `trl
 down, scale             remove the application; change the number of replicas
 status                  report replicas, weights and updates
 logs                    print the ends of the engines' logs, and the gateway's events
+example                 list the examples of the package, write one out
 fetch                   copy a weight version out of a gateway's store
 config                  show, validate, schema
 build                   print the document for `serve deploy`
@@ -28,6 +29,7 @@ from gateway.cli.cluster.application import log_end, logs_and_events, running, u
 from gateway.cli.cluster.progress import Report
 from gateway.cli.cluster.serve_api import ask_control_plane
 from gateway.cli.down import down, stay
+from gateway.cli.example import list_examples, write_example
 from gateway.cli.options import OVERRIDES, WITH_OVERRIDES, AsJson, File, Name
 from gateway.cli.output import print_events, print_fleet, print_json, print_running
 from gateway.cli.scale import scale
@@ -180,6 +182,19 @@ def build_command(context: typer.Context, config: File = None) -> None:
             variable = ENVIRONMENT_REFERENCES[name].removeprefix("env:")
             print(f"gateway.{name} is left out; set {variable} where Ray is started", file=sys.stderr)
     print(yaml.safe_dump(serve_config(built), sort_keys=False, allow_unicode=True), end="")
+
+
+@app.command("example", rich_help_panel=RUN)
+def example_command(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="An example's file; lists them if left out.")] = "",
+) -> None:
+    """List the examples, or write one and the files that it names below ./examples."""
+    if name:
+        for path in write_example(name, Path()):
+            print(path)
+        return
+    for file, title in list_examples():
+        print(f"{file:<40} {title}")
 
 
 @config_app.command("show", context_settings=WITH_OVERRIDES, epilog=OVERRIDES)

@@ -46,7 +46,7 @@ LINES = {
     "gateway": 21940,
     "gateway/agents": 2374,
     "engines": 11034,
-    "trainer_client": 4141,
+    "trainer_client": 4140,
     "sim": 2044,
     "tuning": 5126,
     "loadtests": 7600,

@@ -46,7 +46,7 @@ LINES = {
     "gateway": 22021,
     "gateway/agents": 2374,
     "engines": 11115,
-    "trainer_client": 4141,
+    "trainer_client": 4140,
     "sim": 2044,
     "tuning": 5123,
     "loadtests": 7612,

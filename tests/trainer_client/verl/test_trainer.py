@@ -193,4 +193,4 @@ def test_a_sync_that_goes_on_failing_ends_the_run_with_its_error(
 def test_agent_loops_count_versions_from_the_step_of_the_first_sync(syncing: PPOTrainerGateway) -> None:
     syncing._max_model_len = 64
     syncing.on_init_end()
-    assert syncing.get_llm_client()._source.version_of_step_0 == 7 - 5
+    assert syncing.get_llm_client().source.version_of_step_0 == 7 - 5

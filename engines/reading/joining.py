@@ -50,7 +50,7 @@ def _joined(choices: list[Choice]) -> Choice:
     whole.text = "".join(texts) if texts else None
     whole.token_ids = _list_of(choice.token_ids for choice in choices)
     if scores := [choice.logprobs for choice in choices if choice.logprobs]:
-        whole.logprobs = _joined_scores(scores)
+        whole.logprobs = scores[0] if len(scores) == 1 else _joined_scores(scores)
     for choice in choices:
         if choice.prompt_token_ids != NULL:
             whole.prompt_token_ids = choice.prompt_token_ids

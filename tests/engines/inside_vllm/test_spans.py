@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engines.inside_vllm.spans import report_spans
+from engines.inside_vllm.spans import pause_at_once, report_spans
 
 MIXED = [("1", 0, 3), ("2", 3, 8)]
 WHOLE = [("1", 0, 8)]
@@ -106,3 +106,26 @@ async def test_a_streamed_chat_tells_too(serving: Any) -> None:
     events = [event async for event in serving.chats.chat_completion_stream_generator(None, results, "r")]
     choices = [json.loads(event.removeprefix("data: "))["choices"][0] for event in events]
     assert [choice.get("weight_versions") for choice in choices] == [None, TOLD, TOLD_WHOLE]
+
+
+async def test_a_pause_that_keeps_requests_and_their_kv_ends_with_the_last_step() -> None:
+    calls: list[Any] = []
+
+    class Servers:
+        def __init__(self) -> None:
+            self.engine_core = SimpleNamespace(pause_scheduler_async=self.pause_core)
+
+        async def pause_core(self, **asked: Any) -> None:
+            calls.append(("core", asked))
+
+        async def pause_generation(self, **asked: Any) -> None:
+            calls.append(("as ever", asked))
+
+    pause_at_once(Servers)
+    asked = [
+        {"mode": "keep", "clear_cache": False}, {"mode": "keep", "clear_cache": True},
+        {"mode": "abort", "clear_cache": False},
+    ]  # fmt: skip
+    for one in asked:
+        await Servers().pause_generation(**one)
+    assert calls == list(zip(("core", "as ever", "as ever"), asked, strict=True))

@@ -87,7 +87,7 @@ def name(token_id: int) -> str:
 class PlayedEngine:
     """Makes the tokens of `sample` as vLLM reports them, up to the ending that the world has for this attempt."""
 
-    reply, events = Engine.reply, Engine.events
+    reply, events, beside = Engine.reply, Engine.events, Engine.beside
 
     def __init__(self, world: World) -> None:
         self._world = world

@@ -45,7 +45,7 @@ ROOT = Path(__file__).parents[1]
 LINES = {
     "gateway": 21846,
     "gateway/agents": 2392,
-    "engines": 11034,
+    "engines": 11027,
     "trainer_client": 4141,
     "sim": 2044,
     "tuning": 5126,

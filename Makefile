@@ -6,7 +6,7 @@ EXTRAS := --extra serve --extra cpu --extra trl --extra otel --extra load --extr
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup setup-sglang setup-verl check docs format test test-rest test-all test-unit test-load test-vllm test-sglang test-verl test-ray test-slow test-verl-slow demo site \
+.PHONY: help setup setup-sglang setup-verl check docs format test test-rest test-all test-unit test-load test-vllm test-sglang test-verl test-ray test-slow test-verl-slow demo site dist pictures \
   loadtest compare chaos lock clean
 
 help: ## Say what there is
@@ -37,6 +37,13 @@ site: ## The documentation as a site in out/site, without a warning
 	@$(PYTHON) scripts/setup.py site
 	@NO_MKDOCS_2_WARNING=1 .venv-site/bin/mkdocs build --strict -q
 
+dist: setup ## Wheel and source archive in dist/, the wheel tried in an environment of its own
+	@$(BIN)/python -m scripts.dist
+
+pictures: ## The pictures of page, terminal and site in docs/images and out/pictures
+	@$(PYTHON) scripts/setup.py site
+	@PYTHONPATH=. $(BIN)/python -m scripts.pictures
+
 docs: setup ## Write what is generated in docs/
 	$(BIN)/python -m scripts.docs
 
@@ -49,8 +56,8 @@ format: setup ## Mend what format and lint can mend
 test: setup ## Unit tests and a story on each real part: vLLM and TRL on CPU, Ray Serve, chaos
 	@scripts/suites unit story ray-story
 
-test-rest: setup setup-sglang setup-verl ## Load tests, vLLM, SGLang, Ray and verl: with `make test` all that CI runs
-	@scripts/suites load vllm -- sglang ray verl
+test-rest: setup setup-sglang setup-verl ## Load tests, vLLM, SGLang, Ray, verl and the quickstart: with `make test` all that CI runs
+	@scripts/suites load vllm -- sglang ray verl stranger
 
 test-slow: setup setup-sglang setup-verl ## Tests that take minutes each, for releases
 	@scripts/suites slow -- verl-slow

@@ -49,6 +49,10 @@ class ConfigError(RolloutGatewayError):
     """The configuration is wrong."""
 
 
+class UsageError(ConfigError):
+    """The words of a command are wrong."""
+
+
 class InvalidRequest(RolloutGatewayError):
     """The request is wrong. `param` names the field."""
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import gevent
+import psutil
 from gevent import Greenlet
 
 from gateway.fleet.watch.engine_page import read_load, read_total
@@ -59,6 +60,7 @@ class ServerWatch:
         return body.decode("utf-8", errors="replace")
 
     def _read_metrics(self, page: str) -> None:
+        self._record("machine_cpu", psutil.cpu_percent() / 100)  # since the call before
         load, preemptions = read_load(page), read_total(page, _PREEMPTIONS)
         if read_total(page, ("vllm:num_requests_running", "sglang:num_running_reqs")) is None:
             return

@@ -1,9 +1,11 @@
 """Hooks of mkdocs.yml: README.md is the site's first page, and links to files beside docs/ name these files.
 
-The site has no address of the repository: a link that leaves docs/ becomes the path in the checkout.
+A link that leaves docs/ becomes the path in the checkout. The link to the repository is there once pyproject.toml has
+its address, in `project.urls`.
 """
 
 import re
+import tomllib
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -13,6 +15,14 @@ from mkdocs.structure.pages import Page
 _ROOT = Path(__file__).parents[1]
 _LINK = re.compile(r"\[([^\[\]]+)\]\(([^()\s]+)\)")
 _IMAGE = re.compile(r'(src|srcset)="docs/')
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Name the version, and link the repository."""
+    project = tomllib.loads((_ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    config.site_name = f"{project['name']} {project['version']}"
+    config.repo_url = project["urls"].get("Repository")
+    return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

@@ -6,6 +6,7 @@ So this is as much of the protocol as engines speak: no redirects, no cookies, n
 
 import asyncio
 import contextlib
+import os
 import ssl
 from collections.abc import Mapping
 from types import TracebackType
@@ -22,6 +23,8 @@ class CannotConnect(ConnectionError):
 
     def __init__(self, address: str, reason: Exception) -> None:
         words = "it did not answer in time (timeout)" if isinstance(reason, TimeoutError) else str(reason)
+        if isinstance(reason, ConnectionError) and reason.errno:
+            words = os.strerror(reason.errno)  # "Connection refused", where asyncio says "Connect call failed"
         super().__init__(f"Cannot connect to {address}: {words}")
         self.reason = reason
 

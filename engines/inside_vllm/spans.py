@@ -1,10 +1,13 @@
-"""Adds weight versions to completions of vLLM's API server: the version of each token (vLLM 0.32 and later).
+"""Changes in vLLM's API servers (0.32 and later): the version of each token, and a pause that ends with its last step.
 
 vLLM counts them itself, exactly, but reports them only with the last tokens of a request, and only on
 /inference/v1/generate. Here each choice of /v1/completions and /v1/chat/completions gets `weight_versions`, a list of
 {version, start, end}, also where it has a single version: the client cannot know on which side of an update a sample
 was made. A stream has them with the first token of each version as well, on all three routes, so that a client whose
 server dies knows the version of each token that it has.
+
+Behind a pause vLLM sleeps for 20 ms, so that outputs before it tend to be delivered first. Here nothing asks for that:
+their versions are the core's.
 """
 
 import functools
@@ -37,12 +40,28 @@ class VersionSpans:
 def _install() -> None:
     from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
     from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+    from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.output_processor import RequestState
 
     if not hasattr(OpenAIServingCompletion, _MARK):
+        pause_at_once(AsyncLLM)
         count_so_far(RequestState)
         report_spans(OpenAIServingCompletion, OpenAIServingChat)
         setattr(OpenAIServingCompletion, _MARK, True)
+
+
+def pause_at_once(servers: Any) -> None:
+    """Wrap the method of vLLM's `AsyncLLM` that pauses: one that keeps requests and their KV asks the core alone."""
+    pause = servers.pause_generation
+
+    @functools.wraps(pause)
+    async def paused(self: Any, *, mode: str = "abort", clear_cache: bool = True) -> None:
+        if mode != "keep" or clear_cache:
+            await pause(self, mode=mode, clear_cache=clear_cache)
+        else:
+            await self.engine_core.pause_scheduler_async(mode=mode, clear_cache=clear_cache)
+
+    servers.pause_generation = paused
 
 
 def count_so_far(requests: Any) -> None:

@@ -6,18 +6,21 @@ no other copy of the update reads the part or writes the place. All other weight
 padding behind a vocabulary, are kept aside, in memory of their own.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from engines.transfer.device_swap import DeviceSwap
 
 _Pairs = tuple[list[torch.Tensor], list[torch.Tensor]]
 """Places and as many parts of tensors, or contents: one kernel copies a list of one kind."""
 
-_SCRATCH_BYTES = 64 << 20
 ASIDE_BYTES = 256 << 20
-"""Limit on the weights that are kept aside: with the scratch memory a small part of what a device has free besides
-staged tensors (`tee.room_on`)."""
+"""Limit on the weights that are kept aside: a small part of what a device has free besides staged tensors
+(`tee.room_on`)."""
 
 Span = tuple[int, int, int]
 """Begin, end and key of elements."""
@@ -34,6 +37,14 @@ class Move:
     part: torch.Tensor
     swaps: bool
 
+    @property
+    def is_of_words(self) -> bool:
+        """True where a GPU's kernel can exchange both."""
+        return all(
+            one.is_cuda and one.is_contiguous() and one.data_ptr() % 4 == 0 and one.nbytes % 4 == 0
+            for one in (self.place, self.part)
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Fill:
@@ -47,7 +58,10 @@ class Exchange:
     """One load. `load` comes first, then `take_back` or `give_back`, once."""
 
     def __init__(self, moves: Sequence[Move], fills: Sequence[Fill]) -> None:
-        self._swapped = _alike(move for move in moves if move.swaps)
+        swapped = [move for move in moves if move.swaps]
+        self._swapped = _alike(swapped)
+        self._swap = _swap_of([(move.place, move.part) for move in swapped if move.is_of_words])
+        self._one_by_one = [(move.place, move.part) for move in swapped if not move.is_of_words]
         self._copied = _alike(move for move in moves if not move.swaps)
         self._fills = fills
         self._overwritten = [move.place for move in moves if not move.swaps] + [fill.place for fill in fills]
@@ -60,15 +74,24 @@ class Exchange:
 
     def load(self) -> None:
         """Load the tensors. After an error the weights are a mixture, and cannot be taken back."""
-        batches = list(_in_batches(self._swapped))
         with torch.inference_mode():
             self._aside = [place.clone() for place in self._overwritten]
-            scratch = _scratch(batches)  # the last memory that is taken, before the first weight is overwritten
-            for places, parts in batches:
-                _exchange(places, parts, scratch)
+            held = self._scratch()  # the last memory that is taken, before the first weight is overwritten
+            if self._swap is not None:
+                self._swap.run()
+            for place, part in self._one_by_one:
+                content = held[: place.nbytes].view(place.dtype).view(place.shape).copy_(place)
+                place.copy_(part)
+                part.copy_(content)
             _copy(self._copied)
             for fill in self._fills:
                 fill.place.fill_(fill.value)
+
+    def _scratch(self) -> torch.Tensor:
+        """Return memory for any one of the places that are exchanged by copies."""
+        size = max((place.nbytes for place, _ in self._one_by_one), default=0)
+        device = self._one_by_one[0][0].device if self._one_by_one else None
+        return torch.empty(size, dtype=torch.uint8, device=device)
 
     def take_back(self) -> None:
         """Restore the weights from before the load."""
@@ -95,6 +118,14 @@ def overlapping(spans: Iterable[Span]) -> set[int]:
     return found
 
 
+def _swap_of(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> "DeviceSwap | None":
+    if not pairs:
+        return None
+    from engines.transfer.device_swap import DeviceSwap  # needs Triton, which CPU hosts may lack
+
+    return DeviceSwap(pairs)
+
+
 def _alike(moves: Iterable[Move]) -> list[_Pairs]:
     """Return the moves as lists of one shape and layout and one pair of dtypes."""
     pairs: dict[tuple[object, ...], _Pairs] = {}
@@ -107,47 +138,7 @@ def _alike(moves: Iterable[Move]) -> list[_Pairs]:
     return list(pairs.values())
 
 
-def _in_batches(alike: Iterable[_Pairs]) -> Iterator[_Pairs]:
-    """Cut lists, and tensors that are larger, into batches for the scratch memory."""
-    for places, parts in alike:
-        if places[0].nbytes > _SCRATCH_BYTES and places[0].dim():
-            for place, part in zip(places, parts, strict=True):
-                yield from _in_batches(_cut(place, part))
-            continue
-        width = max(1, _SCRATCH_BYTES // max(1, places[0].nbytes))
-        for begin in range(0, len(places), width):
-            yield places[begin : begin + width], parts[begin : begin + width]
-
-
-def _cut(place: torch.Tensor, part: torch.Tensor) -> Iterator[_Pairs]:
-    """Cut a large pair into as many rows as fit the scratch memory, or into single rows without their dimension."""
-    rows = place.shape[0] * _SCRATCH_BYTES // place.nbytes
-    cuts = (place.split(rows), part.split(rows)) if rows else (place.unbind(), part.unbind())
-    return (([one], [other]) for one, other in zip(*cuts, strict=True))
-
-
-def _scratch(batches: Sequence[_Pairs]) -> torch.Tensor:
-    """Return memory for the content of any of these batches, on their device."""
-    if not batches:
-        return torch.empty(0, dtype=torch.uint8)
-    num_bytes = max(_num_bytes(places) for places, _ in batches)
-    return torch.empty(num_bytes, dtype=torch.uint8, device=batches[0][0][0].device)
-
-
-def _num_bytes(alike: Sequence[torch.Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in alike)
-
-
 def _copy(pairs: Iterable[_Pairs]) -> None:
     """Copy into the first tensors of each pair from the second."""
     for places, parts in pairs:
         torch._foreach_copy_(places, parts)
-
-
-def _exchange(places: list[torch.Tensor], parts: list[torch.Tensor], scratch: torch.Tensor) -> None:
-    """Exchange tensors of one shape and dtype."""
-    content = scratch[: _num_bytes(places)].view(places[0].dtype)
-    held = list(content.view(len(places), *places[0].shape).unbind())
-    torch._foreach_copy_(held, places)
-    torch._foreach_copy_(places, parts)
-    torch._foreach_copy_(parts, held)

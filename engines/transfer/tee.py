@@ -267,13 +267,21 @@ class Scribe:
 
 @cache
 def prepare(device: torch.device) -> None:
-    """Compile the digest kernel of this device, and pin memory, ahead of updates."""
+    """Compile the kernels of this device, and pin memory, ahead of updates."""
     if device.type == "cuda":
         try:
             GpuFiles.prepare(device)
             _Digests([("", torch.zeros(1, device=device))])
+            _compile_swap(device)
         except Exception:  # updates then go without digests, and log it
             log.exception("tensors on %s cannot be digested, or no host memory can be pinned", device)
+
+
+def _compile_swap(device: torch.device) -> None:
+    from engines.transfer.device_swap import DeviceSwap
+
+    DeviceSwap([(torch.zeros(1, device=device), torch.zeros(1, device=device))]).run()
+    torch.cuda.synchronize(device)
 
 
 class _Digests:

@@ -1,5 +1,5 @@
 #!/bin/bash
-# Three nodes of eight GPUs: gateway and trainer on the first, engines on the others.
+# Nodes of eight GPUs, three unless --nodes says otherwise: gateway and trainer on the first, engines on the others.
 #   sbatch examples/deploy/slurm.sh python train.py --vllm_server_base_url http://127.0.0.1:8100
 # Submit it from the checkout, on a file system that all nodes share, with rollout-gateway's environment active.
 #SBATCH --job-name=rollouts
@@ -33,5 +33,5 @@ ray start --head --node-ip-address="$address" --port=6379 --num-gpus=0 --disable
 srun --nodes="$workers" --ntasks="$workers" --exclude="$head" \
   ray start --address="$address:6379" --disable-usage-stats --block &
 
-rollout-gateway up -c "$config" --timeout-s 1800
+rollout-gateway up -c "$config" "engine.num_replicas=$((8 * workers))" --timeout-s 1800
 "$@"

@@ -1,9 +1,10 @@
-"""One call of a session: its prompt after its parent's, what was sampled, and its end, as steps that the ledger has."""
+"""One call of a session: its prompt after its parent's, what was sampled, and its end."""
 
 import asyncio
 import math
 from array import array
 from collections.abc import Iterator
+from copy import copy
 from typing import Any
 
 import msgspec
@@ -15,12 +16,19 @@ from gateway.dialects.raw_json import decoded
 from gateway.dialects.sample import Reply
 from gateway.dialects.submissions.group_record import Recorded
 
+_LAST = 8  # ids at the end of a call, which few other calls have there
+_OBJECT_BYTES = 2000
+"""About what a call takes in memory beside its tokens."""
+_OWN = ("num_sampled", "digest")  # no reader gets these
 
-class Began(msgspec.Struct, tag="began", array_like=True, frozen=True):
-    """A call before it is generated, with the fields of its report.
+
+class Facts(msgspec.Struct, tag="call", array_like=True, kw_only=True):
+    """A call without its tokens, under the names of its report. It is open while `ended` is None.
 
     `prompt_token_ids` are those after the ids of its parent, in int32, of `prompt_tokens` in all; none where no engine
-    renders it. `sampling` and `tools`, which roots alone have, are JSON.
+    renders it. `sampling` and `tools`, which roots alone have, are JSON. `media` are digests of the contents in the
+    whole prompt, in its order. `routed_experts` are the engine's bytes, a file of numpy's. `num_sampled` is the
+    engine's count, where it gave no ids too; the history reads `digest`.
     """
 
     call: int
@@ -35,7 +43,18 @@ class Began(msgspec.Struct, tag="began", array_like=True, frozen=True):
     prompt_tokens: int
     prompt_token_ids: bytes
     sampling: bytes
-    tools: bytes
+    tools: bytes = b""
+    media: list[str] = []
+    ended: float | None = None
+    state: str = "open"
+    mask: str | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    error: Json | None = None
+    reward: float | None = None
+    routed_experts: bytes = b""
+    num_sampled: int = 0
+    digest: bytes = b""
 
 
 class Grown(msgspec.Struct, tag="grown", array_like=True, frozen=True):
@@ -48,31 +67,6 @@ class Grown(msgspec.Struct, tag="grown", array_like=True, frozen=True):
     weight_versions: list[Any]
 
 
-class Ended(msgspec.Struct, tag="ended", array_like=True, frozen=True):
-    """The end of a call, with the fields of its report. `num_prompt` and `num_sampled` are an engine's counts, where it
-    gave no ids too; the history reads `digest` and `end`."""
-
-    call: int
-    ended: float | None
-    state: str
-    mask: str | None
-    finish_reason: str | None = None
-    stop_reason: str | int | None = None
-    error: Json | None = None
-    num_prompt: int = 0
-    num_sampled: int = 0
-    digest: bytes = b""
-    end: End | None = None
-
-
-Step = Began | Grown | Ended
-
-_REPORTED = ("ended", "state", "mask", "finish_reason", "stop_reason", "error")
-
-_OBJECT_BYTES = 2000
-"""About what a call takes in memory beside its tokens."""
-
-
 class _Entry(msgspec.Struct, gc=False):
     logprob: float | None = None
 
@@ -81,15 +75,13 @@ _entries = msgspec.json.Decoder(list[_Entry]).decode
 
 
 class Call:
-    """A call, open until `ended` is set."""
+    """A call and its tokens."""
 
-    def __init__(self, began: Began) -> None:
-        self.began = began
+    def __init__(self, facts: Facts) -> None:
+        self.facts = facts
         self.token_ids = array("i")
         self.logprobs = array("f")
         self.weight_versions: list[Json] = []
-        self.ended: Ended | None = None
-        self.reward: float | None = None
         self.reply: Reply | None = None
         """What engines have made of it, while it is open."""
         self.task: asyncio.Task[Any] | None = None
@@ -99,23 +91,27 @@ class Call:
         self._recorded: Recorded | None = None
 
     @property
-    def mask(self) -> str | None:
-        return self.ended.mask if self.ended else None
+    def num_sampled(self) -> int:
+        return max(len(self.token_ids), self.facts.num_sampled)
 
     @property
-    def num_sampled(self) -> int:
-        return max(len(self.token_ids), self.ended.num_sampled if self.ended else 0)
+    def length(self) -> int:
+        """The number of all its ids."""
+        return self.facts.prompt_tokens + len(self.token_ids)
 
     @property
     def num_bytes(self) -> int:
-        """Size in memory."""
-        kept = (self.began.prompt_token_ids, self.began.sampling, self.began.tools)
-        return _OBJECT_BYTES + sum(map(len, kept)) + 8 * len(self.token_ids)
+        """Size in memory, without what the engine makes."""
+        return _OBJECT_BYTES + sum(map(len, (self.facts.prompt_token_ids, self.facts.sampling, self.facts.tools)))
 
     @property
-    def is_made(self) -> bool:
-        """True once all of its tokens are there."""
-        return self.reply is not None and bool(self.reply.samples) and not self.reply.open
+    def end(self) -> End | None:
+        """What later turns that follow it need; None where none can."""
+        if not self.facts.digest or not self.facts.prompt_tokens:
+            return None
+        last = array("i", self.facts.prompt_token_ids)[-_LAST:] + self.token_ids[-_LAST:]
+        how = self.facts.finish_reason or "", self.facts.stop_reason
+        return End(*how, self.facts.prompt_tokens, self.length, last[-_LAST:].tolist())
 
     @property
     def is_scored(self) -> bool:
@@ -127,11 +123,6 @@ class Call:
         if self.task is not None and not self.cut_for:
             self.cut_for = mask
             self.task.cancel()
-
-    def settle(self) -> None:
-        """Take what there is for all that there will be."""
-        for sample in self.reply.samples if self.reply else ():
-            sample.settle()
 
     def grow(self) -> Iterator[Grown]:
         """Take the tokens of known versions that have come since the last call, if any have, and yield them."""
@@ -145,47 +136,38 @@ class Call:
         ids = array("i", decoded(choice["token_ids"] or Raw(b"[]")))
         scores = _scores(choice["logprobs"] or {}, len(ids))
         start = 0 if is_all else len(self.token_ids)
-        step = Grown(self.began.call, start, ids.tobytes(), scores.tobytes(), choice["weight_versions"])
+        step = Grown(self.facts.call, start, ids.tobytes(), scores.tobytes(), choice["weight_versions"])
         self.take(step)
         return step
 
-    def take(self, step: Step) -> None:
-        """Take a step, as it happens or from a gateway before this one."""
-        match step:
-            case Grown(_, start, token_ids, logprobs, versions):
-                del self.token_ids[start:], self.logprobs[start:]
-                self.token_ids.frombytes(token_ids)
-                self.logprobs.frombytes(logprobs)
-                self.weight_versions = versions
-            case Ended():
-                self.ended = step
-                self.reply = self.task = self._recorded = None
+    def take(self, step: Grown) -> None:
+        """Take tokens, as they come or from a gateway before this one."""
+        del self.token_ids[step.start :], self.logprobs[step.start :]
+        self.token_ids.frombytes(step.token_ids)
+        self.logprobs.frombytes(step.logprobs)
+        self.weight_versions = step.weight_versions
 
-    def steps(self) -> Iterator[Step]:
+    def steps(self) -> Iterator[Facts | Grown]:
         """Yield all that there is, for a new record."""
-        yield self.began
+        yield copy(self.facts)  # as it is now: it is encoded later
         if self.token_ids:
             tokens = self.token_ids.tobytes(), self.logprobs.tobytes()
-            yield Grown(self.began.call, 0, *tokens, self.weight_versions)
-        if self.ended:
-            yield self.ended
+            yield Grown(self.facts.call, 0, *tokens, self.weight_versions)
 
     def report(self) -> Json:
         """Return the call as readers get it: token ids in int32, log-probs in float32, both little-endian."""
-        began = msgspec.structs.asdict(self.began)
-        ended = msgspec.structs.asdict(self.ended or Ended(self.began.call, None, "open", None))
-        tools = began.pop("tools")
-        return {
+        facts = msgspec.structs.asdict(self.facts)
+        report = {name: value for name, value in facts.items() if value != b"" and name not in _OWN}
+        for name in ("sampling", "tools"):
+            if name in report:
+                report[name] = decoded(report[name])
+        return report | {
             "type": "call",
-            **began,
-            **{name: ended[name] for name in _REPORTED},
-            "prompt_tokens": self.began.prompt_tokens or ended["num_prompt"],
+            "prompt_token_ids": self.facts.prompt_token_ids,
             "token_ids": self.token_ids.tobytes(),
             "logprobs": self.logprobs.tobytes() if self.is_scored else None,
             "weight_versions": self.weight_versions,
-            "sampling": decoded(self.began.sampling),
-            "reward": self.reward,
-        } | ({"tools": decoded(tools)} if tools else {})
+        }
 
 
 def _scores(logprobs: dict[str, Raw], number: int) -> "array[float]":

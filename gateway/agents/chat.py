@@ -8,8 +8,8 @@ import msgspec
 
 from engines.engine import Json
 from engines.errors import RolloutGatewayError
-from gateway.agents.pieces import calls_of, objects, refusal
-from gateway.agents.turn import Answer, Turn
+from gateway.agents.pieces import objects, refusal
+from gateway.agents.turn import Answer, Dialect, Turn
 from gateway.api import body_of
 from gateway.dialects.fields import read_fields
 from gateway.dialects.raw_json import event
@@ -41,10 +41,8 @@ class _Body(msgspec.Struct):
     logprobs: bool = False
 
 
-class ChatCompletions:
+class ChatCompletions(Dialect):
     """Fields that ask for token ids have no effect: the record of the session has them."""
-
-    ping = b": ping\n\n"
 
     def read(self, body: Json) -> Turn:
         if (n := check_sampling(body)) != 1:
@@ -73,7 +71,7 @@ class ChatCompletions:
 
     def reply(self, answer: Answer, turn: Turn) -> Json:
         message = {"role": "assistant", "content": answer.message.get("content"), **_reasoning(answer)}
-        if calls := calls_of(answer):
+        if calls := answer.calls:
             message["tool_calls"] = calls
         choice = {"index": 0, "message": message, "logprobs": None, **_end(answer)}
         return _head(answer.id, answer.model, "chat.completion") | {"choices": [choice], "usage": _usage(answer)}
@@ -84,15 +82,12 @@ class ChatCompletions:
             yield _chunk(head, reasoning)
         if text := answer.message.get("content"):
             yield _chunk(head, {"content": text})
-        for index, call in enumerate(calls_of(answer)):
+        for index, call in enumerate(answer.calls):
             yield _chunk(head, {"tool_calls": [{"index": index, **call}]})
         yield _chunk(head, {}, **_end(answer))
         if turn.echo["wants_usage"]:
             yield event({**head, "choices": [], "usage": _usage(answer)})
         yield b"data: [DONE]\n\n"
-
-    def error(self, error: RolloutGatewayError) -> Json:
-        return body_of(error)
 
     def error_event(self, error: RolloutGatewayError) -> bytes:
         return event(body_of(error)) + b"data: [DONE]\n\n"

@@ -8,58 +8,40 @@ if it begins with all ids of an earlier call, and else it is the root of a new t
 """
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-
-import msgspec
 
 from engines.engine import Json
 from gateway.agents.digests import SIZE, message_digests, settings_digest
+from gateway.agents.media import media_in
 from gateway.agents.tails import Tail, Tails
 from gateway.agents.turn import Turn, chat_request
 
 # For clients that name no limit, such as Codex: a model that repeats itself would fill the whole context.
 _MAX_TOKENS = 32_768
-_LAST = 8  # ids at the end of a call, which few other calls have there
-_NO_MEDIA = "text", "input_text", "refusal", "tool_reference"
-
-FIRST = "first"
-"""A conversation begins: that of a session or a subagent, or the one after a compaction."""
-CHANGED = "changed"
-"""The client has sent back other messages than it was given."""
-TOOLS = "tools"
-"""The messages are those of an earlier call, the model, the tools or the template's fields are not."""
-MEDIA = "media"
-"""The turn has images, sound or video, whose places in the prompt an engine has to tell."""
-TEMPLATE = "template"
-"""The template moves or changes what came before, or ends an answer in another way than it was sampled."""
-UNKNOWN = "unknown"
-"""The ids of the earlier call are not there."""
+# Why a turn is a root.
+FIRST = "first"  # a conversation begins: that of a session or a subagent, or the one after a compaction
+CHANGED = "changed"  # the client has sent back other messages than it was given
+TOOLS = "tools"  # the messages are those of an earlier call; the model, the tools or the template's fields are not
+MEDIA = "media"  # the turn has images, sound or video, whose places in the prompt an engine has to tell
+TEMPLATE = "template"  # it moves or changes what came before, or ends an answer in another way than it was sampled
+UNKNOWN = "unknown"  # no engine renders the turn, so it has no ids
 
 
-class End(msgspec.Struct, frozen=True):
-    """How a call ended: the lengths of its prompt and of its sampled ids, and the last of all its ids."""
+@dataclass(frozen=True, slots=True)
+class End:
+    """How a call ended: the lengths of its prompt and of all its ids, and some of the last of these."""
 
     finish_reason: str
     stop_reason: str | int | None
     num_prompt: int
-    num_sampled: int
+    length: int
     last: list[int]
-
-    @property
-    def length(self) -> int:
-        return self.num_prompt + self.num_sampled
 
     @property
     def by_token(self) -> bool:
         """True if a token of the model's own ended it, and not a limit or a stop string."""
         return self.finish_reason in ("stop", "tool_calls") and not isinstance(self.stop_reason, str)
-
-
-def end_of(finish_reason: str, stop_reason: str | int | None, prompt: Sequence[int], token_ids: Sequence[int]) -> End:
-    """Return the end of a call, from its whole prompt and its sampled ids."""
-    last = [*prompt[-_LAST:], *token_ids[-_LAST:]][-_LAST:]
-    return End(finish_reason, stop_reason, len(prompt), len(token_ids), last)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,16 +68,11 @@ class _Match:
 
 @dataclass(frozen=True, slots=True)
 class _Following:
-    """A turn as the ids of the call before it, and the rest of a tail."""
+    """A turn after the call that it follows: its prompt, and what of that comes after the call's ids."""
 
-    call: int
-    before: "array[int]"
+    prompt: Prompt
     rest: list[int]
     is_sure: bool
-    sampling: Json
-
-    def prompt(self) -> Prompt:
-        return Prompt(self.before.tolist() + self.rest, self.call, None, self.sampling, None)
 
 
 class History:
@@ -112,9 +89,9 @@ class History:
         *_, chain = message_digests([*turn.messages, message | {"role": "assistant"}])
         return settings_digest(turn) + chain
 
-    def add(self, call: int, digest: bytes, ends: End) -> None:
+    def add(self, call: int, digest: bytes, end: End) -> None:
         """Have later turns follow a call that has ended."""
-        self._ends[call] = ends
+        self._ends[call] = end
         self._calls[digest] = call
         self._chains.add(digest[SIZE:])
 
@@ -124,15 +101,15 @@ class History:
         match = self._match(turn, settings)
         followed = await self._followed(turn, match, settings, tails)
         if followed and followed.is_sure:
-            return followed.prompt()
+            return followed.prompt
         rendered = await tails.rendering.render(chat_request(turn))
         if rendered is None:
             return None
-        if followed and _ends_with(rendered["token_ids"], followed.rest):
-            return followed.prompt()
         token_ids = rendered["token_ids"]
+        if followed and token_ids[len(token_ids) - len(followed.rest) :] == followed.rest:
+            return followed.prompt
         parent = self._parent(array("i", token_ids), match)
-        reason = None if parent is not None else match.root_reason or self._unfollowed(match)
+        reason = None if parent is not None else match.root_reason or TEMPLATE
         return Prompt(token_ids, parent, reason, _sampling(turn, rendered), rendered.get("features") or None)
 
     def _match(self, turn: Turn, settings: bytes) -> _Match:
@@ -146,7 +123,7 @@ class History:
         new = turn.messages[num_messages:]
         if not self._ends or not any(message["role"] == "assistant" for message in turn.messages):
             reason = FIRST
-        elif any(map(_has_media, turn.messages)):
+        elif any(media_in(turn.messages)):
             reason = MEDIA
         elif num_known > num_messages:
             reason = TOOLS
@@ -156,8 +133,9 @@ class History:
 
     async def _followed(self, turn: Turn, match: _Match, settings: bytes, tails: Tails) -> _Following | None:
         """Return a turn after the call that it follows. None where the whole turn has to be rendered."""
-        if match.call is None or match.root_reason or not (before := self._known_ids(match.call)):
+        if match.call is None or match.root_reason:
             return None
+        before = self._ids_of(match.call)
         end, answer = self._ends[match.call], turn.messages[match.num_messages - 1]
         tail = await tails.after(match.num_messages, turn, settings)
         if tail is None:
@@ -174,7 +152,8 @@ class History:
             if sampling["max_tokens"] >= room - len(tail.rendered["token_ids"]):  # what the stub leaves
                 sampling["max_tokens"] = turn.max_tokens or _MAX_TOKENS
             sampling["max_tokens"] = min(sampling["max_tokens"], left)
-        return _Following(match.call, before, rest, tail.is_sure(before[: end.num_prompt]), sampling)
+        prompt = Prompt(before.tolist() + rest, match.call, None, sampling, None)
+        return _Following(prompt, rest, tail.is_sure(before[: end.num_prompt]))
 
     def _parent(self, token_ids: "array[int]", match: _Match) -> int | None:
         """Return the longest call whose ids a rendered prompt begins with."""
@@ -186,18 +165,9 @@ class History:
         for length, call in ends:
             last = self._ends[call].last
             may_be = token_ids[max(0, length - len(last)) : length].tolist() == last
-            if may_be and token_ids[:length] == self._known_ids(call):
+            if may_be and token_ids[:length] == self._ids_of(call):
                 return call
         return None
-
-    def _unfollowed(self, match: _Match) -> str:
-        is_known = match.call is not None and self._known_ids(match.call) is not None
-        return TEMPLATE if is_known else UNKNOWN
-
-    def _known_ids(self, call: int) -> "array[int] | None":
-        """Return the ids of a call; None where they are other ids than it ended with."""
-        ids, end = self._ids_of(call), self._ends[call]
-        return ids if ids and len(ids) == end.length and ids[-len(end.last) :].tolist() == end.last else None
 
 
 def _num_closed(tail: Tail, end: End, last: int, has_calls: bool) -> int | None:
@@ -216,12 +186,3 @@ def _sampling(turn: Turn, rendered: Json) -> Json:
     if turn.max_tokens is None:
         sampling["max_tokens"] = min(sampling["max_tokens"], _MAX_TOKENS)
     return sampling
-
-
-def _ends_with(token_ids: list[int], rest: list[int]) -> bool:
-    return token_ids[len(token_ids) - len(rest) :] == rest
-
-
-def _has_media(message: Json) -> bool:
-    content = message.get("content")
-    return isinstance(content, list) and any(part.get("type") not in _NO_MEDIA for part in content)

@@ -12,19 +12,8 @@ import msgspec
 
 from engines.engine import Json
 from engines.errors import RolloutGatewayError
-from gateway.agents.pieces import (
-    ChatMessages,
-    calls_of,
-    failure,
-    function,
-    image,
-    is_cut,
-    named,
-    named_event,
-    objects,
-    refusal,
-)
-from gateway.agents.turn import Answer, Turn
+from gateway.agents.pieces import ChatMessages, failure, function, image, named, named_event, objects, refusal
+from gateway.agents.turn import Answer, Dialect, Turn
 from gateway.dialects.fields import read_fields
 from gateway.dialects.raw_json import NO_JSON, decoded
 
@@ -33,15 +22,9 @@ _BILLING = "x-anthropic-billing-header"
 # Under this name Anthropic's documents hand back arguments that are no JSON object.
 _NO_OBJECT = "INVALID_JSON"
 _TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-    504: "timeout_error",
-    529: "overloaded_error",
-}
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
+    429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error", 529: "overloaded_error",
+}  # fmt: skip
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _BLOCKS = "a user has text, image and tool_result, the assistant text, thinking and tool_use, each with its fields"
 
@@ -63,7 +46,7 @@ class _Body(msgspec.Struct):
     chat_template_kwargs: dict[str, Any] = {}
 
 
-class Messages:
+class Messages(Dialect):
     """`metadata`, `cache_control`, `context_management`, `is_error` and betas have no effect."""
 
     ping = named_event({"type": "ping"})
@@ -80,10 +63,11 @@ class Messages:
     def read_prompt(self, body: Json) -> Turn:
         """Return what a body asks for that may lack a limit: its tokens are counted alone."""
         given = read_fields(_Body, body)
-        messages = _messages(given)
+        changing = {str(tool.get("name")): _tool(tool, where) for where, tool in objects(given.tools, "tools")}
+        messages = _messages(given, changing)
         if not messages:
             raise refusal("messages", given.messages, "give at least one message")
-        tools = _tools(given)
+        tools = list(changing.values())
         sampling: Json = {"temperature": given.temperature, "top_p": given.top_p, "top_k": given.top_k}
         sampling |= {"stop": given.stop_sequences or None, "thinking_token_budget": _budget(given.thinking)}
         return Turn(
@@ -96,10 +80,6 @@ class Messages:
             max_tokens=given.max_tokens,
             streams=given.stream,
         )
-
-    def count(self, num_tokens: int) -> Json:
-        """Return the reply to a count of tokens."""
-        return {"input_tokens": num_tokens}
 
     def begin(self, answer_id: str, turn: Turn) -> bytes:
         usage = {"input_tokens": 0, "output_tokens": 0}
@@ -127,9 +107,10 @@ class Messages:
         return named_event(self.error(error))
 
 
-def _messages(given: _Body) -> list[Json]:
+def _messages(given: _Body, tools: Json) -> list[Json]:
+    """Return the messages of a chat request, after whose system messages `tools` are those at the end."""
     chat = ChatMessages()
-    if text := _system_text(given.system, "system"):
+    if text := _system_text(given.system, "system", None):
         chat.add({"role": "system", "content": text})
     for where, message in objects(given.messages, "messages"):
         content, where = message.get("content"), f"{where}.content"
@@ -139,7 +120,7 @@ def _messages(given: _Body) -> list[Json]:
             case "assistant":
                 chat.add(_assistant(_blocks(content, where)))
             case "system":
-                if text := _system_text(content, where):
+                if text := _system_text(content, where, tools):
                     chat.add({"role": "system", "content": text})
             case role:
                 raise refusal(where.replace(".content", ".role"), role, "there are user, assistant and system")
@@ -152,14 +133,15 @@ def _blocks(content: Any, where: str) -> Iterator[tuple[str, Json]]:
     return objects(content, where)
 
 
-def _system_text(content: Any, where: str) -> str:
+def _system_text(content: Any, where: str, tools: Json | None) -> str:
+    """Return the text, and add and remove the `tools` that it says to."""
     texts = []
     for place, block in _blocks(content, where):
         match block:
             case {"type": "text", "text": str(text)}:
                 texts.append("" if text.startswith(_BILLING) else text)
-            case {"type": "tool_addition" | "tool_removal"} if where != "system":
-                pass  # these change the tools
+            case {"type": "tool_addition" | "tool_removal" as change} if tools is not None:
+                _change(tools, change, block.get("tool"), f"{place}.tool")
             case _:
                 raise refusal(place, block, "a system message has blocks of text")
     return "".join(texts)
@@ -238,32 +220,17 @@ def _arguments(given: Json) -> str:
     return json.dumps(given, ensure_ascii=False)
 
 
-def _tools(given: _Body) -> list[Json]:
-    """The tools at the end of the conversation: system messages may have added and removed some. A tool that is to be
-    loaded later says so to the template."""
-    tools: dict[str, Json] = {}
-    for where, tool in objects(given.tools, "tools"):
-        tools[str(tool.get("name"))] = _tool(tool, where)
-    for where, change, block in _changes(given.messages):
-        match (change, block.get("tool")):
-            case "tool_addition", {"type": "tool_definition", "definition": dict(tool)}:
-                tools[str(tool.get("name"))] = _tool(tool, f"{where}.tool.definition")
-            case "tool_addition", {"type": "tool_reference", "name": str(name)} if name in tools:
-                tools[name]["function"].pop("defer_loading", None)
-            case "tool_removal", {"type": "tool_reference", "name": str(name)} if name in tools:
-                del tools[name]
-            case _:
-                remedy = f"name a tool of tools: {', '.join(tools) or 'there is none'}"
-                raise refusal(f"{where}.tool", block.get("tool"), remedy)
-    return list(tools.values())
-
-
-def _changes(messages: list[Json]) -> Iterator[tuple[str, str, Json]]:
-    for index, message in enumerate(messages):
-        if message["role"] == "system":
-            for where, block in _blocks(message["content"], f"messages[{index}].content"):
-                if block["type"] != "text":
-                    yield where, block["type"], block
+def _change(tools: Json, change: str, tool: Any, where: str) -> None:
+    """Add or remove a tool. One that is to be loaded later says so to the template, until it is added."""
+    match (change, tool):
+        case "tool_addition", {"type": "tool_definition", "definition": dict(defined)}:
+            tools[str(defined.get("name"))] = _tool(defined, f"{where}.definition")
+        case "tool_addition", {"type": "tool_reference", "name": str(name)} if name in tools:
+            tools[name]["function"].pop("defer_loading", None)
+        case "tool_removal", {"type": "tool_reference", "name": str(name)} if name in tools:
+            del tools[name]
+        case _:
+            raise refusal(where, tool, f"name a tool of tools: {', '.join(tools) or 'there is none'}")
 
 
 def _tool(tool: Json, where: str) -> Json:
@@ -328,7 +295,7 @@ def _content(answer: Answer) -> list[Json]:
         blocks.append({"type": "thinking", "thinking": thoughts, "signature": answer.id})
     if text := answer.message.get("content"):
         blocks.append({"type": "text", "text": text})
-    for call in calls_of(answer):
+    for call in answer.calls:
         name, arguments = call["function"]["name"], call["function"]["arguments"]
         blocks.append({"type": "tool_use", "id": call["id"], "name": name, "input": _input(arguments)})
     return blocks or [{"type": "text", "text": ""}]  # clients read the first block
@@ -359,7 +326,7 @@ def _parts(block: Json) -> tuple[Json, list[Json]]:
 
 def _end(answer: Answer) -> Json:
     reason, sequence = "end_turn", None
-    if is_cut(answer):
+    if answer.is_cut:
         reason = "max_tokens"
     elif answer.message.get("tool_calls"):
         reason = "tool_use"

@@ -5,27 +5,8 @@ from typing import Any
 
 from engines.engine import Json
 from engines.errors import InvalidRequest, RolloutGatewayError, shown
-from gateway.agents.turn import Answer
 from gateway.api import body_of, error_of, shortened, status_of
 from gateway.dialects.raw_json import event
-
-
-def calls_of(answer: Answer) -> list[Json]:
-    """Return the calls of an answer, with their arguments as they were sampled. A call that its parser left without an
-    id gets one that no other call has."""
-    return [
-        {
-            "id": call.get("id") or f"call_{answer.id}_{index}",
-            "type": "function",
-            "function": {name: call["function"].get(name) or "" for name in ("name", "arguments")},
-        }
-        for index, call in enumerate(answer.message.get("tool_calls") or ())
-    ]
-
-
-def is_cut(answer: Answer) -> bool:
-    """True if an answer ended before the model's own end or a stop string."""
-    return answer.finish_reason in ("length", "abort")
 
 
 def refusal(where: str, value: Any, remedy: str) -> InvalidRequest:

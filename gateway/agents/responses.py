@@ -4,27 +4,15 @@ Nothing is kept between calls: a client sends its whole history, as Codex does. 
 """
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
 
 from engines.engine import Json
 from engines.errors import RolloutGatewayError
-from gateway.agents.pieces import (
-    ChatMessages,
-    calls_of,
-    failure,
-    function,
-    image,
-    is_cut,
-    named,
-    named_event,
-    objects,
-    refusal,
-)
-from gateway.agents.turn import Answer, Turn
-from gateway.api import body_of
+from gateway.agents.pieces import ChatMessages, failure, function, image, named, named_event, objects, refusal
+from gateway.agents.turn import Answer, Dialect, Turn
 from gateway.dialects.fields import read_fields
 
 _NEEDS_STORE = {
@@ -64,11 +52,9 @@ _BEGUN = ("response.created", "response.in_progress")
 _CODES = {429: "rate_limit_exceeded"}
 
 
-class Responses:
+class Responses(Dialect):
     """`store`, `truncation`, `service_tier`, `reasoning.summary` and `client_metadata` have no effect. A tool that
     searches the web is left out: no model is told of it."""
-
-    ping = b": ping\n\n"
 
     def read(self, body: Json) -> Turn:
         for name, remedy in _NEEDS_STORE.items():
@@ -99,18 +85,23 @@ class Responses:
         )
 
     def begin(self, answer_id: str, turn: Turn) -> bytes:
-        response = _response(answer_id, turn.model or "", turn) | {"status": "in_progress"}
+        response = _response(answer_id, turn.model or "", turn, "in_progress")
         begun = [{"type": kind, "response": response} for kind in _BEGUN]
         return b"".join(_numbered(begun, 0))
 
     def reply(self, answer: Answer, turn: Turn) -> Json:
-        return _response(answer.id, answer.model, turn) | _end(answer, _items(answer, turn))
+        usage = {
+            "input_tokens": answer.num_prompt_tokens,
+            "input_tokens_details": {"cached_tokens": answer.num_cached_tokens},
+            "output_tokens": answer.num_tokens,
+            "output_tokens_details": {"reasoning_tokens": 0},  # nobody has counted them
+            "total_tokens": answer.num_prompt_tokens + answer.num_tokens,
+        }
+        status = "incomplete" if answer.is_cut else "completed"
+        return _response(answer.id, answer.model, turn, status, _items(answer, turn, status), usage)
 
     def events(self, answer: Answer, turn: Turn) -> Iterator[bytes]:
         return _numbered(_shown(self.reply(answer, turn)), len(_BEGUN))
-
-    def error(self, error: RolloutGatewayError) -> Json:
-        return body_of(error)
 
     def error_event(self, error: RolloutGatewayError) -> bytes:
         status, message = failure(error)
@@ -256,7 +247,9 @@ def _template(given: _Body) -> Json:
     return template
 
 
-def _response(answer_id: str, model: str, turn: Turn) -> Json:
+def _response(
+    answer_id: str, model: str, turn: Turn, status: str, items: Sequence[Json] = (), usage: Json | None = None
+) -> Json:
     return {
         "id": f"resp_{answer_id}",
         "object": "response",
@@ -268,27 +261,14 @@ def _response(answer_id: str, model: str, turn: Turn) -> Json:
         "parallel_tool_calls": turn.template.get("parallel_tool_calls", True),
         "store": False,
         "error": None,
-        "incomplete_details": None,
-        "output": [],
-        "usage": None,
+        "status": status,
+        "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+        "output": items,
+        "usage": usage,
     }
 
 
-def _end(answer: Answer, items: list[Json]) -> Json:
-    usage = {
-        "input_tokens": answer.num_prompt_tokens,
-        "input_tokens_details": {"cached_tokens": answer.num_cached_tokens},
-        "output_tokens": answer.num_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},  # nobody has counted them
-        "total_tokens": answer.num_prompt_tokens + answer.num_tokens,
-    }
-    end: Json = {"status": "completed", "output": items, "usage": usage}
-    if is_cut(answer):
-        end |= {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
-    return end
-
-
-def _items(answer: Answer, turn: Turn) -> list[Json]:
+def _items(answer: Answer, turn: Turn, last_status: str) -> list[Json]:
     items: list[Json] = []
     if text := answer.message.get("reasoning"):
         thoughts = [{"type": "reasoning_text", "text": text}]
@@ -296,15 +276,13 @@ def _items(answer: Answer, turn: Turn) -> list[Json]:
     if text := answer.message.get("content"):
         part: Json = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
         items.append({"type": "message", "id": f"msg_{answer.id}", "role": "assistant", "content": [part]})
-    for index, call in enumerate(calls_of(answer)):
+    for index, call in enumerate(answer.calls):
         name, arguments = call["function"]["name"], call["function"]["arguments"]
         named_so = turn.echo["namespaces"].get(name) or {"name": name}
         called: Json = {"call_id": call["id"], **named_so, "arguments": arguments}
         items.append({"type": "function_call", "id": f"fc_{answer.id}_{index}", **called})
-    for item in items:
-        item["status"] = "completed"
-    if items and is_cut(answer):
-        items[-1]["status"] = "incomplete"
+    for place, item in enumerate(items, 1):
+        item["status"] = last_status if place == len(items) else "completed"
     return items
 
 

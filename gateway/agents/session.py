@@ -4,49 +4,54 @@ import asyncio
 import math
 import time
 from array import array
+from base64 import b64decode
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from contextlib import asynccontextmanager, suppress
+from copy import copy
+from typing import Any
 
 import msgspec
 
 from engines.engine import Json
 from engines.errors import DeadlineExceeded, GatewayUnreachable, RolloutGatewayError, SessionFrozen
-from gateway.agents.call import Began, Call, Ended, Grown
-from gateway.agents.history import History, Prompt, end_of
+from gateway.agents.call import Call, Facts, Grown
+from gateway.agents.history import UNKNOWN, History, Prompt
+from gateway.agents.media import Media, id_of, media_in, media_of
 from gateway.agents.turn import Caller, Turn
 from gateway.api import body_of
+from gateway.dialects.raw_json import decoded
 from gateway.dialects.sample import ABORT, Reply
 from gateway.fleet.metrics import Metrics
 from gateway.ledger.ledger import Record
 
 SCHEMA_VERSION = 1
+CLIENT_LEFT = "client_left"
 _AT_ONCE_BYTES = 1 << 18
 _CUT_S = 10.0
 
 
-class Head(msgspec.Struct, tag="session", frozen=True):
-    """A session as it began, in seconds since the epoch. `metadata` is its client's own; None where it gave none."""
+class Head(msgspec.Struct, tag="session"):
+    """A session without its calls; `began` is in seconds since the epoch. `metadata` is its client's own; None where it
+    gave none. `reward` and `info` are the last that its trainer gave. A frozen one takes no call any more."""
 
     owner: str
     id: str
     began: float
     metadata: Json | None = None
-
-
-class Rewarded(msgspec.Struct, tag="rewarded", array_like=True, frozen=True):
-    """A reward of one call, or of the whole session where `call` is None."""
-
-    reward: float
-    call: int | None = None
+    reward: float | None = None
     info: Json | None = None
+    is_frozen: bool = False
 
 
-class Frozen(msgspec.Struct, tag="frozen", array_like=True, frozen=True):
-    """No later call is taken."""
+class Changed(msgspec.Struct, tag="changed", array_like=True, frozen=True):
+    """Fields with their new values: of a call, or of the session's head where `call` is None."""
+
+    call: int | None
+    fields: dict[str, Any]
 
 
-Step = Began | Grown | Ended | Rewarded | Frozen
+Step = Facts | Grown | Changed | Media
 
 read_head = msgspec.msgpack.Decoder(Head).decode
 read_step = msgspec.msgpack.Decoder(Step).decode
@@ -57,38 +62,33 @@ class Session:
 
     def __init__(self, head: Head, record: Record, metrics: Metrics) -> None:
         self.head, self.record = head, record
-        self.owner, self.id = head.owner, head.id
+        self.key = head.owner, head.id
         self.calls: list[Call] = []
-        self._open: dict[int, Call] = {}
         self.history = History(self.ids_of)
-        self.is_frozen = False
         self.was_read = False
         """True once a reader has had all of it after it was frozen."""
         self.used_at = time.monotonic()
         self.num_bytes = len(msgspec.msgpack.encode(head))
-        self._reward: Rewarded | None = None
-        self._asked: dict[tuple[int | None, bytes], int] = {}
-        self._ended = asyncio.Event()
+        self.open: dict[int, Call] = {}
+        """Those that have not ended."""
+        self._media: dict[str, Media] = {}
+        self._asked: dict[tuple[int | None, bytes], int] = {}  # the latest call with a prompt
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
         self._metrics = metrics
 
     @property
     def state(self) -> str:
-        return "frozen" if self.is_frozen else "open"
-
-    @property
-    def open(self) -> list[Call]:
-        """The calls that have not ended."""
-        return list(self._open.values())
+        return "frozen" if self.head.is_frozen else "open"
 
     def ids_of(self, number: int) -> "array[int]":
         """Return the ids of a call's prompt and of what was sampled."""
-        chain, at = [], self.calls[number]
-        while at.began.parent is not None:
-            chain.append(at)
-            at = self.calls[at.began.parent]
+        chain = [self.calls[number]]
+        while (parent := chain[-1].facts.parent) is not None:
+            chain.append(self.calls[parent])
         whole = array("i")
-        for call in (at, *reversed(chain)):
-            whole.frombytes(call.began.prompt_token_ids)
+        for call in reversed(chain):
+            whole.frombytes(call.facts.prompt_token_ids)
             whole += call.token_ids
         return whole
 
@@ -99,16 +99,18 @@ class Session:
         self.check_open()
         parent = prompt.parent if prompt else None
         ids = array("i", prompt.token_ids if prompt else ())
-        before = None if parent is None else self.calls[parent]
-        suffix = ids[before.began.prompt_tokens + len(before.token_ids) if before else 0 :].tobytes()
+        suffix = ids[0 if parent is None else self.calls[parent].length :].tobytes()
         asked = prompt.sampling if prompt else {**turn.sampling, "max_tokens": turn.max_tokens}
+        parts = [(id_of(part), part) for part in media_in(turn.messages)]
+        for name, part in parts:
+            if name not in self._media:
+                self._note(media_of(part))
         # In its place before all that follows, and before a token: nothing is lost before it is written.
-        began = Began(
+        facts = Facts(
             call=len(self.calls),
             parent=parent,
-            root_reason=prompt.root_reason if prompt else "unknown",
-            # Whatever the sampling: clients ask for an answer that was cut off with a higher limit.
-            retry_of=self._asked.get((parent, suffix)) if prompt else None,
+            root_reason=prompt.root_reason if prompt else UNKNOWN,
+            retry_of=self._repeated(self._asked.get((parent, suffix)), asked, caller) if prompt else None,
             dialect=caller.dialect,
             agent=caller.identity.agent if caller.identity else None,
             window=caller.identity.window if caller.identity else None,
@@ -118,14 +120,24 @@ class Session:
             prompt_token_ids=suffix,
             sampling=msgspec.json.encode(asked, order="sorted"),
             tools=msgspec.json.encode(turn.tools) if parent is None else b"",
+            media=[name for name, _ in parts],
         )
-        self.note(began)
+        self._note(facts)
         return self.calls[-1]
+
+    def _repeated(self, number: int | None, asked: Json, caller: Caller) -> int | None:
+        """Return the latest call with the same prompt if this one is made in its place: its client says so, has not got
+        its answer, or asks for more than the limit that has cut it off. Others are further answers to one prompt."""
+        if number is None:
+            return None
+        before = self.calls[number].facts
+        is_short = before.finish_reason == "length" and decoded(before.sampling)["max_tokens"] < asked["max_tokens"]
+        return number if caller.is_retry or before.mask or is_short else None
 
     def check_open(self) -> None:
         """Raise `SessionFrozen` where no call is taken any more."""
-        if self.is_frozen:
-            raise SessionFrozen(f"session is frozen: {self.id!r} takes no call any more; begin one under another id")
+        if self.head.is_frozen:
+            raise SessionFrozen(f"session is frozen: {self.head.id!r} takes no later call; begin one under another id")
 
     @asynccontextmanager
     async def under_way(self, call: Call, reply: Reply | None) -> AsyncIterator[None]:
@@ -134,7 +146,7 @@ class Session:
         try:
             yield
         except asyncio.CancelledError:
-            self._stop(call, "cut", call.cut_for or "client_left")
+            self._stop(call, "cut", call.cut_for or CLIENT_LEFT)
             if not call.cut_for:
                 raise
             if (task := asyncio.current_task()) is not None:
@@ -142,8 +154,8 @@ class Session:
             self.check_open()
             raise GatewayUnreachable("the gateway ends: ask again") from None
         except RolloutGatewayError as error:
-            body = body_of(error)
-            self._stop(call, "failed", "unparsed" if call.is_made else "failed", body.get("error") or body)
+            body, is_made = body_of(error), reply is not None and reply.samples and not reply.open
+            self._stop(call, "failed", "unparsed" if is_made else "failed", body.get("error") or body)
             await self.record.written()
             raise
         except Exception:
@@ -158,40 +170,69 @@ class Session:
     async def end(self, call: Call, choice: Json, usage: Json, digest: bytes) -> None:
         """Record a call that was answered; `digest` is that of its history. Return once that is durable."""
         self.write_growth([call])
-        number, how = call.began.call, (choice["finish_reason"], choice.get("stop_reason"))
-        counts = usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0
-        end = end_of(*how, call.reply.prompt or [], call.token_ids) if call.reply else None
-        defect = "no_token_ids" if end is None else None if call.is_scored else "no_logprobs"
+        defect = "no_token_ids" if call.reply is None else None if call.is_scored else "no_logprobs"
         state, mask = ("cut", "cut") if choice["finish_reason"] == ABORT else ("ended", defect)
-        self._end(Ended(number, time.time(), state, mask, *how, None, *counts, digest, end))
+        self._end(
+            call,
+            state=state,
+            mask=mask,
+            finish_reason=choice["finish_reason"],
+            stop_reason=choice.get("stop_reason"),
+            prompt_tokens=call.facts.prompt_tokens or usage.get("prompt_tokens") or 0,
+            num_sampled=usage.get("completion_tokens") or 0,
+            routed_experts=b64decode(choice.get("routed_experts") or ""),
+            digest=b"" if call.reply is None else digest,
+        )
         await self.record.written()
+
+    def undelivered(self, call: Call) -> None:
+        """Note that the client of a call has left before it had the whole answer."""
+        if call.facts.ended and call.facts.mask is None:
+            self._change(call.facts.call, state="cut", mask=CLIENT_LEFT)
+            self._metrics.masked_session_tokens.labels(CLIENT_LEFT).inc(call.num_sampled)
 
     def _stop(self, call: Call, state: str, mask: str, error: Json | None = None) -> None:
         """End a call that has no answer."""
-        if call.ended is not None:
-            return
-        call.settle()
-        self.write_growth([call])
-        self._end(Ended(call.began.call, time.time(), state, mask, error=error))
+        if call.facts.ended is None:
+            for sample in call.reply.samples if call.reply else ():
+                sample.settle()
+            self.write_growth([call])
+            self._end(call, state=state, mask=mask, error=error)
+        elif mask == CLIENT_LEFT:
+            self.undelivered(call)
 
-    def _end(self, ended: Ended) -> None:
-        self.note(ended)
-        call, tokens = self.calls[ended.call], self._metrics.session_tokens
+    def _end(self, call: Call, **how: Any) -> None:
+        self._change(call.facts.call, ended=time.time(), **how)
+        tokens = self._metrics.session_tokens
         tokens.labels("sampled").inc(call.num_sampled)
         tokens.labels("captured").inc(len(call.token_ids))
         if call.is_scored:
             self._metrics.missing_logprobs.inc(sum(map(math.isnan, call.logprobs)))
-        if call.mask is not None:
-            self._metrics.masked_session_tokens.labels(call.mask).inc(call.num_sampled)
-        ends, self._ended = self._ended, asyncio.Event()
-        ends.set()
+        if call.facts.mask is not None:
+            self._metrics.masked_session_tokens.labels(call.facts.mask).inc(call.num_sampled)
+        self._settle(call)
+
+    def _settle(self, call: Call) -> None:
+        """Have later turns follow a call that has ended."""
+        call.reply = call.task = None
+        del self.open[call.facts.call]
+        if not self.open:
+            self._is_idle.set()
+        self.num_bytes += 8 * len(call.token_ids) + len(call.facts.routed_experts)
+        if (end := call.end) is not None:
+            self.history.add(call.facts.call, call.facts.digest, end)
 
     # Trainers
 
+    def reward(self, reward: float | None, call: int | None = None, info: Json | None = None) -> None:
+        """Set the reward of one call, or that of the session where `call` is None, and its `info`; None is no news."""
+        if given := {name: value for name, value in (("reward", reward), ("info", info)) if value is not None}:
+            self._change(call, **given)
+
     async def freeze(self, wait_s: float) -> None:
         """Take no later call. End open ones after so many seconds. Return once it is durable that none is open."""
-        if not self.is_frozen:
-            self.note(Frozen())
+        if not self.head.is_frozen:
+            self._change(None, is_frozen=True)
         await self.stop_calls("frozen", wait_s)
         await self.record.written()
 
@@ -199,54 +240,51 @@ class Session:
         """Wait so long for open calls, then end them. Raise `DeadlineExceeded` where they do not end."""
         if await self._has_ended_within(wait_s):
             return
-        for call in self.open:
+        for call in list(self.open.values()):
             call.cut(mask)
         if not await self._has_ended_within(_CUT_S):
-            raise DeadlineExceeded(f"calls of {self.id!r} have not ended within {_CUT_S:g} s: ask again")
+            raise DeadlineExceeded(f"calls of {self.head.id!r} have not ended within {_CUT_S:g} s: ask again")
 
     async def _has_ended_within(self, timeout_s: float) -> bool:
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                while self._open:
-                    await self._ended.wait()
-        return not self._open
+                await self._is_idle.wait()
+        return not self.open
 
     @property
     def num_tokens(self) -> Json:
         """How many tokens were sampled; of those that count in training, and of others by the reason."""
         masked = Counter[str]()
         for call in self.calls:
-            if call.mask is not None:
-                masked[call.mask] += call.num_sampled
+            if call.facts.mask is not None:
+                masked[call.facts.mask] += call.num_sampled
         sampled = sum(call.num_sampled for call in self.calls)
-        trainable = sum(len(call.token_ids) for call in self.calls if call.ended and call.mask is None)
+        trainable = sum(len(call.token_ids) for call in self.calls if call.facts.ended and call.facts.mask is None)
         return {"sampled": sampled, "trainable": trainable, "masked": dict(masked)}
 
     def report(self) -> Json:
         """Return the head, as readers get it first."""
-        rewards = {str(call.began.call): call.reward for call in self.calls if call.reward is not None}
+        head = msgspec.structs.asdict(self.head)
+        rewards = {str(call.facts.call): call.facts.reward for call in self.calls if call.facts.reward is not None}
         return {
             "type": "session",
             "schema_version": SCHEMA_VERSION,
-            "id": self.id,
+            **{name: head[name] for name in ("id", "began", "metadata", "reward", "info")},
             "state": self.state,
-            "began": self.head.began,
             "calls": len(self.calls),
             "open_calls": len(self.open),
-            "reward": self._reward and self._reward.reward,
             "rewards": rewards,
-            "info": self._reward and self._reward.info,
-            "metadata": self.head.metadata,
             "tokens": self.num_tokens,
         }
 
     async def read(self) -> AsyncGenerator[list[bytes]]:
         """Yield the calls in order, some at a time, then the end."""
-        is_frozen = self.is_frozen
+        is_frozen, calls, media = self.head.is_frozen, list(self.calls), dict(self._media)
         some: list[bytes] = []
-        calls = list(self.calls)
         for call in calls:
-            some.append(msgspec.msgpack.encode(call.report()))
+            found = [(name, media.pop(name, None)) for name in call.facts.media]  # with the first call that has it
+            told = [{"id": name} | (msgspec.structs.asdict(one) if one else {}) for name, one in found]
+            some.append(msgspec.msgpack.encode(call.report() | {"media": told}))
             if sum(map(len, some)) > _AT_ONCE_BYTES:
                 yield some
                 some = []
@@ -257,50 +295,43 @@ class Session:
 
     def write(self) -> None:
         """Write all that there is as a new record."""
-        self.record.begin([self.head, *self._steps()])
-
-    def _steps(self) -> Iterator[Step]:
-        for call in self.calls:
-            yield from call.steps()
-            if call.reward is not None:
-                yield Rewarded(call.reward, call.began.call)
-        if self._reward is not None:
-            yield self._reward
-        if self.is_frozen:
-            yield Frozen()
+        steps = (step for call in self.calls for step in call.steps())
+        self.record.begin([copy(self.head), *self._media.values(), *steps])
 
     def restore(self, steps: Iterable[Step]) -> None:
         """Take the steps of a gateway before this one. Calls that were open end with the tokens that it has written."""
         for step in steps:
             self._take(step)
-        for call in self.open:
-            self._stop(call, "cut", "gateway_ended")
+        for call in list(self.open.values()):
+            if call.facts.ended is None:
+                self._stop(call, "cut", "gateway_ended")
+            else:
+                self._settle(call)
 
-    def note(self, step: Step) -> None:
-        """Take a step, such as a reward in place of the one before, and have it written."""
+    def _change(self, call: int | None, **fields: Any) -> None:
+        self._note(Changed(call, fields))
+
+    def _note(self, step: Step) -> None:
+        """Take a step, and have it written."""
         self._take(step)
         self.record.add(step)
 
     def _take(self, step: Step) -> None:
         self.used_at = time.monotonic()
         match step:
-            case Began():
-                self.calls.append(call := Call(step))
-                self._open[step.call] = call
-                self.num_bytes += call.num_bytes
+            case Facts():
+                self.calls.append(Call(copy(step)))
+                self.open[step.call] = self.calls[-1]
+                self._is_idle.clear()
+                self.num_bytes += self.calls[-1].num_bytes
                 if step.prompt_tokens:
-                    self._asked.setdefault((step.parent, step.prompt_token_ids), step.call)
+                    self._asked[step.parent, step.prompt_token_ids] = step.call
             case Grown():
                 self.calls[step.call].take(step)
-            case Ended():
-                call = self._open.pop(step.call)
-                call.take(step)
-                self.num_bytes += 8 * len(call.token_ids)
-                if step.end is not None:
-                    self.history.add(step.call, step.digest, step.end)
-            case Rewarded(call=None):
-                self._reward = step
-            case Rewarded():
-                self.calls[step.call or 0].reward = step.reward
-            case Frozen():
-                self.is_frozen = True
+            case Changed():
+                changing = self.head if step.call is None else self.calls[step.call].facts
+                for name, value in step.fields.items():
+                    setattr(changing, name, value)
+            case Media():
+                self._media[step.id] = step
+                self.num_bytes += len(step.data)

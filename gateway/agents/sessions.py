@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Sequence
 
 import structlog
@@ -18,20 +18,20 @@ from gateway.ledger.ledger import Ledger, Record
 log = structlog.get_logger()
 
 KIND = "session"
+_ACKED = "acked"  # one record, with the names of many
 _BOUNDS_S = 1.0
 _MAX_AGE_S = 86_400.0
 """Longest time without a call, a reward or a read after which a session is forgotten."""
 _ACKED_KEPT = 10_000
 _FULL_RETRY_S = 10.0
 
-Key = tuple[str, str]
-"""Owner and id."""
+Key = tuple[str, str]  # owner and id
 
 
 class Sessions:
     """The sessions, by owner and id. The bounds are those of submissions."""
 
-    kind = KIND
+    kind = (KIND, _ACKED)
 
     def __init__(self, config: SubmissionsConfig, ledger: Ledger, metrics: Metrics) -> None:
         self._config = config
@@ -40,6 +40,7 @@ class Sessions:
         self._metrics = metrics
         self._kept: dict[Key, Session] = {}
         self._acked: OrderedDict[Key, None] = OrderedDict()
+        self._acked_record = Record.new(ledger, _ACKED)
         self._full: set[str] = set()  # owners
 
     @property
@@ -60,6 +61,7 @@ class Sessions:
 
     async def entered(self, owner: str, name: str) -> Session:
         """Return the session of a call, which may begin it. Raise `SessionFrozen`, `TooManyRequests`."""
+        await self._ledger.opened()
         if (owner, name) in self._acked:
             raise SessionFrozen(f"session is frozen: {name!r} was acked, and takes no call any more")
         if owner in self._full:
@@ -69,7 +71,6 @@ class Sessions:
                 _FULL_RETRY_S,
             )
         session, _ = await self.begun(owner, name)
-        session.used_at = time.monotonic()
         session.check_open()
         return session
 
@@ -83,7 +84,9 @@ class Sessions:
             return found, False
         if self._ledger.is_held_elsewhere:
             raise _unread(name, self._ledger.unread)
-        self._acked.pop((owner, name), None)
+        if (owner, name) in self._acked:
+            del self._acked[owner, name]
+            self._write_acked()
         session = Session(Head(owner, name, time.time(), metadata), Record.new(self._ledger, KIND), self._metrics)
         self._kept[owner, name] = session
         session.write()
@@ -105,13 +108,13 @@ class Sessions:
 
     def of(self, owner: str) -> list[Session]:
         """Return the sessions of an owner, the oldest first."""
-        return sorted((one for one in self._kept.values() if one.owner == owner), key=lambda one: one.head.began)
+        return sorted((one for one in self._kept.values() if one.head.owner == owner), key=lambda one: one.head.began)
 
     async def ack(self, owner: str, name: str) -> None:
         """Drop a session that was frozen. Return once that is durable. Raise `SessionFrozen` where it is open."""
         if (owner, name) not in self._acked:
             session = await self.find(owner, name)
-            if not session.is_frozen or session.open:
+            if not session.head.is_frozen or session.open:
                 raise SessionFrozen(f"{name!r} is open: freeze it before it is acked, since later calls would be lost")
             if session.was_read:
                 self._metrics.session_tokens.labels("delivered").inc(session.num_tokens["trainable"])
@@ -126,11 +129,19 @@ class Sessions:
         await self._ledger.written()
 
     def _drop(self, session: Session) -> None:
-        self._kept.pop((session.owner, session.id), None)
-        session.record.remove()
-        self._acked[session.owner, session.id] = None
+        """Forget a session but for its name: a late call does not begin it again, also after a restart."""
+        self._kept.pop(session.key, None)
+        self._acked[session.key] = None
         if len(self._acked) > _ACKED_KEPT:
             self._acked.popitem(last=False)
+        if self._acked_record.is_kept and not self._acked_record.has_doubled:
+            self._acked_record.add(Head(*session.key, time.time()))
+        else:
+            self._write_acked()
+        session.record.remove()
+
+    def _write_acked(self) -> None:
+        self._acked_record.begin([Head(*key, time.time()) for key in self._acked])
 
     # Bounds
 
@@ -146,31 +157,27 @@ class Sessions:
         await asyncio.gather(*ending, return_exceptions=True)
 
     def _keep_bounds(self) -> None:
-        sizes = Counter[str]()
         now = time.monotonic()
         for session in list(self._kept.values()):
             if now - session.used_at > _MAX_AGE_S and not session.open:
                 self._forget(session, f"not used for {_MAX_AGE_S:g} s")
-            else:
-                sizes[session.owner] += session.num_bytes
-        over = [(owner, size) for owner, size in sizes.items() if size > self._config.max_bytes]
-        self._full = {owner for owner, size in over if self._still_over(owner, size)}
+        self._full = {owner for owner in {owner for owner, _ in self._kept} if not self._fits(owner)}
 
-    def _still_over(self, owner: str, size: int) -> bool:
-        """Forget sessions without open calls, the least recently used first, until the others fit. True if they never
+    def _fits(self, owner: str) -> bool:
+        """Forget sessions without open calls, the least recently used first, until the others fit. False if they never
         do."""
-        idle = [one for one in self.of(owner) if not one.open]
-        for session in sorted(idle, key=lambda one: one.used_at):
-            if size <= self._config.max_bytes:
-                return False
-            size -= session.num_bytes
-            self._forget(session, f"gateway.submissions.max_bytes = {self._config.max_bytes}")
-        return size > self._config.max_bytes
+        kept, limit = self.of(owner), self._config.max_bytes
+        size = sum(one.num_bytes for one in kept)
+        for session in sorted((one for one in kept if not one.open), key=lambda one: one.used_at):
+            if size > limit:
+                size -= session.num_bytes
+                self._forget(session, f"gateway.submissions.max_bytes = {limit}")
+        return size <= limit
 
     def _forget(self, session: Session, reason: str) -> None:
         tokens = session.num_tokens["sampled"]
-        log.warning("a session is forgotten that was not acked", id=session.id, reason=reason, tokens=tokens)
-        del self._kept[session.owner, session.id]
+        log.warning("a session is forgotten that was not acked", id=session.head.id, reason=reason, tokens=tokens)
+        del self._kept[session.key]
         session.record.remove()
 
     # Ledger
@@ -181,23 +188,32 @@ class Sessions:
 
     async def write_news(self) -> None:
         for session in self._kept.values():
-            session.write_growth(session.open)
+            session.write_growth(session.open.values())
 
     def write_all(self) -> None:
         for session in self._kept.values():
             session.write()
+        if self._acked:
+            self._write_acked()
 
     def bring_back(self, left: Sequence[Left]) -> None:
-        for one in left:
+        for one in sorted(left, key=lambda one: one.name):  # the names of acked ones first
             record = Record(self._ledger, one.name, one.num_bytes)
             try:
-                head = read_head(one.frames[0])
-                if (head.owner, head.id) in self._kept:
-                    raise ValueError(f"session {head.id!r} began again while the ledger could not be read")
-                session = Session(head, record, self._metrics)
+                if one.name.startswith(_ACKED):
+                    self._acked.update(((head.owner, head.id), None) for head in map(read_head, one.frames))
+                    self._write_acked()
+                    record.remove()
+                    continue
+                session = Session(read_head(one.frames[0]), record, self._metrics)
+                if session.key in self._acked:
+                    record.remove()  # the gateway before was killed at the ack
+                    continue
+                if session.key in self._kept:
+                    raise ValueError(f"session {session.head.id!r} began again while the ledger could not be read")
                 session.restore(map(read_step, one.frames[1:]))
-                self._kept[head.owner, head.id] = session
-            except (ValueError, KeyError, TypeError, IndexError) as error:
+                self._kept[session.key] = session
+            except (ValueError, LookupError, TypeError, AttributeError) as error:
                 log.error("a session in the ledger cannot be read", record=one.name, error=repr(error))
                 record.remove()
 

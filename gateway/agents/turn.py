@@ -4,12 +4,13 @@ A dialect translates its body to a `Turn`, and an `Answer` to its reply. Message
 /v1/chat/completions, since engines render and parse these.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from engines.engine import Json
 from engines.errors import RolloutGatewayError
+from gateway.api import body_of
 from gateway.fleet.placement.sessions import Identity
 
 
@@ -36,13 +37,15 @@ class Turn:
 @dataclass(frozen=True, slots=True)
 class Caller:
     """Whose call it is: `client` as its key has it, `placement` its session's name there. `identity` is that of the
-    session that records it; None for a call that is not recorded."""
+    session that records it; None for a call that is not recorded. `is_retry` where its client says
+    that it asks again."""
 
     request_id: str
     client: str
     placement: str
     dialect: str
     identity: Identity | None
+    is_retry: bool = False
 
 
 def chat_request(turn: Turn) -> Json:
@@ -57,7 +60,8 @@ class Answer:
     """The answer to a turn.
 
     `message` is an assistant's message of a chat reply: `content`, `reasoning` and `tool_calls`. `finish_reason` is
-    "stop", "length", "tool_calls" or "abort"; `stop_reason` is the stop string that ended it.
+    "stop", "length", "tool_calls" or "abort"; `stop_reason` is the stop string that ended it. `served_model`
+    is the fleet's name of it. `undelivered` notes that the client has left before it had all of the answer.
     """
 
     id: str
@@ -68,13 +72,33 @@ class Answer:
     num_prompt_tokens: int
     num_cached_tokens: int
     num_tokens: int
+    served_model: str = ""
+    undelivered: Callable[[], None] = lambda: None
+
+    @property
+    def calls(self) -> list[Json]:
+        """Its calls, with their arguments as they were sampled. A call that its parser left without an id gets one that
+        no other call has."""
+        return [
+            {
+                "id": call.get("id") or f"call_{self.id}_{index}",
+                "type": "function",
+                "function": {name: call["function"].get(name) or "" for name in ("name", "arguments")},
+            }
+            for index, call in enumerate(self.message.get("tool_calls") or ())
+        ]
+
+    @property
+    def is_cut(self) -> bool:
+        """True if it ended before the model's own end or a stop string."""
+        return self.finish_reason in ("length", "abort")
 
 
 class Dialect(Protocol):
     """The words of one kind of client. A streamed reply is made up once the answer is whole; `ping` keeps a client
     waiting for it."""
 
-    ping: bytes
+    ping: bytes = b": ping\n\n"
 
     def read(self, body: Json) -> Turn:
         """Return what a body asks for. Raise `InvalidRequest` with the field, its value and a remedy."""
@@ -94,7 +118,7 @@ class Dialect(Protocol):
 
     def error(self, error: RolloutGatewayError) -> Json:
         """Return the body of an error."""
-        ...
+        return body_of(error)
 
     def error_event(self, error: RolloutGatewayError) -> bytes:
         """Return the event that ends a stream that has begun."""

@@ -4,7 +4,9 @@ Turns of a session are recorded there.
 """
 
 from array import array
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 
 from engines.engine import Json
 from gateway.agents.history import History, Prompt
@@ -19,23 +21,6 @@ from gateway.dialects.sample import Reply
 from gateway.dialects.token_generation import TokenGeneration, lacking
 from gateway.fleet.metrics import Deliveries
 from gateway.fleet.placement.routing import Rollout
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """A turn as a chat request, and as a prompt and a body of token ids; None where no engine of its model renders it.
-
-    `reply` takes what engines make of the body.
-    """
-
-    turn: Turn
-    caller: Caller
-    session: Session | None
-    rollout: Rollout
-    chat: Json
-    prompt: Prompt | None = None
-    body: Json | None = None
-    reply: Reply | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,59 +41,70 @@ class Turns:
             raise lacking(f"{RENDER}, which counts tokens,", self.rendering.replicas(turn.model))
         return len(rendered["token_ids"])
 
-    async def prepare(self, turn: Turn, caller: Caller) -> Prepared:
-        """Render a turn. Raise what makes it impossible, before it is generated."""
+    async def answer(self, turn: Turn, caller: Caller, answer_id: str, begun: Callable[[], None]) -> Answer:
+        """Answer a turn. `begun` is called once it is rendered. An answer goes on where a replica ends, or an update
+        cuts it off.
+
+        That of a session is recorded when this returns; where it raises, as far as it came.
+        """
         session = await self.sessions.entered(caller.client, caller.identity.id) if caller.identity else None
         history = session.history if session else History(lambda _: array("i"))
         prompt, chat = await history.prompt(turn, self.tails), chat_request(turn)
         if prompt is None:
-            rollout = self.chat.decode(chat, caller.request_id, caller.placement)
-            return Prepared(turn, caller, session, rollout, chat)
-        scores = {} if session is None else {"logprobs": 0}
-        body = {"model": turn.model, "token_ids": prompt.token_ids, "sampling_params": prompt.sampling | scores}
-        body |= {"features": prompt.features} if prompt.features else {}
-        rollout = self.tokens.decode(body, caller.request_id, caller.placement, caller.client)
-        return Prepared(turn, caller, session, rollout, chat, prompt, body, Reply(prompt.token_ids))
-
-    async def answer(self, prepared: Prepared, answer_id: str) -> Answer:
-        """Generate the answer. It is continued where a replica ends or an update cuts it off.
-
-        That of a session is recorded when this returns; where it raises, as far as it came.
-        """
-        turn, session = prepared.turn, prepared.session
-        if session is None:
-            choice, usage = await self._made(prepared)
+            rollout, reply = self.chat.decode(chat, caller.request_id, caller.placement), None
+            make = partial(self._chatted, rollout, chat)
         else:
-            call = session.begin(turn, prepared.prompt, prepared.rollout.model, prepared.caller)
-            async with session.under_way(call, prepared.reply):
-                choice, usage = await self._made(prepared)
-                await session.end(call, choice, usage, session.history.digest(turn, choice["message"]))
-        self.deliveries.count(prepared.rollout.model, [choice])
-        return _answer(answer_id, turn, choice, usage)
+            body = _body(turn, prompt, session)
+            rollout = self.tokens.decode(body, caller.request_id, caller.placement, caller.client)
+            reply = Reply(prompt.token_ids)
+            make = partial(self._generated, rollout, chat, body, reply)
+        begun()
+        if session is None:
+            return self._told(turn, answer_id, rollout, *await make())
+        call = session.begin(turn, prompt, rollout.model, caller)
+        async with session.under_way(call, reply):
+            choice, usage = await make()
+            await session.end(call, choice, usage, history.digest(turn, choice["message"]))
+        answer = self._told(turn, answer_id, rollout, choice, usage)
+        return replace(answer, undelivered=partial(session.undelivered, call))
 
-    async def _made(self, prepared: Prepared) -> tuple[Json, Json]:
-        """Return the choice that was made, with its message, and the usage."""
-        rollout, body, reply = prepared.rollout, prepared.body, prepared.reply
-        if body is None or reply is None:
-            told = await self.chat.generate(rollout, prepared.chat)
-            return opened(told["choices"][0]), opened(told.get("usage")) or {}
+    def _told(self, turn: Turn, answer_id: str, rollout: Rollout, choice: Json, usage: Json) -> Answer:
+        self.deliveries.count(rollout.model, [choice])
+        message = choice["message"]
+        calls = choice["finish_reason"] == "stop" and message.get("tool_calls")
+        return Answer(
+            id=answer_id,
+            model=turn.model or "",
+            served_model=rollout.model,
+            message=message,
+            finish_reason="tool_calls" if calls else choice["finish_reason"],
+            stop_reason=choice.get("stop_reason"),
+            num_prompt_tokens=usage.get("prompt_tokens") or 0,
+            num_cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0,
+            num_tokens=usage.get("completion_tokens") or 0,
+        )
+
+    async def _chatted(self, rollout: Rollout, chat: Json) -> tuple[Json, Json]:
+        """Return the choice of a conversation, and the usage."""
+        told = await self.chat.generate(rollout, chat)
+        return opened(told["choices"][0]), opened(told.get("usage")) or {}
+
+    async def _generated(self, rollout: Rollout, chat: Json, body: Json, reply: Reply) -> tuple[Json, Json]:
+        """Return the choice of token ids, with its message, and the usage."""
         await self.tokens.make(rollout, body, reply)
         [sample] = reply.samples
-        ends = {"finish_reason": sample.reason, "stop_reason": opened(sample.last.get("stop_reason"))}
-        choice = {"index": 0, "token_ids": sample.token_ids, **ends, **sample.marks()}
-        return choice | {"message": await self.rendering.message(prepared.chat, body["token_ids"], choice)}, reply.usage
+        last = sample.last
+        ends = {"finish_reason": sample.reason, "stop_reason": opened(last.get("stop_reason"))}
+        # Of tokens that were read again by another engine it tells other experts than those that sampled them.
+        routed = None if sample.is_resumed else opened(last.get("routed_experts"))
+        choice = {"index": 0, "token_ids": sample.token_ids, "routed_experts": routed, **ends, **sample.marks()}
+        return choice | {"message": await self.rendering.message(chat, body["token_ids"], choice)}, reply.usage
 
 
-def _answer(answer_id: str, turn: Turn, choice: Json, usage: Json) -> Answer:
-    message = choice["message"]
-    calls = choice["finish_reason"] == "stop" and message.get("tool_calls")
-    return Answer(
-        id=answer_id,
-        model=turn.model or "",
-        message=message,
-        finish_reason="tool_calls" if calls else choice["finish_reason"],
-        stop_reason=choice.get("stop_reason"),
-        num_prompt_tokens=usage.get("prompt_tokens") or 0,
-        num_cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0,
-        num_tokens=usage.get("completion_tokens") or 0,
-    )
+def _body(turn: Turn, prompt: Prompt, session: Session | None) -> Json:
+    sampling = prompt.sampling | ({} if session is None else {"logprobs": 0})
+    before = session.calls[prompt.parent] if session and prompt.parent is not None else None
+    if before and before.facts.routed_experts:  # those of all its ids but the last are there
+        sampling["routed_experts_prompt_start"] = before.length - 1
+    body = {"model": turn.model, "token_ids": prompt.token_ids, "sampling_params": sampling}
+    return body | ({"features": prompt.features} if prompt.features else {})

@@ -4,6 +4,7 @@ up, vllm-serve          deploy, from a configuration or with the options of `trl
 down, scale             remove the application; change the number of replicas
 status                  report replicas, weights and updates
 logs                    print the ends of the engines' logs, and the gateway's events
+example                 list the examples of the package, write one out
 fetch                   copy a weight version out of a gateway's store
 config                  show, validate, schema
 build                   print the document for `serve deploy`
@@ -21,13 +22,14 @@ from typing import Annotated
 import typer
 import yaml
 
-from engines.errors import ConfigError, RolloutGatewayError
+from engines.errors import ConfigError, RolloutGatewayError, UsageError
 from engines.process.log_lines import write_log_lines
 from engines.store.peer_store import PeerStore
 from gateway.cli.cluster.application import log_end, logs_and_events, running, unknown_application
 from gateway.cli.cluster.progress import Report
 from gateway.cli.cluster.serve_api import ask_control_plane
 from gateway.cli.down import down, stay
+from gateway.cli.example import list_examples, write_example
 from gateway.cli.options import OVERRIDES, WITH_OVERRIDES, AsJson, File, Name
 from gateway.cli.output import print_events, print_fleet, print_json, print_running
 from gateway.cli.scale import scale
@@ -67,13 +69,14 @@ def options(
 
 
 def main() -> None:
-    """Print our own errors on stderr without a traceback and exit with 1; wrong usage exits with 2."""
+    """Print our own errors on stderr without a traceback. Exit with 1 where a command cannot do it or has failed, with
+    2 where its words are wrong, and with 130 after Ctrl-C."""
     write_log_lines(sys.stderr)
     try:
         app()
     except RolloutGatewayError as error:
         print(f"rollout-gateway: {error}", file=sys.stderr)
-        sys.exit(1)
+        sys.exit(2 if isinstance(error, UsageError) else 1)
 
 
 @app.command("up", rich_help_panel=RUN, context_settings=WITH_OVERRIDES, epilog=OVERRIDES)
@@ -87,8 +90,10 @@ def up_command(
     ] = None,
 ) -> None:
     """Start Ray if none runs, deploy, and return when every replica is ready."""
+    report = Report()
+    report.step("reading the configuration")  # first: what follows takes seconds on a busy machine
     chosen = read_gpus(gpus) if gpus is not None else ()
-    print_running(up(load(config, context.args), Report(), timeout_s, chosen, config))
+    print_running(up(load(config, context.args), report, timeout_s, chosen, config))
 
 
 @app.command("vllm-serve", rich_help_panel=RUN, context_settings=WITH_OVERRIDES, add_help_option=False)
@@ -97,8 +102,10 @@ def vllm_serve_command(context: typer.Context) -> None:
     if "--help" in context.args:
         print(HELP, end="")
         return
+    report = Report()
+    report.step("reading the options")
     command = read_command(context.args)
-    print_running(up(command.config, Report(), command.timeout_s, command.gpus))
+    print_running(up(command.config, report, command.timeout_s, command.gpus))
     if not command.detach:
         stay(command.config.name, Report())
 
@@ -180,6 +187,19 @@ def build_command(context: typer.Context, config: File = None) -> None:
             variable = ENVIRONMENT_REFERENCES[name].removeprefix("env:")
             print(f"gateway.{name} is left out; set {variable} where Ray is started", file=sys.stderr)
     print(yaml.safe_dump(serve_config(built), sort_keys=False, allow_unicode=True), end="")
+
+
+@app.command("example", rich_help_panel=RUN)
+def example_command(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="An example's file; lists them if left out.")] = "",
+) -> None:
+    """List the examples, or write one and the files that it names below ./examples."""
+    if name:
+        for path in write_example(name, Path()):
+            print(path)
+        return
+    for file, title in list_examples():
+        print(f"{file:<40} {title}")
 
 
 @config_app.command("show", context_settings=WITH_OVERRIDES, epilog=OVERRIDES)

@@ -1,15 +1,25 @@
 """Output of the commands: reports as lines, tables and JSON."""
 
 import json
+import shutil
+import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 from gateway.cli.cluster.application import Running
 
 _LABEL_WIDTH = 24
 _EVENTS = 10
+_GAP = "  "
+_COLUMNS = {
+    "label": "replica", "state": "state", "weight_version": "version", "samples_in_flight": "samples",
+    "restarts": "restarts", "uptime_s": "up, s", "reason": "reason", "gpu_ids": "GPUs", "pid": "PID", "model": "model",
+    "replica_id": "id", "url": "url",
+}  # fmt: skip
+_DEATHS_S = 3600.0
 
 
 def print_running(found: Running) -> None:
@@ -61,11 +71,11 @@ def print_fleet(fleet: dict[str, Any]) -> None:
     for replica in fleet["replicas"]:
         if draft := replica.get("draft"):
             _print_row(f"draft of {replica['replica_id']}", draft)
-    columns = ["label", "replica_id", "model", "state", "weight_version", "samples_in_flight"]
-    columns += ["gpu_ids", "pid", "uptime_s", "restarts", "reason", "url"]
-    rows = [[_cell(replica, column) for column in columns] for replica in fleet["replicas"]]
-    _print_table([[column.replace("_", " ") for column in columns], *rows])
-    print_events(fleet["events"][-_EVENTS:])
+    rows = [[_cell(replica, column) for column in _COLUMNS] for replica in fleet["replicas"]]
+    _print_table([list(_COLUMNS.values()), *rows])
+    hour = time.time() - _DEATHS_S
+    deaths = [one for one in fleet["events"][:-_EVENTS] if " -> LOST" in one["text"] and one["at"] > hour]
+    print_events([*deaths[-_EVENTS:], *fleet["events"][-_EVENTS:]])
 
 
 def print_events(events: Sequence[dict[str, Any]]) -> None:
@@ -75,7 +85,11 @@ def print_events(events: Sequence[dict[str, Any]]) -> None:
 
 
 def _cell(replica: dict[str, Any], column: str) -> str:
-    return f"{replica[column]}{' (frozen)' if column == 'model' and replica['frozen'] else ''}"
+    value = replica[column]
+    if isinstance(value, list):
+        value = ",".join(map(str, value))
+    shown = "-" if value in (None, "") or (column, value) == ("pid", 0) else str(value)
+    return f"{shown}{' (frozen)' if column == 'model' and replica['frozen'] else ''}"
 
 
 def _print_row(label: str, value: Any) -> None:
@@ -83,9 +97,13 @@ def _print_row(label: str, value: Any) -> None:
 
 
 def _print_table(rows: Sequence[Sequence[str]]) -> None:
+    """A terminal has the first columns that it has room for."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    edge = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    ends = accumulate(width + len(_GAP) for width in widths)
+    room = sum(edge is None or end - len(_GAP) <= edge for end in ends)
     for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        print(_GAP.join(map(str.ljust, row[:room], widths)).rstrip())
 
 
 def print_json(value: Any) -> None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from pydantic import Field, ValidationError
 
 from engines.config import Section
-from engines.errors import ConfigError
+from engines.errors import ConfigError, UsageError
 from engines.levers import LEVERS
 from gateway.config.load import validated
 from gateway.config.node_gpus import read_gpus
@@ -99,20 +99,20 @@ class ServeCommand:
 
 
 def read_command(words: Sequence[str], environ: Mapping[str, str] = os.environ) -> ServeCommand:
-    """Parse a command; `--config` < environment < words. Raises `ConfigError`, which names the option at fault."""
+    """Parse a command; `--config` < environment < words. Errors name the option at fault."""
     given, found = dict(_options(words)), Given()
     found.put(("gateway", "port"), TRL_PORT, "default", "")
     own = _own({name: given.pop(name) for name in _Own.model_fields if name in given})
     for name in _NEEDS_VALUE & given.keys():
         if not isinstance(given[name], str):
-            raise ConfigError(f"--{name} needs one value, it has {given[name]!r}")
+            raise UsageError(f"--{name} needs one value, it has {given[name]!r}")
     if own.config:
         _put_file(found, Path(own.config))
     put_environment(found, environ)
     for name, value in given.items():
         found.put_text(_key(name), value, "cli", f"argument --{name}")
     if not (found.has(_MODEL) and found.value(_MODEL)):
-        raise ConfigError("--model is missing: a checkpoint folder or a Hugging Face id")
+        raise UsageError("--model is missing: a checkpoint folder or a Hugging Face id")
     if not found.has(_SERVED_NAME):
         # AsyncGRPO asks for the model by the name that it was given itself; ours would be the folder's whole path.
         found.put(_SERVED_NAME, found.value(_MODEL), "default", "")
@@ -134,7 +134,7 @@ def _own(options: dict[str, Any]) -> _Own:
         return _Own.model_validate(options)
     except ValidationError as error:
         wrong = error.errors()[0]
-        raise ConfigError(f"--{wrong['loc'][0]} = {wrong['input']!r}: {wrong['msg']}") from None
+        raise UsageError(f"--{wrong['loc'][0]} = {wrong['input']!r}: {wrong['msg']}") from None
 
 
 def _options(words: Sequence[str]) -> Iterator[tuple[str, str | bool | list[str]]]:
@@ -143,7 +143,7 @@ def _options(words: Sequence[str]) -> Iterator[tuple[str, str | bool | list[str]
     while rest:
         word = rest.pop(0)
         if not re.match(r"--[A-Za-z]", word) and not _OUR_PAIR.match(word):
-            raise ConfigError(f"{word!r} is no option: write each in full, as --model or --max-model-len")
+            raise UsageError(f"{word!r} is no option: write each in full, as --model or --max-model-len")
         name, equals, text = word.removeprefix("--").partition("=")
         name = name if "." in name else name.replace("-", "_")
         values = [text] if equals else []

@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import SecretStr, ValidationError
 
 from engines.config import EngineConfig
-from engines.errors import ConfigError
+from engines.errors import ConfigError, UsageError
 from engines.process.preflight import misfits
 from engines.types import EngineKind
 from gateway.config.schema import Config
@@ -74,7 +74,8 @@ def validated(given: Given, path: Path | None = None) -> Config:
         config = Config.model_validate(given.tree)
     except ValidationError as error:
         lines = dict.fromkeys(_report(given, dict(problem)) for problem in error.errors(include_url=False))
-        raise ConfigError("\n".join(lines)) from None
+        kind = UsageError if all(line.startswith("argument ") for line in lines) else ConfigError
+        raise kind("\n".join(lines)) from None
     config = _with_paths_found(config, given, [Path.cwd(), path.resolve().parent] if path else [Path.cwd()])
     _check_models(config, given)
     return config

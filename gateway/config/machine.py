@@ -39,7 +39,7 @@ def _groups(config: Config) -> Iterator[str]:
     for name, group in config.groups.items():
         section = f"engines.{name}" if config.engines else "engine"
         if group.kind in _STARTED and not group.model:
-            yield f"{section}.model is missing: a checkpoint folder or a Hugging Face id"
+            yield f"{section}.model is missing: give a file with it, -c FILE, or a folder or Hugging Face id"
         elif group.kind in _STARTED and Path(group.model).is_absolute() and not Path(group.model).is_dir():
             yield f"{section}.model = {group.model!r}: this machine has no such folder"
         if group.kind is not EngineKind.EXTERNAL:

@@ -118,7 +118,7 @@ class GatewayConfig(Section):
     max_body_bytes: int = Field(256 << 20, gt=0)
     """Largest request body."""
     queue_timeout_s: float = Field(600.0, gt=0)
-    """Longest wait of a rollout for a replica that may take it, while none of these makes a token."""
+    """Maximum wait of a rollout in the queue while no suitable replica makes a token."""
     generate_timeout_s: float = Field(1800.0, gt=0)
     """Longest wait for a replica's completions of one prompt; later than that no further attempt begins."""
     max_attempts: int = Field(3, ge=1)
@@ -149,13 +149,13 @@ class FleetConfig(Section):
     discover_interval_s: float = Field(1.0, gt=0)
     """How often Serve is asked which replicas run."""
     probe_interval_s: float = Field(1.0, gt=0)
-    """How often each engine's health is probed; at rest, with nothing to do and a connection open, every third time."""
+    """How often each engine's health is probed; an idle one with an open connection every third time."""
     probe_timeout_s: float = Field(5.0, gt=0)
     """Longest wait for one probe."""
     lost_after_s: float = Field(15.0, gt=0)
     """Silence after which a SUSPECT replica is LOST."""
     stalled_after_s: float = Field(10.0, gt=0)
-    """Standstill of a replica's tokens after which its rollouts move to others, although it answers probes."""
+    """If a replica makes no token for this long, its rollouts move to others, although it answers probes."""
     complete_within_s: float = Field(900.0, gt=0)
     """How long /health stays 503 while replicas are missing; after that those present are the fleet."""
 
@@ -181,7 +181,7 @@ class WeightsConfig(Section):
     """must_pass: quorum: least share of the replicas that must pass."""
     canary: CanaryConfig = CanaryConfig()
     in_flight: InFlight = InFlight.KEEP
-    """Treatment of rollouts in flight, unless the update names another or the trainer has paused generation: `keep`
+    """What happens to running rollouts during an update, if it names nothing else and generation is not paused: `keep`
     freezes them while engines are overwritten, `recompute` freezes them and computes their KV again, `abort` ends them
     at once and any replica resumes them from their tokens, `drain` waits for their end first."""
 
@@ -189,7 +189,7 @@ class WeightsConfig(Section):
     """Order in which replicas load a version from the store, unless the push names one: True for one after the other,
     so that tokens never stop, False for all at once, so that no two versions are ever served."""
     rolling_width: int = Field(1, ge=1)
-    """Replicas that a rolling update takes out of service at a time; of two or more, one always serves."""
+    """Replicas that a rolling update takes out of service at a time; at least one of several keeps serving."""
 
     store: AutoPlace = "auto"
     """Folder that keeps the last two weight versions, for replicas that lose theirs; null keeps none, auto is a folder

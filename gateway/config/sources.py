@@ -14,7 +14,7 @@ import yaml
 from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 
-from engines.errors import ConfigError
+from engines.errors import ConfigError, UsageError
 from gateway.config.schema import Config
 
 PREFIX = "ROLLOUT_GATEWAY_"
@@ -197,7 +197,7 @@ def put_overrides(given: Given, arguments: Sequence[str]) -> None:
             value = next(rest, "--")
         is_given = equals or (argument.startswith("--") and not value.startswith("--"))
         if not is_given or not re.fullmatch(r"(--)?[^.\s-][^.\s]*(\.[^.\s]+)*", name):
-            raise ConfigError(f"argument {name}: expected --key value, --key=value or key=value")
+            raise UsageError(f"argument {name}: expected --key value, --key=value or key=value")
         given.put_text(tuple(name.removeprefix("--").split(".")), value, "cli", f"argument {name}")
 
 

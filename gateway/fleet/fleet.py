@@ -33,6 +33,8 @@ from gateway.fleet.watch.standstill import Standstill
 log = structlog.get_logger()
 
 _LEAVES = "Serve removes it; it finishes what it has"
+_OF_AN_UPDATE = {ReplicaState.SERVING, ReplicaState.UPDATING}
+"""States between which each replica goes in an update, which is one event by itself."""
 
 Discover = Callable[[], Awaitable[list[ReplicaInfo]]]
 
@@ -339,7 +341,8 @@ class Fleet:
             "replica state", replica=replica.replica_id, was=replica.state, now=state, version=replica.weight_version,
             reason=reason,
         )  # fmt: skip
-        self.events.add(replica.replica_id, f"{replica.state} -> {state}: {reason}")
+        if {replica.state, state} != _OF_AN_UPDATE:
+            self.events.add(replica.replica_id, f"{replica.state} -> {state}: {reason}")
         replica.enter(state, reason)
         self._of_model.clear()
         if state is ReplicaState.LOST:
@@ -383,7 +386,7 @@ class Fleet:
             replica.place.leave()
         else:
             self.losses[replica.info.group] += 1
-            self._last_loss[replica.info.group] = f"{replica.replica_id} was lost: {replica.reason}"
+            self._last_loss[replica.info.group] = f"{replica.replica_id} was lost: {replica.reason}; Serve restarts it"
 
     def notify(self) -> None:
         """Call the listeners: replicas may take rollouts that they could not take before."""

@@ -1,8 +1,9 @@
 """What has happened to the fleet, for people: its last events, and the states of replicas over the last minutes."""
 
+import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,22 +11,33 @@ from engines.engine import Json
 from gateway.fleet.replica import Replica
 
 KEPT_EVENTS = 100
+KEPT_UPDATES = 3
 KEPT_S = 600.0
 
 
 class Events:
-    """The last hundred events, oldest first: changes of replicas and ends of updates. The log has all of them."""
+    """The last hundred events, and beside them the last three committed updates, whose number would push a death out of
+    sight. The log has all of them."""
 
     def __init__(self) -> None:
-        self._events: deque[Json] = deque(maxlen=KEPT_EVENTS)
+        self._kept = {False: deque[Json](maxlen=KEPT_EVENTS), True: deque[Json](maxlen=KEPT_UPDATES)}
+        self.number = 0
 
-    def add(self, subject: str, text: str) -> None:
-        """Note an event; `subject` is a replica's id, or the name of what changed."""
-        self._events.append({"at": round(time.time(), 3), "subject": subject, "text": text})
+    def add(self, subject: str, text: str, *, is_routine: bool = False) -> None:
+        """Note an event; `subject` is a replica's id, or the name of what changed. A commit is routine."""
+        self._kept[is_routine].append({"at": round(time.time(), 3), "subject": subject, "text": text})
+        self.number += 1
 
     @property
     def last(self) -> list[Json]:
-        return list(self._events)
+        """The events, oldest first."""
+        return sorted(itertools.chain(*self._kept.values()), key=lambda event: event["at"])
+
+    def put_before(self, earlier: Iterable[Json]) -> None:
+        """Take over the events of the gateway before this one."""
+        ours = self._kept[False].copy()
+        self._kept[False].clear()
+        self._kept[False].extend([*earlier, *ours])
 
 
 class Watched(Protocol):

@@ -117,13 +117,11 @@ class Metrics:
         self.replica_weight_version = gauge(
             "replica_weight_version", "Weight version that a replica holds; -1 where it is unknown.", ["replica"]
         )
-        self.replica_restarts = gauge(
+        self.replica_restarts = counter(
             "replica_restarts", "Times that an engine was started again in this place after a loss.", ["replica"]
         )
         self.weight_age_seconds = gauge("weight_age_seconds", "Time since the policy's weight version changed.")
-        self.replicas_lost = gauge(
-            "replicas_lost", "Replicas lost since the gateway's start, each of which is restarted by Serve.", ["group"]
-        )
+        self.replicas_lost = counter("replicas_lost", "Replicas lost, each of which is restarted by Serve.", ["group"])
         self.replicas_expected = gauge("replicas_expected", "Replicas that there are to be.", ["group"])
         self.ready = gauge("ready", "1 where the fleet is complete.")
         self.build = Info("build", "The running release.", namespace=_NAMESPACE, registry=self.registry)
@@ -134,16 +132,18 @@ class Metrics:
         self.queue_length = gauge("queue_length", "Rollouts that wait for a replica.", ["model"])
 
     def observe(self, fleet: Fleet, queue_lengths: Mapping[str, int]) -> None:
-        """Set the gauges just before a scrape. `queue_lengths` are by model."""
+        """Set the gauges, and the counters that the fleet has counted, just before a scrape. `queue_lengths` are by
+        model."""
         replicas = fleet.replicas
-        for gauge in (
+        for metric in (
             self.queue_length,
             self.replicas,
             self.samples_in_flight,
             self.replica_weight_version,
             self.replica_restarts,
+            self.replicas_lost,
         ):
-            gauge.clear()
+            metric.clear()
         for model, length in queue_lengths.items():
             self.queue_length.labels(model).set(length)
             states = [replica.state for replica in replicas if replica.info.model == model]
@@ -151,12 +151,12 @@ class Metrics:
                 self.replicas.labels(model, state).set(states.count(state))
         for replica in replicas:
             self.samples_in_flight.labels(replica.info.model, replica.label).set(replica.load_samples)
-            self.replica_restarts.labels(replica.label).set(replica.place.restarts)
+            self.replica_restarts.labels(replica.label).inc(replica.place.restarts)
             version = replica.weight_version
             self.replica_weight_version.labels(replica.label).set(-1 if version is None else version)
         for group, number in fleet.expected_by_group.items():
             self.replicas_expected.labels(group).set(number)
-            self.replicas_lost.labels(group).set(fleet.losses.get(group, 0))
+            self.replicas_lost.labels(group).inc(fleet.losses.get(group, 0))
         self.ready.set(fleet.is_ready)
         self.tasks.set(len(asyncio.all_tasks()))
         self.weight_age_seconds.set(time.monotonic() - self._version_at[1])

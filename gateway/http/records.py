@@ -1,10 +1,12 @@
 """Sends the events of a submission, as NDJSON or as msgpack.
 
 In msgpack each event comes after its length, itself a msgpack integer of five bytes: a reader with a streaming decoder
-sees both in turn, any other cuts by length. Arrays are int32 and float32 bytes there, little-endian.
+sees both in turn, any other cuts by length. Arrays are int32 and float32 bytes there, little-endian. Other bytes are
+base64 in NDJSON.
 """
 
 import struct
+from base64 import b64encode
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from enum import StrEnum
@@ -74,4 +76,4 @@ def _line(event: Json) -> bytes:
     for name, dtype in _DTYPES.items():
         if isinstance(content := event.get(name), bytes):
             event[name] = np.frombuffer(content, dtype)
-    return orjson.dumps(event, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n"
+    return orjson.dumps(event, lambda content: b64encode(content).decode(), orjson.OPT_SERIALIZE_NUMPY) + b"\n"

@@ -20,21 +20,22 @@ def status_report(fleet: Fleet, scheduler: Scheduler, weights: WeightCoordinator
     """Seconds and counts; `weight_version` of a replica is null where its weights are unknown.
 
     `pid` is the engine's own process; `replicas_missing` has a row for each expected replica that is not there;
-    `replicas_lost` counts by engine group since the gateway's start; `events` are the last hundred, oldest first.
+    `replicas_lost` counts by engine group; `events` are the last hundred, oldest first. With a weight store these and
+    `last_weight_update` outlive the gateway.
     `restarts` counts how often an engine was started again under this label after a loss, since the last change of the
     configuration; with a weight store it outlives the gateway. Removals on purpose, as by `scale`, count from 0 again.
     `draft` names the method of speculative decoding, and says what updates do to its weights; "" without one.
 
     Updates, pauses and the gate concern the model `policy`, which is null where all models are frozen.
     """
-    update, last, models = weights.update, weights.updates.last, fleet.models
+    update, last, models = weights.update, weights.updates.reports(1), fleet.models
     queues = {model: scheduler.queue_length(model) for model in models.names}
     return {
         "ready": fleet.is_ready,
         "policy": models.policy,
         "weight_version": fleet.version,
         "weight_update": update and update.report(),
-        "last_weight_update": last and last.report(),
+        "last_weight_update": last[0] if last else None,
         "weight_store": snapshots.report(),
         "weight_relay": weights.relay_report(),
         "paused": weights.pauses.is_paused,

@@ -47,9 +47,11 @@ def remove_unless_needed(path: Path, *kinds: str) -> int:
 
 
 class User(Protocol):
-    """Keeps records of one kind, in which their names begin, in the ledger."""
+    """Keeps records in the ledger."""
 
-    kind: str
+    @property
+    def kind(self) -> str | tuple[str, ...]:
+        """What the names of its records begin with; several where they are of several kinds."""
 
     @property
     def is_busy(self) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 _WAIT = 0.5
 _FULL = 0.9
 _LATE_S = 0.1
+_BUSY = 0.9
 # Fraction of the completions in flight that no part has, from which the way to the engines is what holds a run back.
 _ON_THEIR_WAY = 0.3
 
@@ -13,7 +14,7 @@ _ON_THEIR_WAY = 0.3
 def causes(figures: Mapping[str, float]) -> list[str]:
     """Return a sentence for each part that held the run back; the engines themselves where none did. Empty for a server
     that reports nothing."""
-    found = [*_generator(figures), *_way(figures), *_gateway(figures), *_engines(figures)]
+    found = [*late(figures), *_cpu(figures), *_way(figures), *_gateway(figures), *_engines(figures)]
     if not found and "engine_running.mean" in figures:
         found = [f"nothing waited: {figures['engine_running.mean']:.1f} requests ran at a time, as fast as engines are"]
     return [*_spike(figures), *found]
@@ -27,11 +28,19 @@ def _spike(figures: Mapping[str, float]) -> list[str]:
     return [f"first tokens came as soon as before the spike again within {figures['recovery_s']:.0f} s of its end"]
 
 
-def _generator(figures: Mapping[str, float]) -> list[str]:
-    late = figures.get("lateness_s.p99", 0.0)
-    if late < _LATE_S:
+def late(figures: Mapping[str, float]) -> list[str]:
+    """Return why the run is invalid: a generator that sends late measures itself. Empty where it was in time."""
+    lateness = figures.get("lateness_s.p99", 0.0)
+    if lateness < _LATE_S:
         return []
-    return [f"the load generator sent requests up to {late:.2g} s late (p99): give it more --processes"]
+    return [f"the load generator sent requests up to {lateness:.2g} s late (p99): give it more --processes"]
+
+
+def _cpu(figures: Mapping[str, float]) -> list[str]:
+    busy = figures.get("machine_cpu.mean", 0.0)
+    if busy < _BUSY:
+        return []
+    return [f"the CPUs of this machine were {busy:.0%} busy on average: what runs here waits for them"]
 
 
 def _way(figures: Mapping[str, float]) -> Iterator[str]:

@@ -18,7 +18,7 @@ from locust.env import Environment
 from locust.runners import WorkerRunner
 from locust.stats import CSV_STATS_INTERVAL_SEC
 
-from loadtests.report.cause import causes
+from loadtests.report.cause import causes, late
 from loadtests.report.figures import figures, totals
 from loadtests.report.page import Report, page
 from loadtests.report.thresholds import Threshold, ThresholdError, Verdict, load_thresholds
@@ -59,6 +59,7 @@ def conclude(environment: Environment, **_: Any) -> None:
         print(text)
     problems = _problems(run, found)
     verdicts, unjudged = _judged(run, found)
+    unjudged += [f"INVALID {text}" for text in late(found)]
     for line in (*verdicts, *unjudged):
         print(line)
     if problems:

@@ -10,6 +10,7 @@ from scripts.docs.parts import (
     configuration_page,
     continuation_table,
     engines_matrix,
+    grpo_runs,
     models_matrix,
     rooms_picture,
     tuning_guide,
@@ -40,6 +41,7 @@ PAGES: dict[str, Callable[[], str]] = {
         "design/rollouts.md", continuation_table.BEGIN, continuation_table.END, continuation_table.continuation_table
     ),
     "engines.md": lambda: engines_matrix.page(engines_matrix.read_results(), updates_matrix.read_checks()),
+    "examples.md": _part("examples.md", grpo_runs.BEGIN, grpo_runs.END, grpo_runs.grpo_runs),
     "plan.md": fit_speeds.page,
     "troubleshooting.md": _part("troubleshooting.md", causes_table.BEGIN, causes_table.END, causes_table.causes_table),
     "tuning.md": tuning_guide.page,

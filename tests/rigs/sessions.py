@@ -4,6 +4,9 @@ from typing import Any
 
 from tests.rigs.rig import Json, Rig
 from tests.rigs.submissions import lines
+from trainer_client import RolloutClient
+from trainer_client.sessions.calls import Sessions
+from trainer_client.sessions.records import Session
 
 TURN: Json = {"model": "sim", "max_tokens": 6, "temperature": 0.0}
 
@@ -37,6 +40,12 @@ async def record(rig: Rig, session: str) -> tuple[Json, list[Json]]:
     head, *calls, end = lines(content)
     assert end == {"type": "end", "calls": len(calls)}
     return head, calls
+
+
+async def read(rig: Rig, session: str) -> Session:
+    """A session as a trainer's client has it."""
+    async with RolloutClient(rig.url) as client:
+        return await Sessions(client).read(session)
 
 
 async def frozen(rig: Rig, session: str, **asked: Any) -> Json:

@@ -6,7 +6,9 @@ import os
 import signal
 import subprocess
 import tempfile
+import urllib.request
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -29,6 +31,10 @@ def test_an_application_goes_up_replaces_a_killed_replica_and_goes_down_without_
         assert versions(app) == {0}
         app.update()
         assert versions(app) == {1}
+        refuses_what_cannot_run(shell, app)
+        for path, kind in (("/", "text/html"), ("/docs", "application/json")):
+            with urllib.request.urlopen(app.control_url + path, timeout=30) as page:
+                assert (page.status, page.headers.get_content_type()) == (200, kind)
         replace_one(app)
         assert sorted(replica["restarts"] for replica in app.replicas().values()) == [0, 1]
         assert versions(app) == {1}
@@ -68,6 +74,33 @@ def up(shell: Shell) -> App:
     environ = shell.environ | {"RAY_AUTH_MODE": "token"}
     subprocess.run([SCRIPT.with_name("serve"), "config"], env=environ, capture_output=True, check=True)
     return App(f"http://127.0.0.1:{control}")
+
+
+def refuses_what_cannot_run(shell: Shell, app: App) -> None:
+    """Changes that cannot run here leave the fleet as it is."""
+    config = json.loads(shell.run("status", "--json").stdout)
+    port, dashboard = urlsplit(config["rollout_url"]).port, urlsplit(config["dashboard"]).port
+    before, control = pids(app), f"serve.http_port={urlsplit(app.control_url).port}"
+    vllm = ["engine.kind=vllm", "engine.model=org/model"]
+    for words, reason in (
+        ([f"gateway.port={dashboard}"], "cannot be bound here"),
+        (
+            [f"gateway.port={port}", "engine.kind=sglang", "engine.model=org/model", "engine.tensor_parallel_size=64"],
+            "a replica takes 64 GPUs",
+        ),
+        ([f"gateway.port={port}", *vllm, "engine.model=/nowhere/model"], "this machine has no such folder"),
+    ):
+        done = shell.run("up", "-c", "sim.yaml", control, *words)
+        assert done.returncode == 1
+        assert reason in done.stderr
+        assert "nothing was started or stopped" in done.stderr
+        assert pids(app) == before
+    assert app.states() == ["SERVING", "SERVING"]
+    assert versions(app) == {1}
+
+
+def pids(app: App) -> dict[str, int]:
+    return {replica_id: replica["pid"] for replica_id, replica in app.replicas().items()}
 
 
 def versions(app: App) -> set[int]:

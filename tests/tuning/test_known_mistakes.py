@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from engines.errors import UsageError
 from gateway.cli.main import app
 from tuning.doctor.rules.all import examine
 from tuning.doctor.subject import subject_of
@@ -27,5 +28,5 @@ def test_watching_needs_a_url_and_a_time(tmp_path: Path) -> None:
         (["--url", "http://127.0.0.1:1", "--watch", "soon"], "--watch 'soon': expected a number of seconds"),
     ):
         done = CliRunner().invoke(app, ["doctor", *arguments])
-        assert done.exit_code == 2
-        assert says in done.stderr
+        assert isinstance(done.exception, UsageError)
+        assert says in str(done.exception)

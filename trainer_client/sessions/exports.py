@@ -33,6 +33,7 @@ def verl_fields(
     Prompts are padded on the left and responses on the right. A response that is longer is cut, which leaves its begin
     exact. Raise `InvalidRequest` for a longer prompt: its begin cannot be left out. The session's reward is on the last
     token that is trained, and rewards of calls on theirs. `uid` is the group, whose sessions verl's advantages compare.
+    `routed_experts` are there where all rows have them, zeros for ids without.
     """
     width, shape = prompt_length + response_length, (len(rows), response_length)
     input_ids = np.full((len(rows), width), pad_token_id, np.int64)
@@ -65,14 +66,26 @@ def verl_fields(
         "rollout_log_probs": log_probs,
         "rm_scores": scores,
     }
+    experts = [row.routed_experts for row in rows if row.routed_experts is not None]
+    if experts and len(experts) == len(rows):
+        tensors["routed_experts"] = routed = np.zeros((*input_ids.shape, *experts[0].shape[1:]), experts[0].dtype)
+        for place, (row, told) in enumerate(zip(rows, experts, strict=True)):
+            begin = prompt_length - len(row.prompt_ids)
+            routed[place, begin : begin + len(told)] = told[: width - begin]
     steps = np.array([row.version_range for row in rows], np.int64).reshape(-1, 2)
     uids = np.array([row.group for row in rows], object)
     return tensors, {"uid": uids, "min_global_steps": steps[:, 0], "max_global_steps": steps[:, 1]}
 
 
 def prime_rl_row(row: Trajectory) -> dict[str, Any]:
-    """Return a trajectory as prime-rl's training sample."""
-    return {
+    """Return a trajectory as prime-rl's training sample; its `routed_experts` are raw bytes with shape and dtype."""
+    experts = row.routed_experts
+    told = experts is not None and {
+        "data": experts.tobytes(),
+        "shape": list(experts.shape),
+        "dtype": str(experts.dtype),
+    }
+    return ({"routed_experts": told} if told else {}) | {
         "prompt_ids": row.prompt_ids.tolist(),
         "prompt_mask": [False] * len(row.prompt_ids),
         "completion_ids": row.completion_ids.tolist(),
@@ -83,13 +96,14 @@ def prime_rl_row(row: Trajectory) -> dict[str, Any]:
 
 
 def slime_sample(row: Trajectory) -> dict[str, Any]:
-    """Return the fields of slime's and Miles' `Sample`."""
-    return {
+    """Return the fields of slime's and Miles' `Sample`. `status` is "truncated" at a limit of tokens, and "aborted"
+    where the agent was cut off after it."""
+    return ({} if row.routed_experts is None else {"rollout_routed_experts": row.routed_experts}) | {
         "tokens": [*row.prompt_ids.tolist(), *row.completion_ids.tolist()],
         "response_length": len(row.completion_ids),
         "loss_mask": row.mask.tolist(),
         "rollout_log_probs": row.logprobs.tolist(),
         "reward": row.reward,
         "weight_versions": [str(version) for version in dict.fromkeys(row.versions[row.mask == 1].tolist())],
-        "status": "completed",
+        "status": {"length": "truncated", "abort": "aborted"}.get(row.finish_reason or "", "completed"),
     }

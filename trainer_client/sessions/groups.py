@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Generic, TypeVar
 
-from engines.errors import InvalidRequest, RolloutGatewayError
+from engines.errors import InvalidRequest, RolloutGatewayError, UnknownRoute
 from trainer_client.client import RolloutClient
-from trainer_client.sessions.calls import OpenSession, Sessions, is_unknown
+from trainer_client.sessions.calls import OpenSession, Sessions
 from trainer_client.sessions.records import Session
 from trainer_client.sessions.trajectories import counts_of
 
@@ -131,13 +131,15 @@ class SessionGroups(Generic[T]):
         """Run one session to its end, and add it to the group."""
         try:
             opened = await self._begin(name, group.index)
-            if opened.is_frozen or await self._has_run(group, opened, deadline):
-                session = await self._sessions.read(name)
-                group.sessions.append(session)
-        except InvalidRequest as error:
-            if not is_unknown(error):
-                raise
-            group.dropped["lost"] += 1  # by a gateway without a ledger that was killed
+            if not opened.is_frozen and not await self._has_run(group, opened, deadline):
+                return
+            session = await self._sessions.read(name)
+        except UnknownRoute:  # a 404
+            session = None
+        if session and session.began == opened.began:
+            group.sessions.append(session)
+        else:  # a gateway without a ledger was killed, and perhaps a later call began it again
+            group.dropped["lost"] += 1
 
     async def _begin(self, name: str, index: int) -> OpenSession:
         """Begin a session. One that a trainer left open begins again: its agent has ended with the trainer."""
@@ -167,18 +169,16 @@ class SessionGroups(Generic[T]):
     async def _drop_unfit(self, group: SessionGroup[T]) -> None:
         """Drop sessions that are too old for the served weights, or have nothing to train."""
         version = 0 if self._max_staleness is None else await self._client.weight_version(_OUTAGE_S)
-        unfit = {session.id: reason for session in group.sessions if (reason := self._unfit(session, version))}
-        group.sessions[:] = [session for session in group.sessions if session.id not in unfit]
-        group.dropped.update(unfit.values())
+        unfit = list[str]()
+        for session in group.sessions.copy():
+            is_trainable, oldest = counts_of(session).trainable > 0, session.oldest_version or 0
+            if is_trainable and (self._max_staleness is None or version - oldest <= self._max_staleness):
+                continue
+            group.sessions.remove(session)
+            group.dropped["stale" if is_trainable else "untrainable"] += 1
+            unfit.append(session.id)
         group.is_short = len(group.sessions) < self._need
-        await self._drop(list(unfit))
-
-    def _unfit(self, session: Session, version: int) -> str | None:
-        if counts_of(session).trainable == 0:
-            return "untrainable"
-        oldest = session.oldest_version
-        is_stale = self._max_staleness is not None and oldest is not None and version - oldest > self._max_staleness
-        return "stale" if is_stale else None
+        await self._drop(unfit)
 
     async def _drop(self, names: list[str]) -> None:
         """Free what the gateway keeps of sessions. One that is away frees them at its own bounds."""

@@ -18,6 +18,14 @@ Ids = NDArray[np.int32]
 Logprobs = NDArray[np.float32]
 
 
+class Media(msgspec.Struct, frozen=True):
+    """An image, sound or video, as a file of its type has it; an address is text/uri-list."""
+
+    id: str
+    media_type: str = ""
+    data: bytes = b""
+
+
 class Call(msgspec.Struct, frozen=True, kw_only=True, eq=False, rename={"index": "call", "spans": "weight_versions"}):
     """One call of an agent: a prompt, and the tokens sampled after it. `agent` and `window` are names of harnesses."""
 
@@ -26,7 +34,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, eq=False, rename={"index":
     """The call whose prompt and tokens begin this one's prompt; None for a root."""
     root_reason: str | None = None
     retry_of: int | None = None
-    """An earlier call with the same prompt, whatever its sampling."""
+    """An earlier call with the same prompt, in whose place its client made this one."""
     dialect: str
     model: str
     agent: str | None = None
@@ -50,6 +58,11 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, eq=False, rename={"index":
     sampling: Json | None = None
     tools: list[Json] | None = None
     """Of roots alone: a call has the tools of its root."""
+    media: list[Media] = []
+    """Of the whole prompt, in its order."""
+    routed_experts: bytes = b""
+    """A file of numpy's [rows, layers, experts a token], as the engine gave it: the last rows of all ids but the last
+    one, and at least those from the parent's last id on."""
     reward: float | None = None
     error: Json | None = None
 
@@ -87,31 +100,21 @@ def read_session(events: Sequence[Json]) -> Session:
     should be.
     """
     head, *records, end = events
+    where = f"session {head['id']!r}"
     if head["schema_version"] > SCHEMA_VERSION:
         raise RolloutGatewayError(
-            f"session {head['id']!r} has records of schema_version {head['schema_version']}, and this client reads up "
-            f"to {SCHEMA_VERSION}: install the rollout-gateway of the gateway's version beside the trainer"
+            f"{where} has records of schema_version {head['schema_version']}, and this client reads up to "
+            f"{SCHEMA_VERSION}: install the rollout-gateway of the gateway's version beside the trainer"
         )
-    where = f"session {head['id']!r}"
     if end.get("type") != "end" or end["calls"] != len(records):
         raise EngineFailed(f"{where}: {len(records)} calls came, and the last record is {end!r:.200}")
     try:
         session = msgspec.convert({**head, "calls": records}, Session, dec_hook=_array)
     except msgspec.ValidationError as error:
         raise EngineFailed(f"{where}: {error}") from error
-    ends: list[int] = []
-    for place, call in enumerate(session.calls):
-        ends.append(call.prompt_tokens + len(call.token_ids))
-        if call.index != place or not (call.parent is None or 0 <= call.parent < place):
-            raise EngineFailed(f"{where}, call {place}: it is numbered {call.index}, and its parent is {call.parent}")
-        before, own = 0 if call.parent is None else ends[call.parent], len(call.prompt_token_ids)
-        if before + own != call.prompt_tokens:
-            raise EngineFailed(
-                f"{where}, call {place}: {before} tokens of its parent and {own} of its own are not its prompt of "
-                f"{call.prompt_tokens}"
-            )
-        if call.logprobs is not None and len(call.logprobs) != len(call.token_ids):
-            raise EngineFailed(f"{where}, call {place}: {len(call.token_ids)} tokens, {len(call.logprobs)} logprobs")
+    contents = dict[str, Media]()
+    for call in session.calls:  # a content comes with the first call that has it, and then as a digest
+        call.media[:] = [contents.setdefault(one.id, one) for one in call.media]
     return session
 
 

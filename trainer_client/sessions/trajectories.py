@@ -1,19 +1,15 @@
 """The rows of a session: each path of its calls, with a mask by which each sampled token is trained once."""
 
+import io
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from trainer_client.sessions.records import Call, Session
-
-RETRIED = "retried"
-"""The mask of a call that the client made again, and did not go on with."""
-NO_LOGPROBS = "no_logprobs"
-_CLIENT_LEFT = "client_left"
-_NO_VERSION = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -41,6 +37,10 @@ class Trajectory:
     """Rewards of single calls, on the last token of each."""
     reward: float | None
     """The session's."""
+    finish_reason: str | None
+    """Of its last call; "abort" where a call after it was cut off or failed."""
+    routed_experts: NDArray[Any] | None
+    """[ids - 1, layers, experts a token]: those of each of its ids but the last; None where an engine told none."""
 
     @property
     def trainable(self) -> int:
@@ -85,10 +85,8 @@ def counts_of(session: Session) -> Counts:
     """Return the counts of what `trajectories_of` makes trainable."""
     masked: Counter[str] = Counter()
     for call, reason in zip(session.calls, _reasons(session), strict=True):
-        if reason is not None:
-            masked[reason] += len(call.token_ids)
-        else:
-            masked[NO_LOGPROBS] += int(np.isnan(_logprobs(call)).sum())
+        num_masked = len(call.token_ids) if reason else int(np.isnan(_logprobs(call)).sum())
+        masked[reason or "no_logprobs"] += num_masked
     sampled = sum(len(call.token_ids) for call in session.calls)
     return Counts(sampled, sampled - masked.total(), dict(+masked))
 
@@ -100,29 +98,24 @@ def _reasons(session: Session) -> list[str | None]:
     retries of each other those that were gone on with are kept, else the latest that can be trained.
     """
     parents, tries = {call.parent for call in session.calls}, dict[int, list[int]]()
-    reasons: list[str | None] = []
+    reasons, firsts = list[str | None](), list[int]()
     for call in session.calls:
-        has_arrived = call.mask == _CLIENT_LEFT and call.index in parents
+        has_arrived = call.mask == "client_left" and call.index in parents
         reasons.append(None if has_arrived else call.mask)
-        tries.setdefault(_first_try(session, call), []).append(call.index)
+        firsts.append(call.index if call.retry_of is None else firsts[call.retry_of])
+        tries.setdefault(firsts[-1], []).append(call.index)
     for same in tries.values():
         good = [index for index in same if reasons[index] is None]
         kept = [index for index in same if index in parents] or good[-1:]
         for index in set(good) - set(kept):
-            reasons[index] = RETRIED
+            reasons[index] = "retried"
     return reasons
-
-
-def _first_try(session: Session, call: Call) -> int:
-    while call.retry_of is not None:
-        call = session.calls[call.retry_of]
-    return call.index
 
 
 def _row(session: Session, path: list[Call], trainable: set[int]) -> Trajectory:
     completion_ids = np.concatenate([ids for call in path for ids in (call.prompt_token_ids, call.token_ids)][1:])
     mask, logprobs = np.zeros(len(completion_ids), np.int8), np.zeros(len(completion_ids), np.float32)
-    versions, rewards = np.full(len(completion_ids), _NO_VERSION, np.int32), np.zeros(len(completion_ids), np.float32)
+    versions, rewards = np.full(len(completion_ids), -1, np.int32), np.zeros(len(completion_ids), np.float32)
     end = -len(path[0].prompt_token_ids)
     for call in path:
         start = end + len(call.prompt_token_ids)
@@ -133,6 +126,7 @@ def _row(session: Session, path: list[Call], trainable: set[int]) -> Trajectory:
             logprobs[start:end] = np.nan_to_num(told)
             if call.reward is not None:
                 rewards[end - 1] = call.reward
+    is_broken_off = any(call.parent == path[-1].index and call.mask for call in session.calls)
     return Trajectory(
         session_id=session.id,
         group=str((session.metadata or {}).get("group", session.id)),
@@ -145,7 +139,20 @@ def _row(session: Session, path: list[Call], trainable: set[int]) -> Trajectory:
         versions=versions,
         rewards=rewards,
         reward=session.reward,
+        finish_reason="abort" if is_broken_off else path[-1].finish_reason,
+        routed_experts=_routed_experts(path),
     )
+
+
+def _routed_experts(path: list[Call]) -> NDArray[Any] | None:
+    parts, num_known, num_read = list[NDArray[Any]](), 0, 0
+    for call in path:
+        num_read = call.prompt_tokens + len(call.token_ids) - 1
+        if call.routed_experts:
+            told = np.load(io.BytesIO(call.routed_experts), allow_pickle=False)
+            parts.append(told[max(0, len(told) - (num_read - num_known)) :])
+            num_known += len(parts[-1])
+    return np.concatenate(parts) if parts and num_known == num_read else None
 
 
 def _logprobs(call: Call) -> NDArray[np.float32]:
@@ -154,8 +161,7 @@ def _logprobs(call: Call) -> NDArray[np.float32]:
 
 def _stamp(call: Call, versions: NDArray[np.int32]) -> None:
     """Write the version of each token; the oldest of those without limits where no span has it."""
-    anywhere = [span.version for span in call.spans or () if span.start is None or span.end is None]
-    versions[:] = min(anywhere, default=_NO_VERSION)
+    versions[:] = min((span.version for span in call.spans or () if None in (span.start, span.end)), default=-1)
     for span in call.spans or ():
         if span.start is not None and span.end is not None:
             versions[span.start : span.end] = span.version

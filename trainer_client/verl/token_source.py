@@ -32,8 +32,8 @@ class TokenSource:
     `rollout` is verl's section `rollout`. `max_model_len` is the engines', prompt and response together.
     """
 
-    def __init__(self, settings: Settings, rollout: Any, max_model_len: int) -> None:
-        self.version_of_step_0 = 0
+    def __init__(self, settings: Settings, rollout: Any, max_model_len: int, version_of_step_0: int = 0) -> None:
+        self.version_of_step_0 = version_of_step_0
         """The gateway's weight version minus verl's global step, constant from a run's first sync on."""
         self._settings = settings
         self._rollout = rollout
@@ -43,6 +43,13 @@ class TokenSource:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_client": None, "_sessions": OrderedDict()}
+
+    @property
+    def client(self) -> RolloutClient:
+        """The client of the gateway, which is made in the process that first uses it."""
+        if self._client is None:
+            self._client = RolloutClient(self._settings.url, max_in_flight=self._settings.max_in_flight)
+        return self._client
 
     async def close(self) -> None:
         client, self._client = self._client, None
@@ -86,9 +93,7 @@ class TokenSource:
     async def _complete(
         self, request_id: str, prompt_ids: list[int], sampling_params: Mapping[str, Any], max_tokens: int
     ) -> Completion:
-        if self._client is None:
-            self._client = RolloutClient(self._settings.url, max_in_flight=self._settings.max_in_flight)
-        batch = self._client.generate(
+        batch = self.client.generate(
             [prompt_ids],
             _sampling(sampling_params, max_tokens),
             sessions=[self.session(request_id, prompt_ids)],
@@ -103,9 +108,7 @@ class TokenSource:
         So all turns of a trajectory (one `request_id`) and all samples of a prompt, which verl requests one by one, go
         to the replica with their prefix.
         """
-        session = self._sessions.pop(request_id, None)
-        if session is None:
-            session = hashlib.sha256(repr(prompt_ids).encode()).hexdigest()[:32]
+        session = self._sessions.pop(request_id, "") or hashlib.sha256(repr(prompt_ids).encode()).hexdigest()[:32]
         self._sessions[request_id] = session
         while len(self._sessions) > _REMEMBERED:
             self._sessions.popitem(last=False)
@@ -168,19 +171,18 @@ def _sampling(params: Mapping[str, Any], max_tokens: int) -> SamplingParams:
 
 
 class GatewayLLMClient(LLMServerClient):
-    """The client of one agent loop worker, to which it is pickled.
+    """The client of one agent loop worker, to which it is pickled. Loops for agents read its `source`.
 
     `version_of_step_0` and `max_model_len` are those of `TokenSource`.
     """
 
     def __init__(self, config: Any, settings: Settings, *, version_of_step_0: int, max_model_len: int) -> None:
         super().__init__(config=config)
-        self._source = TokenSource(settings, config.actor_rollout_ref.rollout, max_model_len)
-        self._source.version_of_step_0 = version_of_step_0
+        self.source = TokenSource(settings, config.actor_rollout_ref.rollout, max_model_len, version_of_step_0)
 
     async def close(self) -> None:
         """Drop the connections. verl's workers never call this: theirs end with the process."""
-        await self._source.close()
+        await self.source.close()
 
     @rollout_trace_op
     async def generate(
@@ -195,4 +197,4 @@ class GatewayLLMClient(LLMServerClient):
 
         Raises the gateway's own error, which costs verl this prompt's group, and `DeadlineExceeded`.
         """
-        return await self._source.generate(request_id, prompt_ids, sampling_params, resumes=True, others=others)
+        return await self.source.generate(request_id, prompt_ids, sampling_params, resumes=True, others=others)

@@ -40,10 +40,7 @@ class PPOTrainerGateway(PPOTrainer):
 
     def get_llm_client(self) -> GatewayLLMClient:
         return GatewayLLMClient(
-            self.config,
-            self._settings,
-            version_of_step_0=self._version_of_step_0,
-            max_model_len=self._max_model_len,
+            self.config, self._settings, version_of_step_0=self._version_of_step_0, max_model_len=self._max_model_len
         )
 
     def on_init_end(self) -> None:

@@ -1,13 +1,12 @@
 """The verb `rollout-gateway doctor`."""
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from engines.errors import ConfigError, GatewayUnreachable
+from engines.errors import UsageError
 from gateway.cli.options import AsJson, File
 from gateway.cli.output import print_json
 from gateway.config.load import explain, load
@@ -48,26 +47,22 @@ def doctor_command(
     fix: Annotated[bool, typer.Option("--fix", help="Print a patch that renames what verl renamed.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Find settings that cost speed, memory or correctness. Exit code 1 when something hurts, 2 on bad input."""
-    try:
-        if not (config or context.args or verl or trl or url):
-            raise ConfigError("nothing to examine: give -c FILE, --verl FILE, --trl FILE or --url URL")
-        if watch and not url:
-            raise ConfigError(f"--watch {watch}: nothing to watch: give --url URL")
-        ours = config or context.args
-        subject = subject_of(
-            config=load(config, context.args) if ours else None,
-            settings=explain(config, context.args) if ours else None,
-            verl=verl,
-            trl=trl,
-            trl_processes=trl_processes,
-            against=against,
-            live=watch_live(url, key, seconds_of(watch, "--watch") if watch else 0) if url else None,
-            gpu_gib=gpu_gib,
-        )
-    except (ConfigError, GatewayUnreachable) as error:
-        print(f"rollout-gateway: {error}", file=sys.stderr)
-        raise typer.Exit(2) from error
+    """Find settings that cost speed, memory or correctness. Exit code 1 if problems are found."""
+    if not (config or context.args or verl or trl or url):
+        raise UsageError("nothing to examine: give -c FILE, --verl FILE, --trl FILE or --url URL")
+    if watch and not url:
+        raise UsageError(f"--watch {watch}: nothing to watch: give --url URL")
+    ours = config or context.args
+    subject = subject_of(
+        config=load(config, context.args) if ours else None,
+        settings=explain(config, context.args) if ours else None,
+        verl=verl,
+        trl=trl,
+        trl_processes=trl_processes,
+        against=against,
+        live=watch_live(url, key, seconds_of(watch, "--watch") if watch else 0) if url else None,
+        gpu_gib=gpu_gib,
+    )
     findings = examine(subject)
     if as_json:
         print_json(findings_as_json(findings))

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from engines.errors import ConfigError
+from engines.errors import ConfigError, UsageError
 from gateway.config.load import load
 from tuning.plan.choices import Choice, best_of_each, ranked
 from tuning.plan.gpu import gpu_of
@@ -30,7 +30,7 @@ EXAMPLE_SHAPE = (
 def plan_command(
     model: Annotated[Path | None, typer.Option("--model", "-m", metavar="FOLDER", help="Checkpoint or its id.")] = None,
     shape: Annotated[
-        str, typer.Option("--shape", metavar="KEY=VALUE,...", help="Numbers in config.json's words, over --model's.")
+        str, typer.Option("--shape", metavar="KEY=VALUE,...", help="Override fields of config.json.")
     ] = "",
     gpu: Annotated[str, typer.Option("--gpu", help="H100, ..., or memory_gib=...,tb_per_s=...")] = "H200",
     gpus: Annotated[int, typer.Option("--gpus", help="GPUs of a node, trainer's included.")] = 8,
@@ -52,11 +52,11 @@ def plan_command(
 ) -> None:
     """Plan the GPUs of trainer and engines: splits that fit, and their expected speed. Starts nothing."""
     if model is None and not shape:
-        raise ConfigError(
+        raise UsageError(
             f"nothing to plan for: give --model FOLDER, or numbers of its config.json: --shape {EXAMPLE_SHAPE}"
         )
     if write is not None and colocated:
-        raise ConfigError(
+        raise UsageError(
             "--write with --colocated: colocated engines are the trainer's own and take no file of ours; leave out "
             "--write, and give verl the overrides that are printed"
         )
@@ -95,7 +95,7 @@ def _deployable(question: Question, choices: Sequence[Choice]) -> Choice:
 
 def _checkpoint(model: Path | None) -> str:
     if model is None:
-        raise ConfigError("--write: a configuration needs the checkpoint that engines load: give --model FOLDER")
+        raise UsageError("--write: a configuration needs the checkpoint that engines load: give --model FOLDER")
     if not model.exists():
         return str(model)  # an id, in the Hugging Face cache
     return os.path.abspath(model if model.is_dir() else model.parent)

@@ -293,15 +293,17 @@ def _bits(quantization: Mapping[str, Any]) -> float:
 
 
 def _read(model: Path) -> dict[str, Any]:
-    folder = model if model.exists() else cached_folder(str(model)) or model
+    folder = model if model.exists() else cached_folder(str(model))
+    if folder is None:
+        raise ConfigError(
+            f"--model {str(model)!r}: neither a folder here nor a Hugging Face id whose files are in the cache; fetch "
+            "them, or give the model's numbers with --shape (plan --help has some)"
+        )
     path = folder if folder.is_file() else folder / "config.json"
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(
-            f"--model {str(model)!r}: {path} cannot be read: {error.strerror}; give a folder with config.json, "
-            "a Hugging Face id whose files are in the cache, or its numbers alone with --shape (plan --help has some)"
-        ) from error
+        raise ConfigError(f"--model {str(model)!r}: {path} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise ConfigError(f"--model {str(model)!r}: {path} is no JSON: {error}") from error
     if not isinstance(found, dict):

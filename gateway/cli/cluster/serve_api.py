@@ -137,8 +137,9 @@ class ServeApi:
             )
         if isinstance(reason, (ConnectionResetError, BrokenPipeError, http.client.HTTPException)):
             return ClusterTroubled(f"the Ray dashboard at {self.address} closed the connection of {call} ({reason})")
+        words = getattr(reason, "strerror", None) or reason
         return ClusterUnreachable(
-            f"no Ray dashboard answers at {self.address} ({reason}): start a fleet with rollout-gateway up -c FILE, or "
+            f"no Ray dashboard answers at {self.address} ({words}): start a fleet with rollout-gateway up -c FILE, or "
             "name another address in RAY_DASHBOARD_ADDRESS"
         )
 

@@ -125,7 +125,7 @@ class Dashboard:
             "timeline": self._timeline.report(),
             "lengths": self._lengths(),
             "staleness": self._staleness(),
-            "updates": self._weights.updates.reports()[:_UPDATES],
+            "updates": self._weights.updates.reports(_UPDATES),
             "batch": self._batch,
         }
 

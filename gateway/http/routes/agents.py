@@ -4,6 +4,8 @@ import asyncio
 import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import structlog
 from aiohttp import web
@@ -57,25 +59,31 @@ class AgentRoutes:
             turn = dialect.read(body)
             caller = _caller(request, body, name)
             self.measurement.arrived(request, chat_request(turn), caller.placement)
-            answer_id, is_rendered = uuid.uuid4().hex, asyncio.Event()
+            answer_id, rendered = uuid.uuid4().hex, asyncio.get_running_loop().create_future()
 
             async def answering() -> Answer:
-                prepared = await self.turns.prepare(turn, caller)
-                is_rendered.set()
-                answer = await self.turns.answer(prepared, answer_id)
+                answer = await self.turns.answer(turn, caller, answer_id, partial(rendered.set_result, None))
                 usage: Json = {"prompt_tokens": answer.num_prompt_tokens, "completion_tokens": answer.num_tokens}
-                self.measurement.count_tokens(request, prepared.rollout.model, usage)
+                self.measurement.count_tokens(request, answer.served_model, usage)
                 return answer
 
             if turn.streams:
-                return await _stream(request, dialect, turn, answer_id, answering, is_rendered)
-            return reply(dialect.reply(await answering(), turn))
+                return await _stream(request, dialect, turn, answer_id, answering, rendered)
+            answer = await answering()
+            response = reply(dialect.reply(answer, turn))
+            try:
+                await response.prepare(request)
+                await response.write_eof()
+            except (ConnectionError, asyncio.CancelledError):
+                answer.undelivered()
+                raise
+            return response
 
         return answered
 
     async def _count_tokens(self, request: web.Request) -> web.StreamResponse:
         turn = self._messages.read_prompt(await read_object(request))
-        return reply(self._messages.count(await self.turns.count(turn)))
+        return reply({"input_tokens": await self.turns.count(turn)})
 
 
 def _worded(access: Access, dialect: Dialect, handler: Handler) -> Handler:
@@ -98,7 +106,8 @@ def _caller(request: web.Request, body: Json, dialect: str) -> Caller:
     client = request[CLIENT]
     identity = identity_of(request[SESSION], request.headers, body)
     placement = session_key(client, identity.home) if identity else session_of(client, request.headers, body)
-    return Caller(request_id(request), client, placement, dialect, identity)
+    is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"  # of Anthropic's and OpenAI's clients
+    return Caller(request_id(request), client, placement, dialect, identity, is_retry)
 
 
 async def _stream(
@@ -107,12 +116,12 @@ async def _stream(
     turn: Turn,
     answer_id: str,
     answering: Callable[[], Awaitable[Answer]],
-    is_rendered: asyncio.Event,
+    rendered: asyncio.Future[Any],
 ) -> web.StreamResponse:
     """Send the first events once the turn is rendered, which an error before keeps its status by; or else soon, and
     pings while the answer is made. Then send its events. The answer of a client that leaves ends with it."""
-    response = web.StreamResponse(headers=_EVENTS)
-    task, rendered = asyncio.ensure_future(answering()), asyncio.ensure_future(is_rendered.wait())
+    response, is_delivered = web.StreamResponse(headers=_EVENTS), False
+    task = asyncio.ensure_future(answering())
     try:
         await asyncio.wait({task, rendered}, timeout=_PING_S, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
@@ -123,23 +132,19 @@ async def _stream(
             await response.write(dialect.ping)
         for event in dialect.events(task.result(), turn):
             await response.write(event)
-    except ConnectionError:
-        raise  # the client is gone
+        await response.write_eof()
+        is_delivered = True
     except Exception as error:
-        if not response.prepared:
-            raise
-        await response.write(dialect.error_event(_told(error, request)))
+        if isinstance(error, ConnectionError) or not response.prepared:
+            raise  # the client is gone, or is told the status
+        if not isinstance(error, RolloutGatewayError):
+            log.error("a stream failed in a way that was not foreseen", path=request.path, exc_info=error)
+            error = RolloutGatewayError("the gateway failed; its log has the reason")
+        await response.write(dialect.error_event(error))
+        await response.write_eof()
     finally:
         task.cancel()
-        rendered.cancel()
-        await asyncio.gather(task, rendered, return_exceptions=True)
-    await response.write_eof()
+        [made] = await asyncio.gather(task, return_exceptions=True)
+        if isinstance(made, Answer) and not is_delivered:
+            made.undelivered()
     return response
-
-
-def _told(error: Exception, request: web.Request) -> RolloutGatewayError:
-    """Return what the client of a stream is told of an error."""
-    if isinstance(error, RolloutGatewayError):
-        return error
-    log.error("a stream failed in a way that was not foreseen", path=request.path, exc_info=error)
-    return RolloutGatewayError("the gateway failed; its log has the reason")

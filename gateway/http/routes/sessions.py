@@ -1,17 +1,16 @@
 """/v1/sessions: sessions of agents are begun, rewarded, frozen, read and acked by their trainer."""
 
-import math
 import uuid
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 import orjson
 from aiohttp import web
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, field
 
 from engines.engine import Json
 from engines.errors import InvalidRequest
-from gateway.agents.session import Rewarded, Session
+from gateway.agents.session import Session
 from gateway.agents.sessions import Sessions
 from gateway.dialects.fields import read_fields
 from gateway.fleet.placement.sessions import ID_RULE, SESSION_ID
@@ -20,11 +19,10 @@ from gateway.http.json_body import read_object, reply
 from gateway.http.records import send_records
 
 _MOST_METADATA = 64 << 10
-_STATES = ("open", "frozen")
 
 
 class _Begin(Struct):
-    id: str | None = None
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
     metadata: dict[str, Any] | None = None
 
 
@@ -59,20 +57,20 @@ class SessionRoutes:
     async def _begin(self, request: web.Request) -> web.Response:
         """Begin a session, or join the one of this id, and reply with its key and its path."""
         asked = read_fields(_Begin, await read_object(request, required=False))
-        name = uuid.uuid4().hex if asked.id is None else asked.id
-        if not SESSION_ID.fullmatch(name):
+        if not SESSION_ID.fullmatch(name := asked.id):
             raise InvalidRequest(f"id = {name[:80]!r}: {ID_RULE}", param="id")
         _check_size("metadata", asked.metadata)
         session, is_new = await self.sessions.begun(request[CLIENT], name, asked.metadata)
         await session.record.written()
-        told = {"id": name, "key": self._access.session_key(request, name), "url": f"/sessions/{name}/v1"}
-        return reply(told | {"state": session.state}, 201 if is_new else 200)
+        key, url = self._access.session_key(request, name), f"/sessions/{name}/v1"
+        told = {"id": name, "key": key, "url": url, "state": session.state, "began": session.head.began, "new": is_new}
+        return reply(told, 201 if is_new else 200)
 
     async def _list(self, request: web.Request) -> web.Response:
         """Reply with the client's sessions, of one state where it names one."""
         state = request.query.get("state")
-        if state not in (None, *_STATES):
-            raise InvalidRequest(f"state = {state!r:.80}: there are {', '.join(_STATES)}", param="state")
+        if state not in (None, "open", "frozen"):
+            raise InvalidRequest(f"state = {state!r:.80}: there are open and frozen", param="state")
         heads = [one.report() for one in self.sessions.of(request[CLIENT]) if state in (None, one.state)]
         shown = ("id", "state", "calls", "open_calls", "tokens", "began", "reward")
         return reply({"sessions": [{name: head[name] for name in shown} for head in heads]})
@@ -87,10 +85,11 @@ class SessionRoutes:
         session = await self._found(request)
         asked = read_fields(_Reward, await read_object(request))
         if asked.call is not None and asked.call >= len(session.calls):
-            raise InvalidRequest(f"call = {asked.call}: {session.id!r} has {len(session.calls)} calls", param="call")
+            raise InvalidRequest(f"call = {asked.call}: the session has {len(session.calls)} calls", param="call")
         if asked.call is not None and asked.info is not None:
             raise InvalidRequest("info is the session's: leave it out of the reward of a call", param="info")
-        self._note(session, asked.reward, asked.call, asked.info)
+        _check_size("info", asked.info)
+        session.reward(asked.reward, asked.call, asked.info)
         await session.record.written()
         return reply(self._head(session))
 
@@ -98,10 +97,8 @@ class SessionRoutes:
         """Take no later call of a session, and end open ones after `wait_s`."""
         session = await self._found(request)
         asked = read_fields(_Freeze, await read_object(request, required=False))
-        if asked.reward is not None:
-            self._note(session, asked.reward, None, asked.info)
-        elif asked.info is not None:
-            raise InvalidRequest("info is kept with a reward: give reward too", param="info")
+        _check_size("info", asked.info)
+        session.reward(asked.reward, None, asked.info)
         await session.freeze(asked.wait_s)
         return reply(self._head(session))
 
@@ -120,12 +117,6 @@ class SessionRoutes:
 
     def _head(self, session: Session) -> Json:
         return session.report() | {"durable": self.sessions.is_durable}
-
-    def _note(self, session: Session, reward: float, call: int | None, info: Json | None) -> None:
-        if not math.isfinite(reward):
-            raise InvalidRequest(f"reward = {reward} must be a finite number", param="reward")
-        _check_size("info", info)
-        session.note(Rewarded(reward, call, info))
 
 
 def _check_size(name: str, given: Json | None) -> None:

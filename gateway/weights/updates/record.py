@@ -1,10 +1,11 @@
 """The record of one weight update: its phase, the seconds of its steps, its outcome on each replica. The log of updates
 keeps those that have ended."""
 
+import itertools
 import re
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -20,6 +21,7 @@ from engines import tracing
 from engines.engine import Json
 from engines.types import InFlight
 from engines.weight_label import committed_label
+from gateway.fleet.history import Events
 from gateway.fleet.metrics import Metrics
 from gateway.fleet.replica import Replica
 
@@ -161,23 +163,26 @@ class UpdateRecord:
 
 
 class UpdateLog:
-    """Records of the last updates since the gateway started."""
+    """Records of the last updates, each of which is one event. `earlier` has those of the gateway before this one."""
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: Metrics, events: Events) -> None:
         self._metrics = metrics
+        self._events = events
         self._updates: deque[UpdateRecord] = deque(maxlen=KEPT)
+        self.earlier: Sequence[Json] = ()
 
-    @property
-    def last(self) -> UpdateRecord | None:
-        return self._updates[0] if self._updates else None
-
-    def reports(self) -> list[Json]:
-        return [update.report() for update in self._updates]
+    def reports(self, most: int = KEPT) -> list[Json]:
+        """The newest first."""
+        ours = (update.report() for update in self._updates)
+        return list(itertools.islice(itertools.chain(ours, self.earlier), most))
 
     def add(self, update: UpdateRecord) -> None:
         """Adds an update that has just ended."""
         self._updates.appendleft(update)
         report = update.report()
+        text = f"{report['end']} over {update.transport} in {update.age_s:.2f} s"
+        text += f": {update.error}" if update.error else ""
+        self._events.add(f"version {update.version}", text, is_routine=not update.error)
         self._metrics.weight_updates.labels(report["end"]).inc()
         self._metrics.weight_update_bytes.inc(update.num_bytes)
         for step, seconds in (*update.seconds.items(), ("whole", update.age_s)):

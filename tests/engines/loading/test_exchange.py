@@ -9,7 +9,6 @@ pytest.importorskip("torch")
 import torch
 from torch.nn import Module, Parameter
 
-from engines.loading import exchange as exchanged
 from engines.loading import planned_load
 from engines.loading.exchange import Exchange
 from engines.loading.planned_load import PlannedLoad
@@ -117,13 +116,6 @@ def exchange_of(planned: PlannedLoad, tensors: Tensors) -> Exchange:
     return found
 
 
-@pytest.fixture(params=[1, 40, 64 << 20])
-def scratch_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scratch memory for a row at a time, for some tensors, or for all."""
-    monkeypatch.setattr(exchanged, "_SCRATCH_BYTES", request.param)
-
-
-@pytest.mark.usefixtures("scratch_bytes")
 @pytest.mark.parametrize("inference", [False, True])  # engines call their workers in either mode
 def test_an_exchange_loads_what_any_load_does_and_is_taken_back_bit_by_bit(
     model: PlayedModel, planned: PlannedLoad, inference: bool

@@ -151,6 +151,12 @@ KNOWN = [
      "OSError: [Errno 98] Address already in use"),
     (VLLM, "missing package, Python", "the Python package flashinfer is missing", "install it",
      "ModuleNotFoundError: No module named 'flashinfer'"),
+    (VLLM, "torchvision for CUDA beside PyTorch for CPU, vLLM 0.32",
+     "torchcodec is built for another PyTorch", "pip uninstall torchvision",
+     "RuntimeError: operator torchvision::nms does not exist"),
+    (VLLM, "torchcodec for CUDA beside PyTorch for CPU, vLLM 0.32",
+     "torchcodec is built for another PyTorch", "pip uninstall torchvision",
+     "OSError: Could not load this library: /venv/lib/python3.11/site-packages/torchcodec/libtorchcodec_image.so"),
     (SGLANG, "a worker killed, engine.py of SGLang 0.5.17 and 0.5.23",
      "killed with SIGKILL", "give the host more memory",
      f"{SCHEDULER}RuntimeError: Rank 0 scheduler died during initialization (exit code: -9). If exit code is -9 "

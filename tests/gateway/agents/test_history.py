@@ -7,11 +7,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import msgspec
 import pytest
 
 from engines.errors import EngineRefused
-from gateway.agents.history import End, History, Prompt, end_of
+from gateway.agents.history import End, History, Prompt
 from gateway.agents.tails import Tails
 from gateway.agents.turn import Turn, chat_request
 from tests.rigs.templated import ROOM, Templated, chat_template, tokenizer
@@ -53,6 +52,10 @@ GO_ON, GO_ON_TEXT = user("Go on."), user_text("Go on.")
 REMINDER_TEXT = f"\n<|im_start|>system\nBe brief.{END}"
 
 
+def end_of(prompt: list[int], token_ids: list[int], finish: str = "stop", stop: str | int | None = None) -> End:
+    return End(finish, stop, len(prompt), len(prompt + token_ids), (prompt + token_ids)[-8:])
+
+
 class Session:
     """A session of an agent on a model whose answers a test scripts."""
 
@@ -62,7 +65,6 @@ class Session:
         self.tails = Tails(self.rendering)
         self.ids: dict[int, array[int]] = {}
         self.history = History(lambda call: self.ids[call])
-        self.ended: list[tuple[int, bytes, End]] = []
 
     async def prompt(self, turn: Turn) -> Prompt:
         prompt = await self.history.prompt(turn, self.tails)
@@ -83,9 +85,8 @@ class Session:
         self.ids[call] = array("i", prompt.token_ids + token_ids)
         shown = token_ids[:-1] if (finish, stop) == ("stop", None) else token_ids
         message = parsed(self.rendering.decoded(shown).removesuffix(str(stop)))
-        ended = call, self.history.digest(turn, message), end_of(finish, stop, prompt.token_ids, token_ids)
-        self.history.add(*ended)
-        self.ended.append(ended)
+        end = end_of(prompt.token_ids, token_ids, finish, stop)
+        self.history.add(call, self.history.digest(turn, message), end)
         return message
 
     def rest(self, prompt: Prompt) -> str:
@@ -325,25 +326,6 @@ async def test_a_whole_rendering_follows_the_longest_call_whose_ids_it_begins_wi
     prompt = await session.prompt(replaced)
     assert prompt.parent == 0
     assert session.rest(prompt) == GO_ON_TEXT + f"Three.{END}" + GO_ON_TEXT
-
-
-async def test_a_restored_history_follows_the_same_calls(session: Session) -> None:
-    turn = first_turn()
-    message = await session.answered(turn, f"{THOUGHT}Two.{END}")
-    prompt = await session.prompt(goes_on(turn, message))
-    restored = History(lambda call: session.ids[call])
-    for call_number, digest, end in session.ended:
-        kept = msgspec.msgpack.decode(msgspec.msgpack.encode(end), type=End)
-        restored.add(call_number, digest, kept)
-    session.history = restored
-    assert await session.prompt(goes_on(turn, message)) == prompt
-
-
-async def test_a_call_whose_ids_are_not_there_is_not_followed(session: Session) -> None:
-    message = await session.answered(first_turn(), f"{THOUGHT}Two.{END}")
-    session.ids[0] = session.ids[0][:-1]
-    prompt = await session.prompt(goes_on(first_turn(), message))
-    assert (prompt.parent, prompt.root_reason) == (None, "unknown")
 
 
 async def test_a_turn_with_an_image_is_rendered_whole(session: Session) -> None:

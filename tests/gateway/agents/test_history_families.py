@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
-from gateway.agents.history import History, Prompt, end_of
+from gateway.agents.history import History, Prompt
 from gateway.agents.tails import Tails
 from gateway.agents.turn import Turn, chat_request
+from tests.gateway.agents.test_history import end_of
 from tests.rigs.templated import Templated, chat_template, tokenizer
 
 Json = dict[str, Any]
@@ -56,7 +57,7 @@ class Told:
         self.token_ids = rendering.encoded(sampled)
         self.whole = array("i", before.token_ids + self.token_ids)
         self.history = History(lambda call: self.whole)
-        self.end = end_of("stop", None, before.token_ids, self.token_ids)
+        self.end = end_of(before.token_ids, self.token_ids)
 
     async def after(self, turn: Turn, answer: Json, *new: Json) -> str:
         """Return the text after the sampled ids, or the reason why the turn is a root."""

@@ -17,7 +17,7 @@ pytest.importorskip("vllm")
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from engines.errors import EngineRefused
-from gateway.agents.history import History, end_of
+from gateway.agents.history import History
 from gateway.agents.tails import Tails
 from gateway.agents.turn import Turn
 from gateway.dialects.rendering import DERENDER, RENDER
@@ -33,6 +33,7 @@ from tests.gateway.agents.test_history import (
     TOOLS,
     USER,
     call,
+    end_of,
     user,
 )
 from tests.rigs.engines.real_vllm import RealFleet, fleet
@@ -126,7 +127,7 @@ async def test_new_messages_follow_the_sampled_ids(
         message = await rendering.message(chat, prompt.token_ids, choice)
         assert bool(message.get("tool_calls")) == (new is RESULT)
         ids.append(array("i", prompt.token_ids + sampled))
-        history.add(number, history.digest(turn, message), end_of("stop", None, prompt.token_ids, sampled))
+        history.add(number, history.digest(turn, message), end_of(prompt.token_ids, sampled))
         results = [new | {"tool_call_id": one["id"]} for one in message.get("tool_calls") or ()]
         replayed = {name: message[name] for name in ("role", "content", "tool_calls") if message.get(name)}
         turn = replace(turn, messages=[*turn.messages, {"content": None} | replayed, *(results or [new])])

@@ -1,6 +1,8 @@
 """The record of an agent's session: what was sampled, after which prompt, by which weights, and how it ended."""
 
 import asyncio
+import base64
+import io
 import math
 import shutil
 import uuid
@@ -8,14 +10,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from aiohttp import web
 
 from engines.errors import EngineFailed
+from engines.types import ReplicaInfo
+from gateway.agents.messages import Messages
+from gateway.dialects import token_generation
 from gateway.dialects.rendering import Rendering
+from gateway.dialects.words.tokens import completion_body, token_reply
 from gateway.ledger import writer
 from sim.model import SimModel
 from tests.rigs.rig import Json, Rig, StartRig
-from tests.rigs.sessions import answered, frozen, masked, record, said, spans, turn, whole
+from tests.rigs.sessions import answered, frozen, masked, read, record, said, spans, turn, whole
+from trainer_client.sessions.trajectories import trajectories_of
 
 # The simulated engine answers this with more than 80 tokens at temperature 0.
 LONG: Json = {"max_tokens": 80}
@@ -97,6 +106,19 @@ async def test_rewards_and_a_freeze_outlive_the_gateway(start_rig: StartRig, kep
     assert (await again.post("/v1/sessions/one/ack"))[0] == 200
     last = await killed(start_rig, again, tmp_path)
     assert (await last.get("/v1/sessions/one"))[0] == 404
+
+
+async def test_a_late_call_does_not_begin_an_acked_session_again(
+    start_rig: StartRig, kept_rig: Rig, tmp_path: Path
+) -> None:
+    for session in ("one", "two", "three"):
+        await said(kept_rig, session, "hello")
+        await frozen(kept_rig, session)
+        await kept_rig.post(f"/v1/sessions/{session}/ack")
+    assert (await kept_rig.post("/v1/sessions", {"id": "two"}))[0] == 201
+    again = await killed(start_rig, await killed(start_rig, kept_rig, tmp_path), tmp_path)
+    for session, status in (("one", 409), ("two", 200), ("three", 409)):
+        assert (await answered(again, session, turn("more")))[0] == status, session
 
 
 async def test_no_call_begins_while_the_ledger_of_before_cannot_be_read(
@@ -192,6 +214,100 @@ async def test_a_call_that_is_made_again_with_a_higher_limit_is_a_retry(rig: Rig
     _, calls = await record(rig, "one")
     assert [(call["parent"], call["retry_of"]) for call in calls] == [(None, None), (None, 0), (1, None)]
     assert [call["finish_reason"] for call in calls[:2]] == ["length", "length"]
+
+
+class BrokenOff(web.Response):
+    """Is sent to a client that has left."""
+
+    async def write_eof(self, data: bytes = b"") -> None:
+        raise ConnectionResetError("the client is gone")
+
+
+async def test_several_answers_to_one_prompt_are_no_retries(rig: Rig) -> None:
+    body = turn(ASKED, temperature=1.0)
+    await asyncio.gather(*(answered(rig, "one", body) for _ in range(2)))
+    await answered(rig, "one", body)
+    _, calls = await record(rig, "one")
+    assert [call["retry_of"] for call in calls] == [None] * 3
+
+
+async def test_a_call_that_its_client_says_to_make_again_is_a_retry(rig: Rig) -> None:
+    await said(rig, "one", ASKED)
+    headers = {"x-stainless-retry-count": "1"}
+    async with rig.client.post(f"{rig.url}/sessions/one/v1/messages", json=turn(ASKED), headers=headers) as response:
+        assert response.status == 200
+    _, calls = await record(rig, "one")
+    assert [call["retry_of"] for call in calls] == [None, 0]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+async def test_an_answer_that_its_client_left_as_it_was_sent_is_not_trained(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    def broken(*_: Any) -> Any:
+        raise ConnectionResetError("the client is gone")
+
+    monkeypatch.setattr(Messages, "events", broken)
+    monkeypatch.setattr("gateway.http.routes.agents.reply", lambda _: BrokenOff())
+    async with asyncio.timeout(20):
+        await asyncio.gather(answered(rig, "one", turn(ASKED, stream=stream)), return_exceptions=True)
+    head, [call] = await record(rig, "one")
+    assert (call["state"], call["mask"], call["finish_reason"]) == ("cut", "client_left", "length")
+    assert head["tokens"] == {"sampled": 6, "trainable": 0, "masked": {"client_left": 6}}
+
+
+async def test_routed_experts_are_kept_as_bytes_and_asked_for_once(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's rows are of all ids but the last, from where it is asked to begin."""
+    starts: list[int] = []
+
+    def asked(body: Json, info: ReplicaInfo) -> Json:
+        starts.append(body["sampling_params"].pop("routed_experts_prompt_start", 0))
+        return completion_body(body, info)
+
+    def told(answer: Json, body: Json) -> Json:
+        reply = token_reply(answer, body)
+        num_read = len(body["token_ids"]) + len(reply["choices"][0]["token_ids"]) - 1
+        np.save(file := io.BytesIO(), np.full((num_read - starts[-1], 2, 1), len(starts), np.uint8))
+        reply["choices"][0]["routed_experts"] = base64.b64encode(file.getvalue()).decode()
+        return reply
+
+    monkeypatch.setattr(token_generation, "completion_body", asked)
+    monkeypatch.setattr(token_generation, "token_reply", told)
+    first = await said(rig, "one", "hello")
+    await said(rig, "one", "hello", first, "more")
+    session = await read(rig, "one")
+    assert starts == [0, session.calls[0].prompt_tokens + 5]
+    [row] = trajectories_of(session)
+    assert row.routed_experts is not None
+    assert row.routed_experts.shape == (session.calls[1].prompt_tokens + 5, 2, 1)
+    assert row.routed_experts[:, 0, 0].tolist() == [1] * starts[1] + [2] * (len(row.routed_experts) - starts[1])
+    _, calls = await record(rig, "one")
+    assert np.load(io.BytesIO(base64.b64decode(calls[0]["routed_experts"]))).shape == (starts[1], 2, 1)
+
+
+async def test_an_image_is_kept_once_as_its_bytes(start_rig: StartRig, kept_rig: Rig, tmp_path: Path) -> None:
+    png = b"\x89PNG\x00" * 9
+    seen: list[Json] = [{"type": "text", "text": "see"}]
+    for media_type, text in (("image/png", base64.b64encode(png).decode()), ("image/gif", "R0lG")):
+        source = {"type": "base64", "media_type": media_type, "data": text}
+        seen.append({"type": "image", "source": source})
+    asked = turn("x") | {"messages": [{"role": "user", "content": seen}]}
+    _, reply = await answered(kept_rig, "one", asked)
+    asked["messages"] += [{"role": "assistant", "content": reply["content"]}, {"role": "user", "content": seen[:2]}]
+    await answered(kept_rig, "one", asked)
+    again = await killed(start_rig, kept_rig, tmp_path)
+    session = await read(again, "one")
+    assert [len(call.media) for call in session.calls] == [2, 3]
+    assert [(one.media_type, one.data) for one in session.calls[1].media] == [
+        ("image/png", png),
+        ("image/gif", b"GIF"),
+        ("image/png", png),
+    ]
+    _, calls = await record(again, "one")
+    assert [one.get("data") for call in calls for one in call["media"]] == [
+        base64.b64encode(png).decode(), "R0lG", None, None, None
+    ]  # fmt: skip
+    assert (await again.get("/status"))[1]["ledger"]["session_bytes"] < 3 * 2000 + 4000
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])

@@ -33,7 +33,7 @@ def test_a_batch_system_s_share_of_the_gpus_counts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        ("", "engine.model is missing: a checkpoint folder or a Hugging Face id"),
+        ("", "engine.model is missing: give a file with it, -c FILE, or a folder or Hugging Face id"),
         ("/nowhere/model", "engine.model = '/nowhere/model': this machine has no such folder"),
     ],
 )

@@ -25,7 +25,7 @@ async def test_versions_ages_and_losses_are_told_by_labels_that_outlive_a_replic
     page = await page_of(rig)
     assert value(page, 'replica_weight_version{replica="engine-0"}') == 1
     assert 0 <= value(page, "weight_age_seconds") < 60
-    assert value(page, 'replicas_lost{group="engine"}') == 0
+    assert value(page, 'replicas_lost_total{group="engine"}') == 0
     assert value(page, "ready") == 1
     await rig.replicas.pop(0).kill()
     await rig.until({"engine-1": "SERVING"})
@@ -35,7 +35,7 @@ async def test_versions_ages_and_losses_are_told_by_labels_that_outlive_a_replic
     assert value(page, 'replica_weight_version{replica="engine-0"}') == 0, (
         "the successor, which has no store to load from"
     )
-    assert value(page, 'replicas_lost{group="engine"}') == 1
+    assert value(page, 'replicas_lost_total{group="engine"}') == 1
     assert value(page, 'replicas_expected{group="engine"}') == 2
     assert 'replica="engine-abc"' not in page
 

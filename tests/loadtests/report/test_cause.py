@@ -21,6 +21,8 @@ RUNNING = {"engine_running.mean": 12.0}
         ),
         (RUNNING | {"seconds": 10.0, "completion_s.sum": 640.0}, ["52.0 of 64.0 completions in flight were between"]),
         (RUNNING | {"seconds": 10.0, "completion_s.sum": 125.0}, ["nothing waited"]),
+        (RUNNING | {"machine_cpu.mean": 0.97}, ["the CPUs of this machine were 97% busy"]),
+        (RUNNING | {"machine_cpu.mean": 0.5}, ["nothing waited"]),
         (RUNNING | {"engine_preempted.sum": 5.0}, ["5 sequences lost their KV cache"]),
         ({"replicas_serving.min": 1.0, "replicas_serving.max": 2.0}, ["1 to 2 replicas served"]),
         ({"after.completions": 9.0, "recovery_s": 4.0}, ["within 4 s of its end"]),

@@ -36,6 +36,7 @@ class PlayedSessions:
         self.breaks = 0
         self.refuses = False
         self.read_s: dict[str, float] = {}
+        self.began = 0.5
 
     @web.middleware
     async def fails(self, request: web.Request, handler: Any) -> web.StreamResponse:
@@ -55,6 +56,7 @@ class PlayedSessions:
         self.calls.setdefault(name, [])
         state = self.states.setdefault(name, "open")
         body = {"id": name, "key": f"rgs-{name}", "url": f"/sessions/{name}/v1", "state": state}
+        body |= {"began": self.began, "new": is_new}
         return web.json_response(body, status=201 if is_new else 200)
 
     async def freeze(self, request: web.Request) -> web.Response:
@@ -67,7 +69,8 @@ class PlayedSessions:
         name = request.match_info["id"]
         await asyncio.sleep(self.read_s.get(name, 0.0))
         assert request.headers["Accept"] == PACKED
-        records = events(*self.calls[name], id=name, state=self.states[name], reward=self.rewards.get(name))
+        told = {"state": self.states[name], "reward": self.rewards.get(name), "began": self.began}
+        records = events(*self.calls[name], id=name, **told)
         response = web.StreamResponse()
         await response.prepare(request)
         if self.breaks:
@@ -265,6 +268,20 @@ async def test_a_session_that_the_gateway_has_lost_costs_that_session(
     (group,) = await all_of(SessionGroups(client, [0], lost, n=1))
     assert group.dropped == {"lost": 1}
     assert group.is_short
+
+
+async def test_a_session_that_a_late_call_began_again_is_not_taken_for_the_whole(
+    gateway: PlayedSessions, client: RolloutClient
+) -> None:
+    """A gateway without a ledger has forgotten its first calls."""
+
+    async def goes_on(_: int, session: OpenSession) -> float:
+        gateway.calls[session.id], gateway.began = [call(0, root_reason="changed")], 99.5
+        return 1.0
+
+    (group,) = await all_of(SessionGroups(client, [0], goes_on, n=1))
+    assert (group.sessions, group.dropped) == ([], {"lost": 1})
+    assert not gateway.calls
 
 
 async def test_a_refusal_that_no_session_can_help_is_raised(gateway: PlayedSessions, client: RolloutClient) -> None:

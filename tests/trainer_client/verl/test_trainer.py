@@ -71,15 +71,18 @@ def test_two_keys_turn_a_configuration_over_to_a_gateway() -> None:
     assert Settings(**engine.engine_kwargs["gateway"]).url == settings.url == URL
 
 
-def test_the_production_command_composes_and_is_taken() -> None:
-    config = composed(overrides_of("verl_qwen2_7b.sh"))
+@pytest.mark.parametrize(
+    ("script", "sizes"), [("verl_qwen2_7b.sh", (4096, 4096, 4096)), ("grpo_verl.sh", (1024, 3072, 128))]
+)
+def test_the_command_of_an_example_composes_and_is_taken(script: str, sizes: tuple[int, int, int]) -> None:
+    config = composed(overrides_of(script))
     model, critic = config.actor_rollout_ref.model, config.critic.model
     model.path = critic.path = critic.tokenizer_path = TINY  # verl reads the model's configuration
     validate_config(config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
     settings = prepare(config)
     assert settings.url == URL
     rollout = config.actor_rollout_ref.rollout
-    assert (rollout.prompt_length, rollout.response_length, config.data.train_batch_size) == (4096, 4096, 4096)
+    assert (rollout.prompt_length, rollout.response_length, config.data.train_batch_size) == sizes
 
 
 def test_engines_of_the_production_command_are_a_valid_configuration_that_fits_it() -> None:
@@ -190,4 +193,4 @@ def test_a_sync_that_goes_on_failing_ends_the_run_with_its_error(
 def test_agent_loops_count_versions_from_the_step_of_the_first_sync(syncing: PPOTrainerGateway) -> None:
     syncing._max_model_len = 64
     syncing.on_init_end()
-    assert syncing.get_llm_client()._source.version_of_step_0 == 7 - 5
+    assert syncing.get_llm_client().source.version_of_step_0 == 7 - 5

@@ -26,7 +26,7 @@ async def test_a_session_is_begun_with_a_key_and_joined(rig: Rig) -> None:
     status, begun = await rig.post("/v1/sessions", {"id": "one", "metadata": {"task": 7}})
     assert (status, begun["id"], begun["url"], begun["state"]) == (201, "one", "/sessions/one/v1", "open")
     status, joined = await rig.post("/v1/sessions", {"id": "one"})
-    assert (status, joined) == (200, begun)
+    assert (status, joined) == (200, begun | {"new": False})
     head, calls = await record(rig, "one")
     assert (head["metadata"], calls) == ({"task": 7}, [])
     status, other = await rig.post("/v1/sessions", {})
@@ -129,7 +129,6 @@ async def test_the_last_reward_of_a_session_holds_and_each_call_has_its_own(rig:
         ("reward", {"reward": 1, "info": {"a": "b" * 70_000}}, "info"),
         ("reward", {"reward": 1, "call": 0, "info": {"passed": 3}}, "info"),
         ("freeze", {"wait_s": 601}, "wait_s"),
-        ("freeze", {"info": {"passed": 3}}, "info"),
     ],
 )
 async def test_a_bad_field_is_named(rig: Rig, path: str, body: Json, param: str) -> None:

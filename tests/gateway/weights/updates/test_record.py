@@ -4,6 +4,7 @@ import pytest
 
 from engines.types import InFlight
 from gateway.cli.output import describe_update
+from gateway.fleet.history import Events
 from gateway.fleet.metrics import Metrics
 from gateway.weights.updates.record import KEPT, Phase, UpdateLog, UpdateRecord, num_bytes
 from tests.rigs.rig import FAST_WATCH, Json, Rig, StartRig
@@ -77,7 +78,7 @@ async def test_records_need_an_inference_key(start_rig: StartRig) -> None:
 
 
 def test_only_the_last_ones_are_kept() -> None:
-    updates = UpdateLog(Metrics())
+    updates = UpdateLog(Metrics(), Events())
     for version in range(KEPT + 5):
         update = UpdateRecord(version, "sim", InFlight.KEEP)
         update.end(Phase.COMMITTED)

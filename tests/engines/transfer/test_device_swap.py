@@ -1,0 +1,54 @@
+"""The kernel that exchanges tensors, run by a GPU where there is one, and by Triton's interpreter otherwise."""
+
+import importlib
+from collections.abc import Iterator
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from engines.transfer import device_swap
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture
+def small_programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A kernel that runs here; a tensor of some bytes takes several programs of it."""
+    with pytest.MonkeyPatch.context() as interpreted:
+        if DEVICE == "cpu":
+            interpreted.setenv("TRITON_INTERPRET", "1")
+        importlib.reload(device_swap)
+    monkeypatch.setattr(device_swap, "_LANES", 4)
+    monkeypatch.setattr(device_swap, "_ROUNDS", 2)
+    yield
+    importlib.reload(device_swap)
+
+
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning")
+def test_the_kernel_compiles_for_gpus() -> None:
+    constants = {"LANES": device_swap._LANES, "ROUNDS": device_swap._ROUNDS}
+    types = {"owners": "*i32", "table": "*i64", **dict.fromkeys(constants, "constexpr")}
+    source = ASTSource(device_swap._swap_words, types, constants)
+    assert "st.global" in triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+
+
+@pytest.mark.usefixtures("small_programs")
+def test_all_pairs_are_exchanged_and_nothing_beside_them() -> None:
+    sizes = [1, 8, 0, 9, 40]
+    memory = torch.randn(2, sum(sizes) + len(sizes), device=DEVICE)  # a word behind each tensor is none's
+    before, pairs, place = memory.clone(), [], 0
+    expected = memory.clone()
+    for size in sizes:
+        here = slice(place, place + size)
+        pairs.append((memory[0, here], memory[1, here]))
+        expected[:, here] = before[:, here].flip(0)
+        place += size + 1
+    device_swap.DeviceSwap(pairs).run()
+    assert torch.equal(memory, expected)

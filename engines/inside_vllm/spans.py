@@ -79,30 +79,13 @@ def count_so_far(requests: Any) -> None:
 
 def report_spans(completions: Any, chats: Any) -> None:
     """Wrap the methods of vLLM's serving classes that turn outputs into replies."""
-    whole, stream, chat, chat_stream = (
-        completions.request_output_to_completion_response,
-        completions.completion_stream_generator,
-        chats.chat_completion_full_generator,
-        chats.chat_completion_stream_generator,
-    )
+    whole, chat = completions.request_output_to_completion_response, chats.chat_completion_full_generator
 
     @functools.wraps(whole)
     def completion(self: Any, final_res_batch: list[Any], *args: Any, **kwargs: Any) -> Any:
         response = whole(self, final_res_batch, *args, **kwargs)
         _add(response.choices, enumerate(output for result in final_res_batch for output in result.outputs))
         return response
-
-    @functools.wraps(stream)
-    async def completion_chunks(
-        self: Any, request: Any, engine_inputs: Any, results: Any, *args: Any, **kwargs: Any
-    ) -> AsyncIterator[str]:
-        spans = StreamSpans()
-
-        def note(numbered: tuple[int, Any]) -> None:
-            spans.note(numbered[1].outputs, first=numbered[0] * (request.n or 1))
-
-        async for event in stream(self, request, engine_inputs, _noted(results, note), *args, **kwargs):
-            yield spans.added_to(event)
 
     @functools.wraps(chat)
     async def conversation(self: Any, request: Any, results: Any, *args: Any, **kwargs: Any) -> Any:
@@ -112,19 +95,29 @@ def report_spans(completions: Any, chats: Any) -> None:
         _add(getattr(response, "choices", ()), last.items())
         return response
 
-    @functools.wraps(chat_stream)
-    async def conversation_chunks(
-        self: Any, request: Any, results: Any, *args: Any, **kwargs: Any
-    ) -> AsyncIterator[str]:
+    completions.request_output_to_completion_response = completion
+    chats.chat_completion_full_generator = conversation
+    completions.completion_stream_generator = _with_spans(completions.completion_stream_generator, results_at=1)
+    chats.chat_completion_stream_generator = _with_spans(chats.chat_completion_stream_generator, results_at=0)
+
+
+def _with_spans(stream: Callable[..., AsyncIterator[str]], *, results_at: int) -> Callable[..., AsyncIterator[str]]:
+    """Wrap a method that streams events. Its results come so many arguments after the request; those of several prompts
+    are numbered by prompt."""
+
+    @functools.wraps(stream)
+    async def events(self: Any, request: Any, *args: Any, **kwargs: Any) -> AsyncIterator[str]:
         spans = StreamSpans()
-        noted = _noted(results, lambda result: spans.note(result.outputs))
-        async for event in chat_stream(self, request, noted, *args, **kwargs):
+
+        def note(made: Any) -> None:
+            prompt, result = made if isinstance(made, tuple) else (0, made)
+            spans.note(result.outputs, first=prompt and prompt * (request.n or 1))
+
+        noted = (*args[:results_at], _noted(args[results_at], note), *args[results_at + 1 :])
+        async for event in stream(self, request, *noted, **kwargs):
             yield spans.added_to(event)
 
-    completions.request_output_to_completion_response = completion
-    completions.completion_stream_generator = completion_chunks
-    chats.chat_completion_full_generator = conversation
-    chats.chat_completion_stream_generator = conversation_chunks
+    return events
 
 
 async def _noted(results: AsyncIterator[T], note: Callable[[T], object]) -> AsyncIterator[T]:

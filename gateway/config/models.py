@@ -14,6 +14,7 @@ class Models:
     """The model of each engine group. At most one model is not frozen: the policy.
 
     A group whose server alone knows its model (kind: external without `model`) has no name until it joins.
+    `policy` is None where every model is frozen, and until its name is known.
     """
 
     def __init__(self, groups: Mapping[str, EngineConfig]) -> None:
@@ -30,11 +31,6 @@ class Models:
     def names(self) -> list[str]:
         """Known models, the policy first: trainers and benchmarks take the first of a list for theirs."""
         return list(self._known)
-
-    @property
-    def policy(self) -> str | None:
-        """None where every model is frozen, and until the name is known."""
-        return self._policy
 
     @property
     def first(self) -> str:
@@ -90,7 +86,7 @@ class Models:
         """Take the names of the models by group. They are asked for at each request, and change when a group joins."""
         self._check(names)
         policy = next((name for group, name in names.items() if name and not self.is_frozen(group)), None)
-        self._names, self._policy = names, policy
+        self._names, self.policy = names, policy
         self._known = sorted({name for name in names.values() if name}, key=lambda name: (name != policy, name))
 
     def _check(self, names: Mapping[str, str]) -> None:

@@ -12,7 +12,6 @@ from gateway.dialects.streams import Show
 from gateway.fleet.concurrency import together
 from gateway.fleet.metrics import Metrics
 from gateway.fleet.placement.attempt_loop import AttemptLoop
-from gateway.fleet.placement.lengths import Lengths
 from gateway.fleet.placement.routing import Rollout
 
 _FULL = "length"
@@ -27,20 +26,16 @@ def using(rollout: Rollout) -> AbstractContextManager[None]:
 
 
 class Runner:
-    """Has the replicas that the scheduler picks make rollouts."""
+    """Has the replicas that the scheduler picks make rollouts. `lengths` are those that samples of prompts had."""
 
     def __init__(self, scheduler: AttemptLoop, metrics: Metrics) -> None:
         self._attempts = scheduler
+        self.lengths = scheduler.lengths
         self._metrics = metrics
 
     def withdraw(self, picks: Callable[[Rollout], bool]) -> None:
         """End rollouts that wait for a replica with `Withdrawn`."""
         self._attempts.withdraw(picks)
-
-    @property
-    def lengths(self) -> Lengths:
-        """The lengths that samples of prompts had."""
-        return self._attempts.lengths
 
     async def generate(self, ask: Ask, reply: Reply | None = None) -> Json:
         """The whole reply, each choice with its weight versions. Open samples of `reply`, which a gateway before this

@@ -290,7 +290,7 @@ class Fleet:
         self._listed = set(listed)
         is_open = self.settled_version is None
         for replica in self.replicas:
-            replica.listed = replica.replica_id in listed
+            replica.evidence.is_listed = replica.replica_id in listed
         self.arrivals.forget_all_but(listed)
         new = [info for info in infos if not self._is_known(info)]
         joined = [replica for replica in await asyncio.gather(*map(self._welcome, new)) if replica is not None]
@@ -493,7 +493,7 @@ class Fleet:
             if failure is not None and replica.load_samples and quiet_s > self.probes.moves_after_s(replica):
                 self.suspect(replica, str(failure))
                 replica.drop_calls()  # its rollouts continue elsewhere
-            if failure is None and replica.listed:
+            if failure is None and replica.evidence.is_listed:
                 self._vouched(replica)
             elif failure is None and replica.is_leaving:
                 self.settle(replica, "")

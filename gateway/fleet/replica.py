@@ -105,7 +105,6 @@ class Replica:
         self.place = Place()
         self.state = ReplicaState.STARTING
         self.reason = ""
-        self.listed = True
         self.is_leaving = False
         self.evidence = Evidence()
         self.brake = Brake(engine)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from examples.demo import Sight
-from examples.picture import draw, training_began, version_runs
+from examples.picture import draw
 
 
 def sight(at_s: float, state: str = "SERVING", version: int | None = 0, samples: int = 0) -> Sight:
@@ -22,15 +22,6 @@ SIGHTS = [
     sight(22.0, "UPDATING", None),
     sight(23.0, version=2, samples=4),
 ]
-
-
-def test_time_begins_with_the_first_work_of_a_replica() -> None:
-    assert training_began(SIGHTS) == 19.0
-    assert training_began(SIGHTS[:2]) == 0.0
-
-
-def test_a_version_lasts_from_its_first_sight_to_its_last() -> None:
-    assert version_runs(SIGHTS) == [(0, 0.0, 18.0), (1, 20.0, 21.0), (2, 23.0, 23.0)]
 
 
 def test_the_picture_is_a_png(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """The digit-sorting task, the committed model and the script that makes it."""
 
-import random
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -41,17 +40,6 @@ def test_only_the_sorted_digits_earn_the_reward() -> None:
     assert rewards == [1.0, 0.0, 0.0, 0.0, 0.0]
 
 
-def test_lengths_go_round_so_that_every_eight_problems_are_as_hard() -> None:
-    lengths = [len(problem) for problem in islice(task.problems(seed=3), 16)]
-    assert lengths == [3, 4, 5, 6, 7, 8, 9, 10] * 2
-
-
-def test_a_seed_gives_the_same_problems_and_another_gives_others() -> None:
-    first, again, other = (list(islice(task.problems(seed), 8)) for seed in (1, 1, 2))
-    assert first == again
-    assert first != other
-
-
 def test_the_committed_model_is_small_and_float32_with_an_untied_head(transformers: Any) -> None:
     from safetensors.torch import load_file
 
@@ -81,18 +69,6 @@ def test_the_committed_model_mostly_knows_the_answer(tokenizer: Any) -> None:
         tokenizer.decode(ids, skip_special_tokens=True) for ids in task.greedy_token_ids(str(task.COMMITTED), asked)
     ]
     assert sum(answer == task.answer(problem) for answer, problem in zip(answers, asked, strict=True)) >= 22
-
-
-def test_training_is_on_the_answers_alone(train: Any, tokenizer: Any) -> None:
-    ids, labels = train.training_batch(random.Random(0), ["21", "4"], tokenizer, noise=0.0)
-    assert tokenizer.convert_ids_to_tokens(ids[0]) == ["<|user|>", "2", "1", "<|assistant|>", "1", "2", "<|end|>"]
-    assert labels[0].tolist() == [-100, -100, -100, -100, *ids[0, 4:].tolist()]
-    assert tokenizer.convert_ids_to_tokens(labels[1][labels[1] != -100]) == ["4", "<|end|>"]
-
-
-def test_noise_changes_one_digit(train: Any) -> None:
-    wrong = train.with_one_wrong_digit(random.Random(0), "01237")
-    assert sum(a != b for a, b in zip(wrong, "01237", strict=True)) == 1
 
 
 @pytest.mark.slow

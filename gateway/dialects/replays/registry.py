@@ -6,9 +6,8 @@ without an id. Two equal requests whose clients are both there never share: each
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 
 import msgspec
 import orjson
@@ -35,14 +34,6 @@ _MOST_BYTES = 1 << 30
 _NOTICED_WITHIN_S = 0.05
 _LONGEST_GAP_S = 600.0
 """Age of its last note beyond which no client waits for a batch: blind replays end within minutes."""
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """A batch's reply. `seal` before its last bytes: from then on no later gateway delivers it again."""
-
-    written: Written
-    seal: Callable[[], Awaitable[None]]
 
 
 class Replays:
@@ -76,7 +67,9 @@ class Replays:
         return self._grace_s > 0 and (len(prompts) > 1 or prompts[0].rollout.n > 1)
 
     @asynccontextmanager
-    async def reply(self, identity: bytes, content: bytes, prompts: Sequence[CompletionPrompt]) -> AsyncIterator[Reply]:
+    async def reply(
+        self, identity: bytes, content: bytes, prompts: Sequence[CompletionPrompt]
+    ) -> AsyncIterator[Written]:
         """The reply to a batch with the body `content`, delivered at the end of the block.
 
         It is left to a replay where the client goes in the block.
@@ -86,7 +79,8 @@ class Replays:
         try:
             written = await asyncio.shield(batch.task)
             written.head["id"] = f"cmpl-{prompts[0].request_id}"
-            yield Reply(written, batch.forgotten)
+            written.seal = batch.forgotten
+            yield written
         except (asyncio.CancelledError, ConnectionError):
             self._leave(batch)
             raise

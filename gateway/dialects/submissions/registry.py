@@ -149,7 +149,7 @@ class Submissions:
                 await submission.groups_ended([run.index for run in runs])
                 await self._ledger.written()
 
-    # RolloutHistory
+    # Life
 
     async def run(self) -> None:
         """Keep bounds."""

@@ -50,10 +50,6 @@ async def _answer(replica: Replica, call: Callable[[Replica], Awaitable[T]]) -> 
         raise
 
 
-def _nothing_kept(error: EngineError) -> bool:
-    return False
-
-
 class AttemptLoop(ABC):
     """Runs rollouts on the replicas that its subclass places them on.
 
@@ -94,10 +90,7 @@ class AttemptLoop(ABC):
         """Draw the conclusions from an attempt that failed. True if the replica's engine is dead."""
 
     async def run(
-        self,
-        rollout: Rollout,
-        call: Callable[[Replica], Awaitable[T]],
-        kept: Callable[[EngineError], bool] = _nothing_kept,
+        self, rollout: Rollout, call: Callable[[Replica], Awaitable[T]], kept: Callable[[EngineError], bool]
     ) -> T | None:
         """The call's result from the first replica that gives one.
 
@@ -109,7 +102,6 @@ class AttemptLoop(ABC):
                     async with self.placed(rollout) as replica:
                         result = await _answer(replica, call)
                         replica.backoff.succeeded()
-                        replica.evidence.saw_progress()
                         return result
                 except EngineError as error:
                     progressed = kept(error)

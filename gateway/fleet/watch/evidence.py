@@ -13,13 +13,14 @@ class Evidence:
     """The signs of one replica's life.
 
     `failure` is that of the last probe, None where it went well. `answered_at` is the monotonic time of the last good
-    probe or token. `is_stalled` is True while tokens stand still. `suspect_since` is set while the replica is SUSPECT,
-    and `before` has its state and reason until then.
+    probe or token. `is_listed` is True while Serve lists the replica, `is_stalled` while tokens stand still.
+    `suspect_since` is set while the replica is SUSPECT, and `before` has its state and reason until then.
     """
 
     def __init__(self) -> None:
         self.failure: Failure | None = None
         self.answered_at = time.monotonic()
+        self.is_listed = True
         self.is_stalled = False
         self.suspect_since: float | None = None
         self.before = ReplicaState.STARTING, ""

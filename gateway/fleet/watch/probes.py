@@ -68,7 +68,7 @@ class Probes:
         A closed port is enough for our own engines: a successor takes another port. An external server may come back.
         """
         has_ended = isinstance(failure, EngineGone) and replica.info.kind is not EngineKind.EXTERNAL
-        return has_ended or self._is_overdue(replica) or (failure is not None and not replica.listed)
+        return has_ended or self._is_overdue(replica) or (failure is not None and not replica.evidence.is_listed)
 
     def _is_overdue(self, replica: Replica) -> bool:
         since = replica.evidence.suspect_since

@@ -8,8 +8,9 @@ from aiohttp import web
 
 from engines.engine import Json
 from gateway.dialects.completion_prompt import CompletionPrompt
+from gateway.dialects.completions import Written
 from gateway.dialects.replays.batch import Batch
-from gateway.dialects.replays.registry import Replays, Reply
+from gateway.dialects.replays.registry import Replays
 from gateway.fleet.fleet import Fleet
 from gateway.http.access import Access
 from gateway.http.routes.rollouts import RolloutRoutes
@@ -67,7 +68,9 @@ class WorkerReplays(Replays):
         self._elsewhere = {identity: worker for identity, worker in self._elsewhere.items() if worker in workers}
 
     @asynccontextmanager
-    async def reply(self, identity: bytes, content: bytes, prompts: Sequence[CompletionPrompt]) -> AsyncIterator[Reply]:
+    async def reply(
+        self, identity: bytes, content: bytes, prompts: Sequence[CompletionPrompt]
+    ) -> AsyncIterator[Written]:
         if self.is_owners:
             raise RunsElsewhere(content)
         if identity not in self._batches and identity in self._elsewhere and not IS_SENT_ON.get():

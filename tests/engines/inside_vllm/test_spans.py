@@ -1,5 +1,6 @@
 """Spans of completions in vLLM's replies, with played serving classes; real ones are in the conformance suite."""
 
+import inspect
 import json
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
@@ -106,6 +107,21 @@ async def test_a_streamed_chat_tells_too(serving: Any) -> None:
     events = [event async for event in serving.chats.chat_completion_stream_generator(None, results, "r")]
     choices = [json.loads(event.removeprefix("data: "))["choices"][0] for event in events]
     assert [choice.get("weight_versions") for choice in choices] == [None, TOLD, TOLD_WHOLE]
+
+
+def test_the_installed_vllm_tells_no_versions_by_itself_in_openais_dialects_nor_before_a_request_ends() -> None:
+    """Where this fails, `report_spans` or `count_so_far` may go."""
+    completions = pytest.importorskip("vllm.entrypoints.openai.completion.protocol")
+    chats = pytest.importorskip("vllm.entrypoints.openai.chat_completion.protocol")
+    requests = pytest.importorskip("vllm.v1.engine.output_processor")
+    choices = [
+        getattr(where, f"{name}Response{kind}Choice")
+        for where, name in ((completions, "Completion"), (chats, "ChatCompletion"))
+        for kind in ("", "Stream")
+    ]
+    assert not any("weight_versions" in choice.model_fields for choice in choices)
+    made = inspect.getsource(requests.RequestState._new_completion_output)
+    assert "weight_versions=self._weight_version_spans() if finished else None" in made
 
 
 async def test_a_pause_that_keeps_requests_and_their_kv_ends_with_the_last_step() -> None:

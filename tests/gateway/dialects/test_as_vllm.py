@@ -5,7 +5,6 @@ import json
 
 import pytest
 
-from engines.errors import EngineUnreachable
 from sim.model import detokenize
 from tests.rigs.rig import Json, Rig, StartRig
 
@@ -80,14 +79,3 @@ async def test_echo_repeats_the_prompt_in_a_stream(rig: Rig) -> None:
     told = "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])
     assert told.startswith(detokenize([5, 6, 7]))
     assert '"error"' not in text
-
-
-async def test_tokenize_is_answered_by_another_replica_where_one_fails(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def broken(*_: object, **__: object) -> Json:
-        raise EngineUnreachable("reset", replica_id="engine-0")
-
-    monkeypatch.setattr(rig.fleet.replicas[0].engine, "ask", broken)
-    status, reply = await rig.post("/tokenize", {"prompt": "abc"})
-    assert (status, reply["count"]) == (200, len(reply["tokens"]))

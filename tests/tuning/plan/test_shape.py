@@ -89,11 +89,6 @@ def test_layers_without_a_known_kv_cache_are_refused() -> None:
         shape_of({**LLAMA_8B, "layer_types": ["linear_attention", "full_attention"]}, "model")
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_weights_are_within_three_percent_of_the_published_checkpoint(model: str) -> None:
-    assert MODELS[model].shape(model).weight_bytes == pytest.approx(MODELS[model].gigabytes * 1e9, rel=0.03)
-
-
 def test_layers_with_a_window_hold_no_more_than_it() -> None:
     shape = MODELS["gemma-3-27b"].shape("model")
     whole = 62 * 2 * 16 * 128 * 2

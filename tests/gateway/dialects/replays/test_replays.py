@@ -62,16 +62,6 @@ async def whole(rig: Rig, body: Json = BATCH, **kwargs: Any) -> Json:
     return reply
 
 
-async def test_a_replay_adopts_the_batch(rig: Rig) -> None:
-    await left(rig)
-    asking = asyncio.create_task(whole(rig))
-    await until(rig, "orphaned_batch_ends", 1, end="adopted")
-    rig.hurry()
-    reply = await asking
-    assert [choice["index"] for choice in reply["choices"]] == list(range(8))
-    assert reply["usage"]["completion_tokens"] == made(rig) == ALL
-
-
 async def test_a_batch_that_has_ended_waits_for_its_replay(rig: Rig) -> None:
     await left(rig)
     rig.hurry()

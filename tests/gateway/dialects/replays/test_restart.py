@@ -120,17 +120,6 @@ async def test_a_batch_beyond_the_ledgers_room_is_in_memory_alone(start_rig: Sta
     await check_begins_again(start_rig, rig)
 
 
-async def test_two_restarts_keep_the_tokens_of_both(start_rig: StartRig, kept_rig: Rig) -> None:
-    await left(kept_rig)
-    again = await restarted(start_rig, kept_rig)
-    again.go_on()
-    await again.begun(samples=8, tokens=14)  # of which 6 are of the gateway before
-    once_more = await restarted(start_rig, again)
-    once_more.hurry()
-    await whole(once_more)
-    assert made(once_more) <= ALL + 2 * 8 * 4
-
-
 async def test_prompts_that_have_ended_are_not_made_again(start_rig: StartRig, kept_rig: Rig) -> None:
     """Of two prompts one ends at once, and the other's engine stands still."""
     body = BATCH | {"prompt": [[5, 6, 7], [5, 6, 8]], "n": 1, "max_tokens": 70, "min_tokens": 1}

@@ -1,14 +1,11 @@
 """A sample that an update with `in_flight: abort` cuts off resumes from its tokens, or restarts from its prompt."""
 
 import asyncio
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from engines.errors import EngineUnreachable
 from gateway.dialects.resumption.tokens import rest_sampling, whole_characters
 from gateway.dialects.spans import joined_spans
 from sim import server as sim_server
@@ -98,32 +95,6 @@ def expected(rig: Rig, boundary: int, prompt: list[int], length: int = LONG) -> 
     """The text of the old weights up to the boundary, and of the new weights after that."""
     versions = ["default"] * boundary + ["1"] * (length - boundary)
     return SimModel.of(rig.sim).complete(prompt, versions=versions, max_tokens=length, ignore_eos=True)
-
-
-class BreakingEngine:
-    """An engine whose connection breaks once an update has ended a sample in a stream."""
-
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-    async def events(self, path: str, body: Json, timeout_s: float) -> AsyncGenerator[list[bytes]]:
-        async with aclosing(self._engine.events(path, body, timeout_s)) as blocks:
-            async for events in blocks:
-                yield events
-                if any(b'"finish_reason":"abort"' in event for event in events):
-                    raise EngineUnreachable(path, replica_id=self._engine.replica_id)
-
-
-async def test_a_sample_goes_on_where_the_connection_breaks_after_the_update_has_ended_it(start_rig: StartRig) -> None:
-    rig = await started(start_rig)
-    for replica in rig.fleet.replicas:
-        replica.engine = BreakingEngine(replica.engine)  # type: ignore[assignment]  # all but its streams is the engine's
-    told = await cut_off(rig, COMPLETIONS, BODY | {"return_token_ids": True})
-    assert told["token_ids"] == expected(rig, seam(told), [5, 6])
-    assert told["finish_reason"] == "length"
 
 
 async def test_ids_that_nobody_asked_for_are_not_told(start_rig: StartRig) -> None:

@@ -54,7 +54,7 @@ def token(group: int, sample: int, place: int) -> int:
     return 100 * group + 10 * sample + place
 
 
-class RolloutHistory:
+class GatewayLife:
     """A gateway with one submission and its ledger."""
 
     def __init__(self, path: Path) -> None:
@@ -70,9 +70,9 @@ class RolloutHistory:
             self.submission.write()
         self.ledger.commit()
 
-    def kill(self) -> "RolloutHistory":
+    def kill(self) -> "GatewayLife":
         self.ledger.folder.close()
-        return RolloutHistory(self.ledger.folder.path)
+        return GatewayLife(self.ledger.folder.path)
 
     def make(self, group: int, index: int) -> None:
         """One more token of a sample, if it is open."""
@@ -123,7 +123,7 @@ class Client:
 def test_each_event_is_delivered_once_whatever_is_killed_when(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, int, int]]
 ) -> None:
-    life, client = RolloutHistory(tmp_path_factory.mktemp("life") / "ledger"), Client()
+    life, client = GatewayLife(tmp_path_factory.mktemp("life") / "ledger"), Client()
     for name, group, sample in steps:
         if name == "make":
             life.make(group, sample)

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from engines.errors import (
-    DeadlyPrompt,
     EngineFailed,
     EngineGone,
     EngineOverwritten,
@@ -48,27 +47,10 @@ def test_an_update_that_cuts_off_is_nobodys_fault_but_a_wrong_request_stays_wron
     assert end_of(refused(400), cuts_off=True) is End.REFUSED
 
 
-def test_a_failure_after_new_tokens_starts_the_count_again() -> None:
-    attempts, error = Attempts(), EngineFailed("500")
-    for progressed in (False, False, True, False):
-        attempts.failed("a", died=False, progressed=progressed)
-        attempts.check(error, max_attempts=3, longest_s=60)
-    assert attempts.failures == 1
-
-
 def test_attempts_are_bounded_by_time_too() -> None:
     attempts = Attempts(began=-1e9)
     with pytest.raises(EngineFailed, match="generate_timeout_s"):
         attempts.check(EngineFailed("500"), max_attempts=3, longest_s=60)
-
-
-def test_the_second_death_without_a_new_token_refuses_the_prompt() -> None:
-    attempts, error = Attempts(), EngineGone("refused")
-    attempts.failed("a", died=True, progressed=False)
-    attempts.check(error, max_attempts=3, longest_s=60)
-    attempts.failed("b", died=True, progressed=False)
-    with pytest.raises(DeadlyPrompt, match="not tried again"):
-        attempts.check(error, max_attempts=3, longest_s=60)
 
 
 def test_more_than_three_engines_lost_in_updates_are_held_against_the_prompt() -> None:

@@ -41,25 +41,22 @@ def names(views: Sequence[Replica]) -> list[str]:
     return [view.replica_id for view in views]
 
 
-def test_without_demands_every_version_will_do() -> None:
-    assert names(fresh_enough(rollout(), VERSIONS, newest=5)) == ["new", "old", "unknown"]
-
-
-def test_only_replicas_of_the_least_version_or_newer_will_do() -> None:
-    assert names(fresh_enough(rollout(min_version=3), VERSIONS, newest=5)) == ["new", "old"]
-    assert names(fresh_enough(rollout(min_version=4), VERSIONS, newest=5)) == ["new"]
-    assert fresh_enough(rollout(min_version=6), VERSIONS, newest=5) == []
-
-
-def test_staleness_counts_from_the_version_that_all_are_to_hold() -> None:
-    assert names(fresh_enough(rollout(max_staleness=2), VERSIONS, newest=5)) == ["new", "old"]
-    assert names(fresh_enough(rollout(max_staleness=2), VERSIONS, newest=6)) == ["new"]
-    assert fresh_enough(rollout(max_staleness=0), VERSIONS, newest=6) == []
-
-
-def test_the_stricter_of_two_demands_holds() -> None:
-    assert names(fresh_enough(rollout(min_version=2, max_staleness=0), VERSIONS, newest=5)) == ["new"]
-    assert names(fresh_enough(rollout(min_version=5, max_staleness=9), VERSIONS, newest=5)) == ["new"]
+@pytest.mark.parametrize(
+    ("demands", "newest", "found"),
+    [
+        ({}, 5, ["new", "old", "unknown"]),
+        ({"min_version": 3}, 5, ["new", "old"]),
+        ({"min_version": 4}, 5, ["new"]),
+        ({"min_version": 6}, 5, []),
+        ({"max_staleness": 2}, 5, ["new", "old"]),
+        ({"max_staleness": 2}, 6, ["new"]),
+        ({"max_staleness": 0}, 6, []),
+        ({"min_version": 2, "max_staleness": 0}, 5, ["new"]),
+        ({"min_version": 5, "max_staleness": 9}, 5, ["new"]),
+    ],
+)
+def test_replicas_are_as_new_as_the_stricter_demand(demands: dict[str, int], newest: int, found: list[str]) -> None:
+    assert names(fresh_enough(rollout(**demands), VERSIONS, newest=newest)) == found
 
 
 @pytest.mark.parametrize(

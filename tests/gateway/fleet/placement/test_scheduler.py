@@ -51,7 +51,7 @@ class Played:
             self.where[rollout.request_id] = replica.replica_id
             await self._ends.setdefault(rollout.request_id, asyncio.Event()).wait()
 
-        await self.scheduler.run(rollout, call)
+        await self.scheduler.run(rollout, call, lambda _: False)
 
     async def end(self, *request_ids: str) -> None:
         """End running rollouts, and let the places that they leave be taken."""
@@ -283,7 +283,7 @@ async def test_rollouts_of_the_policy_alone_are_withdrawn() -> None:
     tasks = []
     for model in ("m", "judge"):
         rollout = Rollout(request_id=model, model=model, n=1, tokens=1)
-        tasks.append(asyncio.create_task(played.scheduler.run(rollout, lambda replica: asyncio.sleep(0))))
+        tasks.append(asyncio.create_task(played.scheduler.run(rollout, lambda _: asyncio.sleep(0), lambda _: False)))
     await asyncio.sleep(0)
     played.scheduler.withdraw_policy()
     with pytest.raises(Withdrawn, match="m was aborted"):

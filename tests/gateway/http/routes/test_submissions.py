@@ -110,14 +110,6 @@ async def test_a_suspended_group_goes_on_from_its_tokens_once(rig: Rig) -> None:
     assert "taken" in error["error"]["message"]
 
 
-async def test_a_replay_of_the_same_id_joins_and_nothing_is_made_twice(rig: Rig) -> None:
-    asking = [asyncio.create_task(submitted(rig, [GROUP | {"n": 2}], id="one")) for _ in range(3)]
-    first, *others = await asyncio.gather(*asking)
-    assert [events[1:] for events in others] == [first[1:]] * 2
-    assert await submitted(rig, [GROUP | {"n": 2}], id="one") != []
-    assert sum(replica.generated_tokens for replica in rig.replicas) == 16
-
-
 async def test_reading_goes_on_after_any_cursor(rig: Rig) -> None:
     events = (await submitted(rig, [GROUP | {"n": 2}, GROUP], id="one"))[1:]
     for place, event in enumerate(events):
@@ -302,20 +294,6 @@ async def test_engines_that_fail_or_refuse_end_a_group_with_their_error(rig: Rig
     assert bool(group["error"].get("replica_id")) == (status == 500)
 
 
-@pytest.mark.parametrize("restarts", [{}, {"stop": ["never"]}], ids=["goes on", "restarts"])
-async def test_a_death_changes_no_token_of_a_group(rig: Rig, restarts: Json) -> None:
-    group = GROUP | {"sampling": {"temperature": 0} | restarts}
-    whole = of_type(await submitted(rig, [group]), "sample")[0]
-    asking = asyncio.create_task(submitted(rig, [group], id="one"))
-    await rig.begun(samples=1, tokens=6)
-    busy = next(one for one in rig.replicas if one.scheduler.stalled)
-    await busy.kill()
-    rig.hurry()
-    [sample] = of_type(await asking, "sample")
-    assert sample["token_ids"] == whole["token_ids"]
-    assert sample["weight_versions"] == [{"version": 0, "start": 0, "end": 8}]
-
-
 async def test_a_submission_that_nobody_reads_is_cancelled(
     start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -368,16 +346,3 @@ async def test_an_id_with_other_groups_is_refused(rig: Rig) -> None:
     await submitted(rig, id="one")
     status, error = await rig.post("/v1/rollouts", body([GROUP | {"n": 2}], id="one"))
     assert (status, error["error"]["type"], error["error"]["param"]) == (409, "IdTaken", "id")
-
-
-async def test_an_update_that_cuts_off_leaves_spans_of_both_versions(start_rig: StartRig) -> None:
-    rig = await start_rig(2, weights={"in_flight": "abort"})
-    await rig.open_group()
-    await detached(rig, "one", [GROUP | {"n": 2}])
-    await rig.begun(samples=2, tokens=4)
-    await rig.update()
-    rig.hurry()
-    for sample in of_type(await read(rig, "one"), "sample"):
-        spans = [(span["version"], span["start"], span["end"]) for span in sample["weight_versions"]]
-        assert spans == [(0, 0, 4), (1, 4, 8)]
-        assert len(sample["token_ids"]) == len(sample["logprobs"]) == 8

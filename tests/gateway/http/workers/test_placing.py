@@ -131,7 +131,7 @@ class _World:
 
     def run(self, name: str, call: Callable[[Replica], Any], **of_rollout: Any) -> "asyncio.Task[Any]":
         rollout = Rollout(request_id=name, model="m", n=1, tokens=10, **of_rollout)
-        return asyncio.create_task(self.remote.run(rollout, call))
+        return asyncio.create_task(self.remote.run(rollout, call, lambda _: False))
 
     async def held(self, name: str) -> tuple["asyncio.Task[Any]", asyncio.Event]:
         """A rollout that runs until the event is set."""

@@ -173,11 +173,6 @@ async def test_where_an_undo_fails_the_store_takes_over(
     assert report["replicas"]["engine-1"]["taken_back"]["source"] == "store"
 
 
-async def test_the_weights_before_are_freed_at_the_commit(rig: Rig) -> None:
-    await rig.update()
-    assert not await rig.fleet.replicas[0].engine.undo_load(10.0)
-
-
 async def test_a_drain_waits_at_the_swap_and_not_before(start_rig: StartRig) -> None:
     rig = await start_rig(1, sim=ROOM, weights={"in_flight": "drain"})
     await rig.open_group()

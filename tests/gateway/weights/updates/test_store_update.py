@@ -22,28 +22,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return note_calls(monkeypatch, "load_snapshot", "undo_load", "drop_receipt")
 
 
-async def refuse(rig: Rig, folder: Path) -> Json:
-    """Push version 1 and have version 2 refused by the canary; return its record once both replicas serve again."""
-    count = len((await rig.get("/v1/weight_canary"))[1]["token_ids"]) - 1
-    status, reply = await rig.push(folder, value=1, canary_logprobs=[-7.0] * count)
-    assert status == 200, reply
-    status, reply = await rig.push(folder, value=2, canary_logprobs=[-900.0] * count)
-    assert (status, "canary" in reply["error"]["message"]) == (424, True)
-    await rig.until(BOTH_SERVE)
-    record: Json = (await rig.get("/v1/weight_updates"))[1]["weight_updates"][0]
-    return record
-
-
 def sources(record: Json) -> set[str]:
     return {found["taken_back"]["source"] for found in record["replicas"].values()}
-
-
-async def test_a_refused_version_is_taken_back_from_memory(start_rig: StartRig, folder: Path, calls: list[str]) -> None:
-    rig = await start_rig(2, sim=ROOM, weights={"store": str(folder)})
-    record = await refuse(rig, folder)
-    assert (calls.count("load_snapshot"), calls.count("undo_load")) == (4, 2)
-    assert sources(record) == {"kept weights"}
-    assert {replica.weight_version for replica in rig.fleet.replicas} == {1}
 
 
 async def until_freed(rig: Rig) -> None:

@@ -5,28 +5,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from loadtests.studies.weights.pusher import Flaw
-from loadtests.studies.weights.weight_cost import Restore, Window, main, summarise
-
-
-def test_the_work_lost_by_an_update_is_what_windows_with_updates_lack() -> None:
-    windows = [Window(0, 15, False, 1000), Window(15, 55, True, 990), Window(55, 70, False, 1000)]
-    records = [
-        {"stopped_s": stopped_s, "staged": True, "seconds": {"transfer": 0.5, "canary": 0.1}}
-        for stopped_s in (0.1, 0.2, 0.6)
-    ]
-    row = summarise(windows, records, every_s=10.0)
-    assert row["lost_s"] == pytest.approx(0.1)
-    assert (row["updates"], row["staged"], row["stopped_s"], row["stopped_s_max"]) == (3, 3, 0.2, 0.6)
-    assert row["seconds"] == {"transfer": 0.5, "canary": 0.1}
-
-
-def test_a_refused_update_is_reported_with_its_stop_and_the_way_back() -> None:
-    undone = Restore(Flaw.LOGPROBS, 0.06, 0.04, 2, staged=True, stopped_s=0.05, error="refused", source="kept weights")
-    assert str(undone) == (
-        "refused (staged, canary): generation stopped for 0.050 s, "
-        "and back at version 2 from kept weights after 0.040 s, with its first completion after 0.060 s"
-    )
+from loadtests.studies.weights.weight_cost import main
 
 
 @pytest.mark.load

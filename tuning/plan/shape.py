@@ -296,8 +296,8 @@ def _read(model: Path) -> dict[str, Any]:
     folder = model if model.exists() else cached_folder(str(model))
     if folder is None:
         raise ConfigError(
-            f"--model {str(model)!r}: neither a folder here nor a Hugging Face id whose files are in the cache; fetch "
-            "them, or give the model's numbers with --shape (plan --help has some)"
+            f"--model {str(model)!r}: neither a folder here nor a Hugging Face id whose config.json is cached; run "
+            "`hf download ID config.json`, or give the model's numbers with --shape (plan --help has some)"
         )
     path = folder if folder.is_file() else folder / "config.json"
     try:

@@ -26,7 +26,6 @@ _TEMPLATE = (
 )  # fmt: skip
 # What templates read: clients add notes of their own, and a message would no longer equal the one that was answered.
 _KEPT = ("role", "content", "name", "tool_call_id", "tools")
-_ROLES = "there are system, developer, user, assistant and tool"
 
 
 class _Body(msgspec.Struct):
@@ -95,7 +94,7 @@ class ChatCompletions(Dialect):
 
 def _message(message: Json, where: str) -> Json:
     if message.get("role") not in ("system", "developer", "user", "assistant", "tool"):
-        raise refusal(f"{where}.role", message.get("role"), _ROLES)
+        raise refusal(f"{where}.role", message.get("role"), "there are system, developer, user, assistant and tool")
     if not isinstance(message.get("content"), str | list | None):
         raise refusal(f"{where}.content", message["content"], "give a text or a list of parts")
     kept = {name: message[name] for name in _KEPT if name in message}

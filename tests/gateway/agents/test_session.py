@@ -240,6 +240,29 @@ async def test_a_call_that_its_client_says_to_make_again_is_a_retry(rig: Rig) ->
     assert [call["retry_of"] for call in calls] == [None, 0]
 
 
+async def test_a_retry_takes_the_place_of_the_call_that_its_client_left_alone(rig: Rig) -> None:
+    left = asyncio.create_task(answered(rig, "one", turn(ASKED, **LONG)))
+    await rig.begun(tokens=6)
+    others = [asyncio.create_task(answered(rig, "one", turn(ASKED, **LONG))) for _ in range(2)]
+    await rig.begun(samples=3, tokens=9)
+    left.cancel()
+    async with asyncio.timeout(20):
+        while (await record(rig, "one"))[0]["open_calls"] == 3:
+            await asyncio.sleep(0.02)
+    rig.hurry()
+    await asyncio.gather(*others)
+    headers = {"x-stainless-retry-count": "1"}
+    url = f"{rig.url}/sessions/one/v1/messages"
+    async with rig.client.post(url, json=turn(ASKED, **LONG), headers=headers) as response:
+        assert response.status == 200
+    await said(rig, "one", ASKED, **LONG)
+    session = await read(rig, "one")
+    assert [(call.mask, call.retry_of) for call in session.calls] == [
+        ("client_left", None), (None, None), (None, None), (None, 0), (None, None)
+    ]  # fmt: skip
+    assert sorted(row.calls for row in trajectories_of(session)) == [(1,), (2,), (3,), (4,)]
+
+
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 async def test_an_answer_that_its_client_left_as_it_was_sent_is_not_trained(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, stream: bool

@@ -98,6 +98,9 @@ def _message(message: Json, where: str) -> Json:
     if not isinstance(message.get("content"), str | list | None):
         raise refusal(f"{where}.content", message["content"], "give a text or a list of parts")
     kept = {name: message[name] for name in _KEPT if name in message}
+    if isinstance(content := message.get("content"), list):  # vLLM takes texts alone too, and skips those that are null
+        parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
+        kept["content"] = [part for _, part in objects(parts, f"{where}.content") if part.get("text", "") is not None]
     if kept["role"] == "assistant":
         kept["content"] = message.get("content") or None  # Qwen Code sends "" where none was answered
     if reasoning := message.get("reasoning") or message.get("reasoning_content"):

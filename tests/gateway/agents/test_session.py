@@ -121,15 +121,15 @@ async def test_a_late_call_does_not_begin_an_acked_session_again(
         assert (await answered(again, session, turn("more")))[0] == status, session
 
 
-async def test_no_call_begins_while_the_ledger_of_before_cannot_be_read(
+async def test_no_call_begins_and_no_list_is_told_while_the_ledger_of_before_cannot_be_read(
     start_rig: StartRig, kept_rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another process has it still: its session would begin again without its history."""
+    """Another process has it still: its session would begin again without its history, and its trainer give it up."""
     monkeypatch.setattr(writer, "_LOCKED_S", 0.0)
     await said(kept_rig, "one", "hello")
     other = await start_rig(replicas=kept_rig.replicas, gateway={"ledger": str(tmp_path / "ledger")})
-    status, error = await answered(other, "one", turn("more"))
-    assert (status, "another process has it open" in error["error"]["message"]) == (504, True)
+    for status, error in (await answered(other, "one", turn("more")), await other.get("/v1/sessions")):
+        assert (status, "another process has it open" in error["error"]["message"]) == (504, True)
 
 
 async def test_agents_are_answered_where_no_ledger_can_be_kept(start_rig: StartRig, tmp_path: Path) -> None:

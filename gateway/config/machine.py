@@ -62,10 +62,8 @@ def _engines(config: Config) -> list[str]:
     """List the engines that are not installed, do not take these settings or get no model, as a start reports it."""
     started = (group for group in config.groups.values() if group.kind is not EngineKind.EXTERNAL)
     command = partial(engine_command, port=1, index=0)
-    may_be_elsewhere = config.serve.nodes_may_join  # such a node fetches the model itself
-    errors = (
-        _error(command, group) or ([] if may_be_elsewhere else _error(check_fetchable, group)) for group in started
-    )
+    elsewhere = config.serve.nodes_may_join  # such a node fetches the model itself
+    errors = (_error(command, group) or ([] if elsewhere else _error(check_fetchable, group)) for group in started)
     return list(dict.fromkeys(text for found in errors for text in found))
 
 

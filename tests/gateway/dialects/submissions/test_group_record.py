@@ -4,8 +4,7 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.chunks import Chunk
-from engines.raw_json import encoded, opened
+from gateway.dialects.raw_json import encoded, opened
 from gateway.dialects.sample import Reply, Sample
 from gateway.dialects.submissions.frames import Step, read_step
 from gateway.dialects.submissions.group_record import GroupRecord
@@ -22,8 +21,7 @@ def made(sample: Sample, num_tokens: int, *, ends: bool = False) -> None:
     scores = {"tokens": names, "token_logprobs": [-1.5] * num_tokens, "text_offset": [0] * num_tokens}
     told: Json = {"index": ALONE, "token_ids": list(range(first, first + num_tokens)), "text": "".join(names)}
     reply = Reply(PROMPT, [sample])
-    told |= {"logprobs": scores, "finish_reason": "stop" if ends else None}
-    reply.take(Chunk.read(encoded({"choices": [told]})), [sample])
+    reply.read(encoded({"choices": [told | {"logprobs": scores, "finish_reason": "stop" if ends else None}]}), [sample])
 
 
 def stamped(sample: Sample) -> None:

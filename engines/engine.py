@@ -1,5 +1,6 @@
 """The interface of a running engine. Each kind of server has a class, which speaks vLLM's dialect to the gateway."""
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -61,6 +62,8 @@ class Engine(ABC):
 
     replica_id: str
     url: str
+    turn: asyncio.Lock
+    """Held while a large reply is read: many may come at once, and each is read in a turn of the event loop."""
 
     @abstractmethod
     async def close(self) -> None:

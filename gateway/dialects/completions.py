@@ -12,10 +12,10 @@ import orjson
 
 from engines.engine import Json
 from engines.errors import InvalidRequest
+from engines.raw_json import encoded
 from gateway.config.schema import GatewayConfig
 from gateway.dialects.completion_prompt import CompletionPrompt
 from gateway.dialects.own_fields import Terms, check_room, common_room, without_own_fields
-from gateway.dialects.raw_json import encoded
 from gateway.dialects.runner import Runner
 from gateway.dialects.sample import Reply
 from gateway.dialects.sampling import MAX_PROMPTS, asks_vllm, check_sampling

@@ -1,6 +1,5 @@
 """Runs a rollout of any dialect, whole or streamed: place it, read what a replica makes, continue what was cut off."""
 
-import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
@@ -33,7 +32,6 @@ class Runner:
         self._attempts = scheduler
         self.lengths = scheduler.lengths
         self._metrics = metrics
-        self._large = asyncio.Lock()
 
     def withdraw(self, picks: Callable[[Rollout], bool]) -> None:
         """End rollouts that wait for a replica with `Withdrawn`."""
@@ -79,7 +77,7 @@ class Runner:
             keeps, alone = show is None, ask.is_submitted
             indexes = range(ask.rollout.n)
             reply.samples = [Sample(index, keeps_content=keeps, scores_alone=alone) for index in indexes]
-        part = Part(ask, reply, show, self._large, self._attempts.served_version(ask.rollout.model))
+        part = Part(ask, reply, show, self._attempts.served_version(ask.rollout.model))
         if ask.before is not None and ask.is_full:
             part.end(_FULL)
             return

@@ -7,13 +7,13 @@ log-probs, which are most of a reply, are joined as their engines wrote them.
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
-import msgspec
-from msgspec import Meta, Raw, Struct
+from msgspec import Raw
 
+from engines.chunks import Choice, Chunk
 from engines.engine import Json
-from gateway.dialects.raw_json import NULL, decoded, encoded, fields_of, inside_list, opened
+from engines.raw_json import NULL, decoded, encoded, inside_list, opened
 from gateway.dialects.resumption.features import MARK
 from gateway.dialects.spans import UNSCORED, joined_spans, num_unscored, stamps
 from gateway.fleet.adapters import Adapter
@@ -23,48 +23,9 @@ CUT_OFF = "cut off"
 """The finish_reason of a choice that continues. No client sees it."""
 ABORT = "abort"
 
-_BESIDE_HEAD = ("choices", "usage", "prompt_token_ids")
 _OFFSETS = "text_offset"
 _TOKENS_SCORES = "token_logprobs"
 _HALF = "\N{REPLACEMENT CHARACTER}"
-
-
-class Choice(Struct, gc=False):
-    """What is read of a choice of a chunk. Its lists are as the engine wrote them; other fields are for the client."""
-
-    index: Annotated[int, Meta(ge=0)]
-    finish_reason: str | None = None
-    text: str | None = None
-    token_ids: Raw = NULL
-    prompt_token_ids: Raw = NULL
-    logprobs: dict[str, Raw] | None = None
-    weight_versions: list[Json] | None = None
-    delta: Json | None = None
-
-
-class Chunk(Struct, gc=False):
-    """A chunk of a stream, or a whole reply. `prompt_token_ids` are told beside the choices, or with each of them."""
-
-    choices: list[Choice]
-    usage: Json | None = None
-    prompt_token_ids: list[int] | None = None
-
-
-class _AllOfChoices(Struct, gc=False):
-    choices: list[dict[str, Raw]]
-
-
-_chunk = msgspec.json.Decoder(Chunk).decode
-_choice = msgspec.json.Decoder(Choice).decode
-_all_of_choices = msgspec.json.Decoder(_AllOfChoices).decode
-
-
-def all_of_choices(event: bytes) -> list[Json]:
-    """Return the choices of a chunk with all their fields, as their engine wrote them; null is None."""
-    return [
-        {key: None if value == NULL else value for key, value in choice.items()}
-        for choice in _all_of_choices(event).choices
-    ]
 
 
 class Source(NamedTuple):
@@ -134,7 +95,7 @@ class Sample:
         self._lists: dict[str, bytearray] = {}
         self._scores: dict[str, Raw] | None = None  # of its only chunk with log-probs, as it came
         self._report: list[Json] = []  # the engine's last report of the spans
-        self._last: tuple[bytes, int] | None = None  # the chunk with its last choice, whose index there it is
+        self._last: Choice | None = None  # its last choice
         self._end: Json = {}
 
     @classmethod
@@ -189,14 +150,9 @@ class Sample:
         """All fields of its last choice, as it came; {} before any has come."""
         if self._last is None:
             return self._end
-        event, index = self._last
-        found: Json = {}
-        for choice in _all_of_choices(event).choices:
-            if decoded(choice["index"]) == index:
-                found = choice
-        return found | self._end
+        return self._last.told | self._end
 
-    def add(self, choice: Choice, event: bytes) -> None:
+    def add(self, choice: Choice) -> None:
         """Take a choice of a chunk. Raise `ValueError` where a list is of another kind; nothing is taken then."""
         token_ids = inside_list(choice.token_ids)
         if token_ids and self.num_read < self.kept.num_made == self.num_made:
@@ -222,11 +178,11 @@ class Sample:
         if choice.weight_versions:
             self._report = choice.weight_versions
         self.reason = choice.finish_reason
-        self._last = event, choice.index
+        self._last = choice
 
     def add_told(self, told: Json) -> None:
         """Take a choice that was told to a client."""
-        self.add(_choice(encoded(told)), encoded({"choices": [told]}))
+        self.add(Choice.read(Raw(encoded(told))))
 
     def restore(self, told: Json) -> None:
         """Take what a record or a reply has of it; `told` has the spans of all its tokens."""
@@ -409,21 +365,17 @@ class Reply:
         self._prompt = prompt
         self._usage: Json | None = None
 
-    def read(self, event: bytes, samples: Sequence[Sample]) -> Chunk:
-        """Take a chunk with choices of these samples: all, or one that continues. Raise one of `NO_JSON` where it is
-        none."""
-        if not event.isascii():
-            event.decode()  # raw values are not checked for UTF-8
-        chunk = _chunk(event)
+    def take(self, chunk: Chunk, samples: Sequence[Sample]) -> None:
+        """Take a chunk with choices of these samples: all, or one that continues. Raise one of `NO_JSON` where it has
+        others, or lists of another kind."""
         for choice in chunk.choices:
-            samples[choice.index].add(choice, event)
+            samples[choice.index].add(choice)
         if not self.head:
-            self.head = {key: decoded(value) for key, value in fields_of(event).items() if key not in _BESIDE_HEAD}
+            self.head = chunk.head
         if chunk.usage and not samples[0].is_resumed:  # else it is that of a rest
             self._usage = chunk.usage
         if chunk.prompt_token_ids:
             self._prompt = chunk.prompt_token_ids
-        return chunk
 
     @property
     def prompt(self) -> list[int] | None:

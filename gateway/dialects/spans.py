@@ -5,8 +5,8 @@ from typing import Any
 from msgspec import Raw
 
 from engines.engine import Json
+from engines.raw_json import opened
 from engines.weight_label import WeightLabel
-from gateway.dialects.raw_json import opened
 from gateway.fleet.adapters import Adapter
 from gateway.fleet.replica import Flight
 

@@ -9,8 +9,8 @@ import structlog
 from aiohttp import web
 
 from engines.errors import RolloutGatewayError
+from engines.raw_json import event
 from gateway.api import body_of, error_body
-from gateway.dialects.raw_json import event
 from gateway.dialects.streams import Streaming, blocks_of
 
 log = structlog.get_logger()

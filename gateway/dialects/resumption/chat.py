@@ -20,8 +20,8 @@ import structlog
 
 from engines.engine import Json
 from engines.errors import DeadlineExceeded, EngineError, EngineFailed
+from engines.raw_json import opened
 from gateway.dialects.conversation import Conversation, DeliveredSample, is_medium
-from gateway.dialects.raw_json import opened
 from gateway.dialects.rendering import Rendering, visible_ids
 from gateway.dialects.resumption.features import MARK, inexact_fields
 from gateway.dialects.runner import Runner

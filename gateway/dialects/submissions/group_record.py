@@ -8,8 +8,8 @@ import orjson
 from msgspec import Raw
 
 from engines.engine import Json
+from engines.raw_json import decoded, encoded, opened
 from gateway.dialects.part import Ask
-from gateway.dialects.raw_json import decoded, encoded, opened
 from gateway.dialects.resumption.features import MARK
 from gateway.dialects.sample import Reply, Sample
 from gateway.dialects.spans import UNSCORED

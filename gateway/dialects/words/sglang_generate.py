@@ -5,9 +5,9 @@ import time
 from dataclasses import dataclass
 
 from engines.engine import Json
+from engines.raw_json import opened
 from gateway.dialects.completion_prompt import CompletionPrompt
 from gateway.dialects.completions import Completions, longest_first
-from gateway.dialects.raw_json import opened
 from gateway.dialects.sample import Sample
 from gateway.dialects.streams import Show, Usage
 from gateway.dialects.words.sglang import Asked, aborted_reply, answer, asked_prompts

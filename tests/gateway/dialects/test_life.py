@@ -21,10 +21,10 @@ from engines.errors import (
     EngineUnreachable,
     RolloutGatewayError,
 )
+from engines.raw_json import opened
 from gateway.config.schema import GatewayConfig
 from gateway.dialects.completion_prompt import CompletionPrompt
 from gateway.dialects.completions import Completions
-from gateway.dialects.raw_json import opened
 from gateway.dialects.runner import Runner
 from gateway.dialects.streams import Usage, blocks_of
 from gateway.fleet.fleet import Fleet

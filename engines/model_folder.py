@@ -6,7 +6,11 @@ from pathlib import Path
 
 from engines.checkpoint import checkpoint_files
 from engines.config import EngineConfig
+from engines.errors import ConfigError
 from engines.types import EngineKind
+
+_HUB_TIMEOUT_S = 5.0
+_FOR_THE_ENGINE = ("VLLM_USE_MODELSCOPE", "SGLANG_USE_MODELSCOPE", "HF_TOKEN_PATH")
 
 
 def model_folder(config: EngineConfig) -> Path | None:
@@ -47,6 +51,30 @@ def cached_folder(model: str, cache: str | None = None, revision: str | None = N
     except HFValidationError:
         return None
     return Path(found).parent if isinstance(found, str) else None
+
+
+def check_fetchable(config: EngineConfig) -> None:
+    """Raise `ConfigError` where the model is not in the Hugging Face cache, nor given by the hub within seconds.
+
+    What the engine alone can tell passes: folders, other hubs, other tokens, models that have no config.json."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.errors import EntryNotFoundError, HFValidationError
+
+    env, revision = {**os.environ, **config.env}, config.extra.get("revision")
+    is_elsewhere = config.kind is EngineKind.SIM or any(env.get(name) for name in _FOR_THE_ENGINE)
+    if is_elsewhere or Path(config.model).is_dir() or cached_folder(config.model, _cache(config), revision):
+        return
+    try:
+        url = hf_hub_url(config.model, "config.json", revision=revision, endpoint=env.get("HF_ENDPOINT"))
+        get_hf_file_metadata(url, timeout=_HUB_TIMEOUT_S)
+    except (HFValidationError, EntryNotFoundError):
+        return
+    except Exception as error:  # the errors of a connection differ between releases of the hub's client
+        said = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"engine.model = {config.model!r} is not in the Hugging Face cache, and the hub does not give it: {said}; "
+            "correct it, download the model first, or set HF_TOKEN where the model is not public"
+        ) from error
 
 
 def _cache(config: EngineConfig) -> str | None:

@@ -28,8 +28,10 @@ class SortAgentLoop(AgentLoopBase):
             reward = await solve(list(raw_prompt), session)
             await sessions.freeze(session.id, reward, wait_s=_LAST_CALLS_S)
             rows = trajectories_of(await sessions.read(session.id))
-        finally:
+        except BaseException:
             await sessions.drop(session.id)
+            raise
+        await sessions.ack(session.id)
         if not rows:
             raise RuntimeError(f"session {session.id} has no token to train")
         return [self._output(row, source.version_of_step_0) for row in sorted(rows, key=lambda row: row.calls[-1])]

@@ -123,7 +123,7 @@ class PeerStore:
             with self.get(connection, path) as answer:
                 return json.loads(answer.read())
         except (OSError, http.client.HTTPException, ValueError) as error:
-            raise StoreFailed(f"{self._url}{path} cannot be read: {error!r}") from error
+            raise StoreFailed(f"{self._url}{path} cannot be read: {error}") from error
         finally:
             connection.close()
 

@@ -26,7 +26,6 @@ _TEMPLATE = (
 )  # fmt: skip
 # What templates read: clients add notes of their own, and a message would no longer equal the one that was answered.
 _KEPT = ("role", "content", "name", "tool_call_id", "tools")
-_ROLES = "there are system, developer, user, assistant and tool"
 
 
 class _Body(msgspec.Struct):
@@ -95,10 +94,13 @@ class ChatCompletions(Dialect):
 
 def _message(message: Json, where: str) -> Json:
     if message.get("role") not in ("system", "developer", "user", "assistant", "tool"):
-        raise refusal(f"{where}.role", message.get("role"), _ROLES)
+        raise refusal(f"{where}.role", message.get("role"), "there are system, developer, user, assistant and tool")
     if not isinstance(message.get("content"), str | list | None):
         raise refusal(f"{where}.content", message["content"], "give a text or a list of parts")
     kept = {name: message[name] for name in _KEPT if name in message}
+    if isinstance(content := message.get("content"), list):  # vLLM takes texts alone too, and skips those that are null
+        parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
+        kept["content"] = [part for _, part in objects(parts, f"{where}.content") if part.get("text", "") is not None]
     if kept["role"] == "assistant":
         kept["content"] = message.get("content") or None  # Qwen Code sends "" where none was answered
     if reasoning := message.get("reasoning") or message.get("reasoning_content"):

@@ -36,7 +36,7 @@ def _canonical(message: Json) -> list[Any]:
     content = message.get("content") or ""
     for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
         if part.get("type") == "text":
-            texts.append(part["text"])
+            texts.append(str(part.get("text", "")))
         else:
             others.append({name: value for name, value in part.items() if name != "cache_control"})
     calls = [call["function"] for call in message.get("tool_calls") or ()]
@@ -45,10 +45,8 @@ def _canonical(message: Json) -> list[Any]:
 
 
 def _arguments(given: Any) -> Any:
-    if not isinstance(given, str):
-        return _plain(given or {})
     try:
-        return _plain(decoded(given or "{}"))
+        return _plain(decoded(given or "{}") if isinstance(given, str) else given or {})
     except NO_JSON:
         return given
 

@@ -9,7 +9,7 @@ import msgspec
 from engines.engine import Json
 from engines.raw_json import encoded
 
-_TEXT = "text", "input_text", "refusal", "tool_reference"
+_TEXT = "text", "input_text", "output_text", "refusal", "thinking", "tool_reference"
 
 
 class Media(msgspec.Struct, tag="media", array_like=True, frozen=True):

@@ -274,13 +274,11 @@ def _template(given: _Body) -> Json:
 
 
 def _budget(thinking: Json) -> int | None:
+    if not thinking or thinking.get("type") in ("adaptive", "disabled"):
+        return None
     match thinking:
         case {"type": "enabled", "budget_tokens": int(budget)} if budget > 0:
             return budget
-        case {"type": "adaptive" | "disabled"}:
-            return None
-        case {} if not thinking:
-            return None
     raise refusal("thinking", thinking, "its type is adaptive, disabled, or enabled with budget_tokens")
 
 

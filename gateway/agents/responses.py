@@ -49,7 +49,6 @@ class _Body(msgspec.Struct):
 
 _SAMPLING = ("temperature", "top_p", "top_k", "seed", "stop")
 _BEGUN = ("response.created", "response.in_progress")
-_CODES = {429: "rate_limit_exceeded"}
 
 
 class Responses(Dialect):
@@ -105,7 +104,7 @@ class Responses(Dialect):
 
     def error_event(self, error: RolloutGatewayError) -> bytes:
         status, message = failure(error)
-        code = _CODES.get(status, "invalid_prompt" if status < 500 else "server_error")
+        code = "rate_limit_exceeded" if status == 429 else "invalid_prompt" if status < 500 else "server_error"
         response: Json = {"id": "", "object": "response", "status": "failed", "output": []}
         response["error"] = {"code": code, "message": message}
         return b"".join(_numbered([{"type": "response.failed", "response": response}], len(_BEGUN)))

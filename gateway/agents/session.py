@@ -5,7 +5,7 @@ import math
 import time
 from array import array
 from base64 import b64decode
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from contextlib import asynccontextmanager, suppress
 from copy import copy
@@ -72,7 +72,7 @@ class Session:
         self.open: dict[int, Call] = {}
         """Those that have not ended."""
         self._media: dict[str, Media] = {}
-        self._asked: dict[tuple[int | None, bytes], int] = {}  # the latest call with a prompt
+        self._asked = defaultdict[tuple[int | None, bytes], list[int]](list)  # calls with the same prompt
         self._is_idle = asyncio.Event()
         self._is_idle.set()
         self._metrics = metrics
@@ -110,7 +110,7 @@ class Session:
             call=len(self.calls),
             parent=parent,
             root_reason=prompt.root_reason if prompt else UNKNOWN,
-            retry_of=self._repeated(self._asked.get((parent, suffix)), asked, caller) if prompt else None,
+            retry_of=self._repeated(self._asked[parent, suffix], asked, caller) if prompt else None,
             dialect=caller.dialect,
             agent=caller.identity.agent if caller.identity else None,
             window=caller.identity.window if caller.identity else None,
@@ -125,14 +125,17 @@ class Session:
         self._note(facts)
         return self.calls[-1]
 
-    def _repeated(self, number: int | None, asked: Json, caller: Caller) -> int | None:
-        """Return the latest call with the same prompt if this one is made in its place: its client says so, has not got
-        its answer, or asks for more than the limit that has cut it off. Others are further answers to one prompt."""
-        if number is None:
-            return None
-        before = self.calls[number].facts
-        is_short = before.finish_reason == "length" and decoded(before.sampling)["max_tokens"] < asked["max_tokens"]
-        return number if caller.is_retry or before.mask or is_short else None
+    def _repeated(self, same: list[int], asked: Json, caller: Caller) -> int | None:
+        """Return the call with the same prompt in whose place this one is made: the latest without a retry whose client
+        has no answer, or one that a lower limit cut off; else, where it says that it asks again, the latest."""
+        retried = {self.calls[number].facts.retry_of for number in same}
+        latest = [number for number in reversed(same) if number not in retried]
+        for number in latest:
+            before = self.calls[number].facts
+            is_short = before.finish_reason == "length" and decoded(before.sampling)["max_tokens"] < asked["max_tokens"]
+            if before.mask or is_short:
+                return number
+        return latest[0] if latest and caller.is_retry else None
 
     def check_open(self) -> None:
         """Raise `SessionFrozen` where no call is taken any more."""
@@ -325,7 +328,7 @@ class Session:
                 self._is_idle.clear()
                 self.num_bytes += self.calls[-1].num_bytes
                 if step.prompt_tokens:
-                    self._asked[step.parent, step.prompt_token_ids] = step.call
+                    self._asked[step.parent, step.prompt_token_ids].append(step.call)
             case Grown():
                 self.calls[step.call].take(step)
             case Changed():

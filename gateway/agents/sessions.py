@@ -83,7 +83,7 @@ class Sessions:
         if (found := self._kept.get((owner, name))) is not None:
             return found, False
         if self._ledger.is_held_elsewhere:
-            raise _unread(name, self._ledger.unread)
+            await self.check_read(f"session {name!r}")
         if (owner, name) in self._acked:
             del self._acked[owner, name]
             self._write_acked()
@@ -98,13 +98,18 @@ class Sessions:
         if (found := self._kept.get((owner, name))) is not None:
             found.used_at = time.monotonic()
             return found
-        if reason := self._ledger.unread:
-            raise _unread(name, reason)
+        await self.check_read(f"session {name!r}")
         raise UnknownRequest(
             f"no session {name!r} of this key: it has had no call, was acked, or was forgotten (see "
             "gateway.submissions and gateway.ledger)",
             param="id",
         )
+
+    async def check_read(self, what: str) -> None:
+        """Raise `DeadlineExceeded` while a ledger that may have it is unread."""
+        await self._ledger.open()
+        if reason := self._ledger.unread:
+            raise DeadlineExceeded(f"{what} may be in the ledger, which cannot be read yet: {reason}")
 
     def of(self, owner: str) -> list[Session]:
         """Return the sessions of an owner, the oldest first."""
@@ -216,7 +221,3 @@ class Sessions:
             except (ValueError, LookupError, TypeError, AttributeError) as error:
                 log.error("a session in the ledger cannot be read", record=one.name, error=repr(error))
                 record.remove()
-
-
-def _unread(name: str, reason: str) -> DeadlineExceeded:
-    return DeadlineExceeded(f"{name!r} may be a session in the ledger, which cannot be read yet: {reason}")

@@ -37,8 +37,7 @@ class Turn:
 @dataclass(frozen=True, slots=True)
 class Caller:
     """Whose call it is: `client` as its key has it, `placement` its session's name there. `identity` is that of the
-    session that records it; None for a call that is not recorded. `is_retry` where its client says
-    that it asks again."""
+    session that records it; None for a call that is not recorded. `is_retry` if its client says that it asks again."""
 
     request_id: str
     client: str
@@ -60,8 +59,8 @@ class Answer:
     """The answer to a turn.
 
     `message` is an assistant's message of a chat reply: `content`, `reasoning` and `tool_calls`. `finish_reason` is
-    "stop", "length", "tool_calls" or "abort"; `stop_reason` is the stop string that ended it. `served_model`
-    is the fleet's name of it. `undelivered` notes that the client has left before it had all of the answer.
+    "stop", "length", "tool_calls" or "abort"; `stop_reason` is the stop string that ended it. `served_model` is the
+    fleet's name of it. `undelivered` notes that the client has left before it had all of the answer.
     """
 
     id: str

@@ -1,14 +1,5 @@
 """The console script `rollout-gateway`. Nothing here imports ray.
 
-up, vllm-serve          deploy, from a configuration or with the options of `trl vllm-serve`
-down, scale             remove the application; change the number of replicas
-status                  report replicas, weights and updates
-logs                    print the ends of the engines' logs, and the gateway's events
-example                 list the examples of the package, write one out
-fetch                   copy a weight version out of a gateway's store
-config                  show, validate, schema
-build                   print the document for `serve deploy`
-
 Packages add commands by the entry point `rollout_gateway.commands`, a function that is given the application.
 """
 

@@ -66,8 +66,9 @@ def print_fleet(fleet: dict[str, Any]) -> None:
         _print_row("LoRA adapter", f"{adapter['name']}: {held}, from {adapter['path']}")
     for replica_id, reason in fleet["replicas_refused"].items():
         _print_row("refused", f"{replica_id}: {reason}")
-    for missing in fleet["replicas_missing"]:
-        _print_row("missing", f"a replica of {missing['group']}: {missing['reason']}")
+    missing = Counter((replica["group"], replica["reason"]) for replica in fleet["replicas_missing"])
+    for (group, reason), number in missing.items():
+        _print_row("missing", f"{group} x {number}: {reason}")
     for replica in fleet["replicas"]:
         if draft := replica.get("draft"):
             _print_row(f"draft of {replica['replica_id']}", draft)

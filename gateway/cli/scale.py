@@ -7,7 +7,7 @@ changed. The gateway learns what to expect through the `user_config` of its own 
 from typing import Any
 
 from engines.config import EngineConfig
-from engines.errors import ConfigError
+from engines.errors import ConfigError, UsageError
 from engines.process.process import longest_stop_s
 from engines.types import EngineKind
 from gateway.cli.cluster.application import Running, deployed, met_by_the_gateway, serve_api, wait_for_serve
@@ -53,7 +53,7 @@ def scale(name: str, num_replicas: int, report: Report, group: str | None = None
 
 def _check(config: Config, group: str, num_replicas: int) -> None:
     if not 1 <= num_replicas <= _MAX_REPLICAS:
-        raise ConfigError(f"{num_replicas} replicas: give a number from 1 to {_MAX_REPLICAS}; `down` removes all")
+        raise UsageError(f"{num_replicas} replicas: give a number from 1 to {_MAX_REPLICAS}; `down` removes all")
     if config.groups[group].kind is EngineKind.EXTERNAL and num_replicas != 1:
         raise ConfigError(f"{group} is external: one URL is one replica; give each external server a group")
 

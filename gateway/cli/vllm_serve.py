@@ -53,7 +53,7 @@ FLAGS = (
 _KEYS = {flag.name: flag.key for flag in FLAGS} | {lever.name: f"engine.{lever.name}" for lever in LEVERS}
 _KEYS |= {"replicas": "engine.num_replicas", "name": "name"}
 # Of TRL's options that vLLM reads itself; that of the others the configuration knows.
-_NEEDS_VALUE = {flag.name for flag in FLAGS if flag.key.startswith("engine.extra.")} - {"trust_remote_code"}
+_NEEDS_VALUE = {flag.name for flag in FLAGS if flag.key.startswith("engine.extra.")} - {"trust_remote_code"} | {"model"}
 _OUR_PAIR = re.compile(r"[A-Za-z_]+(\.\w+)+=")  # engine.num_cpus=2, as every verb takes it
 _MODEL: Key = ("engine", "model")
 _SERVED_NAME: Key = ("engine", "served_model_name")

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from engines.errors import ConfigError
+from engines.model_folder import check_fetchable
 from engines.process.engine_log import check_log_folder
 from engines.process.launch import engine_command
 from engines.types import EngineKind
@@ -32,10 +33,11 @@ def lacks(
     present = len(visible_gpus(environ, devices)) if gpus is None else gpus
     has = f"{present:g} GPUs" if present else "no GPU"
     misfits = [f"{error}. This machine has {has}" for error in misplaced(config, [("this machine", present)])]
-    return [*_groups(config), *misfits, *_files(config)] or _engines(config)
+    return [*models_missing(config), *misfits, *_files(config)] or _engines(config)
 
 
-def _groups(config: Config) -> Iterator[str]:
+def models_missing(config: Config) -> Iterator[str]:
+    """Yield the models that are named nowhere or lie nowhere, and log folders that cannot be made."""
     for name, group in config.groups.items():
         section = f"engines.{name}" if config.engines else "engine"
         if group.kind in _STARTED and not group.model:
@@ -57,9 +59,11 @@ def missing_keys(config: Config, environ: Mapping[str, str] = os.environ) -> lis
 
 
 def _engines(config: Config) -> list[str]:
-    """List the engines that are not installed or do not take these settings, as their start would report it."""
+    """List the engines that are not installed, do not take these settings or get no model, as a start reports it."""
     started = (group for group in config.groups.values() if group.kind is not EngineKind.EXTERNAL)
-    errors = [_error(partial(engine_command, port=1, index=0), group) for group in started]
+    command = partial(engine_command, port=1, index=0)
+    elsewhere = config.serve.nodes_may_join  # such a node fetches the model itself
+    errors = (_error(command, group) or ([] if elsewhere else _error(check_fetchable, group)) for group in started)
     return list(dict.fromkeys(text for found in errors for text in found))
 
 

@@ -89,8 +89,10 @@ def from_file(path: Path) -> Given:
 def read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: cannot be read: it is no UTF-8 text") from error
 
 
 def read_yaml(path: Path, text: str) -> tuple[Tree, dict[Key, int]]:

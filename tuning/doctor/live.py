@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from engines.errors import ConfigError, GatewayUnreachable
+from engines.errors import ConfigError, GatewayUnreachable, UsageError
 from engines.types import EngineKind
 from gateway.config.load import Setting, revealed
 from gateway.fleet.watch.engine_page import kv_tokens_of
@@ -133,7 +133,7 @@ def look(url: str, key: str = "", environ: Mapping[str, str] = os.environ) -> Li
     """
     where = urlsplit(url)
     if where.scheme not in ("http", "https") or not where.hostname:
-        raise ConfigError(f"argument --url: {url!r}: expected http://host:port of a gateway")
+        raise UsageError(f"argument --url: {url!r}: expected http://host:port of a gateway")
     url = url.rstrip("/")
     token = _key(key, environ)
     try:
@@ -195,7 +195,7 @@ def _key(key: str, environ: Mapping[str, str]) -> str:
     if not key:
         return ""
     if kind not in ("env", "file") or not reference:
-        raise ConfigError("argument --key: expected env:NAME or file:PATH, since others see what is written out here")
+        raise UsageError("argument --key: expected env:NAME or file:PATH, since others see what is written out here")
     return revealed("argument --key", key, environ)[0]
 
 

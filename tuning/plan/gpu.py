@@ -4,7 +4,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-from engines.errors import ConfigError
+from engines.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ _NUMBERS = ("memory_gib", "tb_per_s", "tflops", "link_gb_per_s")
 def gpu_of(text: str) -> Gpu:
     """`H200`, or numbers: `memory_gib=141,tb_per_s=4.8,tflops=989,link_gb_per_s=450`; `H200,memory_gib=70` is both.
 
-    Raises `ConfigError` on an unknown name or number.
+    Raises `UsageError` on an unknown name or number.
     """
     name, *numbers = [part.strip() for part in text.split(",")]
     if "=" in name:
@@ -50,23 +50,23 @@ def gpu_of(text: str) -> Gpu:
     known = GPUS.get(name.upper())
     if name and known is None:
         choices = f"it can be {', '.join(GPUS)}, or numbers: {','.join(f'{number}=...' for number in _NUMBERS)}"
-        raise ConfigError(f"--gpu {name!r}: unknown; {choices}")
+        raise UsageError(f"--gpu {name!r}: unknown; {choices}")
     given = dict(_number(part) for part in numbers)
     if known is not None:
         return dataclasses.replace(known, **given)  # type: ignore[arg-type]
     if missing := [number for number in _NUMBERS if number not in given]:
-        raise ConfigError(f"--gpu {text!r}: {', '.join(missing)} missing")
+        raise UsageError(f"--gpu {text!r}: {', '.join(missing)} missing")
     return Gpu(name="GPU", source="given", **given)
 
 
 def _number(part: str) -> tuple[str, float]:
     key, _, value = part.partition("=")
     if key not in _NUMBERS:
-        raise ConfigError(f"--gpu {part!r}: expected one of {', '.join(f'{number}=...' for number in _NUMBERS)}")
+        raise UsageError(f"--gpu {part!r}: expected one of {', '.join(f'{number}=...' for number in _NUMBERS)}")
     try:
         number = float(value)
     except ValueError:
         number = 0.0
     if not 0 < number < math.inf:
-        raise ConfigError(f"--gpu {key}: {value!r} is no positive number")
+        raise UsageError(f"--gpu {key}: {value!r} is no positive number")
     return key, number

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from engines.errors import ConfigError
+from engines.errors import UsageError
 from tuning.plan.gpu import Gpu
 from tuning.plan.shape import ModelShape
 from tuning.plan.speed import Speeds
@@ -35,20 +35,20 @@ class Question:
     def __post_init__(self) -> None:
         for option, count, most in (("--gpus", self.gpus, _MOST_GPUS), ("--nodes", self.nodes, _MOST_NODES)):
             if not 1 <= count <= most:
-                raise ConfigError(f"{option} {count}: from 1 to {most}")
+                raise UsageError(f"{option} {count}: from 1 to {most}")
         if self.trainer_gpus is not None and not 0 <= self.trainer_gpus < self.all_gpus:
-            raise ConfigError(
+            raise UsageError(
                 f"--trainer-gpus {self.trainer_gpus}: from 0 (somebody else trains) to {self.all_gpus - 1}, which "
                 "leaves one to the engines"
             )
         if self.lora_rank < 0:
-            raise ConfigError(f"--lora {self.lora_rank}: a rank of at least 1, or 0 to train all parameters")
+            raise UsageError(f"--lora {self.lora_rank}: a rank of at least 1, or 0 to train all parameters")
         if self.is_colocated and self.trainer_gpus is not None:
-            raise ConfigError("--trainer-gpus with --colocated: they take turns on all GPUs; leave one out")
+            raise UsageError("--trainer-gpus with --colocated: they take turns on all GPUs; leave one out")
         if not 0 < self.mfu <= 1:
-            raise ConfigError(f"--mfu {self.mfu:g}: above 0 and at most 1")
+            raise UsageError(f"--mfu {self.mfu:g}: above 0 and at most 1")
         if not 0 < self.cpu_factor < math.inf:
-            raise ConfigError(f"--cpu-factor {self.cpu_factor:g}: above 0")
+            raise UsageError(f"--cpu-factor {self.cpu_factor:g}: above 0")
 
     @property
     def all_gpus(self) -> int:

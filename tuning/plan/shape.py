@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engines.errors import ConfigError
+from engines.errors import ConfigError, UsageError
 from engines.model_folder import cached_folder
 
 _ATTENTION = ("full_attention", "sliding_attention", "attention")
@@ -296,8 +296,8 @@ def _read(model: Path) -> dict[str, Any]:
     folder = model if model.exists() else cached_folder(str(model))
     if folder is None:
         raise ConfigError(
-            f"--model {str(model)!r}: neither a folder here nor a Hugging Face id whose files are in the cache; fetch "
-            "them, or give the model's numbers with --shape (plan --help has some)"
+            f"--model {str(model)!r}: neither a folder here nor a Hugging Face id whose config.json is cached; run "
+            "`hf download ID config.json`, or give the model's numbers with --shape (plan --help has some)"
         )
     path = folder if folder.is_file() else folder / "config.json"
     try:
@@ -314,7 +314,7 @@ def _read(model: Path) -> dict[str, Any]:
 def _pair(part: str) -> tuple[str, Any]:
     key, equals, value = part.partition("=")
     if not equals:
-        raise ConfigError(f"--shape {part!r}: expected KEY=VALUE with a key of config.json, such as hidden_size=3584")
+        raise UsageError(f"--shape {part!r}: expected KEY=VALUE with a key of config.json, such as hidden_size=3584")
     try:
         return key.strip(), json.loads(value)
     except ValueError:

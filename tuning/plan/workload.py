@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from engines.errors import ConfigError
+from engines.errors import UsageError
 
 _MOST_COMPLETIONS = 200_000
 
@@ -17,14 +17,14 @@ class Lengths:
 
     @classmethod
     def parse(cls, text: str, option: str) -> "Lengths":
-        """`600:4096` is a mean and the longest, `256` is both. Raises `ConfigError` naming the option."""
+        """`600:4096` is a mean and the longest, `256` is both. Raises `UsageError` naming the option."""
         mean, colon, longest = text.partition(":")
         try:
             found = cls(float(mean), int(longest if colon else mean))
         except ValueError:
-            raise ConfigError(f"{option} {text!r}: expected MEAN:MAX tokens, such as 600:4096, or one number") from None
+            raise UsageError(f"{option} {text!r}: expected MEAN:MAX tokens, such as 600:4096, or one number") from None
         if not 1 <= found.mean <= found.longest:
-            raise ConfigError(f"{option} {text!r}: the mean must be from 1 to the longest, {found.longest}")
+            raise UsageError(f"{option} {text!r}: the mean must be from 1 to the longest, {found.longest}")
         return found
 
     def quantiles(self, count: int) -> list[float]:
@@ -63,9 +63,9 @@ class StepWorkload:
     def __post_init__(self) -> None:
         for name, value in (("prompts", self.prompts), ("samples", self.samples)):
             if value < 1:
-                raise ConfigError(f"--{name} {value}: at least 1")
+                raise UsageError(f"--{name} {value}: at least 1")
         if self.completions > _MOST_COMPLETIONS:
-            raise ConfigError(
+            raise UsageError(
                 f"--prompts {self.prompts}, --samples {self.samples}: {self.completions} completions of a step, and at "
                 f"most {_MOST_COMPLETIONS} are planned; plan a part of it"
             )

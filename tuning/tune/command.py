@@ -9,7 +9,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from engines.errors import ConfigError
 from gateway.config.load import load
+from gateway.config.machine import models_missing
 from gateway.config.node_gpus import read_gpus, visible_gpus
 from tuning.duration import seconds_of
 from tuning.plan.options import BATCH, PromptLengths, ResponseLengths, Samples, step_of
@@ -44,6 +46,8 @@ def tune_command(
     found = load(config, context.args)
     name = found.chosen_group(group)
     engine = found.groups[name]
+    if missing := list(models_missing(found)):
+        raise ConfigError("\n".join(missing))
     batch = drawn(step_of(prompts, samples, prompt, response))
     gpus = list(read_gpus(gpu_ids)) if gpu_ids else visible_gpus()
     settings = grid(engine, lever or (), batch.completions, len(gpus))

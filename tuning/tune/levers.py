@@ -7,7 +7,7 @@ import yaml
 from pydantic import ValidationError
 
 from engines.config import EngineConfig
-from engines.errors import ConfigError
+from engines.errors import ConfigError, UsageError
 from engines.levers import LEVERS
 from engines.process.launch import gpus_per_replica
 from engines.process.preflight import misfits
@@ -94,21 +94,21 @@ def _is_possible(engine: EngineConfig, setting: Setting) -> bool:
 def _parse(text: str) -> tuple[str, tuple[Value, ...]]:
     name, equals, values = text.partition("=")
     if not equals or not values:
-        raise ConfigError(f"--lever {text!r}: expected NAME=VALUE,VALUE, such as max_num_seqs=64,128,256")
+        raise UsageError(f"--lever {text!r}: expected NAME=VALUE,VALUE, such as max_num_seqs=64,128,256")
     return name.strip().removeprefix("engine."), tuple(yaml.safe_load(value) for value in values.split(","))
 
 
 def _check(engine: EngineConfig, name: str, value: Value) -> None:
     """Raise `ConfigError` for a name or a value that no engine of this kind takes."""
     if name not in _MAY_CHANGE:
-        raise ConfigError(f"--lever {name!r}: it can be {', '.join(sorted(_MAY_CHANGE))}")
+        raise UsageError(f"--lever {name!r}: it can be {', '.join(sorted(_MAY_CHANGE))}")
     if engine.kind is EngineKind.SGLANG and not _MAY_CHANGE[name].sglang:
-        raise ConfigError(f"--lever {name!r}: SGLang has no such lever; {_MAY_CHANGE[name].instead}")
+        raise UsageError(f"--lever {name!r}: SGLang has no such lever; {_MAY_CHANGE[name].instead}")
     try:
         EngineConfig.model_validate(engine.model_dump() | {name: value})
     except ValidationError as error:
         if error.errors()[0]["loc"][:1] == (name,):
-            raise ConfigError(f"--lever {name}={_said(value)}: {error.errors()[0]['msg']}") from None
+            raise UsageError(f"--lever {name}={_said(value)}: {error.errors()[0]['msg']}") from None
 
 
 def _said(value: Value) -> str:

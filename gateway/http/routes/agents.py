@@ -38,22 +38,20 @@ class AgentRoutes:
 
     def add_routes(self, router: web.UrlDispatcher, access: Access) -> None:
         self._messages = messages = Messages()
-        answering = _worded(access, messages, self._answers(messages, "messages"))
-        responses = Responses()
-        responding = _worded(access, responses, self._answers(responses, "responses"))
+        answering = self._answers(access, messages, "messages")
+        responding = self._answers(access, Responses(), "responses")
         for of_session in ("", _OF_SESSION):
             router.add_post(f"{of_session}/v1/messages", answering)
             router.add_post(f"{of_session}/v1/messages/count_tokens", _worded(access, messages, self._count_tokens))
             router.add_post(f"{of_session}/v1/responses", responding)
-        chat = ChatCompletions()
-        self._chat = _worded(access, chat, self._answers(chat, "chat"))
+        self._chat = self._answers(access, ChatCompletions(), "chat")
         router.add_post(f"{_OF_SESSION}/v1/chat/completions", self._chat)
 
     async def create_chat(self, request: web.Request) -> web.StreamResponse:
         """Answer a conversation of the session that the request's key names."""
         return await self._chat(request)
 
-    def _answers(self, dialect: Dialect, name: str) -> Handler:
+    def _answers(self, access: Access, dialect: Dialect, name: str) -> Handler:
         async def answered(request: web.Request) -> web.StreamResponse:
             body = await read_object(request)
             turn = dialect.read(body)
@@ -79,7 +77,7 @@ class AgentRoutes:
                 raise
             return response
 
-        return answered
+        return _worded(access, dialect, answered)
 
     async def _count_tokens(self, request: web.Request) -> web.StreamResponse:
         turn = self._messages.read_prompt(await read_object(request))

@@ -71,6 +71,7 @@ class SessionRoutes:
         state = request.query.get("state")
         if state not in (None, "open", "frozen"):
             raise InvalidRequest(f"state = {state!r:.80}: there are open and frozen", param="state")
+        await self.sessions.check_read("more sessions")
         heads = [one.report() for one in self.sessions.of(request[CLIENT]) if state in (None, one.state)]
         shown = ("id", "state", "calls", "open_calls", "tokens", "began", "reward")
         return reply({"sessions": [{name: head[name] for name in shown} for head in heads]})

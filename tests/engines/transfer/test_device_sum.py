@@ -1,6 +1,5 @@
 """A kernel's digest of a tensor, run by a GPU where there is one, and by Triton's interpreter otherwise."""
 
-import importlib
 from collections.abc import Iterator
 
 import pytest
@@ -14,21 +13,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from engines.transfer import device_sum
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+from tests.rigs.engines.kernels import DEVICE, small_programs_of
 
 
 @pytest.fixture
-def small_programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A kernel that runs here; a tensor of some bytes takes several programs of it."""
-    with pytest.MonkeyPatch.context() as interpreted:
-        if DEVICE == "cpu":
-            interpreted.setenv("TRITON_INTERPRET", "1")
-        importlib.reload(device_sum)
-    monkeypatch.setattr(device_sum, "_LANES", 4)
-    monkeypatch.setattr(device_sum, "_ROUNDS", 2)
-    yield
-    importlib.reload(device_sum)
+def small_programs() -> Iterator[None]:
+    with small_programs_of(device_sum):
+        yield
 
 
 def digest(tensor: torch.Tensor) -> int:

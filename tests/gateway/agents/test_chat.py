@@ -12,6 +12,7 @@ import openai
 from engines import errors
 from engines.errors import InvalidRequest
 from gateway.agents.chat import ChatCompletions
+from gateway.agents.media import media_in
 from gateway.agents.turn import Turn
 from tests.rigs.answering import Answering, answer_of, call
 
@@ -51,6 +52,15 @@ def test_a_body_is_nearly_a_turn() -> None:
 def test_reasoning_comes_back_under_either_name(name: str) -> None:
     turn = read(messages=[*HELLO, {"role": "assistant", "content": None, name: "Hm."}, *HELLO])
     assert turn.messages[1] == {"role": "assistant", "content": None, "reasoning": "Hm."}
+
+
+def test_parts_of_a_message_are_those_that_vllm_takes() -> None:
+    """It takes texts alone too, and skips those that are null."""
+    turn = read(messages=[{"role": "user", "content": ["see", {"type": "text", "text": None}, {"type": "thinking"}]}])
+    assert turn.messages[0]["content"] == [{"type": "text", "text": "see"}, {"type": "thinking"}]
+    with pytest.raises(InvalidRequest, match=r"messages\[0\].content\[1\] = 5"):
+        read(messages=[{"role": "user", "content": ["see", 5]}])
+    assert list(media_in(turn.messages)) == []
 
 
 def test_notes_of_a_client_are_left_out_of_messages() -> None:

@@ -121,15 +121,15 @@ async def test_a_late_call_does_not_begin_an_acked_session_again(
         assert (await answered(again, session, turn("more")))[0] == status, session
 
 
-async def test_no_call_begins_while_the_ledger_of_before_cannot_be_read(
+async def test_no_call_begins_and_no_list_is_told_while_the_ledger_of_before_cannot_be_read(
     start_rig: StartRig, kept_rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another process has it still: its session would begin again without its history."""
+    """Another process has it still: its session would begin again without its history, and its trainer give it up."""
     monkeypatch.setattr(writer, "_LOCKED_S", 0.0)
     await said(kept_rig, "one", "hello")
     other = await start_rig(replicas=kept_rig.replicas, gateway={"ledger": str(tmp_path / "ledger")})
-    status, error = await answered(other, "one", turn("more"))
-    assert (status, "another process has it open" in error["error"]["message"]) == (504, True)
+    for status, error in (await answered(other, "one", turn("more")), await other.get("/v1/sessions")):
+        assert (status, "another process has it open" in error["error"]["message"]) == (504, True)
 
 
 async def test_agents_are_answered_where_no_ledger_can_be_kept(start_rig: StartRig, tmp_path: Path) -> None:
@@ -238,6 +238,29 @@ async def test_a_call_that_its_client_says_to_make_again_is_a_retry(rig: Rig) ->
         assert response.status == 200
     _, calls = await record(rig, "one")
     assert [call["retry_of"] for call in calls] == [None, 0]
+
+
+async def test_a_retry_takes_the_place_of_the_call_that_its_client_left_alone(rig: Rig) -> None:
+    left = asyncio.create_task(answered(rig, "one", turn(ASKED, **LONG)))
+    await rig.begun(tokens=6)
+    others = [asyncio.create_task(answered(rig, "one", turn(ASKED, **LONG))) for _ in range(2)]
+    await rig.begun(samples=3, tokens=9)
+    left.cancel()
+    async with asyncio.timeout(20):
+        while (await record(rig, "one"))[0]["open_calls"] == 3:
+            await asyncio.sleep(0.02)
+    rig.hurry()
+    await asyncio.gather(*others)
+    headers = {"x-stainless-retry-count": "1"}
+    url = f"{rig.url}/sessions/one/v1/messages"
+    async with rig.client.post(url, json=turn(ASKED, **LONG), headers=headers) as response:
+        assert response.status == 200
+    await said(rig, "one", ASKED, **LONG)
+    session = await read(rig, "one")
+    assert [(call.mask, call.retry_of) for call in session.calls] == [
+        ("client_left", None), (None, None), (None, None), (None, 0), (None, None)
+    ]  # fmt: skip
+    assert sorted(row.calls for row in trajectories_of(session)) == [(1,), (2,), (3,), (4,)]
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])

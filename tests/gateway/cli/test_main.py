@@ -69,7 +69,10 @@ def test_what_this_machine_cannot_run_is_said_at_once(shell: Shell) -> None:
         "vllm-serve --model m --replicas abc",
         "doctor",
         "doctor --url http://127.0.0.1:1 --watch soon",
+        "doctor --url nowhere",
         "plan",
+        "plan --shape hidden_size",
+        "tune engine.kind=sim --lever fast",
         "down --bogus",
     ],
 )

@@ -44,6 +44,15 @@ def test_a_terminal_has_the_columns_that_fit_and_a_file_has_all(monkeypatch: pyt
     assert row.split()[-6:] == ["joined", "0,1", "-", "m", "engine-xyz", "http://127.0.0.1:1"]
 
 
+def test_replicas_that_miss_for_one_reason_are_one_line() -> None:
+    waits = {"group": "engine", "reason": "has not joined yet"}
+    lines = printed(fleet() | {"replicas_missing": [waits, {**waits, "reason": "starts"}, waits]}, io.StringIO())
+    assert [line.split(None, 1)[1] for line in lines if line.startswith("missing:")] == [
+        "engine x 2: has not joined yet",
+        "engine x 1: starts",
+    ]
+
+
 def test_a_death_of_the_last_hour_is_shown_before_the_last_ten_events() -> None:
     now = time.time()
     old = {"at": now - 7200, "subject": "engine-a", "text": "SUSPECT -> LOST: gone"}

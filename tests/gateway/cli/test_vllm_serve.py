@@ -78,8 +78,8 @@ def test_a_file_of_trls_options_counts_less_than_the_words(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     "option",
-    ["port", "max-model-len", "replicas", "gpu-memory-utilization", "gateway.port", "gateway.generate_timeout_s",
-     "no-port", "dtype", "revision", "distributed_executor_backend"],
+    ["model", "port", "max-model-len", "replicas", "gpu-memory-utilization", "gateway.port",
+     "gateway.generate_timeout_s", "no-port", "dtype", "revision", "distributed_executor_backend"],
 )  # fmt: skip
 def test_an_option_that_needs_a_value_is_refused_without_one(option: str) -> None:
     name = option.removeprefix("no-")

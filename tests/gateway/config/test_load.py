@@ -185,6 +185,11 @@ def test_a_file_that_cannot_be_read_says_why(path: str, told: str) -> None:
     assert mistake(Path(path)).startswith(f"{path}: {told}")
 
 
+def test_a_file_that_is_no_text_is_refused_in_plain_words(tmp_path: Path) -> None:
+    (file := tmp_path / "fleet.yaml").write_bytes(b"\xff\xfe")
+    assert mistake(file) == f"{file}: cannot be read: it is no UTF-8 text"
+
+
 USAGE = "expected --key value, --key=value or key=value"
 
 

@@ -63,3 +63,12 @@ def test_a_file_that_cannot_be_written(tmp_path: Path, key: str) -> None:
 
 def test_a_server_that_another_starts_needs_nothing_of_this_machine(tmp_path: Path) -> None:
     assert found(tmp_path, engine={"kind": "external", "url": "http://127.0.0.1:1"}) == []
+
+
+def test_a_model_that_only_other_nodes_fetch_is_not_asked_for(tmp_path: Path) -> None:
+    engine = {"kind": "vllm", "model": "org/model", "env": {"HF_ENDPOINT": "http://127.0.0.1:9"}}
+    (lack,) = found(tmp_path, engine=engine)
+    assert lack.startswith(
+        "engine.model = 'org/model' is not in the Hugging Face cache, and the hub does not give it: "
+    )
+    assert found(tmp_path, engine=engine, serve={"nodes_may_join": True}) == []

@@ -23,6 +23,8 @@ ROW = Trajectory(
     versions=np.array([3, -1, 4], np.int32),
     rewards=np.zeros(3, np.float32),
     reward=1.0,
+    finish_reason="stop",
+    routed_experts=None,
 )
 
 

@@ -50,3 +50,11 @@ def test_sequences_that_the_engine_does_not_hold_are_refused(tmp_path: Path) -> 
     done = tune(Shell(tmp_path), "--engine.max_model_len=12")
     assert done.returncode == 1
     assert "the workload has sequences of 16 tokens, and the engine's max_model_len is 12" in done.stderr
+
+
+@pytest.mark.load
+def test_without_a_model_nothing_is_started(tmp_path: Path) -> None:
+    done = Shell(tmp_path).run("tune")
+    assert done.returncode == 1
+    assert "engine.model is missing: give a file with it, -c FILE" in done.stderr
+    assert not (tmp_path / "tune").exists()

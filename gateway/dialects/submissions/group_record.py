@@ -5,10 +5,9 @@ from array import array
 from collections.abc import Sequence
 
 import orjson
-from msgspec import Raw
 
 from engines.engine import Json
-from engines.raw_json import decoded, encoded, opened
+from engines.raw_json import decoded, encoded, list_of, opened
 from gateway.dialects.part import Ask
 from gateway.dialects.resumption.features import MARK
 from gateway.dialects.sample import Reply, Sample
@@ -40,10 +39,9 @@ class Recorded:
             return None
         is_all, lists = not self._places, sample.lists
         new = {
-            key: Raw(b"[" + bytes(items[self._places.get(key, 0) :]).removeprefix(b",") + b"]")
-            for key, items in lists.items()
+            key: list_of(bytes(items[self._places.get(key, 0) :]).removeprefix(b",")) for key, items in lists.items()
         }
-        token_ids = new.pop("token_ids")
+        token_ids = new.pop("token_ids", None)
         text = "".join(sample.pieces[self._places.get("text", 0) :])
         self._num_tokens, self.is_whole = sample.num_made, is_ended
         self._places = {key: len(items) for key, items in lists.items()} | {"text": len(sample.pieces)}
@@ -51,7 +49,7 @@ class Recorded:
         told = (sample.last if is_ended else {}) | {
             "index": sample.index,
             "finish_reason": sample.reason,
-            "token_ids": token_ids if sample.has_ids else None,
+            "token_ids": token_ids,
             "logprobs": new or None,
             "text": text,
             "prompt_token_ids": None,
@@ -172,7 +170,7 @@ class GroupRecord:
                     sample = Sample(index)
                     samples.append(sample)
                     if not self._is_given:
-                        sample.prompt = Raw(encoded(self.reply.prompt))
+                        sample.prompt = encoded(self.reply.prompt)[1:-1]
                 told = orjson.loads(choice)
                 sample.restore(told)
                 self._recorded[index] = recorded = self._of(sample)

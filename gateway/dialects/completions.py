@@ -138,10 +138,10 @@ class Completions:
         for sample in reply.samples:
             index, shows_ids = prompt.first + sample.index, bool(prompt.body.get("return_token_ids"))
             written.choices.append(sample.written(index, bare, prompt.inexact, shows_ids=shows_ids))
-            written.ends.append({"finish_reason": sample.reason} | sample.marks())
+            written.ends.append({"finish_reason": sample.reason, "weight_versions": sample.spans})
             if len(written.choices[-1]) > _LARGE_BYTES:  # each in a turn of the event loop
                 await asyncio.sleep(0)
-        self._runner.count_missing(written.ends)
+        self._runner.count_missing(sample.num_unscored for sample in reply.samples)
 
     async def stream(self, prompts: Sequence[CompletionPrompt], usage: Usage, show: Show) -> None:
         """Show the chunks of all prompts in the order of arrival, numbered as if one engine made them. Count up

@@ -53,16 +53,20 @@ class Choice(Struct, array_like=True, gc=False):
         told = fields_of(self.written)
         return {key: value for key, value in told.items() if key not in _CHOICE_FIELDS or value == NULL}
 
+    @property
+    def scores(self) -> dict[str, Raw | None] | None:
+        """Its log-probs, each list as JSON."""
+        return None if self.logprobs is None else {key: list_of(items) for key, items in self.logprobs.items()}
+
     def fields(self) -> Json:
         """All its fields."""
         told: Json = {key: None if value == NULL else value for key, value in self.others.items()}
-        scores = self.logprobs
         lists = {"token_ids": list_of(self.token_ids), "prompt_token_ids": list_of(self.prompt_token_ids)}
         read = lists | {
             "index": self.index,
             "finish_reason": self.finish_reason,
             "text": self.text,
-            "logprobs": None if scores is None else {key: list_of(items) for key, items in scores.items()},
+            "logprobs": self.scores,
             "weight_versions": self.weight_versions,
             "delta": self.delta,
         }

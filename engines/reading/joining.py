@@ -30,12 +30,12 @@ class Joining:
         """Return all of it as one chunk, or none."""
         if (last := self._last) is None:
             return []
-        choices = list(map(_joined, self._choices.values()))
+        choices = list(map(joined, self._choices.values()))
         self._choices, self._last = {}, None
         return [Chunk(choices, last.usage, last.prompt_token_ids, last.written)]
 
 
-def _joined(choices: list[Choice]) -> Choice:
+def joined(choices: list[Choice]) -> Choice:
     """The choices of one sample as one."""
     last = choices[-1]
     if len(choices) == 1:

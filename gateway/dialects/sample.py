@@ -5,14 +5,15 @@ log-probs, which are most of a reply, are joined as their engines wrote them.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from msgspec import Raw
 
-from engines.chunks import OFFSETS, Choice, Chunk, offsets_of
+from engines.chunks import Choice, Chunk
 from engines.engine import Json
 from engines.raw_json import decoded, encoded, list_of, opened
+from engines.reading.joining import joined
 from gateway.dialects.resumption.features import MARK
 from gateway.dialects.spans import UNSCORED, joined_spans, stamps
 from gateway.fleet.adapters import Adapter
@@ -22,6 +23,7 @@ CUT_OFF = "cut off"
 """The finish_reason of a choice that continues. No client sees it."""
 ABORT = "abort"
 
+_NO_PART = Choice(0)
 _IDS = "token_ids"
 _PROMPT = "prompt_token_ids"
 _TOKENS_SCORES = "token_logprobs"
@@ -40,8 +42,7 @@ class Kept(NamedTuple):
     """What stays of a sample where the rest that a replica makes of it counts no more."""
 
     num_made: int
-    list_bytes: Mapping[str, int]
-    pieces: int
+    num_parts: int
     num_characters: int
     num_unscored: int
     shows_prompt: bool
@@ -50,7 +51,7 @@ class Kept(NamedTuple):
     kv_versions: list[int]
 
 
-_NOTHING = Kept(0, {}, 0, 0, 0, shows_prompt=False, spans=None, kv_versions=[])
+_NOTHING = Kept(0, 0, 0, 0, shows_prompt=False, spans=None, kv_versions=[])
 
 
 class Sample:
@@ -86,11 +87,8 @@ class Sample:
         self.spans: list[Json] | None = None
         """Of its tokens by weight version; None before they are known."""
         self.kv_versions: list[int] = []
-        self.pieces: list[str] = []
-        """Its text."""
-        self.lists: dict[str, bytes | bytearray] = {}
-        """The items of its token ids and of each list of log-probs, as JSON without brackets. Those of its only chunk
-        are as they came; several are in one large buffer, since small objects leave holes in memory."""
+        self.parts: list[Choice] = []
+        """What came of it, as far as it is kept."""
         self._keeps_content, self._scores_alone = keeps_content, scores_alone
         self._report: list[Json] = []  # the engine's last report of the spans
         self._last: Choice | None = None  # its last choice
@@ -104,8 +102,13 @@ class Sample:
         return sample
 
     @property
+    def whole(self) -> Choice:
+        """All that came of it as one choice."""
+        return joined(self.parts) if self.parts else _NO_PART
+
+    @property
     def token_ids(self) -> list[int]:
-        ids: list[int] = decoded(b"[" + self.lists.get(_IDS, b"") + b"]")
+        ids: list[int] = decoded(b"[" + b",".join(part.token_ids for part in self.parts if part.token_ids) + b"]")
         return ids
 
     @property
@@ -124,23 +127,7 @@ class Sample:
 
     @property
     def text(self) -> str:
-        return "".join(self.pieces)
-
-    @property
-    def logprobs(self) -> dict[str, Raw | None] | None:
-        """The log-probs of all tokens."""
-        scores = self._scores
-        return None if scores is None else {key: list_of(items) for key, items in scores.items()}
-
-    @property
-    def _scores(self) -> dict[str, bytes | bytearray | None] | None:
-        """The items of each list of log-probs; None for a list that is null."""
-        last = self._last.logprobs if self._last is not None and self._last.logprobs else {}
-        scores = {key: None for key, items in last.items() if items is None} | self.lists
-        scores.pop(_IDS, None)
-        if scores.get(OFFSETS) == b"" and (names := scores.get("tokens")):
-            scores[OFFSETS] = offsets_of(names)
-        return scores or None
+        return "".join(part.text for part in self.parts if part.text)
 
     @property
     def last(self) -> Json:
@@ -155,38 +142,30 @@ class Sample:
         """Take a choice of a chunk."""
         if choice.token_ids and self.num_read < self.kept.num_made == self.num_made:
             self._trim(int(self.num_read))
-        if choice.token_ids is not None:
-            self.has_ids = True
-            self._append(_IDS, choice.token_ids)
+        self.has_ids = self.has_ids or choice.token_ids is not None
         self.num_made += choice.num_tokens
         self.num_unscored += choice.num_unscored
-        if choice.logprobs and self._keeps_content:
-            for key, items in choice.logprobs.items():
-                if items is not None and (key == _TOKENS_SCORES or not self._scores_alone):
-                    self._append(key, items)
         if choice.text:
             self.num_characters += len(choice.text)
-            if self._keeps_content:
-                self.pieces.append(choice.text)
+        self.parts.append(self._kept_of(choice))
         if choice.prompt_token_ids is not None and not self.kept.num_made:
             self.prompt = choice.prompt_token_ids
         if choice.weight_versions:
             self._report = choice.weight_versions
+        if self._last is not None:
+            self._last.written = b"{}"  # nobody asks for what the last has alone
         self.reason = choice.finish_reason
         self._last = choice
 
-    def _append(self, key: str, items: bytes) -> None:
-        if (so_far := self.lists.get(key)) is None:
-            self.lists[key] = items
-        elif key == OFFSETS:
-            self.lists[key] = b""  # they are counted again
-        elif not so_far:
-            self.lists[key] = items
-        elif items:
-            if isinstance(so_far, bytes):
-                so_far = self.lists[key] = bytearray(so_far)
-            so_far += b","
-            so_far += items
+    def _kept_of(self, choice: Choice) -> Choice:
+        """What is kept of a choice."""
+        if self._keeps_content and not self._scores_alone:
+            return choice
+        kept = Choice(choice.index, token_ids=choice.token_ids, num_tokens=choice.num_tokens)
+        if self._keeps_content:
+            scores = (choice.logprobs or {}).get(_TOKENS_SCORES)
+            kept.text, kept.logprobs = choice.text, None if scores is None else {_TOKENS_SCORES: scores}
+        return kept
 
     def add_told(self, told: Json) -> None:
         """Take a choice that was told to a client."""
@@ -216,8 +195,7 @@ class Sample:
         """Keep all that it has: what comes from now on is its rest, which another replica makes."""
         shows_prompt = self.num_made > 0 or self.prompt is not None
         self.kept = Kept(
-            self.num_made, {key: len(items) for key, items in self.lists.items()}, len(self.pieces),
-            self.num_characters, self.num_unscored, shows_prompt,
+            self.num_made, len(self.parts), self.num_characters, self.num_unscored, shows_prompt,
             self.kept.spans if self.spans is None else self.spans, self.kv_versions or self.kept.kv_versions,
         )  # fmt: skip
         self.is_resumed, self._report, self._last, self._end = True, [], None, {}
@@ -233,9 +211,7 @@ class Sample:
         begins."""
         kept = self.kept
         if self._last is not None:
-            own = self.lists.items()
-            self.lists = {key: items[: kept.list_bytes[key]] for key, items in own if key in kept.list_bytes}
-            del self.pieces[kept.pieces :]
+            del self.parts[kept.num_parts :]
             self.num_voids += 1
         self.num_made, self.num_characters, self.num_unscored = kept.num_made, kept.num_characters, kept.num_unscored
         self.spans, self.kv_versions = kept.spans, kept.kv_versions
@@ -251,13 +227,15 @@ class Sample:
 
     def free(self) -> None:
         """Forget its content: the client has it."""
-        self.lists, self.pieces = {}, []
+        self.parts = []
 
     def _trim(self, length: int) -> None:
         """Drop tokens that the engine of a rest has not read: they are a part of a character, which it tells as one of
         its own."""
-        self.num_made, self.pieces = length, [self.text.removesuffix(_HALF)]
-        self.lists = {key: encoded(decoded(b"[" + items + b"]")[:length])[1:-1] for key, items in self.lists.items()}
+        whole, self.num_made = self.whole, length
+        self.parts = [Choice(self.index, text=self.text.removesuffix(_HALF), token_ids=_first(whole.token_ids, length))]
+        if whole.logprobs:
+            self.parts[0].logprobs = {key: _first(items, length) for key, items in whole.logprobs.items()}
         self.num_voids += 1
         self.keep()
 
@@ -293,7 +271,9 @@ class Sample:
     @property
     def num_bytes(self) -> int:
         """Size of its tokens and log-probs."""
-        return sum(map(len, self.lists.values()))
+        return sum(
+            len(items or b"") for part in self.parts for items in (part.token_ids, *(part.logprobs or {}).values())
+        )
 
     # Reports
 
@@ -318,44 +298,50 @@ class Sample:
 
     def told(self, bare: Json, inexact: Sequence[str] | None = None) -> Json:
         """The sample as a choice of a whole reply; `bare` is one without tokens."""
-        told = self._beside_lists(bare, inexact) | {"logprobs": self.logprobs}
+        whole = self.whole
+        told = self._beside_lists(whole, bare, inexact)
+        told["logprobs"] = whole.scores
         if self.has_ids:
-            told[_IDS] = list_of(self.lists.get(_IDS, b""))
+            told[_IDS] = list_of(whole.token_ids or b"")
         if self.prompt is not None and _PROMPT in told:
             told[_PROMPT] = list_of(self.prompt)
         return told
 
     def written(self, index: int, bare: Json, inexact: Sequence[str] | None, *, shows_ids: bool) -> bytes:
         """As `told`, in JSON, as choice `index`; its token ids and those of its prompt are null without `shows_ids`."""
-        told = self._beside_lists(bare, inexact) | {"index": index}
-        ids = {_IDS: self.lists.get(_IDS) if self.has_ids else None, _PROMPT: self.prompt}
-        pieces: list[bytes | bytearray] = []
-        for key, items in ids.items():
+        whole = self.whole
+        told = self._beside_lists(whole, bare, inexact) | {"index": index}
+        pieces = list[bytes]()
+        for key, items in ((_IDS, whole.token_ids), (_PROMPT, self.prompt)):
             other = told.pop(key, None)
             pieces += _member(key, items, other) if shows_ids else _member(key, None)
         told.pop("logprobs", None)
-        if (scores := self._scores) is None:
+        if whole.logprobs is None:
             pieces += _member("logprobs", None)
         else:
-            pieces.append(b',"logprobs":{')
-            first = len(pieces)
-            for key, items in scores.items():
-                pieces += _member(key, items)
-            pieces[first] = pieces[first][1:]  # without a comma
-            pieces.append(b"}")
+            scores = list[bytes]()
+            for key, items in whole.logprobs.items():
+                scores += _member(key, items)
+            pieces += [b',"logprobs":{', *scores, b"}"]
+            pieces[-len(scores) - 1] = pieces[-len(scores) - 1][1:]  # without a comma
         return b"".join([encoded(told)[:-1], *pieces, b"}"])
 
-    def _beside_lists(self, bare: Json, inexact: Sequence[str] | None) -> Json:
+    def _beside_lists(self, whole: Choice, bare: Json, inexact: Sequence[str] | None) -> Json:
         """The choice with its text, and with lists as its last choice or `bare` has them."""
         told = {**bare, "stop_reason": None, **self.last}
         told |= {"index": self.index, "finish_reason": self.reason or CUT_OFF}
-        if "text" in told or self.pieces:
-            told["text"] = self.text
+        if "text" in told or whole.text is not None:
+            told["text"] = whole.text or ""
         told.pop("delta", None)
         return told | self.marks(inexact)
 
 
-def _member(key: str, items: bytes | bytearray | None, other: Any = None) -> list[bytes | bytearray]:
+def _first(items: bytes | None, length: int) -> bytes | None:
+    """The first items of a list."""
+    return None if items is None else encoded(decoded(b"[" + items + b"]")[:length])[1:-1]
+
+
+def _member(key: str, items: bytes | None, other: Any = None) -> list[bytes]:
     """A member of an object in JSON, after others: the list of these items, or another value."""
     name = b',"%b":' % key.encode()
     return [name, encoded(other)] if items is None else [name, b"[", items, b"]"]

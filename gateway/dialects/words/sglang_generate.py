@@ -134,6 +134,7 @@ class SglangGenerate:
 
 def _joined(sample: Sample) -> Json:
     """The choice with all that it has so far."""
-    joined = {"text": sample.text, "token_ids": sample.token_ids, "logprobs": sample.logprobs}
+    whole = sample.whole
+    joined = {"text": whole.text or "", "token_ids": sample.token_ids, "logprobs": whole.scores}
     told: Json = opened(sample.last | joined | {"prompt_token_ids": list_of(sample.prompt)})
     return told

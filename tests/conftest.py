@@ -44,7 +44,7 @@ async def start_rig() -> AsyncIterator[StartRig]:
         sim: Json | None = None,
         odd: dict[str, Json] | None = None,
         replicas: list[SimReplica] | None = None,
-        has_readers: bool = False,
+        has_readers: bool = True,
         **sections: Json,
     ) -> Rig:
         engine = {"kind": "sim", "model": "sim", "num_replicas": num_replicas}

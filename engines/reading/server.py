@@ -39,7 +39,7 @@ class ReaderServer:
     """
 
     def __init__(self, engine: Engine, key: str, every_s: float = EVERY_S) -> None:
-        self._engine, self._key, self._every_s = engine, key, every_s
+        self.engine, self._key, self._every_s = engine, key, every_s
         self._servers: list[asyncio.Server] = []
         self._asks: dict[Connected, dict[int, asyncio.Task[None]]] = {}
         self._telling: set[_Telling] = set()
@@ -62,7 +62,7 @@ class ReaderServer:
         for task in asks:
             task.cancel()
         await asyncio.gather(self._beating, *asks, return_exceptions=True)
-        await self._engine.close()
+        await self.engine.close()
 
     async def _beat(self) -> None:
         while True:
@@ -98,7 +98,7 @@ class ReaderServer:
         telling = _Telling(wire, ask)
         self._telling.add(telling)
         body = orjson.loads(ask.body)
-        blocks = chunks_here(self._engine, ask.path, body, ask.timeout_s, is_whole=ask.is_whole)
+        blocks = chunks_here(self.engine, ask.path, body, ask.timeout_s, is_whole=ask.is_whole)
         end: ToGateway = Ended(ask.number)
         try:
             async with aclosing(blocks):
@@ -109,7 +109,7 @@ class ReaderServer:
         except Exception as error:
             log.exception("a reply could not be read in a way that was not foreseen", path=ask.path)
             reason = f"its reader failed: {error!r:.200}"
-            end = Failed.of(ask.number, EngineFailed(reason, replica_id=self._engine.replica_id))
+            end = Failed.of(ask.number, EngineFailed(reason, replica_id=self.engine.replica_id))
         finally:
             self._telling.discard(telling)
         telling.tell()

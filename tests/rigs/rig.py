@@ -179,7 +179,7 @@ class Rig:
     """
 
     def __init__(
-        self, config: Config, sim: SimConfig, odd: dict[str, Json] | None = None, *, has_readers: bool = False
+        self, config: Config, sim: SimConfig, odd: dict[str, Json] | None = None, *, has_readers: bool = True
     ) -> None:
         self.config = config
         self.sim = sim
@@ -187,7 +187,9 @@ class Rig:
         self.replicas: list[SimReplica] = []
         self.external: list[ReplicaInfo] = []
         self._has_readers = has_readers
-        self._readers: list[ReaderServer] = []
+        self.readers: dict[str, ReaderServer] = {}
+        """By replica; a fault that is put before an engine's tokens is put before a reader's engine."""
+        self._old_readers: list[ReaderServer] = []
         self.fleet = Fleet(
             config,
             discover=self._discover,
@@ -237,7 +239,8 @@ class Rig:
         info = replica.info
         engine = connect(info.kind, info.replica_id, info.url, has_tee=info.has_tee)
         reader = ReaderServer(engine, _READER_KEY, every_s=_READERS_TELL_S)
-        self._readers.append(reader)
+        self._old_readers += filter(None, [self.readers.pop(info.replica_id, None)])
+        self.readers[info.replica_id] = reader
         replica.info = replace(info, reader=await reader.open("127.0.0.1"), reader_key=_READER_KEY)
 
     @property
@@ -277,7 +280,7 @@ class Rig:
         await self.stop_gateway()
         for replica in self.replicas:
             await replica.kill()
-        for reader in self._readers:
+        for reader in (*self.readers.values(), *self._old_readers):
             await reader.close()
 
     async def get(self, path: str, **kwargs: Any) -> tuple[int, Json]:

@@ -34,7 +34,7 @@ async def told(rig: Rig, path: str, body: Json) -> Json:
     ],
 )
 async def test_a_reply_is_the_same(start_rig: StartRig, path: str, body: Json) -> None:
-    here, beside = await start_rig(1), await start_rig(1, has_readers=True)
+    here, beside = await start_rig(1, has_readers=False), await start_rig(1)
     assert await told(beside, path, body) == await told(here, path, body)
 
 
@@ -44,7 +44,7 @@ async def test_a_reply_is_the_same(start_rig: StartRig, path: str, body: Json) -
 )
 async def test_a_stream_has_the_same_chunks(start_rig: StartRig, path: str, body: Json) -> None:
     streams = []
-    for rig in (await start_rig(1), await start_rig(1, has_readers=True)):
+    for rig in (await start_rig(1, has_readers=False), await start_rig(1)):
         chunks = await rig.stream(path, body)
         streams.append([{key: value for key, value in chunk.items() if key not in VARYING} for chunk in chunks])
     assert streams[0] == streams[1]
@@ -52,13 +52,13 @@ async def test_a_stream_has_the_same_chunks(start_rig: StartRig, path: str, body
 
 async def test_a_refusal_has_the_engines_own_words(start_rig: StartRig) -> None:
     bad = BODY | {"stop": [5]}
-    here, beside = await start_rig(1), await start_rig(1, has_readers=True)
+    here, beside = await start_rig(1, has_readers=False), await start_rig(1)
     assert await beside.post(COMPLETIONS, bad) == await here.post(COMPLETIONS, bad)
 
 
 @pytest.mark.parametrize("n", [1, 4])
 async def test_samples_of_an_engine_that_dies_keep_their_tokens(start_rig: StartRig, n: int) -> None:
-    rig = await start_rig(2, sim=SLOW, has_readers=True)
+    rig = await start_rig(2, sim=SLOW)
     running = asyncio.create_task(told(rig, COMPLETIONS, BODY | {"n": n, "temperature": float(n > 1)}))
     await rig.begun(samples=n)
     dead = await rig.kill_loaded()
@@ -74,7 +74,7 @@ async def test_samples_of_an_engine_that_dies_keep_their_tokens(start_rig: Start
 async def test_spans_of_a_sample_that_an_update_meets_are_exact(
     start_rig: StartRig, in_flight: str, is_stream: bool
 ) -> None:
-    rig = await start_rig(2, sim=SLOW, weights={"in_flight": in_flight}, has_readers=True)
+    rig = await start_rig(2, sim=SLOW, weights={"in_flight": in_flight})
     await rig.open_group()
     asking: Any = rig.stream(COMPLETIONS, BODY) if is_stream else told(rig, COMPLETIONS, BODY)
     running = asyncio.create_task(asking)
@@ -91,7 +91,7 @@ async def test_spans_of_a_sample_that_an_update_meets_are_exact(
 
 
 async def test_a_request_whose_client_leaves_ends_at_its_engine(start_rig: StartRig) -> None:
-    rig = await start_rig(1, sim=SLOW, has_readers=True)
+    rig = await start_rig(1, sim=SLOW)
     running = asyncio.create_task(told(rig, COMPLETIONS, BODY))
     await rig.begun()
     running.cancel()

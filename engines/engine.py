@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import orjson
 
 from engines.chunks import Chunk
-from engines.errors import WeightUpdateConflict
+from engines.errors import InvalidRequest, WeightUpdateConflict
 from engines.types import PauseMode, TensorMeta
 from engines.weight_label import WeightLabel
 
@@ -51,6 +51,14 @@ class Preparation:
     has_tee: bool = False
     obstacle: str = ""
     draft: str = ""
+
+
+def body_in_json(body: Json) -> bytes:
+    """The JSON of a request's body."""
+    try:
+        return orjson.dumps(body)
+    except TypeError as error:  # more than 254 levels, or text that is no UTF-8
+        raise InvalidRequest(f"the body cannot be passed on as JSON: {error}") from error
 
 
 class Beside(Protocol):

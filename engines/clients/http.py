@@ -13,14 +13,13 @@ import orjson
 from engines import tracing
 from engines.clients.connection import Connection
 from engines.clients.connections import CannotConnect, Connections
-from engines.engine import Engine, Json
+from engines.engine import Engine, Json, body_in_json
 from engines.errors import (
     DeadlineExceeded,
     EngineFailed,
     EngineGone,
     EngineRefused,
     EngineUnreachable,
-    InvalidRequest,
 )
 from engines.trace_context import TRACE_CONTEXT
 
@@ -119,7 +118,7 @@ class HttpEngine(Engine, ABC):
         """Send a request; translate connection errors and engine statuses into our errors."""
         if self._connections.closed:
             raise EngineGone(f"{path}: the client is closed", replica_id=self.replica_id)
-        data = None if body is None else _encoded(body)
+        data = None if body is None else body_in_json(body)
         facts = {"http.request.method": method, "url.path": path, "rollout_gateway.replica": self.replica_id}
         try:
             with tracing.engine_call(f"engine {path.partition('?')[0]}", facts) as span:
@@ -167,13 +166,6 @@ class HttpEngine(Engine, ABC):
 def _adapters(models: Json) -> dict[str, str]:
     cards = models.get("data") or ()
     return {str(card["id"]): str(card.get("root") or "") for card in cards if card.get("parent")}
-
-
-def _encoded(body: Json) -> bytes:
-    try:
-        return orjson.dumps(body)
-    except TypeError as error:  # more than 254 levels, or text that is no UTF-8
-        raise InvalidRequest(f"the body cannot be passed on as JSON: {error}") from error
 
 
 def _seconds(retry_after: str | None) -> float | None:

@@ -3,12 +3,10 @@
 import asyncio
 from collections.abc import AsyncGenerator
 
-import orjson
-
 from engines import tracing
 from engines.chunks import Chunk
-from engines.engine import Json
-from engines.errors import DeadlineExceeded, EngineUnreachable, InvalidRequest
+from engines.engine import Json, body_in_json
+from engines.errors import DeadlineExceeded, EngineUnreachable
 from engines.reading.wire import Alive, Ask, Cancel, Failed, Hello, ToGateway, Told, ToReader, Wire
 from engines.trace_context import TRACE_CONTEXT
 
@@ -16,6 +14,7 @@ _CONNECT_TIMEOUT_S = 10.0
 _SILENT_S = 10.0
 """A reader says each second that it runs."""
 _SLACK_S = 5.0
+_OK = 200
 _LATE, _BROKEN = object(), object()
 
 
@@ -43,19 +42,21 @@ class Link:
         late = asyncio.get_running_loop().call_later(timeout_s + _SLACK_S, queue.put_nowait, _LATE)
         wire = None
         try:
-            with tracing.engine_call(f"engine {path}", facts):
+            with tracing.engine_call(f"engine {path}", facts) as span:
                 wire = await self._connected()
                 joins = not (streams or is_whole)
-                wire.send(Ask(number, path, _encoded(body), timeout_s, is_whole, joins, TRACE_CONTEXT.get()))
+                wire.send(Ask(number, path, body_in_json(body), timeout_s, is_whole, joins, TRACE_CONTEXT.get()))
                 while isinstance(message := await queue.get(), Told):
                     yield message.chunks
                 if message is _LATE:
                     raise DeadlineExceeded(f"replica {self._replica_id}: no answer to {path} within {timeout_s:g} s")
                 wire = None
-                if isinstance(message, Failed):
-                    raise message.error()
                 if message is _BROKEN:
                     raise self._unreachable("the connection to its reader broke")
+                status = message.attributes.get("status") if isinstance(message, Failed) else _OK
+                span.note({"http.response.status_code": status})
+                if isinstance(message, Failed):
+                    raise message.error()
         finally:
             late.cancel()
             del self._asks[number]
@@ -111,10 +112,3 @@ class Link:
 
     def _unreachable(self, reason: str) -> EngineUnreachable:
         return EngineUnreachable(reason, replica_id=self._replica_id)
-
-
-def _encoded(body: Json) -> bytes:
-    try:
-        return orjson.dumps(body)
-    except TypeError as error:  # more than 254 levels, or text that is no UTF-8
-        raise InvalidRequest(f"the body cannot be passed on as JSON: {error}") from error

@@ -14,7 +14,7 @@ from msgspec import Struct
 from engines import errors
 from engines.chunks import Chunk
 from engines.engine import Json
-from engines.errors import EngineError, EngineFailed, EngineRefused, InvalidRequest, RolloutGatewayError
+from engines.errors import RolloutGatewayError
 
 log = structlog.get_logger()
 
@@ -66,42 +66,21 @@ class Ended(Struct, tag=4, array_like=True, gc=False):
 
 
 class Failed(Struct, tag=5, array_like=True, gc=False):
-    """A reply has ended with an error: the name of its class, its message and its fields."""
+    """A reply has ended with an error: the name of its class, its message and its attributes."""
 
     number: int
     kind: str
     text: str
-    param: str | None = None
-    replica_id: str = ""
-    status: int | None = None
-    body: Json = {}
-    retry_after_s: float | None = None
+    attributes: Json
 
     @classmethod
     def of(cls, number: int, error: RolloutGatewayError) -> "Failed":
-        failed = cls(number, type(error).__name__, str(error))
-        if isinstance(error, InvalidRequest):
-            failed.param = error.param
-        if isinstance(error, EngineError):
-            failed.replica_id, failed.retry_after_s = error.replica_id, error.retry_after_s
-        if isinstance(error, EngineRefused | EngineFailed):
-            failed.status = error.status
-        if isinstance(error, EngineRefused):
-            failed.body = error.body
-        return failed
+        return cls(number, type(error).__name__, str(error), vars(error))
 
     def error(self) -> RolloutGatewayError:
         kind = getattr(errors, self.kind)
         error: RolloutGatewayError = kind.__new__(kind, self.text)
-        error.args = (self.text,)
-        if isinstance(error, InvalidRequest):
-            error.param = self.param
-        if isinstance(error, EngineError):
-            error.replica_id, error.retry_after_s = self.replica_id, self.retry_after_s
-        if isinstance(error, EngineRefused):
-            error.status, error.body = self.status or 400, self.body
-        elif isinstance(error, EngineFailed) and self.status is not None:
-            error.status = self.status
+        vars(error).update(self.attributes)
         return error
 
 

@@ -77,7 +77,7 @@ async def measured(fleet: ProcessFleet, hurt: str, args: argparse.Namespace) -> 
         asked = zip(streams, prompts, strict=True)
         tasks = [asyncio.create_task(one.run(session, fleet.url, body | {"prompt": [prompt]})) for one, prompt in asked]
         third = args.streams * args.tokens / 3
-        while not all(map(_is_done, tasks)) and sum(one.tokens for one in streams) < third:  # noqa: ASYNC110
+        while not tasks[0].done() and sum(one.tokens for one in streams) < third:  # noqa: ASYNC110
             await asyncio.sleep(_LOOK_S)
         hurt_at = time.monotonic()
         if hurt:
@@ -86,10 +86,6 @@ async def measured(fleet: ProcessFleet, hurt: str, args: argparse.Namespace) -> 
         if hurt == "stop":
             fleet.signal(0, signal.SIGCONT)
     return _figures(streams, hurt_at, args.tokens)
-
-
-def _is_done(task: "asyncio.Task[None]") -> bool:
-    return task.done()
 
 
 def _figures(streams: Sequence[Stream], hurt_at: float, tokens: int) -> dict[str, float]:
@@ -118,12 +114,11 @@ async def study(args: argparse.Namespace) -> list[dict[str, float]]:
     with tempfile.TemporaryDirectory(prefix="lost-replica-") as folder, named_apart(config) as own:
         fleet = ProcessFleet(own, Path(folder))
         async with running(fleet):
-            await healthy_within(fleet.url, _UP_S)
             for hurt in ("", "", *args.hurt):
+                await healthy_within(fleet.url, _UP_S)
                 found.append(await measured(fleet, hurt, args))
                 shown = (f"{name} {number:.3g}" for name, number in found[-1].items())
                 print(f"{hurt or 'nothing':<8} " + ", ".join(shown), flush=True)
-                await healthy_within(fleet.url, _UP_S)
     return found
 
 

@@ -94,6 +94,7 @@ class ReplicaInfo:
     reader: host and port of the reader beside it, and its key; "" where the gateway reads what it makes.
     started: time at which the engine became ready, in seconds since the epoch; 0 for an external server.
     streams: True if coarse chunks cost the engine least; other engines are asked for whole replies.
+    stopped: id of one of its processes that is stopped, by SIGSTOP; 0 where all run.
     """
 
     replica_id: str
@@ -119,6 +120,7 @@ class ReplicaInfo:
     pid: int = 0
     started: float = 0.0
     log_path: str = ""
+    stopped: int = 0
     key: str = field(default="", repr=False)
     reader: str = ""
     reader_key: str = field(default="", repr=False)

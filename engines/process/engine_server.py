@@ -76,6 +76,11 @@ class EngineServer:
             raise EngineError(f"{why}\n{_last_words(self._process)}", replica_id=self._replica_id)
         await self._engine.health(_PROBE_TIMEOUT_S)
 
+    @property
+    def stopped(self) -> int:
+        """Process id of one of the engine's processes that is stopped; 0 where all run."""
+        return self._process.stopped if self._process is not None else 0
+
     async def stop(self) -> None:
         if self._engine is not None:
             await self._engine.close()

@@ -123,6 +123,7 @@ class Ask(ABC):
             request_id=rollout.request_id if rollout.n == 1 else f"{rollout.request_id}-{sample.index}",
             n=1,
             tokens=len(read) + max(self.limit or DEFAULT_MAX_TOKENS, sample.num_made),
+            prompt_tokens=len(read) + sample.num_made,
             goes_on=True,
             attempts=rollout.attempts if self.before else rollout.attempts.branch(),
         )
@@ -171,7 +172,7 @@ class Part:
         """Take chunks that came together, and show them where the client streams."""
         if self._show is not None:
             await replica.vouched()
-        replica.evidence.saw_progress()
+        replica.heard(self._ask.rollout)
         for chunk in chunks:
             try:
                 self._reply.take(chunk, self.samples)

@@ -28,6 +28,8 @@ _START_TIMEOUT_S = 30.0
 _STOP_TIMEOUT_S = 5.0
 EVERY_S = 1.0
 """Time after which a gateway gets what it lacks of open replies: as much is made again where this node is lost."""
+_FIRST_S = 0.05
+"""The same for its first tokens, with which a gateway knows that the engine has read the prompt."""
 
 Connected = Wire[ToGateway, ToReader]
 
@@ -112,7 +114,7 @@ class ReaderServer:
             end = Failed.of(ask.number, EngineFailed(reason, replica_id=self.engine.replica_id))
         finally:
             self._telling.discard(telling)
-        telling.tell()
+        telling.end()
         wire.send(end)
 
 
@@ -123,11 +125,14 @@ class _Telling:
         self._wire, self._number = wire, ask.number
         self._joining = Joining() if ask.joins else None
         self._has_begun = False
+        self._first: asyncio.TimerHandle | None = None
 
     def take(self, chunks: list[Chunk]) -> None:
         if self._joining is None:
             self._send(chunks)
             return
+        if self._first is None:
+            self._first = asyncio.get_running_loop().call_later(_FIRST_S, self.tell)
         ends = False
         for chunk in chunks:
             ends = self._joining.take(chunk) or ends
@@ -138,6 +143,12 @@ class _Telling:
         """Tell what was not told."""
         if self._joining is not None and (chunks := self._joining.told()):
             self._send(chunks)
+
+    def end(self) -> None:
+        """Tell the rest."""
+        self.tell()
+        if self._first is not None:
+            self._first.cancel()
 
     def _send(self, chunks: list[Chunk]) -> None:
         for chunk in chunks:

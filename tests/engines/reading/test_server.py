@@ -79,6 +79,16 @@ async def test_chunks_that_nobody_streams_come_as_one() -> None:
     assert engine.asked == [("/v1/completions", {"prompt": [1]}, TIMEOUT_S)]
 
 
+async def test_the_first_tokens_come_before_the_next_beat() -> None:
+    engine, heard = PlayedEngine(event(1), event(2), waits=True), asyncio.Event()
+    async with linked(engine, every_s=NEVER_S) as link:
+        reading = asyncio.create_task(read(link, streams=False, heard=heard.set))
+        async with asyncio.timeout(TIMEOUT_S):
+            await heard.wait()
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+
+
 async def test_chunks_of_a_stream_come_as_their_engine_made_them() -> None:
     async with linked(PlayedEngine(event(1), event(2), event(3, '"stop"')), every_s=NEVER_S) as link:
         assert await read(link, streams=True) == [[1], [2], [3]]

@@ -99,3 +99,21 @@ async def test_a_request_whose_client_leaves_ends_at_its_engine(start_rig: Start
     async with asyncio.timeout(20):
         while rig.replicas[0].scheduler.stalled:
             await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_a_sample_whose_reader_ends_with_its_replicas_process_goes_on_elsewhere(
+    start_rig: StartRig, is_stream: bool
+) -> None:
+    rig = await start_rig(2, sim=SLOW)
+    asking: Any = rig.stream(COMPLETIONS, BODY) if is_stream else told(rig, COMPLETIONS, BODY)
+    running = asyncio.create_task(asking)
+    await rig.begun()
+    (busy,) = [replica for replica in rig.replicas if replica.scheduler.stalled]
+    await rig.readers[busy.info.replica_id].close()
+    rig.hurry()
+    reply = await running
+    chunks = reply if is_stream else [reply]
+    assert sum(len(choice["token_ids"] or ()) for chunk in chunks for choice in chunk["choices"]) == LENGTH
+    (other,) = [replica for replica in rig.replicas if replica is not busy]
+    assert 0 < other.generated_tokens < LENGTH

@@ -90,10 +90,10 @@ class Side:
         await self.waves.close()
 
 
-async def hurt_rollouts(names: Sequence[str], replicas: int, seconds: float, workers: int = 1) -> list[Outcome]:
+async def hurt_rollouts(names: Sequence[str], replicas: int, seconds: float) -> list[Outcome]:
     """Inject every fault in turn into a whole fleet of `replicas`. `seconds` is the least length of each."""
     outcomes: list[Outcome] = []
-    async with _sides(replicas, workers) as (hurt, calm):
+    async with _sides(replicas) as (hurt, calm):
         for name in names:
             outcomes.append(await _bounded(name, hurt, calm, seconds))
             say(outcomes[-1])
@@ -103,12 +103,12 @@ async def hurt_rollouts(names: Sequence[str], replicas: int, seconds: float, wor
 
 
 @asynccontextmanager
-async def _sides(replicas: int, workers: int) -> AsyncIterator[tuple[Side, Side]]:
+async def _sides(replicas: int) -> AsyncIterator[tuple[Side, Side]]:
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
         fleets = []
         for name in ("hurt", "calm"):
             (own := Path(folder) / name).mkdir()
-            fleets.append(ProcessFleet(fleet_config(name, replicas, SIM, own, workers=workers), own))
+            fleets.append(ProcessFleet(fleet_config(name, replicas, SIM, own), own))
         timeout = aiohttp.ClientTimeout(total=_BOUND_S)
         async with running(*fleets), aiohttp.ClientSession(timeout=timeout) as session:
             hurt, calm = (Side(fleet, session) for fleet in fleets)

@@ -1,4 +1,4 @@
-"""Engines and a gateway on this host without Ray, to measure the data path alone.
+"""Engines, each with its reader, and a gateway on this host without Ray, to measure the data path alone.
 
     python -m loadtests.fleet -c examples/sim.yaml [KEY=VALUE ...] [-- COMMAND ...]
 
@@ -24,7 +24,6 @@ from pathlib import Path
 
 from engines.config import EngineConfig
 from engines.errors import ConfigError, EngineStartFailed
-from engines.process.engine_server import EngineServer
 from engines.process.launch import gpus_per_replica
 from engines.process.log_lines import write_log_lines
 from engines.store.weight_store import remove_store
@@ -35,6 +34,7 @@ from gateway.config.schema import Config
 from gateway.http.listener import Listener
 from gateway.ledger.ledger import default_folder
 from gateway.weights.snapshots import in_memory
+from loadtests.replica_process import ReplicaProcess
 
 _GATEWAY_START_TIMEOUT_S = 60.0
 _GATEWAY_STOP_S = 30.0
@@ -54,7 +54,7 @@ class LocalFleet:
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._servers = engine_servers(config, visible_gpus())
+        self._replicas = replica_processes(config, visible_gpus())
         self._running: list[tuple[BaseProcess, Connection]] = []
 
     async def start(self) -> tuple[list[ReplicaInfo], GatewayProcess]:
@@ -66,7 +66,7 @@ class LocalFleet:
         """Start only the engines; see `gateway`."""
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(server.start()) for server in self._servers]
+                tasks = [group.create_task(replica.start()) for replica in self._replicas]
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
         return [task.result() for task in tasks]
@@ -83,7 +83,7 @@ class LocalFleet:
 
     async def stop(self) -> None:
         gateways = (_end(process, pipe) for process, pipe in self._running)
-        await asyncio.gather(*gateways, *(server.stop() for server in self._servers))
+        await asyncio.gather(*gateways, *(replica.stop() for replica in self._replicas))
 
     def _start_gateway(self, given: Config, infos: list[ReplicaInfo]) -> GatewayProcess:
         context = multiprocessing.get_context("spawn")
@@ -100,17 +100,17 @@ class LocalFleet:
         return GatewayProcess(url=url, pid=process.pid or 0)
 
 
-def engine_servers(config: Config, gpus: Sequence[str]) -> list[EngineServer]:
-    """Return a server per replica of each group, with the next free GPUs of `gpus`."""
-    free, servers = list(gpus), []
+def replica_processes(config: Config, gpus: Sequence[str]) -> list[ReplicaProcess]:
+    """Return the replicas of each group, with the next free GPUs of `gpus`."""
+    free, replicas = list(gpus), []
     for name, group in config.groups.items():
         for index in range(group.num_replicas):
             own = [free.pop(0) if free else "" for _ in range(gpus_per_replica(group))]
             if "" in own:
                 raise ConfigError(f"engine group {name!r}: {len(gpus)} GPUs are too few for its replica {index}")
             engine = _on_gpus(group, own)
-            servers.append(EngineServer(engine, replica_id=f"{name}-{index}", group=name, index=index))
-    return servers
+            replicas.append(ReplicaProcess(engine, replica_id=f"{name}-{index}", group=name, index=index))
+    return replicas
 
 
 def gateway_config(config: Config, num_replicas: int) -> Config:

@@ -24,7 +24,11 @@ from loadtests.chaos.rollouts.faults import ROLLOUT_FAULTS, Scene
 from loadtests.chaos.rollouts.measures import Goodput, Kept, batch_with, go_on, kept_at, kill_one, stop_one
 
 SIM = SimConfig(decode_step_s=0.03, load_s=0.1)
-KEPT = {f"replica killed at {share:.0%} of its rollouts": share for share in (0.25, 0.5, 0.9)}
+KEPT = {
+    f"{victim} killed at {share:.0%} of its rollouts": (share, kill)
+    for victim, kill in (("replica", ProcessFleet.kill), ("replica's process", ProcessFleet.kill_holders))
+    for share in (0.25, 0.5, 0.9)
+}
 BATCHES = {"batches with a replica killed": kill_one, "batches with a replica stopped": stop_one}
 OF_ROLLOUTS = (*ROLLOUT_FAULTS, *KEPT, *BATCHES)
 _BATCHES = 2
@@ -166,7 +170,7 @@ async def _meet(name: str, hurt: Side, calm: Side, seconds: float) -> Outcome:
 
 async def _wave(name: str, hurt: Side) -> Outcome:
     hurt.waves.record = Record()
-    kept = await kept_at(KEPT[name], hurt.fleet, hurt.waves)
+    kept = await kept_at(*KEPT[name], hurt.fleet, hurt.waves)
     await hurt.whole_again()
     return Outcome(fault=name, tally=hurt.waves.settled().tally, kept=kept)
 

@@ -141,7 +141,7 @@ async def _run(args: argparse.Namespace) -> Costs:
         async with contextlib.AsyncExitStack() as stack:
             canned = stack.enter_context(own_process(canned_engine.run, info.url))
             beside = stack.enter_context(own_process(reader.run, canned.url))
-            ours = dataclasses.replace(info, url=canned.url)
+            ours = dataclasses.replace(info, url=canned.url, reader="")
             read = dataclasses.replace(ours, reader=beside.url, reader_key=reader.KEY)
             gateway = await stack.enter_async_context(fleet.gateway(config, [read]))
             alone = await stack.enter_async_context(fleet.gateway(config, [ours]))

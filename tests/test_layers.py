@@ -49,7 +49,7 @@ LINES = {
     "trainer_client": 4140,
     "sim": 2044,
     "tuning": 5127,
-    "loadtests": 7618,
+    "loadtests": 7957,
     "trainer_client/sessions": 730,
     "loadtests/sessions": 806,
 }

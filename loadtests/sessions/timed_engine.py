@@ -12,7 +12,7 @@ import orjson
 import uvloop
 from aiohttp import web
 
-from loadtests.studies.gateway_cost.own_process import until_closed
+from loadtests.own_process import until_closed
 
 _TURN = re.compile(r"turn (\d+-\d+);")
 _MARK_TOKENS = 400

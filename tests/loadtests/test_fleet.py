@@ -14,7 +14,8 @@ from engines.errors import ConfigError
 from gateway.config.schema import Config
 from gateway.ledger.ledger import default_folder
 from gateway.weights.snapshots import in_memory
-from loadtests.fleet import GatewayProcess, filled, main, replica_processes
+from loadtests.fleet import filled, main, replica_processes
+from loadtests.own_process import Served
 from loadtests.replica_process import ReplicaProcess
 from tests.rigs.rig import SimReplica
 
@@ -37,7 +38,7 @@ def test_each_engine_has_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_command_is_told_where_everything_is() -> None:
     info = SimReplica("engine-0", 0, SimConfig()).info
     infos = [replace(info, url="http://a"), replace(info, url="http://b")]
-    words = filled(["run", "--host={url}", "{pid}", "{engines}"], infos, GatewayProcess("http://g", 7))
+    words = filled(["run", "--host={url}", "{pid}", "{engines}"], infos, Served("http://g", 7))
     assert words == ["run", "--host=http://g", "7", "http://a", "http://b"]
 
 

@@ -23,8 +23,8 @@ import orjson
 
 from gateway.config.load import load
 from loadtests.fleet import LocalFleet
+from loadtests.own_process import Served, own_process
 from loadtests.studies.gateway_cost import canned_engine, pass_through, reader
-from loadtests.studies.gateway_cost.own_process import Served, own_process
 from loadtests.studies.ratios import pair_ratios
 from loadtests.studies.routers import running_router
 
@@ -139,7 +139,7 @@ async def _run(args: argparse.Namespace) -> Costs:
     try:
         (info,) = await fleet.start_engines()
         async with contextlib.AsyncExitStack() as stack:
-            canned = stack.enter_context(own_process(canned_engine.run, info.url))
+            canned = stack.enter_context(own_process(canned_engine.run, info.url, 0.0))
             beside = stack.enter_context(own_process(reader.run, canned.url))
             ours = dataclasses.replace(info, url=canned.url, reader="")
             read = dataclasses.replace(ours, reader=beside.url, reader_key=reader.KEY)

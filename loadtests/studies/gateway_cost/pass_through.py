@@ -7,7 +7,7 @@ import aiohttp
 import uvloop
 from aiohttp import web
 
-from loadtests.studies.gateway_cost.own_process import until_closed
+from loadtests.own_process import until_closed
 
 _LARGEST_BODY = 1 << 30
 

@@ -6,7 +6,7 @@ import uvloop
 
 from engines.clients.vllm_engine import VllmEngine
 from engines.reading.server import ReaderServer
-from loadtests.studies.gateway_cost.own_process import until_closed
+from loadtests.own_process import until_closed
 
 KEY = "of this study"
 

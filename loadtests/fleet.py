@@ -15,8 +15,7 @@ import signal
 import sys
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, suppress
-from multiprocessing.connection import Connection
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 
 from engines.config import EngineConfig
@@ -97,9 +96,9 @@ def _on_gpus(engine: EngineConfig, gpus: Sequence[str]) -> EngineConfig:
     return engine.model_copy(update={"env": {**engine.env, "CUDA_VISIBLE_DEVICES": ",".join(gpus)}})
 
 
-def _serve_gateway(config: Config, infos: list[ReplicaInfo], pipe: Connection) -> None:
-    """Run a gateway process until the other end of the pipe closes, also by the owner's death."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+@asynccontextmanager
+async def _serve_gateway(config: Config, infos: list[ReplicaInfo]) -> AsyncIterator[str]:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # its owner ends it
     # Standard output has only the line of URLs.
     write_log_lines(sys.stderr)
 
@@ -108,14 +107,8 @@ def _serve_gateway(config: Config, infos: list[ReplicaInfo], pipe: Connection) -
 
     with named_apart(config) as own:
         listener = Listener(own, discover)
-        try:
-            pipe.send(listener.start())
-        except ConfigError as error:  # a port that is taken
-            pipe.send(error)
-            return
-        with suppress(EOFError):
-            pipe.recv()
-        listener.stop()
+        yield await asyncio.to_thread(listener.start)
+        await asyncio.to_thread(listener.stop)
 
 
 @contextmanager

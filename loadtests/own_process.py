@@ -3,13 +3,20 @@
 import asyncio
 import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import uvloop
+
+from engines.errors import ConfigError
+
 _START_S = 60.0
 _STOP_S = 30.0
+
+Serve = Callable[..., AbstractAsyncContextManager[str]]
+"""Runs a server, whose URL it yields, until the end of the block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,28 +37,25 @@ class Served:
 
 
 @contextmanager
-def own_process(run: Callable[..., None], *arguments: object) -> Iterator[Served]:
-    """Run a server in a process: `run` takes the arguments and a pipe, sends its URL, and ends with the pipe.
-
-    Raise an error that it sends instead.
-    """
-    with own_processes(run, [arguments]) as (served,):
+def own_process(serve: Serve, *arguments: object) -> Iterator[Served]:
+    """Run a server in a process, which ends with this one too. Raise its `ConfigError`."""
+    with own_processes(serve, [arguments]) as (served,):
         yield served
 
 
 @contextmanager
-def own_processes(run: Callable[..., None], each: Sequence[Sequence[object]]) -> Iterator[list[Served]]:
+def own_processes(serve: Serve, each: Sequence[Sequence[object]]) -> Iterator[list[Served]]:
     """Run a server for each of these arguments, each in a process of its own; all start at once."""
     context = multiprocessing.get_context("spawn")
     running = []
     try:
         for arguments in each:
             ours, theirs = context.Pipe()
-            process = context.Process(target=run, args=(*arguments, theirs), daemon=True)
+            process = context.Process(target=_run, args=(serve, arguments, theirs), daemon=True)
             process.start()
             theirs.close()
             running.append((process, ours))
-        yield [Served(_url(run, pipe), process.pid or 0) for process, pipe in running]
+        yield [Served(_url(serve, pipe), process.pid or 0) for process, pipe in running]
     finally:
         for _, pipe in running:
             pipe.close()
@@ -60,22 +64,25 @@ def own_processes(run: Callable[..., None], each: Sequence[Sequence[object]]) ->
             process.kill()
 
 
-def _url(run: Callable[..., None], pipe: Connection) -> str:
+def _url(serve: Serve, pipe: Connection) -> str:
     if not pipe.poll(_START_S):
-        raise TimeoutError(f"{run.__module__} did not start within {_START_S:g} s")
-    if isinstance(told := pipe.recv(), Exception):
+        raise TimeoutError(f"{serve.__module__} did not start within {_START_S:g} s")
+    if isinstance(told := pipe.recv(), ConfigError):
         raise told
     url: str = told
     return url
 
 
-async def until_closed(pipe: Connection) -> None:
-    """Return when the other end of the pipe closes, also by its process's death."""
+def _run(serve: Serve, arguments: Sequence[object], pipe: Connection) -> None:
+    """Serve in this process until the other end of the pipe closes, also by its process's death."""
 
-    def wait() -> None:
+    async def served() -> None:
         try:
-            pipe.recv()
-        except EOFError:
-            return
+            async with serve(*arguments) as url:
+                pipe.send(url)
+                with suppress(EOFError):
+                    await asyncio.to_thread(pipe.recv)
+        except ConfigError as error:
+            pipe.send(error)
 
-    await asyncio.to_thread(wait)
+    uvloop.run(served())

@@ -8,7 +8,6 @@ the client's own loop too. All runs on one machine.
 
 import argparse
 import asyncio
-import dataclasses
 import random
 import statistics
 import sys
@@ -93,10 +92,9 @@ async def measured(args: argparse.Namespace) -> dict[str, object]:
         fleet = LocalFleet(config)
         stack.push_async_callback(fleet.stop)
         (info,) = await fleet.start_engines()
-        engine = stack.enter_context(own_process(timed_engine.run, info.url)).url
-        beside = stack.enter_context(own_process(reader.run, engine)).url
-        timed = dataclasses.replace(info, url=engine, reader=beside, reader_key=reader.KEY)
-        gateway = await stack.enter_async_context(fleet.gateway(config, [timed]))
+        engine = stack.enter_context(own_process(timed_engine.serve, info.url)).url
+        beside = stack.enter_context(own_process(reader.serve, engine))
+        gateway = await stack.enter_async_context(fleet.gateway(config, [reader.read(info, engine, beside)]))
         process = psutil.Process(gateway.pid)
         empty = process.memory_info().rss
         connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=_TIMEOUT_S)

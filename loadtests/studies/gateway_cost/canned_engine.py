@@ -6,14 +6,12 @@ So a study can measure the CPU of a server between clients and engines, on repli
 import asyncio
 import http.client
 import re
-from multiprocessing.connection import Connection
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import cast
 from urllib.parse import urlsplit
 
 import orjson
-import uvloop
-
-from loadtests.own_process import until_closed
 
 _LENGTH = re.compile(rb"content-length: *(\d+)", re.IGNORECASE)
 _HAS_TOKENS = b'"choices":[{'
@@ -111,13 +109,9 @@ class _Connection(asyncio.Protocol):
             self._transport.write(part)
 
 
-async def _serve(engine: str, event_s: float, pipe: Connection) -> None:
+@asynccontextmanager
+async def serve(engine: str, event_s: float) -> AsyncIterator[str]:
+    """Serve in front of `engine`."""
     canned = CannedEngine(engine, event_s)
     server = await asyncio.get_running_loop().create_server(lambda: _Connection(canned), "127.0.0.1", 0)
-    pipe.send(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
-    await until_closed(pipe)
-
-
-def run(engine: str, event_s: float, pipe: Connection) -> None:
-    """Serve in this process, in front of `engine`, until the pipe closes."""
-    uvloop.run(_serve(engine, event_s, pipe))
+    yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"

@@ -93,12 +93,10 @@ async def measured(case: Case, rounds: int, fleet: LocalFleet, recorded: Replica
     """Run a case on a gateway of its own. Raise `TimeoutError` where it takes far longer than its engines need."""
     async with AsyncExitStack() as stack:
         event_s = _CHUNK_TOKENS * case.step_s
-        engines = stack.enter_context(own_processes(canned_engine.run, [(recorded.url, event_s)] * case.replicas))
-        readers = stack.enter_context(own_processes(reader.run, [(engine.url,) for engine in engines]))
+        engines = stack.enter_context(own_processes(canned_engine.serve, [(recorded.url, event_s)] * case.replicas))
+        readers = stack.enter_context(own_processes(reader.serve, [(engine.url,) for engine in engines]))
         infos = [
-            dataclasses.replace(
-                recorded, replica_id=f"engine-{place}", url=engine.url, reader=beside.url, reader_key=reader.KEY
-            )
+            reader.read(dataclasses.replace(recorded, replica_id=f"engine-{place}"), engine.url, beside)
             for place, (engine, beside) in enumerate(zip(engines, readers, strict=True))
         ]
         gateway = await stack.enter_async_context(fleet.gateway(load(None, _SETTINGS), infos))

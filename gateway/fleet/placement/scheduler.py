@@ -8,8 +8,8 @@ import asyncio
 import math
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
 import structlog
@@ -149,16 +149,30 @@ class Scheduler:
         """
         while True:
             try:
-                async with self._placed(rollout) as replica:
-                    result = await _answer(replica, call)
-                    replica.backoff.succeeded()
-                    return result
+                with self.history.attempt(rollout) as attempt:
+                    replica = await self._place(rollout, attempt)
+                    attempt.place(replica)
+                    return await self._attempted(rollout, replica, call)
             except EngineError as error:
                 progressed = kept(error)
                 with self._between_attempts(rollout):
                     await self._failed(rollout, replica, error, progressed=progressed)
                 if progressed:
                     return None
+
+    async def _attempted(self, rollout: Rollout, replica: Replica, call: Callable[[Replica], Awaitable[T]]) -> T:
+        """Make an attempt on a replica that has room for it, which it gives back at its end."""
+        ended_by: BaseException | None = None
+        try:
+            result = await _answer(replica, call)
+            replica.backoff.succeeded()
+            return result
+        except BaseException as error:
+            ended_by = error
+            raise
+        finally:
+            replica.release(rollout, ended_by)
+            self._pump(rollout.model)
 
     async def _failed(self, rollout: Rollout, replica: Replica, error: EngineError, *, progressed: bool) -> None:
         """Record the end of an attempt. Raises if there may be no further attempt.
@@ -210,23 +224,8 @@ class Scheduler:
             asyncio.get_running_loop().call_later(pause_s + _EARLY_S, self._pump, rollout.model)
         return is_dead
 
-    @asynccontextmanager
-    async def _placed(self, rollout: Rollout) -> AsyncIterator[Replica]:
-        """Wait for a replica with room. The block is an attempt there; its end gives the room back."""
-        with self.history.attempt(rollout) as attempt:
-            replica = await self._place(rollout, attempt)
-            attempt.place(replica)
-            error: BaseException | None = None
-            try:
-                yield replica
-            except BaseException as caught:
-                error = caught
-                raise
-            finally:
-                replica.release(rollout, error)
-                self._pump(rollout.model)
-
     async def _place(self, rollout: Rollout, attempt: Attempt) -> Replica:
+        """Wait for a replica with room, and take it there."""
         line = self._lines[rollout.model]
         if not len(line) and not self._is_closed(rollout.model):
             chosen = self._choose_and_reserve(rollout, self._wanted(rollout, self._able(rollout)))

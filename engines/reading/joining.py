@@ -4,14 +4,9 @@ Deltas of conversations are not joined: their tokens are, of which an engine mak
 """
 
 from collections.abc import Iterable
-from itertools import accumulate, chain
+from itertools import chain
 
-from msgspec import Raw
-
-from engines.chunks import Choice, Chunk
-from engines.raw_json import NULL, decoded, encoded, inside_list
-
-_OFFSETS = "text_offset"
+from engines.chunks import OFFSETS, Choice, Chunk, offsets_of
 
 
 class Joining:
@@ -35,41 +30,38 @@ class Joining:
         """Return all of it as one chunk, or none."""
         if (last := self._last) is None:
             return []
-        choices = list(map(_joined, self._choices.values()))
+        choices = list(map(joined, self._choices.values()))
         self._choices, self._last = {}, None
         return [Chunk(choices, last.usage, last.prompt_token_ids, last.written)]
 
 
-def _joined(choices: list[Choice]) -> Choice:
+def joined(choices: list[Choice]) -> Choice:
     """The choices of one sample as one."""
     last = choices[-1]
     if len(choices) == 1:
         return last
-    whole = Choice(last.index, last.finish_reason)
     texts = [choice.text for choice in choices if choice.text is not None]
-    whole.text = "".join(texts) if texts else None
+    whole = Choice(last.index, last.finish_reason, "".join(texts) if texts else None, written=last.written)
     whole.token_ids = _list_of(choice.token_ids for choice in choices)
-    if scores := [choice.logprobs for choice in choices if choice.logprobs]:
-        whole.logprobs = scores[0] if len(scores) == 1 else _joined_scores(scores)
+    whole.logprobs = _joined_scores([choice.logprobs for choice in choices if choice.logprobs])
     for choice in choices:
-        if choice.prompt_token_ids != NULL:
-            whole.prompt_token_ids = choice.prompt_token_ids
+        whole.num_tokens += choice.num_tokens
+        whole.num_unscored += choice.num_unscored
+        whole.prompt_token_ids = choice.prompt_token_ids or whole.prompt_token_ids
         whole.weight_versions = choice.weight_versions or whole.weight_versions
-    lists = {"token_ids": whole.token_ids, "prompt_token_ids": whole.prompt_token_ids, "logprobs": whole.logprobs}
-    told = last.told
-    whole.written = told | {key: value for key, value in lists.items() if key in told}
     return whole
 
 
-def _joined_scores(scores: list[dict[str, Raw]]) -> dict[str, Raw]:
-    joined = {key: _list_of(score.get(key, NULL) for score in scores) for key in dict.fromkeys(chain(*scores))}
-    if _OFFSETS in joined:  # each chunk counts from its own start, or from the text before, by the kind of engine
-        names = decoded(joined["tokens"])
-        joined[_OFFSETS] = Raw(encoded(list(accumulate(map(len, names[:-1]), initial=0))[: len(names)]))
+def _joined_scores(scores: list[dict[str, bytes | None]]) -> dict[str, bytes | None] | None:
+    if len(scores) < 2:
+        return scores[0] if scores else None
+    joined = {key: _list_of(score.get(key) for score in scores) for key in dict.fromkeys(chain(*scores))}
+    if OFFSETS in joined:
+        joined[OFFSETS] = offsets_of(joined["tokens"] or b"")
     return joined
 
 
-def _list_of(lists: Iterable[Raw]) -> Raw:
-    """The items of all lists as one list; null where all are."""
-    told = [inside_list(value) for value in lists if value != NULL]
-    return Raw(b"[" + b",".join(filter(None, told)) + b"]") if told else NULL
+def _list_of(lists: Iterable[bytes | None]) -> bytes | None:
+    """The items of all lists; None where all are."""
+    told = [items for items in lists if items is not None]
+    return b",".join(filter(None, told)) if told else None

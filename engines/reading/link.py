@@ -48,7 +48,7 @@ class Link:
                 joins = not (streams or is_whole)
                 wire.send(Ask(number, path, _encoded(body), timeout_s, is_whole, joins, TRACE_CONTEXT.get()))
                 while isinstance(message := await queue.get(), Told):
-                    yield [told.chunk() for told in message.chunks]
+                    yield message.chunks
                 if message is _LATE:
                     raise DeadlineExceeded(f"replica {self._replica_id}: no answer to {path} within {timeout_s:g} s")
                 wire = None

@@ -17,7 +17,7 @@ from engines.engine import Engine
 from engines.errors import EngineFailed, RolloutGatewayError
 from engines.reading.joining import Joining
 from engines.reading.reader import chunks_here
-from engines.reading.wire import Alive, Ask, Cancel, Ended, Failed, Hello, ToGateway, Told, ToldChunk, ToReader, Wire
+from engines.reading.wire import Alive, Ask, Cancel, Ended, Failed, Hello, ToGateway, Told, ToReader, Wire
 from engines.trace_context import TRACE_CONTEXT
 
 log = structlog.get_logger()
@@ -140,11 +140,10 @@ class _Telling:
             self._send(chunks)
 
     def _send(self, chunks: list[Chunk]) -> None:
-        told = []
         for chunk in chunks:
-            told.append(ToldChunk.of(chunk, has_head=not self._has_begun))
+            chunk.shed(has_head=not self._has_begun)
             self._has_begun = True
-        self._wire.send(Told(self._number, told))
+        self._wire.send(Told(self._number, chunks))
 
 
 class ReaderThread:

@@ -9,13 +9,12 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 import structlog
-from msgspec import Raw, Struct
+from msgspec import Struct
 
 from engines import errors
-from engines.chunks import Choice, Chunk
+from engines.chunks import Chunk
 from engines.engine import Json
 from engines.errors import EngineError, EngineFailed, EngineRefused, InvalidRequest, RolloutGatewayError
-from engines.raw_json import NULL
 
 log = structlog.get_logger()
 
@@ -26,7 +25,7 @@ _LENGTH_BYTES = 4
 _LONGEST_BYTES = 1 << 30
 # What the other process has not read: it stands still.
 _MOST_UNREAD_BYTES = 1 << 30
-_LISTS = ("token_ids", "prompt_token_ids", "logprobs")
+_BUFFER_BYTES = 1 << 18
 
 
 class Hello(Struct, tag=0, array_like=True, gc=False):
@@ -53,62 +52,11 @@ class Cancel(Struct, tag=2, array_like=True, gc=False):
     number: int
 
 
-class ToldChoice(Struct, array_like=True, gc=False):
-    """A `Choice`. `fields` are all others than its lists, which are empty there where the engine told them."""
-
-    index: int
-    finish_reason: str | None
-    text: str | None
-    token_ids: bytes
-    prompt_token_ids: bytes
-    logprobs: dict[str, bytes] | None
-    weight_versions: list[Json] | None
-    delta: Json | None
-    fields: dict[str, bytes]
-
-    @classmethod
-    def of(cls, choice: Choice) -> "ToldChoice":
-        fields = {key: b"" if key in _LISTS else bytes(value) for key, value in choice.told.items()}
-        scores = choice.logprobs
-        return cls(
-            choice.index, choice.finish_reason, choice.text, bytes(choice.token_ids), bytes(choice.prompt_token_ids),
-            None if scores is None else {key: bytes(value) for key, value in scores.items()},
-            choice.weight_versions, choice.delta, fields,
-        )  # fmt: skip
-
-    def choice(self) -> Choice:
-        told: Json = {key: Raw(value) for key, value in self.fields.items()}
-        scores = None if self.logprobs is None else {key: Raw(value) for key, value in self.logprobs.items()}
-        lists = (Raw(self.token_ids), Raw(self.prompt_token_ids), NULL if scores is None else scores)
-        told |= {key: value for key, value in zip(_LISTS, lists, strict=True) if key in told}
-        return Choice(
-            self.index, self.finish_reason, self.text, lists[0], lists[1], scores,
-            self.weight_versions, self.delta, told,
-        )  # fmt: skip
-
-
-class ToldChunk(Struct, array_like=True, gc=False):
-    """A `Chunk`; the first of a reply has its head."""
-
-    choices: list[ToldChoice]
-    usage: Json | None
-    prompt_token_ids: list[int] | None
-    head: Json
-
-    @classmethod
-    def of(cls, chunk: Chunk, *, has_head: bool) -> "ToldChunk":
-        head = chunk.head if has_head else {}
-        return cls(list(map(ToldChoice.of, chunk.choices)), chunk.usage, chunk.prompt_token_ids, head)
-
-    def chunk(self) -> Chunk:
-        return Chunk([told.choice() for told in self.choices], self.usage, self.prompt_token_ids, self.head)
-
-
 class Told(Struct, tag=3, array_like=True, gc=False):
     """Chunks of a reply."""
 
     number: int
-    chunks: list[ToldChunk]
+    chunks: list[Chunk]
 
 
 class Ended(Struct, tag=4, array_like=True, gc=False):
@@ -165,7 +113,7 @@ ToReader = Hello | Ask | Cancel
 ToGateway = Told | Ended | Failed | Alive
 
 
-class Wire(asyncio.Protocol, Generic[S, R]):
+class Wire(asyncio.BufferedProtocol, Generic[S, R]):
     """One end of a connection. All that is sent in one turn of the event loop leaves together.
 
     `received` is called for each message that comes, `ended` once, when the connection ends or the other end breaks the
@@ -181,8 +129,7 @@ class Wire(asyncio.Protocol, Generic[S, R]):
         self._received, self._ended = received, ended
         self._transport: asyncio.Transport | None = None
         self._waiting: list[bytes] = []
-        self._came = bytearray()
-        self._length: int | None = None
+        self._buffer, self._came = bytearray(_BUFFER_BYTES), 0
 
     def send(self, message: S) -> None:
         """Have a message leave at the end of this turn; none leaves a connection that has ended."""
@@ -212,23 +159,37 @@ class Wire(asyncio.Protocol, Generic[S, R]):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport  # type: ignore[assignment]  # uvloop's is no asyncio.Transport
 
-    def data_received(self, data: bytes) -> None:
-        self._came += data
-        while len(self._came) >= _LENGTH_BYTES:
-            end = _LENGTH_BYTES + int.from_bytes(self._came[:_LENGTH_BYTES], "big")
-            if end > _LONGEST_BYTES:
-                self._break(f"a message of {end} bytes")
-                return
-            if len(self._came) < end:
-                return
-            content = bytes(memoryview(self._came)[_LENGTH_BYTES:end])
-            del self._came[:end]
-            try:
-                message = self._decode(content)
-            except (msgspec.DecodeError, msgspec.ValidationError) as error:
-                self._break(f"a message cannot be read: {error}")
-                return
-            self._received(self, message)
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return memoryview(self._buffer)[self._came :]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._came += nbytes
+        begin, size = 0, _BUFFER_BYTES
+        with memoryview(self._buffer)[: self._came] as came:
+            while self._came - begin >= _LENGTH_BYTES:
+                length = int.from_bytes(came[begin : begin + _LENGTH_BYTES], "big")
+                if length > _LONGEST_BYTES:
+                    self._break(f"a message of {length} bytes")
+                    return
+                end = begin + _LENGTH_BYTES + length
+                if end > self._came:
+                    size = max(size, end - begin)
+                    break
+                try:
+                    message = self._decode(came[begin + _LENGTH_BYTES : end])
+                except (msgspec.DecodeError, msgspec.ValidationError) as error:
+                    self._break(f"a message cannot be read: {error}")
+                    return
+                begin = end
+                self._received(self, message)
+            self._make_room(came[begin:], size)
+
+    def _make_room(self, begun: memoryview, size: int) -> None:
+        """Keep the beginning of a message in a buffer of `size` bytes."""
+        self._came = len(begun)
+        if len(self._buffer) != size:
+            self._buffer = bytearray(size)
+        memoryview(self._buffer)[: self._came] = begun
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._ended(self)

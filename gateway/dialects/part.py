@@ -11,7 +11,7 @@ from typing import Self
 from engines.chunks import Choice, Chunk
 from engines.engine import Json
 from engines.errors import EngineError, EngineFailed, EngineRefused
-from engines.raw_json import NO_JSON, inside_list, opened
+from engines.raw_json import NO_JSON, opened
 from engines.reading.reader import chunks_of
 from gateway.config.schema import GatewayConfig
 from gateway.dialects.resumption.features import inexact_fields
@@ -85,11 +85,14 @@ class Ask(ABC):
     def bare_head(self) -> Json:
         """What is beside the choices of a reply that no engine has begun."""
 
+    def head(self, reply: Reply) -> Json:
+        """What a reply has beside its choices."""
+        return (reply.head or self.bare_head()) | {"usage": reply.usage}
+
     def told(self, reply: Reply) -> Json:
         """A reply whose samples are told whole."""
         bare = self.bare()
-        choices = [sample.told(bare, self.inexact if sample.is_resumed else None) for sample in reply.samples]
-        return (reply.head or self.bare_head()) | {"choices": choices, "usage": reply.usage}
+        return self.head(reply) | {"choices": [sample.told(bare, self.inexact) for sample in reply.samples]}
 
     def chunks(
         self, replica: Replica, path: str, body: Json, *, is_whole: bool, streams: bool
@@ -226,8 +229,6 @@ class Part:
             "weight_version": adapter.version if adapter else replica.weight_version,
         }
         told.pop("weight_versions", None)
-        if choice.delta is not None:
-            told["delta"] = choice.delta
         if self._ask.before is not None:
             if sample.kept.shows_prompt and "prompt_token_ids" in told:
                 told["prompt_token_ids"] = None
@@ -236,7 +237,7 @@ class Part:
         if sample.reason is not None or sample.is_cut:
             sample.stamp()
         if sample.reason is not None:
-            told |= sample.marks(self._ask.inexact if sample.is_resumed else None)
+            told |= sample.marks(self._ask.inexact)
         else:
             told |= {"finish_reason": CUT_OFF} if sample.is_cut else {}
         return told
@@ -318,7 +319,7 @@ class Part:
             told = {**ask.bare(), **sample.last, "index": sample.index}
             if sample.num_made and "prompt_token_ids" in told:  # it came with the first tokens
                 told["prompt_token_ids"] = None
-            ends.append(told | sample.marks(ask.inexact if sample.is_resumed else None))
+            ends.append(told | sample.marks(ask.inexact))
         if self._show is not None:
             self._show({**(self._reply.head or ask.bare_head()), "choices": ends, "usage": self._reply.usage})
 
@@ -332,4 +333,4 @@ def shifted(logprobs: Json, characters: int) -> Json:
 
 def _has_content(choice: Choice) -> bool:
     delta = choice.delta or {}
-    return bool(inside_list(choice.token_ids) or choice.text or any(delta[key] for key in delta if key != "role"))
+    return bool(choice.token_ids or choice.text or any(delta[key] for key in delta if key != "role"))

@@ -7,7 +7,6 @@ from engines.engine import Json
 from engines.errors import Withdrawn
 from gateway.dialects.part import Ask, Part
 from gateway.dialects.sample import ABORT, Reply, Sample
-from gateway.dialects.spans import UNSCORED
 from gateway.dialects.streams import Show
 from gateway.fleet.concurrency import together
 from gateway.fleet.fleet import Fleet
@@ -45,7 +44,7 @@ class Runner:
         reply = reply or Reply(ask.read)
         await self.run(ask, reply)
         told = ask.told(reply)
-        self.count_missing(told["choices"])
+        self.count_missing(sample.num_unscored for sample in reply.samples)
         return told
 
     async def run(self, ask: Ask, reply: Reply, show: Show | None = None) -> None:
@@ -59,7 +58,7 @@ class Runner:
         finally:
             self.learn(ask.rollout, reply.usage, [sample.reason for sample in reply.samples])
             if show is not None:
-                self.count_missing([sample.marks() for sample in reply.samples])
+                self.count_missing(sample.num_unscored for sample in reply.samples)
 
     async def go_on(self, ask: Ask, reply: Reply, show: Show | None = None) -> None:
         """Have the open samples continued, each by itself, until they end."""
@@ -92,11 +91,10 @@ class Runner:
         if ask.heard is not None:
             ask.heard()
 
-    def count_missing(self, choices: Iterable[Json]) -> None:
-        """Count the tokens of choices that end which lack their log-prob."""
-        for choice in choices:
-            if missing := choice.get(UNSCORED):
-                self._metrics.missing_logprobs.inc(missing)
+    def count_missing(self, samples: Iterable[int]) -> None:
+        """Count the tokens of samples that end which lack their log-prob."""
+        if missing := sum(samples):
+            self._metrics.missing_logprobs.inc(missing)
 
     def learn(self, rollout: Rollout, usage: Json, ends: Sequence[str | None]) -> None:
         """Remember the lengths of a rollout whose samples all ended by themselves."""

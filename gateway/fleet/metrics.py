@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from importlib.metadata import PackageNotFoundError, version
@@ -222,11 +223,15 @@ class Deliveries:
 
     def count(self, model: str, choices: Iterable[Json]) -> None:
         """Count the choices that end."""
-        target = self._fleet.target_of(model)
+        ends, tokens, target = defaultdict[str, int](int), defaultdict[int, int](int), self._fleet.target_of(model)
         for choice in choices:
             if reason := choice.get("finish_reason"):
-                self._metrics.completions.labels(model, reason).inc()
-                self._count_tokens(model, target, choice.get("weight_versions") or ())
+                ends[reason] += 1
+                self._add_tokens(tokens, target, choice.get("weight_versions") or ())
+        for reason, number in ends.items():
+            self._metrics.completions.labels(model, reason).inc(number)
+        for behind, number in tokens.items():
+            self._metrics.delivered_tokens.labels(model, str(behind)).inc(number)
 
     def count_batch(self, model: str, seconds: Sequence[float]) -> None:
         """Count a batch by the times at which its prompts ended, from its start; one prompt is no batch."""
@@ -234,10 +239,11 @@ class Deliveries:
             self._metrics.batch_seconds.labels(model).observe(max(seconds))
             self._metrics.batch_tail_ratio.labels(model).observe(max(seconds) / median(seconds))
 
-    def _count_tokens(self, model: str, target: int, spans: Iterable[Json]) -> None:
-        """A span without limits is of a request that met several versions; its engine does not say which made what."""
+    @staticmethod
+    def _add_tokens(tokens: dict[int, int], target: int, spans: Iterable[Json]) -> None:
+        """Count tokens by the number of versions that they are behind. A span without limits is of a request that met
+        several versions; its engine does not say which made what."""
         for span in spans:
             start, end, version = span.get("start"), span.get("end"), span.get("base_version", span.get("version"))
             if start is not None and end is not None and version is not None:
-                behind = min(max(0, target - int(version)), _MOST_BEHIND)
-                self._metrics.delivered_tokens.labels(model, str(behind)).inc(end - start)
+                tokens[min(max(0, target - int(version)), _MOST_BEHIND)] += end - start

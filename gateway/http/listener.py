@@ -125,6 +125,7 @@ class Listener:
             # What is there from the start stays: to look for garbage in it takes 60 ms of the loop each time.
             gc.collect()
             gc.freeze()
+            gc.set_threshold(20_000)
             self._started.set_result((asyncio.get_running_loop(), stopping, url))
             await stopping.wait()
         finally:

@@ -83,11 +83,11 @@ class Load:
 
     async def seconds_a_request(self, server: Served, row: Row) -> float:
         """Return the CPU seconds of the server for each request of one round."""
-        data, left = orjson.dumps({"model": "sim", **row.body}), iter(range(row.requests))
-        before = server.cpu_s
+        left, before = iter(range(row.requests)), server.cpu_s
 
         async def caller() -> None:
-            for _ in left:
+            for number in left:  # no client has equal batches under way, of which each waits for a moment
+                data = orjson.dumps({"model": "sim", "user": f"{number}", **row.body})
                 await self._ask(server.url + row.path, data)
 
         await asyncio.gather(*(caller() for _ in range(row.at_once)))

@@ -67,7 +67,7 @@ async def read(link: Link, *, streams: bool, heard: Callable[[], Any] = lambda: 
     async with aclosing(chunks) as blocks:
         async for block in blocks:
             for chunk in block:
-                found.append([int(item) for item in bytes(chunk.choices[0].token_ids)[1:-1].split(b",")])
+                found.append([int(item) for item in (chunk.choices[0].token_ids or b"").split(b",")])
             heard()
     return found
 

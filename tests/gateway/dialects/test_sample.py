@@ -17,7 +17,6 @@ from engines.chunks import Chunk
 from engines.engine import Json
 from engines.raw_json import NO_JSON, encoded, opened
 from engines.reading.joining import Joining
-from engines.reading.wire import ToldChunk
 from gateway.dialects.completion_prompt import is_read_in_chunks
 from gateway.dialects.sample import CUT_OFF, Reply, Sample, Source
 from gateway.fleet.placement.routing import Rollout
@@ -147,7 +146,10 @@ def made(reply: Reply, *events: bytes) -> list[Json]:
         reply.take(Chunk.read(event), reply.samples)
     for sample in reply.samples:
         sample.stamp()
-    return [sample.told(BARE, ()) for sample in reply.samples]
+    choices = [sample.told(BARE, ()) for sample in reply.samples]
+    in_json = [json.loads(sample.written(sample.index, BARE, (), shows_ids=True)) for sample in reply.samples]
+    assert in_json == opened(choices)
+    return choices
 
 
 def without_stamps(choices: list[Json]) -> list[Json]:
@@ -185,8 +187,8 @@ def test_chunks_that_a_reader_joins_and_sends_make_the_same_samples(
             told += joining.told()
     told += joining.told()
     for place, chunk in enumerate(told):
-        content = msgspec.msgpack.encode(ToldChunk.of(chunk, has_head=place == 0))
-        beside.take(msgspec.msgpack.decode(content, type=ToldChunk).chunk(), beside.samples)
+        content = msgspec.msgpack.encode(chunk.shed(has_head=place == 0))
+        beside.take(msgspec.msgpack.decode(content, type=Chunk), beside.samples)
     for sample in beside.samples:
         sample.stamp()
     assert opened([sample.told(BARE, ()) for sample in beside.samples]) == opened(direct)

@@ -45,7 +45,7 @@ ROOT = Path(__file__).parents[1]
 LINES = {
     "gateway": 19472,
     "gateway/agents": 2374,
-    "engines": 11986,
+    "engines": 12006,
     "trainer_client": 4140,
     "sim": 2044,
     "tuning": 5127,

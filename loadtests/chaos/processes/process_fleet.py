@@ -121,7 +121,7 @@ class ProcessFleet:
         """Kill engines at once with SIGKILL; return the tokens that they had made. Each is started again."""
         return await self._killed(indexes, lambda index: os.kill(self.infos[index].pid, signal.SIGKILL))
 
-    async def kill_holders(self, *indexes: int) -> float:
+    async def kill_processes(self, *indexes: int) -> float:
         """The same with the processes that hold engines and read them: their engines end with them."""
         return await self._killed(indexes, lambda index: self._replicas[index].kill())
 

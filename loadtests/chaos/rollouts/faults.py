@@ -43,8 +43,8 @@ async def killed(count: int, scene: Scene) -> None:
     await scene.fleet.kill(*range(count))
 
 
-async def holder_killed(scene: Scene) -> None:
-    await scene.fleet.kill_holders(0)
+async def process_killed(scene: Scene) -> None:
+    await scene.fleet.kill_processes(0)
 
 
 async def stopped(scene: Scene) -> None:
@@ -122,7 +122,7 @@ def _ask_unread(url: str, body: dict[str, Any]) -> socket.socket:
 ROLLOUT_FAULTS: dict[str, RolloutFault] = {
     "replica killed": partial(killed, 1),
     "two replicas killed at once": partial(killed, 2),
-    "replica's process killed": holder_killed,
+    "replica's process killed": process_killed,
     "replica stopped (SIGSTOP) and continued": stopped,
     "429 with Retry-After": partial(misbehaves, {"status": 429, "retry_after_s": 2}),
     "500 with good health": partial(misbehaves, {"status": 500}),

@@ -26,7 +26,7 @@ from loadtests.chaos.rollouts.measures import Goodput, Kept, batch_with, go_on, 
 SIM = SimConfig(decode_step_s=0.03, load_s=0.1)
 KEPT = {
     f"{victim} killed at {share:.0%} of its rollouts": (share, kill)
-    for victim, kill in (("replica", ProcessFleet.kill), ("replica's process", ProcessFleet.kill_holders))
+    for victim, kill in (("replica", ProcessFleet.kill), ("replica's process", ProcessFleet.kill_processes))
     for share in (0.25, 0.5, 0.9)
 }
 BATCHES = {"batches with a replica killed": kill_one, "batches with a replica stopped": stop_one}

@@ -32,13 +32,6 @@ log = structlog.get_logger()
 _NAMESPACE = "rollout_gateway"
 M = TypeVar("M", Counter, Histogram)
 
-Count = tuple[str, dict[str, str], float]
-"""The value of a sample of a counter or histogram, with its name and labels."""
-CountKey = tuple[str, tuple[tuple[str, str], ...]]
-_NOWHERE: Mapping[CountKey, float] = {}
-_COUNTED = ("counter", "histogram")
-_SUFFIXES = ("_total", "_bucket", "_sum", "_count")
-
 _LABELS_REMEMBERED = 1024
 # Larger distances to the target version share a label, so that their number is bounded.
 _MOST_BEHIND = 8
@@ -169,54 +162,15 @@ class Metrics:
         self.weight_version.set(version)
         self.replicas_behind.set(behind)
 
-    def counts(self) -> list[Count]:
-        """Return all that is counted here, which another process may sum."""
-        return [
-            (sample.name, sample.labels, sample.value)
-            for family in self.registry.collect()
-            if family.type in _COUNTED
-            for sample in family.samples
-        ]
-
-    def page(self, engine_pages: dict[str, str], elsewhere: Mapping[CountKey, float] = _NOWHERE) -> bytes:
-        """Return our metrics, then the engines'. `engine_pages` is Prometheus text by replica label.
-
-        `elsewhere` has the sums of what other processes of the gateway have counted.
-        """
-        ours = _Summed(self.registry, elsewhere) if elsewhere else self.registry
-        return generate_latest(ours) + generate_latest(_Labelled(engine_pages))
+    def page(self, engine_pages: dict[str, str]) -> bytes:
+        """Return our metrics, then the engines'. `engine_pages` is Prometheus text by replica label."""
+        return generate_latest(self.registry) + generate_latest(_Labelled(engine_pages))
 
 
 def _known(metric: M) -> M:
     """A metric that finds its labels' own part without the lock and the checks of `labels`, from the second time on."""
     metric.labels = lru_cache(_LABELS_REMEMBERED)(metric.labels)  # type: ignore[method-assign]
     return metric
-
-
-def count_key(name: str, labels: Mapping[str, str]) -> CountKey:
-    """The name and labels of a count, under which counts of several processes are summed."""
-    return name, tuple(sorted(labels.items()))
-
-
-class _Summed(Collector):
-    """A registry's metrics, to which the counts of other processes are added."""
-
-    def __init__(self, registry: CollectorRegistry, elsewhere: Mapping[CountKey, float]) -> None:
-        self._registry = registry
-        self._elsewhere = elsewhere
-
-    def collect(self) -> Iterator[Metric]:
-        left = dict(self._elsewhere)
-        for family in self._registry.collect():
-            if family.type in _COUNTED:
-                family.samples = [
-                    sample._replace(value=sample.value + left.pop(count_key(sample.name, sample.labels), 0.0))
-                    for sample in family.samples
-                ]
-                names = {family.name + suffix for suffix in _SUFFIXES}
-                for name, labels in [key for key in left if key[0] in names]:
-                    family.add_sample(name, dict(labels), left.pop((name, labels)))
-            yield family
 
 
 class _Labelled(Collector):

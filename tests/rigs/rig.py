@@ -219,7 +219,7 @@ class Rig:
     async def listen(self) -> "Rig":
         await self._runner.setup()
         gateway = self.config.gateway.model_copy(update={"port": 0})
-        _, port = await listen(self._runner, self._gateway.workers, gateway)
+        _, port = await listen(self._runner, gateway)
         self.url = f"http://127.0.0.1:{port}"
         return self
 
@@ -258,11 +258,6 @@ class Rig:
         """Connections of clients that the gateway holds."""
         return len(self._runner.server.connections) if self._runner.server else 0
 
-    @property
-    def workers(self) -> list[Json]:
-        """The gateway's own report of its workers."""
-        return self._gateway.workers.report()
-
     def break_connections(self) -> None:
         """Reset the connections of all clients, as a proxy that dies does."""
         assert self._runner.server is not None
@@ -272,7 +267,6 @@ class Rig:
 
     async def stop_gateway(self) -> None:
         """End the gateway; its replicas go on."""
-        await self._gateway.workers.stop()
         await self._runner.cleanup()
 
     async def stop(self) -> None:

@@ -23,8 +23,8 @@ import orjson
 
 from gateway.config.load import load
 from loadtests.fleet import LocalFleet
+from loadtests.own_process import Served, own_process
 from loadtests.studies.gateway_cost import canned_engine, pass_through, reader
-from loadtests.studies.gateway_cost.own_process import Served, own_process
 from loadtests.studies.ratios import pair_ratios
 from loadtests.studies.routers import running_router
 
@@ -139,17 +139,16 @@ async def _run(args: argparse.Namespace) -> Costs:
     try:
         (info,) = await fleet.start_engines()
         async with contextlib.AsyncExitStack() as stack:
-            canned = stack.enter_context(own_process(canned_engine.run, info.url))
-            beside = stack.enter_context(own_process(reader.run, canned.url))
-            ours = dataclasses.replace(info, url=canned.url)
-            read = dataclasses.replace(ours, reader=beside.url, reader_key=reader.KEY)
-            gateway = await stack.enter_async_context(fleet.gateway(config, [read]))
+            canned = stack.enter_context(own_process(canned_engine.serve, info.url, 0.0))
+            beside = stack.enter_context(own_process(reader.serve, canned.url))
+            ours = dataclasses.replace(info, url=canned.url, reader="")
+            gateway = await stack.enter_async_context(fleet.gateway(config, [reader.read(info, canned.url, beside)]))
             alone = await stack.enter_async_context(fleet.gateway(config, [ours]))
             servers = {
                 "gateway": Served(gateway.url, gateway.pid),
                 "gateway and reader": Served(gateway.url, gateway.pid, (beside.pid,)),
                 "gateway that reads": Served(alone.url, alone.pid),
-                "pass-through": stack.enter_context(own_process(pass_through.run, canned.url)),
+                "pass-through": stack.enter_context(own_process(pass_through.serve, canned.url)),
             }
             if args.vllm_router:
                 servers["vllm-router"] = Served(*stack.enter_context(running_router(args.vllm_router, [canned.url])))

@@ -1,23 +1,25 @@
 """The reader beside the engine in a process of its own, as a Serve replica has it."""
 
-from multiprocessing.connection import Connection
-
-import uvloop
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
 
 from engines.clients.vllm_engine import VllmEngine
 from engines.reading.server import ReaderServer
-from loadtests.studies.gateway_cost.own_process import until_closed
+from engines.types import ReplicaInfo
+from loadtests.own_process import Served
 
-KEY = "of this study"
+_KEY = "of this study"
 
 
-async def _serve(engine: str, pipe: Connection) -> None:
-    server = ReaderServer(VllmEngine("engine-0", engine), KEY)
-    pipe.send(await server.open("127.0.0.1"))
-    await until_closed(pipe)
+@asynccontextmanager
+async def serve(engine: str) -> AsyncIterator[str]:
+    """Read beside `engine`."""
+    server = ReaderServer(VllmEngine("engine-0", engine), _KEY)
+    yield await server.open("127.0.0.1")
     await server.close()
 
 
-def run(engine: str, pipe: Connection) -> None:
-    """Serve in this process, beside `engine`, until the pipe closes."""
-    uvloop.run(_serve(engine, pipe))
+def read(info: ReplicaInfo, engine: str, reader: Served) -> ReplicaInfo:
+    """Describe a replica whose engine is at another URL, and has this reader beside it."""
+    return replace(info, url=engine, reader=reader.url, reader_key=_KEY)

@@ -29,7 +29,7 @@ from gateway.dialects.runner import Runner
 from gateway.dialects.streams import Usage, blocks_of
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics
-from gateway.fleet.placement import attempt_loop
+from gateway.fleet.placement import scheduler
 from gateway.fleet.placement.routing import Rollout
 from gateway.fleet.placement.scheduler import Scheduler
 from gateway.fleet.replica import Replica
@@ -185,7 +185,7 @@ def _joined(before: Json | None, choice: Json) -> Json:
 def without_pauses() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(evidence, "_FIRST_PAUSE_S", 0.0)
-        patch.setattr(attempt_loop, "_AFTER_DEATH_S", 0.0)
+        patch.setattr(scheduler, "_AFTER_DEATH_S", 0.0)
         yield
 
 
@@ -210,7 +210,7 @@ async def _life(world: World, n: int, length: int, *, is_stream: bool) -> dict[i
         engine.replica = replica
     config = GatewayConfig(max_attempts=MAX_ATTEMPTS)
     metrics = Metrics()
-    runner = Runner(Scheduler(config, cast(Fleet, fleet), metrics), metrics)
+    runner = Runner(Scheduler(config, cast(Fleet, fleet), metrics), cast(Fleet, fleet), metrics)
     rollout = Rollout(request_id="a-0", request="a", model="m", n=n, tokens=n * length)
     body = {"prompt": PROMPT, "n": n, "max_tokens": length, "logprobs": 0, "return_token_ids": True, "stream": False}
     prompt = CompletionPrompt(

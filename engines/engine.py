@@ -67,6 +67,7 @@ class Beside(Protocol):
     def chunks(
         self, path: str, body: Json, timeout_s: float, *, is_whole: bool, streams: bool
     ) -> AsyncGenerator[list[Chunk]]: ...
+    async def check(self, timeout_s: float) -> None: ...
     async def close(self) -> None: ...
 
 
@@ -91,6 +92,12 @@ class Engine(ABC):
     @abstractmethod
     async def health(self, timeout_s: float) -> None:
         """Return if the engine serves, else raise."""
+
+    async def check(self, timeout_s: float) -> None:
+        """Return if the engine serves and the reader beside it answers, each in so many seconds, else raise."""
+        await self.health(timeout_s)
+        if self.beside is not None:
+            await self.beside.check(timeout_s)
 
     @abstractmethod
     async def ask(self, method: str, path: str, body: Json | None, timeout_s: float) -> Json:

@@ -28,7 +28,7 @@ class Link:
         self._opening = asyncio.Lock()
         self._asks: dict[int, asyncio.Queue[object]] = {}
         self._number = 0
-        self._heard = 0.0
+        self._heard, self._hears = 0.0, asyncio.Event()
         self._watch: asyncio.TimerHandle | None = None
 
     async def chunks(
@@ -62,6 +62,20 @@ class Link:
             del self._asks[number]
             if wire is not None:
                 wire.send(Cancel(number))
+
+    async def check(self, timeout_s: float) -> None:
+        """Raise unless the reader answers within so many seconds: a process that stands still takes connections."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                wire = await self._connected()
+                self._hears.clear()
+                wire.send(Hello(self._key))
+                await self._hears.wait()
+        except TimeoutError as error:
+            reason = f"replica {self._replica_id}: no answer of its reader within {timeout_s:g} s"
+            raise DeadlineExceeded(reason) from error
+        if self._wire is not wire:
+            raise self._unreachable("the connection to its reader broke")
 
     async def close(self) -> None:
         """End the connection; requests in flight fail."""
@@ -98,6 +112,7 @@ class Link:
 
     def _received(self, _: Wire[ToReader, ToGateway], message: ToGateway) -> None:
         self._heard = asyncio.get_running_loop().time()
+        self._hears.set()
         if not isinstance(message, Alive) and (queue := self._asks.get(message.number)) is not None:
             queue.put_nowait(message)
 
@@ -105,6 +120,7 @@ class Link:
         if wire is not self._wire:
             return
         self._wire = None
+        self._hears.set()
         if self._watch is not None:
             self._watch.cancel()
         for queue in self._asks.values():

@@ -78,6 +78,7 @@ class ReaderServer:
         if isinstance(message, Hello):
             if hmac.compare_digest(message.key.encode(), self._key.encode()):
                 self._asks.setdefault(wire, {})
+                wire.send(Alive())
                 return
         elif (asks := self._asks.get(wire)) is not None:
             if isinstance(message, Cancel):

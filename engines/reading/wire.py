@@ -29,7 +29,7 @@ _BUFFER_BYTES = 1 << 18
 
 
 class Hello(Struct, tag=0, array_like=True, gc=False):
-    """The first message of a gateway."""
+    """The first message of a gateway, and its question whether the reader runs."""
 
     key: str
 
@@ -85,7 +85,7 @@ class Failed(Struct, tag=5, array_like=True, gc=False):
 
 
 class Alive(Struct, tag=6, array_like=True, gc=False):
-    """The reader runs, whatever its engine does."""
+    """The reader runs, whatever its engine does: each second, and as the answer to `Hello`."""
 
 
 ToReader = Hello | Ask | Cancel

@@ -1,6 +1,7 @@
 """A reader beside an engine and a gateway's link to it, over real sockets; the engine is a list of chunks."""
 
 import asyncio
+import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from typing import Any, cast
@@ -8,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from engines.engine import Engine, Json
-from engines.errors import EngineFailed, EngineRefused, EngineUnreachable, RolloutGatewayError
+from engines.errors import DeadlineExceeded, EngineFailed, EngineRefused, EngineUnreachable, RolloutGatewayError
 from engines.reading import link as link_module
 from engines.reading.link import Link
 from engines.reading.server import ReaderServer
@@ -150,3 +151,25 @@ async def test_requests_of_a_reader_that_stands_still_end(monkeypatch: pytest.Mo
     async with linked(PlayedEngine(event(1), waits=True), every_s=NEVER_S) as link:
         with pytest.raises(EngineUnreachable, match="connection to its reader broke"):
             await read(link, streams=False)
+
+
+async def test_a_reader_is_asked_whether_it_runs() -> None:
+    async with linked(PlayedEngine(), every_s=NEVER_S) as link:
+        await link.check(TIMEOUT_S)
+        await link.check(TIMEOUT_S)
+    with pytest.raises(EngineUnreachable, match="takes no connection"):
+        await link.check(TIMEOUT_S)
+
+
+async def test_a_reader_that_takes_connections_and_stands_still_fails_its_check() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as still:
+        link = Link("engine-0", f"127.0.0.1:{still.getsockname()[1]}", KEY)
+        with pytest.raises(DeadlineExceeded, match="no answer of its reader within"):
+            await link.check(0.05)
+        await link.close()
+
+
+async def test_a_check_fails_at_once_where_the_connection_breaks() -> None:
+    async with linked(PlayedEngine(), key="another") as link:
+        with pytest.raises(EngineUnreachable, match="connection to its reader broke"):
+            await link.check(TIMEOUT_S)

@@ -97,7 +97,8 @@ def _check_cluster(config: Config, api: ServeApi) -> None:
         _refuse([*misplaced(config, nodes), *cpus])
         return
     deployed = (details["applications"].get(config.name) or {}).get("deployed_app_config")
-    ports = unbindable(config, config_of(deployed).gateway.port if deployed else None, details["http_options"]["port"])
+    serve_port = details.get("http_options", {}).get("port")  # none where Serve has not run yet
+    ports = unbindable(config, config_of(deployed).gateway.port if deployed else None, serve_port)
     _refuse([*lacks(config, gpus=sum(gpus for _, gpus in nodes)), *cpus, *ports])
 
 

@@ -71,6 +71,13 @@ def test_a_change_of_num_replicas_alone_restarts_nothing(shell: Shell, serve: Pl
     assert "engine: 3 -> 2 replicas; nothing restarts" in again.stderr
 
 
+def test_up_deploys_on_a_ray_where_serve_has_not_run_yet(shell: Shell, serve: PlayedServe) -> None:
+    serve.has_run = False
+    done = shell.run("up", "-c", "sim.yaml")
+    assert done.returncode == 0, done.stderr
+    assert len(serve.deployed) == 1
+
+
 def test_up_says_beforehand_what_restarts_and_why(shell: Shell, serve: PlayedServe) -> None:
     shell.run("up", "-c", "sim.yaml")
     words = ("engine.max_num_seqs=7", "engine.num_replicas=3", "fleet.lost_after_s=20")

@@ -25,14 +25,18 @@ class PlayedServe:
         self.url = ""
         self.outcome = "RUNNING"
         self.builds = True
+        self.has_run = True
 
     def details(self) -> Json:
         host, _, port = self.url.removeprefix("http://").partition(":")
         http = {"host": host, "port": int(port)}
+        if not self.has_run:
+            return {"applications": {}}
         return {"applications": self.applications, "proxy_location": "HeadOnly", "http_options": http}
 
     def put(self, document: Json) -> None:
         self.deployed.append(document)
+        self.has_run = True
         named = {one["name"]: one for one in document["applications"]}
         self.deleted += [name for name in self.applications if name not in named]
         self.applications = {name: self.running(one, status=self.outcome) for name, one in named.items()}

@@ -75,6 +75,7 @@ class EngineServer:
             why, _ = self._why(self._process, f"the engine ended with {code}")
             raise EngineError(f"{why}\n{_last_words(self._process)}", replica_id=self._replica_id)
         await self._engine.health(_PROBE_TIMEOUT_S)
+        await self._process.keep_warm()
 
     async def stop(self) -> None:
         if self._engine is not None:
@@ -104,9 +105,10 @@ class EngineServer:
         command = replace(command, hidden=self._hidden)
         self._process = process = self._new_process(command, log_path, config.stop_timeout_s)
         self._engine = engine = connect(config.kind, self._replica_id, f"http://127.0.0.1:{port}", has_tee=has_tee)
-        process.start()
         try:
             async with asyncio.timeout(config.start_timeout_s):
+                if not await process.start_warm():
+                    process.start()
                 await self._healthy(process, engine)
                 # The first request of a new engine takes seconds; rollouts should not pay for it.
                 warm_up = {"model": config.served_name, "prompt": [3, 4, 5, 6], "max_tokens": 2, "temperature": 0}

@@ -28,6 +28,8 @@ log = structlog.get_logger()
 _SEEDS = 2**31
 _ASK_TIMEOUT_S = 5.0
 _ASK_EVERY_S = 0.5
+_LASTED_S = 20.0
+"""An engine that ends sooner after its start is left to Serve, which waits longer before each further start."""
 
 
 class EngineReplica:
@@ -40,15 +42,40 @@ class EngineReplica:
         # Serve's replica tag, not its rank: Serve reuses ranks, and two replicas with the same name or seed would be
         # confused and would draw the same samples.
         context = serve.get_replica_context()
-        index = zlib.crc32(context.replica_tag.encode()) % _SEEDS
-        self._app_name = context.app_name
+        self._tag, self._app_name = context.replica_tag, context.app_name
+        self._config, self._group, self._hidden = config, group, hidden
         self._drain_timeout_s = config.drain_timeout_s
-        self._server = _server(config, f"{group}-{context.replica_tag}", group, index, hidden)
         self._forwarder: Forwarder | None = None
         self._from_afar: ReplicaInfo | None = None
         self._opening = asyncio.Lock()
-        node = ray.get_runtime_context().get_node_id()
-        self._info = replace(await self._server.start(), node=node)
+        self._starts = 0
+        self._is_starting = True
+        await self._start()
+        self._keeper = asyncio.create_task(self._keep())
+
+    async def _start(self) -> None:
+        """Start an engine, whose samples are not those of its predecessor."""
+        index = zlib.crc32(self._tag.encode()) + self._starts
+        self._server = _server(self._config, f"{self._group}-{self._tag}", self._group, index % _SEEDS, self._hidden)
+        self._info = replace(await self._server.start(), node=ray.get_runtime_context().get_node_id())
+        self._starts += 1
+        self._is_starting = False
+
+    async def _keep(self) -> None:
+        """Start the engine again whenever it has ended: Serve would notice after seconds, and start a replica too."""
+        while isinstance(self._server, EngineServer):
+            began = time.monotonic()
+            await self._server.ended()
+            if time.monotonic() < began + _LASTED_S:
+                return
+            self._is_starting = True
+            log.warning("the engine has ended, and is started again", replica=self._info.replica_id)
+            await self._server.stop()
+            async with self._opening:
+                if self._forwarder is not None:
+                    await self._forwarder.close()
+                self._forwarder = self._from_afar = None
+            await self._start()
 
     def incarnation(self) -> str:
         """Return the id of this engine start: a cheap call that shows a restart."""
@@ -69,11 +96,17 @@ class EngineReplica:
             return self._from_afar
 
     async def check_health(self) -> None:
-        """Raise if the engine does not serve; Serve then restarts the replica."""
-        await self._server.check()
+        """Raise if the engine does not serve, and is not being started again; Serve then restarts the replica."""
+        if self._keeper.done():
+            self._keeper.result()  # its error
+        if not self._is_starting:
+            await self._server.check()
 
     async def __del__(self) -> None:
         """Drain and stop. Serve awaits this on removal, for at most graceful_shutdown_timeout_s."""
+        if hasattr(self, "_keeper"):
+            self._keeper.cancel()
+            await asyncio.gather(self._keeper, return_exceptions=True)
         if hasattr(self, "_info"):
             await self._drained()
         if hasattr(self, "_forwarder") and self._forwarder is not None:

@@ -77,6 +77,12 @@ class EngineServer:
         await self._engine.health(_PROBE_TIMEOUT_S)
         await self._process.keep_warm()
 
+    async def ended(self) -> None:
+        """Return when the engine that was started has ended."""
+        assert self._process is not None
+        while self._process.exit_code is None:  # noqa: ASYNC110 a process ends without an event
+            await asyncio.sleep(_PROBE_INTERVAL_S)
+
     async def stop(self) -> None:
         if self._engine is not None:
             await self._engine.close()

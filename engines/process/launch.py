@@ -9,7 +9,7 @@ from typing import Any
 
 from engines.config import EngineConfig
 from engines.errors import ConfigError
-from engines.inside_vllm.plugin import FORK_CORE, SHARED_ADAPTERS
+from engines.inside_vllm.plugin import FORK_CORE, METHOD, SHARED_ADAPTERS
 from engines.levers import LEVERS, Lever
 from engines.process.interpreter import Interpreter, interpreter_of
 from engines.process.process import Command
@@ -179,6 +179,8 @@ def _vllm_command(config: EngineConfig, port: int, seed: int) -> Command:
         env |= _takes_adapters(config, interpreter, vllm)
     if on_cpu:
         env |= _VLLM_CPU_ENV | (_VLLM_SINGLE_ENV if config.world_size == 1 else {})
+    elif vllm.has_plugin:
+        env |= {METHOD: "fork"}
     command = _command(entry, arguments, env | config.env)
     if not vllm.has_plugin:
         return command

@@ -149,6 +149,7 @@ def _become(words: Sequence[str]) -> None:
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
     sys.argv[1:] = words[1:]
+    sys.modules.pop(words[0], None)  # `python -m` would warn of it
     runpy.run_module(words[0], run_name="__main__", alter_sys=True)
     sys.exit(0)
 

@@ -28,8 +28,8 @@ log = structlog.get_logger()
 _SEEDS = 2**31
 _ASK_TIMEOUT_S = 5.0
 _ASK_EVERY_S = 0.5
-_LASTED_S = 20.0
-"""An engine that ends sooner after its start is left to Serve, which waits longer before each further start."""
+_APART_S = 20.0
+"""An engine that ends sooner after it was started again is left to Serve, which starts a whole replica."""
 
 
 class EngineReplica:
@@ -63,10 +63,10 @@ class EngineReplica:
 
     async def _keep(self) -> None:
         """Start the engine again whenever it has ended: Serve would notice after seconds, and start a replica too."""
+        restarted = -_APART_S
         while isinstance(self._server, EngineServer):
-            began = time.monotonic()
             await self._server.ended()
-            if time.monotonic() < began + _LASTED_S:
+            if time.monotonic() < restarted + _APART_S:
                 return
             self._is_starting = True
             log.warning("the engine has ended, and is started again", replica=self._info.replica_id)
@@ -76,6 +76,7 @@ class EngineReplica:
                     await self._forwarder.close()
                 self._forwarder = self._from_afar = None
             await self._start()
+            restarted = time.monotonic()
 
     def incarnation(self) -> str:
         """Return the id of this engine start: a cheap call that shows a restart."""

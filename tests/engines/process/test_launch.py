@@ -113,7 +113,11 @@ def test_the_cuda_build_runs_vllm_serve_on_loopback() -> None:
         "middleware": "engines.inside_vllm.spans.VersionSpans",
         "enable-scale-out": "",
     }
-    assert run.env == {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    forks = {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}
+    assert run.env == {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"} | forks
+    assert run.preload is not None
+    assert run.preload.modules[0] == "vllm.entrypoints.cli.main"
+    assert run.preload.modules[-1] == "vllm.v1.worker.gpu_worker"
 
 
 def test_the_distribution_of_the_cpu_build_cannot_run_vllm_serve(installed: dict[str, str]) -> None:

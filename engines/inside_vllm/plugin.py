@@ -8,15 +8,14 @@ import contextlib
 import multiprocessing
 import os
 import tempfile
+from collections.abc import Callable
 from multiprocessing.context import ForkContext, ForkProcess
 from pathlib import Path
 from typing import Any
 
-FORK_CORE = "ROLLOUT_GATEWAY_FORK_CORE"
-"""Environment variable: 1 forks vLLM's engine core from its API server."""
-
 METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
-"""vLLM's environment variable: fork makes it fork core and workers, unless CUDA is initialized; its command spawns."""
+"""vLLM's environment variable: fork makes it fork core and workers unless CUDA is initialized, and with this plug-in its
+API processes. Without the variable its command spawns."""
 
 SHARED_ADAPTERS = "ROLLOUT_GATEWAY_SHARED_ADAPTERS"
 """Environment variable: folder, in the engine's temporary one, of the LoRA adapters of all its API processes."""
@@ -33,10 +32,8 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine(
             "gloo", "engines.inside_vllm.gloo_receiver", "GlooWeightTransferEngine"
         )
-    if os.environ.get(FORK_CORE) == "1":
-        _fork_the_core()
     if os.environ.get(METHOD) == "fork":
-        _fork_api_processes()
+        _fork_processes()
     if multiprocessing.current_process().name.startswith(_API_PROCESS):
         _share_adapters()
     _permit_amx()
@@ -51,21 +48,20 @@ def _permit_amx() -> None:
         torch.cpu._init_amx()
 
 
-def _fork_the_core() -> None:
-    """Make vLLM fork its engine core, as on GPUs.
+def _fork_processes() -> None:
+    """Make vLLM fork where it spawns all the same: a spawned process imports all modules again, which takes seconds.
 
-    On CPU vLLM spawns the core, which imports all modules a second time: seconds of CPU for each start. It needs a
-    spawn where OpenMP's threads are bound to cores; with one thread a fork is enough.
+    On CPU vLLM sets the variable to spawn, which it needs where OpenMP's threads are bound to cores. API processes use
+    no GPU.
     """
-    from vllm.v1.engine import utils
-
-    utils.get_mp_context = lambda: multiprocessing.get_context("fork")
-
-
-def _fork_api_processes() -> None:
-    """Make vLLM fork its API processes too, which it spawns whatever its variable says. They use no GPU."""
     from vllm.v1 import utils
+    from vllm.v1.engine import utils as of_the_core
 
+    def forking(chosen: Callable[[], Any] = of_the_core.get_mp_context) -> Any:
+        os.environ[METHOD] = "fork"
+        return chosen()
+
+    of_the_core.get_mp_context = forking
     utils.multiprocessing = _Forking()
 
 

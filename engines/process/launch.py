@@ -9,7 +9,7 @@ from typing import Any
 
 from engines.config import EngineConfig
 from engines.errors import ConfigError
-from engines.inside_vllm.plugin import FORK_CORE, METHOD, SHARED_ADAPTERS
+from engines.inside_vllm.plugin import METHOD, SHARED_ADAPTERS
 from engines.levers import LEVERS, Lever
 from engines.process.interpreter import Interpreter, interpreter_of
 from engines.process.process import Command
@@ -41,7 +41,7 @@ _VLLM_ENV = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
 # batch with log-probabilities takes milliseconds instead of 20 s.
 _VLLM_CPU_ENV = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
 # No worker process, and a core that is forked: each is a third less start time.
-_VLLM_SINGLE_ENV = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", FORK_CORE: "1"}
+_VLLM_SINGLE_ENV = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", METHOD: "fork"}
 
 VLLM_WORKER = "engines.inside_vllm.worker.WeightWorker"
 """The extension of vLLM's workers, used if rollout-gateway is installed beside vLLM."""

@@ -87,12 +87,15 @@ def test_registering_twice_is_safe_and_imports_no_backend(monkeypatch: pytest.Mo
     assert factory._registry["gloo"]() is registered
 
 
-def test_vllm_forks_its_api_processes_where_it_is_to_fork(monkeypatch: pytest.MonkeyPatch) -> None:
-    utils = pytest.importorskip("vllm.v1.utils")
+def test_vllm_forks_all_its_processes_where_it_is_to_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    utils, of_the_core = pytest.importorskip("vllm.v1.utils"), pytest.importorskip("vllm.v1.engine.utils")
     monkeypatch.setattr(utils, "multiprocessing", utils.multiprocessing)
+    monkeypatch.setattr(of_the_core, "get_mp_context", of_the_core.get_mp_context)
     monkeypatch.setenv(METHOD, "fork")
     register()
+    monkeypatch.setenv(METHOD, "spawn")  # as vLLM does on CPU
     assert utils.multiprocessing.get_context("spawn").get_start_method() == "fork"
+    assert of_the_core.get_mp_context().get_start_method() == "fork"
 
 
 @pytest.mark.vllm

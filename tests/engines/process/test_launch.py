@@ -131,7 +131,7 @@ def test_the_cpu_build_transfers_over_gloo_with_one_thread() -> None:
     assert flags(run)["weight-transfer-config"] == '{"backend": "gloo"}'
     assert run.env["OMP_NUM_THREADS"] == "1"
     assert run.env["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
-    assert run.env["ROLLOUT_GATEWAY_FORK_CORE"] == "1"
+    assert run.env["VLLM_WORKER_MULTIPROC_METHOD"] == "fork"
     assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in command(tensor_parallel_size=2).env, "workers are processes"
 
 

@@ -57,7 +57,11 @@ class EngineReplica:
         """Start an engine, whose samples are not those of its predecessor."""
         index = zlib.crc32(self._tag.encode()) + self._starts
         self._server = _server(self._config, f"{self._group}-{self._tag}", self._group, index % _SEEDS, self._hidden)
-        self._info = replace(await self._server.start(), node=ray.get_runtime_context().get_node_id())
+        info = replace(await self._server.start(), node=ray.get_runtime_context().get_node_id())
+        async with self._opening:
+            if self._forwarder is not None:  # that of the predecessor
+                await self._forwarder.close()
+            self._info, self._forwarder, self._from_afar = info, None, None
         self._starts += 1
         self._is_starting = False
 
@@ -71,10 +75,6 @@ class EngineReplica:
             self._is_starting = True
             log.warning("the engine has ended, and is started again", replica=self._info.replica_id)
             await self._server.stop()
-            async with self._opening:
-                if self._forwarder is not None:
-                    await self._forwarder.close()
-                self._forwarder = self._from_afar = None
             await self._start()
             restarted = time.monotonic()
 

@@ -45,11 +45,11 @@ ROOT = Path(__file__).parents[1]
 LINES = {
     "gateway": 21996,
     "gateway/agents": 2374,
-    "engines": 11136,
+    "engines": 11541,
     "trainer_client": 4140,
     "sim": 2044,
     "tuning": 5127,
-    "loadtests": 7612,
+    "loadtests": 7728,
     "trainer_client/sessions": 730,
     "loadtests/sessions": 806,
 }

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
-"""vLLM's environment variable: fork makes it fork core and workers unless CUDA is initialized, and with this plug-in its
+"""vLLM's environment variable: fork makes it fork core and workers unless CUDA is initialized, and with us its
 API processes. Without the variable its command spawns."""
 
 SHARED_ADAPTERS = "ROLLOUT_GATEWAY_SHARED_ADAPTERS"

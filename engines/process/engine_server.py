@@ -7,13 +7,14 @@ import textwrap
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from http import HTTPStatus
 from pathlib import Path
 
 from engines.checkpoint import known_tensors, read_config, served_in, tied_names
 from engines.clients.connect import connect
 from engines.config import DEFAULT_LOG_DIR, EngineConfig
 from engines.engine import Engine, Preparation
-from engines.errors import DeadlineExceeded, EngineError, EngineStartFailed
+from engines.errors import DeadlineExceeded, EngineError, EngineFailed, EngineStartFailed
 from engines.model_folder import is_quantised, model_folder
 from engines.process.diagnosis import diagnose, last_error
 from engines.process.engine_log import check_log_folder, doing, forget_old_logs
@@ -53,6 +54,7 @@ class EngineServer:
         self._port: HeldPort | None = None
         self._process: EngineProcess | None = None
         self._engine: Engine | None = None
+        self._is_dead = False
 
     async def start(self) -> ReplicaInfo:
         """Start, wait for health, warm up. Raises `EngineStartFailed`, whose first line gives the reason, and
@@ -74,13 +76,18 @@ class EngineServer:
         if (code := self._process.exit_code) is not None:
             why, _ = self._why(self._process, f"the engine ended with {code}")
             raise EngineError(f"{why}\n{_last_words(self._process)}", replica_id=self._replica_id)
-        await self._engine.health(_PROBE_TIMEOUT_S)
+        try:
+            await self._engine.health(_PROBE_TIMEOUT_S)
+        except EngineFailed as error:
+            # vLLM's main process goes on for seconds after its core.
+            self._is_dead = error.status == HTTPStatus.SERVICE_UNAVAILABLE
+            raise
         await self._process.keep_warm()
 
     async def ended(self) -> None:
-        """Return when the engine that was started has ended."""
+        """Return when the engine that was started has ended, or has told a check that it will not serve again."""
         assert self._process is not None
-        while self._process.exit_code is None:  # noqa: ASYNC110 a process ends without an event
+        while self._process.exit_code is None and not self._is_dead:  # noqa: ASYNC110 a process ends without an event
             await asyncio.sleep(_PROBE_INTERVAL_S)
 
     async def stop(self) -> None:
@@ -93,6 +100,7 @@ class EngineServer:
 
     async def _start_once(self) -> ReplicaInfo:
         await self.stop()
+        self._is_dead = False
         try:
             return await self._started()
         except BaseException:  # also a cancelled start: its engine would keep the GPU

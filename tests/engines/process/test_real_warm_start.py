@@ -1,5 +1,6 @@
 """A real vLLM on CPU that is killed comes back as a fork of its warm process; the death of that costs one import."""
 
+import asyncio
 import os
 import signal
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from engines.errors import EngineError
 from engines.process.engine_server import EngineServer
 from engines.types import ReplicaInfo
 from examples.tiny_model.task import COMMITTED
@@ -14,6 +16,7 @@ from tests.rigs.engines.real_vllm import engine_config, greedy_token_ids
 
 pytestmark = pytest.mark.vllm
 
+SOON_S = 60.0
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11]]
 
 
@@ -21,6 +24,12 @@ def warm_process(info: ReplicaInfo) -> psutil.Process | None:
     """The process that the guard was forked from; None where that has ended."""
     parents = psutil.Process(info.pid).parents()
     return next((one for one in parents[1:] if "engines.process.warm_process" in one.cmdline()), None)
+
+
+async def checked_until_it_fails(server: EngineServer) -> None:
+    async with asyncio.timeout(SOON_S):
+        while True:
+            await server.check()
 
 
 async def test_a_killed_vllm_comes_back_from_its_warm_process_and_without_one_too(
@@ -42,7 +51,10 @@ async def test_a_killed_vllm_comes_back_from_its_warm_process_and_without_one_to
         assert greedy_token_ids(second.url, PROMPTS, 8) == expected
 
         warm.kill()
-        os.kill(second.pid, signal.SIGKILL)
+        (core,) = psutil.Process(second.pid).children()
+        core.kill()  # the main process goes on for seconds
+        with pytest.raises(EngineError):
+            await checked_until_it_fails(server)
         await server.ended()
         third = await server.start()
         assert warm_process(third) not in (None, warm)

@@ -44,7 +44,7 @@ class WarmProcess:
         self._env = {name: value for name, value in env.items() if name not in _OF_ONE_ENGINE}
         self._own = {name: value for name, value in env.items() if name in _OF_ONE_ENGINE}
         # An address belongs to the network namespace, which containers with other files may share.
-        where = [os.getuid(), os.stat("/proc/self/ns/mnt").st_ino, os.getcwd()]
+        where = [os.getuid(), os.path.basename(os.path.realpath("/proc/self/ns/mnt")), os.getcwd()]
         # Code that has changed, or an engine that was upgraded in place, needs a process that imports it.
         what = [python, *preload.modules, preload.release, max(path.stat().st_mtime_ns for path in _CODE.rglob("*.py"))]
         key = json.dumps([where, what, sorted(self._env.items())])

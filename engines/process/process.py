@@ -142,8 +142,10 @@ class EngineProcess(_LoggedProcess):
 
     async def keep_warm(self) -> None:
         """Replace the warm process that this engine came from if it has ended, once."""
-        if self._warm is not None and await asyncio.to_thread(self._warm.ensure):
-            self._warm = None
+        if self._warm is not None:
+            with contextlib.suppress(OSError):  # the next start tries again
+                if await asyncio.to_thread(self._warm.ensure):
+                    self._warm = None
 
     def start(self) -> None:
         guarded = [sys.executable, "-m", "engines.process.guard", str(self._stop_timeout_s), *self._command.argv]

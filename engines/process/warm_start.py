@@ -122,7 +122,9 @@ class WarmGuard:
 
     def wait(self, timeout_s: float) -> int:
         while (code := self.poll()) is None:
-            if not select.select([self._connection], [], [], timeout_s)[0]:
+            readable = select.poll()
+            readable.register(self._connection, select.POLLIN)
+            if not readable.poll(timeout_s * 1000):
                 raise subprocess.TimeoutExpired("guard", timeout_s)
         return code
 

@@ -42,28 +42,17 @@ class EngineReplica:
         # Serve's replica tag, not its rank: Serve reuses ranks, and two replicas with the same name or seed would be
         # confused and would draw the same samples.
         context = serve.get_replica_context()
-        self._tag, self._app_name = context.replica_tag, context.app_name
-        self._config, self._group, self._hidden = config, group, hidden
+        index = zlib.crc32(context.replica_tag.encode()) % _SEEDS
+        self._app_name = context.app_name
         self._drain_timeout_s = config.drain_timeout_s
         self._forwarder: Forwarder | None = None
         self._from_afar: ReplicaInfo | None = None
         self._opening = asyncio.Lock()
-        self._starts = 0
-        self._is_starting = True
-        await self._start()
-        self._keeper = asyncio.create_task(self._keep())
-
-    async def _start(self) -> None:
-        """Start an engine, whose samples are not those of its predecessor."""
-        index = zlib.crc32(self._tag.encode()) + self._starts
-        self._server = _server(self._config, f"{self._group}-{self._tag}", self._group, index % _SEEDS, self._hidden)
-        info = replace(await self._server.start(), node=ray.get_runtime_context().get_node_id())
-        async with self._opening:
-            if self._forwarder is not None:  # that of the predecessor
-                await self._forwarder.close()
-            self._info, self._forwarder, self._from_afar = info, None, None
-        self._starts += 1
+        self._server = _server(config, f"{group}-{context.replica_tag}", group, index, hidden)
+        node = ray.get_runtime_context().get_node_id()
+        self._info = replace(await self._server.start(), node=node)
         self._is_starting = False
+        self._keeper = asyncio.create_task(self._keep())
 
     async def _keep(self) -> None:
         """Start the engine again whenever it has ended: Serve would notice after seconds, and start a replica too."""
@@ -74,14 +63,18 @@ class EngineReplica:
                 return
             self._is_starting = True
             log.warning("the engine has ended, and is started again", replica=self._info.replica_id)
-            await self._server.stop()
-            await self._start()
+            info = replace(await self._server.restart(), node=self._info.node)
+            async with self._opening:
+                if self._forwarder is not None:  # that of the predecessor
+                    await self._forwarder.close()
+                self._info, self._forwarder, self._from_afar = info, None, None
+            self._is_starting = False
             restarted = time.monotonic()
 
     def incarnation(self) -> tuple[str, int]:
         """Return the id of this engine start, and of a process of it that is stopped: a cheap call, made each second,
         that shows a restart and a stop."""
-        return self._info.incarnation, self._server.stopped
+        return self._info.incarnation, 0 if self._is_starting else self._server.stopped
 
     async def describe(self, node: str) -> ReplicaInfo:
         """Return the replica's description, with an engine URL that a gateway on `node` can reach.

@@ -17,7 +17,7 @@ from engines.engine import Engine, Preparation
 from engines.errors import DeadlineExceeded, EngineError, EngineFailed, EngineStartFailed
 from engines.model_folder import is_quantised, model_folder
 from engines.process.diagnosis import diagnose, last_error
-from engines.process.engine_log import check_log_folder, doing, forget_old_logs
+from engines.process.engine_log import check_log_folder, doing, forget_old_logs, measured_kv_memory
 from engines.process.launch import VLLM_WORKER, engine_command
 from engines.process.port import HeldPort
 from engines.process.process import Command, EngineProcess
@@ -55,6 +55,8 @@ class EngineServer:
         self._process: EngineProcess | None = None
         self._engine: Engine | None = None
         self._is_dead = False
+        self._kv_memory: int | None = None
+        """Bytes of KV cache that vLLM has measured in an earlier start."""
 
     async def start(self) -> ReplicaInfo:
         """Start, wait for health, warm up. Raises `EngineStartFailed`, whose first line gives the reason, and
@@ -65,9 +67,18 @@ class EngineServer:
         try:
             return await self._start_once()
         except EngineStartFailed as error:
-            if not error.may_pass:
+            if not error.may_pass and self._kv_memory is None:
                 raise
+            self._kv_memory = None
             return await self._start_once()
+
+    async def restart(self) -> ReplicaInfo:
+        """Start it again as `start` does, with another seed, since it shall not draw the samples of its predecessor.
+
+        vLLM takes the memory for its KV cache that it has measured, and so captures graphs once, not twice.
+        """
+        self._index += 1
+        return await self.start()
 
     async def check(self) -> None:
         """Raise if the engine does not serve."""
@@ -114,7 +125,8 @@ class EngineServer:
 
     async def _started(self) -> ReplicaInfo:
         self._port = HeldPort()
-        config, port = self._config, self._port.number
+        known = {} if self._kv_memory is None else {"kv_cache_memory_bytes": self._kv_memory}
+        config, port = self._config.model_copy(update=known), self._port.number
         await asyncio.to_thread(check_log_folder, config, self._section)
         log_path = config.log_folder / f"{self._replica_id}-{time.strftime('%Y%m%d-%H%M%S')}-{port}.log"
         if config.log_dir == DEFAULT_LOG_DIR:
@@ -135,6 +147,7 @@ class EngineServer:
                 info = await self._describe(process, engine)
                 # Else another server has answered, which took the port between the draw and the bind.
                 self._check_own(process)
+                self._kv_memory = measured_kv_memory(process.log_tail()) or self._kv_memory
                 return info
         except TimeoutError:
             why, may_pass = self._why_late(process), False
@@ -180,18 +193,17 @@ class EngineServer:
     async def _describe(self, process: EngineProcess, engine: Engine) -> ReplicaInfo:
         # The start as a whole has this limit: a slow machine may need any part of it for any answer.
         limit_s = self._config.start_timeout_s
-        models, version, world, routes = await asyncio.gather(
-            *(
-                engine.ask("GET", path, None, limit_s)
-                for path in ("/v1/models", "/version", "/get_world_size", "/openapi.json")
-            )
+        visible = self._config.env.get("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES"))
+        paths = ("/v1/models", "/version", "/get_world_size", "/openapi.json")
+        (models, version, world, routes), gpus = await asyncio.gather(
+            asyncio.gather(*(engine.ask("GET", path, None, limit_s) for path in paths)),
+            asyncio.to_thread(gpus_of, "" if self._config.device == "cpu" else visible),
         )
         tensors = expected_tensors(self._config)
         config, tied = await asyncio.to_thread(_names_of, self._config) if tensors else ("", ())
         updates = Preparation()
         if not self._config.frozen:
             updates = await engine.prepare_updates(tensors or (), config, tied, limit_s)
-        visible = self._config.env.get("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES"))
         return ReplicaInfo(
             replica_id=self._replica_id,
             incarnation=f"{process.pid}@{time.time_ns()}",
@@ -205,7 +217,7 @@ class EngineServer:
             engine_version=version["version"],
             capabilities=frozenset(routes["paths"]),
             gpu_ids=tuple(int(gpu) for gpu in (visible or "").split(",") if gpu.isdigit()),
-            gpus=await asyncio.to_thread(gpus_of, visible) if self._config.device != "cpu" else (),
+            gpus=gpus,
             dialect=Dialect.SGLANG if self._config.kind is EngineKind.SGLANG else Dialect.VLLM,
             streams=streams_coarsely(self._config),
             has_tee=updates.has_tee,

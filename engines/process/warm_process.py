@@ -23,6 +23,7 @@ import tempfile
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 
 from engines.process.guard import end_with_parent, guard
 
@@ -32,17 +33,21 @@ _SENT_WITHIN_S = 5.0
 _KEPT_S = 30.0
 """It waits so long for a start without children: the successor of a killed engine comes within seconds."""
 _CUDA_NOT_INITIALIZED = 3
+_NO_BUILDS = "HUMMING_DISABLE_PARALLEL_BUILD"
+"""humming, which vLLM imports on GPUs, else builds in the background as it is imported, with a thread for each build.
+Without that it builds when it needs what it builds."""
 
 
 def main() -> int:
     listener, modules = socket.socket(fileno=int(sys.argv[1])), sys.argv[2:]
     if os.fork():
         os._exit(0)  # an orphan from now on: Ray ends the children of a replica with it
-    for name in modules:
-        with suppress(ModuleNotFoundError):  # another release of the engine
-            importlib.import_module(name)
+    _import(modules)
     if reason := unfit():
-        print(f"engines start cold: {reason}", file=sys.stderr, flush=True)
+        told = f"engines start cold: {reason}"
+        print(told, file=sys.stderr, flush=True)
+        with suppress(OSError):
+            refusal(listener.getsockname().decode()).write_text(told)
         return 1
     gc.collect()
     gc.freeze()  # a collection would write to pages that are shared with all forks
@@ -54,6 +59,21 @@ def main() -> int:
             os._exit(_guarded(connection))  # the modules' own ends are for engines
         connection.close()
     return 0
+
+
+def refusal(address: str) -> Path:
+    """Return the file in which the warm process of an address leaves why it cannot be one, so that one alone tries."""
+    return Path(tempfile.gettempdir(), f"{address[1:]}-cold")
+
+
+def _import(modules: Sequence[str]) -> None:
+    was_set = _NO_BUILDS in os.environ
+    os.environ.setdefault(_NO_BUILDS, "1")
+    for name in modules:
+        with suppress(ModuleNotFoundError):  # another release of the engine
+            importlib.import_module(name)
+    if not was_set:
+        del os.environ[_NO_BUILDS]  # engines may
 
 
 def unfit() -> str:

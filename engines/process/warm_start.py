@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, BinaryIO
 
-from engines.process.warm_process import LARGEST_ORDER, peer_user
+from engines.process.warm_process import LARGEST_ORDER, peer_user, refusal
 
 _OF_ONE_ENGINE = ("CUDA_VISIBLE_DEVICES",)
 """Variables in which engines of one warm process may differ: no module reads them when it is imported."""
@@ -45,8 +45,10 @@ class WarmProcess:
         self._own = {name: value for name, value in env.items() if name in _OF_ONE_ENGINE}
         # An address belongs to the network namespace, which containers with other files may share.
         where = [os.getuid(), os.path.basename(os.path.realpath("/proc/self/ns/mnt")), os.getcwd()]
-        # Code that has changed, or an engine that was upgraded in place, needs a process that imports it.
-        what = [python, *preload.modules, preload.release, max(path.stat().st_mtime_ns for path in _CODE.rglob("*.py"))]
+        # Code that has changed, or packages that were upgraded in place, need a process that imports them.
+        packages = Path(python).absolute().parent.parent.glob("lib*/python3*/*-packages")
+        changed = [*_CODE.rglob("*.py"), *packages]
+        what = [python, *preload.modules, preload.release, max(path.stat().st_mtime_ns for path in changed)]
         key = json.dumps([where, what, sorted(self._env.items())])
         self._address = f"\0rollout-gateway-warm-{hashlib.sha256(key.encode()).hexdigest()[:32]}"
 
@@ -72,6 +74,10 @@ class WarmProcess:
         """
         order = json.dumps([words, self._own, grace_s]).encode()
         if len(order) > LARGEST_ORDER:
+            return None
+        with contextlib.suppress(FileNotFoundError):
+            log.write(f"{refusal(self._address).read_text()}\n".encode())
+            log.flush()
             return None
         with contextlib.ExitStack() as undo:
             connection = undo.enter_context(_socket())

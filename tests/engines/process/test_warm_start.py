@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -16,10 +17,11 @@ import pytest
 from structlog.testing import capture_logs
 
 from engines.process.process import Command, EngineProcess
-from engines.process.warm_start import Preload
+from engines.process.warm_start import Preload, WarmProcess
 
 SOON_S = 30.0
 IMPORTED = "print('imported', flush=True)\n"
+THREAD = "import threading, time; threading.Thread(target=time.sleep, args=[9]).start()"
 ENGINE = """
 import os, sys, time
 print(sys.argv[1:], os.environ.get("CUDA_VISIBLE_DEVICES"), os.getpgrp() == os.getpid(), flush=True)
@@ -44,6 +46,8 @@ def code(tmp_path: Path) -> Iterator[Path]:
 async def engines(code: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Engines]:
     monkeypatch.setenv("PYTHONPATH", f"{code}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("TMPDIR", str(code))
+    monkeypatch.setattr(tempfile, "tempdir", str(code))
 
     def engine(*words: str, release: str = "1", **env: str) -> EngineProcess:
         command = Command([sys.executable, "-m", "engine", *words], env, preload=Preload(["heavy"], release))
@@ -139,6 +143,7 @@ async def test_a_killed_engine_is_told_by_its_code(engines: Engines) -> None:
 async def test_a_dead_warm_process_costs_its_engines_nothing_and_is_replaced_once(engines: Engines, code: Path) -> None:
     engine = engines("serve")
     assert await engine.start_warm()
+    until(lambda: bool(engine.engine_pid))
     warm_of(engine).kill()
     until(lambda: len(warm_processes(code)) == 2)  # guard and engine
     await engine.keep_warm()
@@ -150,9 +155,7 @@ async def test_a_dead_warm_process_costs_its_engines_nothing_and_is_replaced_onc
     assert printed(successor) == ["['end', '0'] None True"], "the replacement has imported"
 
 
-@pytest.mark.parametrize(
-    "line", ["raise SystemExit(1)", "import threading, time; threading.Thread(target=time.sleep, args=[9]).start()"]
-)
+@pytest.mark.parametrize("line", ["raise SystemExit(1)", THREAD])
 async def test_where_no_warm_process_can_be_an_engine_starts_by_itself(engines: Engines, code: Path, line: str) -> None:
     (code / "heavy.py").write_text(line)
     engine = engines("end", "0")
@@ -161,6 +164,36 @@ async def test_where_no_warm_process_can_be_an_engine_starts_by_itself(engines: 
     assert [entry["log_level"] for entry in told] == ["warning"]
     engine.start()
     assert code_of(engine) == 0
+
+
+async def test_one_warm_process_alone_tries_where_none_can_be(engines: Engines, code: Path) -> None:
+    (code / "heavy.py").write_text(IMPORTED + THREAD)
+    one, other = engines("end", "0"), engines("end", "0")
+    assert not await one.start_warm()
+    assert not await other.start_warm()
+    reason = "engines start cold: its modules have started threads: ['MainThread', 'Thread-1 (sleep)']"
+    assert (printed(one), printed(other)) == (["imported", reason], [reason])
+
+
+async def test_what_humming_builds_is_built_by_engines_alone(engines: Engines, code: Path) -> None:
+    variable = "HUMMING_DISABLE_PARALLEL_BUILD"
+    (code / "heavy.py").write_text(f"import os\nif os.environ.get('{variable}') != '1':\n    {THREAD}\n")
+    (code / "engine.py").write_text(f"import os\nraise SystemExit('{variable}' in os.environ)\n")
+    engine = engines()
+    assert await engine.start_warm()
+    assert code_of(engine) == 0
+
+
+async def test_packages_that_have_changed_are_imported_again(engines: Engines, code: Path) -> None:
+    (code / "bin").mkdir()
+    packages = code / "lib" / "python3.1" / "site-packages"
+    packages.mkdir(parents=True)
+    (code / "bin" / "python").symlink_to(sys.executable)
+    addresses = set()
+    for name in ("torch-1", "torch-1", "torch-2"):
+        (packages / name).mkdir(exist_ok=True)
+        addresses.add(WarmProcess(str(code / "bin" / "python"), Preload(["heavy"], "1"), {})._address)
+    assert len(addresses) == 2
 
 
 def test_it_ends_without_children_and_without_starts(code: Path) -> None:

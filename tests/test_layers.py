@@ -45,7 +45,7 @@ ROOT = Path(__file__).parents[1]
 LINES = {
     "gateway": 21996,
     "gateway/agents": 2374,
-    "engines": 11553,
+    "engines": 11562,
     "trainer_client": 4140,
     "sim": 2044,
     "tuning": 5127,

@@ -29,11 +29,15 @@ _GPUS_TIMEOUT_S = 10.0
 # The only failure after which SGLang neither serves nor ends.
 _NO_PORT = "error while attempting to bind on address"
 _COARSE_INTERVAL = 16
+# Engines take 32 bit seeds; half of them leaves room for engine.seed on top.
+_SEEDS = 2**31
+_FROM_START_TO_START = 1_000_003
+"""The seeds of a replica's engines are so far apart, that they are not those of its peers."""
 
 
 class EngineServer:
-    """One engine process and what is known of it. `index` sets its seed apart from its peers'; `hidden` names variables
-    that it does not inherit."""
+    """One engine process and what is known of it; it can be started again. `index` sets its seed apart from its peers';
+    `hidden` names variables that it does not inherit."""
 
     def __init__(
         self,
@@ -55,6 +59,8 @@ class EngineServer:
         self._process: EngineProcess | None = None
         self._engine: Engine | None = None
         self._is_dead = False
+        self._starts = 0
+        self._described: ReplicaInfo | None = None
 
     async def start(self) -> ReplicaInfo:
         """Start, wait for health, warm up. Raises `EngineStartFailed`, whose first line gives the reason, and
@@ -114,7 +120,10 @@ class EngineServer:
         log_path = config.log_folder / f"{self._replica_id}-{time.strftime('%Y%m%d-%H%M%S')}-{port}.log"
         if config.log_dir == DEFAULT_LOG_DIR:
             await asyncio.to_thread(forget_old_logs, config.log_folder)
-        command = await asyncio.to_thread(engine_command, config, port=port, index=self._index)
+        # An engine that is started again shall not draw the samples of its predecessor.
+        index = (self._index + self._starts * _FROM_START_TO_START) % _SEEDS
+        self._starts += 1
+        command = await asyncio.to_thread(engine_command, config, port=port, index=index)
         has_tee = config.kind is EngineKind.SIM or VLLM_WORKER in command.argv
         command = replace(command, hidden=self._hidden)
         self._process = process = self._new_process(command, log_path, config.stop_timeout_s)
@@ -130,6 +139,7 @@ class EngineServer:
                 info = await self._describe(process, engine)
                 # Else another server has answered, which took the port between the draw and the bind.
                 self._check_own(process)
+                self._described = info
                 return info
         except TimeoutError:
             why, may_pass = self._why_late(process), False
@@ -175,12 +185,14 @@ class EngineServer:
     async def _describe(self, process: EngineProcess, engine: Engine) -> ReplicaInfo:
         # The start as a whole has this limit: a slow machine may need any part of it for any answer.
         limit_s = self._config.start_timeout_s
-        models, version, world, routes = await asyncio.gather(
-            *(
-                engine.ask("GET", path, None, limit_s)
-                for path in ("/v1/models", "/version", "/get_world_size", "/openapi.json")
-            )
+        models, version, world = await asyncio.gather(
+            *(engine.ask("GET", path, None, limit_s) for path in ("/v1/models", "/version", "/get_world_size"))
         )
+        before = self._described
+        if before is not None and before.engine_version == version["version"]:
+            capabilities = before.capabilities  # vLLM takes a second to list its routes
+        else:
+            capabilities = frozenset((await engine.ask("GET", "/openapi.json", None, limit_s))["paths"])
         tensors = expected_tensors(self._config)
         config, tied = await asyncio.to_thread(_names_of, self._config) if tensors else ("", ())
         updates = Preparation()
@@ -198,7 +210,7 @@ class EngineServer:
             max_model_len=models["data"][0]["max_model_len"],
             max_num_seqs=self._config.max_num_seqs,
             engine_version=version["version"],
-            capabilities=frozenset(routes["paths"]),
+            capabilities=capabilities,
             gpu_ids=tuple(int(gpu) for gpu in (visible or "").split(",") if gpu.isdigit()),
             gpus=await asyncio.to_thread(gpus_of, visible) if self._config.device != "cpu" else (),
             dialect=Dialect.SGLANG if self._config.kind is EngineKind.SGLANG else Dialect.VLLM,

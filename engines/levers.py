@@ -36,7 +36,7 @@ LEVERS = (
     Lever("api_server_count", instead="engine.extra.tokenizer_worker_num"),
     Lever("max_model_len", sglang="context_length", in_sim=True),
     Lever("max_num_seqs", sglang="max_running_requests", in_sim=True),
-    Lever("max_num_batched_tokens", sglang="chunked_prefill_size"),
+    Lever("max_num_batched_tokens", sglang="chunked_prefill_size", in_sim=True),
     Lever(
         "gpu_memory_utilization", instead="engine.extra.mem_fraction_static, the share for weights and KV cache alone"
     ),

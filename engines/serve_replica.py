@@ -72,9 +72,10 @@ class EngineReplica:
             await self._start()
             restarted = time.monotonic()
 
-    def incarnation(self) -> str:
-        """Return the id of this engine start: a cheap call that shows a restart."""
-        return self._info.incarnation
+    def incarnation(self) -> tuple[str, int]:
+        """Return the id of this engine start, and of a process of it that is stopped: a cheap call, made each second,
+        that shows a restart and a stop."""
+        return self._info.incarnation, 0 if self._is_starting else self._server.stopped
 
     async def describe(self, node: str) -> ReplicaInfo:
         """Return the replica's description, with an engine URL that a gateway on `node` can reach.

@@ -93,6 +93,7 @@ class ReplicaInfo:
     key: bearer key of `url` if that is a forwarder's, for an engine on another node than the gateway.
     started: time at which the engine became ready, in seconds since the epoch; 0 for an external server.
     streams: True if coarse chunks cost the engine least; other engines are asked for whole replies.
+    stopped: id of one of its processes that is stopped, by SIGSTOP; 0 where all run.
     """
 
     replica_id: str
@@ -118,6 +119,7 @@ class ReplicaInfo:
     pid: int = 0
     started: float = 0.0
     log_path: str = ""
+    stopped: int = 0
     key: str = field(default="", repr=False)
     tensors: tuple[TensorMeta, ...] | None = field(default=None, repr=False)
     model_config: str = field(default="", repr=False)

@@ -5,6 +5,7 @@ import asyncio
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -137,10 +138,10 @@ class Gateway:
 
     async def _list_replicas(self) -> list[ReplicaInfo]:
         """List running replicas. A broadcast skips dead ones silently, so an absent replica is gone."""
-        incarnations = set(await self._ask_all("incarnation"))
-        if incarnations != {info.incarnation for info in self._known}:
+        stopped = dict(await self._ask_all("incarnation"))
+        if stopped.keys() != {info.incarnation for info in self._known}:
             self._known = await self._ask_all("describe", self._node)
-        return self._known
+        return [replace(info, stopped=stopped.get(info.incarnation, 0)) for info in self._known]
 
     async def _ask_all(self, method: str, *arguments: str) -> list[Any]:
         answers = await asyncio.gather(

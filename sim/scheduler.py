@@ -13,6 +13,8 @@ from engines.types import PauseMode
 from sim.model import CHECKPOINT_VERSION, EOS_TOKEN, SimModel, detokenize, read
 
 BLOCK_TOKENS = 16
+BATCHED_TOKENS = 8192
+"""vLLM's step on a large GPU."""
 _AHEAD_S = 0.001  # the event loop's timers are no finer
 _LOOK_S = 0.02  # how often a wedged engine looks for its end
 _TURN_S = 0.005  # longest run of steps before connections get their turn
@@ -38,6 +40,8 @@ class Sample:
     tokens: list[int] = field(default_factory=list)
     version_starts: list[tuple[str, int]] = field(default_factory=list)
     cached_tokens: int = 0
+    unread: int = 0
+    """Tokens of its prompt to read, while the engine reads it in several steps."""
     neighbours: int = 0
     finish_reason: str | None = None
     stop_token_ids: frozenset[int] = frozenset()
@@ -119,8 +123,11 @@ def block_hashes(token_ids: list[int], salt: str | None) -> list[int]:
 class SimScheduler:
     """Runs samples on one simulated replica."""
 
-    def __init__(self, config: SimConfig, model: SimModel, max_num_seqs: int) -> None:
+    def __init__(
+        self, config: SimConfig, model: SimModel, max_num_seqs: int, max_num_batched_tokens: int = BATCHED_TOKENS
+    ) -> None:
         self.config = config
+        self._max_num_batched_tokens = max_num_batched_tokens
         self._model = model
         self._stalled_at: int | None = None
         self._max_num_seqs = max_num_seqs
@@ -214,6 +221,8 @@ class SimScheduler:
             return False
         while self.running:
             self._preempt()
+        for sample in self.waiting:
+            sample.unread = 0
         self.cache.clear()
         return True
 
@@ -240,21 +249,32 @@ class SimScheduler:
         return cost_s + self.config.decode_step_s + self.config.decode_step_per_seq_s * others
 
     def _admit(self) -> float:
-        """Start samples that fit, in order of arrival; return the seconds of prefill."""
-        prefilled = 0
-        while self.waiting and self.paused is None and len(self.running) < self._max_num_seqs:
+        """Read prompts that fit, in order of arrival, and start their samples; return the seconds of prefill.
+
+        As in vLLM's chunked prefill a step takes the running samples, then of prompts what is left of its tokens: many
+        prompts make many long steps, each with one token of the running samples.
+        """
+        prefilled, left = 0, self._max_num_batched_tokens - len(self.running)
+        while self.waiting and self.paused is None and len(self.running) < self._max_num_seqs and prefilled < left:
+            sample = self.waiting[0]
             # One more for the token of this step.
-            if self.kv_used + len(self.running) + self.waiting[0].held_tokens + 1 > self.config.kv_tokens:
+            if self.kv_used + len(self.running) + sample.held_tokens + 1 > self.config.kv_tokens:
                 break
-            sample = self.waiting.popleft()
-            sample.cached_tokens = self.cache.lookup(sample) if sample.reads_cache else 0
+            if not sample.unread:
+                sample.cached_tokens = self.cache.lookup(sample) if sample.reads_cache else 0
+                sample.unread = sample.held_tokens - sample.cached_tokens
+            part = min(sample.unread, left - prefilled)
+            prefilled += part
+            sample.unread -= part
+            if sample.unread:
+                break
+            self.waiting.popleft()
             self.cache.remember(sample.prompt_blocks)
             sample.neighbours = len(self.running)
             self.prompt_tokens += 0 if sample.version_starts else len(sample.prompt)
             sample.meet_weights(self.version)
             self.running.append(sample)
             self.kv_used += sample.held_tokens
-            prefilled += sample.held_tokens - sample.cached_tokens
         return prefilled / self.config.prefill_tokens_per_s
 
     def _end_step(self) -> None:

@@ -43,7 +43,7 @@ from sim.dialect import (
 from sim.faults import FaultInjector
 from sim.metrics import SchedulerMetrics
 from sim.model import SimModel, detokenize, tokenize, version_name
-from sim.scheduler import SimScheduler
+from sim.scheduler import BATCHED_TOKENS, SimScheduler
 from sim.weights import WeightSession
 from sim.worker import SimWorker
 
@@ -114,6 +114,7 @@ class SimServer:
         *,
         max_num_seqs: int,
         world_size: int,
+        max_num_batched_tokens: int = BATCHED_TOKENS,
         adapters: SimAdapters | None = None,
     ) -> None:
         self._name = model_name
@@ -129,7 +130,7 @@ class SimServer:
         self._limits = limits
         self._world_size = world_size
         self._model = SimModel.of(sim)
-        self.scheduler = SimScheduler(sim, self._model, max_num_seqs)
+        self.scheduler = SimScheduler(sim, self._model, max_num_seqs, max_num_batched_tokens)
         self.worker = SimWorker(model_name, sim.tensors, sim.stage_bytes)
         self.injector = FaultInjector()
         self.scheduler.is_wedged = lambda: self.injector.faults.stops_tokens
@@ -480,6 +481,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--model", default="sim", help="served model name")
     parser.add_argument("--max-model-len", type=int, help="prompt plus completion; default: 32768")
     parser.add_argument("--max-num-seqs", type=int, default=256)
+    parser.add_argument("--max-num-batched-tokens", type=int, default=BATCHED_TOKENS, help="tokens of a step")
     parser.add_argument("--seed", type=int, default=0, help="seed of requests without one")
     parser.add_argument("--world-size", type=int, default=1, help="ranks in a weight transfer group")
     parser.add_argument("--stream-interval", type=int, default=1, help="minimum tokens per streamed chunk")
@@ -519,6 +521,7 @@ def main() -> None:
         arguments.sim,
         limits,
         max_num_seqs=arguments.max_num_seqs,
+        max_num_batched_tokens=arguments.max_num_batched_tokens,
         world_size=arguments.world_size,
         adapters=_adapters(arguments),
     )

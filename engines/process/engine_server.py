@@ -96,6 +96,11 @@ class EngineServer:
         while self._process.exit_code is None and not self._is_dead:  # noqa: ASYNC110 a process ends without an event
             await asyncio.sleep(_PROBE_INTERVAL_S)
 
+    @property
+    def stopped(self) -> int:
+        """Process id of one of the engine's processes that is stopped; 0 where all run."""
+        return self._process.stopped if self._process is not None else 0
+
     async def stop(self) -> None:
         if self._engine is not None:
             await self._engine.close()

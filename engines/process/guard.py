@@ -112,7 +112,7 @@ def _kill_descendants() -> None:
     """Send SIGKILL to the tree until none is left; for a while not to Python's resource trackers. They end after the
     processes that they track, and remove the shared memory that these have left, such as vLLM's of several workers."""
     deadline = time.monotonic() + _TRACKERS_END_WITHIN_S
-    while alive := _descendants():
+    while alive := descendants(os.getpid()):
         may_be_tracker = time.monotonic() < deadline
         for pid in alive:
             with contextlib.suppress(ProcessLookupError):
@@ -121,13 +121,13 @@ def _kill_descendants() -> None:
         time.sleep(0.02)
 
 
-def _descendants() -> list[int]:
+def descendants(root: int) -> list[int]:
     """List the processes below this one that have not ended."""
     children: dict[int, list[int]] = {}
     for process in Path("/proc").glob("[0-9]*"):
         if (parent := _living_parent(process)) is not None:
             children.setdefault(parent, []).append(int(process.name))
-    found, frontier = [], [os.getpid()]
+    found, frontier = [], [root]
     while frontier:
         below = children.get(frontier.pop(), [])
         found += below

@@ -15,6 +15,7 @@ from typing import BinaryIO
 import structlog
 
 from engines.process.engine_log import read_tail
+from engines.process.guard import descendants
 from engines.process.warm_start import Preload, WarmGuard, WarmProcess
 
 log = structlog.get_logger()
@@ -125,6 +126,7 @@ class EngineProcess(_LoggedProcess):
         self._stop_timeout_s = stop_timeout_s
         self._guard: subprocess.Popen[bytes] | WarmGuard | None = None
         self._warm: WarmProcess | None = None
+        self._tree: list[int] = []
 
     async def start_warm(self) -> bool:
         """Start it as a fork of the warm process of its environment, which is started if there is none. Return False
@@ -166,6 +168,14 @@ class EngineProcess(_LoggedProcess):
         """None while it runs."""
         return self._guard.poll() if self._guard else None
 
+    @property
+    def stopped(self) -> int:
+        """Process id of one of the engine's processes that got SIGSTOP; 0 where all run. Asked once it is ready: its
+        processes are listed at the first time alone, as that reads all of the machine's. One that a debugger or a
+        profiler holds is not meant: they mostly do for a moment."""
+        self._tree = self._tree or descendants(self.pid)
+        return next((pid for pid in self._tree if _words(f"/proc/{pid}/stat", after=")")[:1] == ["T"]), 0)
+
     async def stop(self) -> None:
         """End the whole process tree and wait for its end: the successor needs its port and GPU memory."""
         if self._guard is None or self._guard.stdin is None:
@@ -193,8 +203,13 @@ def _inherited(hidden: Sequence[str]) -> dict[str, str]:
 
 def _first_child(pid: int) -> int:
     """Return the oldest child of a process, 0 where there is none. Orphans that it adopts come after its own."""
+    return int(next(iter(_words(f"/proc/{pid}/task/{pid}/children")), 0))
+
+
+def _words(path: str, after: str = "") -> list[str]:
+    """Return the words of a process's file, after the last `after`; none once it has ended."""
     try:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        text = Path(path).read_text()
     except OSError:
-        return 0
-    return int(children[0]) if children else 0
+        return []
+    return text[text.rfind(after) + 1 :].split() if after else text.split()

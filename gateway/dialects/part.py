@@ -121,6 +121,7 @@ class Ask(ABC):
             request_id=rollout.request_id if rollout.n == 1 else f"{rollout.request_id}-{sample.index}",
             n=1,
             tokens=len(read) + max(self.limit or DEFAULT_MAX_TOKENS, sample.num_made),
+            prompt_tokens=len(read) + sample.num_made,
             goes_on=True,
             attempts=rollout.attempts if self.before else rollout.attempts.branch(),
         )
@@ -173,7 +174,7 @@ class Part:
         elif sum(map(len, events)) > _LARGE_BYTES:
             async with self._large:  # many replies may come at once: each is read in a turn of the event loop
                 await asyncio.sleep(0)
-        replica.evidence.saw_progress()
+        replica.heard(self._ask.rollout)
         for event in events:
             try:
                 chunk = self._reply.read(event, self.samples)

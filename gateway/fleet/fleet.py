@@ -290,9 +290,12 @@ class Fleet:
         self._listed = set(listed)
         is_open = self.settled_version is None
         for replica in self.replicas:
-            replica.evidence.is_listed = replica.replica_id in listed
+            info = listed.get(replica.replica_id)
+            replica.evidence.is_listed = info is not None
+            if info is not None and info.stopped:
+                self._stopped(replica, info.stopped)
         self.arrivals.forget_all_but(listed)
-        new = [info for info in infos if not self._is_known(info)]
+        new = [info for info in infos if not self._is_known(info) and not info.stopped]
         joined = [replica for replica in await asyncio.gather(*map(self._welcome, new)) if replica is not None]
         if joined:
             self._agree(joined, is_open=is_open)
@@ -300,6 +303,14 @@ class Fleet:
             is_known = replica.weight_version is not None
             self.settle(replica, "joined" if is_known else "joined with weights that no commit is known of")
             self._watchers[replica] = asyncio.create_task(self._watch(replica), name=f"watch {replica.replica_id}")
+
+    def _stopped(self, replica: Replica, pid: int) -> None:
+        """Move the rollouts of an engine that SIGSTOP holds, unless no other could take them. It serves again after it
+        has made a token."""
+        if replica.can_serve and len(self.serving(replica.info.model)) > 1:
+            replica.evidence.is_stalled = True
+            self.suspect(replica, f"its process {pid} is stopped (SIGSTOP); it serves again after SIGCONT")
+            replica.drop_calls()
 
     async def metrics_pages(self) -> dict[Replica, str]:
         """The Prometheus pages of the living engines that answer with one."""
@@ -506,13 +517,14 @@ class Fleet:
         """Look at a replica on which an attempt failed. True if its engine process is gone.
 
         A connection that broke is no evidence by itself: the replica is SUSPECT if a probe fails too. A SUSPECT replica
-        is probed again, as its engine may be ending, but not where it is silent: its rollouts would wait for another
-        silence.
+        is probed again, as its engine may be ending, but not where it is silent, or stands still: its rollouts would
+        wait for another silence.
         """
         if not isinstance(error, EngineUnreachable):
             return False
         evidence = replica.evidence
-        may_be_ending = replica.state is ReplicaState.SUSPECT and not (evidence.is_gone or evidence.is_silent)
+        is_known = evidence.is_gone or evidence.is_silent or evidence.is_stalled
+        may_be_ending = replica.state is ReplicaState.SUSPECT and not is_known
         if not (replica.can_serve or may_be_ending):
             return evidence.is_gone or isinstance(error, EngineGone)
         failure = error if isinstance(error, EngineGone) else await self.probes.probe_broken(replica)

@@ -1,7 +1,7 @@
 """One replica: its weights, its adapters and its rollouts in flight. `fleet.py` changes its state."""
 
 import asyncio
-from collections.abc import Awaitable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 from weakref import WeakSet
@@ -21,6 +21,10 @@ T = TypeVar("T")
 # the last rollouts of a batch go to a free replica.
 _OVERCOMMIT = 2
 _MOST_PLACED = 1 << 40
+_READ_AT_ONCE = 2048
+"""Tokens of rests that an engine reads at once: a quarter of a step of vLLM on a large GPU, in the time of about two
+steps without prompts. So the streams beside them keep half of their rate."""
+_READ_WITHIN_S = 0.25
 _NOT_THERE = (ReplicaState.STARTING, ReplicaState.DRAINING, ReplicaState.SUSPECT, ReplicaState.LOST)
 
 
@@ -49,6 +53,46 @@ class Place:
     def leave(self) -> None:
         """Free the place of an engine that was removed on purpose: the next one here is no restart of it."""
         self.replica_id, self.incarnation, self.restarts = "", "", 0
+
+
+class Prompts:
+    """The prompts of the rollouts in flight on a replica, and those among them that continue here and that its engine
+    has yet to read, of `unread` tokens."""
+
+    def __init__(self) -> None:
+        self.unread = 0
+        self._in_flight: dict[int, Work] = {}
+        self._unread: dict[int, tuple[int, Callable[[], None]]] = {}
+
+    @property
+    def longest(self) -> int:
+        return max((rollout.prompt_tokens for rollout in self._in_flight.values()), default=0)
+
+    @property
+    def may_add(self) -> bool:
+        """False while the engine has enough rests to read, unless it has nothing else to do. With more its own rollouts
+        would stand still: each step that is filled with prompts makes one token of each."""
+        return self.unread < _READ_AT_ONCE or len(self._unread) == len(self._in_flight)
+
+    def begin(self, rollout: Work) -> None:
+        self._in_flight[id(rollout)] = rollout
+
+    def reads(self, rollout: Work, then: Callable[[], None]) -> None:
+        """Count a rest as unread until its first tokens or its end, or for `_READ_WITHIN_S`, and call `then`."""
+        key, number = id(rollout), rollout.prompt_tokens
+        self._unread[key] = number, then
+        self.unread += number
+        asyncio.get_running_loop().call_later(_READ_WITHIN_S, self.has_read, rollout)
+
+    def has_read(self, rollout: Work) -> None:
+        number, then = self._unread.pop(id(rollout), (0, None))
+        if then is not None:
+            self.unread -= number
+            then()
+
+    def end(self, rollout: Work) -> None:
+        self._in_flight.pop(id(rollout), None)
+        self.has_read(rollout)
 
 
 class Flight:
@@ -119,7 +163,7 @@ class Replica:
         self.idle = asyncio.Event()
         self.idle.set()
         self.backoff = Backoff()
-        self._rollouts: dict[int, Work] = {}
+        self.prompts = Prompts()
         self._calls: dict[asyncio.Timeout, _Call] = {}
         self._flights: WeakSet[Flight] = WeakSet()
         self._steady = asyncio.Event()
@@ -150,8 +194,7 @@ class Replica:
     @property
     def longest_prompt(self) -> int:
         """Tokens of the longest prompt in flight, or given up since the last sign that tokens are made."""
-        in_flight = (rollout.prompt_tokens for rollout in self._rollouts.values())
-        return max(self.evidence.longest_given_up, max(in_flight, default=0))
+        return max(self.evidence.longest_given_up, self.prompts.longest)
 
     def holds(self, adapter: Adapter) -> bool:
         return self.adapters.get(adapter.name) is adapter
@@ -161,7 +204,7 @@ class Replica:
         if error is not None and not isinstance(error, EngineRefused):  # else nobody has read this prompt
             evidence = self.evidence
             evidence.longest_given_up = max(evidence.longest_given_up, rollout.prompt_tokens)
-        self._rollouts.pop(id(rollout), None)
+        self.prompts.end(rollout)
         self.load_tokens -= rollout.tokens
         self.load_samples -= rollout.n
         self.rank -= rollout.tokens * _MOST_PLACED
@@ -171,11 +214,17 @@ class Replica:
 
     def reserve(self, rollout: Work) -> None:
         self.evidence.has_load()
-        self._rollouts[id(rollout)] = rollout
+        self.prompts.begin(rollout)
         self.load_tokens += rollout.tokens
         self.load_samples += rollout.n
         self.rank += rollout.tokens * _MOST_PLACED + rollout.n
         self.idle.clear()
+
+    def heard(self, rollout: Work) -> None:
+        """Note that tokens of a rollout have come."""
+        self.evidence.saw_progress()
+        if self.prompts.unread:
+            self.prompts.has_read(rollout)
 
     def take_off(self) -> Flight:
         """Start the record of the weight versions of a request that is sent now."""

@@ -10,6 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 
 import structlog
 
@@ -278,6 +279,8 @@ class Scheduler(AttemptLoop):
             if session:
                 self.sessions.settle(model, session, chosen[0].replica_id)
             chosen[0].reserve(rollout)
+            if rollout.goes_on:
+                chosen[0].prompts.reads(rollout, partial(self._pump, model))
         return chosen
 
     @staticmethod

@@ -75,7 +75,8 @@ class Queue:
 @dataclass(eq=False, slots=True)
 class Waiter:
     """A rollout that waits. `order` is its turn: rests first, then by priority, then requests in turns, and of one turn
-    the longest, where a rollout of unknown length is as long as any."""
+    the longest, where a rollout of unknown length is as long as any. Of rests the shortest is first: it is read
+    soonest, and has the most to make."""
 
     rollout: Rollout
     queue: Queue
@@ -131,7 +132,7 @@ class WaitingLine:
         """
         self._arrivals += 1
         if rollout.goes_on:
-            order: Order = (0, rollout.priority, 0, 0.0, -self._arrivals)
+            order: Order = (0, rollout.priority, 0, rollout.prompt_tokens, -self._arrivals)
         else:
             request = rollout.request or rollout.request_id
             turn = max(self._turn, self._last_turns.get(request, 0)) + 1

@@ -8,7 +8,6 @@ A page that fails or does not come is no evidence, for or against: the sum befor
 refuses (4xx) is a page without signs.
 """
 
-from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 from engines.errors import DeadlineExceeded, EngineError, EngineFailed, EngineRefused
@@ -26,18 +25,10 @@ the tokens of steps in the third."""
 # A reader slower than this would not be used; tokens may stand still while a prompt is read.
 _PREFILL_TOKENS_PER_S = 1000.0
 _PROBE = {"prompt": [1], "max_tokens": 1, "temperature": 0.0}
-
-
 # Pages that are compared lie so much of `fleet.stalled_after_s` apart, under load.
 _APART = 0.25
-
-
-@dataclass(frozen=True, slots=True)
-class _Reading:
-    """The sum of the signs when the replica had been quiet for `quiet_s`."""
-
-    total: float
-    quiet_s: float
+_Reading = tuple[float, float]
+"""The sum of the signs, and for how many seconds the replica had been quiet."""
 
 
 class Standstill:
@@ -67,24 +58,22 @@ class Standstill:
             total = await self._sum_of_signs(replica)
         except (EngineError, DeadlineExceeded):
             return False
-        before = self._readings.pop(replica, None)
+        before, quiet_before_s = self._readings.pop(replica, (total, evidence.quiet_s))
         if total is None:
             evidence.excuse()
             return False
-        if before is not None and before.total != total:
+        if before != total:
             evidence.saw_progress()
-        is_same = before is not None and before.total == total
-        since_s = min(before.quiet_s, evidence.quiet_s) if before is not None and is_same else evidence.quiet_s
-        self._readings[replica] = _Reading(total, since_s)
+        self._readings[replica] = total, min(quiet_before_s, evidence.quiet_s)
         return True
 
     def _stands_still(self, replica: Replica) -> bool:
         """Return True where looks far enough apart saw no token, for as long as the longest prompt needs and more."""
-        reading, bound_s, quiet_s = self._readings.get(replica), self._config.stalled_after_s, replica.evidence.quiet_s
-        if reading is None or replica.brake.holders or not replica.load_samples:
+        bound_s, quiet_s = self._config.stalled_after_s, replica.evidence.quiet_s
+        if replica.brake.holders or not replica.load_samples:
             return False
         longest_s = bound_s + replica.longest_prompt / _PREFILL_TOKENS_PER_S
-        return quiet_s >= longest_s and quiet_s - reading.quiet_s >= _APART * bound_s
+        return quiet_s >= longest_s and quiet_s - self._readings[replica][1] >= _APART * bound_s
 
     def _stalled(self, replica: Replica) -> EngineFailed:
         replica.evidence.is_stalled = True
@@ -103,6 +92,7 @@ class Standstill:
             return error
         replica.evidence.is_stalled = False
         replica.evidence.saw_progress()
+        replica.backoff.succeeded()  # its rollouts have all failed at once
         return None
 
     async def _sum_of_signs(self, replica: Replica) -> float | None:

@@ -276,6 +276,9 @@ class Link:
                         raise EngineUnreachable(f"given up: {replica.reason}", replica_id=replica.replica_id)
                     is_told, turn.replica = True, replica
                     self._channel.send(Placed(place.turn, replica.replica_id))
+                    replica.prompts.has_read(
+                        rollout
+                    )  # a worker does not tell of first tokens: its rests are not spread
                     left = await turn.messages.get()
                     if isinstance(left, Left) and left.failure is not None:
                         raise unpacked(left.failure)

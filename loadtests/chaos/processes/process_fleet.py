@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from ipaddress import IPv4Network, IPv6Network
 from pathlib import Path
 from typing import Any
@@ -150,7 +151,11 @@ class ProcessFleet:
     async def _keep_engine(self, index: int) -> None:
         while True:
             await asyncio.sleep(_LOOK_S)
-            if not psutil.pid_exists(self.infos[index].pid):
+            info, stopped = self.infos[index], self._servers[index].stopped
+            if stopped != info.stopped:
+                self.infos[index] = replace(info, stopped=stopped)
+                self._publish()
+            if not psutil.pid_exists(info.pid):
                 self.deaths += 1
                 del self.infos[index]
                 self._publish()

@@ -21,13 +21,16 @@ from loadtests.chaos.clients.tally import Tally
 from loadtests.chaos.faults import CallFailed, Hung, Trainer, World, until
 from loadtests.chaos.processes.process_fleet import ProcessFleet, fleet_config, running
 from loadtests.chaos.rollouts.faults import ROLLOUT_FAULTS, Scene
-from loadtests.chaos.rollouts.measures import Goodput, Kept, batch_with, go_on, kept_at, kill_one, stop_one
+from loadtests.chaos.rollouts.measures import Batches, Goodput, Kept, go_on, kept_at, kill_one, stop_one
 
 SIM = SimConfig(decode_step_s=0.03, load_s=0.1)
 KEPT = {f"replica killed at {share:.0%} of its rollouts": share for share in (0.25, 0.5, 0.9)}
-BATCHES = {"batches with a replica killed": kill_one, "batches with a replica stopped": stop_one}
+BATCHES = {
+    "batches with a replica killed": Batches(kill_one),
+    "batches with a replica stopped": Batches(stop_one),
+    "20 batches of 2.4 s with four stops": Batches(stop_one, count=20, nth=5, lengths=(80,) * 4),
+}
 OF_ROLLOUTS = (*ROLLOUT_FAULTS, *KEPT, *BATCHES)
-_BATCHES = 2
 _TOKENS, _WAVE_TOKENS = 96, 2048
 _EACH = 3  # clients of each kind for ten replicas
 _BOUND_S = 120.0
@@ -173,12 +176,13 @@ async def _wave(name: str, hurt: Side) -> Outcome:
 
 async def _batches(name: str, hurt: Side, calm: Side) -> Outcome:
     hurt.waves.record, calm.waves.record = Record(), Record()
-    batches = []
-    for _ in range(_BATCHES):
-        batches.append(await batch_with(BATCHES[name], hurt.fleet, hurt.waves, calm.waves, SIM.decode_step_s))
-        if BATCHES[name] is stop_one:
+    run, batches = BATCHES[name], []
+    for number in range(1, run.count + 1):
+        batches.append(await run.run(number, hurt.fleet, hurt.waves, calm.waves, SIM.decode_step_s))
+        if run.hurt is stop_one:
             go_on(hurt.fleet)
-        await hurt.whole_again()
+        if run.is_hurt(number):
+            await hurt.whole_again()
     problem = _problem_beside(calm.waves.settled())
     return Outcome(fault=name, tally=hurt.waves.settled().tally, batches=tuple(batches), problem=problem)
 
@@ -208,7 +212,8 @@ def _measured(outcome: Outcome) -> str:
     if outcome.kept is not None:
         return f"tokens kept {outcome.kept.kept:.1%}"
     if outcome.batches:
-        return "goodput " + ", ".join(f"{batch.ratio:.3f}" for batch in outcome.batches)
+        whole = sum(batch.calm_s for batch in outcome.batches) / sum(batch.hurt_s for batch in outcome.batches)
+        return f"goodput {whole:.3f}: " + ", ".join(f"{batch.ratio:.3f}" for batch in outcome.batches)
     return (
         f"goodput {outcome.goodput or 0:.3f}  made again {outcome.again or 0:.2%}  "
         f"silent {outcome.silence_s:.1f} s  whole again {outcome.whole_again_s:.1f} s"

@@ -4,7 +4,7 @@ import asyncio
 import random
 import signal
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from loadtests.chaos.clients.callers import Callers
@@ -68,15 +68,27 @@ async def kept_at(share: float, fleet: ProcessFleet, callers: Callers) -> Kept:
     return Kept(share, seconds, delivered, dead, await fleet.made() - made_before - delivered)
 
 
-async def batch_with(
-    hurt: Callable[[ProcessFleet], Awaitable[None]], fleet: ProcessFleet, callers: Callers, calm: Callers, step_s: float
-) -> Goodput:
-    """Run the same batch in both fleets at once, and hurt one of them in its first half."""
-    lengths = _lengths(seed=len(callers.record.deliveries))
-    hurt_s, calm_s, _ = await asyncio.gather(
-        _timed(callers, lengths), _timed(calm, lengths), _later(hurt, fleet, _HURT_AT * max(lengths) * step_s)
-    )
-    return Goodput(hurt_s, calm_s, 8 * sum(lengths))
+@dataclass(frozen=True, slots=True)
+class Batches:
+    """`count` batches one after the other, of which each `nth` is hurt. `lengths` are those of all, or are drawn."""
+
+    hurt: Callable[[ProcessFleet], Awaitable[None]]
+    count: int = 2
+    nth: int = 1
+    lengths: tuple[int, ...] = ()
+
+    async def run(self, number: int, fleet: ProcessFleet, callers: Callers, calm: Callers, step_s: float) -> Goodput:
+        """Run a batch in both fleets at once. One of them is hurt in the batch's first half, if it is its turn."""
+        lengths = self.lengths or _lengths(seed=len(callers.record.deliveries))
+        running = [_timed(callers, lengths), _timed(calm, lengths)]
+        if self.is_hurt(number):
+            running.append(_later(self.hurt, fleet, _HURT_AT * max(lengths) * step_s))
+        hurt_s, calm_s, *_ = await asyncio.gather(*running)
+        return Goodput(hurt_s, calm_s, 8 * sum(lengths))
+
+    def is_hurt(self, number: int) -> bool:
+        """Return True if this batch is hurt; numbers begin with 1."""
+        return number % self.nth == 0
 
 
 async def kill_one(fleet: ProcessFleet) -> None:
@@ -116,12 +128,13 @@ def _lengths(seed: int) -> list[int]:
     return [min(max(length, 50), _LONGEST_TOKENS) for length in lengths]
 
 
-async def _timed(callers: Callers, lengths: list[int]) -> float:
+async def _timed(callers: Callers, lengths: Sequence[int]) -> float:
     began = time.monotonic()
     await callers.batch(lengths)
     return time.monotonic() - began
 
 
-async def _later(hurt: Callable[[ProcessFleet], Awaitable[None]], fleet: ProcessFleet, seconds: float) -> None:
+async def _later(hurt: Callable[[ProcessFleet], Awaitable[None]], fleet: ProcessFleet, seconds: float) -> float:
     await asyncio.sleep(seconds)
     await hurt(fleet)
+    return seconds

@@ -55,6 +55,20 @@ async def test_stop_does_not_wait_for_ever_for_a_guard_that_does_not_end(
     assert [line["guard"] for line in told] == [process.pid]
 
 
+def test_a_process_below_the_engine_that_is_stopped_is_seen_until_it_goes_on(
+    start_script: StartScript, tmp_path: Path
+) -> None:
+    worker = tmp_path / "worker"
+    process = start_script(f"sh -c 'echo $$ > {worker}.new; mv {worker}.new {worker}; sleep 60; :'; :")
+    until(worker.exists)
+    pid = int(worker.read_text())
+    assert process.stopped == 0
+    os.kill(pid, signal.SIGSTOP)
+    until(lambda: process.stopped == pid)
+    os.kill(pid, signal.SIGCONT)
+    until(lambda: process.stopped == 0)
+
+
 def test_the_log_begins_with_the_command_and_holds_both_outputs(start_script: StartScript) -> None:
     process = start_script("echo out; echo err >&2")
     assert code_of(process) == 0

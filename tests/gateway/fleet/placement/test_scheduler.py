@@ -36,14 +36,16 @@ class Played:
         self.scheduler = Scheduler(GatewayConfig(**gateway), cast(Fleet, self.fleet), Metrics())
         self.placed: list[str] = []
         self.where: dict[str, str] = {}
+        self.rollouts: dict[str, Rollout] = {}
         self._ends: dict[str, asyncio.Event] = {}
         self.tasks: list[asyncio.Task[None]] = []
 
     async def submit(self, request_id: str, **fields: Any) -> None:
         """Place a rollout, or have it wait."""
         rollout = Rollout(request_id=request_id, model="m", **{"n": 1, "tokens": 1, **fields})
+        self.rollouts[request_id] = rollout
         self.tasks.append(asyncio.create_task(self._run(rollout)))
-        await self._settled()
+        await self.settled()
 
     async def _run(self, rollout: Rollout) -> None:
         async def call(replica: Replica) -> None:
@@ -57,14 +59,14 @@ class Played:
         """End running rollouts, and let the places that they leave be taken."""
         for request_id in request_ids:
             self._ends[request_id].set()
-        await self._settled()
+        await self.settled()
 
     @property
     def running(self) -> list[str]:
         """Ids in the order of their placement."""
         return [name for name in self.placed if not self._ends[name].is_set()]
 
-    async def _settled(self) -> None:
+    async def settled(self) -> None:
         """Let the line be looked at, and those that it places begin."""
         for _ in range(20):
             await asyncio.sleep(0)
@@ -175,6 +177,48 @@ async def test_the_rest_of_what_has_begun_is_placed_before_what_has_not() -> Non
     played.scheduler.open_gate("test")
     await played.end()
     assert played.placed == ["rest", "first"]
+    await played.stop()
+
+
+def rest(prompt_tokens: int) -> Any:
+    return {"goes_on": True, "prompt_tokens": prompt_tokens}
+
+
+async def test_rests_wait_until_the_engine_has_read_those_before_and_the_shortest_is_first() -> None:
+    played = Played(1, places=100)
+    await played.submit("own")
+    for name, prompt_tokens in (("a", 1500), ("b", 1000), ("long", 900), ("short", 700), ("shorter", 600)):
+        await played.submit(name, **rest(prompt_tokens))
+    assert played.placed == ["own", "a", "b"]
+    (replica,) = played.fleet.replicas
+    replica.heard(played.rollouts["own"])
+    await played.settled()
+    assert played.running == ["own", "a", "b"]
+    replica.heard(played.rollouts["a"])
+    await played.settled()
+    assert played.running == ["own", "a", "b", "shorter", "short"]
+    await played.end("b")
+    assert played.running == ["own", "a", "shorter", "short", "long"]
+    await played.stop()
+
+
+async def test_rests_are_not_held_back_beside_nothing_but_rests_to_read() -> None:
+    played = Played(2, places=100)
+    names = [f"rest-{number}" for number in range(8)]
+    for name in names:
+        await played.submit(name, **rest(3000))
+    assert played.placed == names
+    await played.stop()
+
+
+async def test_rests_do_not_wait_for_an_engine_that_reads_them_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.fleet.replica._READ_WITHIN_S", 0.01)
+    played = Played(1, places=100)
+    for name, fields in (("own", {}), ("first", rest(9000)), ("second", rest(9000))):
+        await played.submit(name, **fields)
+    async with asyncio.timeout(10):
+        while "second" not in played.placed:
+            await asyncio.sleep(0.01)
     await played.stop()
 
 

@@ -24,8 +24,6 @@ from engines.types import EngineKind, ReplicaInfo
 
 log = structlog.get_logger()
 
-# Engines take 32 bit seeds; half of them leaves room for engine.seed on top.
-_SEEDS = 2**31
 _ASK_TIMEOUT_S = 5.0
 _ASK_EVERY_S = 0.5
 _APART_S = 20.0
@@ -42,17 +40,24 @@ class EngineReplica:
         # Serve's replica tag, not its rank: Serve reuses ranks, and two replicas with the same name or seed would be
         # confused and would draw the same samples.
         context = serve.get_replica_context()
-        index = zlib.crc32(context.replica_tag.encode()) % _SEEDS
+        index = zlib.crc32(context.replica_tag.encode())
         self._app_name = context.app_name
         self._drain_timeout_s = config.drain_timeout_s
+        self._server = _server(config, f"{group}-{context.replica_tag}", group, index, hidden)
         self._forwarder: Forwarder | None = None
         self._from_afar: ReplicaInfo | None = None
         self._opening = asyncio.Lock()
-        self._server = _server(config, f"{group}-{context.replica_tag}", group, index, hidden)
-        node = ray.get_runtime_context().get_node_id()
-        self._info = replace(await self._server.start(), node=node)
-        self._is_starting = False
+        self._is_starting = True
+        await self._start()
         self._keeper = asyncio.create_task(self._keep())
+
+    async def _start(self) -> None:
+        info = replace(await self._server.start(), node=ray.get_runtime_context().get_node_id())
+        async with self._opening:
+            if self._forwarder is not None:  # that of the predecessor
+                await self._forwarder.close()
+            self._info, self._forwarder, self._from_afar = info, None, None
+        self._is_starting = False
 
     async def _keep(self) -> None:
         """Start the engine again whenever it has ended: Serve would notice after seconds, and start a replica too."""
@@ -63,12 +68,8 @@ class EngineReplica:
                 return
             self._is_starting = True
             log.warning("the engine has ended, and is started again", replica=self._info.replica_id)
-            info = replace(await self._server.restart(), node=self._info.node)
-            async with self._opening:
-                if self._forwarder is not None:  # that of the predecessor
-                    await self._forwarder.close()
-                self._info, self._forwarder, self._from_afar = info, None, None
-            self._is_starting = False
+            await self._server.stop()
+            await self._start()
             restarted = time.monotonic()
 
     def incarnation(self) -> tuple[str, int]:

@@ -45,11 +45,11 @@ ROOT = Path(__file__).parents[1]
 LINES = {
     "gateway": 22059,
     "gateway/agents": 2374,
-    "engines": 11578,
+    "engines": 11640,
     "trainer_client": 4140,
     "sim": 2067,
     "tuning": 5127,
-    "loadtests": 7776,
+    "loadtests": 7892,
     "trainer_client/sessions": 730,
     "loadtests/sessions": 806,
 }

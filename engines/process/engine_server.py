@@ -29,11 +29,15 @@ _GPUS_TIMEOUT_S = 10.0
 # The only failure after which SGLang neither serves nor ends.
 _NO_PORT = "error while attempting to bind on address"
 _COARSE_INTERVAL = 16
+# Engines take 32 bit seeds; half of them leaves room for engine.seed on top.
+_SEEDS = 2**31
+_FROM_START_TO_START = 1_000_003
+"""The seeds of a replica's engines are so far apart, that they are not those of its peers."""
 
 
 class EngineServer:
-    """One engine process and what is known of it. `index` sets its seed apart from its peers'; `hidden` names variables
-    that it does not inherit."""
+    """One engine process and what is known of it; it can be started again. `index` sets its seed apart from its peers';
+    `hidden` names variables that it does not inherit."""
 
     def __init__(
         self,
@@ -55,14 +59,17 @@ class EngineServer:
         self._process: EngineProcess | None = None
         self._engine: Engine | None = None
         self._is_dead = False
+        self._starts = 0
+        self._described: ReplicaInfo | None = None
         self._kv_memory: int | None = None
-        """Bytes of KV cache that vLLM has measured in an earlier start."""
+        """Bytes of KV cache that vLLM has measured in an earlier start. Given, they spare it a capture of graphs."""
 
     async def start(self) -> ReplicaInfo:
         """Start, wait for health, warm up. Raises `EngineStartFailed`, whose first line gives the reason, and
         `ConfigError` where nothing can be started. A start that fails or is cancelled leaves no process.
 
-        A failure that may be transient is retried once here, since Serve is configured to give up at the first.
+        A failure that may be transient is retried once here, since Serve is configured to give up at the first. So is
+        one with the KV cache of an earlier start, which is then measured again.
         """
         try:
             return await self._start_once()
@@ -71,14 +78,6 @@ class EngineServer:
                 raise
             self._kv_memory = None
             return await self._start_once()
-
-    async def restart(self) -> ReplicaInfo:
-        """Start it again as `start` does, with another seed, since it shall not draw the samples of its predecessor.
-
-        vLLM takes the memory for its KV cache that it has measured, and so captures graphs once, not twice.
-        """
-        self._index += 1
-        return await self.start()
 
     async def check(self) -> None:
         """Raise if the engine does not serve."""
@@ -131,7 +130,10 @@ class EngineServer:
         log_path = config.log_folder / f"{self._replica_id}-{time.strftime('%Y%m%d-%H%M%S')}-{port}.log"
         if config.log_dir == DEFAULT_LOG_DIR:
             await asyncio.to_thread(forget_old_logs, config.log_folder)
-        command = await asyncio.to_thread(engine_command, config, port=port, index=self._index)
+        # An engine that is started again shall not draw the samples of its predecessor.
+        index = (self._index + self._starts * _FROM_START_TO_START) % _SEEDS
+        self._starts += 1
+        command = await asyncio.to_thread(engine_command, config, port=port, index=index)
         has_tee = config.kind is EngineKind.SIM or VLLM_WORKER in command.argv
         command = replace(command, hidden=self._hidden)
         self._process = process = self._new_process(command, log_path, config.stop_timeout_s)
@@ -147,6 +149,7 @@ class EngineServer:
                 info = await self._describe(process, engine)
                 # Else another server has answered, which took the port between the draw and the bind.
                 self._check_own(process)
+                self._described = info
                 self._kv_memory = measured_kv_memory(process.log_tail()) or self._kv_memory
                 return info
         except TimeoutError:
@@ -193,12 +196,17 @@ class EngineServer:
     async def _describe(self, process: EngineProcess, engine: Engine) -> ReplicaInfo:
         # The start as a whole has this limit: a slow machine may need any part of it for any answer.
         limit_s = self._config.start_timeout_s
-        visible = self._config.env.get("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES"))
-        paths = ("/v1/models", "/version", "/get_world_size", "/openapi.json")
-        (models, version, world, routes), gpus = await asyncio.gather(
-            asyncio.gather(*(engine.ask("GET", path, None, limit_s) for path in paths)),
-            asyncio.to_thread(gpus_of, "" if self._config.device == "cpu" else visible),
+        models, version, world = await asyncio.gather(
+            *(engine.ask("GET", path, None, limit_s) for path in ("/v1/models", "/version", "/get_world_size"))
         )
+        visible = self._config.env.get("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES"))
+        before = self._described
+        if before is not None and before.engine_version == version["version"]:
+            # vLLM takes a second to list its routes, and the driver to list GPUs.
+            capabilities, gpus = before.capabilities, before.gpus
+        else:
+            capabilities = frozenset((await engine.ask("GET", "/openapi.json", None, limit_s))["paths"])
+            gpus = await asyncio.to_thread(gpus_of, "" if self._config.device == "cpu" else visible)
         tensors = expected_tensors(self._config)
         config, tied = await asyncio.to_thread(_names_of, self._config) if tensors else ("", ())
         updates = Preparation()
@@ -215,7 +223,7 @@ class EngineServer:
             max_model_len=models["data"][0]["max_model_len"],
             max_num_seqs=self._config.max_num_seqs,
             engine_version=version["version"],
-            capabilities=frozenset(routes["paths"]),
+            capabilities=capabilities,
             gpu_ids=tuple(int(gpu) for gpu in (visible or "").split(",") if gpu.isdigit()),
             gpus=gpus,
             dialect=Dialect.SGLANG if self._config.kind is EngineKind.SGLANG else Dialect.VLLM,

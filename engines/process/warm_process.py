@@ -133,9 +133,13 @@ class _Engine:
 
     def __init__(self, words: Sequence[str], connection: socket.socket) -> None:
         self._code: int | None = None
+        guard_pid = os.getpid()
         self._pid = os.fork()
         if self._pid == 0:
             connection.close()
+            end_with_parent()
+            if os.getppid() != guard_pid:  # it has been killed already
+                os._exit(1)
             _become(words)
 
     def poll(self) -> int | None:
@@ -159,7 +163,6 @@ class _Engine:
 def _become(words: Sequence[str]) -> None:
     """Run `MODULE ARGUMENT...` as `python -m` does, and end."""
     os.setsid()
-    end_with_parent()
     # Handlers and readable signals are the guard's, as is the folder that it has not yet moved to.
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGCHLD, signal.SIGTERM):

@@ -80,17 +80,6 @@ def test_a_killed_engine_is_restarted_and_loads_the_current_version_before_it_se
     assert {choice["weight_versions"][0]["version"] for choice in app.complete()} == {2}
 
 
-def test_a_stopped_engine_takes_no_rollouts_and_serves_again_without_a_restart(app: App) -> None:
-    victim = next(iter(app.replicas().values()))
-    os.kill(victim["pid"], signal.SIGSTOP)
-    try:
-        wait_until(lambda: "is stopped" in app.replicas()[victim["replica_id"]]["reason"], RESTART_S)
-    finally:
-        os.kill(victim["pid"], signal.SIGCONT)
-    wait_until(lambda: app.states() == ["SERVING", "SERVING"], RESTART_S)
-    assert app.replicas()[victim["replica_id"]]["pid"] == victim["pid"]
-
-
 def test_an_engine_that_soon_ends_again_is_left_to_serve(app: App) -> None:
     victims = []
     for _ in range(3):
@@ -100,6 +89,17 @@ def test_an_engine_that_soon_ends_again_is_left_to_serve(app: App) -> None:
         wait_until(functools.partial(is_gone, app, victim["pid"]), RESTART_S)
         wait_until(lambda: app.states() == ["SERVING", "SERVING"], RESTART_S)
     assert len(set(victims)) == 2, "the replica that was restarted in place is replaced at the next end"
+
+
+def test_a_stopped_engine_takes_no_rollouts_and_serves_again_without_a_restart(app: App) -> None:
+    victim = next(iter(app.replicas().values()))
+    os.kill(victim["pid"], signal.SIGSTOP)
+    try:
+        wait_until(lambda: "is stopped" in app.replicas()[victim["replica_id"]]["reason"], RESTART_S)
+    finally:
+        os.kill(victim["pid"], signal.SIGCONT)
+    wait_until(lambda: app.states() == ["SERVING", "SERVING"], RESTART_S)
+    assert app.replicas()[victim["replica_id"]]["pid"] == victim["pid"]
 
 
 def test_an_engine_dies_with_its_serve_replica_on_sigkill(app: App) -> None:

@@ -46,7 +46,7 @@ async def test_a_killed_vllm_comes_back_from_its_warm_process_and_without_one_to
 
         os.kill(first.pid, signal.SIGKILL)
         await server.ended()
-        second = await server.restart()
+        second = await server.start()
         assert warm_process(second) == warm
         assert greedy_token_ids(second.url, PROMPTS, 8) == expected
 
@@ -56,7 +56,7 @@ async def test_a_killed_vllm_comes_back_from_its_warm_process_and_without_one_to
         with pytest.raises(EngineError):
             await checked_until_it_fails(server)
         await server.ended()
-        third = await server.restart()
+        third = await server.start()
         assert warm_process(third) not in (None, warm)
         assert greedy_token_ids(third.url, PROMPTS, 8) == expected
     finally:

@@ -93,6 +93,13 @@ def until(is_reached: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+def is_running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def code_of(engine: EngineProcess) -> int | None:
     until(lambda: engine.exit_code is not None)
     return engine.exit_code
@@ -124,12 +131,12 @@ async def test_it_ends_with_its_owner_and_with_its_guard(engines: Engines) -> No
     stopped, killed = engines("serve"), engines("serve")
     assert await stopped.start_warm()
     assert await killed.start_warm()
-    until(lambda: bool(stopped.engine_pid and killed.engine_pid))
+    until(lambda: len(printed(stopped)) + len(printed(killed)) == 3)  # both run
     pids = stopped.engine_pid, killed.engine_pid
     await stopped.stop()
     os.kill(killed.pid, signal.SIGKILL)
     assert (stopped.exit_code, code_of(killed)) == (128 + signal.SIGTERM, -signal.SIGKILL)
-    until(lambda: not any(map(psutil.pid_exists, pids)))
+    until(lambda: not any(map(is_running, pids)))
 
 
 async def test_a_killed_engine_is_told_by_its_code(engines: Engines) -> None:
@@ -147,7 +154,7 @@ async def test_a_dead_warm_process_costs_its_engines_nothing_and_is_replaced_onc
     warm_of(engine).kill()
     until(lambda: len(warm_processes(code)) == 2)  # guard and engine
     await engine.keep_warm()
-    assert len(warm_processes(code)) == 3
+    until(lambda: len(warm_processes(code)) == 3)
     assert engine.exit_code is None
     successor = engines("end", "0")
     assert await successor.start_warm()

@@ -1,14 +1,16 @@
 """The interface of a running engine. Each kind of server has a class, which speaks vLLM's dialect to the gateway."""
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import orjson
 
-from engines.errors import WeightUpdateConflict
+from engines.chunks import Chunk
+from engines.errors import InvalidRequest, WeightUpdateConflict
 from engines.types import PauseMode, TensorMeta
 from engines.weight_label import WeightLabel
 
@@ -51,6 +53,23 @@ class Preparation:
     draft: str = ""
 
 
+def body_in_json(body: Json) -> bytes:
+    """The JSON of a request's body."""
+    try:
+        return orjson.dumps(body)
+    except TypeError as error:  # more than 254 levels, or text that is no UTF-8
+        raise InvalidRequest(f"the body cannot be passed on as JSON: {error}") from error
+
+
+class Beside(Protocol):
+    """A reader beside the engine, which is asked in its place. Errors are those of the engine."""
+
+    def chunks(
+        self, path: str, body: Json, timeout_s: float, *, is_whole: bool, streams: bool
+    ) -> AsyncGenerator[list[Chunk]]: ...
+    async def close(self) -> None: ...
+
+
 class Engine(ABC):
     """A running engine, reached over HTTP.
 
@@ -61,6 +80,9 @@ class Engine(ABC):
 
     replica_id: str
     url: str
+    beside: Beside | None = None
+    turn: asyncio.Lock
+    """Held while a large reply is read: many may come at once, and each is read in a turn of the event loop."""
 
     @abstractmethod
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The Serve replica: owns one engine server and its GPUs, and describes it to the gateway. It carries no tokens."""
+"""The Serve replica: owns one engine server and its GPUs, reads what it makes, and describes it to the gateway."""
 
 import asyncio
 import sys
@@ -14,16 +14,20 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus
 
-from engines.clients.external import ExternalServer
+from engines.clients.connect import connect
+from engines.clients.external import ExternalServer, external_engine
 from engines.config import EngineConfig
+from engines.engine import Engine
 from engines.errors import DeadlineExceeded, EngineError
 from engines.process.engine_server import EngineServer
 from engines.process.forwarder import Forwarder
 from engines.process.log_lines import write_log_lines
+from engines.reading.server import ReaderThread
 from engines.types import EngineKind, ReplicaInfo
 
 log = structlog.get_logger()
 
+_LOOPBACK = "127.0.0.1"
 _ASK_TIMEOUT_S = 5.0
 _ASK_EVERY_S = 0.5
 _APART_S = 20.0
@@ -42,8 +46,9 @@ class EngineReplica:
         context = serve.get_replica_context()
         index = zlib.crc32(context.replica_tag.encode())
         self._app_name = context.app_name
-        self._drain_timeout_s = config.drain_timeout_s
+        self._config = config
         self._server = _server(config, f"{group}-{context.replica_tag}", group, index, hidden)
+        self._reader: ReaderThread | None = None
         self._forwarder: Forwarder | None = None
         self._from_afar: ReplicaInfo | None = None
         self._opening = asyncio.Lock()
@@ -53,11 +58,19 @@ class EngineReplica:
 
     async def _start(self) -> None:
         info = replace(await self._server.start(), node=ray.get_runtime_context().get_node_id())
+        reader = ReaderThread(lambda: _client(self._config, info))
+        await asyncio.to_thread(reader.start)
+        info = replace(info, reader=await reader.open(_LOOPBACK), reader_key=reader.key)
         async with self._opening:
-            if self._forwarder is not None:  # that of the predecessor
-                await self._forwarder.close()
-            self._info, self._forwarder, self._from_afar = info, None, None
+            await self._end_reading()  # of the predecessor
+            self._info, self._reader, self._forwarder, self._from_afar = info, reader, None, None
         self._is_starting = False
+
+    async def _end_reading(self) -> None:
+        if self._reader is not None:
+            await asyncio.to_thread(self._reader.stop)
+        if self._forwarder is not None:
+            await self._forwarder.close()
 
     async def _keep(self) -> None:
         """Start the engine again whenever it has ended: Serve would notice after seconds, and start a replica too."""
@@ -78,25 +91,32 @@ class EngineReplica:
         return self._info.incarnation, 0 if self._is_starting else self._server.stopped
 
     async def describe(self, node: str) -> ReplicaInfo:
-        """Return the replica's description, with an engine URL that a gateway on `node` can reach.
+        """Return the replica's description, with an engine URL and a reader that a gateway on `node` can reach.
 
-        A port beyond loopback is opened only at the first call from another node.
+        Ports beyond loopback are opened only at the first call from another node.
         """
-        if node == self._info.node or self._info.kind is EngineKind.EXTERNAL:
+        if node == self._info.node:
             return self._info
         async with self._opening:
             if self._from_afar is None:
-                self._forwarder = forwarder = Forwarder(self._info.url)
-                url = await forwarder.open(ray.util.get_node_ip_address())
-                self._from_afar = replace(self._info, url=url, key=forwarder.key)
+                assert self._reader is not None
+                host = ray.util.get_node_ip_address()
+                info = replace(self._info, reader=await self._reader.open(host))
+                if info.kind is not EngineKind.EXTERNAL:
+                    self._forwarder = forwarder = Forwarder(info.url)
+                    info = replace(info, url=await forwarder.open(host), key=forwarder.key)
+                self._from_afar = info
             return self._from_afar
 
     async def check_health(self) -> None:
-        """Raise if the engine does not serve, and is not being started again; Serve then restarts the replica."""
+        """Raise if the engine does not serve, unless it is being started again, or if its reader has ended; Serve then
+        restarts the replica."""
         if self._keeper.done():
             self._keeper.result()  # its error
         if not self._is_starting:
             await self._server.check()
+        if self._reader is None or not self._reader.is_alive:
+            raise EngineError("the thread that reads the engine has ended", replica_id=self._info.replica_id)
 
     async def __del__(self) -> None:
         """Drain and stop. Serve awaits this on removal, for at most graceful_shutdown_timeout_s."""
@@ -105,8 +125,8 @@ class EngineReplica:
             await asyncio.gather(self._keeper, return_exceptions=True)
         if hasattr(self, "_info"):
             await self._drained()
-        if hasattr(self, "_forwarder") and self._forwarder is not None:
-            await self._forwarder.close()
+        if hasattr(self, "_opening"):
+            await self._end_reading()
         if hasattr(self, "_server"):
             await self._server.stop()
 
@@ -115,7 +135,7 @@ class EngineReplica:
 
         Serve reports a removal only to the replica, so the replica reports it to the gateway.
         """
-        deadline = time.monotonic() + self._drain_timeout_s
+        deadline = time.monotonic() + self._config.drain_timeout_s
         try:
             if not await self._app_goes_on():
                 return
@@ -137,6 +157,13 @@ class EngineReplica:
             applications = (await asyncio.to_thread(serve.status)).applications
         found = applications.get(self._app_name)
         return found is not None and found.status != ApplicationStatus.DELETING
+
+
+def _client(config: EngineConfig, info: ReplicaInfo) -> Engine:
+    """The client with which the engine is asked here."""
+    if info.kind is EngineKind.EXTERNAL:
+        return external_engine(info, config.api_key.get_secret_value() if config.api_key else "")
+    return connect(info.kind, info.replica_id, info.url, has_tee=info.has_tee)
 
 
 def _server(

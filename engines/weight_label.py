@@ -12,6 +12,7 @@ of the update tells a version from another of the same number, of an aborted pus
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 
 CHECKPOINT = "0"
 _HELD = r"[0-9]+(?:-[0-9a-f]{8})?"
@@ -27,6 +28,7 @@ class WeightLabel:
     committed: str = CHECKPOINT
 
     @classmethod
+    @lru_cache(maxsize=64)
     def read(cls, text: str) -> "WeightLabel":
         """Return what the text of a label tells."""
         if (found := _LABEL.fullmatch(text)) is None:

@@ -1,4 +1,4 @@
-"""Engines and a gateway on this host without Ray, to measure the data path alone.
+"""Engines, each with its reader, and a gateway on this host without Ray, to measure the data path alone.
 
     python -m loadtests.fleet -c examples/sim.yaml [KEY=VALUE ...] [-- COMMAND ...]
 
@@ -9,22 +9,17 @@ it. In COMMAND, {url} and {pid} are replaced by the gateway's, and the word {eng
 import argparse
 import asyncio
 import json
-import multiprocessing
 import os
 import shutil
 import signal
 import sys
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import asdict, dataclass
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 
 from engines.config import EngineConfig
 from engines.errors import ConfigError, EngineStartFailed
-from engines.process.engine_server import EngineServer
 from engines.process.launch import gpus_per_replica
 from engines.process.log_lines import write_log_lines
 from engines.store.weight_store import remove_store
@@ -35,18 +30,10 @@ from gateway.config.schema import Config
 from gateway.http.listener import Listener
 from gateway.ledger.ledger import default_folder
 from gateway.weights.snapshots import in_memory
+from loadtests.own_process import Served, own_process
+from loadtests.replica_process import ReplicaProcess
 
-_GATEWAY_START_TIMEOUT_S = 60.0
-_GATEWAY_STOP_S = 30.0
 _COMMAND_STOP_S = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class GatewayProcess:
-    """A gateway that runs."""
-
-    url: str
-    pid: int
 
 
 class LocalFleet:
@@ -54,63 +41,47 @@ class LocalFleet:
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._servers = engine_servers(config, visible_gpus())
-        self._running: list[tuple[BaseProcess, Connection]] = []
+        self._replicas = replica_processes(config, visible_gpus())
+        self._gateways = AsyncExitStack()
 
-    async def start(self) -> tuple[list[ReplicaInfo], GatewayProcess]:
+    async def start(self) -> tuple[list[ReplicaInfo], Served]:
         """Start engines and gateway. Raise `EngineStartFailed` for the first engine that fails, and stop the others."""
         infos = await self.start_engines()
-        return infos, await asyncio.to_thread(self._start_gateway, self._config, infos)
+        return infos, await self._gateways.enter_async_context(self.gateway(self._config, infos))
 
     async def start_engines(self) -> list[ReplicaInfo]:
         """Start only the engines; see `gateway`."""
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(server.start()) for server in self._servers]
+                tasks = [group.create_task(replica.start()) for replica in self._replicas]
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
         return [task.result() for task in tasks]
 
     @asynccontextmanager
-    async def gateway(self, config: Config, infos: list[ReplicaInfo]) -> AsyncIterator[GatewayProcess]:
+    async def gateway(self, config: Config, infos: list[ReplicaInfo]) -> AsyncIterator[Served]:
         """Run a gateway with other settings over started engines, until the end of the block."""
-        gateway = await asyncio.to_thread(self._start_gateway, config, infos)
-        process, pipe = self._running.pop()
+        process, stack = own_process(_serve_gateway, gateway_config(config, len(infos)), infos), ExitStack()
         try:
-            yield gateway
+            yield await asyncio.to_thread(stack.enter_context, process)
         finally:
-            await _end(process, pipe)
+            await asyncio.to_thread(stack.close)
 
     async def stop(self) -> None:
-        gateways = (_end(process, pipe) for process, pipe in self._running)
-        await asyncio.gather(*gateways, *(server.stop() for server in self._servers))
-
-    def _start_gateway(self, given: Config, infos: list[ReplicaInfo]) -> GatewayProcess:
-        context = multiprocessing.get_context("spawn")
-        ours, theirs = context.Pipe()
-        config = gateway_config(given, len(infos))
-        process = context.Process(target=_serve_gateway, args=(config, infos, theirs), daemon=True)
-        process.start()
-        theirs.close()
-        self._running.append((process, ours))
-        if not ours.poll(_GATEWAY_START_TIMEOUT_S):
-            raise TimeoutError(f"the gateway did not start within {_GATEWAY_START_TIMEOUT_S:g} s")
-        if isinstance(url := ours.recv(), ConfigError):
-            raise url
-        return GatewayProcess(url=url, pid=process.pid or 0)
+        await asyncio.gather(self._gateways.aclose(), *(replica.stop() for replica in self._replicas))
 
 
-def engine_servers(config: Config, gpus: Sequence[str]) -> list[EngineServer]:
-    """Return a server per replica of each group, with the next free GPUs of `gpus`."""
-    free, servers = list(gpus), []
+def replica_processes(config: Config, gpus: Sequence[str]) -> list[ReplicaProcess]:
+    """Return the replicas of each group, with the next free GPUs of `gpus`."""
+    free, replicas = list(gpus), []
     for name, group in config.groups.items():
         for index in range(group.num_replicas):
             own = [free.pop(0) if free else "" for _ in range(gpus_per_replica(group))]
             if "" in own:
                 raise ConfigError(f"engine group {name!r}: {len(gpus)} GPUs are too few for its replica {index}")
             engine = _on_gpus(group, own)
-            servers.append(EngineServer(engine, replica_id=f"{name}-{index}", group=name, index=index))
-    return servers
+            replicas.append(ReplicaProcess(engine, replica_id=f"{name}-{index}", group=name, index=index))
+    return replicas
 
 
 def gateway_config(config: Config, num_replicas: int) -> Config:
@@ -125,15 +96,9 @@ def _on_gpus(engine: EngineConfig, gpus: Sequence[str]) -> EngineConfig:
     return engine.model_copy(update={"env": {**engine.env, "CUDA_VISIBLE_DEVICES": ",".join(gpus)}})
 
 
-async def _end(process: BaseProcess, pipe: Connection) -> None:
-    """End a gateway by the end of its pipe."""
-    pipe.close()
-    await asyncio.to_thread(process.join, _GATEWAY_STOP_S)
-
-
-def _serve_gateway(config: Config, infos: list[ReplicaInfo], pipe: Connection) -> None:
-    """Run a gateway process until the other end of the pipe closes, also by the owner's death."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+@asynccontextmanager
+async def _serve_gateway(config: Config, infos: list[ReplicaInfo]) -> AsyncIterator[str]:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # its owner ends it
     # Standard output has only the line of URLs.
     write_log_lines(sys.stderr)
 
@@ -142,14 +107,8 @@ def _serve_gateway(config: Config, infos: list[ReplicaInfo], pipe: Connection) -
 
     with named_apart(config) as own:
         listener = Listener(own, discover)
-        try:
-            pipe.send(listener.start())
-        except ConfigError as error:  # a port that is taken
-            pipe.send(error)
-            return
-        with suppress(EOFError):
-            pipe.recv()
-        listener.stop()
+        yield await asyncio.to_thread(listener.start)
+        await asyncio.to_thread(listener.stop)
 
 
 @contextmanager
@@ -179,7 +138,7 @@ async def _run(config: Config, command: Sequence[str]) -> int:
         if command:
             return await _run_command(filled(command, infos, gateway), stopping)
         engines = [{"url": info.url, "pid": info.pid, "log": info.log_path} for info in infos]
-        print(json.dumps({"engines": engines, "gateway": asdict(gateway)}), flush=True)
+        print(json.dumps({"engines": engines, "gateway": {"url": gateway.url, "pid": gateway.pid}}), flush=True)
         threading.Thread(target=_wait_for_end_of_input, args=(loop, stopping), daemon=True).start()
         await stopping.wait()
         return 0
@@ -189,7 +148,7 @@ async def _run(config: Config, command: Sequence[str]) -> int:
         await fleet.stop()
 
 
-def filled(command: Sequence[str], infos: Sequence[ReplicaInfo], gateway: GatewayProcess) -> list[str]:
+def filled(command: Sequence[str], infos: Sequence[ReplicaInfo], gateway: Served) -> list[str]:
     """Return the command with URLs and process id filled in."""
     words: list[str] = []
     for word in command:

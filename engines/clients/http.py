@@ -1,5 +1,6 @@
 """HTTP for all engine clients: pooled connections, and the only place that translates failures."""
 
+import asyncio
 import contextlib
 import errno
 from abc import ABC
@@ -12,14 +13,13 @@ import orjson
 from engines import tracing
 from engines.clients.connection import Connection
 from engines.clients.connections import CannotConnect, Connections
-from engines.engine import Engine, Json
+from engines.engine import Engine, Json, body_in_json
 from engines.errors import (
     DeadlineExceeded,
     EngineFailed,
     EngineGone,
     EngineRefused,
     EngineUnreachable,
-    InvalidRequest,
 )
 from engines.trace_context import TRACE_CONTEXT
 
@@ -44,11 +44,14 @@ class HttpEngine(Engine, ABC):
     def __init__(self, replica_id: str, url: str, api_key: str = "") -> None:
         self.replica_id = replica_id
         self.url = url
+        self.turn = asyncio.Lock()
         authorization = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._connections = Connections(url, authorization, _KEEPALIVE_S)
 
     async def close(self) -> None:
         await self._connections.close()
+        if self.beside is not None:
+            await self.beside.close()
 
     async def health(self, timeout_s: float) -> None:
         await self._read("GET", "/health", None, timeout_s)
@@ -115,7 +118,7 @@ class HttpEngine(Engine, ABC):
         """Send a request; translate connection errors and engine statuses into our errors."""
         if self._connections.closed:
             raise EngineGone(f"{path}: the client is closed", replica_id=self.replica_id)
-        data = None if body is None else _encoded(body)
+        data = None if body is None else body_in_json(body)
         facts = {"http.request.method": method, "url.path": path, "rollout_gateway.replica": self.replica_id}
         try:
             with tracing.engine_call(f"engine {path.partition('?')[0]}", facts) as span:
@@ -163,13 +166,6 @@ class HttpEngine(Engine, ABC):
 def _adapters(models: Json) -> dict[str, str]:
     cards = models.get("data") or ()
     return {str(card["id"]): str(card.get("root") or "") for card in cards if card.get("parent")}
-
-
-def _encoded(body: Json) -> bytes:
-    try:
-        return orjson.dumps(body)
-    except TypeError as error:  # more than 254 levels, or text that is no UTF-8
-        raise InvalidRequest(f"the body cannot be passed on as JSON: {error}") from error
 
 
 def _seconds(retry_after: str | None) -> float | None:

@@ -11,8 +11,8 @@ import msgspec
 from msgspec import Raw
 
 from engines.engine import Json
+from engines.raw_json import decoded
 from gateway.agents.history import End
-from gateway.dialects.raw_json import decoded
 from gateway.dialects.sample import Reply
 from gateway.dialects.submissions.group_record import Recorded
 

@@ -8,11 +8,11 @@ import msgspec
 
 from engines.engine import Json
 from engines.errors import RolloutGatewayError
+from engines.raw_json import event
 from gateway.agents.pieces import objects, refusal
 from gateway.agents.turn import Answer, Dialect, Turn
 from gateway.api import body_of
 from gateway.dialects.fields import read_fields
-from gateway.dialects.raw_json import event
 from gateway.dialects.sampling import check_sampling
 
 _SAMPLING = (

@@ -8,8 +8,8 @@ from typing import Any
 import orjson
 
 from engines.engine import Json
+from engines.raw_json import NO_JSON, decoded
 from gateway.agents.turn import Turn
-from gateway.dialects.raw_json import NO_JSON, decoded
 
 SIZE = 8
 """Bytes of a digest."""

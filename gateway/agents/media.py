@@ -7,7 +7,7 @@ from hashlib import blake2b
 import msgspec
 
 from engines.engine import Json
-from gateway.dialects.raw_json import encoded
+from engines.raw_json import encoded
 
 _TEXT = "text", "input_text", "output_text", "refusal", "thinking", "tool_reference"
 

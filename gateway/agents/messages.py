@@ -12,10 +12,10 @@ import msgspec
 
 from engines.engine import Json
 from engines.errors import RolloutGatewayError
+from engines.raw_json import NO_JSON, decoded
 from gateway.agents.pieces import ChatMessages, failure, function, image, named, named_event, objects, refusal
 from gateway.agents.turn import Answer, Dialect, Turn
 from gateway.dialects.fields import read_fields
-from gateway.dialects.raw_json import NO_JSON, decoded
 
 # Claude Code's first block may hold a hash of the request: no two prompts would have a prefix in common.
 _BILLING = "x-anthropic-billing-header"

@@ -5,8 +5,8 @@ from typing import Any
 
 from engines.engine import Json
 from engines.errors import InvalidRequest, RolloutGatewayError, shown
+from engines.raw_json import event
 from gateway.api import body_of, error_of, shortened, status_of
-from gateway.dialects.raw_json import event
 
 
 def refusal(where: str, value: Any, remedy: str) -> InvalidRequest:

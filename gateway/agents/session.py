@@ -15,12 +15,12 @@ import msgspec
 
 from engines.engine import Json
 from engines.errors import DeadlineExceeded, GatewayUnreachable, RolloutGatewayError, SessionFrozen
+from engines.raw_json import decoded
 from gateway.agents.call import Call, Facts, Grown
 from gateway.agents.history import UNKNOWN, History, Prompt
 from gateway.agents.media import Media, id_of, media_in, media_of
 from gateway.agents.turn import Caller, Turn
 from gateway.api import body_of
-from gateway.dialects.raw_json import decoded
 from gateway.dialects.sample import ABORT, Reply
 from gateway.fleet.metrics import Metrics
 from gateway.ledger.ledger import Record

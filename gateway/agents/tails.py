@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 from engines.engine import Json
 from engines.errors import EngineRefused
+from engines.raw_json import encoded
 from gateway.agents.turn import Turn, chat_request
-from gateway.dialects.raw_json import encoded
 from gateway.dialects.rendering import Rendering
 
 # Words that begin and end with other letters, so that no two have their first or last token in common.

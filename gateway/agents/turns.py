@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from engines.engine import Json
+from engines.raw_json import opened
 from gateway.agents.history import History, Prompt
 from gateway.agents.session import Session
 from gateway.agents.sessions import Sessions
 from gateway.agents.tails import Tails
 from gateway.agents.turn import Answer, Caller, Turn, chat_request
 from gateway.dialects.chat import Chat
-from gateway.dialects.raw_json import opened
 from gateway.dialects.rendering import RENDER, Rendering
 from gateway.dialects.sample import Reply
 from gateway.dialects.token_generation import TokenGeneration, lacking

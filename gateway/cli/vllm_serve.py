@@ -75,7 +75,7 @@ Options of trl vllm-serve, in either spelling (--max_model_len, --max-model-len)
 
 {chr(10).join(f"  --{flag.name:<30}{flag.key + ':':<44}{flag.meaning}" for flag in FLAGS)}
 
-Any other option goes to `vllm serve` as it is, and any key of ours can be given: --gateway.workers 4.
+Any other option goes to `vllm serve` as it is, and any key of ours can be given: --gateway.max_attempts 5.
 """
 
 

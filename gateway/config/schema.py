@@ -112,9 +112,6 @@ class GatewayConfig(Section):
     """Bearer keys for weights, pause and other control; they may generate too."""
     trusted_networks: list[IPvAnyNetwork] = Field([ip_network("127.0.0.0/8"), ip_network("::1/128")])
     """Clients from these networks need no key: the way for TRL, which can send none, on another host."""
-    workers: int = Field(1, ge=1, le=64)
-    """Processes that serve clients. With 1 the gateway is one process; with more it has so many workers, and one
-    process that owns what has to be known in one place."""
     max_body_bytes: int = Field(256 << 20, gt=0)
     """Largest request body."""
     queue_timeout_s: float = Field(600.0, gt=0)
@@ -135,12 +132,6 @@ class GatewayConfig(Section):
     """Collector of OpenTelemetry, http://HOST:4318, which gets a span for each request, attempt, call of an engine and
     step of a weight update; needs the extra otel. The SDK's OTEL_* variables set headers, sampling and batches."""
     tls: TlsConfig = TlsConfig()
-
-    @model_validator(mode="after")
-    def _one_process_writes_the_trace(self) -> "GatewayConfig":
-        if self.workers > 1 and self.trace.file is not None:
-            raise ValueError("trace.file is written by one process: set workers = 1, or leave the trace out")
-        return self
 
 
 class FleetConfig(Section):

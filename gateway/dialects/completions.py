@@ -12,10 +12,10 @@ import orjson
 
 from engines.engine import Json
 from engines.errors import InvalidRequest
+from engines.raw_json import encoded
 from gateway.config.schema import GatewayConfig
 from gateway.dialects.completion_prompt import CompletionPrompt
 from gateway.dialects.own_fields import Terms, check_room, common_room, without_own_fields
-from gateway.dialects.raw_json import encoded
 from gateway.dialects.runner import Runner
 from gateway.dialects.sample import Reply
 from gateway.dialects.sampling import MAX_PROMPTS, asks_vllm, check_sampling
@@ -131,16 +131,17 @@ class Completions:
     async def _write(self, prompt: CompletionPrompt, began: float, written: Written, reply: Reply | None) -> None:
         """Write the reply of one prompt, its samples numbered as the client knows them: those of prompt i begin at
         i*n."""
-        written.head = answer = await self._runner.generate(prompt, reply)
+        reply = reply or Reply(prompt.read)
+        await self._runner.run(prompt, reply)
         written.seconds.append(time.monotonic() - began)
-        _as_asked(choices := answer.pop("choices"), prompt)
-        for choice in choices:
-            written.choices.append(encoded(choice))
-            written.ends.append(
-                {"finish_reason": choice["finish_reason"], "weight_versions": choice["weight_versions"]}
-            )
+        written.head, bare = prompt.head(reply), prompt.bare()
+        for sample in reply.samples:
+            index, shows_ids = prompt.first + sample.index, bool(prompt.body.get("return_token_ids"))
+            written.choices.append(sample.written(index, bare, prompt.inexact, shows_ids=shows_ids))
+            written.ends.append({"finish_reason": sample.reason, "weight_versions": sample.spans})
             if len(written.choices[-1]) > _LARGE_BYTES:  # each in a turn of the event loop
                 await asyncio.sleep(0)
+        self._runner.count_missing(sample.num_unscored for sample in reply.samples)
 
     async def stream(self, prompts: Sequence[CompletionPrompt], usage: Usage, show: Show) -> None:
         """Show the chunks of all prompts in the order of arrival, numbered as if one engine made them. Count up

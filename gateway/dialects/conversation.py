@@ -8,10 +8,10 @@ from functools import cached_property
 from typing import Any
 
 from engines.engine import Json
+from engines.raw_json import opened
 from engines.types import Dialect
 from gateway.dialects.completion_prompt import is_read_in_chunks
 from gateway.dialects.part import DEFAULT_MAX_TOKENS, Ask
-from gateway.dialects.raw_json import opened
 from gateway.dialects.sample import Reply
 from gateway.dialects.sampling import check_replica, versioned_salt
 from gateway.fleet.replica import Replica

@@ -1,6 +1,5 @@
 """What one replica after the other makes of an `Ask`, which is a rollout in the words of its dialect."""
 
-import asyncio
 import math
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -9,19 +8,20 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Self
 
+from engines.chunks import Choice, Chunk
 from engines.engine import Json
 from engines.errors import EngineError, EngineFailed, EngineRefused
+from engines.raw_json import NO_JSON, opened
+from engines.reading.reader import chunks_of
 from gateway.config.schema import GatewayConfig
-from gateway.dialects.raw_json import NO_JSON, inside_list, opened
 from gateway.dialects.resumption.features import inexact_fields
-from gateway.dialects.sample import ABORT, CUT_OFF, Choice, Chunk, Reply, Sample, Source, all_of_choices
+from gateway.dialects.sample import ABORT, CUT_OFF, Reply, Sample, Source
 from gateway.dialects.streams import Show
 from gateway.fleet.placement.routing import Rollout
 from gateway.fleet.replica import Replica
 
 DEFAULT_MAX_TOKENS = 1024
 """Load of a sample that names no limit; an engine would let it fill the context."""
-_LARGE_BYTES = 1 << 14
 _CANNOT_CONTINUE = "the reply was cut off and cannot continue"
 _TOLD_OF_ALL = ("routed_experts", "sampling_mask")  # encoded over all tokens of a choice
 
@@ -85,19 +85,21 @@ class Ask(ABC):
     def bare_head(self) -> Json:
         """What is beside the choices of a reply that no engine has begun."""
 
+    def head(self, reply: Reply) -> Json:
+        """What a reply has beside its choices."""
+        return (reply.head or self.bare_head()) | {"usage": reply.usage}
+
     def told(self, reply: Reply) -> Json:
         """A reply whose samples are told whole."""
         bare = self.bare()
-        choices = [sample.told(bare, self.inexact if sample.is_resumed else None) for sample in reply.samples]
-        return (reply.head or self.bare_head()) | {"choices": choices, "usage": reply.usage}
+        return self.head(reply) | {"choices": [sample.told(bare, self.inexact) for sample in reply.samples]}
 
-    async def whole(self, replica: Replica, path: str, body: Json) -> bytes:
-        """The reply of the engine, whole."""
-        return await replica.engine.reply(path, body, self.config.generate_timeout_s)
-
-    def events(self, replica: Replica, path: str, body: Json) -> AsyncGenerator[list[bytes]]:
-        """The chunks of the engine, in lists of those that came together."""
-        return replica.engine.events(path, body, self.config.generate_timeout_s)
+    def chunks(
+        self, replica: Replica, path: str, body: Json, *, is_whole: bool, streams: bool
+    ) -> AsyncGenerator[list[Chunk]]:
+        """The chunks of the engine, in lists of those that came together; one with `is_whole`."""
+        timeout_s = self.config.generate_timeout_s
+        return chunks_of(replica.engine, path, body, timeout_s, is_whole=is_whole, streams=streams)
 
     def shows(self, choice: Json, *, is_cut: bool) -> bool:
         """True if the client sees this choice of a chunk; `is_cut` where it was cut off and continues."""
@@ -131,12 +133,12 @@ class Ask(ABC):
 class Part:
     """What one replica after the other makes of an `Ask`, until one has delivered, or has made tokens that continue."""
 
-    def __init__(self, ask: Ask, reply: Reply, show: Show | None, large: asyncio.Lock, served: int) -> None:
+    def __init__(self, ask: Ask, reply: Reply, show: Show | None, served: int) -> None:
         """`served` is the version that a sample without tokens names."""
         self._served = served
         self.error: EngineError | None = None
         """Ends a stream whose client has what cannot continue."""
-        self._ask, self._reply, self._show, self._large = ask, reply, show, large
+        self._ask, self._reply, self._show = ask, reply, show
         self.samples = reply.samples if ask.before is None else [ask.before]
         self._held: list[Json] | None = []
         """The chunks of a stream before the first with content, all of which an attempt may take back."""
@@ -149,15 +151,14 @@ class Part:
         for sample in self.samples:
             sample.begin(source)
         try:
-            path, body = await ask.asked(replica, streams=self._show is not None)
-            is_whole = self._show is None and ask.reads_whole(replica)
-            if is_whole:
-                await self._read([await ask.whole(replica, path, body)], replica)
-            else:
+            streams = self._show is not None
+            path, body = await ask.asked(replica, streams=streams)
+            is_whole = not streams and ask.reads_whole(replica)
+            if not is_whole:
                 body["stream_options"] = {**(body.get("stream_options") or {}), "include_usage": True}
-                async with aclosing(ask.events(replica, path, body)) as blocks:
-                    async for events in blocks:
-                        await self._read(events, replica)
+            async with aclosing(ask.chunks(replica, path, body, is_whole=is_whole, streams=streams)) as blocks:
+                async for chunks in blocks:
+                    await self._read(chunks, replica)
         except EngineRefused as error:
             raise ask.named(error) from error.__cause__
         aborted = self._checked_ends(replica, is_whole=is_whole)
@@ -167,33 +168,31 @@ class Part:
         if aborted:
             self._end(aborted, ABORT)
 
-    async def _read(self, events: list[bytes], replica: Replica) -> None:
+    async def _read(self, chunks: list[Chunk], replica: Replica) -> None:
         """Take chunks that came together, and show them where the client streams."""
         if self._show is not None:
             await replica.vouched()
-        elif sum(map(len, events)) > _LARGE_BYTES:
-            async with self._large:  # many replies may come at once: each is read in a turn of the event loop
-                await asyncio.sleep(0)
         replica.heard(self._ask.rollout)
-        for event in events:
+        for chunk in chunks:
             try:
-                chunk = self._reply.read(event, self.samples)
+                self._reply.take(chunk, self.samples)
             except NO_JSON as error:
                 raise EngineFailed(
-                    f"its chunk is {event!r:.200}, not choices of {len(self.samples)} samples: {error}",
+                    f"its chunk is {chunk!r:.200}, not choices of {len(self.samples)} samples: {error}",
                     replica_id=replica.replica_id,
                 ) from error
             if replica.cuts_off and (self._show is None or self._continues):
                 for choice in chunk.choices:
                     self.samples[choice.index].cut()
             if self._show is not None:
-                self._pass_on(chunk, all_of_choices(event), replica)
+                self._pass_on(chunk, replica)
         if self._ask.heard is not None:
             self._ask.heard()
 
-    def _pass_on(self, chunk: Chunk, choices: list[Json], replica: Replica) -> None:
+    def _pass_on(self, chunk: Chunk, replica: Replica) -> None:
         """Show a chunk, and those before it, once one has content."""
-        shown = [self._shown(choice, told, replica) for choice, told in zip(chunk.choices, choices, strict=True)]
+        choices = chunk.choices
+        shown = [self._shown(choice, replica) for choice in choices]
         told = {**self._reply.head, "choices": shown}
         if chunk.usage is not None:
             told["usage"] = self._reply.usage
@@ -201,8 +200,8 @@ class Part:
             told["prompt_token_ids"] = chunk.prompt_token_ids
         if self._held is not None:
             self._held.append(told)
-            if not any(map(_has_content, chunk.choices)):
-                ended = [choice for choice in chunk.choices if self.samples[choice.index].reason]
+            if not any(map(_has_content, choices)):
+                ended = [choice for choice in choices if self.samples[choice.index].reason]
                 if replica.cuts_off and any(choice.finish_reason == ABORT for choice in ended):
                     raise self._refused(_CANNOT_CONTINUE)
                 if not ended:
@@ -222,17 +221,15 @@ class Part:
         if self._show is not None and (seen or not told["choices"]):
             self._show(told | {"choices": seen})
 
-    def _shown(self, choice: Choice, told: Json, replica: Replica) -> Json:
+    def _shown(self, choice: Choice, replica: Replica) -> Json:
         """A choice of a chunk as the client gets it, with the spans of all its tokens where it is the last."""
-        sample, adapter = self.samples[choice.index], self._ask.rollout.adapter
+        sample, adapter, told = self.samples[choice.index], self._ask.rollout.adapter, choice.fields()
         told |= {
             "index": sample.index,
             "finish_reason": choice.finish_reason,
             "weight_version": adapter.version if adapter else replica.weight_version,
         }
         told.pop("weight_versions", None)
-        if choice.delta is not None:
-            told["delta"] = choice.delta
         if self._ask.before is not None:
             if sample.kept.shows_prompt and "prompt_token_ids" in told:
                 told["prompt_token_ids"] = None
@@ -241,7 +238,7 @@ class Part:
         if sample.reason is not None or sample.is_cut:
             sample.stamp()
         if sample.reason is not None:
-            told |= sample.marks(self._ask.inexact if sample.is_resumed else None)
+            told |= sample.marks(self._ask.inexact)
         else:
             told |= {"finish_reason": CUT_OFF} if sample.is_cut else {}
         return told
@@ -323,7 +320,7 @@ class Part:
             told = {**ask.bare(), **sample.last, "index": sample.index}
             if sample.num_made and "prompt_token_ids" in told:  # it came with the first tokens
                 told["prompt_token_ids"] = None
-            ends.append(told | sample.marks(ask.inexact if sample.is_resumed else None))
+            ends.append(told | sample.marks(ask.inexact))
         if self._show is not None:
             self._show({**(self._reply.head or ask.bare_head()), "choices": ends, "usage": self._reply.usage})
 
@@ -337,4 +334,4 @@ def shifted(logprobs: Json, characters: int) -> Json:
 
 def _has_content(choice: Choice) -> bool:
     delta = choice.delta or {}
-    return bool(inside_list(choice.token_ids) or choice.text or any(delta[key] for key in delta if key != "role"))
+    return bool(choice.token_ids or choice.text or any(delta[key] for key in delta if key != "role"))

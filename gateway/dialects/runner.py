@@ -1,6 +1,5 @@
 """Runs a rollout of any dialect, whole or streamed: place it, read what a replica makes, continue what was cut off."""
 
-import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
@@ -8,12 +7,12 @@ from engines.engine import Json
 from engines.errors import Withdrawn
 from gateway.dialects.part import Ask, Part
 from gateway.dialects.sample import ABORT, Reply, Sample
-from gateway.dialects.spans import UNSCORED
 from gateway.dialects.streams import Show
 from gateway.fleet.concurrency import together
+from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics
-from gateway.fleet.placement.attempt_loop import AttemptLoop
 from gateway.fleet.placement.routing import Rollout
+from gateway.fleet.placement.scheduler import Scheduler
 
 _FULL = "length"
 _NO_ADAPTER = nullcontext()
@@ -29,15 +28,15 @@ def using(rollout: Rollout) -> AbstractContextManager[None]:
 class Runner:
     """Has the replicas that the scheduler picks make rollouts. `lengths` are those that samples of prompts had."""
 
-    def __init__(self, scheduler: AttemptLoop, metrics: Metrics) -> None:
-        self._attempts = scheduler
+    def __init__(self, scheduler: Scheduler, fleet: Fleet, metrics: Metrics) -> None:
+        self._scheduler = scheduler
+        self._fleet = fleet
         self.lengths = scheduler.lengths
         self._metrics = metrics
-        self._large = asyncio.Lock()
 
     def withdraw(self, picks: Callable[[Rollout], bool]) -> None:
         """End rollouts that wait for a replica with `Withdrawn`."""
-        self._attempts.withdraw(picks)
+        self._scheduler.withdraw(picks)
 
     async def generate(self, ask: Ask, reply: Reply | None = None) -> Json:
         """The whole reply, each choice with its weight versions. Open samples of `reply`, which a gateway before this
@@ -45,7 +44,7 @@ class Runner:
         reply = reply or Reply(ask.read)
         await self.run(ask, reply)
         told = ask.told(reply)
-        self.count_missing(told["choices"])
+        self.count_missing(sample.num_unscored for sample in reply.samples)
         return told
 
     async def run(self, ask: Ask, reply: Reply, show: Show | None = None) -> None:
@@ -59,7 +58,7 @@ class Runner:
         finally:
             self.learn(ask.rollout, reply.usage, [sample.reason for sample in reply.samples])
             if show is not None:
-                self.count_missing([sample.marks() for sample in reply.samples])
+                self.count_missing(sample.num_unscored for sample in reply.samples)
 
     async def go_on(self, ask: Ask, reply: Reply, show: Show | None = None) -> None:
         """Have the open samples continued, each by itself, until they end."""
@@ -79,12 +78,12 @@ class Runner:
             keeps, alone = show is None, ask.is_submitted
             indexes = range(ask.rollout.n)
             reply.samples = [Sample(index, keeps_content=keeps, scores_alone=alone) for index in indexes]
-        part = Part(ask, reply, show, self._large, self._attempts.served_version(ask.rollout.model))
+        part = Part(ask, reply, show, self._fleet.version_of(ask.rollout.model))
         if ask.before is not None and ask.is_full:
             part.end(_FULL)
             return
         try:
-            await self._attempts.run(ask.rollout, part.make, part.kept)
+            await self._scheduler.run(ask.rollout, part.make, part.kept)
         except Withdrawn:
             part.end(ABORT)
         if part.error is not None:
@@ -92,14 +91,13 @@ class Runner:
         if ask.heard is not None:
             ask.heard()
 
-    def count_missing(self, choices: Iterable[Json]) -> None:
-        """Count the tokens of choices that end which lack their log-prob."""
-        for choice in choices:
-            if missing := choice.get(UNSCORED):
-                self._metrics.missing_logprobs.inc(missing)
+    def count_missing(self, samples: Iterable[int]) -> None:
+        """Count the tokens of samples that end which lack their log-prob."""
+        if missing := sum(samples):
+            self._metrics.missing_logprobs.inc(missing)
 
     def learn(self, rollout: Rollout, usage: Json, ends: Sequence[str | None]) -> None:
-        """Let the scheduler learn from a rollout whose samples all ended by themselves."""
+        """Remember the lengths of a rollout whose samples all ended by themselves."""
         made = usage.get("completion_tokens")
         if made and None not in ends and ABORT not in ends:
-            self._attempts.delivered(rollout, usage.get("prompt_tokens") or rollout.prompt_tokens, made)
+            self.lengths.delivered(rollout.model, rollout.prompt_key, made / rollout.n)

@@ -5,17 +5,17 @@ log-probs, which are most of a reply, are joined as their engines wrote them.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate
-from typing import Annotated, Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
-import msgspec
-from msgspec import Meta, Raw, Struct
+from msgspec import Raw
 
+from engines.chunks import Choice, Chunk
 from engines.engine import Json
-from gateway.dialects.raw_json import NULL, decoded, encoded, fields_of, inside_list, opened
+from engines.raw_json import decoded, encoded, list_of, opened
+from engines.reading.joining import joined
 from gateway.dialects.resumption.features import MARK
-from gateway.dialects.spans import UNSCORED, joined_spans, num_unscored, stamps
+from gateway.dialects.spans import UNSCORED, joined_spans, stamps
 from gateway.fleet.adapters import Adapter
 from gateway.fleet.replica import Flight, Replica
 
@@ -23,48 +23,11 @@ CUT_OFF = "cut off"
 """The finish_reason of a choice that continues. No client sees it."""
 ABORT = "abort"
 
-_BESIDE_HEAD = ("choices", "usage", "prompt_token_ids")
-_OFFSETS = "text_offset"
+_NO_PART = Choice(0)
+_IDS = "token_ids"
+_PROMPT = "prompt_token_ids"
 _TOKENS_SCORES = "token_logprobs"
 _HALF = "\N{REPLACEMENT CHARACTER}"
-
-
-class Choice(Struct, gc=False):
-    """What is read of a choice of a chunk. Its lists are as the engine wrote them; other fields are for the client."""
-
-    index: Annotated[int, Meta(ge=0)]
-    finish_reason: str | None = None
-    text: str | None = None
-    token_ids: Raw = NULL
-    prompt_token_ids: Raw = NULL
-    logprobs: dict[str, Raw] | None = None
-    weight_versions: list[Json] | None = None
-    delta: Json | None = None
-
-
-class Chunk(Struct, gc=False):
-    """A chunk of a stream, or a whole reply. `prompt_token_ids` are told beside the choices, or with each of them."""
-
-    choices: list[Choice]
-    usage: Json | None = None
-    prompt_token_ids: list[int] | None = None
-
-
-class _AllOfChoices(Struct, gc=False):
-    choices: list[dict[str, Raw]]
-
-
-_chunk = msgspec.json.Decoder(Chunk).decode
-_choice = msgspec.json.Decoder(Choice).decode
-_all_of_choices = msgspec.json.Decoder(_AllOfChoices).decode
-
-
-def all_of_choices(event: bytes) -> list[Json]:
-    """Return the choices of a chunk with all their fields, as their engine wrote them; null is None."""
-    return [
-        {key: None if value == NULL else value for key, value in choice.items()}
-        for choice in _all_of_choices(event).choices
-    ]
 
 
 class Source(NamedTuple):
@@ -79,9 +42,7 @@ class Kept(NamedTuple):
     """What stays of a sample where the rest that a replica makes of it counts no more."""
 
     num_made: int
-    id_bytes: int
-    list_bytes: Mapping[str, int]
-    pieces: int
+    num_parts: int
     num_characters: int
     num_unscored: int
     shows_prompt: bool
@@ -90,7 +51,7 @@ class Kept(NamedTuple):
     kv_versions: list[int]
 
 
-_NOTHING = Kept(0, 0, {}, 0, 0, 0, shows_prompt=False, spans=None, kv_versions=[])
+_NOTHING = Kept(0, 0, 0, 0, shows_prompt=False, spans=None, kv_versions=[])
 
 
 class Sample:
@@ -118,23 +79,19 @@ class Sample:
         """How often tokens that it had have become void."""
         self.has_ids = False
         """False where the engine tells no token ids."""
-        self.prompt = NULL
+        self.prompt: bytes | None = None
         """Token ids of the prompt, as told with this sample."""
         self.num_characters = 0
         self.num_unscored = 0
-        """Tokens without a log-prob, where log-probs are asked for; those of a whole reply at its end."""
+        """Tokens without a log-prob, where log-probs are asked for."""
         self.spans: list[Json] | None = None
         """Of its tokens by weight version; None before they are known."""
         self.kv_versions: list[int] = []
-        self.pieces: list[str] = []
-        """Its text."""
+        self.parts: list[Choice] = []
+        """What came of it, as far as it is kept."""
         self._keeps_content, self._scores_alone = keeps_content, scores_alone
-        # Items of lists, without brackets: few large buffers, since small objects leave holes in memory.
-        self._ids = bytearray()
-        self._lists: dict[str, bytearray] = {}
-        self._scores: dict[str, Raw] | None = None  # of its only chunk with log-probs, as it came
         self._report: list[Json] = []  # the engine's last report of the spans
-        self._last: tuple[bytes, int] | None = None  # the chunk with its last choice, whose index there it is
+        self._last: Choice | None = None  # its last choice
         self._end: Json = {}
 
     @classmethod
@@ -145,8 +102,13 @@ class Sample:
         return sample
 
     @property
+    def whole(self) -> Choice:
+        """All that came of it as one choice."""
+        return joined(self.parts) if self.parts else _NO_PART
+
+    @property
     def token_ids(self) -> list[int]:
-        ids: list[int] = decoded(b"[" + self._ids + b"]")
+        ids: list[int] = decoded(b"[" + b",".join(part.token_ids for part in self.parts if part.token_ids) + b"]")
         return ids
 
     @property
@@ -165,68 +127,49 @@ class Sample:
 
     @property
     def text(self) -> str:
-        return "".join(self.pieces)
-
-    @property
-    def logprobs(self) -> dict[str, Any] | None:
-        """The log-probs of all tokens: those of a single chunk as they came."""
-        if self._scores is not None or not self._lists:
-            return self._scores
-        joined: dict[str, Any] = {key: Raw(b"[" + items + b"]") for key, items in self._lists.items()}
-        if _OFFSETS in joined:  # each chunk counts from its own start, or from the text before, by the kind of engine
-            names = decoded(joined["tokens"])
-            joined[_OFFSETS] = list(accumulate(map(len, names[:-1]), initial=0))[: len(names)]
-        return joined
-
-    @property
-    def lists(self) -> dict[str, bytearray]:
-        """The items of its token ids and of each list of log-probs, as JSON without brackets."""
-        self._take_apart()
-        return {"token_ids": self._ids, **self._lists}
+        return "".join(part.text for part in self.parts if part.text)
 
     @property
     def last(self) -> Json:
-        """All fields of its last choice, as it came; {} before any has come."""
-        if self._last is None:
+        """The fields of its last choice beside text and lists, as it came; {} before any has come."""
+        last = self._last
+        if last is None:
             return self._end
-        event, index = self._last
-        found: Json = {}
-        for choice in _all_of_choices(event).choices:
-            if decoded(choice["index"]) == index:
-                found = choice
-        return found | self._end
+        spans = {} if last.weight_versions is None else {"weight_versions": last.weight_versions}
+        return {**last.others, "finish_reason": last.finish_reason, **spans, **self._end}
 
-    def add(self, choice: Choice, event: bytes) -> None:
-        """Take a choice of a chunk. Raise `ValueError` where a list is of another kind; nothing is taken then."""
-        token_ids = inside_list(choice.token_ids)
-        if token_ids and self.num_read < self.kept.num_made == self.num_made:
+    def add(self, choice: Choice) -> None:
+        """Take a choice of a chunk."""
+        if choice.token_ids and self.num_read < self.kept.num_made == self.num_made:
             self._trim(int(self.num_read))
-        if choice.logprobs:
-            if self._keeps_content:
-                self._add_scores(choice.logprobs)
-            else:
-                self.num_unscored += num_unscored(choice.logprobs, token_ids.count(b",") + 1 if token_ids else 0)
-        if token_ids:
-            if self._ids:
-                self._ids += b","
-            self._ids += token_ids
-            self.num_made += token_ids.count(b",") + 1
-        if choice.token_ids != NULL:
-            self.has_ids = True
+        self.has_ids = self.has_ids or choice.token_ids is not None
+        self.num_made += choice.num_tokens
+        self.num_unscored += choice.num_unscored
         if choice.text:
             self.num_characters += len(choice.text)
-            if self._keeps_content:
-                self.pieces.append(choice.text)
-        if choice.prompt_token_ids != NULL and not self.kept.num_made:
+        self.parts.append(self._kept_of(choice))
+        if choice.prompt_token_ids is not None and not self.kept.num_made:
             self.prompt = choice.prompt_token_ids
         if choice.weight_versions:
             self._report = choice.weight_versions
+        if self._last is not None:
+            self._last.written = b"{}"  # nobody asks for what the last has alone
         self.reason = choice.finish_reason
-        self._last = event, choice.index
+        self._last = choice
+
+    def _kept_of(self, choice: Choice) -> Choice:
+        """What is kept of a choice."""
+        if self._keeps_content and not self._scores_alone:
+            return choice
+        kept = Choice(choice.index, token_ids=choice.token_ids, num_tokens=choice.num_tokens)
+        if self._keeps_content:
+            scores = (choice.logprobs or {}).get(_TOKENS_SCORES)
+            kept.text, kept.logprobs = choice.text, None if scores is None else {_TOKENS_SCORES: scores}
+        return kept
 
     def add_told(self, told: Json) -> None:
         """Take a choice that was told to a client."""
-        self.add(_choice(encoded(told)), encoded({"choices": [told]}))
+        self.add(Choice.read(Raw(encoded(told))))
 
     def restore(self, told: Json) -> None:
         """Take what a record or a reply has of it; `told` has the spans of all its tokens."""
@@ -235,24 +178,6 @@ class Sample:
         self.is_resumed = MARK in told
         if self.reason == CUT_OFF:
             self.reason = None
-
-    def _add_scores(self, scores: dict[str, Raw]) -> None:
-        if self._scores_alone:
-            scores = {_TOKENS_SCORES: scores[_TOKENS_SCORES]} if _TOKENS_SCORES in scores else {}
-        if self._scores is None and not self._lists:
-            self._scores = scores
-            return
-        more = _items_of(scores)
-        self._take_apart()
-        for key, items in more.items():
-            so_far = self._lists.setdefault(key, bytearray())
-            if so_far and items:
-                so_far += b","
-            so_far += items
-
-    def _take_apart(self) -> None:
-        if self._scores is not None:
-            self._lists, self._scores = {key: bytearray(items) for key, items in _items_of(self._scores).items()}, None
 
     def cut(self) -> None:
         """Take an end by an update as one that continues."""
@@ -268,12 +193,10 @@ class Sample:
 
     def keep(self) -> None:
         """Keep all that it has: what comes from now on is its rest, which another replica makes."""
-        shows_prompt = self.num_made > 0 or self.prompt != NULL
-        sizes = {key: len(items) for key, items in self.lists.items()}
+        shows_prompt = self.num_made > 0 or self.prompt is not None
         self.kept = Kept(
-            self.num_made, sizes.pop("token_ids"), sizes, len(self.pieces), self.num_characters, self.num_unscored,
-            shows_prompt, self.kept.spans if self.spans is None else self.spans,
-            self.kv_versions or self.kept.kv_versions,
+            self.num_made, len(self.parts), self.num_characters, self.num_unscored, shows_prompt,
+            self.kept.spans if self.spans is None else self.spans, self.kv_versions or self.kept.kv_versions,
         )  # fmt: skip
         self.is_resumed, self._report, self._last, self._end = True, [], None, {}
 
@@ -288,9 +211,7 @@ class Sample:
         begins."""
         kept = self.kept
         if self._last is not None:
-            own = self.lists.items()
-            self._lists = {key: items[: kept.list_bytes[key]] for key, items in own if key in kept.list_bytes}
-            del self._ids[kept.id_bytes :], self.pieces[kept.pieces :]
+            del self.parts[kept.num_parts :]
             self.num_voids += 1
         self.num_made, self.num_characters, self.num_unscored = kept.num_made, kept.num_characters, kept.num_unscored
         self.spans, self.kv_versions = kept.spans, kept.kv_versions
@@ -306,17 +227,15 @@ class Sample:
 
     def free(self) -> None:
         """Forget its content: the client has it."""
-        self._ids, self.pieces, self._scores, self._lists = bytearray(), [], None, {}
+        self.parts = []
 
     def _trim(self, length: int) -> None:
         """Drop tokens that the engine of a rest has not read: they are a part of a character, which it tells as one of
         its own."""
-        kept, self.num_made = self.token_ids[:length], length
-        self._ids = bytearray(inside_list(Raw(encoded(kept))))
-        self.pieces = [self.text.removesuffix(_HALF)]
-        scores = opened(self.logprobs or {})
-        self._lists = {}
-        self._scores = {key: Raw(encoded(values and values[:length])) for key, values in scores.items()} or None
+        whole, self.num_made = self.whole, length
+        self.parts = [Choice(self.index, text=self.text.removesuffix(_HALF), token_ids=_first(whole.token_ids, length))]
+        if whole.logprobs:
+            self.parts[0].logprobs = {key: _first(items, length) for key, items in whole.logprobs.items()}
         self.num_voids += 1
         self.keep()
 
@@ -352,7 +271,9 @@ class Sample:
     @property
     def num_bytes(self) -> int:
         """Size of its tokens and log-probs."""
-        return len(self._ids) + sum(map(len, self._lists.values()))
+        return sum(
+            len(items or b"") for part in self.parts for items in (part.token_ids, *(part.logprobs or {}).values())
+        )
 
     # Reports
 
@@ -377,24 +298,53 @@ class Sample:
 
     def told(self, bare: Json, inexact: Sequence[str] | None = None) -> Json:
         """The sample as a choice of a whole reply; `bare` is one without tokens."""
-        scores = self.logprobs if self._lists else self._scores
-        told = bare | {"stop_reason": None} | self.last
-        told |= {"index": self.index, "logprobs": scores, "finish_reason": self.reason or CUT_OFF}
-        if "text" in told:
-            told["text"] = "".join(self.pieces)
+        whole = self.whole
+        told = self._beside_lists(whole, bare, inexact)
+        told["logprobs"] = whole.scores
         if self.has_ids:
-            told["token_ids"] = Raw(b"[" + self._ids + b"]")
-        if self.prompt != NULL and "prompt_token_ids" in told:
-            told["prompt_token_ids"] = self.prompt
+            told[_IDS] = list_of(whole.token_ids or b"")
+        if self.prompt is not None and _PROMPT in told:
+            told[_PROMPT] = list_of(self.prompt)
+        return told
+
+    def written(self, index: int, bare: Json, inexact: Sequence[str] | None, *, shows_ids: bool) -> bytes:
+        """As `told`, in JSON, as choice `index`; its token ids and those of its prompt are null without `shows_ids`."""
+        whole = self.whole
+        told = self._beside_lists(whole, bare, inexact) | {"index": index}
+        pieces = list[bytes]()
+        for key, items in ((_IDS, whole.token_ids), (_PROMPT, self.prompt)):
+            other = told.pop(key, None)
+            pieces += _member(key, items, other) if shows_ids else _member(key, None)
+        told.pop("logprobs", None)
+        if whole.logprobs is None:
+            pieces += _member("logprobs", None)
+        else:
+            scores = list[bytes]()
+            for key, items in whole.logprobs.items():
+                scores += _member(key, items)
+            pieces += [b',"logprobs":{', *scores, b"}"]
+            pieces[-len(scores) - 1] = pieces[-len(scores) - 1][1:]  # without a comma
+        return b"".join([encoded(told)[:-1], *pieces, b"}"])
+
+    def _beside_lists(self, whole: Choice, bare: Json, inexact: Sequence[str] | None) -> Json:
+        """The choice with its text, and with lists as its last choice or `bare` has them."""
+        told = {**bare, "stop_reason": None, **self.last}
+        told |= {"index": self.index, "finish_reason": self.reason or CUT_OFF}
+        if "text" in told or whole.text is not None:
+            told["text"] = whole.text or ""
         told.pop("delta", None)
-        if scores:
-            self.num_unscored = num_unscored(scores, self.num_made)
         return told | self.marks(inexact)
 
 
-def _items_of(scores: dict[str, Raw]) -> dict[str, bytes]:
-    """The items of the lists of log-probs; offsets are counted again."""
-    return {key: b"" if key == _OFFSETS else inside_list(value) for key, value in scores.items()}
+def _first(items: bytes | None, length: int) -> bytes | None:
+    """The first items of a list."""
+    return None if items is None else encoded(decoded(b"[" + items + b"]")[:length])[1:-1]
+
+
+def _member(key: str, items: bytes | None, other: Any = None) -> list[bytes]:
+    """A member of an object in JSON, after others: the list of these items, or another value."""
+    name = b',"%b":' % key.encode()
+    return [name, encoded(other)] if items is None else [name, b"[", items, b"]"]
 
 
 class Reply:
@@ -409,28 +359,24 @@ class Reply:
         self._prompt = prompt
         self._usage: Json | None = None
 
-    def read(self, event: bytes, samples: Sequence[Sample]) -> Chunk:
-        """Take a chunk with choices of these samples: all, or one that continues. Raise one of `NO_JSON` where it is
-        none."""
-        if not event.isascii():
-            event.decode()  # raw values are not checked for UTF-8
-        chunk = _chunk(event)
+    def take(self, chunk: Chunk, samples: Sequence[Sample]) -> None:
+        """Take a chunk with choices of these samples: all, or one that continues. Raise one of `NO_JSON` where it has
+        others, or lists of another kind."""
         for choice in chunk.choices:
-            samples[choice.index].add(choice, event)
+            samples[choice.index].add(choice)
         if not self.head:
-            self.head = {key: decoded(value) for key, value in fields_of(event).items() if key not in _BESIDE_HEAD}
+            self.head = chunk.head
         if chunk.usage and not samples[0].is_resumed:  # else it is that of a rest
             self._usage = chunk.usage
         if chunk.prompt_token_ids:
             self._prompt = chunk.prompt_token_ids
-        return chunk
 
     @property
     def prompt(self) -> list[int] | None:
         """The token ids of the prompt; None where no engine has told them."""
         if self._prompt is None:
-            told = [sample.prompt for sample in self.samples if sample.prompt != NULL]
-            self._prompt = decoded(told[0]) if told else None
+            told = [sample.prompt for sample in self.samples if sample.prompt is not None]
+            self._prompt = decoded(b"[" + told[0] + b"]") if told else None
         return self._prompt
 
     @property

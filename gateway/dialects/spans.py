@@ -1,12 +1,7 @@
 """Stamps a sample with the weight versions of its tokens and of the KV under them."""
 
-from typing import Any
-
-from msgspec import Raw
-
 from engines.engine import Json
 from engines.weight_label import WeightLabel
-from gateway.dialects.raw_json import opened
 from gateway.fleet.adapters import Adapter
 from gateway.fleet.replica import Flight
 
@@ -67,16 +62,6 @@ def joined_spans(first: list[Json], rest: list[Json], kept: int) -> list[Json]:
         elif span not in spans:
             spans.append(span)
     return spans
-
-
-def num_unscored(scores: dict[str, Any], made: int) -> int:
-    """How many of the last `made` tokens lack their log-prob: NaN comes from engines as null. With `echo` the prompt's
-    log-probs come before those of the tokens."""
-    values = scores.get("token_logprobs") or scores.get("content")
-    if not values or not made or (isinstance(values, Raw) and b"null" not in bytes(values)):
-        return 0
-    entries = opened(values) or ()
-    return sum((entry["logprob"] if isinstance(entry, dict) else entry) is None for entry in entries[-made:])
 
 
 def _follows(span: Json, before: Json) -> bool:

@@ -10,17 +10,17 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import orjson
 import structlog
 
+from engines.chunks import Chunk
 from engines.engine import Json
 from engines.errors import EngineFailed, InvalidRequest, UnknownRoute, shown
+from engines.raw_json import NO_JSON, encoded
 from gateway.config.schema import GatewayConfig
 from gateway.dialects import completion_prompt
 from gateway.dialects.completion_prompt import is_read_in_chunks
 from gateway.dialects.own_fields import Terms, check_room, common_room, without_own_fields
 from gateway.dialects.part import DEFAULT_MAX_TOKENS, Ask
-from gateway.dialects.raw_json import NO_JSON, encoded
 from gateway.dialects.resumption.features import inexact_fields
 from gateway.dialects.resumption.tokens import rest_sampling
 from gateway.dialects.runner import Runner
@@ -202,26 +202,25 @@ class TokenPrompt(Ask):
             body |= {"token_ids": read, "sampling_params": sampling, "return_token_ids": None}
         return PATH, body
 
-    async def whole(self, replica: Replica, path: str, body: Json) -> bytes:
+    def chunks(
+        self, replica: Replica, path: str, body: Json, *, is_whole: bool, streams: bool
+    ) -> AsyncGenerator[list[Chunk]]:
         if _serves(replica):
-            return await super().whole(replica, path, body)
-        completed = completion_body(body, replica.info)
-        answer = await replica.engine.generate(completion_prompt.PATH, completed, self.config.generate_timeout_s)
-        return encoded(token_reply(answer, body))
+            return super().chunks(replica, path, body, is_whole=is_whole, streams=streams)
+        return self._translated(replica, body, is_whole=is_whole, streams=streams)
 
-    def events(self, replica: Replica, path: str, body: Json) -> AsyncGenerator[list[bytes]]:
-        return super().events(replica, path, body) if _serves(replica) else self._translated(replica, body)
-
-    async def _translated(self, replica: Replica, body: Json) -> AsyncGenerator[list[bytes]]:
-        asked = completion_body(body, replica.info)
-        async with aclosing(super().events(replica, completion_prompt.PATH, asked)) as blocks:
-            async for events in blocks:
-                for event in events:
-                    try:
-                        chunk = encoded(token_chunk(orjson.loads(event), body))
-                    except NO_JSON as error:
-                        raise EngineFailed(f"a chunk is {event!r:.200}", replica_id=replica.replica_id) from error
-                    yield [chunk]
+    async def _translated(
+        self, replica: Replica, body: Json, *, is_whole: bool, streams: bool
+    ) -> AsyncGenerator[list[Chunk]]:
+        asked, translate = completion_body(body, replica.info), token_reply if is_whole else token_chunk
+        told = super().chunks(replica, completion_prompt.PATH, asked, is_whole=is_whole, streams=streams)
+        async with aclosing(told) as blocks:
+            async for chunks in blocks:
+                try:
+                    yield [Chunk.read(encoded(translate(chunk.decoded(), body))) for chunk in chunks]
+                except NO_JSON as error:
+                    reason = f"a chunk is {chunks!r:.200}"
+                    raise EngineFailed(reason, replica_id=replica.replica_id) from error
 
     def bare(self) -> Json:
         return {"token_ids": [], "logprobs": None}

@@ -23,7 +23,6 @@ from engines.weight_label import CHECKPOINT, version_of
 from gateway.config.models import Models
 from gateway.config.schema import Config
 from gateway.fleet.adapters import Adapter, Adapters
-from gateway.fleet.changes import Changes
 from gateway.fleet.history import Events
 from gateway.fleet.replica import Replica
 from gateway.fleet.watch.arrivals import Arrivals, Connect
@@ -58,8 +57,7 @@ class Fleet:
         self.models = Models(config.groups)
         self.adapters = Adapters()
         self.events = Events()
-        self.changes = Changes()
-        self.arrivals = Arrivals(config.fleet, self.models, self.adapters, self.events, self.changes, connect)
+        self.arrivals = Arrivals(config.fleet, self.models, self.adapters, self.events, connect)
         self._listed: set[str] = set()
         self.losses: Counter[str] = Counter()
         self._last_loss: dict[str, str] = {}
@@ -176,7 +174,6 @@ class Fleet:
         self.update_to, self._begun = version, max(self._begun, version)
         if rolling:
             self.rolling_to = version
-        self.changes.versions()
 
     def overwrite(self, replicas: Iterable[Replica], version: int) -> None:
         """Engines are about to be overwritten: until the commit none of them holds a known version."""
@@ -189,7 +186,6 @@ class Fleet:
         self.version = version = version_of(label)
         self.label, self._has_committed = label, True
         self.update_to = self.rolling_to = None
-        self.changes.versions()
         for replica in members:
             if replica not in fenced:
                 replica.hold(version, keeps_kv=keeps_kv)
@@ -209,7 +205,6 @@ class Fleet:
         for replica in overwritten:
             self.fence(replica, f"update to version {version} aborted: {reason}")
         self.update_to = None
-        self.changes.versions()
         for replica in updating:
             if replica not in overwritten and self.rolling_to == version:
                 self.settle(replica, f"serves on: the update to version {version} was aborted")
@@ -226,7 +221,6 @@ class Fleet:
         if self.update_to is not None and self.rolling_to == self.update_to:
             return
         self.rolling_to = None
-        self.changes.versions()
         self._settle_serving(f"the fleet is at version {self.version}")
 
     def version_of(self, model: str) -> int:
@@ -415,7 +409,6 @@ class Fleet:
         began is no news."""
         if version_of(label) > max(self.version, self._begun):
             self.version, self.label = version_of(label), label
-            self.changes.versions()
             self._settle_serving("a replica holds newer weights")
 
     @property
@@ -488,7 +481,6 @@ class Fleet:
         replica = await self.arrivals.welcome(info, self._listed | self._replicas.keys())
         if replica is not None:
             self._replicas[info.replica_id] = replica
-            self.changes.joined(replica)
         return replica
 
     async def _watch(self, replica: Replica) -> None:
@@ -546,7 +538,6 @@ class Fleet:
     def _forget(self, replica: Replica) -> None:
         if self._replicas.get(replica.replica_id) is replica:
             del self._replicas[replica.replica_id]
-            self.changes.left(replica)
         replica.brake.close()
         watcher = self._watchers.pop(replica, None)
         if watcher is not None and watcher is not asyncio.current_task():

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from importlib.metadata import PackageNotFoundError, version
@@ -30,13 +31,6 @@ log = structlog.get_logger()
 
 _NAMESPACE = "rollout_gateway"
 M = TypeVar("M", Counter, Histogram)
-
-Count = tuple[str, dict[str, str], float]
-"""The value of a sample of a counter or histogram, with its name and labels."""
-CountKey = tuple[str, tuple[tuple[str, str], ...]]
-_NOWHERE: Mapping[CountKey, float] = {}
-_COUNTED = ("counter", "histogram")
-_SUFFIXES = ("_total", "_bucket", "_sum", "_count")
 
 _LABELS_REMEMBERED = 1024
 # Larger distances to the target version share a label, so that their number is bounded.
@@ -168,54 +162,15 @@ class Metrics:
         self.weight_version.set(version)
         self.replicas_behind.set(behind)
 
-    def counts(self) -> list[Count]:
-        """Return all that is counted here, which another process may sum."""
-        return [
-            (sample.name, sample.labels, sample.value)
-            for family in self.registry.collect()
-            if family.type in _COUNTED
-            for sample in family.samples
-        ]
-
-    def page(self, engine_pages: dict[str, str], elsewhere: Mapping[CountKey, float] = _NOWHERE) -> bytes:
-        """Return our metrics, then the engines'. `engine_pages` is Prometheus text by replica label.
-
-        `elsewhere` has the sums of what other processes of the gateway have counted.
-        """
-        ours = _Summed(self.registry, elsewhere) if elsewhere else self.registry
-        return generate_latest(ours) + generate_latest(_Labelled(engine_pages))
+    def page(self, engine_pages: dict[str, str]) -> bytes:
+        """Return our metrics, then the engines'. `engine_pages` is Prometheus text by replica label."""
+        return generate_latest(self.registry) + generate_latest(_Labelled(engine_pages))
 
 
 def _known(metric: M) -> M:
     """A metric that finds its labels' own part without the lock and the checks of `labels`, from the second time on."""
     metric.labels = lru_cache(_LABELS_REMEMBERED)(metric.labels)  # type: ignore[method-assign]
     return metric
-
-
-def count_key(name: str, labels: Mapping[str, str]) -> CountKey:
-    """The name and labels of a count, under which counts of several processes are summed."""
-    return name, tuple(sorted(labels.items()))
-
-
-class _Summed(Collector):
-    """A registry's metrics, to which the counts of other processes are added."""
-
-    def __init__(self, registry: CollectorRegistry, elsewhere: Mapping[CountKey, float]) -> None:
-        self._registry = registry
-        self._elsewhere = elsewhere
-
-    def collect(self) -> Iterator[Metric]:
-        left = dict(self._elsewhere)
-        for family in self._registry.collect():
-            if family.type in _COUNTED:
-                family.samples = [
-                    sample._replace(value=sample.value + left.pop(count_key(sample.name, sample.labels), 0.0))
-                    for sample in family.samples
-                ]
-                names = {family.name + suffix for suffix in _SUFFIXES}
-                for name, labels in [key for key in left if key[0] in names]:
-                    family.add_sample(name, dict(labels), left.pop((name, labels)))
-            yield family
 
 
 class _Labelled(Collector):
@@ -268,11 +223,15 @@ class Deliveries:
 
     def count(self, model: str, choices: Iterable[Json]) -> None:
         """Count the choices that end."""
-        target = self._fleet.target_of(model)
+        ends, tokens, target = defaultdict[str, int](int), defaultdict[int, int](int), self._fleet.target_of(model)
         for choice in choices:
             if reason := choice.get("finish_reason"):
-                self._metrics.completions.labels(model, reason).inc()
-                self._count_tokens(model, target, choice.get("weight_versions") or ())
+                ends[reason] += 1
+                self._add_tokens(tokens, target, choice.get("weight_versions") or ())
+        for reason, number in ends.items():
+            self._metrics.completions.labels(model, reason).inc(number)
+        for behind, number in tokens.items():
+            self._metrics.delivered_tokens.labels(model, str(behind)).inc(number)
 
     def count_batch(self, model: str, seconds: Sequence[float]) -> None:
         """Count a batch by the times at which its prompts ended, from its start; one prompt is no batch."""
@@ -280,10 +239,11 @@ class Deliveries:
             self._metrics.batch_seconds.labels(model).observe(max(seconds))
             self._metrics.batch_tail_ratio.labels(model).observe(max(seconds) / median(seconds))
 
-    def _count_tokens(self, model: str, target: int, spans: Iterable[Json]) -> None:
-        """A span without limits is of a request that met several versions; its engine does not say which made what."""
+    @staticmethod
+    def _add_tokens(tokens: dict[int, int], target: int, spans: Iterable[Json]) -> None:
+        """Count tokens by the number of versions that they are behind. A span without limits is of a request that met
+        several versions; its engine does not say which made what."""
         for span in spans:
             start, end, version = span.get("start"), span.get("end"), span.get("base_version", span.get("version"))
             if start is not None and end is not None and version is not None:
-                behind = min(max(0, target - int(version)), _MOST_BEHIND)
-                self._metrics.delivered_tokens.labels(model, str(behind)).inc(end - start)
+                tokens[min(max(0, target - int(version)), _MOST_BEHIND)] += end - start

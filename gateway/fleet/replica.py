@@ -12,7 +12,6 @@ from engines.types import ReplicaInfo, ReplicaState
 from engines.weight_label import WeightLabel
 from gateway.fleet.adapters import Adapter
 from gateway.fleet.brake import Brake
-from gateway.fleet.changes import Argument, Changes
 from gateway.fleet.watch.evidence import Backoff, Evidence
 
 T = TypeVar("T")
@@ -137,12 +136,11 @@ class Replica:
 
     `found` is what its engine's label told when it joined. `adapters` has the adapters of its engine by name; None
     marks an adapter that may be there and must not be used. `cuts_off` is True while an update ends all rollouts in
-    flight. `evidence` has the signs of its life. `changes` tells those who keep a copy of it what happens to it. `rank`
-    orders replicas by their tokens in flight, equal ones by the samples that were placed on them.
+    flight. `evidence` has the signs of its life. `rank` orders replicas by their tokens in flight, equal
+    ones by the samples that were placed on them.
     """
 
-    def __init__(self, info: ReplicaInfo, engine: Engine, *, frozen: bool, changes: Changes | None = None) -> None:
-        self.changes = changes or Changes()
+    def __init__(self, info: ReplicaInfo, engine: Engine, *, frozen: bool) -> None:
         self.info = info
         self.engine = engine
         self.frozen = frozen
@@ -236,13 +234,9 @@ class Replica:
         """Take `version`. Requests in flight keep their KV, or the engine computes it again."""
         if version == self.weight_version:
             return  # taken before the commit, in a rolling update
-        self._tell("hold", version, keeps_kv)
         self.weight_version = version
         for flight in self._flights:
             flight.meet(version, keeps_kv=keeps_kv)
-
-    def _tell(self, change: str, *arguments: Argument) -> None:
-        self.changes.changed(self, change, *arguments)
 
     async def unless_lost(self, call: Awaitable[T], *, is_control: bool = False) -> T:
         """Return the call's result. Raise `EngineUnreachable` once the replica is LOST, even if the call hangs.
@@ -280,19 +274,12 @@ class Replica:
 
     def overwrite(self) -> None:
         """Forget the version: rollouts that end from here on wait for the verdict in `vouched`."""
-        self._tell("overwrite")
         self.lose_version()
         self._steady.clear()
 
     def lose_version(self) -> None:
         """Forget the version: the weights are unknown."""
-        self._tell("lose_version")
         self.weight_version = None
-
-    def cut_off(self, *, is_on: bool) -> None:
-        """Note whether an update ends all rollouts in flight."""
-        self.cuts_off = is_on
-        self._tell("cut_off", is_on)
 
     def drop_calls(self, *, rollouts_alone: bool = False) -> None:
         """End all calls in flight except the caller's, as a loss does: rollouts are generated again elsewhere.
@@ -300,7 +287,6 @@ class Replica:
         With `rollouts_alone` control calls go on, such as a trainer's pause: an update ends the rollouts, for which
         the engine is not at fault. A call that was dropped before may take a while to end.
         """
-        self._tell("drop_calls", rollouts_alone)
         for bound, call in self._calls.items():
             goes_on = rollouts_alone and call.is_control
             if call.task is not asyncio.current_task() and not goes_on and not bound.expired():
@@ -309,7 +295,6 @@ class Replica:
 
     def enter(self, state: ReplicaState, reason: str) -> None:
         """Change the state. Only `Fleet` calls this."""
-        self._tell("enter", state, reason)
         self.evidence.entered(state, (self.state, self.reason))
         self.state, self.reason = state, reason
         if state is ReplicaState.UPDATING:

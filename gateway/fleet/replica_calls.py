@@ -3,7 +3,6 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
 from typing import TypeVar
 
 import structlog
@@ -91,9 +90,8 @@ async def cut_off(replica: Replica, *, by: Holder, timeout_s: float) -> None:
     A request that was on its way when the engine stopped waits there unread. Another pause ends it; where the engine
     does not read it even then, it is dropped after some seconds and retried elsewhere.
     """
-    replica.cut_off(is_on=True)
+    replica.cuts_off = True
     try:
-        await replica.changes.taken()  # before the first reply that the engine ends for this
         grace_ends = time.monotonic() + _CUT_OFF_GRACE_S
         while True:
             await replica.brake.stop(by, PauseMode.ABORT, clear_cache=False, timeout_s=timeout_s)
@@ -105,8 +103,6 @@ async def cut_off(replica: Replica, *, by: Holder, timeout_s: float) -> None:
         try:
             if not replica.idle.is_set():  # it was given up: what the engine has ended is no reply of a client's abort
                 replica.drop_calls(rollouts_alone=True)
-                with suppress(DeadlineExceeded):  # of a worker that does not end
-                    await replica.changes.taken()
                 await is_set_within(replica.idle, _GIVEN_UP_S)
         finally:
-            replica.cut_off(is_on=False)
+            replica.cuts_off = False

@@ -23,7 +23,7 @@ _OWN_DELAY_S = 1.0
 _KEEPALIVE_S = 900.0
 WRITE_TIMEOUT_S = 60.0
 _MOST_FILES, _FEW_FILES = 1 << 20, 16_384
-BACKLOG = 2048
+_BACKLOG = 2048
 LEASE_PATH = "/v1/weight_lease"
 """The route whose connection has to end with its trainer, and with the trainer's host."""
 
@@ -32,7 +32,7 @@ class Door(web.BaseSite):
     """Listens for the clients of an application, with TLS where it has a context."""
 
     def __init__(self, runner: web.AppRunner, host: str, port: int, context: SSLContext | None = None) -> None:
-        super().__init__(runner, ssl_context=context, backlog=BACKLOG)
+        super().__init__(runner, ssl_context=context, backlog=_BACKLOG)
         self._address = host, port
 
     @property
@@ -42,11 +42,10 @@ class Door(web.BaseSite):
 
     async def start(self) -> None:
         await super().start()
-        self._server = await self._open()
-
-    async def _open(self) -> asyncio.AbstractServer:
         loop = asyncio.get_running_loop()
-        return await loop.create_server(self._connection, *self._address, ssl=self._ssl_context, backlog=self._backlog)
+        self._server = await loop.create_server(
+            self._connection, *self._address, ssl=self._ssl_context, backlog=self._backlog
+        )
 
     def _connection(self) -> "Connection":
         assert self._runner.server is not None
@@ -156,7 +155,7 @@ def notice_lost_host(request: web.Request) -> None:
     """Let the kernel end a connection whose other host has been silent for 4 s, as it sends no end of its connections;
     one of this host ends by itself."""
     connection = request.transport.get_extra_info("socket") if request.transport else None
-    if connection is None or connection.family == socket.AF_UNIX:
+    if connection is None:
         return
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in ((socket.TCP_KEEPIDLE, 1), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, 3)):

@@ -7,6 +7,7 @@ import structlog
 from engines.clients.connect import connect
 from engines.clients.external import external_engine
 from engines.engine import Engine, Peer
+from engines.reading.link import Link
 from engines.types import EngineKind, ReplicaInfo
 from gateway.config.addresses import is_any, own_address, url_of
 from gateway.config.schema import LOOPBACK_HOSTS, Config, GatewayConfig
@@ -16,7 +17,15 @@ log = structlog.get_logger()
 
 
 def engine_client(config: Config, info: ReplicaInfo) -> Engine:
-    """Return the client of a replica's engine. A replica reports only its forwarder's key; others are configured."""
+    """Return the client of a replica's engine, with the way to the reader beside it, if there is one."""
+    engine = _client(config, info)
+    if info.reader:
+        engine.beside = Link(info.replica_id, info.reader, info.reader_key)
+    return engine
+
+
+def _client(config: Config, info: ReplicaInfo) -> Engine:
+    """A replica reports only its forwarder's key; others are configured."""
     peer = _peer(config, info)
     if info.kind is EngineKind.EXTERNAL:
         group = config.groups.get(info.group)

@@ -6,9 +6,8 @@ import gc
 import os
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -28,10 +27,6 @@ from gateway.http.door import Door, raise_limit
 from gateway.http.engine_client import engine_client
 from gateway.http.guard.tls import Certificate
 from gateway.http.server import GatewayServer
-from gateway.http.workers.crew import Workers
-from gateway.http.workers.doors import BackDoor
-from gateway.http.workers.hop import OWNER, door_path
-from gateway.http.workers.porter import listening_at
 from gateway.weights.snapshots import AUTO, in_memory
 
 log = structlog.get_logger()
@@ -125,55 +120,31 @@ class Listener:
         )
         await runner.setup()
         try:
-            host, port = await listen(runner, self._server.workers, config.gateway)
+            host, port = await listen(runner, config.gateway)
             url = url_of(host, port, tls=config.gateway.tls.is_on)
             # What is there from the start stays: to look for garbage in it takes 60 ms of the loop each time.
             gc.collect()
             gc.freeze()
+            gc.set_threshold(20_000)
             self._started.set_result((asyncio.get_running_loop(), stopping, url))
             await stopping.wait()
         finally:
             gc.unfreeze()
-            await self._server.workers.stop()
             await runner.cleanup()
 
 
-async def listen(runner: web.AppRunner, workers: Workers, gateway: GatewayConfig) -> tuple[str, int]:
-    """Begin to serve an application, in this process or in workers; return the address.
-
-    Raise `ConfigError` for an address that cannot be bound.
-    """
+async def listen(runner: web.AppRunner, gateway: GatewayConfig) -> tuple[str, int]:
+    """Begin to serve an application; return the address. Raise `ConfigError` for one that cannot be bound."""
     context = Certificate(gateway.tls).context if gateway.tls.is_on else None
-    if gateway.workers == 1:
-        door = Door(runner, gateway.host, gateway.port, context)
-        with _port_errors(gateway):
-            await door.start()
-        host, port = runner.addresses[0][:2]
-        return host, port
-    with _port_errors(gateway):
-        listening = await listening_at(gateway.host, gateway.port)
-    path = door_path(workers.open_folder(), OWNER)
-    await BackDoor(runner, path).start()
     try:
-        await workers.start(listening)
-    except BaseException:
-        for one in listening:
-            one.close()
-        raise
-    host, port = listening[0].getsockname()[:2]
-    return host, port
-
-
-@contextmanager
-def _port_errors(gateway: GatewayConfig) -> Iterator[None]:
-    """Raise `ConfigError` where the block cannot bind the port."""
-    try:
-        yield
+        await Door(runner, gateway.host, gateway.port, context).start()
     except OSError as error:
         reason = "another process listens there" if error.errno == errno.EADDRINUSE else error.strerror
         raise ConfigError(
             f"gateway.port = {gateway.port} on {gateway.host} cannot be bound: {reason}; choose another port, or 0"
         ) from error
+    host, port = runner.addresses[0][:2]
+    return host, port
 
 
 async def _store_is_free(config: Config) -> None:

@@ -37,8 +37,6 @@ _USAGE: web.RequestKey[Json] = web.RequestKey("usage", dict)
 _ARRIVAL = web.RequestKey("arrival", Arrival)
 _BEGAN = web.RequestKey("began", float)
 _HAS_BEGUN = web.RequestKey("has_begun", bool)
-HANDED_ON = web.RequestKey("handed_on", bool)
-"""True for a request that another process of the gateway answers, and counts."""
 
 
 class Measurement:
@@ -57,13 +55,12 @@ class Measurement:
         TRACE_CONTEXT.set(trace_context(request.headers))
         try:
             with _span(request, route) as span:
-                response = await answered(request, handler)
+                response = await _answered(request, handler)
                 status = response.status
                 span.note({"http.response.status_code": status})
             return response
         finally:
-            if not request.get(HANDED_ON):
-                self._ended(request, route, status, began)
+            self._ended(request, route, status, began)
 
     def arrived(self, request: web.Request, body: Json, session: str) -> None:
         """Record a request for tokens."""
@@ -96,7 +93,7 @@ def _span(request: web.Request, route: str) -> AbstractContextManager[tracing.Sp
 async def note_begin(request: web.Request, response: web.StreamResponse) -> None:
     """Note that the head of a reply is on its way, and name it by the id that the client has given."""
     request[_HAS_BEGUN] = True
-    if given := request.get(GIVEN_ID):  # another process names what it answers
+    if given := request.get(GIVEN_ID):
         response.headers[_ID] = given
 
 
@@ -111,7 +108,7 @@ def _printable(given: object) -> str:
     return str(given) if is_text else ""
 
 
-async def answered(request: web.Request, handler: Handler) -> web.StreamResponse:
+async def _answered(request: web.Request, handler: Handler) -> web.StreamResponse:
     """The one place where errors become replies in the client's dialect, those that nobody foresaw too. A reply that
     has begun is cut off: a second head would be read as its content."""
     try:

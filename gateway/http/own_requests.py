@@ -1,24 +1,12 @@
 """The ids of requests under way, by client, so that an inference key ends its own and no other's of an equal id."""
 
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from enum import StrEnum
 
 from aiohttp import web
 
 from gateway.http.access import CLIENT, Access
-
-
-class AbortKind(StrEnum):
-    """The requests that an abort by ids is about."""
-
-    TOKENS = "tokens"  # those of /inference/v1/generate
-    SGLANG = "sglang"  # those of /generate
-
-
-AbortElsewhere = Callable[[AbortKind, tuple[str, ...], str | None], Awaitable[None]]
-"""Ends requests of these ids in the other processes of the gateway; those of one client alone, if it is given."""
 
 
 class OwnRequests:
@@ -42,15 +30,7 @@ class OwnRequests:
 
     def named(self, request: web.Request, access: Access, name: str) -> list[str]:
         """Return the clients with a request of this id under way that the client of `request` may end."""
-        return self.of(name, reach(request, access))
-
-    def of(self, name: str, client: str | None) -> list[str]:
-        """Return the clients, or `client` alone, with a request of this id under way."""
-        if client is None:
+        if access.is_admin(request):
             return [client for client, running in self._under_way if running == name]
+        client = request[CLIENT]
         return [client] if (client, name) in self._under_way else []
-
-
-def reach(request: web.Request, access: Access) -> str | None:
-    """The client whose requests the client of `request` may end; None for those of all."""
-    return None if access.is_admin(request) else request[CLIENT]

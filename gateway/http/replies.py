@@ -9,8 +9,8 @@ import structlog
 from aiohttp import web
 
 from engines.errors import RolloutGatewayError
+from engines.raw_json import event
 from gateway.api import body_of, error_body
-from gateway.dialects.raw_json import event
 from gateway.dialects.streams import Streaming, blocks_of
 
 log = structlog.get_logger()
@@ -81,12 +81,13 @@ async def send_pieces(
 
 def _blocks(pieces: Iterable[bytes]) -> Iterator[bytes]:
     """Pieces in blocks of about one size."""
-    block = bytearray()
+    block, room = list[bytes](), _BLOCK_BYTES
     for piece in pieces:
-        for begin in range(0, len(piece), _BLOCK_BYTES):
-            block += piece[begin : begin + _BLOCK_BYTES]
-            if len(block) >= _BLOCK_BYTES:
-                yield bytes(block)
-                block.clear()
-    if block:
-        yield bytes(block)
+        begin = 0
+        while len(piece) - begin >= room:
+            yield b"".join([*block, piece[begin : begin + room]])
+            begin, block, room = begin + room, [], _BLOCK_BYTES
+        block.append(piece[begin:])
+        room -= len(block[-1])
+    if any(block):
+        yield b"".join(block)

@@ -44,8 +44,6 @@ from gateway.http.routes.weights import WeightRoutes
 from gateway.http.status import status_report
 from gateway.http.supervisor import Supervisor
 from gateway.http.trace import Trace
-from gateway.http.workers.crew import Workers
-from gateway.http.workers.hop import as_sent
 from gateway.ledger.ledger import Ledger, default_folder
 from gateway.weights.coordinator import WeightCoordinator
 from gateway.weights.snapshots import Snapshots
@@ -59,14 +57,13 @@ class GatewayServer:
         self.fleet = fleet
         self._scheduler = scheduler = Scheduler(config.gateway, fleet, metrics)
         self._snapshots = Snapshots(config.weights, config.name, lambda: _checkpoint(config))
-        self.workers = workers = Workers(config, fleet, scheduler)
         self._weights = weights = WeightCoordinator(config.weights, fleet, scheduler, metrics, self._snapshots)
         self._adapters = AdapterCoordinator(config.weights, fleet)
         self._trace = Trace(config.gateway.trace) if config.gateway.trace.file else None
         self._measurement = Measurement(metrics, self._trace)
         self._access = Access(config.gateway)
         self._tasks = Supervisor()
-        runner = Runner(scheduler, metrics)
+        runner = Runner(scheduler, fleet, metrics)
         completions = Completions(config.gateway, fleet, runner)
         tokens = TokenGeneration(config.gateway, fleet, runner)
         any_replica = AnyReplica(fleet)
@@ -90,7 +87,7 @@ class GatewayServer:
         models = ModelRoutes(config.fleet, fleet, weights, any_replica, self._adapters)
         self._dashboard = dashboard = Dashboard(fleet, scheduler, weights, metrics, self.status)
         self._routes: list[Routes] = [
-            FleetRoutes(fleet, scheduler, metrics, self.status, self._tasks, workers),
+            FleetRoutes(fleet, scheduler, metrics, self.status, self._tasks),
             models,
             RolloutRoutes(
                 completions,
@@ -101,7 +98,6 @@ class GatewayServer:
                 deliveries,
                 self._replays,
                 own,
-                workers.abort,
                 agents.create_chat,
             ),
             agents,
@@ -109,16 +105,14 @@ class GatewayServer:
             SubmissionRoutes(self._submissions, scheduler.history),
             SnapshotFiles(fleet, self._snapshots),
             WeightRoutes(config.weights, fleet, weights, self._snapshots),
-            SglangRoutes(fleet, scheduler, weights, sglang, models.description, own, workers),
+            SglangRoutes(fleet, scheduler, weights, sglang, models.description, own),
             dashboard,
         ]
 
     def application(self) -> web.Application:
-        """The application for clients; with workers it is for what these send on."""
-        behind_workers = [as_sent] if self._config.gateway.workers > 1 else []
+        """The application for clients."""
         app = web.Application(
-            client_max_size=self._config.gateway.max_body_bytes,
-            middlewares=[*behind_workers, self._measurement.measure],
+            client_max_size=self._config.gateway.max_body_bytes, middlewares=[self._measurement.measure]
         )
         app.on_response_prepare.append(note_begin)
         for routes in self._routes:
@@ -130,15 +124,12 @@ class GatewayServer:
     @property
     def failure(self) -> str:
         """The end of a background task that should run on; "" while all run."""
-        return self._tasks.failure or self.workers.failure
+        return self._tasks.failure
 
     def status(self) -> Json:
         """The status report."""
         report = status_report(self.fleet, self._scheduler, self._weights, self._snapshots)
-        return report | {
-            "workers": self.workers.report(),
-            "ledger": self._submissions.report() | self._replays.report() | self._sessions.report(),
-        }
+        return report | {"ledger": self._submissions.report() | self._replays.report() | self._sessions.report()}
 
     async def _end_turns(self, app: web.Application) -> None:
         """End turns of sessions before the connections of their clients, who have not left."""

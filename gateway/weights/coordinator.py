@@ -148,9 +148,6 @@ class WeightCoordinator:
             await self._way.open(in_flight)
             update = self._parts.opened("start_weight_update")
             update.record.lease = lease
-            async with update.or_aborted():
-                # From the reply on, no process of the gateway takes the version before for the newest.
-                await self._fleet.changes.taken()
 
     async def receive(self, update_info: Json, lease: str | None = None) -> None:
         """Receive the tensors that the trainer is about to send."""

@@ -1,7 +1,7 @@
 """The chaos campaign: injects all known faults into a fleet and counts lost rollouts: `make chaos`.
 
     python -m loadtests.chaos.campaign [--replicas 3] [--fleet 20] [--seconds 24] [--fault "replica killed"]
-                              [--in-flight abort] [--workers 2] [--json out.json]
+                              [--in-flight abort] [--json out.json]
 
 Engines are simulated, so that every token can be checked (`clients/contents.py`). Each fault meets a healthy fleet
 under load; before the next, the fleet must recover and take a new update on all replicas. There are two parts:
@@ -41,7 +41,6 @@ from gateway.config.schema import Config
 from loadtests.chaos.clients.tally import Tally
 from loadtests.chaos.clients.witness import Witness
 from loadtests.chaos.faults import DISK_FULL, FAULTS, CallFailed, Hung, Trainer, World, until
-from loadtests.chaos.rollouts.faults import OF_WORKERS
 from loadtests.chaos.rollouts.fleets import OF_ROLLOUTS, hurt_rollouts, report
 from loadtests.chaos.rollouts.fleets import Outcome as RolloutOutcome
 
@@ -78,7 +77,7 @@ def small_disk() -> Iterator[Path | None]:
             subprocess.run(["umount", "--lazy", folder], check=True)
 
 
-def chaos_config(replicas: int, store: Path | None, in_flight: InFlight = InFlight.KEEP, workers: int = 1) -> Config:
+def chaos_config(replicas: int, store: Path | None, in_flight: InFlight = InFlight.KEEP) -> Config:
     """Return the configuration, with short probe intervals, so that a run takes minutes, and a fixed port for
     restarts."""
     return Config.model_validate(
@@ -90,7 +89,6 @@ def chaos_config(replicas: int, store: Path | None, in_flight: InFlight = InFlig
             },
             "gateway": {
                 "port": free_port(), "queue_timeout_s": _BOUND_S / 2, "generate_timeout_s": _BOUND_S / 2,
-                "workers": workers,
             },
             "fleet": {"discover_interval_s": 0.2, "probe_interval_s": 0.2, "probe_timeout_s": 2, "lost_after_s": 4},
             "weights": {
@@ -175,7 +173,6 @@ def _report(
         "taken": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "replicas": args.replicas,
         "fleet": args.fleet,
-        "workers": args.workers,
         "faults": [dataclasses.asdict(outcome) for outcome in updates],
         "rollout_faults": report(rollouts),
         "total": dataclasses.asdict(total) | {"reasons": []},
@@ -193,15 +190,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--in-flight", type=InFlight, choices=list(InFlight), default=InFlight.KEEP, help="weights.in_flight of updates"
     )
-    parser.add_argument("--workers", type=int, default=1, metavar="N", help="gateway.workers")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all outcomes")
     args = parser.parse_args(argv)
-    asked = args.fault or [name for name in (*FAULTS, *OF_ROLLOUTS) if name not in OF_WORKERS or args.workers > 1]
+    asked = args.fault or [*FAULTS, *OF_ROLLOUTS]
     of_updates, of_rollouts = (
         [name for name in asked if name in FAULTS],
         [name for name in asked if name in OF_ROLLOUTS],
     )
-    rollouts = asyncio.run(hurt_rollouts(of_rollouts, args.fleet, args.seconds, args.workers)) if of_rollouts else []
+    rollouts = asyncio.run(hurt_rollouts(of_rollouts, args.fleet, args.seconds)) if of_rollouts else []
     updates, run = _hurt_updates(of_updates, args) if of_updates else ([], 0)
     total = Tally()
     for tally in [one.tally for one in updates] + [one.tally for one in rollouts]:
@@ -223,7 +219,7 @@ def _hurt_updates(faults: list[str], args: argparse.Namespace) -> tuple[list[Out
         if disk is None and DISK_FULL in faults:
             faults = [name for name in faults if name != DISK_FULL]
             print(f"not run: {DISK_FULL}, since this user may not mount a file system for it")
-        with running(chaos_config(args.replicas, disk, args.in_flight, args.workers)) as url:
+        with running(chaos_config(args.replicas, disk, args.in_flight)) as url:
             return asyncio.run(hurt(url, args.replicas, faults)), len(faults)
 
 

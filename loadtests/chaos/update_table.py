@@ -305,20 +305,20 @@ async def _seen(pushing: "asyncio.Task[str]") -> str:
 
 
 @contextmanager
-def table_config(workers: int = 1) -> Iterator[tuple[Config, Path]]:
+def table_config() -> Iterator[tuple[Config, Path]]:
     """Yield a configuration with short intervals, so that the table takes minutes, and its folder."""
     shared = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=shared if shared.is_dir() else None, prefix="chaos-table-") as folder:
-        config = fleet_config("table", _REPLICAS, _SIM, Path(folder), queue_timeout_s=_BOUND_S, workers=workers)
+        config = fleet_config("table", _REPLICAS, _SIM, Path(folder), queue_timeout_s=_BOUND_S)
         fast = _FAST | {"weights": _FAST["weights"] | {"store": f"{folder}/store"}}
         tree = config.model_dump() | {part: {**config.model_dump()[part], **more} for part, more in fast.items()}
         yield Config.model_validate(tree), Path(folder)
 
 
-async def measured(transports: Sequence[Transport], faults: Sequence[str], workers: int = 1) -> list[Row]:
+async def measured(transports: Sequence[Transport], faults: Sequence[str]) -> list[Row]:
     """Return a row for each fault in each step; the first that left the fleet hurt is the last."""
     rows: list[Row] = []
-    with table_config(workers) as (config, folder):
+    with table_config() as (config, folder):
         fleet = ProcessFleet(config, folder)
         timeout = aiohttp.ClientTimeout(total=_BOUND_S)
         async with aiohttp.ClientSession(timeout=timeout) as session:
@@ -352,18 +352,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = [transport.name for transport in TRANSPORTS]
     parser.add_argument("--transport", action="append", choices=names, help="only this transport; repeat for more")
     parser.add_argument("--fault", action="append", choices=list(FAULTS), help="only this fault; repeat for more")
-    parser.add_argument("--workers", type=int, default=1, metavar="N", help="gateway.workers")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all rows")
     args = parser.parse_args(argv)
     transports = [transport for transport in TRANSPORTS if transport.name in (args.transport or names)]
     began = time.monotonic()
-    rows = asyncio.run(measured(transports, args.fault or list(FAULTS), args.workers))
+    rows = asyncio.run(measured(transports, args.fault or list(FAULTS)))
     report = {
         "taken": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "seconds": round(time.monotonic() - began),
         "cpus": os.cpu_count(),
         "replicas": _REPLICAS,
-        "workers": args.workers,
         "rows": [dataclasses.asdict(row) for row in rows],
     }
     if args.json:

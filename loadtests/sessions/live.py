@@ -8,7 +8,6 @@ the client's own loop too. All runs on one machine.
 
 import argparse
 import asyncio
-import dataclasses
 import random
 import statistics
 import sys
@@ -26,8 +25,9 @@ import psutil
 
 from gateway.config.load import load
 from loadtests.fleet import LocalFleet
+from loadtests.own_process import own_process
 from loadtests.sessions import timed_engine
-from loadtests.studies.gateway_cost.own_process import own_process
+from loadtests.studies.gateway_cost import reader
 from trainer_client import RolloutClient, Sessions
 
 _SETTINGS = ("engine.kind=sim", "engine.num_replicas=1", "engine.max_model_len=1000000", "weights.store=null",
@@ -92,8 +92,9 @@ async def measured(args: argparse.Namespace) -> dict[str, object]:
         fleet = LocalFleet(config)
         stack.push_async_callback(fleet.stop)
         (info,) = await fleet.start_engines()
-        engine = stack.enter_context(own_process(timed_engine.run, info.url)).url
-        gateway = await stack.enter_async_context(fleet.gateway(config, [dataclasses.replace(info, url=engine)]))
+        engine = stack.enter_context(own_process(timed_engine.serve, info.url)).url
+        beside = stack.enter_context(own_process(reader.serve, engine))
+        gateway = await stack.enter_async_context(fleet.gateway(config, [reader.read(info, engine, beside)]))
         process = psutil.Process(gateway.pid)
         empty = process.memory_info().rss
         connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=_TIMEOUT_S)

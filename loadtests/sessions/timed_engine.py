@@ -4,15 +4,12 @@ import asyncio
 import re
 import time
 from collections import defaultdict
-from contextlib import suppress
-from multiprocessing.connection import Connection
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 
 import aiohttp
 import orjson
-import uvloop
 from aiohttp import web
-
-from loadtests.studies.gateway_cost.own_process import until_closed
 
 _TURN = re.compile(r"turn (\d+-\d+);")
 _MARK_TOKENS = 400
@@ -58,20 +55,14 @@ class TimedEngine:
             self._spent[turns[-1]] += seconds
 
 
-async def _serve(engine: str, pipe: Connection) -> None:
+@asynccontextmanager
+async def serve(engine: str) -> AsyncIterator[str]:
+    """Serve in front of `engine`."""
     timed = TimedEngine(engine)
     app = web.Application(client_max_size=1 << 28)
     app.add_routes([web.get("/spent/{turn}", timed.spent), web.route("*", "/{any:.*}", timed.passed)])
     runner = web.AppRunner(app)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    (address,) = runner.addresses
-    pipe.send(f"http://127.0.0.1:{address[1]}")
-    await until_closed(pipe)
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    yield "http://{}:{}".format(*runner.addresses[0][:2])
     await asyncio.gather(runner.cleanup(), timed._client.close())
-
-
-def run(engine: str, pipe: Connection) -> None:
-    """Serve in this process, in front of `engine`, until the pipe closes."""
-    uvloop.run(_serve(engine, pipe))

@@ -18,6 +18,9 @@ OVERVIEW = ROOT / "docs" / "architecture.md"
 ELSEWHERE = ("sim/", "engines/inside_vllm/")
 """Run in an engine's process: no part of the gateway's path here."""
 
+ROLLOUT = ("RolloutRoutes._create_completions", "ReaderServer._answer")
+"""Where a rollout begins, in the gateway and beside its engine."""
+
 Function = tuple[str, str]
 """File and qualified name."""
 
@@ -126,7 +129,7 @@ async def test_files_of_a_completion_are_in_its_table_or_among_its_helpers(
     rig, calls = await start_rig(num_replicas=1), Calls()
     with calls.recorded():
         await rig.complete([4, 5, 6])
-    called = calls.below("RolloutRoutes._create_completions")
+    called = calls.below(*ROLLOUT)
     assert {file for file, _ in called} - rollout.files == set()
     assert rollout.helpers - {file for file, _ in called} == set()
 
@@ -148,7 +151,7 @@ async def test_functions_of_the_rollout_table_are_called(start_rig: StartRig, ro
         await busy.kill()
         rig.hurry()
         await asked
-    assert _missing(rollout, calls.below("RolloutRoutes._create_completions")) == set()
+    assert _missing(rollout, calls.below(*ROLLOUT)) == set()
 
 
 async def test_files_and_functions_of_an_update_are_those_of_its_table(

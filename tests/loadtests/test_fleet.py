@@ -11,11 +11,12 @@ import pytest
 
 from engines.config import SimConfig
 from engines.errors import ConfigError
-from engines.process.engine_server import EngineServer
 from gateway.config.schema import Config
 from gateway.ledger.ledger import default_folder
 from gateway.weights.snapshots import in_memory
-from loadtests.fleet import GatewayProcess, engine_servers, filled, main
+from loadtests.fleet import filled, main, replica_processes
+from loadtests.own_process import Served
+from loadtests.replica_process import ReplicaProcess
 from tests.rigs.rig import SimReplica
 
 
@@ -23,21 +24,21 @@ def config(**engine: object) -> Config:
     return Config.model_validate({"gateway": {"port": 8100}, "engine": {"kind": "sim", "num_replicas": 2, **engine}})
 
 
-def gpus_of(servers: list[EngineServer]) -> list[str | None]:
-    return [server._config.env.get("CUDA_VISIBLE_DEVICES") for server in servers]
+def gpus_of(replicas: list[ReplicaProcess]) -> list[str | None]:
+    return [replica.engine.env.get("CUDA_VISIBLE_DEVICES") for replica in replicas]
 
 
 def test_each_engine_has_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("loadtests.fleet.gpus_per_replica", lambda engine: engine.world_size)
-    assert gpus_of(engine_servers(config(tensor_parallel_size=2), ["0", "1", "2", "3"])) == ["0,1", "2,3"]
+    assert gpus_of(replica_processes(config(tensor_parallel_size=2), ["0", "1", "2", "3"])) == ["0,1", "2,3"]
     with pytest.raises(ConfigError, match="3 GPUs are too few for its replica 1"):
-        engine_servers(config(tensor_parallel_size=2), ["0", "1", "2"])
+        replica_processes(config(tensor_parallel_size=2), ["0", "1", "2"])
 
 
 def test_a_command_is_told_where_everything_is() -> None:
     info = SimReplica("engine-0", 0, SimConfig()).info
     infos = [replace(info, url="http://a"), replace(info, url="http://b")]
-    words = filled(["run", "--host={url}", "{pid}", "{engines}"], infos, GatewayProcess("http://g", 7))
+    words = filled(["run", "--host={url}", "{pid}", "{engines}"], infos, Served("http://g", 7))
     assert words == ["run", "--host=http://g", "7", "http://a", "http://b"]
 
 

@@ -1,4 +1,4 @@
-"""A gateway as a program, in front of a server: `python -m tests.rigs.forked_gateway PORT URL WORKERS [LEDGER]`.
+"""A gateway as a program, in front of a server: `python -m tests.rigs.forked_gateway PORT URL [LEDGER]`.
 
 Tests end it with SIGKILL and start it again on its port.
 """
@@ -25,10 +25,10 @@ _LOOK_S = 0.05
 class ForkedGateway:
     """One process, which writes to `log`."""
 
-    def __init__(self, port: int, engine_url: str, log: Path, ledger: Path | None = None, workers: int = 1) -> None:
+    def __init__(self, port: int, engine_url: str, log: Path, ledger: Path | None = None) -> None:
         self._port = port
         self._log = log
-        self._command = [sys.executable, "-m", "tests.rigs.forked_gateway", str(port), engine_url, str(workers)]
+        self._command = [sys.executable, "-m", "tests.rigs.forked_gateway", str(port), engine_url]
         if ledger is not None:
             self._command.append(str(ledger))
         self._process: subprocess.Popen[bytes] | None = None
@@ -68,10 +68,10 @@ class ForkedGateway:
 
 def main() -> None:
     port, url = int(sys.argv[1]), sys.argv[2]
-    ledger = sys.argv[4] if len(sys.argv) > 4 else None
+    ledger = sys.argv[3] if len(sys.argv) > 3 else None
     engine = {"kind": "external", "url": url, "model": "sim"}
     tree = {
-        "gateway": {"port": port, "ledger": ledger, "workers": int(sys.argv[3])},
+        "gateway": {"port": port, "ledger": ledger},
         "engine": engine,
         "fleet": FAST_WATCH,
         "weights": {"store": None},

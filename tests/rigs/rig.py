@@ -10,8 +10,10 @@ import aiohttp
 import orjson
 from aiohttp import web
 
+from engines.clients.connect import connect
 from engines.clients.external import ExternalServer
 from engines.config import EngineConfig, SimConfig
+from engines.reading.server import ReaderServer
 from engines.store.draft import Draft, claim_draft, raw
 from engines.types import EngineKind, ReplicaInfo, TensorMeta
 from gateway.config.schema import Config
@@ -33,6 +35,8 @@ STORED = {"w": [4, 4], "b": [4]}
 MAX_MODEL_LEN = 128
 CAPABILITIES = {"/init_weight_transfer_engine", "/v1/chat/completions/render", "/v1/chat/completions/derender"}
 FAST_WATCH = {"discover_interval_s": 0.05, "probe_interval_s": 0.05, "probe_timeout_s": 20.0, "lost_after_s": 0.5}
+_READER_KEY = "key of readers"
+_READERS_TELL_S = 0.01
 _ROUNDS = 100
 _KERNEL_S = 0.05
 """A kernel under load passes packets on a little later than the call that sent them."""
@@ -170,15 +174,22 @@ class SimReplica:
 class Rig:
     """A running gateway, its simulated replicas and a client. Tests add and kill replicas through it.
 
-    `odd` holds what single replicas do otherwise than `sim` says, by their ids.
+    `odd` holds what single replicas do otherwise than `sim` says, by their ids. With `has_readers` engines are read
+    beside them, as behind Serve.
     """
 
-    def __init__(self, config: Config, sim: SimConfig, odd: dict[str, Json] | None = None) -> None:
+    def __init__(
+        self, config: Config, sim: SimConfig, odd: dict[str, Json] | None = None, *, has_readers: bool = True
+    ) -> None:
         self.config = config
         self.sim = sim
         self.odd = odd or {}
         self.replicas: list[SimReplica] = []
         self.external: list[ReplicaInfo] = []
+        self._has_readers = has_readers
+        self.readers: dict[str, ReaderServer] = {}
+        """By replica; a fault that is put before an engine's tokens is put before a reader's engine."""
+        self._old_readers: list[ReaderServer] = []
         self.fleet = Fleet(
             config,
             discover=self._discover,
@@ -208,7 +219,7 @@ class Rig:
     async def listen(self) -> "Rig":
         await self._runner.setup()
         gateway = self.config.gateway.model_copy(update={"port": 0})
-        _, port = await listen(self._runner, self._gateway.workers, gateway)
+        _, port = await listen(self._runner, gateway)
         self.url = f"http://127.0.0.1:{port}"
         return self
 
@@ -219,8 +230,18 @@ class Rig:
         sim = SimConfig.model_validate(self.sim.model_dump() | self.odd.get(replica_id, {}))
         loras = self.config.groups[group].num_adapters
         replica = await SimReplica(replica_id, seed, sim, group=group, model=model, loras=loras).start()
+        if self._has_readers:
+            await self._read_beside(replica)
         self.replicas = [other for other in self.replicas if other.info.replica_id != replica_id] + [replica]
         return replica
+
+    async def _read_beside(self, replica: SimReplica) -> None:
+        info = replica.info
+        engine = connect(info.kind, info.replica_id, info.url, has_tee=info.has_tee)
+        reader = ReaderServer(engine, _READER_KEY, every_s=_READERS_TELL_S)
+        self._old_readers += filter(None, [self.readers.pop(info.replica_id, None)])
+        self.readers[info.replica_id] = reader
+        replica.info = replace(info, reader=await reader.open("127.0.0.1"), reader_key=_READER_KEY)
 
     @property
     def submissions(self) -> list[Submission]:
@@ -237,11 +258,6 @@ class Rig:
         """Connections of clients that the gateway holds."""
         return len(self._runner.server.connections) if self._runner.server else 0
 
-    @property
-    def workers(self) -> list[Json]:
-        """The gateway's own report of its workers."""
-        return self._gateway.workers.report()
-
     def break_connections(self) -> None:
         """Reset the connections of all clients, as a proxy that dies does."""
         assert self._runner.server is not None
@@ -251,7 +267,6 @@ class Rig:
 
     async def stop_gateway(self) -> None:
         """End the gateway; its replicas go on."""
-        await self._gateway.workers.stop()
         await self._runner.cleanup()
 
     async def stop(self) -> None:
@@ -259,6 +274,8 @@ class Rig:
         await self.stop_gateway()
         for replica in self.replicas:
             await replica.kill()
+        for reader in (*self.readers.values(), *self._old_readers):
+            await reader.close()
 
     async def get(self, path: str, **kwargs: Any) -> tuple[int, Json]:
         async with self.client.get(self.url + path, **kwargs) as response:

@@ -10,7 +10,7 @@ from engines.config import SimConfig
 from engines.errors import InvalidRequest
 from engines.process.port import free_port
 from tests.rigs.forked_gateway import ForkedGateway
-from tests.rigs.rig import MAX_MODEL_LEN, Rig, SimReplica
+from tests.rigs.rig import MAX_MODEL_LEN, Rig, SimReplica, StartRig
 from trainer_client import (
     BlockingRolloutClient,
     BlockingRolloutPool,
@@ -26,6 +26,13 @@ STALL = 6
 """A stalled engine ends short samples, which have 4 tokens, and stops the others here."""
 LONG = [5, 6, 7]
 SHORT = [*range(2, MAX_MODEL_LEN - 2)]  # the engine's context has room for 4 tokens more
+
+
+@pytest.fixture
+async def rig(start_rig: StartRig) -> Rig:
+    """Two fast replicas whose gateway reads them itself: a group that is suspended has all that its engine told. From a
+    reader it lacks what was made since the last beat."""
+    return await start_rig(has_readers=False)
 
 
 @pytest.fixture

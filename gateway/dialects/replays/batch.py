@@ -92,8 +92,9 @@ class Batch:
         """The prompt as it goes on, if its tokens are recorded."""
         if (made := self._made.get(prompt.index)) is None:
             return prompt
+        prompt = replace(prompt, heard=partial(self._grown.setdefault, prompt.index))
         made.begin(prompt)
-        return replace(prompt, heard=partial(self._grown.setdefault, prompt.index))
+        return prompt
 
     @property
     def replies(self) -> dict[int, Reply]:

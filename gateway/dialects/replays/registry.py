@@ -15,10 +15,10 @@ import structlog
 
 from engines.engine import Json
 from engines.errors import RolloutGatewayError
+from engines.raw_json import NO_JSON
 from gateway.config.schema import GatewayConfig
 from gateway.dialects.completion_prompt import CompletionPrompt
 from gateway.dialects.completions import Completions, Written
-from gateway.dialects.raw_json import NO_JSON
 from gateway.dialects.replays.batch import KIND, Batch, End
 from gateway.dialects.submissions.frames import BatchHead
 from gateway.fleet.fleet import Fleet

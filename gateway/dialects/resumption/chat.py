@@ -18,15 +18,16 @@ from typing import Any, TypeVar
 
 import structlog
 
+from engines.chunks import num_unscored
 from engines.engine import Json
 from engines.errors import DeadlineExceeded, EngineError, EngineFailed
+from engines.raw_json import opened
 from gateway.dialects.conversation import Conversation, DeliveredSample, is_medium
-from gateway.dialects.raw_json import opened
 from gateway.dialects.rendering import Rendering, visible_ids
 from gateway.dialects.resumption.features import MARK, inexact_fields
 from gateway.dialects.runner import Runner
 from gateway.dialects.sample import ABORT, Reply, Sample
-from gateway.dialects.spans import UNSCORED, num_unscored
+from gateway.dialects.spans import UNSCORED
 from gateway.dialects.streams import Show, blocks_of
 from gateway.dialects.token_generation import TokenGeneration
 from gateway.fleet.concurrency import together

@@ -5,11 +5,12 @@ from array import array
 from collections.abc import Sequence
 
 import orjson
-from msgspec import Raw
 
+from engines.chunks import Choice
 from engines.engine import Json
+from engines.raw_json import decoded, encoded, list_of, opened
+from engines.reading.joining import joined
 from gateway.dialects.part import Ask
-from gateway.dialects.raw_json import decoded, encoded, opened
 from gateway.dialects.resumption.features import MARK
 from gateway.dialects.sample import Reply, Sample
 from gateway.dialects.spans import UNSCORED
@@ -24,7 +25,7 @@ class Recorded:
         self.is_whole = False
         """True once the sample has ended, and the record has that."""
         self._num_tokens = 0
-        self._places: dict[str, int] = {}  # bytes of each list, and pieces of text
+        self._num_parts = 0
         self._num_voids = sample.num_voids
 
     def growth(self, inexact: Sequence[str] = ()) -> tuple[Json, bool] | None:
@@ -33,27 +34,20 @@ class Recorded:
         version."""
         sample, is_ended = self.sample, self.sample.reason is not None
         if sample.num_voids != self._num_voids:
-            self._num_tokens, self._places, self._num_voids = 0, {}, sample.num_voids
+            self._num_tokens, self._num_parts, self._num_voids = 0, 0, sample.num_voids
             self.is_whole = False
         ends = is_ended and not self.is_whole and (sample.has_ids or sample.spans is not None)
         if not sample.is_known or (sample.num_made == self._num_tokens and not ends):
             return None
-        is_all, lists = not self._places, sample.lists
-        new = {
-            key: Raw(b"[" + bytes(items[self._places.get(key, 0) :]).removeprefix(b",") + b"]")
-            for key, items in lists.items()
-        }
-        token_ids = new.pop("token_ids")
-        text = "".join(sample.pieces[self._places.get("text", 0) :])
-        self._num_tokens, self.is_whole = sample.num_made, is_ended
-        self._places = {key: len(items) for key, items in lists.items()} | {"text": len(sample.pieces)}
+        is_all, new = not self._num_parts, joined(sample.parts[self._num_parts :] or [Choice(sample.index)])
+        self._num_tokens, self._num_parts, self.is_whole = sample.num_made, len(sample.parts), is_ended
         spans, kv_versions = sample.stamps_of(sample.num_made)
         told = (sample.last if is_ended else {}) | {
             "index": sample.index,
             "finish_reason": sample.reason,
-            "token_ids": token_ids if sample.has_ids else None,
-            "logprobs": new or None,
-            "text": text,
+            "token_ids": list_of(new.token_ids),
+            "logprobs": new.scores,
+            "text": new.text or "",
             "prompt_token_ids": None,
             "weight_versions": spans,
             "kv_versions": kv_versions,
@@ -118,7 +112,8 @@ class GroupRecord:
 
     def report(self, sample: Sample, reason: str) -> Json:
         """What the client gets of a sample: token ids in int32, log-probs in float32, both little-endian."""
-        scores = decoded(scored) if (scored := (sample.logprobs or {}).get("token_logprobs")) else ()
+        scored = (sample.whole.logprobs or {}).get("token_logprobs")
+        scores = decoded(b"[" + scored + b"]") if scored else ()
         report = {
             "sample": sample.index,
             "token_ids": array("i", sample.token_ids).tobytes(),
@@ -172,7 +167,7 @@ class GroupRecord:
                     sample = Sample(index)
                     samples.append(sample)
                     if not self._is_given:
-                        sample.prompt = Raw(encoded(self.reply.prompt))
+                        sample.prompt = encoded(self.reply.prompt)[1:-1]
                 told = orjson.loads(choice)
                 sample.restore(told)
                 self._recorded[index] = recorded = self._of(sample)

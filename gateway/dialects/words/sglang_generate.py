@@ -5,9 +5,9 @@ import time
 from dataclasses import dataclass
 
 from engines.engine import Json
+from engines.raw_json import list_of, opened
 from gateway.dialects.completion_prompt import CompletionPrompt
 from gateway.dialects.completions import Completions, longest_first
-from gateway.dialects.raw_json import opened
 from gateway.dialects.sample import Sample
 from gateway.dialects.streams import Show, Usage
 from gateway.dialects.words.sglang import Asked, aborted_reply, answer, asked_prompts
@@ -134,6 +134,7 @@ class SglangGenerate:
 
 def _joined(sample: Sample) -> Json:
     """The choice with all that it has so far."""
-    joined = {"text": sample.text, "token_ids": sample.token_ids, "logprobs": opened(sample.logprobs)}
-    told: Json = opened(sample.last)
-    return told | joined | {"prompt_token_ids": opened(sample.prompt)}
+    whole = sample.whole
+    joined = {"text": whole.text or "", "token_ids": sample.token_ids, "logprobs": whole.scores}
+    told: Json = opened(sample.last | joined | {"prompt_token_ids": list_of(sample.prompt)})
+    return told

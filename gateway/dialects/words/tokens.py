@@ -5,8 +5,8 @@ from typing import Any
 
 from engines.engine import Json
 from engines.errors import InvalidRequest
+from engines.raw_json import opened
 from engines.types import ReplicaInfo
-from gateway.dialects.raw_json import opened
 
 # The fields of vLLM's SamplingParams that /v1/completions has too, by the same name.
 _SAME_NAME = frozenset(

@@ -1,4 +1,4 @@
-"""Places rollouts on replicas.
+"""Places rollouts on replicas, and makes their attempts.
 
 A model has one line of waiting rollouts. The gate holds back the policy's rollouts while a weight update or a pause has
 closed it.
@@ -8,20 +8,29 @@ import asyncio
 import math
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
+from typing import TypeVar
 
 import structlog
 
-from engines.errors import DeadlineExceeded, EngineError, Withdrawn
+from engines.engine import Json
+from engines.errors import (
+    DeadlineExceeded,
+    EngineError,
+    EngineFailed,
+    EngineGone,
+    EngineRefused,
+    EngineUnreachable,
+    Withdrawn,
+)
 from engines.types import ReplicaState
 from gateway.config.schema import GatewayConfig
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics
 from gateway.fleet.placement.attempt_history import Attempt, AttemptHistory
-from gateway.fleet.placement.attempt_loop import AttemptLoop
-from gateway.fleet.placement.attempts import RETRIED, End
+from gateway.fleet.placement.attempts import RETRIED, End, end_of
 from gateway.fleet.placement.lengths import Lengths
 from gateway.fleet.placement.routing import Rollout, choose, fresh_enough, is_capable
 from gateway.fleet.placement.scheduling_pass import SchedulingPass
@@ -32,6 +41,13 @@ from gateway.fleet.watch.evidence import Backoff
 
 log = structlog.get_logger()
 
+T = TypeVar("T")
+
+# Engines that die at once are all known to be dead after this time, and a prompt does not meet two of them.
+_AFTER_DEATH_S = 1.0
+_FAULT = 500
+_OTHER: Json = {"prompt": [1], "max_tokens": 1}
+_OTHER_TIMEOUT_S = 10.0
 _PATIENCE_CHECKED_EACH_S = 1.0
 # A timer of uvloop may come a millisecond before its time.
 _EARLY_S = 0.005
@@ -41,14 +57,35 @@ def _withdrawn(rollout: Rollout) -> Withdrawn:
     return Withdrawn(f"{rollout.request_id} was aborted")
 
 
-class Scheduler(AttemptLoop):
-    """Requests take turns among the rollouts of one model; models never wait for each other.
+async def _serves_others(replica: Replica) -> bool:
+    """True if the engine makes a token for another request: it is neither dying nor in an update."""
+    try:
+        await replica.unless_lost(replica.engine.generate("/v1/completions", _OTHER, _OTHER_TIMEOUT_S))
+    except (EngineError, DeadlineExceeded):
+        return False
+    return replica.can_serve
+
+
+async def _answer(replica: Replica, call: Callable[[Replica], Awaitable[T]]) -> T:
+    """Return the call's result. An error that the engine answers while an update overwrites it waits for the verdict:
+    weights that are refused may be its cause, as NaN is of vLLM's 400, and it is `EngineOverwritten` then."""
+    try:
+        return await replica.unless_lost(call(replica))
+    except (EngineRefused, EngineFailed):
+        await replica.unless_lost(replica.vouched())
+        raise
+
+
+class Scheduler:
+    """Runs each rollout on one replica after the other, until one delivers or there may be no further attempt.
+
+    Requests take turns among the rollouts of one model; models never wait for each other.
 
     Nothing of the policy is placed while the gate is closed; running rollouts continue.
     """
 
     def __init__(self, config: GatewayConfig, fleet: Fleet, metrics: Metrics) -> None:
-        super().__init__(config)
+        self._config = config
         self._fleet = fleet
         self._metrics = metrics
         for end in RETRIED:
@@ -60,19 +97,15 @@ class Scheduler(AttemptLoop):
         self._watched_lines: set[str] = set()
         self._to_look_at: set[str] = set()
         self.lengths = Lengths()
+        """The expected lengths of samples by their prompts."""
         self.history = AttemptHistory()
         fleet.on_change(self._pump_all)
 
     def queue_length(self, model: str) -> int:
         return len(self._lines[model])
 
-    def served_version(self, model: str) -> int:
-        return self._fleet.version if model == self._fleet.models.policy else 0
-
-    def delivered(self, rollout: Rollout, prompt_tokens: int, completion_tokens: int) -> None:
-        self.lengths.delivered(rollout.model, rollout.prompt_key, completion_tokens / rollout.n)
-
     def withdraw(self, picks: Callable[[Rollout], bool]) -> None:
+        """End rollouts that wait for a replica, or are between two attempts, with `Withdrawn`."""
         self._between = {key: rollout for key, rollout in self._between.items() if not picks(rollout)}
         for line in self._lines.values():
             for waiter in line.waiters():
@@ -108,8 +141,66 @@ class Scheduler(AttemptLoop):
                 "pause with mode=keep or mode=abort before the update"
             ) from error
 
+    async def run(
+        self, rollout: Rollout, call: Callable[[Replica], Awaitable[T]], kept: Callable[[EngineError], bool]
+    ) -> T | None:
+        """The call's result from the first replica that gives one.
+
+        `kept` is True where a failed call has something that continues elsewhere; there is no result then.
+        """
+        while True:
+            try:
+                with self.history.attempt(rollout) as attempt:
+                    replica = await self._place(rollout, attempt)
+                    attempt.place(replica)
+                    return await self._attempted(rollout, replica, call)
+            except EngineError as error:
+                progressed = kept(error)
+                with self._between_attempts(rollout):
+                    await self._failed(rollout, replica, error, progressed=progressed)
+                if progressed:
+                    return None
+
+    async def _attempted(self, rollout: Rollout, replica: Replica, call: Callable[[Replica], Awaitable[T]]) -> T:
+        """Make an attempt on a replica that has room for it, which it gives back at its end."""
+        ended_by: BaseException | None = None
+        try:
+            result = await _answer(replica, call)
+            replica.backoff.succeeded()
+            return result
+        except BaseException as error:
+            ended_by = error
+            raise
+        finally:
+            replica.release(rollout, ended_by)
+            self._pump(rollout.model)
+
+    async def _failed(self, rollout: Rollout, replica: Replica, error: EngineError, *, progressed: bool) -> None:
+        """Record the end of an attempt. Raises if there may be no further attempt.
+
+        The rest of a sample is refused by this replica alone: another has taken the whole request.
+        """
+        end = end_of(error, cuts_off=replica.is_cut_off(error))
+        if end is End.CUT_OFF and isinstance(error, EngineUnreachable):
+            end = rollout.attempts.lost_in_update()
+        if end is End.REFUSED and not rollout.goes_on:
+            raise error
+        self._metrics.retries.labels(end).inc()
+        if end is End.CUT_OFF:
+            return
+        is_dead = await self._judge(rollout, replica, end, error)
+        if end in (End.FAILED, End.REFUSED):
+            if isinstance(error, EngineFailed) and error.status == _FAULT and not rollout.goes_on:
+                rollout.attempts.faults += await _serves_others(replica)
+            died = is_dead and not isinstance(error, EngineGone)  # else it was dead before it got the prompt
+            rollout.attempts.failed(replica.replica_id, died=died, progressed=progressed)
+            if died and not progressed:
+                await asyncio.sleep(_AFTER_DEATH_S)
+        rollout.attempts.check(error, max_attempts=self._config.max_attempts, longest_s=self._config.generate_timeout_s)
+
     @contextmanager
-    def between_attempts(self, rollout: Rollout) -> Iterator[None]:
+    def _between_attempts(self, rollout: Rollout) -> Iterator[None]:
+        """Raises `Withdrawn` at the end of the block where the rollout was withdrawn in it."""
         self._between[id(rollout)] = rollout
         try:
             yield
@@ -118,10 +209,8 @@ class Scheduler(AttemptLoop):
         finally:
             self._between.pop(id(rollout), None)
 
-    async def judged(self, rollout: Rollout, replica: Replica, end: End, error: EngineError) -> bool:
-        self._metrics.retries.labels(end).inc()
-        if end is End.CUT_OFF:
-            return False
+    async def _judge(self, rollout: Rollout, replica: Replica, end: End, error: EngineError) -> bool:
+        """Have a replica back off, or be looked at, after an attempt that failed. True if its engine is dead."""
         log.warning(
             "an attempt ended", request=rollout.request_id, replica=replica.replica_id, end=end, error=str(error)
         )
@@ -136,22 +225,8 @@ class Scheduler(AttemptLoop):
             asyncio.get_running_loop().call_later(pause_s + _EARLY_S, self._pump, rollout.model)
         return is_dead
 
-    @asynccontextmanager
-    async def placed(self, rollout: Rollout) -> AsyncIterator[Replica]:
-        with self.history.attempt(rollout) as attempt:
-            replica = await self._place(rollout, attempt)
-            attempt.place(replica)
-            error: BaseException | None = None
-            try:
-                yield replica
-            except BaseException as caught:
-                error = caught
-                raise
-            finally:
-                replica.release(rollout, error)
-                self._pump(rollout.model)
-
     async def _place(self, rollout: Rollout, attempt: Attempt) -> Replica:
+        """Wait for a replica with room, and take it there."""
         line = self._lines[rollout.model]
         if not len(line) and not self._is_closed(rollout.model):
             chosen = self._choose_and_reserve(rollout, self._wanted(rollout, self._able(rollout)))

@@ -14,7 +14,6 @@ from engines.weight_label import UNKNOWN, WeightLabel
 from gateway.config.models import Models
 from gateway.config.schema import FleetConfig
 from gateway.fleet.adapters import Adapter, Adapters
-from gateway.fleet.changes import Changes
 from gateway.fleet.history import Events
 from gateway.fleet.replica import Place, Replica
 
@@ -33,7 +32,6 @@ class Arrivals:
         models: Models,
         adapters: Adapters,
         events: Events,
-        changes: Changes,
         connect: Connect,
     ) -> None:
         self.refused: dict[str, str] = {}
@@ -42,7 +40,6 @@ class Arrivals:
         self._adapters = adapters
         self._places = Places()
         self._events = events
-        self._changes = changes
         self._connect = connect
 
     def forget_all_but(self, listed: Container[str]) -> None:
@@ -58,7 +55,7 @@ class Arrivals:
             self._refuse(info, str(error))
             return None
         frozen = self._models.is_frozen(info.group)
-        replica = Replica(info, self._connect(info), frozen=frozen, changes=self._changes)
+        replica = Replica(info, self._connect(info), frozen=frozen)
         # Before the first wait, so that replicas that join together have labels in the order of their list.
         replica.place = self._places.take(info, present)
         try:

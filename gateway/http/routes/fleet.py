@@ -14,7 +14,6 @@ from gateway.fleet.placement.scheduler import Scheduler
 from gateway.http.access import Access
 from gateway.http.json_body import reply
 from gateway.http.supervisor import Supervisor
-from gateway.http.workers.crew import Workers
 
 _METHODS = (hdrs.METH_GET, hdrs.METH_POST, hdrs.METH_DELETE)
 
@@ -28,7 +27,6 @@ class FleetRoutes:
     metrics: Metrics
     status: Callable[[], Json]
     tasks: Supervisor
-    workers: Workers
 
     def add_routes(self, router: web.UrlDispatcher, access: Access) -> None:
         self._router = router
@@ -84,9 +82,7 @@ class FleetRoutes:
         found = {replica.label: page for replica, page in (await self.fleet.metrics_pages()).items()}
         queue_lengths = {model: self.scheduler.queue_length(model) for model in self.fleet.models.names}
         self.metrics.observe(self.fleet, queue_lengths)
-        return web.Response(
-            body=self.metrics.page(found, self.workers.counts()), content_type="text/plain", charset="utf-8"
-        )
+        return web.Response(body=self.metrics.page(found), content_type="text/plain", charset="utf-8")
 
     async def _life(self, request: web.Request) -> web.Response:
         """Reply with the attempts of each rollout of a request: times, replicas, weight versions, ends."""

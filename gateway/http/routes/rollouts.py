@@ -24,7 +24,7 @@ from gateway.fleet.placement.sessions import session_of
 from gateway.http.access import CLIENT, Access, Handler, has_session_key
 from gateway.http.json_body import as_object, read_content, read_object, reply
 from gateway.http.middleware import GIVEN_ID, Measurement, request_id
-from gateway.http.own_requests import AbortElsewhere, AbortKind, OwnRequests, reach
+from gateway.http.own_requests import OwnRequests
 from gateway.http.replies import send_events, send_pieces
 
 _HEALTH_TIMEOUT_S = 20.0
@@ -42,23 +42,18 @@ class RolloutRoutes:
     deliveries: Deliveries
     replays: Replays
     own: OwnRequests
-    abort_elsewhere: AbortElsewhere
     session_chat: Handler
     """Takes conversations of a session, by its key."""
 
     def add_routes(self, router: web.UrlDispatcher, access: Access) -> None:
         self._access = access
-        self.add_generation(router, access)
-        router.add_post("/inference/v1/abort_requests", access.for_inference(self._abort_requests))
-        router.add_get("/health_generate", access.for_inference(self._health_generate))
-
-    def add_generation(self, router: web.UrlDispatcher, access: Access) -> None:
-        """Add the routes that generate tokens, which any process of the gateway can answer."""
         router.add_post("/v1/completions", access.for_inference(self._create_completions))
         chat = access.for_inference(self._create_chat_completion)
         router.add_post("/v1/chat/completions", by_session_key(self.session_chat, chat))
         router.add_post("/inference/v1/generate", access.for_inference(self._generate_tokens))
         router.add_post("/generate", access.for_inference(self._generate_sglang))
+        router.add_post("/inference/v1/abort_requests", access.for_inference(self._abort_requests))
+        router.add_get("/health_generate", access.for_inference(self._health_generate))
 
     async def _create_completions(self, request: web.Request) -> web.StreamResponse:
         content, body, session = await self._read(request)
@@ -114,7 +109,6 @@ class RolloutRoutes:
         """End the client's requests of /inference/v1/generate with the tokens they have; an admin key ends any."""
         request_ids: Any = (await read_object(request)).get("request_ids")
         await self.tokens.abort(request_ids, partial(self.own.named, request, self._access))
-        await self.abort_elsewhere(AbortKind.TOKENS, tuple(request_ids), reach(request, self._access))
         return reply({})
 
     async def _health_generate(self, request: web.Request) -> web.Response:

@@ -19,8 +19,7 @@ from gateway.fleet.fleet import Fleet
 from gateway.fleet.placement.scheduler import Scheduler
 from gateway.http.access import Access, Handler
 from gateway.http.json_body import read_object, reply
-from gateway.http.own_requests import AbortKind, OwnRequests, reach
-from gateway.http.workers.crew import Workers
+from gateway.http.own_requests import OwnRequests
 from gateway.weights.coordinator import WeightCoordinator
 
 _MODES = {"abort": PauseMode.ABORT, "in_place": PauseMode.KEEP, "retract": PauseMode.KEEP}
@@ -58,7 +57,6 @@ class SglangRoutes:
     generate: SglangGenerate
     model_info: Callable[[], Awaitable[Json]]
     own: OwnRequests
-    workers: Workers
 
     def add_routes(self, router: web.UrlDispatcher, access: Access) -> None:
         self._access = access
@@ -123,14 +121,12 @@ class SglangRoutes:
         check_id(rid, "rid")
         for client in self.own.named(request, self._access, rid):
             self.generate.abort(client, rid)
-        await self.workers.abort(AbortKind.SGLANG, (rid,), reach(request, self._access))
         return web.Response()
 
     async def _abort_all(self, request: web.Request) -> web.Response:
         """Pause the engines, which ends their rollouts; then end the rollouts that wait for a replica."""
         async with self.weights.pauses.aborting_all():
             self.scheduler.withdraw_policy()
-            await self.workers.withdraw_policy()
         return web.Response()
 
     async def _flush_cache(self, request: web.Request) -> web.Response:

@@ -274,7 +274,7 @@ class GroupArrival:
         with record.timed("pause"):
             await on_all(group.members, parts.pauses.stopping(record), timeout_s)
             update.is_stopped = True
-            await update.overwrite(group.members)
+            update.overwrite(group.members)
         with record.timed("begin"):
             await on_all(group.members, lambda one: one.engine.start_weight_update(timeout_s), timeout_s)
 

@@ -207,13 +207,12 @@ class Update:
         served = self._parts.fleet.version
         # A replica that is behind has other weights to keep; one that is not ready may have kept older weights.
         self._kept = {one: served for one in self._remaining if one in ready and one.weight_version == served}
-        await self.overwrite(self._remaining)
+        self.overwrite(self._remaining)
 
-    async def overwrite(self, replicas: Sequence[Replica]) -> None:
+    def overwrite(self, replicas: Sequence[Replica]) -> None:
         """Forget the version of replicas that stand still: tokens until now are of it."""
         self._were_unknown |= {replica for replica in replicas if replica.weight_version is None}
         self._parts.fleet.overwrite(replicas, self.record.version)
-        await self._parts.fleet.changes.taken()
         self.record.enter(Phase.RECEIVING)
 
     async def _load(self) -> None:

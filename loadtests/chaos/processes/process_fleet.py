@@ -8,7 +8,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from ipaddress import IPv4Network, IPv6Network
@@ -29,7 +29,7 @@ from gateway.config.schema import Config
 from gateway.fleet.watch.engine_page import EngineLoad, read_load
 from gateway.weights.snapshots import in_memory
 from loadtests.chaos.processes.gateway_process import REPLICAS
-from loadtests.fleet import engine_servers
+from loadtests.fleet import replica_processes
 
 WAITS = "waits for the next update"
 """A part of the reason of a replica whose version has died with the only copy."""
@@ -66,7 +66,7 @@ class ProcessFleet:
         self.size = config.engine.num_replicas
         self._config = config
         self._folder = folder
-        self._servers = engine_servers(config, visible_gpus())
+        self._replicas = replica_processes(config, visible_gpus())
         self.infos: dict[int, ReplicaInfo] = {}
         self._gateway: asyncio.subprocess.Process | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -90,7 +90,7 @@ class ProcessFleet:
             self._gateway.stdin.close()
             async with asyncio.timeout(_STOP_S):
                 await self._gateway.wait()
-        await asyncio.gather(*(server.stop() for server in self._servers))
+        await asyncio.gather(*(replica.stop() for replica in self._replicas))
         await asyncio.to_thread(remove_store, in_memory(self._config.name))
 
     @property
@@ -120,9 +120,16 @@ class ProcessFleet:
 
     async def kill(self, *indexes: int) -> float:
         """Kill engines at once with SIGKILL; return the tokens that they had made. Each is started again."""
+        return await self._killed(indexes, lambda index: os.kill(self.infos[index].pid, signal.SIGKILL))
+
+    async def kill_processes(self, *indexes: int) -> float:
+        """The same with the processes that hold engines and read them: their engines end with them."""
+        return await self._killed(indexes, lambda index: self._replicas[index].kill())
+
+    async def _killed(self, indexes: Sequence[int], kill: Callable[[int], None]) -> float:
         counts = await asyncio.gather(*(self.made_by(index) for index in indexes))
         for index in indexes:
-            os.kill(self.infos[index].pid, signal.SIGKILL)
+            kill(index)
         self._complete.clear()
         self._made_by_dead += sum(counts)
         return sum(counts)
@@ -143,7 +150,7 @@ class ProcessFleet:
 
     async def _start_engine(self, index: int) -> None:
         async with self._starting:
-            self.infos[index] = await self._servers[index].start()
+            self.infos[index] = await self._replicas[index].start()
         self._publish()
         if len(self.infos) == self.size:
             self._complete.set()
@@ -151,7 +158,8 @@ class ProcessFleet:
     async def _keep_engine(self, index: int) -> None:
         while True:
             await asyncio.sleep(_LOOK_S)
-            info, stopped = self.infos[index], self._servers[index].stopped
+            info = self.infos[index]
+            stopped = _stopped(info.pid)
             if stopped != info.stopped:
                 self.infos[index] = replace(info, stopped=stopped)
                 self._publish()
@@ -224,3 +232,11 @@ async def healthy_within(url: str, seconds: float) -> None:
                     if response.status == 200:
                         return
             await asyncio.sleep(_LOOK_S)
+
+
+def _stopped(pid: int) -> int:
+    """Return `ReplicaInfo.stopped` of an engine, which its Serve replica would tell."""
+    try:
+        return pid if psutil.Process(pid).status() == psutil.STATUS_STOPPED else 0
+    except psutil.NoSuchProcess:
+        return 0

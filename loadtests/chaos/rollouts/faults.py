@@ -24,9 +24,6 @@ from loadtests.chaos.processes.process_fleet import ProcessFleet
 _SLOW_READERS = 24
 _SPARE_DESCRIPTORS = 4
 _NEW_CONNECTIONS = 100
-_WORKER = "gateway.http.workers.process"
-OF_WORKERS = ("worker killed",)
-"""Faults of gateways of several processes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +41,10 @@ RolloutFault = Callable[[Scene], Awaitable[None]]
 
 async def killed(count: int, scene: Scene) -> None:
     await scene.fleet.kill(*range(count))
+
+
+async def process_killed(scene: Scene) -> None:
+    await scene.fleet.kill_processes(0)
 
 
 async def stopped(scene: Scene) -> None:
@@ -65,12 +66,6 @@ async def gateway_killed(scene: Scene) -> None:
     scene.fleet.kill_gateway()
 
 
-async def worker_killed(scene: Scene) -> None:
-    """Kill one of the processes that serve clients, where the gateway has several."""
-    for process in _serving_processes(scene)[:1]:
-        process.kill()
-
-
 async def slow_readers(scene: Scene) -> None:
     """Clients that ask for long streams and large replies, and read nothing."""
     samples = {"n": 8, "max_tokens": 1000, "ignore_eos": True, "logprobs": 5}
@@ -85,25 +80,16 @@ async def slow_readers(scene: Scene) -> None:
 
 async def descriptors_run_out(scene: Scene) -> None:
     """Lower the gateway's limit of open files to what it has open, while new clients connect."""
-    processes = _serving_processes(scene)
-    before = resource.prlimit(processes[0].pid, resource.RLIMIT_NOFILE)
-    for process in processes:
-        limit = process.num_fds() + _SPARE_DESCRIPTORS
-        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (limit, before[1]))
+    gateway = psutil.Process(scene.fleet.gateway_pid)
+    before = resource.prlimit(gateway.pid, resource.RLIMIT_NOFILE)
+    limit = gateway.num_fds() + _SPARE_DESCRIPTORS
+    resource.prlimit(gateway.pid, resource.RLIMIT_NOFILE, (limit, before[1]))
     newcomers = [asyncio.create_task(scene.newcomers.completions()) for _ in range(_NEW_CONNECTIONS)]
     try:
         await asyncio.sleep(scene.seconds)
     finally:
-        for process in processes:
-            resource.prlimit(process.pid, resource.RLIMIT_NOFILE, before)
+        resource.prlimit(gateway.pid, resource.RLIMIT_NOFILE, before)
         await asyncio.gather(*newcomers)
-
-
-def _serving_processes(scene: Scene) -> list[psutil.Process]:
-    """The processes that serve clients: workers of the gateway, or the gateway."""
-    gateway = psutil.Process(scene.fleet.gateway_pid)
-    workers = [child for child in gateway.children() if _WORKER in child.cmdline()]
-    return workers or [gateway]
 
 
 @asynccontextmanager
@@ -136,6 +122,7 @@ def _ask_unread(url: str, body: dict[str, Any]) -> socket.socket:
 ROLLOUT_FAULTS: dict[str, RolloutFault] = {
     "replica killed": partial(killed, 1),
     "two replicas killed at once": partial(killed, 2),
+    "replica's process killed": process_killed,
     "replica stopped (SIGSTOP) and continued": stopped,
     "429 with Retry-After": partial(misbehaves, {"status": 429, "retry_after_s": 2}),
     "500 with good health": partial(misbehaves, {"status": 500}),
@@ -145,5 +132,4 @@ ROLLOUT_FAULTS: dict[str, RolloutFault] = {
     "slow readers": slow_readers,
     "descriptors run out": descriptors_run_out,
     "gateway killed and restarted": gateway_killed,
-    "worker killed": worker_killed,
 }

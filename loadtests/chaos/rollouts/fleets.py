@@ -24,7 +24,11 @@ from loadtests.chaos.rollouts.faults import ROLLOUT_FAULTS, Scene
 from loadtests.chaos.rollouts.measures import Batches, Goodput, Kept, go_on, kept_at, kill_one, stop_one
 
 SIM = SimConfig(decode_step_s=0.03, load_s=0.1)
-KEPT = {f"replica killed at {share:.0%} of its rollouts": share for share in (0.25, 0.5, 0.9)}
+KEPT = {
+    f"{victim} killed at {share:.0%} of its rollouts": (share, kill)
+    for victim, kill in (("replica", ProcessFleet.kill), ("replica's process", ProcessFleet.kill_processes))
+    for share in (0.25, 0.5, 0.9)
+}
 BATCHES = {
     "batches with a replica killed": Batches(kill_one),
     "batches with a replica stopped": Batches(stop_one),
@@ -93,10 +97,10 @@ class Side:
         await self.waves.close()
 
 
-async def hurt_rollouts(names: Sequence[str], replicas: int, seconds: float, workers: int = 1) -> list[Outcome]:
+async def hurt_rollouts(names: Sequence[str], replicas: int, seconds: float) -> list[Outcome]:
     """Inject every fault in turn into a whole fleet of `replicas`. `seconds` is the least length of each."""
     outcomes: list[Outcome] = []
-    async with _sides(replicas, workers) as (hurt, calm):
+    async with _sides(replicas) as (hurt, calm):
         for name in names:
             outcomes.append(await _bounded(name, hurt, calm, seconds))
             say(outcomes[-1])
@@ -106,12 +110,12 @@ async def hurt_rollouts(names: Sequence[str], replicas: int, seconds: float, wor
 
 
 @asynccontextmanager
-async def _sides(replicas: int, workers: int) -> AsyncIterator[tuple[Side, Side]]:
+async def _sides(replicas: int) -> AsyncIterator[tuple[Side, Side]]:
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
         fleets = []
         for name in ("hurt", "calm"):
             (own := Path(folder) / name).mkdir()
-            fleets.append(ProcessFleet(fleet_config(name, replicas, SIM, own, workers=workers), own))
+            fleets.append(ProcessFleet(fleet_config(name, replicas, SIM, own), own))
         timeout = aiohttp.ClientTimeout(total=_BOUND_S)
         async with running(*fleets), aiohttp.ClientSession(timeout=timeout) as session:
             hurt, calm = (Side(fleet, session) for fleet in fleets)
@@ -169,7 +173,7 @@ async def _meet(name: str, hurt: Side, calm: Side, seconds: float) -> Outcome:
 
 async def _wave(name: str, hurt: Side) -> Outcome:
     hurt.waves.record = Record()
-    kept = await kept_at(KEPT[name], hurt.fleet, hurt.waves)
+    kept = await kept_at(*KEPT[name], hurt.fleet, hurt.waves)
     await hurt.whole_again()
     return Outcome(fault=name, tally=hurt.waves.settled().tally, kept=kept)
 

@@ -50,8 +50,10 @@ class Goodput:
         return self.calm_s / self.hurt_s
 
 
-async def kept_at(share: float, fleet: ProcessFleet, callers: Callers) -> Kept:
-    """Kill the busiest replica when its samples have `share` of their tokens."""
+async def kept_at(
+    share: float, kill: Callable[[ProcessFleet, int], Awaitable[float]], fleet: ProcessFleet, callers: Callers
+) -> Kept:
+    """Kill the busiest replica when its samples have `share` of their tokens. `kill` returns what it had made."""
     began, made_before = time.monotonic(), await fleet.made()
     before = [await fleet.made_by(index) for index in range(fleet.size)]
     delivered_before = sum(tokens for _, tokens in callers.record.deliveries)
@@ -60,7 +62,7 @@ async def kept_at(share: float, fleet: ProcessFleet, callers: Callers) -> Kept:
     wave = [asyncio.create_task(kind()) for kind in kinds for _ in range(each)]
     victim = await _busiest(fleet)
     await _reached(share * callers.tokens, fleet, victim, before[victim])
-    dead = await fleet.kill(victim) - before[victim]
+    dead = await kill(fleet, victim) - before[victim]
     await asyncio.gather(*wave)
     seconds = time.monotonic() - began
     await fleet.complete()

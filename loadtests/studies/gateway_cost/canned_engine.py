@@ -6,16 +6,15 @@ So a study can measure the CPU of a server between clients and engines, on repli
 import asyncio
 import http.client
 import re
-from multiprocessing.connection import Connection
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import cast
 from urllib.parse import urlsplit
 
 import orjson
-import uvloop
-
-from loadtests.studies.gateway_cost.own_process import until_closed
 
 _LENGTH = re.compile(rb"content-length: *(\d+)", re.IGNORECASE)
+_HAS_TOKENS = b'"choices":[{'
 _GENERATION = ("/v1/completions", "/v1/chat/completions")
 _ASK_TIMEOUT_S = 120.0
 
@@ -23,22 +22,24 @@ Key = tuple[object, ...]
 
 
 class CannedEngine:
-    """The recorded replies of one engine, by what decides their size."""
+    """The recorded replies of one engine, by what decides their size. `event_s` are the seconds between two events with
+    tokens, 0 to send all at once."""
 
-    def __init__(self, engine: str) -> None:
+    def __init__(self, engine: str, event_s: float = 0.0) -> None:
         self._address = urlsplit(engine).netloc
-        self._replies: dict[Key, bytes] = {}
+        self._replies: dict[Key, asyncio.Task[list[bytes]]] = {}
+        self.event_s = event_s
 
-    async def answer(self, method: str, path: str, body: bytes) -> bytes:
-        """Return a whole response, head and body; ask the engine where nothing is recorded."""
+    async def answer(self, method: str, path: str, body: bytes) -> list[bytes]:
+        """Return the parts of a response; ask the engine where nothing is recorded."""
         if path not in _GENERATION:
             return await asyncio.to_thread(self._ask, method, path, body)
         key = _key(path, body)
         if key not in self._replies:
-            self._replies[key] = await asyncio.to_thread(self._ask, method, path, body)
-        return self._replies[key]
+            self._replies[key] = asyncio.create_task(asyncio.to_thread(self._ask, method, path, body))
+        return await asyncio.shield(self._replies[key])
 
-    def _ask(self, method: str, path: str, body: bytes) -> bytes:
+    def _ask(self, method: str, path: str, body: bytes) -> list[bytes]:
         connection = http.client.HTTPConnection(self._address, timeout=_ASK_TIMEOUT_S)
         connection.request(method, path, body or None, {"Content-Type": "application/json"} if body else {})
         response = connection.getresponse()
@@ -46,9 +47,14 @@ class CannedEngine:
         connection.close()
         head = f"HTTP/1.1 {response.status} {response.reason}\r\nContent-Type: {kind}\r\n".encode()
         if kind != "text/event-stream":
-            return head + f"Content-Length: {len(content)}\r\n\r\n".encode() + content
-        events = b"".join(map(_chunked, content.split(b"\n\n")[:-1]))
-        return head + b"Transfer-Encoding: chunked\r\n\r\n" + events + b"0\r\n\r\n"
+            return [head + f"Content-Length: {len(content)}\r\n\r\n".encode() + content]
+        parts = [head + b"Transfer-Encoding: chunked\r\n\r\n"]
+        for event in content.split(b"\n\n")[:-1]:
+            if _HAS_TOKENS in event and self.event_s:
+                parts.append(b"")
+            parts[-1] += _chunked(event)
+        parts[-1] += b"0\r\n\r\n"
+        return parts
 
 
 def _chunked(event: bytes) -> bytes:
@@ -70,6 +76,7 @@ class _Connection(asyncio.Protocol):
         self._engine = engine
         self._received = b""
         self._transport: asyncio.Transport | None = None
+        self._answering: asyncio.Task[None] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -84,21 +91,27 @@ class _Connection(asyncio.Protocol):
             return
         self._received = b""
         method, path, _ = head.split(b" ", 2)
-        answering = asyncio.ensure_future(self._engine.answer(method.decode(), path.decode(), rest))
-        answering.add_done_callback(self._send)
+        self._answering = asyncio.create_task(self._answer(method.decode(), path.decode(), rest))
 
-    def _send(self, answered: "asyncio.Future[bytes]") -> None:
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._answering is not None:
+            self._answering.cancel()
+
+    async def _answer(self, method: str, path: str, body: bytes) -> None:
         assert self._transport is not None
-        self._transport.write(answered.result())
+        first, *rest = await self._engine.answer(method, path, body)
+        self._transport.write(first)
+        loop = asyncio.get_running_loop()
+        due = loop.time()
+        for part in rest:
+            due += self._engine.event_s
+            await asyncio.sleep(due - loop.time())
+            self._transport.write(part)
 
 
-async def _serve(engine: str, pipe: Connection) -> None:
-    canned = CannedEngine(engine)
+@asynccontextmanager
+async def serve(engine: str, event_s: float) -> AsyncIterator[str]:
+    """Serve in front of `engine`."""
+    canned = CannedEngine(engine, event_s)
     server = await asyncio.get_running_loop().create_server(lambda: _Connection(canned), "127.0.0.1", 0)
-    pipe.send(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
-    await until_closed(pipe)
-
-
-def run(engine: str, pipe: Connection) -> None:
-    """Serve in this process, in front of `engine`, until the pipe closes."""
-    uvloop.run(_serve(engine, pipe))
+    yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"

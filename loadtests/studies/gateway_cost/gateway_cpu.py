@@ -23,8 +23,8 @@ import orjson
 
 from gateway.config.load import load
 from loadtests.fleet import LocalFleet
-from loadtests.studies.gateway_cost import canned_engine, pass_through
-from loadtests.studies.gateway_cost.own_process import Served, own_process
+from loadtests.own_process import Served, own_process
+from loadtests.studies.gateway_cost import canned_engine, pass_through, reader
 from loadtests.studies.ratios import pair_ratios
 from loadtests.studies.routers import running_router
 
@@ -83,11 +83,11 @@ class Load:
 
     async def seconds_a_request(self, server: Served, row: Row) -> float:
         """Return the CPU seconds of the server for each request of one round."""
-        data, left = orjson.dumps({"model": "sim", **row.body}), iter(range(row.requests))
-        before = server.cpu_s
+        left, before = iter(range(row.requests)), server.cpu_s
 
         async def caller() -> None:
-            for _ in left:
+            for number in left:  # no client has equal batches under way, of which each waits for a moment
+                data = orjson.dumps({"model": "sim", "user": f"{number}", **row.body})
                 await self._ask(server.url + row.path, data)
 
         await asyncio.gather(*(caller() for _ in range(row.at_once)))
@@ -139,12 +139,16 @@ async def _run(args: argparse.Namespace) -> Costs:
     try:
         (info,) = await fleet.start_engines()
         async with contextlib.AsyncExitStack() as stack:
-            canned = stack.enter_context(own_process(canned_engine.run, info.url))
-            ours = dataclasses.replace(info, url=canned.url)
-            gateway = await stack.enter_async_context(fleet.gateway(config, [ours]))
+            canned = stack.enter_context(own_process(canned_engine.serve, info.url, 0.0))
+            beside = stack.enter_context(own_process(reader.serve, canned.url))
+            ours = dataclasses.replace(info, url=canned.url, reader="")
+            gateway = await stack.enter_async_context(fleet.gateway(config, [reader.read(info, canned.url, beside)]))
+            alone = await stack.enter_async_context(fleet.gateway(config, [ours]))
             servers = {
                 "gateway": Served(gateway.url, gateway.pid),
-                "pass-through": stack.enter_context(own_process(pass_through.run, canned.url)),
+                "gateway and reader": Served(gateway.url, gateway.pid, (beside.pid,)),
+                "gateway that reads": Served(alone.url, alone.pid),
+                "pass-through": stack.enter_context(own_process(pass_through.serve, canned.url)),
             }
             if args.vllm_router:
                 servers["vllm-router"] = Served(*stack.enter_context(running_router(args.vllm_router, [canned.url])))

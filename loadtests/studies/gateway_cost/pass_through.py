@@ -1,13 +1,11 @@
 """A server that passes requests on to one engine as they are, with aiohttp on both sides: the least that a gateway in
 Python costs."""
 
-from multiprocessing.connection import Connection
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import aiohttp
-import uvloop
 from aiohttp import web
-
-from loadtests.studies.gateway_cost.own_process import until_closed
 
 _LARGEST_BODY = 1 << 30
 
@@ -31,18 +29,14 @@ class PassThrough:
             return stream
 
 
-async def _serve(engine: str, pipe: Connection) -> None:
+@asynccontextmanager
+async def serve(engine: str) -> AsyncIterator[str]:
+    """Serve in front of `engine`."""
     async with aiohttp.ClientSession(engine, connector=aiohttp.TCPConnector(limit=0)) as session:
         app = web.Application(client_max_size=_LARGEST_BODY)
         app.router.add_post("/{path:.*}", PassThrough(session).handle)
         runner = web.AppRunner(app, access_log=None)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
-        pipe.send("http://{}:{}".format(*runner.addresses[0][:2]))
-        await until_closed(pipe)
+        yield "http://{}:{}".format(*runner.addresses[0][:2])
         await runner.cleanup()
-
-
-def run(engine: str, pipe: Connection) -> None:
-    """Serve in this process, in front of `engine`, until the pipe closes."""
-    uvloop.run(_serve(engine, pipe))

@@ -43,11 +43,11 @@ def mistake(path: Path | None = None, overrides: Sequence[str] = (), environ: Ma
 
 
 def test_command_line_wins_over_environment_over_file_over_default() -> None:
-    path = write("gateway: {port: 1, workers: 2, max_attempts: 5}\n")
-    environ = {"ROLLOUT_GATEWAY_GATEWAY__PORT": "3", "ROLLOUT_GATEWAY_GATEWAY__WORKERS": "4"}
+    path = write("gateway: {port: 1, replay_grace_s: 2, max_attempts: 5}\n")
+    environ = {"ROLLOUT_GATEWAY_GATEWAY__PORT": "3", "ROLLOUT_GATEWAY_GATEWAY__REPLAY_GRACE_S": "4"}
     config = load(path, ["gateway.port=6"], environ)
     assert config.gateway.port == 6
-    assert config.gateway.workers == 4
+    assert config.gateway.replay_grace_s == 4
     assert config.gateway.max_attempts == 5
     assert config.gateway.host == "127.0.0.1"
 
@@ -222,7 +222,7 @@ def test_keys_are_not_shown() -> None:
 
 
 def test_all_mistakes_are_told_at_once() -> None:
-    assert len(mistake(write("gateway:\n  prot: 1\n  workers: 0\nnaem: x\n")).splitlines()) == 3
+    assert len(mistake(write("gateway:\n  prot: 1\n  max_attempts: 0\nnaem: x\n")).splitlines()) == 3
 
 
 def test_tokens_of_engines_are_not_shown() -> None:

@@ -50,13 +50,6 @@ def test_the_path_of_a_key_s_file_may_have_spaces() -> None:
     Config.model_validate({"gateway": {"admin_keys": ["file:/etc/my keys", "env:NAME", "a-key"]}})
 
 
-def test_a_trace_needs_the_one_process_that_writes_it() -> None:
-    trace = {"file": "/tmp/trace"}
-    assert Config.model_validate({"gateway": {"trace": trace}}).gateway.workers == 1
-    with pytest.raises(ValidationError, match=r"trace\.file is written by one process"):
-        Config.model_validate({"gateway": {"trace": trace, "workers": 2}})
-
-
 def test_the_configuration_is_frozen() -> None:
     with pytest.raises(ValidationError):
         Config().name = "other"  # type: ignore[misc]

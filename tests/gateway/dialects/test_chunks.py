@@ -35,8 +35,8 @@ class OddEngine:
 async def test_a_sample_that_was_aborted_before_its_first_token_is_an_empty_one(rig: Rig, is_stream: bool) -> None:
     """vLLM sends nothing for it."""
     told = {"index": 0, "text": "a", "token_ids": [9], "finish_reason": "abort"}
-    for replica in rig.fleet.replicas:
-        replica.engine = OddEngine(replica.engine, {"choices": [told]})  # type: ignore[assignment]
+    for reader in rig.readers.values():
+        reader.engine = OddEngine(reader.engine, {"choices": [told]})  # type: ignore[assignment]
     body = SAMPLING | {"model": "sim", "prompt": "a", "n": 2, "temperature": 1.0, "return_token_ids": True}
     path = completion_prompt.PATH
     replies = await rig.stream(path, body) if is_stream else [(await rig.post(path, body))[1]]
@@ -59,8 +59,8 @@ async def test_a_sample_that_was_aborted_before_its_first_token_is_an_empty_one(
 )
 async def test_an_odd_chunk_moves_the_rollout_to_another_replica(rig: Rig, chunk: Json, is_stream: bool) -> None:
     path, body = completion_prompt.PATH, SAMPLING | {"model": "sim", "prompt": [[5, 6, 7]]}
-    odd = OddEngine(rig.fleet.replicas[0].engine, chunk)
-    rig.fleet.replicas[0].engine = odd  # type: ignore[assignment]  # all but its streams is the engine's
+    reader = rig.readers["engine-0"]
+    reader.engine = odd = OddEngine(reader.engine, chunk)  # type: ignore[assignment]  # all but its streams is its own
     while not odd.num_streams:
         async with rig.client.post(rig.url + path, json=body | ({"stream": True} if is_stream else {})) as response:
             text = await response.text()

@@ -7,6 +7,7 @@ from typing import cast
 
 import pytest
 
+from engines.engine import Engine
 from gateway.dialects.sampling import versioned_salt
 from gateway.fleet.replica import Replica
 from tests.rigs.rig import MAX_MODEL_LEN, Json, Rig, StartRig
@@ -136,8 +137,8 @@ async def until_idle(rig: Rig) -> None:
 @pytest.mark.parametrize("form", [{}, {"stream": True}, {"prompt": [[5] * 5000, [5, 6]]}])
 async def test_a_prompt_of_ids_that_engines_are_to_cut_is_not_refused_for_its_length(rig: Rig, form: Json) -> None:
     asked: list[Json] = []
-    for replica in rig.fleet.replicas:
-        monitored(replica, asked)
+    for reader in rig.readers.values():
+        monitored(reader.engine, asked)
     body = {"prompt": [5] * 5000, "max_tokens": 2, "truncate_prompt_tokens": 20} | form
     async with rig.client.post(rig.url + "/v1/completions", json=body) as response:
         await response.read()
@@ -146,13 +147,13 @@ async def test_a_prompt_of_ids_that_engines_are_to_cut_is_not_refused_for_its_le
     assert status == 400
 
 
-def monitored(replica: Replica, asked: list[Json]) -> None:
+def monitored(engine: Engine, asked: list[Json]) -> None:
     """Note the bodies that reach an engine, and give it the prompts as vLLM cuts them."""
-    reply, events = replica.engine.reply, replica.engine.events
+    reply, events = engine.reply, engine.events
 
     def cut(body: Json) -> Json:
         asked.append(body)
         return body | {"prompt": body["prompt"][-20:]}
 
-    replica.engine.reply = lambda path, body, timeout_s: reply(path, cut(body), timeout_s)  # type: ignore[method-assign]
-    replica.engine.events = lambda path, body, timeout_s: events(path, cut(body), timeout_s)  # type: ignore[method-assign]
+    engine.reply = lambda path, body, timeout_s: reply(path, cut(body), timeout_s)  # type: ignore[method-assign]
+    engine.events = lambda path, body, timeout_s: events(path, cut(body), timeout_s)  # type: ignore[method-assign]

@@ -21,15 +21,15 @@ from engines.errors import (
     EngineUnreachable,
     RolloutGatewayError,
 )
+from engines.raw_json import opened
 from gateway.config.schema import GatewayConfig
 from gateway.dialects.completion_prompt import CompletionPrompt
 from gateway.dialects.completions import Completions
-from gateway.dialects.raw_json import opened
 from gateway.dialects.runner import Runner
 from gateway.dialects.streams import Usage, blocks_of
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics
-from gateway.fleet.placement import attempt_loop
+from gateway.fleet.placement import scheduler
 from gateway.fleet.placement.routing import Rollout
 from gateway.fleet.placement.scheduler import Scheduler
 from gateway.fleet.replica import Replica
@@ -88,7 +88,7 @@ def name(token_id: int) -> str:
 class PlayedEngine:
     """Makes the tokens of `sample` as vLLM reports them, up to the ending that the world has for this attempt."""
 
-    reply, events = Engine.reply, Engine.events
+    reply, events, beside = Engine.reply, Engine.events, Engine.beside
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -185,7 +185,7 @@ def _joined(before: Json | None, choice: Json) -> Json:
 def without_pauses() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(evidence, "_FIRST_PAUSE_S", 0.0)
-        patch.setattr(attempt_loop, "_AFTER_DEATH_S", 0.0)
+        patch.setattr(scheduler, "_AFTER_DEATH_S", 0.0)
         yield
 
 
@@ -210,7 +210,7 @@ async def _life(world: World, n: int, length: int, *, is_stream: bool) -> dict[i
         engine.replica = replica
     config = GatewayConfig(max_attempts=MAX_ATTEMPTS)
     metrics = Metrics()
-    runner = Runner(Scheduler(config, cast(Fleet, fleet), metrics), metrics)
+    runner = Runner(Scheduler(config, cast(Fleet, fleet), metrics), cast(Fleet, fleet), metrics)
     rollout = Rollout(request_id="a-0", request="a", model="m", n=n, tokens=n * length)
     body = {"prompt": PROMPT, "n": n, "max_tokens": length, "logprobs": 0, "return_token_ids": True, "stream": False}
     prompt = CompletionPrompt(

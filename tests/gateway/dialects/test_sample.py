@@ -8,14 +8,17 @@ import random
 from itertools import accumulate
 from typing import Any, cast
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from engines.chunks import Chunk
 from engines.engine import Json
+from engines.raw_json import NO_JSON, encoded, opened
+from engines.reading.joining import Joining
 from gateway.dialects.completion_prompt import is_read_in_chunks
-from gateway.dialects.raw_json import NO_JSON, encoded, opened
-from gateway.dialects.sample import CUT_OFF, Reply, Sample, Source, all_of_choices
+from gateway.dialects.sample import CUT_OFF, Reply, Sample, Source
 from gateway.fleet.placement.routing import Rollout
 from gateway.fleet.replica import Flight, Replica
 from tests.rigs.rig import Rig
@@ -140,10 +143,13 @@ def of_version(version: int) -> Source:
 def made(reply: Reply, *events: bytes) -> list[Json]:
     """The choices of a reply, whose samples ended as their engine told, under version 1."""
     for event in events:
-        reply.read(event, reply.samples)
+        reply.take(Chunk.read(event), reply.samples)
     for sample in reply.samples:
         sample.stamp()
-    return [sample.told(BARE, ()) for sample in reply.samples]
+    choices = [sample.told(BARE, ()) for sample in reply.samples]
+    in_json = [json.loads(sample.written(sample.index, BARE, (), shows_ids=True)) for sample in reply.samples]
+    assert in_json == opened(choices)
+    return choices
 
 
 def without_stamps(choices: list[Json]) -> list[Json]:
@@ -167,11 +173,36 @@ def test_chunks_joined_as_bytes_are_those_joined_decoded(stream: tuple[int, list
 
 @settings(max_examples=200, suppress_health_check=[HealthCheck.large_base_example])
 @given(streams(), st.randoms(use_true_random=False))
+def test_chunks_that_a_reader_joins_and_sends_make_the_same_samples(
+    stream: tuple[int, list[Json]], ways: random.Random
+) -> None:
+    n, chunks = stream
+    here, beside = (Reply(samples=map(begun, range(n))) for _ in range(2))
+    events = [written(chunk, ways).encode() for chunk in chunks]
+    direct = made(here, *events)
+    joining, told = Joining(), list[Chunk]()
+    for event in events:
+        joining.take(Chunk.read(event))
+        if ways.random() < 0.5:
+            told += joining.told()
+    told += joining.told()
+    for place, chunk in enumerate(told):
+        content = msgspec.msgpack.encode(chunk.shed(has_head=place == 0))
+        beside.take(msgspec.msgpack.decode(content, type=Chunk), beside.samples)
+    for sample in beside.samples:
+        sample.stamp()
+    assert opened([sample.told(BARE, ()) for sample in beside.samples]) == opened(direct)
+    assert (beside.head, beside.usage, beside.prompt) == (here.head, here.usage, here.prompt)
+
+
+@settings(max_examples=200, suppress_health_check=[HealthCheck.large_base_example])
+@given(streams(), st.randoms(use_true_random=False))
 def test_a_chunk_is_the_chunk_that_was_written(stream: tuple[int, list[Json]], ways: random.Random) -> None:
     for chunk in stream[1]:
         event = written(chunk, ways).encode()
-        assert json.loads(encoded(all_of_choices(event))) == chunk["choices"]
-        assert opened(all_of_choices(event)) == chunk["choices"]
+        choices = [choice.fields() for choice in Chunk.read(event).choices]
+        assert json.loads(encoded(choices)) == chunk["choices"]
+        assert opened(choices) == chunk["choices"]
 
 
 @settings(max_examples=100, suppress_health_check=[HealthCheck.large_base_example])
@@ -192,7 +223,7 @@ def test_a_sample_in_two_parts_is_that_in_one(choices: list[Json], place: int, w
             parted.begin(of_version(2))
         event = written({"choices": [choice]}, ways).encode()
         for sample in (whole, parted):
-            Reply().read(event, [sample])
+            Reply().take(Chunk.read(event), [sample])
     parted.stamp()
     whole.stamp()
     told, expected = parted.told(BARE, ("seed",)), whole.told(BARE, ())
@@ -214,9 +245,9 @@ def test_a_sample_in_two_parts_is_that_in_one(choices: list[Json], place: int, w
 def test_what_is_no_chunk_is_refused_and_leaves_the_tokens_before_it(content: bytes) -> None:
     reply = Reply(samples=[begun()])
     scored = {"index": 0, "text": "b", "token_ids": [5], "logprobs": {"tokens": ["b"]}}
-    reply.read(json.dumps({"choices": [scored]}).encode(), reply.samples)
+    reply.take(Chunk.read(json.dumps({"choices": [scored]}).encode()), reply.samples)
     with pytest.raises(NO_JSON):
-        reply.read(content, reply.samples)
+        reply.take(Chunk.read(content), reply.samples)
     [choice] = opened(made(reply))
     assert (choice["token_ids"], choice["text"], choice["logprobs"]) == ([5], "b", {"tokens": ["b"]})
 

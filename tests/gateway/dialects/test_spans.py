@@ -75,14 +75,14 @@ class LateEngine:
     The canary is answered at once.
     """
 
-    def __init__(self, replica: Replica) -> None:
+    def __init__(self, engine: Engine) -> None:
         self.tell = asyncio.Event()
         self._withheld = 0
-        self._generate, self._stream = replica.engine.generate, replica.engine.stream
-        replica.engine.generate = self.generate  # type: ignore[method-assign]
-        replica.engine.stream = self.stream  # type: ignore[method-assign]
-        replica.engine.reply = partial(Engine.reply, self)  # type: ignore[method-assign, arg-type]
-        replica.engine.events = partial(Engine.events, self)  # type: ignore[method-assign, arg-type]
+        self._generate, self._stream = engine.generate, engine.stream
+        engine.generate = self.generate  # type: ignore[method-assign]
+        engine.stream = self.stream  # type: ignore[method-assign]
+        engine.reply = partial(Engine.reply, self)  # type: ignore[method-assign, arg-type]
+        engine.events = partial(Engine.events, self)  # type: ignore[method-assign, arg-type]
 
     async def generate(self, path: str, body: Json, timeout_s: float) -> Json:
         answer = await self._generate(path, body, timeout_s)
@@ -130,7 +130,7 @@ async def test_tokens_that_arrive_after_updates_may_be_of_every_version_since_th
 ) -> None:
     rig = await start_rig(1)
     await rig.open_group()
-    late = LateEngine(rig.fleet.replicas[0])
+    late = LateEngine(rig.readers["engine-0"].engine)
     running = [asyncio.create_task(asked(rig, path, stream=stream)) for path in BODIES]
     await late.until_withheld(len(BODIES))
     for _ in range(updates):
@@ -148,7 +148,7 @@ async def test_a_sample_cut_off_by_an_update_is_awaited_and_of_the_old_version_s
 ) -> None:
     rig = await start_rig(1, sim={"decode_step_s": 0.05}, weights={"in_flight": "abort"})
     await rig.open_group()
-    late = LateEngine(rig.fleet.replicas[0])
+    late = LateEngine(rig.readers["engine-0"].engine)
     running = asyncio.create_task(asked(rig, "/v1/completions", stream=stream, max_tokens=100))
     await rig.begun()
     updating = asyncio.create_task(rig.update())

@@ -5,7 +5,6 @@ import re
 
 import pytest
 
-from gateway.fleet.metrics import Metrics, count_key
 from tests.rigs.rig import Rig, StartRig
 
 
@@ -106,22 +105,3 @@ async def test_a_batch_is_counted_by_its_time_and_its_tail_and_one_prompt_is_non
     assert value(page, 'batch_seconds_count{model="sim"}') == 1
     assert value(page, 'batch_tail_ratio_count{model="sim"}') == 1
     assert value(page, 'batch_tail_ratio_sum{model="sim"}') >= 1
-
-
-def test_the_counts_of_another_process_are_added_to_those_of_this_one() -> None:
-    here, there = Metrics(), Metrics()
-    for metrics, route, seconds in ((here, "/a", 0.01), (there, "/a", 2.0), (there, "/b", 0.01)):
-        metrics.requests.labels(route, 200).inc()
-        metrics.request_seconds.labels(route).observe(seconds)
-    there.weight_version.set(7)  # one process alone reports a gauge
-    elsewhere = {count_key(name, labels): amount for name, labels, amount in there.counts()}
-    page = here.page({}, elsewhere).decode()
-    assert value(page, 'requests_total{route="/a",status="200"}') == 2
-    assert value(page, 'requests_total{route="/b",status="200"}') == 1
-    assert value(page, 'request_seconds_count{route="/a"}') == 2
-    assert value(page, 'request_seconds_bucket{le="0.02",route="/a"}') == 1
-    assert value(page, 'request_seconds_bucket{le="3.0",route="/a"}') == 2
-    assert value(page, 'request_seconds_sum{route="/a"}') == 2.01
-    assert value(page, "weight_version") == 0
-    assert page.count("# TYPE rollout_gateway_requests_total counter") == 1
-    assert here.page({}).decode().count('route="/b"') == 0, "adding changes nothing here"

@@ -138,7 +138,7 @@ async def test_engines_know_equal_ids_of_two_keys_apart(start_rig: StartRig, mon
 
     able = replace(replica.info, capabilities=replica.info.capabilities | {GENERATE, ABORT})
     monkeypatch.setattr(replica, "info", able)
-    monkeypatch.setattr(replica.engine, "reply", reply)
+    monkeypatch.setattr(rig.readers[replica.replica_id].engine, "reply", reply)
     monkeypatch.setattr(replica.engine, "ask", ask)
     body = {"token_ids": [5], "sampling_params": {"max_tokens": 1}, "request_id": "same"}
     async with asyncio.timeout(30):

@@ -286,7 +286,8 @@ class Gateway:
         self.weights = self.server._weights
         self.adapters = self.server._adapters
         self.snapshots = self.server._snapshots
-        self.completions = Completions(world.config.gateway, self.fleet, Runner(self.server._scheduler, _METRICS))
+        runner = Runner(self.server._scheduler, self.fleet, _METRICS)
+        self.completions = Completions(world.config.gateway, self.fleet, runner)
         self._watching = self.server._watching(None)  # type: ignore[arg-type]
         self._context = contextvars.copy_context()
         self._context.run(_GATEWAY.set, self)

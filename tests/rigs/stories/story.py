@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from engines.errors import RolloutGatewayError
+from engines.raw_json import opened
 from engines.types import InFlight, PauseMode, ReplicaState
 from engines.weight_label import WeightLabel
-from gateway.dialects.raw_json import opened
 from gateway.dialects.streams import Usage
 from sim.adapters import SimAdapters
 from tests.material.adapters import write_adapter

@@ -4,7 +4,8 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.dialects.raw_json import encoded, opened
+from engines.chunks import Chunk
+from engines.raw_json import encoded, opened
 from gateway.dialects.sample import Reply, Sample
 from gateway.dialects.submissions.frames import Step, read_step
 from gateway.dialects.submissions.group_record import GroupRecord
@@ -21,7 +22,8 @@ def made(sample: Sample, num_tokens: int, *, ends: bool = False) -> None:
     scores = {"tokens": names, "token_logprobs": [-1.5] * num_tokens, "text_offset": [0] * num_tokens}
     told: Json = {"index": ALONE, "token_ids": list(range(first, first + num_tokens)), "text": "".join(names)}
     reply = Reply(PROMPT, [sample])
-    reply.read(encoded({"choices": [told | {"logprobs": scores, "finish_reason": "stop" if ends else None}]}), [sample])
+    told |= {"logprobs": scores, "finish_reason": "stop" if ends else None}
+    reply.take(Chunk.read(encoded({"choices": [told]})), [sample])
 
 
 def stamped(sample: Sample) -> None:

@@ -39,12 +39,17 @@ def event(body: Any) -> bytes:
     return b"data: " + data + b"\n\n"
 
 
-def inside_list(value: Raw) -> bytes:
-    """Return the items of a list without its brackets; null has none. Raise `ValueError` for another value."""
+def inside_list(value: Raw) -> bytes | None:
+    """Return the items of a list without its brackets; None for null. Raise `ValueError` for another value."""
     content = bytes(value)
     if content[:1] == b"[":
         inside = content[1:-1]
         return b"" if inside.isspace() else inside
     if content != b"null":
         raise ValueError(f"a value is {content!r:.80}, no list")
-    return b""
+    return None
+
+
+def list_of(items: bytes | bytearray | None) -> Raw | None:
+    """Return the list of such items."""
+    return None if items is None else Raw(b"[" + items + b"]")

@@ -3,7 +3,7 @@
 import orjson
 import pytest
 
-from gateway.dialects.raw_json import event
+from engines.raw_json import event
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,146 @@
+"""Chunks of a reply, typed: what is looked at is decoded once, and the rest stays as its engine wrote it.
+
+A whole reply is one chunk.
+"""
+
+from itertools import accumulate
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Raw, Struct
+
+from engines.raw_json import NULL, decoded, encoded, fields_of, inside_list, list_of, opened
+
+Json = dict[str, Any]
+
+OFFSETS = "text_offset"
+_BESIDE_HEAD = ("choices", "usage", "prompt_token_ids")
+
+
+class Choice(Struct, array_like=True, gc=False):
+    """A choice of a chunk. Of its lists it has the items, as JSON without brackets; None is null, or not told."""
+
+    index: int
+    finish_reason: str | None = None
+    text: str | None = None
+    token_ids: bytes | None = None
+    num_tokens: int = 0
+    prompt_token_ids: bytes | None = None
+    logprobs: dict[str, bytes | None] | None = None
+    num_unscored: int = 0
+    """How many of its tokens lack their log-prob, where it has log-probs."""
+    weight_versions: list[Json] | None = None
+    delta: Json | None = None
+    written: bytes = b"{}"
+    """JSON of the fields that are not among those; others in it do not count, unless they are null."""
+
+    @classmethod
+    def read(cls, written: Raw) -> "Choice":
+        """Return a choice as its engine wrote it. Raise one of `NO_JSON` where it is none."""
+        read = _choice(written)
+        token_ids, scores = inside_list(read.token_ids), None
+        num_tokens = token_ids.count(b",") + 1 if token_ids else 0
+        if read.logprobs is not None:
+            scores = {key: inside_list(value) for key, value in read.logprobs.items()}
+        return cls(
+            read.index, read.finish_reason, read.text, token_ids, num_tokens, inside_list(read.prompt_token_ids),
+            scores, num_unscored(scores, num_tokens) if scores else 0, read.weight_versions, read.delta, bytes(written),
+        )  # fmt: skip
+
+    @property
+    def others(self) -> dict[str, Raw]:
+        """The fields that are not among those, as their engine wrote them, and null ones."""
+        told = fields_of(self.written)
+        return {key: value for key, value in told.items() if key not in _CHOICE_FIELDS or value == NULL}
+
+    @property
+    def scores(self) -> dict[str, Raw | None] | None:
+        """Its log-probs, each list as JSON."""
+        return None if self.logprobs is None else {key: list_of(items) for key, items in self.logprobs.items()}
+
+    def fields(self) -> Json:
+        """All its fields."""
+        told: Json = {key: None if value == NULL else value for key, value in self.others.items()}
+        lists = {"token_ids": list_of(self.token_ids), "prompt_token_ids": list_of(self.prompt_token_ids)}
+        read = lists | {
+            "index": self.index,
+            "finish_reason": self.finish_reason,
+            "text": self.text,
+            "logprobs": self.scores,
+            "weight_versions": self.weight_versions,
+            "delta": self.delta,
+        }
+        return told | {key: value for key, value in read.items() if value is not None}
+
+
+class Chunk(Struct, array_like=True, gc=False):
+    """A chunk of a stream, or a whole reply. `prompt_token_ids` are told beside the choices, or with each of them."""
+
+    choices: list[Choice]
+    usage: Json | None = None
+    prompt_token_ids: list[int] | None = None
+    written: bytes = b"{}"
+    """JSON of the other fields; those in it do not count."""
+
+    @classmethod
+    def read(cls, event: bytes) -> "Chunk":
+        """Return a chunk as its engine wrote it. Raise one of `NO_JSON` where it is none."""
+        if not event.isascii():
+            event.decode()  # raw values are not checked for UTF-8
+        chunk = _chunk(event)
+        return cls(list(map(Choice.read, chunk.choices)), chunk.usage, chunk.prompt_token_ids, event)
+
+    @property
+    def head(self) -> Json:
+        """The fields beside the choices."""
+        return {key: decoded(value) for key, value in fields_of(self.written).items() if key not in _BESIDE_HEAD}
+
+    def shed(self, *, has_head: bool) -> "Chunk":
+        """Return it without what it has twice, and without its head where that was told."""
+        self.written = encoded(self.head) if has_head else b"{}"
+        for choice in self.choices:
+            choice.written = encoded(choice.others)
+        return self
+
+    def decoded(self) -> Json:
+        """The chunk as its engine wrote it, decoded."""
+        return self.head | {"choices": [opened(choice.fields()) for choice in self.choices], "usage": self.usage}
+
+
+def num_unscored(scores: dict[str, Any], made: int) -> int:
+    """How many of the last `made` tokens lack their log-prob: NaN comes from engines as null. With `echo` the prompt's
+    log-probs come before those of the tokens. Lists are decoded, or their items as JSON."""
+    values = scores.get("token_logprobs") or scores.get("content")
+    if not values or not made or (isinstance(values, bytes) and b"null" not in values):
+        return 0
+    entries = decoded(b"[" + values + b"]") if isinstance(values, bytes) else values
+    return sum((entry["logprob"] if isinstance(entry, dict) else entry) is None for entry in entries[-made:])
+
+
+def offsets_of(names: bytes | bytearray) -> bytes:
+    """The place of each token in the text of all: a chunk counts from its own start, or from the text before, by the
+    kind of engine."""
+    tokens = decoded(b"[" + names + b"]")
+    return encoded(list(accumulate(map(len, tokens[:-1]), initial=0))[: len(tokens)])[1:-1]
+
+
+class _Choice(Struct, gc=False):
+    index: Annotated[int, Meta(ge=0)]
+    finish_reason: str | None = None
+    text: str | None = None
+    token_ids: Raw = NULL
+    prompt_token_ids: Raw = NULL
+    logprobs: dict[str, Raw] | None = None
+    weight_versions: list[Json] | None = None
+    delta: Json | None = None
+
+
+class _Chunk(Struct, gc=False):
+    choices: list[Raw]
+    usage: Json | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+_CHOICE_FIELDS = frozenset(_Choice.__struct_fields__)
+_chunk = msgspec.json.Decoder(_Chunk).decode
+_choice = msgspec.json.Decoder(_Choice).decode

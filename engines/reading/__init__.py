@@ -1,0 +1,1 @@
+"""Reads what engines make, beside them or in the gateway's process."""

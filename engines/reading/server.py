@@ -1,0 +1,199 @@
+"""The reader beside an engine: serves gateways on a thread with an event loop of its own."""
+
+import asyncio
+import hmac
+import secrets
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+import orjson
+import structlog
+
+from engines.chunks import Chunk
+from engines.engine import Engine
+from engines.errors import EngineFailed, RolloutGatewayError
+from engines.reading.joining import Joining
+from engines.reading.reader import chunks_here
+from engines.reading.wire import Alive, Ask, Cancel, Ended, Failed, Hello, ToGateway, Told, ToReader, Wire
+from engines.trace_context import TRACE_CONTEXT
+
+log = structlog.get_logger()
+
+T = TypeVar("T")
+
+_START_TIMEOUT_S = 30.0
+_STOP_TIMEOUT_S = 5.0
+EVERY_S = 1.0
+"""Time after which a gateway gets what it lacks of open replies: as much is made again where this node is lost."""
+_FIRST_S = 0.05
+"""The same for its first tokens, with which a gateway knows that the engine has read the prompt."""
+
+Connected = Wire[ToGateway, ToReader]
+
+
+class ReaderServer:
+    """Asks an engine for the gateways that know `key`, and tells them its chunks.
+
+    An engine's request ends with its `Cancel`, and with the connection that it came on.
+    """
+
+    def __init__(self, engine: Engine, key: str, every_s: float = EVERY_S) -> None:
+        self.engine, self._key, self._every_s = engine, key, every_s
+        self._servers: list[asyncio.Server] = []
+        self._asks: dict[Connected, dict[int, asyncio.Task[None]]] = {}
+        self._telling: set[_Telling] = set()
+        self._beating = asyncio.ensure_future(self._beat())
+
+    async def open(self, host: str) -> str:
+        """Listen on a free port of `host`; return host and port."""
+        loop = asyncio.get_running_loop()
+        server = await loop.create_server(lambda: Wire(ToReader, self._received, self._ended), host, 0)
+        self._servers.append(server)
+        return f"{host}:{server.sockets[0].getsockname()[1]}"
+
+    async def close(self) -> None:
+        self._beating.cancel()
+        for server in self._servers:
+            server.close()
+        asks = [task for by_number in self._asks.values() for task in by_number.values()]
+        for wire in list(self._asks):
+            wire.close()
+        for task in asks:
+            task.cancel()
+        await asyncio.gather(self._beating, *asks, return_exceptions=True)
+        await self.engine.close()
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(self._every_s)
+            for telling in self._telling:
+                telling.tell()
+            for wire in self._asks:
+                wire.send(Alive())
+
+    def _received(self, wire: Connected, message: ToReader) -> None:
+        if isinstance(message, Hello):
+            if hmac.compare_digest(message.key.encode(), self._key.encode()):
+                self._asks.setdefault(wire, {})
+                return
+        elif (asks := self._asks.get(wire)) is not None:
+            if isinstance(message, Cancel):
+                if task := asks.get(message.number):
+                    task.cancel()
+                return
+            task = asyncio.create_task(self._answer(wire, message), name="ask")
+            asks[message.number] = task
+            task.add_done_callback(lambda _: asks.pop(message.number, None))
+            return
+        log.warning("reader: missing or wrong key", peer=wire.peer)
+        wire.close()
+
+    def _ended(self, wire: Connected) -> None:
+        for task in self._asks.pop(wire, {}).values():
+            task.cancel()
+
+    async def _answer(self, wire: Connected, ask: Ask) -> None:
+        TRACE_CONTEXT.set(ask.trace)
+        telling = _Telling(wire, ask)
+        self._telling.add(telling)
+        body = orjson.loads(ask.body)
+        blocks = chunks_here(self.engine, ask.path, body, ask.timeout_s, is_whole=ask.is_whole)
+        end: ToGateway = Ended(ask.number)
+        try:
+            async with aclosing(blocks):
+                async for chunks in blocks:
+                    telling.take(chunks)
+        except RolloutGatewayError as error:
+            end = Failed.of(ask.number, error)
+        except Exception as error:
+            log.exception("a reply could not be read in a way that was not foreseen", path=ask.path)
+            reason = f"its reader failed: {error!r:.200}"
+            end = Failed.of(ask.number, EngineFailed(reason, replica_id=self.engine.replica_id))
+        finally:
+            self._telling.discard(telling)
+        telling.end()
+        wire.send(end)
+
+
+class _Telling:
+    """Tells a gateway the chunks of one reply: as they come, or joined."""
+
+    def __init__(self, wire: Connected, ask: Ask) -> None:
+        self._wire, self._number = wire, ask.number
+        self._joining = Joining() if ask.joins else None
+        self._has_begun = False
+        self._first: asyncio.TimerHandle | None = None
+
+    def take(self, chunks: list[Chunk]) -> None:
+        if self._joining is None:
+            self._send(chunks)
+            return
+        if self._first is None:
+            self._first = asyncio.get_running_loop().call_later(_FIRST_S, self.tell)
+        ends = False
+        for chunk in chunks:
+            ends = self._joining.take(chunk) or ends
+        if ends:
+            self.tell()
+
+    def tell(self) -> None:
+        """Tell what was not told."""
+        if self._joining is not None and (chunks := self._joining.told()):
+            self._send(chunks)
+
+    def end(self) -> None:
+        """Tell the rest."""
+        self.tell()
+        if self._first is not None:
+            self._first.cancel()
+
+    def _send(self, chunks: list[Chunk]) -> None:
+        for chunk in chunks:
+            chunk.shed(has_head=not self._has_begun)
+            self._has_begun = True
+        self._wire.send(Told(self._number, chunks))
+
+
+class ReaderThread:
+    """A `ReaderServer` on its own thread, so that no work of the host delays tokens."""
+
+    def __init__(self, connect: Callable[[], Engine]) -> None:
+        """`connect` makes the engine's client, on the thread."""
+        self.key = secrets.token_hex(32)
+        self._connect = connect
+        self._started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event, ReaderServer]] = Future()
+        self._thread = threading.Thread(target=self._run, name="reader", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+        self._started.result(_START_TIMEOUT_S)
+
+    async def open(self, host: str) -> str:
+        """Listen on a free port of `host`; return host and port."""
+        return await self._there(self._started.result()[2].open(host))
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def stop(self) -> None:
+        loop, stopping, _ = self._started.result()
+        loop.call_soon_threadsafe(stopping.set)
+        self._thread.join(_STOP_TIMEOUT_S)
+
+    async def _there(self, call: Coroutine[Any, Any, T]) -> T:
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self._started.result()[0]))
+
+    def _run(self) -> None:
+        import uvloop  # here: the base package has no serve extra
+
+        uvloop.run(self._serve())
+
+    async def _serve(self) -> None:
+        stopping, server = asyncio.Event(), ReaderServer(self._connect(), self.key)
+        self._started.set_result((asyncio.get_running_loop(), stopping, server))
+        await stopping.wait()
+        await server.close()

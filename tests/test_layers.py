@@ -45,7 +45,7 @@ ROOT = Path(__file__).parents[1]
 LINES = {
     "gateway": 19532,
     "gateway/agents": 2374,
-    "engines": 12501,
+    "engines": 12504,
     "trainer_client": 4140,
     "sim": 2067,
     "tuning": 5127,

@@ -120,7 +120,10 @@ def _guarded(connection: socket.socket) -> int:
     os.close(log)
     words, env, grace_s = json.loads(order)
     os.environ.update(env)
-    connection.send(str(os.getpid()).encode())
+    try:
+        connection.send(str(os.getpid()).encode())
+    except OSError:  # its owner has gone meanwhile
+        return 1
     code = guard(lambda: _Engine(words, connection), grace_s)
     with suppress(OSError):  # its owner has gone
         connection.send(str(code).encode())

@@ -3,6 +3,7 @@
 The engine is a module of a few lines.
 """
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -201,6 +202,40 @@ async def test_packages_that_have_changed_are_imported_again(engines: Engines, c
         (packages / name).mkdir(exist_ok=True)
         addresses.add(WarmProcess(str(code / "bin" / "python"), Preload(["heavy"], "1"), {})._address)
     assert len(addresses) == 2
+
+
+async def test_a_start_that_is_cancelled_during_the_import_leaves_nothing(engines: Engines, code: Path) -> None:
+    (code / "heavy.py").write_text(
+        f"import pathlib, time\nwhile not pathlib.Path({str(code / 'go')!r}).exists():\n    time.sleep(0.01)\n"
+    )
+    cancelled, successor = engines("serve"), engines("end", "0")
+    start = asyncio.create_task(cancelled.start_warm())
+    while not warm_processes(code):
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.1)  # its order is in the line
+    start.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await start
+    (code / "go").touch()
+    assert await successor.start_warm()
+    assert code_of(successor) == 0
+    until(lambda: len(warm_processes(code)) == 1)
+    assert printed(cancelled) == []
+
+
+async def test_starts_whose_warm_process_is_killed_as_it_imports_go_on_by_themselves(
+    engines: Engines, code: Path
+) -> None:
+    (code / "heavy.py").write_text("import time; time.sleep(300)")
+    waiting = [engines("end", "0"), engines("end", "0")]
+    starts = [asyncio.create_task(engine.start_warm()) for engine in waiting]
+    while not warm_processes(code):
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.1)
+    for process in warm_processes(code):
+        process.kill()
+    async with asyncio.timeout(SOON_S):
+        assert await asyncio.gather(*starts) == [False, False]
 
 
 def test_it_ends_without_children_and_without_starts(code: Path) -> None:

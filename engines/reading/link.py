@@ -11,10 +11,7 @@ from engines.reading.wire import Alive, Ask, Cancel, Failed, Hello, ToGateway, T
 from engines.trace_context import TRACE_CONTEXT
 
 _CONNECT_TIMEOUT_S = 10.0
-_SILENT_S = 10.0
-"""A reader says each second that it runs."""
 _SLACK_S = 5.0
-_OK = 200
 _LATE, _BROKEN = object(), object()
 
 
@@ -28,8 +25,7 @@ class Link:
         self._opening = asyncio.Lock()
         self._asks: dict[int, asyncio.Queue[object]] = {}
         self._number = 0
-        self._heard, self._hears = 0.0, asyncio.Event()
-        self._watch: asyncio.TimerHandle | None = None
+        self._hears = asyncio.Event()
 
     async def chunks(
         self, path: str, body: Json, timeout_s: float, *, is_whole: bool, streams: bool
@@ -53,7 +49,7 @@ class Link:
                 wire = None
                 if message is _BROKEN:
                     raise self._unreachable("the connection to its reader broke")
-                status = message.attributes.get("status") if isinstance(message, Failed) else _OK
+                status = message.attributes.get("status") if isinstance(message, Failed) else 200
                 span.note({"http.response.status_code": status})
                 if isinstance(message, Failed):
                     raise message.error()
@@ -71,9 +67,8 @@ class Link:
                 self._hears.clear()
                 wire.send(Hello(self._key))
                 await self._hears.wait()
-        except TimeoutError as error:
-            reason = f"replica {self._replica_id}: no answer of its reader within {timeout_s:g} s"
-            raise DeadlineExceeded(reason) from error
+        except TimeoutError:
+            raise DeadlineExceeded(f"replica {self._replica_id}: its reader is silent for {timeout_s:g} s") from None
         if self._wire is not wire:
             raise self._unreachable("the connection to its reader broke")
 
@@ -85,10 +80,9 @@ class Link:
     async def _connected(self) -> Wire[ToReader, ToGateway]:
         async with self._opening:
             if self._wire is None:
-                loop = asyncio.get_running_loop()
                 try:
                     async with asyncio.timeout(_CONNECT_TIMEOUT_S):
-                        _, wire = await loop.create_connection(
+                        _, wire = await asyncio.get_running_loop().create_connection(
                             lambda: Wire[ToReader, ToGateway](ToGateway, self._received, self._ended),
                             self._host,
                             self._port,
@@ -97,21 +91,10 @@ class Link:
                     reason = f"its reader at {self._host}:{self._port} takes no connection: {error or 'timeout'}"
                     raise self._unreachable(reason) from error
                 wire.send(Hello(self._key))
-                self._wire, self._heard = wire, loop.time()
-                self._watch = loop.call_later(_SILENT_S, self._look)
+                self._wire = wire
             return self._wire
 
-    def _look(self) -> None:
-        """Close the connection to a reader that has been silent: its process stands still, or its node is lost."""
-        assert self._wire is not None
-        loop = asyncio.get_running_loop()
-        if loop.time() - self._heard >= _SILENT_S:
-            self._wire.close()
-        else:
-            self._watch = loop.call_at(self._heard + _SILENT_S, self._look)
-
     def _received(self, _: Wire[ToReader, ToGateway], message: ToGateway) -> None:
-        self._heard = asyncio.get_running_loop().time()
         self._hears.set()
         if not isinstance(message, Alive) and (queue := self._asks.get(message.number)) is not None:
             queue.put_nowait(message)
@@ -121,8 +104,6 @@ class Link:
             return
         self._wire = None
         self._hears.set()
-        if self._watch is not None:
-            self._watch.cancel()
         for queue in self._asks.values():
             queue.put_nowait(_BROKEN)
 

@@ -4,10 +4,9 @@ import asyncio
 import hmac
 import secrets
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import aclosing
-from typing import Any, TypeVar
 
 import orjson
 import structlog
@@ -21,8 +20,6 @@ from engines.reading.wire import Alive, Ask, Cancel, Ended, Failed, Hello, ToGat
 from engines.trace_context import TRACE_CONTEXT
 
 log = structlog.get_logger()
-
-T = TypeVar("T")
 
 _START_TIMEOUT_S = 30.0
 _STOP_TIMEOUT_S = 5.0
@@ -71,8 +68,6 @@ class ReaderServer:
             await asyncio.sleep(self._every_s)
             for telling in self._telling:
                 telling.tell()
-            for wire in self._asks:
-                wire.send(Alive())
 
     def _received(self, wire: Connected, message: ToReader) -> None:
         if isinstance(message, Hello):
@@ -174,7 +169,8 @@ class ReaderThread:
 
     async def open(self, host: str) -> str:
         """Listen on a free port of `host`; return host and port."""
-        return await self._there(self._started.result()[2].open(host))
+        loop, _, server = self._started.result()
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(server.open(host), loop))
 
     @property
     def is_alive(self) -> bool:
@@ -184,9 +180,6 @@ class ReaderThread:
         loop, stopping, _ = self._started.result()
         loop.call_soon_threadsafe(stopping.set)
         self._thread.join(_STOP_TIMEOUT_S)
-
-    async def _there(self, call: Coroutine[Any, Any, T]) -> T:
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self._started.result()[0]))
 
     def _run(self) -> None:
         import uvloop  # here: the base package has no serve extra

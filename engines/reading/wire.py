@@ -85,7 +85,7 @@ class Failed(Struct, tag=5, array_like=True, gc=False):
 
 
 class Alive(Struct, tag=6, array_like=True, gc=False):
-    """The reader runs, whatever its engine does: each second, and as the answer to `Hello`."""
+    """The reader runs, whatever its engine does: the answer to `Hello`."""
 
 
 ToReader = Hello | Ask | Cancel

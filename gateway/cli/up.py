@@ -91,13 +91,12 @@ def _check_cluster(config: Config, api: ServeApi) -> None:
 
     Files and ports of other machines are not seen from here.
     """
-    nodes, details = api.nodes(), api.details()
-    cpus = misplaced(config, api.nodes("CPU"), "CPU")
+    nodes, details, cpus = api.nodes(), api.details(), misplaced(config, api.nodes("CPU"), "CPU")
     if not all(is_here(address) for address, _ in nodes):
         _refuse([*misplaced(config, nodes), *cpus])
         return
     deployed = (details["applications"].get(config.name) or {}).get("deployed_app_config")
-    serve_port = details.get("http_options", {}).get("port")  # none where Serve has not run yet
+    serve_port = details.get("http_options", {}).get("port")  # none before Serve has run
     ports = unbindable(config, config_of(deployed).gateway.port if deployed else None, serve_port)
     _refuse([*lacks(config, gpus=sum(gpus for _, gpus in nodes)), *cpus, *ports])
 

@@ -10,7 +10,6 @@ import pytest
 
 from engines.engine import Engine, Json
 from engines.errors import DeadlineExceeded, EngineFailed, EngineRefused, EngineUnreachable, RolloutGatewayError
-from engines.reading import link as link_module
 from engines.reading.link import Link
 from engines.reading.server import ReaderServer
 
@@ -146,13 +145,6 @@ async def test_a_reader_that_has_gone_is_an_engine_that_cannot_be_reached() -> N
         await read(link, streams=False)
 
 
-async def test_requests_of_a_reader_that_stands_still_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link_module, "_SILENT_S", 5 * BEATS_S)
-    async with linked(PlayedEngine(event(1), waits=True), every_s=NEVER_S) as link:
-        with pytest.raises(EngineUnreachable, match="connection to its reader broke"):
-            await read(link, streams=False)
-
-
 async def test_a_reader_is_asked_whether_it_runs() -> None:
     async with linked(PlayedEngine(), every_s=NEVER_S) as link:
         await link.check(TIMEOUT_S)
@@ -164,7 +156,7 @@ async def test_a_reader_is_asked_whether_it_runs() -> None:
 async def test_a_reader_that_takes_connections_and_stands_still_fails_its_check() -> None:
     with socket.create_server(("127.0.0.1", 0)) as still:
         link = Link("engine-0", f"127.0.0.1:{still.getsockname()[1]}", KEY)
-        with pytest.raises(DeadlineExceeded, match="no answer of its reader within"):
+        with pytest.raises(DeadlineExceeded, match="its reader is silent for"):
             await link.check(0.05)
         await link.close()
 

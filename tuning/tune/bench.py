@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from typing import Protocol
 
+import orjson
+
 from engines.clients.connect import connect
 from engines.config import EngineConfig
 from engines.engine import Engine, Json
@@ -99,8 +101,8 @@ class _Served:
     async def _ask(self, ask: Ask, seed: str, timeout_s: float) -> None:
         body = {"model": self._info.model, **ask.body(seed)}
         if self._info.streams:
-            async with aclosing(self._engine.stream(_PATH, body, timeout_s)) as chunks:
-                tokens = sum([_tokens(chunk) async for chunk in chunks])
+            async with aclosing(self._engine.events(_PATH, body, timeout_s)) as blocks:
+                tokens = sum([_tokens(orjson.loads(event)) async for events in blocks for event in events])
         else:
             tokens = _tokens(await self._engine.generate(_PATH, body, timeout_s))
         if tokens != ask.samples * ask.max_tokens:

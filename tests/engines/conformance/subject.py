@@ -248,4 +248,4 @@ class Subject:
 
 
 def _client(info: ReplicaInfo) -> Engine:
-    return connect(info.kind, info.replica_id, info.url, info.engine_version)
+    return connect(info.kind, info.replica_id, info.url)

@@ -9,6 +9,7 @@ NULL = Raw(b"null")
 NO_JSON = (ValueError, TypeError, LookupError, OverflowError, RecursionError)
 """The errors of a decoder, and of values that are of another kind than expected."""
 
+_OPENING = ord("[")
 _LINE_ENDS = [(character.encode(), f"\\u{ord(character):04x}".encode()) for character in "\u0085\u2028\u2029"]
 
 decoded = msgspec.json.Decoder().decode
@@ -41,13 +42,13 @@ def event(body: Any) -> bytes:
 
 def inside_list(value: Raw) -> bytes | None:
     """Return the items of a list without its brackets; None for null. Raise `ValueError` for another value."""
+    if value == NULL:
+        return None
     content = bytes(value)
-    if content[:1] == b"[":
-        inside = content[1:-1]
-        return b"" if inside.isspace() else inside
-    if content != b"null":
+    if content[0] != _OPENING:
         raise ValueError(f"a value is {content!r:.80}, no list")
-    return None
+    inside = content[1:-1]
+    return b"" if inside.isspace() else inside
 
 
 def list_of(items: bytes | bytearray | None) -> Raw | None:

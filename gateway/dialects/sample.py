@@ -169,7 +169,7 @@ class Sample:
 
     def add_told(self, told: Json) -> None:
         """Take a choice that was told to a client."""
-        self.add(Choice.read(Raw(encoded(told))))
+        self.add(Choice.read(encoded(told)))
 
     def restore(self, told: Json) -> None:
         """Take what a record or a reply has of it; `told` has the spans of all its tokens."""

@@ -36,12 +36,7 @@ class Choice(Struct, array_like=True, gc=False):
     which it is the only choice."""
 
     @classmethod
-    def read(cls, written: bytes) -> "Choice":
-        """Return a choice as its engine wrote it. Raise one of `NO_JSON` where it is none."""
-        return cls._of(_choice(written), written)
-
-    @classmethod
-    def _of(cls, read: "_Choice", written: bytes) -> "Choice":
+    def of(cls, read: "_Choice", written: bytes) -> "Choice":
         token_ids, scores = inside_list(read.token_ids), None
         num_tokens = token_ids.count(b",") + 1 if token_ids else 0
         if read.logprobs is not None:
@@ -94,8 +89,7 @@ class Chunk(Struct, array_like=True, gc=False):
         chunk = _chunk(event)
         # Several have their own fields each, or the last of many would be looked for among all.
         written = [event] if len(chunk.choices) == 1 else map(encoded, _fields_of_choices(fields_of(event)["choices"]))
-        choices = list(map(Choice._of, chunk.choices, written))
-        return cls(choices, chunk.usage, chunk.prompt_token_ids, event)
+        return cls(list(map(Choice.of, chunk.choices, written)), chunk.usage, chunk.prompt_token_ids, event)
 
     @property
     def head(self) -> Json:
@@ -118,10 +112,8 @@ def num_unscored(scores: dict[str, Any], made: int) -> int:
     """How many of the last `made` tokens lack their log-prob: NaN comes from engines as null. With `echo` the prompt's
     log-probs come before those of the tokens. Lists are decoded, or their items as JSON."""
     values = scores.get("token_logprobs") or scores.get("content")
-    if not values or not made:
-        return 0
-    # One letter is found many times faster, and numbers have none.
-    if isinstance(values, bytes) and (b"n" not in values or b"null" not in values):
+    # Numbers have no letter, and one letter is found many times faster than a word.
+    if not values or not made or (isinstance(values, bytes) and (b"n" not in values or b"null" not in values)):
         return 0
     entries = decoded(b"[" + values + b"]") if isinstance(values, bytes) else values
     return sum((entry["logprob"] if isinstance(entry, dict) else entry) is None for entry in entries[-made:])
@@ -153,5 +145,4 @@ class _Chunk(Struct, gc=False):
 
 _CHOICE_FIELDS = frozenset(_Choice.__struct_fields__)
 _chunk = msgspec.json.Decoder(_Chunk).decode
-_choice = msgspec.json.Decoder(_Choice).decode
 _fields_of_choices = msgspec.json.Decoder(list[dict[str, Raw]]).decode

@@ -9,7 +9,6 @@ NULL = Raw(b"null")
 NO_JSON = (ValueError, TypeError, LookupError, OverflowError, RecursionError)
 """The errors of a decoder, and of values that are of another kind than expected."""
 
-_OPENING = ord("[")
 _LINE_ENDS = [(character.encode(), f"\\u{ord(character):04x}".encode()) for character in "\u0085\u2028\u2029"]
 
 decoded = msgspec.json.Decoder().decode
@@ -45,7 +44,7 @@ def inside_list(value: Raw) -> bytes | None:
     if value == NULL:
         return None
     content = bytes(value)
-    if content[0] != _OPENING:
+    if content[:1] != b"[":
         raise ValueError(f"a value is {content!r:.80}, no list")
     inside = content[1:-1]
     return b"" if inside.isspace() else inside

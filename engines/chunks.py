@@ -32,8 +32,7 @@ class Choice(Struct, array_like=True, gc=False):
     weight_versions: list[Json] | None = None
     delta: Json | None = None
     written: bytes = b"{}"
-    """JSON of the fields that are not among those; others in it do not count, unless they are null. Or the chunk of
-    which it is the only choice."""
+    """JSON of the fields that are not among those, or of its chunk; the others do not count, unless they are null."""
 
     @classmethod
     def of(cls, read: "_Choice", written: bytes) -> "Choice":
@@ -96,12 +95,11 @@ class Chunk(Struct, array_like=True, gc=False):
         """The fields beside the choices."""
         return {key: decoded(value) for key, value in fields_of(self.written).items() if key not in _BESIDE_HEAD}
 
-    def shed(self, *, has_head: bool) -> "Chunk":
-        """Return it without what it has twice, and without its head where that was told."""
+    def shed(self, *, has_head: bool) -> None:
+        """Drop what it has twice, and its head where that was told."""
         self.written = encoded(self.head) if has_head else b"{}"
         for choice in self.choices:
             choice.written = encoded(choice.others)
-        return self
 
     def decoded(self) -> Json:
         """The chunk as its engine wrote it, decoded."""

@@ -105,14 +105,24 @@ def tied_names(folder: Path) -> tuple[tuple[str, ...], ...]:
     """
     config = read_config(folder)
     found = json.loads(config or "{}")
+    if found.get(_TIES) is False:
+        return ()
     text = found.get("text_config") or found
     files = read_spans(folder).items()
-    tables = [(file, span) for file, spans in files for span in spans if _has_rows(span, text.get("vocab_size"))]
-    alike = defaultdict[str, list[str]](list)
-    for file, span in tables if len(tables) > 1 else ():
-        alike[f"{span.dtype} {span.shape} {_digest(folder / file, span)}"].append(span.name)
-    groups = tuple(tuple(sorted(group)) for group in alike.values() if len(group) > 1)
+    tables = [(folder / file, span) for file, spans in files for span in spans]
+    alike = [[(file, span) for file, span in tables if _has_rows(span, text.get("vocab_size"))]]
+    for most in (_PIECE_BYTES, None):  # those that differ do so at once
+        alike = [same for group in alike if len(group) > 1 for same in _alike(group, most)]
+    groups = tuple(tuple(sorted(span.name for _, span in group)) for group in alike if len(group) > 1)
     return groups if groups and ties_embeddings(config) else ()
+
+
+def _alike(tables: Sequence[tuple[Path, Span]], most: int | None) -> list[list[tuple[Path, Span]]]:
+    """Group tensors of files by dtype, shape and their first `most` bytes, all if None."""
+    found = defaultdict[str, list[tuple[Path, Span]]](list)
+    for file, span in tables:
+        found[f"{span.dtype} {span.shape} {_digest(file, span, most)}"].append((file, span))
+    return list(found.values())
 
 
 def ties_embeddings(config: str) -> bool:
@@ -140,8 +150,8 @@ def _has_rows(span: Span, number: object) -> bool:
     return len(span.shape) == 2 and span.shape[0] == number
 
 
-def _digest(file: Path, span: Span) -> str:
-    digest, left = blake2b(), span.num_bytes
+def _digest(file: Path, span: Span, most: int | None) -> str:
+    digest, left = blake2b(), min(span.num_bytes, most or span.num_bytes)
     with file.open("rb") as stream:
         stream.seek(span.begin)
         while left and (piece := stream.read(min(left, _PIECE_BYTES))):

@@ -27,11 +27,11 @@ from engines.types import EngineKind, ReplicaInfo
 
 log = structlog.get_logger()
 
-# Engines take 32 bit seeds; half of them leaves room for engine.seed on top.
-_SEEDS = 2**31
 _LOOPBACK = "127.0.0.1"
 _ASK_TIMEOUT_S = 5.0
 _ASK_EVERY_S = 0.5
+_APART_S = 20.0
+"""An engine that ends sooner after it was started again is left to Serve, which starts a whole replica."""
 
 
 class EngineReplica:
@@ -44,22 +44,51 @@ class EngineReplica:
         # Serve's replica tag, not its rank: Serve reuses ranks, and two replicas with the same name or seed would be
         # confused and would draw the same samples.
         context = serve.get_replica_context()
-        index = zlib.crc32(context.replica_tag.encode()) % _SEEDS
+        index = zlib.crc32(context.replica_tag.encode())
         self._app_name = context.app_name
-        self._drain_timeout_s = config.drain_timeout_s
+        self._config = config
         self._server = _server(config, f"{group}-{context.replica_tag}", group, index, hidden)
+        self._reader: ReaderThread | None = None
         self._forwarder: Forwarder | None = None
         self._from_afar: ReplicaInfo | None = None
         self._opening = asyncio.Lock()
+        self._is_starting = True
+        await self._start()
+        self._keeper = asyncio.create_task(self._keep())
+
+    async def _start(self) -> None:
         info = replace(await self._server.start(), node=ray.get_runtime_context().get_node_id())
-        self._reader = reader = ReaderThread(lambda: _client(config, info))
+        reader = ReaderThread(lambda: _client(self._config, info))
         await asyncio.to_thread(reader.start)
-        self._info = replace(info, reader=await reader.open(_LOOPBACK), reader_key=reader.key)
+        info = replace(info, reader=await reader.open(_LOOPBACK), reader_key=reader.key)
+        async with self._opening:
+            await self._end_reading()  # of the predecessor
+            self._info, self._reader, self._forwarder, self._from_afar = info, reader, None, None
+        self._is_starting = False
+
+    async def _end_reading(self) -> None:
+        if self._reader is not None:
+            await asyncio.to_thread(self._reader.stop)
+        if self._forwarder is not None:
+            await self._forwarder.close()
+
+    async def _keep(self) -> None:
+        """Start the engine again whenever it has ended: Serve would notice after seconds, and start a replica too."""
+        restarted = -_APART_S
+        while isinstance(self._server, EngineServer):
+            await self._server.ended()
+            if time.monotonic() < restarted + _APART_S:
+                return
+            self._is_starting = True
+            log.warning("the engine has ended, and is started again", replica=self._info.replica_id)
+            await self._server.stop()
+            await self._start()
+            restarted = time.monotonic()
 
     def incarnation(self) -> tuple[str, int]:
         """Return the id of this engine start, and of a process of it that is stopped: a cheap call, made each second,
         that shows a restart and a stop."""
-        return self._info.incarnation, self._server.stopped
+        return self._info.incarnation, 0 if self._is_starting else self._server.stopped
 
     async def describe(self, node: str) -> ReplicaInfo:
         """Return the replica's description, with an engine URL and a reader that a gateway on `node` can reach.
@@ -70,6 +99,7 @@ class EngineReplica:
             return self._info
         async with self._opening:
             if self._from_afar is None:
+                assert self._reader is not None
                 host = ray.util.get_node_ip_address()
                 info = replace(self._info, reader=await self._reader.open(host))
                 if info.kind is not EngineKind.EXTERNAL:
@@ -79,19 +109,24 @@ class EngineReplica:
             return self._from_afar
 
     async def check_health(self) -> None:
-        """Raise if the engine or its reader does not serve; Serve then restarts the replica."""
-        await self._server.check()
-        if not self._reader.is_alive:
+        """Raise if the engine does not serve, unless it is being started again, or if its reader has ended; Serve then
+        restarts the replica."""
+        if self._keeper.done():
+            self._keeper.result()  # its error
+        if not self._is_starting:
+            await self._server.check()
+        if self._reader is None or not self._reader.is_alive:
             raise EngineError("the thread that reads the engine has ended", replica_id=self._info.replica_id)
 
     async def __del__(self) -> None:
         """Drain and stop. Serve awaits this on removal, for at most graceful_shutdown_timeout_s."""
+        if hasattr(self, "_keeper"):
+            self._keeper.cancel()
+            await asyncio.gather(self._keeper, return_exceptions=True)
         if hasattr(self, "_info"):
             await self._drained()
-        if hasattr(self, "_reader"):
-            await asyncio.to_thread(self._reader.stop)
-        if hasattr(self, "_forwarder") and self._forwarder is not None:
-            await self._forwarder.close()
+        if hasattr(self, "_opening"):
+            await self._end_reading()
         if hasattr(self, "_server"):
             await self._server.stop()
 
@@ -100,7 +135,7 @@ class EngineReplica:
 
         Serve reports a removal only to the replica, so the replica reports it to the gateway.
         """
-        deadline = time.monotonic() + self._drain_timeout_s
+        deadline = time.monotonic() + self._config.drain_timeout_s
         try:
             if not await self._app_goes_on():
                 return

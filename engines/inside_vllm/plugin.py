@@ -1,16 +1,21 @@
 """vLLM general plugin: registers the gloo weight transfer backend in every vLLM process. `gloo_receiver.py` has it.
 
-On CPU it also gives vLLM a quick start, and AMX. It lets several API processes share LoRA adapters.
+It also makes vLLM fork the processes that it would spawn, gives it AMX, and lets several API processes share LoRA
+adapters.
 """
 
 import contextlib
 import multiprocessing
 import os
 import tempfile
+from collections.abc import Callable
+from multiprocessing.context import ForkContext, ForkProcess
 from pathlib import Path
+from typing import Any
 
-FORK_CORE = "ROLLOUT_GATEWAY_FORK_CORE"
-"""Environment variable: 1 forks vLLM's engine core from its API server."""
+METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
+"""vLLM's environment variable: fork makes it fork core and workers unless CUDA is initialized, and with us its
+API processes. Without the variable its command spawns."""
 
 SHARED_ADAPTERS = "ROLLOUT_GATEWAY_SHARED_ADAPTERS"
 """Environment variable: folder, in the engine's temporary one, of the LoRA adapters of all its API processes."""
@@ -27,8 +32,8 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine(
             "gloo", "engines.inside_vllm.gloo_receiver", "GlooWeightTransferEngine"
         )
-    if os.environ.get(FORK_CORE) == "1":
-        _fork_the_core()
+    if os.environ.get(METHOD) == "fork":
+        _fork_processes()
     if multiprocessing.current_process().name.startswith(_API_PROCESS):
         _share_adapters()
     _permit_amx()
@@ -43,15 +48,47 @@ def _permit_amx() -> None:
         torch.cpu._init_amx()
 
 
-def _fork_the_core() -> None:
-    """Make vLLM fork its engine core, as on GPUs.
+def _fork_processes() -> None:
+    """Make vLLM fork where it spawns all the same: a spawned process imports all modules again, which takes seconds.
 
-    On CPU vLLM spawns the core, which imports all modules a second time: seconds of CPU for each start. It needs a
-    spawn where OpenMP's threads are bound to cores; with one thread a fork is enough.
+    On CPU vLLM sets the variable to spawn, which it needs where OpenMP's threads are bound to cores. API processes use
+    no GPU.
     """
-    from vllm.v1.engine import utils
+    from vllm.v1 import utils
+    from vllm.v1.engine import utils as of_the_core
 
-    utils.get_mp_context = lambda: multiprocessing.get_context("fork")
+    def forking(chosen: Callable[[], Any] = of_the_core.get_mp_context) -> Any:
+        os.environ[METHOD] = "fork"
+        return chosen()
+
+    of_the_core.get_mp_context = forking
+    utils.multiprocessing = _Forking()
+
+
+class _Forking:
+    """The module `multiprocessing` where every context forks."""
+
+    def get_context(self, _method: str | None = None) -> ForkContext:
+        return _ForkContext()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(multiprocessing, name)
+
+
+class _ApiProcess(ForkProcess):
+    """Has its parent's modules: it does not load plugins again, nor does prometheus_client see by itself that it is one
+    of several processes."""
+
+    def run(self) -> None:
+        from prometheus_client import values
+
+        values.ValueClass = values.get_value_class()  # type: ignore[no-untyped-call]
+        _share_adapters()
+        super().run()
+
+
+class _ForkContext(ForkContext):
+    Process = _ApiProcess
 
 
 def _share_adapters() -> None:

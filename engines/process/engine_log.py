@@ -47,6 +47,15 @@ _STAGES = tuple(
 )
 
 
+_KV_MEMORY = re.compile(r"`--kv-cache-memory=(\d+)` \([^)]*\) to fit into requested memory")
+
+
+def measured_kv_memory(log: str) -> int | None:
+    """Return the bytes of KV cache that fit by vLLM's measurement, those of its worker with the least; None where the
+    log does not say."""
+    return min(map(int, _KV_MEMORY.findall(log)), default=None)
+
+
 def check_log_folder(config: EngineConfig, section: str) -> None:
     """Raise `ConfigError` where no log can be written."""
     try:

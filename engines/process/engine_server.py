@@ -7,16 +7,17 @@ import textwrap
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from http import HTTPStatus
 from pathlib import Path
 
 from engines.checkpoint import known_tensors, read_config, served_in, tied_names
 from engines.clients.connect import connect
 from engines.config import DEFAULT_LOG_DIR, EngineConfig
 from engines.engine import Engine, Preparation
-from engines.errors import DeadlineExceeded, EngineError, EngineStartFailed
+from engines.errors import DeadlineExceeded, EngineError, EngineFailed, EngineStartFailed
 from engines.model_folder import is_quantised, model_folder
 from engines.process.diagnosis import diagnose, last_error
-from engines.process.engine_log import check_log_folder, doing, forget_old_logs
+from engines.process.engine_log import check_log_folder, doing, forget_old_logs, measured_kv_memory
 from engines.process.launch import VLLM_WORKER, engine_command
 from engines.process.port import HeldPort
 from engines.process.process import Command, EngineProcess
@@ -28,11 +29,15 @@ _GPUS_TIMEOUT_S = 10.0
 # The only failure after which SGLang neither serves nor ends.
 _NO_PORT = "error while attempting to bind on address"
 _COARSE_INTERVAL = 16
+# Engines take 32 bit seeds; half of them leaves room for engine.seed on top.
+_SEEDS = 2**31
+_FROM_START_TO_START = 1_000_003
+"""The seeds of a replica's engines are so far apart, that they are not those of its peers."""
 
 
 class EngineServer:
-    """One engine process and what is known of it. `index` sets its seed apart from its peers'; `hidden` names variables
-    that it does not inherit."""
+    """One engine process and what is known of it; it can be started again. `index` sets its seed apart from its peers';
+    `hidden` names variables that it does not inherit."""
 
     def __init__(
         self,
@@ -53,18 +58,25 @@ class EngineServer:
         self._port: HeldPort | None = None
         self._process: EngineProcess | None = None
         self._engine: Engine | None = None
+        self._is_dead = False
+        self._starts = 0
+        self._described: ReplicaInfo | None = None
+        self._kv_memory: int | None = None
+        """Bytes of KV cache that vLLM has measured in an earlier start. Given, they spare it a capture of graphs."""
 
     async def start(self) -> ReplicaInfo:
         """Start, wait for health, warm up. Raises `EngineStartFailed`, whose first line gives the reason, and
         `ConfigError` where nothing can be started. A start that fails or is cancelled leaves no process.
 
-        A failure that may be transient is retried once here, since Serve is configured to give up at the first.
+        A failure that may be transient is retried once here, since Serve is configured to give up at the first. So is
+        one with the KV cache of an earlier start, which is then measured again.
         """
         try:
             return await self._start_once()
         except EngineStartFailed as error:
-            if not error.may_pass:
+            if not error.may_pass and self._kv_memory is None:
                 raise
+            self._kv_memory = None
             return await self._start_once()
 
     async def check(self) -> None:
@@ -74,7 +86,19 @@ class EngineServer:
         if (code := self._process.exit_code) is not None:
             why, _ = self._why(self._process, f"the engine ended with {code}")
             raise EngineError(f"{why}\n{_last_words(self._process)}", replica_id=self._replica_id)
-        await self._engine.health(_PROBE_TIMEOUT_S)
+        try:
+            await self._engine.health(_PROBE_TIMEOUT_S)
+        except EngineFailed as error:
+            # vLLM's main process goes on for seconds after its core.
+            self._is_dead = error.status == HTTPStatus.SERVICE_UNAVAILABLE
+            raise
+        await self._process.keep_warm()
+
+    async def ended(self) -> None:
+        """Return when the engine that was started has ended, or has told a check that it will not serve again."""
+        assert self._process is not None
+        while self._process.exit_code is None and not self._is_dead:  # noqa: ASYNC110 a process ends without an event
+            await asyncio.sleep(_PROBE_INTERVAL_S)
 
     @property
     def stopped(self) -> int:
@@ -91,6 +115,7 @@ class EngineServer:
 
     async def _start_once(self) -> ReplicaInfo:
         await self.stop()
+        self._is_dead = False
         try:
             return await self._started()
         except BaseException:  # also a cancelled start: its engine would keep the GPU
@@ -99,19 +124,24 @@ class EngineServer:
 
     async def _started(self) -> ReplicaInfo:
         self._port = HeldPort()
-        config, port = self._config, self._port.number
+        known = {} if self._kv_memory is None else {"kv_cache_memory_bytes": self._kv_memory}
+        config, port = self._config.model_copy(update=known), self._port.number
         await asyncio.to_thread(check_log_folder, config, self._section)
         log_path = config.log_folder / f"{self._replica_id}-{time.strftime('%Y%m%d-%H%M%S')}-{port}.log"
         if config.log_dir == DEFAULT_LOG_DIR:
             await asyncio.to_thread(forget_old_logs, config.log_folder)
-        command = await asyncio.to_thread(engine_command, config, port=port, index=self._index)
+        # An engine that is started again shall not draw the samples of its predecessor.
+        index = (self._index + self._starts * _FROM_START_TO_START) % _SEEDS
+        self._starts += 1
+        command = await asyncio.to_thread(engine_command, config, port=port, index=index)
         has_tee = config.kind is EngineKind.SIM or VLLM_WORKER in command.argv
         command = replace(command, hidden=self._hidden)
         self._process = process = self._new_process(command, log_path, config.stop_timeout_s)
         self._engine = engine = connect(config.kind, self._replica_id, f"http://127.0.0.1:{port}", has_tee=has_tee)
-        process.start()
         try:
             async with asyncio.timeout(config.start_timeout_s):
+                if not await process.start_warm():
+                    process.start()
                 await self._healthy(process, engine)
                 # The first request of a new engine takes seconds; rollouts should not pay for it.
                 warm_up = {"model": config.served_name, "prompt": [3, 4, 5, 6], "max_tokens": 2, "temperature": 0}
@@ -119,6 +149,8 @@ class EngineServer:
                 info = await self._describe(process, engine)
                 # Else another server has answered, which took the port between the draw and the bind.
                 self._check_own(process)
+                self._described = info
+                self._kv_memory = measured_kv_memory(process.log_tail()) or self._kv_memory
                 return info
         except TimeoutError:
             why, may_pass = self._why_late(process), False
@@ -164,18 +196,22 @@ class EngineServer:
     async def _describe(self, process: EngineProcess, engine: Engine) -> ReplicaInfo:
         # The start as a whole has this limit: a slow machine may need any part of it for any answer.
         limit_s = self._config.start_timeout_s
-        models, version, world, routes = await asyncio.gather(
-            *(
-                engine.ask("GET", path, None, limit_s)
-                for path in ("/v1/models", "/version", "/get_world_size", "/openapi.json")
-            )
+        models, version, world = await asyncio.gather(
+            *(engine.ask("GET", path, None, limit_s) for path in ("/v1/models", "/version", "/get_world_size"))
         )
+        visible = self._config.env.get("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES"))
+        before = self._described
+        if before is not None and before.engine_version == version["version"]:
+            # vLLM takes a second to list its routes, and the driver to list GPUs.
+            capabilities, gpus = before.capabilities, before.gpus
+        else:
+            capabilities = frozenset((await engine.ask("GET", "/openapi.json", None, limit_s))["paths"])
+            gpus = await asyncio.to_thread(gpus_of, "" if self._config.device == "cpu" else visible)
         tensors = expected_tensors(self._config)
         config, tied = await asyncio.to_thread(_names_of, self._config) if tensors else ("", ())
         updates = Preparation()
         if not self._config.frozen:
             updates = await engine.prepare_updates(tensors or (), config, tied, limit_s)
-        visible = self._config.env.get("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES"))
         return ReplicaInfo(
             replica_id=self._replica_id,
             incarnation=f"{process.pid}@{time.time_ns()}",
@@ -187,9 +223,9 @@ class EngineServer:
             max_model_len=models["data"][0]["max_model_len"],
             max_num_seqs=self._config.max_num_seqs,
             engine_version=version["version"],
-            capabilities=frozenset(routes["paths"]),
+            capabilities=capabilities,
             gpu_ids=tuple(int(gpu) for gpu in (visible or "").split(",") if gpu.isdigit()),
-            gpus=await asyncio.to_thread(gpus_of, visible) if self._config.device != "cpu" else (),
+            gpus=gpus,
             dialect=Dialect.SGLANG if self._config.kind is EngineKind.SGLANG else Dialect.VLLM,
             streams=streams_coarsely(self._config),
             has_tee=updates.has_tee,

@@ -3,22 +3,25 @@
 import json
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from engines.config import EngineConfig
 from engines.errors import ConfigError
-from engines.inside_vllm.plugin import FORK_CORE, SHARED_ADAPTERS
+from engines.inside_vllm.plugin import METHOD, SHARED_ADAPTERS
 from engines.levers import LEVERS, Lever
 from engines.process.interpreter import Interpreter, interpreter_of
 from engines.process.process import Command
+from engines.process.warm_start import Preload
 from engines.types import OLDEST, Dialect, EngineKind, is_too_old, release
 
 # Words before the model: `vllm serve`, or the server module for the CPU build, since `vllm serve` looks up the version
 # of a distribution named vllm.
 _CLI = ("vllm.entrypoints.cli.main", "serve")
 _SERVER = ("vllm.entrypoints.launchers.api_server.entry", "--model")
+# What its processes import beside that, first and last.
+_VLLM_MODULES = ("vllm.v1.engine.async_llm", "vllm.v1.engine.core", "engines.inside_vllm.worker")
 _SPANS = "engines.inside_vllm.spans.VersionSpans"
 
 _SGLANG_ENTRY = Path(__file__).resolve().parents[1] / "inside_sglang" / "entry"
@@ -38,7 +41,7 @@ _VLLM_ENV = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
 # batch with log-probabilities takes milliseconds instead of 20 s.
 _VLLM_CPU_ENV = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
 # No worker process, and a core that is forked: each is a third less start time.
-_VLLM_SINGLE_ENV = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", FORK_CORE: "1"}
+_VLLM_SINGLE_ENV = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", METHOD: "fork"}
 
 VLLM_WORKER = "engines.inside_vllm.worker.WeightWorker"
 """The extension of vLLM's workers, used if rollout-gateway is installed beside vLLM."""
@@ -176,7 +179,13 @@ def _vllm_command(config: EngineConfig, port: int, seed: int) -> Command:
         env |= _takes_adapters(config, interpreter, vllm)
     if on_cpu:
         env |= _VLLM_CPU_ENV | (_VLLM_SINGLE_ENV if config.world_size == 1 else {})
-    return _command(entry, arguments, env | config.env)
+    elif vllm.has_plugin:
+        env |= {METHOD: "fork"}
+    command = _command(entry, arguments, env | config.env)
+    if not vllm.has_plugin:
+        return command
+    modules = [entry[2], *_VLLM_MODULES, f"vllm.v1.worker.{'cpu' if on_cpu else 'gpu'}_worker"]
+    return replace(command, preload=Preload(modules, vllm.version))
 
 
 def _takes_adapters(config: EngineConfig, interpreter: Interpreter, vllm: _Vllm) -> dict[str, str]:

@@ -16,6 +16,7 @@ import structlog
 
 from engines.process.engine_log import read_tail
 from engines.process.guard import descendants
+from engines.process.warm_start import Preload, WarmGuard, WarmProcess
 
 log = structlog.get_logger()
 
@@ -29,11 +30,15 @@ _KEYS = ("ROLLOUT_API_KEY", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command line. `env` is laid over the owner's environment, less `hidden` variables and our own keys."""
+    """A command line. `env` is laid over the owner's environment, less `hidden` variables and our own keys.
+
+    With `preload` it is `PYTHON -m MODULE ...`, and may be a fork of a process that has imported that.
+    """
 
     argv: Sequence[str]
     env: Mapping[str, str] = field(default_factory=dict)
     hidden: Sequence[str] = ()
+    preload: Preload | None = None
 
 
 class _LoggedProcess:
@@ -50,9 +55,12 @@ class _LoggedProcess:
                 stdin=stdin,
                 stdout=written,
                 stderr=subprocess.STDOUT,
-                env={**_inherited(self._command.hidden), **self._command.env},
+                env=self._environment(),
                 start_new_session=True,
             )
+
+    def _environment(self) -> dict[str, str]:
+        return {**_inherited(self._command.hidden), **self._command.env}
 
     def _opened_log(self) -> BinaryIO:
         """Open the log with the command as its first line. Its owner alone may read it: engines write requests that
@@ -116,8 +124,30 @@ class EngineProcess(_LoggedProcess):
     def __init__(self, command: Command, log_path: Path, stop_timeout_s: float) -> None:
         super().__init__(replace(command, env={**command.env, MARK: "1"}), log_path)
         self._stop_timeout_s = stop_timeout_s
-        self._guard: subprocess.Popen[bytes] | None = None
+        self._guard: subprocess.Popen[bytes] | WarmGuard | None = None
+        self._warm: WarmProcess | None = None
         self._tree: list[int] = []
+
+    async def start_warm(self) -> bool:
+        """Start it as a fork of the warm process of its environment, which is started if there is none. Return False
+        where that is not possible: then nothing was started."""
+        if self._command.preload is None:
+            return False
+        python, _, *words = self._command.argv
+        self._warm = await asyncio.to_thread(WarmProcess, python, self._command.preload, self._environment())
+        with self._opened_log() as written:
+            self._guard = await self._warm.guard(words, written, self._stop_timeout_s)
+        if self._guard is None:
+            self._warm = None
+            log.warning("an engine starts without its warm process, and imports by itself", log=str(self.log_path))
+        return self._guard is not None
+
+    async def keep_warm(self) -> None:
+        """Replace the warm process that this engine came from if it has ended, once."""
+        if self._warm is not None:
+            with contextlib.suppress(OSError):  # the next start tries again
+                if await asyncio.to_thread(self._warm.ensure):
+                    self._warm = None
 
     def start(self) -> None:
         guarded = [sys.executable, "-m", "engines.process.guard", str(self._stop_timeout_s), *self._command.argv]

@@ -13,6 +13,7 @@ transformers = pytest.importorskip("transformers")
 
 from safetensors.torch import load_file
 
+from engines import checkpoint
 from engines.checkpoint import tied_names, ties_embeddings
 from engines.checkpoint_names import CheckpointNames, Incoming, announced_as
 from engines.errors import InvalidRequest
@@ -137,6 +138,30 @@ def test_a_stored_head_is_tied_where_its_bytes_are_the_embeddings(
     save_file({"model.embed_tokens.weight": embed, "lm_head.weight": head}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 64, **said}))
     assert tied_names(tmp_path) == ((("lm_head.weight", "model.embed_tokens.weight"),) if is_equal else ())
+
+
+def test_a_head_that_differs_in_its_last_bytes_alone_is_not_tied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from safetensors.torch import save_file
+
+    monkeypatch.setattr(checkpoint, "_PIECE_BYTES", 64)
+    embed = torch.rand(64, 16)
+    head = embed.clone()
+    head[-1, -1] += 1
+    save_file({"model.embed_tokens.weight": embed, "lm_head.weight": head}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 64, "tie_word_embeddings": True}))
+    assert tied_names(tmp_path) == ()
+
+
+def test_tables_are_not_read_where_nothing_is_tied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from safetensors.torch import save_file
+
+    embed = torch.rand(64, 16)
+    save_file({"model.embed_tokens.weight": embed, "lm_head.weight": embed.clone()}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 64, "tie_word_embeddings": False}))
+    monkeypatch.setattr(checkpoint, "read_spans", None)
+    assert tied_names(tmp_path) == ()
 
 
 @pytest.mark.parametrize(

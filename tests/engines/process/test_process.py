@@ -97,14 +97,14 @@ async def test_an_engine_inherits_its_owner_s_environment_without_keys(
 ) -> None:
     for name in ("ROLLOUT_GATEWAY_GATEWAY__ADMIN_KEYS", "ROLLOUT_API_KEY", "RAY_AUTH_TOKEN", "OWN_KEY", "HF_TOKEN"):
         monkeypatch.setenv(name, "hunter2")
-    command = Command(["env"], env={"ROLLOUT_GATEWAY_FORK_CORE": "1"}, hidden=["OWN_KEY"])
+    command = Command(["env"], env={"ROLLOUT_GATEWAY_OF_ENGINES": "1"}, hidden=["OWN_KEY"])
     process = EngineProcess(command, tmp_path / "engine.log", 1.0)
     process.start()
     assert code_of(process) == 0
     await process.stop()
     found = {line.partition("=")[0] for line in process.last_words(lines=1000).splitlines() if "=hunter2" in line}
     assert found == {"HF_TOKEN"}  # the engine downloads models with it
-    assert "ROLLOUT_GATEWAY_FORK_CORE=1" in process.last_words(lines=1000)
+    assert "ROLLOUT_GATEWAY_OF_ENGINES=1" in process.last_words(lines=1000)
 
 
 def test_the_log_is_its_owner_s_alone(start_script: StartScript) -> None:

@@ -1,4 +1,4 @@
-"""Gives vLLM a `Halt`: its worker has the method `halt_at`, for /collective_rpc."""
+"""Gives the vLLM of this process a `Halt`, by its import: its worker has the method `halt_at`, for /collective_rpc."""
 
 import functools
 from collections.abc import Callable
@@ -10,8 +10,9 @@ _halt = Halt()
 """Of this process, which has the scheduler and the only worker."""
 
 
+@functools.cache
 def install() -> None:
-    """Call it before there is an engine core in this process, or in one that is forked from it."""
+    """Also the function of a vLLM plugin, for an engine that starts by itself. Once for a process and its forks."""
     from vllm.v1.core.sched.interface import PauseState
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.worker.worker_base import WorkerBase
@@ -26,3 +27,6 @@ def install() -> None:
 
     Scheduler.schedule = halting
     WorkerBase.halt_at = lambda _, samples, tokens: _halt.at(samples, tokens)
+
+
+install()

@@ -21,13 +21,12 @@ from engines.errors import RolloutGatewayError
 from engines.process.engine_server import EngineServer
 from engines.process.launch import engine_command
 from engines.process.port import free_port
-from engines.process.process import EngineProcess
+from engines.process.process import Command, EngineProcess
 from engines.types import EngineKind, PauseMode, ReplicaInfo
 from gateway.config.schema import Config
 from gateway.http.listener import Listener
 from sim.model import CHECKPOINT_VERSION
 from tests.rigs.engines.engine_brake import BRAKES, VllmBrake
-from tests.rigs.engines.forked_vllm import engine_process
 
 START_TIMEOUT_S = 600.0
 REQUEST_TIMEOUT_S = 600.0
@@ -289,6 +288,16 @@ def _engine_server(name: str, group: EngineConfig, index: int) -> EngineServer:
     return EngineServer(group, replica_id=f"{name}-{index}", group=name, index=index, process=engine_process)
 
 
+def engine_process(command: Command, log_path: Path, stop_timeout_s: float) -> EngineProcess:
+    """As in production, with a `Halt` in a vLLM."""
+    preload = command.preload
+    if preload is not None:
+        preload = replace(preload, modules=[*preload.modules, "tests.rigs.engines.halting"])
+    # pytest's variable, which has the name of the test, would make an environment of its own for each.
+    hidden = [*command.hidden, "PYTEST_CURRENT_TEST"]
+    return EngineProcess(replace(command, preload=preload, hidden=hidden), log_path, stop_timeout_s)
+
+
 async def _start_all(servers: Sequence[Server]) -> list[ReplicaInfo]:
     return list(await asyncio.gather(*(server.start() for server in servers)))
 
@@ -319,7 +328,7 @@ def served(model: Path, log_dir: Path, **levers: Any) -> Iterator[str]:
     port = free_port()
     command = engine_command(config, port=port, index=0)
     process = engine_process(command, log_dir / f"vllm-{port}.log", config.stop_timeout_s)
-    process.start()
+    assert asyncio.run(process.start_warm())
     try:
         url = f"http://127.0.0.1:{port}"
         wait_for_health(url, process)

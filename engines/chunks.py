@@ -32,25 +32,25 @@ class Choice(Struct, array_like=True, gc=False):
     weight_versions: list[Json] | None = None
     delta: Json | None = None
     written: bytes = b"{}"
-    """JSON of the fields that are not among those; others in it do not count, unless they are null."""
+    """JSON of the fields that are not among those, or of its chunk; the others do not count, unless they are null."""
 
     @classmethod
-    def read(cls, written: Raw) -> "Choice":
-        """Return a choice as its engine wrote it. Raise one of `NO_JSON` where it is none."""
-        read = _choice(written)
+    def of(cls, read: "_Choice", written: bytes) -> "Choice":
         token_ids, scores = inside_list(read.token_ids), None
         num_tokens = token_ids.count(b",") + 1 if token_ids else 0
         if read.logprobs is not None:
             scores = {key: inside_list(value) for key, value in read.logprobs.items()}
         return cls(
             read.index, read.finish_reason, read.text, token_ids, num_tokens, inside_list(read.prompt_token_ids),
-            scores, num_unscored(scores, num_tokens) if scores else 0, read.weight_versions, read.delta, bytes(written),
+            scores, num_unscored(scores, num_tokens) if scores else 0, read.weight_versions, read.delta, written,
         )  # fmt: skip
 
     @property
     def others(self) -> dict[str, Raw]:
         """The fields that are not among those, as their engine wrote them, and null ones."""
         told = fields_of(self.written)
+        if "choices" in told:
+            (told,) = _fields_of_choices(told["choices"])
         return {key: value for key, value in told.items() if key not in _CHOICE_FIELDS or value == NULL}
 
     @property
@@ -85,22 +85,21 @@ class Chunk(Struct, array_like=True, gc=False):
     @classmethod
     def read(cls, event: bytes) -> "Chunk":
         """Return a chunk as its engine wrote it. Raise one of `NO_JSON` where it is none."""
-        if not event.isascii():
-            event.decode()  # raw values are not checked for UTF-8
         chunk = _chunk(event)
-        return cls(list(map(Choice.read, chunk.choices)), chunk.usage, chunk.prompt_token_ids, event)
+        # Several have their own fields each, or the last of many would be looked for among all.
+        written = [event] if len(chunk.choices) == 1 else map(encoded, _fields_of_choices(fields_of(event)["choices"]))
+        return cls(list(map(Choice.of, chunk.choices, written)), chunk.usage, chunk.prompt_token_ids, event)
 
     @property
     def head(self) -> Json:
         """The fields beside the choices."""
         return {key: decoded(value) for key, value in fields_of(self.written).items() if key not in _BESIDE_HEAD}
 
-    def shed(self, *, has_head: bool) -> "Chunk":
-        """Return it without what it has twice, and without its head where that was told."""
+    def shed(self, *, has_head: bool) -> None:
+        """Drop what it has twice, and its head where that was told."""
         self.written = encoded(self.head) if has_head else b"{}"
         for choice in self.choices:
             choice.written = encoded(choice.others)
-        return self
 
     def decoded(self) -> Json:
         """The chunk as its engine wrote it, decoded."""
@@ -111,7 +110,8 @@ def num_unscored(scores: dict[str, Any], made: int) -> int:
     """How many of the last `made` tokens lack their log-prob: NaN comes from engines as null. With `echo` the prompt's
     log-probs come before those of the tokens. Lists are decoded, or their items as JSON."""
     values = scores.get("token_logprobs") or scores.get("content")
-    if not values or not made or (isinstance(values, bytes) and b"null" not in values):
+    # Numbers have no letter, and one letter is found many times faster than a word.
+    if not values or not made or (isinstance(values, bytes) and (b"n" not in values or b"null" not in values)):
         return 0
     entries = decoded(b"[" + values + b"]") if isinstance(values, bytes) else values
     return sum((entry["logprob"] if isinstance(entry, dict) else entry) is None for entry in entries[-made:])
@@ -136,11 +136,11 @@ class _Choice(Struct, gc=False):
 
 
 class _Chunk(Struct, gc=False):
-    choices: list[Raw]
+    choices: list[_Choice]
     usage: Json | None = None
     prompt_token_ids: list[int] | None = None
 
 
 _CHOICE_FIELDS = frozenset(_Choice.__struct_fields__)
 _chunk = msgspec.json.Decoder(_Chunk).decode
-_choice = msgspec.json.Decoder(_Choice).decode
+_fields_of_choices = msgspec.json.Decoder(list[dict[str, Raw]]).decode

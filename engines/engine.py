@@ -3,7 +3,6 @@
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -108,19 +107,13 @@ class Engine(ABC):
         """Generate for one prompt (n samples) or one conversation; `path` is /v1/completions or
         /v1/chat/completions."""
 
-    @abstractmethod
-    def stream(self, path: str, body: Json, timeout_s: float) -> AsyncGenerator[Json]:
-        """Generate as `generate` does; yield the engine's chunks."""
-
     async def reply(self, path: str, body: Json, timeout_s: float) -> bytes:
         """Generate as `generate` does; return the reply as it was written, which may be no JSON."""
         return orjson.dumps(await self.generate(path, body, timeout_s))
 
-    async def events(self, path: str, body: Json, timeout_s: float) -> AsyncGenerator[list[bytes]]:
-        """Generate as `stream` does; yield the chunks as they were written, in lists of those that came together."""
-        async with aclosing(self.stream(path, body, timeout_s)) as chunks:
-            async for chunk in chunks:
-                yield [orjson.dumps(chunk)]
+    @abstractmethod
+    def events(self, path: str, body: Json, timeout_s: float) -> AsyncGenerator[list[bytes]]:
+        """Generate as `generate` does; yield the chunks in JSON, in lists of those that came together."""
 
     @abstractmethod
     async def weight_label(self, timeout_s: float) -> WeightLabel:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import uvloop
@@ -46,15 +47,10 @@ def own_process(serve: Serve, *arguments: object) -> Iterator[Served]:
 @contextmanager
 def own_processes(serve: Serve, each: Sequence[Sequence[object]]) -> Iterator[list[Served]]:
     """Run a server for each of these arguments, each in a process of its own; all start at once."""
-    context = multiprocessing.get_context("spawn")
     running = []
     try:
         for arguments in each:
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_run, args=(serve, arguments, theirs), daemon=True)
-            process.start()
-            theirs.close()
-            running.append((process, ours))
+            running.append(begun(serve, *arguments))
         yield [Served(_url(serve, pipe), process.pid or 0) for process, pipe in running]
     finally:
         for _, pipe in running:
@@ -62,6 +58,16 @@ def own_processes(serve: Serve, each: Sequence[Sequence[object]]) -> Iterator[li
         for process, _ in running:
             process.join(_STOP_S)
             process.kill()
+
+
+def begun(serve: Serve, *arguments: object) -> tuple[BaseProcess, Connection]:
+    """Begin to run a server. Its URL comes by the pipe, whose end here is to be closed to end it."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_run, args=(serve, arguments, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    return process, ours
 
 
 def _url(serve: Serve, pipe: Connection) -> str:

@@ -45,11 +45,11 @@ ROOT = Path(__file__).parents[1]
 LINES = {
     "gateway": 19532,
     "gateway/agents": 2374,
-    "engines": 12504,
+    "engines": 12485,
     "trainer_client": 4140,
     "sim": 2067,
     "tuning": 5127,
-    "loadtests": 8233,
+    "loadtests": 8191,
     "trainer_client/sessions": 730,
     "loadtests/sessions": 798,
 }

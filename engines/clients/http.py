@@ -5,7 +5,6 @@ import contextlib
 import errno
 from abc import ABC
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import aclosing
 from typing import Any, TypeVar
 
 import orjson
@@ -96,13 +95,6 @@ class HttpEngine(Engine, ABC):
                 if is_last:
                     return
         raise EngineUnreachable(f"{path} ended without [DONE]", replica_id=self.replica_id)
-
-    async def _chunks(self, path: str, body: Json, timeout_s: float) -> AsyncGenerator[Json]:
-        """Yield the events of a stream, decoded."""
-        async with aclosing(self._events(path, body, timeout_s)) as blocks:
-            async for events in blocks:
-                for event in events:
-                    yield self._decoded(path, event)
 
     def _broken_off(self, path: str, chunk: Json) -> EngineRefused | EngineFailed:
         message, error = f"{path} was interrupted: {chunk['error']}", chunk["error"]

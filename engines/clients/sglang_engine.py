@@ -119,8 +119,6 @@ class SglangEngine(EngineWithWorkers):
                 return self._translated(_version, await self._server_info(timeout_s))
             case "/get_world_size":
                 return {"world_size": self._translated(world_size, await self._server_info(timeout_s))}
-            case "/weight_info":
-                return {"weight_version": await self._told_label(timeout_s)}
             case "/tokenize":
                 return await self._call(method, "/v1/tokenize", body, timeout_s)
             case "/detokenize":
@@ -138,22 +136,23 @@ class SglangEngine(EngineWithWorkers):
             answer = await self._call("POST", "/generate", asked, timeout_s)
             return self._translated(CompletionReply(body).whole, answer)
 
-    async def stream(self, path: str, body: Json, timeout_s: float) -> AsyncGenerator[Json]:
+    async def events(self, path: str, body: Json, timeout_s: float) -> AsyncGenerator[list[bytes]]:
         with self._in_vllms_words():
             await self._check_token_ids(body, timeout_s)
             if path == CHAT:
                 asked = chat_body(body) | self._adapter_of(body) | {"stream": True}
-                async for chunk in self._chunks(path, asked, timeout_s):
-                    yield chunk
+                async with aclosing(self._events(path, asked, timeout_s)) as blocks:
+                    async for events in blocks:
+                        yield events
                 return
             asked = generate_body(body) | self._adapter_of(body) | {"stream": True}
             reply = CompletionReply(body, replica_id=self.replica_id)
-            async with aclosing(self._chunks("/generate", asked, timeout_s)) as answers:
-                async for answer in answers:
+            async with aclosing(self._events("/generate", asked, timeout_s)) as blocks:
+                async for answer in (self._decoded("/generate", event) async for events in blocks for event in events):
                     if (translated := self._translated(reply.chunk, answer)) is not None:
-                        yield translated
+                        yield [orjson.dumps(translated)]
             if (body.get("stream_options") or {}).get("include_usage"):
-                yield reply.last()
+                yield [orjson.dumps(reply.last())]
 
     async def _told_label(self, timeout_s: float) -> str:
         return self._translated(label_of, await self._call("GET", "/model_info", None, timeout_s))

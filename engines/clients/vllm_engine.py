@@ -23,9 +23,6 @@ class VllmEngine(EngineWithWorkers):
     async def generate(self, path: str, body: Json, timeout_s: float) -> Json:
         return await self.ask("POST", path, self._asked(body, stream=False), timeout_s)
 
-    def stream(self, path: str, body: Json, timeout_s: float) -> AsyncGenerator[Json]:
-        return self._chunks(path, self._asked(body, stream=True), timeout_s)
-
     async def reply(self, path: str, body: Json, timeout_s: float) -> bytes:
         return await self._read("POST", path, self._asked(body, stream=False), timeout_s)
 

@@ -8,8 +8,6 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from msgspec import Raw
-
 from engines.chunks import Choice, Chunk
 from engines.engine import Json
 from engines.raw_json import decoded, encoded, list_of, opened
@@ -169,7 +167,7 @@ class Sample:
 
     def add_told(self, told: Json) -> None:
         """Take a choice that was told to a client."""
-        self.add(Choice.read(Raw(encoded(told))))
+        self.add(*Chunk.read(encoded({"choices": [told]})).choices)
 
     def restore(self, told: Json) -> None:
         """Take what a record or a reply has of it; `told` has the spans of all its tokens."""

@@ -26,7 +26,7 @@ from engines.config import SimConfig
 from loadtests.chaos.clients.bad_requests import ADMIN_KEY, INFERENCE_KEY, BadRequest, bad_requests
 from loadtests.chaos.clients.callers import Callers
 from loadtests.chaos.clients.tally import Tally
-from loadtests.chaos.processes.process_fleet import ProcessFleet, fleet_config, healthy_within, running
+from loadtests.chaos.process_fleet import ProcessFleet, fleet_config, healthy_within, running
 
 SIM = SimConfig(decode_step_s=0.001)
 _REPLICAS = 2

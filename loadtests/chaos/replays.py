@@ -31,7 +31,7 @@ from engines.config import SimConfig
 from loadtests.chaos.clients.callers import choices_of
 from loadtests.chaos.clients.contents import Asked, Delivered, flaw
 from loadtests.chaos.clients.tally import Tally
-from loadtests.chaos.processes.process_fleet import ProcessFleet, fleet_config, healthy_within, running
+from loadtests.chaos.process_fleet import ProcessFleet, fleet_config, healthy_within, running
 from sim.model import SimModel
 from trainer_client.client import RolloutClient
 from trainer_client.sampling import SamplingParams

@@ -29,7 +29,7 @@ from gateway.config.schema import Config
 from loadtests.chaos.clients.tally import Tally
 from loadtests.chaos.clients.witness import Witness
 from loadtests.chaos.faults import CallFailed, Hung, Trainer
-from loadtests.chaos.processes.process_fleet import WAITS, ProcessFleet, fleet_config
+from loadtests.chaos.process_fleet import WAITS, ProcessFleet, fleet_config
 from loadtests.studies.weights.pusher import Pusher
 
 Json = dict[str, Any]

@@ -22,7 +22,7 @@ import aiohttp
 
 from engines.process.port import free_port
 from gateway.config.load import load, with_secrets
-from loadtests.chaos.processes.process_fleet import ProcessFleet, healthy_within, running
+from loadtests.chaos.process_fleet import ProcessFleet, healthy_within, running
 from loadtests.fleet import named_apart
 from loadtests.report.timeline import Timeline
 

@@ -15,7 +15,7 @@ pytest.importorskip("vllm")
 from engines.process.port import free_port
 from examples.tiny_model import task
 from gateway.config.schema import Config
-from loadtests.chaos.processes.process_fleet import ProcessFleet, healthy_within, running
+from loadtests.chaos.process_fleet import ProcessFleet, healthy_within, running
 from tests.rigs.engines.real_vllm import engine_config
 from tests.rigs.sorting import rise
 from tests.running.client_records import runs_client, vllm_replicas

@@ -1,13 +1,24 @@
-"""Notes which calls of engines the gateway makes, and waits for what comes of them."""
+"""Notes which calls of engines the gateway makes, and waits for what comes of them; reads an engine's stream."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
 from inspect import isawaitable
 from typing import Any
 
+import orjson
 import pytest
 
 from engines.clients.vllm_engine import VllmEngine
+from engines.engine import Engine, Json
+
+
+async def chunks_of(engine: Engine, path: str, body: Json, timeout_s: float) -> AsyncGenerator[Json]:
+    """Yield the chunks of a stream."""
+    async with aclosing(engine.events(path, body, timeout_s)) as blocks:
+        async for events in blocks:
+            for event in events:
+                yield orjson.loads(event)
 
 
 def note_calls(monkeypatch: pytest.MonkeyPatch, *names: str) -> list[str]:

@@ -7,12 +7,14 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from typing import Protocol
 
+from engines.chunks import Chunk
 from engines.clients.connect import connect
 from engines.config import EngineConfig
 from engines.engine import Engine, Json
 from engines.errors import ConfigError, DeadlineExceeded, EngineFailed
 from engines.process.engine_server import EngineServer
 from engines.process.launch import gpus_per_replica
+from engines.reading.reader import chunks_here
 from engines.types import ReplicaInfo
 from tuning.tune.batch import Ask, Batch
 
@@ -55,7 +57,7 @@ class EngineBench:
         server = EngineServer(_bounded(engine, gpus, start_s), replica_id=name, group=_GROUP, index=0)
         try:
             info = await server.start()
-            client = connect(info.kind, info.replica_id, info.url, info.engine_version, has_tee=info.has_tee)
+            client = connect(info.kind, info.replica_id, info.url, has_tee=info.has_tee)
             try:
                 running = _Served(client, info, self._batch)
                 await running.warm_up(start_s)
@@ -98,18 +100,16 @@ class _Served:
 
     async def _ask(self, ask: Ask, seed: str, timeout_s: float) -> None:
         body = {"model": self._info.model, **ask.body(seed)}
-        if self._info.streams:
-            async with aclosing(self._engine.stream(_PATH, body, timeout_s)) as chunks:
-                tokens = sum([_tokens(chunk) async for chunk in chunks])
-        else:
-            tokens = _tokens(await self._engine.generate(_PATH, body, timeout_s))
+        is_whole = not self._info.streams
+        async with aclosing(chunks_here(self._engine, _PATH, body, timeout_s, is_whole=is_whole)) as blocks:
+            tokens = sum([_tokens(chunk) async for chunks in blocks for chunk in chunks])
         if tokens != ask.samples * ask.max_tokens:
             message = f"{tokens} tokens came of {ask.samples * ask.max_tokens} that were asked for"
             raise EngineFailed(message, replica_id=self._info.replica_id)
 
 
-def _tokens(reply: Json) -> int:
-    return sum(len(choice.get("token_ids") or ()) for choice in reply.get("choices", ()))
+def _tokens(chunk: Chunk) -> int:
+    return sum(choice.num_tokens for choice in chunk.choices)
 
 
 def _bounded(engine: EngineConfig, gpus: Sequence[str], start_s: float) -> EngineConfig:

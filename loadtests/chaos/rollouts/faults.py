@@ -19,7 +19,7 @@ import orjson
 import psutil
 
 from loadtests.chaos.clients.callers import Callers
-from loadtests.chaos.processes.process_fleet import ProcessFleet
+from loadtests.chaos.process_fleet import ProcessFleet
 
 _SLOW_READERS = 24
 _SPARE_DESCRIPTORS = 4

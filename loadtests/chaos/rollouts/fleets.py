@@ -19,7 +19,7 @@ from engines.config import SimConfig
 from loadtests.chaos.clients.callers import Callers, Record
 from loadtests.chaos.clients.tally import Tally
 from loadtests.chaos.faults import CallFailed, Hung, Trainer, World, until
-from loadtests.chaos.processes.process_fleet import ProcessFleet, fleet_config, running
+from loadtests.chaos.process_fleet import ProcessFleet, fleet_config, running
 from loadtests.chaos.rollouts.faults import ROLLOUT_FAULTS, Scene
 from loadtests.chaos.rollouts.measures import Batches, Goodput, Kept, go_on, kept_at, kill_one, stop_one
 

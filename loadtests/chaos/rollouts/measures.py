@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from loadtests.chaos.clients.callers import Callers
-from loadtests.chaos.processes.process_fleet import ProcessFleet
+from loadtests.chaos.process_fleet import ProcessFleet
 
 _LOOK_S = 0.05
 _PLACED_S = 2.0

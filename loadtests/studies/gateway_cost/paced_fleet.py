@@ -24,7 +24,7 @@ import orjson
 
 from engines.types import ReplicaInfo
 from gateway.config.load import load
-from loadtests.chaos.processes.process_fleet import healthy_within
+from loadtests.chaos.process_fleet import healthy_within
 from loadtests.fleet import LocalFleet
 from loadtests.own_process import Served, own_processes
 from loadtests.studies.gateway_cost import canned_engine, reader

@@ -13,6 +13,7 @@ from engines.clients.sglang_engine import SglangEngine
 from engines.config import EngineConfig, SimConfig
 from engines.errors import EngineFailed, EngineRefused, EngineStartFailed
 from engines.types import Dialect, EngineKind, PauseMode
+from tests.rigs.calls import chunks_of
 from tests.rigs.openai_server import OpenAiServer
 from tests.rigs.rig import SimReplica
 
@@ -187,7 +188,7 @@ async def test_a_plain_server_is_not_sent_the_fields_of_vllm(start_server: Start
     body = {"model": "gpt", "prompt": "a", "cache_salt": "v0", "return_token_ids": True}
     answer = await engine.generate("/v1/completions", body, SOON_S)
     assert answer["choices"][0]["text"] == "echo"
-    chunks = [chunk async for chunk in engine.stream("/v1/completions", body, SOON_S)]
+    chunks = [chunk async for chunk in chunks_of(engine, "/v1/completions", body, SOON_S)]
     assert chunks[0]["choices"][0]["text"] == "echo"
     assert there.bodies == [
         {"model": "gpt", "prompt": "a", "stream": False},

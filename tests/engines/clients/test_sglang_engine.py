@@ -15,6 +15,7 @@ from engines.engine import Preparation, ReceiptCopy
 from engines.errors import DeadlineExceeded, EngineError, EngineFailed, EngineRefused
 from engines.transfer.worker_calls import call_of
 from engines.types import PauseMode, TensorMeta
+from tests.rigs.calls import chunks_of
 
 TIMEOUT_S = 60.0
 COMPLETIONS = "/v1/completions"
@@ -149,9 +150,9 @@ async def generate(engine: SglangEngine, **fields: Any) -> Json:
     return await engine.generate(COMPLETIONS, {"model": "m", "prompt": [1, 2, 3], **fields}, TIMEOUT_S)
 
 
-async def chunks_of(engine: SglangEngine, **fields: Any) -> list[Json]:
+async def streamed(engine: SglangEngine, **fields: Any) -> list[Json]:
     body = {"model": "m", "prompt": [1, 2, 3], "return_token_ids": True, **fields}
-    return [chunk async for chunk in engine.stream(COMPLETIONS, body, TIMEOUT_S)]
+    return [chunk async for chunk in chunks_of(engine, COMPLETIONS, body, TIMEOUT_S)]
 
 
 @pytest.mark.parametrize(
@@ -253,7 +254,7 @@ async def test_samples_of_a_stream_are_told_apart_and_counted_together(
     engine: SglangEngine, server: FakeSglang
 ) -> None:
     server.answers = [answer([5], "a", LENGTH, index=0), answer([7, 8], "xy", LENGTH, index=1)]
-    *chunks, last = await chunks_of(engine, n=2, stream_options={"include_usage": True})
+    *chunks, last = await streamed(engine, n=2, stream_options={"include_usage": True})
     assert [(one["index"], one["token_ids"]) for chunk in chunks for one in chunk["choices"]] == [(0, [5]), (1, [7, 8])]
     assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 3)
 
@@ -330,7 +331,7 @@ async def test_an_abort_repeats_nothing(
     engine: SglangEngine, server: FakeSglang, events: list[Json], kept: int, index: int | None
 ) -> None:
     server.answers = [event if index is None else event | {"index": index} for event in events]
-    choices = [chunk["choices"][0] for chunk in await chunks_of(engine, logprobs=1)]
+    choices = [chunk["choices"][0] for chunk in await streamed(engine, logprobs=1)]
     ids = [token_id for choice in choices for token_id in choice["token_ids"]]
     names = [name for choice in choices for name in choice["logprobs"]["tokens"]]
     assert "".join(choice["text"] for choice in choices) == "".join(["a", "bc", "d"][:kept])
@@ -360,7 +361,7 @@ async def test_a_stream_that_ends_badly_is_the_requests_fault_or_the_replicas(
 ) -> None:
     server.answers = events
     with pytest.raises(error) as failed:
-        await chunks_of(engine)
+        await streamed(engine)
     assert failed.value.replica_id == "r1"
     if status is not None:
         vllms = {"message": "no grammar", "type": "BadRequestError", "param": None, "code": status}
@@ -369,7 +370,7 @@ async def test_a_stream_that_ends_badly_is_the_requests_fault_or_the_replicas(
 
 async def test_the_tokens_before_a_failure_are_passed_on(engine: SglangEngine, server: FakeSglang) -> None:
     server.answers = [FIRST, aborted([5], "a", 503)]
-    chunks = engine.stream(COMPLETIONS, {"prompt": [1], "return_token_ids": True}, TIMEOUT_S)
+    chunks = chunks_of(engine, COMPLETIONS, {"prompt": [1], "return_token_ids": True}, TIMEOUT_S)
     assert (await anext(chunks))["choices"][0]["token_ids"] == [5]
     with pytest.raises(EngineFailed, match="replica r1: it ended a sample with 503: no grammar"):
         await anext(chunks)
@@ -402,7 +403,7 @@ async def test_an_answer_that_is_not_sglangs_is_the_replicas_failure(
         await generate(engine, return_token_ids=True)
     server.answers = [garbage]
     with pytest.raises(EngineFailed, match=r"its answer .* cannot be read") as failed:
-        await chunks_of(engine)
+        await streamed(engine)
     assert failed.value.replica_id == "r1"
 
 

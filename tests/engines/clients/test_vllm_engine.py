@@ -13,6 +13,7 @@ from engines.clients import http
 from engines.clients.vllm_engine import VllmEngine
 from engines.errors import DeadlineExceeded, EngineFailed, EngineRefused, EngineUnreachable
 from engines.weight_label import UNKNOWN, WeightLabel
+from tests.rigs.calls import chunks_of
 
 TIMEOUT_S = 60.0
 PATH = "/v1/completions"
@@ -87,8 +88,8 @@ async def cut(request: web.Request) -> web.StreamResponse:
     return web.Response()
 
 
-async def chunks_of(engine: VllmEngine, timeout_s: float = TIMEOUT_S) -> list[dict[str, Any]]:
-    return [chunk async for chunk in engine.stream(PATH, {"prompt": [1]}, timeout_s)]
+async def streamed(engine: VllmEngine, timeout_s: float = TIMEOUT_S) -> list[dict[str, Any]]:
+    return [chunk async for chunk in chunks_of(engine, PATH, {"prompt": [1]}, timeout_s)]
 
 
 async def test_an_answer_is_its_json_and_the_request_says_stream_false(serve: Serve) -> None:
@@ -143,7 +144,6 @@ async def test_an_odd_answer_is_an_error_that_names_replica_and_route(
     [
         (answering('{"message": "no such model"}', 404), EngineRefused, "no such model"),
         (streaming(b'data: {"error": {"message": "died"}}\n\ndata: [DONE]\n\n'), EngineFailed, "interrupted: .*died"),
-        (streaming(b'data: {"i":\n\n'), EngineFailed, "did not answer JSON"),
         (streaming(b'data: {"i": 0}\n\n'), EngineUnreachable, r"ended without \[DONE\]"),
         (streaming(b'data: {"i": 0}\n\n', then=cut), EngineUnreachable, PATH),
         (streaming(b'data: {"i": 0}\n\n', then=silence), DeadlineExceeded, PATH),
@@ -154,7 +154,7 @@ async def test_an_odd_stream_is_an_error_that_names_the_replica(
 ) -> None:
     engine = await serve(handler)
     with pytest.raises(error, match=f"replica r1: .*{said}"):
-        await chunks_of(engine, 0.1 if error is DeadlineExceeded else TIMEOUT_S)
+        await streamed(engine, 0.1 if error is DeadlineExceeded else TIMEOUT_S)
 
 
 @pytest.mark.parametrize(
@@ -182,12 +182,12 @@ async def test_a_stream_is_its_events_however_they_are_cut_into_blocks(serve: Se
     sent = b': ping\n\ndata: {"i": 0}\n\ndata: {"i": 1}\n\ndata: {"i": 2}\n\ndata: [DONE]\n\n'
     sent = sent.replace(b"\n", line_end)
     blocks = [sent[:12], sent[12:25], sent[25:26], sent[26:-1], sent[-1:]]
-    assert await chunks_of(await serve(streaming(*blocks))) == [{"i": 0}, {"i": 1}, {"i": 2}]
+    assert await streamed(await serve(streaming(*blocks))) == [{"i": 0}, {"i": 1}, {"i": 2}]
 
 
 async def test_an_error_event_comes_after_the_chunks_of_its_block(serve: Serve) -> None:
     engine = await serve(streaming(b'data: {"i": "\\"error\\""}\n\ndata: {"id": "a", "error": {"code": 400}}\n\n'))
-    chunks = engine.stream(PATH, {}, 1)
+    chunks = chunks_of(engine, PATH, {}, 1)
     assert await anext(chunks) == {"i": '"error"'}
     with pytest.raises(EngineRefused, match="was interrupted"):
         await anext(chunks)

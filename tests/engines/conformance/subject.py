@@ -18,6 +18,7 @@ from engines.engine import Engine
 from engines.errors import EngineRefused
 from engines.process.engine_server import EngineServer
 from engines.types import EngineKind, PauseMode, ReplicaInfo
+from tests.rigs.calls import chunks_of
 
 Json = dict[str, Any]
 
@@ -162,7 +163,7 @@ class Subject:
 
     async def stream(self, **fields: Any) -> list[Json]:
         """All chunks."""
-        chunks = self.engine.stream(COMPLETIONS, self.body(**fields), REQUEST_S)
+        chunks = chunks_of(self.engine, COMPLETIONS, self.body(**fields), REQUEST_S)
         return [chunk async for chunk in chunks]
 
     async def ask(self, path: str, body: Json | None = None) -> Json:
@@ -192,7 +193,7 @@ class Subject:
     async def running(self, **fields: Any) -> AsyncIterator[Running]:
         """A long request that is under way."""
         body = self.body(**{"max_tokens": self.long, **fields})
-        request = Running(self.engine.stream(COMPLETIONS, body, REQUEST_S))
+        request = Running(chunks_of(self.engine, COMPLETIONS, body, REQUEST_S))
         try:
             await request.speaking()
             yield request
@@ -247,4 +248,4 @@ class Subject:
 
 
 def _client(info: ReplicaInfo) -> Engine:
-    return connect(info.kind, info.replica_id, info.url, info.engine_version)
+    return connect(info.kind, info.replica_id, info.url)

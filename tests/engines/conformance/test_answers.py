@@ -10,6 +10,7 @@ import pytest
 from engines.types import EngineKind
 from tests.engines.conformance.lacks import declared, lack_of, not_run
 from tests.engines.conformance.subject import CHAT, PLAIN, PROMPT, REQUEST_S, Json, Subject
+from tests.rigs.calls import chunks_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -157,7 +158,7 @@ async def test_a_conversation_is_answered_whole_and_streamed(engine: Subject) ->
     (choice,) = whole["choices"]
     assert choice["message"]["role"] == "assistant"
     assert whole["usage"]["completion_tokens"] == len(choice["token_ids"])
-    chunks = [chunk async for chunk in engine.engine.stream(CHAT, body, REQUEST_S)]
+    chunks = [chunk async for chunk in chunks_of(engine.engine, CHAT, body, REQUEST_S)]
     parts = [part for chunk in chunks for part in chunk["choices"]]
     assert "".join(part["delta"].get("content") or "" for part in parts) == choice["message"]["content"]
     assert parts[-1]["finish_reason"] == choice["finish_reason"]

@@ -56,40 +56,6 @@ async def test_a_refusal_has_the_engines_own_words(start_rig: StartRig) -> None:
     assert await beside.post(COMPLETIONS, bad) == await here.post(COMPLETIONS, bad)
 
 
-@pytest.mark.parametrize("n", [1, 4])
-async def test_samples_of_an_engine_that_dies_keep_their_tokens(start_rig: StartRig, n: int) -> None:
-    rig = await start_rig(2, sim=SLOW)
-    running = asyncio.create_task(told(rig, COMPLETIONS, BODY | {"n": n, "temperature": float(n > 1)}))
-    await rig.begun(samples=n)
-    dead = await rig.kill_loaded()
-    rig.hurry()
-    choices = (await running)["choices"]
-    assert [len(choice["token_ids"]) for choice in choices] == [LENGTH] * n
-    assert dead.generated_tokens > 0
-    assert sum(replica.generated_tokens for replica in rig.replicas if replica is not dead) < n * LENGTH
-
-
-@pytest.mark.parametrize("in_flight", ["abort", "keep"])
-@pytest.mark.parametrize("is_stream", [False, True])
-async def test_spans_of_a_sample_that_an_update_meets_are_exact(
-    start_rig: StartRig, in_flight: str, is_stream: bool
-) -> None:
-    rig = await start_rig(2, sim=SLOW, weights={"in_flight": in_flight})
-    await rig.open_group()
-    asking: Any = rig.stream(COMPLETIONS, BODY) if is_stream else told(rig, COMPLETIONS, BODY)
-    running = asyncio.create_task(asking)
-    await rig.begun()
-    if in_flight == "keep":
-        rig.go_on()
-    await rig.update()
-    rig.hurry()
-    reply = await running
-    choice = (reply[-1] if is_stream else reply)["choices"][0]
-    first, last = choice["weight_versions"]
-    assert (first["version"], first["start"], last["version"], last["end"]) == (0, 0, 1, LENGTH)
-    assert 0 < first["end"] == last["start"] < LENGTH
-
-
 async def test_a_request_whose_client_leaves_ends_at_its_engine(start_rig: StartRig) -> None:
     rig = await start_rig(1, sim=SLOW)
     running = asyncio.create_task(told(rig, COMPLETIONS, BODY))

@@ -3,6 +3,7 @@
 from collections.abc import AsyncGenerator
 from typing import Any
 
+import orjson
 import pytest
 
 from engines.engine import Engine
@@ -16,7 +17,7 @@ SAMPLING: Json = {"max_tokens": LENGTH, "ignore_eos": True, "temperature": 0.0}
 class OddEngine:
     """An engine whose streams begin with an odd chunk."""
 
-    reply, events = Engine.reply, Engine.events
+    reply = Engine.reply
 
     def __init__(self, engine: Any, chunk: Json) -> None:
         self._engine = engine
@@ -26,9 +27,9 @@ class OddEngine:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    async def stream(self, path: str, body: Json, timeout_s: float) -> AsyncGenerator[Json]:
+    async def events(self, path: str, body: Json, timeout_s: float) -> AsyncGenerator[list[bytes]]:
         self.num_streams += 1
-        yield dict(self._chunk)
+        yield [orjson.dumps(self._chunk)]
 
 
 @pytest.mark.parametrize("is_stream", [False, True])

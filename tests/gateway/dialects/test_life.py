@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import cast
 
+import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -88,7 +89,7 @@ def name(token_id: int) -> str:
 class PlayedEngine:
     """Makes the tokens of `sample` as vLLM reports them, up to the ending that the world has for this attempt."""
 
-    reply, events, beside = Engine.reply, Engine.events, Engine.beside
+    reply, beside = Engine.reply, Engine.beside
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -100,14 +101,18 @@ class PlayedEngine:
 
     async def generate(self, path: str, body: Json, timeout_s: float) -> Json:
         whole: dict[int, Json] = {}
-        async for chunk in self.stream(path, body, timeout_s):
+        async for chunk in self._chunks(body):
             for choice in chunk["choices"]:
                 whole[choice["index"]] = _joined(whole.get(choice["index"]), choice)
         made = sum(len(choice["token_ids"]) for choice in whole.values())
         usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": made}
         return {"choices": [whole[index] for index in sorted(whole)], "usage": usage}
 
-    async def stream(self, path: str, body: Json, timeout_s: float) -> AsyncGenerator[Json]:
+    async def events(self, path: str, body: Json, timeout_s: float) -> AsyncGenerator[list[bytes]]:
+        async for chunk in self._chunks(body):
+            yield [orjson.dumps(chunk)]
+
+    async def _chunks(self, body: Json) -> AsyncGenerator[Json]:
         self.replica.cuts_off = False
         ending, n = self._world.next_ending(), body.get("n", 1)
         if ending is not None and (error := self._early(ending, is_rest=len(body["prompt"]) > len(PROMPT))):

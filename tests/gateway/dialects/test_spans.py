@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator
 from functools import partial
 from typing import Any, cast
 
+import orjson
 import pytest
 
 from engines.engine import Engine
@@ -78,11 +79,10 @@ class LateEngine:
     def __init__(self, engine: Engine) -> None:
         self.tell = asyncio.Event()
         self._withheld = 0
-        self._generate, self._stream = engine.generate, engine.stream
+        self._generate, self._events = engine.generate, engine.events
         engine.generate = self.generate  # type: ignore[method-assign]
-        engine.stream = self.stream  # type: ignore[method-assign]
+        engine.events = self.events  # type: ignore[method-assign]
         engine.reply = partial(Engine.reply, self)  # type: ignore[method-assign, arg-type]
-        engine.events = partial(Engine.events, self)  # type: ignore[method-assign, arg-type]
 
     async def generate(self, path: str, body: Json, timeout_s: float) -> Json:
         answer = await self._generate(path, body, timeout_s)
@@ -90,10 +90,11 @@ class LateEngine:
             await self._late(answer)
         return answer
 
-    async def stream(self, path: str, body: Json, timeout_s: float) -> AsyncGenerator[Json]:
-        async for chunk in self._stream(path, body, timeout_s):
-            await self._late(chunk)
-            yield chunk
+    async def events(self, path: str, body: Json, timeout_s: float) -> AsyncGenerator[list[bytes]]:
+        async for events in self._events(path, body, timeout_s):
+            for chunk in map(orjson.loads, events):
+                await self._late(chunk)
+                yield [orjson.dumps(chunk)]
 
     async def _late(self, told: Json) -> None:
         for choice in told["choices"]:

@@ -10,7 +10,7 @@ import pytest
 from engines.config import SimConfig
 from gateway.http.door import raise_limit
 from loadtests.chaos.clients.contents import Asked, Delivered, flaw
-from loadtests.chaos.processes.process_fleet import ProcessFleet, fleet_config, running
+from loadtests.chaos.process_fleet import ProcessFleet, fleet_config, running
 from sim.model import SimModel
 from trainer_client import RolloutClient, SamplingParams
 

@@ -11,29 +11,33 @@ import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
-from ipaddress import IPv4Network, IPv6Network
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import aiohttp
-import orjson
 import psutil
-from pydantic import SecretStr
+from pydantic import TypeAdapter
 
 from engines.config import SimConfig
+from engines.process.log_lines import write_log_lines
 from engines.process.port import free_port
 from engines.store.weight_store import remove_store
 from engines.types import ReplicaInfo
 from gateway.config.node_gpus import visible_gpus
 from gateway.config.schema import Config
 from gateway.fleet.watch.engine_page import EngineLoad, read_load
+from gateway.http.listener import Listener
 from gateway.weights.snapshots import in_memory
-from loadtests.chaos.processes.gateway_process import REPLICAS
 from loadtests.fleet import replica_processes
+from loadtests.own_process import begun
 
 WAITS = "waits for the next update"
 """A part of the reason of a replica whose version has died with the only copy."""
 
+_REPLICAS = TypeAdapter(list[ReplicaInfo])
+_PUBLISHED = "replicas.json"
 _LOOK_S = 0.2
 _STARTING_AT_ONCE = 4
 _STOP_S = 15.0
@@ -68,7 +72,7 @@ class ProcessFleet:
         self._folder = folder
         self._replicas = replica_processes(config, visible_gpus())
         self.infos: dict[int, ReplicaInfo] = {}
-        self._gateway: asyncio.subprocess.Process | None = None
+        self._gateway: tuple[BaseProcess, Connection] | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._starting = asyncio.Semaphore(_STARTING_AT_ONCE)
         self._made_by_dead = 0.0
@@ -77,7 +81,6 @@ class ProcessFleet:
 
     async def start(self) -> None:
         await asyncio.gather(*map(self._start_engine, range(self.size)))
-        self._write(self._config)
         await self._start_gateway()
         keepers = [self._keep_engine(index) for index in range(self.size)]
         self._tasks = [asyncio.create_task(keeper) for keeper in (self._keep_gateway(), *keepers)]
@@ -86,17 +89,18 @@ class ProcessFleet:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._gateway is not None and self._gateway.stdin is not None:
-            self._gateway.stdin.close()
-            async with asyncio.timeout(_STOP_S):
-                await self._gateway.wait()
+        if self._gateway is not None:
+            process, pipe = self._gateway
+            pipe.close()
+            await asyncio.to_thread(process.join, _STOP_S)
+            process.kill()
         await asyncio.gather(*(replica.stop() for replica in self._replicas))
         await asyncio.to_thread(remove_store, in_memory(self._config.name))
 
     @property
     def gateway_pid(self) -> int:
         assert self._gateway is not None
-        return self._gateway.pid
+        return self._gateway[0].pid or 0
 
     async def made(self) -> float:
         """Return the tokens that all engines have made so far, those of dead engines included."""
@@ -139,14 +143,11 @@ class ProcessFleet:
 
     def restart_gateway(self, config: Config) -> None:
         """Kill the gateway; its successor has this configuration, for the same engines."""
-        self._write(config)
+        self._config = config
         self.kill_gateway()
 
     def kill_gateway(self) -> None:
         os.kill(self.gateway_pid, signal.SIGKILL)
-
-    def _write(self, config: Config) -> None:
-        (self._folder / "config.json").write_bytes(orjson.dumps(_plain(config.model_dump())))
 
     async def _start_engine(self, index: int) -> None:
         async with self._starting:
@@ -170,46 +171,36 @@ class ProcessFleet:
                 await self._start_engine(index)
 
     async def _start_gateway(self) -> None:
-        log = self._folder / "gateway.log"
-        module, config = "loadtests.chaos.processes.gateway_process", self._folder / "config.json"
-        with log.open("ab") as errors:
-            self._gateway = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                module,
-                config,
-                self._replicas_file,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.DEVNULL,
-                stderr=errors,
-            )
+        if self._gateway is not None:
+            self._gateway[1].close()
+        self._gateway = await asyncio.to_thread(begun, _serve_gateway, self._config, self._folder)
 
     async def _keep_gateway(self) -> None:
         while True:
             assert self._gateway is not None
-            await self._gateway.wait()
+            await asyncio.to_thread(self._gateway[0].join)
             self.deaths += 1
             await self._start_gateway()
 
-    @property
-    def _replicas_file(self) -> Path:
-        return self._folder / "replicas.json"
-
     def _publish(self) -> None:
-        draft = self._replicas_file.with_suffix(".new")
-        draft.write_bytes(REPLICAS.dump_json(list(self.infos.values())))
-        draft.replace(self._replicas_file)
+        draft = self._folder / "replicas.new"
+        draft.write_bytes(_REPLICAS.dump_json(list(self.infos.values())))
+        draft.replace(self._folder / _PUBLISHED)
 
 
-def _plain(tree: Any) -> Any:
-    """Return a configuration as JSON holds it, with its keys for the gateway's process to read."""
-    if isinstance(tree, dict):
-        return {key: _plain(value) for key, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        return [_plain(value) for value in tree]
-    if isinstance(tree, SecretStr):
-        return tree.get_secret_value()
-    return str(tree) if isinstance(tree, IPv4Network | IPv6Network) else tree
+@asynccontextmanager
+async def _serve_gateway(config: Config, folder: Path) -> AsyncIterator[str]:
+    """Serve the replicas that are listed in the folder at each discovery, as Serve's list is; the log is beside it."""
+    with (folder / "gateway.log").open("ab") as errors:
+        os.dup2(errors.fileno(), sys.stderr.fileno())
+    write_log_lines(sys.stderr)
+
+    async def discover() -> list[ReplicaInfo]:
+        return _REPLICAS.validate_json(await asyncio.to_thread((folder / _PUBLISHED).read_bytes))
+
+    listener = Listener(config, discover)
+    yield await asyncio.to_thread(listener.start)
+    await asyncio.to_thread(listener.stop)
 
 
 @asynccontextmanager

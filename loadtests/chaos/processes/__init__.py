@@ -1,1 +1,0 @@
-"""The processes of a chaos run: gateways, and fleets of engines."""

@@ -27,29 +27,37 @@ class ServerWatch:
         self._run = run
         self._url = str(run.settings.host).rstrip("/")
         self._preemptions: float | None = None
-        self._watchers: list[Greenlet] = []
+        self._watchers: dict[Greenlet, tuple[str, Callable[[str], None]]] = {}
 
     def start(self, **_: Any) -> None:
-        readers = {"/metrics": self._read_metrics, "/status": self._read_status}
-        self._watchers = [gevent.spawn(self._watch, path, read) for path, read in readers.items()]
+        readers = (("/metrics", self._read_metrics), ("/status", self._read_status))
+        self._watchers = {gevent.spawn(self._watch, *reader): reader for reader in readers}
 
     def stop(self, **_: Any) -> None:
         """Do nothing: replies that are read to their end belong to the run."""
 
     def end(self, **_: Any) -> None:
-        gevent.killall(self._watchers)
+        """Read once more what was read until now: a short run on a busy machine has no other figures of its end."""
+        last = [reader for watcher, reader in self._watchers.items() if not watcher.dead]
+        gevent.killall(list(self._watchers))
+        for reader in last:
+            self._look(*reader)
 
     def _watch(self, path: str, read: Callable[[str], None]) -> None:
-        while True:
-            try:
-                read(self._get(path))
-            except urllib.error.HTTPError as error:
-                error.close()
-                print(f"{self._url}{path} answered {error.code}: the report lacks its figures", file=sys.stderr)
-                return
-            except (OSError, ValueError):
-                pass  # no answer in time, or half of one
+        while self._look(path, read):
             gevent.sleep(_EVERY_S)
+
+    def _look(self, path: str, read: Callable[[str], None]) -> bool:
+        """Read a page. Return False where the server has none."""
+        try:
+            read(self._get(path))
+        except urllib.error.HTTPError as error:
+            error.close()
+            print(f"{self._url}{path} answered {error.code}: the report lacks its figures", file=sys.stderr)
+            return False
+        except (OSError, ValueError):
+            pass  # no answer in time, or half of one
+        return True
 
     def _get(self, path: str) -> str:
         key = self._run.settings.api_key

@@ -49,7 +49,7 @@ LINES = {
     "trainer_client": 4140,
     "sim": 2067,
     "tuning": 5127,
-    "loadtests": 8191,
+    "loadtests": 8199,
     "trainer_client/sessions": 730,
     "loadtests/sessions": 798,
 }

@@ -110,7 +110,8 @@ class ReaderServer:
             end = Failed.of(ask.number, EngineFailed(reason, replica_id=self.engine.replica_id))
         finally:
             self._telling.discard(telling)
-        telling.end()
+            telling.close()
+        telling.tell()
         wire.send(end)
 
 
@@ -140,9 +141,8 @@ class _Telling:
         if self._joining is not None and (chunks := self._joining.told()):
             self._send(chunks)
 
-    def end(self) -> None:
-        """Tell the rest."""
-        self.tell()
+    def close(self) -> None:
+        """Wait no longer for the first tokens, also where the request was cancelled."""
         if self._first is not None:
             self._first.cancel()
 

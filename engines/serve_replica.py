@@ -22,6 +22,7 @@ from engines.errors import DeadlineExceeded, EngineError
 from engines.process.engine_server import EngineServer
 from engines.process.forwarder import Forwarder
 from engines.process.log_lines import write_log_lines
+from engines.process.standby import Standby
 from engines.reading.server import ReaderThread
 from engines.types import EngineKind, ReplicaInfo
 
@@ -44,10 +45,11 @@ class EngineReplica:
         # Serve's replica tag, not its rank: Serve reuses ranks, and two replicas with the same name or seed would be
         # confused and would draw the same samples.
         context = serve.get_replica_context()
-        index = zlib.crc32(context.replica_tag.encode())
         self._app_name = context.app_name
         self._config = config
+        index = zlib.crc32(context.replica_tag.encode())
         self._server = _server(config, f"{group}-{context.replica_tag}", group, index, hidden)
+        self._standby = Standby(index)
         self._reader: ReaderThread | None = None
         self._forwarder: Forwarder | None = None
         self._from_afar: ReplicaInfo | None = None
@@ -65,6 +67,8 @@ class EngineReplica:
             await self._end_reading()  # of the predecessor
             self._info, self._reader, self._forwarder, self._from_afar = info, reader, None, None
         self._is_starting = False
+        if self._config.standby and isinstance(self._server, EngineServer):
+            self._standby.begin(self._server)
 
     async def _end_reading(self) -> None:
         if self._reader is not None:
@@ -77,11 +81,13 @@ class EngineReplica:
         restarted = -_APART_S
         while isinstance(self._server, EngineServer):
             await self._server.ended()
-            if time.monotonic() < restarted + _APART_S:
+            standby = await self._standby.take()
+            if standby is None and time.monotonic() < restarted + _APART_S:
                 return
             self._is_starting = True
             log.warning("the engine has ended, and is started again", replica=self._info.replica_id)
             await self._server.stop()
+            self._server = standby or self._server
             await self._start()
             restarted = time.monotonic()
 
@@ -127,8 +133,8 @@ class EngineReplica:
             await self._drained()
         if hasattr(self, "_opening"):
             await self._end_reading()
-        if hasattr(self, "_server"):
-            await self._server.stop()
+        if hasattr(self, "_standby"):
+            await asyncio.gather(self._standby.stop(), self._server.stop())
 
     async def _drained(self) -> None:
         """Return when the gateway has no rollouts left here, or cannot be asked.

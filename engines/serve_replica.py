@@ -6,6 +6,7 @@ import time
 import zlib
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import ray
 import structlog
@@ -21,18 +22,14 @@ from engines.engine import Engine
 from engines.errors import DeadlineExceeded, EngineError
 from engines.process.engine_server import EngineServer
 from engines.process.forwarder import Forwarder
+from engines.process.kept_engine import KeptEngine
 from engines.process.log_lines import write_log_lines
-from engines.process.standby import Standby
-from engines.reading.server import ReaderThread
 from engines.types import EngineKind, ReplicaInfo
 
 log = structlog.get_logger()
 
-_LOOPBACK = "127.0.0.1"
 _ASK_TIMEOUT_S = 5.0
 _ASK_EVERY_S = 0.5
-_APART_S = 20.0
-"""An engine that ends sooner after it was started again is left to Serve, which starts a whole replica."""
 
 
 class EngineReplica:
@@ -48,93 +45,55 @@ class EngineReplica:
         self._app_name = context.app_name
         self._config = config
         index = zlib.crc32(context.replica_tag.encode())
-        self._server = _server(config, f"{group}-{context.replica_tag}", group, index, hidden)
-        self._standby = Standby(index)
-        self._reader: ReaderThread | None = None
+        server = _server(config, f"{group}-{context.replica_tag}", group, index, hidden)
+        self._engine = KeptEngine(server, partial(_client, config), index=index, has_standby=config.standby > 0)
+        self._opening = asyncio.Lock()
         self._forwarder: Forwarder | None = None
         self._from_afar: ReplicaInfo | None = None
-        self._opening = asyncio.Lock()
-        self._is_starting = True
-        await self._start()
-        self._keeper = asyncio.create_task(self._keep())
-
-    async def _start(self) -> None:
-        info = replace(await self._server.start(), node=ray.get_runtime_context().get_node_id())
-        reader = ReaderThread(lambda: _client(self._config, info))
-        await asyncio.to_thread(reader.start)
-        info = replace(info, reader=await reader.open(_LOOPBACK), reader_key=reader.key)
-        async with self._opening:
-            await self._end_reading()  # of the predecessor
-            self._info, self._reader, self._forwarder, self._from_afar = info, reader, None, None
-        self._is_starting = False
-        if self._config.standby and isinstance(self._server, EngineServer):
-            self._standby.begin(self._server)
-
-    async def _end_reading(self) -> None:
-        if self._reader is not None:
-            await asyncio.to_thread(self._reader.stop)
-        if self._forwarder is not None:
-            await self._forwarder.close()
-
-    async def _keep(self) -> None:
-        """Start the engine again whenever it has ended: Serve would notice after seconds, and start a replica too."""
-        restarted = -_APART_S
-        while isinstance(self._server, EngineServer):
-            await self._server.ended()
-            standby = await self._standby.take()
-            if standby is None and time.monotonic() < restarted + _APART_S:
-                return
-            self._is_starting = True
-            log.warning("the engine has ended, and is started again", replica=self._info.replica_id)
-            await self._server.stop()
-            self._server = standby or self._server
-            await self._start()
-            restarted = time.monotonic()
+        await self._engine.start()
 
     def incarnation(self) -> tuple[str, int]:
-        """Return the id of this engine start, and of a process of it that is stopped: a cheap call, made each second,
-        that shows a restart and a stop."""
-        return self._info.incarnation, 0 if self._is_starting else self._server.stopped
+        """Return `KeptEngine.incarnation`: a cheap call, made each second, that shows a restart and a stop."""
+        return self._engine.incarnation
 
     async def describe(self, node: str) -> ReplicaInfo:
         """Return the replica's description, with an engine URL and a reader that a gateway on `node` can reach.
 
         Ports beyond loopback are opened only at the first call from another node.
         """
-        if node == self._info.node:
-            return self._info
+        own = ray.get_runtime_context().get_node_id()
         async with self._opening:
-            if self._from_afar is None:
-                assert self._reader is not None
-                host = ray.util.get_node_ip_address()
-                info = replace(self._info, reader=await self._reader.open(host))
-                if info.kind is not EngineKind.EXTERNAL:
-                    self._forwarder = forwarder = Forwarder(info.url)
-                    info = replace(info, url=await forwarder.open(host), key=forwarder.key)
-                self._from_afar = info
+            info = replace(self._engine.info, node=own)
+            if node == own:
+                return info
+            if self._from_afar is None or self._from_afar.incarnation != info.incarnation:
+                self._from_afar = await self._opened(info)
             return self._from_afar
 
+    async def _opened(self, info: ReplicaInfo) -> ReplicaInfo:
+        assert self._engine.reader is not None
+        host = ray.util.get_node_ip_address()
+        info = replace(info, reader=await self._engine.reader.open(host))
+        if info.kind is EngineKind.EXTERNAL:
+            return info
+        if self._forwarder is not None:
+            await self._forwarder.close()
+        self._forwarder = Forwarder(info.url)
+        return replace(info, url=await self._forwarder.open(host), key=self._forwarder.key)
+
     async def check_health(self) -> None:
-        """Raise if the engine does not serve, unless it is being started again, or if its reader has ended; Serve then
-        restarts the replica."""
-        if self._keeper.done():
-            self._keeper.result()  # its error
-        if not self._is_starting:
-            await self._server.check()
-        if self._reader is None or not self._reader.is_alive:
-            raise EngineError("the thread that reads the engine has ended", replica_id=self._info.replica_id)
+        """Raise as `KeptEngine.check` does; Serve then restarts the replica."""
+        await self._engine.check()
 
     async def __del__(self) -> None:
         """Drain and stop. Serve awaits this on removal, for at most graceful_shutdown_timeout_s."""
-        if hasattr(self, "_keeper"):
-            self._keeper.cancel()
-            await asyncio.gather(self._keeper, return_exceptions=True)
-        if hasattr(self, "_info"):
+        if not hasattr(self, "_engine"):
+            return
+        if self._engine.reader is not None:
             await self._drained()
-        if hasattr(self, "_opening"):
-            await self._end_reading()
-        if hasattr(self, "_standby"):
-            await asyncio.gather(self._standby.stop(), self._server.stop())
+        if self._forwarder is not None:
+            await self._forwarder.close()
+        await self._engine.stop()
 
     async def _drained(self) -> None:
         """Return when the gateway has no rollouts left here, or cannot be asked.
@@ -147,15 +106,15 @@ class EngineReplica:
                 return
             gateway = serve.get_deployment_handle("gateway", self._app_name)
             async with asyncio.timeout(_ASK_TIMEOUT_S) as bound:
-                while samples := await gateway.drain.remote(self._info.replica_id):
+                while samples := await gateway.drain.remote(self._engine.info.replica_id):
                     if time.monotonic() > deadline:
-                        log.warning("removed with rollouts", replica=self._info.replica_id, samples=samples)
+                        log.warning("removed with rollouts", replica=self._engine.info.replica_id, samples=samples)
                         return
-                    await self._server.check()
+                    await self._engine.check_server()
                     await asyncio.sleep(_ASK_EVERY_S)
                     bound.reschedule(asyncio.get_running_loop().time() + _ASK_TIMEOUT_S)
         except (TimeoutError, EngineError, DeadlineExceeded, RayError, RayServeException) as error:
-            log.warning("not drained", replica=self._info.replica_id, error=repr(error))
+            log.warning("not drained", replica=self._engine.info.replica_id, error=repr(error))
 
     async def _app_goes_on(self) -> bool:
         """Return False if Serve removes the whole application: then there is nothing to drain."""

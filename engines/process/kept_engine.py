@@ -29,6 +29,7 @@ class KeptEngine:
     client: makes the client with which the reader asks an engine.
     on_start: called with the description of each engine that serves here, once it does.
     info, reader: of the engine that serves, or served last.
+    standby: None without one.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class KeptEngine:
         self._server = server
         self._client = client
         self._on_start = on_start
-        self._standby = Standby(index) if has_standby else None
+        self.standby = Standby(index) if has_standby else None
         self._keeper: asyncio.Task[None] | None = None
         self._is_starting = True
         self.info: ReplicaInfo
@@ -66,7 +67,8 @@ class KeptEngine:
             await asyncio.gather(self._keeper, return_exceptions=True)
         if self.reader is not None:
             await asyncio.to_thread(self.reader.stop)
-        standby = [self._standby.stop()] if self._standby is not None else []
+            self.reader = None
+        standby = [self.standby.stop()] if self.standby is not None else []
         await asyncio.gather(self._server.stop(), *standby)
 
     @property
@@ -97,15 +99,15 @@ class KeptEngine:
             await asyncio.to_thread(before.stop)
         self._is_starting = False
         self._on_start(info)
-        if self._standby is not None and isinstance(self._server, EngineServer):
-            self._standby.begin(self._server)
+        if self.standby is not None and isinstance(self._server, EngineServer):
+            self.standby.begin(self._server)
 
     async def _keep(self) -> None:
         """Let another engine follow whenever one has ended: Serve would notice after seconds, and start a replica."""
         restarted = -_APART_S
         while isinstance(self._server, EngineServer):
             await self._server.ended()
-            standby = await self._standby.take() if self._standby is not None else None
+            standby = await self.standby.take() if self.standby is not None else None
             if standby is None and time.monotonic() < restarted + _APART_S:
                 return
             self._is_starting = True

@@ -30,6 +30,11 @@ class Standby:
         """Start one beside an engine that serves, and another whenever it ends."""
         self._task = asyncio.create_task(self._keep(beside), name="standby")
 
+    @property
+    def is_ready(self) -> bool:
+        """True while an engine sleeps here."""
+        return self._ready is not None
+
     async def take(self) -> EngineServer | None:
         """Return the sleeping engine, which is the caller's then; None where none is ready."""
         server, self._ready = self._ready, None

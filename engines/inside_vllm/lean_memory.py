@@ -7,7 +7,7 @@ wake-up maps memory at the same addresses, into which weights are then loaded.
 """
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import Any
 
@@ -44,38 +44,49 @@ class _Access(ctypes.Structure):
 
 
 class Piece:
-    """Memory of one GPU that is mapped at many addresses."""
+    """Memory of one GPU that is mapped at many addresses. The driver maps an allocation whole alone: there is a large one,
+    and one of a granule for the rest of a range."""
 
     def __init__(self, device: int) -> None:
         self._driver = ctypes.CDLL("libcuda.so.1")
         self._where = _Location(_DEVICE, device)
-        self._handle = ctypes.c_ulonglong()
-        properties = ctypes.byref(_Properties(type=_PINNED, location=self._where))
-        self._call("cuMemCreate", ctypes.byref(self._handle), ctypes.c_size_t(_PIECE_BYTES), properties, _NO_FLAGS)
+        self._handles = {num_bytes: self._created(num_bytes) for num_bytes in (_PIECE_BYTES, _GRANULE)}
 
     def map(self, address: int, num_bytes: int) -> None:
         """Map it again and again, until all of the reserved range has memory. `num_bytes` is of whole granules."""
-        for begin in range(0, num_bytes, _PIECE_BYTES):
-            self._call("cuMemMap", *_range(address, num_bytes, begin), ctypes.c_size_t(0), self._handle, _NO_FLAGS)
-        access = _Access(self._where, _READ_AND_WRITE)
+        for begin, size in _parts(address, num_bytes):
+            self._call("cuMemMap", begin, ctypes.c_size_t(size), ctypes.c_size_t(0), self._handles[size], _NO_FLAGS)
+        access = ctypes.byref(_Access(self._where, _READ_AND_WRITE))
         whole = (ctypes.c_ulonglong(address), ctypes.c_size_t(num_bytes))
-        self._call("cuMemSetAccess", *whole, ctypes.byref(access), ctypes.c_size_t(1))
+        self._call("cuMemSetAccess", *whole, access, ctypes.c_size_t(1))
 
     def unmap(self, address: int, num_bytes: int) -> None:
-        for begin in range(0, num_bytes, _PIECE_BYTES):
-            self._call("cuMemUnmap", *_range(address, num_bytes, begin))
+        for begin, size in _parts(address, num_bytes):
+            self._call("cuMemUnmap", begin, ctypes.c_size_t(size))
 
     def release(self) -> None:
         """Return the memory to the GPU. It is mapped nowhere."""
-        self._call("cuMemRelease", self._handle)
+        for handle in self._handles.values():
+            self._call("cuMemRelease", handle)
+
+    def _created(self, num_bytes: int) -> ctypes.c_ulonglong:
+        handle, properties = ctypes.c_ulonglong(), _Properties(type=_PINNED, location=self._where)
+        size = ctypes.c_size_t(num_bytes)
+        self._call("cuMemCreate", ctypes.byref(handle), size, ctypes.byref(properties), _NO_FLAGS)
+        return handle
 
     def _call(self, name: str, *arguments: Any) -> None:
         if error := getattr(self._driver, name)(*arguments):
             raise RuntimeError(f"CUDA's driver answers {name} with error {error}")
 
 
-def _range(address: int, num_bytes: int, begin: int) -> tuple[ctypes.c_ulonglong, ctypes.c_size_t]:
-    return ctypes.c_ulonglong(address + begin), ctypes.c_size_t(min(_PIECE_BYTES, num_bytes - begin))
+def _parts(address: int, num_bytes: int) -> Iterator[tuple[ctypes.c_ulonglong, int]]:
+    """Yield the addresses of a range at which an allocation is mapped, with its size."""
+    at = 0
+    while at < num_bytes:
+        size = _PIECE_BYTES if num_bytes - at >= _PIECE_BYTES else _GRANULE
+        yield ctypes.c_ulonglong(address + at), size
+        at += size
 
 
 class LeanMemory:

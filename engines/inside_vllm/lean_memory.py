@@ -44,8 +44,8 @@ class _Access(ctypes.Structure):
 
 
 class Piece:
-    """Memory of one GPU that is mapped at many addresses. The driver maps an allocation whole alone: there is a large one,
-    and one of a granule for the rest of a range."""
+    """Memory of one GPU that is mapped at many addresses. The driver maps an allocation as a whole alone: there is a
+    large one, and one of a granule for the rest of a range."""
 
     def __init__(self, device: int) -> None:
         self._driver = ctypes.CDLL("libcuda.so.1")

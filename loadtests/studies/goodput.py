@@ -73,6 +73,11 @@ async def study(args: argparse.Namespace) -> int:
     failed = [one for one in done if one.error or one.tokens != args.tokens]
     shown = ", ".join(f"{rate:.0f}" for rate in rates)
     print(f"tokens/s before, during and after: {shown}; {hurts} engines hurt; goodput {rates[1] / undisturbed:.3f}")
+    moved, stayed = (
+        max((one.longest_gap_s(times[1]) for one in done if one.has_moved is moves), default=0.0)
+        for moves in (True, False)
+    )
+    print(f"longest gap of a stream that moved {moved:.2f} s, of one that stayed {stayed:.2f} s")
     print(f"{len(done)} streams ended, {len(failed)} failed or of another length", *(one.error for one in failed[:3]))
     return int(bool(failed))
 

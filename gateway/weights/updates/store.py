@@ -39,7 +39,7 @@ class StoreArrival:
                 "versions only grow: leave it out"
             )
         parts.canary.check_length(canary_logprobs, members)
-        announced = await parts.snapshots.announced(draft, fleet.version)
+        announced = await parts.snapshots.announced(draft)
         await self._check_fits(announced, members, rolling=rolling)
         record = UpdateRecord(version or fleet.next_version, "store", in_flight, rolling=rolling)
         record.draft = parts.snapshots.folder / draft

@@ -47,7 +47,7 @@ CHECKPOINT: Content = (0.0, 0.0)
 
 
 def tensor_bytes(value: float) -> bytes:
-    """All elements have the value but the first, so that a delta has something to leave out."""
+    """All elements have the value but the first."""
     return struct.pack(f"<{ELEMENTS}f", value, *[7.0] * (ELEMENTS - 1))
 
 

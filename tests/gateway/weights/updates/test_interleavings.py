@@ -24,19 +24,19 @@ LEFT_DURING_THE_ABORT = [
     Pause(3.0, PauseMode.ABORT, False),
     Rollout(0.3, 3, False, False),
     Kill(0.3, 0),
-    PushStep(0.0, 0, False, True, False, False, False, None, 0.0, 0.05),
+    PushStep(0.0, 0, False, True, False, False, None, 0.0, 0.05),
 ]
 """The trainer of a relayed update that is being aborted leaves: the draft stayed in the store."""
 
 ABORTED_WHEN_ROLLED_HALF = [
-    PushStep(0.0, 0, True, False, False, False, True, None, 0.0, 0.5),
+    PushStep(0.0, 0, True, False, False, True, None, 0.0, 0.5),
     RestartGateway(1.0, False, 0.1),
-    PushStep(1.0, 0, False, False, False, False, False, None, 0.0, None),
+    PushStep(1.0, 0, False, False, False, False, None, 0.0, None),
 ]
 """A replica has served version 1 when its trainer dies and the gateway is restarted: the number was used again."""
 
 SCRIBE_DIES_BEFORE_THE_VERDICT = [
-    PushStep(0.0, 0, False, False, False, False, False, None, 0.0, None),
+    PushStep(0.0, 0, False, False, False, False, None, 0.0, None),
     Rollout(0.0, 3, False, False),
     Resume(0.1),
     Kill(0.3, 0),
@@ -44,24 +44,24 @@ SCRIBE_DIES_BEFORE_THE_VERDICT = [
 """The scribe of a flat update is lost before the commit fences it: it was SYNCING then, and its draft stayed."""
 
 ENDED_DURING_A_PUSH = [
-    PushStep(0.0, 0, True, False, False, False, False, None, 0.5, None),
+    PushStep(0.0, 0, True, False, False, False, None, 0.5, None),
     RestartGateway(0.02, False, 0.1),
-    PushStep(0.0, 0, False, False, False, False, False, None, 0.0, None),
+    PushStep(0.0, 0, False, False, False, False, None, 0.0, None),
     Rollout(1.0, 3, False, False),
-    PushStep(0.0, 0, False, False, True, False, False, None, 0.0, None),
+    PushStep(0.0, 0, False, False, True, False, None, 0.0, None),
 ]
 """A trainer writes its draft while the gateway ends: its call must not reach the gateway that is gone."""
 
 REPLACED_GROUP = [
-    PushStep(0.0, 0, False, True, False, False, False, None, 2.0, None),
-    PushStep(0.0, 0, False, False, False, False, False, None, 0.0, None),
-    PushStep(0.0, 0, False, False, False, False, False, None, 0.0, None),
+    PushStep(0.0, 0, False, True, False, False, None, 2.0, None),
+    PushStep(0.0, 0, False, False, False, False, None, 0.0, None),
+    PushStep(0.0, 0, False, False, False, False, None, 0.0, None),
     Resume(0.02),
-    PushStep(0.0, 0, False, False, False, False, False, None, 0.0, None),
+    PushStep(0.0, 0, False, False, False, False, None, 0.0, None),
 ]
 """A slow trainer begins an update after another has replaced its group: nothing may arrive for it."""
 
-PUSH = PushStep(0.0, 0, False, False, False, False, False, None, 0.0, None)
+PUSH = PushStep(0.0, 0, False, False, False, False, None, 0.0, None)
 COMMITTED_AND_LOST = [
     replace(PUSH, slow_s=0.5),
     ScaleUp(0.3),
@@ -114,7 +114,7 @@ def test_a_gateway_that_dies_between_the_labels_of_a_commit_has_committed_for_al
 
     async def main() -> None:
         async with world_of(tmp_path, 0, relay=False, replicas=2) as world:
-            push: Any = dict.fromkeys(("partial", "bad", "delta", "rolling"), False) | {
+            push: Any = dict.fromkeys(("partial", "bad", "rolling"), False) | {
                 "in_flight": None,
                 "slow_s": 0.0,
             }

@@ -35,16 +35,6 @@ class Receipts:
             raise WeightUpdateFailed("there is no open receipt")
         self._tee.load_by(load)
 
-    @property
-    def copies(self) -> bool:
-        """True while an update's tensors are copied, which may be to its commit where they are."""
-        return self._scribe is not None and not self._scribe.is_kept
-
-    @property
-    def reads(self) -> bool:
-        """True where the copy is already made from received tensors, in the background."""
-        return self._scribe is not None and self._scribe.reads
-
     def close(self) -> dict[str, str]:
         """Return the digest of each received tensor. The copy is finished by `keep`."""
         tee, self._tee = self._tee, None

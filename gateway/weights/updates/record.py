@@ -132,12 +132,12 @@ class UpdateRecord:
         self._span.note({"rollout_gateway.bytes": self.num_bytes, "rollout_gateway.stopped_seconds": self.stopped_s})
         self._span.end(error)
 
-    def take_back(self, replica: Replica, source: str) -> None:
-        """Notes that a replica serves the version before again, from `source`, after an abort."""
+    def take_back(self, replica: Replica) -> None:
+        """Notes that a replica serves the version before again after an abort."""
         assert self.ended_at is not None
         took_s = time.monotonic() - self.ended_at
         found = self.replicas.setdefault(replica.replica_id, {})
-        found["taken_back"] = {"source": source, "seconds": round(took_s, 4)}
+        found["taken_back"] = {"seconds": round(took_s, 4)}
         self.seconds["undo"] = took_s
 
     def report(self) -> Json:

@@ -106,7 +106,7 @@ def an_aborted_update_leaves_its_replicas_alone(patch: pytest.MonkeyPatch) -> No
 
 
 def a_served_version_is_withdrawn(patch: pytest.MonkeyPatch) -> None:
-    async def broken(self: StoreArrival, update: Update, passed: Sequence[Replica]) -> None:
+    async def broken(self: StoreArrival, update: Update) -> None:
         await self.dropped(update)
 
     patch.setattr(StoreArrival, "after_commit", broken)

@@ -46,7 +46,7 @@ LINES = {
     "gateway": 19469,
     "gateway/agents": 2374,
     "engines": 11742,
-    "trainer_client": 4043,
+    "trainer_client": 3690,
     "sim": 2036,
     "tuning": 5127,
     "loadtests": 8195,

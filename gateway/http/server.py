@@ -6,7 +6,6 @@ from pathlib import Path
 
 from aiohttp import web
 
-from engines import tracing
 from engines.engine import Json
 from engines.model_folder import model_folder
 from gateway.agents.sessions import Sessions
@@ -136,8 +135,6 @@ class GatewayServer:
         await self._sessions.close()
 
     async def _watching(self, app: web.Application) -> AsyncGenerator[None]:
-        if endpoint := self._config.gateway.otlp_endpoint:
-            tracing.start(endpoint, self._config.name)
         await self._snapshots.open()
         self.fleet.events.add("gateway", "started")
         await self.fleet.look()
@@ -158,7 +155,6 @@ class GatewayServer:
         await self._tasks.stop()
         if self._trace is not None:
             await asyncio.to_thread(self._trace.close)
-        await asyncio.to_thread(tracing.stop)
         await self._snapshots.close()  # last: a file system that hangs takes its time
 
 

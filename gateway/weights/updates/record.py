@@ -17,7 +17,6 @@ from pathlib import Path
 
 import structlog
 
-from engines import tracing
 from engines.engine import Json
 from engines.types import InFlight
 from engines.weight_label import committed_label
@@ -73,15 +72,9 @@ class UpdateRecord:
     stopped_s: float = 0.0
     error: str = ""
     ended_at: float | None = None
-    _span: tracing.Span = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.keeps_kv = self.in_flight is InFlight.KEEP
-        facts: tracing.Attributes = {
-            "rollout_gateway.weight_version": self.version,
-            "rollout_gateway.transport": self.transport,
-        }
-        self._span = tracing.begin("weight update", facts)
 
     @property
     def label(self) -> str:
@@ -107,8 +100,7 @@ class UpdateRecord:
         """Adds the block's seconds to a step."""
         began = time.monotonic()
         try:
-            with tracing.span(f"weight update: {step}", parent=self._span):
-                yield
+            yield
         finally:
             self.seconds[step] = self.seconds.get(step, 0.0) + time.monotonic() - began
 
@@ -129,8 +121,6 @@ class UpdateRecord:
 
     def end(self, phase: Phase, error: str = "") -> None:
         self.phase, self.error, self.ended_at = phase, error, time.monotonic()
-        self._span.note({"rollout_gateway.bytes": self.num_bytes, "rollout_gateway.stopped_seconds": self.stopped_s})
-        self._span.end(error)
 
     def take_back(self, replica: Replica) -> None:
         """Notes that a replica serves the version before again after an abort."""

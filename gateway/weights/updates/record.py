@@ -1,17 +1,17 @@
 """The record of one weight update: its phase, the seconds of its steps, its outcome on each replica. The log of updates
 keeps those that have ended."""
 
-import itertools
 import re
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import StrEnum
 from functools import cache
 from hashlib import blake2s
+from itertools import islice
 from math import prod
 from pathlib import Path
 
@@ -153,18 +153,16 @@ class UpdateRecord:
 
 
 class UpdateLog:
-    """Records of the last updates, each of which is one event. `earlier` has those of the gateway before this one."""
+    """Records of the last updates, each of which is one event."""
 
     def __init__(self, metrics: Metrics, events: Events) -> None:
         self._metrics = metrics
         self._events = events
         self._updates: deque[UpdateRecord] = deque(maxlen=KEPT)
-        self.earlier: Sequence[Json] = ()
 
     def reports(self, most: int = KEPT) -> list[Json]:
         """The newest first."""
-        ours = (update.report() for update in self._updates)
-        return list(itertools.islice(itertools.chain(ours, self.earlier), most))
+        return [update.report() for update in islice(self._updates, most)]
 
     def add(self, update: UpdateRecord) -> None:
         """Adds an update that has just ended."""

@@ -29,13 +29,14 @@ class SortPool:
         """Return as many completions as TRL asks for, whole groups one after the other."""
         taken = self._first_to_end(len(prompts) // trainer.num_generations)
         rows = [(problem, rollout, completion) for problem, rollout in taken for completion in rollout.completions]
+        versions = [completion.oldest_version or 0 for _, _, completion in rows]
         return {
             "prompt_ids": [
                 rollout.prompt_token_ids.tolist() for _, rollout, _ in rows if rollout.prompt_token_ids is not None
             ],
             "completion_ids": [completion.token_ids.tolist() for _, _, completion in rows],
             "logprobs": [completion.logprobs.tolist() for _, _, completion in rows if completion.logprobs is not None],
-            "is_resumed": [len(completion.spans) > 1 for _, _, completion in rows],
+            "is_older": [version < max(versions) for version in versions],
             "problem": [problem for problem, _, _ in rows],
         }
 
@@ -52,10 +53,10 @@ class SortPool:
 def exact_answer(
     completions: list[Any],
     problem: list[str],
-    is_resumed: list[bool],
+    is_older: list[bool],
     log_metric: Callable[[str, float], None],
     **_: Any,
 ) -> list[float]:
     """Return TRL's rewards, by the problems that were answered."""
-    log_metric("resumed", fmean(is_resumed))
+    log_metric("older", fmean(is_older))
     return task.exact_answer([task.prompt(one) for one in problem], completions)

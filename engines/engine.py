@@ -166,7 +166,7 @@ class Engine(ABC):
         """Prepare for updates of the checkpoint's tensors, before the first, which is then as fast as the next.
 
         With the content of its config.json, and the names of each tensor that it has more than once, received tensors
-        may have other names (`checkpoint_names.py`). An engine without our code takes none of these.
+        may have other names (`checkpoint/names.py`). An engine without our code takes none of these.
         """
         return Preparation()
 

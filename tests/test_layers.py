@@ -45,7 +45,7 @@ ROOT = Path(__file__).parents[1]
 LINES = {
     "gateway": 19384,
     "gateway/agents": 2374,
-    "engines": 11588,
+    "engines": 11586,
     "trainer_client": 3690,
     "sim": 2036,
     "tuning": 5127,

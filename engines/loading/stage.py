@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from engines.checkpoint import FileStates, file_states, read_spans
+from engines.checkpoint.folder import FileStates, file_states, read_spans
 from engines.errors import WeightUpdateFailed
 from engines.loading.snapshot_reader import read_tensors
 from engines.transfer.packing import NamedTensor, kept_streams, num_bytes

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from engines.checkpoint_names import CheckpointNames, announced_as, checkpoint_names
+from engines.checkpoint.names import CheckpointNames, announced_as, checkpoint_names
 from engines.engine import ReceiptCopy
 from engines.errors import WeightUpdateFailed
 from engines.loading.planned_load import Form, Load, PlannedLoad, form_of, load_in_batches

@@ -10,7 +10,7 @@ from dataclasses import replace
 from http import HTTPStatus
 from pathlib import Path
 
-from engines.checkpoint import known_tensors, read_config, served_in, tied_names
+from engines.checkpoint.folder import known_tensors, read_config, served_in, tied_names
 from engines.clients.connect import connect
 from engines.config import DEFAULT_LOG_DIR, EngineConfig
 from engines.engine import Engine, Preparation

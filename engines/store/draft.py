@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from engines.batches import batches
-from engines.checkpoint import Span, read_spans
+from engines.checkpoint.folder import Span, read_spans
 from engines.errors import StoreFailed
 from engines.store.files import check_room, disk_errors, read_at, sync
 from engines.store.manifest import MANIFEST, Manifest, StoredTensor

@@ -9,7 +9,7 @@ from typing import Any, BinaryIO
 
 import xxhash
 
-from engines.checkpoint import Span, is_file_name, read_spans
+from engines.checkpoint.folder import Span, is_file_name, read_spans
 from engines.errors import InvalidRequest, StoreFailed
 from engines.store.files import THREADS, read_at, sync
 

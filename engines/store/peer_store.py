@@ -21,7 +21,7 @@ from tempfile import mkdtemp
 from typing import Any, TypeVar
 from urllib.parse import quote, urlsplit
 
-from engines.checkpoint import is_file_name
+from engines.checkpoint.folder import is_file_name
 from engines.errors import DeadlineExceeded, InvalidRequest, StoreFailed
 from engines.store.files import check_room, disk_errors, sync, try_lock
 from engines.store.manifest import MANIFEST, check_bytes

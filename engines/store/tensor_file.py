@@ -6,7 +6,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Protocol
 
-from engines.checkpoint import written_dtype
+from engines.checkpoint.folder import written_dtype
 from engines.store.manifest import told_digest
 from engines.store.pieces import write_pieces
 

@@ -26,7 +26,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from engines.checkpoint import WEIGHT_FILES
+from engines.checkpoint.folder import WEIGHT_FILES
 from engines.errors import InvalidRequest, StoreFailed
 from engines.store.draft import DRAFT, OWNER, claim_draft
 from engines.store.files import disk_errors, is_locked, sync, try_lock

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from engines.checkpoint_names import CheckpointNames
+from engines.checkpoint.names import CheckpointNames
 from engines.engine import ReceiptCopy
 from engines.errors import WeightUpdateFailed
 from engines.transfer.tee import Load, Scribe, WeightTee

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from engines.checkpoint_names import CheckpointNames, Incoming
+from engines.checkpoint.names import CheckpointNames, Incoming
 from engines.engine import ReceiptCopy
 from engines.errors import RolloutGatewayError
 from engines.store.draft import Draft

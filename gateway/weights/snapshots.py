@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import structlog
 
-from engines.checkpoint import stored_bytes
+from engines.checkpoint.folder import stored_bytes
 from engines.engine import Json
 from engines.errors import InvalidRequest, StoreFailed
 from engines.store.draft import complete, is_whole

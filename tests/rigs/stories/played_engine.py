@@ -19,7 +19,7 @@ import aiohttp
 from aiohttp import web
 from multidict import CIMultiDict
 
-from engines.checkpoint import read_spans
+from engines.checkpoint.folder import read_spans
 from engines.clients.connections import CannotConnect
 from engines.clients.http import HttpEngine
 from engines.clients.vllm_engine import VllmEngine

@@ -45,8 +45,8 @@ ROOT = Path(__file__).parents[1]
 LINES = {
     "gateway": 19384,
     "gateway/agents": 2374,
-    "engines": 11586,
-    "trainer_client": 3690,
+    "engines": 11584,
+    "trainer_client": 3656,
     "sim": 2036,
     "tuning": 5127,
     "loadtests": 8195,

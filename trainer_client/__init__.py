@@ -1,6 +1,6 @@
 """The public names for trainers. Loads neither ray nor torch; only a weight push loads torch."""
 
-from trainer_client.batch import Batch, Progress
+from trainer_client.batch import Batch
 from trainer_client.blocking import BlockingBatch, BlockingRolloutClient
 from trainer_client.client import RolloutClient
 from trainer_client.results import Completion, Outcome, Rollout, WeightSpan
@@ -20,7 +20,6 @@ __all__ = [
     "BlockingSessions",
     "Completion",
     "Outcome",
-    "Progress",
     "Rollout",
     "RolloutClient",
     "SamplingParams",

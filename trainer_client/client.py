@@ -30,7 +30,7 @@ from trainer_client.submission import Submission
 URL_VARIABLE = "ROLLOUT_URL"
 KEY_VARIABLE = "ROLLOUT_API_KEY"
 
-OnDeadline = Literal["cancel", "return_partial", "resume"]
+OnDeadline = Literal["cancel", "return_partial"]
 Prompt = str | Sequence[int] | Any
 """Text, or token ids: a list, or an array or tensor with one dimension."""
 
@@ -144,8 +144,8 @@ class RolloutClient:
         have arrived (/v1/rollouts). It begins with its iteration.
 
         submission_id: with the same id a restarted trainer goes on where it was, and no completion is made twice.
-        deadline_s, on_deadline: a group's time, and the treatment of samples that are open then: `cancel`,
-        `return_partial` or `resume`.
+        deadline_s, on_deadline: a group's time, and the treatment of samples that are open then: `cancel` or
+        `return_partial`.
         """
         sampling = sampling or SamplingParams()
         own = {} if need is None else {"need": need}

@@ -57,8 +57,6 @@ class Manifest:
         for file in {tensor.file for tensor in self.tensors.values()}:
             if not is_file_name(file):
                 raise ValueError(f"it names {file!r}, which is no file of its folder")
-        if not isinstance(self.version, int | None):
-            raise TypeError(f"{self.version!r} is no version")
 
     def write(self, folder: Path) -> None:
         """Writes atomically: readers see the whole manifest or none."""

@@ -399,5 +399,5 @@ class Scheduler:
         )
         return (
             f"no replica of {model!r} took the rollout{demands} within {self._config.queue_timeout_s:g} s "
-            f"(gateway.queue_timeout_s); replicas: {states}{closed}"
+            f"(gateway.queue_timeout_s); replicas: {states}{closed}{self._fleet.starts.text}"
         )

@@ -125,6 +125,13 @@ class EngineReplica:
                 self._from_afar = info
             return self._from_afar
 
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Tell Serve how many replicas would run at once what the gateway has for this group. Serve asks where the
+        group may grow."""
+        gateway = serve.get_deployment_handle("gateway", self._app_name)
+        async with asyncio.timeout(_ASK_TIMEOUT_S):
+            return {"wanted": await gateway.samples.remote(self._group) / self._config.max_num_seqs}
+
     async def check_health(self) -> None:
         """Raise if the engine does not serve, unless it is being started again, or if its reader has ended; Serve then
         restarts the replica."""

@@ -22,6 +22,7 @@ from engines.process.log_lines import write_log_lines
 from engines.process.process import longest_stop_s
 from engines.serve_replica import EngineReplica
 from engines.types import EngineStart, ReplicaInfo
+from gateway.config.autoscaling import sizing
 from gateway.config.load import check_models, key_variables, with_secrets
 from gateway.config.placement import Nodes, Resource, check_placement, cpus_to_reserve, lacking, needed
 from gateway.config.schema import Config
@@ -84,7 +85,7 @@ def _nodes(resource: Resource) -> Nodes:
 def _engine_group(name: str, config: EngineConfig, hidden: Sequence[str]) -> serve.Application:
     return serve.deployment(
         name=name,
-        num_replicas=config.num_replicas,
+        **sizing(config),
         ray_actor_options={"num_cpus": cpus_to_reserve(config), "num_gpus": gpus_to_reserve(config)},
         # The replica itself retries a failed start where that may help. Once a replica of the group has come up, Serve
         # restarts it without limit, whatever this says.
@@ -117,6 +118,10 @@ class Gateway:
     async def drain(self, replica_id: str) -> int:
         """Stop placing on a replica that Serve is removing; return its samples in flight."""
         return await self._listener.ask(lambda server: server.fleet.drain(replica_id))
+
+    async def samples(self, group: str) -> int:
+        """Return the samples of a group's model that are in flight or wait for a replica."""
+        return await self._listener.ask(lambda server: server.scheduler.samples(group))
 
     async def tell(self, start: EngineStart) -> None:
         """Note how far a start has come of an engine that cannot be asked yet."""

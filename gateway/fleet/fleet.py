@@ -82,8 +82,10 @@ class Fleet:
         return sum(self.expected_by_group.values())
 
     @property
-    def expected_of_policy(self) -> int:
-        return sum(count for group, count in self.expected_by_group.items() if not self.models.groups[group].frozen)
+    def most_of_policy(self) -> int:
+        """The replicas of the policy, once Serve has added all that it may."""
+        groups = [(group, self.models.groups[group]) for group in self.expected_by_group]
+        return sum(one.max_replicas or self.expected_by_group[name] for name, one in groups if not one.frozen)
 
     @property
     def replicas(self) -> list[Replica]:

@@ -54,7 +54,7 @@ class GatewayServer:
     def __init__(self, config: Config, fleet: Fleet, metrics: Metrics) -> None:
         self._config = config
         self.fleet = fleet
-        self._scheduler = scheduler = Scheduler(config.gateway, fleet, metrics)
+        self.scheduler = scheduler = Scheduler(config.gateway, fleet, metrics)
         self._snapshots = Snapshots(config.weights, config.name, lambda: _checkpoint(config))
         self._weights = weights = WeightCoordinator(config.weights, fleet, scheduler, metrics, self._snapshots)
         self._adapters = AdapterCoordinator(config.weights, fleet)
@@ -127,7 +127,7 @@ class GatewayServer:
 
     def status(self) -> Json:
         """The status report."""
-        report = status_report(self.fleet, self._scheduler, self._weights, self._snapshots)
+        report = status_report(self.fleet, self.scheduler, self._weights, self._snapshots)
         return report | {"ledger": self._submissions.report() | self._replays.report() | self._sessions.report()}
 
     async def _end_turns(self, app: web.Application) -> None:

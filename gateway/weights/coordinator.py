@@ -264,7 +264,7 @@ class WeightCoordinator:
         if not members:
             return "no replica takes weights"
         is_mixed = len({replica.info.dialect for replica in members}) > 1
-        if not is_mixed and max(len(members), self._fleet.expected_of_policy) == 1:
+        if not is_mixed and max(len(members), self._fleet.most_of_policy) == 1:
             return "there is one replica"
         if not all(replica.info.loads_snapshots for replica in members):
             return "not every replica can load weights from a folder"

@@ -284,7 +284,7 @@ class Gateway:
         self.weights = self.server._weights
         self.adapters = self.server._adapters
         self.snapshots = self.server._snapshots
-        runner = Runner(self.server._scheduler, self.fleet, _METRICS)
+        runner = Runner(self.server.scheduler, self.fleet, _METRICS)
         self.completions = Completions(world.config.gateway, self.fleet, runner)
         self._watching = self.server._watching(None)  # type: ignore[arg-type]
         self._context = contextvars.copy_context()

@@ -304,7 +304,7 @@ class Story:
         fleet = gateway.fleet
         lacks = may_wait and fleet.version and fleet.version not in gateway.snapshots.versions
         done = [one.can_serve or (lacks and one.state is ReplicaState.SYNCING) for one in fleet.replicas]
-        is_idle = gateway.weights.update is None and not gateway.server._scheduler.closed_for
+        is_idle = gateway.weights.update is None and not gateway.server.scheduler.closed_for
         is_one = fleet.rolling_to is None and not any(engine.is_dead for engine in self.world.engines.values())
         return is_idle and is_one and all(done) and len(done) == len(self.world.engines) == self.world.wanted
 
@@ -321,7 +321,7 @@ class Story:
                 ]
                 raise Violation(
                     f"not within {SETTLE_S:g} s: {what}; version {gateway.fleet.version}, store "
-                    f"{gateway.snapshots.versions}, gate {gateway.server._scheduler.closed_for}, update "
+                    f"{gateway.snapshots.versions}, gate {gateway.server.scheduler.closed_for}, update "
                     f"{gateway.weights.update}, rolling to {gateway.fleet.rolling_to}, {states}"
                 )
             await asyncio.sleep(0.5)

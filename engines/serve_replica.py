@@ -1,6 +1,7 @@
 """The Serve replica: owns one engine server and its GPUs, reads what it makes, and describes it to the gateway."""
 
 import asyncio
+import contextlib
 import sys
 import time
 import zlib
@@ -24,12 +25,13 @@ from engines.process.engine_server import EngineServer
 from engines.process.forwarder import Forwarder
 from engines.process.kept_engine import KeptEngine
 from engines.process.log_lines import write_log_lines
-from engines.types import EngineKind, ReplicaInfo
+from engines.types import EngineKind, EngineStart, ReplicaInfo
 
 log = structlog.get_logger()
 
 _ASK_TIMEOUT_S = 5.0
 _ASK_EVERY_S = 0.5
+_TELL_EVERY_S = 1.0
 
 
 class EngineReplica:
@@ -42,15 +44,28 @@ class EngineReplica:
         # Serve's replica tag, not its rank: Serve reuses ranks, and two replicas with the same name or seed would be
         # confused and would draw the same samples.
         context = serve.get_replica_context()
+        index = zlib.crc32(context.replica_tag.encode())
         self._app_name = context.app_name
         self._config = config
-        index = zlib.crc32(context.replica_tag.encode())
-        server = _server(config, f"{group}-{context.replica_tag}", group, index, hidden)
+        self._id, self._group = f"{group}-{context.replica_tag}", group
+        server = _server(config, self._id, group, index, hidden)
         self._engine = KeptEngine(server, partial(_client, config), index=index, has_standby=config.standby > 0)
-        self._opening = asyncio.Lock()
         self._forwarder: Forwarder | None = None
         self._from_afar: ReplicaInfo | None = None
+        self._opening = asyncio.Lock()
+        self._telling = asyncio.create_task(self._tell_starts(), name="tell starts")
         await self._engine.start()
+
+    async def _tell_starts(self) -> None:
+        """Tell the gateway each second how far a start has come: Serve shows it no replica that is not up."""
+        gateway = serve.get_deployment_handle("gateway", self._app_name)
+        while True:
+            await asyncio.sleep(_TELL_EVERY_S)
+            if phases := self._engine.phases:
+                start = EngineStart(replica_id=self._id, group=self._group, phases=phases)
+                with contextlib.suppress(TimeoutError, RayError, RayServeException):  # the gateway starts too
+                    async with asyncio.timeout(_ASK_TIMEOUT_S):
+                        await gateway.tell.remote(start)
 
     def incarnation(self) -> tuple[str, int]:
         """Return `KeptEngine.incarnation`: a cheap call, made each second, that shows a restart and a stop."""
@@ -81,14 +96,23 @@ class EngineReplica:
         self._forwarder = Forwarder(info.url)
         return replace(info, url=await self._forwarder.open(host), key=self._forwarder.key)
 
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Tell Serve how many replicas would run at once what the gateway has for this group. Serve asks where the
+        group may grow."""
+        gateway = serve.get_deployment_handle("gateway", self._app_name)
+        async with asyncio.timeout(_ASK_TIMEOUT_S):
+            return {"wanted": await gateway.samples.remote(self._group) / self._config.max_num_seqs}
+
     async def check_health(self) -> None:
         """Raise as `KeptEngine.check` does; Serve then restarts the replica."""
         await self._engine.check()
 
     async def __del__(self) -> None:
         """Drain and stop. Serve awaits this on removal, for at most graceful_shutdown_timeout_s."""
-        if not hasattr(self, "_engine"):
+        if not hasattr(self, "_telling"):
             return
+        self._telling.cancel()
+        await asyncio.gather(self._telling, return_exceptions=True)
         if self._engine.reader is not None:
             await self._drained()
         if self._forwarder is not None:

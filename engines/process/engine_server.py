@@ -13,15 +13,15 @@ from typing import Any
 
 import structlog
 
-from engines.checkpoint import known_tensors, read_config, served_in, tied_names
+from engines.checkpoint.folder import known_tensors, read_config, served_in, tied_names
 from engines.clients.connect import connect
 from engines.config import DEFAULT_LOG_DIR, EngineConfig
 from engines.engine import Engine, Preparation
-from engines.errors import DeadlineExceeded, EngineError, EngineFailed, EngineStartFailed
+from engines.errors import ConfigError, DeadlineExceeded, EngineError, EngineFailed, EngineStartFailed
 from engines.inside_vllm.plugin import STANDBY
 from engines.model_folder import is_quantised, model_folder
 from engines.process.diagnosis import diagnose, last_error
-from engines.process.engine_log import check_log_folder, doing, forget_old_logs, measured_kv_memory
+from engines.process.engine_log import Phases, check_log_folder, doing, forget_old_logs, measured_kv_memory
 from engines.process.launch import VLLM_WORKER, engine_command, gpus_per_replica
 from engines.process.port import HeldPort
 from engines.process.process import Command, EngineProcess
@@ -74,6 +74,7 @@ class EngineServer:
         self._described: ReplicaInfo | None = None
         self.sleeps = False
         self._is_lean = False
+        self.phases = Phases("importing")
         self._kv_memory: int | None = None
         """Bytes of KV cache that vLLM has measured in an earlier start. Given, they spare it a capture of graphs."""
 
@@ -94,13 +95,19 @@ class EngineServer:
         try:
             return await self._start_once()
         except EngineStartFailed as error:
-            if not error.may_pass and self._kv_memory is None:
+            if self._is_lean or (not error.may_pass and self._kv_memory is None):
                 raise
             self._kv_memory = None
             return await self._start_once()
 
     def standby(self, index: int) -> "EngineServer":
-        """Return the server of a standby: it starts without memory for weights and KV cache, and is to `sleep` then."""
+        """Return the server of a standby: it starts without memory for weights and KV cache, and is to `sleep` then.
+
+        Raise `ConfigError` where the size of its KV cache is not known.
+        """
+        if gpus_per_replica(self._config) and not (self._kv_memory or self._config.kv_cache_memory_bytes):
+            reason = "the engine's log does not tell the size of its KV cache"
+            raise ConfigError(f"{self._section}.standby = 1: {reason}; set {self._section}.kv_cache_memory_bytes")
         other = EngineServer(
             self._config,
             replica_id=self._replica_id,
@@ -124,9 +131,10 @@ class EngineServer:
     async def _woken(self) -> ReplicaInfo:
         assert self._engine is not None
         assert self._described is not None
+        self.phases = Phases("waking")
         if gpus_per_replica(self._config):
             await self._engine.ask("POST", "/wake_up", None, self._config.start_timeout_s)
-        return self._described
+        return replace(self._described, started=time.time(), phases=self.phases.told())
 
     def _of_this_start(self) -> EngineConfig:
         """Return the configuration with what is known of the GPU's memory. A standby takes its share when it wakes."""
@@ -183,7 +191,7 @@ class EngineServer:
 
     async def _start_once(self) -> ReplicaInfo:
         await self.stop()
-        self._is_dead = False
+        self._is_dead, self.phases = False, Phases("importing")
         try:
             return await self._started()
         except BaseException:  # also a cancelled start: its engine would keep the GPU
@@ -211,8 +219,10 @@ class EngineServer:
                     process.start()
                 await self._healthy(process, engine)
                 # The first request of a new engine takes seconds; rollouts should not pay for it.
+                self.phases.enter("warming up")
                 warm_up = {"model": config.served_name, "prompt": [3, 4, 5, 6], "max_tokens": 2, "temperature": 0}
                 await engine.generate("/v1/completions", warm_up, config.start_timeout_s)
+                self.phases.enter("preparing updates")
                 info = await self._describe(process, engine)
                 # Else another server has answered, which took the port between the draw and the bind.
                 self._check_own(process)
@@ -229,6 +239,7 @@ class EngineServer:
 
     async def _healthy(self, process: EngineProcess, engine: Engine) -> None:
         while True:
+            self.phases.enter(doing(process.log_tail()))
             self._check_own(process)
             try:
                 return await engine.health(_PROBE_TIMEOUT_S)
@@ -301,6 +312,7 @@ class EngineServer:
             draft=updates.draft,
             pid=process.engine_pid,
             started=time.time(),
+            phases=self.phases.told(),
             log_path=str(process.log_path),
             tensors=tensors,
             model_config=config,

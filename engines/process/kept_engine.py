@@ -13,7 +13,7 @@ from engines.errors import EngineError
 from engines.process.engine_server import EngineServer
 from engines.process.standby import Standby
 from engines.reading.server import ReaderThread
-from engines.types import ReplicaInfo
+from engines.types import Phase, ReplicaInfo
 
 log = structlog.get_logger()
 
@@ -75,6 +75,11 @@ class KeptEngine:
     def incarnation(self) -> tuple[str, int]:
         """The id of this engine start, and of a process of it that is stopped: 0 where none is."""
         return self.info.incarnation, 0 if self._is_starting else self._server.stopped
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """Those of a start that goes on; () where none does."""
+        return self._server.phases.told() if self._is_starting and isinstance(self._server, EngineServer) else ()
 
     async def check(self) -> None:
         """Raise if the engine does not serve, unless it is being started again, or if its reader has ended."""

@@ -7,13 +7,13 @@ import asyncio
 
 import structlog
 
-from engines.errors import ConfigError, DeadlineExceeded, EngineError, EngineStartFailed
+from engines.errors import ConfigError, DeadlineExceeded, EngineError
 from engines.process.engine_server import EngineServer
 
 log = structlog.get_logger()
 
-_AGAIN_S = 20.0
-"""Time from the end of a standby to the next: one that cannot live shall not keep the machine busy."""
+_AGAIN_S, _LONGEST_WAIT_S = 20.0, 600.0
+"""Time from the end of a standby to the next, and after several: it may not be able to live."""
 _FROM_SEED_TO_SEED = 7_368_787
 """A standby has seeds far from those of the engine that it follows, and of that one's restarts."""
 
@@ -48,23 +48,25 @@ class Standby:
             self._task = None
 
     async def _keep(self, beside: EngineServer) -> None:
+        wait_s = _AGAIN_S / 2
         while True:
             self._index += _FROM_SEED_TO_SEED
-            server = beside.standby(self._index)
+            try:
+                server = beside.standby(self._index)
+            except ConfigError as error:
+                log.warning("there is no standby", reason=str(error))
+                return
             try:
                 await server.start()
                 await server.sleep()
                 self._ready = server
                 await server.ended()
                 log.warning("a standby has ended")
-            except ConfigError as error:
-                log.warning("there is no standby", reason=str(error))
-                return
-            except (EngineStartFailed, EngineError, DeadlineExceeded) as error:
+            except (ConfigError, EngineError, DeadlineExceeded) as error:
                 log.warning("a standby did not start", reason=str(error))
             finally:
                 was_taken = server.sleeps and self._ready is not server
                 if not was_taken:
                     self._ready = None
                     await server.stop()
-            await asyncio.sleep(_AGAIN_S)
+            await asyncio.sleep(wait_s := min(2 * wait_s, _LONGEST_WAIT_S))

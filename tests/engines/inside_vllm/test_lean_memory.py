@@ -5,8 +5,12 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("torch")
+
+import torch
+
 from engines.inside_vllm import lean_memory
-from engines.inside_vllm.lean_memory import LeanMemory
+from engines.inside_vllm.lean_memory import KvCache, LeanMemory
 
 MIB = 1 << 20
 LARGE, SMALL = 200 * MIB, 2 * MIB
@@ -56,7 +60,13 @@ def allocator() -> PlayedAllocator:
 @pytest.fixture
 def lean(allocator: PlayedAllocator, monkeypatch: pytest.MonkeyPatch) -> LeanMemory:
     monkeypatch.setattr(lean_memory, "Piece", PlayedPiece)
-    return LeanMemory(allocator, allocator.create, allocator.release)
+    addresses = iter(range(7 << 40, 9 << 40, 1 << 40))
+    monkeypatch.setattr(lean_memory, "reserved", lambda _bytes: next(addresses))
+    return LeanMemory(allocator, record, allocator.create, allocator.release)
+
+
+def record(allocation: lean_memory.Allocation, tag: str) -> Any:
+    return SimpleNamespace(handle=allocation, tag=tag, is_asleep=False)
 
 
 def parameter(address: int, num_bytes: int) -> Any:
@@ -64,19 +74,16 @@ def parameter(address: int, num_bytes: int) -> Any:
     return SimpleNamespace(is_cuda=True, untyped_storage=lambda: storage)
 
 
-def test_large_parameters_and_the_kv_cache_share_memory_and_nothing_else(
-    lean: LeanMemory, allocator: PlayedAllocator
-) -> None:
-    lean.allocated(allocator.allocate(1 << 40, LARGE, "kv_cache"), "kv_cache")
-    lean.allocated(allocator.allocate(2 << 40, LARGE, "weights"), "weights")
-    lean.allocated(allocator.allocate(3 << 40, LARGE, "workspace"), "workspace")
-    lean.allocated(allocator.allocate(4 << 40, SMALL, "kv_cache"), "kv_cache")
-    assert allocator.own == {2 << 40, 3 << 40, 4 << 40}
-    lean.registered(None, "weight", parameter(2 << 40, LARGE))
-    lean.registered(None, "weight", parameter(2 << 40, LARGE))  # a tied one
-    lean.registered(None, "bias", parameter(5 << 40, SMALL))
+def test_large_parameters_share_memory_and_nothing_else(lean: LeanMemory, allocator: PlayedAllocator) -> None:
+    allocator.allocate(1 << 40, LARGE, "weights")
+    allocator.allocate(2 << 40, LARGE, "workspace")
+    allocator.allocate(3 << 40, SMALL, "weights")
+    lean.registered(None, "weight", parameter(1 << 40, LARGE))
+    lean.registered(None, "weight", parameter(1 << 40, LARGE))  # a tied one
+    lean.registered(None, "buffer", parameter(2 << 40, LARGE))
+    lean.registered(None, "bias", parameter(3 << 40, SMALL))
     lean.registered(None, "bias", None)
-    assert allocator.own == {3 << 40, 4 << 40}
+    assert allocator.own == {2 << 40, 3 << 40}
 
 
 def test_a_parameter_in_a_segment_with_other_tensors_keeps_its_memory(
@@ -90,7 +97,8 @@ def test_a_parameter_in_a_segment_with_other_tensors_keeps_its_memory(
 def test_a_freed_tensor_gets_memory_of_its_own_for_the_allocator_to_return(
     lean: LeanMemory, allocator: PlayedAllocator
 ) -> None:
-    lean.allocated(allocator.allocate(1 << 40, LARGE, "kv_cache"), "kv_cache")
+    allocator.allocate(1 << 40, LARGE, "weights")
+    lean.registered(None, "weight", parameter(1 << 40, LARGE))
     lean.freed(1 << 40)
     lean.freed(2 << 40)  # was never shared
     assert allocator.own == {1 << 40}
@@ -99,10 +107,30 @@ def test_a_freed_tensor_gets_memory_of_its_own_for_the_allocator_to_return(
 def test_what_was_shared_is_asleep_at_the_end_and_later_memory_is_never_shared(
     lean: LeanMemory, allocator: PlayedAllocator
 ) -> None:
-    lean.allocated(allocator.allocate(1 << 40, LARGE, "kv_cache"), "kv_cache")
+    address = lean.kv_cache(0, LARGE - 1)
     allocator.allocate(2 << 40, SMALL, "weights")
     lean.end()
-    assert [one.is_asleep for one in allocator.pointer_to_data.values()] == [True, False]
-    lean.allocated(allocator.allocate(3 << 40, LARGE, "kv_cache"), "kv_cache")
+    found = allocator.pointer_to_data
+    assert (found[address].is_asleep, found[2 << 40].is_asleep) == (True, False)
+    assert found[address].handle[:3] == (0, LARGE, address), "of whole granules, and the allocator can wake it"
+    allocator.allocate(3 << 40, LARGE, "weights")
+    lean.registered(None, "weight", parameter(3 << 40, LARGE))
     assert 3 << 40 in allocator.own
     lean.end()  # it sleeps a second time
+
+
+def test_large_zeros_of_a_gpu_alone_lie_over_reserved_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def memory(address: int, num_bytes: int, device: torch.device) -> torch.Tensor:
+        asked.append((address, num_bytes, device))
+        return torch.empty(num_bytes, dtype=torch.int8, device="meta")
+
+    monkeypatch.setattr(lean_memory, "over", memory)
+    gpu = torch.device("cuda:1")
+    with KvCache(lambda device, num_bytes: device + num_bytes):
+        large = torch.zeros((2, LARGE), dtype=torch.bfloat16, device=gpu)
+        assert torch.zeros(LARGE, dtype=torch.int8).sum() == 0
+        assert torch.ones(2).sum() == 2
+    assert (large.shape, large.dtype) == ((2, LARGE), torch.bfloat16)
+    assert asked == [(1 + 4 * LARGE, 4 * LARGE, gpu)]

@@ -1,9 +1,7 @@
 """Lost and missing replicas in the status report."""
 
-import asyncio
 import time
 from dataclasses import replace
-from pathlib import Path
 
 from engines.engine import Json
 from engines.types import EngineStart

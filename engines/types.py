@@ -4,6 +4,9 @@ import re
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+MARK = "ROLLOUT_GATEWAY_ENGINE"
+"""Environment variable of all processes of an engine that we started."""
+
 
 class EngineKind(StrEnum):
     """The server that a replica runs."""

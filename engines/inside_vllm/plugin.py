@@ -1,17 +1,21 @@
 """vLLM general plugin: registers the gloo weight transfer backend in every vLLM process. `gloo_receiver.py` has it.
 
-It also makes vLLM fork the processes that it would spawn, gives it AMX, lets several API processes share LoRA adapters,
-and starts a standby with lean memory.
+It also makes vLLM fork the processes that it would spawn, ends them with their parent, gives it AMX, lets several API
+processes share LoRA adapters, and starts a standby with lean memory.
 """
 
 import contextlib
+import ctypes
 import multiprocessing
 import os
+import signal
 import tempfile
 from collections.abc import Callable
 from multiprocessing.context import ForkContext, ForkProcess
 from pathlib import Path
 from typing import Any
+
+from engines.types import MARK
 
 METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 """vLLM's environment variable: fork makes it fork core and workers unless CUDA is initialized, and with us its
@@ -24,6 +28,7 @@ STANDBY = "ROLLOUT_GATEWAY_STANDBY"
 """Environment variable of an engine that starts beside another, without memory for weights and KV cache."""
 
 _API_PROCESS = "ApiServer_"
+_PR_SET_PDEATHSIG = 1
 
 
 def register() -> None:
@@ -37,6 +42,8 @@ def register() -> None:
         )
     if os.environ.get(METHOD) == "fork":
         _fork_processes()
+    if multiprocessing.parent_process() is not None:
+        _end_with_parent()  # it was spawned
     if multiprocessing.current_process().name.startswith(_API_PROCESS):
         _share_adapters()
     if STANDBY in os.environ:
@@ -66,7 +73,8 @@ def _fork_processes() -> None:
 
     def forking(chosen: Callable[[], Any] = of_the_core.get_mp_context) -> Any:
         os.environ[METHOD] = "fork"
-        return chosen()
+        context = chosen()  # it spawns all the same where CUDA is initialized
+        return _CoreContext() if isinstance(context, ForkContext) else context
 
     of_the_core.get_mp_context = forking
     utils.multiprocessing = _Forking()
@@ -82,9 +90,30 @@ class _Forking:
         return getattr(multiprocessing, name)
 
 
-class _ApiProcess(ForkProcess):
-    """Has its parent's modules: it does not load plugins again, nor does prometheus_client see by itself that it is one
-    of several processes."""
+def _end_with_parent() -> None:
+    """Have the kernel end this process of our engines with the process that started it.
+
+    The guard kills all processes of an engine. Where it is killed itself, the kernel ends vLLM's server with it, and a
+    core that was not asked to end lives on and holds its GPUs.
+    """
+    if MARK in os.environ:  # a trainer may start vLLM from a thread that ends
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+class _Core(ForkProcess):
+    """Has its parent's modules, so it does not load plugins again."""
+
+    def run(self) -> None:
+        _end_with_parent()
+        super().run()
+
+
+class _CoreContext(ForkContext):
+    Process = _Core
+
+
+class _ApiProcess(_Core):
+    """prometheus_client does not see by itself that it is one of several processes."""
 
     def run(self) -> None:
         from prometheus_client import values

@@ -17,11 +17,10 @@ import structlog
 from engines.process.engine_log import read_tail
 from engines.process.guard import descendants
 from engines.process.warm_start import Preload, WarmGuard, WarmProcess
+from engines.types import MARK
 
 log = structlog.get_logger()
 
-MARK = "ROLLOUT_GATEWAY_ENGINE"
-"""Variable of all engines, by which `down` knows them."""
 _OUR_PREFIX = "ROLLOUT_GATEWAY_"
 _KILLED_END_WITHIN_S = 35.0
 """A process that a driver holds cannot be killed; the stop of a replica does not wait for it for ever."""

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from engines.errors import ConfigError, DeadlineExceeded
-from engines.process.process import MARK
 from engines.store.weight_store import remove_store
+from engines.types import MARK
 from gateway.cli.cluster.application import deployed_config, gateway_status, running, serve_api
 from gateway.cli.cluster.progress import Report
 from gateway.cli.cluster.ray_head import stop_ray

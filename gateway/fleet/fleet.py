@@ -320,14 +320,17 @@ class Fleet:
         return {replica: page for replica, page in zip(replicas, pages, strict=True) if isinstance(page, str)}
 
     async def settled_within(self, timeout_s: float) -> None:
-        """Wait until no replica of the policy is SUSPECT, at most so long: each answers again, or is LOST.
+        """Wait until no replica of the policy is SUSPECT, at most so long: each answers again, or is LOST. Where all
+        are lost, wait for the first engine that follows, as rollouts do.
 
         A late probe on a busy machine must not change an update's members.
         """
-        if not await self._is_so_within(
-            lambda: not any(replica.state is ReplicaState.SUSPECT for replica in self.trained), timeout_s
-        ):
-            log.warning("a replica stays SUSPECT", seconds=timeout_s)
+        if not await self._is_so_within(self._is_settled, timeout_s):
+            log.warning("a replica stays SUSPECT, or none is back", seconds=timeout_s)
+
+    def _is_settled(self) -> bool:
+        are_back = bool(self.trained) or not self._last_loss
+        return are_back and not any(replica.state is ReplicaState.SUSPECT for replica in self.trained)
 
     async def serves_within(self, model: str, timeout_s: float) -> bool:
         """Wait until a replica of the model serves, at most so long. Return False where none does in time."""

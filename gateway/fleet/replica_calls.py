@@ -42,6 +42,22 @@ async def on_all(replicas: Sequence[Replica], call: Callable[[Replica], Awaitabl
     return await together(on_one(replica, call, timeout_s) for replica in replicas)
 
 
+async def on_living(replicas: Sequence[Replica], call: Callable[[Replica], Awaitable[T]], timeout_s: float) -> list[T]:
+    """As `on_all`, without the results of replicas that turn out to be dead: their engines hold nothing any more."""
+
+    async def on_it(replica: Replica) -> list[T]:
+        try:
+            return await on_all([replica], call, timeout_s)
+        except WeightUpdateFailed:
+            if not await is_dead(replica):
+                raise
+            return []
+
+    if not replicas:
+        return await on_all(replicas, call, timeout_s)  # which tells it
+    return [result for results in await together(map(on_it, replicas)) for result in results]
+
+
 async def failures_on(
     replicas: Sequence[Replica], call: Callable[[Replica], Awaitable[object]], timeout_s: float
 ) -> dict[Replica, WeightUpdateFailed | DeadlineExceeded]:

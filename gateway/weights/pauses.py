@@ -17,7 +17,7 @@ from gateway.fleet.concurrency import is_set_within
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.placement.scheduler import Scheduler
 from gateway.fleet.replica import Replica
-from gateway.fleet.replica_calls import cut_off, names, on_all
+from gateway.fleet.replica_calls import cut_off, names, on_living
 from gateway.weights.updates.record import UpdateRecord
 
 _ABORT_TIMEOUT_S = 30.0
@@ -56,7 +56,7 @@ class Pauses:
         timeout_s = self._config.control_timeout_s
         try:
             if held:
-                await on_all(held, lambda replica: replica.brake.release(Holder.TRAINER, timeout_s), timeout_s)
+                await on_living(held, lambda replica: replica.brake.release(Holder.TRAINER, timeout_s), timeout_s)
         finally:
             self._let_go(Holder.TRAINER)
 
@@ -86,7 +86,7 @@ class Pauses:
         Versions never share prefixes, so this only frees memory. Prefixes of frozen models stay valid.
         """
         timeout_s, able = self._config.control_timeout_s, self._able("/reset_prefix_cache")
-        reset = await on_all(able, lambda replica: replica.engine.reset_prefix_cache(timeout_s), timeout_s)
+        reset = await on_living(able, lambda replica: replica.engine.reset_prefix_cache(timeout_s), timeout_s)
         return all(reset)
 
     def in_flight(self, members: Sequence[Replica], asked: InFlight | None) -> InFlight:
@@ -171,7 +171,7 @@ class Pauses:
             )
         self._scheduler.close_gate(by)
         timeout_s = self._config.drain_timeout_s if mode is PauseMode.WAIT else self._config.control_timeout_s
-        await on_all(
+        await on_living(
             members,
             lambda replica: replica.brake.stop(by, mode, clear_cache=clear_cache, timeout_s=timeout_s),
             timeout_s,

@@ -7,10 +7,12 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from engines.config import EngineConfig
 from engines.errors import EngineError
+from engines.inside_vllm.plugin import METHOD
 from engines.process.engine_server import EngineServer
 from examples.tiny_model.task import COMMITTED
 from tests.rigs.engines import real_sglang, real_vllm
@@ -68,3 +70,27 @@ async def test_sockets_of_a_killed_vllm_are_gone(place: Path, tmp_path: Path) ->
 async def test_files_of_a_killed_sglang_are_gone(place: Path, tmp_path: Path) -> None:
     assert await killed(real_sglang.engine_config(COMMITTED, tmp_path), place)
     assert files(place) == []
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+async def test_no_process_of_a_vllm_outlives_its_guard(method: str, tmp_path: Path) -> None:
+    """`pkill -9 -f vllm` and the kernel's want of memory kill guards too."""
+    pytest.importorskip("vllm")
+    levers = {"env": {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", METHOD: method}}
+    server = EngineServer(
+        real_vllm.engine_config(COMMITTED, tmp_path).model_copy(update=levers),
+        replica_id="engine-0",
+        group="engine",
+        index=0,
+    )
+    try:
+        info = await server.start()
+        guard = psutil.Process(info.pid).parent()
+        assert guard is not None
+        own = guard.children(recursive=True)
+        guard.kill()
+        assert len(own) > 1
+        assert psutil.wait_procs(own, _ENDS_WITHIN_S)[1] == []
+    finally:
+        await server.stop()

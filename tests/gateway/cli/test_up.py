@@ -14,8 +14,8 @@ from urllib.parse import urlsplit
 import pytest
 
 from engines.engine import Json
-from engines.process.process import MARK
 from engines.store.weight_store import WeightStore
+from engines.types import MARK
 from gateway.cli import down, up
 from gateway.cli.cluster import progress
 from gateway.cli.cluster.changes import changes

@@ -107,3 +107,23 @@ async def test_a_pause_that_fails_on_a_replica_holds_none(start: StartRig, call:
         assert "no pause today" in await response.text()
     assert (await rig.get("/is_paused"))[1] == {"is_paused": False}
     await generates(rig)
+
+
+@pytest.mark.parametrize("name", ["pause", "resume", "reset_prefix_cache"])
+async def test_an_engine_that_dies_fails_no_call_on_all(
+    start: StartRig, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TRL's client ends its run at an error, and empties the caches after each update."""
+    rig = await start()
+    if name == "resume":
+        assert (await rig.post("/pause?mode=keep"))[0] == 200
+    dying, engine = rig.replicas[1], rig.fleet.replicas[1].engine
+    called = getattr(engine, name)
+
+    async def die(*given: Any, **named: Any) -> Any:
+        await dying.kill()
+        return await called(*given, **named)
+
+    monkeypatch.setattr(engine, name, die)
+    assert (await rig.post(f"/{name}"))[0] == 200
+    assert paused(rig)[0] == (name == "pause")

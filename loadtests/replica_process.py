@@ -1,36 +1,23 @@
-"""A replica as Ray Serve runs it, without Ray: a process that owns one engine server and reads what it makes.
-
-    python -m loadtests.replica_process
-
-The first line of standard input is JSON: the arguments of `EngineServer`. The only line of standard output is the
-replica's description, or the reason why it does not start. The process ends when its standard input closes, also by the
-death of its owner.
-"""
+"""A replica as Ray Serve runs it, without Ray: a process that owns one engine server and reads what it makes."""
 
 import asyncio
-import os
-import signal
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
-import orjson
-import uvloop
-from pydantic import TypeAdapter
-
 from engines.clients.connect import connect
 from engines.config import EngineConfig
-from engines.errors import ConfigError, EngineStartFailed
+from engines.errors import EngineStartFailed
 from engines.process.engine_server import EngineServer
 from engines.process.log_lines import write_log_lines
 from engines.process.process import longest_stop_s
 from engines.reading.server import ReaderThread
 from engines.types import ReplicaInfo
+from loadtests.own_process import OwnProcess
 
-_INFO = TypeAdapter(ReplicaInfo)
-_LONGEST_LINE = 1 << 26  # the tensors of a large model are in it
 _SLACK_S = 60.0
-_LOOPBACK = "127.0.0.1"
 
 
 class ReplicaProcess:
@@ -39,91 +26,47 @@ class ReplicaProcess:
     def __init__(self, engine: EngineConfig, **given: Any) -> None:
         self.engine = engine
         self._given = given
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: OwnProcess | None = None
 
     async def start(self) -> ReplicaInfo:
         """Start the engine and its reader. Raise `EngineStartFailed`; a start that fails leaves no process."""
         await self.stop()
+        self._process = await asyncio.to_thread(OwnProcess, _serve_replica, self.engine, self._given)
         try:
-            return await self._started()
+            # A start may be tried twice.
+            info: ReplicaInfo = await self._process.told(2 * self.engine.start_timeout_s + _SLACK_S)
+        except EOFError:
+            await self.stop()
+            raise EngineStartFailed(f"the process of {self._given['replica_id']} ended as it started") from None
         except BaseException:  # also a cancelled start
             await self.stop()
             raise
+        return info
 
     async def stop(self) -> None:
         """End the reader, then the engine."""
         process, self._process = self._process, None
-        if process is None:
-            return
-        assert process.stdin is not None
-        process.stdin.close()
-        try:
-            async with asyncio.timeout(longest_stop_s(self.engine.stop_timeout_s) + _SLACK_S):
-                await process.wait()
-        except TimeoutError:
-            process.kill()
-            await process.wait()
+        if process is not None:
+            await process.stop(longest_stop_s(self.engine.stop_timeout_s) + _SLACK_S)
 
     def kill(self) -> None:
         """End the process with SIGKILL, as the kernel does without memory. Its engine ends with it."""
         assert self._process is not None
-        os.kill(self._process.pid, signal.SIGKILL)
-
-    async def _started(self) -> ReplicaInfo:
-        pipe = asyncio.subprocess.PIPE
-        self._process = process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", __name__, stdin=pipe, stdout=pipe, limit=_LONGEST_LINE, start_new_session=True
-        )
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdin.write(orjson.dumps({"config": self.engine.model_dump(mode="json"), **self._given}) + b"\n")
-        async with asyncio.timeout(2 * self.engine.start_timeout_s + _SLACK_S):  # a start may be tried twice
-            line = await process.stdout.readline()
-        if not line:
-            raise EngineStartFailed(f"the process of {self._given['replica_id']} ended as it started")
-        told = orjson.loads(line)
-        if isinstance(told, str):
-            raise EngineStartFailed(told)
-        return _INFO.validate_python(told)
+        self._process.kill()
 
 
-async def _own(server: EngineServer) -> None:
-    """Run the engine and its reader until standard input closes."""
-    loop, ours = asyncio.get_running_loop(), asyncio.current_task()
-    assert ours is not None
-
-    def end() -> None:
-        loop.remove_reader(sys.stdin)
-        ours.cancel()
-
-    loop.add_reader(sys.stdin, end)
-    reader: ReaderThread | None = None
+@asynccontextmanager
+async def _serve_replica(engine: EngineConfig, given: dict[str, Any]) -> AsyncIterator[ReplicaInfo]:
+    """Run the engine and its reader."""
+    write_log_lines(sys.stderr)
+    server = EngineServer(engine, **given)
     try:
         info = await server.start()
         reader = ReaderThread(lambda: connect(info.kind, info.replica_id, info.url, has_tee=info.has_tee))
         await asyncio.to_thread(reader.start)
-        _say(_INFO.dump_json(replace(info, reader=await reader.open(_LOOPBACK), reader_key=reader.key)))
-        await loop.create_future()
-    except (EngineStartFailed, ConfigError) as error:
-        _say(orjson.dumps(str(error)))
-    except asyncio.CancelledError:
-        return
-    finally:
-        if reader is not None:
+        try:
+            yield replace(info, reader=await reader.open("127.0.0.1"), reader_key=reader.key)
+        finally:
             await asyncio.to_thread(reader.stop)
+    finally:
         await server.stop()
-
-
-def _say(line: bytes) -> None:
-    sys.stdout.buffer.write(line + b"\n")
-    sys.stdout.flush()
-
-
-def main() -> None:
-    write_log_lines(sys.stderr)
-    given = orjson.loads(sys.stdin.buffer.readline())
-    uvloop.run(_own(EngineServer(EngineConfig.model_validate(given.pop("config")), **given)))
-
-
-if __name__ == "__main__":
-    main()

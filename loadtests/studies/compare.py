@@ -26,7 +26,7 @@ from typing import Any
 
 import orjson
 
-from loadtests.studies.clients import ClientPool, Outcome, Stream, total
+from loadtests.studies.clients import ClientPool, Stream, Totals, total
 from loadtests.studies.ratios import median_lower_bound, pair_ratios
 from loadtests.studies.routers import RouterFailed, running_router
 from loadtests.workloads import LengthMix, Workload, parse_batch
@@ -76,20 +76,13 @@ class Targets:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class Run(Totals):
     """One side of one pair."""
 
     load: str
     side: Side
     pair: int
-    wall_s: float
-    completions: int
-    tokens: int
-    median_latency_s: float
-    p99_latency_s: float
     middle_cpu_s: float | None
-    client_busy: float
-    errors: list[str]
 
     @property
     def tokens_per_s(self) -> float:
@@ -122,9 +115,9 @@ class Comparison:
         middle = self.targets.middle(side)
         pid = middle.pid if middle else None
         cpu = process_cpu_s(pid) if pid else None
-        outcomes = self._clients.run(streams)
+        totals = total(self._clients.run(streams))
         used = process_cpu_s(pid) - cpu if pid and cpu is not None else None
-        run = _summed(outcomes, load, side, pair, used)
+        run = Run(load=load.name, side=side, pair=pair, middle_cpu_s=used, **dataclasses.asdict(totals))
         _say(run)
         return run
 
@@ -219,11 +212,6 @@ def _cells(row: dict[str, Any], references: Sequence[Side]) -> list[str]:
 
 def _ratio_cell(ratio: dict[str, Any] | None) -> str:
     return f"{ratio['median']:.3f} >= {ratio['lower_bound_95']:.3f}" if ratio else "-"
-
-
-def _summed(outcomes: Sequence[Outcome], load: Load, side: Side, pair: int, middle_cpu_s: float | None) -> Run:
-    totals = dataclasses.asdict(total(outcomes))
-    return Run(load=load.name, side=side, pair=pair, middle_cpu_s=middle_cpu_s, **totals)
 
 
 def _say(run: Run) -> None:

@@ -14,29 +14,32 @@ import dataclasses
 import os
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
 import orjson
 
+from engines.clients.vllm_engine import VllmEngine
+from engines.reading.server import ReaderServer
 from gateway.config.load import load
 from loadtests.fleet import LocalFleet
 from loadtests.own_process import Served, own_process
-from loadtests.studies.gateway_cost import canned_engine, pass_through, reader
+from loadtests.studies.gateway_cost import canned_engine, pass_through
 from loadtests.studies.ratios import pair_ratios
 from loadtests.studies.routers import running_router
 
 _TOKENS = "/v1/completions"
 _CHAT = "/v1/chat/completions"
 _TIMEOUT_S = 300.0
+_READER_KEY = "of this study"
 _SAMPLING = {"temperature": 1.0, "ignore_eos": True}
 _SETTINGS = (
     "engine.kind=sim", "engine.num_replicas=1", "weights.store=null", "gateway.port=0",
     "engine.sim.decode_step_s=0.0005", "engine.sim.decode_step_per_seq_s=0",
 )  # fmt: skip
-TOKEN_IDS = {**_SAMPLING, "logprobs": 0, "return_token_ids": True}
+_TOKEN_IDS = {**_SAMPLING, "logprobs": 0, "return_token_ids": True}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +58,7 @@ def _prompt(tokens: int) -> list[int]:
 
 
 def _completion(prompt_tokens: int, max_tokens: int, **more: object) -> Mapping[str, object]:
-    return {**TOKEN_IDS, "prompt": _prompt(prompt_tokens), "max_tokens": max_tokens, **more}
+    return {**_TOKEN_IDS, "prompt": _prompt(prompt_tokens), "max_tokens": max_tokens, **more}
 
 
 def _conversation(**more: object) -> Mapping[str, object]:
@@ -133,22 +136,31 @@ def table(costs: Costs) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+@contextlib.asynccontextmanager
+async def _serve_reader(engine: str) -> AsyncIterator[str]:
+    """Read beside an engine, as its Serve replica does."""
+    server = ReaderServer(VllmEngine("engine-0", engine), _READER_KEY)
+    yield await server.open("127.0.0.1")
+    await server.close()
+
+
 async def _run(args: argparse.Namespace) -> Costs:
     config = load(None, _SETTINGS)
     fleet = LocalFleet(config)
     try:
         (info,) = await fleet.start_engines()
         async with contextlib.AsyncExitStack() as stack:
-            canned = stack.enter_context(own_process(canned_engine.serve, info.url, 0.0))
-            beside = stack.enter_context(own_process(reader.serve, canned.url))
+            canned = await stack.enter_async_context(own_process(canned_engine.serve, info.url))
+            beside = await stack.enter_async_context(own_process(_serve_reader, canned.url))
             ours = dataclasses.replace(info, url=canned.url, reader="")
-            gateway = await stack.enter_async_context(fleet.gateway(config, [reader.read(info, canned.url, beside)]))
+            read = dataclasses.replace(ours, reader=beside.url, reader_key=_READER_KEY)
+            gateway = await stack.enter_async_context(fleet.gateway(config, [read]))
             alone = await stack.enter_async_context(fleet.gateway(config, [ours]))
             servers = {
                 "gateway": Served(gateway.url, gateway.pid),
                 "gateway and reader": Served(gateway.url, gateway.pid, (beside.pid,)),
                 "gateway that reads": Served(alone.url, alone.pid),
-                "pass-through": stack.enter_context(own_process(pass_through.serve, canned.url)),
+                "pass-through": await stack.enter_async_context(own_process(pass_through.serve, canned.url)),
             }
             if args.vllm_router:
                 servers["vllm-router"] = Served(*stack.enter_context(running_router(args.vllm_router, [canned.url])))

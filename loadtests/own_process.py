@@ -6,6 +6,7 @@ import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -37,49 +38,63 @@ class Served:
         return sum(int(thread.read_text().split()[0]) for thread in threads) / 1e9
 
 
-class OwnProcess:
+class PipedProcess:
+    """A spawned process that runs `target` with its end of a pipe and these arguments. It ends by itself when our end
+    closes."""
+
+    def __init__(self, target: Callable[..., None], *arguments: object) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=target, args=(theirs, *arguments), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def receive(self, timeout_s: float) -> Any:
+        """Return what the process sends next. Raise `TimeoutError`, and `EOFError` if it has ended."""
+        if not self.pipe.poll(timeout_s):
+            raise TimeoutError(f"{self.process.name} said nothing within {timeout_s:g} s")
+        return self.pipe.recv()
+
+    def kill(self) -> None:
+        """End the process with SIGKILL."""
+        self.process.kill()
+
+
+class OwnProcess(PipedProcess):
     """A process that begins to serve with these arguments. It ends with `stop`, and with the process that made it."""
 
     def __init__(self, serve: Serve, *arguments: object) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_run, args=(serve, arguments, theirs), daemon=True)
-        self._process.start()
-        theirs.close()
+        super().__init__(_run, serve, arguments)
 
     @property
     def pid(self) -> int:
-        return self._process.pid or 0
+        return self.process.pid or 0
 
     async def told(self, timeout_s: float = _START_S) -> Any:
         """Return what the server yields once it runs. Raise its `ConfigError` or `EngineStartFailed`, `TimeoutError`,
         and `EOFError` if the process has ended."""
         loop, has_come = asyncio.get_running_loop(), asyncio.Event()
-        loop.add_reader(self._pipe.fileno(), has_come.set)
+        loop.add_reader(self.pipe.fileno(), has_come.set)
         try:
             async with asyncio.timeout(timeout_s):
                 await has_come.wait()
         finally:
-            loop.remove_reader(self._pipe.fileno())
-        if isinstance(told := self._pipe.recv(), Exception):
+            loop.remove_reader(self.pipe.fileno())
+        if isinstance(told := self.pipe.recv(), Exception):
             raise told
         return told
 
     async def ended(self) -> None:
         """Return when the process has ended."""
-        await asyncio.to_thread(self._process.join)
+        await asyncio.to_thread(self.process.join)
 
     async def stop(self, timeout_s: float = _STOP_S) -> None:
         """Have the server stop; kill a process that takes longer."""
-        self._pipe.close()
+        self.pipe.close()
         try:
-            await asyncio.to_thread(self._process.join, timeout_s)
+            await asyncio.to_thread(self.process.join, timeout_s)
         finally:
-            self._process.kill()
-
-    def kill(self) -> None:
-        """End the process with SIGKILL."""
-        self._process.kill()
+            self.process.kill()
 
 
 @asynccontextmanager
@@ -92,7 +107,7 @@ async def own_process(serve: Serve, *arguments: object) -> AsyncIterator[Served]
         await process.stop()
 
 
-def _run(serve: Serve, arguments: tuple[object, ...], pipe: Any) -> None:
+def _run(pipe: Connection, serve: Serve, arguments: tuple[object, ...]) -> None:
     """Serve in this process until the other end of the pipe closes, also by its process's death."""
     os.setsid()  # an interrupt from the terminal is its owner's to handle
 

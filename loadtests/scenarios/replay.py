@@ -14,17 +14,14 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import gevent
-from gevent.pool import Group
-from locust import LoadTestShape, constant, events, task
+from locust import LoadTestShape, events, task
 from locust.argument_parser import LocustArgumentParser
 from locust.env import Environment
 from locust.exception import StopUser
 from locust.runners import WorkerRunner
 
-import loadtests.beside
-import loadtests.report.conclusion  # noqa: F401  # how it ends
-from loadtests.caller import Caller
 from loadtests.run import Run, checked
+from loadtests.scenarios.open_loop import OpenLoop
 from loadtests.traces import Recorded, read_trace, sessions_of
 from loadtests.workloads import completion_request
 
@@ -66,15 +63,13 @@ class Share:
         return piece
 
 
-class Replayed(Caller):
+class Replayed(OpenLoop):
     """Sends what is next in its process's share."""
 
-    wait_time = constant(0)
     _share: ClassVar[Share | None] = None
 
     def __init__(self, environment: Environment) -> None:
         super().__init__(environment)
-        self._asked = Group()
         # Of all users of this process; its clock begins with the first.
         Replayed._share = Replayed._share or Share(environment, self.settings)
 
@@ -90,13 +85,6 @@ class Replayed(Caller):
         due = self._share.began + recorded.at / self.settings.speed
         gevent.sleep(max(0.0, due - time.perf_counter()))
         self._asked.spawn(self._send, recorded, due)
-
-    def on_stop(self) -> None:
-        """Let those that were sent have their answers, as long as Locust waits."""
-        try:
-            self._asked.join()
-        finally:
-            self._asked.kill()
 
     def _send(self, recorded: Recorded, due: float | None) -> None:
         if due is not None:

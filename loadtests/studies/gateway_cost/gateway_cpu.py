@@ -78,31 +78,21 @@ ROWS = (
 )
 
 
-class Load:
-    """Sends rounds of a row to servers, and measures the servers' CPU."""
+async def _seconds_a_request(session: aiohttp.ClientSession, server: Served, row: Row) -> float:
+    """Return the CPU seconds of the server for each request of one round."""
+    left, before = iter(range(row.requests)), server.cpu_s
 
-    def __init__(self, session: aiohttp.ClientSession) -> None:
-        self._session = session
+    async def caller() -> None:
+        for number in left:  # no client has equal batches under way, of which each waits for a moment
+            body = {"model": "sim", "user": f"{number}", **row.body}
+            async with session.post(server.url + row.path, json=body) as response:
+                async for _ in response.content.iter_any():
+                    pass
+                if response.status != 200:
+                    raise RuntimeError(f"{response.url} answered {response.status}")
 
-    async def seconds_a_request(self, server: Served, row: Row) -> float:
-        """Return the CPU seconds of the server for each request of one round."""
-        left, before = iter(range(row.requests)), server.cpu_s
-
-        async def caller() -> None:
-            for number in left:  # no client has equal batches under way, of which each waits for a moment
-                data = orjson.dumps({"model": "sim", "user": f"{number}", **row.body})
-                await self._ask(server.url + row.path, data)
-
-        await asyncio.gather(*(caller() for _ in range(row.at_once)))
-        return (server.cpu_s - before) / row.requests
-
-    async def _ask(self, url: str, data: bytes) -> None:
-        headers = {"Content-Type": "application/json"}
-        async with self._session.post(url, data=data, headers=headers) as response:
-            async for _ in response.content.iter_any():
-                pass
-            if response.status != 200:
-                raise RuntimeError(f"{url} answered {response.status}")
+    await asyncio.gather(*(caller() for _ in range(row.at_once)))
+    return (server.cpu_s - before) / row.requests
 
 
 Costs = dict[str, dict[str, list[float]]]
@@ -114,11 +104,10 @@ async def measured(servers: Mapping[str, Served], rows: Sequence[Row], rounds: i
     costs: Costs = {row.name: {name: [] for name in servers} for row in rows}
     timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
-        load = Load(session)
         for row in rows:
             for number in range(rounds + 1):
                 for name in servers if number % 2 else reversed(list(servers)):
-                    seconds = await load.seconds_a_request(servers[name], row)
+                    seconds = await _seconds_a_request(session, servers[name], row)
                     if number:
                         costs[row.name][name].append(seconds)
     return costs

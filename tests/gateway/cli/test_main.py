@@ -218,9 +218,3 @@ def test_vllm_serve_tells_its_options(shell: Shell) -> None:
     assert done.returncode == 0
     assert "--replicas N" in done.stdout
     assert "--max_model_len" in done.stdout
-
-
-def test_up_refuses_gpus_that_are_none(shell: Shell) -> None:
-    done = shell.run("up", "-c", "sim.yaml", "--gpus", "first")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "--gpus first: 'first' is no GPU" in done.stderr

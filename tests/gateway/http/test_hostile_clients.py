@@ -61,23 +61,6 @@ async def test_abort_all_leaves_the_gate_open_where_a_replica_fails_under_it(
     assert (await rig.complete([[5]]))["choices"]
 
 
-async def test_a_rid_ends_its_stream_with_the_tokens_it_has(start_rig: StartRig) -> None:
-    rig = await start_rig(1, sim={"decode_step_s": 0.05})
-    body = {"input_ids": [5], "rid": "one", "stream": True}
-    body["sampling_params"] = {"max_new_tokens": 100, "ignore_eos": True}
-    async with rig.client.post(f"{rig.url}/generate", json=body) as response:
-        first = await response.content.readline()
-        assert first.startswith(b"data: ")
-        async with rig.client.post(f"{rig.url}/abort_request", json={"rid": "one"}) as aborted:
-            assert aborted.status == 200
-        async with asyncio.timeout(30):
-            rest = await response.text()
-    assert '"type":"abort"' in rest
-    assert rest.rstrip().endswith("[DONE]")
-    async with asyncio.timeout(30):
-        await rig.fleet.replicas[0].idle.wait()
-
-
 @pytest.mark.parametrize(
     ("path", "body"),
     [

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from gateway.ledger import ledger as ledger_module
 from gateway.ledger import writer
 from gateway.ledger.folder import Folder, Left
-from gateway.ledger.ledger import Ledger, Record, default_folder, remove_unless_needed
+from gateway.ledger.ledger import Ledger, Record, remove_unless_needed
 
 _HOLDER = """
 import sys, time
@@ -93,12 +93,6 @@ def path_of(user: User) -> Path:
 
 def full(*_: object) -> None:
     raise OSError(28, "No space left on device")
-
-
-async def ended(user: User) -> None:
-    async with asyncio.timeout(20):
-        while not user.failure:
-            await asyncio.sleep(0.01)
 
 
 async def test_the_next_gateway_has_what_was_written_and_a_later_life(user: User) -> None:
@@ -296,7 +290,3 @@ def test_the_file_of_an_earlier_release_is_moved_aside(tmp_path: Path) -> None:
     (tmp_path / "ledger").write_bytes(b"SQLite format 3\0")
     Folder(tmp_path / "ledger").close()
     assert (tmp_path / "ledger.old").read_bytes() == b"SQLite format 3\0"
-
-
-def test_applications_have_ledgers_of_their_own() -> None:
-    assert default_folder("a") != default_folder("b")

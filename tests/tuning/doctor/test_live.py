@@ -169,12 +169,6 @@ def test_the_rules_of_engines_judge_what_a_running_vllm_says_of_itself() -> None
     assert {rule.id for rule in SECTIONS["Engines"]} >= hurting
 
 
-@pytest.mark.parametrize("url", ["", "localhost:8100", "ftp://h"])
-def test_a_url_that_is_none_is_refused(url: str) -> None:
-    with pytest.raises(ConfigError, match="--url"):
-        look(url)
-
-
 def test_a_key_is_named_and_not_written_out() -> None:
     with pytest.raises(ConfigError, match="env:NAME or file:PATH"):
         look("http://127.0.0.1:1", "secret")

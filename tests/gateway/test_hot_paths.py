@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.rigs.calls import until
 from tests.rigs.rig import Rig, StartRig
 
 ROOT = Path(__file__).parents[2]
@@ -100,9 +101,7 @@ def _missing(path: HotPath, called: set[Function]) -> set[Function]:
 
 async def _kept(rig: Rig, version: int) -> None:
     """Returns when the store has the version, which is written after the update's end."""
-    async with asyncio.timeout(20):
-        while (await rig.get("/v1/weight_store"))[1]["base"] != version:
-            await asyncio.sleep(0.01)
+    await until(lambda: rig.get("/v1/weight_store"), lambda got: got[1]["base"] == version)
 
 
 async def _complete_after_a_pause(rig: Rig) -> None:

@@ -9,6 +9,7 @@ import pytest
 from engines.config import SimConfig
 from engines.errors import InvalidRequest
 from engines.process.port import free_port
+from tests.rigs.calls import until
 from tests.rigs.forked_gateway import ForkedGateway
 from tests.rigs.rig import MAX_MODEL_LEN, Rig, SimReplica, StartRig
 from trainer_client import (
@@ -63,9 +64,7 @@ async def kept(rig: Rig) -> int:
 
 
 async def until_idle(engines: Sequence[SimReplica]) -> None:
-    async with asyncio.timeout(20):
-        while any(engine.scheduler.running for engine in engines):
-            await asyncio.sleep(0.01)
+    await until(lambda: not any(engine.scheduler.running for engine in engines))
 
 
 async def test_a_batch_has_the_first_groups_and_the_others_go_on_under_the_next_weights(

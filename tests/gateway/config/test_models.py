@@ -14,6 +14,7 @@ from engines.errors import ConfigError, DeadlineExceeded, UnknownModel
 from engines.types import EngineKind, ReplicaInfo
 from gateway.config.load import load
 from gateway.config.models import Models
+from tests.rigs.calls import until
 from tests.rigs.openai_server import OpenAiServer
 from tests.rigs.rig import Json, Rig, StartRig
 
@@ -161,9 +162,10 @@ async def test_a_full_model_does_not_block_another(
 
 async def until_queued(rig: Rig, model: str) -> None:
     """Returns when some rollouts for `model` have to wait for a place."""
-    async with asyncio.timeout(20):
-        while not any(one["queue_length"] for one in (await rig.get("/status"))[1]["models"] if one["model"] == model):
-            await asyncio.sleep(0.01)
+    await until(
+        lambda: rig.get("/status"),
+        lambda got: any(one["queue_length"] for one in got[1]["models"] if one["model"] == model),
+    )
 
 
 async def test_the_judge_answers_in_the_middle_of_an_update(pair: Rig) -> None:

@@ -13,11 +13,8 @@ async def test_after_the_configured_wait_those_present_are_the_fleet(start_rig: 
     fleet = {"discover_interval_s": 0.05, "probe_interval_s": 0.05, "lost_after_s": 0.2, "complete_within_s": 0.3}
     rig = await start_rig(fleet=fleet)
     await rig.replicas.pop().kill()
-    async with asyncio.timeout(30):
-        while (await rig.get("/health"))[0] != 503:
-            await asyncio.sleep(0.02)
-        while (await rig.get("/health"))[0] != 200:
-            await asyncio.sleep(0.02)
+    await until(lambda: rig.get("/health"), lambda got: got[0] == 503)
+    await until(lambda: rig.get("/health"), lambda got: got[0] == 200)
 
 
 async def test_a_rollout_that_no_replica_takes_in_time_is_told_why(start_rig: StartRig) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from gateway.dialects import completions
 from gateway.http.supervisor import Supervisor
+from tests.rigs.calls import until
 from tests.rigs.rig import FAST_WATCH, Json, Rig, StartRig
 
 ASKED: Json = {"model": "sim", "prompt": [[5, 6]], "max_tokens": 4}
@@ -55,9 +56,7 @@ async def test_abort_all_leaves_the_gate_open_where_a_replica_fails_under_it(
     monkeypatch.setattr(engine, "pause", broken)
     async with rig.client.post(f"{rig.url}/abort_request", json={"abort_all": True}) as response:
         assert response.status != 200
-    async with asyncio.timeout(20):
-        while (await rig.get("/status"))[1]["gate_closed_for"]:
-            await asyncio.sleep(0.02)
+    await until(lambda: rig.get("/status"), lambda got: not got[1]["gate_closed_for"])
     assert (await rig.complete([[5]]))["choices"]
 
 

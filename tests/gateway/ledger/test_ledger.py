@@ -17,6 +17,7 @@ from gateway.ledger import ledger as ledger_module
 from gateway.ledger import writer
 from gateway.ledger.folder import Folder, Left
 from gateway.ledger.ledger import Ledger, Record, remove_unless_needed
+from tests.rigs.calls import until
 
 _HOLDER = """
 import sys, time
@@ -159,15 +160,11 @@ async def test_a_full_disk_ends_the_ledger_nobody_waits_and_a_later_one_gets_all
         disk.setattr(Folder, "append", full)
         await user.write(b"lost")
         assert "No space left" in user.failure
-        async with asyncio.timeout(20):
-            while path_of(user).exists():
-                await asyncio.sleep(0.01)
+        await until(lambda: not path_of(user).exists())
         await user.write(b"lost too")
     monkeypatch.setattr(ledger_module, "_RETRY_S", 0.0)
     user.ledger._retry_at = 0.0
-    async with asyncio.timeout(20):
-        while not user.ledger.is_durable:
-            await asyncio.sleep(0.01)
+    await until(lambda: user.ledger.is_durable)
     await user.write(b"after")
     watching.cancel()
     await user.ledger.close()
@@ -183,9 +180,7 @@ async def test_a_disk_that_takes_no_write_is_given_up(user: User, monkeypatch: p
     await user.write(b"lost")
     assert "took no write" in user.failure
     disk.set()
-    async with asyncio.timeout(20):
-        while path_of(user).exists():
-            await asyncio.sleep(0.01)
+    await until(lambda: not path_of(user).exists())
     watching.cancel()
 
 

@@ -10,6 +10,7 @@ import pytest
 from prometheus_client.samples import Sample
 
 from engines.errors import ConfigError, GatewayUnreachable
+from tests.rigs.calls import until
 from tests.rigs.rig import Rig, StartRig
 from tuning.doctor.finding import Finding, Severity
 from tuning.doctor.live import Live, look, watch
@@ -137,9 +138,7 @@ async def test_a_kv_cache_that_is_too_small_shows_in_capacity_and_preemptions(st
 
 async def test_a_replica_that_is_gone_hurts(rig: Rig) -> None:
     await rig.replicas[1].kill()
-    async with asyncio.timeout(30):
-        while (await rig.states()).get("engine-1") == "SERVING":
-            await asyncio.sleep(0.02)
+    await until(rig.states, lambda got: got.get("engine-1") != "SERVING")
     told = (await examined(rig))["live-replicas"]
     assert [one.severity for one in told if one.key != "replicas_lost.engine"] == [HURTS]
     assert told[0].place == f"{rig.url}/status"

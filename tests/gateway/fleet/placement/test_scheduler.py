@@ -22,6 +22,7 @@ from gateway.fleet.placement.scheduler import Scheduler
 from gateway.fleet.placement.waiting import Queue, Waiter, WaitingLine
 from gateway.fleet.replica import Replica
 from gateway.fleet.watch import evidence
+from tests.rigs.calls import until
 from tests.rigs.stories.played_fleet import PlayedFleet
 
 MANY = 4000
@@ -216,9 +217,7 @@ async def test_rests_do_not_wait_for_an_engine_that_reads_them_slowly(monkeypatc
     played = Played(1, places=100)
     for name, fields in (("own", {}), ("first", rest(9000)), ("second", rest(9000))):
         await played.submit(name, **fields)
-    async with asyncio.timeout(10):
-        while "second" not in played.placed:
-            await asyncio.sleep(0.01)
+    await until(lambda: "second" in played.placed)
     await played.stop()
 
 

@@ -10,6 +10,7 @@ import openai
 import pytest
 
 from gateway.http.routes import agents
+from tests.rigs.calls import until
 from tests.rigs.rig import Rig, StartRig
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
@@ -123,6 +124,4 @@ async def test_a_stream_is_kept_alive_and_its_end_with_its_client_ends_the_turn(
         async with asyncio.timeout(20):
             while b"event: ping" not in await reply.content.readline():
                 continue
-    async with asyncio.timeout(20):
-        while any(replica.scheduler.stalled for replica in rig.replicas):
-            await asyncio.sleep(0.02)
+    await until(lambda: not any(replica.scheduler.stalled for replica in rig.replicas))

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import pytest
 import structlog
@@ -67,3 +68,9 @@ async def start_rig() -> AsyncIterator[StartRig]:
 async def rig(start_rig: StartRig) -> Rig:
     """Two fast replicas."""
     return await start_rig()
+
+
+@pytest.fixture
+async def kept_rig(start_rig: StartRig, tmp_path: Path) -> Rig:
+    """Two replicas behind a gateway with a ledger."""
+    return await start_rig(2, gateway={"ledger": str(tmp_path / "ledger")})

@@ -18,11 +18,6 @@ from engines.store.weight_store import WeightStore
 from tests.material.drafts import file_bytes, tensor, written
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> WeightStore:
-    return WeightStore(tmp_path / "store")
-
-
 def test_files_of_the_store_are_read_by_the_safetensors_library(store: WeightStore) -> None:
     torch = pytest.importorskip("torch")
     from safetensors.torch import load_file

@@ -32,12 +32,6 @@ LONG: Json = {"max_tokens": 80}
 ASKED = "three"
 
 
-@pytest.fixture
-async def kept_rig(start_rig: StartRig, tmp_path: Path) -> Rig:
-    """Two replicas behind a gateway with a ledger."""
-    return await start_rig(2, gateway={"ledger": str(tmp_path / "ledger")})
-
-
 async def killed(start_rig: StartRig, rig: Rig, tmp_path: Path) -> Rig:
     """A gateway with the ledger that `rig`'s leaves where it is killed now."""
     left = shutil.copytree(str(rig.config.gateway.ledger), tmp_path / uuid.uuid4().hex)

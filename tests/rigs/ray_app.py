@@ -2,14 +2,14 @@
 
 import json
 import tempfile
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from engines.process.port import free_port
+from tests.rigs.waiting import wait_until
 
 START_S = 300.0
 RESTART_S = 300.0
@@ -69,15 +69,3 @@ def deployed(engine: dict[str, Any]) -> Iterator[App]:
             yield app
         finally:
             serve.shutdown()
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    while True:
-        try:
-            if condition():
-                return
-        except (urllib.error.URLError, ConnectionError):
-            pass
-        assert time.monotonic() < deadline, f"not within {timeout_s:g} s"
-        time.sleep(0.2)

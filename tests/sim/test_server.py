@@ -20,6 +20,7 @@ from sim.dialect import Limits
 from sim.model import SimModel, seeded_draw
 from sim.scheduler import SimScheduler
 from sim.server import SimServer
+from tests.rigs.waiting import wait_until
 
 Json = dict[str, Any]
 
@@ -145,7 +146,7 @@ def test_the_process_ends_on_sigterm_whatever_it_is_doing() -> None:
     command = [sys.executable, "-m", "sim.server", "--port", str(port), "--sim", '{"decode_step_s": 0.01}']
     process = subprocess.Popen(command)
     try:
-        _wait_until(lambda: _connects(port))
+        wait_until(lambda: _connects(port), 30)
         with socket.create_connection(("127.0.0.1", port)) as client:
             body = b'{"prompt": [5], "max_tokens": 4000, "ignore_eos": true}'
             client.sendall(
@@ -162,10 +163,3 @@ def test_the_process_ends_on_sigterm_whatever_it_is_doing() -> None:
 def _connects(port: int) -> bool:
     with socket.socket() as client:
         return client.connect_ex(("127.0.0.1", port)) == 0
-
-
-def _wait_until(is_true: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 30
-    while not is_true():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)

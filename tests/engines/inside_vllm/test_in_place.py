@@ -1,7 +1,6 @@
 """Which models are loaded where their weights lie, and vLLM's worker after an update, however that ended."""
 
 import dataclasses
-import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
@@ -26,6 +25,7 @@ from engines.store.draft import is_whole
 from engines.store.manifest import check_bytes
 from engines.transfer.tee import Scribe
 from engines.transfer.tensor_bytes import digest_on_host
+from tests.rigs.waiting import wait_until
 
 Tensors = dict[str, torch.Tensor]
 
@@ -260,10 +260,7 @@ def update(one: Any, value: float) -> dict[str, str]:
 def stage(one: Any, chunk: Tensors) -> None:
     """Receive a chunk beside the weights."""
     one.stage_weights(chunk)
-    deadline = time.monotonic() + SOON_S
-    while not one.staged()["ready"]:
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    wait_until(lambda: one.staged()["ready"], SOON_S)
 
 
 def staged_update(one: Any, value: float) -> dict[str, str]:
@@ -495,8 +492,7 @@ def read_ahead(one: Any, folder: Path) -> Tensors:
     tensors = {name: torch.randn(tensor.shape) for name, tensor in sent(one, 0).items()}
     folder.mkdir()
     save_file(tensors, folder / "model.safetensors")
-    while not one.prepare_snapshot(str(folder))["ready"]:
-        time.sleep(0.005)
+    wait_until(lambda: one.prepare_snapshot(str(folder))["ready"], SOON_S)
     return tensors
 
 

@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from engines.process.port import free_port
-from tests.rigs.ray_app import wait_until
 from tests.rigs.shell import NAME, SCRIPT, NearShell, Shell, clusterless
+from tests.rigs.waiting import wait_until
 
 
 @pytest.fixture

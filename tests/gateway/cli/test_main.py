@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -121,6 +122,10 @@ def test_show_tells_origins_and_hides_keys(shell: Shell) -> None:
     assert "engine.num_replicas: 2  # sim.yaml:1" in done.stdout
     assert "ROLLOUT_GATEWAY_GATEWAY__ADMIN_KEYS" in done.stdout
     assert "hunter2" not in done.stdout
+
+
+def test_it_tells_its_version(shell: Shell) -> None:
+    assert shell.run("--version").stdout == f"rollout-gateway {version('rollout-gateway')}\n"
 
 
 def test_schema_is_json_schema(shell: Shell) -> None:

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncGenerator
 
-from engines import tracing
 from engines.chunks import Chunk
 from engines.engine import Json, body_in_json
 from engines.errors import DeadlineExceeded, EngineUnreachable
@@ -31,28 +30,24 @@ class Link:
         self, path: str, body: Json, timeout_s: float, *, is_whole: bool, streams: bool
     ) -> AsyncGenerator[list[Chunk]]:
         """As `chunks_of`. The chunks of a reply that nobody streams are joined."""
-        facts = {"url.path": path, "rollout_gateway.replica": self._replica_id}
         self._number = number = self._number + 1
         queue: asyncio.Queue[object] = asyncio.Queue()
         self._asks[number] = queue
         late = asyncio.get_running_loop().call_later(timeout_s + _SLACK_S, queue.put_nowait, _LATE)
         wire = None
         try:
-            with tracing.engine_call(f"engine {path}", facts) as span:
-                wire = await self._connected()
-                joins = not (streams or is_whole)
-                wire.send(Ask(number, path, body_in_json(body), timeout_s, is_whole, joins, TRACE_CONTEXT.get()))
-                while isinstance(message := await queue.get(), Told):
-                    yield message.chunks
-                if message is _LATE:
-                    raise DeadlineExceeded(f"replica {self._replica_id}: no answer to {path} within {timeout_s:g} s")
-                wire = None
-                if message is _BROKEN:
-                    raise self._unreachable("the connection to its reader broke")
-                status = message.attributes.get("status") if isinstance(message, Failed) else 200
-                span.note({"http.response.status_code": status})
-                if isinstance(message, Failed):
-                    raise message.error()
+            wire = await self._connected()
+            joins = not (streams or is_whole)
+            wire.send(Ask(number, path, body_in_json(body), timeout_s, is_whole, joins, TRACE_CONTEXT.get()))
+            while isinstance(message := await queue.get(), Told):
+                yield message.chunks
+            if message is _LATE:
+                raise DeadlineExceeded(f"replica {self._replica_id}: no answer to {path} within {timeout_s:g} s")
+            wire = None
+            if message is _BROKEN:
+                raise self._unreachable("the connection to its reader broke")
+            if isinstance(message, Failed):
+                raise message.error()
         finally:
             late.cancel()
             del self._asks[number]

@@ -101,7 +101,7 @@ def _missing(path: HotPath, called: set[Function]) -> set[Function]:
 
 async def _kept(rig: Rig, version: int) -> None:
     """Returns when the store has the version, which is written after the update's end."""
-    await until(lambda: rig.get("/v1/weight_store"), lambda got: got[1]["base"] == version)
+    await until(lambda: rig.get("/status"), lambda got: version in got[1]["weight_store"]["versions"])
 
 
 async def _complete_after_a_pause(rig: Rig) -> None:

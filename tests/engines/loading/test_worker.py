@@ -1,6 +1,4 @@
-"""The draft of one worker: which loads of received tensors keep the weights before."""
-
-from collections.abc import Iterable
+"""What the updates of one worker do to a draft."""
 
 import pytest
 
@@ -16,10 +14,6 @@ class Model(Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = Parameter(torch.zeros(2), requires_grad=False)
-
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        for _, tensor in weights:
-            self.weight.data.copy_(tensor)
 
 
 def test_a_draft_is_told_by_whose_weights_it_has() -> None:

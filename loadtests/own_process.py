@@ -38,9 +38,9 @@ class Served:
         return sum(int(thread.read_text().split()[0]) for thread in threads) / 1e9
 
 
-class PipedProcess:
-    """A spawned process that runs `target` with its end of a pipe and these arguments. It ends by itself when our end
-    closes."""
+class OwnProcess:
+    """A spawned process that runs `target` with its end of a pipe and these arguments. It ends with `stop`, and with
+    the process that made it."""
 
     def __init__(self, target: Callable[..., None], *arguments: object) -> None:
         context = multiprocessing.get_context("spawn")
@@ -59,20 +59,13 @@ class PipedProcess:
         """End the process with SIGKILL."""
         self.process.kill()
 
-
-class OwnProcess(PipedProcess):
-    """A process that begins to serve with these arguments. It ends with `stop`, and with the process that made it."""
-
-    def __init__(self, serve: Serve, *arguments: object) -> None:
-        super().__init__(_run, serve, arguments)
-
     @property
     def pid(self) -> int:
         return self.process.pid or 0
 
     async def told(self, timeout_s: float = _START_S) -> Any:
-        """Return what the server yields once it runs. Raise its `ConfigError` or `EngineStartFailed`, `TimeoutError`,
-        and `EOFError` if the process has ended."""
+        """Return what the process sends next. Raise an error that it sends, `TimeoutError`, and `EOFError` if it has
+        ended."""
         loop, has_come = asyncio.get_running_loop(), asyncio.Event()
         loop.add_reader(self.pipe.fileno(), has_come.set)
         try:
@@ -89,7 +82,7 @@ class OwnProcess(PipedProcess):
         await asyncio.to_thread(self.process.join)
 
     async def stop(self, timeout_s: float = _STOP_S) -> None:
-        """Have the server stop; kill a process that takes longer."""
+        """Have the process end; kill one that takes longer."""
         self.pipe.close()
         try:
             await asyncio.to_thread(self.process.join, timeout_s)
@@ -97,10 +90,15 @@ class OwnProcess(PipedProcess):
             self.process.kill()
 
 
+def serving(serve: Serve, *arguments: object) -> OwnProcess:
+    """Return a process that begins to serve with these arguments."""
+    return OwnProcess(_run, serve, arguments)
+
+
 @asynccontextmanager
 async def own_process(serve: Serve, *arguments: object) -> AsyncIterator[Served]:
     """Run a server that yields its URL, until the end of the block. Raise its `ConfigError`."""
-    process = await asyncio.to_thread(OwnProcess, serve, *arguments)
+    process = await asyncio.to_thread(serving, serve, *arguments)
     try:
         yield Served(await process.told(), process.pid)
     finally:

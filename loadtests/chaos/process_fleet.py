@@ -1,4 +1,4 @@
-"""A fleet of engines and a gateway as processes, without Ray: what dies is started again, as Serve does.
+"""A fleet of engines and a gateway as processes, without Ray: what dies is started again, as with Serve.
 
 Twenty simulated replicas and their undisturbed twins fit on two cores, where Serve's own processes would take the
 cores.
@@ -29,7 +29,7 @@ from gateway.fleet.watch.engine_page import EngineLoad, read_load
 from gateway.http.listener import Listener
 from gateway.weights.snapshots import in_memory
 from loadtests.fleet import replica_processes
-from loadtests.own_process import OwnProcess
+from loadtests.own_process import OwnProcess, serving
 
 WAITS = "waits for the next update"
 """A part of the reason of a replica whose version has died with the only copy."""
@@ -146,7 +146,10 @@ class ProcessFleet:
 
     async def _start_engine(self, index: int) -> None:
         async with self._starting:
-            self.infos[index] = await self._replicas[index].start()
+            self._joined(index, await self._replicas[index].start())
+
+    def _joined(self, index: int, info: ReplicaInfo) -> None:
+        self.infos[index] = info
         self._publish()
         if len(self.infos) == self.size:
             self._complete.set()
@@ -163,10 +166,13 @@ class ProcessFleet:
                 self.deaths += 1
                 del self.infos[index]
                 self._publish()
-                await self._start_engine(index)
+                if (successor := await self._replicas[index].successor()) is not None:
+                    self._joined(index, successor)
+                else:
+                    await self._start_engine(index)
 
     async def _start_gateway(self) -> None:
-        self._gateway = await asyncio.to_thread(OwnProcess, _serve_gateway, self._config, self._folder)
+        self._gateway = await asyncio.to_thread(serving, _serve_gateway, self._config, self._folder)
 
     async def _keep_gateway(self) -> None:
         while True:

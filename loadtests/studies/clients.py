@@ -13,7 +13,7 @@ import aiohttp
 import orjson
 import uvloop
 
-from loadtests.own_process import PipedProcess
+from loadtests.own_process import OwnProcess
 from loadtests.report.timeline import Timeline
 from loadtests.workloads import Workload
 
@@ -70,7 +70,7 @@ class ClientPool(AbstractContextManager["ClientPool"]):
 
     def __init__(self, num_clients: int, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._clients = [PipedProcess(_serve, timeout_s) for _ in range(num_clients)]
+        self._clients = [OwnProcess(_serve, timeout_s) for _ in range(num_clients)]
 
     def __exit__(self, *_: object) -> None:
         """End the client processes."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from engines.errors import RolloutGatewayError, WeightUpdateFailed
 from engines.process.port import free_port
-from loadtests.own_process import PipedProcess
+from loadtests.own_process import OwnProcess
 from trainer_client import BlockingRolloutClient, WeightSender
 from trainer_client.transports.sender import TransportName
 
@@ -44,7 +44,7 @@ class Pushed:
     error: str
 
 
-class Pusher(PipedProcess):
+class Pusher(OwnProcess):
     """Pushes on request. `device` is that of `WeightSender`. A push raises `EOFError` if the process is killed."""
 
     def __init__(self, url: str, transport: Way, device: str, timeout_s: float) -> None:

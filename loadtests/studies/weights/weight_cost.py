@@ -42,7 +42,7 @@ from engines.types import ReplicaInfo
 from gateway.config.load import load as load_config
 from gateway.fleet.watch.engine_page import read_total
 from loadtests.fleet import LocalFleet
-from loadtests.own_process import PipedProcess
+from loadtests.own_process import OwnProcess
 from loadtests.studies.weights.pusher import Flaw, Pushed, Pusher, Way
 from loadtests.workloads import random_tokens
 from trainer_client.transports.sender import TransportName
@@ -167,7 +167,7 @@ class Bench:
     @asynccontextmanager
     async def _loaded(self) -> AsyncIterator[None]:
         """Have the load during the block, from a process of its own; keep its errors."""
-        client = PipedProcess(_load, self._url, len(self._engines), self._args)
+        client = OwnProcess(_load, self._url, len(self._engines), self._args)
         await asyncio.to_thread(client.receive, self._args.timeout_s)  # its modules are loaded
         try:
             yield

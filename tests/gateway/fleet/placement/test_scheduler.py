@@ -188,7 +188,7 @@ def rest(prompt_tokens: int) -> Any:
 async def test_rests_wait_until_the_engine_has_read_those_before_and_the_shortest_is_first() -> None:
     played = Played(1, places=100)
     await played.submit("own")
-    for name, prompt_tokens in (("a", 1500), ("b", 1000), ("long", 900), ("short", 700), ("shorter", 600)):
+    for name, prompt_tokens in (("a", 3000), ("b", 2000), ("long", 1800), ("short", 1400), ("shorter", 1200)):
         await played.submit(name, **rest(prompt_tokens))
     assert played.placed == ["own", "a", "b"]
     (replica,) = played.fleet.replicas

@@ -60,7 +60,7 @@ class EngineReplica:
         info = replace(await self._server.start(), node=ray.get_runtime_context().get_node_id())
         reader = ReaderThread(lambda: _client(self._config, info))
         await asyncio.to_thread(reader.start)
-        info = replace(info, reader=await reader.open(_LOOPBACK), reader_key=reader.key)
+        info = await reader.beside(info, _LOOPBACK)
         async with self._opening:
             await self._end_reading()  # of the predecessor
             self._info, self._reader, self._forwarder, self._from_afar = info, reader, None, None
@@ -101,7 +101,7 @@ class EngineReplica:
             if self._from_afar is None:
                 assert self._reader is not None
                 host = ray.util.get_node_ip_address()
-                info = replace(self._info, reader=await self._reader.open(host))
+                info = await self._reader.beside(self._info, host)
                 if info.kind is not EngineKind.EXTERNAL:
                     self._forwarder = forwarder = Forwarder(info.url)
                     info = replace(info, url=await forwarder.open(host), key=forwarder.key)

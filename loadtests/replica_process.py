@@ -11,7 +11,6 @@ import asyncio
 import os
 import signal
 import sys
-from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -102,7 +101,7 @@ async def _own(server: EngineServer) -> None:
         info = await server.start()
         reader = ReaderThread(lambda: connect(info.kind, info.replica_id, info.url, has_tee=info.has_tee))
         await asyncio.to_thread(reader.start)
-        _say(_INFO.dump_json(replace(info, reader=await reader.open(_LOOPBACK), reader_key=reader.key)))
+        _say(_INFO.dump_json(await reader.beside(info, _LOOPBACK)))
         await loop.create_future()
     except (EngineStartFailed, ConfigError) as error:
         _say(orjson.dumps(str(error)))

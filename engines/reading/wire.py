@@ -60,9 +60,10 @@ class Told(Struct, tag=3, array_like=True, gc=False):
 
 
 class Ended(Struct, tag=4, array_like=True, gc=False):
-    """A reply is whole."""
+    """A reply is whole with these chunks."""
 
     number: int
+    chunks: list[Chunk]
 
 
 class Failed(Struct, tag=5, array_like=True, gc=False):

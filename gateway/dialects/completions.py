@@ -6,6 +6,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import orjson
@@ -41,7 +42,7 @@ class Written:
     """
 
     head: Json = field(default_factory=Json)
-    choices: list[bytes] = field(default_factory=list)
+    choices: list[list[bytes]] = field(default_factory=list)
     ends: list[Json] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     seal: Callable[[], Awaitable[None]] | None = None
@@ -49,13 +50,14 @@ class Written:
     @property
     def num_bytes(self) -> int:
         """About the length of the whole."""
-        return sum(map(len, self.choices))
+        return sum(map(len, chain.from_iterable(self.choices)))
 
     def pieces(self) -> list[bytes]:
         """Return the reply, which is kept until it is delivered: its client may go before, and a replay gets it."""
         pieces = [encoded(self.head)[:-1] + b',"choices":[']
         for choice in self.choices:
-            pieces += [choice, b","]
+            pieces += choice
+            pieces.append(b",")
         return [*pieces[:-1], b"]}"]
 
 
@@ -134,12 +136,12 @@ class Completions:
         reply = reply or Reply(prompt.read)
         await self._runner.run(prompt, reply)
         written.seconds.append(time.monotonic() - began)
-        written.head, bare = prompt.head(reply), prompt.bare()
+        written.head, bare, shows_ids = prompt.head(reply), prompt.bare(), bool(prompt.body.get("return_token_ids"))
         for sample in reply.samples:
-            index, shows_ids = prompt.first + sample.index, bool(prompt.body.get("return_token_ids"))
-            written.choices.append(sample.written(index, bare, prompt.inexact, shows_ids=shows_ids))
+            pieces = sample.written(bare, prompt.first + sample.index, shows_ids=shows_ids)
+            written.choices.append(pieces)
             written.ends.append({"finish_reason": sample.reason, "weight_versions": sample.spans})
-            if len(written.choices[-1]) > _LARGE_BYTES:  # each in a turn of the event loop
+            if sum(map(len, pieces)) > _LARGE_BYTES:  # each in a turn of the event loop
                 await asyncio.sleep(0)
         self._runner.count_missing(sample.num_unscored for sample in reply.samples)
 

@@ -2,17 +2,15 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Self
 
 from engines.chunks import Choice, Chunk
-from engines.engine import Json
-from engines.errors import EngineError, EngineFailed, EngineRefused
+from engines.engine import Json, Take
+from engines.errors import DeadlineExceeded, EngineError, EngineFailed, EngineRefused
 from engines.raw_json import NO_JSON, opened
-from engines.reading.reader import chunks_of
 from gateway.config.schema import GatewayConfig
 from gateway.dialects.resumption.features import inexact_fields
 from gateway.dialects.sample import ABORT, CUT_OFF, Reply, Sample, Source
@@ -32,9 +30,8 @@ class Ask(ABC):
 
     `limit` is the largest number of tokens of a sample, `room` that of prompt and sample together; None where it is not
     known. `read` are the token ids of the prompt, where they are known; `before` is the sample that continues here.
-    `heard` is called when there may be more of a reply that is not streamed, for its record. `is_submitted` is True for
-    a group of a submission: its samples may be delivered before they end, and have the log-probs of sampled tokens
-    alone.
+    `is_submitted` is True for a group of a submission: its samples may be delivered before they end, and have the
+    log-probs of sampled tokens alone.
     """
 
     config: GatewayConfig
@@ -44,7 +41,6 @@ class Ask(ABC):
     room: int | None = None
     read: list[int] | None = None
     before: Sample | None = None
-    heard: Callable[[], None] | None = None
     is_submitted: bool = False
 
     @cached_property
@@ -92,14 +88,15 @@ class Ask(ABC):
     def told(self, reply: Reply) -> Json:
         """A reply whose samples are told whole."""
         bare = self.bare()
-        return self.head(reply) | {"choices": [sample.told(bare, self.inexact) for sample in reply.samples]}
+        return self.head(reply) | {"choices": [sample.told(bare) for sample in reply.samples]}
 
-    def chunks(
-        self, replica: Replica, path: str, body: Json, *, is_whole: bool, streams: bool
-    ) -> AsyncGenerator[list[Chunk]]:
-        """The chunks of the engine, in lists of those that came together; one with `is_whole`."""
-        timeout_s = self.config.generate_timeout_s
-        return chunks_of(replica.engine, path, body, timeout_s, is_whole=is_whole, streams=streams)
+    async def fetch(
+        self, replica: Replica, path: str, body: Json, take: Take, *, is_whole: bool, streams: bool
+    ) -> None:
+        """Have the engine asked; `take` gets its chunks, one with `is_whole`. Return at the reply's end."""
+        reader, timeout_s = replica.engine.beside, self.config.generate_timeout_s
+        assert reader is not None
+        await reader.read(path, body, timeout_s, take, is_whole=is_whole, streams=streams)
 
     def shows(self, choice: Json, *, is_cut: bool) -> bool:
         """True if the client sees this choice of a chunk; `is_cut` where it was cut off and continues."""
@@ -142,25 +139,31 @@ class Part:
         self.samples = reply.samples if ask.before is None else [ask.before]
         self._held: list[Json] | None = []
         """The chunks of a stream before the first with content, all of which an attempt may take back."""
+        self._unvouched: list[Chunk] = []
+        """Chunks of a stream that wait for the verdict on an update."""
         self._replica: Replica | None = None
 
     async def make(self, replica: Replica) -> None:
         """Read what the replica makes. Raise `EngineFailed` where it is not whole, and does not continue."""
-        ask, self._held, self._replica = self._ask, [], replica
+        ask, self._held, self._unvouched, self._replica = self._ask, [], [], replica
         source = Source(replica, replica.take_off(), ask.rollout.adapter)
         for sample in self.samples:
             sample.begin(source)
+        failure: EngineError | DeadlineExceeded | None = None
+        streams = self._show is not None
+        is_whole = not streams and ask.reads_whole(replica)
         try:
-            streams = self._show is not None
             path, body = await ask.asked(replica, streams=streams)
-            is_whole = not streams and ask.reads_whole(replica)
             if not is_whole:
                 body["stream_options"] = {**(body.get("stream_options") or {}), "include_usage": True}
-            async with aclosing(ask.chunks(replica, path, body, is_whole=is_whole, streams=streams)) as blocks:
-                async for chunks in blocks:
-                    await self._read(chunks, replica)
-        except EngineRefused as error:
-            raise ask.named(error) from error.__cause__
+            await ask.fetch(replica, path, body, self._take, is_whole=is_whole, streams=streams)
+        except (EngineError, DeadlineExceeded) as error:
+            failure = ask.named(error) if isinstance(error, EngineRefused) else error
+        if self._unvouched:
+            await replica.vouched()
+            self._read(self._unvouched, replica)
+        if failure is not None:
+            raise failure
         aborted = self._checked_ends(replica, is_whole=is_whole)
         if self._show is None:
             await replica.vouched()
@@ -168,11 +171,20 @@ class Part:
         if aborted:
             self._end(aborted, ABORT)
 
-    async def _read(self, chunks: list[Chunk], replica: Replica) -> None:
-        """Take chunks that came together, and show them where the client streams."""
-        if self._show is not None:
-            await replica.vouched()
+    def _take(self, chunks: list[Chunk]) -> None:
+        """Take chunks that came together. Those of a stream wait until their version is known."""
+        replica = self._replica
+        assert replica is not None
         replica.heard(self._ask.rollout)
+        if self._show is not None:
+            chunks = self._unvouched + chunks
+            self._unvouched = [] if replica.is_vouched else chunks
+            if self._unvouched:
+                return
+        self._read(chunks, replica)
+
+    def _read(self, chunks: list[Chunk], replica: Replica) -> None:
+        """Read chunks, and show them where the client streams."""
         for chunk in chunks:
             try:
                 self._reply.take(chunk, self.samples)
@@ -186,8 +198,8 @@ class Part:
                     self.samples[choice.index].cut()
             if self._show is not None:
                 self._pass_on(chunk, replica)
-        if self._ask.heard is not None:
-            self._ask.heard()
+        if self._reply.heard is not None:
+            self._reply.heard()
 
     def _pass_on(self, chunk: Chunk, replica: Replica) -> None:
         """Show a chunk, and those before it, once one has content."""
@@ -238,7 +250,7 @@ class Part:
         if sample.reason is not None or sample.is_cut:
             sample.stamp()
         if sample.reason is not None:
-            told |= sample.marks(self._ask.inexact)
+            told |= sample.marks()
         else:
             told |= {"finish_reason": CUT_OFF} if sample.is_cut else {}
         return told
@@ -320,7 +332,7 @@ class Part:
             told = {**ask.bare(), **sample.last, "index": sample.index}
             if sample.num_made and "prompt_token_ids" in told:  # it came with the first tokens
                 told["prompt_token_ids"] = None
-            ends.append(told | sample.marks(ask.inexact))
+            ends.append(told | sample.marks())
         if self._show is not None:
             self._show({**(self._reply.head or ask.bare_head()), "choices": ends, "usage": self._reply.usage})
 
@@ -334,4 +346,4 @@ def shifted(logprobs: Json, characters: int) -> Json:
 
 def _has_content(choice: Choice) -> bool:
     delta = choice.delta or {}
-    return bool(choice.token_ids or choice.text or any(delta[key] for key in delta if key != "role"))
+    return bool(choice.num_tokens or choice.text or any(delta[key] for key in delta if key != "role"))

@@ -69,7 +69,7 @@ class Runner:
         while sample.is_open:
             ask = ask.rest(reply, sample)
             self._metrics.kept_tokens.inc(sample.num_new)
-            sample.keep()
+            reply.keep(sample, ask.inexact or ())
             await self.make(ask, reply, show)
 
     async def make(self, ask: Ask, reply: Reply, show: Show | None = None) -> None:
@@ -88,8 +88,8 @@ class Runner:
             part.end(ABORT)
         if part.error is not None:
             raise part.error
-        if ask.heard is not None:
-            ask.heard()
+        if reply.heard is not None:
+            reply.heard()
 
     def count_missing(self, samples: Iterable[int]) -> None:
         """Count the tokens of samples that end which lack their log-prob."""

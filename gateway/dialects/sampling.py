@@ -12,6 +12,7 @@ _WHOLE_NUMBERS = ("n", "max_tokens", "max_completion_tokens", "min_tokens", "top
 _NUMBERS = (
     "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "length_penalty",
 )  # fmt: skip
+_ALL_NUMBERS = frozenset({*_WHOLE_NUMBERS, *_NUMBERS})
 
 _MAX_N = 1024
 """Most completions of one prompt."""
@@ -37,12 +38,11 @@ def normalise_numbers(body: Json) -> None:
 
     Raises `InvalidRequest` for values that are no numbers.
     """
-    for field in (*_WHOLE_NUMBERS, *_NUMBERS):
-        value = body.get(field)
-        is_whole = field in _WHOLE_NUMBERS
-        if value is None or type(value) is int or (type(value) is float and not is_whole):
+    for field, value in body.items():
+        if value is None or type(value) is int or field not in _ALL_NUMBERS:
             continue
-        body[field] = _number(field, value, is_whole=is_whole)
+        if type(value) is not float or field in _WHOLE_NUMBERS:
+            body[field] = _number(field, value, is_whole=field in _WHOLE_NUMBERS)
 
 
 def _number(field: str, value: object, *, is_whole: bool) -> int | float:

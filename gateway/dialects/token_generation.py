@@ -4,8 +4,8 @@ An engine that serves the route gets the body as it is; any other engine gets it
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import structlog
 
 from engines.chunks import Chunk
-from engines.engine import Json
+from engines.engine import Json, Take
 from engines.errors import EngineFailed, InvalidRequest, UnknownRoute, shown
 from engines.raw_json import NO_JSON, encoded
 from gateway.config.schema import GatewayConfig
@@ -202,25 +202,22 @@ class TokenPrompt(Ask):
             body |= {"token_ids": read, "sampling_params": sampling, "return_token_ids": None}
         return PATH, body
 
-    def chunks(
-        self, replica: Replica, path: str, body: Json, *, is_whole: bool, streams: bool
-    ) -> AsyncGenerator[list[Chunk]]:
-        if _serves(replica):
-            return super().chunks(replica, path, body, is_whole=is_whole, streams=streams)
-        return self._translated(replica, body, is_whole=is_whole, streams=streams)
+    async def fetch(
+        self, replica: Replica, path: str, body: Json, take: Take, *, is_whole: bool, streams: bool
+    ) -> None:
+        def translated(chunks: list[Chunk]) -> None:
+            translate = token_reply if is_whole else token_chunk
+            try:
+                told = [Chunk.read(encoded(translate(chunk.decoded(), body))) for chunk in chunks]
+            except NO_JSON as error:
+                raise EngineFailed(f"a chunk is {chunks!r:.200}", replica_id=replica.replica_id) from error
+            take(told)
 
-    async def _translated(
-        self, replica: Replica, body: Json, *, is_whole: bool, streams: bool
-    ) -> AsyncGenerator[list[Chunk]]:
-        asked, translate = completion_body(body, replica.info), token_reply if is_whole else token_chunk
-        told = super().chunks(replica, completion_prompt.PATH, asked, is_whole=is_whole, streams=streams)
-        async with aclosing(told) as blocks:
-            async for chunks in blocks:
-                try:
-                    yield [Chunk.read(encoded(translate(chunk.decoded(), body))) for chunk in chunks]
-                except NO_JSON as error:
-                    reason = f"a chunk is {chunks!r:.200}"
-                    raise EngineFailed(reason, replica_id=replica.replica_id) from error
+        if _serves(replica):
+            await super().fetch(replica, path, body, take, is_whole=is_whole, streams=streams)
+        else:
+            other = completion_body(body, replica.info)
+            await super().fetch(replica, completion_prompt.PATH, other, translated, is_whole=is_whole, streams=streams)
 
     def bare(self) -> Json:
         return {"token_ids": [], "logprobs": None}

@@ -227,7 +227,12 @@ class Deliveries:
         for choice in choices:
             if reason := choice.get("finish_reason"):
                 ends[reason] += 1
-                self._add_tokens(tokens, target, choice.get("weight_versions") or ())
+                for span in choice.get("weight_versions") or ():
+                    # A span without limits is of a request that met several versions, and its engine does not say
+                    # which made what.
+                    if span["end"] is not None:
+                        behind = max(0, target - int(span.get("base_version", span["version"])))
+                        tokens[min(behind, _MOST_BEHIND)] += span["end"] - span["start"]
         for reason, number in ends.items():
             self._metrics.completions.labels(model, reason).inc(number)
         for behind, number in tokens.items():
@@ -238,12 +243,3 @@ class Deliveries:
         if len(seconds) > 1:
             self._metrics.batch_seconds.labels(model).observe(max(seconds))
             self._metrics.batch_tail_ratio.labels(model).observe(max(seconds) / median(seconds))
-
-    @staticmethod
-    def _add_tokens(tokens: dict[int, int], target: int, spans: Iterable[Json]) -> None:
-        """Count tokens by the number of versions that they are behind. A span without limits is of a request that met
-        several versions; its engine does not say which made what."""
-        for span in spans:
-            start, end, version = span.get("start"), span.get("end"), span.get("base_version", span.get("version"))
-            if start is not None and end is not None and version is not None:
-                tokens[min(max(0, target - int(version)), _MOST_BEHIND)] += end - start

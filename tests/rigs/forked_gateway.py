@@ -14,9 +14,11 @@ from pathlib import Path
 
 import aiohttp
 
+from engines.reading import server
 from engines.types import ReplicaInfo
 from gateway.config.schema import Config
 from gateway.http.listener import Listener
+from tests.rigs.readers import Eager, Readers
 from tests.rigs.rig import FAST_WATCH, described
 
 _LOOK_S = 0.05
@@ -79,11 +81,13 @@ def main() -> None:
     config = Config.model_validate(tree)
 
     found: list[ReplicaInfo] = []
+    readers = Readers()
+    server.Joining = Eager  # type: ignore[attr-defined]
 
     async def discover() -> list[ReplicaInfo]:
         if not found:  # another description would be another engine
             info = await described(config.groups["engine"], "engine-0", "engine")
-            found.append(replace(info, streams=True))  # as an engine that we start
+            found.extend(await readers.beside([replace(info, streams=True)]))  # as an engine that we start
         return found
 
     Listener(config, discover).start()

@@ -9,7 +9,9 @@ import pytest
 from engines.config import SimConfig
 from engines.errors import InvalidRequest
 from engines.process.port import free_port
+from engines.reading import server
 from tests.rigs.forked_gateway import ForkedGateway
+from tests.rigs.readers import Eager
 from tests.rigs.rig import MAX_MODEL_LEN, Rig, SimReplica, StartRig
 from trainer_client import (
     BlockingRolloutClient,
@@ -29,10 +31,11 @@ SHORT = [*range(2, MAX_MODEL_LEN - 2)]  # the engine's context has room for 4 to
 
 
 @pytest.fixture
-async def rig(start_rig: StartRig) -> Rig:
-    """Two fast replicas whose gateway reads them itself: a group that is suspended has all that its engine told. From a
-    reader it lacks what was made since the last beat."""
-    return await start_rig(has_readers=False)
+async def rig(start_rig: StartRig, monkeypatch: pytest.MonkeyPatch) -> Rig:
+    """Two fast replicas. A group that is suspended has all that its engine told; without `Eager` it lacks what was made
+    since its reader's last beat."""
+    monkeypatch.setattr(server, "Joining", Eager)
+    return await start_rig()
 
 
 @pytest.fixture

@@ -176,10 +176,11 @@ class GroupRun:
             asked = self.prompt or await generation.render(self.group)
         prompt = decoded(generation.completions, self.group, self.index, self._owner, self._submission_id, asked)
         self.model = prompt.rollout.model
-        prompt = replace(prompt, heard=self._heard, is_submitted=True)
+        prompt = replace(prompt, is_submitted=True)
         if not self.prompt and prompt.read:
             self.made.reply = Reply(prompt.read)
         self.made.begin(prompt)
+        self.made.reply.heard = self._heard
         return prompt
 
     def _heard(self) -> None:

@@ -10,7 +10,6 @@ median of the rounds, so other work on the machine matters little.
 import argparse
 import asyncio
 import contextlib
-import dataclasses
 import os
 import statistics
 import sys
@@ -141,13 +140,10 @@ async def _run(args: argparse.Namespace) -> Costs:
         async with contextlib.AsyncExitStack() as stack:
             canned = stack.enter_context(own_process(canned_engine.serve, info.url, 0.0))
             beside = stack.enter_context(own_process(reader.serve, canned.url))
-            ours = dataclasses.replace(info, url=canned.url, reader="")
             gateway = await stack.enter_async_context(fleet.gateway(config, [reader.read(info, canned.url, beside)]))
-            alone = await stack.enter_async_context(fleet.gateway(config, [ours]))
             servers = {
                 "gateway": Served(gateway.url, gateway.pid),
                 "gateway and reader": Served(gateway.url, gateway.pid, (beside.pid,)),
-                "gateway that reads": Served(alone.url, alone.pid),
                 "pass-through": stack.enter_context(own_process(pass_through.serve, canned.url)),
             }
             if args.vllm_router:

@@ -27,6 +27,7 @@ from gateway.config.schema import Config
 from gateway.http.listener import Listener
 from sim.model import CHECKPOINT_VERSION
 from tests.rigs.engines.engine_brake import BRAKES, VllmBrake
+from tests.rigs.readers import Readers
 
 START_TIMEOUT_S = 600.0
 REQUEST_TIMEOUT_S = 600.0
@@ -171,9 +172,10 @@ def app(
         {"engines": tree, "fleet": _WATCH, "gateway": gateway, "weights": weights, **sections}
     )
     with store, engines or started(groups) as (runner, servers, replicas):
+        readers = Readers()
 
         async def discover() -> list[ReplicaInfo]:
-            return replicas
+            return await readers.beside(replicas)
 
         def restart(index: int) -> None:
             runner.run(servers[index].stop())
@@ -185,6 +187,7 @@ def app(
             yield RealFleet(url, replicas, restart)
         finally:
             listener.stop()
+            readers.stop()
 
 
 Server = EngineServer | ExternalServer

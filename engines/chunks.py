@@ -59,7 +59,8 @@ class Choice(Struct, array_like=True, gc=False):
     @property
     def scores(self) -> dict[str, Raw] | None:
         """Its log-probs."""
-        return None if self.logprobs is None else dict(zip(self.logprobs, map(Raw, self.logprobs.values()), strict=True))
+        scores = self.logprobs
+        return None if scores is None else dict(zip(scores, map(Raw, scores.values()), strict=True))
 
     def fields(self) -> Json:
         """All its fields."""

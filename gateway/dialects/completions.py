@@ -136,9 +136,10 @@ class Completions:
         reply = reply or Reply(prompt.read)
         await self._runner.run(prompt, reply)
         written.seconds.append(time.monotonic() - began)
-        written.head, bare, shows_ids = prompt.head(reply), prompt.bare(), bool(prompt.body.get("return_token_ids"))
+        written.head, bare = prompt.head(reply), prompt.bare()
+        first, shows_ids = prompt.first, bool(prompt.body.get("return_token_ids"))
         for sample in reply.samples:
-            pieces = sample.written(bare, prompt.first + sample.index, shows_ids=shows_ids)
+            pieces = sample.written(bare, first + sample.index, shows_ids=shows_ids)
             written.choices.append(pieces)
             written.ends.append({"finish_reason": sample.reason, "weight_versions": sample.spans})
             if sum(map(len, pieces)) > _LARGE_BYTES:  # each in a turn of the event loop

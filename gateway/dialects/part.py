@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Self
 
+from msgspec import structs
+
 from engines.chunks import Choice, Chunk
 from engines.engine import Json, Take
 from engines.errors import DeadlineExceeded, EngineError, EngineFailed, EngineRefused
@@ -115,7 +117,7 @@ class Ask(ABC):
     def rest(self, reply: Reply, sample: Sample) -> Self:
         """The rest of one sample, whose tokens an engine reads after the prompt."""
         rollout, read = self.rollout, reply.prompt or []
-        rest = replace(
+        rest = structs.replace(
             rollout,
             request_id=rollout.request_id if rollout.n == 1 else f"{rollout.request_id}-{sample.index}",
             n=1,

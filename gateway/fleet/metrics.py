@@ -231,8 +231,9 @@ class Deliveries:
                     # A span without limits is of a request that met several versions, and its engine does not say
                     # which made what.
                     if span["end"] is not None:
-                        behind = max(0, target - int(span.get("base_version", span["version"])))
-                        tokens[min(behind, _MOST_BEHIND)] += span["end"] - span["start"]
+                        version = span.get("base_version", span["version"])
+                        behind = 0 if version == target else max(0, min(target - int(version), _MOST_BEHIND))
+                        tokens[behind] += span["end"] - span["start"]
         for reason, number in ends.items():
             self._metrics.completions.labels(model, reason).inc(number)
         for behind, number in tokens.items():

@@ -7,6 +7,8 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Protocol
 
+from msgspec import structs
+
 from engines.errors import InvalidRequest
 from gateway.dialects.completion_prompt import CompletionPrompt
 from gateway.dialects.completions import Completions
@@ -213,5 +215,5 @@ def decoded(
         error.args = (f"{where}: {str(error).replace(f'prompt[{index}]', 'prompt')}",)
         error.param = f"{where}.{error.param}" if error.param else where
         raise
-    rollout = replace(read.rollout, priority=group.priority, owner=owner)
+    rollout = structs.replace(read.rollout, priority=group.priority, owner=owner)
     return replace(read, rollout=rollout)

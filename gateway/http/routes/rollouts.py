@@ -73,7 +73,7 @@ class RolloutRoutes:
         self, request: web.Request, prompts: Sequence[CompletionPrompt], written: Written
     ) -> web.StreamResponse:
         """Send a reply, then count it: a replay may get one that breaks off."""
-        response = await send_pieces(request, written.pieces(), written.num_bytes, written.seal)
+        response = await send_pieces(request, written.pieces(), written.seal)
         model = prompts[0].rollout.model
         self.measurement.count_tokens(request, model, written.head["usage"])
         self.deliveries.count(model, written.ends)

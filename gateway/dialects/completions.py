@@ -3,7 +3,7 @@
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -37,15 +37,13 @@ class Written:
     """A reply as JSON in pieces: a choice is written when its prompt ends, and the whole is never copied.
 
     `head` are the fields beside the choices, `ends` how each choice ended, and its versions. `seconds` are the times at
-    which the prompts ended, from the request's start. `seal` a batch before its last bytes: from then on no later
-    gateway delivers it again.
+    which the prompts ended, from the request's start.
     """
 
     head: Json = field(default_factory=Json)
     choices: list[list[bytes]] = field(default_factory=list)
     ends: list[Json] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
-    seal: Callable[[], Awaitable[None]] | None = None
 
     @property
     def num_bytes(self) -> int:

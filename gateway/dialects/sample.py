@@ -338,7 +338,8 @@ class Sample:
 
     def _beside_lists(self, whole: Choice, bare: Json) -> Json:
         """The choice with its text, and with lists as its last choice or `bare` has them."""
-        told = {**bare, "stop_reason": None, **self.last, **self.marks()}
+        others = {} if self._last is None else self._last.others
+        told = {**bare, "stop_reason": None, **others, **self._end, **self.marks()}
         told["index"], told["finish_reason"] = self.index, self.reason or CUT_OFF
         if "text" in told or whole.text is not None:
             told["text"] = whole.text or ""

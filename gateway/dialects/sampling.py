@@ -12,7 +12,6 @@ _WHOLE_NUMBERS = ("n", "max_tokens", "max_completion_tokens", "min_tokens", "top
 _NUMBERS = (
     "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "length_penalty",
 )  # fmt: skip
-_ALL_NUMBERS = frozenset({*_WHOLE_NUMBERS, *_NUMBERS})
 
 _MAX_N = 1024
 """Most completions of one prompt."""
@@ -38,11 +37,10 @@ def normalise_numbers(body: Json) -> None:
 
     Raises `InvalidRequest` for values that are no numbers.
     """
-    for field, value in body.items():
-        if value is None or type(value) is int or field not in _ALL_NUMBERS:
-            continue
-        if type(value) is not float or field in _WHOLE_NUMBERS:
-            body[field] = _number(field, value, is_whole=field in _WHOLE_NUMBERS)
+    for field in filter(body.__contains__, (*_WHOLE_NUMBERS, *_NUMBERS)):
+        value, is_whole = body[field], field in _WHOLE_NUMBERS
+        if not (value is None or type(value) is int or (type(value) is float and not is_whole)):
+            body[field] = _number(field, value, is_whole=is_whole)
 
 
 def _number(field: str, value: object, *, is_whole: bool) -> int | float:

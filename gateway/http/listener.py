@@ -36,8 +36,6 @@ T = TypeVar("T")
 _START_TIMEOUT_S = 90.0
 _SHUTDOWN_TIMEOUT_S = 5.0
 _STORE_FREE_WITHIN_S = 5.0
-# A batch of 64 x 8 has some ten thousand objects at a time, which end with it.
-_GC_THRESHOLD = 60_000
 
 
 class Listener:
@@ -127,7 +125,7 @@ class Listener:
             # What is there from the start stays: to look for garbage in it takes 60 ms of the loop each time.
             gc.collect()
             gc.freeze()
-            gc.set_threshold(_GC_THRESHOLD)
+            gc.set_threshold(20_000)
             self._started.set_result((asyncio.get_running_loop(), stopping, url))
             await stopping.wait()
         finally:

@@ -66,14 +66,18 @@ class RolloutRoutes:
         identity = await identity_of(request.path, request[CLIENT], content)
         replying = self.replays.reply(identity, content, prompts)
         del body, content  # large ones, for as long as the batch takes
-        async with replying as written:
-            return await self._send(request, prompts, written)
+        async with replying as (written, seal):
+            return await self._send(request, prompts, written, seal)
 
     async def _send(
-        self, request: web.Request, prompts: Sequence[CompletionPrompt], written: Written
+        self,
+        request: web.Request,
+        prompts: Sequence[CompletionPrompt],
+        written: Written,
+        seal: Callable[[], Awaitable[None]] | None = None,
     ) -> web.StreamResponse:
         """Send a reply, then count it: a replay may get one that breaks off."""
-        response = await send_pieces(request, written.pieces(), written.seal)
+        response = await send_pieces(request, written.pieces(), seal)
         model = prompts[0].rollout.model
         self.measurement.count_tokens(request, model, written.head["usage"])
         self.deliveries.count(model, written.ends)

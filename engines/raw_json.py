@@ -44,12 +44,12 @@ def event(body: Any) -> bytes:
 
 def list_of(value: Raw) -> bytes | None:
     """Return the JSON of a list, an empty one as `EMPTY`; None for null. Raise `ValueError` for another value."""
-    if value == NULL:
-        return None
     content = bytes(value)
-    if content[:1] != b"[":
-        raise ValueError(f"a value is {content!r:.80}, no list")
-    return EMPTY if content[1:-1].isspace() else content
+    if content[:1] == b"[":
+        return EMPTY if content[1:-1].isspace() else content
+    if content == b"null":
+        return None
+    raise ValueError(f"a value is {content!r:.80}, no list")
 
 
 def joined_lists(lists: Iterable[bytes]) -> bytes:

@@ -60,7 +60,9 @@ def _joined_scores(scores: list[dict[str, bytes]]) -> dict[str, bytes] | None:
         return scores[0] if scores else None
     joined = {}
     for key in dict.fromkeys(chain(*scores)):
-        lists = [score[key] for score in scores if score.get(key, _NULL) != _NULL]
+        lists = [score[key] for score in scores if key in score]
+        if _NULL in lists:
+            lists = [one for one in lists if one != _NULL]
         joined[key] = joined_lists(lists) if lists else _NULL
     if OFFSETS in joined:
         joined[OFFSETS] = offsets_of(joined["tokens"])

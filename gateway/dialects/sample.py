@@ -263,12 +263,13 @@ class Sample:
         """The versions of so many tokens, and of the KV under them."""
         if self.spans is not None:
             return self.spans, self.kv_versions
-        assert self.source is not None
-        num_new = None if num_tokens is None else num_tokens - self.kept.num_made
-        spans, kv_versions = stamps(self._report, self.source.flight, num_new, self.source.adapter)
-        if self.kept.spans is not None:
-            spans = joined_spans(self.kept.spans, spans, self.kept.num_made)
-        return spans, kv_versions or self.kept.kv_versions
+        source, kept = self.source, self.kept
+        assert source is not None
+        num_new = num_tokens and num_tokens - kept.num_made
+        spans, kv_versions = stamps(self._report, source.flight, num_new, source.adapter)
+        if kept.spans is not None:
+            spans = joined_spans(kept.spans, spans, kept.num_made)
+        return spans, kv_versions or kept.kv_versions
 
     @property
     def is_known(self) -> bool:

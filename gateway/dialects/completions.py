@@ -52,11 +52,8 @@ class Written:
 
     def pieces(self) -> list[bytes]:
         """Return the reply, which is kept until it is delivered: its client may go before, and a replay gets it."""
-        pieces = [encoded(self.head)[:-1] + b',"choices":[']
-        for choice in self.choices:
-            pieces += choice
-            pieces.append(b",")
-        return [*pieces[:-1], b"]}"]
+        *pieces, _ = chain.from_iterable(self.choices)
+        return [encoded(self.head)[:-1] + b',"choices":[', *pieces, b"}]}"]
 
 
 class Completions:
@@ -142,7 +139,7 @@ class Completions:
             written.ends.append({"finish_reason": sample.reason, "weight_versions": sample.spans})
             if sum(map(len, pieces)) > _LARGE_BYTES:  # each in a turn of the event loop
                 await asyncio.sleep(0)
-        self._runner.count_missing(sample.num_unscored for sample in reply.samples)
+        self._runner.count_missing(reply.num_unscored)
 
     async def stream(self, prompts: Sequence[CompletionPrompt], usage: Usage, show: Show) -> None:
         """Show the chunks of all prompts in the order of arrival, numbered as if one engine made them. Count up

@@ -26,9 +26,11 @@ _CANNOT_CONTINUE = "the reply was cut off and cannot continue"
 _TOLD_OF_ALL = ("routed_experts", "sampling_mask")  # encoded over all tokens of a choice
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Ask(ABC):
     """One rollout in the words of its dialect, or the rest of one of its samples: how an engine is asked.
+
+    It does not change, and is not frozen: that would cost a call for each field of each prompt.
 
     `limit` is the largest number of tokens of a sample, `room` that of prompt and sample together; None where it is not
     known. `read` are the token ids of the prompt, where they are known; `before` is the sample that continues here.

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from msgspec import Raw
@@ -315,8 +316,8 @@ class Sample:
         return told
 
     def written(self, bare: Json, index: int, *, shows_ids: bool) -> list[bytes]:
-        """As `told`, in JSON in pieces, as choice `index`; its token ids and those of its prompt are null without
-        `shows_ids`. A large list is not copied."""
+        """As `told`, in JSON in pieces, as choice `index`, with a comma after it; its token ids and those of its prompt
+        are null without `shows_ids`. A large list is not copied."""
         whole, pieces = self.whole, list[bytes]()
         told = self._beside_lists(whole, bare)
         told["index"] = index
@@ -335,7 +336,7 @@ class Sample:
             names = _names_of(tuple(whole.logprobs))
             pieces += (*chain.from_iterable(zip(names, whole.logprobs.values(), strict=True)), b"}")
             told.pop("logprobs", None)
-        return [encoded(told)[:-1], *pieces, b"}"]
+        return [encoded(told)[:-1], *pieces, b"},"]
 
     def _beside_lists(self, whole: Choice, bare: Json) -> Json:
         """The choice with its text, and with lists as its last choice or `bare` has them."""
@@ -407,6 +408,11 @@ class Reply:
     def counted(self) -> int | None:
         """The engine's count of tokens; None where it has not come."""
         return (self._usage or {}).get("completion_tokens")
+
+    @property
+    def num_unscored(self) -> int:
+        """Tokens without a log-prob, where log-probs are asked for."""
+        return sum(map(attrgetter("num_unscored"), self.samples))
 
     @property
     def open(self) -> list[Sample]:

@@ -164,7 +164,7 @@ class TokenGeneration:
                 log.warning("an abort did not reach a replica", replica=replica.replica_id, error=str(result))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class TokenPrompt(Ask):
     """One prompt of token ids as its body asks for it."""
 

@@ -2,7 +2,7 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-EXTRAS := --extra serve --extra cpu --extra trl --extra otel --extra load --extra demo --extra dev
+EXTRAS := --extra serve --extra cpu --extra trl --extra load --extra demo --extra dev
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:

@@ -96,7 +96,14 @@ class EngineConfig(Section):
     frozen: bool = False
     """True for weights that never change: a judge, a reference model. All other groups together are the policy."""
     num_replicas: int = Field(1, ge=1, le=1024)
-    """Number of engine servers; each owns tensor x pipeline x data_parallel_size GPUs."""
+    """Number of engine servers, or the least of them; each owns tensor x pipeline x data_parallel_size GPUs."""
+    max_replicas: int | None = Field(None, ge=1, le=1024)
+    """Serve adds replicas up to this number while the gateway has more samples than they run at once, `max_num_seqs`
+    each, and removes them again. Default: none is added."""
+    upscale_delay_s: float = Field(30.0, ge=0)
+    """Seconds for which there has to be work for more replicas before Serve adds them."""
+    downscale_delay_s: float = Field(600.0, ge=0)
+    """Seconds for which fewer replicas have to be enough before Serve removes some: longer than a step of training."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the engines; auto is CUDA if the installed engine is built for it."""
     num_cpus: float = Field(1.0, ge=0)
@@ -187,6 +194,12 @@ class EngineConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _has_bounds_in_order(self) -> Self:
+        if self.max_replicas is not None and self.max_replicas < self.num_replicas:
+            raise ValueError(f"max_replicas = {self.max_replicas} is less than num_replicas = {self.num_replicas}")
+        return self
+
+    @model_validator(mode="after")
     def _external_has_a_url(self) -> Self:
         if self.kind is not EngineKind.EXTERNAL:
             if self.url or self.api_key:
@@ -197,7 +210,7 @@ class EngineConfig(Section):
             raise ValueError("url has a user or password, and would be shown with it: name the key in api_key instead")
         if where.scheme not in ("http", "https") or not where.hostname or where.path not in ("", "/"):
             raise ValueError(f"url = {self.url!r}: kind: external needs http://host:port, without /v1 or another path")
-        if self.num_replicas != 1:
+        if (self.max_replicas or self.num_replicas) != 1:
             raise ValueError(
                 f"num_replicas = {self.num_replicas}: one URL is one replica; give each external server a group"
             )

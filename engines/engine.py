@@ -160,18 +160,8 @@ class Engine(ABC):
         raise WeightUpdateConflict(f"replica {self.replica_id} cannot stage weights")
 
     async def load_staged(self, timeout_s: float) -> None:
-        """Load the staged tensors into the weights, between start and finish of an update. Where that is exact, the
-        weights before are kept in the memory of these tensors, until `keep_receipt`, `drop_receipt` or a load."""
+        """Load the staged tensors into the weights, between start and finish of an update."""
         raise WeightUpdateConflict(f"replica {self.replica_id} cannot stage weights")
-
-    async def undo_load(self, timeout_s: float) -> bool:
-        """Take back the weights that `load_staged` or `load_snapshot` replaced; the receipt is dropped. Return False
-        where not all workers have kept them: the weights are then a mixture. Until `label_weights` they are of no
-        version.
-
-        The update must have ended. Requests as in `load_snapshot`.
-        """
-        return False
 
     async def prepare_updates(
         self, tensors: Sequence[TensorMeta], config: str, tied: Sequence[Sequence[str]], timeout_s: float
@@ -179,7 +169,7 @@ class Engine(ABC):
         """Prepare for updates of the checkpoint's tensors, before the first, which is then as fast as the next.
 
         With the content of its config.json, and the names of each tensor that it has more than once, received tensors
-        may have other names (`checkpoint_names.py`). An engine without our code takes none of these.
+        may have other names (`checkpoint/names.py`). An engine without our code takes none of these.
         """
         return Preparation()
 
@@ -200,11 +190,11 @@ class Engine(ABC):
         return {}
 
     async def keep_receipt(self, timeout_s: float) -> None:
-        """Write the copy of `open_receipt` to disk, after the commit, and free the weights before. Until then the copy
-        stays in memory if there is room, so that a rollback has the GPU and the store to itself."""
+        """Write the copy of `open_receipt` to disk, after the commit. Until then the copy stays in memory if there is
+        room, so that a rollback has the GPU and the store to itself."""
 
     async def drop_receipt(self, timeout_s: float) -> None:
-        """Discard the receipt, its draft, and weights that wait in memory for a load or an undo."""
+        """Discard the receipt, its draft, and weights that wait in memory for a load."""
 
     async def prepare_snapshot(self, path: str, version: int, timeout_s: float) -> None:
         """Prepare for `load_snapshot` during generation, as far as the engine can.
@@ -215,8 +205,7 @@ class Engine(ABC):
     @abstractmethod
     async def load_snapshot(self, path: str, version: int, timeout_s: float) -> None:
         """Load all weights from a checkpoint folder, also after an interrupted update. They are of no version until
-        `label_weights`. Where `prepare_snapshot` has read the folder beside the weights and that is exact, the
-        weights before are kept as by `load_staged`, until `drop_receipt` or a load.
+        `label_weights`.
 
         Tokens of requests that run during the load are of no version. None may run where `loads_between_steps` of its
         description is False.

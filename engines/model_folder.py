@@ -4,7 +4,7 @@ import json
 import os
 from pathlib import Path
 
-from engines.checkpoint import checkpoint_files
+from engines.checkpoint.folder import checkpoint_files
 from engines.config import EngineConfig
 from engines.errors import ConfigError
 from engines.types import EngineKind

@@ -1,6 +1,7 @@
 """The Serve replica: owns one engine server and its GPUs, reads what it makes, and describes it to the gateway."""
 
 import asyncio
+import contextlib
 import sys
 import time
 import zlib
@@ -23,13 +24,14 @@ from engines.process.engine_server import EngineServer
 from engines.process.forwarder import Forwarder
 from engines.process.log_lines import write_log_lines
 from engines.reading.server import ReaderThread
-from engines.types import EngineKind, ReplicaInfo
+from engines.types import EngineKind, EngineStart, ReplicaInfo
 
 log = structlog.get_logger()
 
 _LOOPBACK = "127.0.0.1"
 _ASK_TIMEOUT_S = 5.0
 _ASK_EVERY_S = 0.5
+_TELL_EVERY_S = 1.0
 _APART_S = 20.0
 """An engine that ends sooner after it was started again is left to Serve, which starts a whole replica."""
 
@@ -47,7 +49,8 @@ class EngineReplica:
         index = zlib.crc32(context.replica_tag.encode())
         self._app_name = context.app_name
         self._config = config
-        self._server = _server(config, f"{group}-{context.replica_tag}", group, index, hidden)
+        self._id, self._group = f"{group}-{context.replica_tag}", group
+        self._server = _server(config, self._id, group, index, hidden)
         self._reader: ReaderThread | None = None
         self._forwarder: Forwarder | None = None
         self._from_afar: ReplicaInfo | None = None
@@ -57,7 +60,11 @@ class EngineReplica:
         self._keeper = asyncio.create_task(self._keep())
 
     async def _start(self) -> None:
-        info = replace(await self._server.start(), node=ray.get_runtime_context().get_node_id())
+        telling = asyncio.create_task(self._tell(), name="tell the start")
+        try:
+            info = replace(await self._server.start(), node=ray.get_runtime_context().get_node_id())
+        finally:
+            telling.cancel()
         reader = ReaderThread(lambda: _client(self._config, info))
         await asyncio.to_thread(reader.start)
         info = await reader.beside(info, _LOOPBACK)
@@ -65,6 +72,16 @@ class EngineReplica:
             await self._end_reading()  # of the predecessor
             self._info, self._reader, self._forwarder, self._from_afar = info, reader, None, None
         self._is_starting = False
+
+    async def _tell(self) -> None:
+        """Tell the gateway each second how far a start has come: Serve shows it no replica that is not up."""
+        gateway = serve.get_deployment_handle("gateway", self._app_name)
+        while self._is_starting and isinstance(self._server, EngineServer):
+            await asyncio.sleep(_TELL_EVERY_S)
+            start = EngineStart(replica_id=self._id, group=self._group, phases=self._server.phases.told())
+            with contextlib.suppress(TimeoutError, RayError, RayServeException):  # the gateway starts too
+                async with asyncio.timeout(_ASK_TIMEOUT_S):
+                    await gateway.tell.remote(start)
 
     async def _end_reading(self) -> None:
         if self._reader is not None:
@@ -107,6 +124,13 @@ class EngineReplica:
                     info = replace(info, url=await forwarder.open(host), key=forwarder.key)
                 self._from_afar = info
             return self._from_afar
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Tell Serve how many replicas would run at once what the gateway has for this group. Serve asks where the
+        group may grow."""
+        gateway = serve.get_deployment_handle("gateway", self._app_name)
+        async with asyncio.timeout(_ASK_TIMEOUT_S):
+            return {"wanted": await gateway.samples.remote(self._group) / self._config.max_num_seqs}
 
     async def check_health(self) -> None:
         """Raise if the engine does not serve, unless it is being started again, or if its reader has ended; Serve then

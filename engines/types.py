@@ -74,6 +74,19 @@ class TensorMeta:
     shape: tuple[int, ...]
 
 
+Phase = tuple[str, float]
+"""A phase of a start, such as "loading weights 3/8", and the time at which it began, in seconds since the epoch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStart:
+    """A start of an engine that goes on. `phases` are in order; the last one has not ended."""
+
+    replica_id: str
+    group: str
+    phases: tuple[Phase, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaInfo:
     """A replica's description of itself.
@@ -93,6 +106,7 @@ class ReplicaInfo:
     key: bearer key of `url` if that is a forwarder's, for an engine on another node than the gateway.
     reader: host and port of the reader beside it, and its key; "" before it is there.
     started: time at which the engine became ready, in seconds since the epoch; 0 for an external server.
+    phases: those of its start, up to `started`; () for an external server.
     streams: True if coarse chunks cost the engine least; other engines are asked for whole replies.
     stopped: id of one of its processes that is stopped, by SIGSTOP; 0 where all run.
     """
@@ -119,6 +133,7 @@ class ReplicaInfo:
     gpus: tuple[str, ...] = ()
     pid: int = 0
     started: float = 0.0
+    phases: tuple[Phase, ...] = ()
     log_path: str = ""
     stopped: int = 0
     key: str = field(default="", repr=False)

@@ -111,7 +111,7 @@ def report_steps(trainer: Any, num_steps: int) -> None:
 
     step, steps: this one, and how many there will be. reward: mean of the step. completion_tokens: mean length.
     tokens: completion tokens of the step. generate_s, tokens_per_s: the call to the URL. sync_s: weights to all
-    engines. step_s: the whole step. resumed: share of completions out of a pool with tokens of several versions.
+    engines. step_s: the whole step. older: share of completions out of a pool by weights before the step's newest.
     importance_ratio: mean over tokens of trainer's to engines' probability. largest_difference: of their log-probs, of
     any token.
     weight_version: the version of the completions, null if the URL does not report it.
@@ -141,7 +141,7 @@ def report_steps(trainer: Any, num_steps: int) -> None:
                 tokens_per_s=round(tokens / generate_s),
                 sync_s=round(syncing.read(), 3),
                 step_s=round(logs["step_time"], 3),
-                resumed=round(logs.get("resumed", 0.0), 4),
+                older=round(logs.get("older", 0.0), 4),
                 importance_ratio=round(logs["sampling/importance_sampling_ratio/mean"], 6),
                 largest_difference=logs["sampling/sampling_logp_difference/max"],
                 weight_version=getattr(client, "weight_version", None),

@@ -21,12 +21,14 @@ from engines.process.launch import gpus_to_reserve
 from engines.process.log_lines import write_log_lines
 from engines.process.process import longest_stop_s
 from engines.serve_replica import EngineReplica
-from engines.types import ReplicaInfo
+from engines.types import EngineStart, ReplicaInfo
+from gateway.config.autoscaling import sizing
 from gateway.config.load import check_models, key_variables, with_secrets
 from gateway.config.placement import Nodes, Resource, check_placement, cpus_to_reserve, lacking, needed
 from gateway.config.schema import Config
 from gateway.control import Control
 from gateway.http.listener import Listener
+from gateway.http.server import GatewayServer
 
 log = structlog.get_logger()
 
@@ -83,7 +85,7 @@ def _nodes(resource: Resource) -> Nodes:
 def _engine_group(name: str, config: EngineConfig, hidden: Sequence[str]) -> serve.Application:
     return serve.deployment(
         name=name,
-        num_replicas=config.num_replicas,
+        **sizing(config),
         ray_actor_options={"num_cpus": cpus_to_reserve(config), "num_gpus": gpus_to_reserve(config)},
         # The replica itself retries a failed start where that may help. Once a replica of the group has come up, Serve
         # restarts it without limit, whatever this says.
@@ -111,17 +113,25 @@ class Gateway:
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Serve calls this when `rollout-gateway scale` has changed how many replicas there are to be."""
-        await self._listener.expect(user_config.get("num_replicas") or {})
+        await self._listener.ask(lambda server: server.fleet.expect(user_config.get("num_replicas") or {}))
 
     async def drain(self, replica_id: str) -> int:
         """Stop placing on a replica that Serve is removing; return its samples in flight."""
-        return await self._listener.drain(replica_id)
+        return await self._listener.ask(lambda server: server.fleet.drain(replica_id))
+
+    async def samples(self, group: str) -> int:
+        """Return the samples of a group's model that are in flight or wait for a replica."""
+        return await self._listener.ask(lambda server: server.scheduler.samples(group))
+
+    async def tell(self, start: EngineStart) -> None:
+        """Note how far a start has come of an engine that cannot be asked yet."""
+        await self._listener.ask(lambda server: server.fleet.starts.tell(start))
 
     def url(self) -> str:
         return self._listener.url
 
     async def status(self) -> Json:
-        return await self._listener.status()
+        return await self._listener.ask(GatewayServer.status)
 
     def check_health(self) -> None:
         if not self._listener.is_alive:

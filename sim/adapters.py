@@ -4,7 +4,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from engines.adapter_folder import read_adapter
+from engines.checkpoint.adapter import read_adapter
 from engines.errors import InvalidRequest, RolloutGatewayError, WeightUpdateConflict
 from sim.dialect import Adapter
 

@@ -52,9 +52,6 @@ VERSION = "0.32.0+sim"
 _MAX_BODY_BYTES = 1 << 30
 _MAX_MODEL_LEN = 32768
 _SHUTDOWN_S = 0.1
-_FREES_REPLACED = {"open_receipt", "keep_receipt", "drop_receipt", "room_to_stage", "prepare_snapshot"}
-"""Calls after which the weights before a load are no longer in memory."""
-
 Body = TypeVar("Body", bound=BaseModel)
 ModelBody = TypeVar(
     "ModelBody", "TokenizeBody", "DetokenizeBody", CompletionBody, ChatBody, DerenderBody, DerenderChunkBody
@@ -125,8 +122,6 @@ class SimServer:
         self.corrupt_loads = sim.corrupt_loads
         self._load_s = sim.load_s
         self._num_updates = 0
-        self._replaced: str | None = None  # the weights before a load of what lay ready, until it is undone
-        self._read_ahead = ""  # the folder
         self._limits = limits
         self._world_size = world_size
         self._model = SimModel.of(sim)
@@ -324,8 +319,6 @@ class SimServer:
         return _json({"results": [await self._on_workers(asked.method, asked.kwargs)] * self._world_size})
 
     async def _on_workers(self, method: str, arguments: Json) -> Any:
-        if method in _FREES_REPLACED:
-            self._replaced = None
         match method:
             case "corrupt_loads":  # as `SimConfig.corrupt_loads`, from now on
                 self.corrupt_loads = bool(arguments["on"])
@@ -335,37 +328,18 @@ class SimServer:
                 self._weights.break_off()
             case "stage_weights":
                 self._weights.receive(arguments["update_info"])
-                self._replaced = self._weights_before()
             case "staged":
                 return {"ready": True}
             case "load_staged":
                 self._weights.load_staged()
-            case "undo_load":
-                return {"undone": await self._undo_load()}
-            case "prepare_snapshot":
-                answer = await self.worker.call(method, arguments)
-                self._read_ahead = arguments["path"]
-                return answer
             case "load_snapshot":
-                was_read, self._read_ahead = self._read_ahead == arguments["path"], ""
-                self._replaced, replaced = None, self._weights_before()
                 await self.worker.call(method, arguments)
                 await asyncio.sleep(self._load_s)
                 self._weights.break_off()
                 self._hold(self._garbage() if self.corrupt_loads else version_name(arguments["version"]))
-                self._replaced = replaced if was_read and self.worker.has_room else None
             case _:
                 return await self.worker.call(method, arguments)
         return None
-
-    async def _undo_load(self) -> bool:
-        """Hold the weights of before the last load. Return False where they are not kept."""
-        replaced, self._replaced = self._replaced, None
-        await self.worker.call("drop_receipt", {})
-        if replaced is None:
-            return False
-        self._hold(replaced)
-        return True
 
     def _hold(self, weights: str) -> None:
         """Hold these weights as of no version, and under the next label."""

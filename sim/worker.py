@@ -29,11 +29,6 @@ class SimWorker:
         """Let tensor `name` arrive with a wrong byte from now on."""
         self._damaged.add(name)
 
-    @property
-    def has_room(self) -> bool:
-        """True if all tensors fit beside the weights."""
-        return 4 * sum(map(math.prod, self._tensors.values())) <= self._stage_bytes
-
     def see(self, names: list[str], shapes: list[list[int]]) -> None:
         """Record received tensors."""
         if self._receives:

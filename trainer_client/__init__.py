@@ -1,9 +1,8 @@
 """The public names for trainers. Loads neither ray nor torch; only a weight push loads torch."""
 
-from trainer_client.batch import Batch, Progress
-from trainer_client.blocking import BlockingBatch, BlockingRolloutClient, BlockingRolloutPool
+from trainer_client.batch import Batch
+from trainer_client.blocking import BlockingBatch, BlockingRolloutClient
 from trainer_client.client import RolloutClient
-from trainer_client.pool import RolloutPool
 from trainer_client.results import Completion, Outcome, Rollout, WeightSpan
 from trainer_client.sampling import SamplingParams
 from trainer_client.sessions.blocking import BlockingSessionGroups, BlockingSessions
@@ -17,15 +16,12 @@ __all__ = [
     "Batch",
     "BlockingBatch",
     "BlockingRolloutClient",
-    "BlockingRolloutPool",
     "BlockingSessionGroups",
     "BlockingSessions",
     "Completion",
     "Outcome",
-    "Progress",
     "Rollout",
     "RolloutClient",
-    "RolloutPool",
     "SamplingParams",
     "Session",
     "SessionGroup",

@@ -1,10 +1,7 @@
 """A batch of prompts in flight: its rollouts as they end, or all at once, and its cancellation."""
 
 import asyncio
-import time
-from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -12,20 +9,6 @@ from trainer_client.results import Completion, Outcome, Rollout
 
 Failures = Literal["raise", "keep"]
 """`raise`: the first failed prompt ends the batch with its error. `keep`: a failure is a rollout of outcome FAILED."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    """The state of a batch."""
-
-    num_prompts: int
-    delivered: int
-    failed: int
-    cancelled: int
-    tokens: int
-    """Tokens of delivered completions."""
-    seconds: float
-    """Seconds since the batch began."""
 
 
 RunPrompt = Callable[[int], Coroutine[Any, Any, Rollout]]
@@ -43,11 +26,8 @@ class Batch:
         self.request_id = request_id
         self.num_prompts = num_prompts
         self._failures = failures
-        self._began = time.monotonic()
         self._ended: list[Rollout] = []
         self._news = asyncio.Event()
-        self._outcomes: Counter[Outcome] = Counter()
-        self._tokens = 0
         self._tasks: list[asyncio.Task[Rollout]] = []
         for index in range(num_prompts):
             task = asyncio.create_task(run(index), name=f"{request_id}-{index}")
@@ -57,17 +37,6 @@ class Batch:
     @property
     def is_done(self) -> bool:
         return len(self._ended) == self.num_prompts
-
-    @property
-    def progress(self) -> Progress:
-        return Progress(
-            num_prompts=self.num_prompts,
-            delivered=self._outcomes[Outcome.DELIVERED],
-            failed=self._outcomes[Outcome.FAILED],
-            cancelled=self._outcomes[Outcome.CANCELLED],
-            tokens=self._tokens,
-            seconds=time.monotonic() - self._began,
-        )
 
     async def __aiter__(self) -> AsyncGenerator[Completion]:
         rollouts = self.rollouts()
@@ -128,8 +97,6 @@ class Batch:
         else:
             rollout = task.result()
         self._ended.append(rollout)
-        self._outcomes[rollout.outcome] += 1
-        self._tokens += sum(len(completion.token_ids) for completion in rollout.completions)
         self._news.set()
 
     def _without_completions(self, index: int, outcome: Outcome, error: Exception | None = None) -> Rollout:

@@ -12,7 +12,6 @@ from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 from trainer_client.batch import Batch
 from trainer_client.client import RolloutClient
 from trainer_client.loop_thread import LoopThread
-from trainer_client.pool import RolloutPool
 from trainer_client.submission import Submission
 
 A = TypeVar("A")
@@ -140,19 +139,3 @@ class BlockingRolloutClient(_Blocking[RolloutClient]):
         finally:
             if not self._thread.is_over:
                 self._thread.wait(lease.__aexit__(None, None, None))
-
-
-class BlockingRolloutPool(_Blocking[RolloutPool]):
-    """`RolloutPool` with blocking calls and the same arguments. `prompts` are read on the client's thread."""
-
-    def __init__(self, client: BlockingRolloutClient, *args: Any, **kwargs: Any) -> None:
-        super().__init__(RolloutPool(client._inner, *args, **kwargs), client._thread)
-
-    batch = _waiting(RolloutPool.batch)
-    close = _waiting(RolloutPool.close)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

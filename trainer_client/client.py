@@ -25,12 +25,12 @@ from trainer_client.results import Rollout, read_rollout
 from trainer_client.retries import Retries, now
 from trainer_client.sampling import SamplingParams
 from trainer_client.served import PushOptions, ServedWeights
-from trainer_client.submission import Submission, Suspended
+from trainer_client.submission import Submission
 
 URL_VARIABLE = "ROLLOUT_URL"
 KEY_VARIABLE = "ROLLOUT_API_KEY"
 
-OnDeadline = Literal["cancel", "return_partial", "resume"]
+OnDeadline = Literal["cancel", "return_partial"]
 Prompt = str | Sequence[int] | Any
 """Text, or token ids: a list, or an array or tensor with one dimension."""
 
@@ -109,7 +109,7 @@ class RolloutClient:
         timeout_s: limit on every prompt from now on; a late prompt fails with `DeadlineExceeded`.
         """
         sampling = sampling or SamplingParams()
-        checked = [checked_prompt(index, prompt) for index, prompt in enumerate(_checked_prompts(prompts))]
+        checked = [_checked_prompt(index, prompt) for index, prompt in enumerate(_checked_prompts(prompts))]
         of_prompts = _checked_sessions(sessions, len(checked))
         asked = {"model": self._model, "min_version": min_version, "max_staleness": max_staleness}
         rest = sampling.body() | {key: value for key, value in asked.items() if value is not None}
@@ -127,7 +127,7 @@ class RolloutClient:
 
     def submit(
         self,
-        prompts: Sequence[Prompt | Suspended],
+        prompts: Sequence[Prompt],
         sampling: SamplingParams | None = None,
         *,
         submission_id: str | None = None,
@@ -144,19 +144,13 @@ class RolloutClient:
         have arrived (/v1/rollouts). It begins with its iteration.
 
         submission_id: with the same id a restarted trainer goes on where it was, and no completion is made twice.
-        deadline_s, on_deadline: a group's time, and the treatment of samples that are open then: `cancel`,
-        `return_partial` or `resume`.
-
-        A prompt that is `Suspended` goes on from its tokens, with the samples and the sampling that it had, and before
-        new ones.
+        deadline_s, on_deadline: a group's time, and the treatment of samples that are open then: `cancel` or
+        `return_partial`.
         """
         sampling = sampling or SamplingParams()
         own = {} if need is None else {"need": need}
         groups: list[Json] = [
-            prompt.group(priority - 1)
-            if isinstance(prompt, Suspended)
-            else {"prompt": checked_prompt(index, prompt), **own}
-            for index, prompt in enumerate(_checked_prompts(prompts))
+            {"prompt": _checked_prompt(index, prompt), **own} for index, prompt in enumerate(_checked_prompts(prompts))
         ]
         for group, session in zip(groups, _checked_sessions(sessions, len(groups)), strict=True):
             group |= {"session_id": session} if session else {}
@@ -375,7 +369,7 @@ def _checked_sessions(sessions: Sequence[str] | None, num_prompts: int) -> Seque
     return sessions or [""] * num_prompts
 
 
-def checked_prompt(index: int, prompt: Prompt) -> str | list[int]:
+def _checked_prompt(index: int, prompt: Prompt) -> str | list[int]:
     """Return the prompt as JSON can hold it."""
     if isinstance(prompt, str):
         return prompt

@@ -66,7 +66,7 @@ class LoopThread:
     def close(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Cancel what other threads wait for, run `last`, and end the thread. May be called twice.
 
-        Raise `DeadlineExceeded` where an iterator of prompts keeps the thread busy.
+        Raise `DeadlineExceeded` where an iterator of tasks keeps the thread busy.
         """
         self._check_caller()
         if self.is_over:
@@ -79,7 +79,7 @@ class LoopThread:
             end.result(_CLOSE_TIMEOUT_S)
         except TimeoutError as error:
             raise DeadlineExceeded(
-                f"the client has not closed within {_CLOSE_TIMEOUT_S:g} s: an iterator of prompts does not end"
+                f"the client has not closed within {_CLOSE_TIMEOUT_S:g} s: an iterator of tasks does not end"
             ) from error
         self._thread.join()
 
@@ -103,5 +103,5 @@ class LoopThread:
     def _check_caller(self) -> None:
         if threading.current_thread() is self._thread:
             raise InvalidRequest(
-                "an iterator of prompts cannot wait for its own client, whose thread reads it: call it elsewhere"
+                "an iterator of tasks cannot wait for its own client, whose thread reads it: call it elsewhere"
             )

@@ -5,7 +5,6 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing, suppress
-from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
@@ -28,18 +27,6 @@ from trainer_client.retries import Retries, now
 PATH = "/v1/rollouts"
 _ACK_EVERY_S = 1.0
 _CALL_TIMEOUT_S = 30.0
-
-
-@dataclass(frozen=True, slots=True)
-class Suspended:
-    """A group of a submission, by its place, whose open samples the gateway keeps."""
-
-    submission_id: str
-    place: int
-
-    def group(self, priority: int) -> Json:
-        """Return the group of a body of /v1/rollouts that goes on with it."""
-        return {"resume": {"id": self.submission_id, "group": self.place}, "priority": priority}
 
 
 class Submission:
@@ -80,14 +67,6 @@ class Submission:
         """End groups that run or are suspended; all unless named. Completions that ended before still come."""
         body = {} if groups is None else {"groups": groups}
         await self._http.call("DELETE", self._path, body, timeout_s=_CALL_TIMEOUT_S)
-
-    async def let_deadline_pass(self) -> None:
-        """End groups that run as their deadline would, by `on_deadline`. Completions that ended before still come."""
-        await self._http.call("POST", f"{self._path}/deadline", {}, timeout_s=_CALL_TIMEOUT_S)
-
-    def suspended(self, place: int) -> Suspended:
-        """Return the name of a suspended group, for another submission."""
-        return Suspended(self.id, place)
 
     @property
     def _path(self) -> str:

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 import orjson
 
-from engines import tracing
 from engines.clients.connection import Connection
 from engines.clients.connections import CannotConnect, Connections
 from engines.engine import Engine, Json, body_in_json
@@ -111,17 +110,14 @@ class HttpEngine(Engine, ABC):
         if self._connections.closed:
             raise EngineGone(f"{path}: the client is closed", replica_id=self.replica_id)
         data = None if body is None else body_in_json(body)
-        facts = {"http.request.method": method, "url.path": path, "rollout_gateway.replica": self.replica_id}
+        headers = TRACE_CONTEXT.get() | (_JSON if data else {})
         try:
-            with tracing.engine_call(f"engine {path.partition('?')[0]}", facts) as span:
-                headers = TRACE_CONTEXT.get() | (_JSON if data else {})
-                async with self._connections.request(
-                    method, path, data=data, headers=headers, timeout_s=timeout_s, connect_timeout_s=_CONNECT_TIMEOUT_S
-                ) as response:
-                    span.note({"http.response.status_code": response.status})
-                    if not 200 <= response.status < 300:
-                        raise self._error(path, response, await response.read())
-                    yield response
+            async with self._connections.request(
+                method, path, data=data, headers=headers, timeout_s=timeout_s, connect_timeout_s=_CONNECT_TIMEOUT_S
+            ) as response:
+                if not 200 <= response.status < 300:
+                    raise self._error(path, response, await response.read())
+                yield response
         except ConnectionError as error:
             raise self._unreachable(path, error) from error
         except TimeoutError as error:

@@ -97,10 +97,6 @@ class EngineWithWorkers(HttpEngine, ABC):
     async def load_staged(self, timeout_s: float) -> None:
         await self._on_workers("load_staged", {}, timeout_s)
 
-    async def undo_load(self, timeout_s: float) -> bool:
-        await self._label("", timeout_s)
-        return _all_say("undone", await self._on_workers("undo_load", {}, timeout_s))
-
     async def wipe_kv(self, timeout_s: float) -> None:
         if self._has_our_worker:
             await self._on_workers("wipe_kv", {}, timeout_s)

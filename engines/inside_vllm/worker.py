@@ -84,13 +84,6 @@ class WeightWorker(UpdatedWorker):
         worker._weight_update_active = False
         rebuild_tied_head(worker.get_model())
 
-    def undo_load(self) -> dict[str, bool]:
-        worker: Any = self
-        answer = super().undo_load()
-        if answer["undone"]:
-            rebuild_tied_head(worker.get_model())
-        return answer
-
     @contextmanager
     def loading(self) -> Iterator[None]:
         """As vLLM's own around its receivers: an update may lack tensors that a checkpoint has."""

@@ -7,7 +7,7 @@ nothing. Tensors whose loaders do more than copy are loaded by these loaders eac
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy as shallow
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +16,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engines.batches import batches
-from engines.loading.exchange import ASIDE_BYTES, Exchange, Fill, Move, Span, overlapping
 from engines.transfer.packing import NamedTensor
 from engines.types import TensorMeta
 
@@ -47,12 +46,20 @@ class _Copy:
         return tensor.as_strided(self.place.shape, self.stride, tensor.storage_offset() + self.offset)
 
 
+@dataclass(frozen=True, slots=True)
+class _Fill:
+    """A fill of `place` with a number: a shard of a vocabulary has padding rows behind its content."""
+
+    place: torch.Tensor
+    value: float
+
+
 @dataclass(slots=True)
 class _Plan:
     """The copies and fills of a loader for one tensor."""
 
     copies: list[_Copy] = field(default_factory=list)
-    fills: list[Fill] = field(default_factory=list)
+    fills: list[_Fill] = field(default_factory=list)
 
 
 _Planned = tuple[_Plan, torch.Tensor]
@@ -68,19 +75,12 @@ class PlannedLoad:
         self.load_by_engine: Load = load or (lambda tensors: type(model).load_weights(model, tensors))
         self._places: tuple[int, ...] = ()
         self._plans: dict[Form, _Plan | None] = {}
-        self._last: tuple[frozenset[int], set[int]] = frozenset(), set()  # ids of plans, and of their entangled copies
 
     def begin(self) -> None:
         """Forget plans where parameters have moved."""
-        if self.has_moved:
-            self._places = self._find_places()
+        if (places := tuple(parameter.data_ptr() for parameter in self._model.parameters())) != self._places:
+            self._places = places
             self._plans.clear()
-            self._last = frozenset(), set()
-
-    @property
-    def has_moved(self) -> bool:
-        """True where parameters lie elsewhere than at the last `begin`."""
-        return self._find_places() != self._places
 
     def plan(self, forms: Iterable[Form]) -> None:
         """Record the plans of tensors of these forms, unless they are known."""
@@ -90,28 +90,6 @@ class PlannedLoad:
 
     def load(self, weights: Iterable[NamedTensor]) -> None:
         """Load these tensors. Errors are the loaders' own, such as for a name that the model does not have."""
-        planned, rest = self._sorted(weights)
-        if rest:
-            self.load_by_engine(rest)
-        _run(planned)
-
-    def exchange(self, weights: Iterable[NamedTensor]) -> Exchange | None:
-        """Return the load of these tensors that keeps the weights before in their memory; None where a loader has to
-        run, or too many weights would be kept aside."""
-        planned, rest = self._sorted(weights)
-        if rest:
-            return None
-        entangled = self._entangled([plan for plan, _ in planned])
-        moves = [
-            Move(copy.place, copy.part_of(tensor), copy.kind[0] == copy.kind[1] and id(copy) not in entangled)
-            for plan, tensor in planned
-            for copy in plan.copies
-        ]
-        exchange = Exchange(moves, [fill for plan, _ in planned for fill in plan.fills])
-        return exchange if exchange.aside_bytes <= ASIDE_BYTES else None
-
-    def _sorted(self, weights: Iterable[NamedTensor]) -> tuple[list[_Planned], list[NamedTensor]]:
-        """Return the tensors that are copied by plan, and those whose loader has to run."""
         # The last of a name counts, as for loaders: a GPU copies a list in no order.
         tensors = list(dict(weights).items())
         forms = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors]
@@ -123,18 +101,9 @@ class PlannedLoad:
                 rest.append(named)
             else:
                 planned.append((plan, named[1]))
-        return planned, rest
-
-    def _entangled(self, plans: Sequence[_Plan]) -> set[int]:
-        """Return the ids of copies that share elements with another of the update: they read or write the same."""
-        ids = frozenset(map(id, plans))  # mostly those of the update before
-        if ids != self._last[0] or len(ids) < len(plans):
-            writes = (span for plan in plans for span in _writes(plan))
-            self._last = ids, overlapping(writes).union(*(overlapping(_reads(plan)) for plan in plans))
-        return self._last[1]
-
-    def _find_places(self) -> tuple[int, ...]:
-        return tuple(parameter.data_ptr() for parameter in self._model.parameters())
+        if rest:
+            self.load_by_engine(rest)
+        _run(planned)
 
     def _recorded(self, forms: Sequence[Form]) -> Mapping[Form, _Plan | None]:
         """Return a plan for each form; None where its loader has to run each time."""
@@ -199,22 +168,6 @@ def form_of(tensor: TensorMeta) -> Form:
     return tensor.name, torch.Size(tensor.shape), getattr(torch, tensor.dtype)
 
 
-def _writes(plan: _Plan) -> Iterator[Span]:
-    """Return the memory that a plan writes, in bytes."""
-    writers: list[_Copy | Fill] = [*plan.copies, *plan.fills]
-    for one in writers:
-        begin, reach = one.place.data_ptr(), _reach(one.place.shape, one.place.stride())
-        yield begin, begin + reach * one.place.itemsize, id(one)
-
-
-def _reads(plan: _Plan) -> Iterator[Span]:
-    """Return the elements of its tensor that a plan reads; those that a copy reads more than once come twice."""
-    for copy in plan.copies:
-        reach = _reach(copy.place.shape, copy.stride)
-        for _ in range(1 + (copy.place.numel() > reach)):
-            yield copy.offset, copy.offset + reach, id(copy)
-
-
 def _run(planned: Sequence[_Planned]) -> None:
     """Copy all parts, then fill the padding rows."""
     pairs: dict[_Kind, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
@@ -274,7 +227,7 @@ class _Recorder(TorchDispatchMode):
         if plan is None or not _share(place, copied) or _overlap(place, copied):
             raise _DoesMore("a fill by itself")
         if place.numel():
-            plan.fills.append(Fill(place, value))
+            plan.fills.append(_Fill(place, value))
             self._filled.append(place)
         return place
 

@@ -21,7 +21,7 @@ from typing import BinaryIO
 import torch
 
 from engines.batches import batches
-from engines.checkpoint import PLACE, FileStates, Span, file_states, read_spans
+from engines.checkpoint.folder import PLACE, FileStates, Span, file_states, read_spans
 from engines.store.files import read_at
 from engines.transfer.packing import NamedTensor
 

@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from engines.checkpoint import FileStates, file_states, read_spans
+from engines.checkpoint.folder import FileStates, file_states, read_spans
 from engines.errors import WeightUpdateFailed
-from engines.loading.exchange import Exchange
 from engines.loading.snapshot_reader import read_tensors
 from engines.transfer.packing import NamedTensor, kept_streams, num_bytes
 from engines.transfer.tee import room_on
@@ -23,9 +22,6 @@ _reading = threading.Lock()
 
 class Stage:
     """Tensors that wait in one worker. A thread brings them, as a call in the worker stops the engine."""
-
-    exchange: Exchange | None = None
-    """The load in exchange for the weights, once it is planned."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -48,12 +44,6 @@ class Stage:
         if not self._is_dropped:
             self._tensors.extend(tensors)
 
-    def plan(self, exchange: Callable[[list[NamedTensor]], Exchange | None]) -> None:
-        """Plan the load of all tensors in exchange for the weights, if there is such a load, before the engine stops
-        for it."""
-        if self._tensors:
-            self.exchange = exchange(self._tensors)
-
     def take(self) -> list[NamedTensor]:
         """Return the tensors, which are no longer kept here."""
         tensors, self._tensors = self._tensors, []
@@ -62,7 +52,7 @@ class Stage:
     def drop(self) -> None:
         """Free the tensors, and bring no more."""
         self._is_dropped = True
-        self._tensors, self.exchange = [], None
+        self._tensors = []
 
     @property
     def _is_running(self) -> bool:

@@ -9,15 +9,13 @@ from typing import Any
 
 import torch
 
-from engines.checkpoint_names import CheckpointNames, announced_as, checkpoint_names
+from engines.checkpoint.names import CheckpointNames, announced_as, checkpoint_names
 from engines.engine import ReceiptCopy
 from engines.errors import WeightUpdateFailed
-from engines.loading.exchange import Exchange
 from engines.loading.planned_load import Form, Load, PlannedLoad, form_of, load_in_batches
 from engines.loading.snapshot_reader import pin_memory, read_tensors
 from engines.loading.stage import FolderStage, ReceivedStage, Stage
 from engines.store.peer_store import PeerStore, fetched
-from engines.transfer.packing import NamedTensor
 from engines.transfer.receipts import Receipts
 from engines.transfer.tee import prepare, room_on
 from engines.types import TensorMeta
@@ -56,22 +54,12 @@ class Target:
         """The loader of an update's tensors."""
         return self.weights.load_by_engine if self.obstacle else self.weights.load
 
-    def exchange(self, tensors: list[NamedTensor]) -> Exchange | None:
-        """Return the load of these tensors that keeps the weights before; None where that would not be exact."""
-        return None if self.obstacle else self.weights.exchange(tensors)
-
-    @property
-    def has_moved(self) -> bool:
-        """True where weights lie elsewhere than when the update began."""
-        return bool(self.obstacle) or self.weights.has_moved
-
 
 class UpdatedWorker:
     """The updates of one worker. vLLM mixes this into its worker class: there is no constructor, and names here must
     differ from that class's own."""
 
     stage: Stage | None = None
-    exchange: Exchange | None = None
 
     @property
     def target(self) -> Target:
@@ -147,24 +135,12 @@ class UpdatedWorker:
         return {"ready": self.stage is not None and self.stage.is_ready}
 
     def load_staged(self) -> None:
-        """Load the staged tensors into the weights, inside an update. Where it is exact, the weights before are kept
-        in their memory until the commit, or the update's end."""
+        """Load the staged tensors into the weights, inside an update."""
         stage, self.stage = self.stage, None
         if stage is None or not stage.is_ready:
             raise WeightUpdateFailed("load_staged without staged tensors")
-        self._load(stage)
-
-    def undo_load(self) -> dict[str, bool]:
-        """Take back the weights that `load_staged` or `load_snapshot` has replaced, if it has begun, and end the
-        update. Report False, with nothing changed, where this worker has not kept them."""
-        exchange, is_untouched = self.exchange, self.stage is not None
-        self.drop_receipt()
-        if not (exchange or is_untouched) or self.target.has_moved:
-            return {"undone": False}
-        if exchange is not None:
-            with self.loading():
-                exchange.take_back()
-        return {"undone": True}
+        with self.loading():
+            self.target.load(stage.take())
 
     def wipe_kv(self) -> None:
         """Overwrite the KV of all requests with zeros. No request may run."""
@@ -176,23 +152,14 @@ class UpdatedWorker:
 
     def close_receipt(self) -> dict[str, str]:
         """Return the digest of each received tensor. The copy is finished by `keep_receipt`."""
-        digests = self.receipts.close()
-        if self.stage is not None and not self.target.has_moved:
-            self.stage.plan(self.target.exchange)
-        return digests
+        return self.receipts.close()
 
     def keep_receipt(self) -> None:
-        """Finish the draft in the background, or note there why it failed: the update is committed. The weights before
-        are freed."""
-        exchange, self.exchange = self.exchange, None
-        if exchange is not None and self.receipts.copies:
-            exchange.give_back()
-            synchronize(self.target.device)
+        """Finish the draft in the background, or note there why it failed: the update is committed."""
         self.receipts.keep()
 
     def drop_receipt(self) -> None:
-        """Stop digesting and copying; the draft is discarded, and so is what waits in memory for a load or an undo."""
-        self.exchange = None
+        """Stop digesting and copying; the draft is discarded, and so is what waits in memory for a load."""
         stage, self.stage = self.stage, None
         if stage is not None:
             stage.drop()
@@ -202,7 +169,6 @@ class UpdatedWorker:
         self, path: str, version: int = 0, peer_url: str = "", peer_key: str = "", timeout_s: float = 0.0
     ) -> dict[str, bool]:
         """Begin to stage a folder, with the arguments of `load_snapshot`. Report whether it has ended."""
-        self.exchange = None  # left by an update whose gateway died before it freed this: it is older than the weights
         folder, device = Path(path), self.target.device
         fetch = partial(fetched, folder, PeerStore(peer_url, peer_key), version, timeout_s) if peer_url else None
         if fetch is None and (device.type == "cpu" or not folder.is_dir()):
@@ -216,15 +182,12 @@ class UpdatedWorker:
         except Exception:
             self.stage = None
             raise
-        if is_ready and not self.target.has_moved:
-            self.stage.plan(self.target.exchange)
         return {"ready": is_ready}
 
     def load_snapshot(
         self, path: str, version: int = 0, peer_url: str = "", peer_key: str = "", timeout_s: float = 0.0
     ) -> bool | None:
-        """Load all weights from a checkpoint folder, also after an update that broke off. Where `prepare_snapshot` has
-        read it and that is exact, the weights before are kept in the memory of its tensors, as by `load_staged`.
+        """Load all weights from a checkpoint folder, also after an update that broke off.
 
         With `peer_url`, a folder that this machine lacks is fetched from there as version `version`. Version 0 is then
         read from the engine's own checkpoint. Return False where the engine's own route has to load them.
@@ -245,23 +208,11 @@ class UpdatedWorker:
 
     def load_folder(self, folder: Path, stage: FolderStage | None) -> None:
         """Load all weights in place from a folder, which may be staged already."""
-        if stage is not None:
-            self._load(stage)
-            return
         with self.loading():
-            load_in_batches(self.target.load, read_tensors(folder, self.target.device), _BATCH_BYTES)
-
-    def _load(self, stage: Stage) -> None:
-        """Load staged tensors, in exchange for the weights where that is planned and exact."""
-        # A copy for the store that is made by now must not find other weights in these tensors.
-        exchange = None if self.target.has_moved or self.receipts.reads else stage.exchange
-        with self.loading():
-            tensors = stage.take()
-            if exchange is None:
-                self.target.load(tensors)
+            if stage is not None:
+                self.target.load(stage.take())
             else:
-                exchange.load()
-        self.exchange = exchange
+                load_in_batches(self.target.load, read_tensors(folder, self.target.device), _BATCH_BYTES)
 
 
 def draft_of(method: str, draft: Any, target: Any) -> str:

@@ -6,10 +6,12 @@ Known lines are those of vLLM 0.28 to 0.32 and SGLang 0.5.23.
 import contextlib
 import re
 import tempfile
+import time
 from pathlib import Path
 
 from engines.config import EngineConfig
 from engines.errors import ConfigError
+from engines.types import Phase
 
 _TAIL_BYTES = 1 << 20
 _LOGS_KEPT = 200
@@ -47,6 +49,8 @@ _STAGES = tuple(
 )
 
 
+_LINE_END = re.compile(r"[\r\n]+")
+_DETAIL = re.compile(r" \d+/\d+$|: .*")
 _KV_MEMORY = re.compile(r"`--kv-cache-memory=(\d+)` \([^)]*\) to fit into requested memory")
 
 
@@ -76,18 +80,36 @@ def read_tail(path: Path) -> str:
 
 def lines_of(log: str) -> list[str]:
     """Return the lines without time, process and colour; each state of a progress bar is a line."""
-    return [line for line in map(_bare, re.split(r"[\r\n]+", log)) if line.strip()]
+    return [line for line in map(_bare, _LINE_END.split(log)) if line.strip()]
+
+
+class Phases:
+    """The phases of one start up to now."""
+
+    def __init__(self, first: str) -> None:
+        self._begun: list[Phase] = [(first, time.time())]
+
+    def enter(self, text: str) -> None:
+        """Begin a phase, or tell how far the last one has come: what follows a count or a colon is no other phase."""
+        last, since = self._begun[-1]
+        if _DETAIL.sub("", text) == _DETAIL.sub("", last):
+            self._begun[-1] = text, since
+        else:
+            self._begun[-1] = _DETAIL.sub("", last), since
+            self._begun.append((text, time.time()))
+
+    def told(self) -> tuple[Phase, ...]:
+        return tuple(self._begun)
 
 
 def doing(log: str) -> str:
     """Return the stage at the end of `log`, such as "loading weights 3/8", or the last line if no stage is known."""
-    lines = lines_of(log)
-    for line in reversed(lines):
+    for line in map(_bare, reversed(_LINE_END.split(log))):
         for pattern, what in _STAGES:
             if found := pattern.search(line):
                 counts = found.groupdict()
                 return f"{what} {counts['done']}/{counts['all']}" if counts else what
-    # The first line is ours: the command.
+    lines = lines_of(log)  # the first is ours: the command
     return f"starting: {shortened(lines[-1])}" if len(lines) > 1 else "starting"
 
 

@@ -10,14 +10,14 @@ from dataclasses import replace
 from http import HTTPStatus
 from pathlib import Path
 
-from engines.checkpoint import known_tensors, read_config, served_in, tied_names
+from engines.checkpoint.folder import known_tensors, read_config, served_in, tied_names
 from engines.clients.connect import connect
 from engines.config import DEFAULT_LOG_DIR, EngineConfig
 from engines.engine import Engine, Preparation
 from engines.errors import DeadlineExceeded, EngineError, EngineFailed, EngineStartFailed
 from engines.model_folder import is_quantised, model_folder
 from engines.process.diagnosis import diagnose, last_error
-from engines.process.engine_log import check_log_folder, doing, forget_old_logs, measured_kv_memory
+from engines.process.engine_log import Phases, check_log_folder, doing, forget_old_logs, measured_kv_memory
 from engines.process.launch import VLLM_WORKER, engine_command
 from engines.process.port import HeldPort
 from engines.process.process import Command, EngineProcess
@@ -61,6 +61,7 @@ class EngineServer:
         self._is_dead = False
         self._starts = 0
         self._described: ReplicaInfo | None = None
+        self.phases = Phases("importing")
         self._kv_memory: int | None = None
         """Bytes of KV cache that vLLM has measured in an earlier start. Given, they spare it a capture of graphs."""
 
@@ -115,7 +116,7 @@ class EngineServer:
 
     async def _start_once(self) -> ReplicaInfo:
         await self.stop()
-        self._is_dead = False
+        self._is_dead, self.phases = False, Phases("importing")
         try:
             return await self._started()
         except BaseException:  # also a cancelled start: its engine would keep the GPU
@@ -144,8 +145,10 @@ class EngineServer:
                     process.start()
                 await self._healthy(process, engine)
                 # The first request of a new engine takes seconds; rollouts should not pay for it.
+                self.phases.enter("warming up")
                 warm_up = {"model": config.served_name, "prompt": [3, 4, 5, 6], "max_tokens": 2, "temperature": 0}
                 await engine.generate("/v1/completions", warm_up, config.start_timeout_s)
+                self.phases.enter("preparing updates")
                 info = await self._describe(process, engine)
                 # Else another server has answered, which took the port between the draw and the bind.
                 self._check_own(process)
@@ -162,6 +165,7 @@ class EngineServer:
 
     async def _healthy(self, process: EngineProcess, engine: Engine) -> None:
         while True:
+            self.phases.enter(doing(process.log_tail()))
             self._check_own(process)
             try:
                 return await engine.health(_PROBE_TIMEOUT_S)
@@ -234,6 +238,7 @@ class EngineServer:
             draft=updates.draft,
             pid=process.engine_pid,
             started=time.time(),
+            phases=self.phases.told(),
             log_path=str(process.log_path),
             tensors=tensors,
             model_config=config,

@@ -3,9 +3,8 @@
 import asyncio
 from typing import NamedTuple
 
-from engines import tracing
 from engines.engine import Json, Take, body_in_json
-from engines.errors import DeadlineExceeded, EngineFailed, EngineRefused, EngineUnreachable
+from engines.errors import DeadlineExceeded, EngineUnreachable
 from engines.reading.wire import Alive, Ask, Cancel, Ended, Failed, Hello, ToGateway, ToReader, Wire
 from engines.trace_context import TRACE_CONTEXT
 
@@ -39,22 +38,15 @@ class Link:
     async def read(self, path: str, body: Json, timeout_s: float, take: Take, *, is_whole: bool, streams: bool) -> None:
         """Have the engine asked; `take` gets its chunks as they come, those of a reply that nobody streams joined, and
         its errors end the request. Return at the reply's end."""
-        facts = {"url.path": path, "rollout_gateway.replica": self._replica_id}
         self._number = number = self._number + 1
         content, joins = body_in_json(body), not (streams or is_whole)
         loop = asyncio.get_running_loop()
         self._asks[number] = asked = _Asked(take, loop.create_future())
         timer = loop.call_later(timeout_s + _SLACK_S, self._late, asked, path, timeout_s)
         try:
-            with tracing.engine_call(f"engine {path}", facts) as span:
-                wire = self._wire or await self._connected()
-                wire.send(Ask(number, path, content, timeout_s, is_whole, joins, TRACE_CONTEXT.get()))
-                try:
-                    await asked.end
-                    span.note({"http.response.status_code": 200})
-                except (EngineRefused, EngineFailed) as error:
-                    span.note({"http.response.status_code": error.status})
-                    raise
+            wire = self._wire or await self._connected()
+            wire.send(Ask(number, path, content, timeout_s, is_whole, joins, TRACE_CONTEXT.get()))
+            await asked.end
         finally:
             timer.cancel()
             if self._asks.pop(number, None) and self._wire is not None:

@@ -54,14 +54,6 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_at(descriptor: int, content: bytes | memoryview, position: int) -> None:
-    """Writes all bytes at this position; other threads may write elsewhere in the file."""
-    view = memoryview(content)
-    while view:
-        view = view[(written := os.pwrite(descriptor, view, position)) :]
-        position += written
-
-
 def read_at(file: BinaryIO, place: memoryview, position: int) -> None:
     """Fills `place` with the file's bytes from this position on. Raises `OSError` where the file ends before."""
     while place:

@@ -3,13 +3,13 @@
 import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import xxhash
 
-from engines.checkpoint import Span, is_file_name, read_spans
+from engines.checkpoint.folder import Span, is_file_name, read_spans
 from engines.errors import InvalidRequest, StoreFailed
 from engines.store.files import THREADS, read_at, sync
 
@@ -21,28 +21,21 @@ _PIECE_BYTES = 1 << 20  # read and digested at a time: they fit into a core's ca
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One tensor of a version. `dtype` as torch names it ("bfloat16"); `file` is the safetensors file that holds it.
-
-    `changes` is the file of its elements that differ from the tensor with digest `base`; both may be empty. `file` is
-    empty in a draft that has only the changes.
-    """
+    """One tensor of a version. `dtype` as torch names it ("bfloat16"); `file` is the safetensors file that holds it."""
 
     dtype: str
     shape: list[int]
     digest: str
-    file: str = ""
-    changes: str = ""
-    base: str = ""
+    file: str
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The content of a version. `version` is None in a draft; `base` is the version that changes refer to, if any."""
+    """The content of a version. `version` is None in a draft."""
 
     model: str
     tensors: dict[str, StoredTensor]
     version: int | None = None
-    base: int | None = None
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
@@ -53,29 +46,25 @@ class Manifest:
             tensors = {name: StoredTensor(**entry) for name, entry in tree["tensors"].items()}
             if tree["format"] != _FORMAT:
                 raise ValueError(f"format {tree['format']!r}, this is format {_FORMAT}")
-            manifest = cls(tree["model"], tensors, tree["version"], tree.get("base"))
+            manifest = cls(tree["model"], tensors, tree["version"])
             manifest._check_names()
             return manifest
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise StoreFailed(f"{path} is no manifest of a weight version: {error!r}") from error
 
     def _check_names(self) -> None:
-        """Raises `ValueError` where a name would lead to another folder: files and base versions are opened by them."""
-        for file in {file for tensor in self.tensors.values() for file in (tensor.file, tensor.changes)}:
-            if file and not is_file_name(file):
+        """Raises `ValueError` where a name would lead to another folder: files are opened by them."""
+        for file in {tensor.file for tensor in self.tensors.values()}:
+            if not is_file_name(file):
                 raise ValueError(f"it names {file!r}, which is no file of its folder")
-        for number in (self.version, self.base):
-            if not isinstance(number, int | None):
-                raise TypeError(f"{number!r} is no version")
 
     def write(self, folder: Path) -> None:
         """Writes atomically: readers see the whole manifest or none."""
         tree = {
             "format": _FORMAT,
             "version": self.version,
-            "base": self.base,
             "model": self.model,
-            "tensors": {name: _told(tensor) for name, tensor in self.tensors.items()},
+            "tensors": {name: asdict(tensor) for name, tensor in self.tensors.items()},
         }
         whole = folder / f"{MANIFEST}.new"
         whole.write_text(json.dumps(tree), encoding="utf-8")  # with indent it is written in Python, by an engine
@@ -146,10 +135,3 @@ def _check_file(path: Path, spans: Sequence[Span], manifest: Manifest) -> list[s
                     param="snapshot",
                 )
     return [span.name for span in spans]
-
-
-_TOLD = [field.name for field in fields(StoredTensor)]
-
-
-def _told(tensor: StoredTensor) -> dict[str, Any]:
-    return {key: value for key in _TOLD if (value := getattr(tensor, key)) != ""}

@@ -2,18 +2,17 @@
 
 import json
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Protocol
 
-import numpy as np
-
-from engines.checkpoint import written_dtype
+from engines.checkpoint.folder import written_dtype
 from engines.store.manifest import told_digest
 from engines.store.pieces import write_pieces
 
 
-class Described(Protocol):
-    """What the header says of a tensor."""
+class Undigested(Protocol):
+    """A tensor to write. Its digest is made where it is ""."""
 
     @property
     def name(self) -> str: ...
@@ -23,27 +22,8 @@ class Described(Protocol):
     def shape(self) -> Sequence[int]: ...
     @property
     def num_bytes(self) -> int: ...
-
-
-class Undigested(Described, Protocol):
-    """A tensor to write. Its digest is made where it is ""."""
-
     @property
     def digest(self) -> str: ...
-
-
-def header(tensors: Sequence[Described]) -> tuple[bytes, list[int]]:
-    """The header of a file with these tensors in this order, and the offset of each tensor."""
-    offsets = np.cumsum([0, *(tensor.num_bytes for tensor in tensors)]).tolist()
-    tree: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    for tensor, begin, end in zip(tensors, offsets[:-1], offsets[1:], strict=True):
-        tree[tensor.name] = {
-            "dtype": written_dtype(tensor.dtype), "shape": list(tensor.shape), "data_offsets": [begin, end]
-        }  # fmt: skip
-    text = json.dumps(tree, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    head = len(text).to_bytes(8, "little") + text
-    return head, [len(head) + begin for begin in offsets[:-1]]
 
 
 def write_file(path: Path, tensors: Sequence[Undigested], pieces: Iterable[memoryview]) -> list[str]:
@@ -56,7 +36,20 @@ def write_file(path: Path, tensors: Sequence[Undigested], pieces: Iterable[memor
 
 def layout(tensors: Sequence[Undigested]) -> tuple[bytes, list[int], list[bool]]:
     """The header of a file, the size of each tensor, and whether its digest is to be made."""
-    return header(tensors)[0], [one.num_bytes for one in tensors], [not one.digest for one in tensors]
+    return _header(tensors), [one.num_bytes for one in tensors], [not one.digest for one in tensors]
+
+
+def _header(tensors: Sequence[Undigested]) -> bytes:
+    tree: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    for tensor, end in zip(tensors, accumulate(one.num_bytes for one in tensors), strict=True):
+        tree[tensor.name] = {
+            "dtype": written_dtype(tensor.dtype),
+            "shape": list(tensor.shape),
+            "data_offsets": [end - tensor.num_bytes, end],
+        }
+    text = json.dumps(tree, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
 def digests_of(tensors: Sequence[Undigested], made: Sequence[str]) -> list[str]:

@@ -3,8 +3,6 @@
     v3/              version 3: safetensors under checkpoint names, manifest.json, and config and tokenizer files linked
     v4/              from the served checkpoint, so that engines load it as any checkpoint folder
     draft-1f2e.../   being written; whole once it holds manifest.json. `.owner` is locked while its writer lives
-      *.delta        changed elements of tensors of the base version that the draft names: joined with the base before
-                     the draft is promoted, so that a version is whole, and kept for machines that hold the base
     draft-gone-...   discarded, and being removed
     .gateway         locked by the gateway that keeps the store
     .relay.json      process id and port of the relay, which outlives its gateway
@@ -28,9 +26,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from engines.checkpoint import WEIGHT_FILES
+from engines.checkpoint.folder import WEIGHT_FILES
 from engines.errors import InvalidRequest, StoreFailed
-from engines.store.draft import DRAFT, OWNER, Draft, claim_draft
+from engines.store.draft import DRAFT, OWNER, claim_draft
 from engines.store.files import disk_errors, is_locked, sync, try_lock
 from engines.store.manifest import MANIFEST, Manifest
 from engines.weight_label import version_of
@@ -190,25 +188,6 @@ class WeightStore:
         if is_here := _text(self.path(version) / _LABEL) == committed:
             self._known.add(version)
         return is_here
-
-    def join(self, draft: Path) -> None:
-        """Join a draft's changes with their base version.
-
-        Raise `InvalidRequest` where the base is not kept or has other tensors, or changes are damaged or do not fit.
-        """
-        manifest = Manifest.read(draft)
-        if all(tensor.file for tensor in manifest.tensors.values()):
-            return
-        if manifest.base not in self._known:
-            raise InvalidRequest(
-                f"snapshot = {draft.name!r} has changes to version {manifest.base}, and the store keeps "
-                f"{self.versions}: push the tensors whole",
-                param="snapshot",
-            )
-        with self.reading(manifest.base) as base:
-            joined = Draft(draft, manifest.model, manifest.tensors, manifest.base)
-            joined.join(base)
-            joined.finish()
 
     @contextmanager
     def reading(self, version: int) -> Iterator[Path]:

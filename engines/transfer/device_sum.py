@@ -49,15 +49,11 @@ def _sums(base: int, layout: _Layout, device: torch.device) -> torch.Tensor:
 def _tables(layout: _Layout, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """The tensor that each program of the kernel reads, and for each tensor its first program and its layout."""
     starts = torch.tensor(layout, dtype=torch.int64, device="cpu")
-    owners, first = programs(starts[:, 1], _LANES * _ROUNDS)
-    return owners.to(device), torch.cat([first[:, None], starts], dim=1).contiguous().to(device)
-
-
-def programs(num_words: torch.Tensor, words_each: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the tensor, of these sizes, that each program of a kernel takes, and for each tensor its first program."""
-    counts = num_words.add(words_each - 1).div(words_each, rounding_mode="floor")
+    words_each = _LANES * _ROUNDS
+    counts = starts[:, 1].add(words_each - 1).div(words_each, rounding_mode="floor")
     owners = torch.repeat_interleave(torch.arange(len(counts), dtype=torch.int32, device="cpu"), counts)
-    return owners, counts.cumsum(0) - counts
+    first = counts.cumsum(0) - counts
+    return owners.to(device), torch.cat([first[:, None], starts], dim=1).contiguous().to(device)
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from engines.checkpoint_names import CheckpointNames
+from engines.checkpoint.names import CheckpointNames
 from engines.engine import ReceiptCopy
 from engines.errors import WeightUpdateFailed
 from engines.transfer.tee import Load, Scribe, WeightTee
@@ -34,16 +34,6 @@ class Receipts:
         if self._tee is None:
             raise WeightUpdateFailed("there is no open receipt")
         self._tee.load_by(load)
-
-    @property
-    def copies(self) -> bool:
-        """True while an update's tensors are copied, which may be to its commit where they are."""
-        return self._scribe is not None and not self._scribe.is_kept
-
-    @property
-    def reads(self) -> bool:
-        """True where the copy is already made from received tensors, in the background."""
-        return self._scribe is not None and self._scribe.reads
 
     def close(self) -> dict[str, str]:
         """Return the digest of each received tensor. The copy is finished by `keep`."""

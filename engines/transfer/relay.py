@@ -30,7 +30,7 @@ import torch
 import uvloop
 from aiohttp import web
 
-from engines.checkpoint_names import CheckpointNames, announced_as, checkpoint_names, import_tables
+from engines.checkpoint.names import CheckpointNames, announced_as, checkpoint_names, import_tables
 from engines.engine import Json, ReceiptCopy
 from engines.errors import InvalidRequest, RolloutGatewayError, WeightUpdateFailed
 from engines.store.draft import OWNER

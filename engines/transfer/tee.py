@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from engines.checkpoint_names import CheckpointNames, Incoming
+from engines.checkpoint.names import CheckpointNames, Incoming
 from engines.engine import ReceiptCopy
 from engines.errors import RolloutGatewayError
 from engines.store.draft import Draft
@@ -162,11 +162,6 @@ class Scribe:
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
-    @property
-    def reads(self) -> bool:
-        """True where the writer reads tensors on their GPU already, since not all had room to wait there."""
-        return self._left_on_device is not None and self._may_leave.is_set() and not self._given_up
-
     def has_room(self, num_bytes: int) -> bool:
         """Wait while the disk is behind. Return False if the draft is abandoned."""
         self._may_leave.set()
@@ -272,16 +267,8 @@ def prepare(device: torch.device) -> None:
         try:
             GpuFiles.prepare(device)
             _Digests([("", torch.zeros(1, device=device))])
-            _compile_swap(device)
         except Exception:  # updates then go without digests, and log it
             log.exception("tensors on %s cannot be digested, or no host memory can be pinned", device)
-
-
-def _compile_swap(device: torch.device) -> None:
-    from engines.transfer.device_swap import DeviceSwap
-
-    DeviceSwap([(torch.zeros(1, device=device), torch.zeros(1, device=device))]).run()
-    torch.cuda.synchronize(device)
 
 
 class _Digests:

@@ -115,7 +115,7 @@ def _applications(api: ServeApi) -> dict[str, Any]:
 
 def _local_engines(api: ServeApi, application: Mapping[str, Any] | None) -> dict[int, int]:
     """Return process id -> start of the engines that run on this machine, as the gateway reports them."""
-    replicas = gateway_status(api).get("replicas", ()) if application is not None else ()
+    replicas = gateway_status(api.details()).get("replicas", ()) if application is not None else ()
     pids = [pid for replica in replicas if (pid := replica.get("pid")) and _is_engine(pid)]
     return {pid: started for pid in pids if (started := process_started_at(pid)) is not None}
 

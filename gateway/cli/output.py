@@ -50,6 +50,12 @@ def describe_update(last: dict[str, Any]) -> str:
     )
 
 
+def describe_start(start: dict[str, Any]) -> str:
+    """Return one line: seconds in all and by phase."""
+    phases = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in start["phases"].items())
+    return f"{start['seconds']:.1f} s ({phases})"
+
+
 def print_fleet(fleet: dict[str, Any]) -> None:
     _print_row("policy", fleet["policy"] or "none: every model is frozen")
     _print_row("weight version", fleet["weight_version"])
@@ -72,6 +78,9 @@ def print_fleet(fleet: dict[str, Any]) -> None:
     for replica in fleet["replicas"]:
         if draft := replica.get("draft"):
             _print_row(f"draft of {replica['replica_id']}", draft)
+    if started := [replica for replica in fleet["replicas"] if replica["start"]]:
+        last = max(started, key=lambda replica: replica["start"]["began"])
+        _print_row("last start", f"{last['label']}, {describe_start(last['start'])}")
     rows = [[_cell(replica, column) for column in _COLUMNS] for replica in fleet["replicas"]]
     _print_table([list(_COLUMNS.values()), *rows])
     hour = time.time() - _DEATHS_S

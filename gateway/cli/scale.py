@@ -54,6 +54,10 @@ def scale(name: str, num_replicas: int, report: Report, group: str | None = None
 def _check(config: Config, group: str, num_replicas: int) -> None:
     if not 1 <= num_replicas <= _MAX_REPLICAS:
         raise UsageError(f"{num_replicas} replicas: give a number from 1 to {_MAX_REPLICAS}; `down` removes all")
+    if config.groups[group].max_replicas is not None:
+        raise ConfigError(
+            f"Serve scales {group} by its load: change num_replicas and max_replicas in its file, and `up`"
+        )
     if config.groups[group].kind is EngineKind.EXTERNAL and num_replicas != 1:
         raise ConfigError(f"{group} is external: one URL is one replica; give each external server a group")
 

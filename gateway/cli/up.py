@@ -109,7 +109,7 @@ def _refuse(reasons: Sequence[str]) -> None:
 def _say_what_serves(name: str, file: str, report: Report) -> None:
     try:
         api = serve_api(name)
-        application, replicas = api.application(name), gateway_status(api).get("replicas", ())
+        application, replicas = api.application(name), gateway_status(api.details()).get("replicas", ())
     except RolloutGatewayError as error:
         report.note(f"the state of {name} is unknown: {error}")
         return

@@ -3,7 +3,6 @@
 import os
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 
 from engines.errors import ConfigError
@@ -76,8 +75,6 @@ def _files(config: Config) -> Iterator[str]:
         yield f"gateway.trace.file = {path!r} cannot be written: {error.strerror}"
     if config.gateway.tls.is_on:
         yield from _error(config.gateway.tls.read)
-    if config.gateway.otlp_endpoint and not find_spec("opentelemetry"):
-        yield "gateway.otlp_endpoint needs OpenTelemetry: pip install 'rollout-gateway[otel]'"
 
 
 def _error(check: Callable[..., object], *arguments: object) -> list[str]:

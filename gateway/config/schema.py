@@ -128,9 +128,6 @@ class GatewayConfig(Section):
     in memory alone, auto is /var/tmp/rollout-gateway-USER-NAME/ledger."""
     submissions: SubmissionsConfig = SubmissionsConfig()
     trace: TraceConfig = TraceConfig()
-    otlp_endpoint: str | None = Field(None, pattern=r"^https?://[^/\s@]+/?$")
-    """Collector of OpenTelemetry, http://HOST:4318, which gets a span for each request, attempt, call of an engine and
-    step of a weight update; needs the extra otel. The SDK's OTEL_* variables set headers, sampling and batches."""
     tls: TlsConfig = TlsConfig()
 
 

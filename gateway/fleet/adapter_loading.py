@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 import structlog
 
-from engines.adapter_folder import read_adapter
+from engines.checkpoint.adapter import read_adapter
 from engines.errors import (
     DeadlineExceeded,
     InvalidRequest,

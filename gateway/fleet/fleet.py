@@ -18,7 +18,7 @@ from engines.errors import (
     UnknownModel,
     WeightUpdateConflict,
 )
-from engines.types import EngineKind, ReplicaInfo, ReplicaState
+from engines.types import EngineKind, EngineStart, ReplicaInfo, ReplicaState
 from engines.weight_label import CHECKPOINT, version_of
 from gateway.config.models import Models
 from gateway.config.schema import Config
@@ -28,6 +28,7 @@ from gateway.fleet.replica import Replica
 from gateway.fleet.watch.arrivals import Arrivals, Connect
 from gateway.fleet.watch.probes import Probes
 from gateway.fleet.watch.standstill import Standstill
+from gateway.fleet.watch.starts import Starts, words
 
 log = structlog.get_logger()
 
@@ -58,6 +59,7 @@ class Fleet:
         self.adapters = Adapters()
         self.events = Events()
         self.arrivals = Arrivals(config.fleet, self.models, self.adapters, self.events, connect)
+        self.starts = Starts()
         self._listed: set[str] = set()
         self.losses: Counter[str] = Counter()
         self._last_loss: dict[str, str] = {}
@@ -80,8 +82,10 @@ class Fleet:
         return sum(self.expected_by_group.values())
 
     @property
-    def expected_of_policy(self) -> int:
-        return sum(count for group, count in self.expected_by_group.items() if not self.models.groups[group].frozen)
+    def most_of_policy(self) -> int:
+        """The replicas of the policy, once Serve has added all that it may."""
+        groups = [(group, self.models.groups[group]) for group in self.expected_by_group]
+        return sum(one.max_replicas or self.expected_by_group[name] for name, one in groups if not one.frozen)
 
     @property
     def replicas(self) -> list[Replica]:
@@ -294,6 +298,7 @@ class Fleet:
         if joined:
             self._agree(joined, is_open=is_open)
         for replica in joined:
+            self.starts.end(replica.replica_id)
             is_known = replica.weight_version is not None
             self.settle(replica, "joined" if is_known else "joined with weights that no commit is known of")
             self._watchers[replica] = asyncio.create_task(self._watch(replica), name=f"watch {replica.replica_id}")
@@ -377,13 +382,20 @@ class Fleet:
         there = Counter(replica.info.group for replica in self.alive)
         missing = any(there[group] < expected for group, expected in self.expected_by_group.items())
         self._incomplete_since = (self._incomplete_since or time.monotonic()) if missing else None
+        if not missing:
+            self._last_loss.clear()
 
     @property
-    def missing(self) -> dict[str, tuple[int, str]]:
-        """Missing replicas by engine group: their number, and the last loss of the group or "" where none was lost."""
-        there = Counter(replica.info.group for replica in self.replicas)
-        lacking = {group: expected - there[group] for group, expected in self.expected_by_group.items()}
-        return {group: (number, self._last_loss.get(group, "")) for group, number in lacking.items() if number > 0}
+    def missing(self) -> list[tuple[str, str, EngineStart | None]]:
+        """The engine group of each replica that is missing or starts, the reason, and its start."""
+        there, found = Counter(replica.info.group for replica in self.replicas), []
+        for group, expected in self.expected_by_group.items():
+            starts = [start for start in self.starts.now if start.group == group]
+            loss = self._last_loss.get(group, "")
+            for start in [*starts, *[None] * (expected - there[group] - len(starts))]:
+                told = words(start) if start else "Serve restarts it" if loss else "has not joined yet"
+                found.append((group, f"{loss}; {told}" if loss else told, start))
+        return found
 
     def _count_loss(self, replica: Replica) -> None:
         """A replica that Serve removes on purpose is no loss."""
@@ -391,7 +403,7 @@ class Fleet:
             replica.place.leave()
         else:
             self.losses[replica.info.group] += 1
-            self._last_loss[replica.info.group] = f"{replica.replica_id} was lost: {replica.reason}; Serve restarts it"
+            self._last_loss[replica.info.group] = f"{replica.replica_id} was lost: {replica.reason}"
 
     def notify(self) -> None:
         """Call the listeners: replicas may take rollouts that they could not take before."""

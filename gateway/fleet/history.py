@@ -3,7 +3,7 @@
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,23 +21,15 @@ class Events:
 
     def __init__(self) -> None:
         self._kept = {False: deque[Json](maxlen=KEPT_EVENTS), True: deque[Json](maxlen=KEPT_UPDATES)}
-        self.number = 0
 
     def add(self, subject: str, text: str, *, is_routine: bool = False) -> None:
         """Note an event; `subject` is a replica's id, or the name of what changed. A commit is routine."""
         self._kept[is_routine].append({"at": round(time.time(), 3), "subject": subject, "text": text})
-        self.number += 1
 
     @property
     def last(self) -> list[Json]:
         """The events, oldest first."""
         return sorted(itertools.chain(*self._kept.values()), key=lambda event: event["at"])
-
-    def put_before(self, earlier: Iterable[Json]) -> None:
-        """Take over the events of the gateway before this one."""
-        ours = self._kept[False].copy()
-        self._kept[False].clear()
-        self._kept[False].extend([*earlier, *ours])
 
 
 class Watched(Protocol):

@@ -70,12 +70,10 @@ class Metrics:
             histogram("batch_seconds", "From a batch of prompts in one request to its last prompt's end.", ["model"])
         )
         self.batch_tail_ratio = _known(
-            Histogram(
+            histogram(
                 "batch_tail_ratio",
                 "Time of a batch's last prompt over that of its median prompt.",
                 ["model"],
-                namespace=_NAMESPACE,
-                registry=self.registry,
                 buckets=_TAIL_RATIOS,
             )
         )
@@ -84,9 +82,7 @@ class Metrics:
         )
         self.delivered_tokens = _known(
             counter(
-                "delivered_tokens",
-                "Delivered tokens by the versions that they are behind the target.",
-                ["model", "behind"],
+                "delivered_tokens", "Delivered tokens by versions that they are behind the target.", ["model", "behind"]
             )
         )
         self.prompt_tokens = _known(counter("prompt_tokens", "Prompt tokens of delivered completions.", ["model"]))
@@ -129,14 +125,8 @@ class Metrics:
         """Set the gauges, and the counters that the fleet has counted, just before a scrape. `queue_lengths` are by
         model."""
         replicas = fleet.replicas
-        for metric in (
-            self.queue_length,
-            self.replicas,
-            self.samples_in_flight,
-            self.replica_weight_version,
-            self.replica_restarts,
-            self.replicas_lost,
-        ):
+        of_replicas = self.samples_in_flight, self.replica_weight_version, self.replica_restarts
+        for metric in (self.queue_length, self.replicas, self.replicas_lost, *of_replicas):
             metric.clear()
         for model, length in queue_lengths.items():
             self.queue_length.labels(model).set(length)

@@ -6,7 +6,7 @@ import gc
 import os
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TypeVar
@@ -15,7 +15,6 @@ import structlog
 import uvloop
 from aiohttp import web
 
-from engines.engine import Json
 from engines.errors import ConfigError
 from engines.store.weight_store import is_kept
 from engines.types import ReplicaInfo
@@ -70,26 +69,14 @@ class Listener:
         """True while the thread runs and none of its background tasks has ended."""
         return self._thread.is_alive() and not (self._server and self._server.failure)
 
-    async def status(self) -> Json:
-        """Return the status report; from any loop."""
-        return await self._there(GatewayServer.status)
-
-    async def expect(self, num_replicas: Mapping[str, int]) -> None:
-        """Set the number of replicas that each engine group should have; from any loop."""
-        await self._there(lambda server: server.fleet.expect(num_replicas))
-
-    async def drain(self, replica_id: str) -> int:
-        """Stop placing rollouts on a replica, and return its samples in flight; from any loop."""
-        return await self._there(lambda server: server.fleet.drain(replica_id))
-
     def stop(self) -> None:
         loop, stopping, _ = self._started.result(_START_TIMEOUT_S)
         if self._thread.is_alive():
             loop.call_soon_threadsafe(stopping.set)
             self._thread.join(4 * _SHUTDOWN_TIMEOUT_S)
 
-    async def _there(self, call: Callable[[GatewayServer], T]) -> T:
-        """Return the call's result from the thread's own loop."""
+    async def ask(self, call: Callable[[GatewayServer], T]) -> T:
+        """Return the call's result from the thread's own loop; from any loop."""
 
         async def called() -> T:
             assert self._server is not None

@@ -4,13 +4,11 @@ import math
 import secrets
 import time
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import structlog
 from aiohttp import web
 
-from engines import tracing
 from engines.engine import Json
 from engines.errors import (
     DeadlineExceeded,
@@ -54,10 +52,8 @@ class Measurement:
         request[_USAGE], request[_BEGAN], request[GIVEN_ID] = {}, began, _printable(request.headers.get(_ID))
         TRACE_CONTEXT.set(trace_context(request.headers))
         try:
-            with _span(request, route) as span:
-                response = await _answered(request, handler)
-                status = response.status
-                span.note({"http.response.status_code": status})
+            response = await _answered(request, handler)
+            status = response.status
             return response
         finally:
             self._ended(request, route, status, began)
@@ -80,14 +76,6 @@ class Measurement:
         request[_USAGE] = usage
         self._metrics.prompt_tokens.labels(model).inc(usage.get("prompt_tokens") or 0)
         self._metrics.completion_tokens.labels(model).inc(usage.get("completion_tokens") or 0)
-
-
-def _span(request: web.Request, route: str) -> AbstractContextManager[tracing.Span]:
-    """Return the span of a request. Reads have none: dashboards and probes would fill every trace store."""
-    if request.method == "GET":
-        return nullcontext(tracing.Span())
-    facts = {"http.request.method": request.method, "http.route": route, "rollout_gateway.request": request[GIVEN_ID]}
-    return tracing.span(f"{request.method} {route}", facts, "server")
 
 
 async def note_begin(request: web.Request, response: web.StreamResponse) -> None:

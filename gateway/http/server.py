@@ -6,7 +6,6 @@ from pathlib import Path
 
 from aiohttp import web
 
-from engines import tracing
 from engines.engine import Json
 from engines.model_folder import model_folder
 from gateway.agents.sessions import Sessions
@@ -55,7 +54,7 @@ class GatewayServer:
     def __init__(self, config: Config, fleet: Fleet, metrics: Metrics) -> None:
         self._config = config
         self.fleet = fleet
-        self._scheduler = scheduler = Scheduler(config.gateway, fleet, metrics)
+        self.scheduler = scheduler = Scheduler(config.gateway, fleet, metrics)
         self._snapshots = Snapshots(config.weights, config.name, lambda: _checkpoint(config))
         self._weights = weights = WeightCoordinator(config.weights, fleet, scheduler, metrics, self._snapshots)
         self._adapters = AdapterCoordinator(config.weights, fleet)
@@ -128,7 +127,7 @@ class GatewayServer:
 
     def status(self) -> Json:
         """The status report."""
-        report = status_report(self.fleet, self._scheduler, self._weights, self._snapshots)
+        report = status_report(self.fleet, self.scheduler, self._weights, self._snapshots)
         return report | {"ledger": self._submissions.report() | self._replays.report() | self._sessions.report()}
 
     async def _end_turns(self, app: web.Application) -> None:
@@ -136,8 +135,6 @@ class GatewayServer:
         await self._sessions.close()
 
     async def _watching(self, app: web.Application) -> AsyncGenerator[None]:
-        if endpoint := self._config.gateway.otlp_endpoint:
-            tracing.start(endpoint, self._config.name)
         await self._snapshots.open()
         self.fleet.events.add("gateway", "started")
         await self.fleet.look()
@@ -158,7 +155,6 @@ class GatewayServer:
         await self._tasks.stop()
         if self._trace is not None:
             await asyncio.to_thread(self._trace.close)
-        await asyncio.to_thread(tracing.stop)
         await self._snapshots.close()  # last: a file system that hangs takes its time
 
 

@@ -7,6 +7,7 @@ from gateway.fleet.adapters import Adapter
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.placement.scheduler import Scheduler
 from gateway.fleet.replica import Replica
+from gateway.fleet.watch import starts
 from gateway.weights.coordinator import WeightCoordinator
 from gateway.weights.snapshots import Snapshots
 
@@ -19,7 +20,9 @@ _OF_ENGINES = (
 def status_report(fleet: Fleet, scheduler: Scheduler, weights: WeightCoordinator, snapshots: Snapshots) -> Json:
     """Seconds and counts; `weight_version` of a replica is null where its weights are unknown.
 
-    `pid` is the engine's own process; `replicas_missing` has a row for each expected replica that is not there;
+    `pid` is the engine's own process; `replicas_missing` has a row for each expected replica that is not there.
+    `start` has the seconds of an engine's start by phase: up to now where it goes on, in the last phase. It is null
+    where no engine starts for a missing replica, and for a replica whose engine was not started here.
     `replicas_lost` counts by engine group; `events` are the last hundred, oldest first. With a weight store these and
     `last_weight_update` outlive the gateway.
     `restarts` counts how often an engine was started again under this label after a loss, since the last change of the
@@ -48,9 +51,13 @@ def status_report(fleet: Fleet, scheduler: Scheduler, weights: WeightCoordinator
         "replicas_lost": dict(fleet.losses),
         "replicas": [_replica_report(replica) for replica in fleet.replicas],
         "replicas_missing": [
-            {"group": group, "reason": reason or "has not joined yet"}
-            for group, (number, reason) in fleet.missing.items()
-            for _ in range(number)
+            {
+                "group": group,
+                "reason": reason,
+                "replica_id": start and start.replica_id,
+                "start": start and starts.report(start.phases),
+            }
+            for group, reason, start in fleet.missing
         ],
         "events": fleet.events.last,
     }
@@ -71,4 +78,5 @@ def _replica_report(replica: Replica) -> Json:
         "samples_placed": replica.placed,
         "restarts": replica.place.restarts,
         "uptime_s": round(time.time() - info.started, 1) if info.started else None,
+        "start": starts.report(info.phases, info.started) if info.phases else None,
     }

@@ -132,11 +132,10 @@ class Canary:
         """Keep the log-probs of the last batch of a rolling update, for comparison with the next batch."""
         self._accepted.update(self._checked[0])
 
-    async def admit(self, replica: Replica, version: int, *, is_undone: bool) -> Finding:
+    async def admit(self, replica: Replica, version: int) -> Finding:
         """Judge a replica that took `version` outside an update, by others' accepted readings of it.
 
-        Alone it is held to its own reading where it has undone a swap: the store brings the version where that fails.
-        After a load it is not, since its load, and so its kernels, may have been others then.
+        Alone it is not held to its own reading: its load, and so its kernels, may have been others then.
         """
         findings, readings = await self._read_all([replica], version)
         if findings:
@@ -144,11 +143,8 @@ class Canary:
         before = self._accepted.get(replica)
         has_read_it = before is not None and before.version == version
         others = self._accepted_at(version, replica, without=[replica])
-        known = list(others.values())
-        if before is not None and has_read_it and is_undone and not others:
-            known = [before]
         previous = {} if before is None or has_read_it else {replica: before}
-        judged = partial(judge, readings, previous=previous, elsewhere=known)
+        judged = partial(judge, readings, previous=previous, elsewhere=list(others.values()))
         witnesses = [other for other in others if other.weight_version == version]  # others are on their way too
         finding = (await self._judged(judged, version, witnesses=witnesses))[replica]
         if finding.may_serve and not (has_read_it and others):  # else readings that each pass beside the last may drift

@@ -1,14 +1,13 @@
-"""Brings replicas to the fleet's weights, in one way: end the update in the engine, undo its swap or load the version,
-verify, label, serve.
+"""Brings replicas to the fleet's weights, in one way: end the update in the engine, load the version, verify, label,
+serve.
 
-A replica is behind when it is SYNCING: restarted, joined late, or overwritten by an aborted update. If it has kept the
-weights that the update replaced, it takes them back. Where that fails it loads from the store, or from the checkpoint
-for version 0. A replica is ahead when it serves the version of an aborted rolling update; it serves on until its turn.
-Neither is a member of an update.
+A replica is behind when it is SYNCING: restarted, joined late, or overwritten by an aborted update. It loads from the
+store, or from the checkpoint for version 0. A replica is ahead when it serves the version of an aborted rolling update;
+it serves on until its turn. Neither is a member of an update.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from weakref import WeakKeyDictionary, WeakSet
@@ -35,9 +34,6 @@ _AGAIN_S = 5.0
 _RESET_AGAIN_S = 0.01
 _AND = "; not brought back: "
 _FAILURES = (EngineError, DeadlineExceeded, WeightUpdateFailed, StoreFailed)
-_KEPT, _STORE = "kept weights", "store"
-"""Sources of the version before."""
-_NOTHING: Mapping[Replica, int] = {}
 
 
 class CatchUp:
@@ -77,12 +73,11 @@ class CatchUp:
         replicas: Iterable[Replica],
         *,
         aborted: UpdateRecord | None = None,
-        kept: Mapping[Replica, int] = _NOTHING,
         leaves_group: bool = False,
     ) -> None:
         """Take replicas that an update had stopped to the fleet's version, and out of their group. The next update
         waits for them. A replica that was not overwritten only drops what it received. The record of an update that was
-        `aborted` notes who is back. Engines may have `kept` a version in memory."""
+        `aborted` notes who is back."""
         for replica in replicas:
             self._aborted.pop(replica, None)
             if replica.weight_version is None:
@@ -91,9 +86,7 @@ class CatchUp:
                     self._aborted[replica] = aborted
             self._restored.add(replica)
             if replica not in self._tasks:
-                kept_version = kept.get(replica)
-                way = self._bring_back(replica, kept=kept_version, drops_receipt=True, leaves_group=leaves_group)
-                self._own(replica, way)
+                self._own(replica, self._bring_back(replica, drops_receipt=True, leaves_group=leaves_group))
 
     def take_back(self, replicas: Iterable[Replica], width: int) -> None:
         """Take replicas that are ahead back to the fleet's version, `width` at a time."""
@@ -188,15 +181,12 @@ class CatchUp:
                 self._fleet.fence(replica, f"held version {version}, which was aborted")
                 await self._bring_back(replica)
 
-    async def _bring_back(
-        self, replica: Replica, *, kept: int | None = None, drops_receipt: bool = False, leaves_group: bool = False
-    ) -> None:
-        """Have a replica serve the fleet's version. An engine that has `kept` it undoes the swap, or else loads it."""
+    async def _bring_back(self, replica: Replica, *, drops_receipt: bool = False, leaves_group: bool = False) -> None:
+        """Have a replica serve the fleet's version."""
         is_overwritten = replica.weight_version is None
-        kept = kept if is_overwritten else None
         await self._clear(
             replica,
-            drops_receipt=(drops_receipt or is_overwritten) and kept is None,  # what it has kept would go with it
+            drops_receipt=drops_receipt or is_overwritten,
             ends_update=is_overwritten,
             leaves_group=leaves_group,
         )
@@ -204,34 +194,15 @@ class CatchUp:
         if version_of(before) > self._fleet.version and await self._snapshots.adopt(before):
             # The gateway was restarted in the middle of an update: no engine may hold the version before.
             self._fleet.learn(before)
-        if kept is not None and not await self._undone(replica, kept):
-            await self._clear(replica, drops_receipt=True)
         while self._is_behind(replica):  # the fleet may have taken another version meanwhile
             await self._load(replica, self._fleet.label)
-
-    async def _undone(self, replica: Replica, kept: int) -> bool:
-        """Have the engine take back the version that it has kept. Return False where it cannot."""
-        if replica.state is ReplicaState.SUSPECT:  # it may answer again, with all that it has kept
-            await self._fleet.settled_within(self._config.control_timeout_s)
-        if not self._is_behind(replica) or kept != self._fleet.version:
-            return False
-        label = self._fleet.label
-        try:
-            await self._empty(replica)
-            if not await replica.unless_lost(replica.engine.undo_load(self._config.load_timeout_s)):
-                return False
-            await self._admit(replica, label, _KEPT, f"took version {kept} back from its memory")
-        except _FAILURES as error:
-            log.warning("undo failed", replica=replica.replica_id, version=kept, error=str(error))
-            return False
-        return True
 
     async def _load(self, replica: Replica, label: str) -> None:
         version = version_of(label)
         async with self._source(replica, label) as path:
             await self._empty(replica)
             await replica.unless_lost(replica.engine.load_snapshot(path, version, self._config.load_timeout_s))
-            await self._admit(replica, label, _STORE, f"loaded version {version} from {path}")
+            await self._admit(replica, label, f"loaded version {version} from {path}")
 
     async def _empty(self, replica: Replica) -> None:
         """End the rollouts of a replica whose weights are overwritten next.
@@ -244,14 +215,14 @@ class CatchUp:
         if not replica.info.loads_between_steps:
             await self._reset_cache(replica)
 
-    async def _admit(self, replica: Replica, label: str, source: str, how: str) -> None:
+    async def _admit(self, replica: Replica, label: str, how: str) -> None:
         """Check the weights by the canary, label and serve them, if they are still the fleet's. Not before: a gateway
         that restarts serves them by the label."""
         await self.forget_kv(replica)
         timeout_s, version = self._config.control_timeout_s, version_of(label)
         if self._canary.is_enabled:
             async with replica.brake.lifted(timeout_s):  # a paused engine cannot answer
-                finding = await self._canary.admit(replica, version, is_undone=source == _KEPT)
+                finding = await self._canary.admit(replica, version)
             log.info("canary", replica=replica.replica_id, version=version, **finding.report())
             if not finding.may_serve:
                 raise WeightUpdateFailed(finding.reason, replica_id=replica.replica_id)
@@ -259,7 +230,7 @@ class CatchUp:
         replica.hold(version, keeps_kv=False)
         log.info("replica caught up", replica=replica.replica_id, version=version)
         if (aborted := self._aborted.pop(replica, None)) is not None:
-            aborted.take_back(replica, source)
+            aborted.take_back(replica)
         if replica.state is ReplicaState.SYNCING:
             self._fleet.settle(replica, how)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import structlog
 
 from engines.engine import Json
-from engines.errors import RolloutGatewayError, StoreFailed, WeightUpdateConflict, WeightUpdateFailed
+from engines.errors import RolloutGatewayError, WeightUpdateConflict, WeightUpdateFailed
 from engines.types import Dialect, InFlight
 from gateway.config.schema import WeightsConfig
 from gateway.fleet.fleet import Fleet
@@ -43,9 +43,6 @@ log = structlog.get_logger()
 _LEASE_ENDS_S = 1.0
 """How long a lease may outlast its trainer's last call, until its connection's end is noticed."""
 _LOOKS_AT_LEASE = 20
-_HISTORY = "history"
-_HISTORY_EACH_S = 1.0
-_HISTORY_UPDATES = 20
 
 
 class WeightCoordinator:
@@ -219,13 +216,8 @@ class WeightCoordinator:
                 await self._by_group.leave()
 
     async def restore(self) -> None:
-        """Take over the history, the numbers and the trainer's group of a gateway that has died, before the first call
-        comes."""
+        """Take over the numbers and the trainer's group of a gateway that has died, before the first call comes."""
         try:
-            if history := await self._snapshots.record(_HISTORY):
-                self._fleet.events.put_before(history["events"])
-                self._fleet.losses.update(history["losses"])
-                self.updates.earlier = history["updates"]
             spent = await self._snapshots.record(SPENT)
             self._fleet.spent = max(self._fleet.spent, spent.get("version", 0))
             if note := await self._by_relay.restore() or await self._by_group.restore():
@@ -240,7 +232,6 @@ class WeightCoordinator:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._watch_update(), name="watch update")
                 tasks.create_task(self._catch_up.run(), name="catch up")
-                tasks.create_task(self._keep_history(), name="keep history")
         finally:
             await self._relay.close()
 
@@ -265,21 +256,6 @@ class WeightCoordinator:
                 async with self._exclusively("idle watch"):
                     await update.abort(f"no word from the trainer for {self._config.idle_timeout_s:g} s")
 
-    async def _keep_history(self) -> None:
-        """Write for the next gateway what status and page show: losses and ends of updates are events, too."""
-        written = 0
-        while True:
-            await asyncio.sleep(_HISTORY_EACH_S)
-            events, losses = self._fleet.events, self._fleet.losses
-            if (number := events.number) == written:
-                continue
-            history = {"events": events.last, "losses": losses, "updates": self.updates.reports(_HISTORY_UPDATES)}
-            try:
-                await self._snapshots.note(_HISTORY, history)
-            except StoreFailed as error:
-                log.warning("the fleet's history is not kept", error=str(error))
-            written = number
-
     async def _why_flat(self) -> str:
         """The reason for a group of all workers; empty where the group is the trainer and the relay."""
         if self._config.relay != "auto":
@@ -288,7 +264,7 @@ class WeightCoordinator:
         if not members:
             return "no replica takes weights"
         is_mixed = len({replica.info.dialect for replica in members}) > 1
-        if not is_mixed and max(len(members), self._fleet.expected_of_policy) == 1:
+        if not is_mixed and max(len(members), self._fleet.most_of_policy) == 1:
             return "there is one replica"
         if not all(replica.info.loads_snapshots for replica in members):
             return "not every replica can load weights from a folder"

@@ -15,9 +15,9 @@ from typing import TypeVar
 
 import structlog
 
-from engines.checkpoint import stored_bytes
+from engines.checkpoint.folder import stored_bytes
 from engines.engine import Json
-from engines.errors import InvalidRequest, StoreFailed, WeightUpdateConflict
+from engines.errors import InvalidRequest, StoreFailed
 from engines.store.draft import complete, is_whole
 from engines.store.manifest import Manifest, check_bytes
 from engines.store.weight_store import WeightStore, note_record, record_in, remove_folder
@@ -188,21 +188,10 @@ class Snapshots:
             self._keep(draft, label, scribe, digests), name=f"keep version {version_of(label)}"
         )
 
-    async def announced(self, name: str, served: int) -> Json:
-        """Join a trainer's draft with its base, check its bytes, and return names, dtypes and shapes.
-
-        A draft of changes must refer to version `served`. Raises `InvalidRequest` where it is missing or damaged, and
-        `WeightUpdateConflict` where it refers to another version.
-        """
-        store = self._open_store()
-        draft = await self.in_thread(store.named, name)
-        manifest = await self.in_thread(Manifest.read, draft)
-        if manifest.base not in (None, served):
-            raise WeightUpdateConflict(
-                f"snapshot = {name!r} has changes to version {manifest.base}, and version {served} is served: another "
-                "trainer has pushed in between; push the tensors whole"
-            )
-        await self.in_thread(store.join, draft)
+    async def announced(self, name: str) -> Json:
+        """Check the bytes of a trainer's draft, and return names, dtypes and shapes. Raises `InvalidRequest` where it
+        is missing or damaged."""
+        draft = await self.in_thread(self._open_store().named, name)
         manifest = await self.in_thread(check_bytes, draft)
         return {
             "names": list(manifest.tensors),
@@ -210,12 +199,12 @@ class Snapshots:
             "shapes": [tensor.shape for tensor in manifest.tensors.values()],
         }
 
-    async def finished(self, draft: Path, served: int) -> Json:
+    async def finished(self, draft: Path) -> Json:
         """As `announced`, for the relay's draft. Raises `StoreFailed` with the reason where the relay gave up."""
         if not await self.in_thread(is_whole, draft):
             raise StoreFailed(f"{draft} was not written to its end")
         try:
-            return await self.announced(draft.name, served)
+            return await self.announced(draft.name)
         except InvalidRequest as error:  # the relay's fault, not the trainer's
             raise StoreFailed(f"the draft differs from what was received: {error}") from error
 

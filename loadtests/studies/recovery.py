@@ -2,8 +2,8 @@
 
     python -m loadtests.studies.recovery --url http://127.0.0.1:8100 [--times 3] [--json out.json]
 
-The fleet was started on this machine by `rollout-gateway up`. A part ends where the engine's log or the gateway's
-status first shows it; the last one with a completion of the successor, which holds the fleet's version by then.
+The fleet was started on this machine by `rollout-gateway up`. The parts of the start are its phases, and the last part
+ends with a completion of the successor, which holds the fleet's version by then.
 """
 
 import argparse
@@ -14,19 +14,16 @@ import statistics
 import time
 import urllib.request
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from engines.process.engine_log import doing, read_tail
-
 Json = dict[str, Any]
 
 _POLL_S = 0.02
 _TIMEOUT_S = 30.0
-_UNKNOWN = "starting:"
-"""What `doing` says of lines that it does not know begins so."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,21 +54,16 @@ def recovery(url: str, limit_s: float) -> dict[str, float]:
     status = _ask(f"{url}/status")
     victim = next(one for one in status["replicas"] if one["state"] == "SERVING")
     known = {one["pid"] for one in status["replicas"]}
-    logs = Path(victim["log_path"]).parent
-    old_logs = set(logs.glob("*.log"))
     parts: dict[str, float] = {}
-    began = time.monotonic()
+    killed_at, began = time.time(), time.monotonic()
     os.kill(victim["pid"], signal.SIGKILL)
     while (now := time.monotonic() - began) < limit_s:
         replicas = _ask(f"{url}/status")["replicas"]
         if not any(one["pid"] == victim["pid"] and one["state"] == "SERVING" for one in replicas):
             parts.setdefault("noticed", now)
-        for log in set(logs.glob("*.log")) - old_logs:
-            stage = doing(read_tail(log))
-            parts.setdefault("starting" if stage.startswith(_UNKNOWN) else stage, now)
         new = [one for one in replicas if one["pid"] not in known]
-        if new:
-            parts.setdefault("joined", now)
+        if new and "joined" not in parts:
+            parts |= _phases(new[0]["start"], killed_at) | {"joined": now}
         if new and new[0]["state"] == "SERVING" and new[0]["weight_version"] == status["weight_version"]:
             parts["serving"] = now
             _complete_on(new[0])
@@ -80,6 +72,12 @@ def recovery(url: str, limit_s: float) -> dict[str, float]:
             break
         time.sleep(_POLL_S)
     return parts
+
+
+def _phases(start: Json, since: float) -> dict[str, float]:
+    """Return the second after `since` in which each phase of a start ended."""
+    _, *ends = accumulate(start["phases"].values(), initial=start["began"] - since)
+    return dict(zip(start["phases"], ends, strict=True))
 
 
 def line(parts: dict[str, float]) -> str:

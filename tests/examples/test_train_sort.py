@@ -75,7 +75,7 @@ def test_the_reward_rises_out_of_a_pool_too(tmp_path: Path, record_property: Cal
     with fleet(task.COMMITTED, tmp_path, levers={"stream_interval": 2}) as real:
         steps = run_trainer(real, tmp_path / "model", "--steps", str(STEPS_OF_POOL), "--pool", "48")
         assert rise(steps) > RISE
-        assert max(step["resumed"] for step in steps) > 0
+        assert max(step["older"] for step in steps) > 0
         assert_engines_hold(real, tmp_path / "model")
     record_property("fact", f"reward {rise(steps):+.2f} over {STEPS_OF_POOL} steps")
 

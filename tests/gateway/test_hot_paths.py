@@ -116,7 +116,7 @@ def _missing(path: HotPath, called: set[Function]) -> set[Function]:
 async def _kept(rig: Rig, version: int) -> None:
     """Returns when the store has the version, which is written after the update's end."""
     async with asyncio.timeout(20):
-        while (await rig.get("/v1/weight_store"))[1]["base"] != version:
+        while version not in (await rig.get("/status"))[1]["weight_store"]["versions"]:
             await asyncio.sleep(0.01)
 
 

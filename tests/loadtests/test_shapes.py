@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engines.checkpoint import read_tensors
+from engines.checkpoint.folder import read_tensors
 from loadtests.shapes import SHAPES, write_model
 
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from engines.checkpoint import read_spans
+from engines.checkpoint.folder import read_spans
 from engines.store.draft import Draft, RawTensor, raw
 from engines.store.manifest import Manifest
 from engines.store.weight_store import WeightStore

@@ -2,7 +2,7 @@
 
     python -m tests.rigs.model_rank RANK FOLDER URL TRANSPORT MODEL...
 
-Pushes the checkpoints MODEL one after the other, into the store as deltas, and prints each version.
+Pushes the checkpoints MODEL one after the other, and prints each version.
 """
 
 import sys
@@ -38,7 +38,7 @@ def main() -> None:
     mesh = init_device_mesh("cpu", (WORLD_SIZE,))
     with (
         BlockingRolloutClient(url) as client,
-        WeightSender(client, transport=transport, delta=transport == "store", timeout_s=TIMEOUT_S) as sender,  # type: ignore[arg-type]
+        WeightSender(client, transport=transport, timeout_s=TIMEOUT_S) as sender,  # type: ignore[arg-type]
     ):
         for model in models:
             print(sender.push(sharded(model, mesh)), flush=True)

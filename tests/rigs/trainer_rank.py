@@ -162,10 +162,10 @@ def one_tensor_at_a_time(trainer: Trainer) -> dict[str, Any]:
         return trainer.push(sharded(trainer, Model())) | {"gathered": gathered}
 
 
-def delta(trainer: Trainer) -> dict[str, Any]:
+def changed_on_one_rank(trainer: Trainer) -> dict[str, Any]:
     """A tensor has changed on the second rank alone."""
     model = sharded(trainer, Model())
-    with trainer.sender(delta=True) as sender:
+    with trainer.sender() as sender:
         sender.push(model)
         if trainer.rank == 1:
             with torch.no_grad():
@@ -273,7 +273,7 @@ CASES = (
     iterator_of_dtensors,
     in_inference_mode,
     one_tensor_at_a_time,
-    delta,
+    changed_on_one_rank,
     through_a_group,
     through_a_group_that_refuses,
     ranks_that_differ,

@@ -11,7 +11,8 @@ import pytest
 
 from engines.errors import DeadlineExceeded, InvalidRequest, WeightUpdateConflict
 from tests.rigs.rig import Rig, StartRig
-from trainer_client import BlockingRolloutClient, BlockingRolloutPool, SamplingParams
+from trainer_client import BlockingRolloutClient, BlockingSessionGroups, SamplingParams
+from trainer_client.sessions.calls import OpenSession
 
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
 SOON_S = 30.0
@@ -33,7 +34,7 @@ async def test_rollouts_are_gathered_and_iterated(rig: Rig) -> None:
             deadline = time.monotonic() + SOON_S
             while not batch.is_done and time.monotonic() < deadline:  # it goes on while the caller does something else
                 time.sleep(0.01)
-            assert batch.progress.delivered == 3
+            assert batch.is_done
             assert sorted((c.prompt_index, c.sample_index) for c in batch) == [
                 (prompt, sample) for prompt in range(3) for sample in range(2)
             ]
@@ -92,18 +93,20 @@ async def test_a_close_ends_the_waits_of_other_threads_and_later_calls_are_refus
     assert [str(error) for error in await asyncio.to_thread(work)] == ["the client is closed: make another"]
 
 
-async def test_an_iterator_of_prompts_cannot_wait_for_its_own_client(rig: Rig) -> None:
+async def test_an_iterator_of_tasks_cannot_wait_for_its_own_client(rig: Rig) -> None:
     def work() -> None:
-        def prompts() -> Iterator[list[int]]:
+        def tasks() -> Iterator[int]:
             client.status()
-            yield PROMPTS[0]
+            yield 0
+
+        async def run(task: int, session: OpenSession) -> None:
+            raise AssertionError("no task has come")
 
         with (
             BlockingRolloutClient(rig.url) as client,
-            BlockingRolloutPool(client, prompts(), TOKENS, size=1) as pool,
             pytest.raises(InvalidRequest, match="its own client"),
         ):
-            pool.batch(1)
+            next(iter(BlockingSessionGroups(client, tasks(), run, n=1)))
 
     await asyncio.to_thread(work)
 

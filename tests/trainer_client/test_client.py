@@ -101,7 +101,6 @@ async def test_every_completion_is_told_once_whoever_asks(client: RolloutClient)
     seen = Counter([(completion.prompt_index, completion.sample_index) async for completion in batch])
     assert seen == {(prompt, sample): 1 for prompt in range(60) for sample in range(2)}
     assert [rollout.prompt_index for rollout in await batch.gather()] == list(range(60))
-    assert (batch.progress.delivered, batch.progress.tokens) == (60, 60 * 2 * 8)
 
 
 async def test_no_more_prompts_are_asked_for_than_max_in_flight(start_rig: StartRig) -> None:
@@ -167,7 +166,6 @@ async def test_kept_failures_stand_beside_what_was_delivered(client: RolloutClie
     assert outcomes == [Outcome.DELIVERED, Outcome.FAILED, Outcome.DELIVERED]
     assert isinstance(rollouts[1].error, InvalidRequest)
     assert "prompt[1] is empty" in str(rollouts[1].error)
-    assert (batch.progress.delivered, batch.progress.failed) == (2, 1)
 
 
 async def test_keys_open_what_they_open(start_rig: StartRig) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from engines.checkpoint_names import clean
+from engines.checkpoint.names import clean
 from engines.errors import InvalidRequest
 
 _ADAPTERS = re.compile(r"\.(lora_[A-Za-z_]+|base_layer|ia3_l|ln_tuning_layers|hada_\w+|vera_\w+|oft_\w+)\.")

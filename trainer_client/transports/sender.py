@@ -29,8 +29,6 @@ class WeightSender:
     transport: "store" (a folder shared by trainer and engines, for vLLM and SGLang), or a group with all workers of
         all engines over "gloo" or "nccl"; default: the group that the engines receive over.
     dtype: dtype of sent floats; default: the engines' dtypes.
-    delta: store only: write what changed since this sender's last push, of a tensor with few changes only its changed
-        elements. The sender keeps its last push in host memory for this.
     timeout_s: limit on each wait: for a group, rollouts in flight, tensors, the commit.
 
     device: group only: the trainer's GPU for NCCL.
@@ -46,7 +44,6 @@ class WeightSender:
         *,
         transport: TransportName | None = None,
         dtype: "torch.dtype | None" = None,
-        delta: bool = False,
         device: "torch.device | str | None" = None,
         address: str = "",
         port: int = 0,
@@ -55,15 +52,11 @@ class WeightSender:
     ) -> None:
         if transport not in (None, "store", "gloo", "nccl"):
             raise ConfigError(f"transport = {transport!r} must be 'store', 'gloo' or 'nccl'")
-        if delta and transport != "store":
-            raise ConfigError(
-                "delta = True writes changes into the store: set transport='store', or push the tensors that changed"
-            )
         self._client = client
         self._name = transport
         self._dtype = dtype
         self._timeout_s = timeout_s
-        self._of_store: dict[str, Any] = {"folder": folder, "delta": delta}
+        self._folder = folder
         self._of_group: dict[str, Any] = {"device": device, "address": address, "port": port}
         self._transport: StoreTransport | GroupTransport | None = None
         self._one_push = threading.Lock()
@@ -145,7 +138,7 @@ class WeightSender:
         if self._name == "store":
             from trainer_client.transports.store import StoreTransport
 
-            return StoreTransport(self._client, self._timeout_s, **self._of_store)
+            return StoreTransport(self._client, self._timeout_s, self._folder)
         from trainer_client.transports.group import GroupTransport
 
         return GroupTransport(self._client, self._timeout_s, backend=self._name, **self._of_group)

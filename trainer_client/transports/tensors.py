@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import torch
 
 from engines.announcement import CASTABLE
-from engines.checkpoint_names import CheckpointNames, Ties, checkpoint_names, clean
+from engines.checkpoint.names import CheckpointNames, Ties, checkpoint_names, clean
 from engines.errors import InvalidRequest
 from engines.transfer.packing import NamedTensor
 from engines.types import TensorMeta

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from engines.checkpoint import stored_bytes
+from engines.checkpoint.folder import stored_bytes
 from engines.errors import ConfigError
 from engines.model_folder import cached_folder
 from tuning.plan.shape import ModelShape, read_shape

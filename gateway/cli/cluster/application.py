@@ -70,9 +70,9 @@ def deployed_config(application: Mapping[str, Any]) -> Config:
     return config_of(application.get("deployed_app_config") or {})
 
 
-def gateway_status(api: ServeApi) -> dict[str, Any]:
-    """Return the gateway's status report; empty where the control plane is off or does not answer."""
-    url = control_url(api.details())
+def gateway_status(details: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the gateway's status report, found by Serve's details; empty where no control plane answers."""
+    url = control_url(details)
     return (ask_control_plane(url, "/status") if url else None) or {}
 
 
@@ -84,7 +84,7 @@ def logs_and_events(name: str, replica: str = "") -> tuple[list[Path], list[dict
     `RolloutGatewayError` where this machine has none.
     """
     application, config = deployed(name)
-    status = gateway_status(serve_api(name))
+    status = gateway_status(serve_api(name).details())
     events: list[dict[str, Any]] = list(status.get("events", ()))
     labels = {row.get("label"): row["replica_id"] for row in status.get("replicas", ())}
     ids = {
@@ -133,8 +133,9 @@ def wait_for_serve(
     seen: dict[str, Any] = {}
 
     def check() -> bool:
-        seen.update(api.application(config.name) or {})
-        report.replicas(stages_of(seen, config.groups))
+        details = api.details()
+        seen.update(details["applications"].get(config.name) or {})
+        report.replicas(stages_of(seen, config.groups, gateway_status(details) if seen else {}))
         return bool(seen) and settled(seen)
 
     try:

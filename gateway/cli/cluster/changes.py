@@ -37,9 +37,11 @@ def changes(deployed: Mapping[str, Any], document: Mapping[str, Any]) -> Changes
     before, config = config_of(deployed), config_of(document)
     old, new = (dict(leaves(one.model_dump(mode="json"))) for one in (before, config))
     changed = sorted(dotted(key) for key in old.keys() | new.keys() if old.get(key) != new.get(key))
-    keys = tuple(key for key in changed if not key.endswith(".num_replicas"))
+    # Serve takes no number of replicas from outside where it chooses the number itself.
+    by_load = {f"{'engines.' * bool(config.engines)}{name}" for name, one in config.groups.items() if one.max_replicas}
+    keys = tuple(key for key in changed if key.removesuffix(".num_replicas") in {key, *by_load})
     counts = {group: engine.num_replicas for group, engine in before.groups.items()} | _scaled_to(deployed)
-    wanted = {group: engine.num_replicas for group, engine in config.groups.items()}
+    wanted = {group: engine.num_replicas for group, engine in config.groups.items() if not engine.max_replicas}
     return Changes(
         keys=keys,
         replicas={

@@ -1,16 +1,13 @@
-"""Progress of a command, for people: its step, the stage of every replica's start, and bounded waits."""
+"""Progress of a command, for people: its step, the phase of every replica's start, and bounded waits."""
 
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, TextIO
 
-from engines.config import EngineConfig
 from engines.errors import DeadlineExceeded
-from engines.process.engine_log import doing, read_tail
 
 _POLL_S = 0.5
 _SILENCE_S = 10.0
@@ -56,31 +53,25 @@ class Report:
             time.sleep(_POLL_S)
 
 
-def stages_of(application: Mapping[str, Any], groups: Mapping[str, EngineConfig]) -> dict[str, str]:
-    """Return the stage of each engine replica by its name in log files, from Serve's details and the engines' logs.
+def stages_of(application: Mapping[str, Any], groups: Iterable[str], status: Mapping[str, Any]) -> dict[str, str]:
+    """Return the stage of each engine replica by its id: the phase of its start by the gateway's status, else Serve's
+    state of it."""
+    starts = {row["replica_id"]: row["start"] for row in status.get("replicas_missing", ())}
+    found = {}
+    for group in groups:
+        deployment = application.get("deployments", {}).get(group, {})
+        for replica in deployment.get("replicas", ()):
+            replica_id, state = f"{group}-{replica['replica_id']}", replica["state"]
+            if state == "STARTING":
+                start = starts.get(replica_id)
+                state = _phase(start) if start else f"STARTING{_awaits(replica, deployment)}"
+            found[replica_id] = "ready" if state == "RUNNING" else state
+    return found
 
-    A replica answers no calls before it is up. Its log is read where `engine.log_dir` is on this machine; elsewhere
-    Serve's state is all there is.
-    """
-    deployments = application.get("deployments", {})
-    return {
-        f"{group}-{replica['replica_id']}": _stage(f"{group}-{replica['replica_id']}", config.log_folder, replica)
-        or f"STARTING{_awaits(replica, deployments[group])}"
-        for group, config in groups.items()
-        for replica in deployments.get(group, {}).get("replicas", ())
-    }
 
-
-def _stage(name: str, log_folder: Path, replica: Mapping[str, Any]) -> str:
-    """Return "" for a replica that starts and has no log yet, or not here."""
-    if replica["state"] != "STARTING":
-        return "ready" if replica["state"] == "RUNNING" else str(replica["state"])
-    logs = log_folder.glob(f"{name}-*.log")
-    with suppress(ValueError, OSError):
-        # A second try has a log of its own.
-        found = doing(read_tail(max(logs, key=lambda log: log.stat().st_mtime)))
-        return re.sub(r" \d+/\d+$", "", found)  # without a count, of which each number would be a line
-    return ""
+def _phase(start: Mapping[str, Any]) -> str:
+    """Return the phase of a start without a count, of which each number would be a line."""
+    return re.sub(r" \d+/\d+$", "", list(start["phases"])[-1])
 
 
 def _awaits(replica: Mapping[str, Any], deployment: Mapping[str, Any]) -> str:

@@ -29,7 +29,8 @@ class AnyReplica:
         They are asked in their order; those that gave no answer the last time come last. Raise the `EngineRefused` of
         a request that others would refuse too, else the error of the last replica.
         """
-        failure: EngineError | DeadlineExceeded = DeadlineExceeded(f"no replica to ask for {path}: see /health")
+        starts = self._fleet.starts.text
+        failure: EngineError | DeadlineExceeded = DeadlineExceeded(f"no replica to ask for {path}: see /health{starts}")
         for replica in sorted(replicas, key=self._silent.__contains__):
             try:
                 call = replica.engine.ask(method, path, body, timeout_s)

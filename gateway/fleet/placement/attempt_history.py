@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from engines import tracing
 from engines.engine import Json
 from engines.errors import EngineError
 from engines.trace_context import TRACE_CONTEXT, TRACEPARENT
@@ -57,21 +56,6 @@ class Attempt:
         self.end = end_of(error, cuts_off=cuts_off)
         self.error = "" if self.end is End.LEFT else str(error) or repr(error)
 
-    def facts(self, rollout: Rollout) -> tracing.Attributes:
-        """Return what the attempt's span holds beside its times."""
-        versions = [version for version in self.versions if version is not None]
-        return {
-            "rollout_gateway.rollout": rollout.request_id,
-            "rollout_gateway.model": rollout.model,
-            "rollout_gateway.samples": rollout.n,
-            "rollout_gateway.replica": self.replica.replica_id if self.replica else None,
-            "rollout_gateway.queue_seconds": (self.placed or self.ended or self.queued) - self.queued,
-            "rollout_gateway.why": self.why or None,
-            "rollout_gateway.weight_version.start": versions[0] if versions else None,
-            "rollout_gateway.weight_version.end": versions[-1] if versions else None,
-            "rollout_gateway.end": self.end,
-        }
-
     def report(self) -> Json:
         return {
             "queued": self.queued,
@@ -120,16 +104,13 @@ class AttemptHistory:
         """Record an attempt: the wait for a replica and the work there are the block."""
         attempt, ended_by = Attempt(), None
         self._note(rollout, attempt)
-        with tracing.span("attempt") as span:
-            try:
-                yield attempt
-            except BaseException as error:
-                ended_by = error
-                raise
-            finally:
-                attempt.finish(ended_by)
-                if span.context:  # else nothing is recorded
-                    span.note(attempt.facts(rollout))
+        try:
+            yield attempt
+        except BaseException as error:
+            ended_by = error
+            raise
+        finally:
+            attempt.finish(ended_by)
 
     def of(self, name: str) -> list[Json]:
         """Return the rollouts of a request by its id, as the client sent it or as a reply has it, oldest first."""

@@ -104,6 +104,11 @@ class Scheduler:
     def queue_length(self, model: str) -> int:
         return len(self._lines[model])
 
+    def samples(self, group: str) -> int:
+        """Samples of an engine group's model that are in line or in flight."""
+        model = self._fleet.models.groups[group].served_name
+        return self._lines[model].samples + sum(one.load_samples for one in self._fleet.alive_of(model))
+
     def withdraw(self, picks: Callable[[Rollout], bool]) -> None:
         """End rollouts that wait for a replica, or are between two attempts, with `Withdrawn`."""
         self._between = {key: rollout for key, rollout in self._between.items() if not picks(rollout)}
@@ -399,5 +404,5 @@ class Scheduler:
         )
         return (
             f"no replica of {model!r} took the rollout{demands} within {self._config.queue_timeout_s:g} s "
-            f"(gateway.queue_timeout_s); replicas: {states}{closed}"
+            f"(gateway.queue_timeout_s); replicas: {states}{closed}{self._fleet.starts.text}"
         )

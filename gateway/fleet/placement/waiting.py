@@ -122,6 +122,10 @@ class WaitingLine:
         """The samples of the smallest rollout in line."""
         return min(self._sizes)
 
+    @property
+    def samples(self) -> int:
+        return sum(n * number for n, number in self._sizes.items())
+
     def waiters(self) -> list[Waiter]:
         return list(self._by_rollout.values())
 

@@ -161,7 +161,7 @@ class ModelRoutes:
         serving = self.fleet.serving(model, adapter)
         replicas = [replica for replica in of_model if replica in serving] or of_model
         if not replicas:
-            raise DeadlineExceeded(f"no replica of {model!r} is up yet: see /health")
+            raise DeadlineExceeded(f"no replica of {model!r} is up yet: see /health{self.fleet.starts.text}")
         return replicas
 
 

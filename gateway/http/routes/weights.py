@@ -1,7 +1,6 @@
 """HTTP routes of weight updates, vLLM's and the gateway's own, and of pauses."""
 
 import asyncio
-import contextlib
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
@@ -9,7 +8,7 @@ from aiohttp import web
 from msgspec import Meta, Struct
 
 from engines.engine import Json
-from engines.errors import InvalidRequest, StoreFailed
+from engines.errors import InvalidRequest
 from engines.types import InFlight, PauseMode
 from gateway.config.schema import WeightsConfig
 from gateway.dialects.fields import read_fields
@@ -159,20 +158,10 @@ class WeightRoutes:
         return reply({"token_ids": self.weights.canary_token_ids()})
 
     async def _store(self, request: web.Request) -> web.Response:
-        """Reply with the folder for drafts, the model, and how versions reach the replicas.
-
-        `base` is the version that a delta may refer to; null where it is not kept.
-        """
+        """Reply with the folder for drafts, the model, and how versions reach the replicas."""
         await self.snapshots.make_room(self.fleet.settled_version)  # a trainer writes next
-        place = {"folder": str(self.snapshots.folder), "model": self.fleet.models.first, "base": await self._base()}
+        place = {"folder": str(self.snapshots.folder), "model": self.fleet.models.first}
         return reply(place | {"rolling": self.config.rolling, "replicas": len(self.fleet.trained)})
-
-    async def _base(self) -> int | None:
-        served = self.fleet.version
-        with contextlib.suppress(StoreFailed):
-            async with self.snapshots.reading(served, self.fleet.label):
-                return served
-        return None
 
     async def _pause(self, request: web.Request) -> web.Response:
         mode = request.query.get("mode", PauseMode.ABORT)

@@ -144,8 +144,8 @@ class GroupArrival:
             check_receipts(dict(zip(group.members, received, strict=True)))
         self._digests = next(filter(None, received), {})
 
-    async def prepare(self, update: Update, turn: Sequence[Replica]) -> Sequence[Replica]:
-        return turn
+    async def prepare(self, update: Update, turn: Sequence[Replica]) -> None:
+        """Nothing: the tensors are there."""
 
     async def load(self, update: Update, replica: Replica) -> None:
         """End the update on a replica: by the swap where it is staged."""
@@ -154,14 +154,14 @@ class GroupArrival:
             await replica.engine.load_staged(self._parts.config.load_timeout_s)
         await replica.engine.finish_weight_update(update.record.label, self._timeout_s)
 
-    async def free_undo(self, update: Update, replicas: Sequence[Replica]) -> None:
-        """Have engines free the weights before, and the scribe finish its copy."""
-        if update.record.staged or update.record.draft is not None:
+    async def keep_copy(self, update: Update, replicas: Sequence[Replica]) -> None:
+        scribe = self._group.scribe if self._group is not None else None
+        if update.record.draft is not None and scribe is not None and scribe in replicas:
+            timeout_s = self._timeout_s
             with update.record.timed("keep"):
-                timeout_s = self._timeout_s
-                await try_on_all(replicas, lambda one: one.engine.keep_receipt(timeout_s), timeout_s, "keeps a receipt")
+                await try_on_all([scribe], lambda one: one.engine.keep_receipt(timeout_s), timeout_s, "keeps no copy")
 
-    async def after_commit(self, update: Update, passed: Sequence[Replica]) -> None:
+    async def after_commit(self, update: Update) -> None:
         """Have the store keep the version; without a copy of it, only remove older ones."""
         await self._remember(self._record)
         scribe = self._group.scribe if self._group is not None else None

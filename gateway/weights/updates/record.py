@@ -1,23 +1,22 @@
 """The record of one weight update: its phase, the seconds of its steps, its outcome on each replica. The log of updates
 keeps those that have ended."""
 
-import itertools
 import re
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import StrEnum
 from functools import cache
 from hashlib import blake2s
+from itertools import islice
 from math import prod
 from pathlib import Path
 
 import structlog
 
-from engines import tracing
 from engines.engine import Json
 from engines.types import InFlight
 from engines.weight_label import committed_label
@@ -73,15 +72,9 @@ class UpdateRecord:
     stopped_s: float = 0.0
     error: str = ""
     ended_at: float | None = None
-    _span: tracing.Span = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.keeps_kv = self.in_flight is InFlight.KEEP
-        facts: tracing.Attributes = {
-            "rollout_gateway.weight_version": self.version,
-            "rollout_gateway.transport": self.transport,
-        }
-        self._span = tracing.begin("weight update", facts)
 
     @property
     def label(self) -> str:
@@ -107,8 +100,7 @@ class UpdateRecord:
         """Adds the block's seconds to a step."""
         began = time.monotonic()
         try:
-            with tracing.span(f"weight update: {step}", parent=self._span):
-                yield
+            yield
         finally:
             self.seconds[step] = self.seconds.get(step, 0.0) + time.monotonic() - began
 
@@ -129,15 +121,13 @@ class UpdateRecord:
 
     def end(self, phase: Phase, error: str = "") -> None:
         self.phase, self.error, self.ended_at = phase, error, time.monotonic()
-        self._span.note({"rollout_gateway.bytes": self.num_bytes, "rollout_gateway.stopped_seconds": self.stopped_s})
-        self._span.end(error)
 
-    def take_back(self, replica: Replica, source: str) -> None:
-        """Notes that a replica serves the version before again, from `source`, after an abort."""
+    def take_back(self, replica: Replica) -> None:
+        """Notes that a replica serves the version before again after an abort."""
         assert self.ended_at is not None
         took_s = time.monotonic() - self.ended_at
         found = self.replicas.setdefault(replica.replica_id, {})
-        found["taken_back"] = {"source": source, "seconds": round(took_s, 4)}
+        found["taken_back"] = {"seconds": round(took_s, 4)}
         self.seconds["undo"] = took_s
 
     def report(self) -> Json:
@@ -163,18 +153,16 @@ class UpdateRecord:
 
 
 class UpdateLog:
-    """Records of the last updates, each of which is one event. `earlier` has those of the gateway before this one."""
+    """Records of the last updates, each of which is one event."""
 
     def __init__(self, metrics: Metrics, events: Events) -> None:
         self._metrics = metrics
         self._events = events
         self._updates: deque[UpdateRecord] = deque(maxlen=KEPT)
-        self.earlier: Sequence[Json] = ()
 
     def reports(self, most: int = KEPT) -> list[Json]:
         """The newest first."""
-        ours = (update.report() for update in self._updates)
-        return list(itertools.islice(itertools.chain(ours, self.earlier), most))
+        return [update.report() for update in islice(self._updates, most)]
 
     def add(self, update: UpdateRecord) -> None:
         """Adds an update that has just ended."""

@@ -107,7 +107,7 @@ class RelayArrival(StoreArrival):
         record.rolling = parts.config.rolling and not parts.pauses.is_paused
         with record.timed("store"):
             await self.relay.end()
-            announced = await parts.snapshots.finished(record.draft, parts.fleet.version)
+            announced = await parts.snapshots.finished(record.draft)
             update.members = await self.loaders()
             await self._check_fits(announced, update.members, rolling=record.rolling)
         await super().close(update)

@@ -39,7 +39,7 @@ class StoreArrival:
                 "versions only grow: leave it out"
             )
         parts.canary.check_length(canary_logprobs, members)
-        announced = await parts.snapshots.announced(draft, fleet.version)
+        announced = await parts.snapshots.announced(draft)
         await self._check_fits(announced, members, rolling=rolling)
         record = UpdateRecord(version or fleet.next_version, "store", in_flight, rolling=rolling)
         record.draft = parts.snapshots.folder / draft
@@ -69,11 +69,11 @@ class StoreArrival:
             raise
         update.folder = str(folder)
 
-    async def prepare(self, update: Update, turn: Sequence[Replica]) -> Sequence[Replica]:
+    async def prepare(self, update: Update, turn: Sequence[Replica]) -> None:
         update.receivers = [*update.receivers, *turn]
         version, timeout_s = update.record.version, self._parts.config.load_timeout_s
         with update.record.timed("prepare"):
-            return await try_on_all(
+            await try_on_all(
                 turn,
                 lambda replica: replica.engine.prepare_snapshot(update.folder, version, timeout_s),
                 timeout_s,
@@ -85,11 +85,10 @@ class StoreArrival:
         await replica.engine.load_snapshot(update.folder, update.record.version, timeout_s)
         await replica.engine.label_weights(update.record.label, timeout_s, is_committed=False)
 
-    async def free_undo(self, update: Update, replicas: Sequence[Replica]) -> None:
-        """Nothing yet: freeing takes its time, and the trainer waits."""
+    async def keep_copy(self, update: Update, replicas: Sequence[Replica]) -> None:
+        """Nothing: the version is in the store."""
 
-    async def after_commit(self, update: Update, passed: Sequence[Replica]) -> None:
-        self._parts.catch_up.bring_back(passed)  # frees the weights that they have kept
+    async def after_commit(self, update: Update) -> None:
         await self._parts.snapshots.settle(update.record.version)
 
     async def dropped(self, update: Update) -> None:

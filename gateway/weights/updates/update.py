@@ -87,16 +87,16 @@ class Arrival(Protocol):
     async def close(self, update: "Update") -> None:
         """Check that all tensors are here and right, and name the replicas that take them: `update.members`."""
 
-    async def prepare(self, update: "Update", turn: Sequence[Replica]) -> Sequence[Replica]:
-        """Have replicas read the version ahead while they serve. Return those that have answered."""
+    async def prepare(self, update: "Update", turn: Sequence[Replica]) -> None:
+        """Have replicas read the version ahead while they serve."""
 
     async def load(self, update: "Update", replica: Replica) -> None:
         """Have a stopped replica load the version, and label it as not committed."""
 
-    async def free_undo(self, update: "Update", replicas: Sequence[Replica]) -> None:
-        """Have replicas free what they have kept for an undo: the update is committed."""
+    async def keep_copy(self, update: "Update", replicas: Sequence[Replica]) -> None:
+        """Have the copy of the tensors for the store finished, if one of these makes it: the update is committed."""
 
-    async def after_commit(self, update: "Update", passed: Sequence[Replica]) -> None:
+    async def after_commit(self, update: "Update") -> None:
         """Keep the version for replicas that come later."""
 
     async def dropped(self, update: "Update") -> None:
@@ -124,7 +124,6 @@ class Update:
         self._turn: Sequence[Replica] = ()
         self._findings: dict[Replica, Finding] = {}
         self._errors: dict[Replica, WeightUpdateFailed | DeadlineExceeded] = {}
-        self._kept: dict[Replica, int] = {}
         self._were_unknown: set[Replica] = set()
         parts.open = self
 
@@ -141,9 +140,9 @@ class Update:
                 await self._parts.snapshots.note(SPENT, {"version": self.record.version})
             while turn := await self._next_turn():  # one of all replicas, or turn after turn in a rolling update
                 began = time.monotonic()
-                ready = await self._arrival.prepare(self, turn)  # while the turn still serves
+                await self._arrival.prepare(self, turn)  # while the turn still serves
                 self._begin(turn)
-                await self._pause(ready)
+                await self._pause()
                 await self._load()  # and generate: a paused engine answers no canary
                 await self._verify(canary_logprobs)
                 self._serve_ahead(began)
@@ -188,9 +187,8 @@ class Update:
             for replica in self._turn:
                 self._parts.fleet.set_state(replica, ReplicaState.UPDATING, f"leaves for version {self.record.version}")
 
-    async def _pause(self, ready: Sequence[Replica]) -> None:
-        """Stop the turn, around its rollouts or after them, and forget what it holds. `ready` replicas have read the
-        version ahead."""
+    async def _pause(self) -> None:
+        """Stop the turn, around its rollouts or after them, and forget what it holds."""
         if self.is_stopped or not self._turn:
             return
         record, config, pauses = self.record, self._parts.config, self._parts.pauses
@@ -204,9 +202,6 @@ class Update:
         for replica in self._remaining:
             if not self._is_there(replica):
                 self._find(replica, Finding(Result.LOST, f"it left: {replica.reason}"))
-        served = self._parts.fleet.version
-        # A replica that is behind has other weights to keep; one that is not ready may have kept older weights.
-        self._kept = {one: served for one in self._remaining if one in ready and one.weight_version == served}
         self.overwrite(self._remaining)
 
     def overwrite(self, replicas: Sequence[Replica]) -> None:
@@ -298,12 +293,12 @@ class Update:
         with record.timed("label"):
             fenced |= await self._label(passed)
         # Before a replica that failed is restored: it may have the copy for the store.
-        await self._arrival.free_undo(self, [one for one in findings if findings[one].result is not Result.LOST])
+        await self._arrival.keep_copy(self, [one for one in findings if findings[one].result is not Result.LOST])
         parts.canary.accept()
         parts.catch_up.bring_back(living(fenced))
         parts.fleet.commit(record.label, passed, fenced, keeps_kv=record.keeps_kv)
         self._end(findings, Phase.COMMITTED)
-        await self._arrival.after_commit(self, [replica for replica in passed if replica not in fenced])
+        await self._arrival.after_commit(self)
 
     async def _label(self, passed: Sequence[Replica]) -> dict[Replica, str]:
         """Label the version as committed. Return reasons by replica where that failed; raise where it did on all."""
@@ -325,7 +320,7 @@ class Update:
         record, fleet, catch_up = self.record, self._parts.fleet, self._parts.catch_up
         overwritten = fleet.abort(record.version, reason)
         touched = living(leaving or {*overwritten, *self.receivers})
-        catch_up.bring_back(touched, aborted=record, kept=self._kept, leaves_group=bool(leaving))
+        catch_up.bring_back(touched, aborted=record, leaves_group=bool(leaving))
         record.go_on()
         ahead = [replica for replica in fleet.trained_alive if replica.weight_version == record.version]
         self._end([*overwritten, *ahead], Phase.ABORTED, reason)

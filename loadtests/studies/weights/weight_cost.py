@@ -67,8 +67,7 @@ class Window:
 class Restore:
     """A refused update. `seconds` from its end to the first completion, made by `version`, and `serving_s` until the
     last replica served that version again; 0 where none was overwritten. `stopped_s` is the time for which the update
-    itself stopped generation. `source` is where replicas had that version from by then, "" where a replica served it
-    that was not overwritten."""
+    itself stopped generation."""
 
     flaw: Flaw
     seconds: float
@@ -77,13 +76,11 @@ class Restore:
     staged: bool
     stopped_s: float
     error: str
-    source: str
 
     def __str__(self) -> str:
-        source = f" from {self.source}" if self.source else ""
         return (
             f"refused ({'staged, ' if self.staged else ''}{self.flaw}): generation stopped for {self.stopped_s:.3f} s, "
-            f"and back at version {self.version}{source} after {self.serving_s:.3f} s, with its first completion after "
+            f"and back at version {self.version} after {self.serving_s:.3f} s, with its first completion after "
             f"{self.seconds:.3f} s"
         )
 
@@ -210,10 +207,9 @@ class Bench:
             raise ConfigError(f"the update before the one to be refused failed: {pushed.error}")
         ended = datetime.fromisoformat(refused["started"]).timestamp() + float(refused["age_s"])
         served, version = next((at, version) for at, version in answers if at > ended)
-        sources = {one["taken_back"]["source"] for one in refused["replicas"].values() if "taken_back" in one}
         return Restore(
             flaw, served - ended, refused["seconds"].get("undo", 0.0), version, staged=refused["staged"],
-            stopped_s=refused["stopped_s"], error=pushed.error, source=", ".join(sorted(sources)),
+            stopped_s=refused["stopped_s"], error=pushed.error,
         )  # fmt: skip
 
     async def _answered(self) -> tuple[float, int]:

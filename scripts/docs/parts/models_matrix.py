@@ -11,7 +11,7 @@ RESULTS = Path(__file__).parents[3] / "docs" / "results" / "model-matrix.json"
 BEGIN, END = "<!-- models: made by python -m scripts.docs -->\n", "<!-- end of models -->\n"
 
 _COLUMNS = [
-    *((source, way) for source in ("module", "state_dict") for way in ("flat", "store", "delta")),
+    *((source, way) for source in ("module", "state_dict") for way in ("flat", "store")),
     *(("TRL", way) for way in ("flat", "store")),
 ]
 _AFTER = {

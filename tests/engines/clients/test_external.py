@@ -213,7 +213,6 @@ async def test_a_route_that_is_not_there_is_refused_with_replica_and_route(start
 async def test_a_version_that_was_not_given_here_is_another_server_behind_the_url(
     engine: ExternalEngine, label: str
 ) -> None:
-    await engine.undo_load(SOON_S)
     await engine.label_weights("1", SOON_S, is_committed=True)
     await engine.ask("POST", "/update_weight_version", {"new_version": label}, SOON_S)
     with pytest.raises(EngineFailed, match=f"labelled '{label}', and were '1': was it restarted"):

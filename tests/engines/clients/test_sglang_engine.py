@@ -504,12 +504,6 @@ async def test_with_the_plugin_workers_join_receive_and_report_digests(
     assert server.called() == [
         ("room_to_stage", {"num_bytes": 7}), ("stage_weights", update), ("staged", {}), ("load_staged", {}),
     ]  # fmt: skip
-    server.asked.clear()
-    for answers, undone in (([True, True], True), ([True, False], False)):
-        server.workers["undo_load"] = answers
-        assert await engine.undo_load(TIMEOUT_S) is undone
-    labels = [body["new_version"] for path, body in server.asked if path == "/update_weight_version"]
-    assert labels == ["?0", "?0"], "nobody may believe the weights before their KV is forgotten"
     server.workers["close_receipt"] = [{"w": "1"}, {"w": "2"}]
     with pytest.raises(EngineFailed, match="workers 0 and 1 received different bytes"):
         await engine.close_receipt(TIMEOUT_S)

@@ -173,7 +173,8 @@ def test_a_sender_updates_sglang_over_the_group_and_a_refused_update_is_taken_ba
     assert checksums(alone) == before
     refused = last_update(alone)
     (replica,) = refused["replicas"].values()
-    assert (refused["staged"], replica["taken_back"]["source"]) == (True, "kept weights")
+    assert refused["staged"]
+    assert replica["taken_back"]["seconds"] > 0
 
 
 def test_weights_with_nan_are_refused_and_end_neither_the_engine_nor_the_rollouts_under_them(alone: RealFleet) -> None:

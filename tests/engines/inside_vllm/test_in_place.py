@@ -1,8 +1,6 @@
 """Which models are loaded where their weights lie, and vLLM's worker after an update, however that ended."""
 
-import dataclasses
 import time
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from pathlib import Path
@@ -20,8 +18,6 @@ from torch.nn import Module, Parameter
 from engines.inside_vllm import in_place as vllm_in_place
 from engines.inside_vllm.in_place import obstacle
 from engines.inside_vllm.worker import WeightWorker
-from engines.loading.snapshot_reader import read_tensors
-from engines.loading.stage import FolderStage
 from engines.store.draft import is_whole
 from engines.store.manifest import check_bytes
 from engines.transfer.tee import Scribe
@@ -380,64 +376,6 @@ def test_a_staged_update_is_equal_to_one_that_is_not(updated: Any) -> None:
         assert updated.stage is None
 
 
-def swapped_in_at_random(one: Any) -> Tensors:
-    """Swap staged tensors in, as they were sent."""
-    chunk = {name: torch.randn(tensor.shape) for name, tensor in sent(one, 0).items()}
-    one.open_receipt()
-    stage(one, {name: tensor.clone() for name, tensor in chunk.items()})
-    one.close_receipt()
-    one.start_weight_update()
-    one.load_staged()
-    one.finish_weight_update()
-    return chunk
-
-
-def test_a_swap_is_undone_bit_by_bit_where_weights_are_loaded_in_place(updated: Any) -> None:
-    in_place, places = not updated.target.obstacle, where(updated)
-    swapped_in_at_random(updated)
-    updated.keep_receipt()
-    before = {name: tensor.clone() for name, tensor in updated.get_model().named_parameters()}
-    refused = swapped_in_at_random(updated)
-    assert updated.undo_load() == {"undone": in_place}
-    expected = before if in_place else refused
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in updated.get_model().named_parameters())
-    assert updated.undo_load() == {"undone": False}
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in updated.get_model().named_parameters())
-    update(updated, 2)
-    check_holds(updated, 2, places)
-
-
-def test_an_update_that_was_not_swapped_in_is_undone_without_a_copy() -> None:
-    one = worker(model())
-    update(one, 1)
-    staged(one)
-    assert one.undo_load() == {"undone": True}
-    check_holds(one, 1, where(one))
-    assert one.stage is None
-    assert one.undo_load() == {"undone": False}
-
-
-@pytest.mark.parametrize(
-    "end",
-    [
-        lambda one: one.keep_receipt(),
-        lambda one: one.drop_receipt(),
-        lambda one: one.room_to_stage(1),
-        lambda one: one.open_receipt(),
-        lambda one: one.undo_load(),
-    ],
-    ids=["commit", "abort", "question for room", "next update", "undo"],
-)
-def test_the_weights_before_are_freed_wherever_an_update_ends(end: Callable[[Any], object]) -> None:
-    one = worker(model())
-    swapped_in_at_random(one)
-    kept = [weakref.ref(part) for _, parts in one.exchange._swapped for part in parts]
-    assert all(part() is not None for part in kept)
-    end(one)
-    assert all(part() is None for part in kept)
-    assert one.undo_load() == {"undone": False}
-
-
 def test_of_a_plain_model_some_tensors_may_come_and_the_rest_stays() -> None:
     one = worker(model())
     update(one, 1)
@@ -477,46 +415,6 @@ def test_however_an_update_ended_a_version_is_loaded_over_it(
     check_holds(updated, 2, places)
 
 
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A worker whose memory is a GPU's to what reads ahead."""
-    one = worker(model())
-    device = torch.device("cuda", 0)
-    one.target = dataclasses.replace(one.target, device=device)
-    monkeypatch.setattr("engines.loading.stage.room_on", lambda _: 1 << 30)
-    monkeypatch.setattr("engines.loading.worker.synchronize", lambda _: None)
-    monkeypatch.setattr("engines.loading.worker.read_tensors", lambda folder, _: read_tensors(folder, one.device))
-    monkeypatch.setattr(FolderStage, "_read", lambda self: self.add(read_tensors(self._folder, one.device)))
-    return one
-
-
-def read_ahead(one: Any, folder: Path) -> Tensors:
-    """Have a version with random weights in the folder read ahead."""
-    tensors = {name: torch.randn(tensor.shape) for name, tensor in sent(one, 0).items()}
-    folder.mkdir()
-    save_file(tensors, folder / "model.safetensors")
-    while not one.prepare_snapshot(str(folder))["ready"]:
-        time.sleep(0.005)
-    return tensors
-
-
-def holds(one: Any, tensors: Tensors) -> bool:
-    return all(torch.equal(tensor, tensors[name]) for name, tensor in one.get_model().named_parameters())
-
-
-def test_a_version_that_was_read_ahead_is_taken_back_bit_by_bit(gpu: Any, tmp_path: Path) -> None:
-    update(gpu, 1)
-    first = read_ahead(gpu, tmp_path / "v2")
-    gpu.load_snapshot(str(tmp_path / "v2"))
-    gpu.drop_receipt()  # the commit
-    second = read_ahead(gpu, tmp_path / "v3")
-    gpu.load_snapshot(str(tmp_path / "v3"))
-    assert holds(gpu, second)
-    assert gpu.undo_load() == {"undone": True}
-    assert holds(gpu, first)
-    assert gpu.undo_load() == {"undone": False}
-
-
 # The copy for the store.
 
 
@@ -531,15 +429,13 @@ def reads_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Scribe, "_begin_copies", begin_copies)
 
 
-def copied_swap(one: Any, draft: Path, *, is_read: bool = False) -> tuple[Scribe, Tensors]:
-    """Staged tensors are in the weights, and their copy waits, or, if it is read, is made already."""
+def copied_swap(one: Any, draft: Path) -> tuple[Scribe, Tensors]:
+    """Staged tensors are in the weights, and their copy waits."""
     chunk = {name: torch.randn(tensor.shape) for name, tensor in sent(one, 0).items()}
     draft.mkdir()
     one.open_receipt(draft=str(draft), model="m", base="", names=(), wait_s=5.0)
     stage(one, {name: tensor.clone() for name, tensor in chunk.items()})
     scribe: Scribe = one.receipts._scribe
-    if is_read:
-        scribe.has_room(0)
     one.close_receipt()
     one.start_weight_update()
     one.load_staged()

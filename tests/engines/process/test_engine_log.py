@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engines.process.engine_log import doing, forget_old_logs, lines_of, measured_kv_memory
+from engines.process.engine_log import Phases, doing, forget_old_logs, lines_of, measured_kv_memory
 
 FIRST = "2026-11-21 15:03:00 python -m vllm.entrypoints.cli.main serve tiny\n"
 CORE = "(EngineCore pid=29771) INFO 11-21 15:03:15 [core.py:133] "
@@ -63,6 +63,17 @@ def test_a_log_tells_what_its_engine_is_doing(log: str, stage: str) -> None:
 
 def test_a_line_that_says_nothing_does_not_hide_the_stage_before() -> None:
     assert doing(f"{FIRST}{CORE}Starting to load model tiny...\n{CORE}Using FLASH_ATTN backend.\n") == "loading weights"
+
+
+def test_a_count_goes_on_within_its_phase_and_leaves_with_it() -> None:
+    phases = Phases("importing")
+    for text in ("starting: Triton is there", "loading weights 1/8", "loading weights 8/8", "warming up"):
+        phases.enter(text)
+    told = phases.told()
+    assert [phase for phase, _ in told] == ["importing", "starting", "loading weights", "warming up"]
+    assert [since for _, since in told] == sorted(since for _, since in told)
+    phases.enter("capturing graphs 2/9")
+    assert phases.told()[-1][0] == "capturing graphs 2/9"
 
 
 def test_lines_are_the_engines_words_without_time_process_and_colour() -> None:

@@ -27,6 +27,7 @@ from engines.process.launch import engine_command
 from engines.process.port import free_port
 from engines.process.process import Command, EngineProcess
 from engines.types import EngineKind, ReplicaInfo, TensorMeta
+from tests.rigs.calls import until
 
 SOON_S = 30.0
 NewServer = Callable[..., EngineServer]
@@ -111,11 +112,26 @@ async def test_a_started_engine_says_what_it_is(
         gpu_ids=(2, 3),
         pid=info.pid,
         started=info.started,
+        phases=info.phases,
         log_path=str(log),
         tensors=(TensorMeta(name="head", dtype="float32", shape=(3, 5)),),
         capabilities=info.capabilities,
     )
     assert "/v1/completions" in info.capabilities
+
+
+async def test_a_start_tells_its_phases_while_it_goes_on_and_afterwards(new_server: NewServer) -> None:
+    server = new_server(sim={"start_s": 0.6})
+    starting = asyncio.create_task(server.start())
+    await until(lambda: [phase for phase, _ in server.phases.told()] == ["importing", "starting"])
+    info = await starting
+    times = [since for _, since in info.phases]
+    assert [phase for phase, _ in info.phases] == ["importing", "starting", "warming up", "preparing updates"]
+    assert sorted(times) == times
+    assert times[2] - times[1] > 0.5, "of the sleep"
+    assert times[-1] <= info.started
+    await server.start()
+    assert server.phases.told()[0][1] > info.started, "those of a later start are its own"
 
 
 @pytest.mark.parametrize("lever", [{"stream_interval": 1}, {"extra": {"enable_return_routed_experts": True}}])

@@ -12,15 +12,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-import numpy as np
 import orjson
 import pytest
 
 from engines.errors import DeadlineExceeded, InvalidRequest, StoreFailed
 from engines.store import peer_store
-from engines.store.changed_elements import Array, ChangedElements
-from engines.store.draft import ChangedTensor, Draft, complete, raw
-from engines.store.manifest import MANIFEST, check_bytes, digest_of
+from engines.store.draft import Draft, raw
+from engines.store.manifest import check_bytes
 from engines.store.peer_store import VERSIONS_PATH, PeerStore, fetched
 from engines.store.weight_store import WeightStore
 
@@ -62,9 +60,11 @@ def serving(peer: Peer) -> Iterator[Peer]:
             if not name:
                 files = [{"name": path.name, "bytes": path.stat().st_size} for path in folder.glob("[!.]*")]
                 return self._say(200, orjson.dumps({"files": files}))
+            if "Range" not in self.headers:
+                return self._say(200, (folder / name).read_bytes())
             begin, end = (int(number) for number in self.headers["Range"].removeprefix("bytes=").split("-"))
             content = bytearray((folder / name).read_bytes()[begin : end + 1])
-            if peer.damaged and name.endswith((".safetensors", ".delta")):
+            if peer.damaged and name.endswith(".safetensors"):
                 peer.damaged, content[-1] = peer.damaged - 1, content[-1] ^ 1
             return self._say(206, bytes(content))
 
@@ -109,99 +109,6 @@ def add_version(store: WeightStore, version: int) -> None:
     written.add([raw("w", "float32", [NUM_BYTES // 4], bytes(byte % 251 for byte in range(NUM_BYTES)))])
     written.finish()
     store.promote(draft, str(version), None)
-
-
-def content(version: int) -> Array:
-    """The content of "w": every version from 2 on has another element at its own place."""
-    made = np.frombuffer(bytes(byte % 251 for byte in range(NUM_BYTES)), np.uint8).copy()
-    made[4 : 4 * version : 4] ^= 255
-    return made
-
-
-def add_successor(store: WeightStore, version: int) -> None:
-    """After the version before: "w" comes as changes, "new" whole, and "same" stays as it is."""
-    draft = store.draft()
-    written = Draft(draft, "m", base=version - 1)
-    written.add([raw("new", "uint8", [300], bytes([version]) * 300)])
-    before, after = content(version - 1), content(version)
-    elements = ChangedElements.between(before, after, 4)
-    shape = [NUM_BYTES // 4]
-    written.add_changes([ChangedTensor("w", "float32", shape, digest_of(after), digest_of(before), elements)])
-    written.finish()
-    store.join(draft)
-    complete(draft, store.path(version - 1), ["w", "new", "same"])
-    store.promote(draft, str(version), None)
-
-
-@pytest.fixture
-def grown(peer: Peer) -> Peer:
-    """Keeps three versions more, each with changes to the one before."""
-    draft = peer.store.draft()
-    written = Draft(draft, "m")
-    for name, kind, made in (("w", "float32", content(1)), ("new", "uint8", b"x" * 300), ("same", "uint8", b"s" * 500)):
-        written.add([raw(name, kind, [len(made) // (4 if kind == "float32" else 1)], bytes(made))])
-    written.finish()
-    peer.store.promote(draft, "1", None)
-    for version in (2, 3, 4):
-        add_successor(peer.store, version)
-    return peer
-
-
-def files_asked(peer: Peer) -> set[str]:
-    return {asked.partition(" ")[0].rpartition("/")[2] for asked in peer.asked if "bytes=" in asked}
-
-
-def test_of_a_version_after_one_that_is_here_the_changes_come_and_what_is_new(grown: Peer, tmp_path: Path) -> None:
-    here, store = tmp_path / "here", PeerStore(grown.url)
-    for version in (1, 2, 3):
-        grown.asked.clear()
-        fetched(here / f"v{version}", store, version, TIMEOUT_S)
-        manifest = check_bytes(here / f"v{version}")
-        there = check_bytes(grown.store.path(version))
-        assert manifest.version == version
-        assert {n: t.digest for n, t in manifest.tensors.items()} == {n: t.digest for n, t in there.tensors.items()}
-        assert "same" in there.tensors
-    # Of version 3: the tensor that came whole, what changed, and no file of the rest.
-    assert files_asked(grown) == {
-        there.tensors["new"].file,
-        there.tensors["w"].changes,
-        MANIFEST,
-        "model.safetensors.index.json",
-    }
-    same = [here / f"v{version}" / check_bytes(here / f"v{version}").tensors["same"].file for version in (2, 3)]
-    assert same[0].samefile(same[1])
-
-
-def test_a_version_whose_base_is_not_here_comes_whole_and_without_its_changes(grown: Peer, tmp_path: Path) -> None:
-    here, store = tmp_path / "here", PeerStore(grown.url)
-    fetched(here / "v1", store, 1, TIMEOUT_S)
-    fetched(here / "v4", store, 4, TIMEOUT_S)
-    assert check_bytes(here / "v4").version == 4
-    assert not [file for file in files_asked(grown) if file.endswith(".delta")]
-    assert check_bytes(grown.store.path(4)).tensors["w"].file in files_asked(grown)
-
-
-def test_changes_that_arrive_damaged_are_given_up_for_the_whole(grown: Peer, tmp_path: Path) -> None:
-    here, store = tmp_path / "here", PeerStore(grown.url)
-    store.fetch(2, here / "v2", TIMEOUT_S)
-    grown.damaged = 2
-    store.fetch(3, here / "v3", TIMEOUT_S)
-    assert check_bytes(here / "v3").version == 3
-    assert check_bytes(grown.store.path(3)).tensors["w"].file in files_asked(grown)
-    assert check_bytes(here / "v2").version == 2
-
-
-def test_what_a_fetch_before_linked_is_not_written_into(grown: Peer, tmp_path: Path) -> None:
-    here, store = tmp_path / "here", PeerStore(grown.url)
-    store.fetch(2, here / "v2", TIMEOUT_S)
-    partial = here / ".v3.partial"
-    partial.mkdir()
-    for number, path in enumerate((here / "v2").glob("*.safetensors")):
-        for name in (path.name, f"model-{number + 4:05d}.safetensors", f"model-{number + 7:05d}.safetensors"):
-            if not (partial / name).exists():
-                (partial / name).hardlink_to(path)
-    store.fetch(3, here / "v3", TIMEOUT_S)
-    assert (check_bytes(here / "v2").version, check_bytes(here / "v3").version) == (2, 3)
 
 
 def ranges(peer: Peer) -> list[str]:
@@ -252,7 +159,7 @@ def test_a_peer_that_goes_on_with_it_is_given_up(
     with pytest.raises(error, match=said):
         PeerStore(peer.url).fetch(1, tmp_path / "v1", within_s)
     assert time.monotonic() - began < TIMEOUT_S
-    assert not (tmp_path / "v1").exists()
+    assert [path.name for path in tmp_path.iterdir() if path.name != "peer"] == [".fetching"]
 
 
 def test_a_version_that_the_peer_does_not_keep_is_refused_in_its_words(peer: Peer, tmp_path: Path) -> None:
@@ -304,9 +211,9 @@ def test_the_last_two_fetched_versions_are_kept_and_nothing_else_is_touched(peer
     assert sorted(path.name for path in here.glob("v*")) == ["v0", "v2", "v3"]
 
 
-def test_partial_folders_that_no_fetch_made_stay(peer: Peer, tmp_path: Path) -> None:
-    others = tmp_path / ".download.partial"
-    others.mkdir()
-    (others / "half").write_bytes(bytes(100))
+def test_what_a_fetch_that_died_has_left_is_removed_by_the_next(peer: Peer, tmp_path: Path) -> None:
+    left = tmp_path / ".fetch-0123"
+    left.mkdir()
+    (left / "half").write_bytes(bytes(100))
     PeerStore(peer.url).fetch(1, tmp_path / "v1", TIMEOUT_S)
-    assert [path.name for path in others.iterdir()] == ["half"]
+    assert not left.exists()

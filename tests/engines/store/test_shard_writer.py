@@ -3,13 +3,11 @@
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from engines.errors import StoreFailed
 from engines.store import shard_writer
-from engines.store.changed_elements import ChangedElements
-from engines.store.draft import ChangedTensor, Draft, claim_draft, raw
+from engines.store.draft import Draft, claim_draft, raw
 from engines.store.manifest import Manifest, check_bytes
 from engines.store.shard_writer import ShardWriter
 
@@ -35,19 +33,6 @@ def test_all_files_are_in_the_draft_in_which_they_were_written(draft: Draft) -> 
     assert len(check_bytes(draft.folder).tensors) == 40
     assert {tensor.file for tensor in Manifest.read(draft.folder).tensors.values()} == {
         f"model-{number:05d}.safetensors" for number in range(1, 21)
-    }
-
-
-def test_changed_elements_have_files_of_their_own(draft: Draft) -> None:
-    elements = ChangedElements.between(np.zeros(4, np.uint8), np.ones(4, np.uint8), 1)
-    with ShardWriter(draft, 3) as writer:
-        add_file(writer, 1)
-        writer.add(ChangedTensor("c", "uint8", [4], "xxh3_128:2", "xxh3_128:1", elements))
-        writer.finish()
-        draft.finish()
-    assert {path.name for path in draft.folder.glob("*-*.*") if path.suffix != ".json"} == {
-        "model-00001.safetensors",
-        "changes-00002.delta",
     }
 
 

@@ -45,6 +45,12 @@ def test_no_replicas_and_many_of_one_url_are_refused() -> None:
         _check(config, "engine", 2)
 
 
+def test_a_group_that_serve_sizes_is_not_scaled_by_hand() -> None:
+    config = Config.model_validate({"engine": {"kind": "sim", "max_replicas": 4}})
+    with pytest.raises(ConfigError, match="Serve scales engine by its load: change num_replicas and max_replicas"):
+        _check(config, "engine", 2)
+
+
 async def test_a_replica_that_serve_removes_finishes_what_it_has_and_gets_nothing_new(start_rig: StartRig) -> None:
     rig = await start_rig(2, **LONG)
     running = [asyncio.create_task(rig.complete([digit], **ROLLOUT)) for digit in range(3, 9)]

@@ -250,6 +250,12 @@ def test_a_group_that_appears_is_a_change_and_no_number() -> None:
     assert "engines.b.kind" in found.keys
 
 
+def test_a_number_of_a_group_that_serve_sizes_is_a_change_of_its_arguments() -> None:
+    before, after = document(num_replicas=1, max_replicas=4), document(num_replicas=2, max_replicas=4)
+    found = changes(before, after)
+    assert (found.keys, found.replicas) == (("engine.num_replicas",), {})
+
+
 def test_down_says_what_it_removed_and_what_it_kept(shell: Shell, serve: PlayedServe) -> None:
     name = f"test-{os.getpid()}"
     shell.run("up", "-c", "sim.yaml", f"name={name}", f"engine.log_dir={shell.folder}")

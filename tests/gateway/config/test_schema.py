@@ -27,7 +27,6 @@ def test_a_key_that_every_client_sends_or_none_can_is_refused(section: str, key:
         {"gateway": {"admin_keys": "the-key"}},
         {"gateway": {"admin_key": "the-key"}},
         {"gateway": {"admin_keys": ["the-key x"]}},
-        {"gateway": {"otlp_endpoint": "http://user:the-key@host:4318"}},
         {"engine": {"kind": "external", "url": "http://user:the-key@host:8000"}},
         {"engine": {"kind": "sim", "url": "http://a", "env": {"HF_TOKEN": "the-key"}}},
     ],

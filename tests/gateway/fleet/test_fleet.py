@@ -3,8 +3,11 @@
 import asyncio
 
 import aiohttp
+import pytest
 
-from engines.types import ReplicaState
+from engines.types import ReplicaInfo, ReplicaState
+from gateway.config.schema import Config
+from gateway.fleet.fleet import Fleet
 from tests.rigs.calls import until
 from tests.rigs.rig import FAST_WATCH, Rig, SimReplica, StartRig
 
@@ -66,3 +69,19 @@ async def test_an_engine_that_a_gateway_before_this_one_froze_goes_on(start_rig:
     await rig.until({"engine-0": "SERVING"})
     await asyncio.wait_for(rig.complete([[5]]), 30)
     assert rig.fleet.replicas[0].engine is not engine
+
+
+def test_the_policy_may_grow_to_the_most_replicas_of_its_groups() -> None:
+    engines = {
+        "a": {"kind": "sim", "served_model_name": "m", "num_replicas": 1, "max_replicas": 4},
+        "b": {"kind": "sim", "served_model_name": "m", "num_replicas": 2},
+        "judge": {"kind": "sim", "served_model_name": "j", "frozen": True, "max_replicas": 9},
+    }
+
+    async def nobody() -> list[ReplicaInfo]:
+        return []
+
+    fleet = Fleet(
+        Config.model_validate({"engines": engines}), discover=nobody, connect=lambda _: pytest.fail("no engine")
+    )
+    assert (fleet.expected, fleet.most_of_policy) == (4, 6)

@@ -183,18 +183,17 @@ async def test_fp8_replicas_that_differ_by_their_load_alone_take_an_update_toget
         assert set((await rig.states()).values()) == {"SERVING"}
 
 
-async def test_a_replica_without_others_is_held_to_its_own_reading_after_an_undo_alone(rig: Rig) -> None:
+async def test_a_replica_without_others_is_not_held_to_its_own_reading(rig: Rig) -> None:
     one, other = rig.fleet.replicas
     canary = Canary(CanaryConfig(), {})
     await canary.check([one], 1)
     canary.accept()
     await rig.open_group()
     await rig.update()  # and now it scores other weights
-    assert not (await canary.admit(one, 1, is_undone=True)).may_serve
-    finding = await canary.admit(one, 1, is_undone=False)
+    finding = await canary.admit(one, 1)
     assert (finding.result, finding.may_serve) == (Result.NO_PEER, True)
     await rig.update()
-    assert not (await canary.admit(other, 1, is_undone=False)).may_serve  # it has a peer now
+    assert not (await canary.admit(other, 1)).may_serve  # it has a peer now
 
 
 @pytest.mark.parametrize(("numerics", "expected"), [({}, Result.VERIFIED), ({"quantization": "fp8"}, Result.NO_PEER)])

@@ -3,9 +3,9 @@
 import json
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,33 +16,30 @@ FLEET_VERSION = 7
 
 
 class Gateway:
-    """Lists one replica; after its death a successor, which has a log and soon serves."""
+    """Lists one replica; after its death a successor, which soon serves."""
 
-    def __init__(self, logs: Path) -> None:
+    def __init__(self) -> None:
         self.victim, self.successor = (subprocess.Popen(["sleep", "300"]) for _ in range(2))
         self.url = ""
-        self._logs = logs
         self.asked = 0
 
     def status(self) -> dict[str, Any]:
         if self.victim.poll() is None:
             return {"weight_version": FLEET_VERSION, "replicas": [self._replica(self.victim, "SERVING", FLEET_VERSION)]}
-        (self._logs / "second.log").write_text("command\nLoading weights took 0.1 s\n")
         self.asked += 1
         serves = self.asked > 3
         replica = self._replica(self.successor, "SERVING" if serves else "SYNCING", FLEET_VERSION if serves else 0)
         return {"weight_version": FLEET_VERSION, "replicas": [replica]}
 
     def _replica(self, process: "subprocess.Popen[bytes]", state: str, version: int) -> dict[str, Any]:
-        log = str(self._logs / "first.log")
-        found = {"state": state, "weight_version": version}
-        return found | {"pid": process.pid, "log_path": log, "url": self.url, "model": "m"}
+        start = {"began": time.time(), "seconds": 0.2, "phases": {"importing": 0.1, "loading weights": 0.1}}
+        found = {"state": state, "weight_version": version, "start": start}
+        return found | {"pid": process.pid, "url": self.url, "model": "m"}
 
 
 @pytest.fixture
-def gateway(tmp_path: Path) -> Iterator[Gateway]:
-    (tmp_path / "first.log").write_text("command\n")
-    played = Gateway(tmp_path)
+def gateway() -> Iterator[Gateway]:
+    played = Gateway()
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -76,7 +73,7 @@ def test_a_recovery_ends_with_tokens_of_the_fleet_s_version(
     assert recovery.main(["--url", gateway.url, "--times", "1", "--apart-s", "0", "--limit-s", "30"]) == 0
     line = capsys.readouterr().out.splitlines()[0]
     parts = [part.split(" (+")[0].rpartition(" ")[0] for part in line.split(", ")[:-1]]
-    assert parts == ["noticed", "profiling memory", "joined", "serving", "answered"]
+    assert parts == ["noticed", "importing", "loading weights", "joined", "serving", "answered"]
 
 
 def test_a_replica_that_does_not_come_back_fails_the_study(gateway: Gateway) -> None:

@@ -16,9 +16,8 @@ from typing import Any, TypeVar
 from unittest.mock import patch
 
 from engines.engine import Json
-from engines.errors import RolloutGatewayError, StoreFailed, WeightUpdateFailed
-from engines.store.draft import Draft, RawTensor, claim_draft
-from engines.store.manifest import Manifest
+from engines.errors import RolloutGatewayError, WeightUpdateFailed
+from engines.store.draft import Draft, claim_draft
 from engines.types import InFlight, ReplicaInfo
 from gateway.config.schema import Config
 from gateway.dialects.completions import Completions
@@ -41,7 +40,6 @@ from tests.rigs.stories.played_engine import (
     raw_tensor,
 )
 from tests.rigs.stories.played_engine import key as content_key
-from trainer_client.transports.store import LastSent
 
 T = TypeVar("T")
 
@@ -286,7 +284,7 @@ class Gateway:
         self.weights = self.server._weights
         self.adapters = self.server._adapters
         self.snapshots = self.server._snapshots
-        runner = Runner(self.server._scheduler, self.fleet, _METRICS)
+        runner = Runner(self.server.scheduler, self.fleet, _METRICS)
         self.completions = Completions(world.config.gateway, self.fleet, runner)
         self._watching = self.server._watching(None)  # type: ignore[arg-type]
         self._context = contextvars.copy_context()
@@ -438,10 +436,9 @@ class Trainer:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._sent = LastSent()
 
     async def push(
-        self, gateway: Gateway, transport: str, *, partial: bool, bad: bool, delta: bool, rolling: bool,
+        self, gateway: Gateway, transport: str, *, partial: bool, bad: bool, rolling: bool,
         in_flight: InFlight | None, slow_s: float,
     ) -> int:  # fmt: skip
         world, clock = self._world, asyncio.get_running_loop().time
@@ -451,7 +448,7 @@ class Trainer:
         values = dict.fromkeys(("w",) if partial else NAMES, number)
         try:
             if transport == "store":
-                version = await self._push_store(gateway, values, rolling, in_flight, slow_s, delta=delta)
+                version = await self._push_store(gateway, values, rolling, in_flight, slow_s)
             else:
                 version = await self._push_group(gateway, push, values, in_flight, slow_s)
         except RolloutGatewayError:
@@ -510,26 +507,17 @@ class Trainer:
             raise
 
     async def _push_store(
-        self, gateway: Gateway, values: dict[str, float], rolling: bool, in_flight: InFlight | None, slow_s: float,
-        *, delta: bool,
-    ) -> int:  # fmt: skip
+        self, gateway: Gateway, values: dict[str, float], rolling: bool, in_flight: InFlight | None, slow_s: float
+    ) -> int:
         await gateway.call(gateway.snapshots.make_room(gateway.fleet.version))
-        folder, base = gateway.snapshots.folder, None
-        with suppress(StoreFailed):
-            base = Manifest.read(folder / f"v{gateway.fleet.version}")
-        path, owner = claim_draft(folder)
+        path, owner = claim_draft(gateway.snapshots.folder)
         try:
-            draft = Draft(path, "sim", base=base.version if base and delta else None)
+            draft = Draft(path, "sim")
             for name, value in values.items():
-                whole = raw_tensor(name, value)
-                tensor = (self._sent.changes(whole, base) if delta else None) or whole
-                draft.add([tensor]) if isinstance(tensor, RawTensor) else draft.add_changes([tensor])
+                draft.add([raw_tensor(name, value)])
                 await asyncio.sleep(slow_s)
             draft.finish()
             return await gateway.call(gateway.weights.load(path.name, rolling=rolling, in_flight=in_flight))
-        except BaseException:
-            self._sent.forget()
-            raise
         finally:
             os.close(owner)
 

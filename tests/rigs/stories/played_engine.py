@@ -19,7 +19,7 @@ import aiohttp
 from aiohttp import web
 from multidict import CIMultiDict
 
-from engines.checkpoint import read_spans
+from engines.checkpoint.folder import read_spans
 from engines.clients.connections import CannotConnect
 from engines.clients.http import HttpEngine
 from engines.clients.vllm_engine import VllmEngine
@@ -49,7 +49,7 @@ CHECKPOINT: Content = (0.0, 0.0)
 
 
 def tensor_bytes(value: float) -> bytes:
-    """All elements have the value but the first, so that a delta has something to leave out."""
+    """All elements have the value but the first."""
     return struct.pack(f"<{ELEMENTS}f", value, *[7.0] * (ELEMENTS - 1))
 
 
@@ -187,13 +187,9 @@ class _Server(SimServer):
             return {"ready": self._engine.is_staged}
         if method in ("drop_receipt", "open_receipt", "room_to_stage", "load_snapshot"):
             self._engine.drop_staged()
-        before = self._engine.content
         answer = await super()._on_workers(method, arguments)
         if method == "load_snapshot":
             self._engine.take_loaded()
-            self._engine.replaced = before if self._engine.keeps and self._replaced is not None else None
-        if method == "undo_load":
-            return {"undone": answer["undone"] and await self._engine.undo_load()}
         if method == "load_staged":
             await self._engine.take_staged()
         return answer
@@ -230,8 +226,6 @@ class PlayedEngine:
         self.content: Content = CHECKPOINT
         self.loaded: Content | None = None
         self.staged: dict[str, float] = {}
-        self.replaced: Content | None = None
-        self.keeps = incarnation % 3 > 0  # in other engines an exchange is not exact
         self._staging: asyncio.Task[None] | None = None
         self._wires = wires
         self._wire: Wire | None = None
@@ -306,22 +300,10 @@ class PlayedEngine:
         """Hold the staged tensors, one after the other."""
         if not self.is_staged:
             raise WeightUpdateConflict("load_staged without staged tensors")
-        self.replaced, before = None, self.content
-        await self._put_all(self.staged)
-        self.replaced = before if self.keeps else None
-        self.drop_staged()
-
-    async def undo_load(self) -> bool:
-        """Hold the weights before the last swap, one after the other."""
-        replaced, self.replaced = self.replaced, None
-        if replaced is not None:
-            await self._put_all(dict(zip(NAMES, replaced, strict=True)))
-        return replaced is not None
-
-    async def _put_all(self, values: Mapping[str, float]) -> None:
-        for name, value in values.items():
+        for name, value in self.staged.items():
             self._put(name, value)
             await asyncio.sleep(self._latency())
+        self.drop_staged()
 
     def _put(self, name: str, value: float) -> None:
         values = dict(zip(NAMES, self.content, strict=True)) | {name: value}

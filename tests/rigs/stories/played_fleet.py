@@ -8,6 +8,7 @@ from engines.engine import Engine
 from engines.errors import EngineError
 from engines.types import EngineKind, ReplicaInfo, ReplicaState
 from gateway.fleet.replica import Replica
+from gateway.fleet.watch.starts import Starts
 
 DIED = "the engine died"
 
@@ -20,6 +21,7 @@ class PlayedFleet:
         self.update_to = self.rolling_to = None
         self.replicas = [_replica(index, engine, places) for index, engine in enumerate(engines)]
         self.models = SimpleNamespace(policy="m")
+        self.starts = Starts()
 
     def on_change(self, _: Any) -> None:
         return

@@ -52,7 +52,6 @@ class PushStep(Step):
     store: bool
     partial: bool
     bad: bool
-    delta: bool
     rolling: bool
     in_flight: InFlight | None
     slow_s: float
@@ -61,7 +60,7 @@ class PushStep(Step):
     async def play(self, story: "Story") -> None:
         gateway = await story.gateway()
         trainer = story.trainers[self.trainer]
-        options = {"partial": self.partial, "bad": self.bad, "delta": self.delta, "rolling": self.rolling}
+        options = {"partial": self.partial, "bad": self.bad, "rolling": self.rolling}
         pushing = asyncio.ensure_future(
             trainer.push(
                 gateway, "store" if self.store else "group", in_flight=self.in_flight, slow_s=self.slow_s, **options
@@ -290,7 +289,7 @@ class Story:
         await self._check_nothing_leaks(gateway)
 
     async def _last_push(self, gateway: Gateway) -> None:
-        plain = {"partial": False, "bad": False, "delta": False, "rolling": False}
+        plain = {"partial": False, "bad": False, "rolling": False}
         for _ in range(_FINAL_TRIES):
             try:
                 await Trainer(self.world).push(gateway, "store", in_flight=None, slow_s=0.0, **plain)
@@ -305,7 +304,7 @@ class Story:
         fleet = gateway.fleet
         lacks = may_wait and fleet.version and fleet.version not in gateway.snapshots.versions
         done = [one.can_serve or (lacks and one.state is ReplicaState.SYNCING) for one in fleet.replicas]
-        is_idle = gateway.weights.update is None and not gateway.server._scheduler.closed_for
+        is_idle = gateway.weights.update is None and not gateway.server.scheduler.closed_for
         is_one = fleet.rolling_to is None and not any(engine.is_dead for engine in self.world.engines.values())
         return is_idle and is_one and all(done) and len(done) == len(self.world.engines) == self.world.wanted
 
@@ -322,7 +321,7 @@ class Story:
                 ]
                 raise Violation(
                     f"not within {SETTLE_S:g} s: {what}; version {gateway.fleet.version}, store "
-                    f"{gateway.snapshots.versions}, gate {gateway.server._scheduler.closed_for}, update "
+                    f"{gateway.snapshots.versions}, gate {gateway.server.scheduler.closed_for}, update "
                     f"{gateway.weights.update}, rolling to {gateway.fleet.rolling_to}, {states}"
                 )
             await asyncio.sleep(0.5)

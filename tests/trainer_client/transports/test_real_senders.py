@@ -91,9 +91,7 @@ def assert_engines_say_what_transformers_says(real: RealFleet, model: Path) -> N
 
 
 @pytest.mark.parametrize("transport", ["gloo", "store"])
-def test_tokens_after_a_push_and_after_a_delta_are_those_of_the_new_weights(
-    real: RealFleet, tmp_path: Path, transport: str
-) -> None:
+def test_tokens_after_each_push_are_those_of_the_new_weights(real: RealFleet, tmp_path: Path, transport: str) -> None:
     first = checkpoint(tmp_path / "first", seed=1)
     second = checkpoint(tmp_path / "second", seed=2, base=first, of=f"{LAYER}.self_attn.q_proj")
     with BlockingRolloutClient(real.url) as client:

@@ -136,8 +136,3 @@ def test_an_interrupt_does_not_wait_for_engines_that_never_come(
     with WeightSender(client) as sender, pytest.raises(KeyboardInterrupt):
         sender.push({"w": torch.ones(2, 3)})
     assert time.monotonic() - began < SOON_S
-
-
-def test_changes_alone_need_the_store(client: BlockingRolloutClient) -> None:
-    with pytest.raises(ConfigError, match="delta = True writes changes into the store: set transport='store'"):
-        WeightSender(client, delta=True)

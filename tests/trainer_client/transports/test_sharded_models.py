@@ -113,8 +113,8 @@ def test_no_more_is_gathered_at_a_time_than_the_bound_or_one_tensor(told: Told) 
     assert first["gathered"] == [1] * len(SHAPES)
 
 
-def test_a_delta_is_what_changed_on_any_rank(told: Told) -> None:
-    first, second = told["delta"]
+def test_what_changed_on_one_rank_alone_is_pushed(told: Told) -> None:
+    first, second = told["changed_on_one_rank"]
     assert first["same"], first
     assert first["version"] == second["version"]
 
@@ -152,7 +152,7 @@ def test_a_rank_that_fails_raises_its_own_error_and_the_others_name_it(told: Tol
 
 def test_the_next_push_goes_well_after_all_that(told: Told) -> None:
     assert told["after_all_that"][0]["same"]
-    assert told["after_all_that"][0]["version"] == told["delta"][0]["version"] + 1
+    assert told["after_all_that"][0]["version"] == told["changed_on_one_rank"][0]["version"] + 1
 
 
 def test_a_rank_that_missed_a_push_takes_part_in_the_next(told: Told) -> None:

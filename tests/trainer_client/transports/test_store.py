@@ -3,8 +3,7 @@
 import asyncio
 import os
 import shutil
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,9 @@ import torch
 from engines.errors import (
     ConfigError,
     StoreFailed,
-    WeightUpdateConflict,
 )
 from engines.store.draft import Draft, claim_draft, raw
-from engines.store.manifest import check_bytes, digest_of
+from engines.store.manifest import check_bytes
 from tests.rigs.rig import STORED, Rig, StartRig
 from trainer_client import BlockingRolloutClient, WeightSender
 
@@ -98,75 +96,6 @@ async def test_what_is_left_out_stays_as_it_is(rig: Rig, folder: Path) -> None:
     assert await push(rig, [("b", torch.ones(4))]) == 2
     before, after = check_bytes(folder / "v1").tensors, check_bytes(folder / "v2").tensors
     assert [name for name in STORED if before[name].digest != after[name].digest] == ["b"]
-
-
-def with_one(value: float) -> torch.Tensor:
-    """ "w" with one element that is not zero."""
-    changed = torch.zeros(4, 4)
-    changed[2, 1] = value
-    return changed
-
-
-@contextmanager
-def delta_sender(rig: Rig) -> Iterator[WeightSender]:
-    with (
-        BlockingRolloutClient(rig.url, attempts=1) as client,
-        WeightSender(client, transport="store", delta=True, timeout_s=10) as sender,
-    ):
-        yield sender
-
-
-async def push_deltas(rig: Rig, *changes: dict[str, torch.Tensor]) -> list[int]:
-    """Push a whole version for each, out of one sender. Return the versions."""
-
-    def work() -> list[int]:
-        with delta_sender(rig) as sender:
-            return [sender.push(tensors(**changed)) for changed in changes]
-
-    return await asyncio.to_thread(work)
-
-
-async def test_a_delta_writes_what_changed_and_links_the_rest(rig: Rig, folder: Path) -> None:
-    changes = ({"b": torch.full((4,), float(value))} for value in range(3))
-    assert await push_deltas(rig, *changes) == [1, 2, 3]
-    before, after = check_bytes(folder / "v2"), check_bytes(folder / "v3")
-    assert before.tensors["b"].digest != after.tensors["b"].digest
-    unchanged = [folder / f"v{version.version}" / version.tensors["w"].file for version in (before, after)]
-    assert unchanged[0].samefile(unchanged[1])
-    assert (await said(rig))[0] == {3}
-
-
-async def test_a_delta_writes_the_elements_that_changed_and_the_version_is_whole(rig: Rig, folder: Path) -> None:
-    assert await push_deltas(rig, *({"w": with_one(value)} for value in (0.0, 1.0, 2.0))) == [1, 2, 3]
-    manifest = check_bytes(folder / "v3")
-    entry = manifest.tensors["w"]
-    assert (manifest.base, entry.base) == (2, check_bytes(folder / "v2").tensors["w"].digest)
-    assert (folder / "v3" / entry.changes).is_file()
-    assert entry.digest == digest_of(with_one(2.0).numpy().tobytes())
-    versions, tokens = await said(rig)
-    assert (versions, len(tokens)) == ({3}, 1)
-
-
-async def test_after_a_push_that_failed_and_one_of_another_trainer_a_delta_is_whole(rig: Rig, folder: Path) -> None:
-    def push_on() -> list[int]:
-        with delta_sender(rig) as sender:
-            first = sender.push(tensors())
-            with pytest.raises(WeightUpdateConflict):
-                sender.push(tensors(w=with_one(1.0)), version=1)
-            second = sender.push(tensors(w=with_one(1.0)))
-            send(rig.url, tensors(w=with_one(7.0)))
-            return [first, second, sender.push(tensors(w=with_one(2.0)))]
-
-    assert await asyncio.to_thread(push_on) == [1, 2, 4]
-    manifest = check_bytes(folder / "v4")
-    assert manifest.tensors["w"].digest == digest_of(with_one(2.0).numpy().tobytes())
-    assert manifest.tensors["w"].changes == ""
-
-
-async def test_a_delta_of_nothing_is_a_version_too(rig: Rig, folder: Path) -> None:
-    assert await push_deltas(rig, {}, {}) == [1, 2]
-    assert check_bytes(folder / "v2").version == 2
-    assert (await said(rig))[0] == {2}
 
 
 @pytest.mark.parametrize("copies", [2.5, 3.3], ids=["two copies", "three with the draft of a dead trainer"])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from engines.checkpoint import read_tensors
+from engines.checkpoint.folder import read_tensors
 from engines.errors import ConfigError
 from loadtests.shapes import SHAPES
 from tests.material.hub_cache import cached

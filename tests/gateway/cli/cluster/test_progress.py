@@ -1,15 +1,12 @@
 """The output of a wait for a deployment."""
 
 import io
-import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from engines.config import EngineConfig
 from engines.errors import DeadlineExceeded
 from gateway.cli.cluster import progress
 from gateway.cli.cluster.progress import Report, stages_of
@@ -19,10 +16,6 @@ def application(**replicas: str) -> dict[str, Any]:
     """As Serve's API tells it, for one group named engine."""
     found = [{"replica_id": tag, "state": state, "node_id": "n"} for tag, state in replicas.items()]
     return {"deployments": {"engine": {"replicas": found}, "gateway": {"replicas": []}}}
-
-
-def groups(log_dir: Path, **levers: Any) -> dict[str, EngineConfig]:
-    return {"engine": EngineConfig.model_validate({"kind": "sglang", "log_dir": str(log_dir), **levers})}
 
 
 def test_work_goes_on_where_nobody_reads_its_output() -> None:
@@ -41,15 +34,11 @@ os._exit(7)
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 7
 
 
-def test_each_replica_is_told_by_its_newest_log(tmp_path: Path) -> None:
-    (tmp_path / "engine-a1-20261121-150000-1.log").write_text("command\nLoading weights took 2 seconds\n")
-    newest = tmp_path / "engine-a1-20261121-150100-2.log"
-    newest.write_text("command\nMulti-thread loading shards:  38% Completed | 3/8 [00:09<00:15]\r")
-    later = newest.stat().st_mtime + 1
-    os.utime(newest, (later, later))
-    (tmp_path / "engine-b2-20261121-150000-3.log").write_text("command\n")
+def test_a_replica_that_starts_is_in_the_phase_that_the_gateway_was_told() -> None:
     found = application(a1="STARTING", b2="RUNNING", c3="STARTING", d4="STOPPING")
-    assert stages_of(found, groups(tmp_path)) == {
+    starts = {"engine-a1": {"phases": {"importing": 8.0, "loading weights 3/8": 0.2}}, None: None}
+    status = {"replicas_missing": [{"replica_id": name, "start": start} for name, start in starts.items()]}
+    assert stages_of(found, ["engine"], status) == {
         "engine-a1": "loading weights",
         "engine-b2": "ready",
         "engine-c3": "STARTING",
@@ -68,13 +57,11 @@ def test_each_replica_is_told_by_its_newest_log(tmp_path: Path) -> None:
         ({"num_cpus": 0.0}, ""),
     ],
 )
-def test_a_replica_without_a_node_waits_for_what_it_reserves(
-    tmp_path: Path, reserved: dict[str, float], said: str
-) -> None:
+def test_a_replica_without_a_node_waits_for_what_it_reserves(reserved: dict[str, float], said: str) -> None:
     waiting = application(a1="STARTING")
     waiting["deployments"]["engine"]["replicas"][0]["node_id"] = None
     waiting["deployments"]["engine"]["deployment_config"] = {"ray_actor_options": reserved}
-    assert stages_of(waiting, groups(tmp_path)) == {"engine-a1": "STARTING" + said}
+    assert stages_of(waiting, ["engine"], {}) == {"engine-a1": "STARTING" + said}
 
 
 def test_a_step_that_takes_long_is_repeated_with_its_age(monkeypatch: pytest.MonkeyPatch) -> None:

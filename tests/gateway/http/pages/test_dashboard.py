@@ -2,7 +2,10 @@
 
 import asyncio
 import re
+import time
+from dataclasses import replace
 
+from engines.types import EngineStart
 from gateway.fleet.history import Timeline
 from tests.rigs.browser import page_of
 from tests.rigs.rig import Rig, StartRig
@@ -83,6 +86,30 @@ async def test_a_browser_shows_every_replica_and_a_row_for_a_missing_one(rig: Ri
     assert timeline.count("var(--UPDATING)") >= 1
     (events,) = re.findall(r'<ol id="events">(.*?)</ol>', page)
     assert "-&gt; LOST" in events
+
+
+async def test_a_browser_shows_the_phase_of_an_engine_that_starts_and_the_last_start_of_one_that_serves(
+    rig: Rig,
+) -> None:
+    served = rig.fleet.replicas[1]
+    served.info = replace(served.info, started=109.5, phases=(("importing", 100.0), ("warming up", 108.0)))
+    await rig.replicas.pop(0).kill()
+    await rig.until({"engine-1": "SERVING"})
+    start = EngineStart(replica_id="engine-x", group="engine", phases=(("loading weights 3/8", time.time() - 4),))
+
+    async def tell() -> None:
+        while True:
+            rig.fleet.starts.tell(start)
+            await asyncio.sleep(1)
+
+    telling = asyncio.create_task(tell())
+    page = await page_of(rig.url + "/dashboard")
+    telling.cancel()
+    (rows,) = re.findall(r'<tbody id="replicas">(.*?)</tbody>', page)
+    assert 'title="importing 8.0 s, warming up 1.5 s">start 9.5 s' in rows
+    assert "STARTING" in rows
+    assert "MISSING" not in rows
+    assert "engine-x starts: loading weights 3/8 for " in rows
 
 
 async def test_a_browser_asks_for_a_key_where_the_gateway_wants_one(start_rig: StartRig) -> None:

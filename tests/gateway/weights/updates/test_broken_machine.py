@@ -106,7 +106,7 @@ def an_aborted_update_leaves_its_replicas_alone(patch: pytest.MonkeyPatch) -> No
 
 
 def a_served_version_is_withdrawn(patch: pytest.MonkeyPatch) -> None:
-    async def broken(self: StoreArrival, update: Update, passed: Sequence[Replica]) -> None:
+    async def broken(self: StoreArrival, update: Update) -> None:
         await self.dropped(update)
 
     patch.setattr(StoreArrival, "after_commit", broken)
@@ -121,10 +121,10 @@ def received_tensors_are_not_dropped(patch: pytest.MonkeyPatch) -> None:
 
 def push(after: float = 0.0, *, bad: bool = False, slow_s: float = 0.0, dies_after: float | None = None) -> PushStep:
     """A push of all tensors over a flat group."""
-    return PushStep(after, 0, False, False, bad, False, False, None, slow_s, dies_after)
+    return PushStep(after, 0, False, False, bad, False, None, slow_s, dies_after)
 
 
-RECOMPUTED_BY_REFUSED = PushStep(0.5, 0, False, False, True, False, False, InFlight.RECOMPUTE, 0.0, None)
+RECOMPUTED_BY_REFUSED = PushStep(0.5, 0, False, False, True, False, InFlight.RECOMPUTE, 0.0, None)
 
 
 WAYS: list[Break] = [

@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+from gateway.fleet.replica import Replica
+from gateway.weights.canary import Canary
+from gateway.weights.verdicts import Finding
 from sim.worker import SimWorker
 from tests.rigs.calls import until
 from tests.rigs.rig import Json, Rig, StartRig
@@ -146,14 +149,22 @@ async def test_a_demand_that_is_not_met_in_time_is_refused_with_the_versions_the
 
 
 async def test_a_replica_that_fails_takes_the_version_from_those_that_had_taken_it(
-    start: StartRig, folder: Path
+    start: StartRig, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = await start(odd={"engine-2": {"corrupt_loads": True}})
     rig.fleet.replicas[2].load_tokens = 1  # its turn is the last
+    check = Canary.check
+
+    async def check_and_heal(self: Canary, *args: Any, **kwargs: Any) -> dict[Replica, Finding]:
+        findings = await check(self, *args, **kwargs)
+        if not all(finding.may_serve for finding in findings.values()):
+            rig.replicas[2].heal()  # before it loads the version of before, alone with it
+        return findings
+
+    monkeypatch.setattr(Canary, "check", check_and_heal)
     status, reply = await push(rig, folder)
     assert (status, reply["error"]["replica_id"]) == (424, "engine-2")
     assert "2 replicas had taken the version and are restored" in reply["error"]["message"]
-    rig.replicas[2].heal()
     await until_held(rig, 3, version=0)
     assert await said(rig) == {0}
     assert rig.fleet.rolling_to is None

@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 
-from engines.clients.vllm_engine import VllmEngine
-from engines.errors import EngineFailed
 from sim.model import SimModel
 from tests.rigs.calls import note_calls
 from tests.rigs.rig import Rig, StartRig
@@ -41,7 +39,7 @@ async def receive(rig: Rig) -> None:
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The calls that stop, overwrite or restore engines, as they are made."""
     stops = ("pause", "start_weight_update", "update_weights", "load_staged")
-    return note_calls(monkeypatch, *stops, "undo_load", "load_snapshot")
+    return note_calls(monkeypatch, *stops, "load_snapshot")
 
 
 async def test_rollouts_are_placed_and_served_between_the_calls_of_an_update(rig: Rig, calls: list[str]) -> None:
@@ -140,37 +138,12 @@ async def check_serves_the_checkpoint(rig: Rig) -> None:
         assert reply["choices"][0]["token_ids"] == expected
 
 
-async def test_weights_that_the_canary_refuses_after_the_swap_are_taken_back_from_memory(
-    refusing: Rig, calls: list[str]
-) -> None:
+async def test_weights_that_the_canary_refuses_after_the_swap_are_loaded_anew(refusing: Rig, calls: list[str]) -> None:
     report = await refused(refusing)
     await check_serves_the_checkpoint(refusing)
-    assert (calls.count("undo_load"), calls.count("load_snapshot")) == (2, 0)
-    sources = {name: found["taken_back"]["source"] for name, found in report["replicas"].items()}
-    assert sources == {"engine-0": "kept weights", "engine-1": "kept weights"}
+    assert calls.count("load_snapshot") == 2
     assert report["seconds"]["undo"] == max(one["taken_back"]["seconds"] for one in report["replicas"].values())
     await refusing.open_group()
-
-
-@pytest.mark.parametrize("failure", ["error", "wrong weights"])
-async def test_where_an_undo_fails_the_store_takes_over(
-    refusing: Rig, calls: list[str], monkeypatch: pytest.MonkeyPatch, failure: str
-) -> None:
-    undo_load = VllmEngine.undo_load
-
-    async def fail(self: VllmEngine, timeout_s: float) -> bool:
-        if self.replica_id == "engine-0":
-            return await undo_load(self, timeout_s)
-        if failure == "error":
-            raise EngineFailed("the device is lost", replica_id=self.replica_id)
-        return True
-
-    monkeypatch.setattr(VllmEngine, "undo_load", fail)
-    report = await refused(refusing)
-    await check_serves_the_checkpoint(refusing)
-    assert calls.count("load_snapshot") == 1
-    assert report["replicas"]["engine-0"]["taken_back"]["source"] == "kept weights"
-    assert report["replicas"]["engine-1"]["taken_back"]["source"] == "store"
 
 
 async def test_a_drain_waits_at_the_swap_and_not_before(start_rig: StartRig) -> None:

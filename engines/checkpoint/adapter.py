@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engines.checkpoint import read_tensors
+from engines.checkpoint.folder import read_tensors
 from engines.errors import InvalidRequest
 from engines.types import TensorMeta
 

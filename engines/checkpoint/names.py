@@ -22,9 +22,10 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from engines.checkpoint import ties_embeddings
+from engines.checkpoint.folder import ties_embeddings
 from engines.errors import InvalidRequest
-from engines.transfer.packing import NamedTensor
+
+NamedTensor = tuple[str, torch.Tensor]
 
 log = logging.getLogger("vllm.rollout_gateway")  # a child of vLLM's logger, whose handlers it uses
 

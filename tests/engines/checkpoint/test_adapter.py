@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from engines.adapter_folder import CONFIG_NAME, WEIGHTS_NAME, read_adapter
+from engines.checkpoint.adapter import CONFIG_NAME, WEIGHTS_NAME, read_adapter
 from engines.errors import InvalidRequest
 from engines.types import TensorMeta
 from tests.material.adapters import write_adapter

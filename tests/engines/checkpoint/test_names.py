@@ -13,9 +13,9 @@ transformers = pytest.importorskip("transformers")
 
 from safetensors.torch import load_file
 
-from engines import checkpoint
-from engines.checkpoint import tied_names, ties_embeddings
-from engines.checkpoint_names import CheckpointNames, Incoming, announced_as
+from engines.checkpoint import folder
+from engines.checkpoint.folder import tied_names, ties_embeddings
+from engines.checkpoint.names import CheckpointNames, Incoming, announced_as
 from engines.errors import InvalidRequest
 
 TEXT = {
@@ -145,7 +145,7 @@ def test_a_head_that_differs_in_its_last_bytes_alone_is_not_tied(
 ) -> None:
     from safetensors.torch import save_file
 
-    monkeypatch.setattr(checkpoint, "_PIECE_BYTES", 64)
+    monkeypatch.setattr(folder, "_PIECE_BYTES", 64)
     embed = torch.rand(64, 16)
     head = embed.clone()
     head[-1, -1] += 1
@@ -160,7 +160,7 @@ def test_tables_are_not_read_where_nothing_is_tied(tmp_path: Path, monkeypatch: 
     embed = torch.rand(64, 16)
     save_file({"model.embed_tokens.weight": embed, "lm_head.weight": embed.clone()}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 64, "tie_word_embeddings": False}))
-    monkeypatch.setattr(checkpoint, "read_spans", None)
+    monkeypatch.setattr(folder, "read_spans", None)
     assert tied_names(tmp_path) == ()
 
 
@@ -208,7 +208,7 @@ def test_names_of_a_model_without_an_architecture_load_no_transformers() -> None
     """Its import takes seconds, in which the relay and a trainer of another library's modules stand still."""
     code = (
         "import sys, torch\n"
-        "from engines.checkpoint_names import CheckpointNames\n"
+        "from engines.checkpoint.names import CheckpointNames\n"
         "for names in (CheckpointNames(), CheckpointNames(['w'])):\n"
         "    names.converted('w', torch.ones(1)), names.are_tied('w')\n"
         "print('transformers' in sys.modules)"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engines.checkpoint import checkpoint_files, known_tensors, read_tensors, served_in
+from engines.checkpoint.folder import checkpoint_files, known_tensors, read_tensors, served_in
 from engines.types import TensorMeta
 
 Header = dict[str, tuple[str, list[int]]]

@@ -1,6 +1,5 @@
 """The interface of a running engine. Each kind of server has a class, which speaks vLLM's dialect to the gateway."""
 
-import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
@@ -84,8 +83,6 @@ class Engine(ABC):
     url: str
     beside: Beside | None = None
     """None where the engine itself is asked, as its reader does."""
-    turn: asyncio.Lock
-    """Held while a large reply is read: many may come at once, and each is read in a turn of the event loop."""
 
     @abstractmethod
     async def close(self) -> None:

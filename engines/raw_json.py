@@ -12,7 +12,6 @@ NO_JSON = (ValueError, TypeError, LookupError, OverflowError, RecursionError)
 """The errors of a decoder, and of values that are of another kind than expected."""
 
 _LINE_ENDS = [(character.encode(), f"\\u{ord(character):04x}".encode()) for character in "\u0085\u2028\u2029"]
-_FIRST_BYTES = b"\xc2\x85", b"\xe2\x80"
 
 decoded = msgspec.json.Decoder().decode
 encoded = msgspec.json.Encoder().encode
@@ -36,7 +35,7 @@ def opened(value: Any) -> Any:
 def event(body: Any) -> bytes:
     """Return a server-sent event. It is one line to httpx (`aiter_lines`) too: JSON escapes no Unicode line end."""
     data = encoded(body)
-    if not data.isascii() and (_FIRST_BYTES[0] in data or _FIRST_BYTES[1] in data):
+    if not data.isascii():
         for character, escape in _LINE_ENDS:
             data = data.replace(character, escape)
     return b"data: " + data + b"\n\n"

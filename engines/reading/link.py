@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from engines.engine import Json, Take, body_in_json
 from engines.errors import DeadlineExceeded, EngineUnreachable
-from engines.reading.wire import Alive, Ask, Cancel, Ended, Failed, Hello, ToGateway, ToReader, Wire
+from engines.reading.wire import Alive, Ask, Cancel, Failed, Hello, ToGateway, ToReader, Wire
 from engines.trace_context import TRACE_CONTEXT
 
 _CONNECT_TIMEOUT_S = 10.0
@@ -91,24 +91,19 @@ class Link:
         asked.fail(DeadlineExceeded(f"replica {self._replica_id}: no answer to {path} within {timeout_s:g} s"))
 
     def _received(self, _: Wire[ToReader, ToGateway], message: ToGateway) -> None:
-        if isinstance(message, Alive):
-            self._hears.set()
-            return
-        if (asked := self._asks.get(message.number)) is None or asked.end.done():
-            return
-        if isinstance(message, Failed):
-            del self._asks[message.number]
-            asked.fail(message.error())
+        self._hears.set()
+        if isinstance(message, Alive) or (asked := self._asks.get(message.number)) is None or asked.end.done():
             return
         try:
-            if message.chunks:
-                asked.take(message.chunks)
+            if isinstance(message, Failed):
+                raise message.error()
+            asked.take(message.chunks)
+            if message.is_last:
+                asked.end.set_result(None)
         except Exception as error:
-            asked.fail(error)
-            return
-        if isinstance(message, Ended):
+            asked.end.set_exception(error)
+        if isinstance(message, Failed) or message.is_last:
             del self._asks[message.number]
-            asked.end.set_result(None)
 
     def _ended(self, wire: Wire[ToReader, ToGateway]) -> None:
         if wire is not self._wire:

@@ -1,14 +1,11 @@
 """Asks an engine and reads its chunks."""
 
-import asyncio
 from contextlib import aclosing
 
 from engines.chunks import Chunk
 from engines.engine import Engine, Json, Take
 from engines.errors import EngineFailed
 from engines.raw_json import NO_JSON
-
-_LARGE_BYTES = 1 << 14
 
 
 async def read(engine: Engine, path: str, body: Json, timeout_s: float, take: Take, *, is_whole: bool) -> None:
@@ -17,13 +14,7 @@ async def read(engine: Engine, path: str, body: Json, timeout_s: float, take: Ta
     Raises the errors of `Engine`, and `EngineFailed` for a chunk without readable choices.
     """
     if is_whole:
-        reply = await engine.reply(path, body, timeout_s)
-        if len(reply) <= _LARGE_BYTES:
-            take([_chunk(engine, reply)])
-            return
-        async with engine.turn:
-            await asyncio.sleep(0)
-            take([_chunk(engine, reply)])
+        take([_chunk(engine, await engine.reply(path, body, timeout_s))])
         return
     async with aclosing(engine.events(path, body, timeout_s)) as blocks:
         async for events in blocks:

@@ -16,7 +16,7 @@ from engines.engine import Engine
 from engines.errors import EngineFailed, RolloutGatewayError
 from engines.reading.joining import Joining
 from engines.reading.reader import read
-from engines.reading.wire import Alive, Ask, Cancel, Ended, Failed, Hello, ToGateway, Told, ToReader, Wire
+from engines.reading.wire import Alive, Ask, Cancel, Failed, Hello, ToGateway, Told, ToReader, Wire
 from engines.trace_context import TRACE_CONTEXT
 from engines.types import ReplicaInfo
 
@@ -99,15 +99,13 @@ class ReaderServer:
         body = orjson.loads(ask.body)
         try:
             await read(self.engine, ask.path, body, ask.timeout_s, telling.take, is_whole=ask.is_whole)
-            wire.send(Ended(ask.number, telling.rest()))
-        except RolloutGatewayError as error:
+            wire.send(Told(ask.number, telling.rest(), is_last=True))
+        except Exception as error:
+            if not isinstance(error, RolloutGatewayError):
+                log.exception("a reply could not be read in a way that was not foreseen", path=ask.path)
+                error = EngineFailed(f"its reader failed: {error!r:.200}", replica_id=self.engine.replica_id)
             telling.tell()
             wire.send(Failed.of(ask.number, error))
-        except Exception as error:
-            log.exception("a reply could not be read in a way that was not foreseen", path=ask.path)
-            reason = f"its reader failed: {error!r:.200}"
-            telling.tell()
-            wire.send(Failed.of(ask.number, EngineFailed(reason, replica_id=self.engine.replica_id)))
         finally:
             self._telling.discard(telling)
             telling.close()

@@ -1,6 +1,5 @@
 """/v1/completions of vLLM's dialect: a request becomes one rollout per prompt; the replies are joined prompt-major."""
 
-import asyncio
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,7 +25,6 @@ from gateway.fleet.fleet import Fleet
 from gateway.fleet.placement.lengths import prompt_key
 
 _CHARACTERS_PER_TOKEN = 4
-_LARGE_BYTES = 1 << 16
 # vLLM's own default of max_tokens in this dialect.
 _DEFAULT_MAX_TOKENS = 16
 _NEW: Mapping[int, Reply] = {}
@@ -134,11 +132,8 @@ class Completions:
         written.head, bare = prompt.head(reply), prompt.bare()
         first, shows_ids = prompt.first, bool(prompt.body.get("return_token_ids"))
         for sample in reply.samples:
-            pieces = sample.written(bare, first + sample.index, shows_ids=shows_ids)
-            written.choices.append(pieces)
+            written.choices.append(sample.written(bare, first + sample.index, shows_ids=shows_ids))
             written.ends.append({"finish_reason": sample.reason, "weight_versions": sample.spans})
-            if sum(map(len, pieces)) > _LARGE_BYTES:  # each in a turn of the event loop
-                await asyncio.sleep(0)
         self._runner.count_missing(reply.num_unscored)
 
     async def stream(self, prompts: Sequence[CompletionPrompt], usage: Usage, show: Show) -> None:

@@ -10,8 +10,8 @@ from typing import Self
 from msgspec import structs
 
 from engines.chunks import Choice, Chunk
-from engines.engine import Json, Take
-from engines.errors import DeadlineExceeded, EngineError, EngineFailed, EngineRefused
+from engines.engine import Json
+from engines.errors import EngineError, EngineFailed, EngineRefused
 from engines.raw_json import NO_JSON, opened
 from gateway.config.schema import GatewayConfig
 from gateway.dialects.resumption.features import inexact_fields
@@ -26,11 +26,9 @@ _CANNOT_CONTINUE = "the reply was cut off and cannot continue"
 _TOLD_OF_ALL = ("routed_experts", "sampling_mask")  # encoded over all tokens of a choice
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True)  # frozen, it would cost a call for each field of each prompt
 class Ask(ABC):
     """One rollout in the words of its dialect, or the rest of one of its samples: how an engine is asked.
-
-    It does not change, and is not frozen: that would cost a call for each field of each prompt.
 
     `limit` is the largest number of tokens of a sample, `room` that of prompt and sample together; None where it is not
     known. `read` are the token ids of the prompt, where they are known; `before` is the sample that continues here.
@@ -94,13 +92,9 @@ class Ask(ABC):
         bare = self.bare()
         return self.head(reply) | {"choices": [sample.told(bare) for sample in reply.samples]}
 
-    async def fetch(
-        self, replica: Replica, path: str, body: Json, take: Take, *, is_whole: bool, streams: bool
-    ) -> None:
-        """Have the engine asked; `take` gets its chunks, one with `is_whole`. Return at the reply's end."""
-        reader, timeout_s = replica.engine.beside, self.config.generate_timeout_s
-        assert reader is not None
-        await reader.read(path, body, timeout_s, take, is_whole=is_whole, streams=streams)
+    def worded(self, chunk: Chunk, replica: Replica, *, is_whole: bool) -> Chunk:
+        """An engine's chunk in the words of the dialect. Raises one of `NO_JSON` where it cannot be read."""
+        return chunk
 
     def shows(self, choice: Json, *, is_cut: bool) -> bool:
         """True if the client sees this choice of a chunk; `is_cut` where it was cut off and continues."""
@@ -145,6 +139,7 @@ class Part:
         """The chunks of a stream before the first with content, all of which an attempt may take back."""
         self._unvouched: list[Chunk] = []
         """Chunks of a stream that wait for the verdict on an update."""
+        self._is_whole = False
         self._replica: Replica | None = None
 
     async def make(self, replica: Replica) -> None:
@@ -153,23 +148,22 @@ class Part:
         source = Source(replica, replica.take_off(), ask.rollout.adapter)
         for sample in self.samples:
             sample.begin(source)
-        failure: EngineError | DeadlineExceeded | None = None
         streams = self._show is not None
-        is_whole = not streams and ask.reads_whole(replica)
+        self._is_whole = is_whole = not streams and ask.reads_whole(replica)
         try:
             path, body = await ask.asked(replica, streams=streams)
             if not is_whole:
                 body["stream_options"] = {**(body.get("stream_options") or {}), "include_usage": True}
-            await ask.fetch(replica, path, body, self._take, is_whole=is_whole, streams=streams)
-        except (EngineError, DeadlineExceeded) as error:
-            failure = ask.named(error) if isinstance(error, EngineRefused) else error
-        if self._unvouched:
+            reader, timeout_s = replica.engine.beside, ask.config.generate_timeout_s
+            assert reader is not None
+            await reader.read(path, body, timeout_s, self._take, is_whole=is_whole, streams=streams)
+        except EngineRefused as error:
+            raise ask.named(error) from error.__cause__
+        if streams:
             await replica.vouched()
             self._read(self._unvouched, replica)
-        if failure is not None:
-            raise failure
         aborted = self._checked_ends(replica, is_whole=is_whole)
-        if self._show is None:
+        if not streams:
             await replica.vouched()
         self._stamp()
         if aborted:
@@ -180,23 +174,21 @@ class Part:
         replica = self._replica
         assert replica is not None
         replica.heard(self._ask.rollout)
-        if self._show is not None:
-            chunks = self._unvouched + chunks
-            self._unvouched = [] if replica.is_vouched else chunks
-            if self._unvouched:
-                return
-        self._read(chunks, replica)
+        if self._show is not None and not replica.is_vouched:
+            self._unvouched += chunks
+            return
+        waiting, self._unvouched = self._unvouched, []
+        self._read(waiting + chunks, replica)
 
     def _read(self, chunks: list[Chunk], replica: Replica) -> None:
         """Read chunks, and show them where the client streams."""
         for chunk in chunks:
             try:
+                chunk = self._ask.worded(chunk, replica, is_whole=self._is_whole)
                 self._reply.take(chunk, self.samples)
             except NO_JSON as error:
-                raise EngineFailed(
-                    f"its chunk is {chunk!r:.200}, not choices of {len(self.samples)} samples: {error}",
-                    replica_id=replica.replica_id,
-                ) from error
+                reason = f"its chunk is {chunk!r:.200}, not choices of {len(self.samples)} samples: {error}"
+                raise EngineFailed(reason, replica_id=replica.replica_id) from error
             if replica.cuts_off and (self._show is None or self._continues):
                 for choice in chunk.choices:
                     self.samples[choice.index].cut()

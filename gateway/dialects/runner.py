@@ -70,15 +70,14 @@ class Runner:
         while sample.is_open:
             ask = ask.rest(reply, sample)
             self._metrics.kept_tokens.inc(sample.num_new)
-            reply.keep(sample, ask.inexact or ())
+            sample.keep(ask.inexact or ())
             await self.make(ask, reply, show)
 
     async def make(self, ask: Ask, reply: Reply, show: Show | None = None) -> None:
         """Have one replica make what is asked. Its samples are open after it where it was cut off, or failed."""
         if not reply.samples:
-            keeps, alone = show is None, ask.is_submitted
-            indexes = range(ask.rollout.n)
-            reply.samples = [Sample(index, keeps_content=keeps, scores_alone=alone) for index in indexes]
+            fields = {"keeps_content": show is None, "scores_alone": ask.is_submitted}
+            reply.samples = [Sample(index, **fields) for index in range(ask.rollout.n)]
         part = Part(ask, reply, show, self._fleet.version_of(ask.rollout.model))
         if ask.before is not None and ask.is_full:
             part.end(_FULL)

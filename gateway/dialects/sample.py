@@ -5,11 +5,11 @@ log-probs, which are most of a reply, are joined as their engines wrote them.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from itertools import chain
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from msgspec import Raw
 
@@ -27,7 +27,6 @@ CUT_OFF = "cut off"
 ABORT = "abort"
 
 _NO_PART = Choice(0)
-_NO_END: Mapping[str, Any] = {}
 _IDS = "token_ids"
 _PROMPT = "prompt_token_ids"
 _TOKENS_SCORES = "token_logprobs"
@@ -94,7 +93,7 @@ class Sample:
     kv_versions: Sequence[int] = ()
     _report: Sequence[Json] = ()  # the engine's last report of the spans
     _last: Choice | None = None  # its last choice
-    _end: Mapping[str, Any] = _NO_END
+    _end: Json | None = None
 
     def __init__(self, index: int, *, keeps_content: bool = True, scores_alone: bool = False) -> None:
         self.index = index
@@ -142,9 +141,9 @@ class Sample:
         """The fields of its last choice beside text and lists, as it came; {} before any has come."""
         last = self._last
         if last is None:
-            return {**self._end}
+            return self._end or {}
         spans = {} if last.weight_versions is None else {"weight_versions": last.weight_versions}
-        return {**last.others, "finish_reason": last.finish_reason, **spans, **self._end}
+        return {**last.others, "finish_reason": last.finish_reason, **spans, **(self._end or {})}
 
     def add(self, choice: Choice) -> None:
         """Take a choice of a chunk."""
@@ -205,7 +204,7 @@ class Sample:
             self.kept.spans if self.spans is None else self.spans, self.kv_versions or self.kept.kv_versions,
         )  # fmt: skip
         self.is_resumed, self.inexact = True, self.inexact or inexact
-        self._report, self._last, self._end = (), None, _NO_END
+        self._report, self._last, self._end = (), None, None
 
     def begin(self, source: Source) -> None:
         """Have a replica make it, or its rest."""
@@ -223,7 +222,7 @@ class Sample:
         self.num_made, self.num_characters, self.num_unscored = kept.num_made, kept.num_characters, kept.num_unscored
         self.spans, self.kv_versions = kept.spans, kept.kv_versions
         self.source, self.reason, self.is_cut, self.num_read = None, None, False, math.inf
-        self._report, self._last, self._end = (), None, _NO_END
+        self._report, self._last, self._end = (), None, None
 
     def settle(self) -> None:
         """Take what it has for all that there will be, but no tokens of no known version."""
@@ -341,7 +340,7 @@ class Sample:
     def _beside_lists(self, whole: Choice, bare: Json) -> Json:
         """The choice with its text, and with lists as its last choice or `bare` has them."""
         others = {} if self._last is None else self._last.others
-        told = {**bare, "stop_reason": None, **others, **self._end, **self.marks()}
+        told = {**bare, "stop_reason": None, **others, **(self._end or {}), **self.marks()}
         told["index"], told["finish_reason"] = self.index, self.reason or CUT_OFF
         if "text" in told or whole.text is not None:
             told["text"] = whole.text or ""
@@ -370,8 +369,6 @@ class Reply:
     """
 
     heard: Callable[[], None] | None = None
-    is_resumed = False
-    """True once a sample has continued."""
 
     def __init__(self, prompt: list[int] | None = None, samples: Iterable[Sample] = ()) -> None:
         self.head: Json = {}
@@ -386,15 +383,10 @@ class Reply:
             samples[choice.index].add(choice)
         if not self.head:
             self.head = chunk.head
-        if chunk.usage and not self.is_resumed:  # else it is that of a rest
+        if chunk.usage and not samples[0].is_resumed:  # else it is that of a rest
             self._usage = chunk.usage
         if chunk.prompt_token_ids:
             self._prompt = chunk.prompt_token_ids
-
-    def keep(self, sample: Sample, inexact: Sequence[str]) -> None:
-        """Have a sample continue, as `Sample.keep`."""
-        sample.keep(inexact)
-        self.is_resumed = True
 
     @property
     def prompt(self) -> list[int] | None:
@@ -423,7 +415,7 @@ class Reply:
     def usage(self) -> Json:
         """The count of the engine; where samples continued, or it has not come, of the tokens that are here."""
         usage = self._usage or {}
-        if self.counted is not None and not self.is_resumed:
+        if self.counted is not None and not any(map(attrgetter("is_resumed"), self.samples)):
             return usage
         made = sum(sample.num_made for sample in self.samples)
         read = usage.get("prompt_tokens") or len(self.prompt or ())

@@ -13,9 +13,9 @@ from typing import Any
 import structlog
 
 from engines.chunks import Chunk
-from engines.engine import Json, Take
-from engines.errors import EngineFailed, InvalidRequest, UnknownRoute, shown
-from engines.raw_json import NO_JSON, encoded
+from engines.engine import Json
+from engines.errors import InvalidRequest, UnknownRoute, shown
+from engines.raw_json import encoded
 from gateway.config.schema import GatewayConfig
 from gateway.dialects import completion_prompt
 from gateway.dialects.completion_prompt import is_read_in_chunks
@@ -200,24 +200,13 @@ class TokenPrompt(Ask):
             sampling = rest_sampling(body["sampling_params"], before.token_ids, before.index)
             read = [*self.prompt, *before.token_ids]
             body |= {"token_ids": read, "sampling_params": sampling, "return_token_ids": None}
-        return PATH, body
+        return (PATH, body) if _serves(replica) else (completion_prompt.PATH, completion_body(body, replica.info))
 
-    async def fetch(
-        self, replica: Replica, path: str, body: Json, take: Take, *, is_whole: bool, streams: bool
-    ) -> None:
-        def translated(chunks: list[Chunk]) -> None:
-            translate = token_reply if is_whole else token_chunk
-            try:
-                told = [Chunk.read(encoded(translate(chunk.decoded(), body))) for chunk in chunks]
-            except NO_JSON as error:
-                raise EngineFailed(f"a chunk is {chunks!r:.200}", replica_id=replica.replica_id) from error
-            take(told)
-
+    def worded(self, chunk: Chunk, replica: Replica, *, is_whole: bool) -> Chunk:
         if _serves(replica):
-            await super().fetch(replica, path, body, take, is_whole=is_whole, streams=streams)
-        else:
-            other = completion_body(body, replica.info)
-            await super().fetch(replica, completion_prompt.PATH, other, translated, is_whole=is_whole, streams=streams)
+            return chunk
+        body, translate = self.body | {"request_id": self.rollout.request_id}, token_reply if is_whole else token_chunk
+        return Chunk.read(encoded(translate(chunk.decoded(), body)))
 
     def bare(self) -> Json:
         return {"token_ids": [], "logprobs": None}

@@ -74,8 +74,7 @@ async def send_pieces(
         response, last = web.StreamResponse(headers=_JSON), pieces[-1]
         response.content_length = num_bytes
         await response.prepare(request)
-        await response.write(pieces[0])  # joined with the head, as the first always is, and so short
-        for block in _blocks(pieces[1:-1]):
+        for block in _blocks(pieces[:-1]):
             await response.write(block)
             await asyncio.sleep(0)  # a client that reads as fast as this writes would keep the loop
         if before_end is not None:

@@ -2,21 +2,11 @@
 
 from collections.abc import Iterable
 
-from engines.chunks import Chunk
 from engines.clients.connect import connect
 from engines.clients.external import external_engine
 from engines.engine import Engine
-from engines.reading.joining import Joining
 from engines.reading.server import ReaderThread
 from engines.types import EngineKind, ReplicaInfo
-
-
-class Eager(Joining):
-    """Tells each chunk as it comes, in place of `Joining`: a test need not wait until a gateway has it."""
-
-    def take(self, chunk: Chunk) -> bool:
-        super().take(chunk)
-        return True
 
 
 class Readers:

@@ -25,7 +25,7 @@ from gateway.http.access import CLIENT, Access, Handler, has_session_key
 from gateway.http.json_body import as_object, read_content, read_object, reply
 from gateway.http.middleware import GIVEN_ID, Measurement, request_id
 from gateway.http.own_requests import OwnRequests
-from gateway.http.replies import send_events, send_pieces
+from gateway.http.replies import BeforeEnd, send_events, send_pieces
 
 _HEALTH_TIMEOUT_S = 20.0
 
@@ -70,11 +70,7 @@ class RolloutRoutes:
             return await self._send(request, prompts, written, seal)
 
     async def _send(
-        self,
-        request: web.Request,
-        prompts: Sequence[CompletionPrompt],
-        written: Written,
-        seal: Callable[[], Awaitable[None]] | None = None,
+        self, request: web.Request, prompts: Sequence[CompletionPrompt], written: Written, seal: BeforeEnd | None = None
     ) -> web.StreamResponse:
         """Send a reply, then count it: a replay may get one that breaks off."""
         response = await send_pieces(request, written.pieces(), seal)

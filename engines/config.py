@@ -182,6 +182,9 @@ class EngineConfig(Section):
     """Limit on an engine's start."""
     drain_timeout_s: float = Field(600.0, ge=0)
     """Time for a removed replica to finish its rollouts; the rest are retried elsewhere."""
+    standby: int = Field(0, ge=0, le=1)
+    """1: a second engine of each replica sleeps on the replica's GPUs, and takes over within seconds when the first one
+    ends. It needs 2 to 5 GB of each GPU: leave them free (`gpu_memory_utilization`)."""
     stop_timeout_s: float = Field(10.0, gt=0)
     """Time between SIGTERM to an engine and SIGKILL to its process group."""
     sim: SimConfig = SimConfig()
@@ -253,6 +256,21 @@ class EngineConfig(Section):
             raise ValueError(
                 f"gpus_per_replica = {share:g} puts {replicas} replicas on a GPU, and {name} = {found} leaves no room "
                 f"for them: set it to at most {1 / replicas:.2f}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_standby_gets_its_weights_from_the_store(self) -> Self:
+        reasons = {
+            f"kind: {self.kind}": self.kind not in (EngineKind.VLLM, EngineKind.SIM),
+            "frozen: true": self.frozen,
+            "enable_lora: true": self.enable_lora,
+            "a speculative_config": self.speculative_config is not None,
+        }
+        if self.standby and (found := [name for name, applies in reasons.items() if applies]):
+            raise ValueError(
+                f"standby = {self.standby} with {found[0]}: a standby is a vLLM whose weights are all loaded when it "
+                "wakes; leave standby out, and an engine that ends starts again"
             )
         return self
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from engines.config import EngineConfig
 from engines.errors import ConfigError, EngineStartFailed
-from engines.process.launch import gpus_per_replica
+from engines.process.launch import gpus_per_replica, gpus_to_reserve
 from engines.process.log_lines import write_log_lines
 from engines.store.weight_store import remove_store
 from engines.types import ReplicaInfo
@@ -76,7 +76,11 @@ def replica_processes(config: Config, gpus: Sequence[str]) -> list[ReplicaProces
     free, replicas = list(gpus), []
     for name, group in config.groups.items():
         for index in range(group.num_replicas):
-            own = [free.pop(0) if free else "" for _ in range(gpus_per_replica(group))]
+            share = gpus_to_reserve(group)
+            if 0 < share < 1:  # replicas share a GPU
+                own = [gpus[int(index * share)]] if index * share < len(gpus) else [""]
+            else:
+                own = [free.pop(0) if free else "" for _ in range(gpus_per_replica(group))]
             if "" in own:
                 raise ConfigError(f"engine group {name!r}: {len(gpus)} GPUs are too few for its replica {index}")
             engine = _on_gpus(group, own)

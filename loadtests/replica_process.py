@@ -2,9 +2,9 @@
 
     python -m loadtests.replica_process
 
-The first line of standard input is JSON: the arguments of `EngineServer`. The only line of standard output is the
-replica's description, or the reason why it does not start. The process ends when its standard input closes, also by the
-death of its owner.
+The first line of standard input is JSON: the arguments of `EngineServer`. A line of standard output describes the
+replica, whenever an engine of it has started, or tells why none does. The process ends when its standard input closes,
+also by the death of its owner, or when no engine follows one that has ended.
 """
 
 import asyncio
@@ -21,19 +21,18 @@ from engines.clients.connect import connect
 from engines.config import EngineConfig
 from engines.errors import ConfigError, EngineStartFailed
 from engines.process.engine_server import EngineServer
+from engines.process.kept_engine import KeptEngine
 from engines.process.log_lines import write_log_lines
 from engines.process.process import longest_stop_s
-from engines.reading.server import ReaderThread
 from engines.types import ReplicaInfo
 
 _INFO = TypeAdapter(ReplicaInfo)
 _LONGEST_LINE = 1 << 26  # the tensors of a large model are in it
 _SLACK_S = 60.0
-_LOOPBACK = "127.0.0.1"
 
 
 class ReplicaProcess:
-    """One replica; `start` begins its next life where it has ended. `given` is as for `EngineServer`."""
+    """One replica; `start` begins its next life where the process has ended. `given` is as for `EngineServer`."""
 
     def __init__(self, engine: EngineConfig, **given: Any) -> None:
         self.engine = engine
@@ -48,6 +47,13 @@ class ReplicaProcess:
         except BaseException:  # also a cancelled start
             await self.stop()
             raise
+
+    async def successor(self) -> ReplicaInfo | None:
+        """Return the description of the engine that follows one that has ended; None where the process ends instead."""
+        assert self._process is not None
+        assert self._process.stdout is not None
+        line = await self._process.stdout.readline()
+        return _described(line) if line else None
 
     async def stop(self) -> None:
         """End the reader, then the engine."""
@@ -80,13 +86,17 @@ class ReplicaProcess:
             line = await process.stdout.readline()
         if not line:
             raise EngineStartFailed(f"the process of {self._given['replica_id']} ended as it started")
-        told = orjson.loads(line)
-        if isinstance(told, str):
-            raise EngineStartFailed(told)
-        return _INFO.validate_python(told)
+        return _described(line)
 
 
-async def _own(server: EngineServer) -> None:
+def _described(line: bytes) -> ReplicaInfo:
+    told = orjson.loads(line)
+    if isinstance(told, str):
+        raise EngineStartFailed(told)
+    return _INFO.validate_python(told)
+
+
+async def _own(engine: KeptEngine) -> None:
     """Run the engine and its reader until standard input closes."""
     loop, ours = asyncio.get_running_loop(), asyncio.current_task()
     assert ours is not None
@@ -96,21 +106,15 @@ async def _own(server: EngineServer) -> None:
         ours.cancel()
 
     loop.add_reader(sys.stdin, end)
-    reader: ReaderThread | None = None
     try:
-        info = await server.start()
-        reader = ReaderThread(lambda: connect(info.kind, info.replica_id, info.url, has_tee=info.has_tee))
-        await asyncio.to_thread(reader.start)
-        _say(_INFO.dump_json(await reader.beside(info, _LOOPBACK)))
-        await loop.create_future()
+        await engine.start()
+        await engine.ended()
     except (EngineStartFailed, ConfigError) as error:
         _say(orjson.dumps(str(error)))
     except asyncio.CancelledError:
         return
     finally:
-        if reader is not None:
-            await asyncio.to_thread(reader.stop)
-        await server.stop()
+        await engine.stop()
 
 
 def _say(line: bytes) -> None:
@@ -121,7 +125,17 @@ def _say(line: bytes) -> None:
 def main() -> None:
     write_log_lines(sys.stderr)
     given = orjson.loads(sys.stdin.buffer.readline())
-    uvloop.run(_own(EngineServer(EngineConfig.model_validate(given.pop("config")), **given)))
+    config = EngineConfig.model_validate(given.pop("config"))
+    uvloop.run(_own(_kept(EngineServer(config, **given), index=given["index"], has_standby=config.standby > 0)))
+
+
+def _kept(server: EngineServer, **given: Any) -> KeptEngine:
+    return KeptEngine(
+        server,
+        lambda info: connect(info.kind, info.replica_id, info.url, has_tee=info.has_tee),
+        on_start=lambda info: _say(_INFO.dump_json(info)),
+        **given,
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """vLLM general plugin: registers the gloo weight transfer backend in every vLLM process. `gloo_receiver.py` has it.
 
-It also makes vLLM fork the processes that it would spawn, gives it AMX, and lets several API processes share LoRA
-adapters.
+It also makes vLLM fork the processes that it would spawn, gives it AMX, lets several API processes share LoRA adapters,
+and starts a standby with lean memory.
 """
 
 import contextlib
@@ -20,6 +20,9 @@ API processes. Without the variable its command spawns."""
 SHARED_ADAPTERS = "ROLLOUT_GATEWAY_SHARED_ADAPTERS"
 """Environment variable: folder, in the engine's temporary one, of the LoRA adapters of all its API processes."""
 
+STANDBY = "ROLLOUT_GATEWAY_STANDBY"
+"""Environment variable of an engine that starts beside another, without memory for weights and KV cache."""
+
 _API_PROCESS = "ApiServer_"
 
 
@@ -36,6 +39,10 @@ def register() -> None:
         _fork_processes()
     if multiprocessing.current_process().name.startswith(_API_PROCESS):
         _share_adapters()
+    if STANDBY in os.environ:
+        from engines.inside_vllm.lean_memory import start_lean
+
+        start_lean()
     _permit_amx()
 
 

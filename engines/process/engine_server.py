@@ -9,26 +9,37 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from http import HTTPStatus
 from pathlib import Path
+from typing import Any
+
+import structlog
 
 from engines.checkpoint.folder import known_tensors, read_config, served_in, tied_names
 from engines.clients.connect import connect
 from engines.config import DEFAULT_LOG_DIR, EngineConfig
 from engines.engine import Engine, Preparation
-from engines.errors import DeadlineExceeded, EngineError, EngineFailed, EngineStartFailed
+from engines.errors import ConfigError, DeadlineExceeded, EngineError, EngineFailed, EngineStartFailed
+from engines.inside_vllm.plugin import STANDBY
 from engines.model_folder import is_quantised, model_folder
 from engines.process.diagnosis import diagnose, last_error
 from engines.process.engine_log import Phases, check_log_folder, doing, forget_old_logs, measured_kv_memory
-from engines.process.launch import VLLM_WORKER, engine_command
+from engines.process.launch import VLLM_WORKER, engine_command, gpus_per_replica
 from engines.process.port import HeldPort
 from engines.process.process import Command, EngineProcess
 from engines.types import Dialect, EngineKind, ReplicaInfo, TensorMeta
+
+log = structlog.get_logger()
 
 _PROBE_TIMEOUT_S = 5.0
 _PROBE_INTERVAL_S = 0.2
 _GPUS_TIMEOUT_S = 10.0
 # The only failure after which SGLang neither serves nor ends.
 _NO_PORT = "error while attempting to bind on address"
+_STOPPED_PROBES = 10
+"""So many times in a row is an engine found stopped. They are not told apart by a clock, which runs on where the whole
+machine is suspended."""
 _COARSE_INTERVAL = 16
+_LEAST_UTILIZATION = 0.001
+"""vLLM refuses to start where less of the GPU is free than this share. A standby is given the bytes of its KV cache."""
 # Engines take 32 bit seeds; half of them leaves room for engine.seed on top.
 _SEEDS = 2**31
 _FROM_START_TO_START = 1_000_003
@@ -37,7 +48,7 @@ _FROM_START_TO_START = 1_000_003
 
 class EngineServer:
     """One engine process and what is known of it; it can be started again. `index` sets its seed apart from its peers';
-    `hidden` names variables that it does not inherit."""
+    `hidden` names variables that it does not inherit. `sleeps` is True for a standby, until it is started again."""
 
     def __init__(
         self,
@@ -61,24 +72,80 @@ class EngineServer:
         self._is_dead = False
         self._starts = 0
         self._described: ReplicaInfo | None = None
+        self.sleeps = False
+        self._is_lean = False
         self.phases = Phases("importing")
         self._kv_memory: int | None = None
         """Bytes of KV cache that vLLM has measured in an earlier start. Given, they spare it a capture of graphs."""
 
     async def start(self) -> ReplicaInfo:
-        """Start, wait for health, warm up. Raises `EngineStartFailed`, whose first line gives the reason, and
-        `ConfigError` where nothing can be started. A start that fails or is cancelled leaves no process.
+        """Start, wait for health, warm up; or wake it where it sleeps. Raises `EngineStartFailed`, whose first line
+        gives the reason, and `ConfigError` where nothing can be started. A start that fails or is cancelled leaves no
+        process.
 
         A failure that may be transient is retried once here, since Serve is configured to give up at the first. So is
         one with the KV cache of an earlier start, which is then measured again.
         """
+        if self.sleeps:
+            self.sleeps = False
+            try:
+                return await self._woken()
+            except (EngineError, DeadlineExceeded) as error:
+                log.warning("a standby does not wake", replica=self._replica_id, reason=str(error))
         try:
             return await self._start_once()
         except EngineStartFailed as error:
-            if not error.may_pass and self._kv_memory is None:
+            if self._is_lean or (not error.may_pass and self._kv_memory is None):
                 raise
             self._kv_memory = None
             return await self._start_once()
+
+    def standby(self, index: int) -> "EngineServer":
+        """Return the server of a standby: it starts without memory for weights and KV cache, and is to `sleep` then.
+
+        Raise `ConfigError` where the size of its KV cache is not known.
+        """
+        if gpus_per_replica(self._config) and not (self._kv_memory or self._config.kv_cache_memory_bytes):
+            reason = "the engine's log does not tell the size of its KV cache"
+            raise ConfigError(f"{self._section}.standby = 1: {reason}; set {self._section}.kv_cache_memory_bytes")
+        other = EngineServer(
+            self._config,
+            replica_id=self._replica_id,
+            group=self._group,
+            index=index,
+            hidden=self._hidden,
+            process=self._new_process,
+        )
+        other._is_lean, other._kv_memory = True, self._kv_memory
+        return other
+
+    async def sleep(self) -> None:
+        """Have the engine give up its weights, and on GPUs all memory that it can, until it is started again."""
+        assert self._engine is not None
+        limit_s = self._config.start_timeout_s
+        await self._engine.abandon_weight_update(limit_s)  # its weights are of no version: the gateway loads them
+        if gpus_per_replica(self._config):
+            await self._engine.ask("POST", "/sleep?level=2", None, limit_s)
+        self.sleeps, self._is_lean = True, False
+
+    async def _woken(self) -> ReplicaInfo:
+        assert self._engine is not None
+        assert self._described is not None
+        self.phases = Phases("waking")
+        if gpus_per_replica(self._config):
+            await self._engine.ask("POST", "/wake_up", None, self._config.start_timeout_s)
+        return replace(self._described, started=time.time(), phases=self.phases.told())
+
+    def _of_this_start(self) -> EngineConfig:
+        """Return the configuration with what is known of the GPU's memory. A standby takes its share when it wakes."""
+        known: dict[str, Any] = {} if self._kv_memory is None else {"kv_cache_memory_bytes": self._kv_memory}
+        config = self._config
+        if self._is_lean and gpus_per_replica(config):
+            known["gpu_memory_utilization"] = _LEAST_UTILIZATION
+            known["load_format"] = "dummy"
+            known["extra"] = {**config.extra, "enable_sleep_mode": True}
+            known["env"] = {**config.env, STANDBY: "1"}
+        return config.model_copy(update=known)
 
     async def check(self) -> None:
         """Raise if the engine does not serve."""
@@ -96,10 +163,18 @@ class EngineServer:
         await self._process.keep_warm()
 
     async def ended(self) -> None:
-        """Return when the engine that was started has ended, or has told a check that it will not serve again."""
+        """Return when the engine that was started has ended, or has told a check that it will not serve again.
+
+        One that SIGSTOP holds is killed: it would hold its GPUs and make nothing, for how long nobody knows.
+        """
         assert self._process is not None
-        while self._process.exit_code is None and not self._is_dead:  # noqa: ASYNC110 a process ends without an event
+        stopped = 0
+        while self._process.exit_code is None and not self._is_dead:
             await asyncio.sleep(_PROBE_INTERVAL_S)
+            stopped = stopped + 1 if self._process.stopped else 0
+            if stopped >= _STOPPED_PROBES:
+                log.warning("the engine is stopped (SIGSTOP), and is killed", replica=self._replica_id)
+                self._process.kill()
 
     @property
     def stopped(self) -> int:
@@ -125,8 +200,7 @@ class EngineServer:
 
     async def _started(self) -> ReplicaInfo:
         self._port = HeldPort()
-        known = {} if self._kv_memory is None else {"kv_cache_memory_bytes": self._kv_memory}
-        config, port = self._config.model_copy(update=known), self._port.number
+        config, port = self._of_this_start(), self._port.number
         await asyncio.to_thread(check_log_folder, config, self._section)
         log_path = config.log_folder / f"{self._replica_id}-{time.strftime('%Y%m%d-%H%M%S')}-{port}.log"
         if config.log_dir == DEFAULT_LOG_DIR:

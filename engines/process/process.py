@@ -176,6 +176,12 @@ class EngineProcess(_LoggedProcess):
         self._tree = self._tree or descendants(self.pid)
         return next((pid for pid in self._tree if _words(f"/proc/{pid}/stat", after=")")[:1] == ["T"]), 0)
 
+    def kill(self) -> None:
+        """Kill the command's processes. The guard sees their end."""
+        for pid in descendants(self.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
     async def stop(self) -> None:
         """End the whole process tree and wait for its end: the successor needs its port and GPU memory."""
         if self._guard is None or self._guard.stdin is None:

@@ -19,9 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, BinaryIO
 
+from engines.inside_vllm.plugin import STANDBY
 from engines.process.warm_process import LARGEST_ORDER, peer_user, refusal
 
-_OF_ONE_ENGINE = ("CUDA_VISIBLE_DEVICES",)
+_OF_ONE_ENGINE = ("CUDA_VISIBLE_DEVICES", STANDBY)
 """Variables in which engines of one warm process may differ: no module reads them when it is imported."""
 _STARTS_WAITING = 128
 _CODE = Path(__file__).resolve().parents[1]

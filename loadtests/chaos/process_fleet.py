@@ -1,4 +1,4 @@
-"""A fleet of engines and a gateway as processes, without Ray: what dies is started again, as Serve does.
+"""A fleet of engines and a gateway as processes, without Ray: what dies is started again, as with Serve.
 
 Twenty simulated replicas and their undisturbed twins fit on two cores, where Serve's own processes would take the
 cores.
@@ -151,7 +151,10 @@ class ProcessFleet:
 
     async def _start_engine(self, index: int) -> None:
         async with self._starting:
-            self.infos[index] = await self._replicas[index].start()
+            self._joined(index, await self._replicas[index].start())
+
+    def _joined(self, index: int, info: ReplicaInfo) -> None:
+        self.infos[index] = info
         self._publish()
         if len(self.infos) == self.size:
             self._complete.set()
@@ -168,7 +171,10 @@ class ProcessFleet:
                 self.deaths += 1
                 del self.infos[index]
                 self._publish()
-                await self._start_engine(index)
+                if (successor := await self._replicas[index].successor()) is not None:
+                    self._joined(index, successor)
+                else:
+                    await self._start_engine(index)
 
     async def _start_gateway(self) -> None:
         if self._gateway is not None:

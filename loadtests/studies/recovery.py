@@ -1,4 +1,4 @@
-"""The time from kill -9 of an engine to the first tokens of its successor, in parts.
+"""The time from kill -9 of an engine, or SIGSTOP, to the first tokens of its successor, in parts.
 
     python -m loadtests.studies.recovery --url http://127.0.0.1:8100 [--times 3] [--json out.json]
 
@@ -31,6 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m loadtests.studies.recovery", description=__doc__.splitlines()[0])
     parser.add_argument("--url", required=True, help="the gateway's URL")
     parser.add_argument("--times", type=int, default=3)
+    parser.add_argument("--signal", choices=["KILL", "STOP"], default="KILL", help="what the engine gets")
     parser.add_argument("--apart-s", type=float, default=25.0, help="time from a recovery to the next kill")
     parser.add_argument("--limit-s", type=float, default=600.0, help="limit on a recovery")
     parser.add_argument("--json", type=Path, metavar="FILE")
@@ -38,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     recoveries = []
     for _ in range(args.times):
         time.sleep(args.apart_s)
-        recoveries.append(recovery(args.url, args.limit_s))
+        recoveries.append(recovery(args.url, args.limit_s, signal.Signals[f"SIG{args.signal}"]))
         print(line(recoveries[-1]), flush=True)
     if args.json:
         args.json.write_text(json.dumps(recoveries, indent=2))
@@ -48,22 +49,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(len(served) < args.times)
 
 
-def recovery(url: str, limit_s: float) -> dict[str, float]:
-    """Kill the engine of the first replica that serves; return the second after the kill in which each part ended, in
-    order, and `cpu`: CPU seconds of the successor's processes."""
+def recovery(url: str, limit_s: float, hurt: signal.Signals) -> dict[str, float]:
+    """Hurt the engine of the first replica that serves; return the second in which each part ended, in order, and
+    `cpu`: CPU seconds of the successor's processes."""
     status = _ask(f"{url}/status")
     victim = next(one for one in status["replicas"] if one["state"] == "SERVING")
     known = {one["pid"] for one in status["replicas"]}
     parts: dict[str, float] = {}
-    killed_at, began = time.time(), time.monotonic()
-    os.kill(victim["pid"], signal.SIGKILL)
+    hurt_at, began = time.time(), time.monotonic()
+    os.kill(victim["pid"], hurt)
     while (now := time.monotonic() - began) < limit_s:
         replicas = _ask(f"{url}/status")["replicas"]
         if not any(one["pid"] == victim["pid"] and one["state"] == "SERVING" for one in replicas):
             parts.setdefault("noticed", now)
         new = [one for one in replicas if one["pid"] not in known]
         if new and "joined" not in parts:
-            parts |= _phases(new[0]["start"], killed_at) | {"joined": now}
+            parts |= _phases(new[0]["start"], hurt_at) | {"joined": now}
         if new and new[0]["state"] == "SERVING" and new[0]["weight_version"] == status["weight_version"]:
             parts["serving"] = now
             _complete_on(new[0])

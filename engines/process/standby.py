@@ -1,0 +1,72 @@
+"""A second engine of a replica, that sleeps until the first one ends.
+
+An engine that starts anew imports, captures graphs and compiles. A standby has done so, and needs memory and weights.
+"""
+
+import asyncio
+
+import structlog
+
+from engines.errors import ConfigError, DeadlineExceeded, EngineError
+from engines.process.engine_server import EngineServer
+
+log = structlog.get_logger()
+
+_AGAIN_S, _LONGEST_WAIT_S = 20.0, 600.0
+"""Time from the end of a standby to the next, and after several: it may not be able to live."""
+_FROM_SEED_TO_SEED = 7_368_787
+"""A standby has seeds far from those of the engine that it follows, and of that one's restarts."""
+
+
+class Standby:
+    """Owns the sleeping engine of one replica, and the task that starts it. `index` is as for `EngineServer`."""
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+        self._ready: EngineServer | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def begin(self, beside: EngineServer) -> None:
+        """Start one beside an engine that serves, and another whenever it ends."""
+        self._task = asyncio.create_task(self._keep(beside), name="standby")
+
+    @property
+    def is_ready(self) -> bool:
+        """True while an engine sleeps here."""
+        return self._ready is not None
+
+    async def take(self) -> EngineServer | None:
+        """Return the sleeping engine, which is the caller's then; None where none is ready."""
+        server, self._ready = self._ready, None
+        await self.stop()
+        return server
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+
+    async def _keep(self, beside: EngineServer) -> None:
+        wait_s = _AGAIN_S / 2
+        while True:
+            self._index += _FROM_SEED_TO_SEED
+            try:
+                server = beside.standby(self._index)
+            except ConfigError as error:
+                log.warning("there is no standby", reason=str(error))
+                return
+            try:
+                await server.start()
+                await server.sleep()
+                self._ready = server
+                await server.ended()
+                log.warning("a standby has ended")
+            except (ConfigError, EngineError, DeadlineExceeded) as error:
+                log.warning("a standby did not start", reason=str(error))
+            finally:
+                was_taken = server.sleeps and self._ready is not server
+                if not was_taken:
+                    self._ready = None
+                    await server.stop()
+            await asyncio.sleep(wait_s := min(2 * wait_s, _LONGEST_WAIT_S))

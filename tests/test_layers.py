@@ -45,11 +45,11 @@ ROOT = Path(__file__).parents[1]
 LINES = {
     "gateway": 19482,
     "gateway/agents": 2374,
-    "engines": 12177,
+    "engines": 12170,
     "trainer_client": 3656,
     "sim": 2036,
     "tuning": 5127,
-    "loadtests": 8317,
+    "loadtests": 8313,
     "trainer_client/sessions": 730,
     "loadtests/sessions": 798,
 }

@@ -124,8 +124,7 @@ class Completions:
         return whole
 
     async def _write(self, prompt: CompletionPrompt, began: float, written: Written, reply: Reply | None) -> None:
-        """Write the reply of one prompt, its samples numbered as the client knows them: those of prompt i begin at
-        i*n."""
+        """Write the reply of one prompt, its samples numbered as the client knows them."""
         reply = reply or Reply(prompt.read)
         await self._runner.run(prompt, reply)
         written.seconds.append(time.monotonic() - began)

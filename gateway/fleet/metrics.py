@@ -218,8 +218,7 @@ class Deliveries:
             if reason := choice.get("finish_reason"):
                 ends[reason] += 1
                 for span in choice.get("weight_versions") or ():
-                    # A span without limits is of a request that met several versions, and its engine does not say
-                    # which made what.
+                    # Without limits it is of a request that met several, whose engine does not say which made what.
                     if span["end"] is not None:
                         version = span.get("base_version", span["version"])
                         behind = 0 if version == target else max(0, min(target - int(version), _MOST_BEHIND))

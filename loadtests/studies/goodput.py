@@ -20,7 +20,7 @@ import aiohttp
 
 from loadtests.studies.lost_replica import Stream
 
-_WARM_S, _TIMEOUT_S = 10.0, 300.0
+_TIMEOUT_S = 300.0
 
 
 async def ask_on(session: aiohttp.ClientSession, streams: list[Stream], caller: int, args: argparse.Namespace) -> None:
@@ -53,7 +53,7 @@ async def study(args: argparse.Namespace) -> int:
     connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=_TIMEOUT_S)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
         callers = [asyncio.create_task(ask_on(session, streams, number, args)) for number in range(args.streams)]
-        await asyncio.sleep(_WARM_S)
+        await asyncio.sleep(args.warm_s)
         times = [time.monotonic()]
         await asyncio.sleep(args.quiet_s)
         times.append(time.monotonic())
@@ -93,6 +93,7 @@ def main() -> int:
     parser.add_argument("--every-s", type=float, default=30.0)
     parser.add_argument("--seconds", type=float, default=300.0, help="time with faults")
     parser.add_argument("--quiet-s", type=float, default=30.0, help="undisturbed time before, and after")
+    parser.add_argument("--warm-s", type=float, default=10.0, help="time of the load before all that")
     return asyncio.run(study(parser.parse_args()))
 
 

@@ -23,9 +23,10 @@ async def read(info: ReplicaInfo, tokens: int) -> list[Chunk]:
     engine = engine_client(Config(), info)
     assert engine.beside is not None
     body = {"model": "sim", "prompt": [5, 6], "max_tokens": tokens, "ignore_eos": True, "stream": True}
-    blocks = engine.beside.chunks("/v1/completions", body, 30, is_whole=False, streams=False)
+    chunks: list[Chunk] = []
     try:
-        return [chunk async for chunks in blocks for chunk in chunks]
+        await engine.beside.read("/v1/completions", body, 30, chunks.extend, is_whole=False, streams=False)
+        return chunks
     finally:
         await engine.beside.close()
         await engine.close()

@@ -52,7 +52,7 @@ class App:
 
 @contextmanager
 def deployed(engine: dict[str, Any]) -> Iterator[App]:
-    """An application of one engine group on the cluster that this process is connected to. Serve ends with it."""
+    """An application on the cluster that this process is connected to, once its replicas serve. Serve ends with it."""
     from ray import serve
 
     from gateway.app import build
@@ -65,7 +65,7 @@ def deployed(engine: dict[str, Any]) -> Iterator[App]:
             serve.start(http_options={"host": "127.0.0.1", "port": port})
             serve.run(build(Config.model_validate(tree)), name="test")
             app = App(f"http://127.0.0.1:{port}")
-            wait_until(lambda: app.states() == ["SERVING"] * engine["num_replicas"], START_S)
+            wait_until(lambda: app.states() == ["SERVING"] * engine.get("num_replicas", 1), START_S)
             yield app
         finally:
             serve.shutdown()

@@ -141,14 +141,11 @@ async def _run(args: argparse.Namespace) -> Costs:
         async with contextlib.AsyncExitStack() as stack:
             canned = await stack.enter_async_context(own_process(canned_engine.serve, info.url))
             beside = await stack.enter_async_context(own_process(_serve_reader, canned.url))
-            ours = dataclasses.replace(info, url=canned.url, reader="")
-            read = dataclasses.replace(ours, reader=beside.url, reader_key=_READER_KEY)
+            read = dataclasses.replace(info, url=canned.url, reader=beside.url, reader_key=_READER_KEY)
             gateway = await stack.enter_async_context(fleet.gateway(config, [read]))
-            alone = await stack.enter_async_context(fleet.gateway(config, [ours]))
             servers = {
                 "gateway": Served(gateway.url, gateway.pid),
                 "gateway and reader": Served(gateway.url, gateway.pid, (beside.pid,)),
-                "gateway that reads": Served(alone.url, alone.pid),
                 "pass-through": await stack.enter_async_context(own_process(pass_through.serve, canned.url)),
             }
             if args.vllm_router:

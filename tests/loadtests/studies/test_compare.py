@@ -15,6 +15,7 @@ from gateway.config.schema import Config
 from gateway.http.listener import Listener
 from loadtests.studies.compare import Load, Middle, Run, Side, streams_of, summary, table
 from loadtests.workloads import LengthMix, Workload
+from tests.rigs.readers import Readers
 from tests.rigs.rig import SimReplica
 
 ROUTER = Path(__file__).with_name("played_router.py")
@@ -72,8 +73,10 @@ async def replicas() -> AsyncIterator[list[SimReplica]]:
 
 @pytest.fixture
 async def gateway_url(replicas: list[SimReplica]) -> AsyncIterator[str]:
+    readers = Readers()
+
     async def discover() -> list[ReplicaInfo]:
-        return [replica.info for replica in replicas]
+        return await readers.beside(replica.info for replica in replicas)
 
     engine, gateway = {"kind": "sim", "num_replicas": 2}, {"port": 0, "ledger": None}
     tree = {"gateway": gateway, "engine": engine, "weights": {"store": None}}
@@ -81,6 +84,7 @@ async def gateway_url(replicas: list[SimReplica]) -> AsyncIterator[str]:
     # In a thread: it asks the replicas, which answer on this loop.
     yield await asyncio.to_thread(listener.start)
     await asyncio.to_thread(listener.stop)
+    readers.stop()
 
 
 @pytest.mark.load

@@ -27,6 +27,7 @@ from gateway.config.schema import Config
 from gateway.http.listener import Listener
 from sim.model import CHECKPOINT_VERSION
 from tests.rigs.engines.engine_brake import BRAKES, VllmBrake
+from tests.rigs.readers import Readers
 from tests.rigs.waiting import wait_until
 
 START_TIMEOUT_S = 600.0
@@ -165,9 +166,10 @@ def app(
         {"engines": tree, "fleet": _WATCH, "gateway": gateway, "weights": weights, **sections}
     )
     with store, engines or started(groups) as (runner, servers, replicas):
+        readers = Readers()
 
         async def discover() -> list[ReplicaInfo]:
-            return replicas
+            return await readers.beside(replicas)
 
         def restart(index: int) -> None:
             runner.run(servers[index].stop())
@@ -179,6 +181,7 @@ def app(
             yield RealFleet(url, replicas, restart)
         finally:
             listener.stop()
+            readers.stop()
 
 
 Server = EngineServer | ExternalServer

@@ -1,26 +1,39 @@
-"""The study of goodput on a fleet of simulated engines."""
-
-import argparse
-from pathlib import Path
+"""The study of goodput: what its figures mean, and runs over simulated engines."""
 
 import pytest
 
-from engines.config import SimConfig
-from loadtests.chaos.process_fleet import ProcessFleet, fleet_config, healthy_within, running
-from loadtests.studies.goodput import study
+from loadtests.studies import goodput
+from loadtests.studies.goodput import Stream
 
-pytestmark = pytest.mark.load
+FLEET = [
+    "gateway.port=0", "gateway.ledger=null", "engine.kind=sim", "engine.model=sim", "engine.num_replicas=2",
+    "engine.num_cpus=0.1", "engine.stop_timeout_s=1", "engine.sim.decode_step_s=0.002",
+]  # fmt: skip
 
-BOUND_S = 60.0
+
+def stream(*times: float, has_moved: bool = False) -> Stream:
+    played = Stream("a")
+    played.arrivals = [(at, 10) for at in times]
+    played.has_moved = has_moved
+    return played
 
 
-async def test_streams_go_on_while_engines_are_killed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    fleet = ProcessFleet(fleet_config("goodput", 2, SimConfig(decode_step_s=0.002), tmp_path), tmp_path)
-    async with running(fleet):
-        await healthy_within(fleet.url, BOUND_S)
-        asked = {"streams": 4, "prompt_tokens": 10, "tokens": 50, "vocabulary": 900, "signal": "KILL"}
-        times = {"every_s": 2.0, "seconds": 2.0, "quiet_s": 1.0, "warm_s": 1.0}
-        assert await study(argparse.Namespace(url=fleet.url, **asked, **times)) == 0
+def test_rates_are_of_the_parts_and_gaps_of_what_came_after_the_first_fault(capsys: pytest.CaptureFixture[str]) -> None:
+    streams = [stream(0, 5, 6, 7, 9), stream(5, 6, 10, 10, 10, has_moved=True), stream(9.5)]
+    assert goodput.told(streams, [0, 5, 10, 12], hurts=1, tokens=50) == 0
+    told = capsys.readouterr().out
+    assert "before, during and after: 4, 16, 0; 1 engines hurt; goodput 8.000" in told
+    assert "moved 4.00 s, of one that stayed 2.00 s" in told
+    assert "2 streams ended, 0 failed" in told
+    assert goodput.told([stream(1, 2, 3, 4, 5, 6)], [0, 5, 10, 12], hurts=1, tokens=50) == 1, "of another length"
+
+
+@pytest.mark.load
+@pytest.mark.parametrize("hurt", ["KILL", "STOP"])
+async def test_streams_go_on_while_engines_are_hurt(hurt: str, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--streams", "4", "--prompt-tokens", "10", "--tokens", "50", "--signal", hurt]
+    times = ["--every-s", "2", "--seconds", "2", "--quiet-s", "1", "--warm-s", "1"]
+    assert await goodput.run(goodput.parsed([*FLEET, *sizes, *times])) == 0
     told = capsys.readouterr().out
     assert "1 engines hurt; goodput" in told
     assert " 0 failed or of another length" in told

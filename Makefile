@@ -99,7 +99,7 @@ endif
 LOAD_OUT := out/loadtest/$(SCENARIO)
 LOCUST := $(BIN)/locust -f loadtests/scenarios/$(SCENARIO).py --headless -t 30s --stop-timeout 600 --only-summary --master-bind-host 127.0.0.1 \
   --prompt-tokens 64 --max-tokens 64 $($(SCENARIO)_load) --csv $(LOAD_OUT) --html $(LOAD_OUT).html \
-  --figures $(LOAD_OUT).json --report $(LOAD_OUT)-report.html $(ARGS)
+  --figures $(LOAD_OUT).json $(ARGS)
 
 loadtest: setup ## A load test, SCENARIO=trainer (agents, open_loop, spike, soak, replay), on the demo's engines or URL=...
 	@mkdir -p out/loadtest

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Raw, Struct
 
-from engines.raw_json import NULL, decoded, encoded, fields_of, inside_list, list_of, opened
+from engines.raw_json import EMPTY, NULL, decoded, encoded, fields_of, list_of, opened
 
 Json = dict[str, Any]
 
@@ -18,7 +18,7 @@ _BESIDE_HEAD = ("choices", "usage", "prompt_token_ids")
 
 
 class Choice(Struct, array_like=True, gc=False):
-    """A choice of a chunk. Of its lists it has the items, as JSON without brackets; None is null, or not told."""
+    """A choice of a chunk. Its lists are JSON; None is null, or not told."""
 
     index: int
     finish_reason: str | None = None
@@ -26,7 +26,7 @@ class Choice(Struct, array_like=True, gc=False):
     token_ids: bytes | None = None
     num_tokens: int = 0
     prompt_token_ids: bytes | None = None
-    logprobs: dict[str, bytes | None] | None = None
+    logprobs: dict[str, bytes] | None = None
     num_unscored: int = 0
     """How many of its tokens lack their log-prob, where it has log-probs."""
     weight_versions: list[Json] | None = None
@@ -36,12 +36,12 @@ class Choice(Struct, array_like=True, gc=False):
 
     @classmethod
     def of(cls, read: "_Choice", written: bytes) -> "Choice":
-        token_ids, scores = inside_list(read.token_ids), None
-        num_tokens = token_ids.count(b",") + 1 if token_ids else 0
+        token_ids, scores = list_of(read.token_ids), None
+        num_tokens = 0 if token_ids is None or token_ids == EMPTY else token_ids.count(b",") + 1
         if read.logprobs is not None:
-            scores = {key: inside_list(value) for key, value in read.logprobs.items()}
+            scores = {key: list_of(value) or bytes(NULL) for key, value in read.logprobs.items()}
         return cls(
-            read.index, read.finish_reason, read.text, token_ids, num_tokens, inside_list(read.prompt_token_ids),
+            read.index, read.finish_reason, read.text, token_ids, num_tokens, list_of(read.prompt_token_ids),
             scores, num_unscored(scores, num_tokens) if scores else 0, read.weight_versions, read.delta, written,
         )  # fmt: skip
 
@@ -51,18 +51,23 @@ class Choice(Struct, array_like=True, gc=False):
         told = fields_of(self.written)
         if "choices" in told:
             (told,) = _fields_of_choices(told["choices"])
-        return {key: value for key, value in told.items() if key not in _CHOICE_FIELDS or value == NULL}
+        for key in _CHOICE_FIELDS & told.keys():
+            if told[key] != NULL:
+                del told[key]
+        return told
 
     @property
-    def scores(self) -> dict[str, Raw | None] | None:
-        """Its log-probs, each list as JSON."""
-        return None if self.logprobs is None else {key: list_of(items) for key, items in self.logprobs.items()}
+    def scores(self) -> dict[str, Raw] | None:
+        """Its log-probs."""
+        scores = self.logprobs
+        return None if scores is None else dict(zip(scores, map(Raw, scores.values()), strict=True))
 
     def fields(self) -> Json:
         """All its fields."""
         told: Json = {key: None if value == NULL else value for key, value in self.others.items()}
-        lists = {"token_ids": list_of(self.token_ids), "prompt_token_ids": list_of(self.prompt_token_ids)}
-        read = lists | {
+        read = {
+            "token_ids": self.token_ids and Raw(self.token_ids),
+            "prompt_token_ids": self.prompt_token_ids and Raw(self.prompt_token_ids),
             "index": self.index,
             "finish_reason": self.finish_reason,
             "text": self.text,
@@ -108,20 +113,20 @@ class Chunk(Struct, array_like=True, gc=False):
 
 def num_unscored(scores: dict[str, Any], made: int) -> int:
     """How many of the last `made` tokens lack their log-prob: NaN comes from engines as null. With `echo` the prompt's
-    log-probs come before those of the tokens. Lists are decoded, or their items as JSON."""
+    log-probs come before those of the tokens. Lists are decoded, or JSON."""
     values = scores.get("token_logprobs") or scores.get("content")
     # Numbers have no letter, and one letter is found many times faster than a word.
     if not values or not made or (isinstance(values, bytes) and (b"n" not in values or b"null" not in values)):
         return 0
-    entries = decoded(b"[" + values + b"]") if isinstance(values, bytes) else values
+    entries = decoded(values) or () if isinstance(values, bytes) else values
     return sum((entry["logprob"] if isinstance(entry, dict) else entry) is None for entry in entries[-made:])
 
 
-def offsets_of(names: bytes | bytearray) -> bytes:
+def offsets_of(names: bytes) -> bytes:
     """The place of each token in the text of all: a chunk counts from its own start, or from the text before, by the
     kind of engine."""
-    tokens = decoded(b"[" + names + b"]")
-    return encoded(list(accumulate(map(len, tokens[:-1]), initial=0))[: len(tokens)])[1:-1]
+    tokens = decoded(names)
+    return encoded(list(accumulate(map(len, tokens[:-1]), initial=0))[: len(tokens)])
 
 
 class _Choice(Struct, gc=False):

@@ -1,8 +1,7 @@
 """The interface of a running engine. Each kind of server has a class, which speaks vLLM's dialect to the gateway."""
 
-import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -14,6 +13,8 @@ from engines.types import PauseMode, TensorMeta
 from engines.weight_label import WeightLabel
 
 Json = dict[str, Any]
+Take = Callable[[list[Chunk]], None]
+"""Takes the chunks of a reply that came together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,9 +64,9 @@ def body_in_json(body: Json) -> bytes:
 class Beside(Protocol):
     """A reader beside the engine, which is asked in its place. Errors are those of the engine."""
 
-    def chunks(
-        self, path: str, body: Json, timeout_s: float, *, is_whole: bool, streams: bool
-    ) -> AsyncGenerator[list[Chunk]]: ...
+    async def read(
+        self, path: str, body: Json, timeout_s: float, take: Take, *, is_whole: bool, streams: bool
+    ) -> None: ...
     async def check(self, timeout_s: float) -> None: ...
     async def close(self) -> None: ...
 
@@ -81,8 +82,7 @@ class Engine(ABC):
     replica_id: str
     url: str
     beside: Beside | None = None
-    turn: asyncio.Lock
-    """Held while a large reply is read: many may come at once, and each is read in a turn of the event loop."""
+    """None where the engine itself is asked, as its reader does."""
 
     @abstractmethod
     async def close(self) -> None:

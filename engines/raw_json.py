@@ -1,11 +1,13 @@
 """JSON that is passed on as it came: a value that nobody looks at stays a `msgspec.Raw`, the bytes of its JSON."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 from msgspec import Raw
 
 NULL = Raw(b"null")
+EMPTY = b"[]"
 NO_JSON = (ValueError, TypeError, LookupError, OverflowError, RecursionError)
 """The errors of a decoder, and of values that are of another kind than expected."""
 
@@ -39,17 +41,16 @@ def event(body: Any) -> bytes:
     return b"data: " + data + b"\n\n"
 
 
-def inside_list(value: Raw) -> bytes | None:
-    """Return the items of a list without its brackets; None for null. Raise `ValueError` for another value."""
-    if value == NULL:
-        return None
+def list_of(value: Raw) -> bytes | None:
+    """Return the JSON of a list, an empty one as `EMPTY`; None for null. Raise `ValueError` for another value."""
     content = bytes(value)
-    if content[:1] != b"[":
-        raise ValueError(f"a value is {content!r:.80}, no list")
-    inside = content[1:-1]
-    return b"" if inside.isspace() else inside
+    if content[:1] == b"[":
+        return EMPTY if content[1:-1].isspace() else content
+    if content == b"null":
+        return None
+    raise ValueError(f"a value is {content!r:.80}, no list")
 
 
-def list_of(items: bytes | bytearray | None) -> Raw | None:
-    """Return the list of such items."""
-    return None if items is None else Raw(b"[" + items + b"]")
+def joined_lists(lists: Iterable[bytes]) -> bytes:
+    """Return lists as one, in JSON."""
+    return b"[" + b",".join([one[1:-1] for one in lists if one != EMPTY]) + b"]"

@@ -88,7 +88,7 @@ class EngineReplica:
     async def _opened(self, info: ReplicaInfo) -> ReplicaInfo:
         assert self._engine.reader is not None
         host = ray.util.get_node_ip_address()
-        info = replace(info, reader=await self._engine.reader.open(host))
+        info = await self._engine.reader.beside(info, host)
         if info.kind is EngineKind.EXTERNAL:
             return info
         if self._forwarder is not None:

@@ -107,7 +107,7 @@ class ReplicaInfo:
     draft: method of its speculative decoding, and what updates do to its weights; "" without, or unknown.
     gpus: UUIDs of its GPUs, if the driver reports them.
     key: bearer key of `url` if that is a forwarder's, for an engine on another node than the gateway.
-    reader: host and port of the reader beside it, and its key; "" where the gateway reads what it makes.
+    reader: host and port of the reader beside it, and its key; "" before it is there.
     started: time at which the engine became ready, in seconds since the epoch; 0 for an external server.
     phases: those of its start, up to `started`; () for an external server.
     streams: True if coarse chunks cost the engine least; other engines are asked for whole replies.

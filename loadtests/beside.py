@@ -1,4 +1,4 @@
-"""Background work of a run, in its master: the server's own figures, periodic weight updates, a watched process."""
+"""Background work of a run, in its master: periodic weight updates, and what is measured beside the users."""
 
 import os
 import subprocess
@@ -8,7 +8,6 @@ from typing import Any
 
 import gevent
 import orjson
-import psutil
 from gevent import Greenlet
 from locust import events
 from locust.argument_parser import LocustArgumentParser
@@ -20,7 +19,6 @@ from loadtests.server_watch import ServerWatch
 
 _READY_S = 60.0
 _STOP_S = 60.0
-_WATCH_S = 1.0
 
 
 def _find_weights(weights: str) -> None:
@@ -98,50 +96,18 @@ class Updates:
                 print(f"weight update failed: {update['error']}", file=sys.stderr)
 
 
-class Watch:
-    """Records a process's memory in MiB and CPU in cores each second, until its end."""
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        self._pid = run.settings.watch_pid
-        self._watcher: Greenlet | None = None
-
-    def start(self, **_: Any) -> None:
-        self._watcher = gevent.spawn(self._watch)
-
-    def stop(self, **_: Any) -> None:
-        if self._watcher is not None:
-            self._watcher.kill()
-
-    def end(self, **_: Any) -> None:
-        """Do nothing: `stop` has ended the watcher."""
-
-    def _watch(self) -> None:
-        try:
-            process = psutil.Process(self._pid)
-            process.cpu_percent()
-            while True:
-                gevent.sleep(_WATCH_S)
-                self._run.record("watched_mib", process.memory_info().rss / 2**20)
-                self._run.record("watched_cores", process.cpu_percent() / 100)
-        except psutil.NoSuchProcess:
-            print(f"--watch-pid {self._pid}: the process does not exist or has ended", file=sys.stderr)
-
-
 @events.init.add_listener
 def prepare(environment: Environment, runner: Any, **_: Any) -> None:
     if isinstance(runner, WorkerRunner):
         return
     run = Run.of(environment)
-    besides: list[Updates | Watch | ServerWatch] = [ServerWatch(run)]
+    besides: list[Updates | ServerWatch] = [ServerWatch(run)]
     if run.settings.update_every:
         try:
             besides.append(Updates(run))
         except (RuntimeError, TimeoutError) as error:
             runner.quit()  # or workers would wait a minute for the master
             raise SystemExit(str(error)) from error
-    if run.settings.watch_pid:
-        besides.append(Watch(run))
     for beside in besides:
         environment.events.test_start.add_listener(beside.start)
         environment.events.test_stopping.add_listener(beside.stop)

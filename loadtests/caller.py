@@ -59,7 +59,6 @@ class Caller(FastHttpUser):
         tokens: int | None = None,
         session: str = "",
         intended: float | None = None,
-        name: str = PATH,
     ) -> Timeline | None:
         """Send a request; return the timeline of its complete reply, None if it failed. Both are recorded.
 
@@ -71,7 +70,7 @@ class Caller(FastHttpUser):
         arrived_at = sent_at - (sent - began)
         timeline, headers = Timeline(), self._headers | ({"X-Session-ID": session} if session else {})
         with self.client.post(
-            PATH, data=orjson.dumps(body).decode(), headers=headers, name=name, stream=True, catch_response=True
+            PATH, data=orjson.dumps(body).decode(), headers=headers, name=PATH, stream=True, catch_response=True
         ) as response:
             error = self._read(response, timeline, completions, tokens)
             seconds = time.perf_counter() - began

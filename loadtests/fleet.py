@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 
 from engines.config import EngineConfig
@@ -58,14 +58,9 @@ class LocalFleet:
             raise errors.exceptions[0] from None
         return [task.result() for task in tasks]
 
-    @asynccontextmanager
-    async def gateway(self, config: Config, infos: list[ReplicaInfo]) -> AsyncIterator[Served]:
+    def gateway(self, config: Config, infos: list[ReplicaInfo]) -> AbstractAsyncContextManager[Served]:
         """Run a gateway with other settings over started engines, until the end of the block."""
-        process, stack = own_process(_serve_gateway, gateway_config(config, len(infos)), infos), ExitStack()
-        try:
-            yield await asyncio.to_thread(stack.enter_context, process)
-        finally:
-            await asyncio.to_thread(stack.close)
+        return own_process(_serve_gateway, gateway_config(config, len(infos)), infos)
 
     async def stop(self) -> None:
         await asyncio.gather(self._gateways.aclose(), *(replica.stop() for replica in self._replicas))
@@ -102,7 +97,6 @@ def _on_gpus(engine: EngineConfig, gpus: Sequence[str]) -> EngineConfig:
 
 @asynccontextmanager
 async def _serve_gateway(config: Config, infos: list[ReplicaInfo]) -> AsyncIterator[str]:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # its owner ends it
     # Standard output has only the line of URLs.
     write_log_lines(sys.stderr)
 

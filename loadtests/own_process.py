@@ -2,22 +2,23 @@
 
 import asyncio
 import multiprocessing
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, contextmanager, suppress
+import os
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import uvloop
 
-from engines.errors import ConfigError
+from engines.errors import ConfigError, EngineStartFailed
 
 _START_S = 60.0
 _STOP_S = 30.0
 
-Serve = Callable[..., AbstractAsyncContextManager[str]]
-"""Runs a server, whose URL it yields, until the end of the block."""
+Serve = Callable[..., AbstractAsyncContextManager[Any]]
+"""Runs a server until the end of the block. It yields what its owner has to know, such as its URL."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,58 +38,84 @@ class Served:
         return sum(int(thread.read_text().split()[0]) for thread in threads) / 1e9
 
 
-@contextmanager
-def own_process(serve: Serve, *arguments: object) -> Iterator[Served]:
-    """Run a server in a process, which ends with this one too. Raise its `ConfigError`."""
-    with own_processes(serve, [arguments]) as (served,):
-        yield served
+class OwnProcess:
+    """A spawned process that runs `target` with its end of a pipe and these arguments. It ends with `stop`, and with
+    the process that made it."""
+
+    def __init__(self, target: Callable[..., None], *arguments: object) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=target, args=(theirs, *arguments), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def receive(self, timeout_s: float) -> Any:
+        """Return what the process sends next. Raise `TimeoutError`, and `EOFError` if it has ended."""
+        if not self.pipe.poll(timeout_s):
+            raise TimeoutError(f"{self.process.name} said nothing within {timeout_s:g} s")
+        return self.pipe.recv()
+
+    def kill(self) -> None:
+        """End the process with SIGKILL."""
+        self.process.kill()
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid or 0
+
+    async def told(self, timeout_s: float = _START_S) -> Any:
+        """Return what the process sends next. Raise an error that it sends, `TimeoutError`, and `EOFError` if it has
+        ended."""
+        loop, has_come = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_reader(self.pipe.fileno(), has_come.set)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await has_come.wait()
+        finally:
+            loop.remove_reader(self.pipe.fileno())
+        if isinstance(told := self.pipe.recv(), Exception):
+            raise told
+        return told
+
+    async def ended(self) -> None:
+        """Return when the process has ended."""
+        await asyncio.to_thread(self.process.join)
+
+    async def stop(self, timeout_s: float = _STOP_S) -> None:
+        """Have the process end; kill one that takes longer."""
+        self.pipe.close()
+        try:
+            await asyncio.to_thread(self.process.join, timeout_s)
+        finally:
+            self.process.kill()
 
 
-@contextmanager
-def own_processes(serve: Serve, each: Sequence[Sequence[object]]) -> Iterator[list[Served]]:
-    """Run a server for each of these arguments, each in a process of its own; all start at once."""
-    running = []
+def serving(serve: Serve, *arguments: object) -> OwnProcess:
+    """Return a process that begins to serve with these arguments."""
+    return OwnProcess(_run, serve, arguments)
+
+
+@asynccontextmanager
+async def own_process(serve: Serve, *arguments: object) -> AsyncIterator[Served]:
+    """Run a server that yields its URL, until the end of the block. Raise its `ConfigError`."""
+    process = await asyncio.to_thread(serving, serve, *arguments)
     try:
-        for arguments in each:
-            running.append(begun(serve, *arguments))
-        yield [Served(_url(serve, pipe), process.pid or 0) for process, pipe in running]
+        yield Served(await process.told(), process.pid)
     finally:
-        for _, pipe in running:
-            pipe.close()
-        for process, _ in running:
-            process.join(_STOP_S)
-            process.kill()
+        await process.stop()
 
 
-def begun(serve: Serve, *arguments: object) -> tuple[BaseProcess, Connection]:
-    """Begin to run a server. Its URL comes by the pipe, whose end here is to be closed to end it."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_run, args=(serve, arguments, theirs), daemon=True)
-    process.start()
-    theirs.close()
-    return process, ours
-
-
-def _url(serve: Serve, pipe: Connection) -> str:
-    if not pipe.poll(_START_S):
-        raise TimeoutError(f"{serve.__module__} did not start within {_START_S:g} s")
-    if isinstance(told := pipe.recv(), ConfigError):
-        raise told
-    url: str = told
-    return url
-
-
-def _run(serve: Serve, arguments: Sequence[object], pipe: Connection) -> None:
+def _run(pipe: Connection, serve: Serve, arguments: tuple[object, ...]) -> None:
     """Serve in this process until the other end of the pipe closes, also by its process's death."""
+    os.setsid()  # an interrupt from the terminal is its owner's to handle
 
     async def served() -> None:
         try:
-            async with serve(*arguments) as url:
-                pipe.send(url)
+            async with serve(*arguments) as told:
+                pipe.send(told)
                 with suppress(EOFError):
                     await asyncio.to_thread(pipe.recv)
-        except ConfigError as error:
+        except (ConfigError, EngineStartFailed) as error:
             pipe.send(error)
 
     uvloop.run(served())

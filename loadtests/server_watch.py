@@ -1,4 +1,5 @@
-"""The server's own figures during a run: its engines' load from /metrics, and a gateway's from /status."""
+"""The server's own figures during a run: its engines' load from /metrics, a gateway's from /status, and the memory and
+CPU of a process."""
 
 import json
 import sys
@@ -28,13 +29,17 @@ class ServerWatch:
         self._url = str(run.settings.host).rstrip("/")
         self._preemptions: float | None = None
         self._watchers: dict[Greenlet, tuple[str, Callable[[str], None]]] = {}
+        self._process_watcher: Greenlet | None = None
 
     def start(self, **_: Any) -> None:
         readers = (("/metrics", self._read_metrics), ("/status", self._read_status))
         self._watchers = {gevent.spawn(self._watch, *reader): reader for reader in readers}
+        if self._run.settings.watch_pid:
+            self._process_watcher = gevent.spawn(self._watch_process, self._run.settings.watch_pid)
 
     def stop(self, **_: Any) -> None:
-        """Do nothing: replies that are read to their end belong to the run."""
+        """Stop to watch the process; replies that are read to their end belong to the run."""
+        gevent.killall(list(filter(None, [self._process_watcher])))
 
     def end(self, **_: Any) -> None:
         """Read once more what was read until now: a short run on a busy machine has no other figures of its end."""
@@ -58,6 +63,18 @@ class ServerWatch:
         except (OSError, ValueError):
             pass  # no answer in time, or half of one
         return True
+
+    def _watch_process(self, pid: int) -> None:
+        """Record memory in MiB and CPU in cores each second."""
+        try:
+            process = psutil.Process(pid)
+            process.cpu_percent()
+            while True:
+                gevent.sleep(_EVERY_S)
+                self._record("watched_mib", process.memory_info().rss / 2**20)
+                self._record("watched_cores", process.cpu_percent() / 100)
+        except psutil.NoSuchProcess:
+            print(f"--watch-pid {pid}: the process does not exist or has ended", file=sys.stderr)
 
     def _get(self, path: str) -> str:
         key = self._run.settings.api_key

@@ -64,14 +64,6 @@ def read_trace(path: Path) -> list[Recorded]:
     return [Recorded(r.at - first, r.prompts, r.samples, r.tokens, r.params, r.session) for r in found]
 
 
-def sessions_of(trace: Sequence[Recorded]) -> list[list[Recorded]]:
-    """Return the turns of each session in order; a request without session is its own."""
-    turns: dict[str, list[Recorded]] = {}
-    for index, recorded in enumerate(trace):
-        turns.setdefault(recorded.session or f"alone {index}", []).append(recorded)
-    return list(turns.values())
-
-
 def _recorded(line: Json, began: float, block_tokens: int, number: int) -> Recorded:
     params, recorded = dict(line["params"]), line["prompts"]
     samples = params.pop("n", None) or 1

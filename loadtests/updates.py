@@ -28,12 +28,12 @@ READY = "ready"
 
 
 def tensors_of(weights: str) -> list[tuple[str, torch.Tensor]]:
-    """Return the tensors to push. Raise `FileNotFoundError` if the folder has no safetensors."""
+    """Return the tensors to push. Raise `SystemExit` if the folder has no safetensors."""
     if weights == SIMULATED:
         return [(name, torch.zeros(shape)) for name, shape in SimConfig().tensors.items()]
     files = sorted(Path(weights).glob("*.safetensors"))
     if not files:
-        raise FileNotFoundError(f"--weights {weights}: no safetensors there; give a checkpoint's folder, or 'sim'")
+        raise SystemExit(f"--weights {weights}: no safetensors there; give a checkpoint's folder, or 'sim'")
     return [(name, tensor) for file in files for name, tensor in load_file(file).items()]
 
 
@@ -59,11 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--timeout-s", type=float, default=600.0, help="limit on an update")
     args = parser.parse_args(argv)
-    try:
-        tensors = tensors_of(args.weights)
-    except FileNotFoundError as error:
-        print(error, file=sys.stderr)
-        return 2
+    tensors = tensors_of(args.weights)
     print(READY, flush=True)
     sys.stdin.readline()
     ending = threading.Event()

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import pytest
 import structlog
@@ -44,7 +45,6 @@ async def start_rig() -> AsyncIterator[StartRig]:
         sim: Json | None = None,
         odd: dict[str, Json] | None = None,
         replicas: list[SimReplica] | None = None,
-        has_readers: bool = True,
         **sections: Json,
     ) -> Rig:
         engine = {"kind": "sim", "model": "sim", "num_replicas": num_replicas}
@@ -52,9 +52,7 @@ async def start_rig() -> AsyncIterator[StartRig]:
         gateway = {"ledger": None} | sections.pop("gateway", {})
         tree = {"engine": engine, "fleet": FAST_WATCH, "weights": weights, "gateway": gateway, **sections}
         fast = {"decode_step_s": 0.0, "decode_step_per_seq_s": 0.0}
-        rig = Rig(
-            Config.model_validate(tree), SimConfig.model_validate(fast | (sim or {})), odd, has_readers=has_readers
-        )
+        rig = Rig(Config.model_validate(tree), SimConfig.model_validate(fast | (sim or {})), odd)
         rigs.append(rig)
         return await rig.start(replicas)
 
@@ -67,3 +65,9 @@ async def start_rig() -> AsyncIterator[StartRig]:
 async def rig(start_rig: StartRig) -> Rig:
     """Two fast replicas."""
     return await start_rig()
+
+
+@pytest.fixture
+async def kept_rig(start_rig: StartRig, tmp_path: Path) -> Rig:
+    """Two replicas behind a gateway with a ledger."""
+    return await start_rig(2, gateway={"ledger": str(tmp_path / "ledger")})

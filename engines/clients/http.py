@@ -1,6 +1,5 @@
 """HTTP for all engine clients: pooled connections, and the only place that translates failures."""
 
-import asyncio
 import contextlib
 import errno
 from abc import ABC
@@ -42,7 +41,6 @@ class HttpEngine(Engine, ABC):
     def __init__(self, replica_id: str, url: str, api_key: str = "") -> None:
         self.replica_id = replica_id
         self.url = url
-        self.turn = asyncio.Lock()
         authorization = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._connections = Connections(url, authorization, _KEEPALIVE_S)
 

@@ -3,7 +3,6 @@
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 import structlog
 
@@ -98,7 +97,7 @@ class KeptEngine:
         info = await self._server.start()
         reader = ReaderThread(lambda: self._client(info))
         await asyncio.to_thread(reader.start)
-        info = replace(info, reader=await reader.open(_LOOPBACK), reader_key=reader.key)
+        info = await reader.beside(info, _LOOPBACK)
         before, self.info, self.reader = self.reader, info, reader
         if before is not None:
             await asyncio.to_thread(before.stop)

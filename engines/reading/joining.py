@@ -3,10 +3,12 @@
 Deltas of conversations are not joined: their tokens are, of which an engine makes the message.
 """
 
-from collections.abc import Iterable
 from itertools import chain
 
 from engines.chunks import OFFSETS, Choice, Chunk, offsets_of
+from engines.raw_json import NULL, joined_lists
+
+_NULL = bytes(NULL)
 
 
 class Joining:
@@ -42,7 +44,8 @@ def joined(choices: list[Choice]) -> Choice:
         return last
     texts = [choice.text for choice in choices if choice.text is not None]
     whole = Choice(last.index, last.finish_reason, "".join(texts) if texts else None, written=last.written)
-    whole.token_ids = _list_of(choice.token_ids for choice in choices)
+    if ids := [choice.token_ids for choice in choices if choice.token_ids is not None]:
+        whole.token_ids = joined_lists(ids)
     whole.logprobs = _joined_scores([choice.logprobs for choice in choices if choice.logprobs])
     for choice in choices:
         whole.num_tokens += choice.num_tokens
@@ -52,16 +55,15 @@ def joined(choices: list[Choice]) -> Choice:
     return whole
 
 
-def _joined_scores(scores: list[dict[str, bytes | None]]) -> dict[str, bytes | None] | None:
+def _joined_scores(scores: list[dict[str, bytes]]) -> dict[str, bytes] | None:
     if len(scores) < 2:
         return scores[0] if scores else None
-    joined = {key: _list_of(score.get(key) for score in scores) for key in dict.fromkeys(chain(*scores))}
+    joined = {}
+    for key in dict.fromkeys(chain(*scores)):
+        lists = [score[key] for score in scores if key in score]
+        if _NULL in lists:
+            lists = [one for one in lists if one != _NULL]
+        joined[key] = joined_lists(lists) if lists else _NULL
     if OFFSETS in joined:
-        joined[OFFSETS] = offsets_of(joined["tokens"] or b"")
+        joined[OFFSETS] = offsets_of(joined["tokens"])
     return joined
-
-
-def _list_of(lists: Iterable[bytes | None]) -> bytes | None:
-    """The items of all lists; None where all are."""
-    told = [items for items in lists if items is not None]
-    return b",".join(filter(None, told)) if told else None

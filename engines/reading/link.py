@@ -1,17 +1,26 @@
 """The gateway's end: asks the reader beside an engine."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+from typing import NamedTuple
 
-from engines.chunks import Chunk
-from engines.engine import Json, body_in_json
+from engines.engine import Json, Take, body_in_json
 from engines.errors import DeadlineExceeded, EngineUnreachable
-from engines.reading.wire import Alive, Ask, Cancel, Failed, Hello, ToGateway, Told, ToReader, Wire
+from engines.reading.wire import Alive, Ask, Cancel, Failed, Hello, ToGateway, ToReader, Wire
 from engines.trace_context import TRACE_CONTEXT
 
 _CONNECT_TIMEOUT_S = 10.0
 _SLACK_S = 5.0
-_LATE, _BROKEN = object(), object()
+
+
+class _Asked(NamedTuple):
+    """A request under way: who takes its chunks, and its end."""
+
+    take: Take
+    end: asyncio.Future[None]
+
+    def fail(self, error: Exception) -> None:
+        if not self.end.done():
+            self.end.set_exception(error)
 
 
 class Link:
@@ -22,37 +31,26 @@ class Link:
         self._replica_id, self._host, self._port, self._key = replica_id, host, int(port), key
         self._wire: Wire[ToReader, ToGateway] | None = None
         self._opening = asyncio.Lock()
-        self._asks: dict[int, asyncio.Queue[object]] = {}
+        self._asks: dict[int, _Asked] = {}
         self._number = 0
         self._hears = asyncio.Event()
 
-    async def chunks(
-        self, path: str, body: Json, timeout_s: float, *, is_whole: bool, streams: bool
-    ) -> AsyncGenerator[list[Chunk]]:
-        """As `chunks_of`. The chunks of a reply that nobody streams are joined."""
+    async def read(self, path: str, body: Json, timeout_s: float, take: Take, *, is_whole: bool, streams: bool) -> None:
+        """Have the engine asked; `take` gets its chunks as they come, those of a reply that nobody streams joined, and
+        its errors end the request. Return at the reply's end."""
         self._number = number = self._number + 1
-        queue: asyncio.Queue[object] = asyncio.Queue()
-        self._asks[number] = queue
-        late = asyncio.get_running_loop().call_later(timeout_s + _SLACK_S, queue.put_nowait, _LATE)
-        wire = None
+        content, joins = body_in_json(body), not (streams or is_whole)
+        loop = asyncio.get_running_loop()
+        self._asks[number] = asked = _Asked(take, loop.create_future())
+        timer = loop.call_later(timeout_s + _SLACK_S, self._late, asked, path, timeout_s)
         try:
-            wire = await self._connected()
-            joins = not (streams or is_whole)
-            wire.send(Ask(number, path, body_in_json(body), timeout_s, is_whole, joins, TRACE_CONTEXT.get()))
-            while isinstance(message := await queue.get(), Told):
-                yield message.chunks
-            if message is _LATE:
-                raise DeadlineExceeded(f"replica {self._replica_id}: no answer to {path} within {timeout_s:g} s")
-            wire = None
-            if message is _BROKEN:
-                raise self._unreachable("the connection to its reader broke")
-            if isinstance(message, Failed):
-                raise message.error()
+            wire = self._wire or await self._connected()
+            wire.send(Ask(number, path, content, timeout_s, is_whole, joins, TRACE_CONTEXT.get()))
+            await asked.end
         finally:
-            late.cancel()
-            del self._asks[number]
-            if wire is not None:
-                wire.send(Cancel(number))
+            timer.cancel()
+            if self._asks.pop(number, None) and self._wire is not None:
+                self._wire.send(Cancel(number))
 
     async def check(self, timeout_s: float) -> None:
         """Raise unless the reader answers within so many seconds: a process that stands still takes connections."""
@@ -89,18 +87,32 @@ class Link:
                 self._wire = wire
             return self._wire
 
+    def _late(self, asked: _Asked, path: str, timeout_s: float) -> None:
+        asked.fail(DeadlineExceeded(f"replica {self._replica_id}: no answer to {path} within {timeout_s:g} s"))
+
     def _received(self, _: Wire[ToReader, ToGateway], message: ToGateway) -> None:
         self._hears.set()
-        if not isinstance(message, Alive) and (queue := self._asks.get(message.number)) is not None:
-            queue.put_nowait(message)
+        if isinstance(message, Alive) or (asked := self._asks.get(message.number)) is None or asked.end.done():
+            return
+        try:
+            if isinstance(message, Failed):
+                raise message.error()
+            asked.take(message.chunks)
+            if message.is_last:
+                asked.end.set_result(None)
+        except Exception as error:
+            asked.end.set_exception(error)
+        if isinstance(message, Failed) or message.is_last:
+            del self._asks[message.number]
 
     def _ended(self, wire: Wire[ToReader, ToGateway]) -> None:
         if wire is not self._wire:
             return
         self._wire = None
         self._hears.set()
-        for queue in self._asks.values():
-            queue.put_nowait(_BROKEN)
+        broken, self._asks = self._asks, {}
+        for asked in broken.values():
+            asked.fail(self._unreachable("the connection to its reader broke"))
 
     def _unreachable(self, reason: str) -> EngineUnreachable:
         return EngineUnreachable(reason, replica_id=self._replica_id)

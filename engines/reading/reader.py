@@ -1,46 +1,24 @@
-"""Asks an engine and reads its chunks, in the process that calls it or in one beside the engine."""
+"""Asks an engine and reads its chunks."""
 
-import asyncio
-from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from engines.chunks import Chunk
-from engines.engine import Engine, Json
+from engines.engine import Engine, Json, Take
 from engines.errors import EngineFailed
 from engines.raw_json import NO_JSON
 
-_LARGE_BYTES = 1 << 14
 
-
-def chunks_of(
-    engine: Engine, path: str, body: Json, timeout_s: float, *, is_whole: bool, streams: bool
-) -> AsyncGenerator[list[Chunk]]:
-    """As `chunks_here`, read beside the engine where there is a reader. Chunks that nobody streams are joined then."""
-    if engine.beside is not None:
-        return engine.beside.chunks(path, body, timeout_s, is_whole=is_whole, streams=streams)
-    return chunks_here(engine, path, body, timeout_s, is_whole=is_whole)
-
-
-async def chunks_here(
-    engine: Engine, path: str, body: Json, timeout_s: float, *, is_whole: bool
-) -> AsyncGenerator[list[Chunk]]:
-    """Ask an engine; yield its chunks, in lists of those that came together. The reply is one chunk with `is_whole`.
+async def read(engine: Engine, path: str, body: Json, timeout_s: float, take: Take, *, is_whole: bool) -> None:
+    """Ask an engine; have `take` get its chunks. Return at the reply's end, which is one chunk with `is_whole`.
 
     Raises the errors of `Engine`, and `EngineFailed` for a chunk without readable choices.
     """
     if is_whole:
-        reply = await engine.reply(path, body, timeout_s)
-        yield [await _large(engine, reply) if len(reply) > _LARGE_BYTES else _chunk(engine, reply)]
+        take([_chunk(engine, await engine.reply(path, body, timeout_s))])
         return
     async with aclosing(engine.events(path, body, timeout_s)) as blocks:
         async for events in blocks:
-            yield [_chunk(engine, event) for event in events]
-
-
-async def _large(engine: Engine, reply: bytes) -> Chunk:
-    async with engine.turn:
-        await asyncio.sleep(0)
-        return _chunk(engine, reply)
+            take([_chunk(engine, event) for event in events])
 
 
 def _chunk(engine: Engine, event: bytes) -> Chunk:

@@ -6,7 +6,7 @@ import secrets
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import aclosing
+from dataclasses import replace
 
 import orjson
 import structlog
@@ -15,9 +15,10 @@ from engines.chunks import Chunk
 from engines.engine import Engine
 from engines.errors import EngineFailed, RolloutGatewayError
 from engines.reading.joining import Joining
-from engines.reading.reader import chunks_here
-from engines.reading.wire import Alive, Ask, Cancel, Ended, Failed, Hello, ToGateway, Told, ToReader, Wire
+from engines.reading.reader import read
+from engines.reading.wire import Alive, Ask, Cancel, Failed, Hello, ToGateway, Told, ToReader, Wire
 from engines.trace_context import TRACE_CONTEXT
+from engines.types import ReplicaInfo
 
 log = structlog.get_logger()
 
@@ -96,61 +97,62 @@ class ReaderServer:
         telling = _Telling(wire, ask)
         self._telling.add(telling)
         body = orjson.loads(ask.body)
-        blocks = chunks_here(self.engine, ask.path, body, ask.timeout_s, is_whole=ask.is_whole)
-        end: ToGateway = Ended(ask.number)
         try:
-            async with aclosing(blocks):
-                async for chunks in blocks:
-                    telling.take(chunks)
-        except RolloutGatewayError as error:
-            end = Failed.of(ask.number, error)
+            await read(self.engine, ask.path, body, ask.timeout_s, telling.take, is_whole=ask.is_whole)
+            wire.send(Told(ask.number, telling.rest(), is_last=True))
         except Exception as error:
-            log.exception("a reply could not be read in a way that was not foreseen", path=ask.path)
-            reason = f"its reader failed: {error!r:.200}"
-            end = Failed.of(ask.number, EngineFailed(reason, replica_id=self.engine.replica_id))
+            if not isinstance(error, RolloutGatewayError):
+                log.exception("a reply could not be read in a way that was not foreseen", path=ask.path)
+                error = EngineFailed(f"its reader failed: {error!r:.200}", replica_id=self.engine.replica_id)
+            telling.tell()
+            wire.send(Failed.of(ask.number, error))
         finally:
             self._telling.discard(telling)
             telling.close()
-        telling.tell()
-        wire.send(end)
 
 
 class _Telling:
     """Tells a gateway the chunks of one reply: as they come, or joined."""
 
     def __init__(self, wire: Connected, ask: Ask) -> None:
-        self._wire, self._number = wire, ask.number
-        self._joining = Joining() if ask.joins else None
+        self._wire, self._ask = wire, ask
+        self._joining = Joining()
+        self._ready: list[Chunk] = []
         self._has_begun = False
-        self._first: asyncio.TimerHandle | None = None
+        self._timer: asyncio.Handle | None = None
 
     def take(self, chunks: list[Chunk]) -> None:
-        if self._joining is None:
-            self._send(chunks)
-            return
-        if self._first is None:
-            self._first = asyncio.get_running_loop().call_later(_FIRST_S, self.tell)
-        ends = False
-        for chunk in chunks:
-            ends = self._joining.take(chunk) or ends
-        if ends:
-            self.tell()
+        """Take chunks that came together. They are told once the engine's block is read, where the reply may end too;
+        chunks that are joined with a sample's end, but the first of them soon."""
+        is_due = not self._ask.joins
+        if is_due:
+            self._ready += chunks
+        for chunk in chunks if self._ask.joins else ():
+            is_due = self._joining.take(chunk) or is_due
+        loop = asyncio.get_running_loop()
+        if is_due:
+            self.close()
+            self._timer = loop.call_soon(self.tell)
+        elif self._timer is None:
+            self._timer = loop.call_later(_FIRST_S, self.tell)
 
     def tell(self) -> None:
         """Tell what was not told."""
-        if self._joining is not None and (chunks := self._joining.told()):
-            self._send(chunks)
+        if chunks := self.rest():
+            self._wire.send(Told(self._ask.number, chunks))
 
-    def close(self) -> None:
-        """Wait no longer for the first tokens, also where the request was cancelled."""
-        if self._first is not None:
-            self._first.cancel()
-
-    def _send(self, chunks: list[Chunk]) -> None:
+    def rest(self) -> list[Chunk]:
+        """What was not told."""
+        chunks, self._ready = self._ready or self._joining.told(), []
         for chunk in chunks:
             chunk.shed(has_head=not self._has_begun)
             self._has_begun = True
-        self._wire.send(Told(self._number, chunks))
+        return chunks
+
+    def close(self) -> None:
+        """Tell no more, also where the request was cancelled."""
+        if self._timer is not None:
+            self._timer.cancel()
 
 
 class ReaderThread:
@@ -158,7 +160,7 @@ class ReaderThread:
 
     def __init__(self, connect: Callable[[], Engine]) -> None:
         """`connect` makes the engine's client, on the thread."""
-        self.key = secrets.token_hex(32)
+        self._key = secrets.token_hex(32)
         self._connect = connect
         self._started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event, ReaderServer]] = Future()
         self._thread = threading.Thread(target=self._run, name="reader", daemon=True)
@@ -167,10 +169,11 @@ class ReaderThread:
         self._thread.start()
         self._started.result(_START_TIMEOUT_S)
 
-    async def open(self, host: str) -> str:
-        """Listen on a free port of `host`; return host and port."""
+    async def beside(self, info: ReplicaInfo, host: str) -> ReplicaInfo:
+        """Listen on a free port of `host`; return the replica's description with it."""
         loop, _, server = self._started.result()
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(server.open(host), loop))
+        opening = asyncio.run_coroutine_threadsafe(server.open(host), loop)
+        return replace(info, reader=await asyncio.wrap_future(opening), reader_key=self._key)
 
     @property
     def is_alive(self) -> bool:
@@ -187,7 +190,7 @@ class ReaderThread:
         uvloop.run(self._serve())
 
     async def _serve(self) -> None:
-        stopping, server = asyncio.Event(), ReaderServer(self._connect(), self.key)
+        stopping, server = asyncio.Event(), ReaderServer(self._connect(), self._key)
         self._started.set_result((asyncio.get_running_loop(), stopping, server))
         await stopping.wait()
         await server.close()

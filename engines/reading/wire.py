@@ -53,19 +53,14 @@ class Cancel(Struct, tag=2, array_like=True, gc=False):
 
 
 class Told(Struct, tag=3, array_like=True, gc=False):
-    """Chunks of a reply."""
+    """Chunks of a reply, which is whole with the last."""
 
     number: int
     chunks: list[Chunk]
+    is_last: bool = False
 
 
-class Ended(Struct, tag=4, array_like=True, gc=False):
-    """A reply is whole."""
-
-    number: int
-
-
-class Failed(Struct, tag=5, array_like=True, gc=False):
+class Failed(Struct, tag=4, array_like=True, gc=False):
     """A reply has ended with an error: the name of its class, its message and its attributes."""
 
     number: int
@@ -84,12 +79,12 @@ class Failed(Struct, tag=5, array_like=True, gc=False):
         return error
 
 
-class Alive(Struct, tag=6, array_like=True, gc=False):
+class Alive(Struct, tag=5, array_like=True, gc=False):
     """The reader runs, whatever its engine does: the answer to `Hello`."""
 
 
 ToReader = Hello | Ask | Cancel
-ToGateway = Told | Ended | Failed | Alive
+ToGateway = Told | Failed | Alive
 
 
 class Wire(asyncio.BufferedProtocol, Generic[S, R]):

@@ -59,7 +59,7 @@ class Chat:
             if answer is None:
                 answer = await self._generated(replace(conversation, reads_whole_reply=True))
         self._runner.learn(rollout, answer["usage"], [choice["finish_reason"] for choice in answer["choices"]])
-        self._runner.count_missing(choice.get(UNSCORED, 0) for choice in answer["choices"])
+        self._runner.count_missing(sum(choice.get(UNSCORED, 0) for choice in answer["choices"]))
         answer = {**answer, "object": "chat.completion", "prompt_logprobs": answer.get("prompt_logprobs")}
         if not body.get("return_token_ids"):
             for choice in answer["choices"]:
@@ -97,7 +97,7 @@ class Chat:
                     await self._continuation.go_on(conversation, reply, shown)
             finally:
                 self._runner.learn(rollout, reply.usage, [sample.reason for sample in reply.samples])
-                self._runner.count_missing(sample.num_unscored for sample in reply.samples)
+                self._runner.count_missing(reply.num_unscored)
         usage.add_chunk(0, reply.usage)
         if wants_usage(body):
             show({**(reply.head or conversation.bare_head()), "choices": [], "usage": usage.total()})

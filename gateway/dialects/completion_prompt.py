@@ -35,7 +35,7 @@ def is_read_in_chunks(body: Json, limit: int, rollout: Rollout, info: ReplicaInf
     return not [field for field in _WHOLE_ONLY if body.get(field) is not None and body[field] is not False]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class CompletionPrompt(Ask):
     """One prompt of a request: its place there, and the body that asks one replica for its completions."""
 

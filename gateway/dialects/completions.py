@@ -1,11 +1,11 @@
 """/v1/completions of vLLM's dialect: a request becomes one rollout per prompt; the replies are joined prompt-major."""
 
-import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import orjson
@@ -25,7 +25,6 @@ from gateway.fleet.fleet import Fleet
 from gateway.fleet.placement.lengths import prompt_key
 
 _CHARACTERS_PER_TOKEN = 4
-_LARGE_BYTES = 1 << 16
 # vLLM's own default of max_tokens in this dialect.
 _DEFAULT_MAX_TOKENS = 16
 _NEW: Mapping[int, Reply] = {}
@@ -36,27 +35,23 @@ class Written:
     """A reply as JSON in pieces: a choice is written when its prompt ends, and the whole is never copied.
 
     `head` are the fields beside the choices, `ends` how each choice ended, and its versions. `seconds` are the times at
-    which the prompts ended, from the request's start. `seal` a batch before its last bytes: from then on no later
-    gateway delivers it again.
+    which the prompts ended, from the request's start.
     """
 
     head: Json = field(default_factory=Json)
-    choices: list[bytes] = field(default_factory=list)
+    choices: list[list[bytes]] = field(default_factory=list)
     ends: list[Json] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
-    seal: Callable[[], Awaitable[None]] | None = None
 
     @property
     def num_bytes(self) -> int:
         """About the length of the whole."""
-        return sum(map(len, self.choices))
+        return sum(map(len, chain.from_iterable(self.choices)))
 
     def pieces(self) -> list[bytes]:
         """Return the reply, which is kept until it is delivered: its client may go before, and a replay gets it."""
-        pieces = [encoded(self.head)[:-1] + b',"choices":[']
-        for choice in self.choices:
-            pieces += [choice, b","]
-        return [*pieces[:-1], b"]}"]
+        *pieces, _ = chain.from_iterable(self.choices)
+        return [encoded(self.head)[:-1] + b',"choices":[', *pieces, b"}]}"]
 
 
 class Completions:
@@ -129,19 +124,16 @@ class Completions:
         return whole
 
     async def _write(self, prompt: CompletionPrompt, began: float, written: Written, reply: Reply | None) -> None:
-        """Write the reply of one prompt, its samples numbered as the client knows them: those of prompt i begin at
-        i*n."""
+        """Write the reply of one prompt, its samples numbered as the client knows them."""
         reply = reply or Reply(prompt.read)
         await self._runner.run(prompt, reply)
         written.seconds.append(time.monotonic() - began)
         written.head, bare = prompt.head(reply), prompt.bare()
+        first, shows_ids = prompt.first, bool(prompt.body.get("return_token_ids"))
         for sample in reply.samples:
-            index, shows_ids = prompt.first + sample.index, bool(prompt.body.get("return_token_ids"))
-            written.choices.append(sample.written(index, bare, prompt.inexact, shows_ids=shows_ids))
+            written.choices.append(sample.written(bare, first + sample.index, shows_ids=shows_ids))
             written.ends.append({"finish_reason": sample.reason, "weight_versions": sample.spans})
-            if len(written.choices[-1]) > _LARGE_BYTES:  # each in a turn of the event loop
-                await asyncio.sleep(0)
-        self._runner.count_missing(sample.num_unscored for sample in reply.samples)
+        self._runner.count_missing(reply.num_unscored)
 
     async def stream(self, prompts: Sequence[CompletionPrompt], usage: Usage, show: Show) -> None:
         """Show the chunks of all prompts in the order of arrival, numbered as if one engine made them. Count up

@@ -72,7 +72,7 @@ class DeliveredChat:
         return [sample.kept for sample in self.samples.values() if sample.kept is not None]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Conversation(Ask):
     """One conversation as its body asks for it. `delivered` is the part of its stream that the client has.
 

@@ -2,17 +2,17 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Self
+
+from msgspec import structs
 
 from engines.chunks import Choice, Chunk
 from engines.engine import Json
 from engines.errors import EngineError, EngineFailed, EngineRefused
 from engines.raw_json import NO_JSON, opened
-from engines.reading.reader import chunks_of
 from gateway.config.schema import GatewayConfig
 from gateway.dialects.resumption.features import inexact_fields
 from gateway.dialects.sample import ABORT, CUT_OFF, Reply, Sample, Source
@@ -26,15 +26,14 @@ _CANNOT_CONTINUE = "the reply was cut off and cannot continue"
 _TOLD_OF_ALL = ("routed_experts", "sampling_mask")  # encoded over all tokens of a choice
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)  # frozen, it would cost a call for each field of each prompt
 class Ask(ABC):
     """One rollout in the words of its dialect, or the rest of one of its samples: how an engine is asked.
 
     `limit` is the largest number of tokens of a sample, `room` that of prompt and sample together; None where it is not
     known. `read` are the token ids of the prompt, where they are known; `before` is the sample that continues here.
-    `heard` is called when there may be more of a reply that is not streamed, for its record. `is_submitted` is True for
-    a group of a submission: its samples may be delivered before they end, and have the log-probs of sampled tokens
-    alone.
+    `is_submitted` is True for a group of a submission: its samples may be delivered before they end, and have the
+    log-probs of sampled tokens alone.
     """
 
     config: GatewayConfig
@@ -44,7 +43,6 @@ class Ask(ABC):
     room: int | None = None
     read: list[int] | None = None
     before: Sample | None = None
-    heard: Callable[[], None] | None = None
     is_submitted: bool = False
 
     @cached_property
@@ -92,14 +90,11 @@ class Ask(ABC):
     def told(self, reply: Reply) -> Json:
         """A reply whose samples are told whole."""
         bare = self.bare()
-        return self.head(reply) | {"choices": [sample.told(bare, self.inexact) for sample in reply.samples]}
+        return self.head(reply) | {"choices": [sample.told(bare) for sample in reply.samples]}
 
-    def chunks(
-        self, replica: Replica, path: str, body: Json, *, is_whole: bool, streams: bool
-    ) -> AsyncGenerator[list[Chunk]]:
-        """The chunks of the engine, in lists of those that came together; one with `is_whole`."""
-        timeout_s = self.config.generate_timeout_s
-        return chunks_of(replica.engine, path, body, timeout_s, is_whole=is_whole, streams=streams)
+    def worded(self, chunk: Chunk, replica: Replica, *, is_whole: bool) -> Chunk:
+        """An engine's chunk in the words of the dialect. Raises one of `NO_JSON` where it cannot be read."""
+        return chunk
 
     def shows(self, choice: Json, *, is_cut: bool) -> bool:
         """True if the client sees this choice of a chunk; `is_cut` where it was cut off and continues."""
@@ -118,7 +113,7 @@ class Ask(ABC):
     def rest(self, reply: Reply, sample: Sample) -> Self:
         """The rest of one sample, whose tokens an engine reads after the prompt."""
         rollout, read = self.rollout, reply.prompt or []
-        rest = replace(
+        rest = structs.replace(
             rollout,
             request_id=rollout.request_id if rollout.n == 1 else f"{rollout.request_id}-{sample.index}",
             n=1,
@@ -142,52 +137,65 @@ class Part:
         self.samples = reply.samples if ask.before is None else [ask.before]
         self._held: list[Json] | None = []
         """The chunks of a stream before the first with content, all of which an attempt may take back."""
+        self._unvouched: list[Chunk] = []
+        """Chunks of a stream that wait for the verdict on an update."""
+        self._is_whole = False
         self._replica: Replica | None = None
 
     async def make(self, replica: Replica) -> None:
         """Read what the replica makes. Raise `EngineFailed` where it is not whole, and does not continue."""
-        ask, self._held, self._replica = self._ask, [], replica
+        ask, self._held, self._unvouched, self._replica = self._ask, [], [], replica
         source = Source(replica, replica.take_off(), ask.rollout.adapter)
         for sample in self.samples:
             sample.begin(source)
+        streams = self._show is not None
+        self._is_whole = is_whole = not streams and ask.reads_whole(replica)
         try:
-            streams = self._show is not None
             path, body = await ask.asked(replica, streams=streams)
-            is_whole = not streams and ask.reads_whole(replica)
             if not is_whole:
                 body["stream_options"] = {**(body.get("stream_options") or {}), "include_usage": True}
-            async with aclosing(ask.chunks(replica, path, body, is_whole=is_whole, streams=streams)) as blocks:
-                async for chunks in blocks:
-                    await self._read(chunks, replica)
+            reader, timeout_s = replica.engine.beside, ask.config.generate_timeout_s
+            assert reader is not None
+            await reader.read(path, body, timeout_s, self._take, is_whole=is_whole, streams=streams)
         except EngineRefused as error:
             raise ask.named(error) from error.__cause__
+        if streams:
+            await replica.vouched()
+            self._read(self._unvouched, replica)
         aborted = self._checked_ends(replica, is_whole=is_whole)
-        if self._show is None:
+        if not streams:
             await replica.vouched()
         self._stamp()
         if aborted:
             self._end(aborted, ABORT)
 
-    async def _read(self, chunks: list[Chunk], replica: Replica) -> None:
-        """Take chunks that came together, and show them where the client streams."""
-        if self._show is not None:
-            await replica.vouched()
+    def _take(self, chunks: list[Chunk]) -> None:
+        """Take chunks that came together. Those of a stream wait until their version is known."""
+        replica = self._replica
+        assert replica is not None
         replica.heard(self._ask.rollout)
+        if self._show is not None and not replica.is_vouched:
+            self._unvouched += chunks
+            return
+        waiting, self._unvouched = self._unvouched, []
+        self._read(waiting + chunks, replica)
+
+    def _read(self, chunks: list[Chunk], replica: Replica) -> None:
+        """Read chunks, and show them where the client streams."""
         for chunk in chunks:
             try:
+                chunk = self._ask.worded(chunk, replica, is_whole=self._is_whole)
                 self._reply.take(chunk, self.samples)
             except NO_JSON as error:
-                raise EngineFailed(
-                    f"its chunk is {chunk!r:.200}, not choices of {len(self.samples)} samples: {error}",
-                    replica_id=replica.replica_id,
-                ) from error
+                reason = f"its chunk is {chunk!r:.200}, not choices of {len(self.samples)} samples: {error}"
+                raise EngineFailed(reason, replica_id=replica.replica_id) from error
             if replica.cuts_off and (self._show is None or self._continues):
                 for choice in chunk.choices:
                     self.samples[choice.index].cut()
             if self._show is not None:
                 self._pass_on(chunk, replica)
-        if self._ask.heard is not None:
-            self._ask.heard()
+        if self._reply.heard is not None:
+            self._reply.heard()
 
     def _pass_on(self, chunk: Chunk, replica: Replica) -> None:
         """Show a chunk, and those before it, once one has content."""
@@ -238,7 +246,7 @@ class Part:
         if sample.reason is not None or sample.is_cut:
             sample.stamp()
         if sample.reason is not None:
-            told |= sample.marks(self._ask.inexact)
+            told |= sample.marks()
         else:
             told |= {"finish_reason": CUT_OFF} if sample.is_cut else {}
         return told
@@ -320,7 +328,7 @@ class Part:
             told = {**ask.bare(), **sample.last, "index": sample.index}
             if sample.num_made and "prompt_token_ids" in told:  # it came with the first tokens
                 told["prompt_token_ids"] = None
-            ends.append(told | sample.marks(ask.inexact))
+            ends.append(told | sample.marks())
         if self._show is not None:
             self._show({**(self._reply.head or ask.bare_head()), "choices": ends, "usage": self._reply.usage})
 
@@ -334,4 +342,4 @@ def shifted(logprobs: Json, characters: int) -> Json:
 
 def _has_content(choice: Choice) -> bool:
     delta = choice.delta or {}
-    return bool(choice.token_ids or choice.text or any(delta[key] for key in delta if key != "role"))
+    return bool(choice.num_tokens or choice.text or any(delta[key] for key in delta if key != "role"))

@@ -1,7 +1,8 @@
 """Runs a rollout of any dialect, whole or streamed: place it, read what a replica makes, continue what was cut off."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from operator import attrgetter
 
 from engines.engine import Json
 from engines.errors import Withdrawn
@@ -44,7 +45,7 @@ class Runner:
         reply = reply or Reply(ask.read)
         await self.run(ask, reply)
         told = ask.told(reply)
-        self.count_missing(sample.num_unscored for sample in reply.samples)
+        self.count_missing(reply.num_unscored)
         return told
 
     async def run(self, ask: Ask, reply: Reply, show: Show | None = None) -> None:
@@ -56,9 +57,9 @@ class Runner:
                 if reply.open:
                     await self.go_on(ask, reply, show)
         finally:
-            self.learn(ask.rollout, reply.usage, [sample.reason for sample in reply.samples])
+            self.learn(ask.rollout, reply.usage, list(map(attrgetter("reason"), reply.samples)))
             if show is not None:
-                self.count_missing(sample.num_unscored for sample in reply.samples)
+                self.count_missing(reply.num_unscored)
 
     async def go_on(self, ask: Ask, reply: Reply, show: Show | None = None) -> None:
         """Have the open samples continued, each by itself, until they end."""
@@ -69,15 +70,14 @@ class Runner:
         while sample.is_open:
             ask = ask.rest(reply, sample)
             self._metrics.kept_tokens.inc(sample.num_new)
-            sample.keep()
+            sample.keep(ask.inexact or ())
             await self.make(ask, reply, show)
 
     async def make(self, ask: Ask, reply: Reply, show: Show | None = None) -> None:
         """Have one replica make what is asked. Its samples are open after it where it was cut off, or failed."""
         if not reply.samples:
-            keeps, alone = show is None, ask.is_submitted
-            indexes = range(ask.rollout.n)
-            reply.samples = [Sample(index, keeps_content=keeps, scores_alone=alone) for index in indexes]
+            fields = {"keeps_content": show is None, "scores_alone": ask.is_submitted}
+            reply.samples = [Sample(index, **fields) for index in range(ask.rollout.n)]
         part = Part(ask, reply, show, self._fleet.version_of(ask.rollout.model))
         if ask.before is not None and ask.is_full:
             part.end(_FULL)
@@ -88,12 +88,12 @@ class Runner:
             part.end(ABORT)
         if part.error is not None:
             raise part.error
-        if ask.heard is not None:
-            ask.heard()
+        if reply.heard is not None:
+            reply.heard()
 
-    def count_missing(self, samples: Iterable[int]) -> None:
+    def count_missing(self, missing: int) -> None:
         """Count the tokens of samples that end which lack their log-prob."""
-        if missing := sum(samples):
+        if missing:
             self._metrics.missing_logprobs.inc(missing)
 
     def learn(self, rollout: Rollout, usage: Json, ends: Sequence[str | None]) -> None:

@@ -5,12 +5,17 @@ log-probs, which are most of a reply, are joined as their engines wrote them.
 """
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
+from itertools import chain
+from operator import attrgetter
+from typing import NamedTuple
+
+from msgspec import Raw
 
 from engines.chunks import Choice, Chunk
 from engines.engine import Json
-from engines.raw_json import decoded, encoded, list_of, opened
+from engines.raw_json import EMPTY, decoded, encoded, joined_lists, opened
 from engines.reading.joining import joined
 from gateway.dialects.resumption.features import MARK
 from gateway.dialects.spans import UNSCORED, joined_spans, stamps
@@ -46,7 +51,7 @@ class Kept(NamedTuple):
     shows_prompt: bool
     """True where the client of a stream has the prompt's ids, which come with the first tokens."""
     spans: list[Json] | None
-    kv_versions: list[int]
+    kv_versions: Sequence[int]
 
 
 _NOTHING = Kept(0, 0, 0, 0, shows_prompt=False, spans=None, kv_versions=[])
@@ -59,38 +64,42 @@ class Sample:
     sampled tokens are kept, and no others.
     """
 
+    source: Source | None = None
+    """None where nobody makes it, or what was made counts no more."""
+    reason: str | None = None
+    """How it ended; None while it is open."""
+    is_cut = False
+    """True once its replica has ended it, and it continues elsewhere."""
+    is_resumed = False
+    inexact: Sequence[str] = ()
+    """The fields with which its rest is not as it would have been, once it is resumed."""
+    kept = _NOTHING
+    num_made = 0
+    """Tokens."""
+    num_read: float = math.inf
+    """The tokens that the engine of a rest has read, if it has left some out."""
+    num_voids = 0
+    """How often tokens that it had have become void."""
+    has_ids = False
+    """False where the engine tells no token ids."""
+    prompt: bytes | None = None
+    """Token ids of the prompt, as told with this sample."""
+    num_characters = 0
+    """Of a stream."""
+    num_unscored = 0
+    """Tokens without a log-prob, where log-probs are asked for."""
+    spans: list[Json] | None = None
+    """Of its tokens by weight version; None before they are known."""
+    kv_versions: Sequence[int] = ()
+    _report: Sequence[Json] = ()  # the engine's last report of the spans
+    _last: Choice | None = None  # its last choice
+    _end: Json | None = None
+
     def __init__(self, index: int, *, keeps_content: bool = True, scores_alone: bool = False) -> None:
         self.index = index
-        self.source: Source | None = None
-        """None where nobody makes it, or what was made counts no more."""
-        self.reason: str | None = None
-        """How it ended; None while it is open."""
-        self.is_cut = False
-        """True once its replica has ended it, and it continues elsewhere."""
-        self.is_resumed = False
-        self.kept = _NOTHING
-        self.num_made = 0
-        """Tokens."""
-        self.num_read: float = math.inf
-        """The tokens that the engine of a rest has read, if it has left some out."""
-        self.num_voids = 0
-        """How often tokens that it had have become void."""
-        self.has_ids = False
-        """False where the engine tells no token ids."""
-        self.prompt: bytes | None = None
-        """Token ids of the prompt, as told with this sample."""
-        self.num_characters = 0
-        self.num_unscored = 0
-        """Tokens without a log-prob, where log-probs are asked for."""
-        self.spans: list[Json] | None = None
-        """Of its tokens by weight version; None before they are known."""
-        self.kv_versions: list[int] = []
         self.parts: list[Choice] = []
         """What came of it, as far as it is kept."""
         self._keeps_content, self._scores_alone = keeps_content, scores_alone
-        self._report: list[Json] = []  # the engine's last report of the spans
-        self._last: Choice | None = None  # its last choice
-        self._end: Json = {}
 
     @classmethod
     def of(cls, told: Json) -> "Sample":
@@ -106,7 +115,7 @@ class Sample:
 
     @property
     def token_ids(self) -> list[int]:
-        ids: list[int] = decoded(b"[" + b",".join(part.token_ids for part in self.parts if part.token_ids) + b"]")
+        ids: list[int] = decoded(joined_lists(part.token_ids for part in self.parts if part.token_ids))
         return ids
 
     @property
@@ -132,20 +141,18 @@ class Sample:
         """The fields of its last choice beside text and lists, as it came; {} before any has come."""
         last = self._last
         if last is None:
-            return self._end
+            return self._end or {}
         spans = {} if last.weight_versions is None else {"weight_versions": last.weight_versions}
-        return {**last.others, "finish_reason": last.finish_reason, **spans, **self._end}
+        return {**last.others, "finish_reason": last.finish_reason, **spans, **(self._end or {})}
 
     def add(self, choice: Choice) -> None:
         """Take a choice of a chunk."""
-        if choice.token_ids and self.num_read < self.kept.num_made == self.num_made:
+        if self.num_read < self.kept.num_made == self.num_made and choice.num_tokens:
             self._trim(int(self.num_read))
         self.has_ids = self.has_ids or choice.token_ids is not None
         self.num_made += choice.num_tokens
         self.num_unscored += choice.num_unscored
-        if choice.text:
-            self.num_characters += len(choice.text)
-        self.parts.append(self._kept_of(choice))
+        self.parts.append(choice if self._keeps_content and not self._scores_alone else self._kept_of(choice))
         if choice.prompt_token_ids is not None and not self.kept.num_made:
             self.prompt = choice.prompt_token_ids
         if choice.weight_versions:
@@ -157,8 +164,7 @@ class Sample:
 
     def _kept_of(self, choice: Choice) -> Choice:
         """What is kept of a choice."""
-        if self._keeps_content and not self._scores_alone:
-            return choice
+        self.num_characters += len(choice.text or "")
         kept = Choice(choice.index, token_ids=choice.token_ids, num_tokens=choice.num_tokens)
         if self._keeps_content:
             scores = (choice.logprobs or {}).get(_TOKENS_SCORES)
@@ -173,7 +179,7 @@ class Sample:
         """Take what a record or a reply has of it; `told` has the spans of all its tokens."""
         self.add_told(told)
         self.spans, self.kv_versions = list(told["weight_versions"]), told.get("kv_versions") or []
-        self.is_resumed = MARK in told
+        self.is_resumed, self.inexact = MARK in told, told.get(MARK) or self.inexact
         if self.reason == CUT_OFF:
             self.reason = None
 
@@ -189,14 +195,16 @@ class Sample:
 
     # Parts
 
-    def keep(self) -> None:
-        """Keep all that it has: what comes from now on is its rest, which another replica makes."""
+    def keep(self, inexact: Sequence[str] = ()) -> None:
+        """Keep all that it has: what comes from now on is its rest, which another replica makes. `inexact` are the
+        fields with which the rest is not as it would have been."""
         shows_prompt = self.num_made > 0 or self.prompt is not None
         self.kept = Kept(
             self.num_made, len(self.parts), self.num_characters, self.num_unscored, shows_prompt,
             self.kept.spans if self.spans is None else self.spans, self.kv_versions or self.kept.kv_versions,
         )  # fmt: skip
-        self.is_resumed, self._report, self._last, self._end = True, [], None, {}
+        self.is_resumed, self.inexact = True, self.inexact or inexact
+        self._report, self._last, self._end = (), None, None
 
     def begin(self, source: Source) -> None:
         """Have a replica make it, or its rest."""
@@ -214,7 +222,7 @@ class Sample:
         self.num_made, self.num_characters, self.num_unscored = kept.num_made, kept.num_characters, kept.num_unscored
         self.spans, self.kv_versions = kept.spans, kept.kv_versions
         self.source, self.reason, self.is_cut, self.num_read = None, None, False, math.inf
-        self._report, self._last, self._end = [], None, {}
+        self._report, self._last, self._end = (), None, None
 
     def settle(self) -> None:
         """Take what it has for all that there will be, but no tokens of no known version."""
@@ -231,9 +239,10 @@ class Sample:
         """Drop tokens that the engine of a rest has not read: they are a part of a character, which it tells as one of
         its own."""
         whole, self.num_made = self.whole, length
-        self.parts = [Choice(self.index, text=self.text.removesuffix(_HALF), token_ids=_first(whole.token_ids, length))]
+        ids = _first(whole.token_ids or EMPTY, length)
+        self.parts = [Choice(self.index, text=self.text.removesuffix(_HALF), token_ids=ids)]
         if whole.logprobs:
-            self.parts[0].logprobs = {key: _first(items, length) for key, items in whole.logprobs.items()}
+            self.parts[0].logprobs = {key: _first(one, length) for key, one in whole.logprobs.items()}
         self.num_voids += 1
         self.keep()
 
@@ -250,16 +259,17 @@ class Sample:
         """Note the versions of its tokens, which are known, before its replica has ended all of the others."""
         self.spans, self.kv_versions = self.stamps_of(self.num_made)
 
-    def stamps_of(self, num_tokens: int | None) -> tuple[list[Json], list[int]]:
+    def stamps_of(self, num_tokens: int | None) -> tuple[list[Json], Sequence[int]]:
         """The versions of so many tokens, and of the KV under them."""
         if self.spans is not None:
             return self.spans, self.kv_versions
-        assert self.source is not None
-        num_new = None if num_tokens is None else num_tokens - self.kept.num_made
-        spans, kv_versions = stamps(self._report, self.source.flight, num_new, self.source.adapter)
-        if self.kept.spans is not None:
-            spans = joined_spans(self.kept.spans, spans, self.kept.num_made)
-        return spans, kv_versions or self.kept.kv_versions
+        source, kept = self.source, self.kept
+        assert source is not None
+        num_new = num_tokens and num_tokens - kept.num_made
+        spans, kv_versions = stamps(self._report, source.flight, num_new, source.adapter)
+        if kept.spans is not None:
+            spans = joined_spans(kept.spans, spans, kept.num_made)
+        return spans, kv_versions or kept.kv_versions
 
     @property
     def is_known(self) -> bool:
@@ -282,74 +292,83 @@ class Sample:
             self.spans, self.kv_versions = self.kept.spans or [], self.kept.kv_versions
         self._end = {"finish_reason": reason, "stop_reason": None, "weight_version": version}
 
-    def marks(self, inexact: Sequence[str] | None = None) -> Json:
-        """The fields of its last choice that no engine tells; `inexact` are the fields with which its rest is not as it
-        would have been."""
+    def marks(self) -> Json:
+        """The fields of its last choice that no engine tells."""
         marks: Json = {"weight_versions": self.spans or []}
         if self.kv_versions:
             marks["kv_versions"] = self.kv_versions
-        if inexact and self.is_resumed:
-            marks[MARK] = list(inexact)
+        if self.inexact:
+            marks[MARK] = self.inexact
         if self.num_unscored:
             marks[UNSCORED] = self.num_unscored
         return marks
 
-    def told(self, bare: Json, inexact: Sequence[str] | None = None) -> Json:
-        """The sample as a choice of a whole reply; `bare` is one without tokens."""
+    def told(self, bare: Json) -> Json:
+        """The sample as a choice of a whole reply, its lists as JSON; `bare` is one without tokens."""
         whole = self.whole
-        told = self._beside_lists(whole, bare, inexact)
+        told = self._beside_lists(whole, bare)
         told["logprobs"] = whole.scores
         if self.has_ids:
-            told[_IDS] = list_of(whole.token_ids or b"")
+            told[_IDS] = Raw(whole.token_ids or EMPTY)
         if self.prompt is not None and _PROMPT in told:
-            told[_PROMPT] = list_of(self.prompt)
+            told[_PROMPT] = Raw(self.prompt)
         return told
 
-    def written(self, index: int, bare: Json, inexact: Sequence[str] | None, *, shows_ids: bool) -> bytes:
-        """As `told`, in JSON, as choice `index`; its token ids and those of its prompt are null without `shows_ids`."""
-        whole = self.whole
-        told = self._beside_lists(whole, bare, inexact) | {"index": index}
-        pieces = list[bytes]()
-        for key, items in ((_IDS, whole.token_ids), (_PROMPT, self.prompt)):
-            other = told.pop(key, None)
-            pieces += _member(key, items, other) if shows_ids else _member(key, None)
-        told.pop("logprobs", None)
-        if whole.logprobs is None:
-            pieces += _member("logprobs", None)
+    def written(self, bare: Json, index: int, *, shows_ids: bool) -> list[bytes]:
+        """As `told`, in JSON in pieces, as choice `index`, with a comma after it; its token ids and those of its prompt
+        are null without `shows_ids`. A large list is not copied."""
+        whole, pieces = self.whole, list[bytes]()
+        told = self._beside_lists(whole, bare)
+        told["index"] = index
+        if not shows_ids:
+            told[_IDS] = told[_PROMPT] = None
         else:
-            scores = list[bytes]()
-            for key, items in whole.logprobs.items():
-                scores += _member(key, items)
-            pieces += [b',"logprobs":{', *scores, b"}"]
-            pieces[-len(scores) - 1] = pieces[-len(scores) - 1][1:]  # without a comma
-        return b"".join([encoded(told)[:-1], *pieces, b"}"])
+            if self.has_ids:
+                pieces += (b',"token_ids":', whole.token_ids or EMPTY)
+                told.pop(_IDS, None)
+            if self.prompt is not None:
+                pieces += (b',"prompt_token_ids":', self.prompt)
+                told.pop(_PROMPT, None)
+        if not whole.logprobs:
+            told["logprobs"] = whole.logprobs
+        else:
+            names = _names_of(tuple(whole.logprobs))
+            pieces += (*chain.from_iterable(zip(names, whole.logprobs.values(), strict=True)), b"}")
+            told.pop("logprobs", None)
+        return [encoded(told)[:-1], *pieces, b"},"]
 
-    def _beside_lists(self, whole: Choice, bare: Json, inexact: Sequence[str] | None) -> Json:
+    def _beside_lists(self, whole: Choice, bare: Json) -> Json:
         """The choice with its text, and with lists as its last choice or `bare` has them."""
-        told = {**bare, "stop_reason": None, **self.last}
-        told |= {"index": self.index, "finish_reason": self.reason or CUT_OFF}
+        others = {} if self._last is None else self._last.others
+        told = {**bare, "stop_reason": None, **others, **(self._end or {}), **self.marks()}
+        told["index"], told["finish_reason"] = self.index, self.reason or CUT_OFF
         if "text" in told or whole.text is not None:
             told["text"] = whole.text or ""
         told.pop("delta", None)
-        return told | self.marks(inexact)
+        return told
 
 
-def _first(items: bytes | None, length: int) -> bytes | None:
-    """The first items of a list."""
-    return None if items is None else encoded(decoded(b"[" + items + b"]")[:length])[1:-1]
+@lru_cache(64)
+def _names_of(keys: tuple[str, ...]) -> list[bytes]:
+    """JSON before each value of an object with these keys, which is the member `logprobs` of another."""
+    first, *others = map(encoded, keys)
+    return [b',"logprobs":{' + first + b":", *(b"," + name + b":" for name in others)]
 
 
-def _member(key: str, items: bytes | None, other: Any = None) -> list[bytes]:
-    """A member of an object in JSON, after others: the list of these items, or another value."""
-    name = b',"%b":' % key.encode()
-    return [name, encoded(other)] if items is None else [name, b"[", items, b"]"]
+def _first(items: bytes, length: int) -> bytes:
+    """The first items of a list in JSON, which may be null."""
+    listed = decoded(items)
+    return items if listed is None else encoded(listed[:length])
 
 
 class Reply:
     """The samples of one rollout, and what engines tell beside them.
 
-    `prompt` are the token ids of the prompt, where they are known before an engine tells them.
+    `prompt` are the token ids of the prompt, where they are known before an engine tells them. `heard` is called when
+    there may be more of a reply that is not streamed, for its record.
     """
+
+    heard: Callable[[], None] | None = None
 
     def __init__(self, prompt: list[int] | None = None, samples: Iterable[Sample] = ()) -> None:
         self.head: Json = {}
@@ -374,13 +393,18 @@ class Reply:
         """The token ids of the prompt; None where no engine has told them."""
         if self._prompt is None:
             told = [sample.prompt for sample in self.samples if sample.prompt is not None]
-            self._prompt = decoded(b"[" + told[0] + b"]") if told else None
+            self._prompt = decoded(told[0]) if told else None
         return self._prompt
 
     @property
     def counted(self) -> int | None:
         """The engine's count of tokens; None where it has not come."""
         return (self._usage or {}).get("completion_tokens")
+
+    @property
+    def num_unscored(self) -> int:
+        """Tokens without a log-prob, where log-probs are asked for."""
+        return sum(map(attrgetter("num_unscored"), self.samples))
 
     @property
     def open(self) -> list[Sample]:
@@ -390,12 +414,9 @@ class Reply:
     @property
     def usage(self) -> Json:
         """The count of the engine; where samples continued, or it has not come, of the tokens that are here."""
-        usage, made = self._usage or {}, 0
-        is_told = usage.get("completion_tokens") is not None
-        for sample in self.samples:
-            made += sample.num_made
-            is_told = is_told and not sample.is_resumed
-        if is_told:
+        usage = self._usage or {}
+        if self.counted is not None and not any(map(attrgetter("is_resumed"), self.samples)):
             return usage
+        made = sum(sample.num_made for sample in self.samples)
         read = usage.get("prompt_tokens") or len(self.prompt or ())
         return {**usage, "prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made}

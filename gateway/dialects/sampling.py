@@ -37,12 +37,10 @@ def normalise_numbers(body: Json) -> None:
 
     Raises `InvalidRequest` for values that are no numbers.
     """
-    for field in (*_WHOLE_NUMBERS, *_NUMBERS):
-        value = body.get(field)
-        is_whole = field in _WHOLE_NUMBERS
-        if value is None or type(value) is int or (type(value) is float and not is_whole):
-            continue
-        body[field] = _number(field, value, is_whole=is_whole)
+    for field in filter(body.__contains__, (*_WHOLE_NUMBERS, *_NUMBERS)):
+        value, is_whole = body[field], field in _WHOLE_NUMBERS
+        if not (value is None or type(value) is int or (type(value) is float and not is_whole)):
+            body[field] = _number(field, value, is_whole=is_whole)
 
 
 def _number(field: str, value: object, *, is_whole: bool) -> int | float:

@@ -1,5 +1,8 @@
 """Stamps a sample with the weight versions of its tokens and of the KV under them."""
 
+from collections.abc import Sequence
+from functools import lru_cache
+
 from engines.engine import Json
 from engines.weight_label import WeightLabel
 from gateway.fleet.adapters import Adapter
@@ -8,10 +11,11 @@ from gateway.fleet.replica import Flight
 UNSCORED = "missing_logprobs"
 """The field of a choice with the number of its tokens for which the engine gave no finite log-prob; absent if none."""
 _LIMITS = ("start", "end")
+_version_of = lru_cache(64)(lambda label: WeightLabel.read(label).version)
 
 
 def stamps(
-    report: list[Json], flight: Flight, num_tokens: int | None, adapter: Adapter | None = None
+    report: Sequence[Json], flight: Flight, num_tokens: int | None, adapter: Adapter | None = None
 ) -> tuple[list[Json], list[int]]:
     """The weight versions of a sample's tokens, and those of its KV. The engine's own report comes first.
 
@@ -26,23 +30,19 @@ def stamps(
     for span in report:
         if num_tokens is not None and span["start"] >= num_tokens:
             break
-        version = WeightLabel.read(span["version"]).version
+        version = _version_of(span["version"])
         if spans and spans[-1]["version"] == version:
             spans[-1]["end"] = span["end"]
         else:
             spans.append({**span, "version": version})
-    if spans and num_tokens is not None:
-        spans[-1]["end"] = num_tokens
+    versions = flight.versions
     if spans:
-        pass
-    elif len(flight.versions) == 1:
-        spans = [{"version": flight.versions[0], "start": 0, "end": num_tokens}]
+        spans[-1]["end"] = spans[-1]["end"] if num_tokens is None else num_tokens
+    elif len(versions) == 1:
+        spans = [{"version": versions[0], "start": 0, "end": num_tokens}]
     elif num_tokens != 0:
-        spans = [{"version": version, "start": None, "end": None} for version in flight.versions]
-    if len(spans) == len(flight.versions) == 1 and spans[0]["version"] == flight.versions[0]:
-        kv_versions = list(flight.versions)
-    else:
-        kv_versions = flight.kv_versions({"weight_versions": spans})
+        spans = [{"version": version, "start": None, "end": None} for version in versions]
+    kv_versions = flight.kv_versions(spans)
     if adapter is not None:  # its tokens are of its version; a span keeps the model's own
         for span in spans:
             span |= {"version": adapter.version, "base_version": span["version"], "adapter": adapter.name}

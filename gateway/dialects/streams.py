@@ -21,13 +21,8 @@ async def blocks_of(work: Streaming) -> AsyncGenerator[list[Json]]:
         ready.append(chunk)
         news.set()
 
-    async def run() -> None:
-        try:
-            await work(show)
-        finally:
-            news.set()
-
-    task = asyncio.create_task(run(), name="stream")
+    task = asyncio.ensure_future(work(show))
+    task.add_done_callback(lambda _: news.set())
     try:
         while ready or not task.done():
             await news.wait()

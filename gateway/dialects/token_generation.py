@@ -4,8 +4,8 @@ An engine that serves the route gets the body as it is; any other engine gets it
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -14,8 +14,8 @@ import structlog
 
 from engines.chunks import Chunk
 from engines.engine import Json
-from engines.errors import EngineFailed, InvalidRequest, UnknownRoute, shown
-from engines.raw_json import NO_JSON, encoded
+from engines.errors import InvalidRequest, UnknownRoute, shown
+from engines.raw_json import encoded
 from gateway.config.schema import GatewayConfig
 from gateway.dialects import completion_prompt
 from gateway.dialects.completion_prompt import is_read_in_chunks
@@ -164,7 +164,7 @@ class TokenGeneration:
                 log.warning("an abort did not reach a replica", replica=replica.replica_id, error=str(result))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class TokenPrompt(Ask):
     """One prompt of token ids as its body asks for it."""
 
@@ -200,27 +200,13 @@ class TokenPrompt(Ask):
             sampling = rest_sampling(body["sampling_params"], before.token_ids, before.index)
             read = [*self.prompt, *before.token_ids]
             body |= {"token_ids": read, "sampling_params": sampling, "return_token_ids": None}
-        return PATH, body
+        return (PATH, body) if _serves(replica) else (completion_prompt.PATH, completion_body(body, replica.info))
 
-    def chunks(
-        self, replica: Replica, path: str, body: Json, *, is_whole: bool, streams: bool
-    ) -> AsyncGenerator[list[Chunk]]:
+    def worded(self, chunk: Chunk, replica: Replica, *, is_whole: bool) -> Chunk:
         if _serves(replica):
-            return super().chunks(replica, path, body, is_whole=is_whole, streams=streams)
-        return self._translated(replica, body, is_whole=is_whole, streams=streams)
-
-    async def _translated(
-        self, replica: Replica, body: Json, *, is_whole: bool, streams: bool
-    ) -> AsyncGenerator[list[Chunk]]:
-        asked, translate = completion_body(body, replica.info), token_reply if is_whole else token_chunk
-        told = super().chunks(replica, completion_prompt.PATH, asked, is_whole=is_whole, streams=streams)
-        async with aclosing(told) as blocks:
-            async for chunks in blocks:
-                try:
-                    yield [Chunk.read(encoded(translate(chunk.decoded(), body))) for chunk in chunks]
-                except NO_JSON as error:
-                    reason = f"a chunk is {chunks!r:.200}"
-                    raise EngineFailed(reason, replica_id=replica.replica_id) from error
+            return chunk
+        body, translate = self.body | {"request_id": self.rollout.request_id}, token_reply if is_whole else token_chunk
+        return Chunk.read(encoded(translate(chunk.decoded(), body)))
 
     def bare(self) -> Json:
         return {"token_ids": [], "logprobs": None}

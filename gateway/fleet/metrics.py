@@ -217,7 +217,12 @@ class Deliveries:
         for choice in choices:
             if reason := choice.get("finish_reason"):
                 ends[reason] += 1
-                self._add_tokens(tokens, target, choice.get("weight_versions") or ())
+                for span in choice.get("weight_versions") or ():
+                    # Without limits it is of a request that met several, whose engine does not say which made what.
+                    if span["end"] is not None:
+                        version = span.get("base_version", span["version"])
+                        behind = 0 if version == target else max(0, min(target - int(version), _MOST_BEHIND))
+                        tokens[behind] += span["end"] - span["start"]
         for reason, number in ends.items():
             self._metrics.completions.labels(model, reason).inc(number)
         for behind, number in tokens.items():
@@ -228,12 +233,3 @@ class Deliveries:
         if len(seconds) > 1:
             self._metrics.batch_seconds.labels(model).observe(max(seconds))
             self._metrics.batch_tail_ratio.labels(model).observe(max(seconds) / median(seconds))
-
-    @staticmethod
-    def _add_tokens(tokens: dict[int, int], target: int, spans: Iterable[Json]) -> None:
-        """Count tokens by the number of versions that they are behind. A span without limits is of a request that met
-        several versions; its engine does not say which made what."""
-        for span in spans:
-            start, end, version = span.get("start"), span.get("end"), span.get("base_version", span.get("version"))
-            if start is not None and end is not None and version is not None:
-                tokens[min(max(0, target - int(version)), _MOST_BEHIND)] += end - start

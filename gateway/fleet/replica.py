@@ -1,7 +1,7 @@
 """One replica: its weights, its adapters and its rollouts in flight. `fleet.py` changes its state."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 from weakref import WeakSet
@@ -118,14 +118,13 @@ class Flight:
         self.versions.append(version)
         self._kv = [*self._kv, version] if keeps_kv else [version]
 
-    def kv_versions(self, choice: Json) -> list[int]:
+    def kv_versions(self, spans: Sequence[Json]) -> list[int]:
         """Return the versions that wrote the KV under the last token of a choice, oldest first; several are a mixture.
 
         The choice's spans, if they have limits, say where it ended. An engine that kept the request waiting, or
         preempted it, computed its KV with newer weights than the oldest version here; the gateway does not know that.
         """
-        spans = choice.get("weight_versions") or ()
-        if not spans or spans[-1]["end"] is None:
+        if not spans or spans[-1]["end"] is None or self._kv == [spans[-1]["version"]]:
             return list(self._kv)
         last = spans[-1]["version"]
         return [version for version in self._kv if version <= last] or [last]
@@ -259,13 +258,21 @@ class Replica:
             self._calls.pop(bound, None)
 
     async def vouched(self) -> None:
-        """Return once no update overwrites the replica: until then the version of its tokens is unknown.
+        """Return once `is_vouched`."""
+        await self._steady.wait()
+        assert self.is_vouched
+
+    @property
+    def is_vouched(self) -> bool:
+        """False while an update overwrites the replica: until its end the version of its tokens is unknown.
 
         Raise `EngineOverwritten` where the update left no known version: such tokens are not delivered.
         """
-        await self._steady.wait()
+        if not self._steady.is_set():
+            return False
         if self.weight_version is None:
             raise EngineOverwritten(f"its tokens are of no known version: {self.reason}", replica_id=self.replica_id)
+        return True
 
     def is_cut_off(self, error: EngineError) -> bool:
         """Return True where an update has ended an attempt with the error: it ends all rollouts, or the engine was lost

@@ -17,10 +17,9 @@ log = structlog.get_logger()
 
 
 def engine_client(config: Config, info: ReplicaInfo) -> Engine:
-    """Return the client of a replica's engine, with the way to the reader beside it, if there is one."""
+    """Return the client of a replica's engine, with the way to the reader beside it."""
     engine = _client(config, info)
-    if info.reader:
-        engine.beside = Link(info.replica_id, info.reader, info.reader_key)
+    engine.beside = Link(info.replica_id, info.reader, info.reader_key)
     return engine
 
 

@@ -1,8 +1,8 @@
 """Passed by every request: its id, its metrics and trace, and errors as replies in the client's dialect."""
 
 import math
+import secrets
 import time
-import uuid
 from collections.abc import Mapping
 from typing import Any
 
@@ -88,7 +88,7 @@ async def note_begin(request: web.Request, response: web.StreamResponse) -> None
 def request_id(request: web.Request, body: Mapping[str, Any] | None = None) -> str:
     """The header's id, then `request_id` of the body, then a random id."""
     own = body.get("request_id") if body else None
-    return request[GIVEN_ID] or (own and _printable(own)) or uuid.uuid4().hex
+    return request[GIVEN_ID] or (own and _printable(own)) or secrets.token_hex(16)
 
 
 def _printable(given: object) -> str:

@@ -2,8 +2,10 @@
 its connection."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from bisect import bisect_right
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing
+from itertools import accumulate
 
 import structlog
 from aiohttp import web
@@ -54,40 +56,40 @@ async def send_events(request: web.Request, work: Streaming) -> web.StreamRespon
 
 
 async def send_pieces(
-    request: web.Request, pieces: Iterable[bytes], num_bytes: int, before_end: BeforeEnd | None = None
+    request: web.Request, pieces: Sequence[bytes], before_end: BeforeEnd | None = None
 ) -> web.StreamResponse:
-    """Send JSON in pieces, of about `num_bytes` in all, without a copy of the whole or a long turn of the loop.
-    Return once it has left. Raise `ConnectionError` where the client is gone.
+    """Send JSON in pieces, without a copy of the whole or a long turn of the loop. Return once it has left. Raise
+    `ConnectionError` where the client is gone.
 
-    `before_end` is awaited before the bytes without which no client takes the reply for whole.
+    `before_end` is awaited before the last piece, without which no client takes the reply for whole.
     """
     response: web.StreamResponse
+    num_bytes, last = sum(map(len, pieces)), b""
     if num_bytes < _SMALL_BYTES:
         if before_end is not None:
             await before_end()
         response = web.Response(body=b"".join(pieces), headers=_JSON)
         await response.prepare(request)
     else:
-        response = web.StreamResponse(headers=_JSON)
+        response, last = web.StreamResponse(headers=_JSON), pieces[-1]
+        response.content_length = num_bytes
         await response.prepare(request)
-        for block in _blocks(pieces):
+        for block in _blocks(pieces[:-1]):
             await response.write(block)
             await asyncio.sleep(0)  # a client that reads as fast as this writes would keep the loop
         if before_end is not None:
             await before_end()
-    await response.write_eof()
+    await response.write_eof(last)
     return response
 
 
 def _blocks(pieces: Iterable[bytes]) -> Iterator[bytes]:
     """Pieces in blocks of about one size."""
-    block, room = list[bytes](), _BLOCK_BYTES
-    for piece in pieces:
-        begin = 0
-        while len(piece) - begin >= room:
-            yield b"".join([*block, piece[begin : begin + room]])
-            begin, block, room = begin + room, [], _BLOCK_BYTES
-        block.append(piece[begin:])
-        room -= len(block[-1])
-    if any(block):
-        yield b"".join(block)
+    pieces, begin, num_sent = list(pieces), 0, 0
+    ends = list(accumulate(map(len, pieces)))
+    while begin < len(pieces):
+        end = max(begin + 1, bisect_right(ends, num_sent + _BLOCK_BYTES))
+        block = b"".join(pieces[begin:end])
+        for place in range(0, len(block), _BLOCK_BYTES):
+            yield block[place : place + _BLOCK_BYTES]
+        begin, num_sent = end, ends[end - 1]

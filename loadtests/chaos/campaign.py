@@ -40,7 +40,7 @@ from gateway.cli.cluster.ray_head import SERVE_ENVIRONMENT
 from gateway.config.schema import Config
 from loadtests.chaos.clients.tally import Tally
 from loadtests.chaos.clients.witness import Witness
-from loadtests.chaos.faults import DISK_FULL, FAULTS, CallFailed, Hung, Trainer, World, until
+from loadtests.chaos.faults import DISK_FULL, FAULTS, CallFailed, Hung, Newest, Trainer, World, until
 from loadtests.chaos.rollouts.fleets import OF_ROLLOUTS, hurt_rollouts, report
 from loadtests.chaos.rollouts.fleets import Outcome as RolloutOutcome
 
@@ -121,9 +121,10 @@ def running(config: Config) -> Iterator[str]:
 
 async def hurt(url: str, replicas: int, faults: Sequence[str]) -> list[Outcome]:
     """Inject every fault in turn, each into a healthy fleet."""
-    witness = Witness(url, _SIM, num_clients=_CLIENTS, bound_s=_BOUND_S)
+    newest = Newest()
+    witness = Witness(url, _SIM, newest, num_clients=_CLIENTS, bound_s=_BOUND_S)
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_BOUND_S)) as session:
-        world = World(url, Trainer(url, witness, session), replicas)
+        world = World(url, Trainer(url, newest, session), replicas)
         await until(world.serves, _UP_S, "the fleet to come up")
         outcomes = []
         for name in faults:

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -44,16 +44,17 @@ class Hung(Exception):
     """A call without an answer within the bound."""
 
 
-class Versioned(Protocol):
-    """The holder of the newest version that a trainer has committed."""
+@dataclass(slots=True)
+class Newest:
+    """The newest version that a trainer has committed."""
 
-    version: int
+    version: int = 0
 
 
 class Trainer:
     """The bounded calls of one trainer session. Tensors are announced to the simulated engines, but not sent."""
 
-    def __init__(self, url: str, newest: Versioned, session: aiohttp.ClientSession) -> None:
+    def __init__(self, url: str, newest: Newest, session: aiohttp.ClientSession) -> None:
         self._url = url
         self._newest = newest
         self._session = session
@@ -144,7 +145,7 @@ class World:
 
     async def engine_pid(self) -> int:
         """Return the engine server of one replica, a serving one if possible."""
-        return engine_of((await self.replicas())[0])
+        return int((await self.replicas())[0]["pid"])
 
     def gateway_pid(self) -> int:
         port = urlsplit(self.url).port
@@ -256,20 +257,19 @@ async def _finds_no_room(trainer: Trainer) -> bool:
 async def returns_with_old_weights(world: World) -> None:
     """Freeze a replica while the others take a version: it must take it before it serves."""
     silent = (await world.replicas())[0]
-    pid = engine_of(silent)
-    os.kill(pid, signal.SIGSTOP)
+    os.kill(silent["pid"], signal.SIGSTOP)
     try:
         await until(lambda: _is_out(world, silent), _UNAIDED_S, "the silent replica to be left out")
         await world.trainer.push()
     finally:
-        os.kill(pid, signal.SIGCONT)
+        os.kill(silent["pid"], signal.SIGCONT)
     await until(world.serves, _UNAIDED_S, "the one that was silent to serve")
 
 
 async def killed_while_rolling(world: World) -> None:
     """Kill the replica whose turn it is: the update goes on, and its successor catches up."""
     async with _rolling(world) as (pushing, leaving):
-        os.kill(engine_of(leaving), signal.SIGKILL)
+        os.kill(leaving["pid"], signal.SIGKILL)
         await pushing
     await until(world.serves, _UNAIDED_S, "a successor with the current weights")
 
@@ -352,11 +352,6 @@ def _filled(folder: Path) -> Iterator[Callable[[], None]]:
         yield fill
     finally:
         filler.unlink()
-
-
-def engine_of(replica: Json) -> int:
-    """Return the engine server's process."""
-    return int(replica["pid"])
 
 
 def _change_last_byte(path: Path) -> None:

@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -26,6 +25,7 @@ from engines.config import SimConfig
 from loadtests.chaos.clients.bad_requests import ADMIN_KEY, INFERENCE_KEY, BadRequest, bad_requests
 from loadtests.chaos.clients.callers import Callers
 from loadtests.chaos.clients.tally import Tally
+from loadtests.chaos.faults import Newest
 from loadtests.chaos.process_fleet import ProcessFleet, fleet_config, healthy_within, running
 
 SIM = SimConfig(decode_step_s=0.001)
@@ -81,7 +81,7 @@ async def fuzzed(seed: int, count: int) -> Findings:
 
 
 async def _run(fleet: ProcessFleet, requests: Sequence[BadRequest]) -> Findings:
-    bystanders = Callers(fleet.url, SIM, SimpleNamespace(version=0), tokens=48, bound_s=_BOUND_S, key=INFERENCE_KEY)
+    bystanders = Callers(fleet.url, SIM, Newest(), tokens=48, bound_s=_BOUND_S, key=INFERENCE_KEY)
     findings, left = Findings(), iter(requests)
     try:
         bystanders.start(1)

@@ -11,8 +11,6 @@ import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +29,7 @@ from gateway.fleet.watch.engine_page import EngineLoad, read_load
 from gateway.http.listener import Listener
 from gateway.weights.snapshots import in_memory
 from loadtests.fleet import replica_processes
-from loadtests.own_process import begun
+from loadtests.own_process import OwnProcess, serving
 
 WAITS = "waits for the next update"
 """A part of the reason of a replica whose version has died with the only copy."""
@@ -72,7 +70,7 @@ class ProcessFleet:
         self._folder = folder
         self._replicas = replica_processes(config, visible_gpus())
         self.infos: dict[int, ReplicaInfo] = {}
-        self._gateway: tuple[BaseProcess, Connection] | None = None
+        self._gateway: OwnProcess | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._starting = asyncio.Semaphore(_STARTING_AT_ONCE)
         self._made_by_dead = 0.0
@@ -90,17 +88,14 @@ class ProcessFleet:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._gateway is not None:
-            process, pipe = self._gateway
-            pipe.close()
-            await asyncio.to_thread(process.join, _STOP_S)
-            process.kill()
+            await self._gateway.stop(_STOP_S)
         await asyncio.gather(*(replica.stop() for replica in self._replicas))
         await asyncio.to_thread(remove_store, in_memory(self._config.name))
 
     @property
     def gateway_pid(self) -> int:
         assert self._gateway is not None
-        return self._gateway[0].pid or 0
+        return self._gateway.pid
 
     async def made(self) -> float:
         """Return the tokens that all engines have made so far, those of dead engines included."""
@@ -177,14 +172,12 @@ class ProcessFleet:
                     await self._start_engine(index)
 
     async def _start_gateway(self) -> None:
-        if self._gateway is not None:
-            self._gateway[1].close()
-        self._gateway = await asyncio.to_thread(begun, _serve_gateway, self._config, self._folder)
+        self._gateway = await asyncio.to_thread(serving, _serve_gateway, self._config, self._folder)
 
     async def _keep_gateway(self) -> None:
         while True:
             assert self._gateway is not None
-            await asyncio.to_thread(self._gateway[0].join)
+            await self._gateway.ended()
             self.deaths += 1
             await self._start_gateway()
 

@@ -147,7 +147,7 @@ class Clients:
 async def campaign(rollouts: int, replicas: int, tokens: int, clients: int, kill_every_s: float) -> Campaign:
     """Run the whole campaign."""
     with tempfile.TemporaryDirectory(prefix="replays-") as folder:
-        config = fleet_config("replays", replicas, _SIM, Path(folder), ledger=str(Path(folder) / "ledger"))
+        config = fleet_config("replays", replicas, _SIM, Path(folder))
         fleet = ProcessFleet(config, Path(folder))
         async with running(fleet):
             senders = Clients(fleet.url, rollouts, tokens)

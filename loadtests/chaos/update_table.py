@@ -28,7 +28,7 @@ from engines.config import SimConfig
 from gateway.config.schema import Config
 from loadtests.chaos.clients.tally import Tally
 from loadtests.chaos.clients.witness import Witness
-from loadtests.chaos.faults import CallFailed, Hung, Trainer
+from loadtests.chaos.faults import CallFailed, Hung, Newest, Trainer
 from loadtests.chaos.process_fleet import WAITS, ProcessFleet, fleet_config
 from loadtests.studies.weights.pusher import Pusher
 
@@ -121,8 +121,9 @@ class Scene:
     def __init__(self, fleet: ProcessFleet, config: Config, session: aiohttp.ClientSession) -> None:
         self.fleet = fleet
         self.session = session
-        self.witness = Witness(fleet.url, _SIM, num_clients=_CLIENTS, bound_s=_BOUND_S)
-        self.trainer = Trainer(fleet.url, self.witness, session)
+        self.newest = Newest()
+        self.witness = Witness(fleet.url, _SIM, self.newest, num_clients=_CLIENTS, bound_s=_BOUND_S)
+        self.trainer = Trainer(fleet.url, self.newest, session)
         self._config = config
         self._pusher: Pusher | None = None
 
@@ -219,7 +220,7 @@ class Scene:
             pushed = await asyncio.to_thread(self._pusher.push)
         except EOFError:
             return "-"
-        self.witness.version = max(self.witness.version, pushed.version)
+        self.newest.version = max(self.newest.version, pushed.version)
         return pushed.error.partition(":")[0] or "200"
 
     def kill_trainer(self) -> None:

@@ -1,1 +1,1 @@
-"""Load test reports: series, thresholds, charts, and the page."""
+"""What a run measures, and its verdict: series, figures, thresholds, causes."""

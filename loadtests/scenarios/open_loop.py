@@ -28,15 +28,26 @@ def add_options(parser: LocustArgumentParser) -> None:
     parser.add_argument("--rate", type=positive, default=1.0, help="arrivals a second from each user")
 
 
-class Arrivals(Caller):
-    """A Poisson source. The sum of many is one too."""
+class OpenLoop(Caller):
+    """Does not wait for answers: requests are spawned in `_asked`."""
 
+    abstract = True
     wait_time = constant(0)
 
     def __init__(self, environment: Environment) -> None:
         super().__init__(environment)
         self._asked = Group()
-        self._due = 0.0
+
+    def on_stop(self) -> None:
+        """Let those that were sent have their answers, as long as Locust waits."""
+        try:
+            self._asked.join()
+        finally:
+            self._asked.kill()
+
+
+class Arrivals(OpenLoop):
+    """A Poisson source. The sum of many is one too."""
 
     def on_start(self) -> None:
         self._due = time.perf_counter()
@@ -47,13 +58,6 @@ class Arrivals(Caller):
         gevent.sleep(max(0.0, self._due - time.perf_counter()))
         if self.goes_on:
             self._asked.spawn(self._arrived, self._due)
-
-    def on_stop(self) -> None:
-        """Let those that arrived have their answers, as long as Locust waits."""
-        try:
-            self._asked.join()
-        finally:
-            self._asked.kill()
 
     def _arrived(self, due: float) -> None:
         self.load_run.record("lateness_s", time.perf_counter() - due)

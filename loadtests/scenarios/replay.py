@@ -1,11 +1,9 @@
-"""Requests that a gateway has recorded, sent again: when they came then, or one after the other.
+"""Requests that a gateway has recorded, sent again when they came then.
 
     rollout-gateway up -c FILE.yaml gateway.trace.file=/tmp/trace.jsonl
     locust -f loadtests/scenarios/replay.py --headless --stop-timeout 600 --host URL --trace /tmp/trace.jsonl --speed 2
 
-Open loop by default: each request is sent at its recorded time by `--speed`, and timed from then. With
-`--closed` each of the -u users sends a session, or a request that belongs to none, when its last one is answered. The
-run ends with the trace.
+Open loop: each request is sent at its recorded time by `--speed`, and timed from then. The run ends with the trace.
 """
 
 import time
@@ -14,18 +12,15 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import gevent
-from gevent.pool import Group
-from locust import LoadTestShape, constant, events, task
+from locust import LoadTestShape, events, task
 from locust.argument_parser import LocustArgumentParser
 from locust.env import Environment
 from locust.exception import StopUser
 from locust.runners import WorkerRunner
 
-import loadtests.beside
-import loadtests.report.conclusion  # noqa: F401  # how it ends
-from loadtests.caller import Caller
 from loadtests.run import Run, checked
-from loadtests.traces import Recorded, read_trace, sessions_of
+from loadtests.scenarios.open_loop import OpenLoop
+from loadtests.traces import Recorded, read_trace
 from loadtests.workloads import completion_request
 
 _KEPT = ("temperature", "top_p", "top_k", "min_p", "seed", "min_version", "max_staleness")
@@ -41,66 +36,49 @@ def add_options(parser: LocustArgumentParser) -> None:
     add = parser.add_argument
     add("--trace", type=checked(_read), required=True, metavar="FILE", help="what gateway.trace.file recorded")
     add("--speed", type=float, default=1.0, help="times as fast as recorded")
-    add("--closed", action="store_true", help="send when the last is answered, and not at the recorded times")
     lengths = "of completions: as recorded (a request's mean), or as the model ends them within the recorded limits"
     add("--lengths", choices=["recorded", "model"], default="recorded", help=lengths)
 
 
 class Share:
-    """What this process sends of a trace: every so many-th session or request."""
+    """What this process sends of a trace: every so many-th request."""
 
     def __init__(self, environment: Environment, settings: Any) -> None:
         trace = _read(settings.trace)
-        pieces = sessions_of(trace) if settings.closed else [[recorded] for recorded in trace]
         index, processes = 0, 1
         if isinstance(environment.runner, WorkerRunner):
             index, processes = environment.runner.worker_index, max(1, settings.processes or settings.expect_workers)
         self.began = time.perf_counter()
-        self._pieces: Iterator[list[Recorded]] = iter(pieces[index % processes :: processes])
+        self._left: Iterator[Recorded] = iter(trace[index % processes :: processes])
 
-    def next(self) -> list[Recorded]:
+    def next(self) -> Recorded:
         """Raises `StopUser` at the end."""
-        piece = next(self._pieces, None)
-        if piece is None:
+        recorded = next(self._left, None)
+        if recorded is None:
             raise StopUser
-        return piece
+        return recorded
 
 
-class Replayed(Caller):
+class Replayed(OpenLoop):
     """Sends what is next in its process's share."""
 
-    wait_time = constant(0)
     _share: ClassVar[Share | None] = None
 
     def __init__(self, environment: Environment) -> None:
         super().__init__(environment)
-        self._asked = Group()
         # Of all users of this process; its clock begins with the first.
         Replayed._share = Replayed._share or Share(environment, self.settings)
 
     @task
     def send(self) -> None:
         assert self._share is not None
-        piece = self._share.next()
-        if self.settings.closed:
-            for recorded in piece:
-                self._send(recorded, None)
-            return
-        [recorded] = piece
+        recorded = self._share.next()
         due = self._share.began + recorded.at / self.settings.speed
         gevent.sleep(max(0.0, due - time.perf_counter()))
         self._asked.spawn(self._send, recorded, due)
 
-    def on_stop(self) -> None:
-        """Let those that were sent have their answers, as long as Locust waits."""
-        try:
-            self._asked.join()
-        finally:
-            self._asked.kill()
-
-    def _send(self, recorded: Recorded, due: float | None) -> None:
-        if due is not None:
-            self.load_run.record("lateness_s", time.perf_counter() - due)
+    def _send(self, recorded: Recorded, due: float) -> None:
+        self.load_run.record("lateness_s", time.perf_counter() - due)
         sampling = {name: value for name, value in recorded.params.items() if name in _KEPT and value is not None}
         sampling["n"] = recorded.samples
         tokens = None

@@ -7,7 +7,6 @@ The stop timeout lets the batch in flight come to its end, which would be lost o
 """
 
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import gevent
@@ -20,7 +19,7 @@ import loadtests.beside  # weight updates
 import loadtests.report.conclusion  # noqa: F401  # how it ends
 from loadtests.caller import Caller
 from loadtests.report.timeline import Timeline, tail_ratio
-from loadtests.workloads import Json, completion_request, random_tokens
+from loadtests.workloads import completion_request, random_tokens
 
 _WAYS = {
     "batch": "in one streamed request",
@@ -38,15 +37,6 @@ def add_options(parser: LocustArgumentParser) -> None:
     add("--ask", choices=list(_WAYS), default="batch", help=f"how a batch is asked for. {ways}")
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """A part of a batch."""
-
-    body: Json
-    completions: int
-    tokens: int
-
-
 class Trainer(Caller):
     """A closed loop: the next batch begins when the last completion of this one is there."""
 
@@ -62,9 +52,9 @@ class Trainer(Caller):
 
     @task
     def batch(self) -> None:
-        requests = self._requests()
+        parts_of_it = self._parts()
         began, began_at = time.perf_counter(), time.time()
-        asked = [gevent.spawn(self._part, request) for request in requests]
+        asked = [gevent.spawn(self._ask, prompts, max_tokens) for prompts, max_tokens in parts_of_it]
         try:
             gevent.joinall(asked)
         finally:
@@ -79,20 +69,19 @@ class Trainer(Caller):
         if (ratio := tail_ratio(parts, began)) is not None:
             record("tail_ratio", ratio, at=began_at)
 
-    def _part(self, request: Request) -> Timeline | None:
-        return self.ask(request.body, completions=request.completions, tokens=request.tokens)
-
-    def _requests(self) -> list[Request]:
+    def _parts(self) -> list[tuple[list[Any], int]]:
+        """Return the prompts of each request of a batch, and the length of their completions."""
         draw, settings = self.draw, self.settings
         prompts = [random_tokens(draw, length) for length in self.prompt_lengths.drawn(draw, settings.prompts)]
         if settings.ask == "prompt":
             limits = self.completion_lengths.drawn(draw, len(prompts))
-            return [self._request([prompt], limit) for prompt, limit in zip(prompts, limits, strict=True)]
-        return [self._request(prompts, self.completion_lengths.lengths[0])]
+            return [([prompt], limit) for prompt, limit in zip(prompts, limits, strict=True)]
+        return [(prompts, self.completion_lengths.lengths[0])]
 
-    def _request(self, prompts: list[Any], max_tokens: int) -> Request:
+    def _ask(self, prompts: list[Any], max_tokens: int) -> Timeline | None:
         samples = self.settings.samples
         sampling = {"n": samples, "max_tokens": max_tokens, "ignore_eos": True}
         stream = self.settings.ask != "whole"
         body = completion_request(prompts, sampling, model=self.settings.model, stream=stream)
-        return Request(body, len(prompts) * samples, len(prompts) * samples * max_tokens)
+        completions = len(prompts) * samples
+        return self.ask(body, completions=completions, tokens=completions * max_tokens)

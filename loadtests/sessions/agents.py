@@ -42,7 +42,6 @@ class Answered:
 
     prompt: list[int]
     text: str
-    is_greedy: bool
 
 
 def prompt_ids(said: list[Said], tools: tuple[str, ...]) -> list[int]:
@@ -107,7 +106,7 @@ class Agent:
         body["max_output_tokens" if self.dialect == "responses" else "max_tokens"] = self.max_tokens
         leaves_s = self.draw.uniform(0.05, 0.6) if self.draw.random() < 0.001 else None
         text, tool, call_id = _READERS[self.dialect](await self._asked(orjson.dumps(body), streams, leaves_s))
-        self.answered.append(Answered(prompt_ids(said, tools), text, is_greedy))
+        self.answered.append(Answered(prompt_ids(said, tools), text))
         return Said("assistant", text, tool, call_id)
 
     async def _asked(self, content: bytes, streams: bool, leaves_s: float | None) -> Json:

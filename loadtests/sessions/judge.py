@@ -25,9 +25,8 @@ import aiohttp
 import orjson
 
 from engines.config import SimConfig
-from loadtests.chaos.faults import CallFailed, Trainer
+from loadtests.chaos.faults import CallFailed, Newest, Trainer
 from loadtests.chaos.process_fleet import ProcessFleet, fleet_config, healthy_within, running
-from loadtests.chaos.rollouts.fleets import Newest
 from loadtests.sessions.agents import Agent, Gone
 from loadtests.sessions.oracle import Json, Verdict, judge
 from sim.model import SimModel

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from math import isclose
 from typing import Any
 
+from loadtests.chaos.clients.contents import spans_of, versions_of
 from loadtests.sessions.agents import END, Answered
 from sim.model import CHECKPOINT_VERSION, GREEDY, SimModel, read, weights_key
 
@@ -76,7 +77,7 @@ def _parent(place: int, calls: Sequence[Json], prompts: list[list[int]], where: 
 def _tokens(model: SimModel, prompt: list[int], call: Json, where: str, verdict: Verdict) -> None:
     """Each token and log-prob is that of its prompt and the version of its span."""
     token_ids, logprobs = call["token_ids"], call["logprobs"]
-    made_by = versions_of(call)
+    made_by = versions_of(len(token_ids), spans_of(call))
     if made_by is None:
         verdict.differ("spans", f"{where}: {call['weight_versions']} over {len(token_ids)} tokens")
         return
@@ -96,21 +97,6 @@ def _tokens(model: SimModel, prompt: list[int], call: Json, where: str, verdict:
             verdict.differ("ids", f"{where}: token {place}")
             return
         context = read((token_id,), context)
-
-
-def versions_of(call: Json) -> list[set[int]] | None:
-    """Return the versions that may have made each token; None where the spans do not tile them."""
-    made_by: list[set[int]] = [set() for _ in call["token_ids"]]
-    spans = [(int(span["version"]), span["start"], span["end"]) for span in call["weight_versions"] or ()]
-    for version, start, end in spans:
-        if start is not None and end is not None:
-            if end > len(made_by) or any(made_by[start:end]):
-                return None
-            for versions in made_by[start:end]:
-                versions.add(version)
-    anywhere = {version for version, start, _ in spans if start is None}
-    whole = [found or anywhere for found in made_by]
-    return whole if all(whole) else None
 
 
 def _answers(

@@ -2,19 +2,18 @@
 
 import asyncio
 import math
-import multiprocessing
 import statistics
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from typing import Any
 
 import aiohttp
 import orjson
 import uvloop
 
+from loadtests.own_process import OwnProcess
 from loadtests.report.timeline import Timeline
 from loadtests.workloads import Workload
 
@@ -71,37 +70,24 @@ class ClientPool(AbstractContextManager["ClientPool"]):
 
     def __init__(self, num_clients: int, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        context = multiprocessing.get_context("spawn")
-        self._pipes: list[Connection] = []
-        self._processes = []
-        for _ in range(num_clients):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, timeout_s), daemon=True)
-            process.start()
-            theirs.close()
-            self._pipes.append(ours)
-            self._processes.append(process)
+        self._clients = [OwnProcess(_serve, timeout_s) for _ in range(num_clients)]
 
     def __exit__(self, *_: object) -> None:
         """End the client processes."""
-        for pipe in self._pipes:
-            pipe.close()
-        for process in self._processes:
-            process.terminate()
-            process.join()
+        for client in self._clients:
+            client.kill()
 
     def run(self, streams: Sequence[Stream]) -> list[Outcome]:
         """Run all streams at once, spread over the processes; return an outcome per process used."""
-        dealt = [streams[first :: len(self._pipes)] for first in range(len(self._pipes))]
-        busy = [(pipe, share) for pipe, share in zip(self._pipes, dealt, strict=True) if share]
-        for pipe, share in busy:
-            pipe.send(share)
-        for pipe, _ in busy:
-            _receive(pipe, _READY_TIMEOUT_S)
-        for pipe, _ in busy:
-            pipe.send("go")
+        busy = self._clients[: len(streams)]
+        for first, client in enumerate(busy):
+            client.pipe.send(streams[first :: len(busy)])
+        for client in busy:
+            client.receive(_READY_TIMEOUT_S)
+        for client in busy:
+            client.pipe.send("go")
         # The clients' timeouts end a blocked run; parsing its replies takes a moment more.
-        return [_receive(pipe, self._timeout_s + _READY_TIMEOUT_S) for pipe, _ in busy]
+        return [client.receive(self._timeout_s + _READY_TIMEOUT_S) for client in busy]
 
 
 def total(outcomes: Sequence[Outcome]) -> Totals:
@@ -116,12 +102,6 @@ def total(outcomes: Sequence[Outcome]) -> Totals:
         client_busy=max(outcome.cpu_s / (outcome.ended - outcome.began) for outcome in outcomes),
         errors=[error for outcome in outcomes for error in outcome.errors],
     )
-
-
-def _receive(pipe: Connection, timeout_s: float) -> Any:
-    if not pipe.poll(timeout_s):
-        raise TimeoutError(f"a client process said nothing within {timeout_s:g} s")
-    return pipe.recv()
 
 
 def _serve(pipe: Connection, timeout_s: float) -> None:

@@ -18,15 +18,16 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 import orjson
+import psutil
 
-from loadtests.studies.clients import ClientPool, Outcome, Stream, total
+from loadtests.studies.clients import ClientPool, Stream, Totals, total
 from loadtests.studies.ratios import median_lower_bound, pair_ratios
 from loadtests.studies.routers import RouterFailed, running_router
 from loadtests.workloads import LengthMix, Workload, parse_batch
@@ -62,34 +63,18 @@ class Middle:
     pid: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Targets:
-    """The servers to measure."""
-
-    gateway: Middle
-    engines: tuple[str, ...]
-    router: Middle | None = None
-
-    def middle(self, side: Side) -> Middle | None:
-        """Return the server for requests; None if they go to the engines."""
-        return {Side.DIRECT: None, Side.GATEWAY: self.gateway, Side.VLLM_ROUTER: self.router}[side]
+Sides = dict[Side, Middle | None]
+"""The server in the middle for each side; None where clients ask the engines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class Run(Totals):
     """One side of one pair."""
 
     load: str
     side: Side
     pair: int
-    wall_s: float
-    completions: int
-    tokens: int
-    median_latency_s: float
-    p99_latency_s: float
     middle_cpu_s: float | None
-    client_busy: float
-    errors: list[str]
 
     @property
     def tokens_per_s(self) -> float:
@@ -99,10 +84,10 @@ class Run:
 class Comparison:
     """Runs all loads on all sides, pair after pair, and keeps every run."""
 
-    def __init__(self, targets: Targets, loads: Sequence[Load], sides: Sequence[Side], clients: ClientPool) -> None:
-        self.targets = targets
-        self.loads = loads
+    def __init__(self, sides: Sides, engines: Sequence[str], loads: Sequence[Load], clients: ClientPool) -> None:
         self.sides = sides
+        self.engines = engines
+        self.loads = loads
         self.runs: list[Run] = []
         self._clients = clients
 
@@ -114,41 +99,34 @@ class Comparison:
     def measure_pair(self, pair: int) -> None:
         """Run every side once per load, in an order that alternates between pairs."""
         for load in self.loads:
-            for side in self.sides if pair % 2 == 0 else reversed(self.sides):
+            for side in self.sides if pair % 2 == 0 else reversed(list(self.sides)):
                 self.runs.append(self._run(load, side, pair))
 
     def _run(self, load: Load, side: Side, pair: int) -> Run:
-        streams = streams_of(load, side, self.targets, seed=f"{load.name} {side} {pair} {os.getpid()}")
-        middle = self.targets.middle(side)
-        pid = middle.pid if middle else None
-        cpu = process_cpu_s(pid) if pid else None
-        outcomes = self._clients.run(streams)
-        used = process_cpu_s(pid) - cpu if pid and cpu is not None else None
-        run = _summed(outcomes, load, side, pair, used)
+        middle = self.sides[side]
+        streams = streams_of(load, middle, self.engines, seed=f"{load.name} {side} {pair} {os.getpid()}")
+        server = psutil.Process(middle.pid) if middle and middle.pid else None
+        before = sum(server.cpu_times()[:2]) if server else 0.0  # without its children
+        totals = total(self._clients.run(streams))
+        used = sum(server.cpu_times()[:2]) - before if server else None
+        run = Run(load=load.name, side=side, pair=pair, middle_cpu_s=used, **dataclasses.asdict(totals))
         _say(run)
         return run
 
 
-def streams_of(load: Load, side: Side, targets: Targets, seed: str) -> list[Stream]:
+def streams_of(load: Load, middle: Middle | None, engines: Sequence[str], seed: str) -> list[Stream]:
     """Return the callers of one run, spread over the engines unless a server in the middle places them."""
-    num_engines, middle = len(targets.engines), targets.middle(side)
-    num_streams, workload = load.streams * num_engines, load.workload
+    num_streams, workload = load.streams * len(engines), load.workload
     if middle and load.is_batch:
-        num_streams, workload = 1, dataclasses.replace(workload, prompts=workload.prompts * num_engines)
+        num_streams, workload = 1, dataclasses.replace(workload, prompts=workload.prompts * len(engines))
     return [
         Stream(
-            url=middle.url if middle else targets.engines[index % num_engines],
+            url=middle.url if middle else engines[index % len(engines)],
             workload=workload,
             seeds=tuple(f"{seed} {index} {turn}" for turn in range(load.rounds)),
         )
         for index in range(num_streams)
     ]
-
-
-def process_cpu_s(pid: int) -> float:
-    """Return user and system time of a process with all its threads, without its children."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def summarise(runs: Sequence[Run], load: str, side: Side, references: Sequence[Side]) -> dict[str, Any]:
@@ -182,7 +160,7 @@ def summarise(runs: Sequence[Run], load: str, side: Side, references: Sequence[S
     return row
 
 
-def summary(runs: Sequence[Run], loads: Sequence[Load], sides: Sequence[Side]) -> list[dict[str, Any]]:
+def summary(runs: Sequence[Run], loads: Sequence[Load], sides: Iterable[Side]) -> list[dict[str, Any]]:
     """Return a row per load and side. Other sides are compared with direct load, the gateway with all."""
     direct = [side for side in sides if side is Side.DIRECT]
     others = [side for side in sides if side is not Side.GATEWAY]
@@ -221,11 +199,6 @@ def _ratio_cell(ratio: dict[str, Any] | None) -> str:
     return f"{ratio['median']:.3f} >= {ratio['lower_bound_95']:.3f}" if ratio else "-"
 
 
-def _summed(outcomes: Sequence[Outcome], load: Load, side: Side, pair: int, middle_cpu_s: float | None) -> Run:
-    totals = dataclasses.asdict(total(outcomes))
-    return Run(load=load.name, side=side, pair=pair, middle_cpu_s=middle_cpu_s, **totals)
-
-
 def _say(run: Run) -> None:
     name = f"pair {run.pair + 1}" if run.pair >= 0 else "warm-up"
     text = f"{name}  {run.load:>8} {run.side:<16} {run.tokens_per_s:8.0f} tok/s {run.wall_s:7.2f} s"
@@ -257,7 +230,7 @@ def _report(comparison: Comparison, args: argparse.Namespace) -> dict[str, Any]:
         "taken": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "cpus": os.cpu_count(),
         "python": sys.version.split()[0],
-        "engines": len(comparison.targets.engines),
+        "engines": len(comparison.engines),
         "clients": args.clients,
         "prompt_tokens": str(args.prompt_tokens),
         "max_tokens": args.max_tokens,
@@ -301,18 +274,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parse_arguments(argv)
     # Routers must end with this process, also on SIGTERM.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    sides = args.sides
+    sides: Sides = dict.fromkeys(args.sides)
     with contextlib.ExitStack() as stack:
-        router = None
+        if Side.GATEWAY in sides:
+            sides[Side.GATEWAY] = Middle(args.gateway, args.gateway_pid)
         if Side.VLLM_ROUTER in sides:
             try:
-                router = Middle(*stack.enter_context(running_router(args.vllm_router, args.engine)))
+                sides[Side.VLLM_ROUTER] = Middle(*stack.enter_context(running_router(args.vllm_router, args.engine)))
             except RouterFailed as error:
                 print(error, file=sys.stderr)
                 return 2
-        targets = Targets(gateway=Middle(args.gateway, args.gateway_pid), engines=tuple(args.engine), router=router)
         clients = stack.enter_context(ClientPool(args.clients, args.timeout_s))
-        comparison = Comparison(targets, _loads(args), sides, clients)
+        comparison = Comparison(sides, args.engine, _loads(args), clients)
         if not comparison.warm_up():
             print("a side delivered nothing: there is nothing to compare", file=sys.stderr)
             return 1

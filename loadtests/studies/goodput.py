@@ -1,9 +1,10 @@
-"""Tokens a second that streams get while engines are hurt again and again, beside the same undisturbed.
+"""Tokens a second that streams get while engines are hurt again and again, beside the same undisturbed, and their gaps.
 
-    python -m loadtests.studies.goodput --url http://127.0.0.1:8100 --streams 256 --every-s 30 --seconds 300
+    python -m loadtests.studies.goodput -c FILE.yaml KEY=VALUE ... --streams 256 --every-s 30 --seconds 300
 
-The fleet was started on this machine by `rollout-gateway up`. Undisturbed seconds come before and after. Replicas are
-hurt in turn; one that does not serve at its turn is left out. Exits with 1 if a stream failed or has another length.
+Starts the engines and a gateway without Ray, or takes the fleet of `rollout-gateway up` on this machine with `--url`.
+Undisturbed seconds come before and after. Replicas are hurt in turn; one that does not serve at its turn is left out. A
+gap is the time between two chunks of a stream. Exits with 1 if a stream failed or has another length.
 """
 
 import argparse
@@ -13,14 +14,57 @@ import os
 import random
 import signal
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
 
 import aiohttp
 
-from loadtests.studies.lost_replica import Stream
+from engines.process.port import free_port
+from gateway.config.load import load, with_secrets
+from loadtests.chaos.process_fleet import ProcessFleet, healthy_within, running
+from loadtests.fleet import named_apart
+from loadtests.report.timeline import Timeline
 
-_WARM_S, _TIMEOUT_S = 10.0, 300.0
+_UP_S, _TIMEOUT_S = 120.0, 300.0
+
+
+class Stream:
+    """One streamed completion: `arrivals` has the time and tokens of each chunk."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.arrivals: list[tuple[float, int]] = []
+        self.error = ""
+        self.has_moved = False
+
+    @property
+    def tokens(self) -> int:
+        return sum(tokens for _, tokens in self.arrivals)
+
+    def longest_gap_s(self, since: float) -> float:
+        """Return the longest time between two chunks of which the later came after this time."""
+        times = [at for at, _ in self.arrivals]
+        return max((after - before for before, after in itertools.pairwise(times) if after > since), default=0.0)
+
+    async def run(self, session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> None:
+        """Ask, read to the end, and find out whether another replica had to continue it."""
+        timeline = Timeline()
+        try:
+            async with session.post(url + "/v1/completions", json=body, headers={"X-Request-Id": self.name}) as reply:
+                async for line in reply.content:
+                    before = timeline.tokens
+                    timeline.feed(line, time.monotonic(), time.time())
+                    if timeline.tokens > before:
+                        self.arrivals.append((time.monotonic(), timeline.tokens - before))
+            async with session.get(f"{url}/traces/{self.name}") as reply:
+                attempts = [one for rollout in (await reply.json())["rollouts"] for one in rollout["attempts"]]
+            self.has_moved = len({attempt["replica"] for attempt in attempts}) > 1
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+            self.error = repr(error)
 
 
 async def ask_on(session: aiohttp.ClientSession, streams: list[Stream], caller: int, args: argparse.Namespace) -> None:
@@ -44,16 +88,12 @@ async def hurt(session: aiohttp.ClientSession, turn: int, args: argparse.Namespa
     return True
 
 
-def made_between(streams: Sequence[Stream], begin: float, end: float) -> int:
-    return sum(tokens for one in streams for at, tokens in one.arrivals if begin < at <= end)
-
-
 async def study(args: argparse.Namespace) -> int:
     streams: list[Stream] = []
     connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=_TIMEOUT_S)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
         callers = [asyncio.create_task(ask_on(session, streams, number, args)) for number in range(args.streams)]
-        await asyncio.sleep(_WARM_S)
+        await asyncio.sleep(args.warm_s)
         times = [time.monotonic()]
         await asyncio.sleep(args.quiet_s)
         times.append(time.monotonic())
@@ -67,10 +107,15 @@ async def study(args: argparse.Namespace) -> int:
         for task in callers:
             task.cancel()
         await asyncio.gather(*callers, return_exceptions=True)
+    return told(streams, times, hurts, args.tokens)
+
+
+def told(streams: Sequence[Stream], times: Sequence[float], hurts: int, tokens: int) -> int:
+    """Print the figures of the parts between these four times; return 1 if a stream failed or has another length."""
     rates = [made_between(streams, begin, end) / (end - begin) for begin, end in itertools.pairwise(times)]
     undisturbed = (rates[0] + rates[2]) / 2
-    done = [one for one in streams if one.error or one.tokens >= args.tokens]
-    failed = [one for one in done if one.error or one.tokens != args.tokens]
+    done = [one for one in streams if one.error or one.tokens >= tokens]
+    failed = [one for one in done if one.error or one.tokens != tokens]
     shown = ", ".join(f"{rate:.0f}" for rate in rates)
     print(f"tokens/s before, during and after: {shown}; {hurts} engines hurt; goodput {rates[1] / undisturbed:.3f}")
     moved, stayed = (
@@ -82,9 +127,34 @@ async def study(args: argparse.Namespace) -> int:
     return int(bool(failed))
 
 
-def main() -> int:
+def made_between(streams: Sequence[Stream], begin: float, end: float) -> int:
+    return sum(tokens for one in streams for at, tokens in one.arrivals if begin < at <= end)
+
+
+@asynccontextmanager
+async def started(args: argparse.Namespace) -> AsyncIterator[str]:
+    """Run a fleet of this configuration; yield its URL."""
+    config = with_secrets(load(args.config, args.overrides))
+    port = config.gateway.port or free_port()
+    config = config.model_copy(update={"gateway": config.gateway.model_copy(update={"port": port})})
+    with tempfile.TemporaryDirectory(prefix="goodput-") as folder, named_apart(config) as own:
+        async with running(fleet := ProcessFleet(own, Path(folder))):
+            await healthy_within(fleet.url, _UP_S)
+            yield fleet.url
+
+
+async def run(args: argparse.Namespace) -> int:
+    if args.url:
+        return await study(args)
+    async with started(args) as args.url:
+        return await study(args)
+
+
+def parsed(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m loadtests.studies.goodput", description=__doc__.splitlines()[0])
-    parser.add_argument("--url", required=True, help="the gateway's URL")
+    parser.add_argument("-c", "--config", type=Path, metavar="FILE")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings that override the file's")
+    parser.add_argument("--url", default="", help="the URL of a gateway that runs")
     parser.add_argument("--streams", type=int, default=256)
     parser.add_argument("--prompt-tokens", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=512, help="tokens of each stream")
@@ -93,8 +163,9 @@ def main() -> int:
     parser.add_argument("--every-s", type=float, default=30.0)
     parser.add_argument("--seconds", type=float, default=300.0, help="time with faults")
     parser.add_argument("--quiet-s", type=float, default=30.0, help="undisturbed time before, and after")
-    return asyncio.run(study(parser.parse_args()))
+    parser.add_argument("--warm-s", type=float, default=10.0, help="time of the load before all that")
+    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(asyncio.run(run(parsed())))

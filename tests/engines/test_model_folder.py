@@ -30,10 +30,6 @@ def engine(**given: Any) -> EngineConfig:
     return EngineConfig.model_validate({"model": MODEL, **given})
 
 
-def test_a_folder_is_where_it_is(files: Path) -> None:
-    assert model_folder(engine(model=str(files))) == files
-
-
 @pytest.mark.parametrize("key", ["HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "download_dir"])
 def test_an_id_is_found_in_the_cache_that_the_engine_uses(files: Path, tmp_path: Path, key: str) -> None:
     cache = tmp_path / "cache" / ("hub" if key == "HF_HOME" else "")

@@ -1,6 +1,5 @@
 """TRL's own trainer on the digit-sorting task, against two real vLLM replicas behind the gateway, for many steps."""
 
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ pytest.importorskip("vllm")
 from examples.tiny_model import task
 from tests.rigs.engines.real_vllm import RealFleet, fleet
 from tests.rigs.sorting import assert_engines_hold, rise, run_trainer
+from tests.rigs.waiting import wait_until
 from tests.running.client_records import runs_client, vllm_replicas
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -81,8 +81,5 @@ def test_the_reward_rises_out_of_a_pool_too(tmp_path: Path, record_property: Cal
 
 
 def kill_while_it_generates(real: RealFleet, index: int) -> None:
-    deadline = time.monotonic() + SOON_S
-    while real.call("/status")[1]["replicas"][index]["samples_in_flight"] == 0:
-        assert time.monotonic() < deadline, real.call("/status")
-        time.sleep(0.005)
+    wait_until(lambda: real.call("/status")[1]["replicas"][index]["samples_in_flight"], SOON_S)
     real.kill(index)

@@ -38,13 +38,6 @@ def test_a_message_with_a_large_value_keeps_its_begin_and_its_remedy() -> None:
     assert len(message) < 5000
 
 
-def test_an_engines_refusal_is_the_clients_invalid_request() -> None:
-    body = error_body("max_tokens is too large", 400, param="max_tokens")
-    caught = error_of(400, body_of(errors.EngineRefused("/v1/completions answered 400", status=400, body=body)))
-    assert type(caught) is errors.InvalidRequest
-    assert (str(caught), caught.param) == ("max_tokens is too large", "max_tokens")
-
-
 @pytest.mark.parametrize(
     ("status", "body", "expected"),
     [

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.rigs.ray_app import RESTART_S, App, deployed, wait_until
+from tests.rigs.ray_app import RESTART_S, App, deployed
+from tests.rigs.waiting import wait_until
 
 pytest.importorskip("ray")
 

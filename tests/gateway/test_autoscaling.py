@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.rigs.ray_app import RESTART_S, App, deployed, wait_until
+from tests.rigs.ray_app import RESTART_S, App, deployed
+from tests.rigs.waiting import wait_until
 
 pytest.importorskip("ray")
 

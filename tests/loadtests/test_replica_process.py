@@ -1,7 +1,5 @@
 """A replica in a process of its own, as Ray Serve has it."""
 
-import asyncio
-
 import psutil
 import pytest
 
@@ -12,6 +10,7 @@ from engines.types import ReplicaInfo
 from gateway.config.schema import Config
 from gateway.http.engine_client import engine_client
 from loadtests.replica_process import ReplicaProcess
+from tests.rigs.calls import until
 
 
 def replica(**engine: object) -> ReplicaProcess:
@@ -24,18 +23,17 @@ async def read(info: ReplicaInfo, tokens: int) -> list[Chunk]:
     engine = engine_client(Config(), info)
     assert engine.beside is not None
     body = {"model": "sim", "prompt": [5, 6], "max_tokens": tokens, "ignore_eos": True, "stream": True}
-    blocks = engine.beside.chunks("/v1/completions", body, 30, is_whole=False, streams=False)
+    chunks: list[Chunk] = []
     try:
-        return [chunk async for chunks in blocks for chunk in chunks]
+        await engine.beside.read("/v1/completions", body, 30, chunks.extend, is_whole=False, streams=False)
+        return chunks
     finally:
         await engine.beside.close()
         await engine.close()
 
 
 async def until_gone(pid: int) -> None:
-    async with asyncio.timeout(20):
-        while psutil.pid_exists(pid):
-            await asyncio.sleep(0.02)
+    await until(lambda: not psutil.pid_exists(pid))
 
 
 async def test_it_reads_beside_its_engine_which_ends_with_it_also_when_it_is_killed() -> None:

@@ -12,11 +12,6 @@ def workload(**changes: Any) -> Workload:
     return Workload(**{**values, **changes})
 
 
-def test_prompts_of_a_request_differ() -> None:
-    prompts = workload(prompts=64).prompts_of("a")
-    assert len({tuple(prompt) for prompt in prompts}) == 64
-
-
 def test_a_length_mix_keeps_to_its_weights() -> None:
     mix = LengthMix.parse("8*3,32*1")
     lengths = [len(prompt) for prompt in workload(prompts=400, prompt_tokens=mix).prompts_of("a")]
@@ -30,12 +25,3 @@ def test_a_length_mix_keeps_to_its_weights() -> None:
 def test_a_length_mix_without_sense_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"."):
         LengthMix.parse(text)
-
-
-def test_a_request_asks_for_what_a_trainer_needs() -> None:
-    body = workload(model="m").request("a")
-    assert (body["n"], body["max_tokens"], body["ignore_eos"], body["model"]) == (2, 8, True, "m")
-    assert body["return_token_ids"]
-    assert body["logprobs"] == 0
-    assert "stream" not in body
-    assert "model" not in workload().request("a")

@@ -2,14 +2,14 @@
 
 import json
 import tempfile
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from engines.process.port import free_port
+from tests.rigs.waiting import wait_until
 
 START_S = 300.0
 RESTART_S = 300.0
@@ -52,7 +52,7 @@ class App:
 
 @contextmanager
 def deployed(engine: dict[str, Any]) -> Iterator[App]:
-    """An application of one engine group on the cluster that this process is connected to. Serve ends with it."""
+    """An application on the cluster that this process is connected to, once its replicas serve. Serve ends with it."""
     from ray import serve
 
     from gateway.app import build
@@ -65,19 +65,7 @@ def deployed(engine: dict[str, Any]) -> Iterator[App]:
             serve.start(http_options={"host": "127.0.0.1", "port": port})
             serve.run(build(Config.model_validate(tree)), name="test")
             app = App(f"http://127.0.0.1:{port}")
-            wait_until(lambda: app.states() == ["SERVING"] * engine["num_replicas"], START_S)
+            wait_until(lambda: app.states() == ["SERVING"] * engine.get("num_replicas", 1), START_S)
             yield app
         finally:
             serve.shutdown()
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    while True:
-        try:
-            if condition():
-                return
-        except (urllib.error.URLError, ConnectionError):
-            pass
-        assert time.monotonic() < deadline, f"not within {timeout_s:g} s"
-        time.sleep(0.2)

@@ -10,7 +10,6 @@ import aiohttp
 import orjson
 from aiohttp import web
 
-from engines.clients.connect import connect
 from engines.clients.external import ExternalServer
 from engines.config import EngineConfig, SimConfig
 from engines.reading.server import ReaderServer
@@ -29,6 +28,7 @@ from sim.dialect import Limits
 from sim.faults import Faults
 from sim.scheduler import SimScheduler
 from sim.server import SimServer
+from tests.rigs.readers import client
 
 STORED = {"w": [4, 4], "b": [4]}
 """Tensors of a simulated engine, for tests of the weight store: the shapes by name."""
@@ -174,22 +174,20 @@ class SimReplica:
 class Rig:
     """A running gateway, its simulated replicas and a client. Tests add and kill replicas through it.
 
-    `odd` holds what single replicas do otherwise than `sim` says, by their ids. With `has_readers` engines are read
-    beside them, as behind Serve.
+    `odd` holds what single replicas do otherwise than `sim` says, by their ids. Engines are read beside them, as behind
+    Serve.
     """
 
-    def __init__(
-        self, config: Config, sim: SimConfig, odd: dict[str, Json] | None = None, *, has_readers: bool = True
-    ) -> None:
+    def __init__(self, config: Config, sim: SimConfig, odd: dict[str, Json] | None = None) -> None:
         self.config = config
         self.sim = sim
         self.odd = odd or {}
         self.replicas: list[SimReplica] = []
         self.external: list[ReplicaInfo] = []
-        self._has_readers = has_readers
         self.readers: dict[str, ReaderServer] = {}
         """By replica; a fault that is put before an engine's tokens is put before a reader's engine."""
-        self._old_readers: list[ReaderServer] = []
+        self._all_readers: list[ReaderServer] = []
+        self._addresses: dict[tuple[str, str], str] = {}
         self.fleet = Fleet(
             config,
             discover=self._discover,
@@ -230,18 +228,8 @@ class Rig:
         sim = SimConfig.model_validate(self.sim.model_dump() | self.odd.get(replica_id, {}))
         loras = self.config.groups[group].num_adapters
         replica = await SimReplica(replica_id, seed, sim, group=group, model=model, loras=loras).start()
-        if self._has_readers:
-            await self._read_beside(replica)
         self.replicas = [other for other in self.replicas if other.info.replica_id != replica_id] + [replica]
         return replica
-
-    async def _read_beside(self, replica: SimReplica) -> None:
-        info = replica.info
-        engine = connect(info.kind, info.replica_id, info.url, has_tee=info.has_tee)
-        reader = ReaderServer(engine, _READER_KEY, every_s=_READERS_TELL_S)
-        self._old_readers += filter(None, [self.readers.pop(info.replica_id, None)])
-        self.readers[info.replica_id] = reader
-        replica.info = replace(info, reader=await reader.open("127.0.0.1"), reader_key=_READER_KEY)
 
     @property
     def submissions(self) -> list[Submission]:
@@ -274,7 +262,7 @@ class Rig:
         await self.stop_gateway()
         for replica in self.replicas:
             await replica.kill()
-        for reader in (*self.readers.values(), *self._old_readers):
+        for reader in self._all_readers:
             await reader.close()
 
     async def get(self, path: str, **kwargs: Any) -> tuple[int, Json]:
@@ -386,7 +374,16 @@ class Rig:
             replica.hurry()
 
     async def _discover(self) -> list[ReplicaInfo]:
-        return [replica.info for replica in self.replicas] + self.external
+        return [await self._read_beside(info) for info in [replica.info for replica in self.replicas] + self.external]
+
+    async def _read_beside(self, info: ReplicaInfo) -> ReplicaInfo:
+        """The replica with the reader of this start of its engine."""
+        key = info.replica_id, info.incarnation
+        if key not in self._addresses:
+            self.readers[info.replica_id] = reader = ReaderServer(client(info), _READER_KEY, every_s=_READERS_TELL_S)
+            self._all_readers.append(reader)
+            self._addresses[key] = await reader.open("127.0.0.1")
+        return replace(info, reader=self._addresses[key], reader_key=_READER_KEY)
 
 
 async def described(config: EngineConfig, replica_id: str, group: str) -> ReplicaInfo:

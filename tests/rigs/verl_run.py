@@ -9,7 +9,7 @@ import signal
 import subprocess
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +20,7 @@ from engines.process.port import free_port
 from tests.material.vllm_plugin import python_path
 from tests.rigs.engines.engine_brake import VllmBrake
 from tests.rigs.shell import NAME
+from tests.rigs.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 BIN = ROOT / ".venv" / "bin"
@@ -49,7 +50,7 @@ class RealFleet:
 
     def until_in_flight(self, samples: int) -> None:
         """Returns when so many samples have been placed on replicas."""
-        _until(lambda: sum(in_flight for _, in_flight in self._brakes()) >= samples)
+        wait_until(lambda: sum(in_flight for _, in_flight in self._brakes()) >= samples, UP_TIMEOUT_S)
 
     def go_on_to(self, tokens: int) -> None:
         """Have the samples that were placed begin. The engines stand still again, by themselves, where each sample has
@@ -60,7 +61,7 @@ class RealFleet:
         for brake, _ in busy:
             brake.resume()
         for brake, _ in busy:
-            _until(brake.is_paused)
+            wait_until(brake.is_paused, UP_TIMEOUT_S)
 
     def _brakes(self) -> list[tuple[VllmBrake, int]]:
         """Of each replica, with its samples in flight."""
@@ -73,13 +74,6 @@ def _call(url: str, path: str, body: Any) -> tuple[int, Any]:
     request = urllib.request.Request(url + path, data, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=ASK_TIMEOUT_S) as response:
         return response.status, json.loads(response.read() or "null")
-
-
-def _until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + UP_TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {UP_TIMEOUT_S:g} s"
-        time.sleep(0.01)
 
 
 def _settings(folder: Path) -> list[str]:

@@ -37,10 +37,3 @@ def test_the_file_names_the_rows_that_it_was_fitted_to() -> None:
 
 def test_the_page_shows_what_the_fit_gives() -> None:
     assert PAGE.read_text(encoding="utf-8") == page(), "python -m scripts.fit_speeds --write"
-
-
-def test_constants_are_what_hardware_can_do() -> None:
-    speeds = fitted()
-    assert 0.4 < speeds.bandwidth < 1
-    assert 0.4 < speeds.compute < 1
-    assert 1e-4 < speeds.step_s < 5e-3

@@ -39,14 +39,6 @@ def test_a_long_prompt_is_read_in_steps_each_of_which_makes_a_token_of_those_tha
     assert (len(running.tokens), len(late.tokens)) == (5, 2)
 
 
-def test_a_step_reads_as_many_prompts_as_it_has_tokens_for_and_a_part_of_the_next() -> None:
-    scheduler, prompts = played(100), [sample(40) for _ in range(3)]
-    scheduler.add(prompts)
-    assert steps(scheduler, 2) == [0.1, 0.02]
-    assert [len(one.tokens) for one in prompts] == [2, 2, 1]
-    assert scheduler.prompt_tokens == 120
-
-
 def test_a_prompt_that_was_read_in_part_is_read_again_after_a_reset() -> None:
     scheduler, late = played(100), sample(150)
     scheduler.add([late])

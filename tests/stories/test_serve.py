@@ -15,8 +15,9 @@ import pytest
 from engines.process.port import free_port
 from gateway.ledger.ledger import default_folder
 from gateway.weights.snapshots import in_memory
-from tests.rigs.ray_app import RESTART_S, App, wait_until
+from tests.rigs.ray_app import RESTART_S, App
 from tests.rigs.shell import NAME, SCRIPT, Shell, clusterless
+from tests.rigs.waiting import wait_until
 
 pytest.importorskip("ray")
 

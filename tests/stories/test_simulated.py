@@ -3,6 +3,7 @@ replica, recover."""
 
 import asyncio
 
+from tests.rigs.calls import until
 from tests.rigs.rig import Rig, StartRig
 
 PROMPTS = [[digit, digit + 1, digit + 2] for digit in range(3, 11)]
@@ -53,6 +54,4 @@ async def _step(rig: Rig, version: int) -> None:
 
 
 async def _healthy(rig: Rig) -> None:
-    async with asyncio.timeout(20):
-        while (await rig.get("/health"))[0] != 200:
-            await asyncio.sleep(0.02)
+    await until(lambda: rig.get("/health"), lambda got: got[0] == 200)

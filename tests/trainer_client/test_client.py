@@ -22,6 +22,7 @@ from engines.errors import (
 from engines.process.port import free_port
 from engines.types import PauseMode
 from gateway.api import error_body
+from tests.rigs.calls import until
 from tests.rigs.rig import MAX_MODEL_LEN, Rig, StartRig
 from trainer_client import Outcome, Rollout, RolloutClient, SamplingParams, WeightSpan
 from trainer_client.client import KEY_VARIABLE, URL_VARIABLE
@@ -47,9 +48,7 @@ async def in_flight(rig: Rig) -> int:
 
 
 async def until_in_flight(rig: Rig, expected: Callable[[int], bool]) -> None:
-    async with asyncio.timeout(SOON_S):
-        while not expected(await in_flight(rig)):
-            await asyncio.sleep(0.02)
+    await until(lambda: in_flight(rig), expected)
 
 
 # Results

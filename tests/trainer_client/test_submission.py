@@ -10,6 +10,7 @@ import pytest
 
 from engines.errors import DeadlineExceeded, GatewayUnreachable, IdTaken, InvalidRequest, RolloutGatewayError
 from gateway.api import error_of
+from tests.rigs.calls import until
 from tests.rigs.rig import Rig
 from trainer_client import RolloutClient, SamplingParams, http, retries, submission
 from trainer_client.http import GatewayHttp
@@ -115,9 +116,7 @@ async def test_a_silent_connection_is_made_again_and_nothing_comes_twice(
 
     reading = asyncio.create_task(read())
     await rig.begun(samples=12)
-    async with asyncio.timeout(20):
-        while len(opened) < 4:
-            await asyncio.sleep(0.01)
+    await until(lambda: len(opened) >= 4)
     rig.hurry()
     assert sorted(names(await reading)) == ALL
 

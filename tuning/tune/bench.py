@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Protocol
 
 from engines.chunks import Chunk
@@ -14,7 +14,7 @@ from engines.engine import Engine, Json
 from engines.errors import ConfigError, DeadlineExceeded, EngineFailed
 from engines.process.engine_server import EngineServer
 from engines.process.launch import gpus_per_replica
-from engines.reading.reader import chunks_here
+from engines.reading.reader import read
 from engines.types import ReplicaInfo
 from tuning.tune.batch import Ask, Batch
 
@@ -100,9 +100,9 @@ class _Served:
 
     async def _ask(self, ask: Ask, seed: str, timeout_s: float) -> None:
         body = {"model": self._info.model, **ask.body(seed)}
-        is_whole = not self._info.streams
-        async with aclosing(chunks_here(self._engine, _PATH, body, timeout_s, is_whole=is_whole)) as blocks:
-            tokens = sum([_tokens(chunk) async for chunks in blocks for chunk in chunks])
+        chunks: list[Chunk] = []
+        await read(self._engine, _PATH, body, timeout_s, chunks.extend, is_whole=not self._info.streams)
+        tokens = sum(map(_tokens, chunks))
         if tokens != ask.samples * ask.max_tokens:
             message = f"{tokens} tokens came of {ask.samples * ask.max_tokens} that were asked for"
             raise EngineFailed(message, replica_id=self._info.replica_id)

@@ -7,7 +7,6 @@ import asyncio
 import hashlib
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from enum import StrEnum
 from functools import partial
 
@@ -77,7 +76,11 @@ class Batch:
             self._made = {one.index: GroupRecord(one.index, one.rollout.n, one.read) for one in prompts}
         if left is not None:
             self._restore(left)
-        self.prompts = [self._heard(prompt) for prompt in prompts]
+        self.prompts = prompts
+        for prompt in prompts if self._made else ():
+            made = self._made[prompt.index]
+            made.begin(prompt)
+            made.reply.heard = partial(self._grown.setdefault, prompt.index)
 
     def _restore(self, left: Left) -> None:
         for frame in left.frames[1:]:
@@ -87,14 +90,6 @@ class Batch:
         samples = [sample for made in self._made.values() for sample in made.reply.samples]
         spans = [span for sample in samples for span in sample.spans or ()]
         self.newest = max((int(span.get("base_version") or span["version"]) for span in spans), default=0)
-
-    def _heard(self, prompt: CompletionPrompt) -> CompletionPrompt:
-        """The prompt as it goes on, if its tokens are recorded."""
-        if (made := self._made.get(prompt.index)) is None:
-            return prompt
-        prompt = replace(prompt, heard=partial(self._grown.setdefault, prompt.index))
-        made.begin(prompt)
-        return prompt
 
     @property
     def replies(self) -> dict[int, Reply]:

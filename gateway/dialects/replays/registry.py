@@ -6,7 +6,7 @@ without an id. Two equal requests whose clients are both there never share: each
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 
 import msgspec
@@ -69,8 +69,9 @@ class Replays:
     @asynccontextmanager
     async def reply(
         self, identity: bytes, content: bytes, prompts: Sequence[CompletionPrompt]
-    ) -> AsyncIterator[Written]:
-        """The reply to a batch with the body `content`, delivered at the end of the block.
+    ) -> AsyncIterator[tuple[Written, Callable[[], Awaitable[None]]]]:
+        """The reply to a batch with the body `content`, delivered at the end of the block. Await the other before its
+        last bytes: from then on no later gateway delivers it again.
 
         It is left to a replay where the client goes in the block.
         """
@@ -79,8 +80,7 @@ class Replays:
         try:
             written = await asyncio.shield(batch.task)
             written.head["id"] = f"cmpl-{prompts[0].request_id}"
-            written.seal = batch.forgotten
-            yield written
+            yield written, batch.forgotten
         except (asyncio.CancelledError, ConnectionError):
             self._leave(batch)
             raise

@@ -2,13 +2,13 @@
 
 import math
 from array import array
-from collections.abc import Sequence
 
 import orjson
+from msgspec import Raw
 
 from engines.chunks import Choice
 from engines.engine import Json
-from engines.raw_json import decoded, encoded, list_of, opened
+from engines.raw_json import decoded, encoded, opened
 from engines.reading.joining import joined
 from gateway.dialects.part import Ask
 from gateway.dialects.resumption.features import MARK
@@ -28,7 +28,7 @@ class Recorded:
         self._num_parts = 0
         self._num_voids = sample.num_voids
 
-    def growth(self, inexact: Sequence[str] = ()) -> tuple[Json, bool] | None:
+    def growth(self) -> tuple[Json, bool] | None:
         """Return what the sample has got since the last call, as a choice, and True if that is all of it: the first
         time, or again where a part that was returned has become void. None where there is nothing, or of no known
         version."""
@@ -45,14 +45,14 @@ class Recorded:
         told = (sample.last if is_ended else {}) | {
             "index": sample.index,
             "finish_reason": sample.reason,
-            "token_ids": list_of(new.token_ids),
+            "token_ids": new.token_ids and Raw(new.token_ids),
             "logprobs": new.scores,
             "text": new.text or "",
             "prompt_token_ids": None,
             "weight_versions": spans,
             "kv_versions": kv_versions,
         }
-        return told | ({MARK: list(inexact)} if sample.is_resumed else {}), is_all
+        return told | ({MARK: sample.inexact} if sample.is_resumed else {}), is_all
 
 
 class GroupRecord:
@@ -64,11 +64,9 @@ class GroupRecord:
         self.group = group
         self.done = set(done)
         self.reply = Reply(given)
-        self.resumes = True
-        """False where samples do not continue from their tokens."""
+        self._ask: Ask | None = None
         self._n = n
         self._is_given = given is not None
-        self._inexact: tuple[str, ...] = ()
         self._recorded: dict[int, Recorded] = {}
         self._has_prompt = False
 
@@ -93,8 +91,8 @@ class GroupRecord:
 
     def begin(self, ask: Ask) -> None:
         """Have what was made before continue as `ask` says; all that is open begins again where it may not continue."""
-        self._inexact, self.resumes = ask.inexact or self._inexact, ask.resumes
-        if not ask.resumes and self.reply.open:
+        self._ask = ask
+        if self.reply.open and not ask.resumes:
             self.reply = Reply(self.reply.prompt)
         begun = {sample.index: sample for sample in self.reply.samples if sample.index not in self.done}
         if begun or self.done:  # else all of them are asked for at once
@@ -103,7 +101,7 @@ class GroupRecord:
 
     def take_over(self, other: "GroupRecord") -> None:
         """Have what another group has made continue here."""
-        self.reply, self._inexact = other.reply, other._inexact
+        self.reply = other.reply
 
     def settle(self) -> None:
         """Take what open samples have for all that there will be."""
@@ -113,7 +111,7 @@ class GroupRecord:
     def report(self, sample: Sample, reason: str) -> Json:
         """What the client gets of a sample: token ids in int32, log-probs in float32, both little-endian."""
         scored = (sample.whole.logprobs or {}).get("token_logprobs")
-        scores = decoded(b"[" + scored + b"]") if scored else ()
+        scores = decoded(scored) or () if scored else ()
         report = {
             "sample": sample.index,
             "token_ids": array("i", sample.token_ids).tobytes(),
@@ -121,7 +119,7 @@ class GroupRecord:
             "text": sample.text,
             "finish_reason": reason,
             "stop_reason": opened(sample.last.get("stop_reason")),
-            **sample.marks(self._inexact),
+            **sample.marks(),
         }
         if report["stop_reason"] is None:
             del report["stop_reason"]
@@ -131,11 +129,11 @@ class GroupRecord:
         """Return what came since the last call, but no tokens whose version an update leaves open, and none before the
         end where they would not continue."""
         steps: list[Step] = []
-        if not self.resumes and self.reply.open:
+        if self._ask and self.reply.open and not self._ask.resumes:
             return steps
         for sample in self.reply.samples:
             recorded = self._of(sample)
-            if sample.index in self.done or (grown := recorded.growth(self._inexact)) is None:
+            if sample.index in self.done or (grown := recorded.growth()) is None:
                 continue
             choice, is_all = grown
             if not self._has_prompt and not self._is_given:
@@ -167,9 +165,7 @@ class GroupRecord:
                     sample = Sample(index)
                     samples.append(sample)
                     if not self._is_given:
-                        sample.prompt = encoded(self.reply.prompt)[1:-1]
-                told = orjson.loads(choice)
-                sample.restore(told)
+                        sample.prompt = encoded(self.reply.prompt)
+                sample.restore(orjson.loads(choice))
                 self._recorded[index] = recorded = self._of(sample)
                 recorded.growth()  # the record has it
-                self._inexact = tuple(told.get(MARK) or self._inexact)

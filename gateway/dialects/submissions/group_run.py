@@ -7,6 +7,8 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Protocol
 
+from msgspec import structs
+
 from engines.errors import InvalidRequest
 from gateway.dialects.completion_prompt import CompletionPrompt
 from gateway.dialects.completions import Completions
@@ -176,10 +178,11 @@ class GroupRun:
             asked = self.prompt or await generation.render(self.group)
         prompt = decoded(generation.completions, self.group, self.index, self._owner, self._submission_id, asked)
         self.model = prompt.rollout.model
-        prompt = replace(prompt, heard=self._heard, is_submitted=True)
+        prompt = replace(prompt, is_submitted=True)
         if not self.prompt and prompt.read:
             self.made.reply = Reply(prompt.read)
         self.made.begin(prompt)
+        self.made.reply.heard = self._heard
         return prompt
 
     def _heard(self) -> None:
@@ -212,5 +215,5 @@ def decoded(
         error.args = (f"{where}: {str(error).replace(f'prompt[{index}]', 'prompt')}",)
         error.param = f"{where}.{error.param}" if error.param else where
         raise
-    rollout = replace(read.rollout, priority=group.priority, owner=owner)
+    rollout = structs.replace(read.rollout, priority=group.priority, owner=owner)
     return replace(read, rollout=rollout)

@@ -5,7 +5,7 @@ import time
 from dataclasses import dataclass
 
 from engines.engine import Json
-from engines.raw_json import list_of, opened
+from engines.raw_json import decoded, opened
 from gateway.dialects.completion_prompt import CompletionPrompt
 from gateway.dialects.completions import Completions, longest_first
 from gateway.dialects.sample import Sample
@@ -136,5 +136,5 @@ def _joined(sample: Sample) -> Json:
     """The choice with all that it has so far."""
     whole = sample.whole
     joined = {"text": whole.text or "", "token_ids": sample.token_ids, "logprobs": whole.scores}
-    told: Json = opened(sample.last | joined | {"prompt_token_ids": list_of(sample.prompt)})
+    told: Json = opened(sample.last | joined | {"prompt_token_ids": sample.prompt and decoded(sample.prompt)})
     return told

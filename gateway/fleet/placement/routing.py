@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from engines.types import ReplicaInfo
 from gateway.fleet.adapters import Adapter
@@ -15,8 +16,7 @@ _OVERLOADED_SHARES = 1.5
 _HOME = "home of its session"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rollout:
+class Rollout(Struct, frozen=True, kw_only=True, eq=False):
     """One prompt with its n samples: the unit of placement. `tokens` estimates prompt plus completions.
 
     `min_version` is the oldest weight version allowed, `max_staleness` its largest distance from the newest.
@@ -49,7 +49,7 @@ class Rollout:
     priority: int = 0
     expected: float | None = None
     prompt_key: int = 0
-    attempts: Attempts = field(default_factory=Attempts, compare=False, repr=False)
+    attempts: Attempts = field(default_factory=Attempts)
 
     @property
     def rank(self) -> float:

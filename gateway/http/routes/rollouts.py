@@ -25,7 +25,7 @@ from gateway.http.access import CLIENT, Access, Handler, has_session_key
 from gateway.http.json_body import as_object, read_content, read_object, reply
 from gateway.http.middleware import GIVEN_ID, Measurement, request_id
 from gateway.http.own_requests import OwnRequests
-from gateway.http.replies import send_events, send_pieces
+from gateway.http.replies import BeforeEnd, send_events, send_pieces
 
 _HEALTH_TIMEOUT_S = 20.0
 
@@ -66,14 +66,14 @@ class RolloutRoutes:
         identity = await identity_of(request.path, request[CLIENT], content)
         replying = self.replays.reply(identity, content, prompts)
         del body, content  # large ones, for as long as the batch takes
-        async with replying as written:
-            return await self._send(request, prompts, written)
+        async with replying as (written, seal):
+            return await self._send(request, prompts, written, seal)
 
     async def _send(
-        self, request: web.Request, prompts: Sequence[CompletionPrompt], written: Written
+        self, request: web.Request, prompts: Sequence[CompletionPrompt], written: Written, seal: BeforeEnd | None = None
     ) -> web.StreamResponse:
         """Send a reply, then count it: a replay may get one that breaks off."""
-        response = await send_pieces(request, written.pieces(), written.num_bytes, written.seal)
+        response = await send_pieces(request, written.pieces(), seal)
         model = prompts[0].rollout.model
         self.measurement.count_tokens(request, model, written.head["usage"])
         self.deliveries.count(model, written.ends)

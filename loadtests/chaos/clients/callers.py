@@ -19,13 +19,13 @@ import orjson
 
 from engines.config import SimConfig
 from engines.errors import DeadlineExceeded
-from loadtests.chaos.clients.contents import Asked, Delivered, Flaw, flaw
+from loadtests.chaos.clients.contents import Asked, Delivered, flaw
 from loadtests.chaos.clients.tally import Tally
-from loadtests.chaos.faults import Versioned
+from loadtests.chaos.faults import Newest
 from sim.dialect import chat_ids
 from sim.model import SimModel
 from trainer_client.client import RolloutClient
-from trainer_client.results import Completion, Outcome, Rollout
+from trainer_client.results import Outcome
 from trainer_client.sampling import SamplingParams
 
 Json = dict[str, Any]
@@ -62,14 +62,12 @@ class Record:
 class Callers:
     """All clients of one fleet. `tokens` is the length of each completion; `key` is sent as bearer."""
 
-    def __init__(
-        self, url: str, sim: SimConfig, trainer: Versioned, *, tokens: int, bound_s: float, key: str = ""
-    ) -> None:
+    def __init__(self, url: str, sim: SimConfig, newest: Newest, *, tokens: int, bound_s: float, key: str = "") -> None:
         self.url = url
         self.tokens = tokens
         self.record = Record()
         self._model = SimModel.of(sim)
-        self._trainer = trainer
+        self._newest = newest
         self._bound_s = bound_s
         self._numbers: Iterator[int] = itertools.count(1)
         self._stopping = asyncio.Event()
@@ -149,11 +147,11 @@ class Callers:
     async def completions(self) -> None:
         """One request for several prompts, seeded."""
         asked, body = self._numbered(next(self._numbers))
-        await self._plain(asked, lambda: self._whole(_COMPLETIONS, body))
+        await self._plain(asked, _COMPLETIONS, body)
 
     def _numbered(self, number: int) -> tuple[list[Asked], Json]:
         """Return the samples of the request of this number, and its body."""
-        floor, prompts = self._trainer.version, _prompts(number, _PLAIN_PROMPTS)
+        floor, prompts = self._newest.version, _prompts(number, _PLAIN_PROMPTS)
         asked = [
             Asked(prompt, self.tokens, floor, is_greedy=False, seed=number, sample=sample)
             for prompt in prompts
@@ -163,32 +161,32 @@ class Callers:
 
     async def streamed(self) -> None:
         """One stream with two samples of an unknown draw for each prompt."""
-        floor, prompts = self._trainer.version, _prompts(next(self._numbers), 2)
+        floor, prompts = self._newest.version, _prompts(next(self._numbers), 2)
         asked = [Asked(prompt, self.tokens, floor, is_greedy=False) for prompt in prompts for _ in range(_SAMPLES)]
         body = self._body(prompt=prompts, n=_SAMPLES, logprobs=0, stream=True)
-        await self._plain(asked, lambda: self._streamed(_COMPLETIONS, body))
+        await self._plain(asked, _COMPLETIONS, body)
 
     async def chat(self) -> None:
         messages, asked = self._conversation()
         body = self._body(messages=messages, temperature=0.0)
-        await self._plain([asked], lambda: self._whole(_CHAT, body))
+        await self._plain([asked], _CHAT, body)
 
     async def chat_streamed(self) -> None:
         messages, asked = self._conversation()
         body = self._body(messages=messages, temperature=0.0, stream=True)
-        await self._plain([asked], lambda: self._streamed(_CHAT, body))
+        await self._plain([asked], _CHAT, body)
 
     def _conversation(self) -> tuple[list[Json], Asked]:
         messages = [{"role": "user", "content": f"rollout {next(self._numbers)}"}]
         prompt = chat_ids(messages)
-        return messages, Asked(prompt, self.tokens, self._trainer.version, is_greedy=True)
+        return messages, Asked(prompt, self.tokens, self._newest.version, is_greedy=True)
 
     def _body(self, **rest: Any) -> Json:
         return {"max_tokens": self.tokens, "ignore_eos": True, "return_token_ids": True, **rest}
 
     async def _batch(self, prompts: list[list[int]], sampling: SamplingParams) -> None:
         """Let `RolloutClient` run a batch, and check each rollout as it ends."""
-        floor, tally, seen = self._trainer.version, self.record.tally, set[int]()
+        floor, tally, seen = self._newest.version, self.record.tally, set[int]()
         tally.submitted += len(prompts) * sampling.n
         batch = self._client.generate(prompts, sampling, failures="keep", timeout_s=self._bound_s)
         async with aclosing(batch.rollouts()) as rollouts:
@@ -201,16 +199,17 @@ class Callers:
                 seen.add(rollout.prompt_index)
                 prompt, is_greedy = prompts[rollout.prompt_index], sampling.temperature == 0
                 asked = Asked(prompt, sampling.max_tokens, floor, is_greedy=is_greedy)
-                got = map(Delivered.of_completion, _each_once(rollout, sampling.n))
-                self._take([(asked, one) for one in got])
+                assert [one.sample_index for one in rollout.completions] == list(range(sampling.n))
+                self._take([(asked, Delivered.of_completion(one)) for one in rollout.completions])
 
-    async def _plain(self, asked: Sequence[Asked], send: Callable[[], Awaitable[list[Json]]]) -> None:
+    async def _plain(self, asked: Sequence[Asked], path: str, body: Json) -> None:
         """Send a request until it is answered, and check its choices."""
         tally, deadline = self.record.tally, time.monotonic() + self._bound_s
         tally.submitted += len(asked)
+        ask = streamed_choices_of if body.get("stream") else choices_of
         while True:
             try:
-                choices = await send()
+                choices = await ask(self._session, self.url + path, orjson.dumps(body))
                 break
             except TimeoutError:
                 tally.hung += 1
@@ -242,32 +241,18 @@ class Callers:
         for asked, got in samples:
             tally.delivered += 1
             self.record.deliveries.append((time.monotonic(), len(got.token_ids)))
-            if found := self._flaw(asked, got):
+            if found := flaw(self._model, asked, got):
                 tally.stale += found.is_stale
                 tally.wrong += not found.is_stale
                 tally.note(f"prompt {list(asked.prompt[:8])}: {found.reason}")
-
-    def _flaw(self, asked: Asked, got: Delivered) -> Flaw | None:
-        return flaw(self._model, asked, got)
 
     def _fail(self, samples: int, reason: str) -> None:
         self.record.tally.failed += samples
         self.record.tally.note(reason)
 
-    async def _whole(self, path: str, body: Json) -> list[Json]:
-        return await choices_of(self._session, self.url + path, orjson.dumps(body))
-
-    async def _streamed(self, path: str, body: Json) -> list[Json]:
-        return await streamed_choices_of(self._session, self.url + path, orjson.dumps(body))
-
 
 def _prompts(number: int, count: int) -> list[list[int]]:
     return [[3 + number % 900, 3 + number // 900 % 900, 3 + place] for place in range(count)]
-
-
-def _each_once(rollout: Rollout, n: int) -> Sequence[Completion]:
-    assert [completion.sample_index for completion in rollout.completions] == list(range(n))
-    return rollout.completions
 
 
 def _join(whole: Json, choice: Json) -> None:

@@ -15,6 +15,8 @@ from sim.model import CHECKPOINT_VERSION, GREEDY, SimModel, detokenize, read, se
 from trainer_client.results import Completion
 
 Json = dict[str, Any]
+Span = tuple[int, int | None, int | None]
+"""Version, start and end."""
 
 _FLOAT32 = 1e-5  # relative error of a log-probability in float32
 
@@ -34,11 +36,11 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Delivered:
-    """One sample as a client got it. `spans` are (version, start, end); `is_redrawn` if it is marked as continued with
+    """One sample as a client got it. `is_redrawn` if it is marked as continued with
     another seed."""
 
     token_ids: Sequence[int]
-    spans: Sequence[tuple[int, int | None, int | None]]
+    spans: Sequence[Span]
     logprobs: Sequence[float] | None = None
     text: str | None = None
     is_redrawn: bool = False
@@ -60,9 +62,9 @@ class Delivered:
         return cls(completion.token_ids.tolist(), spans, logprobs, completion.text)
 
 
-def spans_of(choice: Json) -> list[tuple[int, int | None, int | None]]:
-    """Return version, start and end of each span of a choice."""
-    return [(span["version"], span["start"], span["end"]) for span in choice.get("weight_versions") or ()]
+def spans_of(choice: Json) -> list[Span]:
+    """Return the spans of a choice, or of a recorded call."""
+    return [(int(span["version"]), span["start"], span["end"]) for span in choice.get("weight_versions") or ()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,7 @@ class Flaw:
 
 def flaw(model: SimModel, asked: Asked, got: Delivered) -> Flaw | None:
     """Return the first flaw of a delivered sample; None if it is right."""
-    made_by = _versions(got)
+    made_by = versions_of(len(got.token_ids), got.spans)
     if len(got.token_ids) != asked.tokens:
         return Flaw(f"{len(got.token_ids)} tokens, {asked.tokens} were requested")
     if made_by is None:
@@ -92,20 +94,20 @@ def flaw(model: SimModel, asked: Asked, got: Delivered) -> Flaw | None:
     return None
 
 
-def _versions(got: Delivered) -> list[set[int]] | None:
+def versions_of(tokens: int, spans: Sequence[Span]) -> list[set[int]] | None:
     """Return the versions that may have made each token; None where the spans do not fit the tokens.
 
     Versions without limits may have made any token that no other span has, as after a death amid an update.
     """
-    made_by: list[set[int]] = [set() for _ in got.token_ids]
-    for version, start, end in got.spans:
+    made_by: list[set[int]] = [set() for _ in range(tokens)]
+    for version, start, end in spans:
         if start is None or end is None:
             continue
         if end > len(made_by) or any(made_by[start:end]):
             return None
         for place in range(start, end):
             made_by[place].add(version)
-    anywhere = {version for version, start, _ in got.spans if start is None}
+    anywhere = {version for version, start, _ in spans if start is None}
     whole = [found or anywhere for found in made_by]
     return whole if all(whole) else None
 

@@ -11,17 +11,17 @@ from collections.abc import Awaitable, Callable
 from engines.config import SimConfig
 from loadtests.chaos.clients.callers import Callers
 from loadtests.chaos.clients.tally import Tally
+from loadtests.chaos.faults import Newest
 
 _TOKENS = 40
 
 
 class Witness(Callers):
     """Clients that send seeded batches, and take an error for a failure: they ask again only where a connection fails,
-    since a dead gateway has reported nothing. `version` is the trainer's newest committed version."""
+    since a dead gateway has reported nothing."""
 
-    def __init__(self, url: str, sim: SimConfig, *, num_clients: int, bound_s: float) -> None:
-        super().__init__(url, sim, self, tokens=_TOKENS, bound_s=bound_s)
-        self.version = 0
+    def __init__(self, url: str, sim: SimConfig, newest: Newest, *, num_clients: int, bound_s: float) -> None:
+        super().__init__(url, sim, newest, tokens=_TOKENS, bound_s=bound_s)
         self._num_clients = num_clients
         self._hurt_at = time.monotonic()
 

@@ -18,7 +18,7 @@ import aiohttp
 from engines.config import SimConfig
 from loadtests.chaos.clients.callers import Callers, Record
 from loadtests.chaos.clients.tally import Tally
-from loadtests.chaos.faults import CallFailed, Hung, Trainer, World, until
+from loadtests.chaos.faults import CallFailed, Hung, Newest, Trainer, World, until
 from loadtests.chaos.process_fleet import ProcessFleet, fleet_config, running
 from loadtests.chaos.rollouts.faults import ROLLOUT_FAULTS, Scene
 from loadtests.chaos.rollouts.measures import Batches, Goodput, Kept, go_on, kept_at, kill_one, stop_one
@@ -41,13 +41,6 @@ _BOUND_S = 120.0
 _WAVE_BOUND_S = 300.0
 _UP_S = 180.0
 _MEASURED_S = 5.0
-
-
-@dataclass(slots=True)
-class Newest:
-    """The newest version that a trainer has committed."""
-
-    version: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

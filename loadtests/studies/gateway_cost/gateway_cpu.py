@@ -14,29 +14,32 @@ import dataclasses
 import os
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
 import orjson
 
+from engines.clients.vllm_engine import VllmEngine
+from engines.reading.server import ReaderServer
 from gateway.config.load import load
 from loadtests.fleet import LocalFleet
 from loadtests.own_process import Served, own_process
-from loadtests.studies.gateway_cost import canned_engine, pass_through, reader
+from loadtests.studies.gateway_cost import canned_engine, pass_through
 from loadtests.studies.ratios import pair_ratios
 from loadtests.studies.routers import running_router
 
 _TOKENS = "/v1/completions"
 _CHAT = "/v1/chat/completions"
 _TIMEOUT_S = 300.0
+_READER_KEY = "of this study"
 _SAMPLING = {"temperature": 1.0, "ignore_eos": True}
 _SETTINGS = (
     "engine.kind=sim", "engine.num_replicas=1", "weights.store=null", "gateway.port=0",
     "engine.sim.decode_step_s=0.0005", "engine.sim.decode_step_per_seq_s=0",
 )  # fmt: skip
-TOKEN_IDS = {**_SAMPLING, "logprobs": 0, "return_token_ids": True}
+_TOKEN_IDS = {**_SAMPLING, "logprobs": 0, "return_token_ids": True}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +58,7 @@ def _prompt(tokens: int) -> list[int]:
 
 
 def _completion(prompt_tokens: int, max_tokens: int, **more: object) -> Mapping[str, object]:
-    return {**TOKEN_IDS, "prompt": _prompt(prompt_tokens), "max_tokens": max_tokens, **more}
+    return {**_TOKEN_IDS, "prompt": _prompt(prompt_tokens), "max_tokens": max_tokens, **more}
 
 
 def _conversation(**more: object) -> Mapping[str, object]:
@@ -75,31 +78,21 @@ ROWS = (
 )
 
 
-class Load:
-    """Sends rounds of a row to servers, and measures the servers' CPU."""
+async def _seconds_a_request(session: aiohttp.ClientSession, server: Served, row: Row) -> float:
+    """Return the CPU seconds of the server for each request of one round."""
+    left, before = iter(range(row.requests)), server.cpu_s
 
-    def __init__(self, session: aiohttp.ClientSession) -> None:
-        self._session = session
+    async def caller() -> None:
+        for number in left:  # no client has equal batches under way, of which each waits for a moment
+            body = {"model": "sim", "user": f"{number}", **row.body}
+            async with session.post(server.url + row.path, json=body) as response:
+                async for _ in response.content.iter_any():
+                    pass
+                if response.status != 200:
+                    raise RuntimeError(f"{response.url} answered {response.status}")
 
-    async def seconds_a_request(self, server: Served, row: Row) -> float:
-        """Return the CPU seconds of the server for each request of one round."""
-        left, before = iter(range(row.requests)), server.cpu_s
-
-        async def caller() -> None:
-            for number in left:  # no client has equal batches under way, of which each waits for a moment
-                data = orjson.dumps({"model": "sim", "user": f"{number}", **row.body})
-                await self._ask(server.url + row.path, data)
-
-        await asyncio.gather(*(caller() for _ in range(row.at_once)))
-        return (server.cpu_s - before) / row.requests
-
-    async def _ask(self, url: str, data: bytes) -> None:
-        headers = {"Content-Type": "application/json"}
-        async with self._session.post(url, data=data, headers=headers) as response:
-            async for _ in response.content.iter_any():
-                pass
-            if response.status != 200:
-                raise RuntimeError(f"{url} answered {response.status}")
+    await asyncio.gather(*(caller() for _ in range(row.at_once)))
+    return (server.cpu_s - before) / row.requests
 
 
 Costs = dict[str, dict[str, list[float]]]
@@ -111,11 +104,10 @@ async def measured(servers: Mapping[str, Served], rows: Sequence[Row], rounds: i
     costs: Costs = {row.name: {name: [] for name in servers} for row in rows}
     timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
-        load = Load(session)
         for row in rows:
             for number in range(rounds + 1):
                 for name in servers if number % 2 else reversed(list(servers)):
-                    seconds = await load.seconds_a_request(servers[name], row)
+                    seconds = await _seconds_a_request(session, servers[name], row)
                     if number:
                         costs[row.name][name].append(seconds)
     return costs
@@ -133,22 +125,28 @@ def table(costs: Costs) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+@contextlib.asynccontextmanager
+async def _serve_reader(engine: str) -> AsyncIterator[str]:
+    """Read beside an engine, as its Serve replica does."""
+    server = ReaderServer(VllmEngine("engine-0", engine), _READER_KEY)
+    yield await server.open("127.0.0.1")
+    await server.close()
+
+
 async def _run(args: argparse.Namespace) -> Costs:
     config = load(None, _SETTINGS)
     fleet = LocalFleet(config)
     try:
         (info,) = await fleet.start_engines()
         async with contextlib.AsyncExitStack() as stack:
-            canned = stack.enter_context(own_process(canned_engine.serve, info.url, 0.0))
-            beside = stack.enter_context(own_process(reader.serve, canned.url))
-            ours = dataclasses.replace(info, url=canned.url, reader="")
-            gateway = await stack.enter_async_context(fleet.gateway(config, [reader.read(info, canned.url, beside)]))
-            alone = await stack.enter_async_context(fleet.gateway(config, [ours]))
+            canned = await stack.enter_async_context(own_process(canned_engine.serve, info.url))
+            beside = await stack.enter_async_context(own_process(_serve_reader, canned.url))
+            read = dataclasses.replace(info, url=canned.url, reader=beside.url, reader_key=_READER_KEY)
+            gateway = await stack.enter_async_context(fleet.gateway(config, [read]))
             servers = {
                 "gateway": Served(gateway.url, gateway.pid),
                 "gateway and reader": Served(gateway.url, gateway.pid, (beside.pid,)),
-                "gateway that reads": Served(alone.url, alone.pid),
-                "pass-through": stack.enter_context(own_process(pass_through.serve, canned.url)),
+                "pass-through": await stack.enter_async_context(own_process(pass_through.serve, canned.url)),
             }
             if args.vllm_router:
                 servers["vllm-router"] = Served(*stack.enter_context(running_router(args.vllm_router, [canned.url])))

@@ -1,6 +1,5 @@
 """A trainer process that only pushes weights with the served model's names, shapes and dtypes."""
 
-import multiprocessing
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from engines.errors import RolloutGatewayError, WeightUpdateFailed
 from engines.process.port import free_port
+from loadtests.own_process import OwnProcess
 from trainer_client import BlockingRolloutClient, WeightSender
 from trainer_client.transports.sender import TransportName
 
@@ -44,27 +44,22 @@ class Pushed:
     error: str
 
 
-class Pusher(AbstractContextManager["Pusher"]):
-    """Pushes on request. `device` is that of `WeightSender`."""
+class Pusher(OwnProcess):
+    """Pushes on request. `device` is that of `WeightSender`. A push raises `EOFError` if the process is killed."""
 
     def __init__(self, url: str, transport: Way, device: str, timeout_s: float) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
+        super().__init__(_serve, url, transport, device, timeout_s)
         self._timeout_s = timeout_s
         self._transport = transport
-        self._process = context.Process(target=_serve, args=(theirs, url, transport, device, timeout_s), daemon=True)
-        self._process.start()
-        theirs.close()
-        self.num_bytes = int(self._receive(_READY_S))
+        self.num_bytes = int(self.receive(_READY_S))
+
+    def __enter__(self) -> "Pusher":
+        return self
 
     def __exit__(self, *_: object) -> None:
-        self._pipe.close()
-        self._process.join(self._timeout_s)
-        self._process.terminate()
-
-    def kill(self) -> None:
-        """Kill the process with SIGKILL; a push that waits for it raises `EOFError`."""
-        self._process.kill()
+        self.pipe.close()
+        self.process.join(self._timeout_s)
+        self.process.terminate()
 
     def push(self) -> Pushed:
         """Push one update; return its result."""
@@ -85,14 +80,9 @@ class Pusher(AbstractContextManager["Pusher"]):
         return [Flaw.LOGPROBS, *([Flaw.HALF] if can_halve else [])]
 
     def _ask(self, flaw: Flaw) -> Pushed:
-        self._pipe.send(flaw)
-        pushed: Pushed = self._receive(10 * self._timeout_s)
+        self.pipe.send(flaw)
+        pushed: Pushed = self.receive(10 * self._timeout_s)
         return pushed
-
-    def _receive(self, timeout_s: float):  # type: ignore[no-untyped-def]  # what the process sends
-        if not self._pipe.poll(timeout_s):
-            raise TimeoutError(f"the pushing process said nothing within {timeout_s:g} s")
-        return self._pipe.recv()
 
 
 class TrlsClient(AbstractContextManager["TrlsClient"]):

@@ -19,7 +19,6 @@ log-probs, so the canary refuses NaN of it.
 
 import argparse
 import asyncio
-import multiprocessing
 import os
 import random
 import shlex
@@ -43,6 +42,7 @@ from engines.types import ReplicaInfo
 from gateway.config.load import load as load_config
 from gateway.fleet.watch.engine_page import read_total
 from loadtests.fleet import LocalFleet
+from loadtests.own_process import OwnProcess
 from loadtests.studies.weights.pusher import Flaw, Pushed, Pusher, Way
 from loadtests.workloads import random_tokens
 from trainer_client.transports.sender import TransportName
@@ -50,7 +50,6 @@ from trainer_client.transports.sender import TransportName
 _WAYS: tuple[Way, ...] = (*get_args(TransportName), "trl")
 _COUNTERS = ("vllm:generation_tokens_total", "sglang:generation_tokens_total")
 _READ_EVERY_S = 0.2
-_BIN_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,17 +167,13 @@ class Bench:
     @asynccontextmanager
     async def _loaded(self) -> AsyncIterator[None]:
         """Have the load during the block, from a process of its own; keep its errors."""
-        context = multiprocessing.get_context("spawn")
-        ours, theirs = context.Pipe()
-        client = context.Process(target=_load, args=(theirs, self._url, len(self._engines), self._args), daemon=True)
-        client.start()
-        await asyncio.to_thread(lambda: ours.poll(self._args.timeout_s) and ours.recv())  # its modules are loaded
+        client = OwnProcess(_load, self._url, len(self._engines), self._args)
+        await asyncio.to_thread(client.receive, self._args.timeout_s)  # its modules are loaded
         try:
             yield
         finally:
-            ours.send(None)
-            answered = await asyncio.to_thread(ours.poll, self._args.timeout_s)
-            self.errors = ours.recv() if answered else [f"no client ended within {self._args.timeout_s:g} s"]
+            client.pipe.send(None)
+            self.errors = await asyncio.to_thread(client.receive, self._args.timeout_s)
 
     async def _window(self, *, has_updates: bool) -> None:
         began = time.time()
@@ -237,21 +232,9 @@ class Bench:
         is_whole = any(window.has_updates for window in self.windows)
         return {
             "summary": summarise(self.windows, self.updates, self._args.every_s) if is_whole else {},
-            "rate_by_quarter_second": self._rates_after_pushes() if is_whole else [],
             "windows": [asdict(one) for one in self.windows], "pushes": [(at, asdict(one)) for at, one in self.pushes],
             "updates": self.updates, "restores": [asdict(one) for one in self.restores], "errors": self.errors,
         }  # fmt: skip
-
-    def _rates_after_pushes(self) -> list[float]:
-        """Tokens/s in each quarter of a second after a push begins, averaged over all pushes, by those of quiet
-        windows: when work is lost tells what takes it."""
-        quiet = statistics.mean(window.rate for window in self.windows if not window.has_updates)
-        starts = [index * _BIN_S for index in range(int(0.8 * self._args.every_s / _BIN_S))]
-        begun = [at for at, _ in self.pushes]
-        return [
-            statistics.mean(self._count.rate(at + start, at + start + _BIN_S) for at in begun) / quiet
-            for start in starts
-        ]
 
 
 def summarise(windows: Sequence[Window], updates: Sequence[dict[str, Any]], every_s: float) -> dict[str, Any]:
@@ -280,7 +263,6 @@ def told(name: str, report: dict[str, Any], every_s: float) -> str:
         f"tokens/s {row['ratio']:.4f} of those without: an update every {every_s:g} s costs {row['lost_s']:.3f} s of "
         f"work, and stops generation for {row['stopped_s']:.3f} s, at most {row['stopped_s_max']:.3f} s",
         f"{row['staged']} of {row['updates']} staged; {steps} s",
-        "after a push: " + " ".join(f"{rate:.2f}" for rate in report["rate_by_quarter_second"]),
         *(str(Restore(**restore)) for restore in report["restores"]),
     ]
     return "\n".join(f"{name}: {line}" for line in lines)

@@ -92,15 +92,6 @@ async def streamed(engine: VllmEngine, timeout_s: float = TIMEOUT_S) -> list[dic
     return [chunk async for chunk in chunks_of(engine, PATH, {"prompt": [1]}, timeout_s)]
 
 
-async def test_an_answer_is_its_json_and_the_request_says_stream_false(serve: Serve) -> None:
-    async def echo(request: web.Request) -> web.Response:
-        return web.json_response({"path": request.path, "type": request.content_type, "body": await request.json()})
-
-    engine = await serve(echo)
-    reply = await engine.generate(PATH, {"prompt": [1]}, TIMEOUT_S)
-    assert reply == {"path": PATH, "type": "application/json", "body": {"prompt": [1], "stream": False}}
-
-
 @pytest.mark.parametrize(
     ("body", "words"),
     [
@@ -232,11 +223,3 @@ async def test_packed_is_said_where_engines_want_it(serve: Serve, said_at: str) 
     await engine.close()
     assert heard["init_info"]["packed"]
     assert heard["update_info"] == {"names": ["w"]}
-
-
-async def test_a_refused_connection_is_unreachable(connect: Connect) -> None:
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))  # and not listening
-        engine = connect(f"http://127.0.0.1:{bound.getsockname()[1]}")
-        with pytest.raises(EngineUnreachable, match="replica r1: /health: "):
-            await engine.health(TIMEOUT_S)

@@ -28,6 +28,7 @@ from engines.types import EngineKind
 from examples.tiny_model.task import COMMITTED
 from tests.rigs.engines import real_sglang, real_vllm
 from tests.rigs.engines.real_vllm import RealFleet
+from tests.rigs.waiting import wait_until
 from trainer_client import BlockingRolloutClient, WeightSender
 from trainer_client import trl as gloo_trl
 
@@ -199,10 +200,7 @@ def test_weights_with_nan_are_refused_and_end_neither_the_engine_nor_the_rollout
 
 
 def until_in_flight(fleet: RealFleet) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not any(one["samples_in_flight"] for one in fleet.call("/status")[1]["replicas"]):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: any(one["samples_in_flight"] for one in fleet.call("/status")[1]["replicas"]), TIMEOUT_S)
 
 
 def test_trls_client_updates_sglang_without_a_relay(alone: RealFleet, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,5 @@
 """Which models are loaded where their weights lie, and vLLM's worker after an update, however that ended."""
 
-import time
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from pathlib import Path
@@ -22,6 +21,7 @@ from engines.store.draft import is_whole
 from engines.store.manifest import check_bytes
 from engines.transfer.tee import Scribe
 from engines.transfer.tensor_bytes import digest_on_host
+from tests.rigs.waiting import wait_until
 
 Tensors = dict[str, torch.Tensor]
 
@@ -256,10 +256,7 @@ def update(one: Any, value: float) -> dict[str, str]:
 def stage(one: Any, chunk: Tensors) -> None:
     """Receive a chunk beside the weights."""
     one.stage_weights(chunk)
-    deadline = time.monotonic() + SOON_S
-    while not one.staged()["ready"]:
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    wait_until(lambda: one.staged()["ready"], SOON_S)
 
 
 def staged_update(one: Any, value: float) -> dict[str, str]:

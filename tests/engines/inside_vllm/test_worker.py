@@ -1,6 +1,5 @@
 """Our extension of vLLM's workers in a real vLLM server on CPU: receipts, snapshots, and a model with a tied head."""
 
-import time
 from itertools import islice
 from pathlib import Path
 
@@ -21,17 +20,11 @@ from engines.store.manifest import check_bytes
 from engines.store.weight_store import WeightStore
 from engines.transfer.tensor_bytes import digest_on_host
 from tests.rigs.engines.real_vllm import greedy_token_ids, on_engine, served
+from tests.rigs.waiting import wait_until
 
 pytestmark = pytest.mark.vllm
 
 TIMEOUT_S = 60.0
-
-
-def until_whole(draft: Path) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not is_whole(draft):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def test_a_version_is_copied_as_it_arrives_and_loads_over_an_update_that_broke_off(tmp_path: Path) -> None:
@@ -72,7 +65,7 @@ def test_a_version_is_copied_as_it_arrives_and_loads_over_an_update_that_broke_o
         digests = on_engine(url, lambda engine: engine.close_receipt(TIMEOUT_S))
         assert digests == {name: digest_on_host(tensor) for name, tensor in second.named_parameters()}
         on_engine(url, lambda engine: engine.keep_receipt(TIMEOUT_S))
-        until_whole(draft)
+        wait_until(lambda: is_whole(draft), TIMEOUT_S)
         version_1 = store.promote(draft, "1", tmp_path / "first")
         assert {name: tensor.digest for name, tensor in check_bytes(version_1).tensors.items()} == digests
         assert says() == second_says

@@ -2,7 +2,6 @@
 
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -18,7 +17,8 @@ from safetensors.torch import save_file
 from engines.errors import WeightUpdateFailed
 from engines.loading import stage
 from engines.loading.snapshot_reader import read_tensors
-from engines.loading.stage import FolderStage, ReceivedStage, Stage
+from engines.loading.stage import FolderStage, ReceivedStage
+from tests.rigs.waiting import wait_until
 
 SOON_S = 60.0
 GPU = torch.device("cuda", 0)
@@ -55,23 +55,16 @@ def receiver() -> Receiver:
     return Receiver()
 
 
-def until_ready(stage: Stage) -> None:
-    deadline = time.monotonic() + SOON_S
-    while not stage.is_ready:
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
 def test_a_later_announcement_without_room_is_refused_before_it_is_received(
     receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     receiver.may_end.set()
     receiver.receive()
-    until_ready(receiver.stage)
+    wait_until(lambda: receiver.stage.is_ready, SOON_S)
     monkeypatch.setattr(stage, "room_on", lambda device: 7)
     receiver.receive()
     with pytest.raises(WeightUpdateFailed, match="8 more bytes were announced"):
-        until_ready(receiver.stage)
+        wait_until(lambda: receiver.stage.is_ready, SOON_S)
     assert [name for name, _ in receiver.stage.take()] == ["w"]
 
 
@@ -79,7 +72,7 @@ def test_a_drop_ends_a_receive_that_waits_and_keeps_nothing(receiver: Receiver) 
     receiver.receive()
     receiver.stage.drop()
     with pytest.raises(RuntimeError, match="the group was closed"):
-        until_ready(receiver.stage)
+        wait_until(lambda: receiver.stage.is_ready, SOON_S)
     assert receiver.stage.take() == []
 
 
@@ -114,13 +107,13 @@ def test_what_fits_waits_in_the_gpu_and_is_taken_once(folder: Path, room: Iterat
 def test_what_does_not_fit_is_read_with_the_load(folder: Path, room: Iterator[list[int]]) -> None:
     next(room)[0] = 29
     one = FolderStage(folder, GPU)
-    until_ready(one)
+    wait_until(lambda: one.is_ready, SOON_S)
     assert not one.holds(folder)
 
 
 def test_a_folder_that_has_become_another_is_not_the_one_that_was_read(folder: Path, room: Iterator[list[int]]) -> None:
     one = FolderStage(folder, GPU)
-    until_ready(one)
+    wait_until(lambda: one.is_ready, SOON_S)
     assert one.is_of(folder)
     assert not one.is_of(folder / "v2")
     file = folder / "model.safetensors"
@@ -151,10 +144,7 @@ def test_a_drop_during_the_read_ends_it_and_the_next_read_has_its_room(
 
     monkeypatch.setattr(stage, "read_tensors", slow)
     first = FolderStage(folder, GPU)
-    deadline = time.monotonic() + SOON_S
-    while free[0]:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    wait_until(lambda: not free[0], SOON_S)
     first.drop()
     monkeypatch.setattr(stage, "read_tensors", lambda path, _: read_tensors(path, HOST))
     second = FolderStage(folder, GPU, has_fetched.set)

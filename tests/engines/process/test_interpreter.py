@@ -27,11 +27,6 @@ def other(tmp_path: Path) -> Path:
     return link
 
 
-def test_ours_is_taken_unless_another_is_given() -> None:
-    assert interpreter_of(EngineConfig()).path == sys.executable
-    assert interpreter_of(EngineConfig(python="/opt/sglang/bin/python")).path == "/opt/sglang/bin/python"
-
-
 def test_what_the_engine_will_find_counts_and_not_what_we_find(elsewhere: Path, other: Path) -> None:
     config = EngineConfig(python=str(other), env={"PYTHONPATH": str(elsewhere)})
     assert interpreter_of(config).versions("sglang", "no-such-package") == {"sglang": "1.2.3"}
@@ -42,11 +37,6 @@ def test_a_path_of_its_own_makes_our_python_another(elsewhere: Path) -> None:
     there = interpreter_of(EngineConfig(env={"PYTHONPATH": str(elsewhere)}))
     assert not there.is_ours
     assert there.versions("sglang") == {"sglang": "1.2.3"}
-
-
-def test_a_python_that_is_not_there_is_told_with_its_remedy() -> None:
-    with pytest.raises(ConfigError, match=r"engine\.python = '/nowhere/python' cannot be run \(No such file.*name the"):
-        interpreter_of(EngineConfig(python="/nowhere/python")).versions("sglang")
 
 
 def test_a_python_that_fails_is_told() -> None:

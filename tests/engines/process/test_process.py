@@ -77,14 +77,6 @@ def test_the_log_begins_with_the_command_and_holds_both_outputs(start_script: St
     assert others == ["out", "err"]
 
 
-def test_its_environment_is_laid_over_the_owners(start_script: StartScript, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OURS", "ours")
-    monkeypatch.setenv("BOTH", "ours")
-    process = start_script('echo "$OURS $BOTH"', BOTH="its")
-    code_of(process)
-    assert process.last_words(1) == "ours its"
-
-
 def test_last_words_are_the_last_lines_of_a_long_log(start_script: StartScript) -> None:
     process = start_script("seq 1 20000")
     code_of(process)

@@ -140,14 +140,6 @@ async def test_it_ends_with_its_owner_and_with_its_guard(engines: Engines) -> No
     until(lambda: not any(map(is_running, pids)))
 
 
-async def test_a_killed_engine_is_told_by_its_code(engines: Engines) -> None:
-    engine = engines("serve")
-    assert await engine.start_warm()
-    until(lambda: bool(engine.engine_pid))
-    os.kill(engine.engine_pid, signal.SIGKILL)
-    assert code_of(engine) == 128 + signal.SIGKILL
-
-
 async def test_a_dead_warm_process_costs_its_engines_nothing_and_is_replaced_once(engines: Engines, code: Path) -> None:
     engine = engines("serve")
     assert await engine.start_warm()

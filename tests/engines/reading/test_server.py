@@ -3,13 +3,15 @@
 import asyncio
 import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from typing import Any, cast
 
 import pytest
 
+from engines.chunks import Chunk
 from engines.engine import Engine, Json
 from engines.errors import DeadlineExceeded, EngineFailed, EngineRefused, EngineUnreachable, RolloutGatewayError
+from engines.raw_json import decoded
 from engines.reading.link import Link
 from engines.reading.server import ReaderServer
 
@@ -63,12 +65,13 @@ async def linked(engine: PlayedEngine, *, key: str = KEY, every_s: float = BEATS
 async def read(link: Link, *, streams: bool, heard: Callable[[], Any] = lambda: None) -> list[list[int]]:
     """The tokens of each chunk."""
     found = []
-    chunks = link.chunks("/v1/completions", {"prompt": [1]}, TIMEOUT_S, is_whole=False, streams=streams)
-    async with aclosing(chunks) as blocks:
-        async for block in blocks:
-            for chunk in block:
-                found.append([int(item) for item in (chunk.choices[0].token_ids or b"").split(b",")])
-            heard()
+
+    def take(chunks: list[Chunk]) -> None:
+        for chunk in chunks:
+            found.append(decoded(chunk.choices[0].token_ids or b"[]"))
+        heard()
+
+    await link.read("/v1/completions", {"prompt": [1]}, TIMEOUT_S, take, is_whole=False, streams=streams)
     return found
 
 

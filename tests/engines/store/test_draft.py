@@ -1,7 +1,6 @@
 """A written draft is whole."""
 
 import shutil
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,11 +10,6 @@ from engines.store.draft import Draft
 from engines.store.manifest import check_bytes
 from engines.store.weight_store import WeightStore
 from tests.material.drafts import file_bytes, tensor, written
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> WeightStore:
-    return WeightStore(tmp_path / "store")
 
 
 def test_files_of_the_store_are_read_by_the_safetensors_library(store: WeightStore) -> None:

@@ -17,11 +17,6 @@ Damage = Callable[[Path], Any]
 FILE = "model-00001.safetensors"
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> WeightStore:
-    return WeightStore(tmp_path / "store")
-
-
 def flipped(folder: Path) -> None:
     content = bytearray((folder / FILE).read_bytes())
     content[-1] ^= 1

@@ -14,11 +14,6 @@ from engines.store.weight_store import WeightStore, remove_folder, remove_store
 from tests.material.drafts import file_bytes, written
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> WeightStore:
-    return WeightStore(tmp_path / "store")
-
-
 def test_a_promoted_draft_is_a_checkpoint_folder_with_a_manifest(store: WeightStore, tmp_path: Path) -> None:
     checkpoint = tmp_path / "checkpoint"
     checkpoint.mkdir()

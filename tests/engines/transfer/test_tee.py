@@ -36,11 +36,6 @@ class PlayedModel(torch.nn.Module):
         return set(arrived)
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> WeightStore:
-    return WeightStore(tmp_path / "store")
-
-
 def scribe(store: WeightStore, names: Sequence[str] = (), base: Path | None = None, wait_s: float = 5.0) -> Scribe:
     copy = ReceiptCopy(draft=str(store.draft()), model="m", base=str(base or ""), names=tuple(names), wait_s=wait_s)
     return Scribe(copy)

@@ -260,13 +260,6 @@ async def test_a_text_that_was_sampled_in_other_merges_keeps_them(session: Sessi
     assert (prompt.parent, session.rest(prompt)) == (0, GO_ON_TEXT)
 
 
-async def test_a_system_message_may_come_as_a_list_or_as_text(session: Session) -> None:
-    turn, parts = first_turn(), [{"type": "text", "text": "You are "}, {"type": "text", "text": "a coder."}]
-    message = await session.answered(turn, CALL + END)
-    changed = replace(turn, messages=[SYSTEM | {"content": parts}, USER])
-    assert (await session.prompt(returns(changed, message))).parent == 0
-
-
 async def test_a_long_session_is_one_path_and_its_new_messages_alone_are_rendered(session: Session) -> None:
     turn = first_turn()
     for number in range(12):
@@ -283,14 +276,6 @@ async def test_a_long_session_is_one_path_and_its_new_messages_alone_are_rendere
     assert text.replace(THOUGHT, "") == theirs.replace(THOUGHT, "")
 
 
-async def test_an_answer_with_two_calls_is_followed_by_both_results(session: Session) -> None:
-    message = await session.answered(first_turn(), f"{CALL}\n{CALL}{END}")
-    results = [RESULT, RESULT | {"tool_call_id": "call_1", "content": "b.py"}]
-    prompt = await session.prompt(following(first_turn(), message, *results))
-    told = "".join(f"\n<tool_response>\n{name}\n</tool_response>" for name in ("a.py", "b.py"))
-    assert session.rest(prompt) == f"\n<|im_start|>user{told}{END}\n{OPENING}"
-
-
 async def test_a_retry_is_a_sibling_and_the_latest_answer_is_followed(session: Session) -> None:
     turn = first_turn()
     message = await session.answered(turn, f"Two files.{END}")
@@ -299,23 +284,6 @@ async def test_a_retry_is_a_sibling_and_the_latest_answer_is_followed(session: S
     assert await session.prompt(goes_on(turn, message)) == one
     again = await session.answered(turn, f"{THOUGHT}Two files.{END}")
     assert (await session.prompt(goes_on(turn, again))).parent == 2
-
-
-async def test_a_client_may_go_back_to_an_earlier_answer(session: Session) -> None:
-    turn = first_turn()
-    one = await session.answered(turn, f"One.{END}")
-    await session.answered(goes_on(turn, one), f"Two.{END}")
-    prompt = await session.prompt(following(turn, one, user("No, other.")))
-    assert (prompt.parent, session.rest(prompt)) == (0, user_text("No, other."))
-
-
-async def test_a_root_has_all_that_its_client_has_sent(session: Session) -> None:
-    turn = first_turn()
-    one = await session.answered(turn, f"{THOUGHT}One.{END}")
-    changed = following(turn, one, GO_ON, {"role": "assistant", "content": "Mine."}, GO_ON)
-    prompt = await session.prompt(changed)
-    assert (prompt.parent, prompt.root_reason) == (None, "changed")
-    assert session.rendering.decoded(prompt.token_ids) == session.rendering.text(chat_request(changed))
 
 
 async def test_a_whole_rendering_follows_the_longest_call_whose_ids_it_begins_with(session: Session) -> None:

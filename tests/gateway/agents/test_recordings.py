@@ -9,12 +9,7 @@ import json
 
 import pytest
 
-from gateway.agents.turn import Turn
-from tests.rigs.recordings import AGENTS, recorded, turns_of
-
-
-def begins_with(turn: Turn, earlier: Turn) -> bool:
-    return turn.tools == earlier.tools and turn.messages[: len(earlier.messages)] == earlier.messages
+from tests.rigs.recordings import AGENTS, turns_of
 
 
 @pytest.mark.parametrize("name", AGENTS)
@@ -32,35 +27,6 @@ def test_each_result_follows_its_call(name: str) -> None:
         for message in turn.messages:
             calls |= {call["id"] for call in message.get("tool_calls", ())}
             assert message.get("tool_call_id", None) in (None, *calls)
-
-
-def test_claude_code_continues_a_turn_but_for_its_subagent_and_the_root_after_a_compaction() -> None:
-    turns, calls = turns_of("claude_code"), recorded("claude_code")
-    subagents = [index for index, call in enumerate(calls) if "x-claude-code-agent-id" in call["headers"]]
-    assert subagents == [2, 3]
-    assert len({call["headers"]["x-claude-code-session-id"] for call in calls}) == 1
-    assert begins_with(turns[1], turns[0])
-    assert begins_with(turns[3], turns[2])
-    assert begins_with(turns[4], turns[1])
-    compaction, root = turns[5], turns[6]
-    assert begins_with(compaction, turns[4])
-    assert not any(begins_with(root, turn) for turn in turns[:6])
-    assert "continued from a previous" in root.messages[1]["content"]
-
-
-def test_codex_continues_a_turn_but_for_its_subagent_and_its_compaction() -> None:
-    turns, calls = turns_of("codex"), recorded("codex")
-    subagents = [index for index, call in enumerate(calls) if "x-codex-parent-thread-id" in call["headers"]]
-    assert subagents == [3]
-    assert len({call["headers"]["session-id"] for call in calls}) == 1
-    assert begins_with(turns[1], turns[0])
-    assert begins_with(turns[2], turns[1])
-    compaction, root = turns[4], turns[5]
-    assert compaction.tools == []
-    assert compaction.messages[: len(turns[2].messages)] == turns[2].messages
-    assert begins_with(root, turns[0])
-    assert not begins_with(root, turns[1])
-    assert begins_with(turns[6], root)
 
 
 def test_codexs_tools_of_a_namespace_are_shown() -> None:
@@ -92,11 +58,3 @@ def test_what_an_agent_sends_back_is_the_message_that_was_answered(name: str, tu
     assert answered.get("reasoning") == reasoning
     assert answered.keys() - {"reasoning"} == {"role", "content", "tool_calls"}
     assert all(json.loads(call["function"]["arguments"]) for call in answered["tool_calls"])
-
-
-def test_the_agents_sdk_hands_a_conversation_over_to_another_agent() -> None:
-    responses, chat = turns_of("openai_agents")[:3], turns_of("openai_agents")[3:]
-    for first, second, handed_over in (responses, chat):
-        assert begins_with(second, first)
-        assert handed_over.messages[0] == {"role": "system", "content": "Write verse."}
-        assert handed_over.tools == []

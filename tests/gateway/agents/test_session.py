@@ -22,6 +22,7 @@ from gateway.dialects.rendering import Rendering
 from gateway.dialects.words.tokens import completion_body, token_reply
 from gateway.ledger import writer
 from sim.model import SimModel
+from tests.rigs.calls import until
 from tests.rigs.rig import Json, Rig, StartRig
 from tests.rigs.sessions import answered, frozen, masked, read, record, said, spans, turn, whole
 from trainer_client.sessions.trajectories import trajectories_of
@@ -29,12 +30,6 @@ from trainer_client.sessions.trajectories import trajectories_of
 # The simulated engine answers this with more than 80 tokens at temperature 0.
 LONG: Json = {"max_tokens": 80}
 ASKED = "three"
-
-
-@pytest.fixture
-async def kept_rig(start_rig: StartRig, tmp_path: Path) -> Rig:
-    """Two replicas behind a gateway with a ledger."""
-    return await start_rig(2, gateway={"ledger": str(tmp_path / "ledger")})
 
 
 async def killed(start_rig: StartRig, rig: Rig, tmp_path: Path) -> Rig:
@@ -48,11 +43,8 @@ async def killed(start_rig: StartRig, rig: Rig, tmp_path: Path) -> Rig:
 async def written(rig: Rig) -> None:
     """Return when the ledger has the tokens of the last call that the engines have made."""
     made = sum(len(sample.tokens) for replica in rig.replicas for sample in replica.scheduler.stalled)
-    async with asyncio.timeout(20):
-        while len((await record(rig, "one"))[1][-1]["token_ids"]) < made:
-            await asyncio.sleep(0.02)
-        while (await rig.get("/status"))[1]["ledger"]["unwritten_steps"]:
-            await asyncio.sleep(0.02)
+    await until(lambda: record(rig, "one"), lambda got: len(got[1][-1]["token_ids"]) >= made)
+    await until(lambda: rig.get("/status"), lambda got: not got[1]["ledger"]["unwritten_steps"])
 
 
 async def test_a_session_is_recorded_read_and_acked(rig: Rig) -> None:
@@ -196,9 +188,7 @@ async def test_a_client_that_leaves_cuts_its_call_with_the_tokens_so_far(rig: Ri
     asking = asyncio.create_task(answered(rig, "one", turn(ASKED, **LONG)))
     await rig.begun(tokens=9)
     asking.cancel()
-    async with asyncio.timeout(20):
-        while (await record(rig, "one"))[0]["open_calls"]:
-            await asyncio.sleep(0.02)
+    await until(lambda: record(rig, "one"), lambda got: not got[0]["open_calls"])
     _, [call] = await record(rig, "one")
     assert (call["state"], call["mask"], len(call["token_ids"])) == ("cut", "client_left", 9)
     rig.hurry()
@@ -246,9 +236,7 @@ async def test_a_retry_takes_the_place_of_the_call_that_its_client_left_alone(ri
     others = [asyncio.create_task(answered(rig, "one", turn(ASKED, **LONG))) for _ in range(2)]
     await rig.begun(samples=3, tokens=9)
     left.cancel()
-    async with asyncio.timeout(20):
-        while (await record(rig, "one"))[0]["open_calls"] == 3:
-            await asyncio.sleep(0.02)
+    await until(lambda: record(rig, "one"), lambda got: got[0]["open_calls"] != 3)
     rig.hurry()
     await asyncio.gather(*others)
     headers = {"x-stainless-retry-count": "1"}
@@ -352,9 +340,7 @@ async def test_a_freeze_waits_for_open_calls_as_long_as_it_is_asked_to(rig: Rig)
     asking = asyncio.create_task(answered(rig, "one", turn(ASKED, **LONG)))
     await rig.begun(tokens=9)
     freezing = asyncio.create_task(frozen(rig, "one", wait_s=60))
-    async with asyncio.timeout(20):
-        while (await record(rig, "one"))[0]["state"] == "open":
-            await asyncio.sleep(0.02)
+    await until(lambda: record(rig, "one"), lambda got: got[0]["state"] != "open")
     rig.hurry()
     assert (await freezing)["tokens"] == {"sampled": 80, "trainable": 80, "masked": {}}
     assert (await asking)[0] == 200
@@ -376,9 +362,7 @@ async def test_an_answer_is_parsed_by_a_later_engine_where_all_died_after_it_was
     rig = await start_rig(1)
     rig.replicas[0].inject(held="/derender")
     asking = asyncio.create_task(answered(rig, "one", turn(ASKED)))
-    async with asyncio.timeout(20):
-        while not rig.replicas[0].num_held:
-            await asyncio.sleep(0.02)
+    await until(lambda: rig.replicas[0].num_held)
     await rig.replicas[0].kill()
     later = await rig.add_replica("engine-0")
     assert (await asking)[0] == 200

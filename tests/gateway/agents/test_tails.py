@@ -43,21 +43,6 @@ async def test_a_form_is_learned_once(tails: Tails) -> None:
     assert len(asked(tails)) == 14 + 6 + 2
 
 
-async def test_other_settings_have_a_form_of_their_own(tails: Tails) -> None:
-    await tails.after(3, AFTER_TEXT, b"s")
-    before = len(asked(tails))
-    await tails.after(3, AFTER_TEXT, b"t")
-    assert len(asked(tails)) == 2 * before
-
-
-async def test_a_form_is_learned_again_after_a_time(tails: Tails, monkeypatch: pytest.MonkeyPatch) -> None:
-    await tails.after(3, AFTER_TEXT, b"s")
-    before = len(asked(tails))
-    monkeypatch.setattr(module, "_KEPT_S", -1.0)
-    await tails.after(3, AFTER_TEXT, b"s")
-    assert len(asked(tails)) == 2 * before
-
-
 async def test_the_oldest_forms_are_forgotten(tails: Tails, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_MAX_FORMS", 2)
     for settings in (b"1", b"2", b"3"):
@@ -67,26 +52,6 @@ async def test_the_oldest_forms_are_forgotten(tails: Tails, monkeypatch: pytest.
     assert len(asked(tails)) == before + 1
     await tails.after(3, AFTER_TEXT, b"1")
     assert len(asked(tails)) > before + 2
-
-
-async def test_names_and_ids_of_calls_are_those_of_the_answer(tails: Tails) -> None:
-    await tails.after(3, AFTER_CALL, b"s")
-    *_, answer, result = asked(tails)[-1]["messages"]
-    [call] = answer["tool_calls"]
-    assert (call["id"], call["function"]["name"], result) == ("call_7", "ls", RESULT)
-    assert "src" not in call["function"]["arguments"]
-
-
-async def test_an_answer_is_opened_for_sure_where_the_one_before_was_opened_as_in_a_bare_conversation(
-    tails: Tails,
-) -> None:
-    tail = await tails.after(3, AFTER_TEXT, b"s")
-    assert tail is not None
-    rendered = await tails.rendering.render({"messages": [SYSTEM, USER]})
-    assert rendered is not None
-    assert tail.is_sure(rendered["token_ids"])
-    assert not tail.is_sure([*rendered["token_ids"], 5])
-    assert not tail.is_sure([])
 
 
 async def test_a_template_that_refuses_a_stub_has_no_tail(tails: Tails) -> None:

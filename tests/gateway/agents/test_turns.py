@@ -64,22 +64,6 @@ async def test_an_error_before_the_answer_has_its_status_and_anthropics_form(
     assert (got, reply["type"], reply["error"]["type"]) == (status, "error", kind)
 
 
-@pytest.mark.parametrize(
-    ("headers", "fields"),
-    [
-        ({"X-Claude-Code-Session-Id": "a"}, {}),
-        ({"thread-id": "a"}, {}),
-        ({}, {"metadata": {"user_id": '{"session_id": "a"}'}}),
-    ],
-    ids=["claude code", "codex", "metadata"],
-)
-async def test_turns_of_a_harness_are_placed_by_its_session(rig: Rig, headers: Json, fields: Json) -> None:
-    for _ in range(4):
-        status, _ = await rig.post("/v1/messages", ASKED | fields, headers=headers)
-        assert status == 200
-    assert sorted(replica.generated_tokens for replica in rig.replicas) == [0, 32]
-
-
 async def test_engines_that_do_not_render_are_asked_for_the_chat(rig: Rig) -> None:
     _, rendered = await rig.post("/v1/messages", ASKED)
     for replica in rig.fleet.replicas:
@@ -89,13 +73,6 @@ async def test_engines_that_do_not_render_are_asked_for_the_chat(rig: Rig) -> No
     assert (status, reply["content"], reply["usage"]) == (200, rendered["content"], rendered["usage"])
     status, reply = await rig.post("/v1/messages/count_tokens", ASKED)
     assert (status, reply["error"]["type"]) == (404, "not_found_error")
-
-
-async def test_an_answer_without_a_limit_of_its_client_ends(start_rig: StartRig, monkeypatch: Any) -> None:
-    monkeypatch.setattr("gateway.agents.history._MAX_TOKENS", 5)
-    rig = await start_rig(1)
-    status, reply = await rig.post("/v1/responses", {"model": "sim", "input": "three", "temperature": 0.0})
-    assert (status, reply["status"], reply["usage"]["output_tokens"]) == (200, "incomplete", 5)
 
 
 async def test_an_answer_ends_before_its_stop_string(rig: Rig) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from engines.errors import ConfigError
-from gateway.cli.example import list_examples, write_example
+from gateway.cli.example import write_example
 from gateway.config.load import load
 from tests.rigs.shell import NearShell
 
@@ -63,7 +63,3 @@ def test_an_unknown_example_is_refused_with_the_remedy(tmp_path: Path) -> None:
     assert done.stderr == "rollout-gateway: there is no example none.yaml; `rollout-gateway example` lists them\n"
     with pytest.raises(ConfigError):
         write_example("none.yaml", tmp_path)
-
-
-def test_every_example_that_is_listed_has_a_title() -> None:
-    assert all(title for _, title in list_examples())

@@ -5,14 +5,15 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 import yaml
 
 from engines.process.port import free_port
-from tests.rigs.ray_app import wait_until
 from tests.rigs.shell import NAME, SCRIPT, NearShell, Shell, clusterless
+from tests.rigs.waiting import wait_until
 
 
 @pytest.fixture
@@ -123,6 +124,10 @@ def test_show_tells_origins_and_hides_keys(shell: Shell) -> None:
     assert "hunter2" not in done.stdout
 
 
+def test_it_tells_its_version(shell: Shell) -> None:
+    assert shell.run("--version").stdout == f"rollout-gateway {version('rollout-gateway')}\n"
+
+
 def test_schema_is_json_schema(shell: Shell) -> None:
     assert "engine" in json.loads(shell.run("config", "schema").stdout)["properties"]
 
@@ -218,9 +223,3 @@ def test_vllm_serve_tells_its_options(shell: Shell) -> None:
     assert done.returncode == 0
     assert "--replicas N" in done.stdout
     assert "--max_model_len" in done.stdout
-
-
-def test_up_refuses_gpus_that_are_none(shell: Shell) -> None:
-    done = shell.run("up", "-c", "sim.yaml", "--gpus", "first")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "--gpus first: 'first' is no GPU" in done.stderr

@@ -5,7 +5,6 @@ import json
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from engines.process.port import free_port
 from gateway.cli.scale import _check
 from gateway.config.schema import Config
 from loadtests.chaos.clients.callers import Callers
+from loadtests.chaos.faults import Newest
 from tests.gateway.cli.test_main import cluster_shell, script, shell  # noqa: F401  # fixtures
 from tests.rigs.rig import StartRig
 from tests.rigs.shell import Shell
@@ -99,17 +99,10 @@ async def test_the_fleet_is_complete_by_what_it_was_told_to_expect(start_rig: St
     assert (await rig.get("/health"))[0] == 200
 
 
-@dataclass
-class Checkpoint:
-    """The weights that the fleet keeps."""
-
-    version: int = 0
-
-
 @contextmanager
 def loaded(url: str) -> Iterator[None]:
     """Clients of all kinds that ask without pause: every token of theirs must come, once, without asking again."""
-    callers, loop = Callers(url, SIM, Checkpoint(), tokens=80, bound_s=120), LoopThread("callers")
+    callers, loop = Callers(url, SIM, Newest(), tokens=80, bound_s=120), LoopThread("callers")
     loop.run(lambda: callers.start(1))
     try:
         yield

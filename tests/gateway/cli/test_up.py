@@ -7,7 +7,6 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Iterator
-from importlib.metadata import version
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -352,8 +351,3 @@ def test_logs_prints_the_ends_of_the_engines_logs_and_the_events(shell: Shell, s
     serve.replicas = [{"label": "engine-0", "replica_id": "engine-older"}]
     assert "of another run" in shell.run("logs", "engine-0").stdout
     assert f"this machine has no log of engine-x in {folder}" in shell.run("logs", "engine-x").stderr
-
-
-def test_the_version_is_that_of_the_package(shell: Shell) -> None:
-    done = shell.run("--version")
-    assert (done.returncode, done.stdout) == (0, f"rollout-gateway {version('rollout-gateway')}\n")

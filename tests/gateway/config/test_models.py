@@ -5,7 +5,6 @@ import contextlib
 import dataclasses
 import json
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,13 +14,12 @@ from engines.errors import ConfigError, DeadlineExceeded, UnknownModel
 from engines.types import EngineKind, ReplicaInfo
 from gateway.config.load import load
 from gateway.config.models import Models
+from tests.rigs.calls import until
 from tests.rigs.openai_server import OpenAiServer
 from tests.rigs.rig import Json, Rig, StartRig
 
 URL = "http://127.0.0.1:9"
-EXAMPLE = Path(__file__).parents[3] / "examples" / "policy-and-judge.yaml"
 JUDGE = {"served_model_name": "a-judge", "frozen": True, "num_replicas": 1}
-SOON_S = 30.0
 
 
 def groups(**trees: Json) -> dict[str, EngineConfig]:
@@ -164,9 +162,10 @@ async def test_a_full_model_does_not_block_another(
 
 async def until_queued(rig: Rig, model: str) -> None:
     """Returns when some rollouts for `model` have to wait for a place."""
-    async with asyncio.timeout(20):
-        while not any(one["queue_length"] for one in (await rig.get("/status"))[1]["models"] if one["model"] == model):
-            await asyncio.sleep(0.01)
+    await until(
+        lambda: rig.get("/status"),
+        lambda got: any(one["queue_length"] for one in got[1]["models"] if one["model"] == model),
+    )
 
 
 async def test_the_judge_answers_in_the_middle_of_an_update(pair: Rig) -> None:
@@ -333,15 +332,3 @@ def test_a_server_of_others_has_a_name_once_it_joined() -> None:
     with pytest.raises(ConfigError, match="alone is frozen"):
         models.join(info("theirs", "j"))
     assert models.names == ["gpt-2", "j"]
-
-
-def test_the_example_has_one_policy_in_two_shapes_and_a_frozen_judge() -> None:
-    config = load(EXAMPLE, (), {})
-    models = Models(config.groups)
-    assert (models.names, models.policy) == (["policy", "judge"], "policy")
-    assert {name: group.frozen for name, group in config.groups.items()} == {
-        "wide": False,
-        "single": False,
-        "judge": True,
-    }
-    assert sum(group.num_replicas * group.world_size for group in config.groups.values()) == 7

@@ -2,25 +2,9 @@
 
 import asyncio
 
-import pytest
-
-from tests.rigs.rig import Json, Rig, StartRig
+from tests.rigs.rig import StartRig
 
 HELLO = {"model": "sim", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 8}
-
-
-async def test_a_conversation_is_continued_and_says_which_weights_did_it(rig: Rig) -> None:
-    status, reply = await rig.post("/v1/chat/completions", HELLO)
-    assert status == 200
-    choice = reply["choices"][0]
-    assert choice["message"]["role"] == "assistant"
-    assert choice["weight_versions"][0]["version"] == 0
-
-
-@pytest.mark.parametrize("change", [{"messages": []}, {"messages": None}, {"messages": "hi"}])
-async def test_a_conversation_without_messages_is_refused(rig: Rig, change: Json) -> None:
-    status, reply = await rig.post("/v1/chat/completions", HELLO | change)
-    assert (status, reply["error"]["param"]) == (400, "messages")
 
 
 async def test_an_images_bytes_are_not_the_length_of_its_prompt(start_rig: StartRig) -> None:

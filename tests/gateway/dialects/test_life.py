@@ -23,6 +23,8 @@ from engines.errors import (
     RolloutGatewayError,
 )
 from engines.raw_json import opened
+from engines.reading.link import Link
+from engines.reading.server import ReaderServer
 from gateway.config.schema import GatewayConfig
 from gateway.dialects.completion_prompt import CompletionPrompt
 from gateway.dialects.completions import Completions
@@ -40,6 +42,7 @@ from tests.rigs.stories.played_fleet import DIED, PlayedFleet
 PROMPT = [7, 8, 9]
 FIRST = 1000  # the first token of sample i is FIRST + i, so that samples differ
 MAX_ATTEMPTS = 3
+KEY = "a key"
 ENDS = ("breaks", "unfinished", "stops", "dies", "fails", "busy", "cut off", "cut off and breaks", "refuses")
 
 
@@ -89,11 +92,17 @@ def name(token_id: int) -> str:
 class PlayedEngine:
     """Makes the tokens of `sample` as vLLM reports them, up to the ending that the world has for this attempt."""
 
-    reply, beside = Engine.reply, Engine.beside
+    reply = Engine.reply
+    replica_id = "engine"
+    beside: Link
 
     def __init__(self, world: World) -> None:
         self._world = world
+        self._running = 0  # samples
         self.replica: Replica
+
+    async def close(self) -> None:
+        pass
 
     async def ask(self, method: str, path: str, body: Json, timeout_s: float) -> Json:
         assert path == "/detokenize"
@@ -113,7 +122,17 @@ class PlayedEngine:
             yield [orjson.dumps(chunk)]
 
     async def _chunks(self, body: Json) -> AsyncGenerator[Json]:
-        self.replica.cuts_off = False
+        self._running += body.get("n", 1)
+        try:
+            while self.replica.cuts_off and self.replica.load_samples > self._running:
+                await asyncio.sleep(0)  # an update ends when the gateway has the ends of all that it cut off
+            self.replica.cuts_off = False
+            async for chunk in self._attempt(body):
+                yield chunk
+        finally:
+            self._running -= body.get("n", 1)
+
+    async def _attempt(self, body: Json) -> AsyncGenerator[Json]:
         ending, n = self._world.next_ending(), body.get("n", 1)
         if ending is not None and (error := self._early(ending, is_rest=len(body["prompt"]) > len(PROMPT))):
             raise error
@@ -210,6 +229,9 @@ def end_of_life(world: World, n: int, length: int, *, is_stream: bool) -> dict[i
 
 async def _life(world: World, n: int, length: int, *, is_stream: bool) -> dict[int, Json]:
     engines = [PlayedEngine(world) for _ in range(3)]
+    readers = [ReaderServer(cast(Engine, engine), KEY) for engine in engines]
+    for engine, reader in zip(engines, readers, strict=True):
+        engine.beside = Link("engine", await reader.open("127.0.0.1"), KEY)
     fleet = PlayedFleet([cast(Engine, engine) for engine in engines], places=64)
     for engine, replica in zip(engines, fleet.replicas, strict=True):
         engine.replica = replica
@@ -237,6 +259,9 @@ async def _life(world: World, n: int, length: int, *, is_stream: bool) -> dict[i
                 assert reply["usage"]["completion_tokens"] == n * length
                 told = {choice["index"]: choice for choice in reply["choices"]}
     finally:
+        for engine, reader in zip(engines, readers, strict=True):
+            await engine.beside.close()
+            await reader.close()
         assert [replica.load_samples for replica in fleet.replicas] == [0, 0, 0]
         assert [replica.load_tokens for replica in fleet.replicas] == [0, 0, 0]
     return told

@@ -1,18 +1,10 @@
-"""Calls at the same time: their order, their failures, and their begin."""
+"""Calls at the same time: their failures, and their begin."""
 
 import asyncio
 
 import pytest
 
 from gateway.fleet.concurrency import together
-
-
-async def test_results_are_in_the_order_of_the_calls() -> None:
-    async def call(number: int) -> int:
-        await asyncio.sleep(0.001 * (3 - number))
-        return number
-
-    assert await together(call(number) for number in range(3)) == [0, 1, 2]
 
 
 async def test_the_first_failure_ends_calls_that_have_begun_and_begins_no_other() -> None:

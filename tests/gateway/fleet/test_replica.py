@@ -38,7 +38,7 @@ def test_a_request_that_meets_it_has_kv_and_tokens_of_these_versions(
     flight = Flight(sent)
     for version, keeps_kv in updates:
         flight.meet(version, keeps_kv=keeps_kv)
-    assert flight.kv_versions({"weight_versions": [{"version": last, "start": 0, "end": 3}]} if last else {}) == kv
+    assert flight.kv_versions([{"version": last, "start": 0, "end": 3}] if last else []) == kv
     assert flight.versions == tokens
 
 

@@ -34,6 +34,7 @@ NEAR = ReplicaInfo(
     max_num_seqs=8,
     engine_version="0.32.0",
     has_tee=True,
+    reader="127.0.0.1:5",
 )
 FAR = replace(NEAR, url="http://127.0.0.2:5", key="secret")
 

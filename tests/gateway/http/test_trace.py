@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from gateway.http import trace as trace_module
-from gateway.http.trace import BLOCK_TOKENS, prompts_of
+from gateway.http.trace import BLOCK_TOKENS
 from tests.rigs.rig import Json, Rig, StartRig
 
 PREFIX = list(range(3, 3 + 2 * BLOCK_TOKENS))
@@ -99,20 +99,3 @@ async def test_a_full_file_ends_the_record_and_no_request(
     found = await lines(rig, file)
     assert 1 < len(found) < 8
     assert len(text(file)) <= 900
-
-
-@pytest.mark.parametrize(
-    ("body", "prompts"),
-    [
-        ({"prompt": "hello"}, ["hello"]),
-        ({"prompt": [3, 4]}, [[3, 4]]),
-        ({"prompt": [[3], [4]]}, [[3], [4]]),
-        ({"prompt": ["a", "b"]}, ["a", "b"]),
-        ({"input_ids": [[3], [4]]}, [[3], [4]]),
-        ({"token_ids": [3]}, [[3]]),
-        ({"messages": [{"role": "user", "content": "hi"}]}, ["user: hi"]),
-        ({}, []),
-    ],
-)
-def test_prompts_of_every_dialect(body: Json, prompts: list[object]) -> None:
-    assert prompts_of(body) == prompts

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from gateway.ledger import ledger as ledger_module
 from gateway.ledger import writer
 from gateway.ledger.folder import Folder, Left
-from gateway.ledger.ledger import Ledger, Record, default_folder, remove_unless_needed
+from gateway.ledger.ledger import Ledger, Record, remove_unless_needed
+from tests.rigs.calls import until
 
 _HOLDER = """
 import sys, time
@@ -95,12 +96,6 @@ def full(*_: object) -> None:
     raise OSError(28, "No space left on device")
 
 
-async def ended(user: User) -> None:
-    async with asyncio.timeout(20):
-        while not user.failure:
-            await asyncio.sleep(0.01)
-
-
 async def test_the_next_gateway_has_what_was_written_and_a_later_life(user: User) -> None:
     await user.ledger.close()
     path = path_of(user)
@@ -165,15 +160,11 @@ async def test_a_full_disk_ends_the_ledger_nobody_waits_and_a_later_one_gets_all
         disk.setattr(Folder, "append", full)
         await user.write(b"lost")
         assert "No space left" in user.failure
-        async with asyncio.timeout(20):
-            while path_of(user).exists():
-                await asyncio.sleep(0.01)
+        await until(lambda: not path_of(user).exists())
         await user.write(b"lost too")
     monkeypatch.setattr(ledger_module, "_RETRY_S", 0.0)
     user.ledger._retry_at = 0.0
-    async with asyncio.timeout(20):
-        while not user.ledger.is_durable:
-            await asyncio.sleep(0.01)
+    await until(lambda: user.ledger.is_durable)
     await user.write(b"after")
     watching.cancel()
     await user.ledger.close()
@@ -189,9 +180,7 @@ async def test_a_disk_that_takes_no_write_is_given_up(user: User, monkeypatch: p
     await user.write(b"lost")
     assert "took no write" in user.failure
     disk.set()
-    async with asyncio.timeout(20):
-        while path_of(user).exists():
-            await asyncio.sleep(0.01)
+    await until(lambda: not path_of(user).exists())
     watching.cancel()
 
 
@@ -296,7 +285,3 @@ def test_the_file_of_an_earlier_release_is_moved_aside(tmp_path: Path) -> None:
     (tmp_path / "ledger").write_bytes(b"SQLite format 3\0")
     Folder(tmp_path / "ledger").close()
     assert (tmp_path / "ledger.old").read_bytes() == b"SQLite format 3\0"
-
-
-def test_applications_have_ledgers_of_their_own() -> None:
-    assert default_folder("a") != default_folder("b")

@@ -10,10 +10,6 @@ from tests.rigs.calls import until
 from tests.rigs.rig import Json, Rig, StartRig
 
 
-async def test_the_world_size_is_the_sum_over_replicas(rig: Rig) -> None:
-    assert await rig.get("/get_world_size") == (200, {"world_size": 2})
-
-
 @pytest.mark.parametrize("call", ["start_weight_update", "update_weights", "finish_weight_update"])
 async def test_a_weight_call_before_init_or_start_is_a_conflict(rig: Rig, call: str) -> None:
     status, reply = await rig.post(f"/{call}", {"update_info": rig.tensors})

@@ -34,12 +34,6 @@ def test_first_token_and_time_per_token() -> None:
     assert read.tokens_by_second == {10: 5, 11: 5}
 
 
-def test_completions_of_a_batch_are_told_apart() -> None:
-    read = timeline((1.0, event(0, 1)), (2.0, event(1, 1)), (3.0, event(0, 1, "length")), (5.0, event(1, 1, "stop")))
-    assert {index: (times.first, times.ended) for index, times in read.completions.items()} == {0: (1, 3), 1: (2, 5)}
-    assert not read.is_whole
-
-
 def test_the_tail_of_a_batch() -> None:
     part = timeline((1.0, event(0, 1, "length")), (1.0, event(1, 1, "length")), (4.0, event(2, 1, "length")))
     assert tail_ratio([part], began=0.0) == pytest.approx(4 / 2)

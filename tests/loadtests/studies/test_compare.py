@@ -13,16 +13,13 @@ from engines.config import SimConfig
 from engines.types import ReplicaInfo
 from gateway.config.schema import Config
 from gateway.http.listener import Listener
-from loadtests.studies.compare import Load, Middle, Run, Side, Targets, streams_of, summary, table
+from loadtests.studies.compare import Load, Middle, Run, Side, streams_of, summary, table
 from loadtests.workloads import LengthMix, Workload
+from tests.rigs.readers import Readers
 from tests.rigs.rig import SimReplica
 
 ROUTER = Path(__file__).with_name("played_router.py")
-TARGETS = Targets(
-    gateway=Middle("http://gateway"),
-    engines=("http://a", "http://b"),
-    router=Middle("http://router"),
-)
+ENGINES = ("http://a", "http://b")
 
 
 def load(name: str = "4", *, streams: int = 4, prompts: int = 1, samples: int = 1, is_batch: bool = False) -> Load:
@@ -48,8 +45,8 @@ def run(side: Side, pair: int, tokens: int, *, cpu_s: float | None = None, error
 
 def test_a_batch_is_one_request_for_each_engine_and_one_for_the_gateway() -> None:
     batch = load(streams=1, prompts=16, samples=8, is_batch=True)
-    assert [stream.workload.prompts for stream in streams_of(batch, Side.DIRECT, TARGETS, "seed")] == [16, 16]
-    assert [stream.workload.prompts for stream in streams_of(batch, Side.GATEWAY, TARGETS, "seed")] == [32]
+    assert [stream.workload.prompts for stream in streams_of(batch, None, ENGINES, "seed")] == [16, 16]
+    assert [stream.workload.prompts for stream in streams_of(batch, Middle("http://gateway"), ENGINES, "seed")] == [32]
 
 
 def test_rows_say_how_the_gateway_compares() -> None:
@@ -76,8 +73,10 @@ async def replicas() -> AsyncIterator[list[SimReplica]]:
 
 @pytest.fixture
 async def gateway_url(replicas: list[SimReplica]) -> AsyncIterator[str]:
+    readers = Readers()
+
     async def discover() -> list[ReplicaInfo]:
-        return [replica.info for replica in replicas]
+        return await readers.beside(replica.info for replica in replicas)
 
     engine, gateway = {"kind": "sim", "num_replicas": 2}, {"port": 0, "ledger": None}
     tree = {"gateway": gateway, "engine": engine, "weights": {"store": None}}
@@ -85,6 +84,7 @@ async def gateway_url(replicas: list[SimReplica]) -> AsyncIterator[str]:
     # In a thread: it asks the replicas, which answer on this loop.
     yield await asyncio.to_thread(listener.start)
     await asyncio.to_thread(listener.stop)
+    readers.stop()
 
 
 @pytest.mark.load

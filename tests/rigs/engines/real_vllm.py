@@ -27,6 +27,8 @@ from gateway.config.schema import Config
 from gateway.http.listener import Listener
 from sim.model import CHECKPOINT_VERSION
 from tests.rigs.engines.engine_brake import BRAKES, VllmBrake
+from tests.rigs.readers import Readers
+from tests.rigs.waiting import wait_until
 
 START_TIMEOUT_S = 600.0
 REQUEST_TIMEOUT_S = 600.0
@@ -92,7 +94,7 @@ def gathered(real: RealFleet, samples: int, tokens: int = 20) -> Iterator[None]:
     """
     with standing(real):
         yield
-        _until(lambda: sum(_samples_in_flight(real)) >= samples)
+        wait_until(lambda: sum(_samples_in_flight(real)) >= samples, REQUEST_TIMEOUT_S)
         for replica, count in zip(real.replicas, _samples_in_flight(real), strict=True):
             if count:
                 _brake(real, replica).halt_at(count, tokens)
@@ -103,7 +105,7 @@ def standing_amid(real: RealFleet) -> Iterator[None]:
     """The engines stand still amid the samples that were `gathered`. An update sets them going again."""
     counts = _samples_in_flight(real)
     busy = [_brake(real, replica) for replica, count in zip(real.replicas, counts, strict=True) if count]
-    _until(lambda: all(brake.is_paused() for brake in busy))
+    wait_until(lambda: all(brake.is_paused() for brake in busy), REQUEST_TIMEOUT_S)
     with standing(real):
         yield
 
@@ -132,16 +134,9 @@ def _samples_in_flight(real: RealFleet) -> list[int]:
     return [counts[replica.replica_id] for replica in real.replicas]
 
 
-def _until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + REQUEST_TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {REQUEST_TIMEOUT_S:g} s"
-        time.sleep(0.01)
-
-
 def until_receiving(real: RealFleet) -> None:
     """Returns when a weight update waits for its tensors."""
-    _until(lambda: (real.call("/status")[1]["weight_update"] or {}).get("phase") == "RECEIVING")
+    wait_until(lambda: (real.call("/status")[1]["weight_update"] or {}).get("phase") == "RECEIVING", REQUEST_TIMEOUT_S)
 
 
 @contextmanager
@@ -171,9 +166,10 @@ def app(
         {"engines": tree, "fleet": _WATCH, "gateway": gateway, "weights": weights, **sections}
     )
     with store, engines or started(groups) as (runner, servers, replicas):
+        readers = Readers()
 
         async def discover() -> list[ReplicaInfo]:
-            return replicas
+            return await readers.beside(replicas)
 
         def restart(index: int) -> None:
             runner.run(servers[index].stop())
@@ -185,6 +181,7 @@ def app(
             yield RealFleet(url, replicas, restart)
         finally:
             listener.stop()
+            readers.stop()
 
 
 Server = EngineServer | ExternalServer

@@ -24,7 +24,9 @@ from engines.clients.connections import CannotConnect
 from engines.clients.http import HttpEngine
 from engines.clients.vllm_engine import VllmEngine
 from engines.config import SimConfig
+from engines.engine import Engine, Json, Take
 from engines.errors import WeightUpdateConflict
+from engines.reading import reader
 from engines.store.draft import RawTensor, raw
 from engines.store.manifest import digest_of
 from engines.types import EngineKind, ReplicaInfo, TensorMeta
@@ -511,6 +513,22 @@ class _Connections:
                 yield response
 
 
+class _Reader:
+    """Reads an engine in the task that asks: what is played has no sockets."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    async def read(self, path: str, body: Json, timeout_s: float, take: Take, *, is_whole: bool, streams: bool) -> None:
+        await reader.read(self._engine, path, body, timeout_s, take, is_whole=is_whole)
+
+    async def check(self, timeout_s: float) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+
 class _Unconnected(HttpEngine):
     def __init__(self, replica_id: str, url: str, api_key: str = "") -> None:
         self.replica_id, self.url = replica_id, url
@@ -523,3 +541,4 @@ class PlayedClient(VllmEngine, _Unconnected):
         info = engine.info
         super().__init__(info.replica_id, info.url, info.engine_version, has_tee=info.has_tee)
         self._connections = _Connections(engine, is_dead)  # type: ignore[assignment]
+        self.beside = _Reader(self)

@@ -56,11 +56,6 @@ def test_a_row_is_what_its_last_call_saw_and_made_with_its_own_log_probs(records
         assert set(row.versions[is_trained].tolist()) == {3}
 
 
-def test_turns_are_one_row_with_what_tools_said_masked() -> None:
-    first = call(0)
-    assert rows(first, call(1, first, (20, 21))) == [([5, 6], [7, 8, 20, 21, 7, 8], [1, 1, 0, 0, 1, 1])]
-
-
 def test_a_shared_begin_is_trained_in_the_longest_path_alone() -> None:
     first = call(0)
     fork, main = call(1, first, (20,), (30,)), call(2, first, (21,), (31, 32, 33))
@@ -118,14 +113,6 @@ def test_versions_and_rewards_stand_at_their_tokens() -> None:
     assert row.versions.tolist() == [4, 5, -1, 6, 6]
     assert row.version_range == (4, 6)
     assert row.rewards.tolist() == [0, 0.5, 0, 0, 0]
-
-
-def test_a_token_without_a_log_prob_is_masked_and_counted() -> None:
-    session = read_session(events(call(0, logprobs=[-1.0, None])))
-    (row,) = trajectories_of(session)
-    assert (row.mask.tolist(), row.logprobs.tolist()) == ([1, 0], [-1.0, 0.0])
-    assert counts_of(session).masked == {"no_logprobs": 1}
-    assert row.completion_ids.dtype == np.int32
 
 
 def test_a_row_says_how_it_ended() -> None:

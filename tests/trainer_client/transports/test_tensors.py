@@ -46,10 +46,6 @@ def names(part: list[Entry]) -> list[str]:
     return [entry.name for entry in part]
 
 
-def test_a_model_gives_its_parameters_once() -> None:
-    assert names(only_part(Model())) == ["embed.weight", "layer.weight", "layer.bias"]
-
-
 def test_a_tied_weight_goes_by_the_name_that_is_served() -> None:
     assert names(only_part(Model(), meta("head.weight"), meta("layer.weight"), meta("layer.bias"))) == [
         "head.weight",

@@ -131,6 +131,9 @@ def test_on_cpu_neither_graphs_nor_shares_of_a_gpu_are_judged(tmp_path: Path) ->
         ("response-length", "", {"data.max_response_length": -1}, HURTS),
         ("verl-keys", "", {R + "tensor_parallel_size": 2}, HURTS),
         ("verl-keys", "", {R + "repetition_penalty": 1.1}, HURTS),
+        ("verl-keys", "", {A + "ppo_minibatch_size": 64}, HURTS),
+        ("verl-keys", "", {R + "engine_kwargs.vllm.kv_cache_dtype": "fp8"}, HURTS),
+        ("cuda-graphs", "", {R + "enforce_eager": True}, HURTS),
         ("response-length", "", {"data.max_response_length": 1024}, FINE),
         ("response-length", "", {"data.max_response_length": 1024, M + "path": "Qwen/Qwen3-8B"}, CONSIDER),
         ("response-length", "", {"data.max_response_length": 512, "data.train_files": "gsm8k/train.parquet"}, FINE),
@@ -160,6 +163,24 @@ def test_on_cpu_neither_graphs_nor_shares_of_a_gpu_are_judged(tmp_path: Path) ->
 )  # fmt: skip
 def test_verl_rules(tmp_path: Path, rule: str, key: str, given: dict[str, Any], severity: list[Severity]) -> None:
     assert severities(verl(tmp_path, **given), rule, key) == severity
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {R + "name": "sglang"},
+        {
+            A + "use_dynamic_bsz": False,
+            A + "ppo_micro_batch_size_per_gpu": 4,
+            R + "log_prob_micro_batch_size_per_gpu": 8,
+        },
+        {"algorithm.adv_estimator": "gae", "critic.model.path": SEVEN_B, R + "n": 1},
+        {"model_engine": "megatron", A + "megatron.tensor_model_parallel_size": 2},
+    ],
+    ids=["SGLang", "batches by count", "PPO", "Megatron"],
+)
+def test_nothing_hurts_in_a_good_run(tmp_path: Path, given: dict[str, Any]) -> None:
+    assert [one for one in verl(tmp_path, **given) if one.severity is Severity.HURTS] == []
 
 
 @pytest.mark.parametrize(

@@ -106,10 +106,6 @@ def test_words_of_a_trace_have_the_quotes_of_bash() -> None:
     assert split_words("a 'b c'\\''d' $'\\t\\'' ''") == ["a", "b c'd", "\t'", ""]
 
 
-def test_a_limit_that_cannot_be_raised_ends_nothing(tmp_path: Path) -> None:
-    assert read_script(script(tmp_path, "ulimit -n 99999999999\nrun a=1\n")) != []
-
-
 def test_arguments_stand_for_themselves(tmp_path: Path) -> None:
     path = script(tmp_path, ': "${2:?usage}"\nshift 1\nrun a=$1\n')
     assert [one for one in read_script(path) if one.words[0] == "run"] == []

@@ -47,23 +47,11 @@ def test_the_last_of_two_overrides_counts(tmp_path: Path) -> None:
     assert read_verl(path).values.at("data.seed").value == 2
 
 
-def test_overrides_in_an_array_count(tmp_path: Path) -> None:
-    text = 'DATA=(\n  data.train_batch_size=7 # why\n)\npython -m verl.trainer.main_ppo "${DATA[@]}" data.seed=1\n'
-    file = read_verl(script(tmp_path, text))
-    assert file.values.at("data.train_batch_size").value == 7
-    assert not any(one.is_lost for one in file.overrides)
-
-
 def test_overrides_behind_a_comment_are_lost_and_do_not_count(tmp_path: Path) -> None:
     lost = " data.max_prompt_length=7 \\\n data.shuffle=False\n"
     file = read_verl(script(tmp_path, f"python -m verl.trainer.main_ppo data.seed=1 \\\n # lengths\n{lost}"))
     assert [one.key for one in file.overrides if one.is_lost] == ["data.max_prompt_length", "data.shuffle"]
     assert file.values.at("data.max_prompt_length").value == 512
-
-
-def test_a_comment_right_behind_the_command_loses_all_of_them(tmp_path: Path) -> None:
-    text = "python -m verl.trainer.main_ppo \\\n # data\n data.seed=1 \\\n data.shuffle=False\n"
-    assert [one.is_lost for one in read_verl(script(tmp_path, text)).overrides] == [True, True]
 
 
 def test_overrides_without_a_command_are_a_list_of_them(tmp_path: Path) -> None:
@@ -103,11 +91,6 @@ def test_fields_of_rollout_config_alone_have_that_classes_defaults(tmp_path: Pat
 def test_what_is_no_configuration_is_refused_with_its_file(tmp_path: Path, name: str, text: str, says: str) -> None:
     with pytest.raises(ConfigError, match=rf"{name}.*{says}"):
         read_verl(document(tmp_path, text, name))
-
-
-def test_a_file_that_is_not_there_is_an_error_that_names_it(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"none\.sh: cannot be read: No such file"):
-        read_verl(tmp_path / "none.sh")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from engines.errors import ConfigError
 from gateway.config.load import load
 from loadtests.shapes import SHAPES, write_model
-from tuning.plan.choices import Choice, best_of_each, ranked
+from tuning.plan.choices import Choice, ranked
 from tuning.plan.gpu import GPUS, gpu_of
 from tuning.plan.layout import layouts
 from tuning.plan.memory import engine_memory
@@ -70,11 +70,6 @@ def test_a_model_that_needs_two_gpus_gets_no_replica_of_one() -> None:
         QUESTION, shape=shape_of(config, "large"), gpu=gpu_of("H100,memory_gib=48"), trainer_gpus=0
     )
     assert {choice.layout.tensor_parallel for choice in ranked(large)} == {2, 4}  # 28 heads are not dealt out to 8
-
-
-def test_the_table_has_the_best_of_each_split_and_tensor_parallel_size(found: list[Choice]) -> None:
-    kinds = [(choice.layout.trainer_gpus, choice.layout.tensor_parallel) for choice in best_of_each(found)]
-    assert len(kinds) == len(set(kinds))
 
 
 def test_what_fits_nowhere_is_refused_with_the_reason() -> None:

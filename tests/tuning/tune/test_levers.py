@@ -7,7 +7,7 @@ import pytest
 from engines.config import EngineConfig
 from engines.errors import ConfigError
 from engines.types import EngineKind
-from tuning.tune.levers import grid, text_of
+from tuning.tune.levers import grid
 
 TINY = Path(__file__).parents[3] / "examples" / "tiny_model" / "digit-sort"
 SIM = EngineConfig(kind=EngineKind.SIM, max_num_seqs=100)
@@ -25,10 +25,6 @@ def test_what_measurements_favour_comes_first_and_then_what_differs_least() -> N
     assert {"enforce_eager": False} in settings[1:5]
     assert settings[-1] == {"max_num_seqs": 16}
     assert len(settings) == 2 * 3 * 2 - 1, "all of the grid but the start"
-
-
-def test_eager_is_not_tried_where_it_is_off() -> None:
-    assert all("enforce_eager" not in setting for setting in grid(SIM, [], 64, 0))
 
 
 @pytest.mark.parametrize(
@@ -52,7 +48,3 @@ def test_values_that_do_not_go_together_are_no_setting() -> None:
     engine = EngineConfig(kind=EngineKind.VLLM, model=str(TINY), max_num_seqs=64, device="cpu")
     settings = grid(engine, ["max_num_seqs=512", "max_num_batched_tokens=256"], 64, 0)
     assert settings == [{"max_num_seqs": 512}, {"max_num_batched_tokens": 256}]
-
-
-def test_a_setting_is_told_by_what_it_changes() -> None:
-    assert (text_of({}), text_of({"enforce_eager": True})) == ("start", "enforce_eager=true")

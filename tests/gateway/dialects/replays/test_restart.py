@@ -18,12 +18,6 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch, "_WORTH_IT_S", 0.0)
 
 
-@pytest.fixture
-async def kept_rig(start_rig: StartRig, tmp_path: Path) -> Rig:
-    """Two replicas behind a gateway with a ledger."""
-    return await start_rig(2, gateway={"ledger": str(tmp_path / "ledger")})
-
-
 async def restarted(start_rig: StartRig, rig: Rig) -> Rig:
     """A gateway after `rig`'s, with its configuration and its engines."""
     await rig.stop_gateway()

@@ -8,17 +8,11 @@ import pytest
 from gateway.dialects.submissions.group_run import GroupRun
 from gateway.dialects.submissions.submission import Submission
 from gateway.ledger.folder import Folder
-from tests.rigs.rig import Json, Rig, StartRig
+from tests.rigs.rig import Json, Rig
 from tests.rigs.submissions import GROUP, body, detached, of_type, outcomes, read, samples, submitted
 
 GROUPS = [{"prompt": [5, 6, number + 7], "n": 2} for number in range(20)]
 ALL = [(group, sample) for group in range(20) for sample in range(2)]
-
-
-@pytest.fixture
-async def kept_rig(start_rig: StartRig, tmp_path: Path) -> Rig:
-    """Two replicas behind a gateway with a ledger."""
-    return await start_rig(2, gateway={"ledger": str(tmp_path / "ledger")})
 
 
 async def test_many_clients_with_one_id_make_one_submission(kept_rig: Rig) -> None:

@@ -20,12 +20,6 @@ GROUPS = [{"prompt": [5, 6, number + 7], "n": 2} for number in range(6)]
 SAMPLING = {"max_tokens": LENGTH, "ignore_eos": True}
 
 
-@pytest.fixture
-async def kept_rig(start_rig: StartRig, tmp_path: Path) -> Rig:
-    """Two replicas behind a gateway with a ledger."""
-    return await start_rig(2, gateway={"ledger": str(tmp_path / "ledger")})
-
-
 async def restarted(start_rig: StartRig, rig: Rig) -> Rig:
     """A gateway after `rig`'s, with its configuration and its engines."""
     await rig.stop_gateway()

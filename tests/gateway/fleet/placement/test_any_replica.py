@@ -6,39 +6,38 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from engines.errors import DeadlineExceeded, EngineError, EngineFailed, EngineRefused, EngineUnreachable
-from gateway.fleet.placement.any_replica import AnyReplica
+from gateway.fleet.replica import Replica
 from tests.rigs.rig import Json, Rig
 
-ASKED = ("POST", "/tokenize", {"prompt": "abc"}, 5.0)
+Errors = dict[str, EngineError | DeadlineExceeded]
 
 
 def refused(status: int) -> EngineRefused:
     return EngineRefused(f"it answered {status}", status=status, body={"error": "no"}, replica_id="engine-0")
 
 
-class Played:
-    """The answers of the rig's replicas: an error, or the replica's own name. `asked` has the order of the calls."""
+def asked_in_turn(rig: Rig, errors: Errors, patch: pytest.MonkeyPatch) -> list[str]:
+    """Have engines fail with these errors; return the replicas that are asked from now on, in order."""
+    asked: list[str] = []
 
-    def __init__(self, rig: Rig, patch: pytest.MonkeyPatch) -> None:
-        self.replicas = rig.fleet.replicas
-        self.errors: dict[str, EngineError | DeadlineExceeded] = {}
-        self.asked: list[str] = []
-        for replica in self.replicas:
-            patch.setattr(replica.engine, "ask", self._ask(replica.replica_id))
+    def asking(replica: Replica) -> Callable[..., Awaitable[Json]]:
+        ask = replica.engine.ask
 
-    def _ask(self, replica_id: str) -> Callable[..., Awaitable[Json]]:
-        async def ask(*_: object) -> Json:
-            self.asked.append(replica_id)
-            if replica_id in self.errors:
-                raise self.errors[replica_id]
-            return {"by": replica_id}
+        async def noted(*call: object) -> Json:
+            asked.append(replica.replica_id)
+            if replica.replica_id in errors:
+                raise errors[replica.replica_id]
+            return await ask(*call)  # type: ignore[arg-type]
 
-        return ask
+        return noted
+
+    for replica in rig.fleet.replicas:
+        patch.setattr(replica.engine, "ask", asking(replica))
+    return asked
 
 
-@pytest.fixture
-def played(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> Played:
-    return Played(rig, monkeypatch)
+async def tokenized(rig: Rig) -> int:
+    return (await rig.post("/tokenize", {"prompt": "abc"}))[0]
 
 
 @pytest.mark.parametrize(
@@ -54,50 +53,34 @@ def played(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> Played:
     ids=["silent", "reset", "500", "401", "404", "429"],
 )
 async def test_another_replica_answers_and_is_asked_first_from_then_on(
-    rig: Rig, played: Played, error: EngineError | DeadlineExceeded
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, error: EngineError | DeadlineExceeded
 ) -> None:
-    first, second = (replica.replica_id for replica in played.replicas[:2])
-    played.errors[first] = error
-    any_replica = AnyReplica(rig.fleet)
-    for _ in range(2):
-        assert await any_replica.ask(played.replicas[:2], *ASKED) == {"by": second}
-    assert played.asked == [first, second, second]
+    asked = asked_in_turn(rig, {"engine-0": error}, monkeypatch)
+    assert [await tokenized(rig), await tokenized(rig)] == [200, 200]
+    assert asked == ["engine-0", "engine-1", "engine-1"]
 
 
-async def test_a_refusal_of_the_request_is_the_answer_of_all(rig: Rig, played: Played) -> None:
-    played.errors[played.replicas[0].replica_id] = refused(400)
-    with pytest.raises(EngineRefused, match="400"):
-        await AnyReplica(rig.fleet).ask(played.replicas, *ASKED)
-    assert len(played.asked) == 1
+async def test_a_refusal_of_the_request_is_the_answer_of_all(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = asked_in_turn(rig, {"engine-0": refused(400)}, monkeypatch)
+    assert await tokenized(rig) == 400
+    assert asked == ["engine-0"]
 
 
-async def test_where_all_fail_the_last_error_is_raised_and_the_next_request_asks_all_again(
-    rig: Rig, played: Played
-) -> None:
-    for replica in played.replicas:
-        played.errors[replica.replica_id] = EngineFailed("down", replica_id=replica.replica_id)
-    any_replica = AnyReplica(rig.fleet)
-    with pytest.raises(EngineFailed, match=played.replicas[-1].replica_id):
-        await any_replica.ask(played.replicas, *ASKED)
-    played.errors.clear()
-    assert await any_replica.ask(played.replicas, *ASKED) == {"by": played.replicas[0].replica_id}
+async def test_where_all_fail_the_next_request_asks_all_again(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    errors: Errors = {name: EngineFailed("down", replica_id=name) for name in ("engine-0", "engine-1")}
+    asked = asked_in_turn(rig, errors, monkeypatch)
+    assert await tokenized(rig) == 502
+    errors.clear()
+    assert await tokenized(rig) == 200
+    assert asked == ["engine-0", "engine-1", "engine-0"]
 
 
-async def test_without_a_replica_there_is_an_error(rig: Rig) -> None:
-    with pytest.raises(DeadlineExceeded, match="/tokenize"):
-        await AnyReplica(rig.fleet).ask([], *ASKED)
-
-
-@pytest.mark.parametrize(("method", "path"), [("GET", "/v1/models"), ("GET", "/server_info"), ("GET", "/version")])
+@pytest.mark.parametrize("path", ["/v1/models", "/server_info", "/version"])
 async def test_routes_of_models_are_answered_though_the_first_replica_is_silent(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch, method: str, path: str
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
-    async def silent(*_: object) -> Json:
-        raise DeadlineExceeded("no answer")
-
-    monkeypatch.setattr(rig.fleet.replicas[0].engine, "ask", silent)
-    async with rig.client.request(method, rig.url + path) as response:
-        assert response.status == 200
+    asked_in_turn(rig, {"engine-0": DeadlineExceeded("no answer")}, monkeypatch)
+    assert (await rig.get(path))[0] == 200
 
 
 @pytest.mark.parametrize("path", ["/version", "/server_info", "/tokenizer_info"])

@@ -22,6 +22,7 @@ from gateway.fleet.placement.scheduler import Scheduler
 from gateway.fleet.placement.waiting import Queue, Waiter, WaitingLine
 from gateway.fleet.replica import Replica
 from gateway.fleet.watch import evidence
+from tests.rigs.calls import until
 from tests.rigs.stories.played_fleet import PlayedFleet
 
 MANY = 4000
@@ -187,7 +188,7 @@ def rest(prompt_tokens: int) -> Any:
 async def test_rests_wait_until_the_engine_has_read_those_before_and_the_shortest_is_first() -> None:
     played = Played(1, places=100)
     await played.submit("own")
-    for name, prompt_tokens in (("a", 1500), ("b", 1000), ("long", 900), ("short", 700), ("shorter", 600)):
+    for name, prompt_tokens in (("a", 3000), ("b", 2000), ("long", 1800), ("short", 1400), ("shorter", 1200)):
         await played.submit(name, **rest(prompt_tokens))
     assert played.placed == ["own", "a", "b"]
     (replica,) = played.fleet.replicas
@@ -216,9 +217,7 @@ async def test_rests_do_not_wait_for_an_engine_that_reads_them_slowly(monkeypatc
     played = Played(1, places=100)
     for name, fields in (("own", {}), ("first", rest(9000)), ("second", rest(9000))):
         await played.submit(name, **fields)
-    async with asyncio.timeout(10):
-        while "second" not in played.placed:
-            await asyncio.sleep(0.01)
+    await until(lambda: "second" in played.placed)
     await played.stop()
 
 

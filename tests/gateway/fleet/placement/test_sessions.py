@@ -9,13 +9,6 @@ from tests.rigs.rig import Json, Rig
 TURN = {"model": "sim", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
 
 
-def test_a_session_is_remembered_for_each_model() -> None:
-    sessions = Sessions()
-    sessions.settle("policy", "agent", "engine-1")
-    assert sessions.home("policy", "agent") == "engine-1"
-    assert sessions.home("judge", "agent") == ""
-
-
 def test_the_least_recently_used_are_forgotten_beyond_the_limit() -> None:
     sessions = Sessions(limit=2)
     for agent in ("a", "b", "a", "c"):
@@ -73,10 +66,6 @@ def test_a_path_or_key_names_the_session_of_an_agent_and_else_its_harness(
     named: str, headers: dict[str, str], body: Json, identity: Identity | None
 ) -> None:
     assert identity_of(named, headers, body) == identity
-
-
-def test_a_subagent_has_a_home_of_its_own() -> None:
-    assert Identity("s").home != Identity("s", "a").home
 
 
 async def test_the_turns_of_an_agent_go_to_one_replica(rig: Rig) -> None:

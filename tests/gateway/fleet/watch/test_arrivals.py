@@ -43,11 +43,3 @@ def test_an_engine_that_comes_back_keeps_its_place_and_only_a_new_start_counts()
     take(places, engine("a"), {"engine-a"})
     assert take(places, engine("a"), {"engine-a"}) == (0, 0)
     assert take(places, engine("a", start=2), {"engine-a"}) == (0, 1)
-
-
-def test_an_engine_that_was_removed_on_purpose_leaves_no_restart_behind() -> None:
-    places = Places()
-    first = places.take(engine("a"), {"engine-a"})
-    places.take(engine("b"), {"engine-b"})
-    first.leave()
-    assert take(places, engine("c"), {"engine-c"}) == (0, 0)

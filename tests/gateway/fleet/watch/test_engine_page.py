@@ -2,7 +2,7 @@
 
 import pytest
 
-from gateway.fleet.watch.engine_page import EngineLoad, kv_tokens_of, read_load
+from gateway.fleet.watch.engine_page import kv_tokens_of, read_load
 
 VLLM = """\
 # HELP vllm:num_requests_running Number of requests in model execution batches.
@@ -37,10 +37,6 @@ def test_a_page_of_vllm_with_two_copies_is_summed_and_its_fullest_cache_counts()
 def test_a_page_of_sglang() -> None:
     load = read_load(SGLANG)
     assert (load.running, load.waiting, load.kv_usage) == (5, 1, 0.5)
-
-
-def test_a_page_without_a_word_of_it() -> None:
-    assert read_load("") == EngineLoad()
 
 
 @pytest.mark.parametrize("value", ["abc", "NaN", "+Inf", '{le="x"} 1'])

@@ -30,20 +30,6 @@ def test_a_key_has_the_name_of_its_place(tmp_path: Path) -> None:
     assert found.name_of("") == ""
 
 
-def test_a_changed_file_takes_effect_within_a_second_and_the_old_key_ends(tmp_path: Path) -> None:
-    clock, file = Clock(), tmp_path / "keys"
-    file.write_text("old")
-    found = keys(clock, f"file:{file}")
-    new = tmp_path / "new"
-    new.write_text("new")
-    new.replace(file)
-    clock.now = 0.5
-    assert found.name_of("old")
-    clock.now = 1.0
-    assert found.name_of("new")
-    assert not found.name_of("old")
-
-
 @pytest.mark.parametrize("spoil", [Path.unlink, lambda file: file.write_text(" \n")], ids=["gone", "empty"])
 def test_a_file_without_keys_leaves_the_keys_before(tmp_path: Path, spoil: Callable[[Path], object]) -> None:
     clock, file = Clock(), tmp_path / "keys"

@@ -10,10 +10,10 @@ import openai
 import pytest
 
 from gateway.http.routes import agents
+from tests.rigs.calls import until
 from tests.rigs.rig import Rig, StartRig
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
-GREEDY: Any = {"model": "sim", "max_tokens": 12, "messages": HELLO, "extra_body": {"temperature": 0}}
 HELLO_ITEMS: Any = [{"role": "user", "content": "hello"}]
 TOOL: Any = {"name": "add", "description": "Adds.", "input_schema": {"type": "object", "properties": {}}}
 
@@ -30,13 +30,6 @@ async def responses(rig: Rig) -> AsyncIterator[openai.AsyncOpenAI]:
         yield client
 
 
-async def test_a_message_is_answered(messages: anthropic.AsyncAnthropic) -> None:
-    message = await messages.messages.create(model="sim", max_tokens=6, messages=HELLO)
-    assert (message.role, message.stop_reason, message.usage.output_tokens) == ("assistant", "max_tokens", 6)
-    assert message.content[0].type == "text"
-    assert message.content[0].text
-
-
 async def test_a_tool_is_called_with_its_name_and_arguments(messages: anthropic.AsyncAnthropic) -> None:
     answers = [
         await messages.messages.create(model="sim", max_tokens=6, messages=HELLO, tools=[TOOL]) for _ in range(20)
@@ -47,11 +40,13 @@ async def test_a_tool_is_called_with_its_name_and_arguments(messages: anthropic.
 
 
 async def test_a_streamed_message_is_the_whole_one(messages: anthropic.AsyncAnthropic) -> None:
-    whole = await messages.messages.create(**GREEDY)
-    async with messages.messages.stream(**GREEDY) as stream:
+    asked: Any = {"model": "sim", "max_tokens": 6, "messages": HELLO, "extra_body": {"temperature": 0}}
+    whole = await messages.messages.create(**asked)
+    async with messages.messages.stream(**asked) as stream:
         streamed = await stream.get_final_message()
     assert [block.text for block in streamed.content] == [block.text for block in whole.content]  # type: ignore[union-attr]
-    assert streamed.stop_reason == whole.stop_reason
+    assert (streamed.stop_reason, streamed.usage.output_tokens) == ("max_tokens", 6)
+    assert (whole.stop_reason, whole.usage.output_tokens) == ("max_tokens", 6)
 
 
 async def test_tokens_of_a_message_are_counted_as_its_engine_reads_it(messages: anthropic.AsyncAnthropic) -> None:
@@ -60,30 +55,14 @@ async def test_tokens_of_a_message_are_counted_as_its_engine_reads_it(messages: 
     assert counted.input_tokens == message.usage.input_tokens
 
 
-async def test_a_response_is_answered(responses: openai.AsyncOpenAI) -> None:
-    response = await responses.responses.create(model="sim", input=HELLO_ITEMS, max_output_tokens=6)
-    assert (response.status, response.usage and response.usage.output_tokens) == ("incomplete", 6)
-    assert response.output_text
-
-
 async def test_a_streamed_response_ends_with_the_whole_one(responses: openai.AsyncOpenAI) -> None:
     asked: Any = {"model": "sim", "input": HELLO_ITEMS, "max_output_tokens": 6, "temperature": 0}
     whole = await responses.responses.create(**asked)
     async with responses.responses.stream(**asked) as stream:
         events: list[Any] = [event async for event in stream]
     assert (events[0].type, events[-1].type) == ("response.created", "response.incomplete")
-    assert events[-1].response.output_text == whole.output_text
-
-
-async def test_a_turn_continues_when_its_replica_dies(rig: Rig, messages: anthropic.AsyncAnthropic) -> None:
-    undisturbed = await messages.messages.create(**GREEDY)
-    asking = asyncio.create_task(messages.messages.create(**GREEDY))
-    await rig.begun()
-    [replica] = [replica for replica in rig.replicas if replica.scheduler.stalled]
-    await replica.kill()
-    rig.hurry()
-    message = await asking
-    assert (message.content, message.usage.output_tokens) == (undisturbed.content, undisturbed.usage.output_tokens)
+    assert events[-1].response.output_text == whole.output_text != ""
+    assert (whole.status, whole.usage.output_tokens) == ("incomplete", 6)
 
 
 async def test_an_error_has_the_form_of_its_dialect(rig: Rig) -> None:
@@ -145,6 +124,4 @@ async def test_a_stream_is_kept_alive_and_its_end_with_its_client_ends_the_turn(
         async with asyncio.timeout(20):
             while b"event: ping" not in await reply.content.readline():
                 continue
-    async with asyncio.timeout(20):
-        while any(replica.scheduler.stalled for replica in rig.replicas):
-            await asyncio.sleep(0.02)
+    await until(lambda: not any(replica.scheduler.stalled for replica in rig.replicas))

@@ -12,7 +12,7 @@ import pytest
 from gateway.agents import sessions as registry
 from gateway.http.guard.keys import SessionKey
 from tests.rigs.rig import Json, Rig, StartRig
-from tests.rigs.sessions import answered, frozen, record, said, turn, whole
+from tests.rigs.sessions import answered, frozen, record, said, turn
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
 KEYS: Json = {"trusted_networks": [], "admin_keys": ["admin"], "inference_keys": ["one", "two"]}
@@ -232,17 +232,6 @@ async def test_a_key_is_its_clients_also_from_a_trusted_network(start_rig: Start
     assert SessionKey.read(begun["key"]) == SessionKey.signed("s", "one")
     assert (await rig.post("/v1/messages", turn("hello"), **bearer(begun["key"])))[0] == 200
     assert len((await record_of(rig, "s", "one"))[1]) == 1
-
-
-async def test_a_session_of_one_conversation_is_a_chain_of_its_tokens(rig: Rig) -> None:
-    said_so_far = ["hello"]
-    for number in range(3):
-        said_so_far += [await said(rig, "one", *said_so_far), f"{number}"]
-    _, calls = await record(rig, "one")
-    assert [call["parent"] for call in calls] == [None, 0, 1]
-    for number in (1, 2):
-        before = whole(calls, number - 1)
-        assert whole(calls, number)[: len(before)] == before
 
 
 async def test_over_its_bytes_the_least_recently_used_sessions_of_a_key_are_forgotten(

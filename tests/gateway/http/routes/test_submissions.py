@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from gateway.dialects.submissions import registry
+from tests.rigs.calls import until
 from tests.rigs.rig import Json, Rig, StartRig
 from tests.rigs.submissions import (
     GROUP,
@@ -30,15 +31,11 @@ SLOW = {"decode_step_s": 0.01}
 
 async def idle(rig: Rig) -> None:
     """Return when no engine has work."""
-    async with asyncio.timeout(20):
-        while any(replica.load_samples for replica in rig.fleet.replicas):
-            await asyncio.sleep(0.01)
+    await until(lambda: not any(replica.load_samples for replica in rig.fleet.replicas))
 
 
 async def ended(rig: Rig, name: str) -> None:
-    async with asyncio.timeout(20):
-        while not (await rig.post(f"/v1/rollouts/{name}/ack", {"cursor": 0}))[1]["ended"]:
-            await asyncio.sleep(0.01)
+    await until(lambda: rig.post(f"/v1/rollouts/{name}/ack", {"cursor": 0}), lambda got: got[1]["ended"])
 
 
 async def test_each_sample_comes_once_and_groups_end_after_theirs(rig: Rig) -> None:
@@ -170,9 +167,7 @@ async def test_another_key_neither_sees_nor_ends_the_rollouts_of_an_equal_id(
     await sending
     for name in ("one-1", "one"):
         assert (await rig.post("/v1/rollouts", body(id=name, stream=False), headers=yours))[0] == 202
-    async with asyncio.timeout(20):
-        while (await rig.get("/status", headers=mine))[1]["queue_length"] < 10:
-            await asyncio.sleep(0.02)
+    await until(lambda: rig.get("/status", headers=mine), lambda got: got[1]["queue_length"] >= 10)
     assert [await _placed(rig, name, yours) for name in ("one-1", "one")] == [["one-1-0"], ["one-0"]]
     [replica] = rig.fleet.replicas
     able = replace(replica.info, capabilities=replica.info.capabilities | {"/inference/v1/abort_requests"})
@@ -313,9 +308,7 @@ async def test_ended_submissions_are_forgotten_beyond_the_bound_oldest_first(sta
     rig = await start_rig(1, gateway={"submissions": {"max_bytes": 3000}})
     for number in range(5):
         await submitted(rig, [GROUP], id=f"s{number}")
-    async with asyncio.timeout(20):
-        while (await rig.get("/status"))[1]["ledger"]["kept_bytes"] > 3000:
-            await asyncio.sleep(0.05)
+    await until(lambda: rig.get("/status"), lambda got: got[1]["ledger"]["kept_bytes"] <= 3000)
     assert (await rig.get("/v1/rollouts/s0"))[0] == 404
     assert samples(await read(rig, "s4")) == [(0, 0)]
 

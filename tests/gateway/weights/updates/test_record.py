@@ -70,13 +70,6 @@ async def test_an_update_that_runs_stands_first_and_has_no_end(rig: Rig) -> None
     assert ended["end"] == "committed"
 
 
-async def test_records_need_an_inference_key(start_rig: StartRig) -> None:
-    keys = {"inference_keys": ["one"], "admin_keys": ["two"], "trusted_networks": ["10.0.0.0/8"]}
-    rig = await start_rig(1, gateway=keys)
-    assert (await rig.get("/v1/weight_updates"))[0] == 401
-    assert (await rig.get("/v1/weight_updates", headers={"Authorization": "Bearer one"}))[0] == 200
-
-
 def test_only_the_last_ones_are_kept() -> None:
     updates = UpdateLog(Metrics(), Events())
     for version in range(KEPT + 5):

@@ -51,7 +51,7 @@ def test_a_sample_of_an_unknown_draw_is_checked_by_its_log_probabilities() -> No
         {"spans": [(2, 0, TOKENS)]},
         {"spans": [(1, 0, TOKENS - 1)]},
         {"spans": [(1, 0, TOKENS + 1)]},
-        {"spans": [(1, 0, 8), (2, 6, TOKENS)]},
+        {"spans": [(1, 0, 8), (1, 6, TOKENS)]},
         {"spans": []},
         {"text": "other"},
         {"logprobs": [-0.5] * TOKENS},

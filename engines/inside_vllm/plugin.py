@@ -12,6 +12,7 @@ import signal
 import tempfile
 from collections.abc import Callable
 from multiprocessing.context import ForkContext, ForkProcess
+from multiprocessing.util import register_after_fork
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,10 @@ def register() -> None:
         )
     if os.environ.get(METHOD) == "fork":
         _fork_processes()
-    if multiprocessing.parent_process() is not None:
-        _end_with_parent()  # it was spawned
+    if MARK in os.environ:  # elsewhere, as in a trainer, a thread that ends may have started the process
+        register_after_fork(_end_with_parent, _end_with_parent)
+        if multiprocessing.parent_process() is not None:
+            _end_with_parent()
     if multiprocessing.current_process().name.startswith(_API_PROCESS):
         _share_adapters()
     if STANDBY in os.environ:
@@ -51,6 +54,12 @@ def register() -> None:
 
         start_lean()
     _permit_amx()
+
+
+def _end_with_parent(_: object = None) -> None:
+    """Have the kernel kill this process when its parent ends. Where the guard is killed, nobody else would end the
+    core, which holds the GPUs."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _permit_amx() -> None:
@@ -73,8 +82,7 @@ def _fork_processes() -> None:
 
     def forking(chosen: Callable[[], Any] = of_the_core.get_mp_context) -> Any:
         os.environ[METHOD] = "fork"
-        context = chosen()  # it spawns all the same where CUDA is initialized
-        return _CoreContext() if isinstance(context, ForkContext) else context
+        return chosen()
 
     of_the_core.get_mp_context = forking
     utils.multiprocessing = _Forking()
@@ -90,30 +98,9 @@ class _Forking:
         return getattr(multiprocessing, name)
 
 
-def _end_with_parent() -> None:
-    """Have the kernel end this process of our engines with the process that started it.
-
-    The guard kills all processes of an engine. Where it is killed itself, the kernel ends vLLM's server with it, and a
-    core that was not asked to end lives on and holds its GPUs.
-    """
-    if MARK in os.environ:  # a trainer may start vLLM from a thread that ends
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-class _Core(ForkProcess):
-    """Has its parent's modules, so it does not load plugins again."""
-
-    def run(self) -> None:
-        _end_with_parent()
-        super().run()
-
-
-class _CoreContext(ForkContext):
-    Process = _Core
-
-
-class _ApiProcess(_Core):
-    """prometheus_client does not see by itself that it is one of several processes."""
+class _ApiProcess(ForkProcess):
+    """Has its parent's modules: it does not load plugins again, nor does prometheus_client see by itself that it is one
+    of several processes."""
 
     def run(self) -> None:
         from prometheus_client import values

@@ -132,6 +132,7 @@ class EngineServer:
         assert self._engine is not None
         assert self._described is not None
         self.phases = Phases("waking")
+        await self._engine.health(_PROBE_TIMEOUT_S)  # what ended the engine may have ended this one a moment before
         if gpus_per_replica(self._config):
             await self._engine.ask("POST", "/wake_up", None, self._config.start_timeout_s)
         return replace(self._described, started=time.time(), phases=self.phases.told())

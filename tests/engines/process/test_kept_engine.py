@@ -127,3 +127,20 @@ async def test_a_standby_ends_with_its_replica(new_kept: NewKept) -> None:
     standby = await standby_of(kept)
     await kept.engine.stop()
     assert not psutil.pid_exists(standby)
+
+
+async def test_a_standby_that_has_ended_is_started_anew(tmp_path: Path) -> None:
+    """As where the kernel kills both for want of memory."""
+    config = EngineConfig.model_validate({**_CONFIG, "log_dir": str(tmp_path)})
+    first = EngineServer(config, replica_id="engine-0", group="engine", index=3)
+    standby = first.standby(4)
+    try:
+        ended = await standby.start()
+        await standby.sleep()
+        os.kill(ended.pid, signal.SIGKILL)
+        async with asyncio.timeout(SOON_S):
+            await standby.ended()
+        assert (await standby.start()).pid != ended.pid
+        await standby.check()
+    finally:
+        await standby.stop()

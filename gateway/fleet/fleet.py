@@ -396,7 +396,7 @@ class Fleet:
             starts = [start for start in self.starts.now if start.group == group]
             loss = self._last_loss.get(group, "")
             for start in [*starts, *[None] * (expected - there[group] - len(starts))]:
-                told = words(start) if start else "Serve restarts it" if loss else "has not joined yet"
+                told = words(start) if start else "another engine follows" if loss else "has not joined yet"
                 found.append((group, f"{loss}; {told}" if loss else told, start))
         return found
 

@@ -29,7 +29,7 @@ from tests.rigs.rig import Json, Rig, SimReplica, StartRig
 from trainer_client import BlockingRolloutClient, WeightSender
 
 SHAPES: Json = {"w": [4, 4], "b": [4]}
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 JOIN_S = 240.0
 """For the first of the relays that are processes, which loads torch."""
 

@@ -116,7 +116,7 @@ class KeptEngine:
                 return
             self._is_starting = True
             log.warning("the engine has ended, and another follows", replica=self.info.replica_id)
-            await self._server.stop()
-            self._server = standby or self._server
+            ended, self._server = self._server, standby or self._server
+            await ended.stop()
             await self._start()
             restarted = time.monotonic()

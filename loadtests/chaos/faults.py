@@ -262,7 +262,8 @@ async def returns_with_old_weights(world: World) -> None:
         await until(lambda: _is_out(world, silent), _UNAIDED_S, "the silent replica to be left out")
         await world.trainer.push()
     finally:
-        os.kill(silent["pid"], signal.SIGCONT)
+        with contextlib.suppress(ProcessLookupError):  # it was replaced meanwhile
+            os.kill(silent["pid"], signal.SIGCONT)
     await until(world.serves, _UNAIDED_S, "the one that was silent to serve")
 
 

@@ -73,6 +73,7 @@ class ProcessFleet:
         self._gateway: OwnProcess | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._starting = asyncio.Semaphore(_STARTING_AT_ONCE)
+        self._suspended: list[int] = []
         self._made_by_dead = 0.0
         self.deaths = 0
         self._complete = asyncio.Event()
@@ -133,8 +134,17 @@ class ProcessFleet:
         self._made_by_dead += sum(counts)
         return sum(counts)
 
-    def signal(self, index: int, number: signal.Signals) -> None:
-        os.kill(self.infos[index].pid, number)
+    def suspend(self, index: int) -> None:
+        """Stop an engine with SIGSTOP. After two seconds its replica replaces it."""
+        self._suspended.append(self.infos[index].pid)
+        os.kill(self._suspended[-1], signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """Send SIGCONT to the engines that were suspended and still are."""
+        for pid in self._suspended:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+        self._suspended.clear()
 
     def restart_gateway(self, config: Config) -> None:
         """Kill the gateway; its successor has this configuration, for the same engines."""

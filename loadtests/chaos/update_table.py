@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import dataclasses
 import os
-import signal
 import sys
 import tempfile
 import time
@@ -246,9 +245,9 @@ async def replica_killed(scene: Scene, pushing: "asyncio.Task[str]") -> None:
 
 
 async def replica_stopped(scene: Scene, pushing: "asyncio.Task[str]") -> None:
-    scene.fleet.signal(_VICTIM, signal.SIGSTOP)
+    scene.fleet.suspend(_VICTIM)
     await asyncio.sleep(_STOPPED_S)
-    scene.fleet.signal(_VICTIM, signal.SIGCONT)
+    scene.fleet.go_on()
 
 
 async def gateway_killed(scene: Scene, pushing: "asyncio.Task[str]") -> None:

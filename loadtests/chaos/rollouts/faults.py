@@ -5,7 +5,6 @@ A fault gets the running fleet and returns when it is over; what died is started
 
 import asyncio
 import resource
-import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -48,12 +47,12 @@ async def process_killed(scene: Scene) -> None:
 
 
 async def stopped(scene: Scene) -> None:
-    """Stop an engine's process with SIGSTOP; it goes on later."""
-    scene.fleet.signal(0, signal.SIGSTOP)
+    """Stop an engine's process with SIGSTOP; it goes on later, unless it was replaced."""
+    scene.fleet.suspend(0)
     try:
         await asyncio.sleep(scene.seconds)
     finally:
-        scene.fleet.signal(0, signal.SIGCONT)
+        scene.fleet.go_on()
 
 
 async def misbehaves(faults: dict[str, Any], scene: Scene) -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-import signal
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -99,11 +98,11 @@ async def kill_one(fleet: ProcessFleet) -> None:
 
 async def stop_one(fleet: ProcessFleet) -> None:
     """Stop an engine; `go_on` ends that."""
-    fleet.signal(0, signal.SIGSTOP)
+    fleet.suspend(0)
 
 
 def go_on(fleet: ProcessFleet) -> None:
-    fleet.signal(0, signal.SIGCONT)
+    fleet.go_on()
 
 
 async def _busiest(fleet: ProcessFleet) -> int:

@@ -73,7 +73,7 @@ class ProcessFleet:
         self._gateway: OwnProcess | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._starting = asyncio.Semaphore(_STARTING_AT_ONCE)
-        self._suspended: list[int] = []
+        self._suspended: dict[int, float] = {}  # the tokens that each has made
         self._made_by_dead = 0.0
         self.deaths = 0
         self._complete = asyncio.Event()
@@ -134,10 +134,11 @@ class ProcessFleet:
         self._made_by_dead += sum(counts)
         return sum(counts)
 
-    def suspend(self, index: int) -> None:
+    async def suspend(self, index: int) -> None:
         """Stop an engine with SIGSTOP. After two seconds its replica replaces it."""
-        self._suspended.append(self.infos[index].pid)
-        os.kill(self._suspended[-1], signal.SIGSTOP)
+        made, pid = await self.made_by(index), self.infos[index].pid
+        self._suspended[pid] = made
+        os.kill(pid, signal.SIGSTOP)
 
     def go_on(self) -> None:
         """Send SIGCONT to the engines that were suspended and still are."""
@@ -174,6 +175,7 @@ class ProcessFleet:
                 self._publish()
             if not psutil.pid_exists(info.pid):
                 self.deaths += 1
+                self._made_by_dead += self._suspended.pop(info.pid, 0.0)
                 del self.infos[index]
                 self._publish()
                 if (successor := await self._replicas[index].successor()) is not None:

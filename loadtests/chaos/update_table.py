@@ -245,7 +245,7 @@ async def replica_killed(scene: Scene, pushing: "asyncio.Task[str]") -> None:
 
 
 async def replica_stopped(scene: Scene, pushing: "asyncio.Task[str]") -> None:
-    scene.fleet.suspend(_VICTIM)
+    await scene.fleet.suspend(_VICTIM)
     await asyncio.sleep(_STOPPED_S)
     scene.fleet.go_on()
 

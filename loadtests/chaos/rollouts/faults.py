@@ -48,7 +48,7 @@ async def process_killed(scene: Scene) -> None:
 
 async def stopped(scene: Scene) -> None:
     """Stop an engine's process with SIGSTOP; it goes on later, unless it was replaced."""
-    scene.fleet.suspend(0)
+    await scene.fleet.suspend(0)
     try:
         await asyncio.sleep(scene.seconds)
     finally:

@@ -98,7 +98,7 @@ async def kill_one(fleet: ProcessFleet) -> None:
 
 async def stop_one(fleet: ProcessFleet) -> None:
     """Stop an engine; `go_on` ends that."""
-    fleet.suspend(0)
+    await fleet.suspend(0)
 
 
 def go_on(fleet: ProcessFleet) -> None:

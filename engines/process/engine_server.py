@@ -7,6 +7,7 @@ import textwrap
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -35,8 +36,7 @@ _GPUS_TIMEOUT_S = 10.0
 # The only failure after which SGLang neither serves nor ends.
 _NO_PORT = "error while attempting to bind on address"
 _STOPPED_PROBES = 10
-"""So many times in a row is an engine found stopped. They are not told apart by a clock, which runs on where the whole
-machine is suspended."""
+"""So many times in a row is an engine found stopped. A clock would run on where the whole machine is suspended."""
 _COARSE_INTERVAL = 16
 _LEAST_UTILIZATION = 0.001
 """vLLM refuses to start where less of the GPU is free than this share. A standby is given the bytes of its KV cache."""
@@ -72,8 +72,7 @@ class EngineServer:
         self._is_dead = False
         self._starts = 0
         self._described: ReplicaInfo | None = None
-        self.sleeps = False
-        self._is_lean = False
+        self.sleeps, self._is_lean = False, False
         self.phases = Phases("importing")
         self._kv_memory: int | None = None
         """Bytes of KV cache that vLLM has measured in an earlier start. Given, they spare it a capture of graphs."""
@@ -103,11 +102,10 @@ class EngineServer:
     def standby(self, index: int) -> "EngineServer":
         """Return the server of a standby: it starts without memory for weights and KV cache, and is to `sleep` then.
 
-        Raise `ConfigError` where the size of its KV cache is not known.
+        Raise `ConfigError` where the size of its KV cache is not known. Blocks for a moment.
         """
-        if gpus_per_replica(self._config) and not (self._kv_memory or self._config.kv_cache_memory_bytes):
-            reason = "the engine's log does not tell the size of its KV cache"
-            raise ConfigError(f"{self._section}.standby = 1: {reason}; set {self._section}.kv_cache_memory_bytes")
+        if self._uses_gpus and not (self._kv_memory or self._config.kv_cache_memory_bytes):
+            raise ConfigError(f"{self._section}.standby = 1: no log has the KV cache's size: set kv_cache_memory_bytes")
         other = EngineServer(
             self._config,
             replica_id=self._replica_id,
@@ -116,7 +114,7 @@ class EngineServer:
             hidden=self._hidden,
             process=self._new_process,
         )
-        other._is_lean, other._kv_memory = True, self._kv_memory
+        other._is_lean, other._kv_memory, other._uses_gpus = True, self._kv_memory, self._uses_gpus
         return other
 
     async def sleep(self) -> None:
@@ -124,7 +122,7 @@ class EngineServer:
         assert self._engine is not None
         limit_s = self._config.start_timeout_s
         await self._engine.abandon_weight_update(limit_s)  # its weights are of no version: the gateway loads them
-        if gpus_per_replica(self._config):
+        if self._uses_gpus:
             await self._engine.ask("POST", "/sleep?level=2", None, limit_s)
         self.sleeps, self._is_lean = True, False
 
@@ -133,20 +131,23 @@ class EngineServer:
         assert self._described is not None
         self.phases = Phases("waking")
         await self._engine.health(_PROBE_TIMEOUT_S)  # what ended the engine may have ended this one a moment before
-        if gpus_per_replica(self._config):
+        if self._uses_gpus:
             await self._engine.ask("POST", "/wake_up", None, self._config.start_timeout_s)
         return replace(self._described, started=time.time(), phases=self.phases.told())
+
+    @cached_property  # with `engine.python` it takes a process of that Python
+    def _uses_gpus(self) -> bool:
+        return gpus_per_replica(self._config) > 0
 
     def _of_this_start(self) -> EngineConfig:
         """Return the configuration with what is known of the GPU's memory. A standby takes its share when it wakes."""
         known: dict[str, Any] = {} if self._kv_memory is None else {"kv_cache_memory_bytes": self._kv_memory}
-        config = self._config
-        if self._is_lean and gpus_per_replica(config):
+        if self._is_lean and self._uses_gpus:
             known["gpu_memory_utilization"] = _LEAST_UTILIZATION
             known["load_format"] = "dummy"
-            known["extra"] = {**config.extra, "enable_sleep_mode": True}
-            known["env"] = {**config.env, STANDBY: "1"}
-        return config.model_copy(update=known)
+            known["extra"] = {**self._config.extra, "enable_sleep_mode": True}
+            known["env"] = {**self._config.env, STANDBY: "1"}
+        return self._config.model_copy(update=known)
 
     async def check(self) -> None:
         """Raise if the engine does not serve."""

@@ -16,7 +16,6 @@ from engines.types import Phase, ReplicaInfo
 
 log = structlog.get_logger()
 
-_LOOPBACK = "127.0.0.1"
 _APART_S = 20.0
 """An engine that ends sooner after it was started again is left to the owner, which starts a whole replica."""
 
@@ -97,7 +96,7 @@ class KeptEngine:
         info = await self._server.start()
         reader = ReaderThread(lambda: self._client(info))
         await asyncio.to_thread(reader.start)
-        info = await reader.beside(info, _LOOPBACK)
+        info = await reader.beside(info, "127.0.0.1")
         before, self.info, self.reader = self.reader, info, reader
         if before is not None:
             await asyncio.to_thread(before.stop)

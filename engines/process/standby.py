@@ -1,6 +1,6 @@
 """A second engine of a replica, that sleeps until the first one ends.
 
-An engine that starts anew imports, captures graphs and compiles. A standby has done so, and needs memory and weights.
+A new engine imports, compiles and captures graphs. A standby has done so, and needs memory and weights.
 """
 
 import asyncio
@@ -52,7 +52,7 @@ class Standby:
         while True:
             self._index += _FROM_SEED_TO_SEED
             try:
-                server = beside.standby(self._index)
+                server = await asyncio.to_thread(beside.standby, self._index)
             except ConfigError as error:
                 log.warning("there is no standby", reason=str(error))
                 return

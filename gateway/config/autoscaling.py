@@ -1,4 +1,4 @@
-"""The number of replicas by load: what Serve is told, and the rule that its controller calls. Imports no Ray."""
+"""The number of replicas by load: what Serve gets, and the rule that its controller calls. Imports no Ray."""
 
 from typing import Any
 

@@ -12,7 +12,7 @@ from engines.errors import EngineUnreachable
 from engines.reading.link import Link
 from engines.types import ReplicaInfo
 from tests.rigs.openai_server import OpenAiServer
-from tests.rigs.ray_app import App, deployed
+from tests.rigs.ray_app import App, deployed_alone
 
 pytest.importorskip("ray")
 
@@ -39,17 +39,11 @@ def server() -> Iterator[OpenAiServer]:
 
 @pytest.fixture(scope="module")
 def app(server: OpenAiServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
-    import ray
-
     key: Path = tmp_path_factory.mktemp("key") / "key"
     key.write_text(KEY)
     engine = {"kind": "external", "url": server.url, "model": "gpt", "api_key": f"file:{key}", "num_cpus": 0.1}
-    ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-    try:
-        with deployed(engine) as running:
-            yield running
-    finally:
-        ray.shutdown()
+    with deployed_alone(engine, num_cpus=1) as running:
+        yield running
 
 
 async def described_to(node: str) -> ReplicaInfo:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.rigs.ray_app import RESTART_S, App, deployed
+from tests.rigs.ray_app import RESTART_S, App, deployed_alone
 from tests.rigs.waiting import wait_until
 
 pytest.importorskip("ray")
@@ -18,15 +18,9 @@ pytestmark = pytest.mark.ray
 
 @pytest.fixture(scope="module")
 def app() -> Iterator[App]:
-    import ray
-
     engine = {"kind": "sim", "model": "sim", "num_replicas": 2, "num_cpus": 0.1, "stop_timeout_s": 1}
-    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-    try:
-        with deployed(engine) as running:
-            yield running
-    finally:
-        ray.shutdown()
+    with deployed_alone(engine) as running:
+        yield running
 
 
 def test_the_control_plane_tells_the_status_and_documents_itself(app: App) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.rigs.ray_app import RESTART_S, App, deployed
+from tests.rigs.ray_app import RESTART_S, App, deployed_alone
 from tests.rigs.waiting import wait_until
 
 pytest.importorskip("ray")
@@ -21,14 +21,8 @@ ENGINE = {
 
 @pytest.fixture(scope="module")
 def app() -> Iterator[App]:
-    import ray
-
-    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-    try:
-        with deployed(ENGINE) as running:
-            yield running
-    finally:
-        ray.shutdown()
+    with deployed_alone(ENGINE) as running:
+        yield running
 
 
 def test_a_group_grows_under_load_and_shrinks_after_it_and_each_rollout_is_whole(app: App) -> None:

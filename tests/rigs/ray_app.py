@@ -51,6 +51,19 @@ class App:
 
 
 @contextmanager
+def deployed_alone(engine: dict[str, Any], num_cpus: int = 2) -> Iterator[App]:
+    """An application on a Ray of its own in this process."""
+    import ray
+
+    ray.init("local", num_cpus=num_cpus, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    try:
+        with deployed(engine) as app:
+            yield app
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
 def deployed(engine: dict[str, Any]) -> Iterator[App]:
     """An application on the cluster that this process is connected to, once its replicas serve. Serve ends with it."""
     from ray import serve

@@ -57,7 +57,7 @@ class Stream:
             async with session.post(url + "/v1/completions", json=body, headers={"X-Request-Id": self.name}) as reply:
                 async for line in reply.content:
                     before = timeline.tokens
-                    timeline.feed(line, time.monotonic(), time.time())
+                    timeline.feed(line, time.monotonic())
                     if timeline.tokens > before:
                         self.arrivals.append((time.monotonic(), timeline.tokens - before))
             async with session.get(f"{url}/traces/{self.name}") as reply:

@@ -1,6 +1,6 @@
 """CPU of one gateway whose engines make tokens at the pace of GPUs.
 
-    python -m loadtests.studies.gateway_cost.paced_fleet [--replicas 64] [--batch 1024]
+    python -m loadtests.studies.gateway_cost.paced_fleet [--replicas 64] [--batch 1024] [KEY=VALUE ...]
 
 An engine runs 256 samples at once and makes 20,000 tokens a second: it replays a recorded reply in chunks of 32 tokens,
 each at its time. It has a process, and its reader in it. Clients send batches of prompts of 256/1,024 tokens, as many
@@ -13,14 +13,13 @@ import asyncio
 import dataclasses
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import aiohttp
 import orjson
 
 from gateway.config.load import load
-from loadtests.chaos.process_fleet import healthy_within
 from loadtests.fleet import LocalFleet
 from loadtests.own_process import Served, own_process
 from loadtests.studies.gateway_cost import canned_engine
@@ -31,7 +30,6 @@ _AT_ONCE, _TOKENS_A_SECOND = 256, 20_000
 _STEP_S = _AT_ONCE / _TOKENS_A_SECOND
 _BATCH_S = _TOKENS * _STEP_S
 _WARM_BATCHES, _BATCHES, _SLACK = 1.5, 2, 5
-_HEALTHY_S = 60.0
 
 
 @asynccontextmanager
@@ -40,8 +38,8 @@ async def _serve_replica(recorded: str) -> AsyncIterator[str]:
         yield reader
 
 
-async def _run(replicas: int, batch: int) -> str:
-    config = load(None, (*SETTINGS, "engine.max_num_seqs=512", "gateway.ledger=null"))
+async def _run(replicas: int, batch: int, overrides: Sequence[str]) -> str:
+    config = load(None, (*SETTINGS, "engine.max_num_seqs=512", *overrides))
     fleet = LocalFleet(config)
     try:
         (info,) = await fleet.start_engines()
@@ -53,7 +51,6 @@ async def _run(replicas: int, batch: int) -> str:
                 for index, reader in enumerate(readers)
             ]
             gateway = await stack.enter_async_context(fleet.gateway(config, infos))
-            await healthy_within(gateway.url, _HEALTHY_S)
             return await measured(gateway, Served("", 0, tuple(reader.pid for reader in readers)), replicas, batch)
     finally:
         await fleet.stop()
@@ -104,8 +101,9 @@ def main() -> int:
     )
     parser.add_argument("--replicas", type=int, default=64)
     parser.add_argument("--batch", type=int, default=1024, help="prompts of a batch")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings of the gateway")
     args = parser.parse_args()
-    print(asyncio.run(_run(args.replicas, args.batch)))
+    print(asyncio.run(_run(args.replicas, args.batch, args.overrides)))
     return 0
 
 

@@ -44,6 +44,9 @@ def register() -> None:
     if os.environ.get(METHOD) == "fork":
         _fork_processes()
     if MARK in os.environ:  # elsewhere, as in a trainer, a thread that ends may have started the process
+        from engines.inside_vllm.quick_start import start_quickly
+
+        start_quickly()
         register_after_fork(_end_with_parent, _end_with_parent)
         if multiprocessing.parent_process() is not None:
             _end_with_parent()

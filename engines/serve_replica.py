@@ -113,6 +113,7 @@ class EngineReplica:
             return
         self._telling.cancel()
         await asyncio.gather(self._telling, return_exceptions=True)
+        await self._engine.keep_no_longer()
         if self._engine.reader is not None:
             await self._drained()
         if self._forwarder is not None:

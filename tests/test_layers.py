@@ -45,7 +45,7 @@ ROOT = Path(__file__).parents[1]
 LINES = {
     "gateway": 19510,
     "gateway/agents": 2374,
-    "engines": 12308,
+    "engines": 12310,
     "trainer_client": 3656,
     "sim": 2036,
     "tuning": 5127,

@@ -11,8 +11,11 @@ _TASKS = ("generate",)
 
 
 def start_quickly() -> None:
-    """Have this process of vLLM start so. Its forks do too."""
-    _keep_cache_between_graphs()
+    """Have this process of vLLM start so. Its forks do too. Another release starts as it does."""
+    from vllm import __version__
+
+    if not __version__.startswith("0.32."):
+        return
     if "VLLM_GPU_SYNC_CHECK" not in os.environ:
         _leave_patterns_out()
     for name in ("__main__", "vllm.entrypoints.launchers.api_server.entry"):  # the CPU build runs it as a program
@@ -20,17 +23,6 @@ def start_quickly() -> None:
         if module is not None and hasattr(module, "build_and_serve"):
             _build_routes_early(module)
     _search_kernels_in_vllm_alone()
-
-
-def _keep_cache_between_graphs() -> None:
-    """Let vLLM keep torch's cached memory between the graphs of a model's pieces.
-
-    torch returns it to the driver before each capture, which waits for the GPU, and the next piece takes it again. vLLM
-    replaces the function for all pieces but the first, under a name that torch does not call there.
-    """
-    import torch
-
-    torch.cuda.empty_cache = lambda: torch.accelerator.empty_cache()
 
 
 def _leave_patterns_out() -> None:

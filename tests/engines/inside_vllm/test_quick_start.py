@@ -1,14 +1,10 @@
-"""What is left out of vLLM's start, and done at once: with a played API process, and in torch. A real engine starts so
-in `test_real_warm_start.py`."""
+"""What vLLM's start does at once: with a played API process. A real engine starts so in `test_real_warm_start.py`."""
 
 import threading
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
-
-torch = pytest.importorskip("torch")
 
 from engines.inside_vllm import quick_start
 
@@ -61,13 +57,3 @@ async def test_an_engine_that_can_do_more_has_its_own_routes(monkeypatch: pytest
     app, built = await app_of(("generate", "transcription"), monkeypatch)
     assert app is OTHER_APP
     assert built[1] == ("args", ("generate", "transcription"), "model")
-
-
-def test_memory_is_kept_between_graphs_where_vllm_asks_for_that(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's own context of a capture calls `torch.cuda.empty_cache`."""
-    monkeypatch.setattr(torch.cuda, "empty_cache", torch.cuda.empty_cache)
-    quick_start._keep_cache_between_graphs()
-    emptied = []
-    with patch("torch.accelerator.empty_cache", lambda: emptied.append(True)):
-        torch.cuda.empty_cache()
-    assert emptied

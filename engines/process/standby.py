@@ -4,6 +4,7 @@ A new engine imports, compiles and captures graphs. A standby has done so, and n
 """
 
 import asyncio
+import time
 
 import structlog
 
@@ -13,7 +14,7 @@ from engines.process.engine_server import EngineServer
 log = structlog.get_logger()
 
 _AGAIN_S, _LONGEST_WAIT_S = 20.0, 600.0
-"""Time from the end of a standby to the next, and after several: it may not be able to live."""
+"""Time from the end of a standby to the next, and after several that did not live so long: it may not be able to."""
 _FROM_SEED_TO_SEED = 7_368_787
 """A standby has seeds far from those of the engine that it follows, and of that one's restarts."""
 
@@ -59,9 +60,11 @@ class Standby:
             try:
                 await server.start()
                 await server.sleep()
-                self._ready = server
+                self._ready, since = server, time.monotonic()
                 await server.ended()
                 log.warning("a standby has ended")
+                if time.monotonic() - since > _LONGEST_WAIT_S:
+                    wait_s = _AGAIN_S / 2
             except (ConfigError, EngineError, DeadlineExceeded) as error:
                 log.warning("a standby did not start", reason=str(error))
             finally:

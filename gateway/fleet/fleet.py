@@ -8,6 +8,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 
 import structlog
 
@@ -70,6 +71,7 @@ class Fleet:
         self._of_model: dict[tuple[str, bool], list[Replica]] = {}  # alive, or serving alone; until a state changes
         self._watchers: dict[Replica, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
+        self._news = asyncio.Event()
         self._closing: set[asyncio.Task[None]] = set()
         self.probes = Probes(config.fleet, self.serving)
         self._standstill = Standstill(config.fleet)
@@ -260,9 +262,11 @@ class Fleet:
         """Discover and watch replicas until cancelled."""
         try:
             while True:
+                self._news.clear()
                 await self.look()
                 self._check_watchers()
-                await asyncio.sleep(self._config.discover_interval_s)
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._news.wait(), self._config.discover_interval_s)
         finally:
             for replica, watcher in self._watchers.items():
                 replica.brake.close()
@@ -363,6 +367,13 @@ class Fleet:
             self._forget(replica)
         self._look_who_is_missing()
         self.notify()
+
+    def told(self, start: EngineStart) -> None:
+        """Note how far a start has come; discover its engine once it has ended."""
+        if start.phases:
+            self.starts.tell(start)
+        else:
+            self._news.set()
 
     def expect(self, num_replicas: Mapping[str, int]) -> None:
         """Set the expected number of replicas of these engine groups."""

@@ -5,7 +5,7 @@ import asyncio
 import aiohttp
 import pytest
 
-from engines.types import ReplicaInfo, ReplicaState
+from engines.types import EngineStart, ReplicaInfo, ReplicaState
 from gateway.config.schema import Config
 from gateway.fleet.fleet import Fleet
 from tests.rigs.calls import until
@@ -49,6 +49,15 @@ async def test_an_engine_that_a_gateway_before_this_one_froze_goes_on(start_rig:
     await rig.until({"engine-0": "SERVING"})
     await asyncio.wait_for(rig.complete([[5]]), 30)
     assert rig.fleet.replicas[0].engine is not engine
+
+
+async def test_an_engine_that_tells_its_start_is_discovered_at_once(start_rig: StartRig) -> None:
+    rig = await start_rig(num_replicas=1, fleet=FAST_WATCH | {"discover_interval_s": 60.0})
+    await rig.replicas[0].kill()
+    await rig.until({})
+    rig.replicas = [await SimReplica("engine-0", seed=0, sim=rig.sim).start()]
+    rig.fleet.told(EngineStart(replica_id="engine-0", group="engine", phases=()))
+    await rig.until({"engine-0": "SERVING"})
 
 
 def test_the_policy_may_grow_to_the_most_replicas_of_its_groups() -> None:

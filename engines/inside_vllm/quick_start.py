@@ -16,6 +16,10 @@ def start_quickly() -> None:
 
     if not __version__.startswith("0.32."):
         return
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cuda() and (capability := current_platform.get_device_capability()):
+        _tell_flashinfer(*capability)
     if "VLLM_GPU_SYNC_CHECK" not in os.environ:
         _leave_patterns_out()
     for name in ("__main__", "vllm.entrypoints.launchers.api_server.entry"):  # the CPU build runs it as a program
@@ -23,6 +27,13 @@ def start_quickly() -> None:
         if module is not None and hasattr(module, "build_and_serve"):
             _build_routes_early(module)
     _search_kernels_in_vllm_alone()
+
+
+def _tell_flashinfer(major: int, minor: int) -> None:
+    """Name the GPU's architecture as FlashInfer (0.7) does itself. It asks CUDA when it is imported, which vLLM's main
+    process does with tensor parallelism, and no process with CUDA can fork the core and the workers."""
+    if major in (9, 10):
+        os.environ.setdefault("FLASHINFER_CUDA_ARCH_LIST", f"{major}.{minor}a")
 
 
 def _leave_patterns_out() -> None:

@@ -25,10 +25,13 @@ class Standby:
     def __init__(self, index: int) -> None:
         self._index = index
         self._ready: EngineServer | None = None
+        self._has_started = asyncio.Event()
+        self._has_started.set()
         self._task: asyncio.Task[None] | None = None
 
     def begin(self, beside: EngineServer) -> None:
         """Start one beside an engine that serves, and another whenever it ends."""
+        self._has_started.clear()
         self._task = asyncio.create_task(self._keep(beside), name="standby")
 
     @property
@@ -37,7 +40,11 @@ class Standby:
         return self._ready is not None
 
     async def take(self) -> EngineServer | None:
-        """Return the sleeping engine, which is the caller's then; None where none is ready."""
+        """Return the sleeping engine, which is the caller's then; None where none is ready.
+
+        Wait for one that starts: a new engine would start no sooner.
+        """
+        await self._has_started.wait()
         server, self._ready = self._ready, None
         await self.stop()
         return server
@@ -49,9 +56,16 @@ class Standby:
             self._task = None
 
     async def _keep(self, beside: EngineServer) -> None:
+        try:
+            await self._start_again_and_again(beside)
+        finally:
+            self._has_started.set()
+
+    async def _start_again_and_again(self, beside: EngineServer) -> None:
         wait_s = _AGAIN_S / 2
         while True:
             self._index += _FROM_SEED_TO_SEED
+            self._has_started.clear()
             try:
                 server = await asyncio.to_thread(beside.standby, self._index)
             except ConfigError as error:
@@ -61,6 +75,7 @@ class Standby:
                 await server.start()
                 await server.sleep()
                 self._ready, since = server, time.monotonic()
+                self._has_started.set()
                 await server.ended()
                 log.warning("a standby has ended")
                 if time.monotonic() - since > _LONGEST_WAIT_S:
@@ -72,4 +87,5 @@ class Standby:
                 if not was_taken:
                     self._ready = None
                     await server.stop()
+                self._has_started.set()
             await asyncio.sleep(wait_s := min(2 * wait_s, _LONGEST_WAIT_S))

@@ -1,5 +1,6 @@
 """What vLLM's start does at once: with a played API process. A real engine starts so in `test_real_warm_start.py`."""
 
+import os
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -57,3 +58,12 @@ async def test_an_engine_that_can_do_more_has_its_own_routes(monkeypatch: pytest
     app, built = await app_of(("generate", "transcription"), monkeypatch)
     assert app is OTHER_APP
     assert built[1] == ("args", ("generate", "transcription"), "model")
+
+
+@pytest.mark.parametrize(("capability", "told"), [((9, 0), "9.0a"), ((10, 3), "10.3a"), ((12, 0), None)])
+def test_flashinfer_is_told_the_architecture_that_it_would_ask_cuda_for(
+    capability: tuple[int, int], told: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", {})
+    quick_start._tell_flashinfer(*capability)
+    assert os.environ.get("FLASHINFER_CUDA_ARCH_LIST") == told

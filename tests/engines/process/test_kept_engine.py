@@ -129,6 +129,17 @@ async def test_a_standby_takes_over_without_a_start_and_another_follows_it(new_k
         assert not label.held, "its weights are of no version until the gateway loads them"
 
 
+async def test_a_standby_that_starts_is_waited_for(new_kept: NewKept) -> None:
+    kept = new_kept(standby=1, sim={"start_s": 1})
+    await kept.engine.start()
+    folder = Path(kept.served[0].log_path).parent
+    async with asyncio.timeout(SOON_S):
+        while len(logs := set(folder.glob("*.log"))) < 2:
+            await asyncio.sleep(0.02)
+    successor = await kept.successor_of(signal.SIGKILL)
+    assert Path(successor.log_path) in logs - {Path(kept.served[0].log_path)}
+
+
 async def test_an_engine_that_is_stopped_is_replaced(new_kept: NewKept) -> None:
     kept = new_kept()
     await kept.engine.start()

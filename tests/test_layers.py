@@ -45,7 +45,7 @@ ROOT = Path(__file__).parents[1]
 LINES = {
     "gateway": 19553,
     "gateway/agents": 2374,
-    "engines": 12359,
+    "engines": 12376,
     "trainer_client": 3656,
     "sim": 2036,
     "tuning": 5127,

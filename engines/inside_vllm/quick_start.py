@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 from typing import Any
 
+_ARCHITECTURES = "FLASHINFER_CUDA_ARCH_LIST"
 _TASKS = ("generate",)
 """What an engine here can do; one that can do more builds its routes when it says so."""
 
@@ -21,8 +22,8 @@ def start_quickly() -> None:
         return
     from vllm.platforms import current_platform
 
-    if current_platform.is_cuda() and (capability := current_platform.get_device_capability()):
-        _tell_flashinfer(*capability)
+    if current_platform.is_cuda():
+        tell_flashinfer()
         _capture_fewer_pieces()
     if "VLLM_GPU_SYNC_CHECK" not in os.environ:
         _leave_patterns_out()
@@ -33,11 +34,18 @@ def start_quickly() -> None:
     _search_kernels_in_vllm_alone()
 
 
-def _tell_flashinfer(major: int, minor: int) -> None:
-    """Name the GPU's architecture as FlashInfer (0.7) does itself. It asks CUDA when it is imported, which vLLM's main
-    process does with tensor parallelism, and no process with CUDA can fork the core and the workers."""
-    if major in (9, 10):
-        os.environ.setdefault("FLASHINFER_CUDA_ARCH_LIST", f"{major}.{minor}a")
+def tell_flashinfer() -> bool:
+    """Name the GPU's architecture as FlashInfer (0.7) does itself. Return True if it is told.
+
+    It asks CUDA when it is imported, which vLLM's main process does with tensor parallelism, and no process with CUDA
+    can fork the core and the workers.
+    """
+    from vllm.platforms import current_platform
+
+    capability = current_platform.get_device_capability() if current_platform.is_cuda() else None
+    if capability is not None and capability[0] in (9, 10):
+        os.environ.setdefault(_ARCHITECTURES, "{}.{}a".format(*capability))
+    return _ARCHITECTURES in os.environ
 
 
 def _capture_fewer_pieces() -> None:

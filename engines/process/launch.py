@@ -194,8 +194,8 @@ def _vllm_command(config: EngineConfig, port: int, seed: int) -> Command:
     command = _command(entry, arguments, env | config.env)
     if not vllm.has_plugin:
         return command
-    modules = [entry[2], *_VLLM_MODULES, f"vllm.v1.worker.{'cpu' if on_cpu else 'gpu'}_worker"]
-    return replace(command, preload=Preload(modules, vllm.version))
+    last = ["vllm.v1.worker.cpu_worker"] if on_cpu else ["engines.inside_vllm.gpu_imports", "vllm.v1.worker.gpu_worker"]
+    return replace(command, preload=Preload([entry[2], *_VLLM_MODULES, *last], vllm.version))
 
 
 def _takes_adapters(config: EngineConfig, interpreter: Interpreter, vllm: _Vllm) -> dict[str, str]:

@@ -64,8 +64,11 @@ async def test_an_engine_that_can_do_more_has_its_own_routes(monkeypatch: pytest
 def test_flashinfer_is_told_the_architecture_that_it_would_ask_cuda_for(
     capability: tuple[int, int], told: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    platforms = pytest.importorskip("vllm.platforms")
+    played = SimpleNamespace(is_cuda=lambda: True, get_device_capability=lambda: capability)
+    monkeypatch.setattr(platforms, "current_platform", played)
     monkeypatch.setattr(os, "environ", {})
-    quick_start._tell_flashinfer(*capability)
+    assert quick_start.tell_flashinfer() == (told is not None)
     assert os.environ.get("FLASHINFER_CUDA_ARCH_LIST") == told
 
 

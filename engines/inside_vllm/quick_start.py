@@ -6,12 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 from typing import Any
 
-_ARCHITECTURES = "FLASHINFER_CUDA_ARCH_LIST"
 _TASKS = ("generate",)
 """What an engine here can do; one that can do more builds its routes when it says so."""
-
-_SMALL, _STEP = (1, 2, 4, 8, 16), 32
-"""Sizes of batches, in tokens, for which graphs of pieces are captured: small ones, and each so many."""
 
 
 def start_quickly() -> None:
@@ -23,8 +19,7 @@ def start_quickly() -> None:
     from vllm.platforms import current_platform
 
     if current_platform.is_cuda():
-        tell_flashinfer()
-        _capture_fewer_pieces()
+        _name_gpu_without_cuda()
     if "VLLM_GPU_SYNC_CHECK" not in os.environ:
         _leave_patterns_out()
     for name in ("__main__", "vllm.entrypoints.launchers.api_server.entry"):  # the CPU build runs it as a program
@@ -34,44 +29,25 @@ def start_quickly() -> None:
     _search_kernels_in_vllm_alone()
 
 
-def tell_flashinfer() -> bool:
-    """Name the GPU's architecture as FlashInfer (0.7) does itself. Return True if it is told.
+def _name_gpu_without_cuda() -> None:
+    """Have torch ask NVML for a GPU's capability until this process has initialized CUDA.
 
-    It asks CUDA when it is imported, which vLLM's main process does with tensor parallelism, and no process with CUDA
-    can fork the core and the workers.
+    FlashInfer (0.7) asks when it is imported, which vLLM's main process does with tensor parallelism, and no process
+    with CUDA can fork the core and the workers.
     """
+    import torch
     from vllm.platforms import current_platform
+    from vllm.platforms.cuda import NvmlCudaPlatform
 
-    capability = current_platform.get_device_capability() if current_platform.is_cuda() else None
-    if capability is not None and capability[0] in (9, 10):
-        os.environ.setdefault(_ARCHITECTURES, "{}.{}a".format(*capability))
-    return _ARCHITECTURES in os.environ
+    if not isinstance(current_platform, NvmlCudaPlatform):
+        return
+    ask_cuda = torch.cuda.get_device_capability
 
+    def get_device_capability(device: Any = None) -> tuple[int, int]:
+        found = None if torch.cuda.is_initialized() else current_platform.get_device_capability()
+        return ask_cuda(device) if found is None else (found.major, found.minor)
 
-def _capture_fewer_pieces() -> None:
-    """Have graphs of a model's pieces captured for 21 sizes instead of 51.
-
-    A 7B has 29 for each size. Batches of at most 512 tokens that have a part of a prompt among them run on these, and
-    are padded to the next size. Batches of decoding have graphs of their own, for all sizes.
-    """
-    from vllm.config.compilation import CUDAGraphMode
-    from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
-
-    init, pieces = CudaGraphManager._init_candidates, CUDAGraphMode.PIECEWISE
-
-    def init_fewer(manager: Any) -> None:
-        init(manager)
-        sizes = manager._capture_descs.get(pieces)
-        if not sizes or CUDAGraphMode.FULL not in manager._capture_descs:  # else decoding runs on pieces too
-            return
-        is_kept = {*_SMALL, sizes[0].num_tokens}  # the largest is first
-        kept = [one for one in sizes if one.num_tokens in is_kept or one.num_tokens % _STEP == 0]
-        manager._capture_descs[pieces] = kept
-        for (num_tokens, loras), graphs in manager._candidates.items():
-            fit = [one for one in kept if one.num_tokens >= num_tokens and one.num_active_loras == loras]
-            graphs[:] = [one for one in graphs if one.cg_mode is not pieces] + fit[-1:]
-
-    CudaGraphManager._init_candidates = init_fewer
+    torch.cuda.get_device_capability = get_device_capability
 
 
 def _leave_patterns_out() -> None:

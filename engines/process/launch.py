@@ -27,10 +27,15 @@ _VLLM_MODULES = (
     "vllm.renderers.hf",
     "vllm.v1.engine.core",
     "vllm.v1.core.sched.async_scheduler",
+    "engines.inside_vllm.worker",
+)
+_OF_GPUS = ("vllm.v1.worker.gpu_worker",)
+# On GPUs these import FlashInfer, which initializes CUDA.
+_OF_CPUS = (
     "vllm.compilation.backends",
     "vllm.distributed.elastic_ep.elastic_execute",
     "vllm.model_executor.layers.quantization.online.base",
-    "engines.inside_vllm.worker",
+    "vllm.v1.worker.cpu_worker",
 )
 _SPANS = "engines.inside_vllm.spans.VersionSpans"
 
@@ -194,8 +199,8 @@ def _vllm_command(config: EngineConfig, port: int, seed: int) -> Command:
     command = _command(entry, arguments, env | config.env)
     if not vllm.has_plugin:
         return command
-    last = ["vllm.v1.worker.cpu_worker"] if on_cpu else ["engines.inside_vllm.gpu_imports", "vllm.v1.worker.gpu_worker"]
-    return replace(command, preload=Preload([entry[2], *_VLLM_MODULES, *last], vllm.version))
+    modules = [entry[2], *_VLLM_MODULES, *(_OF_CPUS if on_cpu else _OF_GPUS)]
+    return replace(command, preload=Preload(modules, vllm.version))
 
 
 def _takes_adapters(config: EngineConfig, interpreter: Interpreter, vllm: _Vllm) -> dict[str, str]:

@@ -2,12 +2,13 @@
 
 import asyncio
 import time
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from itertools import accumulate
 from statistics import median
-from typing import TypeVar
 
 import structlog
 from prometheus_client import (
@@ -19,9 +20,10 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
-from prometheus_client.metrics_core import Metric
+from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from engines.engine import Json
 from engines.types import ReplicaState
@@ -30,9 +32,6 @@ from gateway.fleet.fleet import Fleet
 log = structlog.get_logger()
 
 _NAMESPACE = "rollout_gateway"
-M = TypeVar("M", Counter, Histogram)
-
-_LABELS_REMEMBERED = 1024
 # Larger distances to the target version share a label, so that their number is bounded.
 _MOST_BEHIND = 8
 _TAIL_RATIOS = (1, 1.1, 1.25, 1.5, 2, 3, 5, 10, 30)
@@ -48,11 +47,12 @@ class Metrics:
         counter = partial(Counter, namespace=_NAMESPACE, registry=self.registry)
         gauge = partial(Gauge, namespace=_NAMESPACE, registry=self.registry)
         histogram = partial(Histogram, namespace=_NAMESPACE, registry=self.registry, buckets=_SECONDS)
-        self.requests = _known(counter("requests", "Requests by route and status.", ["route", "status"]))
-        self.request_seconds = _known(
-            histogram("request_seconds", "From the request's head to the reply's end.", ["route"])
+        count, spread = partial(Count, self.registry), partial(Spread, self.registry)
+        self.requests = count("requests", "Requests by route and status.", "route", "status")
+        self.request_seconds = spread(
+            _SECONDS, "request_seconds", "From the request's head to the reply's end.", "route"
         )
-        self.queue_seconds = _known(histogram("queue_seconds", "A rollout's wait for a replica.", ["model"]))
+        self.queue_seconds = spread(_SECONDS, "queue_seconds", "A rollout's wait for a replica.", "model")
         self.retries = counter("retries", "Attempts that ended and were followed by another, by reason.", ["reason"])
         self.kept_tokens = counter(
             "kept_tokens", "Tokens that a death, a stall or an update interrupted, and that were not made twice."
@@ -66,31 +66,20 @@ class Metrics:
         self.orphaned_batch_ends = counter(
             "orphaned_batch_ends", "Batches without a client by their end; adopted ones are a replay's.", ["end"]
         )
-        self.batch_seconds = _known(
-            histogram("batch_seconds", "From a batch of prompts in one request to its last prompt's end.", ["model"])
+        self.batch_seconds = spread(
+            _SECONDS, "batch_seconds", "From a batch of prompts in one request to its last prompt's end.", "model"
         )
-        self.batch_tail_ratio = _known(
-            histogram(
-                "batch_tail_ratio",
-                "Time of a batch's last prompt over that of its median prompt.",
-                ["model"],
-                buckets=_TAIL_RATIOS,
-            )
+        self.batch_tail_ratio = spread(
+            _TAIL_RATIOS, "batch_tail_ratio", "Time of a batch's last prompt over that of its median prompt.", "model"
         )
-        self.completions = _known(
-            counter("completions", "Delivered samples by the way they ended.", ["model", "finish_reason"])
+        self.completions = count("completions", "Delivered samples by the way they ended.", "model", "finish_reason")
+        self.delivered_tokens = count(
+            "delivered_tokens", "Delivered tokens by versions that they are behind the target.", "model", "behind"
         )
-        self.delivered_tokens = _known(
-            counter(
-                "delivered_tokens", "Delivered tokens by versions that they are behind the target.", ["model", "behind"]
-            )
-        )
-        self.prompt_tokens = _known(counter("prompt_tokens", "Prompt tokens of delivered completions.", ["model"]))
-        self.completion_tokens = _known(counter("completion_tokens", "Tokens of delivered completions.", ["model"]))
-        self.session_tokens = _known(
-            counter(
-                "session_tokens", "Tokens of agents' sessions: sampled, captured, delivered for training.", ["step"]
-            )
+        self.prompt_tokens = count("prompt_tokens", "Prompt tokens of delivered completions.", "model")
+        self.completion_tokens = count("completion_tokens", "Tokens of delivered completions.", "model")
+        self.session_tokens = count(
+            "session_tokens", "Tokens of agents' sessions: sampled, captured, delivered for training.", "step"
         )
         self.masked_session_tokens = counter(
             "masked_session_tokens", "Sampled tokens of sessions that do not count in training, by reason.", ["reason"]
@@ -157,10 +146,50 @@ class Metrics:
         return generate_latest(self.registry) + generate_latest(_Labelled(engine_pages))
 
 
-def _known(metric: M) -> M:
-    """A metric that finds its labels' own part without the lock and the checks of `labels`, from the second time on."""
-    metric.labels = lru_cache(_LABELS_REMEMBERED)(metric.labels)  # type: ignore[method-assign]
-    return metric
+class Count(Collector):
+    """A counter by labels, for what each request counts. Without the lock and the checks of `Counter`: the event loop
+    alone counts."""
+
+    def __init__(self, registry: CollectorRegistry, name: str, text: str, *labels: str) -> None:
+        self._named = f"{_NAMESPACE}_{name}", text
+        self._labels = labels
+        self._values: dict[tuple[object, ...], float] = {}
+        registry.register(self)
+
+    def inc(self, number: float, *labels: object) -> None:
+        self._values[labels] = self._values.get(labels, 0.0) + number
+
+    def collect(self) -> Iterator[Metric]:
+        family = CounterMetricFamily(*self._named, labels=self._labels)
+        for labels, value in self._values.items():
+            family.add_metric(list(map(str, labels)), value)
+        yield family
+
+
+class Spread(Collector):
+    """A histogram by labels, as `Count` is a counter: `bounds` are those of its buckets."""
+
+    def __init__(
+        self, registry: CollectorRegistry, bounds: Sequence[float], name: str, text: str, *labels: str
+    ) -> None:
+        self._named = f"{_NAMESPACE}_{name}", text
+        self._labels = labels
+        self._bounds = bounds
+        self._names = [*map(floatToGoString, bounds), "+Inf"]
+        self._sums: dict[tuple[object, ...], float] = {}
+        self._counts: defaultdict[tuple[object, ...], list[int]] = defaultdict(lambda: [0] * len(self._names))
+        registry.register(self)
+
+    def observe(self, value: float, *labels: object) -> None:
+        self._sums[labels] = self._sums.get(labels, 0.0) + value
+        self._counts[labels][bisect_left(self._bounds, value)] += 1
+
+    def collect(self) -> Iterator[Metric]:
+        family = HistogramMetricFamily(*self._named, labels=self._labels)
+        for labels, counts in self._counts.items():
+            buckets = list(zip(self._names, accumulate(counts), strict=True))
+            family.add_metric(list(map(str, labels)), buckets, self._sums[labels])
+        yield family
 
 
 class _Labelled(Collector):
@@ -220,16 +249,14 @@ class Deliveries:
                 for span in choice.get("weight_versions") or ():
                     # Without limits it is of a request that met several, whose engine does not say which made what.
                     if span["end"] is not None:
-                        version = span.get("base_version", span["version"])
-                        behind = 0 if version == target else max(0, min(target - int(version), _MOST_BEHIND))
-                        tokens[behind] += span["end"] - span["start"]
+                        tokens[span.get("base_version", span["version"])] += span["end"] - span["start"]
         for reason, number in ends.items():
-            self._metrics.completions.labels(model, reason).inc(number)
-        for behind, number in tokens.items():
-            self._metrics.delivered_tokens.labels(model, str(behind)).inc(number)
+            self._metrics.completions.inc(number, model, reason)
+        for made_by, number in tokens.items():
+            self._metrics.delivered_tokens.inc(number, model, max(0, min(target - int(made_by), _MOST_BEHIND)))
 
     def count_batch(self, model: str, seconds: Sequence[float]) -> None:
         """Count a batch by the times at which its prompts ended, from its start; one prompt is no batch."""
         if len(seconds) > 1:
-            self._metrics.batch_seconds.labels(model).observe(max(seconds))
-            self._metrics.batch_tail_ratio.labels(model).observe(max(seconds) / median(seconds))
+            self._metrics.batch_seconds.observe(max(seconds), model)
+            self._metrics.batch_tail_ratio.observe(max(seconds) / median(seconds), model)

@@ -236,7 +236,7 @@ class Scheduler:
         if not len(line) and not self._is_closed(rollout.model):
             chosen = self._choose_and_reserve(rollout, self._wanted(rollout, self._able(rollout)))
             if chosen is not None:
-                self._metrics.queue_seconds.labels(rollout.model).observe(0.0)
+                self._metrics.queue_seconds.observe(0.0, rollout.model)
                 replica, attempt.why = chosen
                 return replica
         waiter = line.add(rollout)
@@ -252,7 +252,7 @@ class Scheduler:
             raise
         finally:
             attempt.why, attempt.waited = waiter.why, waiter.waited
-            self._metrics.queue_seconds.labels(rollout.model).observe(time.monotonic() - waiter.began)
+            self._metrics.queue_seconds.observe(time.monotonic() - waiter.began, rollout.model)
 
     def _check_patience(self, model: str) -> None:
         """Fail the rollouts in line that have waited for too long, and look again as long as any waits."""

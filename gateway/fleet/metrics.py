@@ -9,6 +9,7 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from itertools import accumulate
 from statistics import median
+from typing import Any
 
 import structlog
 from prometheus_client import (
@@ -34,6 +35,8 @@ log = structlog.get_logger()
 _NAMESPACE = "rollout_gateway"
 # Larger distances to the target version share a label, so that their number is bounded.
 _MOST_BEHIND = 8
+End = tuple[str | None, Sequence[Json] | None]
+"""How a sample ended, None where it goes on, and the spans of its tokens by weight version."""
 _TAIL_RATIOS = (1, 1.1, 1.25, 1.5, 2, 3, 5, 10, 30)
 _SECONDS = (0.005, 0.02, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
 
@@ -242,11 +245,14 @@ class Deliveries:
 
     def count(self, model: str, choices: Iterable[Json]) -> None:
         """Count the choices that end."""
-        ends, tokens, target = defaultdict[str, int](int), defaultdict[int, int](int), self._fleet.target_of(model)
-        for choice in choices:
-            if reason := choice.get("finish_reason"):
+        self.count_ends(model, [(choice.get("finish_reason"), choice.get("weight_versions")) for choice in choices])
+
+    def count_ends(self, model: str, ended: Iterable[End]) -> None:
+        ends, tokens, target = defaultdict[str, int](int), defaultdict[Any, int](int), self._fleet.target_of(model)
+        for reason, spans in ended:
+            if reason:
                 ends[reason] += 1
-                for span in choice.get("weight_versions") or ():
+                for span in spans or ():
                     # Without limits it is of a request that met several, whose engine does not say which made what.
                     if span["end"] is not None:
                         tokens[span.get("base_version", span["version"])] += span["end"] - span["start"]

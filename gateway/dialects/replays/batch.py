@@ -108,7 +108,7 @@ class Batch:
     @property
     def is_aborted(self) -> bool:
         """True where a client ended a sample by its id, or all of them."""
-        return self._reply is not None and any(end.get("finish_reason") == ABORT for end in self._reply.ends)
+        return self._reply is not None and any(reason == ABORT for reason, _ in self._reply.ends)
 
     @property
     def has_failed(self) -> bool:

@@ -2,8 +2,7 @@
 
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from engines.engine import Json
@@ -99,18 +98,20 @@ class AttemptHistory:
     def __init__(self) -> None:
         self._rollouts: OrderedDict[tuple[str, str], RolloutHistory] = OrderedDict()
 
-    @contextmanager
-    def attempt(self, rollout: Rollout) -> Iterator[Attempt]:
-        """Record an attempt: the wait for a replica and the work there are the block."""
-        attempt, ended_by = Attempt(), None
-        self._note(rollout, attempt)
-        try:
-            yield attempt
-        except BaseException as error:
-            ended_by = error
-            raise
-        finally:
-            attempt.finish(ended_by)
+    def begin(self, rollout: Rollout) -> Attempt:
+        """Record an attempt, which begins with the wait for a replica."""
+        key = rollout.owner, rollout.request_id
+        found = self._rollouts.get(key)
+        # A client may use an id again; the rest of a stream has the id of its beginning.
+        if found is None or not (found.rollout is rollout or rollout.goes_on):
+            found = RolloutHistory(rollout, TRACE_CONTEXT.get().get(TRACEPARENT))
+            self._rollouts[key] = found
+            self._rollouts.move_to_end(key)
+            if len(self._rollouts) > KEPT:
+                self._rollouts.popitem(last=False)
+        found.attempts.append(attempt := Attempt())
+        del found.attempts[:-_ATTEMPTS_KEPT]
+        return attempt
 
     def of(self, name: str) -> list[Json]:
         """Return the rollouts of a request by its id, as the client sent it or as a reply has it, oldest first."""
@@ -134,16 +135,3 @@ class AttemptHistory:
             for found in self._rollouts.values()
             if (found.rollout.owner, found.rollout.request) == (owner, name)
         ]
-
-    def _note(self, rollout: Rollout, attempt: Attempt) -> None:
-        key = rollout.owner, rollout.request_id
-        found = self._rollouts.get(key)
-        # A client may use an id again; the rest of a stream has the id of its beginning.
-        if found is None or not (found.rollout is rollout or rollout.goes_on):
-            found = RolloutHistory(rollout, TRACE_CONTEXT.get().get(TRACEPARENT))
-            self._rollouts[key] = found
-            self._rollouts.move_to_end(key)
-            if len(self._rollouts) > KEPT:
-                self._rollouts.popitem(last=False)
-        found.attempts.append(attempt)
-        del found.attempts[:-_ATTEMPTS_KEPT]

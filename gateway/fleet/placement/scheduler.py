@@ -154,31 +154,30 @@ class Scheduler:
         `kept` is True where a failed call has something that continues elsewhere; there is no result then.
         """
         while True:
+            attempt, replica = self.history.begin(rollout), None
+            ended_by: BaseException | None = None
             try:
-                with self.history.attempt(rollout) as attempt:
-                    replica = await self._place(rollout, attempt)
-                    attempt.place(replica)
-                    return await self._attempted(rollout, replica, call)
+                replica = await self._place(rollout, attempt)
+                attempt.place(replica)
+                result = await _answer(replica, call)
+                replica.backoff.succeeded()
+                return result
             except EngineError as error:
-                progressed = kept(error)
-                with self._between_attempts(rollout):
-                    await self._failed(rollout, replica, error, progressed=progressed)
-                if progressed:
-                    return None
-
-    async def _attempted(self, rollout: Rollout, replica: Replica, call: Callable[[Replica], Awaitable[T]]) -> T:
-        """Make an attempt on a replica that has room for it, which it gives back at its end."""
-        ended_by: BaseException | None = None
-        try:
-            result = await _answer(replica, call)
-            replica.backoff.succeeded()
-            return result
-        except BaseException as error:
-            ended_by = error
-            raise
-        finally:
-            replica.release(rollout, ended_by)
-            self._pump(rollout.model)
+                failure = ended_by = error
+            except BaseException as error:
+                ended_by = error
+                raise
+            finally:
+                if replica is not None:
+                    replica.release(rollout, ended_by)
+                    self._pump(rollout.model)
+                attempt.finish(ended_by)
+            assert replica is not None  # the wait for one raises no `EngineError`
+            progressed = kept(failure)
+            with self._between_attempts(rollout):
+                await self._failed(rollout, replica, failure, progressed=progressed)
+            if progressed:
+                return None
 
     async def _failed(self, rollout: Rollout, replica: Replica, error: EngineError, *, progressed: bool) -> None:
         """Record the end of an attempt. Raises if there may be no further attempt.

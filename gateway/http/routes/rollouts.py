@@ -76,7 +76,7 @@ class RolloutRoutes:
         response = await send_pieces(request, written.pieces(), seal)
         model = prompts[0].rollout.model
         self.measurement.count_tokens(request, model, written.head["usage"])
-        self.deliveries.count(model, written.ends)
+        self.deliveries.count_ends(model, written.ends)
         self.deliveries.count_batch(model, written.seconds)
         return response
 

@@ -99,7 +99,7 @@ class Sample:
         self.index = index
         self.parts: list[Choice] = []
         """What came of it, as far as it is kept."""
-        self._keeps_content, self._scores_alone = keeps_content, scores_alone
+        self._keeps_content, self._keeps_all = keeps_content, keeps_content and not scores_alone
 
     @classmethod
     def of(cls, told: Json) -> "Sample":
@@ -149,10 +149,11 @@ class Sample:
         """Take a choice of a chunk."""
         if self.num_read < self.kept.num_made == self.num_made and choice.num_tokens:
             self._trim(int(self.num_read))
-        self.has_ids = self.has_ids or choice.token_ids is not None
+        if choice.token_ids is not None:
+            self.has_ids = True
         self.num_made += choice.num_tokens
         self.num_unscored += choice.num_unscored
-        self.parts.append(choice if self._keeps_content and not self._scores_alone else self._kept_of(choice))
+        self.parts.append(choice if self._keeps_all else self._kept_of(choice))
         if choice.prompt_token_ids is not None and not self.kept.num_made:
             self.prompt = choice.prompt_token_ids
         if choice.weight_versions:
@@ -306,46 +307,41 @@ class Sample:
     def told(self, bare: Json) -> Json:
         """The sample as a choice of a whole reply, its lists as JSON; `bare` is one without tokens."""
         whole = self.whole
-        told = self._beside_lists(whole, bare)
-        told["logprobs"] = whole.scores
+        told = {**self._beside_lists(bare), "index": self.index, "logprobs": whole.scores}
+        if "text" in told or whole.text is not None:
+            told["text"] = whole.text or ""
         if self.has_ids:
             told[_IDS] = Raw(whole.token_ids or EMPTY)
         if self.prompt is not None and _PROMPT in told:
             told[_PROMPT] = Raw(self.prompt)
+        told.pop("delta", None)
         return told
 
     def written(self, bare: Json, index: int, *, shows_ids: bool) -> list[bytes]:
-        """As `told`, in JSON in pieces, as choice `index`, with a comma after it; its token ids and those of its prompt
-        are null without `shows_ids`. A large list is not copied."""
-        whole, pieces = self.whole, list[bytes]()
-        told = self._beside_lists(whole, bare)
-        told["index"] = index
+        """As `told`, of text, in JSON in pieces, as choice `index`, with a comma after it; its token ids and those of
+        its prompt are null without `shows_ids`. A large list is not copied."""
+        whole, lists = self.whole, list[bytes]()
+        told = {**self._beside_lists(bare), "index": index, "text": whole.text or ""}
         if not shows_ids:
             told[_IDS] = told[_PROMPT] = None
         else:
             if self.has_ids:
-                pieces += (b',"token_ids":', whole.token_ids or EMPTY)
-                told.pop(_IDS, None)
+                lists += b',"token_ids":', whole.token_ids or EMPTY
+                del told[_IDS]
             if self.prompt is not None:
-                pieces += (b',"prompt_token_ids":', self.prompt)
-                told.pop(_PROMPT, None)
-        if not whole.logprobs:
-            told["logprobs"] = whole.logprobs
-        else:
-            names = _names_of(tuple(whole.logprobs))
-            pieces += (*chain.from_iterable(zip(names, whole.logprobs.values(), strict=True)), b"}")
-            told.pop("logprobs", None)
-        return [encoded(told)[:-1], *pieces, b"},"]
+                lists += b',"prompt_token_ids":', self.prompt
+                del told[_PROMPT]
+        if scores := whole.logprobs:
+            lists += chain.from_iterable(zip(_names_of(tuple(scores)), scores.values(), strict=True))
+            lists.append(b"}")
+            del told["logprobs"]
+        return [encoded(told)[:-1], *lists, b"},"]
 
-    def _beside_lists(self, whole: Choice, bare: Json) -> Json:
-        """The choice with its text, and with lists as its last choice or `bare` has them."""
+    def _beside_lists(self, bare: Json) -> Json:
+        """The choice without its text, and with lists as its last choice or `bare` has them."""
         others = {} if self._last is None else self._last.others
-        told = {**bare, "stop_reason": None, **others, **(self._end or {}), **self.marks()}
-        told["index"], told["finish_reason"] = self.index, self.reason or CUT_OFF
-        if "text" in told or whole.text is not None:
-            told["text"] = whole.text or ""
-        told.pop("delta", None)
-        return told
+        end = {"finish_reason": self.reason or CUT_OFF}
+        return {**bare, "stop_reason": None, **others, **(self._end or {}), **self.marks(), **end}
 
 
 @lru_cache(64)

@@ -254,8 +254,8 @@ class Deliveries:
                 ends[reason] += 1
                 for span in spans or ():
                     # Without limits it is of a request that met several, whose engine does not say which made what.
-                    if span["end"] is not None:
-                        tokens[span.get("base_version", span["version"])] += span["end"] - span["start"]
+                    if (end := span["end"]) is not None:
+                        tokens[span.get("base_version", span["version"])] += end - span["start"]
         for reason, number in ends.items():
             self._metrics.completions.inc(number, model, reason)
         for made_by, number in tokens.items():

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 from weakref import WeakSet
 
 from engines.engine import Engine, Json
@@ -161,7 +161,7 @@ class Replica:
         self.idle.set()
         self.backoff = Backoff()
         self.prompts = Prompts()
-        self._calls: dict[asyncio.Timeout, _Call] = {}
+        self._calls: set[_Call] = set()
         self._flights: WeakSet[Flight] = WeakSet()
         self._steady = asyncio.Event()
         self._steady.set()
@@ -247,15 +247,21 @@ class Replica:
             if isinstance(call, Coroutine):
                 call.close()
             raise EngineUnreachable(f"given up: {self.reason}", replica_id=self.replica_id)
+        task = asyncio.current_task()
+        assert task is not None
+        under_way, others = _Call(task, is_control), task.cancelling()
+        self._calls.add(under_way)
         try:
-            async with asyncio.timeout(None) as bound:
-                self._calls[bound] = _Call(asyncio.current_task(), is_control)
-                return await call
-        except TimeoutError as error:
-            kind = EngineOverwritten if self._calls[bound].is_overwritten else EngineUnreachable
+            return await call
+        except asyncio.CancelledError as error:
+            if not under_way.is_dropped or task.cancelling() > others + 1:  # the task itself was cancelled
+                raise
+            kind = EngineOverwritten if under_way.is_overwritten else EngineUnreachable
             raise kind(f"given up: {self.reason}", replica_id=self.replica_id) from error
         finally:
-            self._calls.pop(bound, None)
+            self._calls.discard(under_way)
+            if under_way.is_dropped:
+                task.uncancel()
 
     async def vouched(self) -> None:
         """Return once `is_vouched`."""
@@ -294,11 +300,11 @@ class Replica:
         With `rollouts_alone` control calls go on, such as a trainer's pause: an update ends the rollouts, for which
         the engine is not at fault. A call that was dropped before may take a while to end.
         """
-        for bound, call in self._calls.items():
+        for call in self._calls:
             goes_on = rollouts_alone and call.is_control
-            if call.task is not asyncio.current_task() and not goes_on and not bound.expired():
-                call.is_overwritten |= rollouts_alone
-                bound.reschedule(asyncio.get_running_loop().time())
+            if call.task is not asyncio.current_task() and not goes_on and not call.is_dropped:
+                call.is_dropped, call.is_overwritten = True, rollouts_alone
+                call.task.cancel()
 
     def enter(self, state: ReplicaState, reason: str) -> None:
         """Change the state. Only `Fleet` calls this."""
@@ -314,10 +320,11 @@ class Replica:
             self.drop_calls()
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Call:
-    """A call in flight. `is_overwritten` once an update has ended it."""
+    """A call in flight. `is_dropped` once it is ended from here, `is_overwritten` where an update does."""
 
-    task: asyncio.Task[object] | None
+    task: asyncio.Task[Any]
     is_control: bool
+    is_dropped: bool = False
     is_overwritten: bool = False

@@ -6,8 +6,8 @@ without an id. Two equal requests whose clients are both there never share: each
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
 
 import msgspec
 import orjson
@@ -27,6 +27,8 @@ from gateway.ledger.folder import Left
 from gateway.ledger.ledger import Ledger, Record
 
 log = structlog.get_logger()
+
+T = TypeVar("T")
 
 _MOST_ORPHANS = 1024
 _MOST_BYTES = 1 << 30
@@ -66,21 +68,24 @@ class Replays:
         """True for a batch; a single sample is cheap to make again."""
         return self._grace_s > 0 and (len(prompts) > 1 or prompts[0].rollout.n > 1)
 
-    @asynccontextmanager
     async def reply(
-        self, identity: bytes, content: bytes, prompts: Sequence[CompletionPrompt]
-    ) -> AsyncIterator[tuple[Written, Callable[[], Awaitable[None]]]]:
-        """The reply to a batch with the body `content`, delivered at the end of the block. Await the other before its
-        last bytes: from then on no later gateway delivers it again.
+        self,
+        identity: bytes,
+        content: bytes,
+        prompts: Sequence[CompletionPrompt],
+        send: Callable[[Written, Callable[[], Awaitable[None]]], Awaitable[T]],
+    ) -> T:
+        """Have `send` deliver the reply to a batch with the body `content`. It awaits its second argument before the
+        last bytes: from then on no later gateway delivers the reply again.
 
-        It is left to a replay where the client goes in the block.
+        It is left to a replay where the client goes meanwhile.
         """
         batch = await self._adopted(identity, prompts) or self._begun(identity, content, prompts)
         del content  # a large one, for as long as the batch takes
         try:
             written = await asyncio.shield(batch.task)
             written.head["id"] = f"cmpl-{prompts[0].request_id}"
-            yield written, batch.forgotten
+            sent = await send(written, batch.forgotten)
         except (asyncio.CancelledError, ConnectionError):
             self._leave(batch)
             raise
@@ -88,6 +93,7 @@ class Replays:
             self._drop(batch)
             raise
         self._drop(batch)
+        return sent
 
     def _begun(self, identity: bytes, content: bytes, prompts: Sequence[CompletionPrompt]) -> Batch:
         first = prompts[0]

@@ -126,7 +126,7 @@ def decoded_and_joined(n: int, chunks: list[Json]) -> Json:
     return reply
 
 
-BARE: Json = {"text": "", "prompt_logprobs": None, "token_ids": [], "prompt_token_ids": None}
+BARE: Json = {"text": "", "logprobs": None, "prompt_logprobs": None, "token_ids": [], "prompt_token_ids": None}
 
 
 def begun(index: int = 0, version: int = 1) -> Sample:

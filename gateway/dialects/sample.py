@@ -320,7 +320,8 @@ class Sample:
     def written(self, bare: Json, index: int, *, shows_ids: bool) -> list[bytes]:
         """As `told`, of text, in JSON in pieces, as choice `index`, with a comma after it; its token ids and those of
         its prompt are null without `shows_ids`. A large list is not copied."""
-        whole, lists = self.whole, list[bytes]()
+        whole = self.whole
+        lists: list[bytes] = []
         told = {**self._beside_lists(bare), "index": index, "text": whole.text or ""}
         if not shows_ids:
             told[_IDS] = told[_PROMPT] = None

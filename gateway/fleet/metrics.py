@@ -248,7 +248,8 @@ class Deliveries:
         self.count_ends(model, [(choice.get("finish_reason"), choice.get("weight_versions")) for choice in choices])
 
     def count_ends(self, model: str, ended: Iterable[End]) -> None:
-        ends, tokens, target = defaultdict[str, int](int), defaultdict[Any, int](int), self._fleet.target_of(model)
+        ends: defaultdict[str, int] = defaultdict(int)
+        tokens: defaultdict[Any, int] = defaultdict(int)
         for reason, spans in ended:
             if reason:
                 ends[reason] += 1
@@ -258,6 +259,7 @@ class Deliveries:
                         tokens[span.get("base_version", span["version"])] += end - span["start"]
         for reason, number in ends.items():
             self._metrics.completions.inc(number, model, reason)
+        target = self._fleet.target_of(model)
         for made_by, number in tokens.items():
             self._metrics.delivered_tokens.inc(number, model, max(0, min(target - int(made_by), _MOST_BEHIND)))
 

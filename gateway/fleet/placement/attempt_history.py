@@ -3,7 +3,8 @@
 import time
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from engines.engine import Json
 from engines.errors import EngineError
@@ -21,8 +22,7 @@ _OF_PLACEMENT = ("queued", "placed", "ended", "replica", "why", "waited_s", "end
 _PREFIXES = ("cmpl-", "chatcmpl-")
 
 
-@dataclass(eq=False, slots=True)
-class Attempt:
+class Attempt(Struct, eq=False):
     """One attempt. Times are of day, in seconds; `versions` are the replica's at the attempt's start and end.
 
     `why` is the reason for its replica, and `waited` has the seconds in line by cause.
@@ -32,11 +32,11 @@ class Attempt:
     replica: Replica | None = None
     placed: float | None = None
     ended: float | None = None
-    versions: list[int | None] = field(default_factory=list)
+    versions: list[int | None] = []
     end: End | None = None
     error: str = ""
     why: str = ""
-    waited: Mapping[Cause, float] = field(default_factory=dict)
+    waited: Mapping[Cause, float] = {}
 
     def place(self, replica: Replica) -> None:
         """Note the replica that has taken the rollout."""
@@ -69,13 +69,12 @@ class Attempt:
         }
 
 
-@dataclass(eq=False, slots=True)
-class RolloutHistory:
+class RolloutHistory(Struct, eq=False):
     """One rollout and its attempts. The rest of a sample that was cut off is a rollout of its own."""
 
     rollout: Rollout
     traceparent: str | None
-    attempts: list[Attempt] = field(default_factory=list)
+    attempts: list[Attempt] = []
 
     def report(self) -> Json:
         rollout = self.rollout

@@ -98,7 +98,11 @@ class Chunk(Struct, array_like=True, gc=False):
     @property
     def head(self) -> Json:
         """The fields beside the choices."""
-        return {key: decoded(value) for key, value in fields_of(self.written).items() if key not in _BESIDE_HEAD}
+        told = fields_of(self.written)
+        for key in _BESIDE_HEAD:
+            told.pop(key, None)
+        head: Json = decoded(encoded(told))
+        return head
 
     def shed(self, *, has_head: bool) -> None:
         """Drop what it has twice, and its head where that was told."""

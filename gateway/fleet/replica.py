@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
-from weakref import WeakSet
 
 from engines.engine import Engine, Json
 from engines.errors import EngineError, EngineOverwritten, EngineRefused, EngineUnreachable
@@ -162,7 +161,7 @@ class Replica:
         self.backoff = Backoff()
         self.prompts = Prompts()
         self._calls: set[_Call] = set()
-        self._flights: WeakSet[Flight] = WeakSet()
+        self._flights: dict[int, Flight] = {}  # by rollout
         self._steady = asyncio.Event()
         self._steady.set()
 
@@ -202,6 +201,7 @@ class Replica:
             evidence = self.evidence
             evidence.longest_given_up = max(evidence.longest_given_up, rollout.prompt_tokens)
         self.prompts.end(rollout)
+        self._flights.pop(id(rollout), None)
         self.load_tokens -= rollout.tokens
         self.load_samples -= rollout.n
         self.rank -= rollout.tokens * _MOST_PLACED
@@ -223,10 +223,9 @@ class Replica:
         if self.prompts.unread:
             self.prompts.has_read(rollout)
 
-    def take_off(self) -> Flight:
-        """Start the record of the weight versions of a request that is sent now."""
-        flight = Flight(self.weight_version)
-        self._flights.add(flight)
+    def take_off(self, rollout: Work) -> Flight:
+        """Start the record of the weight versions of a request that is sent now, until `release`."""
+        self._flights[id(rollout)] = flight = Flight(self.weight_version)
         return flight
 
     def hold(self, version: int, *, keeps_kv: bool) -> None:
@@ -234,7 +233,7 @@ class Replica:
         if version == self.weight_version:
             return  # taken before the commit, in a rolling update
         self.weight_version = version
-        for flight in self._flights:
+        for flight in self._flights.values():
             flight.meet(version, keeps_kv=keeps_kv)
 
     async def unless_lost(self, call: Awaitable[T], *, is_control: bool = False) -> T:

@@ -126,11 +126,10 @@ def num_unscored(scores: dict[str, Any], made: int) -> int:
     return sum((entry["logprob"] if isinstance(entry, dict) else entry) is None for entry in entries[-made:])
 
 
-def offsets_of(names: bytes) -> bytes:
-    """The place of each token in the text of all: a chunk counts from its own start, or from the text before, by the
-    kind of engine."""
-    tokens = decoded(names)
-    return encoded(list(accumulate(map(len, tokens[:-1]), initial=0))[: len(tokens)])
+def offsets_of(names: bytes, begin: int = 0) -> tuple[bytes, int]:
+    """The place of each token in a text whose tokens before it end at `begin`, and the end of the last."""
+    *places, end = accumulate(map(len, decoded(names)), initial=begin)
+    return encoded(places), end
 
 
 class _Choice(Struct, gc=False):

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from msgspec import Raw
 
-from engines.chunks import Choice, Chunk
+from engines.chunks import OFFSETS, Choice, Chunk, offsets_of
 from engines.engine import Json
 from engines.raw_json import EMPTY, decoded, encoded, joined_lists, opened
 from engines.reading.joining import joined
@@ -111,7 +111,10 @@ class Sample:
     @property
     def whole(self) -> Choice:
         """All that came of it as one choice."""
-        return joined(self.parts) if self.parts else _NO_PART
+        whole = joined(self.parts) if self.parts else _NO_PART
+        if self.is_resumed and whole.logprobs and OFFSETS in whole.logprobs:  # a rest counts from its own start
+            whole.logprobs[OFFSETS], _ = offsets_of(whole.logprobs["tokens"])
+        return whole
 
     @property
     def token_ids(self) -> list[int]:

@@ -36,7 +36,7 @@ _NAMESPACE = "rollout_gateway"
 # Larger distances to the target version share a label, so that their number is bounded.
 _MOST_BEHIND = 8
 End = tuple[str | None, Sequence[Json] | None]
-"""How a sample ended, None where it goes on, and the spans of its tokens by weight version."""
+"""How a sample ended, and the spans of its tokens by weight version."""
 _TAIL_RATIOS = (1, 1.1, 1.25, 1.5, 2, 3, 5, 10, 30)
 _SECONDS = (0.005, 0.02, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
 
@@ -245,18 +245,20 @@ class Deliveries:
 
     def count(self, model: str, choices: Iterable[Json]) -> None:
         """Count the choices that end."""
-        self.count_ends(model, [(choice.get("finish_reason"), choice.get("weight_versions")) for choice in choices])
+        ended = [one for one in choices if one.get("finish_reason")]
+        if ended:
+            self.count_ends(model, [(one["finish_reason"], one.get("weight_versions")) for one in ended])
 
     def count_ends(self, model: str, ended: Iterable[End]) -> None:
-        ends: defaultdict[str, int] = defaultdict(int)
+        """Count samples that have ended."""
+        ends: defaultdict[str | None, int] = defaultdict(int)
         tokens: defaultdict[Any, int] = defaultdict(int)
         for reason, spans in ended:
-            if reason:
-                ends[reason] += 1
-                for span in spans or ():
-                    # Without limits it is of a request that met several, whose engine does not say which made what.
-                    if (end := span["end"]) is not None:
-                        tokens[span.get("base_version", span["version"])] += end - span["start"]
+            ends[reason] += 1
+            for span in spans or ():
+                # Without limits it is of a request that met several, whose engine does not say which made what.
+                if (end := span["end"]) is not None:
+                    tokens[span.get("base_version", span["version"])] += end - span["start"]
         for reason, number in ends.items():
             self._metrics.completions.inc(number, model, reason)
         target = self._fleet.target_of(model)

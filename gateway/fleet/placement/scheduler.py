@@ -96,6 +96,7 @@ class Scheduler:
         self.sessions = Sessions()
         self._watched_lines: set[str] = set()
         self._to_look_at: set[str] = set()
+        self._able_of: dict[tuple[str, bool, str], tuple[Sequence[Replica], Sequence[Replica]]] = {}
         self.lengths = Lengths()
         """The expected lengths of samples by their prompts."""
         self.history = AttemptHistory()
@@ -375,12 +376,22 @@ class Scheduler:
         """
         able = self._fleet.serving(rollout.model, rollout.adapter)
         if rollout.needs_ids or rollout.needs_route:
-            serving, able = able, [replica for replica in able if is_capable(rollout, replica.info)]
-            if len(able) < len(serving) and not self._has_capable(rollout):
-                able = serving
+            able = self._capable(rollout, able)
         if Backoff.is_any_on():
             able = [replica for replica in able if not (replica.backoff.until and replica.backoff.left_s)]
         return fresh_enough(rollout, able, self._fleet.target_of(rollout.model))
+
+    def _capable(self, rollout: Rollout, serving: Sequence[Replica]) -> Sequence[Replica]:
+        """Those that can do what a rollout needs. On a large fleet a look at each takes as long as all else of a
+        placement, so they are found once for a list of the fleet's, which is the same until a state changes."""
+        needs = rollout.model, rollout.needs_ids, rollout.needs_route
+        before, able = self._able_of.get(needs, (None, serving))
+        if before is not serving:
+            able = [replica for replica in serving if is_capable(rollout, replica.info)]
+            if len(able) < len(serving) and not self._has_capable(rollout):
+                able = serving
+            self._able_of[needs] = serving, able
+        return able
 
     def _has_capable(self, rollout: Rollout) -> bool:
         ours = (replica for replica in self._fleet.replicas if replica.info.model == rollout.model)

@@ -59,8 +59,7 @@ class Choice(Struct, array_like=True, gc=False):
     @property
     def scores(self) -> dict[str, Raw] | None:
         """Its log-probs."""
-        scores = self.logprobs
-        return None if scores is None else dict(zip(scores, map(Raw, scores.values()), strict=True))
+        return None if self.logprobs is None else {key: Raw(value) for key, value in self.logprobs.items()}
 
     def fields(self) -> Json:
         """All its fields."""
@@ -101,8 +100,7 @@ class Chunk(Struct, array_like=True, gc=False):
         told = fields_of(self.written)
         for key in _BESIDE_HEAD:
             told.pop(key, None)
-        head: Json = decoded(encoded(told))
-        return head
+        return dict(decoded(encoded(told)))
 
     def shed(self, *, has_head: bool) -> None:
         """Drop what it has twice, and its head where that was told."""

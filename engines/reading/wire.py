@@ -125,13 +125,9 @@ class Wire(asyncio.BufferedProtocol, Generic[S, R]):
         if self._transport is not None:
             self._transport.abort()
 
-    @property
-    def peer(self) -> Any:
-        """The address of the other end."""
-        return self._transport.get_extra_info("peername") if self._transport else None
-
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport  # type: ignore[assignment]  # uvloop's is no asyncio.Transport
+        self.peer: Any = transport.get_extra_info("peername")
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return memoryview(self._buffer)[self._came :]

@@ -43,11 +43,6 @@ class Written:
     ends: list[End]
     seconds: list[float]
 
-    @property
-    def num_bytes(self) -> int:
-        """About the length of the whole."""
-        return sum(map(len, self.choices))
-
     def pieces(self) -> list[bytes]:
         """Return the reply, which is kept until it is delivered: its client may go before, and a replay gets it."""
         return [encoded(self.head)[:-1] + b',"choices":[', *self.choices[:-1], b"}]}"]
@@ -70,7 +65,9 @@ class Completions:
         n, values = check_sampling(body), _prompt_list(body)
         terms = Terms.read(body, self._fleet, self._runner.lengths, len(values))
         max_len = common_room(self._fleet, terms.model)
-        limit = _limit(body, max_len)
+        # As in vLLM, null is the default, and `max_completion_tokens` is of conversations.
+        limit = _DEFAULT_MAX_TOKENS if body.get("max_tokens") is None else body["max_tokens"]
+        limit = min(limit, max_len or limit)
         rest = without_own_fields(body)
         for own in ("prompt", "stream"):
             rest.pop(own, None)
@@ -159,12 +156,6 @@ class Completions:
 def longest_first(prompts: Sequence[CompletionPrompt]) -> Sequence[CompletionPrompt]:
     """The order in which the prompts of one request take their turns."""
     return prompts if len(prompts) == 1 else sorted(prompts, key=lambda prompt: prompt.rollout.rank)
-
-
-def _limit(body: Json, max_len: int | None) -> int:
-    """Most tokens of a sample. As in vLLM, null is the default, and `max_completion_tokens` is of conversations."""
-    asked: int = _DEFAULT_MAX_TOKENS if body.get("max_tokens") is None else body["max_tokens"]
-    return min(asked, max_len or asked)
 
 
 def _prompt_list(body: Json) -> list[Any]:

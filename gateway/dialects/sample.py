@@ -231,7 +231,7 @@ class Sample:
     def settle(self) -> None:
         """Take what it has for all that there will be, but no tokens of no known version."""
         if self.is_known:
-            self.stamp_now()
+            self.stamp(self.num_made)
         else:
             self.drop()
 
@@ -253,15 +253,11 @@ class Sample:
     # Weight versions
 
     def stamp(self, num_counted: int | None = None) -> None:
-        """Note the weight versions of its tokens, once: it has ended, or continues elsewhere. `num_counted` is the
-        engine's count of tokens without ids."""
+        """Note the weight versions of its tokens, once: they are known, as it has ended or continues elsewhere.
+        `num_counted` is the engine's count of tokens without ids."""
         if self.spans is None:
             is_counted = self.has_ids or self._last is None
             self.spans, self.kv_versions = self.stamps_of(self.num_made if is_counted else num_counted)
-
-    def stamp_now(self) -> None:
-        """Note the versions of its tokens, which are known, before its replica has ended all of the others."""
-        self.spans, self.kv_versions = self.stamps_of(self.num_made)
 
     def stamps_of(self, num_tokens: int | None) -> tuple[list[Json], Sequence[int]]:
         """The versions of so many tokens, and of the KV under them."""

@@ -1,6 +1,7 @@
 """The gateway's metrics, and the engines' own pages with a `replica` label."""
 
 import asyncio
+import re
 import time
 from bisect import bisect_left
 from collections import defaultdict
@@ -37,6 +38,8 @@ _NAMESPACE = "rollout_gateway"
 _MOST_BEHIND = 8
 End = tuple[str | None, Sequence[Json] | None]
 """How a sample ended, and the spans of its tokens by weight version."""
+# Families of process and interpreter are our own, and times of creation are left out.
+_CLASHES = re.compile(r"(process_|python_).*|.*_created")
 _TAIL_RATIOS = (1, 1.1, 1.25, 1.5, 2, 3, 5, 10, 30)
 _SECONDS = (0.005, 0.02, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
 
@@ -154,19 +157,18 @@ class Count(Collector):
     alone counts."""
 
     def __init__(self, registry: CollectorRegistry, name: str, text: str, *labels: str) -> None:
-        self._named = f"{_NAMESPACE}_{name}", text
-        self._labels = labels
-        self._values: dict[tuple[object, ...], float] = {}
+        self._family = partial(CounterMetricFamily, f"{_NAMESPACE}_{name}", text, labels=labels)
+        self._values: defaultdict[tuple[object, ...], float] = defaultdict(float)
         registry.register(self)
 
     def inc(self, number: float, *labels: object) -> None:
-        self._values[labels] = self._values.get(labels, 0.0) + number
+        self._values[labels] += number
 
-    def collect(self) -> Iterator[Metric]:
-        family = CounterMetricFamily(*self._named, labels=self._labels)
+    def collect(self) -> list[Metric]:
+        family = self._family()
         for labels, value in self._values.items():
             family.add_metric(list(map(str, labels)), value)
-        yield family
+        return [family]
 
 
 class Spread(Collector):
@@ -175,24 +177,22 @@ class Spread(Collector):
     def __init__(
         self, registry: CollectorRegistry, bounds: Sequence[float], name: str, text: str, *labels: str
     ) -> None:
-        self._named = f"{_NAMESPACE}_{name}", text
-        self._labels = labels
+        self._family = partial(HistogramMetricFamily, f"{_NAMESPACE}_{name}", text, labels=labels)
         self._bounds = bounds
-        self._names = [*map(floatToGoString, bounds), "+Inf"]
-        self._sums: dict[tuple[object, ...], float] = {}
-        self._counts: defaultdict[tuple[object, ...], list[int]] = defaultdict(lambda: [0] * len(self._names))
+        # Of each bucket, and of those above; then the sum.
+        self._values: defaultdict[tuple[object, ...], list[float]] = defaultdict(lambda: [0.0] * (len(bounds) + 2))
         registry.register(self)
 
     def observe(self, value: float, *labels: object) -> None:
-        self._sums[labels] = self._sums.get(labels, 0.0) + value
-        self._counts[labels][bisect_left(self._bounds, value)] += 1
+        values = self._values[labels]
+        values[bisect_left(self._bounds, value)] += 1
+        values[-1] += value
 
-    def collect(self) -> Iterator[Metric]:
-        family = HistogramMetricFamily(*self._named, labels=self._labels)
-        for labels, counts in self._counts.items():
-            buckets = list(zip(self._names, accumulate(counts), strict=True))
-            family.add_metric(list(map(str, labels)), buckets, self._sums[labels])
-        yield family
+    def collect(self) -> list[Metric]:
+        family, names = self._family(), [*map(floatToGoString, self._bounds), "+Inf"]
+        for labels, (*counts, total) in self._values.items():
+            family.add_metric(list(map(str, labels)), list(zip(names, accumulate(counts), strict=True)), total)
+        return [family]
 
 
 class _Labelled(Collector):
@@ -205,7 +205,7 @@ class _Labelled(Collector):
         families: dict[str, Metric] = {}
         for label, page in self._pages.items():
             try:
-                found = list(_ours_excluded(text_string_to_metric_families(page)))
+                found = [one for one in text_string_to_metric_families(page) if not _CLASHES.fullmatch(one.name)]
             except ValueError as error:
                 log.warning("the metrics page of an engine is left out", replica=label, error=str(error))
                 continue
@@ -214,15 +214,6 @@ class _Labelled(Collector):
                 for sample in family.samples:
                     joined.samples.append(sample._replace(labels={**sample.labels, "replica": label}))
         yield from families.values()
-
-
-def _ours_excluded(families: Iterable[Metric]) -> Iterator[Metric]:
-    """Drop process and interpreter families, which would clash with our own, and times of creation."""
-    return (
-        family
-        for family in families
-        if not family.name.startswith(("process_", "python_")) and not family.name.endswith("_created")
-    )
 
 
 def package_version() -> str:
@@ -245,9 +236,8 @@ class Deliveries:
 
     def count(self, model: str, choices: Iterable[Json]) -> None:
         """Count the choices that end."""
-        ended = [one for one in choices if one.get("finish_reason")]
-        if ended:
-            self.count_ends(model, [(one["finish_reason"], one.get("weight_versions")) for one in ended])
+        if ended := [(one["finish_reason"], one.get("weight_versions")) for one in choices if one.get("finish_reason")]:
+            self.count_ends(model, ended)
 
     def count_ends(self, model: str, ended: Iterable[End]) -> None:
         """Count samples that have ended."""

@@ -103,7 +103,7 @@ class Batch:
     @property
     def num_bytes(self) -> int:
         """Size of the reply, once there is one."""
-        return self._reply.num_bytes if self._reply else 0
+        return sum(map(len, self._reply.choices)) if self._reply else 0
 
     @property
     def is_aborted(self) -> bool:

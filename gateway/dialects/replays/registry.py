@@ -27,7 +27,6 @@ from gateway.ledger.folder import Left
 from gateway.ledger.ledger import Ledger, Record
 
 log = structlog.get_logger()
-
 T = TypeVar("T")
 
 _MOST_ORPHANS = 1024
@@ -97,7 +96,9 @@ class Replays:
 
     def _begun(self, identity: bytes, content: bytes, prompts: Sequence[CompletionPrompt]) -> Batch:
         first = prompts[0]
-        head = BatchHead(identity, first.request_id, first.rollout.session, self._oldest(first), content)
+        served = [replica.weight_version or 0 for replica in self._fleet.serving(first.rollout.model)]
+        oldest = max(min(served, default=0), self._least(first))  # that a token made from now on may have
+        head = BatchHead(identity, first.request_id, first.rollout.session, oldest, content)
         return self._run(Batch(head, prompts, self._ledger))
 
     def _run(self, batch: Batch) -> Batch:
@@ -105,12 +106,6 @@ class Replays:
         batch.task = asyncio.create_task(work, name=f"batch {batch.request_id}")
         self._batches[batch.identity].append(batch)
         return batch
-
-    def _oldest(self, prompt: CompletionPrompt) -> int:
-        """The oldest version that a token made from now on may have."""
-        rollout = prompt.rollout
-        served = [replica.weight_version or 0 for replica in self._fleet.serving(rollout.model)]
-        return max(min(served, default=0), self._least(prompt))
 
     def _least(self, prompt: CompletionPrompt) -> int:
         """The oldest version that the client takes now."""

@@ -8,8 +8,7 @@ import asyncio
 import math
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -175,8 +174,13 @@ class Scheduler:
                 attempt.finish(ended_by)
             assert replica is not None  # the wait for one raises no `EngineError`
             progressed = kept(failure)
-            with self._between_attempts(rollout):
+            self._between[id(rollout)] = rollout
+            try:
                 await self._failed(rollout, replica, failure, progressed=progressed)
+                if id(rollout) not in self._between:
+                    raise _withdrawn(rollout)
+            finally:
+                self._between.pop(id(rollout), None)
             if progressed:
                 return None
 
@@ -202,17 +206,6 @@ class Scheduler:
             if died and not progressed:
                 await asyncio.sleep(_AFTER_DEATH_S)
         rollout.attempts.check(error, max_attempts=self._config.max_attempts, longest_s=self._config.generate_timeout_s)
-
-    @contextmanager
-    def _between_attempts(self, rollout: Rollout) -> Iterator[None]:
-        """Raises `Withdrawn` at the end of the block where the rollout was withdrawn in it."""
-        self._between[id(rollout)] = rollout
-        try:
-            yield
-            if id(rollout) not in self._between:
-                raise _withdrawn(rollout)
-        finally:
-            self._between.pop(id(rollout), None)
 
     async def _judge(self, rollout: Rollout, replica: Replica, end: End, error: EngineError) -> bool:
         """Have a replica back off, or be looked at, after an attempt that failed. True if its engine is dead."""
@@ -388,14 +381,12 @@ class Scheduler:
         before, able = self._able_of.get(needs, (None, serving))
         if before is not serving:
             able = [replica for replica in serving if is_capable(rollout, replica.info)]
-            if len(able) < len(serving) and not self._has_capable(rollout):
-                able = serving
+            if len(able) < len(serving):
+                ours = (one for one in self._fleet.replicas if one.info.model == rollout.model)
+                known = (one for one in ours if one.state is not ReplicaState.LOST)
+                able = able if any(is_capable(rollout, one.info) for one in known) else serving
             self._able_of[needs] = serving, able
         return able
-
-    def _has_capable(self, rollout: Rollout) -> bool:
-        ours = (replica for replica in self._fleet.replicas if replica.info.model == rollout.model)
-        return any(replica.state is not ReplicaState.LOST and is_capable(rollout, replica.info) for replica in ours)
 
     def _is_closed(self, model: str) -> bool:
         return bool(self._closed_for) and model == self._fleet.models.policy

@@ -20,8 +20,18 @@ from engines.types import OLDEST, Dialect, EngineKind, is_too_old, release
 # of a distribution named vllm.
 _CLI = ("vllm.entrypoints.cli.main", "serve")
 _SERVER = ("vllm.entrypoints.launchers.api_server.entry", "--model")
-# What its processes import beside that, first and last.
-_VLLM_MODULES = ("vllm.v1.engine.async_llm", "vllm.v1.engine.core", "engines.inside_vllm.worker")
+# What its processes import beside that, also from within functions.
+_VLLM_MODULES = (
+    "vllm.entrypoints.cli.serve",
+    "vllm.v1.engine.async_llm",
+    "vllm.renderers.hf",
+    "vllm.v1.engine.core",
+    "vllm.v1.core.sched.async_scheduler",
+    "vllm.compilation.backends",
+    "vllm.distributed.elastic_ep.elastic_execute",
+    "vllm.model_executor.layers.quantization.online.base",
+    "engines.inside_vllm.worker",
+)
 _SPANS = "engines.inside_vllm.spans.VersionSpans"
 
 _SGLANG_ENTRY = Path(__file__).resolve().parents[1] / "inside_sglang" / "entry"

@@ -134,5 +134,4 @@ def has_room(rollout: Rollout, replica: Replica) -> bool:
     """An idle replica takes any rollout, however large its n. Rests are spread, as each is a prompt to read at once."""
     if replica.load_samples == 0:
         return True
-    may_read = not rollout.goes_on or replica.prompts.may_add
-    return may_read and replica.load_samples + rollout.n <= replica.max_samples
+    return replica.has_place(rollout) and (not rollout.goes_on or replica.prompts.may_add)

@@ -307,6 +307,8 @@ class Scheduler:
         this_pass, skipped = SchedulingPass(), set[Queue]()
         for waiter in line.in_turn(skipped):
             queue = waiter.queue
+            if waiter.rollout.goes_on and queue in this_pass.rests_wait:
+                continue
             if queue not in this_pass.able:
                 this_pass.able[queue] = self._able(waiter.rollout)
             if this_pass.reserved:
@@ -325,6 +327,10 @@ class Scheduler:
         wanted = self._wanted(rollout, able)
         fit = open_ if wanted is able else [one for one in open_ if one in wanted]
         chosen = self._choose_and_reserve(rollout, fit)
+        if chosen is None and rollout.goes_on and any(one.has_place(rollout) for one in fit):
+            this_pass.rests_wait.add(waiter.queue)  # engines with enough to read have time for other rollouts
+            waiter.queue.waits.lack(Cause.ROOM)
+            return
         if chosen is None:
             waiter.kept = min(fit or wanted, key=lambda one: one.load_samples)
             this_pass.reserve(waiter.kept)

@@ -152,7 +152,8 @@ class Wire(asyncio.BufferedProtocol, Generic[S, R]):
                     return
                 begin = end
                 self._received(self, message)
-            self._make_room(came[begin:], size)
+            if begin or size != len(self._buffer):
+                self._make_room(came[begin:], size)
 
     def _make_room(self, begun: memoryview, size: int) -> None:
         """Keep the beginning of a message in a buffer of `size` bytes."""

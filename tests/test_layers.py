@@ -49,7 +49,7 @@ LINES = {
     "trainer_client": 3656,
     "sim": 2036,
     "tuning": 5127,
-    "loadtests": 7483,
+    "loadtests": 7341,
     "trainer_client/sessions": 730,
     "loadtests/sessions": 563,
 }

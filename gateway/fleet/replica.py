@@ -4,8 +4,7 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
-from weakref import WeakSet
+from typing import Any, Protocol, TypeVar
 
 from engines.engine import Engine, Json
 from engines.errors import EngineError, EngineOverwritten, EngineRefused, EngineUnreachable
@@ -175,8 +174,8 @@ class Replica:
         self.idle.set()
         self.backoff = Backoff()
         self.prompts = Prompts()
-        self._calls: dict[asyncio.Timeout, _Call] = {}
-        self._flights: WeakSet[Flight] = WeakSet()
+        self._calls: set[_Call] = set()
+        self._flights: dict[int, Flight] = {}  # by rollout
         self._steady = asyncio.Event()
         self._steady.set()
 
@@ -220,6 +219,7 @@ class Replica:
             evidence = self.evidence
             evidence.longest_given_up = max(evidence.longest_given_up, rollout.prompt_tokens)
         self.prompts.end(rollout)
+        self._flights.pop(id(rollout), None)
         self.load_tokens -= rollout.tokens
         self.load_samples -= rollout.n
         self.rank -= rollout.tokens * _MOST_PLACED
@@ -241,10 +241,9 @@ class Replica:
         if self.prompts.unread:
             self.prompts.has_read(rollout)
 
-    def take_off(self) -> Flight:
-        """Start the record of the weight versions of a request that is sent now."""
-        flight = Flight(self.weight_version)
-        self._flights.add(flight)
+    def take_off(self, rollout: Work) -> Flight:
+        """Start the record of the weight versions of a request that is sent now, until `release`."""
+        self._flights[id(rollout)] = flight = Flight(self.weight_version)
         return flight
 
     def hold(self, version: int, *, keeps_kv: bool) -> None:
@@ -252,7 +251,7 @@ class Replica:
         if version == self.weight_version:
             return  # taken before the commit, in a rolling update
         self.weight_version = version
-        for flight in self._flights:
+        for flight in self._flights.values():
             flight.meet(version, keeps_kv=keeps_kv)
 
     async def unless_lost(self, call: Awaitable[T], *, is_control: bool = False) -> T:
@@ -265,15 +264,21 @@ class Replica:
             if isinstance(call, Coroutine):
                 call.close()
             raise EngineUnreachable(f"given up: {self.reason}", replica_id=self.replica_id)
+        task = asyncio.current_task()
+        assert task is not None
+        under_way, others = _Call(task, is_control), task.cancelling()
+        self._calls.add(under_way)
         try:
-            async with asyncio.timeout(None) as bound:
-                self._calls[bound] = _Call(asyncio.current_task(), is_control)
-                return await call
-        except TimeoutError as error:
-            kind = EngineOverwritten if self._calls[bound].is_overwritten else EngineUnreachable
+            return await call
+        except asyncio.CancelledError as error:
+            if not under_way.is_dropped or task.cancelling() > others + 1:  # the task itself was cancelled
+                raise
+            kind = EngineOverwritten if under_way.is_overwritten else EngineUnreachable
             raise kind(f"given up: {self.reason}", replica_id=self.replica_id) from error
         finally:
-            self._calls.pop(bound, None)
+            self._calls.discard(under_way)
+            if under_way.is_dropped:
+                task.uncancel()
 
     async def vouched(self) -> None:
         """Return once `is_vouched`."""
@@ -312,11 +317,11 @@ class Replica:
         With `rollouts_alone` control calls go on, such as a trainer's pause: an update ends the rollouts, for which
         the engine is not at fault. A call that was dropped before may take a while to end.
         """
-        for bound, call in self._calls.items():
+        for call in self._calls:
             goes_on = rollouts_alone and call.is_control
-            if call.task is not asyncio.current_task() and not goes_on and not bound.expired():
-                call.is_overwritten |= rollouts_alone
-                bound.reschedule(asyncio.get_running_loop().time())
+            if call.task is not asyncio.current_task() and not goes_on and not call.is_dropped:
+                call.is_dropped, call.is_overwritten = True, rollouts_alone
+                call.task.cancel()
 
     def enter(self, state: ReplicaState, reason: str) -> None:
         """Change the state. Only `Fleet` calls this."""
@@ -332,10 +337,11 @@ class Replica:
             self.drop_calls()
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Call:
-    """A call in flight. `is_overwritten` once an update has ended it."""
+    """A call in flight. `is_dropped` once it is ended from here, `is_overwritten` where an update does."""
 
-    task: asyncio.Task[object] | None
+    task: asyncio.Task[Any]
     is_control: bool
+    is_dropped: bool = False
     is_overwritten: bool = False

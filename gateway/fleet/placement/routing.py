@@ -94,7 +94,7 @@ def _is_kept(home: Replica, rollout: Rollout, replicas: Sequence[Replica]) -> bo
     if home not in replicas or not has_room(rollout, home):
         return False
     # A few samples more cost a decoding engine next to nothing, so one with little to do is never overloaded.
-    return is_light(home) or not _is_overloaded(home, rollout, replicas)
+    return home.load_samples < _LIGHT_SHARE * home.max_samples or not _is_overloaded(home, rollout, replicas)
 
 
 def _is_overloaded(home: Replica, rollout: Rollout, replicas: Sequence[Replica]) -> bool:
@@ -135,8 +135,3 @@ def has_room(rollout: Rollout, replica: Replica) -> bool:
     if replica.load_samples == 0:
         return True
     return replica.has_place(rollout) and (not rollout.goes_on or replica.prompts.may_add)
-
-
-def is_light(replica: Replica) -> bool:
-    """True for a replica with so little to do that a few samples more cost it next to nothing."""
-    return replica.load_samples < _LIGHT_SHARE * replica.max_samples

@@ -124,11 +124,11 @@ class Completions:
         """Write the reply of one prompt, its samples numbered as the client knows them."""
         reply = reply or Reply(prompt.read)
         await self._runner.run(prompt, reply)
-        written = Written(prompt.head(reply), [], [], [time.monotonic() - began])
+        ends: list[End] = [(sample.reason, sample.spans) for sample in reply.samples]
+        written = Written(prompt.head(reply), [], ends, [time.monotonic() - began])
         bare, first, shows_ids = prompt.bare(), prompt.first, bool(prompt.body.get("return_token_ids"))
         for sample in reply.samples:
             written.choices += sample.written(bare, first + sample.index, shows_ids=shows_ids)
-            written.ends.append((sample.reason, sample.spans))
         self._runner.count_missing(reply.num_unscored)
         return written
 

@@ -150,7 +150,7 @@ class Sample:
 
     def add(self, choice: Choice) -> None:
         """Take a choice of a chunk."""
-        if self.num_read < self.kept.num_made == self.num_made and choice.num_tokens:
+        if self.is_resumed and self.num_read < self.kept.num_made == self.num_made and choice.num_tokens:
             self._trim(int(self.num_read))
         if choice.token_ids is not None:
             self.has_ids = True
@@ -265,6 +265,8 @@ class Sample:
             return self.spans, self.kv_versions
         source, kept = self.source, self.kept
         assert source is not None
+        if not self.is_resumed:
+            return stamps(self._report, source.flight, num_tokens, source.adapter)
         num_new = num_tokens and num_tokens - kept.num_made
         spans, kv_versions = stamps(self._report, source.flight, num_new, source.adapter)
         if kept.spans is not None:

@@ -28,6 +28,7 @@ from gateway.ledger.ledger import Ledger, Record
 
 log = structlog.get_logger()
 T = TypeVar("T")
+Send = Callable[[Written, Callable[[], Awaitable[None]]], Awaitable[T]]
 
 _MOST_ORPHANS = 1024
 _MOST_BYTES = 1 << 30
@@ -67,13 +68,7 @@ class Replays:
         """True for a batch; a single sample is cheap to make again."""
         return self._grace_s > 0 and (len(prompts) > 1 or prompts[0].rollout.n > 1)
 
-    async def reply(
-        self,
-        identity: bytes,
-        content: bytes,
-        prompts: Sequence[CompletionPrompt],
-        send: Callable[[Written, Callable[[], Awaitable[None]]], Awaitable[T]],
-    ) -> T:
+    async def reply(self, identity: bytes, content: bytes, prompts: Sequence[CompletionPrompt], send: Send[T]) -> T:
         """Have `send` deliver the reply to a batch with the body `content`. It awaits its second argument before the
         last bytes: from then on no later gateway delivers the reply again.
 

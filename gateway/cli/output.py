@@ -40,10 +40,9 @@ def describe_update(last: dict[str, Any]) -> str:
     """Return one line: end, transport, seconds by step, bytes and canary results."""
     found = Counter((replica.get("canary") or {}).get("result", "not asked") for replica in last["replicas"].values())
     steps = ", ".join(f"{step} {seconds:.3f}" for step, seconds in last["seconds"].items())
-    way = f"{last['transport']}{', rolling,' * last['rolling']}"
     is_group = last["transport"] not in ("store", "relay")
     return (
-        f"version {last['version']} {last['end']} over {way} in {last['age_s']:.3f} s ({steps}), "
+        f"version {last['version']} {last['end']} over {last['transport']} in {last['age_s']:.3f} s ({steps}), "
         f"{last['bytes'] / 1e6:.1f} MB, canary: {', '.join(f'{n} {result}' for result, n in found.items()) or 'none'}"
         + (f"; not staged: {last['unstaged']}" if is_group and last["unstaged"] else "")
         + (f"; {last['error']}" if last["error"] else "")

@@ -36,8 +36,6 @@ class Settings:
     """Dtype of sent weights; default: the engines'."""
     num_warmup_batches: float = 0
     """Batches of prompts requested ahead of training, which makes it asynchronous; 0 is on-policy."""
-    rolling: bool | None = None
-    """Update replica after replica while the others serve (store only); default: the gateway's `weights.rolling`."""
     abort_at_sync: bool = False
     """Abort rollouts before a sync and resume them after it, as verl's servers do; else the gateway's
     `weights.in_flight` decides. Only for verl's own trainers."""
@@ -55,12 +53,6 @@ class Settings:
     def __post_init__(self) -> None:
         if self.transport not in _TRANSPORTS:
             raise ConfigError(f"gateway.transport = {self.transport!r} must be one of {', '.join(_TRANSPORTS)}")
-        if self.rolling and self.transport in ("gloo", "nccl"):
-            raise ConfigError(f"gateway.rolling=True needs transport=store, not {self.transport}")
-        if self.rolling and self.abort_at_sync:
-            raise ConfigError(
-                "gateway.abort_at_sync=True stops all replicas, which contradicts rolling=True: set one of them"
-            )
         if self.dtype is not None and self.dtype not in _DTYPES:
             raise ConfigError(f"gateway.dtype = {self.dtype!r} must be one of {', '.join(_DTYPES)}")
         for name in ("rollout_timeout_s", "sync_timeout_s", "ready_timeout_s"):

@@ -144,7 +144,7 @@ class GroupArrival:
             check_receipts(dict(zip(group.members, received, strict=True)))
         self._digests = next(filter(None, received), {})
 
-    async def prepare(self, update: Update, turn: Sequence[Replica]) -> None:
+    async def prepare(self, update: Update) -> None:
         """Nothing: the tensors are there."""
 
     async def load(self, update: Update, replica: Replica) -> None:
@@ -236,7 +236,7 @@ class GroupArrival:
         update.announce()
         if self._parts.pauses.drains(update.record):
             with update.record.timed("drain"):
-                self._parts.pauses.close_gate(update.record)
+                self._parts.pauses.close_gate()
                 await together(map(self._parts.pauses.drained, update.members))
 
     async def _begin(self, update: Update, group: TransferGroup, size: int) -> None:

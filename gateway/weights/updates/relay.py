@@ -36,9 +36,6 @@ class RelayArrival(StoreArrival):
         note: Json = state["note"]
         if not state["draft"]:
             return note
-        if note["has_lease"]:  # the trainer's lease has ended with the gateway, and its update with that
-            await self._drop()
-            return note if self.relay.is_open else {}
         draft = await parts.snapshots.reopen(Path(state["draft"]), parts.fleet.label)
         if isinstance(draft, int):
             self.committed_before = draft
@@ -103,13 +100,11 @@ class RelayArrival(StoreArrival):
         assert record.draft is not None
         if update is self._restored:
             record.version = parts.fleet.next_version  # known once replicas have told theirs
-        # Under a pause no replica generates, so a rolling update would have no use.
-        record.rolling = parts.config.rolling and not parts.pauses.is_paused
         with record.timed("store"):
             await self.relay.end()
             announced = await parts.snapshots.finished(record.draft)
             update.members = await self.loaders()
-            await self._check_fits(announced, update.members, rolling=record.rolling)
+            await self._check_fits(announced, update.members)
         await super().close(update)
 
     async def dropped(self, update: Update) -> None:

@@ -12,7 +12,7 @@ DIALECTS = [("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT)]
 
 
 async def roll(rig: Rig, new: int, versions: dict[str, int]) -> None:
-    """As in the middle of a rolling update to `new`: replicas hold and serve these versions."""
+    """Have replicas hold and serve these versions."""
     rig.fleet.version = new
     for replica in rig.fleet.replicas:
         if (version := versions.get(replica.replica_id)) is not None:

@@ -42,7 +42,7 @@ class Trainer:
         self.group: WeightGroup | None = None
         self._port: HeldPort | None = None
 
-    async def join(self, lease: str | None = None, **changes: object) -> tuple[int, Json]:
+    async def join(self, **changes: object) -> tuple[int, Json]:
         """Status and reply of the call; the group is left where it is no success."""
         self.leave()
         self._port = HeldPort()  # or the relay might draw it before the group listens
@@ -50,8 +50,7 @@ class Trainer:
         self.group = group = WeightGroup("127.0.0.1", port, 0, 2, JOIN_S)
         info = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2, "packed": True}
         joining = asyncio.create_task(asyncio.to_thread(group.join))
-        body = {"init_info": info | changes} | ({"lease": lease} if lease else {})
-        answer = await self.rig.post("/init_weight_transfer_engine", body)
+        answer = await self.rig.post("/init_weight_transfer_engine", {"init_info": info | changes})
         if answer[0] != 200:
             self.leave()
         await asyncio.gather(joining, return_exceptions=answer[0] != 200)

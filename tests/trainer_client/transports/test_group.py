@@ -151,7 +151,7 @@ def test_nccl_without_a_gpu_is_refused_before_a_group_is_opened(
         pytest.raises(ConfigError, match="device is 'cpu'"),
     ):
         sender.push(model())
-    assert gateway.calls == ["/v1/weights", "/v1/weight_lease", "/get_world_size"]
+    assert gateway.calls == ["/v1/weights", "/get_world_size"]
 
 
 def test_nccl_without_vllm_is_refused_before_engines_wait_for_the_trainer(

@@ -38,8 +38,6 @@ def test_without_a_url_both_places_are_named(monkeypatch: pytest.MonkeyPatch) ->
         ({"rollout_timeout_s": math.inf}, r"rollout_timeout_s = inf must be a number above 0"),
         ({"max_in_flight": "many"}, r"max_in_flight = 'many' must be a number at least 1"),
         ({"num_warmup_batches": -1}, r"num_warmup_batches = -1 must be a number at least 0"),
-        ({"rolling": True, "abort_at_sync": True}, r"abort_at_sync=True stops all replicas"),
-        ({"rolling": True, "transport": "nccl"}, r"rolling=True needs transport=store, not nccl"),
     ],
 )
 def test_a_wrong_key_is_named_with_the_remedy(section: dict[str, Any], said: str) -> None:

@@ -101,7 +101,7 @@ class GatewayServer:
             ),
             agents,
             SessionRoutes(self._sessions),
-            SubmissionRoutes(self._submissions, scheduler.history),
+            SubmissionRoutes(self._submissions),
             SnapshotFiles(fleet, self._snapshots),
             WeightRoutes(config.weights, fleet, weights, self._snapshots),
             SglangRoutes(fleet, scheduler, weights, sglang, models.description, own),

@@ -29,13 +29,13 @@ from engines.types import ReplicaState
 from gateway.config.schema import GatewayConfig
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics
-from gateway.fleet.placement.attempt_history import Attempt, AttemptHistory
+from gateway.fleet.placement.attempt_history import AttemptHistory
 from gateway.fleet.placement.attempts import RETRIED, End, end_of
 from gateway.fleet.placement.lengths import Lengths
 from gateway.fleet.placement.routing import Rollout, choose, fresh_enough, is_capable
 from gateway.fleet.placement.scheduling_pass import SchedulingPass
 from gateway.fleet.placement.sessions import Sessions
-from gateway.fleet.placement.waiting import Cause, Queue, Waiter, WaitingLine
+from gateway.fleet.placement.waiting import Queue, Waiter, WaitingLine
 from gateway.fleet.replica import Replica
 from gateway.fleet.watch.evidence import Backoff
 
@@ -156,7 +156,7 @@ class Scheduler:
         while True:
             try:
                 with self.history.attempt(rollout) as attempt:
-                    replica = await self._place(rollout, attempt)
+                    replica = await self._place(rollout)
                     attempt.place(replica)
                     return await self._attempted(rollout, replica, call)
             except EngineError as error:
@@ -230,15 +230,14 @@ class Scheduler:
             asyncio.get_running_loop().call_later(pause_s + _EARLY_S, self._pump, rollout.model)
         return is_dead
 
-    async def _place(self, rollout: Rollout, attempt: Attempt) -> Replica:
+    async def _place(self, rollout: Rollout) -> Replica:
         """Wait for a replica with room, and take it there."""
         line = self._lines[rollout.model]
         if not len(line) and not self._is_closed(rollout.model):
             chosen = self._choose_and_reserve(rollout, self._wanted(rollout, self._able(rollout)))
             if chosen is not None:
                 self._metrics.queue_seconds.labels(rollout.model).observe(0.0)
-                replica, attempt.why = chosen
-                return replica
+                return chosen
         waiter = line.add(rollout)
         self._pump(rollout.model)
         self._watch_patience(rollout.model)
@@ -251,7 +250,6 @@ class Scheduler:
             self._pump(rollout.model)
             raise
         finally:
-            attempt.why, attempt.waited = waiter.why, waiter.waited
             self._metrics.queue_seconds.labels(rollout.model).observe(time.monotonic() - waiter.began)
 
     def _check_patience(self, model: str) -> None:
@@ -309,7 +307,6 @@ class Scheduler:
         self._to_look_at.discard(model)
         line = self._lines[model]
         if self._is_closed(model):
-            line.lack_gate()
             return
         this_pass, skipped = SchedulingPass(), set[Queue]()
         for waiter in line.in_turn(skipped):
@@ -321,7 +318,6 @@ class Scheduler:
             if open_ := this_pass.open_for(queue):
                 self._place_or_reserve(waiter, open_, line, this_pass)
             else:
-                queue.waits.lack(self._lack_of(waiter.rollout, this_pass.able[queue]))
                 skipped.add(queue)
 
     def _place_or_reserve(
@@ -333,34 +329,22 @@ class Scheduler:
         fit = open_ if wanted is able else [one for one in open_ if one in wanted]
         chosen = self._choose_and_reserve(rollout, fit)
         if chosen is None:
-            waiter.kept = min(fit or wanted, key=lambda one: one.load_samples)
-            this_pass.reserve(waiter.kept)
-            waiter.queue.waits.lack(Cause.ROOM)
+            this_pass.reserve(min(fit or wanted, key=lambda one: one.load_samples))
             return
-        replica, why = chosen
-        this_pass.took(replica)
-        waiter.why = "reserved for it until it had room" if replica is waiter.kept else why
-        line.place(waiter, replica)
+        this_pass.took(chosen)
+        line.place(waiter, chosen)
 
-    def _lack_of(self, rollout: Rollout, able: Sequence[Replica]) -> Cause:
-        """The cause for which no replica has room for a rollout."""
-        if able:
-            return Cause.ROOM
-        is_served = bool(self._fleet.serving(rollout.model, rollout.adapter))
-        is_bound = rollout.least_version(self._fleet.target_of(rollout.model)) > 0
-        return Cause.VERSION if is_served and is_bound else Cause.REPLICA
-
-    def _choose_and_reserve(self, rollout: Rollout, able: Sequence[Replica]) -> tuple[Replica, str] | None:
+    def _choose_and_reserve(self, rollout: Rollout, able: Sequence[Replica]) -> Replica | None:
         """Place a rollout on one of the replicas, if it fits there."""
         model, session = rollout.model, rollout.session
         home = self._fleet.find(self.sessions.home(model, session)) if session else None
         chosen = choose(rollout, able, home)
         if chosen is not None:
             if session:
-                self.sessions.settle(model, session, chosen[0].replica_id)
-            chosen[0].reserve(rollout)
+                self.sessions.settle(model, session, chosen.replica_id)
+            chosen.reserve(rollout)
             if rollout.goes_on:
-                chosen[0].prompts.reads(rollout, partial(self._pump, model))
+                chosen.prompts.reads(rollout, partial(self._pump, model))
         return chosen
 
     @staticmethod

@@ -34,7 +34,7 @@ VERSIONS = [view("new", weight_version=5), view("old", weight_version=3), view("
 def chosen(rollout: Rollout, replicas: Sequence[Replica], **others: Any) -> Replica:
     found = choose(rollout, replicas, **others)
     assert found is not None
-    return found[0]
+    return found
 
 
 def names(views: Sequence[Replica]) -> list[str]:
@@ -72,7 +72,7 @@ def test_replicas_are_as_new_as_the_stricter_demand(demands: dict[str, int], new
 )
 def test_the_replica_with_the_least_to_do_and_room_is_chosen(replicas: list[Replica], found: str | None) -> None:
     choice = choose(rollout(), replicas)
-    assert (choice[0].replica_id if choice else None) == found
+    assert (choice.replica_id if choice else None) == found
 
 
 @pytest.mark.parametrize(("busy_samples", "found"), [(1, "idle"), (0, "busy")])
@@ -99,11 +99,3 @@ def test_a_session_stays_at_its_home_unless_that_is_overloaded(
 
 def test_a_home_that_is_gone_is_as_no_home() -> None:
     assert chosen(rollout(), [view("a", 5, 1), view("b")], home=view("gone")).replica_id == "b"
-
-
-def test_the_reason_of_a_choice_says_what_decided() -> None:
-    least, more = replicas = [view("least"), view("more", load_tokens=9, load_samples=1)]
-    assert choose(rollout(), replicas) == (least, "fewest tokens")
-    assert choose(rollout(), replicas, home=more) == (more, "home of its session")
-    least.load_samples = 8
-    assert choose(rollout(), replicas) == (more, "the only one with room")

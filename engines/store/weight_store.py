@@ -6,7 +6,7 @@
     draft-gone-...   discarded, and being removed
     .gateway         locked by the gateway that keeps the store
     .relay.json      process id and port of the relay, which outlives its gateway
-    .group.json      the trainer's flat transfer group between two updates, for the next gateway
+    .group.json      the trainer's transfer group between two updates, for the next gateway
 
 Any file system will do; in /dev/shm a version is written and read at the speed of memory. `manifest.py` describes a
 version's content, and `draft.py` writes it, for gateway, engines' workers and trainers alike.
@@ -35,7 +35,6 @@ from engines.weight_label import version_of
 
 _KEEPER = ".gateway"
 RELAY, GROUP = ".relay.json", ".group.json"
-_MADE_OF = ".draft"
 _LABEL = ".label"
 _LOOK_S = 0.05
 _GONE = "gone-"
@@ -151,7 +150,6 @@ class WeightStore:
         with disk_errors(draft):
             _link_rest(checkpoint, draft)
             replace(manifest, version=version).write(draft)
-            (draft / _MADE_OF).write_text(draft.name, encoding="utf-8")
             (draft / _LABEL).write_text(label, encoding="utf-8")
             draft.stat()  # raises where it was thrown away meanwhile
             remove_folder(self.throw_away(target))
@@ -166,16 +164,6 @@ class WeightStore:
         if (owner := self._owned.pop(draft, None)) is not None:
             os.close(owner)
         return target
-
-    def reopen(self, draft: Path, committed: str) -> int | Path | None:
-        """Return the version that a draft has become, if it is the one `committed`. Any other is a draft again: the
-        gateway died before it was committed. None where it was discarded."""
-        for folder in self.folder.glob("v*"):
-            if _text(folder / _MADE_OF) == draft.name:
-                if _text(folder / _LABEL) == committed:
-                    return version_of(committed)
-                folder.rename(draft)
-        return draft if draft.is_dir() else None
 
     def withdraw(self, version: int) -> Path:
         """Forget an aborted version. Return the folder to remove, as `throw_away` does."""

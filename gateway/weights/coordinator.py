@@ -19,6 +19,7 @@ import structlog
 
 from engines.engine import Json
 from engines.errors import RolloutGatewayError, WeightUpdateConflict, WeightUpdateFailed
+from engines.store.weight_store import GROUP
 from engines.types import Dialect, InFlight
 from gateway.config.schema import WeightsConfig
 from gateway.fleet.fleet import Fleet
@@ -96,6 +97,7 @@ class WeightCoordinator:
             self._group = None
             await self._abort("a trainer opened a new transfer group")
             await self._by_group.leave()
+            await self._parts.forget_group()
             await self._fleet.settled_within(self._config.control_timeout_s)
             why = await self._why_flat()
             if why:
@@ -103,10 +105,10 @@ class WeightCoordinator:
                 await self._relay.close()
             way = self._by_group if why else self._by_relay
             with self._metrics.weight_update_seconds.labels("init").time():
-                await way.init(init_info)
-            group = TrainersGroup(f"{init_info.get('master_address')}:{init_info.get('master_port')}")
-            await way.note({"place": group.place})
-            self._group = group
+                record = await way.init(init_info)
+            self._group = TrainersGroup(f"{init_info.get('master_address')}:{init_info.get('master_port')}")
+            self._parts.group = record | {"place": self._group.place}
+            await self._parts.note_group()
 
     async def start(
         self, in_flight: InFlight | None = None, version: int | None = None, group: str | None = None
@@ -137,8 +139,6 @@ class WeightCoordinator:
         """
         async with self._exclusively("finish_weight_update"):
             self._check_group(group)
-            if self._parts.open is None and self._by_relay.committed_before is not None:
-                return self._by_relay.committed_before
             update = self._parts.opened("finish_weight_update")
             if update.record.phase is Phase.OPEN:
                 await update.abort("no tensors were sent")
@@ -194,8 +194,9 @@ class WeightCoordinator:
     async def restore(self) -> None:
         """Take over the trainer's group of a gateway that has died, before the first call comes."""
         try:
-            if note := await self._by_relay.restore() or await self._by_group.restore():
-                self._group = TrainersGroup(note["place"])
+            record = await self._snapshots.record(GROUP)
+            if await self._by_relay.restore(record) or await self._by_group.restore(record):
+                self._parts.group, self._group = record, TrainersGroup(record["place"])
         except RolloutGatewayError as error:
             log.error("the trainer's group is not taken over", error=str(error))
             await self._relay.close()

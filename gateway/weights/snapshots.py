@@ -227,11 +227,6 @@ class Snapshots:
             await self.discard(draft)
             raise
 
-    async def reopen(self, draft: Path, committed: str) -> int | Path | None:
-        """The version that a draft of the gateway before has become, if it is the one `committed`. Any other is a draft
-        again; None where it was discarded."""
-        return await self.in_thread(self._open_store().reopen, draft, committed)
-
     async def withdraw(self, version: int) -> None:
         """Remove a version that is not served, as `discard` does a draft."""
         if self._store is not None:

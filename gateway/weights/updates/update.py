@@ -11,12 +11,14 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import structlog
 
-from engines.errors import DeadlineExceeded, EngineError, WeightUpdateConflict, WeightUpdateFailed
+from engines.engine import Json
+from engines.errors import DeadlineExceeded, EngineError, StoreFailed, WeightUpdateConflict, WeightUpdateFailed
+from engines.store.weight_store import GROUP
 from engines.types import InFlight, ReplicaState
 from gateway.config.schema import WeightsConfig
 from gateway.fleet.brake import Holder
@@ -50,6 +52,22 @@ class UpdateParts:
     catch_up: CatchUp
     log: UpdateLog
     open: "Update | None" = None
+    group: Json = field(default_factory=dict)
+    """The record of the trainer's group, by which the next gateway goes on with it."""
+
+    async def note_group(self) -> None:
+        """Keep the record in the store: no update is open."""
+        await self._note_group(self.group)
+
+    async def forget_group(self) -> None:
+        """Keep no record: the group is over, or ends with the gateway in the middle of an update."""
+        await self._note_group({})
+
+    async def _note_group(self, record: Json) -> None:
+        try:
+            await self.snapshots.note(GROUP, record)
+        except StoreFailed as error:  # only a restarted gateway reads it
+            log.warning("not noted: the transfer group", error=str(error))
 
     def check_none_open(self) -> None:
         if self.open is not None:

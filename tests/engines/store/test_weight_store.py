@@ -27,7 +27,6 @@ def test_a_promoted_draft_is_a_checkpoint_folder_with_a_manifest(store: WeightSt
         "model-00001.safetensors",
         "model.safetensors.index.json",
         MANIFEST,
-        ".draft",
         ".label",
     }
     assert (folder / "config.json").resolve() == (checkpoint / "config.json").resolve()
@@ -156,13 +155,3 @@ def test_a_version_replaces_no_folder_of_others(store: WeightStore) -> None:
         store.promote(written(store, 1), "1", None)
     assert (theirs / "notes.txt").read_text() == "mine"
     assert store.versions == []
-
-
-@pytest.mark.parametrize(("committed", "found"), [("1-0000000a", 1), ("1-0000000b", None), ("0", None)])
-def test_a_draft_that_became_a_version_is_one_again_unless_that_was_committed(
-    store: WeightStore, committed: str, found: int | None
-) -> None:
-    draft = written(store, 1)
-    store.promote(draft, "1-0000000a", None)
-    assert store.reopen(draft, committed) == (found or draft)
-    assert store.path(1).exists() == bool(found)

@@ -379,11 +379,8 @@ class PlayedRelay:
         self._wire, self._draft, self.is_open = self._world.wires[init_info["master_port"]], None, True
         self._closed = asyncio.Event()
 
-    async def find(self) -> Json:
-        return {}
-
-    async def note(self, note: Json) -> None:
-        await self._answer()
+    async def find(self, *, in_group: bool) -> None:
+        await self.close()
 
     async def begin(self, draft: Path, served: ReplicaInfo) -> None:
         await self._answer()

@@ -22,7 +22,6 @@ class Dialect(StrEnum):
 
     VLLM = "vllm"
     SGLANG = "sglang"
-    OPENAI = "openai"  # OpenAI's routes and fields alone
 
 
 OLDEST = {Dialect.VLLM: "0.28", Dialect.SGLANG: "0.5.23"}
@@ -36,7 +35,7 @@ def release(version: str) -> tuple[int, ...]:
 
 def is_too_old(dialect: Dialect, version: str) -> bool:
     """Return True for a release before `OLDEST`. A build of the engine's source may have any number."""
-    return "dev" not in version and release(version) < release(OLDEST.get(dialect, ""))
+    return "dev" not in version and release(version) < release(OLDEST[dialect])
 
 
 class ReplicaState(StrEnum):
@@ -165,11 +164,6 @@ class ReplicaInfo:
     def stages(self) -> bool:
         """True if our code in it can receive weights beside its own; a vLLM that we did not start does not."""
         return self.has_tee or (self.dialect is Dialect.SGLANG and self.fetches)
-
-    @property
-    def speaks_vllm(self) -> bool:
-        """True if it takes vLLM's fields, such as token ids, itself or through its client."""
-        return self.dialect is not Dialect.OPENAI
 
     @property
     def loads_snapshots(self) -> bool:

@@ -28,10 +28,6 @@ _WEIGHT_ROUTES = frozenset(
         "/weight_info",
     }
 )
-# Owners of models, by which servers with a dialect of their own are known.
-_DIALECTS = (Dialect.VLLM, Dialect.SGLANG)
-# Fields that the gateway adds for vLLM; other servers refuse or ignore them.
-_VLLM_FIELDS = ("cache_salt", "return_token_ids")
 
 
 class _External(EngineWithWorkers):
@@ -67,7 +63,7 @@ class ExternalSglangEngine(_External, SglangEngine):
 
 
 class ExternalEngine(_External, VllmEngine):
-    """Client of any other server. Raises `EngineRefused`, which names replica and route, for an unsupported route.
+    """Client of a vLLM server. Raises `EngineRefused`, which names replica and route, for an unsupported route.
 
     `api_key` is the server's bearer key, if it needs one.
     """
@@ -86,14 +82,6 @@ class ExternalEngine(_External, VllmEngine):
                 replica_id=self.replica_id,
             )
         return await super().ask(method, path, body, timeout_s)
-
-    async def metrics(self, timeout_s: float) -> str:
-        return await super().metrics(timeout_s) if self._info.speaks_vllm else ""
-
-    def _asked(self, body: Json, *, stream: bool) -> Json:
-        if not self._info.speaks_vllm:
-            body = {name: value for name, value in body.items() if name not in _VLLM_FIELDS}
-        return super()._asked(body, stream=stream)
 
 
 def external_engine(
@@ -184,10 +172,16 @@ class ExternalServer:
     async def _describe(self, vllm: VllmEngine, sglang: SglangEngine) -> ReplicaInfo:
         card = self._chosen(await self._list_models(vllm, sglang))
         owner = card.get("owned_by")
-        probe = sglang if owner == "sglang" else vllm
+        if owner not in list(Dialect):
+            raise EngineStartFailed(
+                f"the server at {self._url} is neither vLLM nor SGLang (its models are owned by {owner!r}): call it "
+                "directly",
+                replica_id=self._replica_id,
+            )
+        dialect = Dialect(owner)
+        probe = sglang if dialect is Dialect.SGLANG else vllm
         routes, version, world_size = await _capabilities(probe, str(card["id"]))
-        dialect = Dialect(owner) if version and owner in _DIALECTS else Dialect.OPENAI
-        has_routes = dialect is not Dialect.OPENAI and routes >= _WEIGHT_ROUTES and world_size > 0
+        has_routes = routes >= _WEIGHT_ROUTES and world_size > 0
         takes_weights = has_routes and not is_too_old(dialect, version)
         return ReplicaInfo(
             replica_id=self._replica_id,

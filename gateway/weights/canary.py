@@ -217,8 +217,6 @@ class Canary:
 
     async def _ask(self, replica: Replica, version: int | None) -> Reading | Finding:
         """Return a replica's reading, or a finding if there is none. It is at the replica's version by default."""
-        if not replica.info.speaks_vllm:
-            return Finding(Result.UNVERIFIED, f"the server at {replica.info.url} gives no log-probs of a prompt")
         held = replica.weight_version if version is None else version
         began = time.monotonic()
         try:

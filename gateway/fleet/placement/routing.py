@@ -24,7 +24,6 @@ class Rollout(Struct, frozen=True, kw_only=True, eq=False):
     `goes_on` is True for the rest of a rollout that has begun; rests are placed first.
     `request` is the id of the client's request, whose rollouts take turns with other requests.
     `owner` names the key that submitted it; "" for rollouts of other routes.
-    `needs_ids` is True if the client asks for token ids or log-probs of the prompt, which plain OpenAI servers lack.
     `needs_route` is a route that its replica has to serve, or "".
     `priority` orders rollouts that wait; lower is earlier.
     `expected` is the length of a sample in tokens by the client's estimate or the prompt's last samples, None where
@@ -40,7 +39,6 @@ class Rollout(Struct, frozen=True, kw_only=True, eq=False):
     max_staleness: int | None = None
     session: str = ""
     goes_on: bool = False
-    needs_ids: bool = False
     needs_route: str = ""
     prompt_tokens: int = 0
     request: str = ""
@@ -62,9 +60,7 @@ class Rollout(Struct, frozen=True, kw_only=True, eq=False):
 
 def is_capable(rollout: Rollout, info: ReplicaInfo) -> bool:
     """True if the replica's server can do what the request asks."""
-    return (info.speaks_vllm or not rollout.needs_ids) and (
-        not rollout.needs_route or rollout.needs_route in info.capabilities
-    )
+    return not rollout.needs_route or rollout.needs_route in info.capabilities
 
 
 def fresh_enough(rollout: Rollout, replicas: Sequence[Replica], newest: int) -> Sequence[Replica]:

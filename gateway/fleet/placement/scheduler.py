@@ -359,7 +359,7 @@ class Scheduler:
         Where no replica of the model ever can do it, any of them gives the client its error.
         """
         able = self._fleet.serving(rollout.model, rollout.adapter)
-        if rollout.needs_ids or rollout.needs_route:
+        if rollout.needs_route:
             serving, able = able, [replica for replica in able if is_capable(rollout, replica.info)]
             if len(able) < len(serving) and not self._has_capable(rollout):
                 able = serving

@@ -23,7 +23,6 @@ class Demand(NamedTuple):
     adapter: Adapter | None
     min_version: int
     max_staleness: int | None
-    needs_ids: bool
     needs_route: str
 
 
@@ -103,7 +102,6 @@ class WaitingLine:
             rollout.adapter,
             rollout.min_version,
             rollout.max_staleness,
-            rollout.needs_ids,
             rollout.needs_route,
         )
         queue = self._queues.get(demand)

@@ -45,12 +45,10 @@ class Preparation:
 
     has_tee: True if our code there receives them.
     obstacle: why an update is a slower reload by the engine itself; "" if it is loaded in place, or unknown.
-    draft: method of its speculative decoding, and what updates do to its weights; "" without, or unknown.
     """
 
     has_tee: bool = False
     obstacle: str = ""
-    draft: str = ""
 
 
 def body_in_json(body: Json) -> bytes:

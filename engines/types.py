@@ -103,7 +103,6 @@ class ReplicaInfo:
     has_tee: True if the engine digests received weights and can copy them into the weight store.
     fetches: True if the engine can fetch a weight version that is not on its machine.
     reload_reason: why an update is a slower reload by the engine; "" if it is loaded in place, or unknown.
-    draft: method of its speculative decoding, and what updates do to its weights; "" without, or unknown.
     gpus: UUIDs of its GPUs, if the driver reports them.
     key: bearer key of `url` if that is a forwarder's, for an engine on another node than the gateway.
     reader: host and port of the reader beside it, and its key; "" before it is there.
@@ -129,7 +128,6 @@ class ReplicaInfo:
     has_tee: bool = False
     fetches: bool = False
     reload_reason: str = ""
-    draft: str = ""
     node: str = ""
     gpu_ids: tuple[int, ...] = ()
     gpus: tuple[str, ...] = ()

@@ -61,7 +61,7 @@ class SimWorker:
             case "fetches":
                 return {"fetches": True}
             case "plan_updates":
-                return {"obstacle": "", "draft": ""}
+                return {"obstacle": ""}
             case "prepare_snapshot":
                 await asyncio.to_thread(self._fetch, **arguments)
                 return {"ready": True}

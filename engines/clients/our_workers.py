@@ -71,11 +71,7 @@ class EngineWithWorkers(HttpEngine, ABC):
             return Preparation()
         told = {"tensors": [*map(asdict, tensors)], "config": config, "tied": tied}
         said = await self._on_workers("plan_updates", told, timeout_s)
-        obstacle = next((one["obstacle"] for one in said if one["obstacle"]), "")
-        # One worker of a pipeline alone holds the draft's model.
-        drafts = filter(None, (one["draft"] for one in said))
-        draft = min(drafts, key=lambda draft: draft.endswith("without weights"), default="")
-        return Preparation(has_tee=True, obstacle=obstacle, draft=draft)
+        return Preparation(has_tee=True, obstacle=next((one["obstacle"] for one in said if one["obstacle"]), ""))
 
     async def announced_as(self, update_info: Json, timeout_s: float) -> Json:
         if not self._has_tee:

@@ -30,13 +30,11 @@ class Target:
 
     weights: the loads of its model.
     obstacle: the reason why weights are not loaded in place, but by the engine's own loader; "" where they are.
-    draft: `draft_of`.
     """
 
     device: torch.device
     weights: PlannedLoad
     obstacle: str
-    draft: str = ""
 
     def plan(self, forms: list[Form]) -> None:
         """Plan loads of these tensors, so that the first update takes no longer than the next."""
@@ -95,7 +93,7 @@ class UpdatedWorker:
         """Prepare for updates of the checkpoint's tensors, with the arguments of `CheckpointNames`: the first update
         takes no longer than the next. What takes seconds is made now: at the start no rollout waits for it.
 
-        Return why updates are left to the engine's own reload, and what they do to a draft.
+        Return why updates are left to the engine's own reload.
         """
         self.names = checkpoint_names([one["name"] for one in tensors], config, tied)
         self.names.prepare()
@@ -103,7 +101,7 @@ class UpdatedWorker:
         if self.target.device.type == "cuda":
             pin_memory()
         self.target.plan([form_of(TensorMeta(**{**one, "shape": tuple(one["shape"])})) for one in tensors])
-        return {"obstacle": self.target.obstacle, "draft": self.target.draft}
+        return {"obstacle": self.target.obstacle}
 
     def announced_as(self, update_info: dict[str, Any]) -> dict[str, Any]:
         """Return the announcement under the checkpoint's names, or the reason why it is refused."""
@@ -213,21 +211,6 @@ class UpdatedWorker:
                 self.target.load(stage.take())
             else:
                 load_in_batches(self.target.load, read_tensors(folder, self.target.device), _BATCH_BYTES)
-
-
-def draft_of(method: str, draft: Any, target: Any) -> str:
-    """Return the method of a draft, and what updates of the `target` do to its weights. None stands for a draft without
-    weights, such as a look-up of n-grams.
-
-    Tokens are right whatever a draft holds, since the target checks each. Parts that it shares with the target are
-    loaded with it; with old weights in others a draft is right less often, and tokens come slower.
-    """
-    if draft is None:
-        return f"{method}, without weights"
-    shared = {id(parameter) for parameter in target.parameters()}
-    if all(id(parameter) in shared for parameter in draft.parameters()):
-        return f"{method}, whose weights are all the model's"
-    return f"{method}, frozen: no update has its tensors"
 
 
 def tensors_of(held: object) -> Iterator[torch.Tensor]:

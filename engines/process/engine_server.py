@@ -311,7 +311,6 @@ class EngineServer:
             has_tee=updates.has_tee,
             fetches=updates.has_tee,
             reload_reason=updates.obstacle,
-            draft=updates.draft,
             pid=process.engine_pid,
             started=time.time(),
             phases=self.phases.told(),

@@ -154,7 +154,7 @@ class RelayServer:
                 names = [tensor["name"] for tensor in checkpoint["tensors"]]
                 self._names = checkpoint_names(names, checkpoint["config"], checkpoint["tied"])
                 threading.Thread(target=self._names.prepare, daemon=True).start()
-                return _json({"results": [{"obstacle": "", "draft": ""}]})
+                return _json({"results": [{"obstacle": ""}]})
             case "announced_as":
                 announced = await asyncio.to_thread(announced_as, self._names, asked["kwargs"]["update_info"])
                 return _json({"results": [announced]})

@@ -74,9 +74,6 @@ def print_fleet(fleet: dict[str, Any]) -> None:
     missing = Counter((replica["group"], replica["reason"]) for replica in fleet["replicas_missing"])
     for (group, reason), number in missing.items():
         _print_row("missing", f"{group} x {number}: {reason}")
-    for replica in fleet["replicas"]:
-        if draft := replica.get("draft"):
-            _print_row(f"draft of {replica['replica_id']}", draft)
     if started := [replica for replica in fleet["replicas"] if replica["start"]]:
         last = max(started, key=lambda replica: replica["start"]["began"])
         _print_row("last start", f"{last['label']}, {describe_start(last['start'])}")

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import orjson
@@ -29,14 +29,6 @@ class ReceiptCopy:
     base: str
     names: tuple[str, ...]
     wait_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Peer:
-    """A source of versions that are not on the engine's machine: the gateway's URL and a key."""
-
-    url: str
-    key: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

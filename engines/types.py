@@ -101,7 +101,7 @@ class ReplicaInfo:
     world_size: ranks in a weight group; 0 if the engine takes no weights.
     max_model_len: None if the engine does not report it.
     has_tee: True if the engine digests received weights and can copy them into the weight store.
-    fetches: True if the engine can fetch a weight version that is not on its machine.
+    has_plugin: True for an SGLang of others whose workers run our plugin.
     reload_reason: why an update is a slower reload by the engine; "" if it is loaded in place, or unknown.
     gpus: UUIDs of its GPUs, if the driver reports them.
     key: bearer key of `url` if that is a forwarder's, for an engine on another node than the gateway.
@@ -126,7 +126,7 @@ class ReplicaInfo:
     dialect: Dialect = Dialect.VLLM
     streams: bool = False
     has_tee: bool = False
-    fetches: bool = False
+    has_plugin: bool = False
     reload_reason: str = ""
     node: str = ""
     gpu_ids: tuple[int, ...] = ()
@@ -161,7 +161,7 @@ class ReplicaInfo:
     @property
     def stages(self) -> bool:
         """True if our code in it can receive weights beside its own; a vLLM that we did not start does not."""
-        return self.has_tee or (self.dialect is Dialect.SGLANG and self.fetches)
+        return self.has_tee or self.has_plugin
 
     @property
     def loads_snapshots(self) -> bool:

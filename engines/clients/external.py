@@ -8,7 +8,7 @@ from engines.clients.our_workers import EngineWithWorkers
 from engines.clients.sglang_engine import SglangEngine
 from engines.clients.vllm_engine import VllmEngine
 from engines.config import EngineConfig
-from engines.engine import Json, Peer
+from engines.engine import Json
 from engines.errors import DeadlineExceeded, EngineError, EngineFailed, EngineRefused, EngineStartFailed
 from engines.types import Dialect, ReplicaInfo, is_too_old
 from engines.weight_label import is_given
@@ -56,9 +56,8 @@ class _External(EngineWithWorkers):
 class ExternalSglangEngine(_External, SglangEngine):
     """Client of an SGLang server."""
 
-    def __init__(self, info: ReplicaInfo, api_key: str = "", peer: Peer | None = None) -> None:
-        peer = peer if info.fetches else None
-        super().__init__(info.replica_id, info.url, api_key, has_tee=info.fetches, peer=peer)
+    def __init__(self, info: ReplicaInfo, api_key: str = "") -> None:
+        super().__init__(info.replica_id, info.url, api_key, has_tee=info.has_plugin)
         self._info = info
 
 
@@ -68,8 +67,8 @@ class ExternalEngine(_External, VllmEngine):
     `api_key` is the server's bearer key, if it needs one.
     """
 
-    def __init__(self, info: ReplicaInfo, api_key: str = "", peer: Peer | None = None) -> None:
-        super().__init__(info.replica_id, info.url, api_key, peer=peer if info.fetches else None)
+    def __init__(self, info: ReplicaInfo, api_key: str = "") -> None:
+        super().__init__(info.replica_id, info.url, api_key)
         self._info = info
 
     async def ask(self, method: str, path: str, body: Json | None, timeout_s: float) -> Json:
@@ -84,13 +83,11 @@ class ExternalEngine(_External, VllmEngine):
         return await super().ask(method, path, body, timeout_s)
 
 
-def external_engine(
-    info: ReplicaInfo, api_key: str = "", peer: Peer | None = None
-) -> ExternalEngine | ExternalSglangEngine:
+def external_engine(info: ReplicaInfo, api_key: str = "") -> ExternalEngine | ExternalSglangEngine:
     """Return the client of the server that `info` describes."""
     if info.dialect is Dialect.SGLANG:
-        return ExternalSglangEngine(info, api_key, peer)
-    return ExternalEngine(info, api_key, peer)
+        return ExternalSglangEngine(info, api_key)
+    return ExternalEngine(info, api_key)
 
 
 class ExternalServer:
@@ -196,7 +193,7 @@ class ExternalServer:
             engine_version=version or "unknown",
             capabilities=routes,
             dialect=dialect,
-            fetches=takes_weights and await _runs_our_code(probe),
+            has_plugin=takes_weights and isinstance(probe, SglangEngine) and await _runs_our_plugin(probe),
         )
 
     def _chosen(self, models: list[Json]) -> Json:
@@ -212,16 +209,12 @@ class ExternalServer:
         )
 
 
-async def _runs_our_code(probe: VllmEngine | SglangEngine) -> bool:
-    """Return True if the server's workers run our extension of vLLM, or our plugin of SGLang."""
+async def _runs_our_plugin(probe: SglangEngine) -> bool:
+    """Return True if the workers of the server run our plugin."""
     try:
-        if isinstance(probe, SglangEngine):
-            return (await probe.prepare_updates((), "", (), _PROBE_TIMEOUT_S)).has_tee
-        answer = await probe.ask("POST", "/collective_rpc", {"method": "fetches"}, _PROBE_TIMEOUT_S)
+        return (await probe.prepare_updates((), "", (), _PROBE_TIMEOUT_S)).has_tee
     except (EngineError, DeadlineExceeded):
         return False
-    workers = answer.get("results") or [None]
-    return all(isinstance(worker, dict) and worker.get("fetches") is True for worker in workers)
 
 
 async def _capabilities(probe: HttpEngine, model: str) -> tuple[frozenset[str], str, int]:

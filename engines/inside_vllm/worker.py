@@ -55,10 +55,6 @@ class WeightWorker(UpdatedWorker):
         if worker._weight_update_active:
             worker.finish_weight_update()
 
-    def fetches(self) -> dict[str, bool]:
-        """Report that `load_snapshot` exists, for external servers."""
-        return {"fetches": True}
-
     def plan_updates(self, *args: Any, **kwargs: Any) -> dict[str, str]:
         worker: Any = self
         find_trainer_first(worker.weight_transfer_engine)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from engines.errors import WeightUpdateFailed
 from engines.loading.planned_load import Form, Load, PlannedLoad, form_of, load_in_batches
 from engines.loading.snapshot_reader import pin_memory, read_tensors
 from engines.loading.stage import FolderStage, ReceivedStage, Stage
-from engines.store.peer_store import PeerStore, fetched
 from engines.transfer.receipts import Receipts
 from engines.transfer.tee import prepare, room_on
 from engines.types import TensorMeta
@@ -163,18 +162,15 @@ class UpdatedWorker:
             stage.drop()
         self.receipts.drop()
 
-    def prepare_snapshot(
-        self, path: str, version: int = 0, peer_url: str = "", peer_key: str = "", timeout_s: float = 0.0
-    ) -> dict[str, bool]:
+    def prepare_snapshot(self, path: str, version: int = 0) -> dict[str, bool]:
         """Begin to stage a folder, with the arguments of `load_snapshot`. Report whether it has ended."""
         folder, device = Path(path), self.target.device
-        fetch = partial(fetched, folder, PeerStore(peer_url, peer_key), version, timeout_s) if peer_url else None
-        if fetch is None and (device.type == "cpu" or not folder.is_dir()):
+        if device.type == "cpu" or not folder.is_dir():
             return {"ready": True}
         if not (isinstance(self.stage, FolderStage) and self.stage.is_of(folder)):
             if self.stage is not None:
                 self.stage.drop()  # its memory is room for the next
-            self.stage = FolderStage(folder, device, fetch)
+            self.stage = FolderStage(folder, device)
         try:
             is_ready = self.stage.is_ready
         except Exception:
@@ -182,21 +178,16 @@ class UpdatedWorker:
             raise
         return {"ready": is_ready}
 
-    def load_snapshot(
-        self, path: str, version: int = 0, peer_url: str = "", peer_key: str = "", timeout_s: float = 0.0
-    ) -> bool | None:
+    def load_snapshot(self, path: str, version: int = 0) -> bool | None:
         """Load all weights from a checkpoint folder, also after an update that broke off.
 
-        With `peer_url`, a folder that this machine lacks is fetched from there as version `version`. Version 0 is then
-        read from the engine's own checkpoint. Return False where the engine's own route has to load them.
+        Version 0 is read from the engine's own checkpoint where this machine lacks the folder. Return False where the
+        engine's own route has to load them.
         """
         folder = Path(path)
-        if peer_url:
-            fetched(folder, PeerStore(peer_url, peer_key), version, timeout_s)
-        elif version and not folder.is_dir():
+        if version and not folder.is_dir():
             raise FileNotFoundError(
-                f"this machine has no folder {path}: bind gateway.host to an address that it reaches, set "
-                "weights.peer_url, or have weights.store name a folder that all machines share"
+                f"this machine has no folder {path}: have weights.store name a folder that all machines share"
             )
         stage = self.stage if isinstance(self.stage, FolderStage) and self.stage.holds(folder) else None
         if stage is not None:

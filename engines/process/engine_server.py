@@ -309,7 +309,6 @@ class EngineServer:
             dialect=Dialect.SGLANG if self._config.kind is EngineKind.SGLANG else Dialect.VLLM,
             streams=streams_coarsely(self._config),
             has_tee=updates.has_tee,
-            fetches=updates.has_tee,
             reload_reason=updates.obstacle,
             pid=process.engine_pid,
             started=time.time(),

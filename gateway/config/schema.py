@@ -171,9 +171,6 @@ class WeightsConfig(Section):
     store: AutoPlace = "auto"
     """Folder that keeps the last two weight versions, for replicas that lose theirs; null keeps none, auto is a folder
     in memory, /dev/shm/rollout-gateway-USER-NAME."""
-    peer_url: str | None = Field(None, pattern=r"^https?://[^/\s@]+$")
-    """This gateway's URL for other machines, http://HOST:PORT: an engine whose machine lacks a version in the store's
-    folder fetches it from there. For other nodes of the cluster it is known if gateway.host is no loopback address."""
     store_wait_s: float = Field(5.0, ge=0)
     """Longest wait of a transfer for the store's disk; a version that takes longer is not kept."""
     load_timeout_s: float = Field(600.0, gt=0)

@@ -147,7 +147,7 @@ def test_it_loads_a_folder(own: WeightWorker, model: Model, tmp_path: Path) -> N
 
 def test_a_name_of_a_hub_is_left_to_sglang_and_a_missing_version_is_an_error(own: WeightWorker) -> None:
     assert not own.load_snapshot("org/model", 0)
-    with pytest.raises(FileNotFoundError, match=r"weights\.peer_url"):
+    with pytest.raises(FileNotFoundError, match=r"weights\.store name a folder"):
         own.load_snapshot("/nowhere/v3", 3)
 
 

@@ -79,7 +79,7 @@ async def test_what_is_served_is_told_before_anything_is_sent(start_rig: StartRi
 
 INIT = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 3, "packed": True}
 SGLANG = {"dialect": Dialect.SGLANG}
-BARE = SGLANG | {"has_tee": False, "fetches": False}
+BARE = SGLANG | {"has_tee": False}
 
 
 @pytest.mark.parametrize(

@@ -194,16 +194,12 @@ class WeightStore:
         """Return True where `num_bytes` are free now."""
         return shutil.disk_usage(self.folder).free >= num_bytes
 
-    def prune(self, served: int, keep: int = 2) -> list[Path]:
-        """Keep `keep` versions up to the served version, newer versions and versions being read. Forget all others, and
-        return the folders to remove, as `throw_away` does."""
+    def prune(self, served: int) -> list[Path]:
+        """Keep the served version, newer versions and versions being read. Forget all others, and return the folders to
+        remove, as `throw_away` does."""
         # Listed before the versions are read: a version that is promoted meanwhile is known, or not listed.
-        folders = list(self.folder.glob("v*"))
-        known = self.versions
-        before = [version for version in known if version < served]
-        newer = [version for version in known if version > served]  # about to be served
-        kept = {served, *newer, *before[max(0, len(before) - keep + 1) :]}
-        versions = {int(folder.name[1:]): folder for folder in filter(_is_version, folders)}
+        versions = {int(folder.name[1:]): folder for folder in filter(_is_version, list(self.folder.glob("v*")))}
+        kept = {served, *(version for version in self._known if version > served)}  # newer ones are about to be served
         surplus = versions.keys() - kept
         return [self.withdraw(version) for version in surplus if not is_locked(versions[version] / MANIFEST)]
 

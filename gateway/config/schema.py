@@ -169,8 +169,8 @@ class WeightsConfig(Section):
     at once and any replica resumes them from their tokens, `drain` waits for their end first."""
 
     store: AutoPlace = "auto"
-    """Folder that keeps the last two weight versions, for replicas that lose theirs; null keeps none, auto is a folder
-    in memory, /dev/shm/rollout-gateway-USER-NAME."""
+    """Folder that keeps the served weight version, for replicas that lose theirs; null keeps none, auto is a folder in
+    memory, /dev/shm/rollout-gateway-USER-NAME."""
     store_wait_s: float = Field(5.0, ge=0)
     """Longest wait of a transfer for the store's disk; a version that takes longer is not kept."""
     load_timeout_s: float = Field(600.0, gt=0)

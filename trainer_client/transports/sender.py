@@ -27,7 +27,6 @@ class WeightSender:
 
     transport: "store" (a folder shared by trainer and engines, for vLLM and SGLang), or a group with all workers of
         all engines over "gloo" or "nccl"; default: the group that the engines receive over.
-    dtype: dtype of sent floats; default: the engines' dtypes.
     timeout_s: limit on each wait: for a group, rollouts in flight, tensors, the commit.
 
     device: group only: the trainer's GPU for NCCL.
@@ -40,7 +39,6 @@ class WeightSender:
         client: BlockingRolloutClient,
         *,
         transport: TransportName | None = None,
-        dtype: "torch.dtype | None" = None,
         device: "torch.device | str | None" = None,
         address: str = "",
         port: int = 0,
@@ -51,7 +49,6 @@ class WeightSender:
             raise ConfigError(f"transport = {transport!r} must be 'store', 'gloo' or 'nccl'")
         self._client = client
         self._name = transport
-        self._dtype = dtype
         self._timeout_s = timeout_s
         self._folder = folder
         self._of_group: dict[str, Any] = {"device": device, "address": address, "port": port}
@@ -124,7 +121,7 @@ class WeightSender:
         from trainer_client.transports.tensors import parts_of
 
         served = self._client.served_weights()
-        for part in parts_of(named_tensors, served, self._dtype):
+        for part in parts_of(named_tensors, served):
             check_tensors(part.announced, served, "named_tensors")
             if part.entries:
                 part.wait_for_values()

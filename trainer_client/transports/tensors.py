@@ -82,8 +82,8 @@ class Part:
             torch.cuda.current_stream(device).synchronize()
 
 
-def parts_of(source: Source, served: ServedWeights, dtype: torch.dtype | None) -> Iterator[Part]:
-    """Yield the parts in `dtype`, else in the served dtypes, else in their own. Raise `InvalidRequest` for other
+def parts_of(source: Source, served: ServedWeights) -> Iterator[Part]:
+    """Yield the parts in the served dtypes, else in their own. Raise `InvalidRequest` for other
     objects than whole tensors."""
     held = {tensor.name: tensor for tensor in served.tensors or ()}
     names = checkpoint_names(held, served.config, served.tied)
@@ -92,7 +92,7 @@ def parts_of(source: Source, served: ServedWeights, dtype: torch.dtype | None) -
     for part in filter(None, _parts(source)):
         is_empty = False
         entries = [
-            Entry(name, _with_bytes(name, one.tensor), _sent_in(name, one.tensor, dtype, names, held), names)
+            Entry(name, _with_bytes(name, one.tensor), _sent_in(name, one.tensor, names, held), names)
             for one in part
             for name in _sent_under(one, names)
         ]
@@ -208,14 +208,11 @@ def _is_sharded(tensor: torch.Tensor) -> bool:
 def _sent_in(
     name: str,
     tensor: torch.Tensor,
-    asked: torch.dtype | None,
     names: CheckpointNames,
     held: Mapping[str, TensorMeta],
 ) -> torch.dtype:
     if _name(tensor.dtype) not in CASTABLE:
         return tensor.dtype
-    if asked is not None:
-        return asked
     into = next(iter(names.forms(name, list(tensor.shape))))
     served = held[into].dtype if into in held else ""
     return getattr(torch, served) if served in CASTABLE else tensor.dtype

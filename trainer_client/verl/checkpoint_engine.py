@@ -77,7 +77,6 @@ class GatewayCheckpointEngine(CheckpointEngine):
         return WeightSender(
             client,
             transport=transport,
-            dtype=getattr(torch, settings.dtype) if settings.dtype else None,
             device=torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None,
             folder=settings.store_folder,
             timeout_s=settings.sync_timeout_s,

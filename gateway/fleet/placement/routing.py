@@ -63,14 +63,6 @@ def is_capable(rollout: Rollout, info: ReplicaInfo) -> bool:
     return not rollout.needs_route or rollout.needs_route in info.capabilities
 
 
-def fresh_enough(rollout: Rollout, replicas: Sequence[Replica], newest: int) -> Sequence[Replica]:
-    """Replicas whose weights are as new as the rollout demands. `newest` is the target version during an update."""
-    least = rollout.least_version(newest)
-    if not least:
-        return replicas
-    return [replica for replica in replicas if (replica.weight_version or 0) >= least]
-
-
 def choose(rollout: Rollout, replicas: Sequence[Replica], home: Replica | None = None) -> Replica | None:
     """The replica with the fewest tokens in flight, or None if all are full.
 

@@ -32,7 +32,7 @@ from gateway.fleet.metrics import Metrics
 from gateway.fleet.placement.attempt_history import AttemptHistory
 from gateway.fleet.placement.attempts import RETRIED, End, end_of
 from gateway.fleet.placement.lengths import Lengths
-from gateway.fleet.placement.routing import Rollout, choose, fresh_enough, is_capable
+from gateway.fleet.placement.routing import Rollout, choose, is_capable
 from gateway.fleet.placement.scheduling_pass import SchedulingPass
 from gateway.fleet.placement.sessions import Sessions
 from gateway.fleet.placement.waiting import Queue, Waiter, WaitingLine
@@ -354,10 +354,13 @@ class Scheduler:
         return ([one for one in able if one.replica_id not in avoid] or able) if avoid else able
 
     def _able(self, rollout: Rollout) -> Sequence[Replica]:
-        """Replicas that may take a rollout now: serving, not backing off, fresh enough, with what it needs.
+        """Replicas that may take a rollout now: serving, not backing off, with what it needs; none while the model's
+        weights are older than it demands.
 
         Where no replica of the model ever can do it, any of them gives the client its error.
         """
+        if rollout.least_version(self._fleet.target_of(rollout.model)) > self._fleet.version_of(rollout.model):
+            return []
         able = self._fleet.serving(rollout.model, rollout.adapter)
         if rollout.needs_route:
             serving, able = able, [replica for replica in able if is_capable(rollout, replica.info)]
@@ -365,7 +368,7 @@ class Scheduler:
                 able = serving
         if Backoff.is_any_on():
             able = [replica for replica in able if not (replica.backoff.until and replica.backoff.left_s)]
-        return fresh_enough(rollout, able, self._fleet.target_of(rollout.model))
+        return able
 
     def _has_capable(self, rollout: Rollout) -> bool:
         ours = (replica for replica in self._fleet.replicas if replica.info.model == rollout.model)

@@ -129,12 +129,10 @@ class AbortAll(Step):
 
 @dataclass(frozen=True)
 class LoadAdapter(Step):
-    in_place: bool
-
     async def play(self, story: "Story") -> None:
         gateway = await story.gateway()
         folder = str(story.world.adapters["a"])
-        await gateway.call(gateway.adapters.load("a", folder, in_place=self.in_place))
+        await gateway.call(gateway.adapters.load("a", folder))
 
 
 @dataclass(frozen=True)
@@ -204,7 +202,7 @@ class Story:
         self._rollouts = 0
         folder = write_adapter(world.folder / "adapter")
         known = SimAdapters(1, max_lora_rank=16)
-        known.load("a", str(folder), in_place=False)
+        known.load("a", str(folder))
         self._digest = known.listed[0].digest
         world.adapters["a"] = folder
 

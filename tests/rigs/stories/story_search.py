@@ -75,7 +75,7 @@ _OTHERS = [
     (1, st.builds(Pause, _AFTER, st.sampled_from(list(PauseMode)), st.booleans())),
     (2, st.builds(Resume, _AFTER)),
     (1, st.builds(AbortAll, _AFTER)),
-    (1, st.builds(LoadAdapter, _AFTER, st.booleans())),
+    (1, st.builds(LoadAdapter, _AFTER)),
     (1, st.builds(UnloadAdapter, _AFTER)),
     (1, st.builds(ScaleUp, _AFTER)),
     (1, st.builds(ScaleDown, _AFTER, _ENGINE)),

@@ -59,12 +59,6 @@ def test_every_engine_holds_the_tensors_after_a_push(gateway: PlayedGateway, sen
         assert all(torch.equal(received[name], weight) for name, weight in trained.named_parameters())
 
 
-def test_tensors_are_sent_in_the_dtype_asked_for(gateway: PlayedGateway, client: BlockingRolloutClient) -> None:
-    with WeightSender(client, dtype=torch.bfloat16, timeout_s=TIMEOUT_S) as sender:
-        sender.push([("a", torch.ones(2, 3)), ("b", torch.ones(5))])
-    assert gateway.received[1]["a"].dtype == torch.bfloat16
-
-
 def test_a_group_that_another_trainer_has_replaced_is_opened_again_by_the_next_push(
     gateway: PlayedGateway, sender: WeightSender
 ) -> None:

@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from engines.engine import Json
 from engines.errors import InvalidRequest, shown
@@ -17,8 +18,7 @@ _EXPECTED = "expected_tokens"
 _OF_ENGINES = "vllm_xargs"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
+class Terms(Struct, frozen=True, kw_only=True):
     """A request's own terms, by which its prompts become rollouts. `expected` are the client's estimates of a sample's
     length for each prompt; they order rollouts that wait."""
 

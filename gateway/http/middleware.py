@@ -56,7 +56,10 @@ class Measurement:
             status = response.status
             return response
         finally:
-            self._ended(request, route, status, began)
+            self._metrics.requests.inc(1, route, status)
+            self._metrics.request_seconds.observe(time.monotonic() - began, route)
+            if self._trace is not None and (arrival := request.get(_ARRIVAL)) is not None:
+                self._trace.ended(arrival, status, request[_USAGE])
 
     def arrived(self, request: web.Request, body: Json, session: str) -> None:
         """Record a request for tokens."""
@@ -65,17 +68,11 @@ class Measurement:
             at = time.time() - (time.monotonic() - began)
             request[_ARRIVAL] = Arrival(request.path, body, session, at, began)
 
-    def _ended(self, request: web.Request, route: str, status: int, began: float) -> None:
-        self._metrics.requests.labels(route, status).inc()
-        self._metrics.request_seconds.labels(route).observe(time.monotonic() - began)
-        if self._trace is not None and (arrival := request.get(_ARRIVAL)) is not None:
-            self._trace.ended(arrival, status, request[_USAGE])
-
     def count_tokens(self, request: web.Request, model: str, usage: Json | None) -> None:
         usage = usage or {}
         request[_USAGE] = usage
-        self._metrics.prompt_tokens.labels(model).inc(usage.get("prompt_tokens") or 0)
-        self._metrics.completion_tokens.labels(model).inc(usage.get("completion_tokens") or 0)
+        self._metrics.prompt_tokens.inc(usage.get("prompt_tokens") or 0, model)
+        self._metrics.completion_tokens.inc(usage.get("completion_tokens") or 0, model)
 
 
 async def note_begin(request: web.Request, response: web.StreamResponse) -> None:

@@ -103,12 +103,12 @@ class Batch:
     @property
     def num_bytes(self) -> int:
         """Size of the reply, once there is one."""
-        return self._reply.num_bytes if self._reply else 0
+        return sum(map(len, self._reply.choices)) if self._reply else 0
 
     @property
     def is_aborted(self) -> bool:
         """True where a client ended a sample by its id, or all of them."""
-        return self._reply is not None and any(end.get("finish_reason") == ABORT for end in self._reply.ends)
+        return self._reply is not None and any(reason == ABORT for reason, _ in self._reply.ends)
 
     @property
     def has_failed(self) -> bool:

@@ -6,8 +6,8 @@ without an id. Two equal requests whose clients are both there never share: each
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
 
 import msgspec
 import orjson
@@ -27,6 +27,7 @@ from gateway.ledger.folder import Left
 from gateway.ledger.ledger import Ledger, Record
 
 log = structlog.get_logger()
+T = TypeVar("T")
 
 _MOST_ORPHANS = 1024
 _MOST_BYTES = 1 << 30
@@ -66,21 +67,24 @@ class Replays:
         """True for a batch; a single sample is cheap to make again."""
         return self._grace_s > 0 and (len(prompts) > 1 or prompts[0].rollout.n > 1)
 
-    @asynccontextmanager
     async def reply(
-        self, identity: bytes, content: bytes, prompts: Sequence[CompletionPrompt]
-    ) -> AsyncIterator[tuple[Written, Callable[[], Awaitable[None]]]]:
-        """The reply to a batch with the body `content`, delivered at the end of the block. Await the other before its
-        last bytes: from then on no later gateway delivers it again.
+        self,
+        identity: bytes,
+        content: bytes,
+        prompts: Sequence[CompletionPrompt],
+        send: Callable[[Written, Callable[[], Awaitable[None]]], Awaitable[T]],
+    ) -> T:
+        """Have `send` deliver the reply to a batch with the body `content`. It awaits its second argument before the
+        last bytes: from then on no later gateway delivers the reply again.
 
-        It is left to a replay where the client goes in the block.
+        It is left to a replay where the client goes meanwhile.
         """
         batch = await self._adopted(identity, prompts) or self._begun(identity, content, prompts)
         del content  # a large one, for as long as the batch takes
         try:
             written = await asyncio.shield(batch.task)
             written.head["id"] = f"cmpl-{prompts[0].request_id}"
-            yield written, batch.forgotten
+            sent = await send(written, batch.forgotten)
         except (asyncio.CancelledError, ConnectionError):
             self._leave(batch)
             raise
@@ -88,10 +92,13 @@ class Replays:
             self._drop(batch)
             raise
         self._drop(batch)
+        return sent
 
     def _begun(self, identity: bytes, content: bytes, prompts: Sequence[CompletionPrompt]) -> Batch:
         first = prompts[0]
-        head = BatchHead(identity, first.request_id, first.rollout.session, self._oldest(first), content)
+        served = [replica.weight_version or 0 for replica in self._fleet.serving(first.rollout.model)]
+        oldest = max(min(served, default=0), self._least(first))  # that a token made from now on may have
+        head = BatchHead(identity, first.request_id, first.rollout.session, oldest, content)
         return self._run(Batch(head, prompts, self._ledger))
 
     def _run(self, batch: Batch) -> Batch:
@@ -99,12 +106,6 @@ class Replays:
         batch.task = asyncio.create_task(work, name=f"batch {batch.request_id}")
         self._batches[batch.identity].append(batch)
         return batch
-
-    def _oldest(self, prompt: CompletionPrompt) -> int:
-        """The oldest version that a token made from now on may have."""
-        rollout = prompt.rollout
-        served = [replica.weight_version or 0 for replica in self._fleet.serving(rollout.model)]
-        return max(min(served, default=0), self._least(prompt))
 
     def _least(self, prompt: CompletionPrompt) -> int:
         """The oldest version that the client takes now."""

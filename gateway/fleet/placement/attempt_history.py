@@ -2,9 +2,8 @@
 
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from engines.engine import Json
 from engines.errors import EngineError
@@ -19,15 +18,14 @@ _ATTEMPTS_KEPT = 64
 _PREFIXES = ("cmpl-", "chatcmpl-")
 
 
-@dataclass(eq=False, slots=True)
-class Attempt:
+class Attempt(Struct, eq=False):
     """One attempt. Times are of day, in seconds; `versions` are the replica's at the attempt's start and end."""
 
     queued: float = field(default_factory=time.time)
     replica: Replica | None = None
     placed: float | None = None
     ended: float | None = None
-    versions: list[int | None] = field(default_factory=list)
+    versions: list[int | None] = []
     end: End | None = None
     error: str = ""
 
@@ -60,13 +58,12 @@ class Attempt:
         }
 
 
-@dataclass(eq=False, slots=True)
-class RolloutHistory:
+class RolloutHistory(Struct, eq=False):
     """One rollout and its attempts. The rest of a sample that was cut off is a rollout of its own."""
 
     rollout: Rollout
     traceparent: str | None
-    attempts: list[Attempt] = field(default_factory=list)
+    attempts: list[Attempt] = []
 
     def report(self) -> Json:
         rollout = self.rollout
@@ -89,29 +86,8 @@ class AttemptHistory:
     def __init__(self) -> None:
         self._rollouts: OrderedDict[tuple[str, str], RolloutHistory] = OrderedDict()
 
-    @contextmanager
-    def attempt(self, rollout: Rollout) -> Iterator[Attempt]:
-        """Record an attempt: the wait for a replica and the work there are the block."""
-        attempt, ended_by = Attempt(), None
-        self._note(rollout, attempt)
-        try:
-            yield attempt
-        except BaseException as error:
-            ended_by = error
-            raise
-        finally:
-            attempt.finish(ended_by)
-
-    def of(self, name: str) -> list[Json]:
-        """Return the rollouts of a request by its id, as the client sent it or as a reply has it, oldest first."""
-        request = next((name.removeprefix(prefix) for prefix in _PREFIXES if name.startswith(prefix)), name)
-        return [
-            found.report()
-            for (_, key), found in self._rollouts.items()
-            if key == request or key.startswith(f"{request}-")
-        ]
-
-    def _note(self, rollout: Rollout, attempt: Attempt) -> None:
+    def begin(self, rollout: Rollout) -> Attempt:
+        """Record an attempt, which begins with the wait for a replica."""
         key = rollout.owner, rollout.request_id
         found = self._rollouts.get(key)
         # A client may use an id again; the rest of a stream has the id of its beginning.
@@ -121,5 +97,15 @@ class AttemptHistory:
             self._rollouts.move_to_end(key)
             if len(self._rollouts) > KEPT:
                 self._rollouts.popitem(last=False)
-        found.attempts.append(attempt)
+        found.attempts.append(attempt := Attempt())
         del found.attempts[:-_ATTEMPTS_KEPT]
+        return attempt
+
+    def of(self, name: str) -> list[Json]:
+        """Return the rollouts of a request by its id, as the client sent it or as a reply has it, oldest first."""
+        request = next((name.removeprefix(prefix) for prefix in _PREFIXES if name.startswith(prefix)), name)
+        return [
+            found.report()
+            for (_, key), found in self._rollouts.items()
+            if key == request or key.startswith(f"{request}-")
+        ]

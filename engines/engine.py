@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import orjson
@@ -32,25 +32,15 @@ class ReceiptCopy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Peer:
-    """A source of versions that are not on the engine's machine: the gateway's URL and a key."""
-
-    url: str
-    key: str = field(default="", repr=False)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Preparation:
     """What an engine's workers say of updates.
 
     has_tee: True if our code there receives them.
     obstacle: why an update is a slower reload by the engine itself; "" if it is loaded in place, or unknown.
-    draft: method of its speculative decoding, and what updates do to its weights; "" without, or unknown.
     """
 
     has_tee: bool = False
     obstacle: str = ""
-    draft: str = ""
 
 
 def body_in_json(body: Json) -> bytes:

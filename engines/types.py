@@ -22,7 +22,6 @@ class Dialect(StrEnum):
 
     VLLM = "vllm"
     SGLANG = "sglang"
-    OPENAI = "openai"  # OpenAI's routes and fields alone
 
 
 OLDEST = {Dialect.VLLM: "0.28", Dialect.SGLANG: "0.5.23"}
@@ -36,7 +35,7 @@ def release(version: str) -> tuple[int, ...]:
 
 def is_too_old(dialect: Dialect, version: str) -> bool:
     """Return True for a release before `OLDEST`. A build of the engine's source may have any number."""
-    return "dev" not in version and release(version) < release(OLDEST.get(dialect, ""))
+    return "dev" not in version and release(version) < release(OLDEST[dialect])
 
 
 class ReplicaState(StrEnum):
@@ -102,9 +101,8 @@ class ReplicaInfo:
     world_size: ranks in a weight group; 0 if the engine takes no weights.
     max_model_len: None if the engine does not report it.
     has_tee: True if the engine digests received weights and can copy them into the weight store.
-    fetches: True if the engine can fetch a weight version that is not on its machine.
+    has_plugin: True for an SGLang of others whose workers run our plugin.
     reload_reason: why an update is a slower reload by the engine; "" if it is loaded in place, or unknown.
-    draft: method of its speculative decoding, and what updates do to its weights; "" without, or unknown.
     gpus: UUIDs of its GPUs, if the driver reports them.
     key: bearer key of `url` if that is a forwarder's, for an engine on another node than the gateway.
     reader: host and port of the reader beside it, and its key; "" before it is there.
@@ -128,9 +126,8 @@ class ReplicaInfo:
     dialect: Dialect = Dialect.VLLM
     streams: bool = False
     has_tee: bool = False
-    fetches: bool = False
+    has_plugin: bool = False
     reload_reason: str = ""
-    draft: str = ""
     node: str = ""
     gpu_ids: tuple[int, ...] = ()
     gpus: tuple[str, ...] = ()
@@ -164,12 +161,7 @@ class ReplicaInfo:
     @property
     def stages(self) -> bool:
         """True if our code in it can receive weights beside its own; a vLLM that we did not start does not."""
-        return self.has_tee or (self.dialect is Dialect.SGLANG and self.fetches)
-
-    @property
-    def speaks_vllm(self) -> bool:
-        """True if it takes vLLM's fields, such as token ids, itself or through its client."""
-        return self.dialect is not Dialect.OPENAI
+        return self.has_tee or self.has_plugin
 
     @property
     def loads_snapshots(self) -> bool:

@@ -37,7 +37,6 @@ def add_options(parser: LocustArgumentParser) -> None:
         default="sim",
         help="weights to push: a checkpoint's folder, or sim for simulated engines",
     )
-    add("--rolling", action="store_true", help="update replica after replica while the others serve")
     add("--watch-pid", type=int, default=0, help="measure memory and CPU of this process, such as the gateway's")
 
 
@@ -49,7 +48,6 @@ class Updates:
         settings = run.settings
         command = [sys.executable, "-m", "loadtests.updates", settings.host or ""]
         command += ["--every", str(settings.update_every), "--weights", settings.weights]
-        command += ["--rolling"] if settings.rolling else []
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True

@@ -37,13 +37,11 @@ def tensors_of(weights: str) -> list[tuple[str, torch.Tensor]]:
     return [(name, tensor) for file in files for name, tensor in load_file(file).items()]
 
 
-def push_once(
-    sender: WeightSender, tensors: Sequence[tuple[str, torch.Tensor]], *, rolling: bool | None
-) -> dict[str, object]:
+def push_once(sender: WeightSender, tensors: Sequence[tuple[str, torch.Tensor]]) -> dict[str, object]:
     """Push one update and return its report. An error is reported, not raised, since the next update may succeed."""
     began = time.perf_counter()
     try:
-        version, error = sender.push(tensors, rolling=rolling), ""
+        version, error = sender.push(tensors), ""
     except RolloutGatewayError as refused:
         version, error = 0, f"{type(refused).__name__}: {refused}"
     return {"version": version, "error": error, "at": time.time(), "seconds": time.perf_counter() - began}
@@ -54,9 +52,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("url", help="the gateway's URL")
     parser.add_argument("--every", type=float, required=True, metavar="S", help="seconds from one start to the next")
     parser.add_argument("--weights", default=SIMULATED, metavar="FOLDER", help="a checkpoint, or 'sim'")
-    parser.add_argument(
-        "--rolling", action="store_true", help="update replica after replica; default: the gateway's setting"
-    )
     parser.add_argument("--timeout-s", type=float, default=600.0, help="limit on an update")
     args = parser.parse_args(argv)
     tensors = tensors_of(args.weights)
@@ -72,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         due = time.monotonic() + args.every
         while not ending.wait(max(0.0, due - time.monotonic())):
             due = max(due + args.every, time.monotonic())
-            print(orjson.dumps(push_once(sender, tensors, rolling=args.rolling or None)).decode(), flush=True)
+            print(orjson.dumps(push_once(sender, tensors)).decode(), flush=True)
     return 0
 
 

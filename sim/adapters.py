@@ -28,8 +28,8 @@ class SimAdapters:
     def get(self, name: str) -> Adapter | None:
         return self._adapters.get(name)
 
-    def load(self, name: str, path: str, *, in_place: bool) -> None:
-        if name in self._adapters and not in_place:
+    def load(self, name: str, path: str) -> None:
+        if name in self._adapters:
             raise InvalidRequest(
                 f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in place, set "
                 "'load_inplace' to True."

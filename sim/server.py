@@ -93,7 +93,6 @@ class DetokenizeBody(BaseModel):
 class LoadAdapterBody(BaseModel):
     lora_name: str
     lora_path: str
-    load_inplace: bool = False
 
 
 class UnloadAdapterBody(BaseModel):
@@ -216,7 +215,7 @@ class SimServer:
         body = await _body(request, LoadAdapterBody)
         if body.lora_name == self._name:
             raise InvalidRequest(f"The lora adapter '{body.lora_name}' conflicts with a served base model.")
-        self.adapters.load(body.lora_name, body.lora_path, in_place=body.load_inplace)
+        self.adapters.load(body.lora_name, body.lora_path)
         return web.Response(text=f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
     async def unload_lora_adapter(self, request: web.Request) -> web.Response:

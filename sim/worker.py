@@ -10,7 +10,6 @@ from engines.engine import Json, ReceiptCopy
 from engines.errors import StoreFailed, WeightUpdateConflict
 from engines.store.draft import Draft, RawTensor, raw
 from engines.store.manifest import check_bytes, digest_of
-from engines.store.peer_store import PeerStore, fetched
 
 
 class SimWorker:
@@ -58,25 +57,15 @@ class SimWorker:
                 self.damage(arguments["name"])
             case "heal":
                 self._damaged.clear()
-            case "fetches":
-                return {"fetches": True}
             case "plan_updates":
-                return {"obstacle": "", "draft": ""}
+                return {"obstacle": ""}
             case "prepare_snapshot":
-                await asyncio.to_thread(self._fetch, **arguments)
                 return {"ready": True}
             case "load_snapshot":
-                await asyncio.to_thread(self._fetch, **arguments)
                 await asyncio.to_thread(self._load, arguments["path"])
             case _:
                 raise WeightUpdateConflict(f"the worker has no method {method!r}")
         return None
-
-    def _fetch(
-        self, path: str, version: int = 0, peer_url: str = "", peer_key: str = "", timeout_s: float = 0.0
-    ) -> None:
-        if peer_url:
-            fetched(Path(path), PeerStore(peer_url, peer_key), version, timeout_s)
 
     def _load(self, path: str) -> None:
         if path == self._name:

@@ -5,8 +5,7 @@ method and attribute here is the asynchronous one of its name.
 """
 
 import functools
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 
 from trainer_client.batch import Batch
@@ -128,14 +127,3 @@ class BlockingRolloutClient(_Blocking[RolloutClient]):
     canary_token_ids = _waiting(RolloutClient.canary_token_ids)
     pause = _waiting(RolloutClient.pause)
     resume = _waiting(RolloutClient.resume)
-
-    @contextmanager
-    def weight_lease(self) -> Iterator[str]:
-        """As `RolloutClient.weight_lease`."""
-        lease = self._inner.weight_lease()
-        name = self._thread.wait(lease.__aenter__())
-        try:
-            yield name
-        finally:
-            if not self._thread.is_over:
-                self._thread.wait(lease.__aexit__(None, None, None))

@@ -7,8 +7,7 @@ single stream for all prompts, which has none of these (docs/design/rollouts.md)
 import asyncio
 import os
 import uuid
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from engines.errors import (
@@ -208,52 +207,41 @@ class RolloutClient:
         """Return the number of workers in a transfer group, without the trainer."""
         return int((await self._call("GET", "/get_world_size", None, timeout_s))["world_size"])
 
-    async def init_weight_transfer(
-        self, init_info: Json, timeout_s: float = _WEIGHTS_TIMEOUT_S, *, lease: str | None = None
-    ) -> None:
-        """Let the engines join the trainer's group; returns when they have joined. Under a `lease` each
-        `start_weight_update` must name the group."""
-        await self._call("POST", "/init_weight_transfer_engine", {"init_info": init_info} | _under(lease), timeout_s)
+    # `group` is the place of the trainer's group, as ADDRESS:PORT. A call with it is refused where another trainer has
+    # opened a group since.
 
-    @asynccontextmanager
-    async def weight_lease(self, timeout_s: float = _CONTROL_TIMEOUT_S) -> AsyncIterator[str]:
-        """Yield a lease for `start_weight_update`: a connection by whose end the gateway notices a dead trainer."""
-        lease = uuid.uuid4().hex
-        async with self._http.held("/v1/weight_lease", {"lease": lease}, timeout_s=timeout_s):
-            yield lease
+    async def init_weight_transfer(self, init_info: Json, timeout_s: float = _WEIGHTS_TIMEOUT_S) -> None:
+        """Let the engines join the trainer's group; returns when they have joined."""
+        await self._call("POST", "/init_weight_transfer_engine", {"init_info": init_info}, timeout_s)
 
     async def start_weight_update(
         self,
         timeout_s: float = _WEIGHTS_TIMEOUT_S,
         *,
         in_flight: InFlight | None = None,
-        lease: str | None = None,
         version: int | None = None,
         group: str | None = None,
     ) -> None:
         """Open the next version, which must be `version`, if given. `in_flight` (default: the gateway's
-        `weights.in_flight`) decides on rollouts in flight; with `drain` the call returns after their end. The update is
-        aborted when `lease` ends. `group`, as ADDRESS:PORT, must be the open group if given."""
-        named = {"version": version, "group": group}
-        body: Json = {"in_flight": in_flight} | _under(lease)
-        body |= {name: value for name, value in named.items() if value is not None}
+        `weights.in_flight`) decides on rollouts in flight; with `drain` the call returns after their end."""
+        body: Json = {"in_flight": in_flight} | ({} if version is None else {"version": version}) | _of(group)
         await self._call("POST", "/start_weight_update", body, timeout_s)
 
     async def update_weights(
-        self, update_info: Json, timeout_s: float = _WEIGHTS_TIMEOUT_S, *, lease: str | None = None
+        self, update_info: Json, timeout_s: float = _WEIGHTS_TIMEOUT_S, *, group: str | None = None
     ) -> None:
-        """Let the engines receive the announced tensors; returns when they have. `lease` is that of the start."""
-        await self._call("POST", "/update_weights", {"update_info": update_info} | _under(lease), timeout_s)
+        """Let the engines receive the announced tensors; returns when they have."""
+        await self._call("POST", "/update_weights", {"update_info": update_info} | _of(group), timeout_s)
 
     async def finish_weight_update(
         self,
         canary_logprobs: Sequence[float] | None = None,
         timeout_s: float = _WEIGHTS_TIMEOUT_S,
         *,
-        lease: str | None = None,
+        group: str | None = None,
     ) -> int:
-        """Commit, and return the served version. `lease` is that of the start."""
-        body: Json = _under(lease)
+        """Commit, and return the served version."""
+        body = _of(group)
         if canary_logprobs is not None:
             body["canary_logprobs"] = [float(value) for value in canary_logprobs]
         reply = await self._call("POST", "/finish_weight_update", body, timeout_s)
@@ -272,16 +260,16 @@ class RolloutClient:
     async def load_weights(self, snapshot: str, options: PushOptions, timeout_s: float = _WEIGHTS_TIMEOUT_S) -> int:
         """Let all replicas load the draft `snapshot` of the weight store. Return the version once it is served."""
         body: Json = {"transport": "store", "snapshot": snapshot, "version": options.version}
-        body |= {"rolling": options.rolling, "in_flight": options.in_flight}
+        body["in_flight"] = options.in_flight
         if options.canary_logprobs is not None:
             body["canary_logprobs"] = [float(value) for value in options.canary_logprobs]
         return int((await self._call("POST", "/v1/weight_updates", body, timeout_s))["weight_version"])
 
     async def abandon_weight_update(
-        self, reason: str, timeout_s: float = _CONTROL_TIMEOUT_S, *, lease: str | None = None
+        self, reason: str, timeout_s: float = _CONTROL_TIMEOUT_S, *, group: str | None = None
     ) -> None:
-        """End an open update without a commit; the version before stays served. With `lease`, only its own update."""
-        await self._call("DELETE", "/v1/weight_updates", {"reason": reason} | _under(lease), timeout_s)
+        """End an open update without a commit; the version before stays served."""
+        await self._call("DELETE", "/v1/weight_updates", {"reason": reason} | _of(group), timeout_s)
 
     async def canary_token_ids(self, timeout_s: float = _ASK_TIMEOUT_S) -> list[int]:
         """Return the canary tokens. Their log-probs by the trainer's new weights may be sent with
@@ -397,6 +385,6 @@ def _states(body: Any) -> str:
     return f"{len(states)} of {body.get('replicas_expected')} replicas are there: {', '.join(states) or 'none'}"
 
 
-def _under(lease: str | None) -> Json:
+def _of(group: str | None) -> Json:
     """Return the part of a weight call's body that names its trainer."""
-    return {} if lease is None else {"lease": lease}
+    return {} if group is None else {"group": group}

@@ -1,8 +1,5 @@
 """HTTP to the rollout URL, and the only place that translates its failures."""
 
-import asyncio
-import os
-import socket
 import struct
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
@@ -30,29 +27,6 @@ PACKED = "application/msgpack"
 _SILENT_S = 60.0
 _JSON = {"Content-Type": "application/json"}
 _HEAD = struct.Struct(">xI")
-
-_sockets: "weakref.WeakSet[socket.socket]" = weakref.WeakSet()
-"""The sockets of all connections of this process."""
-
-
-def _leave_to_parent() -> None:
-    """Let go of the parent's connections in a forked child, which would hold a lease of the parent after its death."""
-    if sockets := list(_sockets):
-        nowhere = os.open(os.devnull, os.O_RDWR)
-        for one in sockets:
-            if one.fileno() >= 0:
-                os.dup2(nowhere, one.fileno(), inheritable=False)
-        os.close(nowhere)
-
-
-os.register_at_fork(after_in_child=_leave_to_parent)
-
-
-def _opened_socket(address: aiohttp.AddrInfoType) -> socket.socket:
-    family, kind, protocol, _, _ = address
-    opened = socket.socket(family, kind, protocol)
-    _sockets.add(opened)
-    return opened
 
 
 def closed() -> InvalidRequest:
@@ -158,18 +132,6 @@ class GatewayHttp:
                 del unread[:place]
 
     @asynccontextmanager
-    async def held(self, path: str, body: Json, *, timeout_s: float) -> AsyncIterator[None]:
-        """Keep the connection of an answer without an end open during the block. Raise the gateway's error, or as
-        `answer` does; `timeout_s` bounds the answer's begin."""
-        async with aclosing(self.streamed("POST", path, orjson.dumps(body), _JSON)) as answer:
-            try:
-                async with asyncio.timeout(timeout_s):
-                    await anext(answer, None)
-            except TimeoutError as error:
-                raise self._late(path, timeout_s) from error
-            yield
-
-    @asynccontextmanager
     async def _request(
         self, method: str, path: str, data: bytes | None, headers: Mapping[str, str], **timeouts: Any
     ) -> AsyncIterator[aiohttp.ClientResponse]:
@@ -179,7 +141,7 @@ class GatewayHttp:
             raise closed()
         if self._session is None:
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, socket_factory=_opened_socket),
+                connector=aiohttp.TCPConnector(limit=0),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 headers=self._headers,
             )

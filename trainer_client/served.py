@@ -13,7 +13,6 @@ class PushOptions:
 
     version: int | None = None
     canary_logprobs: Sequence[float] | None = None
-    rolling: bool | None = None
     in_flight: InFlight | None = None
 
 
@@ -29,7 +28,6 @@ class ServedWeights:
     """Replica ids by GPU UUID."""
     config: str = ""
     """Content of the checkpoint's config.json."""
-    num_replicas: int = 1
     tied: tuple[tuple[str, ...], ...] = ()
     """Names of each tensor that the checkpoint stores more than once."""
 
@@ -43,7 +41,6 @@ class ServedWeights:
             tensors=None if listed is None else tuple(_tensor(one) for one in listed),
             gpus={gpu: replica["replica_id"] for replica in reply["replicas"] for gpu in replica["gpus"]},
             config=reply.get("config", ""),
-            num_replicas=len(reply["replicas"]),
             tied=tuple(map(tuple, reply.get("tied", ()))),
         )
 

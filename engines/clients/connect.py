@@ -2,19 +2,11 @@
 
 from engines.clients.sglang_engine import SglangEngine
 from engines.clients.vllm_engine import VllmEngine
-from engines.engine import Engine, Peer
+from engines.engine import Engine
 from engines.types import EngineKind
 
 
-def connect(
-    kind: EngineKind,
-    replica_id: str,
-    url: str,
-    api_key: str = "",
-    *,
-    has_tee: bool = False,
-    peer: Peer | None = None,
-) -> Engine:
+def connect(kind: EngineKind, replica_id: str, url: str, api_key: str = "", *, has_tee: bool = False) -> Engine:
     """Return the client of one engine server."""
     client = SglangEngine if kind is EngineKind.SGLANG else VllmEngine
-    return client(replica_id, url, api_key, has_tee=has_tee, peer=peer if has_tee else None)
+    return client(replica_id, url, api_key, has_tee=has_tee)

@@ -8,7 +8,7 @@ from engines.clients.our_workers import EngineWithWorkers
 from engines.clients.sglang_engine import SglangEngine
 from engines.clients.vllm_engine import VllmEngine
 from engines.config import EngineConfig
-from engines.engine import Json, Peer
+from engines.engine import Json
 from engines.errors import DeadlineExceeded, EngineError, EngineFailed, EngineRefused, EngineStartFailed
 from engines.types import Dialect, ReplicaInfo, is_too_old
 from engines.weight_label import is_given
@@ -28,10 +28,6 @@ _WEIGHT_ROUTES = frozenset(
         "/weight_info",
     }
 )
-# Owners of models, by which servers with a dialect of their own are known.
-_DIALECTS = (Dialect.VLLM, Dialect.SGLANG)
-# Fields that the gateway adds for vLLM; other servers refuse or ignore them.
-_VLLM_FIELDS = ("cache_salt", "return_token_ids")
 
 
 class _External(EngineWithWorkers):
@@ -60,20 +56,19 @@ class _External(EngineWithWorkers):
 class ExternalSglangEngine(_External, SglangEngine):
     """Client of an SGLang server."""
 
-    def __init__(self, info: ReplicaInfo, api_key: str = "", peer: Peer | None = None) -> None:
-        peer = peer if info.fetches else None
-        super().__init__(info.replica_id, info.url, api_key, has_tee=info.fetches, peer=peer)
+    def __init__(self, info: ReplicaInfo, api_key: str = "") -> None:
+        super().__init__(info.replica_id, info.url, api_key, has_tee=info.has_plugin)
         self._info = info
 
 
 class ExternalEngine(_External, VllmEngine):
-    """Client of any other server. Raises `EngineRefused`, which names replica and route, for an unsupported route.
+    """Client of a vLLM server. Raises `EngineRefused`, which names replica and route, for an unsupported route.
 
     `api_key` is the server's bearer key, if it needs one.
     """
 
-    def __init__(self, info: ReplicaInfo, api_key: str = "", peer: Peer | None = None) -> None:
-        super().__init__(info.replica_id, info.url, api_key, peer=peer if info.fetches else None)
+    def __init__(self, info: ReplicaInfo, api_key: str = "") -> None:
+        super().__init__(info.replica_id, info.url, api_key)
         self._info = info
 
     async def ask(self, method: str, path: str, body: Json | None, timeout_s: float) -> Json:
@@ -87,22 +82,12 @@ class ExternalEngine(_External, VllmEngine):
             )
         return await super().ask(method, path, body, timeout_s)
 
-    async def metrics(self, timeout_s: float) -> str:
-        return await super().metrics(timeout_s) if self._info.speaks_vllm else ""
 
-    def _asked(self, body: Json, *, stream: bool) -> Json:
-        if not self._info.speaks_vllm:
-            body = {name: value for name, value in body.items() if name not in _VLLM_FIELDS}
-        return super()._asked(body, stream=stream)
-
-
-def external_engine(
-    info: ReplicaInfo, api_key: str = "", peer: Peer | None = None
-) -> ExternalEngine | ExternalSglangEngine:
+def external_engine(info: ReplicaInfo, api_key: str = "") -> ExternalEngine | ExternalSglangEngine:
     """Return the client of the server that `info` describes."""
     if info.dialect is Dialect.SGLANG:
-        return ExternalSglangEngine(info, api_key, peer)
-    return ExternalEngine(info, api_key, peer)
+        return ExternalSglangEngine(info, api_key)
+    return ExternalEngine(info, api_key)
 
 
 class ExternalServer:
@@ -184,10 +169,16 @@ class ExternalServer:
     async def _describe(self, vllm: VllmEngine, sglang: SglangEngine) -> ReplicaInfo:
         card = self._chosen(await self._list_models(vllm, sglang))
         owner = card.get("owned_by")
-        probe = sglang if owner == "sglang" else vllm
+        if owner not in list(Dialect):
+            raise EngineStartFailed(
+                f"the server at {self._url} is neither vLLM nor SGLang (its models are owned by {owner!r}): call it "
+                "directly",
+                replica_id=self._replica_id,
+            )
+        dialect = Dialect(owner)
+        probe = sglang if dialect is Dialect.SGLANG else vllm
         routes, version, world_size = await _capabilities(probe, str(card["id"]))
-        dialect = Dialect(owner) if version and owner in _DIALECTS else Dialect.OPENAI
-        has_routes = dialect is not Dialect.OPENAI and routes >= _WEIGHT_ROUTES and world_size > 0
+        has_routes = routes >= _WEIGHT_ROUTES and world_size > 0
         takes_weights = has_routes and not is_too_old(dialect, version)
         return ReplicaInfo(
             replica_id=self._replica_id,
@@ -202,7 +193,7 @@ class ExternalServer:
             engine_version=version or "unknown",
             capabilities=routes,
             dialect=dialect,
-            fetches=takes_weights and await _runs_our_code(probe),
+            has_plugin=takes_weights and isinstance(probe, SglangEngine) and await _runs_our_plugin(probe),
         )
 
     def _chosen(self, models: list[Json]) -> Json:
@@ -218,16 +209,12 @@ class ExternalServer:
         )
 
 
-async def _runs_our_code(probe: VllmEngine | SglangEngine) -> bool:
-    """Return True if the server's workers run our extension of vLLM, or our plugin of SGLang."""
+async def _runs_our_plugin(probe: SglangEngine) -> bool:
+    """Return True if the workers of the server run our plugin."""
     try:
-        if isinstance(probe, SglangEngine):
-            return (await probe.prepare_updates((), "", (), _PROBE_TIMEOUT_S)).has_tee
-        answer = await probe.ask("POST", "/collective_rpc", {"method": "fetches"}, _PROBE_TIMEOUT_S)
+        return (await probe.prepare_updates((), "", (), _PROBE_TIMEOUT_S)).has_tee
     except (EngineError, DeadlineExceeded):
         return False
-    workers = answer.get("results") or [None]
-    return all(isinstance(worker, dict) and worker.get("fetches") is True for worker in workers)
 
 
 async def _capabilities(probe: HttpEngine, model: str) -> tuple[frozenset[str], str, int]:

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from engines.clients.http import HttpEngine
-from engines.engine import Json, Peer, Preparation, ReceiptCopy
+from engines.engine import Json, Preparation, ReceiptCopy
 from engines.errors import EngineFailed, InvalidRequest
 from engines.types import TensorMeta
 from engines.weight_label import CHECKPOINT, UNKNOWN, WeightLabel, open_label
@@ -23,16 +23,12 @@ class EngineWithWorkers(HttpEngine, ABC):
     """A server whose workers may run our code.
 
     api_key: the server's bearer key, if it needs one.
-    has_tee: they do: `engines/inside_vllm` or `engines/inside_sglang`. A server with `peer` runs it too.
-    peer: source of weight versions that are not on the engine's machine.
+    has_tee: they do: `engines/inside_vllm` or `engines/inside_sglang`.
     """
 
-    def __init__(
-        self, replica_id: str, url: str, api_key: str = "", *, has_tee: bool = False, peer: Peer | None = None
-    ) -> None:
+    def __init__(self, replica_id: str, url: str, api_key: str = "", *, has_tee: bool = False) -> None:
         super().__init__(replica_id, url, api_key)
         self._has_tee = has_tee
-        self._peer = peer
         self._held: str | None = None
         """The label that was read or given last; None before, and while it changes."""
         self._committed = CHECKPOINT
@@ -71,11 +67,7 @@ class EngineWithWorkers(HttpEngine, ABC):
             return Preparation()
         told = {"tensors": [*map(asdict, tensors)], "config": config, "tied": tied}
         said = await self._on_workers("plan_updates", told, timeout_s)
-        obstacle = next((one["obstacle"] for one in said if one["obstacle"]), "")
-        # One worker of a pipeline alone holds the draft's model.
-        drafts = filter(None, (one["draft"] for one in said))
-        draft = min(drafts, key=lambda draft: draft.endswith("without weights"), default="")
-        return Preparation(has_tee=True, obstacle=obstacle, draft=draft)
+        return Preparation(has_tee=True, obstacle=next((one["obstacle"] for one in said if one["obstacle"]), ""))
 
     async def announced_as(self, update_info: Json, timeout_s: float) -> Json:
         if not self._has_tee:
@@ -98,7 +90,7 @@ class EngineWithWorkers(HttpEngine, ABC):
         await self._on_workers("load_staged", {}, timeout_s)
 
     async def wipe_kv(self, timeout_s: float) -> None:
-        if self._has_our_worker:
+        if self._has_tee:
             await self._on_workers("wipe_kv", {}, timeout_s)
 
     async def open_receipt(self, copy: ReceiptCopy | None, timeout_s: float) -> None:
@@ -119,18 +111,18 @@ class EngineWithWorkers(HttpEngine, ABC):
             await self._on_workers("keep_receipt", {}, timeout_s)
 
     async def drop_receipt(self, timeout_s: float) -> None:
-        if self._has_our_worker:
+        if self._has_tee:
             await self._on_workers("drop_receipt", {}, timeout_s)
 
     async def prepare_snapshot(self, path: str, version: int, timeout_s: float) -> None:
-        if self._has_our_worker:
-            await self._until_ready("prepare_snapshot", self._snapshot(path, version, timeout_s), timeout_s)
+        if self._has_tee:
+            await self._until_ready("prepare_snapshot", {"path": path, "version": version}, timeout_s)
 
     async def load_snapshot(self, path: str, version: int, timeout_s: float) -> None:
         await self._label("", timeout_s)
-        asked = self._snapshot(path, version, timeout_s)
+        asked = {"path": path, "version": version}
         # Our worker in SGLang answers False for a version that it leaves to SGLang.
-        if not self._has_our_worker or False in await self._on_workers("load_snapshot", asked, timeout_s):
+        if not self._has_tee or False in await self._on_workers("load_snapshot", asked, timeout_s):
             await self._load_by_itself(path, timeout_s)
 
     async def label_weights(self, label: str, timeout_s: float, *, is_committed: bool) -> None:
@@ -144,17 +136,6 @@ class EngineWithWorkers(HttpEngine, ABC):
         self._held = text
         if is_committed:
             self._committed = label
-
-    @property
-    def _has_our_worker(self) -> bool:
-        return self._has_tee or self._peer is not None
-
-    def _snapshot(self, path: str, version: int, timeout_s: float) -> Json:
-        """Return the workers' arguments for a version and its source."""
-        arguments: Json = {"path": path, "version": version}
-        if self._peer is not None and version:
-            arguments |= {"peer_url": self._peer.url, "peer_key": self._peer.key, "timeout_s": timeout_s}
-        return arguments
 
     async def _until_ready(self, method: str, arguments: Json, timeout_s: float) -> None:
         """Poll the workers until all are ready: a call that waits there would block the engine's steps."""

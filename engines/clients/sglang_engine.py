@@ -53,7 +53,7 @@ from engines.clients.sglang_dialect import (
     world_size,
 )
 from engines.clients.vllm_engine import label_of
-from engines.engine import Json, Peer, Preparation
+from engines.engine import Json, Preparation
 from engines.errors import DeadlineExceeded, EngineRefused, InvalidRequest
 from engines.transfer.worker_calls import call_text
 from engines.types import PauseMode, TensorMeta
@@ -99,10 +99,8 @@ class SglangEngine(EngineWithWorkers):
     has_tee: its workers run our plugin (`engines/inside_sglang`).
     """
 
-    def __init__(
-        self, replica_id: str, url: str, api_key: str = "", *, has_tee: bool = False, peer: Peer | None = None
-    ) -> None:
-        super().__init__(replica_id, url, api_key, has_tee=has_tee, peer=peer)
+    def __init__(self, replica_id: str, url: str, api_key: str = "", *, has_tee: bool = False) -> None:
+        super().__init__(replica_id, url, api_key, has_tee=has_tee)
         self._vocab_size: int | None = None
         self._served_name = ""
         self._adapters: set[str] = set()

@@ -14,7 +14,7 @@ from engines.inside_sglang.nccl_group import NcclGroup
 from engines.inside_sglang.obstacles import obstacle_to_updates
 from engines.loading.planned_load import PlannedLoad
 from engines.loading.stage import FolderStage
-from engines.loading.worker import Target, UpdatedWorker, draft_of, tensors_of
+from engines.loading.worker import Target, UpdatedWorker, tensors_of
 from engines.transfer.gloo import Receiver, WeightGroup
 from engines.transfer.packing import CHUNK_BYTES
 
@@ -46,7 +46,7 @@ class WeightWorker(UpdatedWorker):
 
     def plan_updates(self, *args: Any, **kwargs: Any) -> dict[str, str]:
         obstacle = self.target.obstacle
-        return {"obstacle": obstacle, "draft": ""} if obstacle else super().plan_updates(*args, **kwargs)
+        return {"obstacle": obstacle} if obstacle else super().plan_updates(*args, **kwargs)
 
     def open_group(
         self,
@@ -109,12 +109,10 @@ class WeightWorker(UpdatedWorker):
     @cached_property
     def target(self) -> Target:
         """An `obstacle` is the reason why updates are left to SGLang's own routes."""
-        reason = obstacle_to_updates(self._manager)
         return Target(
             device=next(self._model.parameters()).device,
             weights=PlannedLoad(self._model),
-            obstacle=reason,
-            draft="" if reason else _draft(self._manager),
+            obstacle=obstacle_to_updates(self._manager),
         )
 
     def _receive(self, update_info: dict[str, Any], timeout_s: float) -> None:
@@ -132,15 +130,6 @@ class WeightWorker(UpdatedWorker):
                 f"this SGLang server receives no updates ({self.target.obstacle}): have it load them from the store "
                 "(WeightSender(transport='store'), or weights.relay: always)"
             )
-
-
-def _draft(manager: Any) -> str:
-    if manager.draft_worker is None:
-        return ""
-    target = manager.tp_worker.model_runner
-    models = [runner.model for runner in _draft_runners(manager)]
-    draft = torch.nn.ModuleList(models) if models else None
-    return draft_of(str(target.server_args.speculative_algorithm).lower(), draft, target.model)
 
 
 def _draft_runners(manager: Any) -> list[Any]:

@@ -12,7 +12,7 @@ from engines.inside_vllm.in_place import load_in_place, load_layerwise, obstacle
 from engines.loading.planned_load import PlannedLoad
 from engines.loading.snapshot_reader import pin_memory, read_tensors
 from engines.loading.stage import FolderStage
-from engines.loading.worker import Target, UpdatedWorker, draft_of
+from engines.loading.worker import Target, UpdatedWorker
 from engines.transfer.gloo import until_listening
 from engines.transfer.packing import unpack_quickly
 from engines.transfer.tee import prepare
@@ -55,10 +55,6 @@ class WeightWorker(UpdatedWorker):
         if worker._weight_update_active:
             worker.finish_weight_update()
 
-    def fetches(self) -> dict[str, bool]:
-        """Report that `load_snapshot` exists, for external servers."""
-        return {"fetches": True}
-
     def plan_updates(self, *args: Any, **kwargs: Any) -> dict[str, str]:
         worker: Any = self
         find_trainer_first(worker.weight_transfer_engine)
@@ -99,9 +95,7 @@ class WeightWorker(UpdatedWorker):
         worker: Any = self
         model = worker.get_model()
         load = loader_of(model) if worker.vllm_config.lora_config is not None else None
-        return Target(
-            device=worker.device, weights=PlannedLoad(model, load), obstacle=obstacle(self), draft=_draft(worker)
-        )
+        return Target(device=worker.device, weights=PlannedLoad(model, load), obstacle=obstacle(self))
 
 
 def _reload(worker: Any, **source: Any) -> None:
@@ -121,11 +115,6 @@ def _reload(worker: Any, **source: Any) -> None:
 def _base_layers(worker: Any) -> AbstractContextManager[None]:
     """Have the model's layers under the checkpoint's names, in a LoRA-enabled model too."""
     return base_layers(worker.get_model()) if worker.vllm_config.lora_config is not None else nullcontext()
-
-
-def _draft(worker: Any) -> str:
-    config = worker.vllm_config.speculative_config
-    return "" if config is None else draft_of(config.method, worker.get_draft_model(), worker.get_model())
 
 
 def break_group(engine: Any) -> None:

@@ -109,12 +109,11 @@ class ReceivedStage(Stage):
 
 
 class FolderStage(Stage):
-    """The tensors of a folder, where they fit into free memory of a GPU. `fetch`, if given, brings the folder first."""
+    """The tensors of a folder, where they fit into free memory of a GPU."""
 
-    def __init__(self, folder: Path, device: torch.device, fetch: Callable[[], object] | None = None) -> None:
+    def __init__(self, folder: Path, device: torch.device) -> None:
         super().__init__(device)
         self._folder = folder
-        self._fetch = fetch
         self._files: FileStates = ()
         self._begin(self._bring)
 
@@ -130,8 +129,6 @@ class FolderStage(Stage):
         return bool(self._tensors) and self._error is None and self.is_of(folder)
 
     def _bring(self) -> None:
-        if self._fetch is not None:
-            self._fetch()
         self._files = file_states(self._folder)
         if self._device.type != "cuda":
             return

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from engines.errors import WeightUpdateFailed
 from engines.loading.planned_load import Form, Load, PlannedLoad, form_of, load_in_batches
 from engines.loading.snapshot_reader import pin_memory, read_tensors
 from engines.loading.stage import FolderStage, ReceivedStage, Stage
-from engines.store.peer_store import PeerStore, fetched
 from engines.transfer.receipts import Receipts
 from engines.transfer.tee import prepare, room_on
 from engines.types import TensorMeta
@@ -30,13 +29,11 @@ class Target:
 
     weights: the loads of its model.
     obstacle: the reason why weights are not loaded in place, but by the engine's own loader; "" where they are.
-    draft: `draft_of`.
     """
 
     device: torch.device
     weights: PlannedLoad
     obstacle: str
-    draft: str = ""
 
     def plan(self, forms: list[Form]) -> None:
         """Plan loads of these tensors, so that the first update takes no longer than the next."""
@@ -95,7 +92,7 @@ class UpdatedWorker:
         """Prepare for updates of the checkpoint's tensors, with the arguments of `CheckpointNames`: the first update
         takes no longer than the next. What takes seconds is made now: at the start no rollout waits for it.
 
-        Return why updates are left to the engine's own reload, and what they do to a draft.
+        Return why updates are left to the engine's own reload.
         """
         self.names = checkpoint_names([one["name"] for one in tensors], config, tied)
         self.names.prepare()
@@ -103,7 +100,7 @@ class UpdatedWorker:
         if self.target.device.type == "cuda":
             pin_memory()
         self.target.plan([form_of(TensorMeta(**{**one, "shape": tuple(one["shape"])})) for one in tensors])
-        return {"obstacle": self.target.obstacle, "draft": self.target.draft}
+        return {"obstacle": self.target.obstacle}
 
     def announced_as(self, update_info: dict[str, Any]) -> dict[str, Any]:
         """Return the announcement under the checkpoint's names, or the reason why it is refused."""
@@ -165,18 +162,15 @@ class UpdatedWorker:
             stage.drop()
         self.receipts.drop()
 
-    def prepare_snapshot(
-        self, path: str, version: int = 0, peer_url: str = "", peer_key: str = "", timeout_s: float = 0.0
-    ) -> dict[str, bool]:
+    def prepare_snapshot(self, path: str, version: int = 0) -> dict[str, bool]:
         """Begin to stage a folder, with the arguments of `load_snapshot`. Report whether it has ended."""
         folder, device = Path(path), self.target.device
-        fetch = partial(fetched, folder, PeerStore(peer_url, peer_key), version, timeout_s) if peer_url else None
-        if fetch is None and (device.type == "cpu" or not folder.is_dir()):
+        if device.type == "cpu" or not folder.is_dir():
             return {"ready": True}
         if not (isinstance(self.stage, FolderStage) and self.stage.is_of(folder)):
             if self.stage is not None:
                 self.stage.drop()  # its memory is room for the next
-            self.stage = FolderStage(folder, device, fetch)
+            self.stage = FolderStage(folder, device)
         try:
             is_ready = self.stage.is_ready
         except Exception:
@@ -184,21 +178,16 @@ class UpdatedWorker:
             raise
         return {"ready": is_ready}
 
-    def load_snapshot(
-        self, path: str, version: int = 0, peer_url: str = "", peer_key: str = "", timeout_s: float = 0.0
-    ) -> bool | None:
+    def load_snapshot(self, path: str, version: int = 0) -> bool | None:
         """Load all weights from a checkpoint folder, also after an update that broke off.
 
-        With `peer_url`, a folder that this machine lacks is fetched from there as version `version`. Version 0 is then
-        read from the engine's own checkpoint. Return False where the engine's own route has to load them.
+        Version 0 is read from the engine's own checkpoint where this machine lacks the folder. Return False where the
+        engine's own route has to load them.
         """
         folder = Path(path)
-        if peer_url:
-            fetched(folder, PeerStore(peer_url, peer_key), version, timeout_s)
-        elif version and not folder.is_dir():
+        if version and not folder.is_dir():
             raise FileNotFoundError(
-                f"this machine has no folder {path}: bind gateway.host to an address that it reaches, set "
-                "weights.peer_url, or have weights.store name a folder that all machines share"
+                f"this machine has no folder {path}: have weights.store name a folder that all machines share"
             )
         stage = self.stage if isinstance(self.stage, FolderStage) and self.stage.holds(folder) else None
         if stage is not None:
@@ -213,21 +202,6 @@ class UpdatedWorker:
                 self.target.load(stage.take())
             else:
                 load_in_batches(self.target.load, read_tensors(folder, self.target.device), _BATCH_BYTES)
-
-
-def draft_of(method: str, draft: Any, target: Any) -> str:
-    """Return the method of a draft, and what updates of the `target` do to its weights. None stands for a draft without
-    weights, such as a look-up of n-grams.
-
-    Tokens are right whatever a draft holds, since the target checks each. Parts that it shares with the target are
-    loaded with it; with old weights in others a draft is right less often, and tokens come slower.
-    """
-    if draft is None:
-        return f"{method}, without weights"
-    shared = {id(parameter) for parameter in target.parameters()}
-    if all(id(parameter) in shared for parameter in draft.parameters()):
-        return f"{method}, whose weights are all the model's"
-    return f"{method}, frozen: no update has its tensors"
 
 
 def tensors_of(held: object) -> Iterator[torch.Tensor]:

@@ -157,7 +157,7 @@ def claim_draft(store: Path) -> tuple[Path, int]:
     with disk_errors(folder):
         begun.mkdir(mode=0o700)
         owner = os.open(begun / OWNER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(owner, fcntl.LOCK_SH)  # the relay holds it too
+        fcntl.flock(owner, fcntl.LOCK_EX)
         begun.rename(folder)
     return folder, owner
 

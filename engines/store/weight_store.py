@@ -6,7 +6,7 @@
     draft-gone-...   discarded, and being removed
     .gateway         locked by the gateway that keeps the store
     .relay.json      process id and port of the relay, which outlives its gateway
-    .group.json      the trainer's flat transfer group between two updates, for the next gateway
+    .group.json      the trainer's transfer group between two updates, for the next gateway
 
 Any file system will do; in /dev/shm a version is written and read at the speed of memory. `manifest.py` describes a
 version's content, and `draft.py` writes it, for gateway, engines' workers and trainers alike.
@@ -35,7 +35,6 @@ from engines.weight_label import version_of
 
 _KEEPER = ".gateway"
 RELAY, GROUP = ".relay.json", ".group.json"
-_MADE_OF = ".draft"
 _LABEL = ".label"
 _LOOK_S = 0.05
 _GONE = "gone-"
@@ -151,7 +150,6 @@ class WeightStore:
         with disk_errors(draft):
             _link_rest(checkpoint, draft)
             replace(manifest, version=version).write(draft)
-            (draft / _MADE_OF).write_text(draft.name, encoding="utf-8")
             (draft / _LABEL).write_text(label, encoding="utf-8")
             draft.stat()  # raises where it was thrown away meanwhile
             remove_folder(self.throw_away(target))
@@ -166,16 +164,6 @@ class WeightStore:
         if (owner := self._owned.pop(draft, None)) is not None:
             os.close(owner)
         return target
-
-    def reopen(self, draft: Path, committed: str) -> int | Path | None:
-        """Return the version that a draft has become, if it is the one `committed`. Any other is a draft again: the
-        gateway died before it was committed. None where it was discarded."""
-        for folder in self.folder.glob("v*"):
-            if _text(folder / _MADE_OF) == draft.name:
-                if _text(folder / _LABEL) == committed:
-                    return version_of(committed)
-                folder.rename(draft)
-        return draft if draft.is_dir() else None
 
     def withdraw(self, version: int) -> Path:
         """Forget an aborted version. Return the folder to remove, as `throw_away` does."""
@@ -206,16 +194,12 @@ class WeightStore:
         """Return True where `num_bytes` are free now."""
         return shutil.disk_usage(self.folder).free >= num_bytes
 
-    def prune(self, served: int, keep: int = 2) -> list[Path]:
-        """Keep `keep` versions up to the served version, newer versions and versions being read. Forget all others, and
-        return the folders to remove, as `throw_away` does."""
+    def prune(self, served: int) -> list[Path]:
+        """Keep the served version, newer versions and versions being read. Forget all others, and return the folders to
+        remove, as `throw_away` does."""
         # Listed before the versions are read: a version that is promoted meanwhile is known, or not listed.
-        folders = list(self.folder.glob("v*"))
-        known = self.versions
-        before = [version for version in known if version < served]
-        newer = [version for version in known if version > served]  # about to be served
-        kept = {served, *newer, *before[max(0, len(before) - keep + 1) :]}
-        versions = {int(folder.name[1:]): folder for folder in filter(_is_version, folders)}
+        versions = {int(folder.name[1:]): folder for folder in filter(_is_version, list(self.folder.glob("v*")))}
+        kept = {served, *(version for version in self._known if version > served)}  # newer ones are about to be served
         surplus = versions.keys() - kept
         return [self.withdraw(version) for version in surplus if not is_locked(versions[version] / MANIFEST)]
 

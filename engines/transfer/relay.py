@@ -5,14 +5,12 @@
 A separate process, so that a blocked transfer ends with it. It has vLLM's weight routes for a receiver, receives like
 vLLM's workers, and writes a draft of the weight store with their tee. Replicas then load the version.
 
-It outlives the gateway, as its own end would break the trainer's group: the next gateway finds it by its record in the
-store, and trainers repeat the calls that were cut off. It ends when its record is another's, and when no gateway keeps
-the store for a minute.
+It outlives the gateway, as its own end would break the trainer's group: between two updates the next gateway finds it
+by its record in the store. It ends when its record is another's, and when no gateway keeps the store for a minute.
 """
 
 import argparse
 import asyncio
-import fcntl
 import inspect
 import logging
 import os
@@ -20,7 +18,6 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,7 +30,6 @@ from aiohttp import web
 from engines.checkpoint.names import CheckpointNames, announced_as, checkpoint_names, import_tables
 from engines.engine import Json, ReceiptCopy
 from engines.errors import InvalidRequest, RolloutGatewayError, WeightUpdateFailed
-from engines.store.draft import OWNER
 from engines.store.weight_store import RELAY, is_kept, record_in
 from engines.transfer.gloo import Receiver, WeightGroup
 from engines.transfer.packing import CHUNK_BYTES, NamedTensor, unpack_quickly
@@ -122,18 +118,12 @@ class RelayServer:
         self._receiver = receiver
         self._model = model
         self._receipts = Receipts()
-        self._draft = ""
-        self._lock = ExitStack()
-        self._note: Json = {}
-        self._calls: dict[bytes, asyncio.Task[Any]] = {}
-        self._announced: dict[bytes, Json] = {}
+        self._running: asyncio.Future[Any] | None = None
         self._names = CheckpointNames()
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[_answer_errors])
         app.router.add_get("/health", self.health)
-        app.router.add_get("/state", self.state)
-        app.router.add_post("/note", self.note)
         app.router.add_post("/init_weight_transfer_engine", self.init_weight_transfer_engine)
         app.router.add_post("/update_weights", self.update_weights)
         app.router.add_post("/collective_rpc", self.collective_rpc)
@@ -142,36 +132,17 @@ class RelayServer:
     async def health(self, _: web.Request) -> web.Response:
         return _json({})
 
-    async def state(self, _: web.Request) -> web.Response:
-        """Tell another gateway what the one before has asked for; `received` may still arrive."""
-        received = [await asyncio.to_thread(announced_as, self._names, one) for one in self._announced.values()]
-        return _json({"note": self._note, "draft": self._draft, "received": received})
-
-    async def note(self, request: web.Request) -> web.Response:
-        self._note = await _object(request)
-        return _json({})
-
     async def init_weight_transfer_engine(self, request: web.Request) -> web.Response:
         init_info = (await _object(request))["init_info"]
         for key in ("master_address", "master_port", "rank_offset", "world_size"):
             if init_info.get(key) is None:
                 raise InvalidRequest(f"init_info.{key} is missing: it locates the trainer's group", param=key)
-        call = _key("join", init_info)
-        if call not in self._calls:
-            self._drop()
-            self._note = {}
-        await self._once(call, lambda: self._receiver.join(init_info))
-        self._calls.pop(call, None)  # answered: the next is of another trainer, which may listen at the same place
+        self._drop()
+        await self._in_thread(self._receiver.join, init_info)
         return _json({"message": "Weight transfer initialized"})
 
     async def update_weights(self, request: web.Request) -> web.Response:
-        update_info = (await _object(request))["update_info"]
-        call = _key("receive", update_info)
-        if self._draft:
-            self._announced[call] = update_info
-            await self._once(call, lambda: self._receiver.receive(update_info))
-        else:
-            await asyncio.to_thread(self._receiver.receive, update_info)
+        await self._in_thread(self._receiver.receive, (await _object(request))["update_info"])
         return _json({"message": "Weights updated"})
 
     async def collective_rpc(self, request: web.Request) -> web.Response:
@@ -183,50 +154,37 @@ class RelayServer:
                 names = [tensor["name"] for tensor in checkpoint["tensors"]]
                 self._names = checkpoint_names(names, checkpoint["config"], checkpoint["tied"])
                 threading.Thread(target=self._names.prepare, daemon=True).start()
-                return _json({"results": [{"obstacle": "", "draft": ""}]})
+                return _json({"results": [{"obstacle": ""}]})
             case "announced_as":
                 announced = await asyncio.to_thread(announced_as, self._names, asked["kwargs"]["update_info"])
                 return _json({"results": [announced]})
             case "open_receipt":
                 self._drop()
                 copy = ReceiptCopy(**asked["kwargs"])
-                self._hold(copy.draft)
                 await asyncio.to_thread(self._receipts.open, self._model, None, copy, self._names)
             case "close_receipt":
-                return _json({"results": [await self._once(b"close", self._closed)]})
+                return _json({"results": [await self._in_thread(self._closed)]})
             case "drop_receipt":
                 self._drop()
             case method:
                 raise InvalidRequest(f"the relay has no method {method!r}", param="method")
         return _json({"results": [None]})
 
-    async def _once(self, call: bytes, work: Callable[[], Any]) -> Any:
-        """Return the result of the call. It goes on where its caller is gone, and is the same when it is repeated."""
-        if call not in self._calls:
-            self._calls[call] = asyncio.ensure_future(asyncio.to_thread(work))
-        return await asyncio.shield(self._calls[call])
+    async def _in_thread(self, work: Callable[..., Any], *arguments: Any) -> Any:
+        """Return the result of the work, which goes on where its caller is gone."""
+        self._running = asyncio.ensure_future(asyncio.to_thread(work, *arguments))
+        return await asyncio.shield(self._running)
 
     def _closed(self) -> Json:
         digests = self._receipts.close()
         self._receipts.kept()  # all is written then: unlike a worker, a relay has no rollouts to serve
         return digests
 
-    def _hold(self, draft: str) -> None:
-        """Keep the draft from being removed while no gateway lives."""
-        owner = os.open(Path(draft) / OWNER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        self._lock.callback(os.close, owner)
-        fcntl.flock(owner, fcntl.LOCK_SH)
-        self._draft = draft
-
     def _drop(self) -> None:
         """Forget the update. Raise where a call still waits for the trainer: only the end of the process ends it."""
-        if any(not call.done() for call in self._calls.values()):
+        if self._running is not None and not self._running.done():
             raise WeightUpdateFailed("a call of the update before still waits for its trainer")
         self._receipts.drop()
-        self._calls.clear()
-        self._announced.clear()
-        self._draft = ""
-        self._lock.close()
 
 
 @web.middleware
@@ -245,10 +203,6 @@ async def _answer_errors(
         log.exception("%s failed", request.path)
         message = str(error) if isinstance(error, RolloutGatewayError) else f"{type(error).__name__}: {error}"
         return _json({"error": {"message": message, "type": "InternalServerError", "code": 500}}, 500)
-
-
-def _key(route: str, body: Json) -> bytes:
-    return orjson.dumps([route, body], option=orjson.OPT_SORT_KEYS)
 
 
 async def _end_with_store(store: Path, port: int) -> None:

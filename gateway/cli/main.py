@@ -13,9 +13,8 @@ from typing import Annotated
 import typer
 import yaml
 
-from engines.errors import ConfigError, RolloutGatewayError, UsageError
+from engines.errors import RolloutGatewayError, UsageError
 from engines.process.log_lines import write_log_lines
-from engines.store.peer_store import PeerStore
 from gateway.cli.cluster.application import log_end, logs_and_events, running, unknown_application
 from gateway.cli.cluster.progress import Report
 from gateway.cli.cluster.serve_api import ask_control_plane
@@ -116,26 +115,6 @@ def scale_command(
 ) -> None:
     """Add or remove replicas while the others serve. Holds until the next `up`, which deploys its file."""
     print_running(scale(name, num_replicas, Report(), group))
-
-
-@app.command("fetch", rich_help_panel=LOOK)
-def fetch_command(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder to make.")],
-    url: Annotated[str, typer.Option("--url", envvar="ROLLOUT_URL", help="The gateway.")] = "http://127.0.0.1:8100",
-    version: Annotated[
-        int | None, typer.Option("--version", help="Weight version; the newest kept if left out.")
-    ] = None,
-    api_key: Annotated[str, typer.Option("--api-key", envvar="ROLLOUT_API_KEY", help="Admin key.")] = "",
-    timeout_s: Annotated[float, typer.Option("--timeout-s", help="Longest wait.")] = 1800.0,
-) -> None:
-    """Copy a weight version from a gateway's store over HTTP, as a checkpoint folder: for evaluations, for machines
-    that do not share the store."""
-    if folder.exists():
-        raise ConfigError(f"{folder} is there already: name a folder to make")
-    peer = PeerStore(url, api_key)
-    version = peer.newest() if version is None else version
-    peer.fetch(version, folder.absolute(), timeout_s)
-    print(f"version {version} is in {folder}")
 
 
 @app.command("status", rich_help_panel=LOOK)

@@ -40,10 +40,9 @@ def describe_update(last: dict[str, Any]) -> str:
     """Return one line: end, transport, seconds by step, bytes and canary results."""
     found = Counter((replica.get("canary") or {}).get("result", "not asked") for replica in last["replicas"].values())
     steps = ", ".join(f"{step} {seconds:.3f}" for step, seconds in last["seconds"].items())
-    way = f"{last['transport']}{', rolling,' * last['rolling']}"
     is_group = last["transport"] not in ("store", "relay")
     return (
-        f"version {last['version']} {last['end']} over {way} in {last['age_s']:.3f} s ({steps}), "
+        f"version {last['version']} {last['end']} over {last['transport']} in {last['age_s']:.3f} s ({steps}), "
         f"{last['bytes'] / 1e6:.1f} MB, canary: {', '.join(f'{n} {result}' for result, n in found.items()) or 'none'}"
         + (f"; not staged: {last['unstaged']}" if is_group and last["unstaged"] else "")
         + (f"; {last['error']}" if last["error"] else "")
@@ -75,9 +74,6 @@ def print_fleet(fleet: dict[str, Any]) -> None:
     missing = Counter((replica["group"], replica["reason"]) for replica in fleet["replicas_missing"])
     for (group, reason), number in missing.items():
         _print_row("missing", f"{group} x {number}: {reason}")
-    for replica in fleet["replicas"]:
-        if draft := replica.get("draft"):
-            _print_row(f"draft of {replica['replica_id']}", draft)
     if started := [replica for replica in fleet["replicas"] if replica["start"]]:
         last = max(started, key=lambda replica: replica["start"]["began"])
         _print_row("last start", f"{last['label']}, {describe_start(last['start'])}")

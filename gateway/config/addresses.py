@@ -13,10 +13,6 @@ def url_of(host: str, port: int, *, tls: bool = False) -> str:
     return f"http{'s' * tls}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-def is_any(host: str) -> bool:
-    return host in _ANY
-
-
 def own_address(host: str, port: int) -> str:
     """Return our address on the way to another machine, or the host's name where there is no way there."""
     # A datagram socket that is connected sends nothing yet.

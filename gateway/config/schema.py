@@ -162,29 +162,15 @@ class CanaryConfig(Section):
 class WeightsConfig(Section):
     """Bounds of a weight update, and when it holds."""
 
-    must_pass: Literal["all", "quorum"] = "all"
-    """Replicas that must pass the canary: with `all` one failure aborts the update, with `quorum` the replica that
-    fails is fenced and the update goes on."""
-    quorum: float = Field(0.5, gt=0, le=1)
-    """must_pass: quorum: least share of the replicas that must pass."""
     canary: CanaryConfig = CanaryConfig()
     in_flight: InFlight = InFlight.KEEP
     """What happens to running rollouts during an update, if it names nothing else and generation is not paused: `keep`
     freezes them while engines are overwritten, `recompute` freezes them and computes their KV again, `abort` ends them
     at once and any replica resumes them from their tokens, `drain` waits for their end first."""
 
-    rolling: bool = False
-    """Order in which replicas load a version from the store, unless the push names one: True for one after the other,
-    so that tokens never stop, False for all at once, so that no two versions are ever served."""
-    rolling_width: int = Field(1, ge=1)
-    """Replicas that a rolling update takes out of service at a time; at least one of several keeps serving."""
-
     store: AutoPlace = "auto"
-    """Folder that keeps the last two weight versions, for replicas that lose theirs; null keeps none, auto is a folder
-    in memory, /dev/shm/rollout-gateway-USER-NAME."""
-    peer_url: str | None = Field(None, pattern=r"^https?://[^/\s@]+$")
-    """This gateway's URL for other machines, http://HOST:PORT: an engine whose machine lacks a version in the store's
-    folder fetches it from there. For other nodes of the cluster it is known if gateway.host is no loopback address."""
+    """Folder that keeps the served weight version, for replicas that lose theirs; null keeps none, auto is a folder in
+    memory, /dev/shm/rollout-gateway-USER-NAME."""
     store_wait_s: float = Field(5.0, ge=0)
     """Longest wait of a transfer for the store's disk; a version that takes longer is not kept."""
     load_timeout_s: float = Field(600.0, gt=0)
@@ -215,7 +201,7 @@ class WeightsConfig(Section):
     """Longest load of a LoRA adapter on one replica."""
     adapter_unload_timeout_s: float = Field(30.0, gt=0)
     """Longest wait for the rollouts that use a LoRA adapter before it is unloaded."""
-    idle_timeout_s: float = Field(600.0, gt=0)
+    idle_timeout_s: float = Field(120.0, gt=0)
     """Silence of a trainer in an open update after which it is aborted."""
 
     @model_validator(mode="after")

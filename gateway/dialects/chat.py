@@ -13,7 +13,7 @@ from gateway.dialects.rendering import Rendering
 from gateway.dialects.resumption.chat import ChatContinuation
 from gateway.dialects.runner import Runner, using
 from gateway.dialects.sample import Reply
-from gateway.dialects.sampling import asks_vllm, check_sampling
+from gateway.dialects.sampling import check_sampling
 from gateway.dialects.spans import UNSCORED
 from gateway.dialects.streams import Show, Usage, wants_usage, with_usage_rule
 from gateway.dialects.token_generation import TokenGeneration
@@ -48,7 +48,6 @@ class Chat:
             n=n,
             prompt_tokens=sum(map(_characters, messages)) // _CHARACTERS_PER_TOKEN,
             limit=_limit(body) or DEFAULT_MAX_TOKENS,
-            needs_ids=asks_vllm(body),
             session=session,
         )
 

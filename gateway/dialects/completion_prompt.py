@@ -10,7 +10,7 @@ from engines.errors import EngineRefused
 from engines.types import ReplicaInfo
 from gateway.dialects.part import Ask
 from gateway.dialects.resumption.tokens import rest_sampling, whole_characters
-from gateway.dialects.sampling import check_replica, versioned_salt
+from gateway.dialects.sampling import versioned_salt
 from gateway.fleet.placement.routing import Rollout
 from gateway.fleet.replica import Replica
 
@@ -53,7 +53,6 @@ class CompletionPrompt(Ask):
 
     async def asked(self, replica: Replica, *, streams: bool) -> tuple[str, Json]:
         """With token ids if that changes nothing else: a span counts tokens. Beside them vLLM leaves out an `echo`."""
-        check_replica(self.body, replica)
         has_ids = bool(self.body.get("return_token_ids") or not self.body.get("echo"))
         salt = versioned_salt(self.body, replica, self.rollout.adapter)
         body = {**self.body, "cache_salt": salt, "return_token_ids": has_ids}

@@ -17,7 +17,7 @@ from gateway.dialects.completion_prompt import CompletionPrompt
 from gateway.dialects.own_fields import Terms, check_room, common_room, without_own_fields
 from gateway.dialects.runner import Runner
 from gateway.dialects.sample import Reply
-from gateway.dialects.sampling import MAX_PROMPTS, asks_vllm, check_sampling
+from gateway.dialects.sampling import MAX_PROMPTS, check_sampling
 from gateway.dialects.streams import Show, Usage, wants_usage, with_usage_rule
 from gateway.fleet.concurrency import together
 from gateway.fleet.fleet import Fleet
@@ -82,7 +82,6 @@ class Completions:
                 limit=limit,
                 place=place,
                 request=request_id,
-                needs_ids=asks_vllm(body),
                 session=session if len(values) == 1 else "",
             )
             prompts.append(

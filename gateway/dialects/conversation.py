@@ -13,7 +13,7 @@ from engines.types import Dialect
 from gateway.dialects.completion_prompt import is_read_in_chunks
 from gateway.dialects.part import DEFAULT_MAX_TOKENS, Ask
 from gateway.dialects.sample import Reply
-from gateway.dialects.sampling import check_replica, versioned_salt
+from gateway.dialects.sampling import versioned_salt
 from gateway.fleet.replica import Replica
 
 PATH = "/v1/chat/completions"
@@ -102,7 +102,6 @@ class Conversation(Ask):
         )
 
     async def asked(self, replica: Replica, *, streams: bool) -> tuple[str, Json]:
-        check_replica(self.body, replica)
         ids = {} if streams and not self._resumes_stream else {"return_token_ids": True}
         return PATH, {**self.body, "cache_salt": versioned_salt(self.body, replica, self.rollout.adapter), **ids}
 

@@ -76,22 +76,6 @@ def check_sampling(body: Json) -> int:
     return n
 
 
-def asks_vllm(body: Json) -> bool:
-    """True if a body asks for fields of a reply that plain OpenAI servers lack."""
-    return bool(body.get("return_token_ids")) or body.get("prompt_logprobs") is not None
-
-
-def check_replica(body: Json, replica: Replica) -> None:
-    """Raise `InvalidRequest` for fields that this replica's server does not support."""
-    if not replica.info.speaks_vllm and asks_vllm(body):
-        field = "return_token_ids" if body.get("return_token_ids") else "prompt_logprobs"
-        raise InvalidRequest(
-            f"{field} is set, but replica {replica.replica_id} is the server at {replica.info.url}, which is no vLLM "
-            "and gives none",
-            param=field,
-        )
-
-
 def versioned_salt(body: Json, replica: Replica, adapter: Adapter | None) -> str:
     """A salt per weight version: prefix KV of other weights would be a silent mixture.
 

@@ -81,7 +81,6 @@ class TokenGeneration:
             n=n,
             prompt_tokens=length,
             limit=sampling.get("max_tokens") or DEFAULT_MAX_TOKENS,
-            needs_ids=True,
             needs_route=PATH if _media_of(body) else "",
             session=session,
         )
@@ -180,11 +179,6 @@ class TokenPrompt(Ask):
         return not (self.resumes and is_read_in_chunks(self.body["sampling_params"], limit, self.rollout, replica.info))
 
     async def asked(self, replica: Replica, *, streams: bool) -> tuple[str, Json]:
-        if not replica.info.speaks_vllm:
-            raise UnknownRoute(
-                f"{PATH}: replica {replica.replica_id} runs {replica.info.engine_version} at {replica.info.url}, which "
-                "knows no token ids; send text to /v1/completions, or serve the model with vLLM or SGLang",
-            )
         if (field := _media_of(self.body)) and not _serves(replica):
             raise InvalidRequest(
                 f"{field} needs an engine with {PATH} (vLLM from 0.30 on, --enable-scale-out), and replica "

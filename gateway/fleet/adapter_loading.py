@@ -48,31 +48,28 @@ class AdapterCoordinator:
         self._look_again = asyncio.Event()
         fleet.on_change(self._look_again.set)
 
-    async def load(self, name: str, path: str, *, in_place: bool) -> None:
+    async def load(self, name: str, path: str) -> None:
         """Load the adapter in folder `path` under `name` on every replica of the policy.
 
-        `in_place` replaces a loaded name once its rollouts have ended. Raise `InvalidRequest` before any engine is
-        called; raise `WeightUpdateFailed` when a replica fails, and then no replica keeps the adapter.
+        Raise `InvalidRequest` before any engine is called; raise `WeightUpdateFailed` when a replica fails, and then no
+        replica keeps the adapter.
         """
         async with self._one_at_a_time:
-            before = self._fleet.adapters.get(name)
             if name in self._fleet.models.names:
                 raise InvalidRequest(
                     f"lora_name {name!r} is the name of a model here: choose another", param="lora_name"
                 )
-            if before is not None and not in_place:
+            if self._fleet.adapters.get(name) is not None:
                 raise InvalidRequest(
-                    f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in place, set "
-                    "'load_inplace' to True; a new name for each version is the better way.",
+                    f"The lora adapter '{name}' has already been loaded: give each version a name of its own, or "
+                    "unload this one first.",
                     param="lora_name",
                 )
             self._check_unused(name)
             await self._fleet.settled_within(self._config.control_timeout_s)
             members = self._members()
             await self._check_folder(path, members)
-            self._check_room(members, name)
-            if before is not None:
-                await self._retire(before)
+            self._check_room(members)
             await self._load(Adapter(name, path, load_id=time.time_ns(), loads=self._fleet.adapters.next_load(name)))
 
     async def unload(self, name: str) -> None:
@@ -247,9 +244,9 @@ class AdapterCoordinator:
                     "take another name"
                 )
 
-    def _check_room(self, members: Sequence[Replica], name: str) -> None:
+    def _check_room(self, members: Sequence[Replica]) -> None:
         """Raise where engines are full: vLLM would silently evict an adapter and read it again at the next use."""
-        others = [adapter.name for adapter in self._fleet.adapters.loaded if adapter.name != name]
+        others = [adapter.name for adapter in self._fleet.adapters.loaded]
         groups = (self._fleet.models.groups[replica.info.group] for replica in members)
         room = min((group.num_adapters for group in groups if group.enable_lora), default=None)
         if room is not None and len(others) >= room:

@@ -48,16 +48,14 @@ class Fleet:
     """All replicas of all models.
 
     `version` is the policy's committed weight version, `label` its label. `target_version` is the next one while an
-    update runs. `rolling_to` is the version of a rolling update, which replicas may serve beside `version` until the
-    update ends or is taken back. `spent` is the highest number whose tokens may have been delivered. `discover` lists
-    the replicas that Serve runs; `connect` makes a replica's engine client.
+    update runs. `spent` is the highest number whose tokens may have been delivered. `discover` lists the replicas that
+    Serve runs; `connect` makes a replica's engine client.
     """
 
     def __init__(self, config: Config, *, discover: Discover, connect: Connect) -> None:
         self.version = 0
         self.label = CHECKPOINT
         self.update_to: int | None = None
-        self.rolling_to: int | None = None
         self._begun = 0
         self.spent = 0
         self.models = Models(config.groups)
@@ -169,21 +167,11 @@ class Fleet:
 
     def is_current(self, replica: Replica) -> bool:
         """True where a replica may serve with the weights that it holds."""
-        is_known = replica.weight_version is not None
-        return replica.frozen or (is_known and replica.weight_version in (self.version, self.rolling_to))
+        return replica.frozen or replica.weight_version == self.version
 
-    @property
-    def serving_behind(self) -> int:
-        """Number of replicas that serve another version than a rolling update's target."""
-        if self.rolling_to is None:
-            return 0
-        return sum(replica.can_serve and replica.weight_version != self.target_version for replica in self.trained)
-
-    def begin(self, version: int, *, rolling: bool = False) -> None:
+    def begin(self, version: int) -> None:
         """Announce an update to this version."""
         self.update_to, self._begun = version, max(self._begun, version)
-        if rolling:
-            self.rolling_to = version
 
     def overwrite(self, replicas: Iterable[Replica], version: int) -> None:
         """Engines are about to be overwritten: until the commit none of them holds a known version."""
@@ -195,7 +183,7 @@ class Fleet:
         """Serve the version of this label on these members, but for the fenced ones, whose reason is given."""
         self.version = version = version_of(label)
         self.label, self._has_committed = label, True
-        self.update_to = self.rolling_to = None
+        self.update_to = None
         for replica in members:
             if replica not in fenced:
                 replica.hold(version, keeps_kv=keeps_kv)
@@ -206,32 +194,12 @@ class Fleet:
                 self.settle(replica, f"version {version} committed")
 
     def abort(self, version: int, reason: str) -> list[Replica]:
-        """Serve the version before again. Returns the replicas that were being overwritten, which are fenced.
-
-        A replica that had left for a rolling update, and was not overwritten yet, serves again.
-        """
-        updating = [replica for replica in self.trained_alive if replica.state is ReplicaState.UPDATING]
-        overwritten = [replica for replica in updating if replica.weight_version is None]
+        """Serve the version before again. Returns the replicas that were being overwritten, which are fenced."""
+        overwritten = [replica for replica in self.trained_alive if replica.state is ReplicaState.UPDATING]
         for replica in overwritten:
             self.fence(replica, f"update to version {version} aborted: {reason}")
         self.update_to = None
-        for replica in updating:
-            if replica not in overwritten and self.rolling_to == version:
-                self.settle(replica, f"serves on: the update to version {version} was aborted")
         return overwritten
-
-    def serve_ahead(self, replica: Replica, version: int, *, keeps_kv: bool) -> None:
-        """Serve a rolling update's version on a replica that took it before the others."""
-        self.spent = max(self.spent, version)
-        replica.hold(version, keeps_kv=keeps_kv)
-        self.settle(replica, f"loaded version {version}")
-
-    def end_roll(self) -> None:
-        """End the time of two versions: a replica without `version` is behind. A later rolling update goes on."""
-        if self.update_to is not None and self.rolling_to == self.update_to:
-            return
-        self.rolling_to = None
-        self._settle_serving(f"the fleet is at version {self.version}")
 
     def version_of(self, model: str) -> int:
         """The weight version of a model: 0, its checkpoint, where it is frozen."""
@@ -454,7 +422,9 @@ class Fleet:
         began is no news."""
         if version_of(label) > max(self.version, self._begun):
             self.version, self.label = version_of(label), label
-            self._settle_serving("a replica holds newer weights")
+            for replica in self.trained:
+                if replica.can_serve and not self.is_current(replica):
+                    self.settle(replica, "a replica holds newer weights")
 
     @property
     def settled_version(self) -> int | None:
@@ -474,19 +444,14 @@ class Fleet:
         joined = [replica for replica in joined if not replica.frozen]
         for replica in joined:
             found, is_ours = replica.found, replica.info.kind is not EngineKind.EXTERNAL
-            served = max(found.version, version_of(found.committed))
+            served = version_of(found.committed)
             if found.is_committed and (is_ours or (is_open and kinds == {EngineKind.EXTERNAL})):
                 self.learn(found.held)
             elif not found.is_committed and served > self._begun:
-                self.spent = max(self.spent, served)  # before this gateway, or ahead in a rolling update
+                self.spent = max(self.spent, served)  # before this gateway
         for replica in joined:
             if replica.found.is_committed and replica.found.held in (self.label, CHECKPOINT):
                 replica.hold(replica.found.version, keeps_kv=True)
-
-    def _settle_serving(self, reason: str) -> None:
-        for replica in self.trained:
-            if replica.can_serve and not self.is_current(replica):
-                self.settle(replica, reason)
 
     def explain(self, replica: Replica, reason: str) -> None:
         """Change the reason of a replica's state."""

@@ -96,9 +96,6 @@ class Metrics:
         self.weight_update_bytes = counter("weight_update_bytes", "Bytes of tensors that every replica received.")
         self.canaries = counter("canaries", "Replicas checked after an update, by result.", ["result"])
         self.replicas = gauge("replicas", "Replicas by state.", ["model", "state"])
-        self.replicas_behind = gauge(
-            "replicas_behind", "Replicas that, in a rolling update, serve other weights than all are to hold."
-        )
         self.replica_weight_version = gauge(
             "replica_weight_version", "Weight version that a replica holds; -1 where it is unknown.", ["replica"]
         )
@@ -140,12 +137,11 @@ class Metrics:
         self.tasks.set(len(asyncio.all_tasks()))
         self.weight_age_seconds.set(time.monotonic() - self._version_at[1])
 
-    def observe_versions(self, version: int, behind: int) -> None:
-        """Set the policy's weight version, and the number of replicas that serve another than the target."""
+    def observe_version(self, version: int) -> None:
+        """Set the policy's weight version."""
         if version != self._version_at[0]:
             self._version_at = (version, time.monotonic())
         self.weight_version.set(version)
-        self.replicas_behind.set(behind)
 
     def page(self, engine_pages: dict[str, str]) -> bytes:
         """Return our metrics, then the engines'. `engine_pages` is Prometheus text by replica label."""

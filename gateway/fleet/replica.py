@@ -248,8 +248,6 @@ class Replica:
 
     def hold(self, version: int, *, keeps_kv: bool) -> None:
         """Take `version`. Requests in flight keep their KV, or the engine computes it again."""
-        if version == self.weight_version:
-            return  # taken before the commit, in a rolling update
         self.weight_version = version
         for flight in self._flights.values():
             flight.meet(version, keeps_kv=keeps_kv)
@@ -328,9 +326,7 @@ class Replica:
         self.evidence.entered(state, (self.state, self.reason))
         self.state, self.reason = state, reason
         if state is ReplicaState.UPDATING:
-            # A replica that leaves for a rolling update knows its version until `overwrite`.
-            if self.weight_version is None:
-                self._steady.clear()
+            self._steady.clear()
         elif state is not ReplicaState.SUSPECT:
             self._steady.set()
         if state is ReplicaState.LOST:

@@ -2,7 +2,6 @@
 
 import hashlib
 import ipaddress
-import secrets
 import time
 from collections.abc import Awaitable, Callable
 from functools import lru_cache
@@ -27,7 +26,6 @@ TRUSTED = "trusted network"
 """In place of a key's name, where the client needs none."""
 
 _PEERS_REMEMBERED = 1024
-_STORE_KEY = secrets.token_hex(32)
 
 
 class Routes(Protocol):
@@ -48,7 +46,6 @@ class Access:
         self._is_in_trusted_network = lru_cache(_PEERS_REMEMBERED)(self._find_network)
         self._inference = Keys("gateway.inference_keys", config.inference_keys)
         self._admin = Keys("gateway.admin_keys", config.admin_keys)
-        self._store = store_key(config)
 
     def for_inference(self, handler: Handler) -> Handler:
         async def checked(request: web.Request) -> web.StreamResponse:
@@ -127,17 +124,6 @@ class Access:
 
         return checked
 
-    def for_store(self, handler: Handler) -> Handler:
-        """Check for an admin key, or for the key that engines fetch weight versions with."""
-        for_admin = self.for_admin(handler)
-
-        async def checked(request: web.Request) -> web.StreamResponse:
-            given = _given(request).encode(errors="surrogateescape")
-            opens = bool(self._store) and secrets.compare_digest(given, self._store.encode())
-            return await (handler if opens else for_admin)(request)
-
-        return checked
-
     def _key_of(self, request: web.Request, *, admin: bool) -> str:
         """Return the key's name. Raise `NotAllowed` unless the peer is trusted or its key opens the route."""
         return TRUSTED if self._trusts(request) else self.name_of(_given(request), admin=admin)
@@ -179,11 +165,6 @@ class Access:
         if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped:
             address = address.ipv4_mapped
         return any(address in network for network in self._trusted)
-
-
-def store_key(config: GatewayConfig) -> str:
-    """The key that engines fetch weight versions with, drawn for this process; "" if there is no admin key."""
-    return _STORE_KEY if config.admin_keys else ""
 
 
 def has_session_key(request: web.Request) -> bool:

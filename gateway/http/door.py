@@ -4,7 +4,6 @@ a head that cannot be read."""
 import asyncio
 import contextlib
 import resource
-import socket
 from ssl import SSLContext
 from typing import Any
 
@@ -24,8 +23,6 @@ _KEEPALIVE_S = 900.0
 WRITE_TIMEOUT_S = 60.0
 _MOST_FILES, _FEW_FILES = 1 << 20, 16_384
 _BACKLOG = 2048
-LEASE_PATH = "/v1/weight_lease"
-"""The route whose connection has to end with its trainer, and with the trainer's host."""
 
 
 class Door(web.BaseSite):
@@ -149,15 +146,3 @@ def raise_limit() -> None:
             "few open files are allowed: raise the hard limit (ulimit -Hn) above two for each rollout in flight",
             limit=soft,
         )
-
-
-def notice_lost_host(request: web.Request) -> None:
-    """Let the kernel end a connection whose other host has been silent for 4 s, as it sends no end of its connections;
-    one of this host ends by itself."""
-    connection = request.transport.get_extra_info("socket") if request.transport else None
-    if connection is None:
-        return
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in ((socket.TCP_KEEPIDLE, 1), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, 3)):
-        connection.setsockopt(socket.IPPROTO_TCP, option, value)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 4000)  # while a byte is unacknowledged

@@ -37,7 +37,6 @@ from gateway.http.routes.models import ModelRoutes
 from gateway.http.routes.rollouts import RolloutRoutes
 from gateway.http.routes.sessions import SessionRoutes
 from gateway.http.routes.sglang import SglangRoutes
-from gateway.http.routes.snapshot_files import SnapshotFiles
 from gateway.http.routes.submissions import SubmissionRoutes
 from gateway.http.routes.weights import WeightRoutes
 from gateway.http.status import status_report
@@ -101,8 +100,7 @@ class GatewayServer:
             ),
             agents,
             SessionRoutes(self._sessions),
-            SubmissionRoutes(self._submissions, scheduler.history),
-            SnapshotFiles(fleet, self._snapshots),
+            SubmissionRoutes(self._submissions),
             WeightRoutes(config.weights, fleet, weights, self._snapshots),
             SglangRoutes(fleet, scheduler, weights, sglang, models.description, own),
             dashboard,

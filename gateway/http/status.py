@@ -12,7 +12,7 @@ from gateway.weights.coordinator import WeightCoordinator
 from gateway.weights.snapshots import Snapshots
 
 _OF_ENGINES = (
-    "replica_id", "group", "kind", "engine_version", "model", "world_size", "reload_reason", "draft", "gpu_ids", "node",
+    "replica_id", "group", "kind", "engine_version", "model", "world_size", "reload_reason", "gpu_ids", "node",
     "url", "pid", "log_path",
 )  # fmt: skip
 
@@ -27,7 +27,6 @@ def status_report(fleet: Fleet, scheduler: Scheduler, weights: WeightCoordinator
     `last_weight_update` outlive the gateway.
     `restarts` counts how often an engine was started again under this label after a loss, since the last change of the
     configuration; with a weight store it outlives the gateway. Removals on purpose, as by `scale`, count from 0 again.
-    `draft` names the method of speculative decoding, and says what updates do to its weights; "" without one.
 
     Updates, pauses and the gate concern the model `policy`, which is null where all models are frozen.
     """

@@ -113,7 +113,6 @@ class Canary:
                 judge,
                 {one: readings[one] for one in peers},
                 previous={one: self._accepted[one] for one in peers if one in self._accepted},
-                elsewhere=list(self._accepted_at(version, peers[0], without=peers).values()),
                 trainers=given.logprobs if given else None,
                 trainers_before=self._trainers,
             )
@@ -124,13 +123,9 @@ class Canary:
 
     def accept(self) -> None:
         """Keep the log-probs of the last check: the update is committed."""
-        self.accept_part()
+        self._accepted.update(self._checked[0])
         self._trainers = self._checked[1]
         self._checked = {}, None
-
-    def accept_part(self) -> None:
-        """Keep the log-probs of the last batch of a rolling update, for comparison with the next batch."""
-        self._accepted.update(self._checked[0])
 
     async def admit(self, replica: Replica, version: int) -> Finding:
         """Judge a replica that took `version` outside an update, by others' accepted readings of it.
@@ -222,8 +217,6 @@ class Canary:
 
     async def _ask(self, replica: Replica, version: int | None) -> Reading | Finding:
         """Return a replica's reading, or a finding if there is none. It is at the replica's version by default."""
-        if not replica.info.speaks_vllm:
-            return Finding(Result.UNVERIFIED, f"the server at {replica.info.url} gives no log-probs of a prompt")
         held = replica.weight_version if version is None else version
         began = time.monotonic()
         try:

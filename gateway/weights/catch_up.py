@@ -2,8 +2,7 @@
 serve.
 
 A replica is behind when it is SYNCING: restarted, joined late, or overwritten by an aborted update. It loads from the
-store, or from the checkpoint for version 0. A replica is ahead when it serves the version of an aborted rolling update;
-it serves on until its turn. Neither is a member of an update.
+store, or from the checkpoint for version 0. It is no member of an update.
 """
 
 import asyncio
@@ -37,7 +36,7 @@ _FAILURES = (EngineError, DeadlineExceeded, WeightUpdateFailed, StoreFailed)
 
 
 class CatchUp:
-    """Owns a task for each replica that is behind or ahead."""
+    """Owns a task for each replica that is behind."""
 
     def __init__(self, config: WeightsConfig, fleet: Fleet, snapshots: Snapshots, canary: Canary) -> None:
         self._config = config
@@ -45,7 +44,6 @@ class CatchUp:
         self._snapshots = snapshots
         self._canary = canary
         self._tasks: dict[Replica, asyncio.Task[None]] = {}
-        self._ahead: set[Replica] = set()
         self._restored: set[Replica] = set()
         self._aborted: WeakKeyDictionary[Replica, UpdateRecord] = WeakKeyDictionary()
         self._put_off: WeakSet[Replica] = WeakSet()
@@ -87,16 +85,6 @@ class CatchUp:
             self._restored.add(replica)
             if replica not in self._tasks:
                 self._own(replica, self._bring_back(replica, drops_receipt=True, leaves_group=leaves_group))
-
-    def take_back(self, replicas: Iterable[Replica], width: int) -> None:
-        """Take replicas that are ahead back to the fleet's version, `width` at a time."""
-        turns = asyncio.Semaphore(width)
-        self._ahead = {replica for replica in replicas if replica not in self._tasks}
-        for replica in self._ahead:
-            self._aborted.pop(replica, None)
-            self._own(replica, self._take_back(replica, turns))
-        if not self._ahead:
-            self._fleet.end_roll()
 
     def is_busy_with(self, replica: Replica) -> bool:
         """True while a replica is brought back, or waits for its turn."""
@@ -162,24 +150,6 @@ class CatchUp:
         self._restored.discard(replica)
         replica.brake.let_go(Holder.CATCH_UP)
         self._look.set()
-        if replica in self._ahead:
-            self._ahead.remove(replica)
-            if not self._ahead:
-                self._fleet.end_roll()
-
-    async def _take_back(self, replica: Replica, turns: asyncio.Semaphore) -> None:
-        async with turns:
-            if not replica.can_serve:
-                return  # gone, or behind by now
-            version = replica.weight_version
-            self._fleet.set_state(replica, ReplicaState.UPDATING, f"leaves version {version}, which was aborted")
-            try:
-                await bounded(replica.idle.wait(), self._config.drain_timeout_s, "its rollouts did not end")
-            except DeadlineExceeded as error:
-                log.warning("its rollouts are retried elsewhere", replica=replica.replica_id, reason=str(error))
-            if replica.state is ReplicaState.UPDATING:
-                self._fleet.fence(replica, f"held version {version}, which was aborted")
-                await self._bring_back(replica)
 
     async def _bring_back(self, replica: Replica, *, drops_receipt: bool = False, leaves_group: bool = False) -> None:
         """Have a replica serve the fleet's version."""

@@ -19,6 +19,7 @@ import structlog
 
 from engines.engine import Json
 from engines.errors import RolloutGatewayError, WeightUpdateConflict, WeightUpdateFailed
+from engines.store.weight_store import GROUP
 from engines.types import Dialect, InFlight
 from gateway.config.schema import WeightsConfig
 from gateway.fleet.fleet import Fleet
@@ -26,7 +27,6 @@ from gateway.fleet.metrics import Metrics
 from gateway.fleet.placement.scheduler import Scheduler
 from gateway.weights.canary import Canary
 from gateway.weights.catch_up import CatchUp
-from gateway.weights.leases import Leases
 from gateway.weights.pauses import Pauses
 from gateway.weights.relay_process import WORLD_SIZE as RELAY_WORLD_SIZE
 from gateway.weights.relay_process import Relay
@@ -36,13 +36,9 @@ from gateway.weights.updates.group import GroupArrival
 from gateway.weights.updates.record import Phase, UpdateLog, UpdateRecord
 from gateway.weights.updates.relay import RelayArrival
 from gateway.weights.updates.store import StoreArrival
-from gateway.weights.updates.update import SPENT, UpdateParts
+from gateway.weights.updates.update import UpdateParts
 
 log = structlog.get_logger()
-
-_LEASE_ENDS_S = 1.0
-"""How long a lease may outlast its trainer's last call, until its connection's end is noticed."""
-_LOOKS_AT_LEASE = 20
 
 
 class WeightCoordinator:
@@ -56,7 +52,6 @@ class WeightCoordinator:
         self._metrics = metrics
         self._snapshots = snapshots
         self._canary = canary = Canary(config.canary, fleet.models.groups)
-        self.leases = Leases()
         self.pauses = Pauses(config, fleet, scheduler)
         self._catch_up = CatchUp(config, fleet, snapshots, canary)
         self.updates = UpdateLog(metrics, fleet.events)
@@ -67,7 +62,7 @@ class WeightCoordinator:
         self._by_group = GroupArrival(parts)
         self._busy_with = ""
         self._group: TrainersGroup | None = None
-        fleet.on_change(lambda: metrics.observe_versions(fleet.version, fleet.serving_behind))
+        fleet.on_change(lambda: metrics.observe_version(fleet.version))
 
     @property
     def update(self) -> UpdateRecord | None:
@@ -96,22 +91,13 @@ class WeightCoordinator:
         check_some_take_weights(members, self._fleet.updatable())
         return self._canary.token_ids(members)
 
-    async def init(self, init_info: Json, lease: str | None = None) -> None:
-        """Open a trainer's group. An update and a group that an earlier trainer left open end first. With `lease`, the
-        trainer's, updates in the group must name it.
-
-        Raise `WeightUpdateConflict` where that trainer lives, and holds the update's lease.
-        """
-        for _ in range(_LOOKS_AT_LEASE):
-            if not self.leases.is_held(self.update):
-                break
-            await asyncio.sleep(_LEASE_ENDS_S / _LOOKS_AT_LEASE)
+    async def init(self, init_info: Json) -> None:
+        """Open a trainer's group. An update and a group that an earlier trainer left open end first."""
         async with self._exclusively("init_weight_transfer_engine"):
-            if self.leases.is_held(self.update):
-                self._parts.check_none_open()
             self._group = None
             await self._abort("a trainer opened a new transfer group")
             await self._by_group.leave()
+            await self._parts.forget_group()
             await self._fleet.settled_within(self._config.control_timeout_s)
             why = await self._why_flat()
             if why:
@@ -119,51 +105,40 @@ class WeightCoordinator:
                 await self._relay.close()
             way = self._by_group if why else self._by_relay
             with self._metrics.weight_update_seconds.labels("init").time():
-                await way.init(init_info)
-            place = f"{init_info.get('master_address')}:{init_info.get('master_port')}"
-            group = TrainersGroup(place, has_lease=lease is not None)
-            await way.note({"place": group.place, "has_lease": group.has_lease})
-            self._group = group
+                record = await way.init(init_info)
+            self._group = TrainersGroup(f"{init_info.get('master_address')}:{init_info.get('master_port')}")
+            self._parts.group = record | {"place": self._group.place}
+            await self._parts.note_group()
 
     async def start(
-        self,
-        in_flight: InFlight | None = None,
-        lease: str | None = None,
-        version: int | None = None,
-        group: str | None = None,
+        self, in_flight: InFlight | None = None, version: int | None = None, group: str | None = None
     ) -> None:
-        """Open the next version, which must be `version`, if given. `in_flight` overrides weights.in_flight. The update
-        ends with `lease`, if given. `group` is the place of the trainer's group, which must be the open one."""
+        """Open the next version, which must be `version`, if given. `in_flight` overrides weights.in_flight. `group` is
+        the place of the trainer's group, which must be the open one."""
         async with self._exclusively("start_weight_update"):
-            self.leases.check(lease)
-            self._check_group(group)
+            self._check_is_whole(group)
             if version not in (None, self._fleet.next_version):
                 raise WeightUpdateConflict(
                     f"version = {version}, but the fleet is at {self._fleet.version} and the next is "
                     f"{self._fleet.next_version}: leave it out"
                 )
             await self._way.open(in_flight)
-            update = self._parts.opened("start_weight_update")
-            update.record.lease = lease
 
-    async def receive(self, update_info: Json, lease: str | None = None) -> None:
+    async def receive(self, update_info: Json, group: str | None = None) -> None:
         """Receive the tensors that the trainer is about to send."""
         async with self._exclusively("update_weights"):
-            self.leases.check_own(self.update, lease)
-            if lease is not None:
-                # Its trainer ends its broadcast itself. The group may be another trainer's by now.
-                self._parts.opened("update_weights")
+            self._check_group(group)
+            if group is not None:
+                self._parts.opened("update_weights")  # its trainer ends its broadcast itself
             await self._way.receive(update_info)
 
-    async def finish(self, canary_logprobs: Sequence[float] | None = None, lease: str | None = None) -> int:
+    async def finish(self, canary_logprobs: Sequence[float] | None = None, group: str | None = None) -> int:
         """Commit on every replica, verify, and serve again. Returns the version now served.
 
         `canary_logprobs` are the trainer's own of `canary_token_ids`, all but the first.
         """
         async with self._exclusively("finish_weight_update"):
-            self.leases.check_own(self.update, lease)
-            if self._parts.open is None and self._by_relay.committed_before is not None:
-                return self._by_relay.committed_before
+            self._check_group(group)
             update = self._parts.opened("finish_weight_update")
             if update.record.phase is Phase.OPEN:
                 await update.abort("no tensors were sent")
@@ -176,23 +151,24 @@ class WeightCoordinator:
         snapshot: str,
         version: int | None = None,
         canary_logprobs: Sequence[float] | None = None,
-        *,
-        rolling: bool | None = None,
         in_flight: InFlight | None = None,
     ) -> int:
         """Load the draft that a trainer wrote into the store on all replicas. Returns its version once they serve it.
 
-        `rolling` overrides weights.rolling: replicas load one after the other instead of together. `version` is the
-        next one unless given.
+        `version` is the next one unless given.
         """
         async with self._exclusively("v1/weight_updates"):
-            return await self._by_store.push(snapshot, version, canary_logprobs, rolling=rolling, in_flight=in_flight)
+            return await self._by_store.push(snapshot, version, canary_logprobs, in_flight)
 
     def _check_group(self, asked: str | None) -> None:
+        """Raise `WeightUpdateConflict` for a trainer that names its group where another has opened one since."""
+        if asked is not None and self._group is not None:
+            self._group.check(asked)
+
+    def _check_is_whole(self, asked: str | None) -> None:
         """Raise where the trainer's group is not the open one. A trainer that names its group can open another: it does
         so, at a `WeightUpdateFailed`, where the group is gone, or lacks a replica that has joined since."""
-        if self._group is not None:
-            self._group.check(asked)
+        self._check_group(asked)
         if asked is None:
             return
         if self._group is None:
@@ -206,28 +182,27 @@ class WeightCoordinator:
                 "/init_weight_transfer_engine to form a new group"
             )
 
-    async def abandon(self, reason: str, lease: str | None = None) -> None:
-        """Abort the open update, if any, and close its group. A trainer's `lease` keeps it from another's update."""
+    async def abandon(self, reason: str, group: str | None = None) -> None:
+        """Abort the open update, if any, and close its group. The name of a trainer's `group` keeps it from another's
+        update."""
         async with self._exclusively("v1/weight_updates"):
-            if lease is not None:
-                self.leases.check_own(self.update, lease)
+            self._check_group(group)
             if self._parts.open is not None:
                 await self._abort(reason)
                 await self._by_group.leave()
 
     async def restore(self) -> None:
-        """Take over the numbers and the trainer's group of a gateway that has died, before the first call comes."""
+        """Take over the trainer's group of a gateway that has died, before the first call comes."""
         try:
-            spent = await self._snapshots.record(SPENT)
-            self._fleet.spent = max(self._fleet.spent, spent.get("version", 0))
-            if note := await self._by_relay.restore() or await self._by_group.restore():
-                self._group = TrainersGroup(**note)
+            record = await self._snapshots.record(GROUP)
+            if await self._by_relay.restore(record) or await self._by_group.restore(record):
+                self._parts.group, self._group = record, TrainersGroup(record["place"])
         except RolloutGatewayError as error:
             log.error("the trainer's group is not taken over", error=str(error))
             await self._relay.close()
 
     async def run(self) -> None:
-        """Abort updates whose trainer is gone or silent, and bring back replicas that are behind, until cancelled."""
+        """Abort updates whose trainer is silent, and bring back replicas that are behind, until cancelled."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._watch_update(), name="watch update")
@@ -247,14 +222,10 @@ class WeightCoordinator:
     async def _watch_update(self) -> None:
         while True:
             await asyncio.sleep(min(1.0, self._config.idle_timeout_s / 4))
-            update = self._parts.open
-            if update is None or self._busy_with:
-                continue
-            if self.leases.has_ended(update.record):
-                await self.abandon("the trainer's connection has ended")
-            elif time.monotonic() - update.touched_at > self._config.idle_timeout_s:
+            update, bound_s = self._parts.open, self._config.idle_timeout_s
+            if update is not None and not self._busy_with and time.monotonic() - update.touched_at > bound_s:
                 async with self._exclusively("idle watch"):
-                    await update.abort(f"no word from the trainer for {self._config.idle_timeout_s:g} s")
+                    await update.abort(f"no word from the trainer for {bound_s:g} s")
 
     async def _why_flat(self) -> str:
         """The reason for a group of all workers; empty where the group is the trainer and the relay."""

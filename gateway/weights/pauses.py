@@ -105,10 +105,9 @@ class Pauses:
         """True where an update waits for rollouts in flight. Those of a paused engine would not end."""
         return update.in_flight is InFlight.DRAIN and not self.is_paused
 
-    def close_gate(self, update: UpdateRecord) -> None:
-        """Place nothing until `end`, except in a rolling update, whose other replicas serve."""
-        if not update.rolling:
-            self._scheduler.close_gate(Holder.UPDATE)
+    def close_gate(self) -> None:
+        """Place nothing until `end`."""
+        self._scheduler.close_gate(Holder.UPDATE)
 
     async def drained(self, replica: Replica) -> None:
         """Wait for the end of the replica's rollouts."""
@@ -124,11 +123,11 @@ class Pauses:
 
         Under a trainer's pause its mode has decided about rollouts in flight.
         """
-        self.close_gate(update)
+        self.close_gate()
         in_flight, timeout_s = update.in_flight, self._config.control_timeout_s
         if self.is_paused:
             update.keeps_kv, in_flight = not self._cleared, InFlight.KEEP
-        elif in_flight is not InFlight.DRAIN and not update.rolling:
+        elif in_flight is not InFlight.DRAIN:
             update.frozen_at = time.monotonic()
 
         async def hold(replica: Replica) -> None:
@@ -164,11 +163,6 @@ class Pauses:
         for replica in members:
             if not replica.info.has("/pause"):
                 raise WeightUpdateConflict(f"replica {replica.replica_id} ({replica.info.url}) has no /pause")
-        if self._fleet.rolling_to is not None:
-            raise WeightUpdateConflict(
-                f"/pause during the rolling update to version {self._fleet.rolling_to}, whose replicas have to answer: "
-                "wait for its end"
-            )
         self._scheduler.close_gate(by)
         timeout_s = self._config.drain_timeout_s if mode is PauseMode.WAIT else self._config.control_timeout_s
         await on_living(

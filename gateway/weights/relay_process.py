@@ -1,7 +1,7 @@
 """The relay process: it receives a trainer's weights instead of the replicas, and writes them into the store.
 
 The trainer's group has two members, the trainer and the relay, so a replica's death cannot break it. Neither can the
-gateway's: the process goes on, and the next gateway finds it. It runs `engines/transfer/relay.py`;
+gateway's between two updates: the process goes on, and the next gateway finds it. It runs `engines/transfer/relay.py`;
 `updates/relay.py` loads the version that it wrote on the replicas.
 """
 
@@ -76,26 +76,21 @@ class Relay:
             "log_path": str(process.log_path) if process else None,
         }
 
-    async def find(self) -> Json:
-        """Take over the relay of a gateway that has died. Return what it has been asked for; empty where none runs."""
+    async def find(self, *, in_group: bool) -> None:
+        """Take over the relay of a gateway that has died, if it is in a trainer's group, else end it."""
         if not (record := await self._snapshots.record(RELAY)):
-            return {}
+            return
         process = LastingProcess(Command(record["argv"]), Path(record["log_path"]), record["pid"])
         if process.exit_code is not None:
-            return {}
+            return
         self._process, self._client = process, VllmEngine("", f"http://127.0.0.1:{record['port']}", has_tee=True)
         try:
-            state = await self._client.ask("GET", "/state", None, _PROBE_TIMEOUT_S)
+            await self._client.health(_PROBE_TIMEOUT_S)
         except (EngineError, DeadlineExceeded):
+            in_group = False
+        self._is_open = in_group
+        if not in_group:
             await self.close()
-            return {}
-        self._is_open = bool(state["note"])
-        return state
-
-    async def note(self, note: Json) -> None:
-        """Have the relay keep a note for the next gateway, until a trainer opens another group."""
-        async with self._or_ended("note its trainer", self._config.control_timeout_s):
-            await self._member().ask("POST", "/note", note, self._config.control_timeout_s)
 
     async def open(self, init_info: Json) -> None:
         """Join a trainer's group and leave any earlier one."""

@@ -35,6 +35,7 @@ AUTO = "auto"
 _POLL_S = 0.05
 _SHARED_MEMORY = Path("/dev/shm")
 _COPIES = 2
+"""The served version, and the draft of the next."""
 
 
 class Snapshots:
@@ -155,12 +156,12 @@ class Snapshots:
                 await self.in_thread(gone.close)
             await self.in_thread(self._store.sweep)  # first, or it would remove what is pruned, and wait for that
             if served is not None:
-                await self._prune(served, 1)
+                await self._prune(served)
             if num_bytes is None or not await self.in_thread(self._store.fits, num_bytes):
                 await self.removed()
 
-    async def _prune(self, served: int, keep: int) -> None:
-        for folder in await self.in_thread(self._open_store().prune, served, keep):
+    async def _prune(self, served: int) -> None:
+        for folder in await self.in_thread(self._open_store().prune, served):
             self._remove(folder)
 
     async def discard(self, draft: Path | None) -> None:
@@ -227,11 +228,6 @@ class Snapshots:
             await self.discard(draft)
             raise
 
-    async def reopen(self, draft: Path, committed: str) -> int | Path | None:
-        """The version that a draft of the gateway before has become, if it is the one `committed`. Any other is a draft
-        again; None where it was discarded."""
-        return await self.in_thread(self._open_store().reopen, draft, committed)
-
     async def withdraw(self, version: int) -> None:
         """Remove a version that is not served, as `discard` does a draft."""
         if self._store is not None:
@@ -249,7 +245,7 @@ class Snapshots:
         if self._store is not None:
             try:
                 await self.in_thread(self._store.sweep)
-                await self._prune(served, _COPIES)
+                await self._prune(served)
             except StoreFailed as error:
                 log.error("older versions and drafts are not removed", version=served, error=str(error))
         for listener in self._listeners:

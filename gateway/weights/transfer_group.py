@@ -19,25 +19,22 @@ _INIT_ROUTE = "/init_weight_transfer_engine"
 
 @dataclass(frozen=True, slots=True)
 class TrainersGroup:
-    """The group that a trainer has opened last. `place` is its listener, as ADDRESS:PORT; a trainer `has_lease` where
-    it opened the group under one: it names the group at each start."""
+    """The group that a trainer has opened last. `place` is its listener, as ADDRESS:PORT."""
 
     place: str
-    has_lease: bool
     opened_at: float = field(default_factory=time.monotonic)
 
-    def check(self, asked: str | None) -> None:
-        """Raise `WeightUpdateConflict` for a start of another trainer, whose group `asked` this one has replaced.
+    def check(self, asked: str) -> None:
+        """Raise `WeightUpdateConflict` for a call of another trainer, whose group `asked` this one has replaced.
 
         Engines would wait in this group for tensors that come in the other. TRL names no group.
         """
-        if asked == self.place or (asked is None and not self.has_lease):
-            return
-        raise WeightUpdateConflict(
-            f"the transfer group {'of ' + asked if asked else 'of this trainer'} is over: another trainer has opened "
-            f"one, of {self.place}, {time.monotonic() - self.opened_at:.0f} s ago; end the other trainer, and call "
-            "/init_weight_transfer_engine to form a new group (TRL: restart the trainer)"
-        )
+        if asked != self.place:
+            raise WeightUpdateConflict(
+                f"the transfer group of {asked} is over: another trainer has opened one, of {self.place}, "
+                f"{time.monotonic() - self.opened_at:.0f} s ago; end the other trainer, and call "
+                "/init_weight_transfer_engine to form a new group"
+            )
 
 
 @dataclass(frozen=True, slots=True)

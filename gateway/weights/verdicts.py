@@ -12,7 +12,6 @@ from enum import StrEnum
 from typing import TypeVar
 
 from engines.engine import Json
-from gateway.config.schema import WeightsConfig
 
 Key = TypeVar("Key")
 
@@ -161,24 +160,6 @@ def distance(one: Sequence[float], other: Sequence[float]) -> float:
     if len(one) != len(other) or not one:
         return math.inf
     return sum(abs(a - b) for a, b in zip(one, other, strict=True)) / len(one)
-
-
-def ended_by(
-    config: WeightsConfig, findings: Mapping[Key, Finding], *, waiting: int = 0, witnesses: int = 0
-) -> Key | None:
-    """Return the replica that ends the update by `weights.must_pass`; None where the update goes on.
-
-    `waiting` replicas may still pass. With `quorum` failures are tolerated once `witnesses` replicas have passed; with
-    `all` no failure is. A death is no failure.
-    """
-    failed = [key for key, finding in findings.items() if finding.result is Result.FAILED]
-    passed = sum(finding.may_serve for finding in findings.values())
-    is_quorum = config.must_pass == "quorum"
-    needed = max(1, math.ceil(config.quorum * (passed + len(failed) + waiting))) if is_quorum else 1
-    is_tolerated = not failed or (is_quorum and passed >= witnesses)
-    if is_tolerated and passed + waiting >= needed:
-        return None
-    return next(iter(failed or findings))
 
 
 def _is_stale(finding: Finding) -> str:

@@ -8,8 +8,8 @@ import contextlib
 import os
 import shutil
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,6 @@ DISK_FULL = "disk full in the weight store"
 
 _RETRY_S = 0.2
 _FILLINGS = 5
-_PUSHES = 20
 _UNAIDED_S = 90.0
 _TENSORS = {"names": ["weight"], "dtype_names": ["float32"], "shapes": [[4, 4]]}
 
@@ -58,8 +57,6 @@ class Trainer:
         self._url = url
         self._newest = newest
         self._session = session
-        self.lease: Json = {}
-        """What its calls say of its lease, if it holds one: `{"lease": NAME}`."""
 
     async def join(self) -> None:
         """Open a transfer group over the current fleet."""
@@ -68,14 +65,14 @@ class Trainer:
         await self.call("POST", "/init_weight_transfer_engine", {"init_info": info})
 
     async def start(self) -> None:
-        await self.call("POST", "/start_weight_update", self.lease)
+        await self.call("POST", "/start_weight_update")
 
     async def send(self, **otherwise: Any) -> None:
         """Announce the tensors; `otherwise` overrides fields with wrong values."""
-        await self.call("POST", "/update_weights", {"update_info": {**_TENSORS, **otherwise}} | self.lease)
+        await self.call("POST", "/update_weights", {"update_info": {**_TENSORS, **otherwise}})
 
     async def finish(self) -> None:
-        reply = await self.call("POST", "/finish_weight_update", self.lease)
+        reply = await self.call("POST", "/finish_weight_update")
         self._newest.version = max(self._newest.version, reply["weight_version"])
 
     async def update(self) -> None:
@@ -83,7 +80,7 @@ class Trainer:
         await self.send()
         await self.finish()
 
-    async def push(self, *, rolling: bool = False, damaged: bool = False) -> None:
+    async def push(self, *, damaged: bool = False) -> None:
         """Push a version through the store; `damaged` changes a byte after the digests are made."""
         store = await self.call("GET", "/v1/weight_store")
         draft, owner = claim_draft(Path(store["folder"]))
@@ -93,7 +90,7 @@ class Trainer:
             written.finish()
             if damaged:
                 _change_last_byte(next(draft.glob("*.safetensors")))
-            body = {"transport": "store", "snapshot": draft.name, "rolling": rolling}
+            body = {"transport": "store", "snapshot": draft.name}
             reply = await self.call("POST", "/v1/weight_updates", body)
             self._newest.version = max(self._newest.version, reply["weight_version"])
         finally:
@@ -267,27 +264,13 @@ async def returns_with_old_weights(world: World) -> None:
     await until(world.serves, _UNAIDED_S, "the one that was silent to serve")
 
 
-async def killed_while_rolling(world: World) -> None:
-    """Kill the replica whose turn it is: the update goes on, and its successor catches up."""
-    async with _rolling(world) as (pushing, leaving):
-        os.kill(leaving["pid"], signal.SIGKILL)
-        await pushing
-    await until(world.serves, _UNAIDED_S, "a successor with the current weights")
-
-
-async def fails_while_rolling(world: World) -> None:
-    """Corrupt one replica in a rolling update: replicas that took the version before it are rolled back."""
+async def fails_while_loading(world: World) -> None:
+    """Have one replica load other weights than its label says: all go back to the version before."""
     replica = (await world.replicas())[-1]
     await world.trainer.tell_engine(replica, "corrupt_loads", on=True)
     with refused(424):
-        await world.trainer.push(rolling=True)
+        await world.trainer.push()
     await world.trainer.tell_engine(replica, "corrupt_loads", on=False)
-    await until(world.serves, _UNAIDED_S, "the fleet to be back at the version before")
-
-
-async def trainer_dies_while_rolling(world: World) -> None:
-    async with _rolling(world) as (pushing, _):
-        pushing.cancel()
     await until(world.serves, _UNAIDED_S, "the fleet to be back at the version before")
 
 
@@ -313,29 +296,6 @@ async def _is_replaced(world: World, pid: int) -> bool:
 async def _is_out(world: World, replica: Json) -> bool:
     """Return True if updates leave this replica out."""
     return replica["replica_id"] not in {found["replica_id"] for found in await world.replicas()}
-
-
-@asynccontextmanager
-async def _rolling(world: World) -> "AsyncIterator[tuple[asyncio.Task[None], Json]]":
-    """Yield the replica that leaves in a rolling update, once the first replica serves the new version.
-
-    One that was over unseen is followed by another.
-    """
-    for _ in range(_PUSHES):
-        pushing = asyncio.create_task(world.trainer.push(rolling=True))
-        try:
-            while not pushing.done():
-                replicas = await world.replicas()
-                leaving = [replica for replica in replicas if replica["state"] == "UPDATING"]
-                versions = {replica["weight_version"] for replica in replicas if replica["state"] == "SERVING"}
-                if leaving and len(versions) > 1:
-                    yield pushing, leaving[0]
-                    return
-            pushing.result()
-        finally:
-            pushing.cancel()
-            await asyncio.gather(pushing, return_exceptions=True)
-    raise AssertionError(f"in {_PUSHES} rolling updates no replica was seen to leave")
 
 
 @contextmanager
@@ -372,9 +332,7 @@ FAULTS: dict[str, Fault] = {
     "tensor damaged on its way to one replica": damaged_on_the_way,
     "tensor damaged in the store": damaged_in_the_store,
     DISK_FULL: disk_full,
-    "replica killed in a rolling update": killed_while_rolling,
-    "replica fails in a rolling update": fails_while_rolling,
-    "trainer dies in a rolling update": trainer_dies_while_rolling,
+    "replica loads other weights": fails_while_loading,
     "tensors of wrong shapes": wrong_shapes,
     "two trainers at once": two_trainers,
     "a new trainer session in the middle": new_session,

@@ -48,7 +48,6 @@ _BOUND_S = 60.0
 _MOMENT_S = 60.0
 _WHOLE_S = 60.0
 _LOOK_S = 0.05
-_LEASE = "the trainer of the table"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +85,6 @@ TRANSPORTS = (
         {"relay": "never", "stage": "never"},
     ),
     Transport("store", (PREPARE, LOAD, CANARY), {"relay": "never"}),
-    Transport("store, rolling", (LOAD, CANARY), {"relay": "never", "rolling": True}),
     Transport("relay", (PREPARE, LOAD), {"relay": "always"}),
 )
 
@@ -203,8 +201,8 @@ class Scene:
         try:
             if transport.name == "relay":
                 return await self._push_relayed()
-            if transport.name.startswith("store"):
-                await self.trainer.push(rolling=transport.name == "store, rolling")
+            if transport.name == "store":
+                await self.trainer.push()
             else:
                 await self._push_group()
         except CallFailed as error:
@@ -230,11 +228,9 @@ class Scene:
 
     async def _push_group(self) -> None:
         await self.trainer.join()
-        async with self.session.post(f"{self.fleet.url}/v1/weight_lease", json={"lease": _LEASE}):
-            self.trainer.lease = {"lease": _LEASE}
-            await self.trainer.start()
-            await self.trainer.send()
-            await self.trainer.finish()
+        await self.trainer.start()
+        await self.trainer.send()
+        await self.trainer.finish()
 
 
 Fault = Callable[[Scene, "asyncio.Task[str]"], Awaitable[None]]

@@ -9,9 +9,8 @@ SHAPES = {
     "layers.0.bias": [6],
     "layers.1.weight": [4, 6],
     "layers.1.bias": [4],
-    "scale": [3],
 }
-"""What a checkpoint of the model has: the head is tied to the embedding, and one buffer is not in it."""
+"""What a checkpoint of the model has: the head is tied to the embedding, and the buffer is not in it."""
 WORLD_SIZE = 2
 
 
@@ -25,7 +24,6 @@ class Model(nn.Module):
         self.layers = nn.ModuleList([nn.Linear(4, 6), nn.Linear(6, 4)])
         self.head = nn.Linear(4, 7, bias=False)
         self.head.weight = self.embed.weight
-        self.register_buffer("scale", torch.arange(3.0) + seed)
         self.register_buffer("steps", torch.zeros(1))
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
     python -m tests.rigs.model_rank RANK FOLDER URL TRANSPORT MODEL...
 
-Pushes the checkpoints MODEL one after the other, and prints each version.
+Pushes the checkpoints MODEL one after the other. The first rank prints each version.
 """
 
 import sys
@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
+from tests.rigs.gathering import pushed
 from trainer_client import BlockingRolloutClient, WeightSender
 
 WORLD_SIZE = 2
@@ -41,7 +42,8 @@ def main() -> None:
         WeightSender(client, transport=transport, timeout_s=TIMEOUT_S) as sender,  # type: ignore[arg-type]
     ):
         for model in models:
-            print(sender.push(sharded(model, mesh)), flush=True)
+            if (version := pushed(sender, sharded(model, mesh))) is not None:
+                print(version, flush=True)
     dist.destroy_process_group()
 
 

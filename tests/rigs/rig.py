@@ -291,9 +291,9 @@ class Rig:
         await dead.kill()
         return dead
 
-    async def load(self, name: str, path: Path, *, in_place: bool = False) -> tuple[int, str]:
+    async def load(self, name: str, path: Path) -> tuple[int, str]:
         """Status and text of the reply to TRL's call."""
-        body = {"lora_name": name, "lora_path": str(path), "load_inplace": in_place}
+        body = {"lora_name": name, "lora_path": str(path), "load_inplace": False}
         async with self.client.post(f"{self.url}/v1/load_lora_adapter", json=body) as response:
             return response.status, await response.text()
 

@@ -204,7 +204,7 @@ async def test_a_closed_client_says_that_it_is(rig: Rig) -> None:
     client = RolloutClient(rig.url)
     await client.status()
     await client.close()
-    for call in (client.status, client.wait_ready, client.generate(PROMPTS).gather, client.weight_lease().__aenter__):
+    for call in (client.status, client.wait_ready, client.generate(PROMPTS).gather):
         with pytest.raises(InvalidRequest, match="the client is closed"):
             await call()
 
@@ -392,6 +392,6 @@ async def test_a_redirect_is_refused_with_its_place_and_not_taken_for_an_answer(
         return web.json_response({}, status=302, headers={"Location": "https://there/login"})
 
     async with Played(elsewhere) as gateway, RolloutClient(gateway.url) as client:
-        for call in (client.status, client.generate(PROMPTS).gather, client.weight_lease().__aenter__):
+        for call in (client.status, client.generate(PROMPTS).gather):
             with pytest.raises(ConfigError, match="redirects to https://there/login"):
                 await call()

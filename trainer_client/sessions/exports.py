@@ -75,35 +75,3 @@ def verl_fields(
     steps = np.array([row.version_range for row in rows], np.int64).reshape(-1, 2)
     uids = np.array([row.group for row in rows], object)
     return tensors, {"uid": uids, "min_global_steps": steps[:, 0], "max_global_steps": steps[:, 1]}
-
-
-def prime_rl_row(row: Trajectory) -> dict[str, Any]:
-    """Return a trajectory as prime-rl's training sample; its `routed_experts` are raw bytes with shape and dtype."""
-    experts = row.routed_experts
-    told = experts is not None and {
-        "data": experts.tobytes(),
-        "shape": list(experts.shape),
-        "dtype": str(experts.dtype),
-    }
-    return ({"routed_experts": told} if told else {}) | {
-        "prompt_ids": row.prompt_ids.tolist(),
-        "prompt_mask": [False] * len(row.prompt_ids),
-        "completion_ids": row.completion_ids.tolist(),
-        "completion_mask": row.mask.astype(bool).tolist(),
-        "completion_logprobs": row.logprobs.tolist(),
-        "reward": row.reward,
-    }
-
-
-def slime_sample(row: Trajectory) -> dict[str, Any]:
-    """Return the fields of slime's and Miles' `Sample`. `status` is "truncated" at a limit of tokens, and "aborted"
-    where the agent was cut off after it."""
-    return ({} if row.routed_experts is None else {"rollout_routed_experts": row.routed_experts}) | {
-        "tokens": [*row.prompt_ids.tolist(), *row.completion_ids.tolist()],
-        "response_length": len(row.completion_ids),
-        "loss_mask": row.mask.tolist(),
-        "rollout_log_probs": row.logprobs.tolist(),
-        "reward": row.reward,
-        "weight_versions": [str(version) for version in dict.fromkeys(row.versions[row.mask == 1].tolist())],
-        "status": {"length": "truncated", "abort": "aborted"}.get(row.finish_reason or "", "completed"),
-    }

@@ -18,12 +18,12 @@ from engines.transfer.gloo import address_towards, group_info
 from trainer_client.blocking import BlockingRolloutClient
 from trainer_client.served import PushOptions
 from trainer_client.transports.channels import Channel, GlooChannel, NcclChannel
-from trainer_client.transports.ranks import Part
+from trainer_client.transports.tensors import Part
 
 Backend = Literal["gloo", "nccl"]
 
 _GIVE_UP_S = 10.0
-"""Limit on the call that ends an update with its reason. Without it the update ends with its lease."""
+"""Limit on the call that ends an update with its reason. Without it the update ends by its silence."""
 _LEAVE_S = 5.0
 """Time of a collective to end once its channel is closed."""
 
@@ -57,21 +57,15 @@ class GroupTransport:
 
     def push(self, parts: Iterable[Part], options: PushOptions) -> int:
         """Send all parts in one update."""
-        if options.rolling:
-            raise ConfigError(
-                "rolling = True: the replicas of a group receive together; for rolling updates use "
-                "WeightSender(transport='store')"
-            )
-        with self._client.weight_lease() as lease:
-            try:
-                channel = self._start(options, lease)
-                for part in parts:
-                    announce = partial(self._client.update_weights, part.announced, self._timeout_s, lease=lease)
-                    self._beside(channel, announce, partial(channel.send, part.tensors))
-                return self._client.finish_weight_update(options.canary_logprobs, self._timeout_s, lease=lease)
-            except BaseException as error:  # before the lease ends, which would end the update without its reason
-                self._give_up(f"{type(error).__name__}: {error}", lease)
-                raise
+        try:
+            channel = self._start(options)
+            for part in parts:
+                announce = partial(self._client.update_weights, part.announced, self._timeout_s, group=self._place)
+                self._beside(channel, announce, partial(channel.send, part.tensors))
+            return self._client.finish_weight_update(options.canary_logprobs, self._timeout_s, group=self._place)
+        except BaseException as error:
+            self._give_up(f"{type(error).__name__}: {error}")
+            raise
 
     def close(self, reason: str = "the trainer closed the group") -> None:
         """Leave the group. May be called twice; the next push opens another."""
@@ -79,31 +73,31 @@ class GroupTransport:
         if channel is not None:
             channel.close(reason)
 
-    def _give_up(self, reason: str, lease: str) -> None:
+    def _give_up(self, reason: str) -> None:
         """Leave the group, and let the gateway end the update if it is still open."""
         had_group = self._channel is not None
         self.close(reason)
         if had_group:
             # The trainer needs the first error; an unreachable gateway ends the update by itself.
             with contextlib.suppress(RolloutGatewayError):
-                self._client.abandon_weight_update(reason, _GIVE_UP_S, lease=lease)
+                self._client.abandon_weight_update(reason, _GIVE_UP_S, group=self._place)
 
-    def _start(self, options: PushOptions, lease: str) -> Channel:
+    def _start(self, options: PushOptions) -> Channel:
         """Open the update, in a new group if there is none. A refused start changes nothing, so that it can be retried
         in a new group after a replica has left or joined, or the gateway was restarted."""
         call = self._client.start_weight_update
-        start = partial(call, self._timeout_s, in_flight=options.in_flight, lease=lease, version=options.version)
+        start = partial(call, self._timeout_s, in_flight=options.in_flight, version=options.version)
         if self._channel is not None:
             try:
                 start(group=self._place)
                 return self._channel
             except WeightUpdateFailed:
                 self.close("the group is over")
-        self._channel = channel = self._open(lease)
+        self._channel = channel = self._open()
         start(group=self._place)
         return channel
 
-    def _open(self, lease: str) -> Channel:
+    def _open(self) -> Channel:
         world_size = self._client.world_size(self._timeout_s) + 1
         server = urlsplit(self._client.url)
         address = self._address or address_towards(server.hostname or "", server.port or 80)
@@ -118,7 +112,7 @@ class GroupTransport:
         info = group_info(address, port, world_size)
         try:
             channel.listen()
-            init = partial(self._client.init_weight_transfer, info, self._timeout_s, lease=lease)
+            init = partial(self._client.init_weight_transfer, info, self._timeout_s)
             self._beside(channel, init, channel.join)
         except DeadlineExceeded as error:
             raise DeadlineExceeded(

@@ -1,13 +1,8 @@
-"""The tensors of a torch model under their checkpoint names, for any wrapper or sharding.
-
-FSDP2 and tensor-parallel models give sharded tensors, DTensors. The import loads only torch; torch.distributed is used
-only if the trainer has loaded it.
-"""
+"""The tensors of a torch model under their checkpoint names, in any wrapper."""
 
 import re
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -31,7 +26,6 @@ class NamedOnes:
 def model_tensors(model: torch.nn.Module) -> list[NamedOnes]:
     """Return parameters and persistent buffers, in the model's order."""
     model = _unwrapped(model)
-    # FSDP2 reshards for state_dict; named_parameters() may show tensors gathered by a forward pass.
     state = {clean(name): one for name, one in model.state_dict(keep_vars=True).items() if _is_tensor(one)}
     if adapted := next(filter(_ADAPTERS.search, state), None):
         served = ", or serve the adapter with POST /v1/load_lora_adapter" if ".lora_" in adapted else ""
@@ -48,14 +42,6 @@ def model_tensors(model: torch.nn.Module) -> list[NamedOnes]:
     return [NamedOnes(tuple(group), state[group[0]], group[0] in buffers) for group in names.values()]
 
 
-def data_parallel_ranks(model: torch.nn.Module) -> set[int]:
-    """Return the ranks of a DistributedDataParallel model; none for other models."""
-    model = _without_compiler(model)
-    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
-        return set(torch.distributed.get_process_group_ranks(model.process_group))
-    return set()
-
-
 def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     """Return the module that torch.compile, DistributedDataParallel and DataParallel have wrapped, in any order.
 
@@ -65,8 +51,8 @@ def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
         model = inner
     if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
         raise InvalidRequest(
-            "the model is of FSDP's first generation: use fully_shard (fsdp_version: 2 of accelerate), or call on all "
-            "ranks get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) and push it from one",
+            "the model is of FSDP's first generation: call on all ranks get_model_state_dict(model, "
+            "options=StateDictOptions(full_state_dict=True)), and push that from one",
             param="named_tensors",
         )
     return model
@@ -90,49 +76,3 @@ def _tied(model: torch.nn.Module) -> dict[str, str]:
         if (before := first.setdefault(id(parameter), clean(name))) != clean(name):
             tied[clean(name)] = before
     return tied
-
-
-def is_sharded(tensor: Any) -> bool:
-    """Return True if the tensor must be gathered from ranks."""
-    return hasattr(tensor, "full_tensor")
-
-
-def holders_of(tensor: Any) -> tuple[int, ...]:
-    """Return the ranks that hold its shards."""
-    return tuple(tensor.device_mesh.mesh.flatten().tolist())
-
-
-def ranks_of(tensor: Any) -> tuple[int, ...]:
-    """Return the ranks of the trainer that holds it.
-
-    A mesh may be a part of another. The other's ranks hold copies of the tensor, or other stages of a pipeline.
-    """
-    mesh = tensor.device_mesh
-    if not hasattr(mesh, "_get_root_mesh"):
-        from torch.distributed.device_mesh import _mesh_resources  # before torch 2.9
-
-        return tuple(_mesh_resources.get_root_mesh(mesh).mesh.flatten().tolist())
-    return tuple(mesh._get_root_mesh().mesh.flatten().tolist())
-
-
-def placed(tensor: Any) -> str:
-    """Return how its shards are placed, alike on all ranks."""
-    return str(getattr(tensor, "placements", ""))
-
-
-def part_here(tensor: Any) -> torch.Tensor:
-    """Return this process's shard, or the whole tensor."""
-    part: torch.Tensor = tensor.to_local() if is_sharded(tensor) else tensor
-    return part
-
-
-def gathered(tensor: Any, dtype: torch.dtype) -> torch.Tensor:
-    """Gather the whole tensor in `dtype` on every rank.
-
-    Each rank casts its shard first: this halves the traffic of a float32 trainer that sends bfloat16.
-    """
-    part = tensor.detach().to(dtype)
-    if part.device.type != part.device_mesh.device_type:
-        part = part.to(part.device_mesh.device_type)  # offloaded to the host, where there is no group
-    whole: torch.Tensor = part.full_tensor()
-    return whole

@@ -16,9 +16,8 @@ if TYPE_CHECKING:
     import torch
 
     from trainer_client.transports.group import GroupTransport
-    from trainer_client.transports.ranks import Part, Ranks
     from trainer_client.transports.store import StoreTransport
-    from trainer_client.transports.tensors import Given, Source
+    from trainer_client.transports.tensors import Part, Source
 
 TransportName = Literal["store", "gloo", "nccl"]
 
@@ -28,14 +27,11 @@ class WeightSender:
 
     transport: "store" (a folder shared by trainer and engines, for vLLM and SGLang), or a group with all workers of
         all engines over "gloo" or "nccl"; default: the group that the engines receive over.
-    dtype: dtype of sent floats; default: the engines' dtypes.
     timeout_s: limit on each wait: for a group, rollouts in flight, tensors, the commit.
 
     device: group only: the trainer's GPU for NCCL.
     address, port: group only: the trainer's listener; default: its address towards the gateway, and a free port.
     folder: store only: the store's path on this machine; default: the gateway's path.
-
-    Each rank of a trainer makes one sender and keeps it.
     """
 
     def __init__(
@@ -43,7 +39,6 @@ class WeightSender:
         client: BlockingRolloutClient,
         *,
         transport: TransportName | None = None,
-        dtype: "torch.dtype | None" = None,
         device: "torch.device | str | None" = None,
         address: str = "",
         port: int = 0,
@@ -54,7 +49,6 @@ class WeightSender:
             raise ConfigError(f"transport = {transport!r} must be 'store', 'gloo' or 'nccl'")
         self._client = client
         self._name = transport
-        self._dtype = dtype
         self._timeout_s = timeout_s
         self._folder = folder
         self._of_group: dict[str, Any] = {"device": device, "address": address, "port": port}
@@ -73,31 +67,25 @@ class WeightSender:
         version: int | None = None,
         *,
         canary_logprobs: Sequence[float] | None = None,
-        rolling: bool | None = None,
         in_flight: InFlight | Literal["keep", "recompute", "abort", "drain"] | None = None,
     ) -> int:
         """Let every replica serve these tensors. Return their version, the next one unless `version` is given.
 
-        named_tensors: a model (plain, compiled, DDP, FSDP2 or tensor-parallel), a mapping, or pairs of name and
-            tensor (also DTensor), with checkpoint names. An iterator is read at most 1 GiB ahead and must give each
-            tensor its own memory. Tensors that are not pushed are unchanged; over a group, tensors that vLLM fuses must
-            be pushed together.
+        named_tensors: a model (plain, compiled or DDP), a mapping, or pairs of name and tensor, with checkpoint names.
+            An iterator is read at most 1 GiB ahead and must give each tensor its own memory. Tensors that are not
+            pushed are unchanged; over a group, tensors that vLLM fuses must be pushed together.
         canary_logprobs: the trainer's log-probs of the client's `canary_token_ids`, without the first.
-        rolling: update replica after replica while the others serve (store only); default: the gateway's.
         in_flight: rollouts in flight are frozen ("keep"), frozen and their KV recomputed ("recompute"), ended and
             resumed from their tokens ("abort"), or awaited ("drain"); default: the gateway's.
 
-        If a tensor is sharded, or the model is DDP, all its ranks must call this with the same arguments. They gather
-        at most 256 MiB (or one tensor) at a time, the first rank sends, and all return the version or raise its error.
+        One process of a trainer pushes. Ranks of a sharded model gather its tensors, and one pushes them.
 
         Raises the gateway's error: `InvalidRequest` for names, shapes or dtypes that are not the model's,
         `WeightUpdateConflict` for a concurrent update or an impossible `version`, `WeightUpdateFailed` with the
         replica's name, `StoreFailed`, `DeadlineExceeded`, `GatewayUnreachable`. The version before stays served, and
         a push may be retried.
         """
-        options = PushOptions(
-            version=version, canary_logprobs=canary_logprobs, rolling=rolling, in_flight=_in_flight(in_flight)
-        )
+        options = PushOptions(version=version, canary_logprobs=canary_logprobs, in_flight=_in_flight(in_flight))
         if not self._one_push.acquire(blocking=False):
             raise WeightUpdateConflict("a push of this sender is running: wait for its end")
         try:
@@ -113,26 +101,11 @@ class WeightSender:
     def _push(self, named_tensors: "Source", options: PushOptions) -> int:
         import torch
 
-        from trainer_client.transports.ranks import Ranks, TrainerRanks
-        from trainer_client.transports.tensors import Given
-
-        with torch.inference_mode(False), torch.no_grad():  # in inference mode torch gathers no shards
-            given = Given(named_tensors)
-            ranks = TrainerRanks(given.ranks, self._timeout_s) if given.ranks else Ranks()
-            return self._send(given, ranks, options) if ranks.is_sender else ranks.follow(given, self._dtype)
-
-    def _send(self, given: "Given", ranks: "Ranks", options: PushOptions) -> int:
-        """Push as the sending rank, and report the result to the other ranks."""
-        try:
-            parts = self._checked_parts(given, ranks)
+        with torch.inference_mode(False), torch.no_grad():  # in inference mode an iterator could gather no shards
+            parts = self._checked_parts(named_tensors)
             first = next(parts)  # refuses tensors that do not fit before any effect
             self._transport = self._transport or self._new_transport()
-            version = self._transport.push(chain([first], parts), options)
-        except BaseException as error:
-            ranks.end(error)
-            raise
-        ranks.end(version)
-        return version
+            return self._transport.push(chain([first], parts), options)
 
     def _new_transport(self) -> "StoreTransport | GroupTransport":
         if self._name == "store":
@@ -143,20 +116,16 @@ class WeightSender:
 
         return GroupTransport(self._client, self._timeout_s, backend=self._name, **self._of_group)
 
-    def _checked_parts(self, given: "Given", ranks: "Ranks") -> "Iterator[Part]":
+    def _checked_parts(self, named_tensors: "Source") -> "Iterator[Part]":
         """Yield the parts, checked against the served model."""
-        from trainer_client.transports.ranks import Part
-        from trainer_client.transports.tensors import announced, wait_for_values
+        from trainer_client.transports.tensors import parts_of
 
         served = self._client.served_weights()
-        ranks.begin(served)
-        for entries in given.parts(served, self._dtype):
-            ranks.agree(entries)
-            check_tensors(announced(entries), served, "named_tensors")
-            if entries:
-                wait_for_values(entries)
-                yield Part(entries, ranks)
-        ranks.agree(())
+        for part in parts_of(named_tensors, served):
+            check_tensors(part.announced, served, "named_tensors")
+            if part.entries:
+                part.wait_for_values()
+                yield part
 
 
 def _in_flight(word: str | None) -> InFlight | None:

@@ -15,7 +15,7 @@ from engines.store.shard_writer import ShardWriter
 from engines.transfer.tensor_bytes import raw_tensor
 from trainer_client.blocking import BlockingRolloutClient
 from trainer_client.served import PushOptions
-from trainer_client.transports.ranks import Part
+from trainer_client.transports.tensors import Part
 
 _STEPS_IN_ONE_CALL = 4
 """Checksum, wait for rollouts in flight, load, canary: the gateway bounds each one."""
@@ -43,9 +43,7 @@ class StoreTransport:
         path, owner = claim_draft(folder)
         try:
             _write(Draft(path, store["model"]), parts)
-            rolls = store["rolling"] if options.rolling is None else options.rolling
-            timeout_s = self._timeout_s * _STEPS_IN_ONE_CALL * (max(1, store["replicas"]) if rolls else 1)
-            return self._client.load_weights(path.name, options, timeout_s)
+            return self._client.load_weights(path.name, options, self._timeout_s * _STEPS_IN_ONE_CALL)
         finally:
             shutil.rmtree(path, ignore_errors=True)  # gone already if it became a version
             os.close(owner)

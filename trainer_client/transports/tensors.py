@@ -7,7 +7,6 @@ and one part is held at a time.
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
 from typing import Any, TypeAlias
 
 import torch
@@ -18,16 +17,7 @@ from engines.errors import InvalidRequest
 from engines.transfer.packing import NamedTensor
 from engines.types import TensorMeta
 from trainer_client.served import ServedWeights
-from trainer_client.transports.model_tensors import (
-    NamedOnes,
-    data_parallel_ranks,
-    gathered,
-    is_sharded,
-    model_tensors,
-    part_here,
-    placed,
-    ranks_of,
-)
+from trainer_client.transports.model_tensors import NamedOnes, model_tensors
 
 Source: TypeAlias = torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[NamedTensor]
 
@@ -46,16 +36,7 @@ class Entry:
 
     @property
     def shape(self) -> list[int]:
-        """The shape of the whole tensor."""
         return list(self.tensor.shape)
-
-    @property
-    def num_bytes(self) -> int:
-        return prod(self.shape) * int(self.dtype.itemsize)
-
-    def sent_as(self, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the checkpoint's tensors in the whole tensor, by name."""
-        return self.names.converted(self.name, tensor)
 
     @property
     def forms(self) -> dict[str, tuple[int, ...]]:
@@ -63,54 +44,61 @@ class Entry:
         return self.names.forms(self.name, self.shape)
 
     def made(self) -> torch.Tensor:
-        """Return the whole tensor in `dtype`. A collective call if sharded."""
-        if is_sharded(self.tensor):
-            return gathered(self.tensor, self.dtype)
+        """Return the tensor in `dtype`."""
         tensor = self.tensor.detach()
         # torch takes a microsecond to find that there is nothing to cast: a chunk of experts has 300 tensors.
         return tensor if tensor.dtype is self.dtype else tensor.to(self.dtype)
 
 
-class Given:
-    """The arguments of one push as parts. Raises `InvalidRequest` for other objects than tensors."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """A part of a push."""
 
-    def __init__(self, source: Source) -> None:
-        self._parts = _parts(source)
-        self._first = next(self._parts, [])
-        if not self._first:
-            raise InvalidRequest("named_tensors is empty: an update needs at least one tensor", param="named_tensors")
-        sharded = (one.tensor for one in self._first if is_sharded(one.tensor))
-        copies = data_parallel_ranks(source) if isinstance(source, torch.nn.Module) else set[int]()
-        self.ranks = sorted(copies.union(*map(ranks_of, sharded)))
-        """Trainer ranks that must take part; empty if this process has all tensors."""
+    entries: Sequence[Entry]
 
-    def parts(self, served: ServedWeights, dtype: torch.dtype | None) -> Iterator[list[Entry]]:
-        """Yield the parts in `dtype`, else in the served dtypes, else in their own."""
-        held = {tensor.name: tensor for tensor in served.tensors or ()}
-        names = checkpoint_names(held, served.config, served.tied)
-        part: list[NamedOnes] | None = self._first
-        self._first = []
-        sent: set[str] = set()
-        ties = Ties(names, _are_equal)
-        while part is not None:
-            entries = [
-                Entry(name, _with_bytes(name, one.tensor), _sent_in(name, one.tensor, dtype, names, held), names)
-                for one in part
-                for name in _sent_under(one, names)
-            ]
-            yield [entry for entry in entries if _is_new(entry, ties, sent)]
-            part = next(self._parts, None)
-            self._check_ranks(part or ())
+    @property
+    def announced(self) -> dict[str, object]:
+        """The part in the form of /update_weights."""
+        forms = [(name, shape, entry.dtype) for entry in self.entries for name, shape in entry.forms.items()]
+        return {
+            "names": [name for name, _, _ in forms],
+            "dtype_names": [_name(dtype) for _, _, dtype in forms],
+            "shapes": [list(shape) for _, shape, _ in forms],
+        }
 
-    def _check_ranks(self, part: Iterable[NamedOnes]) -> None:
-        """Raise `InvalidRequest` for a tensor of ranks that do not take part: each of them began a push of its own."""
-        for one in part:
-            if is_sharded(one.tensor) and not (needed := set(ranks_of(one.tensor))) <= set(self.ranks):
-                raise InvalidRequest(
-                    f"{one.names[0]!r} is sharded over ranks {sorted(needed)}, and the first part of the iterator has "
-                    f"tensors of {list(self.ranks) or 'no other rank'}: give a tensor of all ranks first, or a mapping",
-                    param="named_tensors",
-                )
+    @property
+    def tensors(self) -> Iterator[NamedTensor]:
+        """Yield each tensor, made when its turn comes."""
+        for entry in self.entries:
+            yield from entry.names.converted(entry.name, entry.made()).items()
+
+    def wait_for_values(self) -> None:
+        """Wait for the work that this thread has queued on GPUs, such as an optimizer's step or a copy to the host: the
+        tensors are read on streams of other threads, which do not."""
+        devices = {entry.tensor.device for entry in self.entries if entry.tensor.is_cuda}
+        if torch.cuda.is_initialized():
+            devices.add(torch.device("cuda", torch.cuda.current_device()))
+        for device in devices:
+            torch.cuda.current_stream(device).synchronize()
+
+
+def parts_of(source: Source, served: ServedWeights) -> Iterator[Part]:
+    """Yield the parts in the served dtypes, else in their own. Raise `InvalidRequest` for other
+    objects than whole tensors."""
+    held = {tensor.name: tensor for tensor in served.tensors or ()}
+    names = checkpoint_names(held, served.config, served.tied)
+    sent: set[str] = set()
+    ties, is_empty = Ties(names, _are_equal), True
+    for part in filter(None, _parts(source)):
+        is_empty = False
+        entries = [
+            Entry(name, _with_bytes(name, one.tensor), _sent_in(name, one.tensor, names, held), names)
+            for one in part
+            for name in _sent_under(one, names)
+        ]
+        yield Part([entry for entry in entries if _is_new(entry, ties, sent)])
+    if is_empty:
+        raise InvalidRequest("named_tensors is empty: an update needs at least one tensor", param="named_tensors")
 
 
 def _is_new(entry: Entry, ties: Ties[Entry], sent: set[str]) -> bool:
@@ -129,33 +117,12 @@ def _is_new(entry: Entry, ties: Ties[Entry], sent: set[str]) -> bool:
 
 
 def _are_equal(first: Entry, second: Entry) -> bool:
-    """Return True for equal values in the dtype that is sent, as far as this rank has them."""
-    if first.tensor is second.tensor:
+    """Return True for equal values in the dtype that is sent."""
+    ours, others = first.tensor, second.tensor
+    if ours is others:
         return True
-    ours, others = part_here(first.tensor), part_here(second.tensor)
-    return (first.shape, ours.shape) == (second.shape, others.shape) and torch.equal(
-        ours.detach().to(first.dtype), others.detach().to(ours.device, first.dtype)
-    )
-
-
-def announced(entries: Sequence[Entry]) -> dict[str, object]:
-    """Return the entries in the form of /update_weights."""
-    forms = [(name, shape, entry.dtype) for entry in entries for name, shape in entry.forms.items()]
-    return {
-        "names": [name for name, _, _ in forms],
-        "dtype_names": [_name(dtype) for _, _, dtype in forms],
-        "shapes": [list(shape) for _, shape, _ in forms],
-    }
-
-
-def wait_for_values(entries: Iterable[Entry]) -> None:
-    """Wait for the work that this thread has queued on GPUs, such as an optimizer's step or a copy to the host: the
-    tensors are read on streams of other threads, which do not."""
-    devices = {part.device for entry in entries if (part := part_here(entry.tensor)).is_cuda}
-    if torch.cuda.is_initialized():
-        devices.add(torch.device("cuda", torch.cuda.current_device()))
-    for device in devices:
-        torch.cuda.current_stream(device).synchronize()
+    sent = ours.detach().to(first.dtype), others.detach().to(ours.device, first.dtype)
+    return bool(ours.shape == others.shape and torch.equal(*sent))
 
 
 def _parts(source: Source) -> Iterator[list[NamedOnes]]:
@@ -195,12 +162,10 @@ def _same_as_one(part: list[NamedOnes]) -> list[NamedOnes]:
 
 
 def _place(tensor: torch.Tensor) -> Any:
-    """Return what two tensors at one place have in common. Tensors without bytes here, such as empty shards, have no
-    place."""
-    part = part_here(tensor)
-    if not (_has_bytes(part) and part.numel()):
+    """Return what two tensors at one place have in common. Tensors without bytes here have no place."""
+    if not (_has_bytes(tensor) and tensor.numel()):
         return id(tensor)
-    return part.data_ptr(), part.dtype, part.shape, part.stride(), tensor.shape, placed(tensor)
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _sent_under(one: NamedOnes, names: CheckpointNames) -> tuple[str, ...]:
@@ -214,8 +179,15 @@ def _sent_under(one: NamedOnes, names: CheckpointNames) -> tuple[str, ...]:
 
 
 def _with_bytes(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor. Raise `InvalidRequest` for a tensor without the plain bytes that engines load."""
-    if not _has_bytes(part_here(tensor)):
+    """Return the tensor. Raise `InvalidRequest` for a part of a tensor, and for one without the plain bytes that
+    engines load."""
+    if _is_sharded(tensor):
+        raise InvalidRequest(
+            f"named_tensors has {name!r} as a DTensor, a part of a tensor: have all ranks gather it with "
+            "full_tensor(), and push from one (docs/trainer_client.md, Sharded models)",
+            param="named_tensors",
+        )
+    if not _has_bytes(tensor):
         form = "on the meta device" if tensor.is_meta else f"{tensor.layout} {tensor.dtype}"
         raise InvalidRequest(
             f"named_tensors has {name!r} {form}: give a dense tensor with its values, such as of a model that is not "
@@ -226,20 +198,21 @@ def _with_bytes(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _has_bytes(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_quantized
+    return not _is_sharded(tensor) and tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_quantized)
+
+
+def _is_sharded(tensor: torch.Tensor) -> bool:
+    return hasattr(tensor, "full_tensor")
 
 
 def _sent_in(
     name: str,
     tensor: torch.Tensor,
-    asked: torch.dtype | None,
     names: CheckpointNames,
     held: Mapping[str, TensorMeta],
 ) -> torch.dtype:
     if _name(tensor.dtype) not in CASTABLE:
         return tensor.dtype
-    if asked is not None:
-        return asked
     into = next(iter(names.forms(name, list(tensor.shape))))
     served = held[into].dtype if into in held else ""
     return getattr(torch, served) if served in CASTABLE else tensor.dtype

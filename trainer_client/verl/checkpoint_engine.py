@@ -65,7 +65,7 @@ class GatewayCheckpointEngine(CheckpointEngine):
         # gives its step. Another trainer's update in between is a conflict, never a wrong step.
         wanted = None if self._version_of_step_0 is None else self._version_of_step_0 + global_steps
         named = ((name, tensor) for name, tensor in weights if name not in self._left_out)
-        version = self._sender.push(named, wanted, rolling=self._settings.rolling)
+        version = self._sender.push(named, wanted)
         self._version_of_step_0 = version - global_steps
         return {WEIGHT_VERSION: version, "gateway/sync_s": time.perf_counter() - began}
 
@@ -77,7 +77,6 @@ class GatewayCheckpointEngine(CheckpointEngine):
         return WeightSender(
             client,
             transport=transport,
-            dtype=getattr(torch, settings.dtype) if settings.dtype else None,
             device=torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None,
             folder=settings.store_folder,
             timeout_s=settings.sync_timeout_s,

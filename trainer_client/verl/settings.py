@@ -17,7 +17,6 @@ ENGINE_KWARGS = "actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.gatew
 """The section for verl's own trainers."""
 
 Transport = Literal["auto", "store", "gloo", "nccl"]
-_DTYPES = ("bfloat16", "float16", "float32")
 _TRANSPORTS: tuple[str, ...] = get_args(Transport)
 
 
@@ -32,12 +31,8 @@ class Settings:
     is the store if its folder exists here, else the engines' group."""
     store_folder: str | None = None
     """Path of the weight store for the first training worker; default: the gateway's path."""
-    dtype: str | None = None
-    """Dtype of sent weights; default: the engines'."""
     num_warmup_batches: float = 0
     """Batches of prompts requested ahead of training, which makes it asynchronous; 0 is on-policy."""
-    rolling: bool | None = None
-    """Update replica after replica while the others serve (store only); default: the gateway's `weights.rolling`."""
     abort_at_sync: bool = False
     """Abort rollouts before a sync and resume them after it, as verl's servers do; else the gateway's
     `weights.in_flight` decides. Only for verl's own trainers."""
@@ -55,14 +50,6 @@ class Settings:
     def __post_init__(self) -> None:
         if self.transport not in _TRANSPORTS:
             raise ConfigError(f"gateway.transport = {self.transport!r} must be one of {', '.join(_TRANSPORTS)}")
-        if self.rolling and self.transport in ("gloo", "nccl"):
-            raise ConfigError(f"gateway.rolling=True needs transport=store, not {self.transport}")
-        if self.rolling and self.abort_at_sync:
-            raise ConfigError(
-                "gateway.abort_at_sync=True stops all replicas, which contradicts rolling=True: set one of them"
-            )
-        if self.dtype is not None and self.dtype not in _DTYPES:
-            raise ConfigError(f"gateway.dtype = {self.dtype!r} must be one of {', '.join(_DTYPES)}")
         for name in ("rollout_timeout_s", "sync_timeout_s", "ready_timeout_s"):
             self._check_number(name, least=0, above=True)
         for name in ("max_in_flight", "sync_attempts"):

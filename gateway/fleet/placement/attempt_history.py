@@ -2,7 +2,6 @@
 
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
 
 from msgspec import Struct, field
 
@@ -11,22 +10,16 @@ from engines.errors import EngineError
 from engines.trace_context import TRACE_CONTEXT, TRACEPARENT
 from gateway.fleet.placement.attempts import End, end_of
 from gateway.fleet.placement.routing import Rollout
-from gateway.fleet.placement.waiting import Cause
 from gateway.fleet.replica import Replica
 
 KEPT = 4096
 _ATTEMPTS_KEPT = 64
-_SHORTEST_S = 0.001
-_OF_PLACEMENT = ("queued", "placed", "ended", "replica", "why", "waited_s", "end")
 # What the dialects put before a request's id in their replies.
 _PREFIXES = ("cmpl-", "chatcmpl-")
 
 
 class Attempt(Struct, eq=False):
-    """One attempt. Times are of day, in seconds; `versions` are the replica's at the attempt's start and end.
-
-    `why` is the reason for its replica, and `waited` has the seconds in line by cause.
-    """
+    """One attempt. Times are of day, in seconds; `versions` are the replica's at the attempt's start and end."""
 
     queued: float = field(default_factory=time.time)
     replica: Replica | None = None
@@ -35,8 +28,6 @@ class Attempt(Struct, eq=False):
     versions: list[int | None] = []
     end: End | None = None
     error: str = ""
-    why: str = ""
-    waited: Mapping[Cause, float] = {}
 
     def place(self, replica: Replica) -> None:
         """Note the replica that has taken the rollout."""
@@ -62,8 +53,6 @@ class Attempt(Struct, eq=False):
             "ended": self.ended,
             "replica": self.replica and self.replica.replica_id,
             "weight_versions": self.versions,
-            "why": self.why or None,
-            "waited_s": {str(cause): seconds for cause, seconds in self.waited.items() if seconds >= _SHORTEST_S},
             "end": self.end,
             "error": self.error or None,
         }
@@ -119,18 +108,4 @@ class AttemptHistory:
             found.report()
             for (_, key), found in self._rollouts.items()
             if key == request or key.startswith(f"{request}-")
-        ]
-
-    def placements_of(self, owner: str, name: str) -> list[Json]:
-        """Return where the rollouts of a submission went and why, without what only an administrator may see."""
-        return [
-            {
-                "rollout": found.rollout.request_id,
-                "attempts": [
-                    {key: told for key, told in attempt.report().items() if key in _OF_PLACEMENT}
-                    for attempt in found.attempts
-                ],
-            }
-            for found in self._rollouts.values()
-            if (found.rollout.owner, found.rollout.request) == (owner, name)
         ]

@@ -13,7 +13,6 @@ from gateway.fleet.replica import Replica
 # `max_samples` is twice what an engine runs at once: a quarter of it is half of its batch.
 _LIGHT_SHARE = 0.25
 _OVERLOADED_SHARES = 1.5
-_HOME = "home of its session"
 
 
 class Rollout(Struct, frozen=True, kw_only=True, eq=False):
@@ -25,7 +24,6 @@ class Rollout(Struct, frozen=True, kw_only=True, eq=False):
     `goes_on` is True for the rest of a rollout that has begun.
     `request` is the id of the client's request, whose rollouts take turns with other requests.
     `owner` names the key that submitted it; "" for rollouts of other routes.
-    `needs_ids` is True if the client asks for token ids or log-probs of the prompt, which plain OpenAI servers lack.
     `needs_route` is a route that its replica has to serve, or "".
     `priority` orders rollouts that wait; lower is earlier.
     `expected` is the length of a sample in tokens by the client's estimate or the prompt's last samples, None where
@@ -41,7 +39,6 @@ class Rollout(Struct, frozen=True, kw_only=True, eq=False):
     max_staleness: int | None = None
     session: str = ""
     goes_on: bool = False
-    needs_ids: bool = False
     needs_route: str = ""
     prompt_tokens: int = 0
     request: str = ""
@@ -68,30 +65,19 @@ class Rollout(Struct, frozen=True, kw_only=True, eq=False):
 
 def is_capable(rollout: Rollout, info: ReplicaInfo) -> bool:
     """True if the replica's server can do what the request asks."""
-    return (info.speaks_vllm or not rollout.needs_ids) and (
-        not rollout.needs_route or rollout.needs_route in info.capabilities
-    )
+    return not rollout.needs_route or rollout.needs_route in info.capabilities
 
 
-def fresh_enough(rollout: Rollout, replicas: Sequence[Replica], newest: int) -> Sequence[Replica]:
-    """Replicas whose weights are as new as the rollout demands. `newest` is the target version during an update."""
-    least = rollout.least_version(newest)
-    if not least:
-        return replicas
-    return [replica for replica in replicas if (replica.weight_version or 0) >= least]
-
-
-def choose(rollout: Rollout, replicas: Sequence[Replica], home: Replica | None = None) -> tuple[Replica, str] | None:
-    """The replica with the fewest tokens in flight, and the reason for it, or None if all are full.
+def choose(rollout: Rollout, replicas: Sequence[Replica], home: Replica | None = None) -> Replica | None:
+    """The replica with the fewest tokens in flight, or None if all are full.
 
     Groups stay whole, since their samples share the prompt's KV. Ties go to the replica with the fewest placements: a
     trainer's batch arrives when all loads are zero, and always taking the first would fill one replica first.
     `home` is the replica that holds the prefix of the rollout's session; it is taken unless it is overloaded.
     """
     if home is not None and _is_kept(home, rollout, replicas):
-        return home, _HOME
-    chosen = _least_loaded(rollout, replicas)
-    return None if chosen is None else (chosen, _why(chosen, replicas, home))
+        return home
+    return _least_loaded(rollout, replicas)
 
 
 def _is_kept(home: Replica, rollout: Rollout, replicas: Sequence[Replica]) -> bool:
@@ -122,17 +108,6 @@ def _least_loaded(rollout: Rollout, replicas: Sequence[Replica]) -> Replica | No
         return least
     # The fewest tokens may be those of many short samples.
     return _least_loaded(rollout, [one for one in replicas if has_room(rollout, one)])
-
-
-def _why(chosen: Replica, replicas: Sequence[Replica], home: Replica | None) -> str:
-    """The reason for which `choose` took a replica."""
-    if chosen is home:
-        return _HOME
-    if not any(one.load_samples < one.max_samples for one in replicas if one is not chosen):
-        return "the only one with room"
-    if home is not None:
-        return "fewest tokens: its session's home is overloaded or has no room"
-    return "fewest tokens"
 
 
 def has_room(rollout: Rollout, replica: Replica) -> bool:

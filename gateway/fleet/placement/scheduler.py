@@ -28,13 +28,13 @@ from engines.types import ReplicaState
 from gateway.config.schema import GatewayConfig
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics
-from gateway.fleet.placement.attempt_history import Attempt, AttemptHistory
+from gateway.fleet.placement.attempt_history import AttemptHistory
 from gateway.fleet.placement.attempts import RETRIED, End, end_of
 from gateway.fleet.placement.lengths import Lengths
-from gateway.fleet.placement.routing import Rollout, choose, fresh_enough, is_capable
+from gateway.fleet.placement.routing import Rollout, choose, is_capable
 from gateway.fleet.placement.scheduling_pass import SchedulingPass
 from gateway.fleet.placement.sessions import Sessions
-from gateway.fleet.placement.waiting import Cause, Queue, Waiter, WaitingLine
+from gateway.fleet.placement.waiting import Queue, Waiter, WaitingLine
 from gateway.fleet.replica import Replica
 from gateway.fleet.watch.evidence import Backoff
 
@@ -95,7 +95,7 @@ class Scheduler:
         self.sessions = Sessions()
         self._watched_lines: set[str] = set()
         self._to_look_at: set[str] = set()
-        self._able_of: dict[tuple[str, bool, str], tuple[Sequence[Replica], Sequence[Replica]]] = {}
+        self._able_of: dict[tuple[str, str], tuple[Sequence[Replica], Sequence[Replica]]] = {}
         self.lengths = Lengths()
         """The expected lengths of samples by their prompts."""
         self.history = AttemptHistory()
@@ -157,7 +157,7 @@ class Scheduler:
             attempt, replica = self.history.begin(rollout), None
             ended_by: BaseException | None = None
             try:
-                replica = await self._place(rollout, attempt)
+                replica = await self._place(rollout)
                 attempt.place(replica)
                 result = await _answer(replica, call)
                 replica.backoff.succeeded()
@@ -223,15 +223,14 @@ class Scheduler:
             asyncio.get_running_loop().call_later(pause_s + _EARLY_S, self._pump, rollout.model)
         return is_dead
 
-    async def _place(self, rollout: Rollout, attempt: Attempt) -> Replica:
+    async def _place(self, rollout: Rollout) -> Replica:
         """Wait for a replica with room, and take it there."""
         line = self._lines[rollout.model]
         if not len(line) and not self._is_closed(rollout.model):
             chosen = self._choose_and_reserve(rollout, self._wanted(rollout, self._able(rollout)))
             if chosen is not None:
                 self._metrics.queue_seconds.observe(0.0, rollout.model)
-                replica, attempt.why = chosen
-                return replica
+                return chosen
         waiter = line.add(rollout)
         self._pump(rollout.model)
         self._watch_patience(rollout.model)
@@ -244,7 +243,6 @@ class Scheduler:
             self._pump(rollout.model)
             raise
         finally:
-            attempt.why, attempt.waited = waiter.why, waiter.waited
             self._metrics.queue_seconds.observe(time.monotonic() - waiter.began, rollout.model)
 
     def _check_patience(self, model: str) -> None:
@@ -302,7 +300,6 @@ class Scheduler:
         self._to_look_at.discard(model)
         line = self._lines[model]
         if self._is_closed(model):
-            line.lack_gate()
             return
         this_pass, skipped = SchedulingPass(), set[Queue]()
         for waiter in line.in_turn(skipped):
@@ -316,7 +313,6 @@ class Scheduler:
             if open_ := this_pass.open_for(queue):
                 self._place_or_reserve(waiter, open_, line, this_pass)
             else:
-                queue.waits.lack(self._lack_of(waiter.rollout, this_pass.able[queue]))
                 skipped.add(queue)
 
     def _place_or_reserve(
@@ -329,37 +325,24 @@ class Scheduler:
         chosen = self._choose_and_reserve(rollout, fit)
         if chosen is None and rollout.moves and any(one.has_place(rollout) for one in fit):
             this_pass.rests_wait.add(waiter.queue)  # engines with enough to read have time for other rollouts
-            waiter.queue.waits.lack(Cause.ROOM)
             return
         if chosen is None:
-            waiter.kept = min(fit or wanted, key=lambda one: one.load_samples)
-            this_pass.reserve(waiter.kept)
-            waiter.queue.waits.lack(Cause.ROOM)
+            this_pass.reserve(min(fit or wanted, key=lambda one: one.load_samples))
             return
-        replica, why = chosen
-        this_pass.took(replica)
-        waiter.why = "reserved for it until it had room" if replica is waiter.kept else why
-        line.place(waiter, replica)
+        this_pass.took(chosen)
+        line.place(waiter, chosen)
 
-    def _lack_of(self, rollout: Rollout, able: Sequence[Replica]) -> Cause:
-        """The cause for which no replica has room for a rollout."""
-        if able:
-            return Cause.ROOM
-        is_served = bool(self._fleet.serving(rollout.model, rollout.adapter))
-        is_bound = rollout.least_version(self._fleet.target_of(rollout.model)) > 0
-        return Cause.VERSION if is_served and is_bound else Cause.REPLICA
-
-    def _choose_and_reserve(self, rollout: Rollout, able: Sequence[Replica]) -> tuple[Replica, str] | None:
+    def _choose_and_reserve(self, rollout: Rollout, able: Sequence[Replica]) -> Replica | None:
         """Place a rollout on one of the replicas, if it fits there."""
         model, session = rollout.model, rollout.session
         home = self._fleet.find(self.sessions.home(model, session)) if session else None
         chosen = choose(rollout, able, home)
         if chosen is not None:
             if session:
-                self.sessions.settle(model, session, chosen[0].replica_id)
-            chosen[0].reserve(rollout)
+                self.sessions.settle(model, session, chosen.replica_id)
+            chosen.reserve(rollout)
             if rollout.moves:
-                chosen[0].prompts.reads(rollout, partial(self._pump, model))
+                chosen.prompts.reads(rollout, partial(self._pump, model))
         return chosen
 
     @staticmethod
@@ -369,21 +352,24 @@ class Scheduler:
         return ([one for one in able if one.replica_id not in avoid] or able) if avoid else able
 
     def _able(self, rollout: Rollout) -> Sequence[Replica]:
-        """Replicas that may take a rollout now: serving, not backing off, fresh enough, with what it needs.
+        """Replicas that may take a rollout now: serving, not backing off, with what it needs; none while the model's
+        weights are older than it demands.
 
         Where no replica of the model ever can do it, any of them gives the client its error.
         """
+        if rollout.least_version(self._fleet.target_of(rollout.model)) > self._fleet.version_of(rollout.model):
+            return []
         able = self._fleet.serving(rollout.model, rollout.adapter)
-        if rollout.needs_ids or rollout.needs_route:
+        if rollout.needs_route:
             able = self._capable(rollout, able)
         if Backoff.is_any_on():
             able = [replica for replica in able if not (replica.backoff.until and replica.backoff.left_s)]
-        return fresh_enough(rollout, able, self._fleet.target_of(rollout.model))
+        return able
 
     def _capable(self, rollout: Rollout, serving: Sequence[Replica]) -> Sequence[Replica]:
         """Those that can do what a rollout needs. On a large fleet a look at each takes as long as all else of a
         placement, so they are found once for a list of the fleet's, which is the same until a state changes."""
-        needs = rollout.model, rollout.needs_ids, rollout.needs_route
+        needs = rollout.model, rollout.needs_route
         before, able = self._able_of.get(needs, (None, serving))
         if before is not serving:
             able = [replica for replica in serving if is_capable(rollout, replica.info)]

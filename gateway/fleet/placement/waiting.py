@@ -4,10 +4,9 @@ import asyncio
 import heapq
 import math
 import time
-from collections import Counter, defaultdict
-from collections.abc import Container, Iterator, Mapping
+from collections import Counter
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import NamedTuple
 
 from gateway.fleet.adapters import Adapter
@@ -18,46 +17,12 @@ Order = tuple[int, int, int, float, int]
 _FORGET_ABOVE = 10_000
 
 
-class Cause(StrEnum):
-    """The lack for which a rollout waits."""
-
-    GATE = "gate"  # closed by an update or a pause
-    REPLICA = "replica"  # none that serves, and can do what is asked
-    VERSION = "version"  # none with weights as new as demanded
-    ROOM = "room"  # each that may take it has enough samples
-
-
-class Waits:
-    """The causes for which rollouts of one demand have waited, in seconds that only grow."""
-
-    def __init__(self) -> None:
-        self.cause = Cause.ROOM
-        self._since = time.monotonic()
-        self._seconds: defaultdict[Cause, float] = defaultdict(float)
-
-    def lack(self, cause: Cause) -> None:
-        """Note the cause from now on."""
-        self._count()
-        self.cause = cause
-
-    def read(self) -> Mapping[Cause, float]:
-        """Return the seconds up to now by cause."""
-        self._count()
-        return dict(self._seconds)
-
-    def _count(self) -> None:
-        now = time.monotonic()
-        self._seconds[self.cause] += now - self._since
-        self._since = now
-
-
 class Demand(NamedTuple):
     """A rollout's requirements on replicas; rollouts of equal demand can go to the same replicas."""
 
     adapter: Adapter | None
     min_version: int
     max_staleness: int | None
-    needs_ids: bool
     needs_route: str
 
 
@@ -68,7 +33,6 @@ class Queue:
     demand: Demand
     entries: list[tuple[Order, "Waiter"]] = field(default_factory=list)
     """A heap. No two orders are equal, so waiters are never compared."""
-    waits: Waits = field(default_factory=Waits)
     moved_at: float = -math.inf
 
 
@@ -83,14 +47,6 @@ class Waiter:
     order: Order
     began: float
     """Monotonic."""
-    before: Mapping[Cause, float]
-    """The waits of its demand when it came."""
-    waited: dict[Cause, float] = field(default_factory=dict)
-    """Its seconds in line by cause, once it has left."""
-    kept: Replica | None = None
-    """The replica that was reserved for it at the last look."""
-    why: str = ""
-    """The reason for the replica that it was placed on."""
     placed: "asyncio.Future[Replica]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     """Cancelled once its client has left."""
 
@@ -146,13 +102,12 @@ class WaitingLine:
             rollout.adapter,
             rollout.min_version,
             rollout.max_staleness,
-            rollout.needs_ids,
             rollout.needs_route,
         )
         queue = self._queues.get(demand)
         if queue is None:
             queue = self._queues[demand] = Queue(demand)
-        waiter = Waiter(rollout, queue, order, time.monotonic(), queue.waits.read())
+        waiter = Waiter(rollout, queue, order, time.monotonic())
         self._by_rollout[id(rollout)] = waiter
         self._sizes[rollout.n] += 1
         heapq.heappush(queue.entries, (order, waiter))
@@ -161,7 +116,6 @@ class WaitingLine:
     def done(self, waiter: Waiter) -> None:
         """The waiter was placed or has given up; its entry in the heap is dropped when it comes up."""
         if self._by_rollout.pop(id(waiter.rollout), None) is not None:
-            self._count(waiter)
             self._sizes[waiter.rollout.n] -= 1
             if not self._sizes[waiter.rollout.n]:
                 del self._sizes[waiter.rollout.n]
@@ -177,17 +131,6 @@ class WaitingLine:
         self._turn = max(self._turn, waiter.order[2])
         if len(self._last_turns) > _FORGET_ABOVE:
             self._last_turns = {request: turn for request, turn in self._last_turns.items() if turn > self._turn}
-
-    def lack_gate(self) -> None:
-        """Note that all wait for the gate from now on."""
-        for queue in self._queues.values():
-            queue.waits.lack(Cause.GATE)
-
-    @staticmethod
-    def _count(waiter: Waiter) -> None:
-        waited, before = waiter.waited, waiter.before
-        for cause, seconds in waiter.queue.waits.read().items():
-            waited[cause] = waited.get(cause, 0.0) + seconds - before.get(cause, 0.0)
 
     def in_turn(self, skipped: Container[Queue]) -> Iterator[Waiter]:
         """Waiters of all demands in the order of their turns, but for the demands that the caller has skipped."""

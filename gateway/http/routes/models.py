@@ -118,11 +118,10 @@ class ModelRoutes:
     async def _load_adapter(self, request: web.Request) -> web.Response:
         """Load a LoRA adapter from a folder on all replicas."""
         asked = read_fields(_Load, await read_object(request))
-        if asked.is_3d_lora_weight:
-            raise InvalidRequest(
-                "is_3d_lora_weight is not passed on to engines: leave it out", param="is_3d_lora_weight"
-            )
-        await self.adapters.load(asked.lora_name, asked.lora_path, in_place=asked.load_inplace)
+        for field in ("load_inplace", "is_3d_lora_weight"):
+            if getattr(asked, field):
+                raise InvalidRequest(f"{field} is not passed on to engines: leave it out", param=field)
+        await self.adapters.load(asked.lora_name, asked.lora_path)
         return web.Response(text=f"Success: LoRA adapter '{asked.lora_name}' added successfully.")
 
     async def _unload_adapter(self, request: web.Request) -> web.Response:

@@ -12,7 +12,6 @@ from gateway.dialects.fields import read_fields
 from gateway.dialects.submissions.registry import Submissions
 from gateway.dialects.submissions.submission import Submission
 from gateway.dialects.submissions.words import Request
-from gateway.fleet.placement.attempt_history import AttemptHistory
 from gateway.http.access import CLIENT, Access
 from gateway.http.json_body import read_object, read_packed, reply
 from gateway.http.records import is_packed, send_records, wire_of
@@ -31,7 +30,6 @@ class SubmissionRoutes:
     """Submissions: groups of rollouts under one id, kept until they are acked."""
 
     submissions: Submissions
-    history: AttemptHistory
 
     def add_routes(self, router: web.UrlDispatcher, access: Access) -> None:
         router.add_post("/v1/rollouts", access.for_inference(self._submit))
@@ -51,11 +49,8 @@ class SubmissionRoutes:
         return await self._stream(request, submission, submission.acked)
 
     async def _read(self, request: web.Request) -> web.StreamResponse:
-        """Stream the samples after `cursor`, as they end; with `explain` reply with the reasons of their placement."""
+        """Stream the samples after `cursor`, as they end."""
         submission = self._found(request)
-        if _flag(request, "explain"):
-            placements = self.history.placements_of(submission.owner, submission.id)
-            return reply(self._head(submission) | {"rollouts": placements})
         given = request.query.get("cursor")
         if given is not None and not (given.isascii() and given.isdecimal() and len(given) < 20):
             raise InvalidRequest(f"cursor = {given!r:.80} must be a whole number", param="cursor")
@@ -91,14 +86,6 @@ class SubmissionRoutes:
         wire_of(request)
         submission.check_cursor(cursor)
         return await send_records(request, self._head(submission), submission.read(cursor))
-
-
-def _flag(request: web.Request, name: str) -> bool:
-    """Return the value of a query. Raise `InvalidRequest` for one that is neither true nor false."""
-    given = request.query.get(name, "false")
-    if given not in ("true", "false"):
-        raise InvalidRequest(f"{name} = {given!r:.80} must be true or false", param=name)
-    return given == "true"
 
 
 async def _groups(request: web.Request, submission: Submission) -> list[int] | None:

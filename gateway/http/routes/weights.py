@@ -1,6 +1,5 @@
 """HTTP routes of weight updates, vLLM's and the gateway's own, and of pauses."""
 
-import asyncio
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
@@ -14,14 +13,11 @@ from gateway.config.schema import WeightsConfig
 from gateway.dialects.fields import read_fields
 from gateway.fleet.fleet import Fleet
 from gateway.http.access import Access
-from gateway.http.door import LEASE_PATH, notice_lost_host
 from gateway.http.json_body import read_object, reply
 from gateway.weights.coordinator import WeightCoordinator
 from gateway.weights.snapshots import Snapshots
 from gateway.weights.updates.record import UpdateLog
 
-_LEASE_BEAT_S = 3.0
-"""A byte so often keeps a lease open through proxies."""
 _Name = Annotated[str, Meta(min_length=1, max_length=300)]
 # A trainer's number, such as a time in nanoseconds. Those after it fit 64 bits too, as replies and peers need.
 _Version = Annotated[int, Meta(ge=1, le=1 << 62)]
@@ -32,8 +28,6 @@ class _Call(Struct):
 
     init_info: dict[str, Any] | None = None
     update_info: dict[str, Any] | None = None
-    lease: Annotated[str, Meta(min_length=1, max_length=100)] | None = None
-    """The lease that the call is made under."""
     version: _Version | None = None
     """The version that the trainer names."""
     group: _Name | None = None
@@ -43,7 +37,6 @@ class _Call(Struct):
     """The log-prob of each token of GET /v1/weight_canary but the first."""
     transport: Any = None
     snapshot: str | None = None
-    rolling: bool | None = None
     reason: Any = None
 
 
@@ -71,7 +64,6 @@ class WeightRoutes:
         router.add_delete("/v1/weight_updates", access.for_admin(self._abandon))
         router.add_get("/v1/weights", access.for_inference(self._served))
         router.add_get("/v1/weight_store", access.for_admin(self._store))
-        router.add_post(LEASE_PATH, access.for_admin(self._lease))
         router.add_get("/v1/weight_canary", access.for_inference(self._canary))
         router.add_post("/reset_prefix_cache", access.for_admin(self._reset_prefix_cache))
         router.add_post("/pause", access.for_admin(self._pause))
@@ -85,35 +77,24 @@ class WeightRoutes:
     async def _init(self, request: web.Request) -> web.Response:
         """Open the weight transfer group of the trainer and all replicas."""
         call = await _call(request)
-        await self.weights.init(_needed(call.init_info, "init_info", "a JSON object"), call.lease)
+        await self.weights.init(_needed(call.init_info, "init_info", "a JSON object"))
         return reply({"message": "Weight transfer initialized"})
 
     async def _start(self, request: web.Request) -> web.Response:
         call = await _call(request, required=False)
-        await self.weights.start(call.in_flight, call.lease, call.version, call.group)
+        await self.weights.start(call.in_flight, call.version, call.group)
         return reply({"message": "Weight update started"})
-
-    async def _lease(self, request: web.Request) -> web.StreamResponse:
-        """Hold a lease with an endless reply: the update of its trainer ends with this connection."""
-        lease = _needed((await _call(request)).lease, "lease", "a text that no other trainer uses, such as a UUID")
-        with self.weights.leases.held(lease):
-            response = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
-            await response.prepare(request)
-            notice_lost_host(request)
-            while True:
-                await response.write(b"\n")
-                await asyncio.sleep(_LEASE_BEAT_S)
 
     async def _update(self, request: web.Request) -> web.Response:
         """Receive tensors, which the trainer broadcasts at the same time."""
         call = await _call(request)
-        await self.weights.receive(_needed(call.update_info, "update_info", "a JSON object"), call.lease)
+        await self.weights.receive(_needed(call.update_info, "update_info", "a JSON object"), call.group)
         return reply({"message": "Weights updated"})
 
     async def _finish(self, request: web.Request) -> web.Response:
         """Verify the update on all replicas, and serve the new version."""
         call = await _call(request, required=False)
-        version = await self.weights.finish(call.canary_logprobs, call.lease)
+        version = await self.weights.finish(call.canary_logprobs, call.group)
         return reply({"message": "Weight update finished", "weight_version": version})
 
     async def _load(self, request: web.Request) -> web.Response:
@@ -129,8 +110,7 @@ class WeightRoutes:
             _needed(call.snapshot, "snapshot", "the name of a draft's folder"),
             call.version,
             call.canary_logprobs,
-            rolling=call.rolling,
-            in_flight=call.in_flight,
+            call.in_flight,
         )
         return reply({"weight_version": served})
 
@@ -138,7 +118,7 @@ class WeightRoutes:
         """Abort the open update, for a trainer that failed in the middle of it."""
         call = await _call(request, required=False)
         reason = f": {call.reason}" if call.reason else ""
-        await self.weights.abandon(f"the trainer gave it up{reason}", call.lease)
+        await self.weights.abandon(f"the trainer gave it up{reason}", call.group)
         return reply({"weight_version": self.fleet.version})
 
     async def _info(self, request: web.Request) -> web.Response:
@@ -158,10 +138,9 @@ class WeightRoutes:
         return reply({"token_ids": self.weights.canary_token_ids()})
 
     async def _store(self, request: web.Request) -> web.Response:
-        """Reply with the folder for drafts, the model, and how versions reach the replicas."""
+        """Reply with the folder for drafts, and the model."""
         await self.snapshots.make_room(self.fleet.settled_version)  # a trainer writes next
-        place = {"folder": str(self.snapshots.folder), "model": self.fleet.models.first}
-        return reply(place | {"rolling": self.config.rolling, "replicas": len(self.fleet.trained)})
+        return reply({"folder": str(self.snapshots.folder), "model": self.fleet.models.first})
 
     async def _pause(self, request: web.Request) -> web.Response:
         mode = request.query.get("mode", PauseMode.ABORT)

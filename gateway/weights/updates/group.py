@@ -7,8 +7,7 @@ import structlog
 
 from engines.announcement import check_fused, check_tensors, has_others
 from engines.engine import Json, ReceiptCopy
-from engines.errors import StoreFailed, WeightUpdateConflict, WeightUpdateFailed
-from engines.store.weight_store import GROUP
+from engines.errors import WeightUpdateConflict, WeightUpdateFailed
 from engines.types import Dialect, InFlight, ReplicaState
 from gateway.fleet.concurrency import together
 from gateway.fleet.replica import Replica
@@ -37,39 +36,20 @@ class GroupArrival:
         self._parts = parts
         self._timeout_s = parts.config.control_timeout_s
         self._group: TransferGroup | None = None
-        self._record: Json = {}
         self._digests: dict[str, str] = {}
 
-    async def restore(self) -> Json:
-        """Go on with the group of a gateway that has died between two updates, if all members live. Return its note;
-        empty where there is none."""
-        if not (record := await self._parts.snapshots.record(GROUP)):
-            return {}
+    async def restore(self, record: Json) -> bool:
+        """Go on with the group of a gateway that has died between two updates, if all members live."""
         there = {replica.info.incarnation: replica for replica in self._parts.fleet.updatable()}
-        if not there.keys() >= set(record["members"]):
-            return {}
-        self._record = record
-        self._group = TransferGroup(tuple(there[one] for one in record["members"]), record["transport"])
-        log.info("transfer group found", replicas=[member.replica_id for member in self._group.members])
-        note: Json = record["note"]
-        return note
+        if not there.keys() >= set(members := record.get("members", ())):
+            return False
+        if members:
+            self._group = TransferGroup(tuple(there[one] for one in members), record["transport"])
+            log.info("transfer group found", replicas=[member.replica_id for member in self._group.members])
+        return bool(members)
 
-    async def note(self, note: Json) -> None:
-        """Keep a note of the trainer's group for the next gateway."""
-        assert self._group is not None
-        members = [member.info.incarnation for member in self._group.members]
-        self._record = {"note": note, "members": members, "transport": self._group.transport}
-        await self._remember(self._record)
-
-    async def _remember(self, record: Json) -> None:
-        """Write the record of the group; an empty one during an update, at whose breach the group is over."""
-        try:
-            await self._parts.snapshots.note(GROUP, record)
-        except StoreFailed as error:  # only a restarted gateway reads it
-            log.warning("not noted: the transfer group", error=str(error))
-
-    async def init(self, init_info: Json) -> None:
-        """Join all replicas to the trainer's group."""
+    async def init(self, init_info: Json) -> Json:
+        """Join all replicas to the trainer's group. Return its record for the next gateway."""
         parts, timeout_s = self._parts, self._parts.config.init_timeout_s
         members = tuple(replica for replica in parts.fleet.updatable() if replica.info.takes_weights)
         await parts.catch_up.settled(members, timeout_s)
@@ -93,6 +73,7 @@ class GroupArrival:
             raise
         self._group = group
         log.info("transfer group open", replicas=[member.replica_id for member in members])
+        return {"transport": group.transport, "members": [member.info.incarnation for member in members]}
 
     async def open(self, in_flight: InFlight | None) -> None:
         """Open the next version. No engine is touched yet. Unless it is staged, it is announced, before the trainer's
@@ -144,7 +125,7 @@ class GroupArrival:
             check_receipts(dict(zip(group.members, received, strict=True)))
         self._digests = next(filter(None, received), {})
 
-    async def prepare(self, update: Update, turn: Sequence[Replica]) -> None:
+    async def prepare(self, update: Update) -> None:
         """Nothing: the tensors are there."""
 
     async def load(self, update: Update, replica: Replica) -> None:
@@ -163,7 +144,7 @@ class GroupArrival:
 
     async def after_commit(self, update: Update) -> None:
         """Have the store keep the version; without a copy of it, only remove older ones."""
-        await self._remember(self._record)
+        await self._parts.note_group()
         scribe = self._group.scribe if self._group is not None else None
         if update.record.draft is None or scribe is None:
             await self._parts.snapshots.settle(update.record.version)
@@ -176,8 +157,8 @@ class GroupArrival:
     async def leave(self) -> None:
         """Leave the group, if any, which ends a trainer's broadcast."""
         group, self._group = self._group, None
-        await self._remember({})
         if group is not None:
+            await self._parts.forget_group()
             timeout_s = self._timeout_s
             await try_on_all(
                 group.members, lambda one: one.engine.close_weight_group(timeout_s), timeout_s, "stays in its group"
@@ -219,7 +200,7 @@ class GroupArrival:
         except BaseException as error:
             self._group = None
             await update.abort(reason_of(error), leaving=group.members)
-            await self._remember({})
+            await self._parts.forget_group()
             raise
 
     async def _checked(self, update_info: Json, group: TransferGroup) -> Json:
@@ -236,14 +217,14 @@ class GroupArrival:
         update.announce()
         if self._parts.pauses.drains(update.record):
             with update.record.timed("drain"):
-                self._parts.pauses.close_gate(update.record)
+                self._parts.pauses.close_gate()
                 await together(map(self._parts.pauses.drained, update.members))
 
     async def _begin(self, update: Update, group: TransferGroup, size: int) -> None:
         """Prepare receipts on every engine, and the copy into the store on the scribe. Then, unless it is staged, start
         the update on the engines, which are frozen for that."""
         parts, record, timeout_s = self._parts, update.record, self._timeout_s
-        await self._remember({})
+        await parts.forget_group()
         if record.staged and size > checkpoint_bytes(group.members):  # such as in float32
             record.unstaged = await self._why_unstaged(group, size)
             if record.unstaged:

@@ -34,7 +34,6 @@ class Phase(StrEnum):
 
     OPEN = "OPEN"  # announced, and no engine touched yet; with `drain` the gate is closed
     RECEIVING = "RECEIVING"  # tensors move; in a flat group engines hold a mixture
-    ROLLING = "ROLLING"  # replicas take it one after the other while the others serve
     VERIFYING = "VERIFYING"
     COMMITTED = "COMMITTED"
     ABORTED = "ABORTED"
@@ -46,11 +45,11 @@ class UpdateRecord:
 
     `seconds` are by step (drain, abort, store, prepare, receipt, pause, begin, transfer, digests, load, canary, keep,
     label); the rest of `age_s` is the trainer's time between its calls. `undo`, after its end, is the time until the
-    last of its replicas was taken back. A `rolling` update sums them over its turns.
-    `frozen_at` is set while it holds engines frozen, and `stopped_s` is for how long it did. `replicas` has its outcome
-    by replica id. `draft` is the folder that its tensors are written to for the weight store, `lease` the trainer's
-    lease, if it has taken one (`leases.py`). `unstaged` says why engines do not receive it beside their weights. With
-    `keeps_kv` requests in flight go on over KV of the version before.
+    last of its replicas was taken back.
+    `frozen_at` is set while it holds engines frozen, and `stopped_s` is for how long it did. `replicas` has its
+    outcome by replica id. `draft` is the folder that its tensors are written to for the weight store. `unstaged` says
+    why engines do not receive it beside their weights. With `keeps_kv` requests in flight go on over KV of the version
+    before.
     """
 
     version: int
@@ -64,8 +63,6 @@ class UpdateRecord:
     seconds: dict[str, float] = field(default_factory=dict)
     replicas: dict[str, Json] = field(default_factory=dict)
     draft: Path | None = None
-    lease: str | None = None
-    rolling: bool = False
     unstaged: str = "it is not received in a group with the trainer"
     keeps_kv: bool = field(init=False)
     frozen_at: float | None = None
@@ -109,11 +106,6 @@ class UpdateRecord:
         if self.frozen_at is not None:
             self.stopped_s, self.frozen_at = time.monotonic() - self.frozen_at, None
 
-    def enter(self, phase: Phase) -> None:
-        """Notes its phase; a rolling update has one phase for all its turns."""
-        if not self.rolling:
-            self.phase = phase
-
     def receive(self, update_info: Json) -> None:
         """Counts tensors that every replica has received."""
         self.names.update(update_info["names"])
@@ -137,7 +129,6 @@ class UpdateRecord:
             "phase": self.phase.value,
             "end": self.phase.value.lower() if self.ended_at is not None else None,
             "transport": self.transport,
-            "rolling": self.rolling,
             "staged": self.staged,
             "unstaged": self.unstaged or None,
             "in_flight": self.in_flight.value,
@@ -176,8 +167,6 @@ class UpdateLog:
         for step, seconds in (*update.seconds.items(), ("whole", update.age_s)):
             self._metrics.weight_update_seconds.labels(step).observe(seconds)
         for replica in update.replicas.values():
-            if "away_s" in replica:
-                self._metrics.weight_update_seconds.labels("away").observe(replica["away_s"])
             self._metrics.canaries.labels((replica.get("canary") or {}).get("result", "not asked")).inc()
         write = log.info if not update.error else log.error
         del report["phase"], report["started"]

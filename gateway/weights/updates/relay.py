@@ -1,7 +1,5 @@
 """Updates through the relay, which receives a trainer's tensors and writes them into the store for the replicas."""
 
-from pathlib import Path
-
 import structlog
 
 from engines.announcement import check_tensors, has_others
@@ -18,62 +16,34 @@ log = structlog.get_logger()
 
 
 class RelayArrival(StoreArrival):
-    """Handles the calls of a trainer whose group is itself and the relay. `committed_before` is the version that the
-    gateway before this one has committed, and could not answer."""
+    """Handles the calls of a trainer whose group is itself and the relay."""
 
     def __init__(self, parts: UpdateParts, relay: Relay) -> None:
         super().__init__(parts)
         self.relay = relay
-        self.committed_before: int | None = None
-        self._restored: Update | None = None
 
-    async def restore(self) -> Json:
-        """Go on with the group, and with the update, of a gateway that has died: its trainer repeats the call that was
-        cut off. Return the note of the trainer's group; empty where there is none."""
-        parts, state = self._parts, await self.relay.find()
-        if not self.relay.is_open:
-            return {}
-        note: Json = state["note"]
-        if not state["draft"]:
-            return note
-        if note["has_lease"]:  # the trainer's lease has ended with the gateway, and its update with that
-            await self._drop()
-            return note if self.relay.is_open else {}
-        draft = await parts.snapshots.reopen(Path(state["draft"]), parts.fleet.label)
-        if isinstance(draft, int):
-            self.committed_before = draft
-        elif draft is not None:
-            in_flight = parts.pauses.in_flight(parts.fleet.updatable(), None)
-            record = UpdateRecord(parts.fleet.next_version, TRANSPORT, in_flight, draft=draft)
-            for received in state["received"]:
-                record.phase = Phase.RECEIVING
-                record.receive(received)
-            self._restored = Update(parts, self, record)
-        log.info("transfer group found", relay=self.relay.report()["pid"], committed=self.committed_before)
-        return note
+    async def restore(self, record: Json) -> bool:
+        """Go on with the relay of a gateway that has died, if the record is of its group and it lives."""
+        await self.relay.find(in_group=record.get("transport") == TRANSPORT)
+        return self.relay.is_open
 
-    async def init(self, init_info: Json) -> None:
-        """Join the relay to the trainer's group."""
+    async def init(self, init_info: Json) -> Json:
+        """Join the relay to the trainer's group. Return its record for the next gateway."""
         await self.loaders()
         check_world_size(init_info, WORLD_SIZE, "the relay receives for all replicas")
         await self.relay.open(init_info)
         log.info("transfer group open", relay=self.relay.report()["pid"])
-
-    async def note(self, note: Json) -> None:
-        """Keep a note of the trainer's group for the next gateway."""
-        await self.relay.note(note)
+        return {"transport": TRANSPORT}
 
     async def open(self, in_flight: InFlight | None) -> None:
         """Open the next version. No replica is called yet: all serve until they load."""
         parts = self._parts
-        if self._restored is not None and parts.open is self._restored:
-            await self._restored.abort("its trainer began it again after a restart of the gateway")
-        self._restored = self.committed_before = None
         parts.check_none_open()
         members = await self.loaders()
         in_flight = parts.pauses.in_flight(members, in_flight)
         draft = await parts.snapshots.claim(parts.fleet.settled_version, checkpoint_bytes(members))
         try:
+            await parts.forget_group()
             await self.relay.begin(draft, members[0].info)
         except BaseException:
             await parts.snapshots.discard(draft)
@@ -94,27 +64,28 @@ class RelayArrival(StoreArrival):
             with update.record.timed("transfer"):
                 update.record.phase = Phase.RECEIVING
                 await self.relay.receive(update_info)
-        if not update.record.names.issuperset(announced["names"]):
-            update.record.receive(announced)
+        update.record.receive(announced)
 
     async def close(self, update: Update) -> None:
         """Have the relay end the draft, compare its bytes with their digests, and make it a version of the store."""
         parts, record = self._parts, update.record
         assert record.draft is not None
-        if update is self._restored:
-            record.version = parts.fleet.next_version  # known once replicas have told theirs
-        # Under a pause no replica generates, so a rolling update would have no use.
-        record.rolling = parts.config.rolling and not parts.pauses.is_paused
         with record.timed("store"):
             await self.relay.end()
             announced = await parts.snapshots.finished(record.draft)
             update.members = await self.loaders()
-            await self._check_fits(announced, update.members, rolling=record.rolling)
+            await self._check_fits(announced, update.members)
         await super().close(update)
+
+    async def after_commit(self, update: Update) -> None:
+        await super().after_commit(update)
+        await self._parts.note_group()
 
     async def dropped(self, update: Update) -> None:
         await self._drop()
         await super().dropped(update)
+        if self.relay.is_open:
+            await self._parts.note_group()
 
     async def _checked(self, update_info: Json) -> Json:
         """Return the announcement under the checkpoint's names. Raise where tensors do not fit the model."""

@@ -1,4 +1,4 @@
-"""Updates from a draft in the weight store: all replicas load it together, or one after the other."""
+"""Updates from a draft in the weight store, which all replicas load together."""
 
 from collections.abc import Sequence
 
@@ -23,15 +23,12 @@ class StoreArrival:
         draft: str,
         version: int | None,
         canary_logprobs: Sequence[float] | None,
-        *,
-        rolling: bool | None,
         in_flight: InFlight | None,
     ) -> int:
         """Serve the draft of this name, which a trainer has written. Return its version."""
         parts, fleet = self._parts, self._parts.fleet
         parts.check_none_open()
         members = await self.loaders()
-        rolling = parts.config.rolling if rolling is None else rolling
         in_flight = parts.pauses.in_flight(members, in_flight)
         if version is not None and version < fleet.next_version:
             raise WeightUpdateConflict(
@@ -40,8 +37,8 @@ class StoreArrival:
             )
         parts.canary.check_length(canary_logprobs, members)
         announced = await parts.snapshots.announced(draft)
-        await self._check_fits(announced, members, rolling=rolling)
-        record = UpdateRecord(version or fleet.next_version, "store", in_flight, rolling=rolling)
+        await self._check_fits(announced, members)
+        record = UpdateRecord(version or fleet.next_version, "store", in_flight)
         record.draft = parts.snapshots.folder / draft
         record.receive(announced)
         return await Update(parts, self, record, members).take(canary_logprobs)
@@ -69,12 +66,12 @@ class StoreArrival:
             raise
         update.folder = str(folder)
 
-    async def prepare(self, update: Update, turn: Sequence[Replica]) -> None:
-        update.receivers = [*update.receivers, *turn]
+    async def prepare(self, update: Update) -> None:
+        update.receivers = update.members
         version, timeout_s = update.record.version, self._parts.config.load_timeout_s
         with update.record.timed("prepare"):
             await try_on_all(
-                turn,
+                update.members,
                 lambda replica: replica.engine.prepare_snapshot(update.folder, version, timeout_s),
                 timeout_s,
                 "not read ahead, so it loads longer",
@@ -95,15 +92,8 @@ class StoreArrival:
         if update.folder:
             await self._parts.snapshots.withdraw(update.record.version)
 
-    async def _check_fits(self, announced: Json, members: Sequence[Replica], *, rolling: bool) -> None:
-        """Raise where tensors do not fit the model, or nothing can roll. Read the canary before replicas load."""
-        if rolling and self._parts.pauses.is_paused:
-            raise WeightUpdateConflict(
-                "generation is paused, and a rolling update needs replicas that generate: /resume first, or push "
-                "without rolling"
-            )
-        if rolling and not any(replica.can_serve for replica in members):
-            raise WeightUpdateConflict("no replica serves, so there is nothing to roll: push without rolling")
+    async def _check_fits(self, announced: Json, members: Sequence[Replica]) -> None:
+        """Raise where tensors do not fit the model. Read the canary before replicas load."""
         for replica in members:
             check_tensors(announced, replica.info, "snapshot")
         await self._parts.read_canary(members)

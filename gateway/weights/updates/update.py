@@ -1,10 +1,8 @@
 """One update of the fleet's weights, from its start to its commit or its abort: `Update.take` has its steps in order.
 
-    OPEN -> RECEIVING -> VERIFYING -> COMMITTED     all replicas in one turn
+    OPEN -> RECEIVING -> VERIFYING -> COMMITTED
        |        |            |
-       |        +------------+------> ABORTED
-       |                     |
-       +-> ROLLING ----------+------> COMMITTED     turn after turn, each loaded and verified
+       +--------+------------+------> ABORTED
 
 `group.py`, `relay.py` and `store.py` are the ways by which its tensors arrive.
 """
@@ -13,12 +11,14 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import structlog
 
-from engines.errors import DeadlineExceeded, EngineError, WeightUpdateConflict, WeightUpdateFailed
+from engines.engine import Json
+from engines.errors import DeadlineExceeded, EngineError, StoreFailed, WeightUpdateConflict, WeightUpdateFailed
+from engines.store.weight_store import GROUP
 from engines.types import InFlight, ReplicaState
 from gateway.config.schema import WeightsConfig
 from gateway.fleet.brake import Holder
@@ -31,20 +31,13 @@ from gateway.weights.catch_up import CatchUp
 from gateway.weights.pauses import Pauses
 from gateway.weights.snapshots import Snapshots
 from gateway.weights.updates.record import Phase, UpdateLog, UpdateRecord
-from gateway.weights.verdicts import UNASKED, Finding, Result, ended_by
+from gateway.weights.verdicts import UNASKED, Finding, Result
 
 log = structlog.get_logger()
 
-_ON_ITS_WAY = (ReplicaState.UPDATING, ReplicaState.SUSPECT)
 _GONE = (ReplicaState.DRAINING, ReplicaState.LOST)
-# If two replicas disagree, neither is known to be right: a rolling update tolerates no failure before two have passed.
-_WITNESSES = 2
 _FORGET_S = 5.0
 """Longest wait until no request holds the KV of refused weights."""
-_HOPED = Finding(Result.UNVERIFIED)
-
-SPENT = ".spent.json"
-"""The record, in the store, of the last number that a rolling update has taken."""
 
 
 @dataclass(slots=True)
@@ -59,14 +52,30 @@ class UpdateParts:
     catch_up: CatchUp
     log: UpdateLog
     open: "Update | None" = None
+    group: Json = field(default_factory=dict)
+    """The record of the trainer's group, by which the next gateway goes on with it."""
+
+    async def note_group(self) -> None:
+        """Keep the record in the store: no update is open."""
+        await self._note_group(self.group)
+
+    async def forget_group(self) -> None:
+        """Keep no record: the group is over, or ends with the gateway in the middle of an update."""
+        await self._note_group({})
+
+    async def _note_group(self, record: Json) -> None:
+        try:
+            await self.snapshots.note(GROUP, record)
+        except StoreFailed as error:  # only a restarted gateway reads it
+            log.warning("not noted: the transfer group", error=str(error))
 
     def check_none_open(self) -> None:
         if self.open is not None:
             record = self.open.record
-            leased = "wait for its trainer, which lives, or abort it with DELETE /v1/weight_updates"
-            remedy = leased if record.lease else "finish it, or call /init_weight_transfer_engine to abort it"
-            since = f"update to version {record.version} is open since {record.age_s:.1f} s"
-            raise WeightUpdateConflict(f"{since}: {remedy}")
+            raise WeightUpdateConflict(
+                f"update to version {record.version} is open since {record.age_s:.1f} s: finish it, or call "
+                "/init_weight_transfer_engine to abort it"
+            )
 
     def opened(self, call: str) -> "Update":
         """Return the open update. Raise `WeightUpdateConflict` where there is none for `call`."""
@@ -87,8 +96,8 @@ class Arrival(Protocol):
     async def close(self, update: "Update") -> None:
         """Check that all tensors are here and right, and name the replicas that take them: `update.members`."""
 
-    async def prepare(self, update: "Update", turn: Sequence[Replica]) -> None:
-        """Have replicas read the version ahead while they serve."""
+    async def prepare(self, update: "Update") -> None:
+        """Have its members read the version ahead while they serve."""
 
     async def load(self, update: "Update", replica: Replica) -> None:
         """Have a stopped replica load the version, and label it as not committed."""
@@ -121,7 +130,6 @@ class Update:
         self.touched_at = time.monotonic()
         self._arrival = arrival
         self._parts = parts
-        self._turn: Sequence[Replica] = ()
         self._findings: dict[Replica, Finding] = {}
         self._errors: dict[Replica, WeightUpdateFailed | DeadlineExceeded] = {}
         self._were_unknown: set[Replica] = set()
@@ -131,68 +139,30 @@ class Update:
         """Serve the version whose tensors have arrived. Return it.
 
         A replica's death ends nothing, as a successor catches up. Raise `WeightUpdateFailed` or `DeadlineExceeded` as
-        soon as more fail than `weights.must_pass` tolerates; all replicas are taken back then.
+        soon as one fails that lives; all replicas are taken back then.
         """
         async with self.or_aborted():
             await self._arrival.close(self)  # no engine is touched before, unless tensors came into its weights
             self.announce()
-            if self.record.rolling:  # tokens of this number go out before it is in the label of a committed version
-                await self._parts.snapshots.note(SPENT, {"version": self.record.version})
-            while turn := await self._next_turn():  # one of all replicas, or turn after turn in a rolling update
-                began = time.monotonic()
-                await self._arrival.prepare(self, turn)  # while the turn still serves
-                self._begin(turn)
-                await self._pause()
-                await self._load()  # and generate: a paused engine answers no canary
-                await self._verify(canary_logprobs)
-                self._serve_ahead(began)
-            if not self._findings:
+            if not self.members:
                 raise WeightUpdateFailed("no replica serves any more: see /health")
+            await self._arrival.prepare(self)  # while they still serve
+            await self._pause()
+            await self._load()  # and generate: a paused engine answers no canary
+            await self._verify(canary_logprobs)
             await to_its_end(self._commit())  # a trainer that leaves from here on calls nothing off
         return self.record.version
 
     def announce(self) -> None:
-        """Tell the fleet the version. The gate of a rolling update stays open."""
-        if self.record.rolling:
-            self.record.phase = Phase.ROLLING
-        self._parts.fleet.begin(self.record.version, rolling=self.record.rolling)
-
-    async def _next_turn(self) -> Sequence[Replica]:
-        """Return the replicas of the next turn: all, or of a rolling update the least loaded, and never all that
-        serve."""
-        if not self.record.rolling:
-            return [replica for replica in self.members if replica not in self._findings]
-        fleet, config = self._parts.fleet, self._parts.config
-        if not self._behind():  # a replica that stays silent catches up when it answers again
-            await fleet.settled_within(config.control_timeout_s)
-        width = min(config.rolling_width, max(sum(replica.can_serve for replica in fleet.trained) - 1, 1))
-        return sorted(self._behind(), key=lambda replica: replica.load_tokens)[:width]
-
-    def _behind(self) -> list[Replica]:
-        """Return the serving replicas that have not had their turn in a rolling update; a replica has one turn."""
-        return [
-            replica
-            for replica in self._parts.fleet.trained
-            if replica.can_serve
-            and replica.weight_version != self.record.version
-            and replica.info.loads_snapshots
-            and replica not in self._findings
-            and not self._parts.catch_up.is_busy_with(replica)
-        ]
-
-    def _begin(self, turn: Sequence[Replica]) -> None:
-        """Begin a turn. In a rolling update place no more rollouts on those of it that are still there."""
-        self._turn = [replica for replica in turn if replica.can_serve] if self.record.rolling else turn
-        if self.record.rolling:
-            for replica in self._turn:
-                self._parts.fleet.set_state(replica, ReplicaState.UPDATING, f"leaves for version {self.record.version}")
+        """Tell the fleet the version."""
+        self._parts.fleet.begin(self.record.version)
 
     async def _pause(self) -> None:
-        """Stop the turn, around its rollouts or after them, and forget what it holds."""
-        if self.is_stopped or not self._turn:
+        """Stop the members, around their rollouts or after them, and forget what they hold."""
+        if self.is_stopped:
             return
         record, config, pauses = self.record, self._parts.config, self._parts.pauses
-        await self._parts.catch_up.settled(self._turn, config.control_timeout_s)
+        await self._parts.catch_up.settled(self.members, config.control_timeout_s)
         stop = pauses.stopping(record)
         if pauses.drains(record):
             with record.timed("drain"):
@@ -200,7 +170,7 @@ class Update:
         with record.timed("abort" if record.in_flight is InFlight.ABORT else "load"):
             await self._on_each(lambda one: on_one(one, stop, config.control_timeout_s))
         for replica in self._remaining:
-            if not self._is_there(replica):
+            if replica.state in _GONE:
                 self._find(replica, Finding(Result.LOST, f"it left: {replica.reason}"))
         self.overwrite(self._remaining)
 
@@ -208,10 +178,10 @@ class Update:
         """Forget the version of replicas that stand still: tokens until now are of it."""
         self._were_unknown |= {replica for replica in replicas if replica.weight_version is None}
         self._parts.fleet.overwrite(replicas, self.record.version)
-        self.record.enter(Phase.RECEIVING)
+        self.record.phase = Phase.RECEIVING
 
     async def _load(self) -> None:
-        """Have the turn load the version together, and generate."""
+        """Have the members load the version together, and generate."""
         config = self._parts.config
 
         async def load(replica: Replica) -> None:
@@ -233,10 +203,8 @@ class Update:
             log.warning("KV of refused weights is left", replica=replica.replica_id, error=str(error))
 
     async def _verify(self, canary_logprobs: Sequence[float] | None) -> None:
-        """Find out by the canary which weights the turn holds."""
-        if not self._turn:
-            return
-        self.record.enter(Phase.VERIFYING)
+        """Find out by the canary which weights the members hold."""
+        self.record.phase = Phase.VERIFYING
         with self.record.timed("canary"):
             for replica, finding in (await self._canary(self._remaining, canary_logprobs)).items():
                 self._find(replica, finding)
@@ -254,39 +222,9 @@ class Update:
             busy = any(not replica.idle.is_set() for replica in replicas)
             return await canary.check(replicas, self.record.version, trainers=canary_logprobs, busy=busy)
 
-    def _serve_ahead(self, began: float) -> None:
-        """In a rolling update, serve the version on those of the turn that passed, and leave the others out."""
-        if not self.record.rolling:
-            return
-        record, fleet = self.record, self._parts.fleet
-        if any(self._findings[replica].may_serve for replica in self._turn):
-            self._parts.canary.accept_part()
-        for replica in self._turn:
-            finding = self._findings[replica]
-            record.replicas[replica.replica_id]["away_s"] = round(time.monotonic() - began, 4)
-            if not self._is_there(replica):
-                continue
-            if finding.may_serve:
-                fleet.serve_ahead(replica, record.version, keeps_kv=record.keeps_kv)
-            else:
-                self._leave_out(replica, finding)
-        # Those of earlier turns that have read the version ahead, and serve on without it.
-        others = (None, record.version)
-        self.receivers = [replica for replica in self.receivers if replica.weight_version not in others]
-
-    def _leave_out(self, replica: Replica, finding: Finding) -> None:
-        """Bring a replica back that failed in its turn. It serves on where it was not overwritten yet."""
-        reason = f"did not take version {self.record.version}: {finding.reason}"
-        if replica.weight_version is None or finding.result is Result.LOST:
-            self._parts.catch_up.bring_back([replica])
-            self._parts.fleet.fence(replica, reason)
-        else:
-            self._parts.fleet.settle(replica, f"serves on: {reason}")
-        replica.brake.let_go(Holder.UPDATE)
-
     async def _commit(self) -> None:
         """Serve the version on the replicas that passed. The first label is the commit: a restarted gateway reads it.
-        Only a rolling update's first replicas deliver tokens before. Do not cancel it."""
+        No token of the version is delivered before. Do not cancel it."""
         record, findings, parts = self.record, self._findings, self._parts
         passed = [replica for replica, finding in findings.items() if finding.may_serve]
         fenced = {replica: finding.reason for replica, finding in findings.items() if not finding.may_serve}
@@ -322,10 +260,7 @@ class Update:
         touched = living(leaving or {*overwritten, *self.receivers})
         catch_up.bring_back(touched, aborted=record, leaves_group=bool(leaving))
         record.go_on()
-        ahead = [replica for replica in fleet.trained_alive if replica.weight_version == record.version]
-        self._end([*overwritten, *ahead], Phase.ABORTED, reason)
-        if record.rolling:
-            catch_up.take_back(ahead, self._parts.config.rolling_width)
+        self._end(overwritten, Phase.ABORTED, reason)
         await self._arrival.dropped(self)
         await self._parts.snapshots.discard(record.draft)
 
@@ -347,17 +282,13 @@ class Update:
             await self.abort(reason_of(error))
             raise
 
-    def _is_there(self, replica: Replica) -> bool:
-        """Return False for a replica that has left: lost, being removed, or fenced in its turn."""
-        return replica.state in _ON_ITS_WAY if self.record.rolling else replica.state not in _GONE
-
     @property
     def _remaining(self) -> Sequence[Replica]:
-        """The replicas of the turn that have not failed in it."""
-        return [replica for replica in self._turn if replica not in self._findings]
+        """The members that have not failed."""
+        return [replica for replica in self.members if replica not in self._findings]
 
     async def _on_each(self, call: Callable[[Replica], Awaitable[None]]) -> None:
-        """Make a bounded call on all that are left of the turn, at the same time. A failure is a finding."""
+        """Make a bounded call on all members that are left, at the same time. A failure is a finding."""
 
         async def attempt(replica: Replica) -> None:
             try:
@@ -375,21 +306,18 @@ class Update:
         self.record.replicas[replica.replica_id] = {"canary": finding.report()}
 
     def _check(self) -> None:
-        """Raise where the update ends here, even if the rest of the turn passes."""
-        config, version, rolling = self._parts.config, self.record.version, self.record.rolling
-        findings = {**dict.fromkeys(self._turn, _HOPED), **self._findings}
-        waiting, witnesses = (len(self._behind()), _WITNESSES) if rolling else (0, 0)
-        culprit = ended_by(config, findings, waiting=waiting, witnesses=witnesses)
-        if culprit is None:
+        """Raise where a replica that lives has failed, or none is left."""
+        failed = [one for one, finding in self._findings.items() if finding.result is Result.FAILED]
+        passed = [one for one, finding in self._findings.items() if finding.may_serve]
+        if not failed and (passed or self._remaining):
             return
-        if not rolling and culprit in self._errors:
+        culprit = next(iter(failed or self._findings))
+        if culprit in self._errors:
             raise self._errors[culprit]
-        failed = [finding for finding in self._findings.values() if not finding.may_serve]
         raise WeightUpdateFailed(
-            f"{len(failed)} of {len(self._findings)} replicas failed to take version {version} "
-            f"(weights.must_pass: {config.must_pass}); replica {culprit.replica_id}: "
-            f"{self._findings[culprit].reason}; {len(self._findings) - len(failed)} replicas had taken the version and "
-            "are restored",
+            f"{len(self._findings) - len(passed)} of {len(self._findings)} replicas failed to take version "
+            f"{self.record.version}; replica {culprit.replica_id}: {self._findings[culprit].reason}; {len(passed)} "
+            "replicas had taken the version and are restored",
             replica_id=culprit.replica_id,
         )
 

@@ -13,7 +13,6 @@ from engines.clients.sglang_engine import SglangEngine
 from engines.config import EngineConfig, SimConfig
 from engines.errors import EngineFailed, EngineRefused, EngineStartFailed
 from engines.types import Dialect, EngineKind, PauseMode
-from tests.rigs.calls import chunks_of
 from tests.rigs.openai_server import OpenAiServer
 from tests.rigs.rig import SimReplica
 
@@ -63,19 +62,18 @@ async def test_a_vllm_server_is_found_to_take_weights(vllm: SimReplica) -> None:
     info = await theirs.start()
     assert (info.kind, info.model, info.url) == (EngineKind.EXTERNAL, "sim", vllm.info.url)
     assert (info.world_size, info.max_model_len, info.engine_version) == (1, 128, "0.32.0+sim")
-    assert info.speaks_vllm
     assert info.takes_weights
-    assert info.fetches  # its workers answer as ours do
     assert info.has("/pause")
     await theirs.check()
     await theirs.stop()
 
 
-async def test_a_plain_server_takes_no_weights_and_has_the_common_routes_alone(start_server: StartServer) -> None:
+async def test_a_server_without_weight_routes_takes_no_weights_and_has_the_common_routes_alone(
+    start_server: StartServer,
+) -> None:
     theirs = server_at((await start_server()).url, max_model_len=77)
     info = await theirs.start()
     assert (info.model, info.world_size, info.max_model_len) == ("gpt", 0, 77)
-    assert not info.speaks_vllm
     assert info.capabilities == {"/v1/models", "/v1/completions", "/v1/chat/completions"}
     await theirs.check()
     await theirs.stop()
@@ -115,7 +113,7 @@ async def test_an_sglang_server_is_found_and_spoken_to_as_such(start_server: Sta
     )
     info = await theirs.start()
     assert (info.kind, info.dialect, info.engine_version) == (EngineKind.EXTERNAL, Dialect.SGLANG, "0.5.23")
-    assert (info.world_size, info.speaks_vllm) == (2, True)
+    assert info.world_size == 2
     assert info.has("/pause")
     assert not info.has("/reset_prefix_cache"), "its /flush_cache is not there"
     engine = external_engine(info, "secret")
@@ -148,7 +146,7 @@ async def test_releases_before_those_that_are_updated_take_no_weights_and_serve(
     monkeypatch.setattr(sim.server, "VERSION", "0.27.1")
     for url, version in ((there.url, "0.5.17"), (vllm.info.url, "0.27.1")):
         info = await server_at(url).start()
-        assert (info.engine_version, info.takes_weights, info.speaks_vllm) == (version, False, True)
+        assert (info.engine_version, info.takes_weights) == (version, False)
 
 
 async def test_the_key_goes_with_every_request(start_server: StartServer) -> None:
@@ -170,6 +168,7 @@ async def test_the_key_goes_with_every_request(start_server: StartServer) -> Non
         (None, {"url": "http://127.0.0.1:1"}, r"replica judge-0: .* within 3 s \(engine\.start_timeout_s\)"),
         ({"hello": 1}, {}, "is this an OpenAI-compatible server"),
         ({"data": [1]}, {}, "is this an OpenAI-compatible server"),
+        ({"data": [{"id": "gpt", "owned_by": "me"}]}, {}, "is neither vLLM nor SGLang"),
     ],
 )
 async def test_a_server_that_is_not_the_one_is_a_failed_start(
@@ -181,30 +180,12 @@ async def test_a_server_that_is_not_the_one_is_a_failed_start(
         await server_at(**{"url": there.url} | levers).start()
 
 
-async def test_a_plain_server_is_not_sent_the_fields_of_vllm(start_server: StartServer) -> None:
-    there = await start_server()
-    theirs = server_at(there.url)
-    engine = ExternalEngine(await theirs.start())
-    body = {"model": "gpt", "prompt": "a", "cache_salt": "v0", "return_token_ids": True}
-    answer = await engine.generate("/v1/completions", body, SOON_S)
-    assert answer["choices"][0]["text"] == "echo"
-    chunks = [chunk async for chunk in chunks_of(engine, "/v1/completions", body, SOON_S)]
-    assert chunks[0]["choices"][0]["text"] == "echo"
-    assert there.bodies == [
-        {"model": "gpt", "prompt": "a", "stream": False},
-        {"model": "gpt", "prompt": "a", "stream": True},
-    ]
-    await engine.close()
-    await theirs.stop()
-
-
 async def test_a_route_that_is_not_there_is_refused_with_replica_and_route(start_server: StartServer) -> None:
     theirs = server_at((await start_server()).url)
     engine = ExternalEngine(await theirs.start())
     with pytest.raises(EngineRefused, match=r"replica judge-0: the external server at .* has no /pause"):
         await engine.pause(PauseMode.KEEP, clear_cache=False, timeout_s=SOON_S)
     assert (await engine.weight_label(SOON_S)).version == 0
-    assert await engine.metrics(SOON_S) == ""
     await engine.close()
     await theirs.stop()
 

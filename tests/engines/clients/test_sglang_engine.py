@@ -447,7 +447,7 @@ async def test_broadcasts_of_single_tensors_are_refused_before_anybody_waits(
 
 def planned(*obstacles: str) -> list[Json]:
     """Answers of workers to the preparation of updates."""
-    return [{"obstacle": obstacle, "draft": "ngram, without weights"} for obstacle in obstacles]
+    return [{"obstacle": obstacle} for obstacle in obstacles]
 
 
 async def test_the_plugin_is_found_by_its_answer_and_not_used_where_it_cannot_update(
@@ -455,14 +455,14 @@ async def test_the_plugin_is_found_by_its_answer_and_not_used_where_it_cannot_up
 ) -> None:
     tensors = (TensorMeta(name="w", dtype="bfloat16", shape=(2, 3)),)
     told = {"tensors": [{"name": "w", "dtype": "bfloat16", "shape": [2, 3]}], "config": "{}", "tied": []}
-    for answers, has_tee, obstacle, draft in (
-        (None, False, "", ""),
-        (planned("", "enable_lora: elsewhere"), False, "enable_lora: elsewhere", "ngram, without weights"),
-        (planned("", ""), True, "", "ngram, without weights"),
+    for answers, has_tee, obstacle in (
+        (None, False, ""),
+        (planned("", "enable_lora: elsewhere"), False, "enable_lora: elsewhere"),
+        (planned("", ""), True, ""),
     ):
         server.workers = None if answers is None else {"plan_updates": answers}
         found = await engine.prepare_updates(tensors, "{}", (), TIMEOUT_S)
-        assert found == Preparation(has_tee=has_tee, obstacle=obstacle, draft=draft)
+        assert found == Preparation(has_tee=has_tee, obstacle=obstacle)
         assert server.called()[-1] == ("plan_updates", told)
 
 

@@ -100,7 +100,6 @@ async def test_a_started_engine_says_what_it_is(
         incarnation=info.incarnation,
         group="engine",
         has_tee=True,
-        fetches=True,
         kind=EngineKind.SIM,
         url=info.url,
         model="tiny",

@@ -6,8 +6,7 @@ import pytest
 
 from engines.types import EngineKind, ReplicaInfo
 from gateway.dialects.words.tokens import completion_body
-from tests.rigs.openai_server import OpenAiServer
-from tests.rigs.rig import MAX_MODEL_LEN, Json, Rig, StartRig
+from tests.rigs.rig import MAX_MODEL_LEN, Json, Rig
 
 PATH = "/inference/v1/generate"
 INFO = ReplicaInfo(
@@ -66,17 +65,6 @@ async def test_bad_requests_name_the_field(rig: Rig, change: Json, param: str) -
     status, reply = await rig.post(PATH, ask() | change)
     assert (status, reply["error"]["param"]) == (400, param)
     assert [replica.load_samples for replica in rig.fleet.replicas] == [0, 0]
-
-
-async def test_a_server_that_knows_no_token_ids_is_named_with_its_version(start_rig: StartRig) -> None:
-    server = await OpenAiServer([], "").start()
-    try:
-        rig = await start_rig(1, engines={"theirs": {"kind": "external", "model": "gpt", "url": server.url}})
-        status, reply = await rig.post(PATH, ask())
-    finally:
-        await server.stop()
-    assert status == 404
-    assert "theirs-0 runs unknown at" in reply["error"]["message"]
 
 
 async def test_rendering_needs_an_engine_that_does_it(rig: Rig) -> None:

@@ -94,7 +94,9 @@ async def test_a_key_that_a_server_refuses_at_its_version_is_told_once_until_it_
     await theirs.kill()
 
 
-async def test_a_plain_server_serves_until_the_first_update(start_rig: StartRig, openai: OpenAiServer) -> None:
+async def test_a_server_without_weight_routes_serves_until_the_first_update(
+    start_rig: StartRig, openai: OpenAiServer
+) -> None:
     rig = await joined(await start_rig(1), openai.url)
     assert (await rig.get("/get_world_size"))[1] == {"world_size": 1}
     assert await rig.states() == {"engine-0": "SERVING", "theirs-0": "SERVING"}
@@ -110,25 +112,12 @@ async def test_a_plain_server_serves_until_the_first_update(start_rig: StartRig,
         assert (await rig.post(path))[0] == 200, "a replica left behind is in nobody's way"
 
 
-async def test_spans_of_a_plain_server_come_from_its_usage(start_rig: StartRig, openai: OpenAiServer) -> None:
-    rig = await alone(await start_rig(1), openai.url)
-    status, reply = await rig.post("/v1/completions", {"model": "sim", "prompt": ["a", "b"]})
-    assert status == 200, reply
-    assert [one["weight_versions"] for one in reply["choices"]] == [[{"version": 0, "start": 0, "end": 2}]] * 2
-    _, reply = await rig.post("/v1/completions", {"model": "sim", "prompt": "a", "n": 2})
-    assert reply["choices"][0]["weight_versions"] == [{"version": 0, "start": 0, "end": None}], "usage counts both"
-    messages = [{"role": "user", "content": "a"}]
-    _, reply = await rig.post("/v1/chat/completions", {"model": "sim", "messages": messages})
-    assert reply["choices"][0]["weight_versions"] == [{"version": 0, "start": 0, "end": 2}]
-    assert all("cache_salt" not in body for body in openai.bodies)
-
-
-async def test_what_a_plain_server_cannot_do_is_refused_by_name(start_rig: StartRig, openai: OpenAiServer) -> None:
+async def test_what_a_server_without_weight_routes_cannot_do_is_refused_by_name(
+    start_rig: StartRig, openai: OpenAiServer
+) -> None:
     rig = await alone(await start_rig(1), openai.url)
     named = "theirs-0"
     for path, body, expected in (
-        ("/v1/completions", {"prompt": "a", "return_token_ids": True}, 400),
-        ("/v1/completions", {"prompt": "a", "return_token_ids": True, "stream": True}, 400),
         ("/tokenize", {"prompt": "a"}, 404),
         ("/pause?mode=keep", None, 409),
         ("/reset_prefix_cache", None, 409),

@@ -144,8 +144,8 @@ def test_a_folder_loaded_again_with_other_weights_shares_no_kv_with_the_first(
     first = [tokens(real.url) for _ in range(4)]
     other = adapter(tmp_path / "other", -SCALE)
     (folder / "adapter_model.safetensors").write_bytes((other / "adapter_model.safetensors").read_bytes())
-    body = {"lora_name": "again", "lora_path": str(folder), "load_inplace": True}
-    assert real.text("/v1/load_lora_adapter", body)[0] == 200
+    client.unload_lora_adapter("again")
+    client.load_lora_adapter("again", str(folder))
     second = [tokens(real.url) for _ in range(4)]
     client.unload_lora_adapter("again")
     # Under a name of its own nothing can have been left of the first.
@@ -270,36 +270,6 @@ def test_conversations_go_on_with_their_adapter_over_an_update_of_the_base(
     assert (seed is None) == is_greedy(old, again["prompt_token_ids"], again["choices"][0]["token_ids"])
     for name in ("run-v1", "run-v2"):
         client.unload_lora_adapter(name)
-
-
-def test_an_adapter_loaded_in_place_waits_for_what_an_update_has_cut_off(
-    real: RealFleet, client: VLLMClient, tmp_path: Path
-) -> None:
-    folder = adapter(tmp_path / "again", SCALE)
-    client.load_lora_adapter("in-place", str(folder))
-    quiet, base = conversation(real, "in-place")["choices"][0], base_and(0.0)[0]
-    other = adapter(tmp_path / "other", -SCALE)
-    body = {"lora_name": "in-place", "lora_path": str(other), "load_inplace": True}
-    with (
-        BlockingRolloutClient(real.url) as pusher,
-        WeightSender(pusher, transport="store") as sender,
-        ThreadPoolExecutor(2) as pool,
-    ):
-        with gathered(real, 1):
-            running = pool.submit(conversation, real, "in-place")
-        with standing_amid(real):
-            loading = pool.submit(real.text, "/v1/load_lora_adapter", body)
-            sender.push(base, in_flight="abort")
-        (choice,) = running.result()["choices"]
-        assert loading.result()[0] == 200
-    print(choice["weight_versions"])
-    assert [(span["adapter"], span["version"]) for span in choice["weight_versions"]] == [("in-place", 1)] * 2
-    assert choice["token_ids"] == quiet["token_ids"]
-    after = conversation(real, "in-place")
-    (choice,) = after["choices"]
-    assert [(span["adapter"], span["version"]) for span in choice["weight_versions"]] == [("in-place", 2)]
-    assert is_greedy(base_and(-SCALE)[1], after["prompt_token_ids"], choice["token_ids"])
-    client.unload_lora_adapter("in-place")
 
 
 def test_the_successor_of_a_killed_engine_has_the_adapter_before_it_serves(

@@ -10,15 +10,11 @@ from typing import Any
 
 import pytest
 
-from engines.clients.vllm_engine import VllmEngine
-from engines.engine import Peer
 from engines.errors import ConfigError
 from engines.store.weight_store import WeightStore
 from engines.types import EngineKind, ReplicaInfo
 from gateway.config.schema import Config
 from gateway.http import listener
-from gateway.http.access import store_key
-from gateway.http.engine_client import engine_client
 from gateway.http.listener import Listener
 
 KEYS = {"inference_keys": ["reader"], "admin_keys": ["owner"]}
@@ -37,45 +33,6 @@ NEAR = ReplicaInfo(
     reader="127.0.0.1:5",
 )
 FAR = replace(NEAR, url="http://127.0.0.2:5", key="secret")
-
-
-async def peer_of(info: ReplicaInfo, gateway: dict[str, Any], **weights: Any) -> Peer | None:
-    config = Config.model_validate({"gateway": KEYS | gateway, "weights": weights, "engine": {"kind": "sim"}})
-    client = engine_client(config, info)
-    assert isinstance(client, VllmEngine)
-    await client.close()
-    found = client._peer
-    assert found is None or found.key == store_key(config.gateway)
-    return found
-
-
-@pytest.mark.parametrize(
-    ("gateway", "url"),
-    [
-        ({"host": "10.1.2.3", "port": 9000}, "http://10.1.2.3:9000"),
-        ({"host": "head.cluster", "port": 9000}, "http://head.cluster:9000"),
-        ({"host": "fd00::1", "port": 9000}, "http://[fd00::1]:9000"),
-        ({"host": "0.0.0.0", "port": 9000}, "http://127.0.0.1:9000"),  # the address that leads to 127.0.0.2
-    ],
-)
-async def test_an_engine_on_another_node_fetches_versions_where_the_gateway_is_reached(
-    gateway: dict[str, Any], url: str
-) -> None:
-    found = await peer_of(FAR, gateway)
-    assert found is not None
-    assert found.url == url
-
-
-async def test_one_on_the_gateways_node_has_the_folder() -> None:
-    assert await peer_of(NEAR, {"host": "10.1.2.3", "port": 9000}) is None
-
-
-async def test_of_a_gateway_on_loopback_nobody_fetches_but_where_it_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    assert await peer_of(FAR, {"host": "127.0.0.1", "port": 9000}) is None
-    assert "bind gateway.host" in capsys.readouterr().out
-    found = await peer_of(FAR, {"host": "127.0.0.1", "port": 9000}, peer_url="https://head:1")
-    assert found is not None
-    assert found.url == "https://head:1"
 
 
 async def nobody() -> list[ReplicaInfo]:

@@ -23,8 +23,6 @@ async def test_a_weight_call_before_init_or_start_is_a_conflict(rig: Rig, call: 
     [
         ({"in_flight": "abort everything"}, 400, "keep, recompute, abort, drain"),
         *(({"version": version}, 400 if not version else 409, "version") for version in (0, 2)),
-        *(({"lease": lease}, 400, "lease") for lease in ("", 7, "x" * 101)),
-        ({"lease": "gone"}, 409, "lease = 'gone' is not held: keep POST /v1/weight_lease open beside the update"),
         *(({"group": group}, 400, "group") for group in ("", 7, "x" * 301)),
     ],
     ids=lambda value: f"{value!s:.30}",
@@ -37,6 +35,24 @@ async def test_a_start_that_is_wrong_says_why_and_opens_nothing(rig: Rig, body: 
     assert (await rig.post("/start_weight_update", {"version": 1}))[0] == 200
     status, reply = await rig.post("/start_weight_update", {})
     assert (status, "open since" in reply["error"]["message"]) == (409, True)
+
+
+async def test_calls_of_a_trainer_whose_group_another_has_replaced_leave_its_update_as_it_is(rig: Rig) -> None:
+    place = {"group": "127.0.0.1:1"}
+    status, reply = await rig.post("/start_weight_update", place)
+    assert (status, "is gone, as after a restart of the gateway" in reply["error"]["message"]) == (424, True)
+    for info in (INIT, INIT | {"master_port": 2}):
+        assert (await rig.post("/init_weight_transfer_engine", {"init_info": info}))[0] == 200
+    tensors = {"update_info": rig.tensors}
+    other = {"group": "127.0.0.1:2"}
+    assert (await rig.post("/start_weight_update", other))[0] == 200
+    for path, body in (("/start_weight_update", {}), ("/update_weights", tensors), ("/finish_weight_update", {})):
+        status, reply = await rig.post(path, body | place)
+        assert (status, "another trainer has opened one, of 127.0.0.1:2" in reply["error"]["message"]) == (409, True)
+    async with rig.client.delete(f"{rig.url}/v1/weight_updates", json=place) as refused:
+        assert refused.status == 409
+    assert (await rig.post("/update_weights", tensors | other))[0] == 200
+    assert (await rig.post("/finish_weight_update", other))[1]["weight_version"] == 1
 
 
 async def test_an_update_that_its_trainer_gives_up_is_over_at_once(rig: Rig) -> None:
@@ -63,7 +79,7 @@ async def test_what_is_served_is_told_before_anything_is_sent(start_rig: StartRi
 
 INIT = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 3, "packed": True}
 SGLANG = {"dialect": Dialect.SGLANG}
-BARE = SGLANG | {"has_tee": False, "fetches": False}
+BARE = SGLANG | {"has_tee": False}
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.ray
     "faults",
     [
         ["replica killed during the transfer"],
-        pytest.param(["gateway killed in the middle", "replica killed in a rolling update"], marks=pytest.mark.slow),
+        pytest.param(["gateway killed in the middle", "replica loads other weights"], marks=pytest.mark.slow),
     ],
 )
 def test_faults_of_updates_lose_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str], faults: list[str]) -> None:

@@ -142,7 +142,7 @@ class World:
         where = f"{where}: version {version} is {content}"
         if self.versions.get(version) == content:
             push = self.push_of(content)
-            if push is not None and push.failed and not push.rolling:
+            if push is not None and push.failed:
                 raise Violation(f"{where}, whose push was answered with a failure")
             return
         if version in self.versions:
@@ -172,10 +172,11 @@ class World:
     def look_for_left_updates(self, gateway: "Gateway", within_s: float) -> None:
         """Check that no update is open whose push ended more than `within_s` seconds ago."""
         update, now = gateway.weights.update, asyncio.get_running_loop().time()
-        if update is None or not update.lease or gateway.has_ended:
+        if update is None or gateway.has_ended:
             return
         for push in self.pushes:
-            if push.lease == update.lease and push.ended is not None and push.ended + within_s <= now + 1e-6:
+            is_its_own = push.begun <= update.opened_at <= (push.ended or now)
+            if is_its_own and push.ended is not None and push.ended + within_s <= now + 1e-6:
                 raise Violation(f"the update of push {push.number}, whose trainer ended, is still open: {update}")
 
     def look(self) -> None:
@@ -262,11 +263,9 @@ class Push:
 
     number: float
     partial: bool
-    rolling: bool
     begun: float
     ended: float | None = None
     failed: bool = False
-    lease: str = ""
 
 
 class Gateway:
@@ -380,11 +379,8 @@ class PlayedRelay:
         self._wire, self._draft, self.is_open = self._world.wires[init_info["master_port"]], None, True
         self._closed = asyncio.Event()
 
-    async def find(self) -> Json:
-        return {}
-
-    async def note(self, note: Json) -> None:
-        await self._answer()
+    async def find(self, *, in_group: bool) -> None:
+        await self.close()
 
     async def begin(self, draft: Path, served: ReplicaInfo) -> None:
         await self._answer()
@@ -438,19 +434,18 @@ class Trainer:
         self._world = world
 
     async def push(
-        self, gateway: Gateway, transport: str, *, partial: bool, bad: bool, rolling: bool,
-        in_flight: InFlight | None, slow_s: float,
-    ) -> int:  # fmt: skip
+        self, gateway: Gateway, transport: str, *, partial: bool, bad: bool, in_flight: InFlight | None, slow_s: float
+    ) -> int:
         world, clock = self._world, asyncio.get_running_loop().time
         number = len(world.pushes) + 1 + (0.5 if bad else 0.0)
-        push = Push(number, partial, rolling or world.config.weights.rolling, clock())
+        push = Push(number, partial, clock())
         world.pushes.append(push)
         values = dict.fromkeys(("w",) if partial else NAMES, number)
         try:
             if transport == "store":
-                version = await self._push_store(gateway, values, rolling, in_flight, slow_s)
+                version = await self._push_store(gateway, values, in_flight, slow_s)
             else:
-                version = await self._push_group(gateway, push, values, in_flight, slow_s)
+                version = await self._push_group(gateway, values, in_flight, slow_s)
         except RolloutGatewayError:
             push.failed = True
             raise
@@ -462,35 +457,32 @@ class Trainer:
         return version
 
     async def _push_group(
-        self, gateway: Gateway, push: Push, values: dict[str, float], in_flight: InFlight | None, slow_s: float
+        self, gateway: Gateway, values: dict[str, float], in_flight: InFlight | None, slow_s: float
     ) -> int:
         weights, port = gateway.weights, len(self._world.wires) + 1
         wire = self._world.wires[port] = Wire()
         size = await gateway.call(weights.world_size())
         info = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": size + 1}
         await gateway.call(weights.init(info))
-        push.lease = f"trainer of {port}"
-        holding = asyncio.ensure_future(gateway.call(_hold(gateway, push.lease)))
         try:
             await asyncio.sleep(slow_s)
-            return await self._send(gateway, wire, push.lease, values, in_flight, slow_s)
+            return await self._send(gateway, wire, f"127.0.0.1:{port}", values, in_flight, slow_s)
         finally:
             wire.announce()  # its trainer sends no more
-            holding.cancel()
 
     async def _send(
-        self, gateway: Gateway, wire: Wire, lease: str, values: dict[str, float], in_flight: InFlight | None,
+        self, gateway: Gateway, wire: Wire, group: str, values: dict[str, float], in_flight: InFlight | None,
         slow_s: float,
     ) -> int:  # fmt: skip
         weights = gateway.weights
         await asyncio.sleep(0)
-        await gateway.call(weights.start(in_flight, lease))
+        await gateway.call(weights.start(in_flight, group=group))
         try:
             for name, value in values.items():
                 await asyncio.sleep(slow_s)
                 wire.announce()
                 told = {"names": [name], "dtype_names": ["float32"], "shapes": [[ELEMENTS]]}
-                receiving = asyncio.ensure_future(gateway.call(weights.receive(told, lease)))
+                receiving = asyncio.ensure_future(gateway.call(weights.receive(told, group)))
                 try:
                     await asyncio.sleep(slow_s)
                     wire.send({name: value})
@@ -500,14 +492,14 @@ class Trainer:
                     with suppress(BaseException):
                         await receiving
             await asyncio.sleep(slow_s)
-            return await gateway.call(weights.finish(lease=lease))
+            return await gateway.call(weights.finish(group=group))
         except RolloutGatewayError as error:
             with suppress(RolloutGatewayError, GatewayDied):
-                await gateway.call(weights.abandon(str(error), lease))
+                await gateway.call(weights.abandon(str(error), group))
             raise
 
     async def _push_store(
-        self, gateway: Gateway, values: dict[str, float], rolling: bool, in_flight: InFlight | None, slow_s: float
+        self, gateway: Gateway, values: dict[str, float], in_flight: InFlight | None, slow_s: float
     ) -> int:
         await gateway.call(gateway.snapshots.make_room(gateway.fleet.version))
         path, owner = claim_draft(gateway.snapshots.folder)
@@ -517,15 +509,9 @@ class Trainer:
                 draft.add([raw_tensor(name, value)])
                 await asyncio.sleep(slow_s)
             draft.finish()
-            return await gateway.call(gateway.weights.load(path.name, rolling=rolling, in_flight=in_flight))
+            return await gateway.call(gateway.weights.load(path.name, in_flight=in_flight))
         finally:
             os.close(owner)
-
-
-async def _hold(gateway: Gateway, lease: str) -> None:
-    """The connection that a trainer keeps beside its update."""
-    with gateway.weights.leases.held(lease):
-        await asyncio.Event().wait()
 
 
 async def _at_once(call: Callable[..., T], *arguments: Any, **named: Any) -> T:

@@ -18,7 +18,7 @@ class PlayedFleet:
 
     def __init__(self, engines: Sequence[Engine], places: int = 2) -> None:
         self.version = 0
-        self.update_to = self.rolling_to = None
+        self.update_to = None
         self.replicas = [_replica(index, engine, places) for index, engine in enumerate(engines)]
         self.models = SimpleNamespace(policy="m")
         self.starts = Starts()

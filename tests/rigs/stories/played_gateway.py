@@ -38,7 +38,6 @@ class PlayedGateway:
             "/weight_info": lambda _: (200, {"weight_version": "6"}),
             "/get_world_size": lambda _: (200, {"world_size": NUM_ENGINES}),
             "/init_weight_transfer_engine": lambda body: self.join(**body["init_info"]),
-            "/v1/weight_lease": lambda _: (200, {}),
             "/start_weight_update": lambda _: (200, {"message": "started"}),
             "/update_weights": lambda body: self.receive(**body["update_info"]),
             "/finish_weight_update": lambda _: (200, {"weight_version": 7}),

@@ -49,7 +49,6 @@ _PUSH = st.builds(
     st.booleans(),
     st.booleans(),
     st.sampled_from((False, False, False, True)),
-    st.booleans(),
     _IN_FLIGHT,
     _SLOW,
     st.sampled_from((None, None, None, 0.01, 0.05, 0.2, 0.5, 1.0, 4.0)),
@@ -62,7 +61,6 @@ _STAGED_PUSH = st.builds(
     _NO,
     _NO,
     st.booleans(),
-    _NO,
     _IN_FLIGHT,
     st.sampled_from((0.0, 0.0, 0.05)),
     st.sampled_from((None, None, None, 0.2, 0.5)),
@@ -77,7 +75,7 @@ _OTHERS = [
     (1, st.builds(Pause, _AFTER, st.sampled_from(list(PauseMode)), st.booleans())),
     (2, st.builds(Resume, _AFTER)),
     (1, st.builds(AbortAll, _AFTER)),
-    (1, st.builds(LoadAdapter, _AFTER, st.booleans())),
+    (1, st.builds(LoadAdapter, _AFTER)),
     (1, st.builds(UnloadAdapter, _AFTER)),
     (1, st.builds(ScaleUp, _AFTER)),
     (1, st.builds(ScaleDown, _AFTER, _ENGINE)),
@@ -121,24 +119,21 @@ def search(examples: int, *, seed: int, shrinks: bool = True, staged: bool = Fal
         chance=st.integers(0, 1 << 16),
         relay=_NO if staged else st.booleans(),
         replicas=st.integers(1, 3),
-        rolling=st.booleans(),
         stages=st.just(True) if staged else st.booleans(),
     )
-    def play(steps: list[Step], chance: int, relay: bool, replicas: int, rolling: bool, stages: bool) -> None:
-        played(steps, chance, tally, relay=relay, replicas=replicas, rolling=rolling, stages=stages)
+    def play(steps: list[Step], chance: int, relay: bool, replicas: int, stages: bool) -> None:
+        played(steps, chance, tally, relay=relay, replicas=replicas, stages=stages)
 
     play()
     return tally
 
 
-def played(
-    steps: list[Step], chance: int, tally: Tally, *, relay: bool, replicas: int, rolling: bool, stages: bool = False
-) -> None:
+def played(steps: list[Step], chance: int, tally: Tally, *, relay: bool, replicas: int, stages: bool = False) -> None:
     """Play one story in a world of its own; `chance` is the seed of its latencies."""
 
     async def main() -> None:
         with tempfile.TemporaryDirectory(dir=_FOLDER, prefix="story-") as folder:
-            chosen: dict[str, Any] = {"relay": relay, "replicas": replicas, "rolling": rolling, "stages": stages}
+            chosen: dict[str, Any] = {"relay": relay, "replicas": replicas, "stages": stages}
             async with world_of(Path(folder), chance, **chosen) as world:
                 await asyncio.sleep(1.5)
                 await Story(world).play(steps)

@@ -7,7 +7,7 @@ import pytest
 
 from engines.errors import InvalidRequest
 from tests.rigs.session_records import call, events
-from trainer_client.sessions.exports import prime_rl_row, slime_sample, trl_fields, verl_fields
+from trainer_client.sessions.exports import trl_fields, verl_fields
 from trainer_client.sessions.records import read_session
 from trainer_client.sessions.trajectories import Trajectory, trajectories_of
 
@@ -68,23 +68,7 @@ def test_no_rows_are_empty_arrays_for_verl() -> None:
     assert others["min_global_steps"].shape == (0,)
 
 
-def test_prime_rl_and_slime_get_lists(row: Trajectory) -> None:
-    assert prime_rl_row(row) == {
-        "prompt_ids": [5, 6], "prompt_mask": [False, False], "completion_ids": [7, 8, 20, 9],
-        "completion_mask": [True, True, False, True], "completion_logprobs": [-0.5, -0.75, 0.0, -1.5], "reward": 1.0,
-    }  # fmt: skip
-    assert slime_sample(row) == {
-        "tokens": [5, 6, 7, 8, 20, 9], "response_length": 4, "loss_mask": [1, 1, 0, 1],
-        "rollout_log_probs": [-0.5, -0.75, 0.0, -1.5], "reward": 1.0, "weight_versions": ["3"], "status": "completed",
-    }  # fmt: skip
-    assert [slime_sample(replace(row, finish_reason=reason))["status"] for reason in ("length", "abort")] == [
-        "truncated",
-        "aborted",
-    ]
-    assert np.isfinite(slime_sample(row)["rollout_log_probs"]).all()
-
-
-def test_routed_experts_are_told_as_each_trainer_has_them(row: Trajectory) -> None:
+def test_routed_experts_are_told_as_verl_has_them(row: Trajectory) -> None:
     """Of 5 of 6 ids: none has come of the last one, whose successor was not asked for."""
     experts = np.arange(1, 11, dtype=np.uint8).reshape(5, 1, 2)
     row = replace(row, routed_experts=experts)
@@ -92,7 +76,5 @@ def test_routed_experts_are_told_as_each_trainer_has_them(row: Trajectory) -> No
     assert tensors["routed_experts"][0, :, 0].tolist() == [[0, 0], [1, 2], [3, 4], [5, 6], [7, 8], [9, 10]]
     tensors, _ = verl_fields([row], prompt_length=2, response_length=5, pad_token_id=0)
     assert tensors["routed_experts"][0, 4:, 0].tolist() == [[9, 10], [0, 0], [0, 0]]
-    assert prime_rl_row(row)["routed_experts"] == {"data": bytes(range(1, 11)), "shape": [5, 1, 2], "dtype": "uint8"}
-    assert slime_sample(row)["rollout_routed_experts"] is experts
     both, _ = verl_fields([row, replace(row, routed_experts=None)], prompt_length=2, response_length=5, pad_token_id=0)
     assert "routed_experts" not in both

@@ -15,7 +15,7 @@ from engines.errors import InvalidRequest
 from engines.types import TensorMeta
 from trainer_client.served import ServedWeights
 from trainer_client.transports import tensors
-from trainer_client.transports.tensors import Entry, Given, announced
+from trainer_client.transports.tensors import Entry, parts_of
 
 UNKNOWN = ServedWeights(model="m", version=0, tensors=None, gpus={})
 
@@ -37,9 +37,9 @@ def meta(name: str, dtype: str = "bfloat16") -> TensorMeta:
     return TensorMeta(name=name, dtype=dtype, shape=(1,))
 
 
-def only_part(source: Any, *served: TensorMeta, dtype: torch.dtype | None = None) -> list[Entry]:
-    (part,) = Given(source).parts(replace(UNKNOWN, tensors=served or None), dtype)
-    return part
+def only_part(source: Any, *served: TensorMeta) -> list[Entry]:
+    (part,) = parts_of(source, replace(UNKNOWN, tensors=served or None))
+    return list(part.entries)
 
 
 def names(part: list[Entry]) -> list[str]:
@@ -65,10 +65,10 @@ def test_a_tied_head_of_a_state_dict_is_its_embedding(dtype: torch.dtype) -> Non
     given = {name: embed.to(dtype) for name in ("model.embed_tokens.weight", "lm_head.weight")}
     config = json.dumps({"auto_map": {}, "tie_word_embeddings": True})  # of code that transformers does not have
     served = replace(UNKNOWN, tensors=(meta("model.embed_tokens.weight"),), config=config)
-    (part,) = Given(given).parts(served, None)
-    assert announced(part)["names"] == ["model.embed_tokens.weight"]
+    (part,) = parts_of(given, served)
+    assert part.announced["names"] == ["model.embed_tokens.weight"]
     with pytest.raises(InvalidRequest, match=r"'model\.embed_tokens\.weight' and 'lm_head\.weight'"):
-        list(Given(given | {"lm_head.weight": embed + 1}).parts(served, None))
+        list(parts_of(given | {"lm_head.weight": embed + 1}, served))
 
 
 def test_a_buffer_is_sent_where_it_is_served() -> None:
@@ -77,18 +77,9 @@ def test_a_buffer_is_sent_where_it_is_served() -> None:
     assert "cache" not in names(only_part(Model(), *served, meta("cache")))
 
 
-@pytest.mark.parametrize(
-    ("asked", "held", "sent"),
-    [
-        (None, "bfloat16", torch.bfloat16),
-        (torch.float16, "bfloat16", torch.float16),
-        (None, "float8_e4m3fn", torch.float32),
-    ],
-)
-def test_floats_go_in_the_dtype_asked_for_or_that_which_is_served(
-    asked: torch.dtype | None, held: str, sent: torch.dtype
-) -> None:
-    (entry,) = only_part({"w": torch.ones(2)}, meta("w", held), dtype=asked)
+@pytest.mark.parametrize(("held", "sent"), [("bfloat16", torch.bfloat16), ("float8_e4m3fn", torch.float32)])
+def test_floats_go_in_the_dtype_that_is_served(held: str, sent: torch.dtype) -> None:
+    (entry,) = only_part({"w": torch.ones(2)}, meta("w", held))
     assert entry.dtype == sent
     assert entry.made().dtype == sent
 
@@ -111,7 +102,8 @@ def test_a_tensor_whose_first_name_a_hook_leaves_out_goes_by_its_other_name() ->
     ],
 )  # fmt: skip
 def test_what_wrappers_add_to_names_is_taken_off(name: str) -> None:
-    assert announced(only_part({name: torch.ones(1)}, meta("layers.0.w")))["names"] == ["layers.0.w"]
+    (part,) = parts_of({name: torch.ones(1)}, replace(UNKNOWN, tensors=(meta("layers.0.w"),)))
+    assert part.announced["names"] == ["layers.0.w"]
 
 
 def test_a_compiled_model_is_the_model() -> None:
@@ -121,7 +113,7 @@ def test_a_compiled_model_is_the_model() -> None:
 @pytest.mark.parametrize("given", [3, None])
 def test_what_is_no_tensor_is_told_by_its_type(given: Any) -> None:
     with pytest.raises(InvalidRequest, match=f"'w' as builtins.{type(given).__name__}: give a torch.Tensor"):
-        Given({"w": given})
+        list(parts_of({"w": given}, UNKNOWN))
 
 
 def test_a_model_that_wears_a_lora_adapter_is_refused_with_the_remedy() -> None:
@@ -130,19 +122,19 @@ def test_a_model_that_wears_a_lora_adapter_is_refused_with_the_remedy() -> None:
     with pytest.raises(
         InvalidRequest, match=r"'layer\.base_layer\.weight', a part of a PEFT adapter.*merge_and_unload"
     ):
-        Given(model)
+        list(parts_of(model, UNKNOWN))
 
 
 @pytest.mark.parametrize("source", [[torch.ones(1)], [(1, torch.ones(1))], "model.pt"])
 def test_what_is_no_tensor_is_refused(source: Any) -> None:
     with pytest.raises(InvalidRequest, match=r"give a torch\.nn.Module, a mapping, or pairs of name and tensor"):
-        Given(source)
+        list(parts_of(source, UNKNOWN))
 
 
 @pytest.mark.parametrize("source", [{}, [], iter(())])
 def test_nothing_is_no_update(source: Any) -> None:
     with pytest.raises(InvalidRequest, match="named_tensors is empty"):
-        Given(source)
+        list(parts_of(source, UNKNOWN))
 
 
 @pytest.mark.parametrize("as_given", [list, iter], ids=["a sequence", "an iterator"])
@@ -150,21 +142,7 @@ def test_a_name_that_comes_twice_is_refused(as_given: Any, monkeypatch: pytest.M
     monkeypatch.setattr(tensors, "PART_BYTES", 1)
     pairs = [("w", torch.ones(3)), ("v", torch.ones(3)), ("_orig_mod.w", torch.zeros(3))]
     with pytest.raises(InvalidRequest, match="two tensors named 'w'"):
-        list(Given(as_given(pairs)).parts(UNKNOWN, None))
-
-
-def test_an_iterator_whose_later_parts_are_of_other_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensors, "PART_BYTES", 1)
-    whole, sharded = torch.ones(2), torch.zeros(2)
-    monkeypatch.setattr(tensors, "is_sharded", lambda tensor: tensor is sharded)
-    monkeypatch.setattr(tensors, "ranks_of", lambda _: (0, 1))
-    parts = Given(iter([("embed", whole), ("w", sharded)])).parts(UNKNOWN, None)
-    assert names(next(parts)) == ["embed"]
-    with pytest.raises(InvalidRequest, match=r"'w' is sharded over ranks \[0, 1\], .* no other rank"):
-        next(parts)
-    assert [names(part) for part in Given(iter([("w", sharded), ("embed", whole)])).parts(UNKNOWN, None)] == [
-        ["w"], ["embed"]
-    ]  # fmt: skip
+        list(parts_of(as_given(pairs), UNKNOWN))
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ class Gathered:
 
 @pytest.fixture
 def engine_of() -> Iterator[EngineOf]:
-    """Makes engines of training workers: `engine_of(url, is_master=False, dtype="bfloat16")`."""
+    """Makes engines of training workers: `engine_of(url, is_master=False)`."""
     engines: list[GatewayCheckpointEngine] = []
 
     def make(url: str, *, is_master: bool = True, **settings: Any) -> GatewayCheckpointEngine:

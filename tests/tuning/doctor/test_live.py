@@ -70,8 +70,6 @@ def copied(store_s: float) -> Live:
 
 
 SLOW = replica("a") | {"reload_reason": "quantization fp8"}
-FROZEN = replica("a") | {"draft": "eagle3, frozen: its checkpoint is its own (/eagle): no update has its tensors"}
-FOLLOWS = replica("b") | {"draft": "mtp, updated where the trainer sends its tensors"}
 NOT_JOINED = [{"group": "engine", "reason": "has not joined yet: out of memory"}]
 FEW_BLOCKS = ("vllm:cache_config_info", {"replica": "a", "num_gpu_blocks": "300", "block_size": "16"}, 1.0)
 LENGTH = {"vllm_config": {"model_config": {"max_model_len": 4096}}}
@@ -90,7 +88,6 @@ FEW = replace(page(FEW_BLOCKS, replicas=[replica("a")]), server_info=LENGTH)
         ("live-imbalance", made(2600, 2000, 1600), [CONSIDER], ""),
         ("live-imbalance", made(2000, 2100), [], ""), ("live-imbalance", made(5, 0), [], ""),
         ("live-update-path", page(replicas=[SLOW, replica("b")]), [CONSIDER], "quantization fp8"),
-        ("live-draft", page(replicas=[FROZEN, FOLLOWS]), [CONSIDER], "/eagle"),
         ("live-statistics", page(replicas=[replica("a")]), [CONSIDER], ""),
         ("live-statistics", page(("vllm:num_requests_running", {"replica": "a"}, 0.0),
                                  replicas=[replica("engine-x", label="a")]), [], ""),

@@ -9,10 +9,6 @@ from tuning.doctor.subject import Subject
 
 # Fewer say nothing of a share.
 _ENOUGH_COMPLETIONS, _ENOUGH_TOKENS = 20, 1000
-_DRAFT_REMEDY = (
-    "compare tokens per second without speculative_config; ngram and suffix have no weights that age, a draft with "
-    "weights is trained again and the engine restarted with it"
-)
 _LONG_S = 0.5
 # Decoding reads all weights for each step, so that fewer sequences leave most of the GPU idle.
 _FEW_SEQUENCES = 4
@@ -130,19 +126,6 @@ def _update_path(live: Live, subject: Subject) -> Iterator[Found]:
             message = f"an update is a reload by the engine itself, for which generation stops: {reason}"
             effect = "1.3 s for 16 GB of experts in 4,719 tensors on an H200, against 0.15 s in place"
             yield consider(live.setting(replica["replica_id"], "reload", "/status"), message, "", effect)
-
-
-@Rule(
-    of_live, "live-draft", "/status replicas, draft",
-    "The target checks each token of a draft, so old weights there make tokens slower, not wrong.",
-    "docs/design/weight-updates.md, Speculative decoding",
-)  # fmt: skip
-def _draft(live: Live, subject: Subject) -> Iterator[Found]:
-    for replica in live.status["replicas"]:
-        if ", frozen: " in (draft := replica.get("draft") or ""):
-            setting = live.setting(replica["replica_id"], draft, "/status")
-            message = "updates leave the draft as it is: tokens are right, and come slower"
-            yield consider(setting, message, _DRAFT_REMEDY)
 
 
 @Rule(

@@ -1,6 +1,5 @@
 """A rollout goes to replicas that can do what its request asks, however busy they are."""
 
-import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -51,14 +50,6 @@ async def images() -> AsyncIterator[ImageServer]:
     await server.server.stop()
 
 
-@pytest.fixture
-async def plain() -> AsyncIterator[OpenAiServer]:
-    server = await OpenAiServer([], "").start()
-    server.listing["data"][0]["id"] = "sim"
-    yield server
-    await server.stop()
-
-
 async def joined(start_rig: StartRig, url: str) -> Rig:
     """A simulated replica and the external server at `url`, of one model."""
     rig = await start_rig(1)
@@ -90,17 +81,6 @@ async def test_images_wait_for_a_replica_that_is_away_rather_than_fail_on_one_th
     body = {"token_ids": [5], "sampling_params": {"max_tokens": 1}, "content_parts": [IMAGE]}
     assert (await rig.post(TOKENS, body))[0] == 200
     assert images.busy == 0
-
-
-@pytest.mark.parametrize("asked", [{"return_token_ids": True}, {"prompt_logprobs": 0}])
-async def test_token_ids_and_log_probs_of_the_prompt_never_go_to_a_plain_server(
-    start_rig: StartRig, plain: OpenAiServer, asked: Json
-) -> None:
-    rig = await joined(start_rig, plain.url)
-    body = {"model": "sim", "prompt": [5], "max_tokens": 2}
-    replies = await asyncio.gather(*(rig.post("/v1/completions", body | asked) for _ in range(20)))
-    assert [status for status, _ in replies] == [200] * 20
-    assert not plain.bodies
 
 
 async def test_rollouts_of_an_adapter_go_to_the_replicas_that_hold_it(start_rig: StartRig, tmp_path: Path) -> None:

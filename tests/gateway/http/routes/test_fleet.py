@@ -7,10 +7,9 @@ from tests.rigs.rig import Rig, StartRig
 
 FOR_ADMINS = {
     *(("get", path) for path in ("/flush_cache", "/get_world_size", "/is_paused", "/traces/{request_id}")),
-    *(("get", f"/v1/weight_store{path}") for path in ("", "/versions", "/versions/{version}")),
-    ("get", "/v1/weight_store/versions/{version}/{file}"),
+    ("get", "/v1/weight_store"),
     *(("post", f"/{verb}_weight_update") for verb in ("start", "finish")),
-    *(("post", path) for path in ("/init_weight_transfer_engine", "/update_weights", "/v1/weight_lease")),
+    *(("post", path) for path in ("/init_weight_transfer_engine", "/update_weights")),
     *(("post", path) for path in ("/pause", "/resume", "/pause_generation", "/continue_generation")),
     *(("post", path) for path in ("/flush_cache", "/reset_prefix_cache")),
     *(("post", f"/v1/{verb}_lora_adapter") for verb in ("load", "unload")),

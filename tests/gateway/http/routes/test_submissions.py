@@ -168,7 +168,6 @@ async def test_another_key_neither_sees_nor_ends_the_rollouts_of_an_equal_id(
     for name in ("one-1", "one"):
         assert (await rig.post("/v1/rollouts", body(id=name, stream=False), headers=yours))[0] == 202
     await until(lambda: rig.get("/status", headers=mine), lambda got: got[1]["queue_length"] >= 10)
-    assert [await _placed(rig, name, yours) for name in ("one-1", "one")] == [["one-1-0"], ["one-0"]]
     [replica] = rig.fleet.replicas
     able = replace(replica.info, capabilities=replica.info.capabilities | {"/inference/v1/abort_requests"})
     monkeypatch.setattr(replica, "info", able)
@@ -178,14 +177,6 @@ async def test_another_key_neither_sees_nor_ends_the_rollouts_of_an_equal_id(
     rig.hurry()
     async with rig.client.get(f"{rig.url}/v1/rollouts/one-1", headers=mine) as response:
         assert outcomes(lines(await response.read())) == dict.fromkeys(range(40), "delivered")
-    assert await _placed(rig, "one-1", mine) == [f"one-1-{group}" for group in range(40)]
-
-
-async def _placed(rig: Rig, name: str, headers: dict[str, str]) -> list[str]:
-    """Rollouts of a submission whose placement the key may see."""
-    status, head = await rig.get(f"/v1/rollouts/{name}?explain=true", headers=headers)
-    assert status == 200, head
-    return [rollout["rollout"] for rollout in head["rollouts"]]
 
 
 def frames(content: bytes) -> Iterator[Json]:

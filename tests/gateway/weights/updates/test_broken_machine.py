@@ -1,5 +1,6 @@
 """The random stories catch a machine that is broken on purpose, in each of these ways."""
 
+import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -13,7 +14,7 @@ from gateway.fleet.brake import Brake, Holder
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.replica import Replica
 from gateway.weights.catch_up import CatchUp
-from gateway.weights.leases import Leases
+from gateway.weights.coordinator import WeightCoordinator
 from gateway.weights.pauses import Pauses
 from gateway.weights.snapshots import Snapshots
 from gateway.weights.updates.store import StoreArrival
@@ -87,7 +88,10 @@ def commits_are_not_labelled(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_dead_trainer_is_not_noticed(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Leases, "has_ended", lambda self, update: False)
+    async def broken(self: WeightCoordinator) -> None:
+        await asyncio.Event().wait()
+
+    patch.setattr(WeightCoordinator, "_watch_update", broken)
 
 
 def kv_of_refused_weights_is_kept(patch: pytest.MonkeyPatch) -> None:
@@ -121,10 +125,10 @@ def received_tensors_are_not_dropped(patch: pytest.MonkeyPatch) -> None:
 
 def push(after: float = 0.0, *, bad: bool = False, slow_s: float = 0.0, dies_after: float | None = None) -> PushStep:
     """A push of all tensors over a flat group."""
-    return PushStep(after, 0, False, False, bad, False, None, slow_s, dies_after)
+    return PushStep(after, 0, False, False, bad, None, slow_s, dies_after)
 
 
-RECOMPUTED_BY_REFUSED = PushStep(0.5, 0, False, False, True, False, InFlight.RECOMPUTE, 0.0, None)
+RECOMPUTED_BY_REFUSED = PushStep(0.5, 0, False, False, True, InFlight.RECOMPUTE, 0.0, None)
 
 
 WAYS: list[Break] = [
@@ -166,4 +170,4 @@ def test_a_story_catches_it(broken: Break, is_broken: bool, monkeypatch: pytest.
         broken(monkeypatch)
     with pytest.raises(Violation) if is_broken else contextlib.nullcontext():
         replicas, steps = RARE[broken]
-        played(steps, 3, Tally(), relay=False, replicas=replicas, rolling=False, stages=broken in STAGED)
+        played(steps, 3, Tally(), relay=False, replicas=replicas, stages=broken in STAGED)

@@ -13,7 +13,8 @@ def test_a_fleet_is_measured_with_updates_and_without(tmp_path: Path, capsys: py
     out = tmp_path / "out.json"
     status = main(
         ["-c", "examples/sim.yaml", "--transport", "store", "--variant", "together", "--variant",
-         "rolling: weights.rolling=true", "--pairs", "1", "--restores", "1", "--streams", "2", "--max-tokens", "64",
+         "recomputed: weights.in_flight=recompute",
+         "--pairs", "1", "--restores", "1", "--streams", "2", "--max-tokens", "64",
          "--prompt-tokens", "8", "--quiet-s", "2", "--updates-s", "4", "--every-s", "2", "--warm-s", "1",
          "--json", str(out), "gateway.port=0", f"weights.store={tmp_path / 'store'}", "engine.num_replicas=2",
          "engine.sim.decode_step_s=0.02",  # so that a slow machine does not make one window twice as fast as another
@@ -23,9 +24,9 @@ def test_a_fleet_is_measured_with_updates_and_without(tmp_path: Path, capsys: py
     assert status == 0, told
     report = orjson.loads(out.read_bytes())
     assert report["bytes"] == 64
-    together, rolling = report["variants"]["together"], report["variants"]["rolling"]
+    together, recomputed = report["variants"]["together"], report["variants"]["recomputed"]
     # The second gateway finds the first one's version.
-    for variant, version in ((together, 4), (rolling, 8)):
+    for variant, version in ((together, 4), (recomputed, 8)):
         assert [one["has_updates"] for one in variant["windows"]] == [False, True, False]
         assert all(one["rate"] > 0 for one in variant["windows"])
         assert variant["summary"]["updates"] == 2

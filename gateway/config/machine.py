@@ -32,7 +32,8 @@ def lacks(
     present = len(visible_gpus(environ, devices)) if gpus is None else gpus
     has = f"{present:g} GPUs" if present else "no GPU"
     misfits = [f"{error}. This machine has {has}" for error in misplaced(config, [("this machine", present)])]
-    return [*models_missing(config), *misfits, *_files(config)] or _engines(config)
+    certificate = _error(config.gateway.tls.read) if config.gateway.tls.is_on else []
+    return [*models_missing(config), *misfits, *certificate] or _engines(config)
 
 
 def models_missing(config: Config) -> Iterator[str]:
@@ -64,17 +65,6 @@ def _engines(config: Config) -> list[str]:
     elsewhere = config.serve.nodes_may_join  # such a node fetches the model itself
     errors = (_error(command, group) or ([] if elsewhere else _error(check_fetchable, group)) for group in started)
     return list(dict.fromkeys(text for found in errors for text in found))
-
-
-def _files(config: Config) -> Iterator[str]:
-    """Files and packages that the gateway would not start without."""
-    try:
-        if path := config.gateway.trace.file:
-            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600))
-    except OSError as error:
-        yield f"gateway.trace.file = {path!r} cannot be written: {error.strerror}"
-    if config.gateway.tls.is_on:
-        yield from _error(config.gateway.tls.read)
 
 
 def _error(check: Callable[..., object], *arguments: object) -> list[str]:

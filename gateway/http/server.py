@@ -1,6 +1,5 @@
 """The aiohttp application behind the rollout URL: builds the parts, adds their routes, runs the background tasks."""
 
-import asyncio
 from collections.abc import AsyncGenerator
 from pathlib import Path
 
@@ -42,7 +41,6 @@ from gateway.http.routes.submissions import SubmissionRoutes
 from gateway.http.routes.weights import WeightRoutes
 from gateway.http.status import status_report
 from gateway.http.supervisor import Supervisor
-from gateway.http.trace import Trace
 from gateway.ledger.ledger import Ledger, default_folder
 from gateway.weights.coordinator import WeightCoordinator
 from gateway.weights.snapshots import Snapshots
@@ -58,8 +56,7 @@ class GatewayServer:
         self._snapshots = Snapshots(config.weights, config.name, lambda: _checkpoint(config))
         self._weights = weights = WeightCoordinator(config.weights, fleet, scheduler, metrics, self._snapshots)
         self._adapters = AdapterCoordinator(config.weights, fleet)
-        self._trace = Trace(config.gateway.trace) if config.gateway.trace.file else None
-        self._measurement = Measurement(metrics, self._trace)
+        self._measurement = Measurement(metrics)
         self._access = Access(config.gateway)
         self._tasks = Supervisor()
         runner = Runner(scheduler, fleet, metrics)
@@ -153,8 +150,6 @@ class GatewayServer:
         await self._submissions.close()
         await self._ledger.close()
         await self._tasks.stop()
-        if self._trace is not None:
-            await asyncio.to_thread(self._trace.close)
         await self._snapshots.close()  # last: a file system that hangs takes its time
 
 

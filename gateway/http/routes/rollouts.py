@@ -75,7 +75,7 @@ class RolloutRoutes:
         """Send a reply, then count it: a replay may get one that breaks off."""
         response = await send_pieces(request, written.pieces(), seal)
         model = prompts[0].rollout.model
-        self.measurement.count_tokens(request, model, written.head["usage"])
+        self.measurement.count_tokens(model, written.head["usage"])
         self.deliveries.count(model, written.ends)
         self.deliveries.count_batch(model, written.seconds)
         return response
@@ -85,7 +85,7 @@ class RolloutRoutes:
         rollout = self.chat.decode(body, request_id(request, body), session)
         if body.get("stream"):
             return await self._stream(request, rollout.model, partial(self.chat.stream, rollout, body))
-        return await self._answer(request, rollout.model, self.chat.generate(rollout, body))
+        return await self._answer(rollout.model, self.chat.generate(rollout, body))
 
     async def _generate_tokens(self, request: web.Request) -> web.StreamResponse:
         _, body, session = await self._read(request)
@@ -93,7 +93,7 @@ class RolloutRoutes:
         with self.own.under_way(request, [body["request_id"]]):
             if body.get("stream"):
                 return await self._stream(request, rollout.model, partial(self.tokens.stream, rollout, body))
-            return await self._answer(request, rollout.model, self.tokens.generate(rollout, body))
+            return await self._answer(rollout.model, self.tokens.generate(rollout, body))
 
     async def _generate_sglang(self, request: web.Request) -> web.StreamResponse:
         _, body, session = await self._read(request)
@@ -102,7 +102,7 @@ class RolloutRoutes:
             if body.get("stream"):
                 return await self._stream(request, batch.model, partial(self.sglang.stream, batch))
             answers, usage = await self.sglang.generate(batch)
-        self.measurement.count_tokens(request, batch.model, usage)
+        self.measurement.count_tokens(batch.model, usage)
         return reply(answers)
 
     async def _abort_requests(self, request: web.Request) -> web.Response:
@@ -123,17 +123,15 @@ class RolloutRoutes:
         return reply({})
 
     async def _read(self, request: web.Request) -> tuple[bytes, Json, str]:
-        """Record a request for tokens. Return its content, its body, and its session."""
+        """Return the content of a request for tokens, its body, and its session."""
         content = await read_content(request)
         body = as_object(content)
-        session = session_of(request[CLIENT], request.headers, body)
-        self.measurement.arrived(request, body, session)
-        return content, body, session
+        return content, body, session_of(request[CLIENT], request.headers, body)
 
-    async def _answer(self, request: web.Request, model: str, generated: Awaitable[Json]) -> web.Response:
+    async def _answer(self, model: str, generated: Awaitable[Json]) -> web.Response:
         """Send the whole answer, and count its tokens and choices."""
         answer = await generated
-        self.measurement.count_tokens(request, model, answer.get("usage"))
+        self.measurement.count_tokens(model, answer.get("usage"))
         self.deliveries.count(model, answer["choices"])
         return reply(answer)
 
@@ -153,7 +151,7 @@ class RolloutRoutes:
         try:
             return await send_events(request, counted)
         finally:
-            self.measurement.count_tokens(request, model, usage.total())
+            self.measurement.count_tokens(model, usage.total())
 
 
 def by_session_key(of_session: Handler, of_others: Handler) -> Handler:

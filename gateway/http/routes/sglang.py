@@ -24,7 +24,7 @@ from gateway.weights.coordinator import WeightCoordinator
 
 _MODES = {"abort": PauseMode.ABORT, "in_place": PauseMode.KEEP, "retract": PauseMode.KEEP}
 
-_WORKERS = "replicas come from the configuration and join by themselves: rollout-gateway up, rollout-gateway scale"
+_WORKERS = "replicas come from the configuration and join by themselves: rollout-gateway up"
 _GROUP = (
     "over a group weights come with /init_weight_transfer_engine, /start_weight_update, /update_weights and "
     "/finish_weight_update, to all replicas at once (trainer_client.WeightSender does it)"

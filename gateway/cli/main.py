@@ -23,7 +23,6 @@ from gateway.cli.down import down, stay
 from gateway.cli.example import list_examples, write_example
 from gateway.cli.options import OVERRIDES, WITH_OVERRIDES, AsJson, File, Name
 from gateway.cli.output import print_events, print_fleet, print_json, print_running
-from gateway.cli.scale import scale
 from gateway.cli.up import up
 from gateway.cli.vllm_serve import HELP, read_command
 from gateway.config.load import explain, load
@@ -106,16 +105,6 @@ def down_command(name: Name = DEFAULT_NAME) -> None:
     """Remove the application, and stop Ray where `up` started it."""
     removed = down(name, Report())
     print(f"{name} is down" if removed else f"nothing to do: {name} does not run")
-
-
-@app.command("scale", rich_help_panel=RUN)
-def scale_command(
-    num_replicas: Annotated[int, typer.Argument(metavar="N", help="Number of replicas.")],
-    group: Annotated[str | None, typer.Option("--group", help="Engine group, where there are several.")] = None,
-    name: Name = DEFAULT_NAME,
-) -> None:
-    """Add or remove replicas while the others serve. Holds until the next `up`, which deploys its file."""
-    print_running(scale(name, num_replicas, Report(), group))
 
 
 @app.command("fetch", rich_help_panel=LOOK)

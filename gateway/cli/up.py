@@ -29,7 +29,7 @@ from gateway.config.schema import Config
 from gateway.config.serve_document import config_of, serve_config, written_out_keys
 
 # Time for placing replicas and for Serve's own start, on top of the engines' start.
-DEPLOY_SLACK_S = 120.0
+_DEPLOY_SLACK_S = 120.0
 
 
 def up(
@@ -47,7 +47,7 @@ def up(
     running Ray was started with others, or has another application in this one's place.
     """
     with changing(config.name, "up"):
-        longest_s = max(group.start_timeout_s for group in config.groups.values()) + DEPLOY_SLACK_S
+        longest_s = max(group.start_timeout_s for group in config.groups.values()) + _DEPLOY_SLACK_S
         return _up(config, report, timeout_s or longest_s, gpus, file)
 
 

@@ -40,7 +40,7 @@ class Command:
     place: Place
     words: tuple[str, ...]
     is_whole: bool = True
-    """False for a name in the middle of a sentence, such as `rollout-gateway scale`, whose arguments are left out."""
+    """False for a name in the middle of a sentence, such as `rollout-gateway fetch`, whose arguments are left out."""
 
     def __str__(self) -> str:
         return f"{self.place}: {shlex.join(self.words)}"

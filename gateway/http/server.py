@@ -14,9 +14,8 @@ from gateway.config.schema import Config
 from gateway.dialects.chat import Chat
 from gateway.dialects.completions import Completions
 from gateway.dialects.rendering import Rendering
-from gateway.dialects.replays.registry import Replays
+from gateway.dialects.replays import Replays
 from gateway.dialects.runner import Runner
-from gateway.dialects.submissions.group_run import Generation
 from gateway.dialects.submissions.registry import Submissions
 from gateway.dialects.submissions.submission import Counts
 from gateway.dialects.token_generation import TokenGeneration
@@ -71,7 +70,8 @@ class GatewayServer:
         self._replays = Replays(config.gateway, completions, fleet, metrics, self._ledger)
         self._submissions = Submissions(
             config.gateway.submissions,
-            Generation(completions, runner, rendering),
+            completions,
+            runner,
             self._ledger,
             Counts(metrics, deliveries),
         )

@@ -14,8 +14,7 @@ from gateway.api import error_body
 from gateway.dialects.chat import Chat
 from gateway.dialects.completion_prompt import CompletionPrompt
 from gateway.dialects.completions import Completions, Written
-from gateway.dialects.replays.batch import identity_of
-from gateway.dialects.replays.registry import Replays
+from gateway.dialects.replays import Replays, identity_of
 from gateway.dialects.streams import Show, Usage
 from gateway.dialects.token_generation import TokenGeneration
 from gateway.dialects.words.sglang_generate import SglangGenerate

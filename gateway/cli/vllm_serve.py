@@ -7,7 +7,6 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from pydantic import Field, ValidationError
@@ -18,7 +17,7 @@ from engines.levers import LEVERS
 from gateway.config.load import validated
 from gateway.config.node_gpus import read_gpus
 from gateway.config.schema import Config
-from gateway.config.sources import Given, Key, put_environment, read_text, read_yaml
+from gateway.config.sources import Given, Key, put_environment
 
 TRL_PORT = 8000
 
@@ -69,7 +68,6 @@ or until somebody runs `rollout-gateway down`, and takes everything down that it
   --detach                return when all replicas are ready
   --timeout-s SECONDS     longest wait for them
   --name NAME             of the Serve application
-  --config FILE           YAML with any of these options
 
 Options of trl vllm-serve, in either spelling (--max_model_len, --max-model-len), and the key that each sets:
 
@@ -82,7 +80,6 @@ Any other option goes to `vllm serve` as it is, and any key of ours can be given
 class _Own(Section):
     """Options of the command itself."""
 
-    config: str | None = None
     gpus: str | None = None
     detach: bool = False
     timeout_s: float | None = Field(None, gt=0)
@@ -99,15 +96,13 @@ class ServeCommand:
 
 
 def read_command(words: Sequence[str], environ: Mapping[str, str] = os.environ) -> ServeCommand:
-    """Parse a command; `--config` < environment < words. Errors name the option at fault."""
+    """Parse a command; environment < words. Errors name the option at fault."""
     given, found = dict(_options(words)), Given()
     found.put(("gateway", "port"), TRL_PORT, "default", "")
     own = _own({name: given.pop(name) for name in _Own.model_fields if name in given})
     for name in _NEEDS_VALUE & given.keys():
         if not isinstance(given[name], str):
             raise UsageError(f"--{name} needs one value, it has {given[name]!r}")
-    if own.config:
-        _put_file(found, Path(own.config))
     put_environment(found, environ)
     for name, value in given.items():
         found.put_text(_key(name), value, "cli", f"argument --{name}")
@@ -160,19 +155,6 @@ def _key(name: str) -> Key:
     if name.partition(".")[0] in Config.model_fields:
         return tuple(name.split(".")) if "." in name else (name,)
     return tuple(_KEYS.get(name, f"engine.extra.{name}").split("."))
-
-
-def _put_file(given: Given, path: Path) -> None:
-    """Take TRL's own YAML: options by name, and environment variables under `env`."""
-    tree, lines = read_yaml(path, read_text(path))
-    if sections := [key for key in ("engine", "engines", "gateway", "applications") if key in tree]:
-        raise ConfigError(
-            f"{path}:{lines.get((sections[0],), 1)}: {sections[0]}: this is a configuration of rollout-gateway, and "
-            f"--config wants options by name, such as `model:`; run: rollout-gateway up -c {path}"
-        )
-    for name, value in tree.items():
-        key = ("engine", "env") if name == "env" else _key(str(name).replace("-", "_"))
-        given.put_text(key, value or {} if name == "env" else value, "file", f"{path}:{lines.get((name,), 1)}")
 
 
 def _with_a_control_port_of_its_own(config: Config, given: Given) -> Config:

@@ -52,7 +52,7 @@ Key = Annotated[Secret, AfterValidator(_sendable)]
 
 
 class TlsConfig(Section):
-    """TLS of the rollout URL. Both files are read again for the next connection after a change."""
+    """TLS of the rollout URL. Both files are read when the gateway starts."""
 
     certificate: OnePlace = None
     """Absolute path of the certificate with its chain, PEM; without it the gateway speaks plain HTTP."""

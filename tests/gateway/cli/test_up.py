@@ -5,7 +5,6 @@ import signal
 import socket
 import subprocess
 import tempfile
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -258,12 +257,7 @@ def test_down_says_what_it_removed_and_what_it_kept(shell: Shell, serve: PlayedS
     store = WeightStore(in_memory(name))
     (store.folder / "v1").mkdir()
     store.close()
-    with subprocess.Popen(["sleep", "60"], env={MARK: "x"}) as engine:  # as one of a gateway on this machine
-        serve.replicas = [{"pid": engine.pid}, {"pid": os.getpid()}]
-        engine_ends = threading.Timer(0.3, engine.kill)
-        engine_ends.start()
-        done = shell.run("down", "--name", name)
-        assert engine.poll() is not None
+    done = shell.run("down", "--name", name)
     assert done.returncode == 0
     assert f"removed the application {name} with 1 Serve replicas" in done.stderr
     assert f"removed the weight store {store.folder} (0 MB)" in done.stderr

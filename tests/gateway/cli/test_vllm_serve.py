@@ -69,13 +69,6 @@ def test_options_of_vllm_and_keys_of_ours_are_taken_too() -> None:
     assert (asked.gateway.max_attempts, asked.engine.num_cpus, asked.engine.max_logprobs) == (4, 2, -1)
 
 
-def test_a_file_of_trls_options_counts_less_than_the_words(tmp_path: Path) -> None:
-    file = tmp_path / "serve.yaml"
-    file.write_text("model: Qwen/Qwen3-0.6B\nmax_model_len: 1024\nreplicas: 3\nenv:\n  NCCL_DEBUG: INFO\n")
-    engine = read_command(["--config", str(file), "--max-model-len", "2048"], {}).config.engine
-    assert (engine.max_model_len, engine.num_replicas, engine.env) == (2048, 3, {"NCCL_DEBUG": "INFO"})
-
-
 @pytest.mark.parametrize(
     "option",
     ["model", "port", "max-model-len", "replicas", "gpu-memory-utilization", "gateway.port",
@@ -113,25 +106,3 @@ def test_gpus_detach_and_the_wait_are_read_apart() -> None:
 def test_a_mistake_is_named_by_the_option_that_made_it(words: list[str], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         read_command(words, {})
-
-
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        ("model: a\nenv: A=x\n", ":2: engine.env = 'A=x': input should be a valid dictionary"),
-        ("model: a\nenv: [A]\n", ":2: engine.env = ['A']: input should be a valid dictionary"),
-    ],
-)
-def test_variables_that_have_no_names_are_refused_with_their_line(tmp_path: Path, text: str, told: str) -> None:
-    path = tmp_path / "trl.yaml"
-    path.write_text(text)
-    with pytest.raises(ConfigError) as caught:
-        read_command(["--config", str(path)], {})
-    assert f"{path}{told}" in str(caught.value)
-
-
-def test_a_configuration_of_ours_is_sent_to_up(tmp_path: Path) -> None:
-    file = tmp_path / "ours.yaml"
-    file.write_text("engine: {model: Qwen/Qwen3-0.6B}\n")
-    with pytest.raises(ConfigError, match=r"ours.yaml:1: engine: .*rollout-gateway up -c"):
-        read_command(["--config", str(file)], {})

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from gateway.http.routes.sglang import REFUSED
 from tests.rigs.rig import Json, Rig, StartRig
 
 LONG = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 100, "ignore_eos": True}}
@@ -87,15 +86,6 @@ async def test_the_cache_is_flushed_with_either_method_unless_rollouts_hold_it(s
     assert (await text(rig, "/flush_cache"))[0] == 400
     rig.hurry()
     await running
-
-
-@pytest.mark.parametrize("path", [*REFUSED, "/workers", "/workers/w1"])
-async def test_what_makes_no_sense_at_a_router_is_refused_with_another_way(rig: Rig, path: str) -> None:
-    status, reply = await rig.post(path, {"url": "http://127.0.0.1:1"})
-    assert status == 404
-    message: Json = reply["error"]["message"]
-    assert path in message
-    assert any(way in message for way in ("rollout-gateway up", "trainer_client", "own their GPUs"))
 
 
 LONG_PROMPT: Json = {"prompt": [5, 6, 7], "max_tokens": 100, "ignore_eos": True, "return_token_ids": True}

@@ -1,9 +1,7 @@
 """`up` and `down` on a Ray that runs already: what they deploy and remove, what they say, and when they refuse."""
 
 import os
-import signal
 import socket
-import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +11,6 @@ import pytest
 
 from engines.engine import Json
 from engines.store.weight_store import WeightStore
-from engines.types import MARK
 from gateway.cli import down, up
 from gateway.cli.cluster import progress
 from gateway.cli.cluster.changes import changes
@@ -308,18 +305,6 @@ def test_down_leaves_the_ledger_of_another_gateway_alone(
     assert f"kept: the ledger {path}, which another process has open" in shell.run("down").stderr
     ledger.close()
     assert path.exists()
-
-
-def test_down_kills_an_engine_that_outlives_its_owner(
-    shell: Shell, serve: PlayedServe, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(down, "_ENGINES_END_WITHIN_S", 0.1)
-    shell.run("up", "-c", "sim.yaml")
-    with subprocess.Popen(["sleep", "60"], env={MARK: "x"}) as engine:
-        serve.replicas = [{"pid": engine.pid}]
-        done = shell.run("down")
-        assert engine.wait(10) == -signal.SIGKILL
-    assert f"killed engine process {engine.pid}, which had not ended" in done.stderr
 
 
 def test_logs_prints_the_ends_of_the_engines_logs_and_the_events(shell: Shell, serve: PlayedServe) -> None:

@@ -126,8 +126,15 @@ def made_of(told: Any) -> tuple[list[int], str, list[Json]]:
     return made, choices[-1]["finish_reason"], choices[-1]["weight_versions"]
 
 
-@pytest.mark.parametrize("is_stream", [False, True])
-@pytest.mark.parametrize(("path", "body"), [*WAITING, ("/generate", LONG)])
+@pytest.mark.parametrize(
+    ("path", "body", "is_stream"),
+    [
+        (*one, is_stream)
+        for one in [*WAITING, ("/generate", LONG)]
+        for is_stream in (False, True)
+        if one[1] is not CHAT or not is_stream
+    ],
+)
 async def test_abort_all_keeps_the_tokens_of_a_rollout_whose_rest_waits(
     start_rig: StartRig, path: str, body: Json, is_stream: bool
 ) -> None:

@@ -6,15 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from engines.errors import ConfigError, RolloutGatewayError
-from engines.types import ReplicaState
 from gateway.cli.cluster.application import (
     DeployFailed,
     Running,
-    describe,
-    gateway_status,
     last_words,
     met_by_the_gateway,
-    serve_api,
     wait_for_serve,
 )
 from gateway.cli.cluster.changes import changes, has_running_engine, scaled
@@ -37,21 +33,20 @@ def up(
     report: Report,
     timeout_s: float | None = None,
     gpus: Sequence[str] = (),
-    file: Path | None = None,
 ) -> Running:
     """Start what is missing, deploy, and return when the application runs. A failure undoes what this call began.
 
-    Raises `ConfigError`, and changes nothing, where the configuration cannot run here. `file` is noted for the user.
+    Raises `ConfigError`, and changes nothing, where the configuration cannot run here.
 
     `gpus` are the GPUs of this node that Ray may give to engines; all unless named. Raises `ClusterRefused` where a
     running Ray was started with others, or has another application in this one's place.
     """
     with changing(config.name, "up"):
         longest_s = max(group.start_timeout_s for group in config.groups.values()) + _DEPLOY_SLACK_S
-        return _up(config, report, timeout_s or longest_s, gpus, file)
+        return _up(config, report, timeout_s or longest_s, gpus)
 
 
-def _up(config: Config, report: Report, timeout_s: float, gpus: Sequence[str], file: Path | None) -> Running:
+def _up(config: Config, report: Report, timeout_s: float, gpus: Sequence[str]) -> Running:
     api = ServeApi.from_environment()
     state = _state(config.name, api)
     is_new, before = False, None
@@ -70,15 +65,12 @@ def _up(config: Config, report: Report, timeout_s: float, gpus: Sequence[str], f
         state.write()
         _deploy(api, config, before, report)
         _wait_until_running(api, config, before, report, timeout_s)
-        found = met_by_the_gateway(config, report, "all replicas", _is_healthy)
-        state.file = str(file.resolve()) if file else ""
-        state.write()
-        return found
+        return met_by_the_gateway(config, report, "all replicas", _is_healthy)
     except BaseException:  # Ctrl-C too: an application that never ran must not go on trying in the background
         if is_new:
             _undo(config.name, report)
         elif before is not None:
-            _say_what_serves(config.name, state.file, report)
+            report.note("`rollout-gateway status` tells what serves now; `up` with the file of before brings that back")
         raise
 
 
@@ -106,25 +98,11 @@ def _refuse(reasons: Sequence[str]) -> None:
         raise ConfigError("\n".join([*reasons, "nothing was started or stopped"]))
 
 
-def _say_what_serves(name: str, file: str, report: Report) -> None:
-    try:
-        api = serve_api(name)
-        application, replicas = api.application(name), gateway_status(api.details()).get("replicas", ())
-    except RolloutGatewayError as error:
-        report.note(f"the state of {name} is unknown: {error}")
-        return
-    serving = sum(replica["state"] == ReplicaState.SERVING for replica in replicas)
-    now = f"{application['status']}, {describe(application)}; {serving} replicas serve" if application else "removed"
-    report.note(f"{name} now: {now}")
-    report.note(f"to get the earlier fleet back: rollout-gateway up -c {file or 'FILE, with its own configuration'}")
-
-
 def _state(name: str, api: ServeApi) -> State:
     """Return the record of an earlier `up` where its Ray lives on, else a new one."""
     state = State.read(name)
     if state is None or not state.ray_lives:
-        file = state.file if state and state.dashboard == api.address else ""
-        return State(name=name, dashboard=api.address, file=file)
+        return State(name=name, dashboard=api.address)
     if state.dashboard != api.address:
         raise ClusterRefused(
             f"{name} is up already, on the Ray at {state.dashboard}, and another gateway of that name on this machine "

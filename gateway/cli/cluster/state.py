@@ -27,8 +27,6 @@ class State:
     ray_started_at: int | None = None
     gpus: list[str] = field(default_factory=list)
     """GPUs that Ray was started with; empty where `up` named none."""
-    file: str = ""
-    """Configuration file of the last `up` that succeeded."""
 
     @staticmethod
     def folder(environ: Mapping[str, str] = os.environ) -> Path:

@@ -154,24 +154,12 @@ def test_gpus_of_other_machines_count_and_their_files_are_not_looked_for(shell: 
     assert serve.deployed == []
 
 
-def test_a_failed_change_says_what_serves_and_the_way_back(shell: Shell, serve: PlayedServe) -> None:
-    shell.run("up", "-c", "sim.yaml")
-    serve.outcome = "DEPLOY_FAILED"
-    done = shell.run("up", "-c", "sim.yaml", "fleet.lost_after_s=20")
-    assert done.returncode == 1
-    assert f"{NAME} now: DEPLOY_FAILED, engine: 1 RUNNING" in done.stderr
-    assert "; 0 replicas serve" in done.stderr
-    assert f"to get the earlier fleet back: rollout-gateway up -c {shell.folder / 'sim.yaml'}" in done.stderr
-    assert serve.deleted == []
-
-
 def test_a_fleet_that_goes_on_after_a_failed_change_is_not_removed(shell: Shell, serve: PlayedServe) -> None:
     """Serve lists nothing of an application whose change it cannot build, and leaves what runs."""
     shell.run("up", "-c", "sim.yaml")
     serve.outcome, serve.builds = "DEPLOY_FAILED", False
-    serve.replicas = [{"state": "SERVING"}, {"state": "SERVING"}]
     failed = shell.run("up", "-c", "sim.yaml", "engine.env.A=b", "gateway.max_attempts=7")
-    assert f"{NAME} now: DEPLOY_FAILED, no replica listed; 2 replicas serve" in failed.stderr
+    assert "`rollout-gateway status` tells what serves now" in failed.stderr
     serve.outcome, serve.builds = "RUNNING", True
     done = shell.run(
         "up", "-c", "sim.yaml", "gateway.max_attempts=7"

@@ -89,19 +89,19 @@ class RolloutRoutes:
     async def _generate_tokens(self, request: web.Request) -> web.StreamResponse:
         _, body, session = await self._read(request)
         rollout = self.tokens.decode(body, request_id(request), session, request[CLIENT])
-        with self.own.under_way(request, [body["request_id"]]):
+        with self.own.under_way(request, body["request_id"]):
             if body.get("stream"):
                 return await self._stream(request, rollout.model, partial(self.tokens.stream, rollout, body))
             return await self._answer(rollout.model, self.tokens.generate(rollout, body))
 
     async def _generate_sglang(self, request: web.Request) -> web.StreamResponse:
         _, body, session = await self._read(request)
-        batch = self.sglang.decode(body, request_id(request), session, request[CLIENT])
-        with self.own.under_way(request, [asked.rid for asked in batch.asked]):
+        given = self.sglang.decode(body, request_id(request), session, request[CLIENT])
+        with self.own.under_way(request, given.asked.rid):
             if body.get("stream"):
-                return await self._stream(request, batch.model, partial(self.sglang.stream, batch))
-            answers, usage = await self.sglang.generate(batch)
-        self.measurement.count_tokens(batch.model, usage)
+                return await self._stream(request, given.model, partial(self.sglang.stream, given))
+            answers, usage = await self.sglang.generate(given)
+        self.measurement.count_tokens(given.model, usage)
         return reply(answers)
 
     async def _abort_requests(self, request: web.Request) -> web.Response:

@@ -69,22 +69,20 @@ class Completions:
         Prompts are numbered from `first`.
         """
         n, values = check_sampling(body), _prompt_list(body)
-        terms = Terms.read(body, self._fleet, self._runner.lengths, len(values))
+        terms = Terms.read(body, self._fleet, self._runner.lengths)
         max_len = common_room(self._fleet, terms.model)
         limit = _limit(body, max_len)
         rest = without_own_fields(body)
         for own in ("prompt", "stream"):
             rest.pop(own, None)
         prompts = []
-        for place, value in enumerate(values):
-            index = first + place
+        for index, value in enumerate(values, first):
             rollout = terms.rollout(
                 f"{request_id}-{index}",
                 prompt_key(value),
                 n=n,
                 prompt_tokens=_checked_length(index, value, max_len, body.get("truncate_prompt_tokens")),
                 limit=limit,
-                place=place,
                 request=request_id,
                 needs_ids=asks_vllm(body),
                 session=session if len(values) == 1 else "",

@@ -18,7 +18,7 @@ from gateway.fleet.placement.sessions import SESSION_ID
 # Fields of /v1/completions that have another place here, or that no stream has.
 _NOT_SAMPLING = (
     "prompt", "messages", "model", "n", "stream", "stream_options", "return_token_ids", "min_version", "max_staleness",
-    "session_id", "priority", "request_id", "expected_tokens", "echo", "suffix", "best_of", "use_beam_search",
+    "session_id", "priority", "request_id", "echo", "suffix", "best_of", "use_beam_search",
     "length_penalty", "prompt_logprobs", "prompt_embeds",
 )  # fmt: skip
 _MOST_SAMPLES = 1 << 19
@@ -53,7 +53,6 @@ class Group(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_
     min_version: Any = None
     max_staleness: Any = None
     priority: _Priority = 0
-    expected_tokens: _Count | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -68,7 +67,6 @@ class Group(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_
             "model": self.model,
             "min_version": self.min_version,
             "max_staleness": self.max_staleness,
-            "expected_tokens": self.expected_tokens,
         }
         return {**self.sampling, **_given(asked), "prompt": [self.prompt], "n": self.n, "return_token_ids": True}
 
@@ -88,7 +86,6 @@ class Request(Struct, kw_only=True, forbid_unknown_fields=True):
     min_version: Any = None
     max_staleness: Any = None
     priority: Any = None
-    expected_tokens: Any = None
 
     async def read_groups(self) -> list[Group]:
         """Return the groups. Raise `InvalidRequest` with the field. Others get turns on the loop meanwhile."""

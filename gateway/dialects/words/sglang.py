@@ -52,7 +52,7 @@ _READ = frozenset(
     }
 )  # fmt: skip
 # Fields of the gateway and of vLLM, passed to the completions unchanged.
-_PASSED = ("model", "priority", "min_version", "max_staleness", "expected_tokens")
+_PASSED = ("model", "priority", "min_version", "max_staleness")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

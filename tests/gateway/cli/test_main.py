@@ -95,27 +95,6 @@ def test_up_with_nothing_names_the_option_for_a_file(shell: Shell) -> None:
     assert "-c FILE" in shell.run("up").stderr.splitlines()[1]
 
 
-def test_the_doctor_exits_with_1_when_something_hurts_or_cannot_read_and_2_for_wrong_words(shell: Shell) -> None:
-    (shell.folder / "good.yaml").write_text("engine: {kind: vllm, model: Qwen/Qwen2-7B}\n")
-    (shell.folder / "train.sh").write_text("python3 -m verl.trainer.main_ppo data.max_respons_length=128\n")
-    good = shell.run("doctor", "-c", "good.yaml")
-    assert good.returncode == 0, good.stdout
-    assert good.stdout.splitlines()[-1].startswith("0 that hurt, ")
-    hurt = shell.run("doctor", "-c", "good.yaml", "--json", "--engine.enforce_eager", "true")
-    assert hurt.returncode == 1
-    (eager,) = [one for one in json.loads(hurt.stdout)["findings"] if one["severity"] == "hurts"]
-    assert (eager["key"], eager["origin"], eager["place"]) == (
-        "engine.enforce_eager",
-        "cli",
-        "argument --engine.enforce_eager",
-    )
-    assert shell.run("doctor", "--verl", "train.sh").returncode == 1
-    for code, arguments in ((1, ["--verl", "none.sh"]), (2, ["-c", "good.yaml", "--engine.sed", "1"]), (2, [])):
-        refused = shell.run("doctor", *arguments)
-        assert refused.returncode == code
-        assert refused.stderr.startswith("rollout-gateway: ")
-
-
 def test_show_tells_origins_and_hides_keys(shell: Shell) -> None:
     shell.environ["ROLLOUT_GATEWAY_GATEWAY__ADMIN_KEYS"] = "hunter2"
     done = shell.run("config", "show", "-c", "sim.yaml")

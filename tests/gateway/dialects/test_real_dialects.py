@@ -114,14 +114,6 @@ def test_chat_and_completions_of_the_openai_client(client: openai.OpenAI) -> Non
     assert [choice.text for choice in again.choices] == [choice.text for choice in completion.choices]
 
 
-def test_usage_comes_last_in_a_stream_and_is_null_before(client: openai.OpenAI) -> None:
-    options = {"include_usage": True}
-    chunks = list(ask(client, stream=True, stream_options=options, max_tokens=20, extra_body={"ignore_eos": True}))
-    assert all("usage" in chunk.model_fields_set for chunk in chunks)
-    assert [chunk.usage for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
-    assert (chunks[-1].choices, chunks[-1].usage.completion_tokens) == ([], 20)
-
-
 def test_usage_stands_in_every_chunk_where_that_is_asked_for(client: openai.OpenAI) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     for chunks in (

@@ -269,24 +269,6 @@ async def test_a_submission_that_nobody_reads_is_cancelled(
     )
 
 
-async def test_ended_submissions_are_forgotten_beyond_the_bound_oldest_first(start_rig: StartRig) -> None:
-    rig = await start_rig(1, gateway={"submissions": {"max_bytes": 3000}})
-    for number in range(5):
-        await submitted(rig, [GROUP], id=f"s{number}")
-    await until(lambda: rig.get("/status"), lambda got: got[1]["ledger"]["kept_bytes"] <= 3000)
-    assert (await rig.get("/v1/rollouts/s0"))[0] == 404
-    assert samples(await read(rig, "s4")) == [(0, 0)]
-
-
-async def test_open_submissions_beyond_the_bound_refuse_new_ones(start_rig: StartRig) -> None:
-    rig = await start_rig(1, gateway={"submissions": {"max_bytes": 40}})
-    await detached(rig, "one")
-    await rig.begun(samples=1)
-    async with rig.client.post(rig.url + "/v1/rollouts", json=body(id="two")) as response:
-        assert (response.status, response.headers["Retry-After"]) == (429, "10")
-        assert "max_bytes" in (await response.json())["error"]["message"]
-
-
 async def test_an_id_with_other_groups_is_refused(rig: Rig) -> None:
     await submitted(rig, id="one")
     status, error = await rig.post("/v1/rollouts", body([GROUP | {"n": 2}], id="one"))

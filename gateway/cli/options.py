@@ -19,7 +19,3 @@ Name = Annotated[
     str, typer.Option("--name", envvar=f"{PREFIX}NAME", show_envvar=False, help="Name of the Serve application.")
 ]
 TimeoutS = Annotated[float | None, typer.Option("--timeout-s", min=0, help="Longest wait for all replicas.")]
-Gpus = Annotated[
-    str | None,
-    typer.Option("--gpus", metavar="0,1", help="GPUs of this node for the engines; the trainer gets the others."),
-]

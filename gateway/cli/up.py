@@ -16,7 +16,7 @@ from gateway.cli.cluster.application import (
 from gateway.cli.cluster.changes import changes, has_running_engine, scaled
 from gateway.cli.cluster.ports import is_here, unbindable
 from gateway.cli.cluster.progress import Report
-from gateway.cli.cluster.ray_head import check_gpus, start_ray
+from gateway.cli.cluster.ray_head import start_ray
 from gateway.cli.cluster.serve_api import ClusterRefused, ServeApi, ask_control_plane
 from gateway.cli.cluster.state import State, changing, write_private
 from gateway.cli.down import delete, down
@@ -28,36 +28,27 @@ from gateway.config.serve_document import config_of, serve_config, written_out_k
 _DEPLOY_SLACK_S = 120.0
 
 
-def up(
-    config: Config,
-    report: Report,
-    timeout_s: float | None = None,
-    gpus: Sequence[str] = (),
-) -> Running:
+def up(config: Config, report: Report, timeout_s: float | None = None) -> Running:
     """Start what is missing, deploy, and return when the application runs. A failure undoes what this call began.
 
-    Raises `ConfigError`, and changes nothing, where the configuration cannot run here.
-
-    `gpus` are the GPUs of this node that Ray may give to engines; all unless named. Raises `ClusterRefused` where a
-    running Ray was started with others, or has another application in this one's place.
+    Raises `ConfigError`, and changes nothing, where the configuration cannot run here, and `ClusterRefused` where a
+    running Ray has another application in this one's place.
     """
     with changing(config.name, "up"):
         longest_s = max(group.start_timeout_s for group in config.groups.values()) + _DEPLOY_SLACK_S
-        return _up(config, report, timeout_s or longest_s, gpus)
+        return _up(config, report, timeout_s or longest_s)
 
 
-def _up(config: Config, report: Report, timeout_s: float, gpus: Sequence[str]) -> Running:
+def _up(config: Config, report: Report, timeout_s: float) -> Running:
     api = ServeApi.from_environment()
     state = _state(config.name, api)
     is_new, before = False, None
     try:
         if api.is_up():
-            check_gpus(state, gpus)
             _check_cluster(config, api)
         else:
-            _refuse([*lacks(config, gpus=len(gpus) or None), *missing_keys(config), *unbindable(config)])
+            _refuse([*lacks(config), *missing_keys(config), *unbindable(config)])
             is_new = True
-            state.gpus = list(gpus)
             start_ray(state, api, report)
             api = ServeApi.from_environment()  # the token may be new
         before = _application_before(api, config.name, report)

@@ -11,7 +11,6 @@ from engines.process.engine_log import check_log_folder
 from engines.process.launch import engine_command
 from engines.types import EngineKind
 from gateway.config.load import with_secrets
-from gateway.config.node_gpus import visible_gpus
 from gateway.config.placement import Nodes, Resource, check_placement
 from gateway.config.schema import Config
 
@@ -74,3 +73,10 @@ def _error(check: Callable[..., object], *arguments: object) -> list[str]:
     except ConfigError as error:
         return [str(error)]
     return []
+
+
+def visible_gpus(environ: Mapping[str, str] = os.environ, devices: Path = Path("/dev")) -> list[str]:
+    """List the GPUs that this process may use, without CUDA: from CUDA_VISIBLE_DEVICES, else from device files."""
+    if (visible := environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return [gpu for gpu in visible.split(",") if gpu]
+    return [str(index) for index in range(len(list(devices.glob("nvidia[0-9]*"))))]

@@ -29,7 +29,7 @@ _EXAMPLES = {"N": "1", "{pid}": "1", "GATEWAY_PID": "1", "X.Y.Z": "0.9.1"}
 """Numbers for placeholders that stand where a parser wants one."""
 _KEY = re.compile(r"^(?:--)?((?:gateway|engine|engines|fleet|weights|serve)(?:\.(?!py\b)\w+)+)(?:=.*)?$")
 _VERB = re.compile(r"[a-z][a-z-]*")
-_VLLM_SERVE_OWN = {"gpus", "timeout_s", "detach"}
+_VLLM_SERVE_OWN = {"timeout_s", "detach"}
 
 
 @dataclass(frozen=True, slots=True)

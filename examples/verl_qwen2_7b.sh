@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # verl's production PPO command with the rollouts behind a gateway: its first two keys are all that a gateway adds.
 #
-#     rollout-gateway up --gpus 0,1,2,3 -c examples/verl-qwen2-7b.yaml
+#     CUDA_VISIBLE_DEVICES=0,1,2,3 rollout-gateway up -c examples/verl-qwen2-7b.yaml
 #     CUDA_VISIBLE_DEVICES=4,5,6,7 examples/verl_qwen2_7b.sh [KEY=VALUE ...]
 #
 # rollout.* keys that describe engines may stay; examples/verl-qwen2-7b.yaml has what they say.

@@ -112,7 +112,7 @@ class Gateway:
         await asyncio.to_thread(self._listener.start)
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
-        """Serve calls this when `rollout-gateway scale` has changed how many replicas there are to be."""
+        """Serve calls this when `up` has changed how many replicas there are to be."""
         await self._listener.ask(lambda server: server.fleet.expect(user_config.get("num_replicas") or {}))
 
     async def drain(self, replica_id: str) -> int:

@@ -25,7 +25,7 @@ from engines.process.log_lines import write_log_lines
 from engines.store.weight_store import remove_store
 from engines.types import ReplicaInfo
 from gateway.config.load import load, with_secrets
-from gateway.config.node_gpus import visible_gpus
+from gateway.config.machine import visible_gpus
 from gateway.config.schema import Config
 from gateway.http.listener import Listener
 from gateway.ledger.ledger import default_folder

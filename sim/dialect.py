@@ -137,26 +137,6 @@ class DerenderBody(BaseModel):
     prompt_token_ids: list[TokenId] | None = None
 
 
-class TokensChunkChoice(TokensChoice):
-    token_ids: list[TokenId]
-    finish_reason: str | None = None
-
-
-class TokensChunk(BaseModel):
-    request_id: str = ""
-    choices: list[TokensChunkChoice] = Field(max_length=1)
-
-
-class DerenderChunkBody(BaseModel):
-    """One chunk of a stream, with the state from the answer to the chunk before."""
-
-    model: str | None = None
-    generate_chunk: TokensChunk
-    stream_state: Json | None = None
-    chat_request: ChatBody
-    prompt_token_ids: list[TokenId] | None = None
-
-
 # vLLM leaves out fields with the default value.
 _RENDERED: Json = {
     "n": 1, "temperature": 1.0, "top_p": 1.0, "seed": None, "min_tokens": 0, "ignore_eos": False, "max_tokens": 16,
@@ -201,18 +181,6 @@ def derendered(body: DerenderBody, model_name: str) -> Json:
     ]
     envelope = {"id": body.generate_response.request_id, "object": "chat.completion", "created": int(time.time())}
     return envelope | {"model": model_name, "choices": choices}
-
-
-def derendered_chunk(body: DerenderChunkBody, model_name: str) -> Json:
-    """Return a chat chunk made of token ids."""
-    state, choices = body.stream_state or {"role_sent": False}, []
-    for choice in body.generate_chunk.choices:
-        role = {} if state["role_sent"] else {"role": "assistant"}
-        delta = role | {"content": detokenize(choice.token_ids) or None}
-        choices.append(_derendered_choice(choice) | {"delta": delta})
-        state = {"role_sent": True}
-    chunk = {"id": body.generate_chunk.request_id, "object": "chat.completion.chunk", "model": model_name}
-    return {"chunk": chunk | {"choices": choices}, "stream_state": state}
 
 
 def _derendered_choice(choice: TokensChoice) -> Json:

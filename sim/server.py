@@ -31,13 +31,11 @@ from sim.dialect import (
     CompletionBody,
     Cursor,
     DerenderBody,
-    DerenderChunkBody,
     Json,
     Limits,
     TokenId,
     chat_ids,
     derendered,
-    derendered_chunk,
     rendered,
 )
 from sim.faults import FaultInjector
@@ -53,9 +51,7 @@ _MAX_BODY_BYTES = 1 << 30
 _MAX_MODEL_LEN = 32768
 _SHUTDOWN_S = 0.1
 Body = TypeVar("Body", bound=BaseModel)
-ModelBody = TypeVar(
-    "ModelBody", "TokenizeBody", "DetokenizeBody", CompletionBody, ChatBody, DerenderBody, DerenderChunkBody
-)
+ModelBody = TypeVar("ModelBody", "TokenizeBody", "DetokenizeBody", CompletionBody, ChatBody, DerenderBody)
 
 
 class InitBody(BaseModel):
@@ -188,8 +184,6 @@ class SimServer:
         return _json(rendered(await self._read(request, ChatBody), self._limits.max_model_len))
 
     async def derender(self, request: web.Request) -> web.Response:
-        if orjson.loads(await request.read()).get("stream"):
-            return _json(derendered_chunk(await self._read(request, DerenderChunkBody), self._name))
         return _json(derendered(await self._read(request, DerenderBody), self._name))
 
     async def tokenize(self, request: web.Request) -> web.Response:

@@ -4,7 +4,6 @@ import asyncio
 import math
 from array import array
 from collections.abc import Iterator
-from copy import copy
 from typing import Any
 
 import msgspec
@@ -146,13 +145,6 @@ class Call:
         self.token_ids.frombytes(step.token_ids)
         self.logprobs.frombytes(step.logprobs)
         self.weight_versions = step.weight_versions
-
-    def steps(self) -> Iterator[Facts | Grown]:
-        """Yield all that there is, for a new record."""
-        yield copy(self.facts)  # as it is now: it is encoded later
-        if self.token_ids:
-            tokens = self.token_ids.tobytes(), self.logprobs.tobytes()
-            yield Grown(self.facts.call, 0, *tokens, self.weight_versions)
 
     def report(self) -> Json:
         """Return the call as readers get it: token ids in int32, log-probs in float32, both little-endian."""

@@ -1,7 +1,7 @@
-"""Anthropic's Messages: a body becomes a turn as in vLLM 0.32, but for three things.
+"""Anthropic's Messages: a body becomes a turn as in vLLM 0.32, but for four things.
 
-Arguments keep their characters; the results of tools stand together, before their images; a body that ends in the
-assistant's own words is refused.
+Tools do not come and go by system messages. Arguments keep their characters; the results of tools stand together,
+before their images; a body that ends in the assistant's own words is refused.
 """
 
 import json
@@ -63,11 +63,10 @@ class Messages(Dialect):
     def read_prompt(self, body: Json) -> Turn:
         """Return what a body asks for that may lack a limit: its tokens are counted alone."""
         given = read_fields(_Body, body)
-        changing = {str(tool.get("name")): _tool(tool, where) for where, tool in objects(given.tools, "tools")}
-        messages = _messages(given, changing)
+        messages = _messages(given)
         if not messages:
             raise refusal("messages", given.messages, "give at least one message")
-        tools = list(changing.values())
+        tools = [_tool(tool, where) for where, tool in objects(given.tools, "tools")]
         sampling: Json = {"temperature": given.temperature, "top_p": given.top_p, "top_k": given.top_k}
         sampling |= {"stop": given.stop_sequences or None, "thinking_token_budget": _budget(given.thinking)}
         return Turn(
@@ -107,10 +106,9 @@ class Messages(Dialect):
         return named_event(self.error(error))
 
 
-def _messages(given: _Body, tools: Json) -> list[Json]:
-    """Return the messages of a chat request, after whose system messages `tools` are those at the end."""
+def _messages(given: _Body) -> list[Json]:
     chat = ChatMessages()
-    if text := _system_text(given.system, "system", None):
+    if text := _system_text(given.system, "system"):
         chat.add({"role": "system", "content": text})
     for where, message in objects(given.messages, "messages"):
         content, where = message.get("content"), f"{where}.content"
@@ -120,7 +118,7 @@ def _messages(given: _Body, tools: Json) -> list[Json]:
             case "assistant":
                 chat.add(_assistant(_blocks(content, where)))
             case "system":
-                if text := _system_text(content, where, tools):
+                if text := _system_text(content, where):
                     chat.add({"role": "system", "content": text})
             case role:
                 raise refusal(where.replace(".content", ".role"), role, "there are user, assistant and system")
@@ -133,15 +131,12 @@ def _blocks(content: Any, where: str) -> Iterator[tuple[str, Json]]:
     return objects(content, where)
 
 
-def _system_text(content: Any, where: str, tools: Json | None) -> str:
-    """Return the text, and add and remove the `tools` that it says to."""
+def _system_text(content: Any, where: str) -> str:
     texts = []
     for place, block in _blocks(content, where):
         match block:
             case {"type": "text", "text": str(text)}:
                 texts.append("" if text.startswith(_BILLING) else text)
-            case {"type": "tool_addition" | "tool_removal" as change} if tools is not None:
-                _change(tools, change, block.get("tool"), f"{place}.tool")
             case _:
                 raise refusal(place, block, "a system message has blocks of text")
     return "".join(texts)
@@ -218,19 +213,6 @@ def _arguments(given: Json) -> str:
     if given.keys() == {_NO_OBJECT} and isinstance(given[_NO_OBJECT], str):
         return str(given[_NO_OBJECT])
     return json.dumps(given, ensure_ascii=False)
-
-
-def _change(tools: Json, change: str, tool: Any, where: str) -> None:
-    """Add or remove a tool. One that is to be loaded later says so to the template, until it is added."""
-    match (change, tool):
-        case "tool_addition", {"type": "tool_definition", "definition": dict(defined)}:
-            tools[str(defined.get("name"))] = _tool(defined, f"{where}.definition")
-        case "tool_addition", {"type": "tool_reference", "name": str(name)} if name in tools:
-            tools[name]["function"].pop("defer_loading", None)
-        case "tool_removal", {"type": "tool_reference", "name": str(name)} if name in tools:
-            del tools[name]
-        case _:
-            raise refusal(where, tool, f"name a tool of tools: {', '.join(tools) or 'there is none'}")
 
 
 def _tool(tool: Json, where: str) -> Json:

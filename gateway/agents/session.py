@@ -297,9 +297,8 @@ class Session:
     # Ledger
 
     def write(self) -> None:
-        """Write all that there is as a new record."""
-        steps = (step for call in self.calls for step in call.steps())
-        self.record.begin([copy(self.head), *self._media.values(), *steps])
+        """Begin the record."""
+        self.record.begin([copy(self.head)])
 
     def restore(self, steps: Iterable[Step]) -> None:
         """Take the steps of a gateway before this one. Calls that were open end with the tokens that it has written."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import structlog
 
 from engines.engine import Json
-from engines.errors import DeadlineExceeded, SessionFrozen, TooManyRequests, UnknownRequest
+from engines.errors import SessionFrozen, TooManyRequests, UnknownRequest
 from gateway.agents.session import Head, Session, read_head, read_step
 from gateway.config.schema import SubmissionsConfig
 from gateway.fleet.metrics import Metrics
@@ -18,7 +18,6 @@ from gateway.ledger.ledger import Ledger, Record
 log = structlog.get_logger()
 
 KIND = "session"
-_ACKED = "acked"  # one record, with the names of many
 _BOUNDS_S = 1.0
 _MAX_AGE_S = 86_400.0
 """Longest time without a call, a reward or a read after which a session is forgotten."""
@@ -31,7 +30,7 @@ Key = tuple[str, str]  # owner and id
 class Sessions:
     """The sessions, by owner and id. The bounds are those of submissions."""
 
-    kind = (KIND, _ACKED)
+    kind = KIND
 
     def __init__(self, config: SubmissionsConfig, ledger: Ledger, metrics: Metrics) -> None:
         self._config = config
@@ -40,7 +39,6 @@ class Sessions:
         self._metrics = metrics
         self._kept: dict[Key, Session] = {}
         self._acked: OrderedDict[Key, None] = OrderedDict()
-        self._acked_record = Record.new(ledger, _ACKED)
         self._full: set[str] = set()  # owners
 
     @property
@@ -59,9 +57,8 @@ class Sessions:
 
     # Agents
 
-    async def entered(self, owner: str, name: str) -> Session:
+    def entered(self, owner: str, name: str) -> Session:
         """Return the session of a call, which may begin it. Raise `SessionFrozen`, `TooManyRequests`."""
-        await self._ledger.opened()
         if (owner, name) in self._acked:
             raise SessionFrozen(f"session is frozen: {name!r} was acked, and takes no call any more")
         if owner in self._full:
@@ -70,46 +67,32 @@ class Sessions:
                 "ack those that have ended, or raise it",
                 _FULL_RETRY_S,
             )
-        session, _ = await self.begun(owner, name)
+        session, _ = self.begun(owner, name)
         session.check_open()
         return session
 
     # Trainers
 
-    async def begun(self, owner: str, name: str, metadata: Json | None = None) -> tuple[Session, bool]:
-        """Return the session of this id, and True where it begins here. Raise `DeadlineExceeded` while a gateway before
-        this one may have it."""
-        await self._ledger.opened()
+    def begun(self, owner: str, name: str, metadata: Json | None = None) -> tuple[Session, bool]:
+        """Return the session of this id, and True where it begins here."""
         if (found := self._kept.get((owner, name))) is not None:
             return found, False
-        if self._ledger.is_held_elsewhere:
-            await self.check_read(f"session {name!r}")
-        if (owner, name) in self._acked:
-            del self._acked[owner, name]
-            self._write_acked()
+        self._acked.pop((owner, name), None)
         session = Session(Head(owner, name, time.time(), metadata), Record.new(self._ledger, KIND), self._metrics)
         self._kept[owner, name] = session
         session.write()
         return session, True
 
-    async def find(self, owner: str, name: str) -> Session:
-        """Return a session. Raise `UnknownRequest`, or `DeadlineExceeded` while a ledger that may have it is unread."""
-        await self._ledger.open()
+    def find(self, owner: str, name: str) -> Session:
+        """Return a session. Raise `UnknownRequest`."""
         if (found := self._kept.get((owner, name))) is not None:
             found.used_at = time.monotonic()
             return found
-        await self.check_read(f"session {name!r}")
         raise UnknownRequest(
             f"no session {name!r} of this key: it has had no call, was acked, or was forgotten (see "
             "gateway.submissions and gateway.ledger)",
             param="id",
         )
-
-    async def check_read(self, what: str) -> None:
-        """Raise `DeadlineExceeded` while a ledger that may have it is unread."""
-        await self._ledger.open()
-        if reason := self._ledger.unread:
-            raise DeadlineExceeded(f"{what} may be in the ledger, which cannot be read yet: {reason}")
 
     def of(self, owner: str) -> list[Session]:
         """Return the sessions of an owner, the oldest first."""
@@ -118,7 +101,7 @@ class Sessions:
     async def ack(self, owner: str, name: str) -> None:
         """Drop a session that was frozen. Return once that is durable. Raise `SessionFrozen` where it is open."""
         if (owner, name) not in self._acked:
-            session = await self.find(owner, name)
+            session = self.find(owner, name)
             if not session.head.is_frozen or session.open:
                 raise SessionFrozen(f"{name!r} is open: freeze it before it is acked, since later calls would be lost")
             if session.was_read:
@@ -128,25 +111,18 @@ class Sessions:
 
     async def delete(self, owner: str, name: str) -> None:
         """End the calls of a session, and drop it. Return once that is durable."""
-        session = await self.find(owner, name)
+        session = self.find(owner, name)
         await session.freeze(0.0)
         self._drop(session)
         await self._ledger.written()
 
     def _drop(self, session: Session) -> None:
-        """Forget a session but for its name: a late call does not begin it again, also after a restart."""
+        """Forget a session but for its name, so that a late call does not begin it again."""
         self._kept.pop(session.key, None)
         self._acked[session.key] = None
         if len(self._acked) > _ACKED_KEPT:
             self._acked.popitem(last=False)
-        if self._acked_record.is_kept and not self._acked_record.has_doubled:
-            self._acked_record.add(Head(*session.key, time.time()))
-        else:
-            self._write_acked()
         session.record.remove()
-
-    def _write_acked(self) -> None:
-        self._acked_record.begin([Head(*key, time.time()) for key in self._acked])
 
     # Bounds
 
@@ -191,31 +167,15 @@ class Sessions:
     def is_busy(self) -> bool:
         return any(one.open for one in self._kept.values())
 
-    async def write_news(self) -> None:
+    def write_news(self) -> None:
         for session in self._kept.values():
             session.write_growth(session.open.values())
 
-    def write_all(self) -> None:
-        for session in self._kept.values():
-            session.write()
-        if self._acked:
-            self._write_acked()
-
     def bring_back(self, left: Sequence[Left]) -> None:
-        for one in sorted(left, key=lambda one: one.name):  # the names of acked ones first
+        for one in left:
             record = Record(self._ledger, one.name, one.num_bytes)
             try:
-                if one.name.startswith(_ACKED):
-                    self._acked.update(((head.owner, head.id), None) for head in map(read_head, one.frames))
-                    self._write_acked()
-                    record.remove()
-                    continue
                 session = Session(read_head(one.frames[0]), record, self._metrics)
-                if session.key in self._acked:
-                    record.remove()  # the gateway before was killed at the ack
-                    continue
-                if session.key in self._kept:
-                    raise ValueError(f"session {session.head.id!r} began again while the ledger could not be read")
                 session.restore(map(read_step, one.frames[1:]))
                 self._kept[session.key] = session
             except (ValueError, LookupError, TypeError, AttributeError) as error:

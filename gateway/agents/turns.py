@@ -47,7 +47,7 @@ class Turns:
 
         That of a session is recorded when this returns; where it raises, as far as it came.
         """
-        session = await self.sessions.entered(caller.client, caller.identity.id) if caller.identity else None
+        session = self.sessions.entered(caller.client, caller.identity.id) if caller.identity else None
         history = session.history if session else History(lambda _: array("i"))
         prompt, chat = await history.prompt(turn, self.tails), chat_request(turn)
         if prompt is None:

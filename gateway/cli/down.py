@@ -1,7 +1,6 @@
 """`rollout-gateway down`: removal of an application, of the Ray that `up` started, and of all that they leave."""
 
 import contextlib
-import os
 import signal
 import threading
 import time
@@ -11,19 +10,17 @@ from typing import Any
 
 from engines.errors import ConfigError, DeadlineExceeded
 from engines.store.weight_store import remove_store
-from engines.types import MARK
-from gateway.cli.cluster.application import deployed_config, gateway_status, running, serve_api
+from gateway.cli.cluster.application import deployed_config, running, serve_api
 from gateway.cli.cluster.progress import Report
 from gateway.cli.cluster.ray_head import stop_ray
 from gateway.cli.cluster.serve_api import ClusterTroubled, ClusterUnreachable, ServeApi
-from gateway.cli.cluster.state import State, process_started_at
+from gateway.cli.cluster.state import State
 from gateway.ledger.ledger import default_folder, remove_unless_needed
 from gateway.weights.snapshots import in_memory
 
 _DELETE_TIMEOUT_S = 120.0
 _UNPLACED_DELETE_TIMEOUT_S = 30.0
 """Where replicas have found no place: Serve waits up to ten minutes for their end, though nothing of them runs."""
-_ENGINES_END_WITHIN_S = 15.0
 _STAY_POLL_S = 5.0
 _STAY_SILENCE_S = 180.0
 
@@ -34,13 +31,11 @@ def down(name: str, report: Report) -> bool:
     Notes each thing removed. Engine logs are kept: they say why an engine failed.
     """
     api, state = serve_api(name), State.read(name)
-    engines: dict[int, int] = {}
     applications: dict[str, Any] = {}
     application, removed = None, False
     try:
         applications = _applications(api)
         application = applications.get(name)
-        engines = _local_engines(api, application)
         removed = application is not None and delete(api, name, report)
     except (ClusterTroubled, DeadlineExceeded) as error:
         if state is None or not state.ray_lives:
@@ -52,7 +47,6 @@ def down(name: str, report: Report) -> bool:
         stop_ray(state, report)
         report.note(f"stopped Ray{', with ' + ', '.join(others) if others else ''}")
         removed = True
-    _end(engines, report)
     _remove_memory(name, report)
     _remove_ledger(default_folder(name), report)
     if state is not None:
@@ -111,36 +105,6 @@ def _applications(api: ServeApi) -> dict[str, Any]:
     except ClusterUnreachable:
         return {}
     return found
-
-
-def _local_engines(api: ServeApi, application: Mapping[str, Any] | None) -> dict[int, int]:
-    """Return process id -> start of the engines that run on this machine, as the gateway reports them."""
-    replicas = gateway_status(api.details()).get("replicas", ()) if application is not None else ()
-    pids = [pid for replica in replicas if (pid := replica.get("pid")) and _is_engine(pid)]
-    return {pid: started for pid in pids if (started := process_started_at(pid)) is not None}
-
-
-def _is_engine(pid: int) -> bool:
-    """Another node's process id may be anything here; an engine of ours carries our mark."""
-    try:
-        return f"{MARK}=".encode() in Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:
-        return False
-
-
-def _end(engines: Mapping[int, int], report: Report) -> None:
-    """Wait for engines to end with their owners, and kill an engine that does not."""
-
-    def left() -> list[int]:
-        return [pid for pid, started in engines.items() if process_started_at(pid) == started]
-
-    deadline = time.monotonic() + _ENGINES_END_WITHIN_S
-    while left() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    for pid in left():
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-            report.note(f"killed engine process {pid}, which had not ended")
 
 
 def _remove_memory(name: str, report: Report) -> None:

@@ -20,14 +20,12 @@ from gateway.cli.cluster.progress import Report
 from gateway.cli.cluster.serve_api import ask_control_plane
 from gateway.cli.down import down, stay
 from gateway.cli.example import list_examples, write_example
-from gateway.cli.options import OVERRIDES, WITH_OVERRIDES, AsJson, File, Name
+from gateway.cli.options import OVERRIDES, WITH_OVERRIDES, AsJson, File, Name, TimeoutS
 from gateway.cli.output import print_events, print_fleet, print_json, print_running
-from gateway.cli.scale import scale
 from gateway.cli.up import up
-from gateway.cli.vllm_serve import HELP, read_command
+from gateway.cli.vllm_serve import OPTIONS, read_options
 from gateway.config.load import explain, load
 from gateway.config.machine import lacks, missing_keys
-from gateway.config.node_gpus import read_gpus
 from gateway.config.schema import Config
 from gateway.config.serve_document import ENVIRONMENT_REFERENCES, serve_config, written_out_keys
 
@@ -73,31 +71,27 @@ def main() -> None:
 def up_command(
     context: typer.Context,
     config: File = None,
-    timeout_s: Annotated[float | None, typer.Option("--timeout-s", help="Longest wait for all replicas.")] = None,
-    gpus: Annotated[
-        str | None,
-        typer.Option("--gpus", metavar="0,1", help="GPUs of this node for the engines; the trainer gets the others."),
-    ] = None,
+    timeout_s: TimeoutS = None,
 ) -> None:
     """Start Ray if none runs, deploy, and return when every replica is ready."""
     report = Report()
     report.step("reading the configuration")  # first: what follows takes seconds on a busy machine
-    chosen = read_gpus(gpus) if gpus is not None else ()
-    print_running(up(load(config, context.args), report, timeout_s, chosen, config))
+    print_running(up(load(config, context.args), report, timeout_s))
 
 
-@app.command("vllm-serve", rich_help_panel=RUN, context_settings=WITH_OVERRIDES, add_help_option=False)
-def vllm_serve_command(context: typer.Context) -> None:
-    """Serve N vLLM replicas with the options of `trl vllm-serve`, until Ctrl-C."""
-    if "--help" in context.args:
-        print(HELP, end="")
-        return
+@app.command("vllm-serve", rich_help_panel=RUN, context_settings=WITH_OVERRIDES, epilog=OPTIONS)
+def vllm_serve_command(
+    context: typer.Context,
+    timeout_s: TimeoutS = None,
+    detach: Annotated[bool, typer.Option("--detach", help="Return when all replicas are ready.")] = False,
+) -> None:
+    """Serve N vLLM replicas with the options of `trl vllm-serve`, until Ctrl-C, and take down what was started."""
     report = Report()
     report.step("reading the options")
-    command = read_command(context.args)
-    print_running(up(command.config, report, command.timeout_s, command.gpus))
-    if not command.detach:
-        stay(command.config.name, Report())
+    config = read_options(context.args)
+    print_running(up(config, report, timeout_s))
+    if not detach:
+        stay(config.name, Report())
 
 
 @app.command("down", rich_help_panel=RUN)
@@ -105,16 +99,6 @@ def down_command(name: Name = DEFAULT_NAME) -> None:
     """Remove the application, and stop Ray where `up` started it."""
     removed = down(name, Report())
     print(f"{name} is down" if removed else f"nothing to do: {name} does not run")
-
-
-@app.command("scale", rich_help_panel=RUN)
-def scale_command(
-    num_replicas: Annotated[int, typer.Argument(metavar="N", help="Number of replicas.")],
-    group: Annotated[str | None, typer.Option("--group", help="Engine group, where there are several.")] = None,
-    name: Name = DEFAULT_NAME,
-) -> None:
-    """Add or remove replicas while the others serve. Holds until the next `up`, which deploys its file."""
-    print_running(scale(name, num_replicas, Report(), group))
 
 
 @app.command("status", rich_help_panel=LOOK)

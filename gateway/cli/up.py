@@ -6,21 +6,17 @@ from pathlib import Path
 from typing import Any
 
 from engines.errors import ConfigError, RolloutGatewayError
-from engines.types import ReplicaState
 from gateway.cli.cluster.application import (
     DeployFailed,
     Running,
-    describe,
-    gateway_status,
     last_words,
     met_by_the_gateway,
-    serve_api,
     wait_for_serve,
 )
 from gateway.cli.cluster.changes import changes, has_running_engine, scaled
 from gateway.cli.cluster.ports import is_here, unbindable
 from gateway.cli.cluster.progress import Report
-from gateway.cli.cluster.ray_head import check_gpus, start_ray
+from gateway.cli.cluster.ray_head import start_ray
 from gateway.cli.cluster.serve_api import ClusterRefused, ServeApi, ask_control_plane
 from gateway.cli.cluster.state import State, changing, write_private
 from gateway.cli.down import delete, down
@@ -29,40 +25,30 @@ from gateway.config.schema import Config
 from gateway.config.serve_document import config_of, serve_config, written_out_keys
 
 # Time for placing replicas and for Serve's own start, on top of the engines' start.
-DEPLOY_SLACK_S = 120.0
+_DEPLOY_SLACK_S = 120.0
 
 
-def up(
-    config: Config,
-    report: Report,
-    timeout_s: float | None = None,
-    gpus: Sequence[str] = (),
-    file: Path | None = None,
-) -> Running:
+def up(config: Config, report: Report, timeout_s: float | None = None) -> Running:
     """Start what is missing, deploy, and return when the application runs. A failure undoes what this call began.
 
-    Raises `ConfigError`, and changes nothing, where the configuration cannot run here. `file` is noted for the user.
-
-    `gpus` are the GPUs of this node that Ray may give to engines; all unless named. Raises `ClusterRefused` where a
-    running Ray was started with others, or has another application in this one's place.
+    Raises `ConfigError`, and changes nothing, where the configuration cannot run here, and `ClusterRefused` where a
+    running Ray has another application in this one's place.
     """
     with changing(config.name, "up"):
-        longest_s = max(group.start_timeout_s for group in config.groups.values()) + DEPLOY_SLACK_S
-        return _up(config, report, timeout_s or longest_s, gpus, file)
+        longest_s = max(group.start_timeout_s for group in config.groups.values()) + _DEPLOY_SLACK_S
+        return _up(config, report, timeout_s or longest_s)
 
 
-def _up(config: Config, report: Report, timeout_s: float, gpus: Sequence[str], file: Path | None) -> Running:
+def _up(config: Config, report: Report, timeout_s: float) -> Running:
     api = ServeApi.from_environment()
     state = _state(config.name, api)
     is_new, before = False, None
     try:
         if api.is_up():
-            check_gpus(state, gpus)
             _check_cluster(config, api)
         else:
-            _refuse([*lacks(config, gpus=len(gpus) or None), *missing_keys(config), *unbindable(config)])
+            _refuse([*lacks(config), *missing_keys(config), *unbindable(config)])
             is_new = True
-            state.gpus = list(gpus)
             start_ray(state, api, report)
             api = ServeApi.from_environment()  # the token may be new
         before = _application_before(api, config.name, report)
@@ -70,15 +56,12 @@ def _up(config: Config, report: Report, timeout_s: float, gpus: Sequence[str], f
         state.write()
         _deploy(api, config, before, report)
         _wait_until_running(api, config, before, report, timeout_s)
-        found = met_by_the_gateway(config, report, "all replicas", _is_healthy)
-        state.file = str(file.resolve()) if file else ""
-        state.write()
-        return found
+        return met_by_the_gateway(config, report, "all replicas", _is_healthy)
     except BaseException:  # Ctrl-C too: an application that never ran must not go on trying in the background
         if is_new:
             _undo(config.name, report)
         elif before is not None:
-            _say_what_serves(config.name, state.file, report)
+            report.note("`rollout-gateway status` tells what serves now; `up` with the file of before brings that back")
         raise
 
 
@@ -106,25 +89,11 @@ def _refuse(reasons: Sequence[str]) -> None:
         raise ConfigError("\n".join([*reasons, "nothing was started or stopped"]))
 
 
-def _say_what_serves(name: str, file: str, report: Report) -> None:
-    try:
-        api = serve_api(name)
-        application, replicas = api.application(name), gateway_status(api.details()).get("replicas", ())
-    except RolloutGatewayError as error:
-        report.note(f"the state of {name} is unknown: {error}")
-        return
-    serving = sum(replica["state"] == ReplicaState.SERVING for replica in replicas)
-    now = f"{application['status']}, {describe(application)}; {serving} replicas serve" if application else "removed"
-    report.note(f"{name} now: {now}")
-    report.note(f"to get the earlier fleet back: rollout-gateway up -c {file or 'FILE, with its own configuration'}")
-
-
 def _state(name: str, api: ServeApi) -> State:
     """Return the record of an earlier `up` where its Ray lives on, else a new one."""
     state = State.read(name)
     if state is None or not state.ray_lives:
-        file = state.file if state and state.dashboard == api.address else ""
-        return State(name=name, dashboard=api.address, file=file)
+        return State(name=name, dashboard=api.address)
     if state.dashboard != api.address:
         raise ClusterRefused(
             f"{name} is up already, on the Ray at {state.dashboard}, and another gateway of that name on this machine "

@@ -6,110 +6,41 @@ TRL's command starts one vLLM; this one starts `--replicas` of them behind one U
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NamedTuple
 
-from pydantic import Field, ValidationError
-
-from engines.config import Section
 from engines.errors import ConfigError, UsageError
 from engines.levers import LEVERS
 from gateway.config.load import validated
-from gateway.config.node_gpus import read_gpus
 from gateway.config.schema import Config
-from gateway.config.sources import Given, Key, put_environment, read_text, read_yaml
+from gateway.config.sources import Given, Key, put_environment
 
 TRL_PORT = 8000
-
-
-class Flag(NamedTuple):
-    """An option of `trl vllm-serve`, and our key that it sets."""
-
-    name: str
-    key: str
-    meaning: str
-
-
-FLAGS = (
-    Flag("model", "engine.model", "checkpoint folder or Hugging Face id; the one that must be given"),
-    Flag("revision", "engine.extra.revision", "of the model on the Hub"),
-    Flag("tensor_parallel_size", "engine.tensor_parallel_size", "GPUs that share each layer of a replica"),
-    Flag("data_parallel_size", "engine.data_parallel_size", "copies in one replica; --replicas is the better choice"),
-    Flag("host", "gateway.host", "127.0.0.1 unless given; others need gateway.inference_keys and gateway.admin_keys"),
-    Flag("port", "gateway.port", f"of the URL that trainers use, {TRL_PORT} unless given"),
-    Flag("gpu_memory_utilization", "engine.gpu_memory_utilization", "share of a GPU's memory; vLLM's own unless given"),
-    Flag("dtype", "engine.dtype", "auto, bfloat16, float16, float32"),
-    Flag("max_model_len", "engine.max_model_len", "prompt plus completion, in tokens"),
-    Flag("enable_prefix_caching", "engine.enable_prefix_caching", "true or false; vLLM's own choice unless given"),
-    Flag("enforce_eager", "engine.enforce_eager", "true turns CUDA graphs off"),
-    Flag("kv_cache_dtype", "engine.kv_cache_dtype", "auto, fp8, ..."),
-    Flag("trust_remote_code", "engine.extra.trust_remote_code", "true runs code that comes with the model"),
-    Flag("log_level", "engine.extra.uvicorn_log_level", "of vLLM's HTTP server"),
-    Flag("vllm_model_impl", "engine.extra.model_impl", "vllm or transformers"),
-    Flag("distributed_executor_backend", "engine.extra.distributed_executor_backend", "mp; a replica is on one node"),
-    Flag("speculative_config", "engine.speculative_config", "speculative decoding, as JSON"),
+KEYS = {lever.name: f"engine.{lever.name}" for lever in LEVERS} | {
+    "model": "engine.model",
+    "replicas": "engine.num_replicas",
+    "name": "name",
+    "host": "gateway.host",
+    "port": "gateway.port",
+    "log_level": "engine.extra.uvicorn_log_level",
+    "vllm_model_impl": "engine.extra.model_impl",
+}
+"""Our keys of options; any other option is vLLM's own."""
+OPTIONS = (
+    "--model MODEL, which has to be given, --replicas 1, --host 127.0.0.1, --port 8000, and the other options of "
+    "`trl vllm-serve` and of `vllm serve`, in either spelling (--max_model_len, --max-model-len). Any key of ours can "
+    "be given too: --gateway.max_attempts 5."
 )
-_KEYS = {flag.name: flag.key for flag in FLAGS} | {lever.name: f"engine.{lever.name}" for lever in LEVERS}
-_KEYS |= {"replicas": "engine.num_replicas", "name": "name"}
-# Of TRL's options that vLLM reads itself; that of the others the configuration knows.
-_NEEDS_VALUE = {flag.name for flag in FLAGS if flag.key.startswith("engine.extra.")} - {"trust_remote_code"} | {"model"}
 _OUR_PAIR = re.compile(r"[A-Za-z_]+(\.\w+)+=")  # engine.num_cpus=2, as every verb takes it
 _MODEL: Key = ("engine", "model")
 _SERVED_NAME: Key = ("engine", "served_model_name")
 _RAY_KEY: Key = ("engine", "extra", "distributed_executor_backend")
 
-HELP = f"""Usage: rollout-gateway vllm-serve --model MODEL [--replicas N] [OPTIONS]
 
-Start replicas of one model behind one URL for TRL's trainers: `trl vllm-serve` with --replicas. Stays until Ctrl-C,
-or until somebody runs `rollout-gateway down`, and takes everything down that it started.
-
-  --replicas N            vLLM servers behind the URL, 1 unless given
-  --gpus 0,1,2,3          GPUs of this node that they may have; the trainer gets the others
-  --detach                return when all replicas are ready
-  --timeout-s SECONDS     longest wait for them
-  --name NAME             of the Serve application
-  --config FILE           YAML with any of these options
-
-Options of trl vllm-serve, in either spelling (--max_model_len, --max-model-len), and the key that each sets:
-
-{chr(10).join(f"  --{flag.name:<30}{flag.key + ':':<44}{flag.meaning}" for flag in FLAGS)}
-
-Any other option goes to `vllm serve` as it is, and any key of ours can be given: --gateway.max_attempts 5.
-"""
-
-
-class _Own(Section):
-    """Options of the command itself."""
-
-    config: str | None = None
-    gpus: str | None = None
-    detach: bool = False
-    timeout_s: float | None = Field(None, gt=0)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServeCommand:
-    """One command, parsed."""
-
-    config: Config
-    gpus: tuple[str, ...]
-    detach: bool
-    timeout_s: float | None
-
-
-def read_command(words: Sequence[str], environ: Mapping[str, str] = os.environ) -> ServeCommand:
-    """Parse a command; `--config` < environment < words. Errors name the option at fault."""
-    given, found = dict(_options(words)), Given()
+def read_options(words: Sequence[str], environ: Mapping[str, str] = os.environ) -> Config:
+    """Parse a command's options; environment < words. Errors name the option at fault."""
+    found = Given()
     found.put(("gateway", "port"), TRL_PORT, "default", "")
-    own = _own({name: given.pop(name) for name in _Own.model_fields if name in given})
-    for name in _NEEDS_VALUE & given.keys():
-        if not isinstance(given[name], str):
-            raise UsageError(f"--{name} needs one value, it has {given[name]!r}")
-    if own.config:
-        _put_file(found, Path(own.config))
     put_environment(found, environ)
-    for name, value in given.items():
+    for name, value in _options(words):
         found.put_text(_key(name), value, "cli", f"argument --{name}")
     if not (found.has(_MODEL) and found.value(_MODEL)):
         raise UsageError("--model is missing: a checkpoint folder or a Hugging Face id")
@@ -121,20 +52,7 @@ def read_command(words: Sequence[str], environ: Mapping[str, str] = os.environ) 
             "--distributed_executor_backend ray: a replica's GPUs are on one node here; leave it out, and raise "
             "--replicas where one node is not enough"
         )
-    return ServeCommand(
-        config=_with_a_control_port_of_its_own(validated(found), found),
-        gpus=read_gpus(own.gpus, environ) if own.gpus is not None else (),
-        detach=own.detach,
-        timeout_s=own.timeout_s,
-    )
-
-
-def _own(options: dict[str, Any]) -> _Own:
-    try:
-        return _Own.model_validate(options)
-    except ValidationError as error:
-        wrong = error.errors()[0]
-        raise UsageError(f"--{wrong['loc'][0]} = {wrong['input']!r}: {wrong['msg']}") from None
+    return _with_a_control_port_of_its_own(validated(found), found)
 
 
 def _options(words: Sequence[str]) -> Iterator[tuple[str, str | bool | list[str]]]:
@@ -159,20 +77,7 @@ def _key(name: str) -> Key:
     """Return our key of an option: TRL's and vLLM's by their keys, our keys unchanged, the rest for vLLM."""
     if name.partition(".")[0] in Config.model_fields:
         return tuple(name.split(".")) if "." in name else (name,)
-    return tuple(_KEYS.get(name, f"engine.extra.{name}").split("."))
-
-
-def _put_file(given: Given, path: Path) -> None:
-    """Take TRL's own YAML: options by name, and environment variables under `env`."""
-    tree, lines = read_yaml(path, read_text(path))
-    if sections := [key for key in ("engine", "engines", "gateway", "applications") if key in tree]:
-        raise ConfigError(
-            f"{path}:{lines.get((sections[0],), 1)}: {sections[0]}: this is a configuration of rollout-gateway, and "
-            f"--config wants options by name, such as `model:`; run: rollout-gateway up -c {path}"
-        )
-    for name, value in tree.items():
-        key = ("engine", "env") if name == "env" else _key(str(name).replace("-", "_"))
-        given.put_text(key, value or {} if name == "env" else value, "file", f"{path}:{lines.get((name,), 1)}")
+    return tuple(KEYS.get(name, f"engine.extra.{name}").split("."))
 
 
 def _with_a_control_port_of_its_own(config: Config, given: Given) -> Config:

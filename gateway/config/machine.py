@@ -11,7 +11,6 @@ from engines.process.engine_log import check_log_folder
 from engines.process.launch import engine_command
 from engines.types import EngineKind
 from gateway.config.load import with_secrets
-from gateway.config.node_gpus import visible_gpus
 from gateway.config.placement import Nodes, Resource, check_placement
 from gateway.config.schema import Config
 
@@ -32,7 +31,8 @@ def lacks(
     present = len(visible_gpus(environ, devices)) if gpus is None else gpus
     has = f"{present:g} GPUs" if present else "no GPU"
     misfits = [f"{error}. This machine has {has}" for error in misplaced(config, [("this machine", present)])]
-    return [*models_missing(config), *misfits, *_files(config)] or _engines(config)
+    certificate = _error(config.gateway.tls.read) if config.gateway.tls.is_on else []
+    return [*models_missing(config), *misfits, *certificate] or _engines(config)
 
 
 def models_missing(config: Config) -> Iterator[str]:
@@ -66,17 +66,6 @@ def _engines(config: Config) -> list[str]:
     return list(dict.fromkeys(text for found in errors for text in found))
 
 
-def _files(config: Config) -> Iterator[str]:
-    """Files and packages that the gateway would not start without."""
-    try:
-        if path := config.gateway.trace.file:
-            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600))
-    except OSError as error:
-        yield f"gateway.trace.file = {path!r} cannot be written: {error.strerror}"
-    if config.gateway.tls.is_on:
-        yield from _error(config.gateway.tls.read)
-
-
 def _error(check: Callable[..., object], *arguments: object) -> list[str]:
     """The error of a check, if it has one."""
     try:
@@ -84,3 +73,10 @@ def _error(check: Callable[..., object], *arguments: object) -> list[str]:
     except ConfigError as error:
         return [str(error)]
     return []
+
+
+def visible_gpus(environ: Mapping[str, str] = os.environ, devices: Path = Path("/dev")) -> list[str]:
+    """List the GPUs that this process may use, without CUDA: from CUDA_VISIBLE_DEVICES, else from device files."""
+    if (visible := environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return [gpu for gpu in visible.split(",") if gpu]
+    return [str(index) for index in range(len(list(devices.glob("nvidia[0-9]*"))))]

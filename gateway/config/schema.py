@@ -51,17 +51,8 @@ def _sendable(key: SecretStr) -> SecretStr:
 Key = Annotated[Secret, AfterValidator(_sendable)]
 
 
-class TraceConfig(Section):
-    """A record of requests in a file, which load tests can replay."""
-
-    file: OnePlace = None
-    """Absolute path of the file, one line of JSON a request; none is written unless given."""
-    content: bool = False
-    """True to keep prompts as they came, and not their lengths and hashes alone."""
-
-
 class TlsConfig(Section):
-    """TLS of the rollout URL. Both files are read again for the next connection after a change."""
+    """TLS of the rollout URL. Both files are read when the gateway starts."""
 
     certificate: OnePlace = None
     """Absolute path of the certificate with its chain, PEM; without it the gateway speaks plain HTTP."""
@@ -127,7 +118,6 @@ class GatewayConfig(Section):
     """Folder that brings submissions and batches over a restart of the gateway, on a local disk; null keeps them
     in memory alone, auto is /var/tmp/rollout-gateway-USER-NAME/ledger."""
     submissions: SubmissionsConfig = SubmissionsConfig()
-    trace: TraceConfig = TraceConfig()
     tls: TlsConfig = TlsConfig()
 
 

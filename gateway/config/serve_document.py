@@ -8,8 +8,9 @@ from pydantic import ValidationError
 from engines.config import KEY_REFERENCES, is_reference
 from engines.errors import ConfigError
 from gateway.config.schema import Config
-from gateway.config.sources import PREFIX, SERVE_IMPORT_PATH
+from gateway.config.sources import PREFIX
 
+_IMPORT_PATH = "gateway.app:build"
 KEY_LISTS = ("inference_keys", "admin_keys")
 ENVIRONMENT_REFERENCES = {name: f"env:{PREFIX}GATEWAY__{name.upper()}" for name in KEY_LISTS}
 
@@ -28,7 +29,7 @@ def serve_config(config: Config, references: Mapping[str, str] = ENVIRONMENT_REF
             {
                 "name": config.name,
                 "route_prefix": "/",
-                "import_path": SERVE_IMPORT_PATH,
+                "import_path": _IMPORT_PATH,
                 "args": _args(config, references),
             }
         ],

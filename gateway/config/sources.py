@@ -18,7 +18,6 @@ from engines.errors import ConfigError, UsageError
 from gateway.config.schema import Config
 
 PREFIX = "ROLLOUT_GATEWAY_"
-SERVE_IMPORT_PATH = _OURS = "gateway.app:build"
 
 T = TypeVar("T")
 Key = tuple[str | int, ...]
@@ -75,12 +74,9 @@ def nearest_place(places: Mapping[Key, T], key: Key, otherwise: T) -> T:
 
 
 def from_file(path: Path) -> Given:
-    """A plain tree, or a Serve deploy document whose application's `args` is the tree."""
     if path.suffix not in (".yaml", ".yml", ".json"):
         raise ConfigError(f"{path}: the name must end in .yaml, .yml or .json")
     tree, lines = read_yaml(path, read_text(path))
-    if "applications" in tree:
-        tree, lines = _read_serve_document(path, tree, lines)
     # `gateway:` with nothing under it means a section left as it is.
     tree = {key: {} if value is None and nested_model(field_at((key,))) else value for key, value in tree.items()}
     return Given(tree, {key: ("file", f"{path}:{line}") for key, line in lines.items()})
@@ -126,42 +122,6 @@ def _yaml_lines(path: Path, node: yaml.Node, key: Key = ()) -> Iterator[tuple[Ke
         for index, item in enumerate(node.value):
             yield (*key, index), item.start_mark.line + 1
             yield from _yaml_lines(path, item, (*key, index))
-
-
-def _read_serve_document(path: Path, document: Tree, lines: dict[Key, int]) -> tuple[Tree, dict[Key, int]]:
-    """The tree in `args`, with Serve's own settings where the tree has a key for them, each with its own line."""
-    listed = document["applications"] if isinstance(document["applications"], list) else []
-    ours = [index for index, app in enumerate(listed) if isinstance(app, dict) and app.get("import_path") == _OURS]
-    if not ours:
-        raise ConfigError(f"{path}:{lines.get(('applications',), 1)}: applications: none has import_path: {_OURS}")
-    root: Key = ("applications", ours[0])
-    arguments: Key = (*root, "args")
-    renamed: dict[Key, Key] = {
-        (*root, "name"): ("name",),
-        ("proxy_location",): ("serve", "proxy_location"),
-        ("http_options", "host"): ("serve", "http_host"),
-        ("http_options", "port"): ("serve", "http_port"),
-    }
-    silent = {root[:1], root, ("http_options",), (*root, "import_path"), (*root, "route_prefix")}
-    found, whole = Given(), Given(document)
-    places: dict[Key, int] = {}
-    for key, line in lines.items():
-        if key in renamed:
-            found.put(renamed[key], whole.value(key), "file", "")
-            places[renamed[key]] = line
-        elif key[:3] == arguments:
-            places[key[3:]] = line
-        elif key not in silent and (key[:1] != root[:1] or key[:2] == root):
-            raise ConfigError(
-                f"{path}:{line}: {dotted(key)}: rollout-gateway does not carry this key to Serve; "
-                "deploy the file with `serve deploy`, or leave the key out"
-            )
-    if not isinstance(args := listed[ours[0]].get("args") or {}, dict):
-        raise ConfigError(
-            f"{path}:{lines.get(arguments, 1)}: {dotted(arguments)}: a mapping of the configuration's sections is "
-            f"expected, this is a {type(args).__name__}"
-        )
-    return merge(found.tree, args), places
 
 
 def dotted(key: Key) -> str:

@@ -89,14 +89,7 @@ class Chat:
             if chunk["choices"]:
                 show(with_usage_rule(chunk, body))
 
-        with using(rollout):
-            try:
-                await self._runner.make(conversation, reply, shown)
-                if reply.open:
-                    await self._continuation.go_on(conversation, reply, shown)
-            finally:
-                self._runner.learn(rollout, reply.usage, [sample.reason for sample in reply.samples])
-                self._runner.count_missing(reply.num_unscored)
+        await self._runner.run(conversation, reply, shown)
         usage.add_chunk(0, reply.usage)
         if wants_usage(body):
             show({**(reply.head or conversation.bare_head()), "choices": [], "usage": usage.total()})

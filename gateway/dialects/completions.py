@@ -63,7 +63,7 @@ class Completions:
         Prompts are numbered from `first`.
         """
         n, values = check_sampling(body), _prompt_list(body)
-        terms = Terms.read(body, self._fleet, self._runner.lengths, len(values))
+        terms = Terms.read(body, self._fleet, self._runner.lengths)
         max_len = common_room(self._fleet, terms.model)
         # As in vLLM, null is the default, and `max_completion_tokens` is of conversations.
         limit = _DEFAULT_MAX_TOKENS if body.get("max_tokens") is None else body["max_tokens"]
@@ -72,15 +72,13 @@ class Completions:
         for own in ("prompt", "stream"):
             rest.pop(own, None)
         prompts = []
-        for place, value in enumerate(values):
-            index = first + place
+        for index, value in enumerate(values, first):
             rollout = terms.rollout(
                 f"{request_id}-{index}",
                 prompt_key(value),
                 n=n,
                 prompt_tokens=_checked_length(index, value, max_len, body.get("truncate_prompt_tokens")),
                 limit=limit,
-                place=place,
                 request=request_id,
                 session=session if len(values) == 1 else "",
             )

@@ -76,14 +76,6 @@ class Rendering:
         parsed = {choice["index"]: choice for choice in answer["choices"]}
         return [parsed[choice["index"]] for choice in choices]
 
-    async def chunk(self, chat: Json, prompt: list[int], choice: Json, state: Json | None) -> tuple[Json, Json]:
-        """Return a choice of a stream of token ids as that of a chat's chunk, and vLLM's state of the text after it.
-        `state` is that before it, None at the begin."""
-        asked: Json = {"generate_chunk": {"request_id": "", "choices": [choice]}, "stream_state": state, "stream": True}
-        answer = await self._ask(DERENDER, chat, asked | _beside(chat, prompt))
-        [parsed] = answer["chunk"]["choices"]
-        return parsed, answer["stream_state"]
-
     def renders(self, chat: Json) -> bool:
         """True where an engine of the chat's model has both routes."""
         return bool(self._able(chat))

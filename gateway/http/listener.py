@@ -24,7 +24,6 @@ from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics
 from gateway.http.door import Door, raise_limit
 from gateway.http.engine_client import engine_client
-from gateway.http.guard.tls import Certificate
 from gateway.http.server import GatewayServer
 from gateway.weights.snapshots import AUTO, in_memory
 
@@ -122,7 +121,7 @@ class Listener:
 
 async def listen(runner: web.AppRunner, gateway: GatewayConfig) -> tuple[str, int]:
     """Begin to serve an application; return the address. Raise `ConfigError` for one that cannot be bound."""
-    context = Certificate(gateway.tls).context if gateway.tls.is_on else None
+    context = gateway.tls.read() if gateway.tls.is_on else None
     try:
         await Door(runner, gateway.host, gateway.port, context).start()
     except OSError as error:

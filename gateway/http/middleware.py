@@ -1,4 +1,4 @@
-"""Passed by every request: its id, its metrics and trace, and errors as replies in the client's dialect."""
+"""Passed by every request: its id, its metrics, and errors as replies in the client's dialect."""
 
 import math
 import secrets
@@ -24,32 +24,27 @@ from gateway.dialects.sampling import LONGEST_ID
 from gateway.fleet.metrics import Metrics
 from gateway.http.access import Handler
 from gateway.http.json_body import reply
-from gateway.http.trace import Arrival, Trace
 
 log = structlog.get_logger()
 
 _ID = "X-Request-Id"
 GIVEN_ID = web.RequestKey("given_id", str)
 """The client's own id; "" if it gives none that may be sent back."""
-_USAGE: web.RequestKey[Json] = web.RequestKey("usage", dict)
-_ARRIVAL = web.RequestKey("arrival", Arrival)
-_BEGAN = web.RequestKey("began", float)
 _HAS_BEGUN = web.RequestKey("has_begun", bool)
 
 
 class Measurement:
-    """Counts requests, their times and tokens, and records them where a trace is kept."""
+    """Counts requests, their times and tokens."""
 
-    def __init__(self, metrics: Metrics, trace: Trace | None) -> None:
+    def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
-        self._trace = trace
 
     @web.middleware
     async def measure(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         resource = request.match_info.route.resource
         route, began = resource.canonical if resource else "unknown", time.monotonic()
         status = GONE
-        request[_USAGE], request[_BEGAN], request[GIVEN_ID] = {}, began, _printable(request.headers.get(_ID))
+        request[GIVEN_ID] = _printable(request.headers.get(_ID))
         TRACE_CONTEXT.set(trace_context(request.headers))
         try:
             response = await _answered(request, handler)
@@ -58,19 +53,9 @@ class Measurement:
         finally:
             self._metrics.requests.inc(1, route, status)
             self._metrics.request_seconds.observe(time.monotonic() - began, route)
-            if self._trace is not None and (arrival := request.get(_ARRIVAL)) is not None:
-                self._trace.ended(arrival, status, request[_USAGE])
 
-    def arrived(self, request: web.Request, body: Json, session: str) -> None:
-        """Record a request for tokens."""
-        if self._trace is not None:
-            began = request[_BEGAN]
-            at = time.time() - (time.monotonic() - began)
-            request[_ARRIVAL] = Arrival(request.path, body, session, at, began)
-
-    def count_tokens(self, request: web.Request, model: str, usage: Json | None) -> None:
+    def count_tokens(self, model: str, usage: Json | None) -> None:
         usage = usage or {}
-        request[_USAGE] = usage
         self._metrics.prompt_tokens.inc(usage.get("prompt_tokens") or 0, model)
         self._metrics.completion_tokens.inc(usage.get("completion_tokens") or 0, model)
 

@@ -1,7 +1,7 @@
 """The ids of requests under way, by client, so that an inference key ends its own and no other's of an equal id."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from aiohttp import web
@@ -16,17 +16,16 @@ class OwnRequests:
         self._under_way: Counter[tuple[str, str]] = Counter()
 
     @contextmanager
-    def under_way(self, request: web.Request, ids: Sequence[str]) -> Iterator[None]:
-        """Count the ids as the client's while the block runs."""
-        held = [(request[CLIENT], name) for name in ids]
-        self._under_way.update(held)
+    def under_way(self, request: web.Request, name: str) -> Iterator[None]:
+        """Count the id as the client's while the block runs."""
+        held = request[CLIENT], name
+        self._under_way[held] += 1
         try:
             yield
         finally:
-            self._under_way.subtract(held)
-            for one in held:
-                if not self._under_way[one]:
-                    del self._under_way[one]
+            self._under_way[held] -= 1
+            if not self._under_way[held]:
+                del self._under_way[held]
 
     def named(self, request: web.Request, access: Access, name: str) -> list[str]:
         """Return the clients with a request of this id under way that the client of `request` may end."""

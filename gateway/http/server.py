@@ -1,6 +1,5 @@
 """The aiohttp application behind the rollout URL: builds the parts, adds their routes, runs the background tasks."""
 
-import asyncio
 from collections.abc import AsyncGenerator
 from pathlib import Path
 
@@ -15,9 +14,8 @@ from gateway.config.schema import Config
 from gateway.dialects.chat import Chat
 from gateway.dialects.completions import Completions
 from gateway.dialects.rendering import Rendering
-from gateway.dialects.replays.registry import Replays
+from gateway.dialects.replays import Replays
 from gateway.dialects.runner import Runner
-from gateway.dialects.submissions.group_run import Generation
 from gateway.dialects.submissions.registry import Submissions
 from gateway.dialects.submissions.submission import Counts
 from gateway.dialects.token_generation import TokenGeneration
@@ -41,7 +39,6 @@ from gateway.http.routes.submissions import SubmissionRoutes
 from gateway.http.routes.weights import WeightRoutes
 from gateway.http.status import status_report
 from gateway.http.supervisor import Supervisor
-from gateway.http.trace import Trace
 from gateway.ledger.ledger import Ledger, default_folder
 from gateway.weights.coordinator import WeightCoordinator
 from gateway.weights.snapshots import Snapshots
@@ -57,8 +54,7 @@ class GatewayServer:
         self._snapshots = Snapshots(config.weights, config.name, lambda: _checkpoint(config))
         self._weights = weights = WeightCoordinator(config.weights, fleet, scheduler, metrics, self._snapshots)
         self._adapters = AdapterCoordinator(config.weights, fleet)
-        self._trace = Trace(config.gateway.trace) if config.gateway.trace.file else None
-        self._measurement = Measurement(metrics, self._trace)
+        self._measurement = Measurement(metrics)
         self._access = Access(config.gateway)
         self._tasks = Supervisor()
         runner = Runner(scheduler, fleet, metrics)
@@ -73,7 +69,8 @@ class GatewayServer:
         self._replays = Replays(config.gateway, completions, fleet, metrics, self._ledger)
         self._submissions = Submissions(
             config.gateway.submissions,
-            Generation(completions, runner, rendering),
+            completions,
+            runner,
             self._ledger,
             Counts(metrics, deliveries),
         )
@@ -151,8 +148,6 @@ class GatewayServer:
         await self._submissions.close()
         await self._ledger.close()
         await self._tasks.stop()
-        if self._trace is not None:
-            await asyncio.to_thread(self._trace.close)
         await self._snapshots.close()  # last: a file system that hangs takes its time
 
 

@@ -1,4 +1,4 @@
-"""The ledger of one gateway as its users share it: opened at the first use, tried again after a failure."""
+"""The ledger of one gateway as its users share it: opened at the start, off from its first failure on."""
 
 import asyncio
 import os
@@ -10,15 +10,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-import structlog
-
 from gateway.ledger.folder import Folder, Frame, Left
 from gateway.ledger.writer import Work, Writer
 
-log = structlog.get_logger()
-
 _DISK = Path("/var/tmp")
-_RETRY_S = 30.0
 _TICK_S = 0.05  # engines' chunks come less often, so most are written once, and soon after they came
 _REST_S = 0.5
 
@@ -50,18 +45,15 @@ class User(Protocol):
     """Keeps records in the ledger."""
 
     @property
-    def kind(self) -> str | tuple[str, ...]:
-        """What the names of its records begin with; several where they are of several kinds."""
+    def kind(self) -> str:
+        """What the names of its records begin with."""
 
     @property
     def is_busy(self) -> bool:
         """True while there may be news."""
 
-    async def write_news(self) -> None:
+    def write_news(self) -> None:
         """Write what is new."""
-
-    def write_all(self) -> None:
-        """Write all that memory has into a new ledger."""
 
     def bring_back(self, left: Sequence[Left]) -> None:
         """Go on with what a gateway before this one has left."""
@@ -73,10 +65,7 @@ class Ledger:
     def __init__(self, path: Path | None) -> None:
         self._path = path
         self._users: list[User] = []
-        self._opening: asyncio.Task[None] | None = None
         self._writer: Writer | None = None
-        self._retry_at = 0.0
-        self._is_read = False
         self.life = int(time.time())
         """Number of this gateway's life, which grows."""
 
@@ -90,24 +79,10 @@ class Ledger:
         """True if what is written outlives the gateway."""
         return self._writer is not None and not self._writer.failure
 
-    @property
-    def unread(self) -> str:
-        """The reason why records of a gateway before this one may be unknown yet; "" where they are known."""
-        return "" if self._is_read else self._failure
-
-    @property
-    def is_held_elsewhere(self) -> bool:
-        """True while another process, such as the gateway before this one, has it open, and may write to it yet."""
-        return not self._is_read and self._writer is not None and self._writer.is_held_elsewhere
-
-    @property
-    def _failure(self) -> str:
-        return self._writer.failure if self._writer else ""
-
     def report(self) -> dict[str, object]:
         """The state for /status."""
-        path = str(self._path) if self._writer else None
-        return {"file": path, "durable": self.is_durable, "failure": self._failure}
+        failure = self._writer.failure if self._writer else ""
+        return {"file": str(self._path) if self._path else None, "durable": self.is_durable, "failure": failure}
 
     def add(self, user: User) -> None:
         self._users.append(user)
@@ -126,61 +101,28 @@ class Ledger:
         await done.wait()
 
     async def open(self) -> None:
-        """Open the folder that a gateway before this one has left, if there is any."""
-        if self._path is not None and self._path.exists():
-            await self.opened()
-
-    async def opened(self) -> None:
-        """Open the ledger, once, and let its users take it up."""
+        """Have users go on with what a gateway before this one has left, before a client comes."""
         if self._path is None:
             return
-        if self._opening is None:
-            self._opening = asyncio.create_task(self._open(self._path), name="open the ledger")
-        await asyncio.shield(self._opening)
+        self._writer = Writer(self._path, self.life)
+        left = await self._writer.open()
+        self.life = self._writer.life
+        for user in self._users:
+            user.bring_back([one for one in left if one.name.startswith(user.kind)])
 
     async def run(self) -> None:
-        """Have news written, and watch the disk. After a failure have all that memory has written into a new folder."""
+        """Have news written, and watch the disk."""
         while True:
             await asyncio.sleep(_TICK_S if any(user.is_busy for user in self._users) else _REST_S)
             for user in self._users:
-                await user.write_news()
+                user.write_news()
             if self._writer is not None:
                 self._writer.check()
-            if self._writer and self._writer.failure and not self._writer.is_at_work:
-                await self._renew()
-
-    async def _renew(self) -> None:
-        if self._path is not None and time.monotonic() >= self._retry_at:
-            await self._open(self._path)
 
     async def close(self) -> None:
         """Write what waits."""
-        if self._opening is not None:
-            await asyncio.gather(self._opening, return_exceptions=True)
         if self._writer is not None:
             await self._writer.close()
-
-    async def _open(self, path: Path) -> None:
-        """Have a folder used. The first one that could be read has what a gateway before this one has left."""
-        writer = Writer(path, max(self.life + 1, int(time.time())))
-        left = await writer.open()
-        self._writer, self._retry_at = writer, time.monotonic() + _RETRY_S
-        if writer.failure:
-            return
-        self.life = writer.life
-        if self._is_read:
-            log.info("the ledger is kept again", folder=str(path))
-            self._drop(left)
-        for user in self._users:
-            user.write_all()
-            if not self._is_read:
-                user.bring_back([one for one in left if one.name.startswith(user.kind)])
-        self._is_read = True
-
-    def _drop(self, left: Sequence[Left]) -> None:
-        """Remove what could not be removed when the ledger failed."""
-        for one in left:
-            Record(self, one.name).remove()
 
 
 class Record:

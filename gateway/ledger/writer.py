@@ -24,7 +24,7 @@ Work = Callable[[Folder], None]
 
 _LINGER_S = 0.005
 _STUCK_S = 5.0
-_LOCKED_S = 5.0
+_LOCKED_S = 25.0  # a gateway that ends closes connections first
 _READ_S = 30.0
 _LOOK_S = 0.1
 _CLOSE_S = 10.0
@@ -37,8 +37,6 @@ class Writer:
         self.path = path
         self.failure = ""
         """Why nothing is written any more; "" while all is."""
-        self.is_held_elsewhere = False
-        """True where another process has it open."""
         self.life = least_life
         """Number of this life of the gateway: more than any that has written here before."""
         self._works: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
@@ -47,11 +45,6 @@ class Writer:
         self._is_read = False
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop
-
-    @property
-    def is_at_work(self) -> bool:
-        """True while the thread may still touch the folder."""
-        return self._thread is not None and self._thread.is_alive()
 
     async def open(self) -> list[Left]:
         """Return what the folder has. Set `failure` where it cannot be read now: a disk that hangs keeps the thread."""
@@ -65,7 +58,6 @@ class Writer:
         except TimeoutError:
             self._end(f"{self.path} was not read within {_READ_S:g} s")
         except BlockingIOError:
-            self.is_held_elsewhere = True
             self._end(f"{self.path}: another process has it open; set another gateway.ledger or name")
         except Exception as error:
             self._end(f"{self.path} cannot be opened: {error}")

@@ -23,7 +23,7 @@ from engines.process.log_lines import write_log_lines
 from engines.process.port import free_port
 from engines.store.weight_store import remove_store
 from engines.types import ReplicaInfo
-from gateway.config.node_gpus import visible_gpus
+from gateway.config.machine import visible_gpus
 from gateway.config.schema import Config
 from gateway.fleet.watch.engine_page import EngineLoad, read_load
 from gateway.http.listener import Listener

@@ -16,8 +16,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from engines.levers import LEVERS
-from gateway.cli.vllm_serve import FLAGS
+from gateway.cli.vllm_serve import KEYS
 from gateway.config.schema import Config
 from scripts.docs.pages import ROOT, Page, Place, doc_paths, heads, read_page
 from scripts.docs.parsers import Refusal, check_verb, parse_module, parse_verb
@@ -30,7 +29,7 @@ _EXAMPLES = {"N": "1", "{pid}": "1", "GATEWAY_PID": "1", "X.Y.Z": "0.9.1"}
 """Numbers for placeholders that stand where a parser wants one."""
 _KEY = re.compile(r"^(?:--)?((?:gateway|engine|engines|fleet|weights|serve)(?:\.(?!py\b)\w+)+)(?:=.*)?$")
 _VERB = re.compile(r"[a-z][a-z-]*")
-_VLLM_SERVE_OWN = {"replicas", "gpus", "name", "config", "timeout_s", "detach"}
+_VLLM_SERVE_OWN = {"timeout_s", "detach"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +39,7 @@ class Command:
     place: Place
     words: tuple[str, ...]
     is_whole: bool = True
-    """False for a name in the middle of a sentence, such as `rollout-gateway scale`, whose arguments are left out."""
+    """False for a name in the middle of a sentence, such as `rollout-gateway fetch`, whose arguments are left out."""
 
     def __str__(self) -> str:
         return f"{self.place}: {shlex.join(self.words)}"
@@ -137,7 +136,7 @@ def _wrong_verb(words: Sequence[str], *, is_whole: bool) -> Iterator[str]:
 
 
 def _vllm_options() -> set[str]:
-    names = {flag.name for flag in FLAGS} | {lever.name for lever in LEVERS} | _VLLM_SERVE_OWN
+    names = KEYS.keys() | _VLLM_SERVE_OWN
     return {f"--{spelled}" for name in names for spelled in (name, name.replace("_", "-"))}
 
 

@@ -17,6 +17,7 @@ from examples.deploy.dockerfile_steps import Build, steps
 from gateway.cli.main import app
 from gateway.config.load import load
 from gateway.config.schema import Config
+from gateway.config.serve_document import config_of
 
 FOLDER = Path(__file__).parents[2] / "examples" / "deploy"
 ROOT = FOLDER.parents[1]
@@ -29,10 +30,9 @@ def ray_service() -> dict[str, Any]:
     return found
 
 
-def kuberay_config(tmp_path: Path) -> Config:
-    document = tmp_path / "serve.yaml"
-    document.write_text(ray_service()["spec"]["serveConfigV2"])
-    return load(document)
+def kuberay_config() -> Config:
+    (application,) = yaml.safe_load(ray_service()["spec"]["serveConfigV2"])["applications"]
+    return config_of(application)
 
 
 def commands(file: Path, program: str) -> Iterator[list[str]]:
@@ -64,8 +64,8 @@ def test_every_configuration_of_the_folder_is_tested() -> None:
     assert {file.name for file in FOLDER.glob("*.yaml")} == {"one-node.yaml", "several-nodes.yaml", KUBERAY.name}
 
 
-def test_the_ray_service_holds_a_valid_configuration_and_the_gpus_for_it(tmp_path: Path) -> None:
-    config = kuberay_config(tmp_path)
+def test_the_ray_service_holds_a_valid_configuration_and_the_gpus_for_it() -> None:
+    config = kuberay_config()
     (group,) = config.groups.values()
     (workers,) = ray_service()["spec"]["rayClusterConfig"]["workerGroupSpecs"]
     (container,) = workers["template"]["spec"]["containers"]
@@ -75,8 +75,8 @@ def test_the_ray_service_holds_a_valid_configuration_and_the_gpus_for_it(tmp_pat
     assert int(container["resources"]["requests"]["cpu"]) >= per_pod * group.num_cpus
 
 
-def test_the_pods_have_the_gateways_port_and_every_variable_of_its_keys(tmp_path: Path) -> None:
-    config = kuberay_config(tmp_path)
+def test_the_pods_have_the_gateways_port_and_every_variable_of_its_keys() -> None:
+    config = kuberay_config()
     cluster = ray_service()["spec"]["rayClusterConfig"]
     pods = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
     containers = [pod["template"]["spec"]["containers"][0] for pod in pods]

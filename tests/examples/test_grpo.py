@@ -27,24 +27,18 @@ def commands(start: str) -> list[list[str]]:
     return [shlex.split(line.partition(start)[2], comments=True) for line in LINES if start in line]
 
 
-PLANS, FLEETS = commands("rollout-gateway plan"), commands("rollout-gateway up")
+PLANS = commands("rollout-gateway plan")
+FLEETS = [shlex.split(line, comments=True) for line in LINES if "rollout-gateway up" in line]
 TRL, VERL = commands("trl grpo --config"), commands("examples/grpo_verl.sh")
 RUNS = list(zip(PLANS, FLEETS, strict=True))
 CALLS = list(zip(TRL, VERL, strict=True))
 
 
 def split_up(words: list[str]) -> tuple[Path, int | None, list[str]]:
-    """The file, the number of --gpus, and the keys of a command `up`."""
-    rest = iter(words)
-    file, gpus, keys = Path(), None, []
-    for word in rest:
-        if word == "-c":
-            file = ROOT / next(rest)
-        elif word == "--gpus":
-            gpus = len(next(rest).split(","))
-        else:
-            keys.append(word)
-    return file, gpus, keys
+    """The file, the number of GPUs in CUDA_VISIBLE_DEVICES, and the keys of a command `up`."""
+    before, (_, _, file, *keys) = words[: words.index("rollout-gateway")], words[words.index("rollout-gateway") + 1 :]
+    gpus = [len(word.partition("=")[2].split(",")) for word in before]
+    return ROOT / file, gpus[0] if gpus else None, keys
 
 
 @pytest.fixture

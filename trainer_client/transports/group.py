@@ -134,7 +134,7 @@ class GroupTransport:
         if (replica_id := self._client.served_weights().gpus.get(gpu)) is not None:
             raise ConfigError(
                 f"device = {str(device)!r} is {gpu}, also used by replica {replica_id}, and NCCL needs a GPU per rank: "
-                "give the trainer its own GPU (`rollout-gateway up --gpus` leaves it the others), or use "
+                "give the trainer its own GPU (start the gateway with the others in CUDA_VISIBLE_DEVICES), or use "
                 "transport='store'"
             )
 

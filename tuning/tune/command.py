@@ -11,8 +11,7 @@ from rich.console import Console
 
 from engines.errors import ConfigError
 from gateway.config.load import load
-from gateway.config.machine import models_missing
-from gateway.config.node_gpus import read_gpus, visible_gpus
+from gateway.config.machine import models_missing, visible_gpus
 from tuning.duration import seconds_of
 from tuning.plan.options import BATCH, PromptLengths, ResponseLengths, Samples, step_of
 from tuning.tune.batch import drawn
@@ -33,7 +32,6 @@ def tune_command(
         list[str] | None,
         typer.Option("--lever", metavar="NAME=VALUE,...", help="Try these values alone. Again for more levers."),
     ] = None,
-    gpu_ids: Annotated[str, typer.Option("--gpus", metavar="0,1", help="GPUs to measure on; all unless given.")] = "",
     pairs: Annotated[int, typer.Option("--pairs", min=1, help="Final runs of start and favoured, in turn.")] = 3,
     out: Annotated[Path, typer.Option("--out", metavar="FOLDER", help="Folder for results.")] = Path("tune"),
     prompts: Annotated[int, typer.Option("--prompts", min=1, help="Prompts at a time.", rich_help_panel=BATCH)] = 64,
@@ -49,7 +47,7 @@ def tune_command(
     if missing := list(models_missing(found)):
         raise ConfigError("\n".join(missing))
     batch = drawn(step_of(prompts, samples, prompt, response))
-    gpus = list(read_gpus(gpu_ids)) if gpu_ids else visible_gpus()
+    gpus = visible_gpus()
     settings = grid(engine, lever or (), batch.completions, len(gpus))
     budget_s = seconds_of(budget, "--budget")
     out.mkdir(parents=True, exist_ok=True)

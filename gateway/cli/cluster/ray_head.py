@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -14,9 +14,8 @@ from urllib.parse import urlsplit
 from engines.errors import DeadlineExceeded, RolloutGatewayError
 from engines.process.diagnosis import last_error
 from gateway.cli.cluster.progress import Report
-from gateway.cli.cluster.serve_api import ClusterRefused, ClusterTroubled, ClusterUnreachable, ServeApi
+from gateway.cli.cluster.serve_api import ClusterTroubled, ClusterUnreachable, ServeApi
 from gateway.cli.cluster.state import State, process_started_at
-from gateway.config.node_gpus import VISIBLE
 
 _START_TIMEOUT_S = 240.0
 _TOKEN_TIMEOUT_S = 120.0
@@ -27,7 +26,7 @@ SERVE_ENVIRONMENT = {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60"}
 
 
 def start_ray(state: State, api: ServeApi, report: Report) -> None:
-    """Start a Ray head with the GPUs of `state`, and note its process there."""
+    """Start a Ray head, which has the GPUs of CUDA_VISIBLE_DEVICES, and note its process in `state`."""
     if os.environ.get("RAY_ADDRESS", "local") not in ("", "local", "auto"):
         raise ClusterUnreachable(
             f"RAY_ADDRESS names a cluster, but no Ray dashboard answers at {api.address}: set RAY_DASHBOARD_ADDRESS"
@@ -38,13 +37,12 @@ def start_ray(state: State, api: ServeApi, report: Report) -> None:
             f"no Ray dashboard answers at {api.address}, and `up` starts Ray on this machine alone"
         )
     report.step("starting Ray")
-    environ = _environment() | ({VISIBLE: ",".join(state.gpus)} if state.gpus else {})
+    environ = _environment()
     log = State.folder() / f"{state.name}.ray.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     # --block keeps one process that owns all others of this node, so that `down` ends these and no other Ray's.
     command = [*_ray(), "start", "--head", "--block", "--disable-usage-stats", f"--port={_gcs_port()}"]
     command += ["--dashboard-host=127.0.0.1", f"--dashboard-port={where.port or 80}"]
-    command += [f"--num-gpus={len(state.gpus)}"] if state.gpus else []
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environ, start_new_session=True
@@ -62,22 +60,6 @@ def stop_ray(state: State, report: Report) -> None:
         report.wait_until(lambda: not state.ray_lives, _STOP_TIMEOUT_S, "Ray to stop")
     except DeadlineExceeded:
         os.killpg(state.ray_pid, signal.SIGKILL)
-
-
-def check_gpus(state: State, gpus: Sequence[str]) -> None:
-    """Raise `ClusterRefused` where the running Ray has other GPUs: they are fixed when a node's Ray starts."""
-    if not gpus or (state.ray_lives and state.gpus == list(gpus)):
-        return
-    chosen = ",".join(gpus)
-    if state.ray_lives:
-        has = f"with GPUs {','.join(state.gpus)}" if state.gpus else "with all GPUs of the node"
-        remedy = f"rollout-gateway down --name {state.name}"
-    else:
-        has, remedy = "by somebody else", f"ray stop, or start it as {VISIBLE}={chosen} ray start --head"
-    raise ClusterRefused(
-        f"--gpus {chosen}: the Ray at {state.dashboard} was started {has}, and a running Ray keeps the GPUs it has; "
-        f"first run: {remedy}"
-    )
 
 
 def _answers(process: "subprocess.Popen[bytes]", api: ServeApi, log: Path) -> bool:

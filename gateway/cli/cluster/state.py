@@ -5,7 +5,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from engines.errors import RolloutGatewayError
@@ -25,10 +25,6 @@ class State:
     dashboard: str
     ray_pid: int | None = None
     ray_started_at: int | None = None
-    gpus: list[str] = field(default_factory=list)
-    """GPUs that Ray was started with; empty where `up` named none."""
-    file: str = ""
-    """Configuration file of the last `up` that succeeded."""
 
     @staticmethod
     def folder(environ: Mapping[str, str] = os.environ) -> Path:

@@ -11,26 +11,21 @@ A conversation that is read in chunks has token ids alone; an engine gives it it
 """
 
 from collections.abc import Awaitable, Sequence
-from contextlib import aclosing
-from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
 import structlog
 
 from engines.chunks import num_unscored
 from engines.engine import Json
-from engines.errors import DeadlineExceeded, EngineError, EngineFailed
+from engines.errors import DeadlineExceeded, EngineError
 from engines.raw_json import opened
-from gateway.dialects.conversation import Conversation, DeliveredSample, is_medium
-from gateway.dialects.rendering import Rendering, visible_ids
+from gateway.dialects.conversation import Conversation, is_medium
+from gateway.dialects.rendering import Rendering
 from gateway.dialects.resumption.features import MARK, inexact_fields
 from gateway.dialects.runner import Runner
-from gateway.dialects.sample import ABORT, Reply, Sample
+from gateway.dialects.sample import Reply, Sample
 from gateway.dialects.spans import UNSCORED
-from gateway.dialects.streams import Show, blocks_of
 from gateway.dialects.token_generation import TokenGeneration
-from gateway.fleet.concurrency import together
 
 log = structlog.get_logger()
 
@@ -38,7 +33,6 @@ T = TypeVar("T")
 
 _OF_TOKENS = ("stop_reason", "token_ids", "weight_versions", "kv_versions", MARK)
 _OF_STREAMS = ("prompt_token_ids", "delta")  # a reply has the prompt once, beside its choices
-_LONGEST_BEFORE = 4  # tokens that vLLM looks at for the beginning of a character
 # Fields that end in the rendered prompt or in the message.
 _OF_CONVERSATIONS = frozenset(
     {
@@ -51,18 +45,6 @@ _NEUTRAL: Json = {
     "parallel_tool_calls": True, "return_tokens_as_token_ids": False, "return_prompt_text": False,
 }  # fmt: skip
 _FREE_TOOLS = (None, "auto", "none")
-
-
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """Samples whose streams continue: the rendered conversation, and vLLM's state of the text of each.
-
-    `held_back` are the chunks that the samples were cut off with, without text that a parser took for the end.
-    """
-
-    asked: Json
-    states: dict[int, Json]
-    held_back: list[Json]
 
 
 class ChatContinuation:
@@ -130,73 +112,6 @@ class ChatContinuation:
         ]
         return {**answer, "choices": choices}
 
-    async def go_on(self, conversation: Conversation, reply: Reply, show: Show) -> None:
-        """Continue the streams of the open samples. They end as their engine ended them where they cannot continue."""
-        head, delivered = reply.head, conversation.delivered
-        state = await self._helped(conversation, self._opened(conversation, reply))
-        for choice in delivered.kept if state is None else state.held_back:
-            if conversation.has_news(choice):
-                show(head | {"choices": [choice]})
-        if state is not None:
-            await together(self._go_on(conversation, reply, state, sample, show) for sample in reply.open)
-            return
-        for sample in reply.open:
-            if not sample.is_cut:
-                raise EngineFailed("the reply was cut off and cannot continue")
-            sample.reason = ABORT
-            end = {"index": sample.index, "delta": {}, "finish_reason": ABORT, "stop_reason": None}
-            show(head | {"choices": [end | sample.marks()]})
-
-    async def _go_on(self, conversation: Conversation, reply: Reply, begun: Opened, sample: Sample, show: Show) -> None:
-        prompt = self._tokens.prompt(conversation.rollout, begun.asked)
-        async with aclosing(blocks_of(partial(self._runner.continue_sample, prompt, reply, sample))) as blocks:
-            async for chunks in blocks:
-                for choice in [choice for chunk in chunks for choice in chunk["choices"]]:
-                    told = await self._as_chunk(conversation.body, begun, sample.index, choice)
-                    if conversation.has_news(told):
-                        show(reply.head | {"choices": [told], "usage": reply.usage})
-
-    async def _opened(self, conversation: Conversation, reply: Reply) -> Opened | None:
-        """Prepare the streams of the open samples. None where they cannot continue."""
-        asked = await self._rendered(conversation, reply.prompt or [])
-        if asked is None:
-            return None
-        begun = Opened(asked, {}, [])
-        for sample in reply.open:
-            await self._open(conversation.body, begun, sample.index, conversation.delivered.samples[sample.index])
-        return begun
-
-    async def _open(self, body: Json, begun: Opened, index: int, sample: DeliveredSample) -> None:
-        prompt = begun.asked["token_ids"]
-        _, state = await self._rendering.chunk(body, prompt, _ids_alone(sample.token_ids), None)
-        state = sample.resumed(state)
-        if sample.kept is not None:
-            last = _ids_alone(sample.kept.get("token_ids") or [])
-            parsed, state = await self._rendering.chunk(body, prompt, last, state)
-            begun.held_back.append(sample.kept | {"delta": _delta(parsed)})
-        begun.states[index] = state
-
-    async def _as_chunk(self, body: Json, begun: Opened, index: int, choice: Json) -> Json:
-        """A choice of a stream of token ids as a choice of this conversation."""
-        choice, prompt, state = opened(choice), begun.asked["token_ids"], begun.states[index]
-        fields = {key: choice.get(key) for key in ("finish_reason", "stop_reason", "logprobs")}
-        visible = _ids_alone(visible_ids(choice, body)) | fields
-        parsed, begun.states[index] = await self._rendering.chunk(body, prompt, visible, state)
-        if visible["logprobs"] and not parsed.get("logprobs"):
-            parsed["logprobs"] = await self._named(body, prompt, visible, state)
-        return _as_chats_chunk(choice, parsed, body) | {"index": index}
-
-    async def _named(self, body: Json, prompt: list[int], choice: Json, state: Json) -> Json:
-        """A chunk's log-probs with the names of their tokens, which vLLM leaves out of a stream under a parser.
-
-        The tokens before are sent too: a character may begin in them.
-        """
-        before = [{"token_id": token_id, "logprob": 0.0} for token_id in state["output_token_ids"][-_LONGEST_BEFORE:]]
-        entries = before + choice["logprobs"]["content"]
-        whole = choice | {"token_ids": [entry["token_id"] for entry in entries], "logprobs": {"content": entries}}
-        [parsed] = await self._rendering.derender(body, prompt, [whole])
-        return {"content": parsed["logprobs"]["content"][len(before) :]}
-
     async def _rendered(self, conversation: Conversation, read: list[int]) -> Json | None:
         """The conversation as token ids if it may continue, else None; `read` are the ids that the engine read."""
         body = conversation.body
@@ -227,10 +142,6 @@ class ChatContinuation:
             request = conversation.rollout.request_id
             log.warning("no replica helps to continue a conversation", request=request, error=str(error))
             return None
-
-
-def _ids_alone(token_ids: list[int]) -> Json:
-    return {"index": 0, "token_ids": token_ids}
 
 
 def _has_all_logprobs(choice: Json) -> bool:
@@ -275,21 +186,6 @@ def _as_chat(first: Json, whole: Json, parsed: Json, body: Json) -> Json:
         "finish_reason": "tool_calls" if calls else whole["finish_reason"],
         **{key: whole[key] for key in _OF_TOKENS if key in whole},
     }
-
-
-def _as_chats_chunk(choice: Json, parsed: Json, body: Json) -> Json:
-    """One choice of a streamed conversation: the tokens of `choice`, as `parsed` by an engine."""
-    top = body.get("top_logprobs") or 0
-    calls = choice["finish_reason"] == "stop" and parsed["finish_reason"] == "tool_calls"
-    return {key: value for key, value in choice.items() if key != "prompt_token_ids"} | {
-        "delta": _delta(parsed),
-        "logprobs": choice.get("logprobs") and _as_chats_logprobs({"logprobs": None}, parsed, top),
-        "finish_reason": "tool_calls" if calls else choice["finish_reason"],
-    }
-
-
-def _delta(parsed: Json) -> Json:
-    return {key: value for key, value in parsed["delta"].items() if value not in (None, [])}
 
 
 def _as_chats_logprobs(first: Json, parsed: Json, top: int) -> Json:

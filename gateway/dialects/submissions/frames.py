@@ -10,10 +10,7 @@ OF_SUBMISSION = -1
 
 class Head(msgspec.Struct, tag="head", frozen=True):
     """A submission as it began, in seconds since the epoch. `acked` is its cursor. `groups` is JSON; "" where all is
-    delivered.
-
-    `taken` are suspended groups with which it goes on, by record and number: their tokens are in this record.
-    """
+    delivered."""
 
     owner: str
     id: str
@@ -21,7 +18,6 @@ class Head(msgspec.Struct, tag="head", frozen=True):
     began: float
     acked: int = 0
     groups: bytes = b""
-    taken: list[tuple[str, int]] = []
 
 
 class BatchHead(msgspec.Struct, tag="batch", frozen=True):
@@ -72,20 +68,13 @@ class Restart(msgspec.Struct, tag="restart", array_like=True, frozen=True):
     sample: int
 
 
-class GivenUp(msgspec.Struct, tag="given up", array_like=True, frozen=True):
-    """A suspended group has ended as `mark` says."""
-
-    group: int
-    mark: str
-
-
 class Ack(msgspec.Struct, tag="ack", array_like=True, frozen=True):
     """The client has the events up to `cursor`."""
 
     cursor: int
 
 
-Step = Event | Prompt | Growth | Restart | GivenUp | Ack
+Step = Event | Prompt | Growth | Restart | Ack
 
 _OBJECT_BYTES = 300  # of an event, beside its content
 

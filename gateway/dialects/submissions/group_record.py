@@ -59,10 +59,10 @@ class GroupRecord:
     """A prompt of a submission, or of a batch. `done` are the samples that need no more work: others are open, or have
     ended and are part of a reply to come."""
 
-    def __init__(self, group: int, n: int, given: list[int] | None, done: tuple[int, ...] = ()) -> None:
+    def __init__(self, group: int, n: int, given: list[int] | None) -> None:
         """`given` is the prompt where its client has sent token ids."""
         self.group = group
-        self.done = set(done)
+        self.done = set[int]()
         self.reply = Reply(given)
         self._ask: Ask | None = None
         self._n = n
@@ -98,10 +98,6 @@ class GroupRecord:
         if begun or self.done:  # else all of them are asked for at once
             left = [index for index in range(self._n) if index not in self.done]
             self.reply.samples = [begun.get(i) or Sample(i, scores_alone=ask.is_submitted) for i in left]
-
-    def take_over(self, other: "GroupRecord") -> None:
-        """Have what another group has made continue here."""
-        self.reply = other.reply
 
     def settle(self) -> None:
         """Take what open samples have for all that there will be."""

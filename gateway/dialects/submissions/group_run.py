@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import StrEnum
 from functools import cached_property
 from typing import Protocol
@@ -12,13 +12,11 @@ from msgspec import structs
 from engines.errors import InvalidRequest
 from gateway.dialects.completion_prompt import CompletionPrompt
 from gateway.dialects.completions import Completions
-from gateway.dialects.rendering import RENDER, Rendering
 from gateway.dialects.runner import Runner
 from gateway.dialects.sample import ABORT, Reply, Sample
 from gateway.dialects.submissions.frames import Restart, Step
 from gateway.dialects.submissions.group_record import GroupRecord
 from gateway.dialects.submissions.words import Group, OnDeadline
-from gateway.dialects.token_generation import lacking
 from gateway.fleet.placement.sessions import session_key
 
 DEADLINE = "deadline"
@@ -31,32 +29,9 @@ class Outcome(StrEnum):
     DELIVERED = "delivered"
     SHORT = "short"
     PARTIAL = "partial"
-    SUSPENDED = "suspended"
     EXPIRED = "expired"
     FAILED = "failed"
     CANCELLED = "cancelled"
-
-
-_AT_DEADLINE = {
-    OnDeadline.CANCEL: Outcome.EXPIRED,
-    OnDeadline.RETURN_PARTIAL: Outcome.PARTIAL,
-    OnDeadline.RESUME: Outcome.SUSPENDED,
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Generation:
-    """What runs groups: the dialect and its runner, and the engines that render conversations to token ids."""
-
-    completions: Completions
-    runner: Runner
-    rendering: Rendering
-
-    async def render(self, group: Group) -> list[int]:
-        """Return a prompt's token ids. Raise the engine's refusal, or `UnknownRoute` where no engine renders."""
-        if (rendered := await self.rendering.render(group.rendering)) is None:
-            raise lacking(f"{RENDER}, which `messages` need,", self.rendering.replicas(group.model))
-        return list(rendered["token_ids"])
 
 
 class Record(Protocol):
@@ -89,8 +64,12 @@ class GroupRun:
     @cached_property
     def made(self) -> GroupRecord:
         """Begun with the group, and dropped at its end: a submission may have half a million samples."""
-        given = self.group.prompt if isinstance(self.group.prompt, list) else None
-        return GroupRecord(self.index, self.group.n, given, self.group.done)
+        return GroupRecord(self.index, self.group.n, self._given)
+
+    @property
+    def _given(self) -> list[int] | None:
+        """The prompt's token ids, where the client has sent them."""
+        return self.group.prompt if isinstance(self.group.prompt, list) else None
 
     @property
     def prompt(self) -> list[int]:
@@ -99,14 +78,13 @@ class GroupRun:
 
     @property
     def is_read_by_engine(self) -> bool:
-        """True where an engine turned the client's text or messages into token ids."""
-        return not isinstance(self.group.prompt, list)
+        """True where an engine turned the client's text into token ids."""
+        return self._given is None
 
     @property
-    def num_open(self) -> dict[int, int]:
-        """The number of tokens of each open sample."""
-        made = {sample.index: sample.num_made for sample in self.made.open}
-        return {index: made.get(index, 0) for index in range(self.group.n) if index not in self.made.done}
+    def left(self) -> list[int]:
+        """The samples that have not ended."""
+        return [index for index in range(self.group.n) if index not in self.made.done]
 
     def drop(self) -> None:
         """Forget the samples: the group has ended."""
@@ -124,17 +102,11 @@ class GroupRun:
         self.made.done.add(index)
         self.num_good += is_good
 
-    def take_over(self, other: "GroupRun") -> None:
-        """Take the tokens of a suspended group's open samples."""
-        self.made.take_over(other.made)
-        self.num_bytes = other.num_bytes
-        other.drop()
-
-    async def run(self, generation: Generation, left_s: float | None) -> Outcome:
+    async def run(self, completions: Completions, runner: Runner, left_s: float | None) -> Outcome:
         """Run to the end. Raise the error that ended it."""
         try:
             async with asyncio.timeout(left_s) as limit:
-                await self._make(generation)
+                await self._make(completions, runner)
         except TimeoutError:
             if not limit.expired():
                 raise
@@ -149,19 +121,20 @@ class GroupRun:
         """Treat open samples as the deadline asks, and return the outcome."""
         if self._has_enough:
             return Outcome.DELIVERED
+        if self.group.on_deadline is OnDeadline.CANCEL:
+            return Outcome.EXPIRED
         self.made.settle()
-        if self.group.on_deadline is OnDeadline.RETURN_PARTIAL:
-            begun = {sample.index: sample for sample in self.made.open}
-            for index in self.num_open:
-                self._record.ended(self, begun.get(index) or Sample(index), DEADLINE)
-        return _AT_DEADLINE[self.group.on_deadline]
+        begun = {sample.index: sample for sample in self.made.open}
+        for index in self.left:
+            self._record.ended(self, begun.get(index) or Sample(index), DEADLINE)
+        return Outcome.PARTIAL
 
-    async def _make(self, generation: Generation) -> None:
+    async def _make(self, completions: Completions, runner: Runner) -> None:
         """Have the open samples made, until there are enough."""
-        if self._has_enough or not self.num_open:
+        if self._has_enough or not self.left:
             return
-        prompt = await self._prompt(generation)
-        making = asyncio.ensure_future(generation.runner.run(prompt, self.made.reply))
+        prompt = self._begun(completions)
+        making = asyncio.ensure_future(runner.run(prompt, self.made.reply))
         waiting = asyncio.ensure_future(self._enough.wait())
         try:
             await asyncio.wait({making, waiting}, return_when=asyncio.FIRST_COMPLETED)
@@ -172,11 +145,8 @@ class GroupRun:
             waiting.cancel()
             await asyncio.gather(making, waiting, return_exceptions=True)
 
-    async def _prompt(self, generation: Generation) -> CompletionPrompt:
-        asked = self.group.prompt
-        if asked is None:
-            asked = self.prompt or await generation.render(self.group)
-        prompt = decoded(generation.completions, self.group, self.index, self._owner, self._submission_id, asked)
+    def _begun(self, completions: Completions) -> CompletionPrompt:
+        prompt = decoded(completions, self.group, self.index, self._owner, self._submission_id)
         self.model = prompt.rollout.model
         prompt = replace(prompt, is_submitted=True)
         if not self.prompt and prompt.read:
@@ -203,13 +173,11 @@ class GroupRun:
         sample.free()
 
 
-def decoded(
-    completions: Completions, group: Group, index: int, owner: str, submission_id: str, prompt: str | list[int]
-) -> CompletionPrompt:
+def decoded(completions: Completions, group: Group, index: int, owner: str, submission_id: str) -> CompletionPrompt:
     """The group as a prompt of /v1/completions. Raise `InvalidRequest` with the group's place."""
     session = session_key(owner, group.session_id) if group.session_id else ""
     try:
-        [read] = completions.decode(group.body(prompt), submission_id, session, first=index)
+        [read] = completions.decode(group.body, submission_id, session, first=index)
     except InvalidRequest as error:
         where = f"groups[{index}]"
         error.args = (f"{where}: {str(error).replace(f'prompt[{index}]', 'prompt')}",)

@@ -13,7 +13,6 @@ import structlog
 
 from engines.engine import Json
 from engines.errors import (
-    DeadlineExceeded,
     IdTaken,
     InvalidRequest,
     RolloutGatewayError,
@@ -22,10 +21,12 @@ from engines.errors import (
 )
 from gateway.api import GONE, body_of, error_body
 from gateway.config.schema import SubmissionsConfig
+from gateway.dialects.completions import Completions
+from gateway.dialects.runner import Runner
 from gateway.dialects.submissions.frames import Head, read_head, read_step
-from gateway.dialects.submissions.group_run import Generation, GroupRun, Outcome, decoded
-from gateway.dialects.submissions.submission import TAKEN, Counts, Submission
-from gateway.dialects.submissions.words import Asked, Group, Resumption
+from gateway.dialects.submissions.group_run import GroupRun, Outcome, decoded
+from gateway.dialects.submissions.submission import Counts, Submission
+from gateway.dialects.submissions.words import Group
 from gateway.fleet.concurrency import in_turns
 from gateway.ledger.folder import Left
 from gateway.ledger.ledger import Ledger, Record
@@ -55,12 +56,13 @@ class Submissions:
     def __init__(
         self,
         config: SubmissionsConfig,
-        generation: Generation,
+        completions: Completions,
+        runner: Runner,
         ledger: Ledger,
         counts: Counts,
     ) -> None:
         self._config = config
-        self._generation = generation
+        self._completions, self._runner = completions, runner
         self._ledger = ledger
         ledger.add(self)
         self._counts = counts
@@ -84,15 +86,15 @@ class Submissions:
 
     # Clients
 
-    async def submit(self, owner: str, name: str, asked: Sequence[Asked]) -> Submission:
+    async def submit(self, owner: str, name: str, groups: Sequence[Group]) -> Submission:
         """Begin a submission, or join the one of this id. Return it once it is durable."""
-        digest = _digest(asked)
+        digest = _digest(groups)
         submission = self._kept.get((owner, name))
         if submission is None:
-            groups, ranks = await self._checked(owner, name, asked)
+            ranks = await self._checked(owner, name, groups)
             submission = self._kept.get((owner, name))  # another client may have begun it meanwhile
         if submission is None:
-            submission = self._begin(owner, name, digest, asked, groups)
+            submission = self._begin(Head(owner, name, digest, time.time()), groups)
             for run, rank in zip(submission.runs, ranks, strict=True):
                 run.rank = rank
         elif submission.head.digest != digest:
@@ -103,8 +105,6 @@ class Submissions:
     def find(self, owner: str, name: str) -> Submission:
         """Return a submission. Raise `UnknownRequest`."""
         found = self._kept.get((owner, name))
-        if found is None and (reason := self._ledger.unread):
-            raise DeadlineExceeded(f"{name!r} may be a submission in the ledger, which cannot be read yet: {reason}")
         if found is None:
             raise UnknownRequest(
                 f"no submission {name!r} of this key: it never arrived, was acked long ago, or was forgotten (see "
@@ -120,13 +120,8 @@ class Submissions:
         await self._ledger.written()
 
     async def cancel(self, submission: Submission, groups: Iterable[int] | None, reason: str) -> None:
-        """End groups that run or are suspended; all unless named. Return once that is durable, so that no later
-        gateway runs them."""
-        running = await self._stop(submission, groups, reason)
-        for index in range(len(submission.runs)) if groups is None else groups:
-            if submission.outcomes.get(index) == Outcome.SUSPENDED:
-                submission.give_up(index, Outcome.CANCELLED)
-        await self._ended(submission, running)
+        """End groups that run, all unless named. Return once that is durable, so that no later gateway runs them."""
+        await self._ended(submission, await self._stop(submission, groups, reason))
         self._release_if_done(submission)
 
     async def let_deadline_pass(self, submission: Submission, groups: Iterable[int] | None) -> None:
@@ -166,45 +161,17 @@ class Submissions:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _checked(self, owner: str, name: str, asked: Sequence[Asked]) -> tuple[list[Group], list[float]]:
-        """Return the groups, and their ranks by length. Raise `InvalidRequest` before any of them runs."""
+    async def _checked(self, owner: str, name: str, groups: Sequence[Group]) -> list[float]:
+        """Return the groups' ranks by length. Raise `InvalidRequest` before any of them runs."""
         await self._refuse_if_full(owner)
-        groups, ranks = [], []
-        async for index, one in in_turns(enumerate(asked), _CHECKED_AT_ONCE):
-            group = self._resumed(owner, index, one) if isinstance(one, Resumption) else one
-            prompt = "a" if group.prompt is None else group.prompt
-            read = decoded(self._generation.completions, group, index, owner, name, prompt)
-            ranks.append(read.rollout.rank)
-            groups.append(group)
-        sources = [(one.resume.id, one.resume.group) for one in asked if isinstance(one, Resumption)]
-        if len(set(sources)) < len(sources):
-            raise InvalidRequest("groups: two groups resume the same group", param="groups")
-        return groups, ranks
+        ranks = []
+        async for index, group in in_turns(enumerate(groups), _CHECKED_AT_ONCE):
+            ranks.append(decoded(self._completions, group, index, owner, name).rollout.rank)
+        return ranks
 
-    def _resumed(self, owner: str, index: int, asked: Resumption) -> Group:
-        name, group = asked.resume.id, asked.resume.group
-        source = self.find(owner, name)
-        if source.outcomes.get(group) != Outcome.SUSPENDED:
-            found = source.outcomes.get(group) or ("running" if group < len(source.runs) else "unknown")
-            raise InvalidRequest(
-                f"groups[{index}].resume: group {group} of {name!r} is {found}, not suspended",
-                param=f"groups[{index}].resume",
-            )
-        run = source.runs[group]
-        done = tuple(sorted(run.made.done))
-        return run.group.resumed(done, run.num_good, asked)
-
-    def _begin(
-        self, owner: str, name: str, digest: bytes, asked: Sequence[Asked], groups: Sequence[Group]
-    ) -> Submission:
-        for index, one in enumerate(asked):  # a client that checked at the same time may have been first
-            if isinstance(one, Resumption):
-                self._resumed(owner, index, one)
-        submission = self._made(Head(owner, name, digest, time.time()), groups, Record.new(self._ledger, KIND))
-        for index, one in enumerate(asked):
-            if isinstance(one, Resumption):
-                submission.take_over(index, self.find(owner, one.resume.id), one.resume.group)
-        submission.task = asyncio.create_task(self._live(submission, is_new=True), name=f"submission {name}")
+    def _begin(self, head: Head, groups: Sequence[Group]) -> Submission:
+        submission = self._made(head, groups, Record.new(self._ledger, KIND))
+        submission.task = asyncio.create_task(self._live(submission, is_new=True), name=f"submission {head.id}")
         return submission
 
     def _made(self, head: Head, groups: Sequence[Group], record: Record) -> Submission:
@@ -228,12 +195,8 @@ class Submissions:
 
     async def _run_groups(self, submission: Submission, *, is_new: bool) -> None:
         if is_new:
-            await self._ledger.opened()
-            submission.life = self._ledger.life
             submission.write()
             await submission.opened.wait()
-            for source in list(self._kept.values()):
-                self._release_if_done(source)  # its last suspended group may be here now
         age_s = max(0.0, time.time() - submission.head.began)
         async with asyncio.TaskGroup() as group:
             async for run in in_turns(sorted(submission.running(None), key=lambda run: run.rank), _BEGUN_AT_ONCE):
@@ -248,7 +211,7 @@ class Submissions:
         try:
             if run.stopped is not None:
                 raise asyncio.CancelledError
-            submission.end_group(run, await run.run(self._generation, left_s))
+            submission.end_group(run, await run.run(self._completions, self._runner, left_s))
         except asyncio.CancelledError:
             if run.stopped is None:
                 raise  # the gateway stops
@@ -324,7 +287,7 @@ class Submissions:
             submission.release()
 
     def _release_if_done(self, submission: Submission) -> None:
-        if submission.is_acked and not submission.has_suspended and not submission.is_released:
+        if submission.is_acked and not submission.is_released:
             submission.release()
 
     # Ledger
@@ -333,30 +296,23 @@ class Submissions:
     def is_busy(self) -> bool:
         return bool(self._running)
 
-    async def write_news(self) -> None:
+    def write_news(self) -> None:
         for submission in self._running:
-            if not submission.is_growing:
+            if not submission.record.num_writing:
                 submission.write_growth()
 
-    def write_all(self) -> None:
-        for submission in self._kept.values():
-            if submission.opened.is_set():  # others write themselves
-                submission.write()
-
     def bring_back(self, left: Sequence[Left]) -> None:
-        heads: dict[str, Head] = {}
         for one in left:
             record = Record(self._ledger, one.name, one.num_bytes)
             try:
-                heads[one.name] = head = read_head(one.frames[0])
-                if (head.owner, head.id) in self._kept:  # a client was faster than the ledger
-                    record.remove()
-                else:
-                    self._restore(record, head, one.frames[1:])
+                self._restore(record, read_head(one.frames[0]), one.frames[1:])
             except (ValueError, KeyError, TypeError, IndexError) as error:
                 log.error("a submission in the ledger cannot be read", record=one.name, error=repr(error))
                 record.remove()
-        self._go_on(taken for head in heads.values() for taken in head.taken)
+        for submission in self._kept.values():
+            if not submission.is_ended:
+                work = self._live(submission, is_new=False)
+                submission.task = asyncio.create_task(work, name=f"submission {submission.id}")
 
     def _restore(self, record: Record, head: Head, steps: Sequence[bytes]) -> None:
         groups = msgspec.json.decode(head.groups or b"[]", type=list[Group])
@@ -367,25 +323,14 @@ class Submissions:
             del self._kept[head.owner, head.id]
             raise
 
-    def _go_on(self, taken: Iterable[tuple[str, int]]) -> None:
-        """Run what was brought back. A kill may have left groups that were `taken` in both of their records."""
-        by_record = {submission.record.name: submission for submission in self._kept.values()}
-        for name, group in taken:
-            if (source := by_record.get(name)) and source.outcomes.get(group) == Outcome.SUSPENDED:
-                source.give_up(group, TAKEN)
-        for submission in by_record.values():
-            if not submission.is_ended and submission.task is None:
-                work = self._live(submission, is_new=False)
-                submission.task = asyncio.create_task(work, name=f"submission {submission.id}")
-
 
 def _age(submission: Submission) -> float:
     return -submission.head.began
 
 
-def _digest(asked: Sequence[Asked]) -> bytes:
+def _digest(groups: Sequence[Group]) -> bytes:
     try:
-        fields = msgspec.to_builtins(asked, builtin_types=(bytes,))
+        fields = msgspec.to_builtins(groups, builtin_types=(bytes,))
         content = orjson.dumps(fields, option=orjson.OPT_SORT_KEYS)
     except TypeError as error:
         raise InvalidRequest(f"groups has a value that JSON does not have: {error}", param="groups") from error

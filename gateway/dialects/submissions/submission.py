@@ -20,7 +20,6 @@ from gateway.dialects.submissions.frames import (
     OF_SUBMISSION,
     Ack,
     Event,
-    GivenUp,
     Growth,
     Head,
     Prompt,
@@ -32,8 +31,6 @@ from gateway.dialects.submissions.words import Group
 from gateway.fleet.metrics import Deliveries, Metrics
 from gateway.ledger.ledger import Record
 
-TAKEN = "taken"
-"""The mark of a suspended group that another submission goes on with."""
 _GOOD = "good"
 _LIFE_BITS = 20
 _ENDED = "ended"
@@ -65,7 +62,7 @@ class Submission:
     """Groups under one id, of one owner. `life` is the number of the gateway's life."""
 
     def __init__(self, head: Head, groups: Sequence[Group], record: Record, counts: Counts, life: int) -> None:
-        self.head = msgspec.structs.replace(head, groups=b"", taken=[])
+        self.head = msgspec.structs.replace(head, groups=b"")
         self.record, self.life = record, life
         self.owner, self.id = head.owner, head.id
         self.acked = head.acked
@@ -76,8 +73,6 @@ class Submission:
         self.quiet_since = time.monotonic()
         self.is_ended = False
         self.is_released = False
-        self.is_growing = False
-        """True while tokens of open samples are on their way into the ledger."""
         self.opened = asyncio.Event()
         """Set once the ledger has the submission."""
         self._event_bytes = 0
@@ -88,14 +83,13 @@ class Submission:
         self._durable = 0
         self._news = asyncio.Event()
         self._grown: dict[int, None] = {}  # groups
-        self._taken: list[tuple[Submission, int]] = []  # groups of others, until this one is written
         self._counts = counts
 
     # State
 
     @property
     def outcome_counts(self) -> Json:
-        counts = Counter(Outcome.SUSPENDED if mark == TAKEN else mark for mark in self.outcomes.values())
+        counts = Counter(self.outcomes.values())
         return {str(outcome): counts[outcome] for outcome in Outcome if counts[outcome]}
 
     @property
@@ -112,10 +106,6 @@ class Submission:
     def is_bloated(self) -> bool:
         """True where most of its record is of no use any more."""
         return self.record.has_doubled and self.record.num_bytes > 2 * self.num_bytes + _SURPLUS_BYTES
-
-    @property
-    def has_suspended(self) -> bool:
-        return Outcome.SUSPENDED in self.outcomes.values()
 
     @property
     def is_acked(self) -> bool:
@@ -141,38 +131,25 @@ class Submission:
 
     def write(self) -> None:
         """Write the submission, with all that it has, as a new record."""
-        taken, self._taken = self._taken, []
         groups = [] if self.is_released else [run.group for run in self.runs]
-        names = [(source.record.name, group) for source, group in taken]
         body = msgspec.json.encode(groups) if groups else b""
-        head = msgspec.structs.replace(self.head, acked=self.acked, groups=body, taken=names)
+        head = msgspec.structs.replace(self.head, acked=self.acked, groups=body)
         self.record.begin([head, *self._steps()], self.opened.set)
-        for source, group in taken:  # after the tokens are here
-            source.record.add(GivenUp(group, TAKEN))
 
     def _steps(self) -> list[Step]:
         self._grown.clear()
-        steps: list[Step] = [self._as_now(event) for event in (*self._marks, *self._events)]
+        steps: list[Step] = [*self._marks, *self._events]
         for run in self.runs:
-            if run.num_bytes and self.outcomes.get(run.index) in (None, Outcome.SUSPENDED):
+            if run.num_bytes and run.index not in self.outcomes:
                 steps += run.made.everything()
         return steps
-
-    def _as_now(self, event: Event) -> Event:
-        """The event, with the mark of a group that was suspended, and taken or dropped since."""
-        is_of_group = event.sample == OF_GROUP and event.group != OF_SUBMISSION
-        return msgspec.structs.replace(event, mark=self.outcomes[event.group]) if is_of_group else event
 
     def write_growth(self) -> None:
         """Write the tokens that open samples have got since the last call."""
         grown, self._grown = self._grown, {}
         runs = [self.runs[group] for group in grown if group not in self.outcomes]
         if steps := [step for run in runs for step in run.made.growth()]:
-            self.is_growing = True
-            self.record.add(*steps, then=self._has_grown)
-
-    def _has_grown(self) -> None:
-        self.is_growing = False
+            self.record.add(*steps)
 
     # Events
 
@@ -190,15 +167,10 @@ class Submission:
         report: Json = {"type": "group", "group": run.index, "outcome": outcome}
         if error is not None:
             report["error"] = error
-        if outcome is Outcome.SUSPENDED:
-            report["open"] = {str(index): num_tokens for index, num_tokens in run.num_open.items()}
-            self._grown[run.index] = None
-            self.write_growth()
         if run.is_read_by_engine and run.prompt:
             report["prompt_token_ids"] = array("i", run.prompt).tobytes()
-        if outcome is not Outcome.SUSPENDED:
-            self._grown.pop(run.index, None)
-            run.drop()
+        self._grown.pop(run.index, None)
+        run.drop()
         self.outcomes[run.index] = outcome
         self._emit(report, run.index, OF_GROUP, outcome)
 
@@ -306,18 +278,6 @@ class Submission:
             self.write()
         self._wake()
 
-    def take_over(self, index: int, source: "Submission", group: int) -> None:
-        """Go on with a suspended group of `source`, with the own group `index`."""
-        source.outcomes[group] = TAKEN
-        self.runs[index].take_over(source.runs[group])
-        self._taken.append((source, group))
-
-    def give_up(self, index: int, mark: str) -> None:
-        """Free the tokens of a suspended group, with which this submission does not go on."""
-        self.outcomes[index] = mark
-        self.runs[index].drop()
-        self.record.add(GivenUp(index, mark))
-
     # Return
 
     def restore(self, steps: Iterable[Step]) -> None:
@@ -339,9 +299,6 @@ class Submission:
                 self._take_end(step)
             case Prompt(group) | Growth(group) | Restart(group):
                 self.runs[group].restore(step)
-            case GivenUp(group, mark):
-                self.outcomes[group] = mark
-                self.runs[group].drop()
             case Ack(cursor):
                 self._free(cursor)
 
@@ -352,8 +309,7 @@ class Submission:
             self.runs[event.group].restore_end(event.sample, is_good=event.mark == _GOOD)
         else:
             self.outcomes[event.group] = event.mark
-            if event.mark != Outcome.SUSPENDED:
-                self.runs[event.group].drop()
+            self.runs[event.group].drop()
 
 
 def _cursor(event: Event) -> int:

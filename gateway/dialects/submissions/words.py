@@ -6,7 +6,6 @@ from typing import Annotated, Any
 
 import msgspec
 import numpy as np
-import orjson
 from msgspec import Meta, Struct
 
 from engines.engine import Json
@@ -19,7 +18,7 @@ from gateway.fleet.placement.sessions import SESSION_ID
 # Fields of /v1/completions that have another place here, or that no stream has.
 _NOT_SAMPLING = (
     "prompt", "messages", "model", "n", "stream", "stream_options", "return_token_ids", "min_version", "max_staleness",
-    "session_id", "priority", "request_id", "expected_tokens", "echo", "suffix", "best_of", "use_beam_search",
+    "session_id", "priority", "request_id", "echo", "suffix", "best_of", "use_beam_search",
     "length_penalty", "prompt_logprobs", "prompt_embeds",
 )  # fmt: skip
 _MOST_SAMPLES = 1 << 19
@@ -27,7 +26,6 @@ _AT_ONCE = 200  # groups
 _GROUP_BYTES = 300
 
 _Name = Annotated[str, Meta(min_length=1, max_length=256)]
-_Index = Annotated[int, Meta(ge=0, le=1_000_000)]
 _Count = Annotated[int, Meta(ge=1, le=1_000_000)]
 _Priority = Annotated[int, Meta(ge=-1_000_000, le=1_000_000)]
 _Seconds = Annotated[float, Meta(gt=0, le=30 * 86400.0)]
@@ -39,95 +37,38 @@ class OnDeadline(StrEnum):
 
     CANCEL = "cancel"
     RETURN_PARTIAL = "return_partial"
-    RESUME = "resume"
-
-
-class SampleName(Struct, frozen=True):
-    """One sample of a submission of the same owner."""
-
-    id: _Name
-    group: _Index
-    sample: _Index
 
 
 class Group(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One prompt with its n samples, of which `need` are enough.
+    """One prompt, text or token ids, with its n samples, of which `need` are enough."""
 
-    `prompt` is text or token ids; None where `messages` are to be rendered.
-    `done` are samples that another submission has delivered.
-    """
-
+    prompt: str | list[int]
     n: _Count = 1
     need: _Count = 1
     sampling: dict[str, Any] = {}
     model: _Name | None = None
-    prompt: str | list[int] | None = None
-    messages: Annotated[list[dict[str, Any]], Meta(min_length=1)] | None = None
-    tools: Any = None
-    chat_template_kwargs: Any = None
     deadline_s: _Seconds | None = None
     on_deadline: OnDeadline = OnDeadline.CANCEL
     session_id: _Name | None = None
-    parent: SampleName | None = None
     min_version: Any = None
     max_staleness: Any = None
     priority: _Priority = 0
-    expected_tokens: _Count | None = None
-    done: tuple[int, ...] = ()
 
     @property
     def num_bytes(self) -> int:
         """About what it takes in memory: a list of token ids has an object for each distinct one."""
-        prompt = self.prompt or ""
-        size = len(prompt) if isinstance(prompt, str) else 8 * len(prompt) + 32 * len(set(prompt))
-        return _GROUP_BYTES + size + (len(orjson.dumps(self.messages)) if self.messages else 0)
+        prompt = self.prompt
+        return _GROUP_BYTES + (len(prompt) if isinstance(prompt, str) else 8 * len(prompt) + 32 * len(set(prompt)))
 
     @property
-    def rendering(self) -> Json:
-        """The body that asks an engine for the token ids of `messages`."""
-        asked = {"messages": self.messages, "tools": self.tools, "chat_template_kwargs": self.chat_template_kwargs}
-        return _given(asked | {"model": self.model})
-
-    def body(self, prompt: str | list[int]) -> Json:
+    def body(self) -> Json:
         """The body of /v1/completions that asks for this group's samples."""
         asked = {
             "model": self.model,
             "min_version": self.min_version,
             "max_staleness": self.max_staleness,
-            "expected_tokens": self.expected_tokens,
         }
-        return {**self.sampling, **_given(asked), "prompt": [prompt], "n": self.n, "return_token_ids": True}
-
-    def resumed(self, done: tuple[int, ...], num_good: int, asked: "Resumption") -> "Group":
-        """The group that goes on without the samples `done`, of which `num_good` counted towards `need`."""
-        left = self.n - len(done)
-        need = max(1, min(left, self.need - num_good)) if asked.need is None else asked.need
-        if need > left:
-            raise InvalidRequest(f"need = {need} is more than the {left} samples that are open", param="need")
-        changes = _given({name: getattr(asked, name) for name in _CHANGED})
-        return msgspec.structs.replace(self, done=done, need=need, **{"deadline_s": None, **changes})
-
-
-class _Suspended(Struct, frozen=True, forbid_unknown_fields=True):
-    id: _Name
-    group: _Index
-
-
-class Resumption(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A group that takes over the open samples of a suspended group. None stands for the suspended group's value."""
-
-    resume: _Suspended
-    need: _Count | None = None
-    deadline_s: _Seconds | None = None
-    on_deadline: OnDeadline | None = None
-    min_version: Any = None
-    max_staleness: Any = None
-    priority: _Priority | None = None
-
-
-_CHANGED = ("deadline_s", "on_deadline", "min_version", "max_staleness", "priority")
-
-Asked = Group | Resumption
+        return {**self.sampling, **_given(asked), "prompt": [self.prompt], "n": self.n, "return_token_ids": True}
 
 
 class Request(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -145,33 +86,26 @@ class Request(Struct, kw_only=True, forbid_unknown_fields=True):
     min_version: Any = None
     max_staleness: Any = None
     priority: Any = None
-    expected_tokens: Any = None
 
-    async def read_groups(self) -> list[Asked]:
+    async def read_groups(self) -> list[Group]:
         """Return the groups. Raise `InvalidRequest` with the field. Others get turns on the loop meanwhile."""
         fields = msgspec.structs.asdict(self)
         shared = _given({name: value for name, value in fields.items() if name not in ("groups", "id", "stream")})
-        read: list[Asked] = []
+        read: list[Group] = []
         async for index, group in in_turns(enumerate(self.groups), _AT_ONCE):
             read.append(_group(f"groups[{index}]", group, shared))
-        samples = sum(group.n for group in read if isinstance(group, Group))
-        if samples > _MOST_SAMPLES:
+        if (samples := sum(group.n for group in read)) > _MOST_SAMPLES:
             raise InvalidRequest(f"the groups have {samples} samples, more than {_MOST_SAMPLES}: send fewer at a time")
         return read
 
 
-def _group(where: str, given: Any, shared: Json) -> Asked:
+def _group(where: str, given: Any, shared: Json) -> Group:
     if not isinstance(given, dict):
         raise InvalidRequest(f"{where} is a {type(given).__name__}: send an object", param=where)
-    if given.get("resume") is not None:
-        changes = {name: value for name, value in shared.items() if name in Resumption.__struct_fields__}
-        return read_fields(Resumption, changes | given, where)
     asked = _given(shared | given)
     asked["sampling"] = _sampling(where, shared.get("sampling"), given.get("sampling"))
     asked["prompt"] = _prompt(where, asked.get("prompt"))
     group = read_fields(Group, asked, where)
-    if (group.prompt is None) == (group.messages is None):
-        raise InvalidRequest(f"{where}: send one of prompt, messages and resume", param=f"{where}.prompt")
     if "need" not in asked:
         return msgspec.structs.replace(group, need=group.n)
     if group.need > group.n:

@@ -1,7 +1,7 @@
-"""Translates a body of SGLang's /generate into vLLM's completions, prompt by prompt, and the choices back. Pure.
+"""Translates a body of SGLang's /generate into vLLM's completions, and the choices back. Pure.
 
     SGLang                                        vLLM
-    text, input_ids (one or a list)               prompt
+    text, input_ids                               prompt
     sampling_params.max_new_tokens (128), min_..  max_tokens, min_tokens
     sampling_seed                                 seed
     json_schema, regex, ebnf, structural_tag      structured_outputs
@@ -49,21 +49,15 @@ _READ = frozenset(
     {
         *_PROMPT, "sampling_params", "rid", "stream", "return_logprob", "logprob_start_len", "top_logprobs_num",
         "return_prompt_token_ids", "extra_key", "lora_path", "log_metrics", "session_id", "user",
-        "expected_tokens",
     }
 )  # fmt: skip
-# Fields with a value for all prompts, or a list with a value for each.
-_DEFAULT_OF: Json = {
-    "sampling_params": None, "return_logprob": False, "logprob_start_len": -1, "top_logprobs_num": 0,
-    "return_prompt_token_ids": False, "extra_key": None, "lora_path": None, "expected_tokens": None,
-}  # fmt: skip
 # Fields of the gateway and of vLLM, passed to the completions unchanged.
 _PASSED = ("model", "priority", "min_version", "max_staleness")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """The request of one prompt of a body. `body` is a body of vLLM's completions."""
+    """A request in vLLM's words: `body` is a body of its completions."""
 
     rid: str
     body: Json
@@ -79,23 +73,48 @@ class Asked:
         return self.return_logprob and self.logprob_start_len >= 0
 
 
-def asked_prompts(body: Json, request_id: str) -> tuple[list[Asked], bool]:
-    """Return the prompts of a body, and True if they came as a list. Raise `InvalidRequest`."""
+def read_asked(body: Json, request_id: str) -> Asked:
+    """Return what a body asks for. Raise `InvalidRequest`."""
     for key, value in body.items():
         if key not in _READ and key not in _PASSED and value not in (None, False, "", [], {}, -1):
             raise InvalidRequest(f"{key} = {shown(value)} has no meaning here: leave it out", param=key)
-    field = _prompt_field(body)
-    prompts, is_batch = _prompts(field, body[field])
-    count = len(prompts)
-    each = {key: _each(body, key, default, count) for key, default in _DEFAULT_OF.items()}
-    rids = _rids(body.get("rid"), request_id, count, is_batch)
-    asked = []
-    for index, prompt in enumerate(prompts):
-        own = {key: values[index] for key, values in each.items()}
-        asked.append(_asked(body, prompt, rids[index], own))
-    if any(prompt.body.get("n", 1) != asked[0].body.get("n", 1) for prompt in asked):
-        raise InvalidRequest("sampling_params.n must be the same for all prompts of a batch", param="n")
-    return asked, is_batch
+    sampling = body.get("sampling_params") or {}
+    if not isinstance(sampling, dict):
+        raise InvalidRequest(f"sampling_params is {type(sampling).__name__}, no object", param="sampling_params")
+    start, top = (body.get(key) for key in ("logprob_start_len", "top_logprobs_num"))
+    start, top = -1 if start is None else start, 0 if top is None else top
+    for key, value, least in (("logprob_start_len", start, -1), ("top_logprobs_num", top, 0)):
+        if type(value) is not int or value < least:
+            raise InvalidRequest(f"{key} = {shown(value)} must be a whole number of at least {least}", param=key)
+    if "max_new_tokens" in sampling and sampling["max_new_tokens"] is None:
+        raise InvalidRequest("max_new_tokens = None: say how many, or leave it out for 128", param="max_new_tokens")
+    no_tokens = type(sampling.get("max_new_tokens")) is int and sampling["max_new_tokens"] == 0
+    wanted: Json = {key: body[key] for key in _PASSED if body.get(key) is not None}
+    wanted |= _sampling(sampling | {"max_new_tokens": 1} if no_tokens else sampling)
+    wanted |= {"prompt": _prompt(body), "return_token_ids": True, "stream": bool(body.get("stream"))}
+    if body.get("lora_path"):
+        wanted["model"] = body["lora_path"]
+    if body.get("extra_key") is not None:
+        wanted["cache_salt"] = body["extra_key"]
+    asked = Asked(
+        rid=check_id(body["rid"], "rid") if body.get("rid") is not None else request_id,
+        body=wanted,
+        return_logprob=bool(body.get("return_logprob")),
+        logprob_start_len=start,
+        top_logprobs_num=top,
+        return_prompt_token_ids=bool(body.get("return_prompt_token_ids")),
+        no_tokens=no_tokens,
+    )
+    if asked.return_logprob:
+        wanted |= {"logprobs": top, "return_tokens_as_token_ids": True}
+    if asked.scores_prompt:
+        wanted["prompt_logprobs"] = top
+        if body.get("stream"):
+            raise InvalidRequest(
+                "logprob_start_len with stream: log-probs of the prompt come only with whole replies; leave one out",
+                param="logprob_start_len",
+            )
+    return asked
 
 
 def answer(asked: Asked, choice: Json, usage: Json | None, seconds: float) -> Json:
@@ -126,48 +145,6 @@ def aborted_reply(n: int, version: int) -> Json:
     return {"choices": [dict(choice) for _ in range(n)]}
 
 
-def _asked(body: Json, prompt: Any, rid: str, own: Json) -> Asked:
-    sampling = own["sampling_params"] or {}
-    if not isinstance(sampling, dict):
-        raise InvalidRequest(f"sampling_params is {type(sampling).__name__}, no object", param="sampling_params")
-    start, top = own["logprob_start_len"], own["top_logprobs_num"]
-    start, top = -1 if start is None else start, 0 if top is None else top
-    for key, value, least in (("logprob_start_len", start, -1), ("top_logprobs_num", top, 0)):
-        if type(value) is not int or value < least:
-            raise InvalidRequest(f"{key} = {shown(value)} must be a whole number of at least {least}", param=key)
-    if "max_new_tokens" in sampling and sampling["max_new_tokens"] is None:
-        raise InvalidRequest("max_new_tokens = None: say how many, or leave it out for 128", param="max_new_tokens")
-    no_tokens = type(sampling.get("max_new_tokens")) is int and sampling["max_new_tokens"] == 0
-    wanted: Json = {key: body[key] for key in _PASSED if body.get(key) is not None}
-    wanted |= _sampling(sampling | {"max_new_tokens": 1} if no_tokens else sampling)
-    wanted |= {"prompt": prompt, "return_token_ids": True, "stream": bool(body.get("stream"))}
-    if own["lora_path"]:
-        wanted["model"] = own["lora_path"]
-    if own["extra_key"] is not None:
-        wanted["cache_salt"] = own["extra_key"]
-    if own["expected_tokens"] is not None:
-        wanted["expected_tokens"] = own["expected_tokens"]
-    asked = Asked(
-        rid=rid,
-        body=wanted,
-        return_logprob=bool(own["return_logprob"]),
-        logprob_start_len=start,
-        top_logprobs_num=top,
-        return_prompt_token_ids=bool(own["return_prompt_token_ids"]),
-        no_tokens=no_tokens,
-    )
-    if asked.return_logprob:
-        wanted |= {"logprobs": top, "return_tokens_as_token_ids": True}
-    if asked.scores_prompt:
-        wanted["prompt_logprobs"] = top
-        if body.get("stream"):
-            raise InvalidRequest(
-                "logprob_start_len with stream: log-probs of the prompt come only with whole replies; leave one out",
-                param="logprob_start_len",
-            )
-    return asked
-
-
 def _sampling(sampling: Json) -> Json:
     wanted, grammar = dict(_DEFAULTS), {}
     for key, value in sampling.items():
@@ -184,54 +161,21 @@ def _sampling(sampling: Json) -> Json:
     return wanted | {"structured_outputs": grammar} if grammar else wanted
 
 
-def _prompt_field(body: Json) -> str:
+def _prompt(body: Json) -> Any:
     given = [key for key in _PROMPT if body.get(key) is not None]
     if len(given) != 1:
         raise InvalidRequest(
             f"{' and '.join(given) or 'neither text nor input_ids'} given: send one of text and input_ids",
             param=given[-1] if given else "input_ids",
         )
-    return given[0]
-
-
-def _prompts(field: str, value: Any) -> tuple[list[Any], bool]:
-    """Return the prompts, and True if they are a batch."""
-    single = str if field == "text" else int
-    if field == "text" and isinstance(value, str):
-        return [value], False
-    if not isinstance(value, list) or not value:
-        raise InvalidRequest(f"{field} = {shown(value)} is no prompt and no list of prompts", param=field)
-    if field == "input_ids" and type(value[0]) is int:
-        return [value], False
-    for index, prompt in enumerate(value):
-        is_right = isinstance(prompt, str) if single is str else isinstance(prompt, list)
-        if not is_right or not prompt:
-            kind = "text" if single is str else "a list of token ids"
-            raise InvalidRequest(f"{field}[{index}] = {shown(prompt)} must be {kind}, and not empty", param=field)
-    return value, True
-
-
-def _each(body: Json, key: str, default: Any, count: int) -> list[Any]:
-    """Return the value of `key` for each prompt, from a value for all or a list."""
-    value = body.get(key, default)
-    if not isinstance(value, list):
-        return [value] * count
-    if len(value) != count:
-        raise InvalidRequest(f"{key} has {len(value)} entries for {count} prompts", param=key)
-    return value
-
-
-def _rids(rid: Any, request_id: str, count: int, is_batch: bool) -> list[str]:
-    if rid is None:
-        return [f"{request_id}-{index}" for index in range(count)] if is_batch else [request_id]
-    rids = [rid] if isinstance(rid, str) else rid
-    if (
-        not isinstance(rids, list)
-        or not all(isinstance(name, str) and name for name in rids)
-        or len(set(rids)) != count
-    ):
-        raise InvalidRequest(f"rid = {shown(rid)} must be a name for each of {count} prompts", param="rid")
-    return [check_id(name, "rid") for name in rids]
+    [field], prompt = given, body[given[0]]
+    is_right = isinstance(prompt, str) if field == "text" else isinstance(prompt, list)
+    if not is_right or not prompt or (field == "input_ids" and type(prompt[0]) is not int):
+        kind = "text" if field == "text" else "a list of token ids"
+        raise InvalidRequest(
+            f"{field} = {shown(prompt)} must be {kind}, and not empty: send a request for each prompt", param=field
+        )
+    return prompt
 
 
 def _finish(asked: Asked, choice: Json, token_ids: Sequence[int]) -> Json | None:

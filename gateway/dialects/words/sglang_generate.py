@@ -2,110 +2,98 @@
 
 import asyncio
 import time
+from collections import defaultdict
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from engines.engine import Json
 from engines.raw_json import decoded, opened
 from gateway.dialects.completion_prompt import CompletionPrompt
-from gateway.dialects.completions import Completions, longest_first
+from gateway.dialects.completions import Completions
 from gateway.dialects.sample import Sample
 from gateway.dialects.streams import Show, Usage
-from gateway.dialects.words.sglang import Asked, aborted_reply, answer, asked_prompts
+from gateway.dialects.words.sglang import Asked, aborted_reply, answer, read_asked
 from gateway.fleet.fleet import Fleet
 
 _SHORT_TOKENS = 128  # a sample as short as this is repeated with each chunk
 _GROWTH = 1 / 32
 
+Task = asyncio.Task[Any]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
-    """The prompts of one body of `client`. The reply is a list if the prompts came as a list or have several
-    samples."""
+class Generation:
+    """A prompt of `client`. The reply is a list if it has several samples."""
 
     client: str
-    asked: list[Asked]
-    prompts: list[CompletionPrompt]
-    is_batch: bool
+    asked: Asked
+    prompt: CompletionPrompt
 
     @property
     def n(self) -> int:
-        return self.prompts[0].rollout.n
+        return self.prompt.rollout.n
 
     @property
     def model(self) -> str:
-        return self.prompts[0].rollout.model
-
-    @property
-    def is_list(self) -> bool:
-        return self.is_batch or self.n > 1
+        return self.prompt.rollout.model
 
 
 class SglangGenerate:
-    """Translates SGLang's bodies for `Completions`, each prompt with its own sampling parameters."""
+    """Translates SGLang's bodies for `Completions`."""
 
     def __init__(self, completions: Completions, fleet: Fleet) -> None:
         self._completions = completions
         self._fleet = fleet
-        self._running: dict[asyncio.Task[Json], tuple[str, str]] = {}  # clients and their ids
-        self._streams: dict[asyncio.Task[None], Batch] = {}
+        self._running: defaultdict[tuple[str, str], set[Task]] = defaultdict(set)  # by client and id
 
     def abort(self, client: str, rid: str) -> None:
-        """Abort the client's prompts of an id. Whole replies have no tokens then; streams keep theirs.
+        """Abort the client's requests of an id. Whole replies have no tokens then; streams keep theirs."""
+        for task in self._running.get((client, rid), ()):
+            task.cancel()
 
-        A stream of several prompts ends with the first of them.
-        """
-        for task, running in list(self._running.items()):
-            if running == (client, rid):
-                task.cancel()
-        for stream, batch in list(self._streams.items()):
-            if batch.client == client and any(asked.rid == rid for asked in batch.asked):
-                stream.cancel()
+    def decode(self, body: Json, request_id: str, session: str = "", client: str = "") -> Generation:
+        """Return what a body asks for. Raise `InvalidRequest` before any replica has work."""
+        asked = read_asked(body, request_id)
+        [prompt] = self._completions.decode(asked.body, asked.rid, session)
+        return Generation(client=client, asked=asked, prompt=prompt)
 
-    def decode(self, body: Json, request_id: str, session: str = "", client: str = "") -> Batch:
-        """Return the batch of a body. Raise `InvalidRequest` before any replica has work."""
-        asked, is_batch = asked_prompts(body, request_id)
-        session = "" if is_batch else session
-        prompts = [
-            self._completions.decode(prompt.body, prompt.rid, session, first=index)[0]
-            for index, prompt in enumerate(asked)
-        ]
-        return Batch(client=client, asked=asked, prompts=prompts, is_batch=is_batch)
-
-    async def generate(self, batch: Batch) -> tuple[Json | list[Json], Json]:
-        """Return the reply and its usage. The first prompt that an engine refuses ends the others, as in SGLang."""
+    async def generate(self, given: Generation) -> tuple[Json | list[Json], Json]:
+        """Return the reply and its usage."""
         began = time.monotonic()
+        with self._begun(given, self._completions.generate([given.prompt])) as task:
+            await asyncio.wait([task])
+        reply = aborted_reply(given.n, self._fleet.version) if task.cancelled() else task.result()
+        seconds, usage = time.monotonic() - began, reply.get("usage")
+        answers = [answer(given.asked, choice, usage, seconds) for choice in reply["choices"]]
+        return answers if given.n > 1 else answers[0], usage or {}
+
+    @contextmanager
+    def _begun(self, given: Generation, work: Coroutine[Any, Any, Any]) -> Iterator[Task]:
+        """Have work run as a task, which an abort of the request's id cancels, and the end of the block."""
+        task, name = asyncio.create_task(work), (given.client, given.asked.rid)
+        self._running[name].add(task)
         try:
-            async with asyncio.TaskGroup() as group:
-                turns = longest_first(batch.prompts)
-                begun = {prompt.index: self._begun(group, batch, prompt) for prompt in turns}
-        except ExceptionGroup as errors:
-            raise errors.exceptions[0] from None
-        seconds, usage, answers = time.monotonic() - began, Usage(), []
-        for index, asked in enumerate(batch.asked):
-            task = begun[index]
-            reply = aborted_reply(batch.n, self._fleet.version) if task.cancelled() else task.result()
-            usage.add_chunk(index, reply.get("usage"))
-            answers += [answer(asked, choice, reply.get("usage"), seconds) for choice in reply["choices"]]
-        return answers if batch.is_list else answers[0], usage.total()
+            yield task
+        finally:
+            task.cancel()
+            self._running[name].discard(task)
+            if not self._running[name]:
+                del self._running[name]
 
-    def _begun(self, group: asyncio.TaskGroup, batch: Batch, prompt: CompletionPrompt) -> "asyncio.Task[Json]":
-        task = group.create_task(self._completions.generate([prompt]))
-        self._running[task] = batch.client, batch.asked[prompt.index].rid
-        task.add_done_callback(self._running.pop)
-        return task
-
-    async def stream(self, batch: Batch, usage: Usage, show: Show) -> None:
+    async def stream(self, given: Generation, usage: Usage, show: Show) -> None:
         """Show chunks that repeat each sample from its start, as SGLang's do; `index` numbers several samples.
 
         A long sample is repeated when it has grown by 1/32: each token would else cost as much as all before it.
         """
-        began, samples = time.monotonic(), [Sample(index) for index in range(len(batch.prompts) * batch.n)]
+        began, samples = time.monotonic(), [Sample(index) for index in range(given.n)]
         repeated = [0] * len(samples)
 
         def repeat(sample: Sample) -> None:
-            repeated[sample.index], asked = sample.num_made, batch.asked[sample.index // batch.n]
-            reply = answer(asked, _joined(sample), None, time.monotonic() - began)
-            show(reply | {"index": sample.index} if batch.is_list else reply)
+            repeated[sample.index] = sample.num_made
+            reply = answer(given.asked, _joined(sample), None, time.monotonic() - began)
+            show(reply | {"index": sample.index} if given.n > 1 else reply)
 
         def take(chunk: Json) -> None:
             for choice in chunk["choices"]:
@@ -115,17 +103,11 @@ class SglangGenerate:
                 if not (sample.is_open and is_long and sample.num_made < repeated[sample.index] * (1 + _GROWTH)):
                     repeat(sample)
 
-        task = asyncio.ensure_future(self._completions.stream(batch.prompts, usage, take))
-        self._streams[task] = batch
-        try:
+        with self._begun(given, self._completions.stream([given.prompt], usage, take)) as task:
             await asyncio.wait([task])
-            if not task.cancelled():
-                task.result()
-                return
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-            del self._streams[task]
+        if not task.cancelled():
+            task.result()
+            return
         for sample in samples:
             if sample.is_open:
                 sample.end("abort", self._fleet.version)

@@ -15,7 +15,7 @@ from engines.errors import RolloutGatewayError, SessionFrozen
 from gateway.agents.chat import ChatCompletions
 from gateway.agents.messages import Messages
 from gateway.agents.responses import Responses
-from gateway.agents.turn import Answer, Caller, Dialect, Turn, chat_request
+from gateway.agents.turn import Answer, Caller, Dialect, Turn
 from gateway.agents.turns import Turns
 from gateway.fleet.placement.sessions import identity_of, session_key, session_of
 from gateway.http.access import CLIENT, SESSION, Access, Handler
@@ -56,13 +56,12 @@ class AgentRoutes:
             body = await read_object(request)
             turn = dialect.read(body)
             caller = _caller(request, body, name)
-            self.measurement.arrived(request, chat_request(turn), caller.placement)
             answer_id, rendered = uuid.uuid4().hex, asyncio.get_running_loop().create_future()
 
             async def answering() -> Answer:
                 answer = await self.turns.answer(turn, caller, answer_id, partial(rendered.set_result, None))
                 usage: Json = {"prompt_tokens": answer.num_prompt_tokens, "completion_tokens": answer.num_tokens}
-                self.measurement.count_tokens(request, answer.served_model, usage)
+                self.measurement.count_tokens(answer.served_model, usage)
                 return answer
 
             if turn.streams:

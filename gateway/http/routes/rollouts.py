@@ -14,8 +14,7 @@ from gateway.api import error_body
 from gateway.dialects.chat import Chat
 from gateway.dialects.completion_prompt import CompletionPrompt
 from gateway.dialects.completions import Completions, Written
-from gateway.dialects.replays.batch import identity_of
-from gateway.dialects.replays.registry import Replays
+from gateway.dialects.replays import Replays, identity_of
 from gateway.dialects.streams import Show, Usage
 from gateway.dialects.token_generation import TokenGeneration
 from gateway.dialects.words.sglang_generate import SglangGenerate
@@ -74,7 +73,7 @@ class RolloutRoutes:
         """Send a reply, then count it: a replay may get one that breaks off."""
         response = await send_pieces(request, written.pieces(), seal)
         model = prompts[0].rollout.model
-        self.measurement.count_tokens(request, model, written.head["usage"])
+        self.measurement.count_tokens(model, written.head["usage"])
         self.deliveries.count_ends(model, written.ends)
         self.deliveries.count_batch(model, written.seconds)
         return response
@@ -84,24 +83,24 @@ class RolloutRoutes:
         rollout = self.chat.decode(body, request_id(request, body), session)
         if body.get("stream"):
             return await self._stream(request, rollout.model, partial(self.chat.stream, rollout, body))
-        return await self._answer(request, rollout.model, self.chat.generate(rollout, body))
+        return await self._answer(rollout.model, self.chat.generate(rollout, body))
 
     async def _generate_tokens(self, request: web.Request) -> web.StreamResponse:
         _, body, session = await self._read(request)
         rollout = self.tokens.decode(body, request_id(request), session, request[CLIENT])
-        with self.own.under_way(request, [body["request_id"]]):
+        with self.own.under_way(request, body["request_id"]):
             if body.get("stream"):
                 return await self._stream(request, rollout.model, partial(self.tokens.stream, rollout, body))
-            return await self._answer(request, rollout.model, self.tokens.generate(rollout, body))
+            return await self._answer(rollout.model, self.tokens.generate(rollout, body))
 
     async def _generate_sglang(self, request: web.Request) -> web.StreamResponse:
         _, body, session = await self._read(request)
-        batch = self.sglang.decode(body, request_id(request), session, request[CLIENT])
-        with self.own.under_way(request, [asked.rid for asked in batch.asked]):
+        given = self.sglang.decode(body, request_id(request), session, request[CLIENT])
+        with self.own.under_way(request, given.asked.rid):
             if body.get("stream"):
-                return await self._stream(request, batch.model, partial(self.sglang.stream, batch))
-            answers, usage = await self.sglang.generate(batch)
-        self.measurement.count_tokens(request, batch.model, usage)
+                return await self._stream(request, given.model, partial(self.sglang.stream, given))
+            answers, usage = await self.sglang.generate(given)
+        self.measurement.count_tokens(given.model, usage)
         return reply(answers)
 
     async def _abort_requests(self, request: web.Request) -> web.Response:
@@ -122,17 +121,15 @@ class RolloutRoutes:
         return reply({})
 
     async def _read(self, request: web.Request) -> tuple[bytes, Json, str]:
-        """Record a request for tokens. Return its content, its body, and its session."""
+        """Return the content of a request for tokens, its body, and its session."""
         content = await read_content(request)
         body = as_object(content)
-        session = session_of(request[CLIENT], request.headers, body)
-        self.measurement.arrived(request, body, session)
-        return content, body, session
+        return content, body, session_of(request[CLIENT], request.headers, body)
 
-    async def _answer(self, request: web.Request, model: str, generated: Awaitable[Json]) -> web.Response:
+    async def _answer(self, model: str, generated: Awaitable[Json]) -> web.Response:
         """Send the whole answer, and count its tokens and choices."""
         answer = await generated
-        self.measurement.count_tokens(request, model, answer.get("usage"))
+        self.measurement.count_tokens(model, answer.get("usage"))
         self.deliveries.count(model, answer["choices"])
         return reply(answer)
 
@@ -152,7 +149,7 @@ class RolloutRoutes:
         try:
             return await send_events(request, counted)
         finally:
-            self.measurement.count_tokens(request, model, usage.total())
+            self.measurement.count_tokens(model, usage.total())
 
 
 def by_session_key(of_session: Handler, of_others: Handler) -> Handler:

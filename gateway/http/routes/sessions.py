@@ -60,7 +60,7 @@ class SessionRoutes:
         if not SESSION_ID.fullmatch(name := asked.id):
             raise InvalidRequest(f"id = {name[:80]!r}: {ID_RULE}", param="id")
         _check_size("metadata", asked.metadata)
-        session, is_new = await self.sessions.begun(request[CLIENT], name, asked.metadata)
+        session, is_new = self.sessions.begun(request[CLIENT], name, asked.metadata)
         await session.record.written()
         key, url = self._access.session_key(request, name), f"/sessions/{name}/v1"
         told = {"id": name, "key": key, "url": url, "state": session.state, "began": session.head.began, "new": is_new}
@@ -71,19 +71,18 @@ class SessionRoutes:
         state = request.query.get("state")
         if state not in (None, "open", "frozen"):
             raise InvalidRequest(f"state = {state!r:.80}: there are open and frozen", param="state")
-        await self.sessions.check_read("more sessions")
         heads = [one.report() for one in self.sessions.of(request[CLIENT]) if state in (None, one.state)]
         shown = ("id", "state", "calls", "open_calls", "tokens", "began", "reward")
         return reply({"sessions": [{name: head[name] for name in shown} for head in heads]})
 
     async def _read(self, request: web.Request) -> web.StreamResponse:
         """Stream a session's calls."""
-        session = await self._found(request)
+        session = self._found(request)
         return await send_records(request, self._head(session), session.read())
 
     async def _reward(self, request: web.Request) -> web.Response:
         """Note the reward of a session, or of one of its calls."""
-        session = await self._found(request)
+        session = self._found(request)
         asked = read_fields(_Reward, await read_object(request))
         if asked.call is not None and asked.call >= len(session.calls):
             raise InvalidRequest(f"call = {asked.call}: the session has {len(session.calls)} calls", param="call")
@@ -96,7 +95,7 @@ class SessionRoutes:
 
     async def _freeze(self, request: web.Request) -> web.Response:
         """Take no later call of a session, and end open ones after `wait_s`."""
-        session = await self._found(request)
+        session = self._found(request)
         asked = read_fields(_Freeze, await read_object(request, required=False))
         _check_size("info", asked.info)
         session.reward(asked.reward, None, asked.info)
@@ -113,8 +112,8 @@ class SessionRoutes:
         await self.sessions.delete(request[CLIENT], request.match_info["id"])
         return reply({"id": request.match_info["id"], "state": "deleted"})
 
-    async def _found(self, request: web.Request) -> Session:
-        return await self.sessions.find(request[CLIENT], request.match_info["id"])
+    def _found(self, request: web.Request) -> Session:
+        return self.sessions.find(request[CLIENT], request.match_info["id"])
 
     def _head(self, session: Session) -> Json:
         return session.report() | {"durable": self.sessions.is_durable}

@@ -1,7 +1,7 @@
 """SGLang's router routes beside /generate: workers, aborts, caches, pauses.
 
 The engines' own ports are on loopback, so the gateway lists itself as the only worker, and calls to it reach every
-replica. Calls for a single worker are refused with the alternative.
+replica.
 """
 
 from collections.abc import Awaitable, Callable
@@ -11,7 +11,7 @@ from functools import partial
 from aiohttp import web
 
 from engines.engine import Json
-from engines.errors import InvalidRequest, UnknownRoute
+from engines.errors import InvalidRequest
 from engines.types import PauseMode
 from gateway.dialects.sampling import check_id
 from gateway.dialects.words.sglang_generate import SglangGenerate
@@ -23,28 +23,6 @@ from gateway.http.own_requests import OwnRequests
 from gateway.weights.coordinator import WeightCoordinator
 
 _MODES = {"abort": PauseMode.ABORT, "in_place": PauseMode.KEEP, "retract": PauseMode.KEEP}
-
-_WORKERS = "replicas come from the configuration and join by themselves: rollout-gateway up, rollout-gateway scale"
-_GROUP = (
-    "over a group weights come with /init_weight_transfer_engine, /start_weight_update, /update_weights and "
-    "/finish_weight_update, to all replicas at once (trainer_client.WeightSender does it)"
-)
-_SNAPSHOT = (
-    "weights without a group come through the store with /v1/weight_updates (trainer_client.WeightSender does it)"
-)
-_MEMORY = "replicas own their GPUs and share none with the trainer, so there is nothing to give back"
-REFUSED = {
-    "/add_worker": _WORKERS,
-    "/remove_worker": _WORKERS,
-    "/init_weights_update_group": _GROUP,
-    "/destroy_weights_update_group": _GROUP,
-    "/update_weights_from_distributed": _GROUP,
-    "/update_weights_from_disk": _SNAPSHOT,
-    "/update_weights_from_tensor": _SNAPSHOT,
-    "/release_memory_occupation": _MEMORY,
-    "/resume_memory_occupation": _MEMORY,
-}
-"""Routes of SGLang that make no sense in front of replicas, with the alternative to each."""
 
 
 @dataclass(eq=False)
@@ -70,10 +48,6 @@ class SglangRoutes:
             router.add_route(method, "/flush_cache", access.for_admin(self._flush_cache))
         router.add_post("/pause_generation", access.for_admin(self._pause_generation))
         router.add_post("/continue_generation", access.for_admin(self._continue_generation))
-        for path in REFUSED:
-            router.add_route("*", path, access.for_inference(self._refuse))
-        router.add_post("/workers", access.for_inference(self._refuse))
-        router.add_route("*", "/workers/{worker:.+}", access.for_inference(self._refuse))
 
     async def _workers(self, request: web.Request) -> web.Response:
         worker = {
@@ -144,9 +118,6 @@ class SglangRoutes:
     async def _continue_generation(self, request: web.Request) -> web.Response:
         await self.weights.pauses.resume()
         return reply({"message": "Generation continued successfully.", "status": "ok"})
-
-    async def _refuse(self, request: web.Request) -> web.Response:
-        raise UnknownRoute(f"{request.method} {request.path}: {REFUSED.get(request.path, _WORKERS)}")
 
 
 def _own_url(request: web.Request) -> str:

@@ -22,7 +22,7 @@ INFERENCE: dict[tuple[str, str], Json] = {
     ("POST", "/inference/v1/generate"): {"token_ids": [5, 6, 7], "sampling_params": _SAMPLING, "model": "sim"},
     ("POST", "/inference/v1/abort_requests"): {"request_ids": ["a", "b"]},
     ("POST", "/generate"): {
-        "input_ids": [[5, 6], [7, 8]],
+        "input_ids": [5, 6],
         "sampling_params": {"max_new_tokens": 4, "n": 2, "temperature": 0.5},
         "return_logprob": True,
         "stream": False,

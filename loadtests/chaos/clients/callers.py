@@ -293,6 +293,8 @@ async def streamed_choices_of(session: aiohttp.ClientSession, url: str, content:
         await _check(response)
         async for chunk in _events(response):
             for choice in chunk["choices"]:
+                if choice["finish_reason"] == "abort" and "delta" in choice:
+                    raise BrokenOff("an update has cut off a streamed conversation")
                 _join(joined.setdefault(choice["index"], {"index": choice["index"]}), choice)
     return list(joined.values())
 

@@ -57,7 +57,7 @@ async def kept_at(
     before = [await fleet.made_by(index) for index in range(fleet.size)]
     delivered_before = sum(tokens for _, tokens in callers.record.deliveries)
     each = fleet.size // 4 or 1
-    kinds = (callers.trainer, callers.groups, callers.streamed, callers.chat, callers.chat_streamed)
+    kinds = (callers.trainer, callers.groups, callers.streamed, callers.chat)
     wave = [asyncio.create_task(kind()) for kind in kinds for _ in range(each)]
     victim = await _busiest(fleet)
     await _reached(share * callers.tokens, fleet, victim, before[victim])

@@ -108,7 +108,7 @@ def commands(run: Run, choice: Choice) -> Iterator[str]:
         f"--prompt {PROMPT} --response {RESPONSE}{lora}"
     )
     yield (
-        f"rollout-gateway up -c examples/grpo.yaml --gpus {served} engine.model={run.model} "
+        f"CUDA_VISIBLE_DEVICES={served} rollout-gateway up -c examples/grpo.yaml engine.model={run.model} "
         f"engine.num_replicas={run.half}"
     )
     trl = [f"--model_name_or_path {run.model}"]

@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from gateway.agents.digests import message_digests, settings_digest
-from gateway.agents.turn import Turn
+from gateway.agents.digests import message_digests
 
 Json = dict[str, Any]
 HELLO: Json = {"role": "user", "content": "Hello."}
@@ -72,21 +71,3 @@ def test_images_are_in_a_digest_without_their_cache_marks() -> None:
 
     assert digest(seen("data:a")) != digest(seen("data:b"))
     assert digest(seen("data:a")) == digest(seen("data:a", cache_control={"type": "ephemeral"}))
-
-
-def test_each_digest_is_that_of_all_messages_so_far() -> None:
-    messages = [HELLO, said("Hi."), HELLO]
-    assert list(message_digests(messages)) == [digest(*messages[:number]) for number in (1, 2, 3)]
-    assert digest(said("a"), said("b")) != digest(said("b"), said("a"))
-
-
-def test_settings_are_the_model_the_tools_and_the_fields_of_the_template() -> None:
-    turn = Turn(model="m", messages=[HELLO], tools=[{"a": 1, "b": 2}], template={"reasoning_effort": "low"})
-    same = Turn(model="m", messages=[], tools=[{"b": 2, "a": 1}], template={"reasoning_effort": "low"}, max_tokens=5)
-    assert settings_digest(turn) == settings_digest(same)
-    others = [
-        Turn(model="n", messages=[HELLO], tools=turn.tools, template=turn.template),
-        Turn(model="m", messages=[HELLO], tools=[], template=turn.template),
-        Turn(model="m", messages=[HELLO], tools=turn.tools, template={"reasoning_effort": "high"}),
-    ]
-    assert len({settings_digest(turn), *map(settings_digest, others)}) == 4

@@ -155,22 +155,6 @@ def test_tools_and_their_choice_are_those_of_a_chat(choice: Any, chosen: Any) ->
     assert {name: getattr(turn, name) for name in chosen} == chosen
 
 
-def test_tools_come_and_go_by_system_messages() -> None:
-    deferred = TOOL | {"name": "later", "defer_loading": True}
-    named = {"type": "tool_reference"}
-    changes = [
-        {"type": "tool_addition", "tool": named | {"name": "later"}},
-        {"type": "tool_addition", "tool": {"type": "tool_definition", "definition": TOOL | {"name": "new"}}},
-        {"type": "tool_removal", "tool": named | {"name": "weather"}},
-    ]
-    before = read(tools=[TOOL, deferred])
-    assert [tool["function"].get("defer_loading") for tool in before.tools] == [None, True]
-    after = read(tools=[TOOL, deferred], messages=[HELLO, {"role": "system", "content": changes}])
-    assert [tool["function"]["name"] for tool in after.tools] == ["later", "new"]
-    assert "defer_loading" not in after.tools[0]["function"]
-    assert after.messages == [HELLO]
-
-
 @pytest.mark.parametrize(
     ("body", "turn"),
     [

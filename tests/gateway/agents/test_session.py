@@ -20,7 +20,6 @@ from gateway.agents.messages import Messages
 from gateway.dialects import token_generation
 from gateway.dialects.rendering import Rendering
 from gateway.dialects.words.tokens import completion_body, token_reply
-from gateway.ledger import writer
 from sim.model import SimModel
 from tests.rigs.calls import until
 from tests.rigs.rig import Json, Rig, StartRig
@@ -100,28 +99,14 @@ async def test_rewards_and_a_freeze_outlive_the_gateway(start_rig: StartRig, kep
     assert (await last.get("/v1/sessions/one"))[0] == 404
 
 
-async def test_a_late_call_does_not_begin_an_acked_session_again(
-    start_rig: StartRig, kept_rig: Rig, tmp_path: Path
-) -> None:
-    for session in ("one", "two", "three"):
-        await said(kept_rig, session, "hello")
-        await frozen(kept_rig, session)
-        await kept_rig.post(f"/v1/sessions/{session}/ack")
-    assert (await kept_rig.post("/v1/sessions", {"id": "two"}))[0] == 201
-    again = await killed(start_rig, await killed(start_rig, kept_rig, tmp_path), tmp_path)
-    for session, status in (("one", 409), ("two", 200), ("three", 409)):
-        assert (await answered(again, session, turn("more")))[0] == status, session
-
-
-async def test_no_call_begins_and_no_list_is_told_while_the_ledger_of_before_cannot_be_read(
-    start_rig: StartRig, kept_rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another process has it still: its session would begin again without its history, and its trainer give it up."""
-    monkeypatch.setattr(writer, "_LOCKED_S", 0.0)
-    await said(kept_rig, "one", "hello")
-    other = await start_rig(replicas=kept_rig.replicas, gateway={"ledger": str(tmp_path / "ledger")})
-    for status, error in (await answered(other, "one", turn("more")), await other.get("/v1/sessions")):
-        assert (status, "another process has it open" in error["error"]["message"]) == (504, True)
+async def test_a_late_call_does_not_begin_an_acked_session_again(rig: Rig) -> None:
+    for session in ("one", "two"):
+        await said(rig, session, "hello")
+        await frozen(rig, session)
+        await rig.post(f"/v1/sessions/{session}/ack")
+    assert (await rig.post("/v1/sessions", {"id": "two"}))[0] == 201
+    for session, status in (("one", 409), ("two", 200)):
+        assert (await answered(rig, session, turn("more")))[0] == status, session
 
 
 async def test_agents_are_answered_where_no_ledger_can_be_kept(start_rig: StartRig, tmp_path: Path) -> None:

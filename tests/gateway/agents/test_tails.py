@@ -1,11 +1,9 @@
 """What a template makes of new messages is learned once for all sessions with the same settings."""
 
-import asyncio
 from typing import Any
 
 import pytest
 
-from gateway.agents import tails as module
 from gateway.agents.tails import Tails
 from gateway.agents.turn import Turn
 from tests.gateway.agents.test_history import SYSTEM, TOOLS, USER
@@ -29,29 +27,6 @@ def asked(tails: Tails) -> list[Json]:
     rendering = tails.rendering
     assert isinstance(rendering, Templated)
     return rendering.asked
-
-
-async def test_a_form_is_learned_once(tails: Tails) -> None:
-    await asyncio.gather(*(tails.after(3, AFTER_TEXT, b"s") for _ in range(10)))
-    learning = len(asked(tails)) - 10
-    await tails.after(3, AFTER_TEXT, b"s")
-    assert (learning, len(asked(tails))) == (3, 14)
-    await tails.after(3, AFTER_CALL, b"s")
-    assert len(asked(tails)) == 14 + 6
-    await tails.after(3, AFTER_CALL, b"s")
-    await tails.after(3, AFTER_TEXT, b"s")
-    assert len(asked(tails)) == 14 + 6 + 2
-
-
-async def test_the_oldest_forms_are_forgotten(tails: Tails, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_MAX_FORMS", 2)
-    for settings in (b"1", b"2", b"3"):
-        await tails.after(3, AFTER_TEXT, settings)
-    before = len(asked(tails))
-    await tails.after(3, AFTER_TEXT, b"3")
-    assert len(asked(tails)) == before + 1
-    await tails.after(3, AFTER_TEXT, b"1")
-    assert len(asked(tails)) > before + 2
 
 
 async def test_a_template_that_refuses_a_stub_has_no_tail(tails: Tails) -> None:

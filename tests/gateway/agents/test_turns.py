@@ -46,24 +46,6 @@ async def test_an_answer_goes_on_after_its_replica_has_died(
     assert f'"output_tokens":{LONG}' in str(told) or f"'output_tokens': {LONG}" in str(told)
 
 
-@pytest.mark.parametrize(
-    ("change", "status", "kind"),
-    [
-        ({"model": "gpt-9"}, 404, "not_found_error"),
-        ({"max_tokens": 0}, 400, "invalid_request_error"),
-        ({"messages": [{"role": "robot", "content": "a"}]}, 400, "invalid_request_error"),
-        ({"messages": [{"role": "user", "content": "a" * 100_000}]}, 400, "invalid_request_error"),
-    ],
-    ids=["model", "limit", "role", "length"],
-)
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-async def test_an_error_before_the_answer_has_its_status_and_anthropics_form(
-    rig: Rig, change: Json, status: int, kind: str, stream: bool
-) -> None:
-    got, reply = await rig.post("/v1/messages", ASKED | change | {"stream": stream})
-    assert (got, reply["type"], reply["error"]["type"]) == (status, "error", kind)
-
-
 async def test_engines_that_do_not_render_are_asked_for_the_chat(rig: Rig) -> None:
     _, rendered = await rig.post("/v1/messages", ASKED)
     for replica in rig.fleet.replicas:

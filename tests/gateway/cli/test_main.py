@@ -62,7 +62,6 @@ def test_what_this_machine_cannot_run_is_said_at_once(shell: Shell) -> None:
     "words",
     [
         "sideways",
-        "up -c sim.yaml --gpus x",
         "up -c sim.yaml --replicas 2",
         "up -c sim.yaml engine.num_replicas=abc",
         "config validate -c",
@@ -93,27 +92,6 @@ def test_what_cannot_be_done_is_exit_code_1(shell: Shell, words: str) -> None:
 
 def test_up_with_nothing_names_the_option_for_a_file(shell: Shell) -> None:
     assert "-c FILE" in shell.run("up").stderr.splitlines()[1]
-
-
-def test_the_doctor_exits_with_1_when_something_hurts_or_cannot_read_and_2_for_wrong_words(shell: Shell) -> None:
-    (shell.folder / "good.yaml").write_text("engine: {kind: vllm, model: Qwen/Qwen2-7B}\n")
-    (shell.folder / "train.sh").write_text("python3 -m verl.trainer.main_ppo data.max_respons_length=128\n")
-    good = shell.run("doctor", "-c", "good.yaml")
-    assert good.returncode == 0, good.stdout
-    assert good.stdout.splitlines()[-1].startswith("0 that hurt, ")
-    hurt = shell.run("doctor", "-c", "good.yaml", "--json", "--engine.enforce_eager", "true")
-    assert hurt.returncode == 1
-    (eager,) = [one for one in json.loads(hurt.stdout)["findings"] if one["severity"] == "hurts"]
-    assert (eager["key"], eager["origin"], eager["place"]) == (
-        "engine.enforce_eager",
-        "cli",
-        "argument --engine.enforce_eager",
-    )
-    assert shell.run("doctor", "--verl", "train.sh").returncode == 1
-    for code, arguments in ((1, ["--verl", "none.sh"]), (2, ["-c", "good.yaml", "--engine.sed", "1"]), (2, [])):
-        refused = shell.run("doctor", *arguments)
-        assert refused.returncode == code
-        assert refused.stderr.startswith("rollout-gateway: ")
 
 
 def test_show_tells_origins_and_hides_keys(shell: Shell) -> None:
@@ -191,24 +169,19 @@ def test_up_with_an_engine_that_cannot_start_ends_with_one_line_and_leaves_nothi
 def test_vllm_serve_stays_until_it_is_ended_and_takes_its_ray_down(cluster_shell: Shell) -> None:
     shell, port = cluster_shell, free_port()
     words = ["--model", "sim", "--engine.kind", "sim", "--replicas", "2", "--engine.num_cpus", "0.1"]
-    words += ["--port", str(port), "--serve.http_port", str(free_port()), "--gpus", "2,3"]
+    words += ["--port", str(port), "--serve.http_port", str(free_port())]
     words += ["--engine.gpus_per_replica", "1"]
+    visible = {"CUDA_VISIBLE_DEVICES": "2,3", "RAY_OVERRIDE_RESOURCES": '{"GPU": 2}'}  # this machine may have none
     output = shell.folder / "output"
     with output.open("w") as file:
         serving = subprocess.Popen(
-            [SCRIPT, "vllm-serve", *words], cwd=shell.folder, env=shell.environ, stdout=file, stderr=file
+            [SCRIPT, "vllm-serve", *words], cwd=shell.folder, env=shell.environ | visible, stdout=file, stderr=file
         )
     try:
         wait_until(lambda: "rollout URL:" in output.read_text() or serving.poll() is not None, 300)
         assert f"http://127.0.0.1:{port}" in output.read_text()
         fleet = json.loads(shell.run("status", "--json").stdout)["fleet"]
         assert sorted(replica["gpu_ids"] for replica in fleet["replicas"]) == [[2], [3]]
-
-        again = shell.run("up", "-c", "sim.yaml", "--gpus", "0,1")
-        assert again.returncode == 1
-        assert "was started with GPUs 2,3, and a running Ray keeps the GPUs it has" in again.stderr
-        assert "first run: rollout-gateway down" in again.stderr
-        assert len(json.loads(shell.run("status", "--json").stdout)["fleet"]["replicas"]) == 2
 
         serving.terminate()
         assert serving.wait(180) == 0, output.read_text()
@@ -221,5 +194,4 @@ def test_vllm_serve_stays_until_it_is_ended_and_takes_its_ray_down(cluster_shell
 def test_vllm_serve_tells_its_options(shell: Shell) -> None:
     done = shell.run("vllm-serve", "--help")
     assert done.returncode == 0
-    assert "--replicas N" in done.stdout
-    assert "--max_model_len" in done.stdout
+    assert all(name in done.stdout for name in ("--replicas", "--detach", "--max_model_len"))

@@ -44,18 +44,6 @@ def test_a_terminal_has_the_columns_that_fit_and_a_file_has_all(monkeypatch: pyt
     assert row.split()[-6:] == ["joined", "0,1", "-", "m", "engine-xyz", "http://127.0.0.1:1"]
 
 
-def test_the_last_start_is_told_by_its_phases() -> None:
-    report = fleet()
-    starts = [
-        {"began": at, "seconds": 9.5, "phases": {"importing": 8.0, "warming up": 1.5}} for at in (50.0, 90.0, 70.0)
-    ]
-    report["replicas"] = [
-        {**report["replicas"][0], "label": f"engine-{n}", "start": one} for n, one in enumerate(starts)
-    ]
-    (line,) = [line for line in printed(report, io.StringIO()) if line.startswith("last start:")]
-    assert line.split(None, 2)[2] == "engine-1, 9.5 s (importing 8.0, warming up 1.5)"
-
-
 def test_replicas_that_miss_for_one_reason_are_one_line() -> None:
     waits = {"group": "engine", "reason": "has not joined yet"}
     lines = printed(fleet() | {"replicas_missing": [waits, {**waits, "reason": "starts"}, waits]}, io.StringIO())

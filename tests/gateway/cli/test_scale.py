@@ -10,10 +10,7 @@ from typing import Any
 import pytest
 
 from engines.config import SimConfig
-from engines.errors import ConfigError
 from engines.process.port import free_port
-from gateway.cli.scale import _check
-from gateway.config.schema import Config
 from loadtests.chaos.clients.callers import Callers
 from loadtests.chaos.faults import Newest
 from tests.gateway.cli.test_main import cluster_shell, script, shell  # noqa: F401  # fixtures
@@ -24,31 +21,6 @@ from trainer_client.loop_thread import LoopThread
 LONG = {"sim": {"decode_step_s": 0.01, "mean_tokens": 10_000}}
 ROLLOUT = {"max_tokens": 80, "ignore_eos": True}
 SIM = SimConfig(decode_step_s=0.02)
-
-
-def test_a_group_is_named_where_there_are_several_and_must_exist() -> None:
-    one = Config.model_validate({"engine": {"kind": "sim"}})
-    two = Config.model_validate({"engine": {"kind": "sim"}, "engines": {"a": {}, "b": {}}})
-    assert one.chosen_group(None) == "engine"
-    assert two.chosen_group("b") == "b"
-    with pytest.raises(ConfigError, match=r"name one with --group \(a, b\)"):
-        two.chosen_group(None)
-    with pytest.raises(ConfigError, match="there is no such engine group; there is a, b"):
-        two.chosen_group("c")
-
-
-def test_no_replicas_and_many_of_one_url_are_refused() -> None:
-    config = Config.model_validate({"engine": {"kind": "external", "url": "http://127.0.0.1:1"}})
-    with pytest.raises(ConfigError, match="`down` removes all"):
-        _check(config, "engine", 0)
-    with pytest.raises(ConfigError, match="one URL is one replica"):
-        _check(config, "engine", 2)
-
-
-def test_a_group_that_serve_sizes_is_not_scaled_by_hand() -> None:
-    config = Config.model_validate({"engine": {"kind": "sim", "max_replicas": 4}})
-    with pytest.raises(ConfigError, match="Serve scales engine by its load: change num_replicas and max_replicas"):
-        _check(config, "engine", 2)
 
 
 async def test_a_replica_that_serve_removes_finishes_what_it_has_and_gets_nothing_new(start_rig: StartRig) -> None:
@@ -148,12 +120,12 @@ def test_scaling_from_two_to_four_and_one_under_load_loses_and_repeats_no_rollou
     before = serving(url)
     assert len(before) == 2
     with loaded(url):
-        grown = shell.run("scale", "4")
+        grown = shell.run("up", "-c", "sim.yaml", "engine.num_replicas=4")
         assert grown.returncode == 0, grown.stderr
         four = serving(url)
         assert len(four) == 4
         assert before.items() <= four.items()  # nobody was started anew
-        shrunk = shell.run("scale", "1")
+        shrunk = shell.run("up", "-c", "sim.yaml", "engine.num_replicas=1")
         assert shrunk.returncode == 0, shrunk.stderr
         one = serving(url)
         assert len(one) == 1
@@ -162,5 +134,5 @@ def test_scaling_from_two_to_four_and_one_under_load_loses_and_repeats_no_rollou
         retries = [line for line in response.read().decode().splitlines() if "rollout_gateway_retries_total{" in line]
     assert retries
     assert all(line.endswith(" 0.0") for line in retries)
-    assert "4 replicas" in grown.stderr
+    assert "engine: 2 -> 4 replicas; nothing restarts" in grown.stderr
     assert restarts(url) == [0]

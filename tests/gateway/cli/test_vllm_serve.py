@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from engines.errors import ConfigError
-from gateway.cli.vllm_serve import FLAGS, HELP, read_command
+from gateway.cli.vllm_serve import KEYS, read_options
 
 MODEL = ["--model", "Qwen/Qwen3-0.6B"]
 ROOT = Path(__file__).parents[3]
@@ -22,7 +22,7 @@ def test_what_trl_asks_for_is_what_our_keys_say() -> None:
         *["--log_level", "error", "--vllm_model_impl", "transformers", "--distributed_executor_backend", "mp"],
         *["--speculative_config", '{"method": "ngram", "num_speculative_tokens": 5}', "--replicas", "4"],
     ]
-    config = read_command(words, {}).config
+    config = read_options(words, {})
     engine = config.engine
     assert config.gateway.port == 8123
     assert (engine.model, engine.num_replicas, engine.tensor_parallel_size) == ("Qwen/Qwen3-0.6B", 4, 2)
@@ -40,57 +40,43 @@ def test_what_trl_asks_for_is_what_our_keys_say() -> None:
 
 def test_the_options_are_those_of_the_installed_trl() -> None:
     script = pytest.importorskip("trl.scripts.vllm_serve")
-    assert [flag.name for flag in FLAGS]
-    assert {flag.name for flag in FLAGS} == {one.name for one in dataclasses.fields(script.ScriptArguments)}
-    assert all(f"--{flag.name} " in HELP for flag in FLAGS)
+    of_vllm = {"revision", "trust_remote_code", "distributed_executor_backend"}
+    assert {one.name for one in dataclasses.fields(script.ScriptArguments)} - KEYS.keys() == of_vllm
 
 
 def test_the_url_is_where_trainers_look_and_the_control_plane_beside_it() -> None:
-    config = read_command(MODEL, {}).config
+    config = read_options(MODEL, {})
     assert (config.gateway.host, config.gateway.port, config.serve.http_port) == ("127.0.0.1", 8000, 8001)
-    assert read_command([*MODEL, "--port", "9000"], {}).config.serve.http_port == 8000
-    assert read_command(MODEL, {"ROLLOUT_GATEWAY_GATEWAY__PORT": "9001"}).config.gateway.port == 9001
+    assert read_options([*MODEL, "--port", "9000"], {}).serve.http_port == 8000
+    assert read_options(MODEL, {"ROLLOUT_GATEWAY_GATEWAY__PORT": "9001"}).gateway.port == 9001
 
 
 def test_the_model_is_served_by_the_name_that_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    engine = read_command(["--model", TINY], {}).config.engine
+    engine = read_options(["--model", TINY], {}).engine
     assert (engine.model, engine.served_name) == (str(ROOT / TINY), TINY)
-    named = read_command(["--model", TINY, "--served-model-name", "policy"], {}).config.engine
+    named = read_options(["--model", TINY, "--served-model-name", "policy"], {}).engine
     assert named.served_name == "policy"
 
 
 def test_options_of_vllm_and_keys_of_ours_are_taken_too() -> None:
     words = [*MODEL, "--max-num-seqs", "64", "--enable-lora", "--max-loras", "6", "--tokenizer-mode", "slow"]
     words += ["--no-async-scheduling", "--gateway.max_attempts", "4", "engine.num_cpus=2", "--max-logprobs", "-1"]
-    asked = read_command(words, {}).config
+    asked = read_options(words, {})
     assert (asked.engine.max_num_seqs, asked.engine.enable_lora, asked.engine.max_loras) == (64, True, 6)
     assert asked.engine.extra == {"tokenizer_mode": "slow", "async_scheduling": False}
     assert (asked.gateway.max_attempts, asked.engine.num_cpus, asked.engine.max_logprobs) == (4, 2, -1)
 
 
-def test_a_file_of_trls_options_counts_less_than_the_words(tmp_path: Path) -> None:
-    file = tmp_path / "serve.yaml"
-    file.write_text("model: Qwen/Qwen3-0.6B\nmax_model_len: 1024\nreplicas: 3\nenv:\n  NCCL_DEBUG: INFO\n")
-    engine = read_command(["--config", str(file), "--max-model-len", "2048"], {}).config.engine
-    assert (engine.max_model_len, engine.num_replicas, engine.env) == (2048, 3, {"NCCL_DEBUG": "INFO"})
-
-
 @pytest.mark.parametrize(
     "option",
     ["model", "port", "max-model-len", "replicas", "gpu-memory-utilization", "gateway.port",
-     "gateway.generate_timeout_s", "no-port", "dtype", "revision", "distributed_executor_backend"],
+     "gateway.generate_timeout_s", "no-port", "dtype"],
 )  # fmt: skip
 def test_an_option_that_needs_a_value_is_refused_without_one(option: str) -> None:
     name = option.removeprefix("no-")
     with pytest.raises(ConfigError, match=re.sub("[-_]", "[-_]", f"--{name}")):
-        read_command([*MODEL, f"--{option}", "--enforce-eager"], {})
-
-
-def test_gpus_detach_and_the_wait_are_read_apart() -> None:
-    asked = read_command([*MODEL, "--gpus", "0,1", "--detach", "--timeout-s", "60"], {"CUDA_VISIBLE_DEVICES": "0,1"})
-    assert (asked.gpus, asked.detach, asked.timeout_s) == (("0", "1"), True, 60.0)
-    assert read_command(MODEL, {}).detach is False
+        read_options([*MODEL, f"--{option}", "--enforce-eager"], {})
 
 
 @pytest.mark.parametrize(
@@ -104,34 +90,8 @@ def test_gpus_detach_and_the_wait_are_read_apart() -> None:
         ([*MODEL, "--distributed_executor_backend", "ray"], "a replica's GPUs are on one node"),
         ([*MODEL, "--host", "0.0.0.0"], "set gateway.inference_keys and gateway.admin_keys"),
         ([*MODEL, "--gateway.prot", "1"], r"gateway.prot: unknown key; did you mean gateway.port"),
-        ([*MODEL, "--timeout-s", "soon"], "--timeout_s = 'soon': Input should be a valid number"),
-        ([*MODEL, "--timeout-s", "0"], "--timeout_s = '0': Input should be greater than 0"),
-        ([*MODEL, "--detach", "perhaps"], "--detach = 'perhaps': Input should be a valid boolean"),
-        ([*MODEL, "--gpus"], "--gpus = True: Input should be a valid string"),
     ],
 )
 def test_a_mistake_is_named_by_the_option_that_made_it(words: list[str], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        read_command(words, {})
-
-
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        ("model: a\nenv: A=x\n", ":2: engine.env = 'A=x': input should be a valid dictionary"),
-        ("model: a\nenv: [A]\n", ":2: engine.env = ['A']: input should be a valid dictionary"),
-    ],
-)
-def test_variables_that_have_no_names_are_refused_with_their_line(tmp_path: Path, text: str, told: str) -> None:
-    path = tmp_path / "trl.yaml"
-    path.write_text(text)
-    with pytest.raises(ConfigError) as caught:
-        read_command(["--config", str(path)], {})
-    assert f"{path}{told}" in str(caught.value)
-
-
-def test_a_configuration_of_ours_is_sent_to_up(tmp_path: Path) -> None:
-    file = tmp_path / "ours.yaml"
-    file.write_text("engine: {model: Qwen/Qwen3-0.6B}\n")
-    with pytest.raises(ConfigError, match=r"ours.yaml:1: engine: .*rollout-gateway up -c"):
-        read_command(["--config", str(file)], {})
+        read_options(words, {})

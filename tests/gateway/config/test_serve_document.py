@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-import yaml
 
 from gateway.config.load import load, with_secrets
 from gateway.config.schema import Config
@@ -47,13 +46,6 @@ def test_a_group_that_returns_to_a_default_keeps_it() -> None:
 
 def test_a_group_of_defaults_alone_is_kept() -> None:
     assert serve_config(config_of(engines={"a": {}}))["applications"][0]["args"] == {"engines": {"a": {}}}
-
-
-def test_the_document_survives_yaml_and_reads_as_a_file(tmp_path: Path) -> None:
-    config = config_of(name="mine", serve={"http_port": 8001}, engine={"kind": "sim", "num_replicas": 2})
-    path = tmp_path / "serve.yaml"
-    path.write_text(yaml.safe_dump(serve_config(config)))
-    assert load(path, [], {}) == config
 
 
 def test_keys_become_references() -> None:

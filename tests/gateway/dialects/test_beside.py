@@ -55,24 +55,6 @@ async def test_a_reply_has_what_its_engine_tells(start_rig: StartRig, path: str,
     assert [ours["usage"][field] for field in tokens] == [theirs["usage"][field] for field in tokens]
 
 
-async def test_a_refusal_has_the_engines_own_words(start_rig: StartRig) -> None:
-    rig, bad = await start_rig(1), BODY | {"stop": [5]}
-    ours, theirs = await rig.post(COMPLETIONS, bad), await asked(rig, COMPLETIONS, bad)
-    assert ours[0] == theirs[0] == 400
-    assert theirs[1]["error"]["message"] in ours[1]["error"]["message"]
-
-
-async def test_a_request_whose_client_leaves_ends_at_its_engine(start_rig: StartRig) -> None:
-    rig = await start_rig(1, sim=SLOW)
-    running = asyncio.create_task(told(rig, COMPLETIONS, BODY))
-    await rig.begun()
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
-    async with asyncio.timeout(20):
-        while rig.replicas[0].scheduler.stalled:
-            await asyncio.sleep(0.01)
-
-
 @pytest.mark.parametrize("is_stream", [False, True])
 async def test_a_sample_whose_reader_ends_with_its_replicas_process_goes_on_elsewhere(
     start_rig: StartRig, is_stream: bool

@@ -76,32 +76,6 @@ def whole(real: RealFleet, body: Json) -> Json:
     return dict(reply)
 
 
-def streamed(real: RealFleet, body: Json) -> Json:
-    """A stream, as a whole reply has it."""
-    *chunks, last = real.stream(CHAT, body | {"stream_options": {"include_usage": True}})
-    choices = [choice for chunk in chunks for choice in chunk["choices"]]
-    assert [choice["finish_reason"] for choice in choices[:-1]] == [None] * (len(choices) - 1)
-    deltas = [choice["delta"] for choice in choices]
-    assert [delta["role"] for delta in deltas if delta.get("role")] == ["assistant"]
-    calls: list[Json] = []
-    for part in (part for delta in deltas for part in delta.get("tool_calls") or ()):
-        function = part["function"]
-        if part.get("id"):
-            assert part["index"] == len(calls)
-            calls.append({"id": part["id"], "type": part["type"], "function": {"name": "", "arguments": ""}})
-        calls[part["index"]]["function"]["name"] += function.get("name") or ""
-        calls[part["index"]]["function"]["arguments"] += function.get("arguments") or ""
-    message: Json = {key: "".join(delta.get(key) or "" for delta in deltas) for key in ("content", "reasoning")}
-    entries = [entry for one in choices if one.get("logprobs") for entry in one["logprobs"]["content"]]
-    (prompt,) = [chunk["prompt_token_ids"] for chunk in chunks if chunk.get("prompt_token_ids")] or [None]
-    choice = choices[-1] | {
-        "message": message | {"tool_calls": calls},
-        "token_ids": [token_id for one in choices for token_id in one.get("token_ids") or ()],
-        "logprobs": {"content": entries} if entries else None,
-    }
-    return {"choices": [choice], "usage": last["usage"], "prompt_token_ids": prompt}
-
-
 def cut_off(real: RealFleet, model: Path, ask: Callable[[], Json], after: int) -> Json:
     """The reply to a request that an update has cut off when it had made so many tokens. It changes nothing else."""
     weights = weights_of(model)
@@ -135,18 +109,17 @@ def logprobs(reply: Json) -> list[float]:
     return [entry["logprob"] for entry in reply["choices"][0]["logprobs"]["content"]]
 
 
-@pytest.mark.parametrize("ask", [whole, streamed])
 @pytest.mark.parametrize(("after", "wants"), [(40, LOGPROBS), (150, {}), (200, LOGPROBS), (230, {})])
-def test_a_cut_is_not_seen(parsed: Parsed, model: Path, ask: Any, after: int, wants: Json) -> None:
+def test_a_cut_is_not_seen(parsed: Parsed, model: Path, after: int, wants: Json) -> None:
     """In the reasoning, about its end, and within tool calls."""
     asked = parsed.question | wants
-    quiet = ask(parsed.fleet, asked)
+    quiet = whole(parsed.fleet, asked)
     (choice,) = quiet["choices"]
     names = [call["function"]["name"] for call in choice["message"]["tool_calls"]]
     assert (choice["finish_reason"], names) == ("tool_calls", ["weather", "compute"])
     assert choice["message"]["reasoning"].startswith("\nthe user wants two things")
     assert "<tool_call>" not in choice["message"]["content"]
-    reply = cut_off(parsed.fleet, model, lambda: ask(parsed.fleet, asked), after)
+    reply = cut_off(parsed.fleet, model, lambda: whole(parsed.fleet, asked), after)
     assert told(reply) == told(quiet)
     if wants:
         assert logprobs(reply) == pytest.approx(logprobs(quiet), abs=1e-3)
@@ -154,8 +127,6 @@ def test_a_cut_is_not_seen(parsed: Parsed, model: Path, ask: Any, after: int, wa
     ends = [span["end"] for span in spans]
     assert [span["start"] for span in spans] == [0, *ends[:-1]]
     assert ends[-1] == quiet["usage"]["completion_tokens"]
-    if ask is streamed:
-        assert len(spans) == 2, "what was told cannot be taken back"
 
 
 def test_structured_output_is_made_again_as_a_whole(parsed: Parsed, model: Path) -> None:

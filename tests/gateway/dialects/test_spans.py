@@ -164,29 +164,6 @@ async def test_a_sample_cut_off_by_an_update_is_awaited_and_of_the_old_version_s
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-async def test_an_update_and_then_a_death_leave_each_token_in_a_span_with_limits(
-    start_rig: StartRig, stream: bool
-) -> None:
-    rig = await start_rig(2, sim={"decode_step_s": 0.02}, weights={"in_flight": "keep"})
-    await rig.open_group()
-    longer: dict[str, Json] = {
-        "/v1/completions": {"max_tokens": 100},
-        "/inference/v1/generate": {"sampling_params": {"max_tokens": 100, "ignore_eos": True}},
-        "/generate": {"sampling_params": {"max_new_tokens": 100, "ignore_eos": True}},
-    }
-    running = [asyncio.create_task(asked(rig, path, stream=stream, **fields)) for path, fields in longer.items()]
-    await rig.begun(samples=3, tokens=20)
-    await rig.update()
-    rig.go_on()
-    await rig.begun(samples=3, tokens=42)
-    busy = max(rig.fleet.replicas, key=lambda replica: replica.load_samples)
-    await next(one for one in rig.replicas if one.info.replica_id == busy.replica_id).kill()
-    rig.hurry()
-    for found in await asyncio.gather(*running):
-        assert [(span["version"], span["start"], span["end"]) for span in found] == [(0, 0, 20), (1, 20, 100)]
-
-
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("n", [1, 2])
 async def test_tokens_without_a_log_prob_are_null_marked_and_counted(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, n: int, stream: bool

@@ -19,7 +19,7 @@ async def test_a_reply_that_has_begun_is_cut_off_by_an_error(error: Exception) -
         await response.write(b"begun")
         raise error
 
-    app = web.Application(middlewares=[Measurement(Metrics(), None).measure])
+    app = web.Application(middlewares=[Measurement(Metrics()).measure])
     app.on_response_prepare.append(note_begin)
     app.router.add_get("/", stream)
     async with TestServer(app) as server:

@@ -46,17 +46,13 @@ class User:
 
     is_busy = False
 
-    async def write_news(self) -> None: ...
-
-    def write_all(self) -> None:
-        if self.record.is_kept:
-            self.record.begin([Word(b"anew")])
+    def write_news(self) -> None: ...
 
     def bring_back(self, left: Sequence[Left]) -> None:
         self.left |= {one.name: [msgspec.msgpack.decode(frame, type=Word).text for frame in one.frames] for one in left}
 
     async def begin(self) -> None:
-        await self.ledger.opened()
+        await self.ledger.open()
         self.record.begin([Word(b"first")])
         await self.write(b"second")
 
@@ -110,7 +106,7 @@ async def test_the_next_gateway_has_what_was_written_and_a_later_life(user: User
 async def test_a_record_that_is_written_anew_has_nothing_of_before_and_a_removed_one_is_gone(user: User) -> None:
     other = Record.new(user.ledger, "word")
     other.begin([Word(b"other")])
-    user.write_all()
+    user.record.begin([Word(b"anew")])
     other.remove()
     await user.write(b"more")
     await user.ledger.close()
@@ -151,24 +147,13 @@ def test_frames_before_a_cut_or_a_spoilt_byte_are_read_and_go_on(
     folder.close()
 
 
-async def test_a_full_disk_ends_the_ledger_nobody_waits_and_a_later_one_gets_all(
-    user: User, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ledger_module, "_REST_S", 0.01)
-    watching = asyncio.create_task(user.ledger.run())
-    with monkeypatch.context() as disk:
-        disk.setattr(Folder, "append", full)
-        await user.write(b"lost")
-        assert "No space left" in user.failure
-        await until(lambda: not path_of(user).exists())
-        await user.write(b"lost too")
-    monkeypatch.setattr(ledger_module, "_RETRY_S", 0.0)
-    user.ledger._retry_at = 0.0
-    await until(lambda: user.ledger.is_durable)
-    await user.write(b"after")
-    watching.cancel()
-    await user.ledger.close()
-    assert await found(path_of(user)) == [[b"anew", b"after"]]
+async def test_a_full_disk_ends_the_ledger_and_nobody_waits(user: User, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Folder, "append", full)
+    await user.write(b"lost")
+    assert "No space left" in user.failure
+    await until(lambda: not path_of(user).exists())
+    await user.write(b"lost too")
+    assert not user.ledger.is_durable
 
 
 async def test_a_disk_that_takes_no_write_is_given_up(user: User, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,7 +179,6 @@ async def test_a_disk_that_fails_at_the_start_leaves_the_records(
         late = User(Ledger(path_of(user)))
         await late.ledger.open()
         assert "cannot be opened" in late.failure
-        assert "cannot be opened" in late.ledger.unread
     assert await found(path_of(user)) == [[b"first", b"second"]]
 
 

@@ -211,13 +211,12 @@ def test_completions_that_an_update_cuts_off_go_on_as_if_nothing_had_been(
     tokens = {"model": str(COMMITTED), "token_ids": COMPLETION["prompt"], "sampling_params": sampling}
     chat = CHAT | greedy | {"seed": None, "max_tokens": LONG - 30, "logprobs": True, "top_logprobs": 2}
     weights, before, chat_before = checkpoint(), choices(), real.call("/v1/chat/completions", chat)[1]
-    with trainer(real, "abort", monkeypatch) as client, ThreadPoolExecutor(6) as pool:
-        with gathered(real, 10):
+    with trainer(real, "abort", monkeypatch) as client, ThreadPoolExecutor(5) as pool:
+        with gathered(real, 9):
             whole, stream = pool.submit(choices), pool.submit(streamed, real, COMPLETION | greedy | {"seed": None})
             group = pool.submit(real.call, "/v1/completions", body | {"n": 2, "temperature": 1.0})
             ids = pool.submit(real.call, "/inference/v1/generate", tokens)
             chats = pool.submit(real.call, "/v1/chat/completions", chat)
-            chat_stream = pool.submit(real.stream, "/v1/chat/completions", chat)
         with standing_amid(real):
             client.update_model_params(weights)
         after, (last,), (status, sampled) = whole.result(), stream.result(), group.result()
@@ -242,25 +241,9 @@ def test_completions_that_an_update_cuts_off_go_on_as_if_nothing_had_been(
     logprobs = [entry["logprob"] for entry in of_ids["logprobs"]["content"]]
     assert logprobs == pytest.approx(before[0]["logprobs"]["token_logprobs"], abs=1e-3)
     check_conversation(chat_before, chat_after, version)
-    check_conversation(chat_before, chat_before | {"choices": [of_chunks(chat_stream.result())]}, version)
     record = real.call("/v1/weight_updates")[1]["weight_updates"][0]
     print(record)
     assert (record["end"], record["in_flight"]) == ("committed", "abort")
-
-
-def of_chunks(chunks: list[Json]) -> Json:
-    """The one choice of a streamed conversation, as a whole reply has it."""
-    choices = [choice for chunk in chunks for choice in chunk["choices"]]
-    deltas = [choice["delta"] for choice in choices]
-    assert [delta["role"] for delta in deltas if delta.get("role")] == ["assistant"]
-    assert [choice["finish_reason"] for choice in choices[:-1]] == [None] * (len(choices) - 1)
-    entries = [entry for choice in choices if choice.get("logprobs") for entry in choice["logprobs"]["content"]]
-    last = {key: choices[-1].get(key) for key in ("finish_reason", "stop_reason", "weight_versions")}
-    return last | {
-        "text": "".join(delta.get("content") or "" for delta in deltas),
-        "token_ids": [token_id for choice in choices for token_id in choice.get("token_ids") or ()],
-        "logprobs": {"content": entries},
-    }
 
 
 def check_conversation(before: Json, after: Json, version: int) -> None:
@@ -271,9 +254,7 @@ def check_conversation(before: Json, after: Json, version: int) -> None:
     assert (first["version"], second["version"], second["end"]) == (version, version + 1, LONG - 30)
     assert 0 < first["end"] == second["start"] < LONG - 30
     for key in ("message", "token_ids", "finish_reason", "stop_reason"):
-        if key in new:
-            assert new[key] == old[key], key
-    assert new.get("text", old["message"]["content"]) == old["message"]["content"]
+        assert new[key] == old[key], key
     for was, now in zip(old["logprobs"]["content"], new["logprobs"]["content"], strict=True):
         assert (now["token"], now["bytes"]) == (was["token"], was["bytes"])
         assert now["logprob"] == pytest.approx(was["logprob"], abs=1e-3)

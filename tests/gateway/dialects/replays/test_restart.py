@@ -1,13 +1,12 @@
 """Batches go on after a restart of their gateway, from what the ledger has, and their replays adopt them."""
 
 import asyncio
-import os
 from pathlib import Path
 
 import aiohttp
 import pytest
 
-from gateway.dialects.replays import batch
+from gateway.dialects import replays
 from tests.gateway.dialects.replays.test_replays import ALL, BATCH, LENGTH, broken, left, made, until, whole
 from tests.rigs.rig import Json, Rig, StartRig
 
@@ -15,7 +14,7 @@ from tests.rigs.rig import Json, Rig, StartRig
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches are written from their start."""
-    monkeypatch.setattr(batch, "_WORTH_IT_S", 0.0)
+    monkeypatch.setattr(replays, "_WORTH_IT_S", 0.0)
 
 
 async def restarted(start_rig: StartRig, rig: Rig) -> Rig:
@@ -73,11 +72,6 @@ async def test_a_batch_that_was_delivered_is_not_brought_back(start_rig: StartRi
     assert made(again) == 2 * ALL
 
 
-async def test_a_gateway_without_batches_leaves_no_ledger(kept_rig: Rig, tmp_path: Path) -> None:
-    await kept_rig.stop_gateway()
-    assert "ledger" not in os.listdir(tmp_path)
-
-
 @pytest.mark.parametrize("change", [{"ledger": None}, {"replay_grace_s": 0}])
 async def test_without_ledger_or_grace_a_restart_begins_again(
     start_rig: StartRig, tmp_path: Path, change: Json
@@ -100,18 +94,6 @@ async def test_tokens_of_another_runs_weights_are_not_adopted(start_rig: StartRi
     reply = await whole(again)
     assert {span["version"] for one in reply["choices"] for span in one["weight_versions"]} == {0}
     await until(again, "orphaned_batch_ends", 1, end="stale")
-
-
-async def test_a_batch_beyond_the_ledgers_room_is_in_memory_alone(start_rig: StartRig, tmp_path: Path) -> None:
-    rig = await start_rig(2, gateway={"ledger": str(tmp_path / "ledger"), "submissions": {"max_bytes": 4000}})
-    await left(rig)
-    async with asyncio.timeout(20):
-        while True:
-            ledger = (await rig.get("/status"))[1]["ledger"]
-            if ledger["file"] and not ledger["batches"] and not ledger["unwritten_batches"]:
-                break
-            await asyncio.sleep(0.02)
-    await check_begins_again(start_rig, rig)
 
 
 async def test_prompts_that_have_ended_are_not_made_again(start_rig: StartRig, kept_rig: Rig) -> None:

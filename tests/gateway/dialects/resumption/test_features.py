@@ -47,17 +47,15 @@ async def test_a_death_does_to_a_completion_what_the_table_says(start_rig: Start
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "place"),
+    ("path", "body"),
     [
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 80, "seed": 3}, None),
-        ("/inference/v1/generate", {"token_ids": [5], "sampling_params": {"max_tokens": 80, "seed": 3}}, None),
-        ("/generate", {"input_ids": [5], "sampling_params": {"max_new_tokens": 80, "sampling_seed": 3}}, "meta_info"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 80, "seed": 3}),
+        ("/inference/v1/generate", {"token_ids": [5], "sampling_params": {"max_tokens": 80, "seed": 3}}),
+        ("/generate", {"input_ids": [5], "sampling_params": {"max_new_tokens": 80, "sampling_seed": 3}}),
     ],
 )
 @pytest.mark.parametrize("is_stream", [False, True])
-async def test_each_dialect_has_the_mark(
-    start_rig: StartRig, path: str, body: Json, place: str | None, is_stream: bool
-) -> None:
+async def test_each_dialect_has_the_mark(start_rig: StartRig, path: str, body: Json, is_stream: bool) -> None:
     rig = await start_rig(2)
     sampling = body.get("sampling_params", body)
     sampling["ignore_eos"] = True
@@ -67,8 +65,8 @@ async def test_each_dialect_has_the_mark(
     rig.hurry()
     async with await task as response:
         text = await response.text()
-    assert '"error"' not in text
-    assert text.count('"resumed":["seed"]') == 1
+    continues = path != "/v1/chat/completions" or not is_stream
+    assert ('"error"' in text, text.count('"resumed":["seed"]')) == (not continues, continues)
 
 
 @pytest.mark.parametrize(

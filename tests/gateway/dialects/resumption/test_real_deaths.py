@@ -65,16 +65,6 @@ def chat(real: RealFleet, place: int) -> list[Sample]:
     return [(one["token_ids"], one["message"]["content"], scores(one)) for one in reply["choices"]]
 
 
-def chat_streamed(real: RealFleet, place: int) -> list[Sample]:
-    ids, text, logprobs = list[int](), "", list[float]()
-    for chunk in real.stream("/v1/chat/completions", conversation(place)):
-        for choice in chunk["choices"]:
-            ids += choice.get("token_ids") or []
-            text += choice["delta"].get("content") or ""
-            logprobs += scores(choice)
-    return [(ids, text, logprobs)]
-
-
 def scores(choice: Json) -> list[float]:
     return [entry["logprob"] for entry in (choice.get("logprobs") or {}).get("content") or ()]
 
@@ -92,13 +82,12 @@ FORMS: dict[str, Callable[[RealFleet], list[Sample]]] = {
     "completions": lambda real: completions(real, GREEDY),
     "streamed": lambda real: streamed(real, GREEDY),
     **{f"chat {place}": partial(chat, place=place) for place in range(4)},
-    **{f"chat streamed {place}": partial(chat_streamed, place=place) for place in range(4)},
 }
 GROUP_FORMS: dict[str, Callable[[RealFleet], list[Sample]]] = {
     "completions, n > 1": lambda real: completions(real, GROUPS),
     "streamed, n > 1": lambda real: streamed(real, GROUPS),
 }
-SAMPLES = 4 + 4 + 4 + 4 + 8 + 8
+SAMPLES = 4 + 4 + 4 + 8 + 8
 
 
 def test_agents_are_told_what_chat_says(real: RealFleet) -> None:

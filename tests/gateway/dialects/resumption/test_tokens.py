@@ -11,8 +11,8 @@ from gateway.dialects.spans import joined_spans
 from sim import server as sim_server
 from sim.dialect import DerenderBody, derendered, rendered
 from sim.dialect import chat_ids as sim_chat_ids
-from sim.model import SimModel, detokenize
-from tests.rigs.rig import MAX_MODEL_LEN, Rig, StartRig
+from sim.model import SimModel
+from tests.rigs.rig import Rig, StartRig
 
 Json = dict[str, Any]
 
@@ -97,23 +97,9 @@ def expected(rig: Rig, boundary: int, prompt: list[int], length: int = LONG) -> 
     return SimModel.of(rig.sim).complete(prompt, versions=versions, max_tokens=length, ignore_eos=True)
 
 
-async def test_ids_that_nobody_asked_for_are_not_told(start_rig: StartRig) -> None:
-    rig = await started(start_rig)
-    told = await cut_off(rig, COMPLETIONS, BODY)
-    assert (told["token_ids"], told["prompt_token_ids"]) == (None, None)
-    assert told["text"] == detokenize(expected(rig, seam(told), [5, 6]))
-
-
 def token_body(**sampling: Any) -> Json:
     asked = {"max_tokens": LONG, "temperature": 0, "ignore_eos": True} | sampling
     return {"token_ids": [5, 6], "sampling_params": asked}
-
-
-async def test_token_ids_without_a_limit_fill_the_context_all_the_same(start_rig: StartRig) -> None:
-    rig = await started(start_rig)
-    told = await cut_off(rig, TOKENS, token_body(max_tokens=None))
-    seam(told, MAX_MODEL_LEN - 2)
-    assert len(told["token_ids"]) == MAX_MODEL_LEN - 2
 
 
 def chat_body(**fields: Any) -> Json:
@@ -264,14 +250,3 @@ async def test_what_an_update_has_cut_off_goes_on_with_the_old_weights_where_it_
     (told,) = (await asyncio.wait_for(running, 30))["choices"]
     assert told["weight_versions"] == [span(0, 0, LONG)]
     assert told["token_ids"] == expected(rig, LONG, [5, 6])
-
-
-async def test_a_trainers_own_abort_is_delivered_as_it_is(start_rig: StartRig) -> None:
-    rig = await started(start_rig)
-    running = asyncio.create_task(posted(rig, COMPLETIONS, BODY | {"return_token_ids": True}))
-    await rig.begun()
-    await rig.post("/pause?mode=abort")
-    (told,) = (await asyncio.wait_for(running, 30))["choices"]
-    assert told["finish_reason"] == "abort"
-    assert 0 < len(told["token_ids"]) < LONG
-    await rig.post("/resume")

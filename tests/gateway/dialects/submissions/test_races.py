@@ -8,8 +8,8 @@ import pytest
 from gateway.dialects.submissions.group_run import GroupRun
 from gateway.dialects.submissions.submission import Submission
 from gateway.ledger.folder import Folder
-from tests.rigs.rig import Json, Rig
-from tests.rigs.submissions import GROUP, body, detached, of_type, outcomes, read, samples, submitted
+from tests.rigs.rig import Rig
+from tests.rigs.submissions import detached, of_type, outcomes, read, samples, submitted
 
 GROUPS = [{"prompt": [5, 6, number + 7], "n": 2} for number in range(20)]
 ALL = [(group, sample) for group in range(20) for sample in range(2)]
@@ -52,18 +52,6 @@ async def test_a_client_that_leaves_at_any_await_harms_nothing(kept_rig: Rig, tu
     assert sum(replica.generated_tokens for replica in kept_rig.replicas) == 40 * 8
 
 
-async def test_two_that_resume_one_group_get_it_once(rig: Rig) -> None:
-    await detached(rig, "first", [GROUP], on_deadline="resume")
-    await rig.begun(samples=1, tokens=6)
-    await rig.post("/v1/rollouts/first/deadline")
-    rig.hurry()
-    resume: Json = {"resume": {"id": "first", "group": 0}}
-    replies = await asyncio.gather(*(rig.post("/v1/rollouts", body([resume], stream=False)) for _ in range(5)))
-    assert sorted(status for status, _ in replies) == [202, 400, 400, 400, 400]
-    status, error = await rig.post("/v1/rollouts", body([resume, resume]))
-    assert status == 400, error
-
-
 async def test_a_disk_that_fails_costs_durability_alone(
     kept_rig: Rig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -91,7 +79,7 @@ async def test_a_fault_of_the_program_ends_groups_and_their_submission(
         raise RuntimeError("what nobody foresaw")
 
     with monkeypatch.context() as program:
-        program.setattr(GroupRun, "_prompt", fails)
+        program.setattr(GroupRun, "_begun", fails)
         events = await submitted(rig, GROUPS[:2])
     assert outcomes(events) == {0: "failed", 1: "failed"}
     assert {event["error"]["code"] for event in of_type(events, "group")} == {500}

@@ -9,11 +9,9 @@ import aiohttp
 import pytest
 
 from gateway.dialects.submissions import registry
-from gateway.ledger import ledger as ledger_module
 from gateway.ledger import writer
-from gateway.ledger.folder import Folder
 from tests.rigs.rig import Rig, StartRig
-from tests.rigs.submissions import GROUP, ack, detached, lines, of_type, outcomes, read, samples, submitted
+from tests.rigs.submissions import GROUP, ack, detached, lines, of_type, outcomes, read, submitted
 
 LENGTH = 60
 GROUPS = [{"prompt": [5, 6, number + 7], "n": 2} for number in range(6)]
@@ -78,37 +76,6 @@ async def test_without_a_ledger_a_restart_loses_submissions_and_says_so(start_ri
     assert (status, "gateway.ledger" in error["error"]["message"]) == (404, True)
 
 
-async def test_a_ledger_that_is_locked_at_the_start_is_brought_back_once_it_opens(
-    start_rig: StartRig, kept_rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The gateway before it has not ended yet; meanwhile clients submit."""
-    monkeypatch.setattr(ledger_module, "_RETRY_S", 0.0)
-    monkeypatch.setattr(writer, "_LOCKED_S", 0.0)
-    before = await submitted(kept_rig, id="one")
-    submitting = asyncio.gather(detached(kept_rig, "two", GROUPS), detached(kept_rig, "three"))
-    await kept_rig.begun(samples=13)
-    await submitting
-    await kept_rig.stop_gateway()
-    gateway = kept_rig.config.gateway.model_dump(include={"ledger"})
-    holder = Folder(Path(str(gateway["ledger"])))
-    try:
-        again = await start_rig(2, replicas=kept_rig.replicas, gateway=gateway)
-        again.hurry()
-        status, error = await again.get("/v1/rollouts/one")
-        assert (status, "another process has it open" in error["error"]["message"]) == (504, True)
-        here = [await submitted(again, id=name) for name in ("three", "four")]
-    finally:
-        holder.close()
-    async with asyncio.timeout(20):
-        while not (await again.get("/status"))[1]["ledger"]["durable"]:
-            await asyncio.sleep(0.02)
-    last = await restarted(start_rig, again)
-    last.hurry()
-    assert (await read(last, "one"))[1:] == before[1:]
-    assert sorted(samples(await read(last, "two"))) == [(group, sample) for group in range(6) for sample in range(2)]
-    assert [(await read(last, name))[1:] for name in ("three", "four")] == [events[1:] for events in here]
-
-
 async def test_a_text_prompt_goes_on_from_its_tokens(start_rig: StartRig, kept_rig: Rig) -> None:
     group = {"prompt": "abc", "sampling": {"temperature": 0}}
     [whole] = of_type(await submitted(kept_rig, [group]), "sample")
@@ -139,25 +106,6 @@ async def test_tokens_of_two_versions_keep_their_spans_over_a_restart(start_rig:
     spans = [(span["version"], span["start"], span["end"]) for span in sample["weight_versions"]]
     assert spans[0] == (0, 0, 4)
     assert spans[-1][2] == 8
-
-
-async def test_a_suspended_group_that_a_kill_left_in_two_records_goes_on_in_the_later_alone(
-    start_rig: StartRig, kept_rig: Rig, tmp_path: Path
-) -> None:
-    resume = {"resume": {"id": "first", "group": 0}}
-    await detached(kept_rig, "first", [GROUP], on_deadline="resume")
-    await kept_rig.begun(samples=1, tokens=6)
-    await kept_rig.post("/v1/rollouts/first/deadline")
-    [first] = (tmp_path / "ledger").glob("submission-*")
-    before = first.read_bytes()
-    kept_rig.hurry()
-    assert samples(await submitted(kept_rig, [resume], id="second")) == [(0, 0)]
-    await kept_rig.stop_gateway()
-    first.write_bytes(before)
-    again = await restarted(start_rig, kept_rig)
-    status, error = await again.post("/v1/rollouts", {"groups": [resume]})
-    assert (status, "is taken, not suspended" in error["error"]["message"]) == (400, True)
-    assert samples(await read(again, "second")) == [(0, 0)]
 
 
 async def test_a_long_submission_whose_events_are_acked_takes_little_of_the_disk(

@@ -77,7 +77,7 @@ class GatewayLife:
     def make(self, group: int, index: int) -> None:
         """One more token of a sample, if it is open."""
         run = self.submission.runs[group]
-        if run.index in self.submission.outcomes or index not in run.num_open:
+        if run.index in self.submission.outcomes or index not in run.left:
             return
         samples = run.made.reply.samples
         if (sample := next((one for one in samples if one.index == index), None)) is None:
@@ -88,7 +88,7 @@ class GatewayLife:
         choice |= {"index": index, "weight_versions": [{"version": 0, "start": 0, "end": place + 1}]}
         sample.restore(choice | {"finish_reason": "length" if place + 1 == LENGTH else None})
         run._heard()
-        if not run.num_open:
+        if not run.left:
             self.submission.end_group(run, Outcome.DELIVERED)
         if len(self.submission.outcomes) == NUM_GROUPS:
             self.submission.end()

@@ -12,33 +12,21 @@ from pydantic import ValidationError
 
 from engines.errors import ConfigError
 from gateway.config.schema import Config, GatewayConfig, TlsConfig
-from gateway.http.guard.tls import Certificate
 from gateway.http.listener import Listener
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
 
 
-def make_certificate(folder: Path, name: str = "first") -> TlsConfig:
-    """A certificate for 127.0.0.1 that is its own authority; a second call replaces it."""
+def make_certificate(folder: Path) -> TlsConfig:
+    """A certificate for 127.0.0.1 that is its own authority."""
     certificate, key = folder / "certificate.pem", folder / "key.pem"
     words = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-    words += ["-days", "2", "-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1"]
+    words += ["-days", "2", "-subj", "/CN=test", "-addext", "subjectAltName=IP:127.0.0.1"]
     subprocess.run([*words, "-keyout", key, "-out", certificate], check=True, capture_output=True)
     return TlsConfig(certificate=str(certificate), key=str(key))
 
 
-async def served_name(url: str, authority: Path) -> str:
-    """The subject of the certificate that the URL shows, to a client that trusts `authority`."""
-    context = ssl.create_default_context(cafile=str(authority))
-    host, port = url.removeprefix("https://").split(":")
-    _, writer = await asyncio.open_connection(host, int(port), ssl=context)
-    subject = writer.get_extra_info("peercert")["subject"]
-    writer.close()
-    await writer.wait_closed()
-    return str(subject[0][0][1])
-
-
-async def test_the_rollout_url_speaks_tls_and_takes_up_a_renewed_certificate(tmp_path: Path) -> None:
+async def test_the_rollout_url_speaks_tls(tmp_path: Path) -> None:
     tls = make_certificate(tmp_path)
     engine = {"kind": "sim", "model": "sim"}
     gateway = {"port": 0, "tls": tls.model_dump(), "ledger": None}
@@ -54,9 +42,6 @@ async def test_the_rollout_url_speaks_tls_and_takes_up_a_renewed_certificate(tmp
         context = ssl.create_default_context(cafile=tls.certificate)
         async with aiohttp.ClientSession() as client, client.get(f"{url}/openapi.json", ssl=context) as response:
             assert response.status == 200
-        assert await served_name(url, tmp_path / "certificate.pem") == "first"
-        make_certificate(tmp_path, "second")
-        assert await served_name(url, tmp_path / "certificate.pem") == "second"
         with pytest.raises(aiohttp.ClientError):
             async with aiohttp.ClientSession() as client, client.get(url.replace("https", "http")):
                 pass
@@ -68,7 +53,7 @@ def test_files_without_a_certificate_stop_the_start(tmp_path: Path) -> None:
     (tmp_path / "key.pem").write_text("nothing")
     tls = TlsConfig(certificate=str(tmp_path / "absent.pem"), key=str(tmp_path / "key.pem"))
     with pytest.raises(ConfigError, match=r"gateway\.tls"):
-        Certificate(tls)
+        tls.read()
 
 
 def test_a_key_with_a_password_stops_the_start_and_asks_for_none(tmp_path: Path) -> None:
@@ -77,7 +62,7 @@ def test_a_key_with_a_password_stops_the_start_and_asks_for_none(tmp_path: Path)
     words = ["openssl", "pkey", "-in", str(tls.key), "-aes128", "-passout", "pass:word", "-out", str(locked)]
     subprocess.run(words, check=True, capture_output=True)
     with pytest.raises(ConfigError, match="SSL"):  # at a terminal OpenSSL would ask; without one it has another error
-        Certificate(TlsConfig(certificate=tls.certificate, key=str(locked)))
+        TlsConfig(certificate=tls.certificate, key=str(locked)).read()
 
 
 @pytest.mark.parametrize("tls", [{"certificate": "/c.pem"}, {"key": "/k.pem"}, {"certificate": "c.pem", "key": "/k"}])

@@ -39,40 +39,10 @@ async def test_a_tool_is_called_with_its_name_and_arguments(messages: anthropic.
     assert {(block.name, *block.input) for block in called} == {("add", "text")}
 
 
-async def test_a_streamed_message_is_the_whole_one(messages: anthropic.AsyncAnthropic) -> None:
-    asked: Any = {"model": "sim", "max_tokens": 6, "messages": HELLO, "extra_body": {"temperature": 0}}
-    whole = await messages.messages.create(**asked)
-    async with messages.messages.stream(**asked) as stream:
-        streamed = await stream.get_final_message()
-    assert [block.text for block in streamed.content] == [block.text for block in whole.content]  # type: ignore[union-attr]
-    assert (streamed.stop_reason, streamed.usage.output_tokens) == ("max_tokens", 6)
-    assert (whole.stop_reason, whole.usage.output_tokens) == ("max_tokens", 6)
-
-
 async def test_tokens_of_a_message_are_counted_as_its_engine_reads_it(messages: anthropic.AsyncAnthropic) -> None:
     message = await messages.messages.create(model="sim", max_tokens=1, messages=HELLO)
     counted = await messages.messages.count_tokens(model="sim", messages=HELLO)
     assert counted.input_tokens == message.usage.input_tokens
-
-
-async def test_a_streamed_response_ends_with_the_whole_one(responses: openai.AsyncOpenAI) -> None:
-    asked: Any = {"model": "sim", "input": HELLO_ITEMS, "max_output_tokens": 6, "temperature": 0}
-    whole = await responses.responses.create(**asked)
-    async with responses.responses.stream(**asked) as stream:
-        events: list[Any] = [event async for event in stream]
-    assert (events[0].type, events[-1].type) == ("response.created", "response.incomplete")
-    assert events[-1].response.output_text == whole.output_text != ""
-    assert (whole.status, whole.usage.output_tokens) == ("incomplete", 6)
-
-
-async def test_an_error_has_the_form_of_its_dialect(rig: Rig) -> None:
-    status, error = await rig.post("/v1/messages", {"model": "gpt-9", "max_tokens": 5, "messages": HELLO})
-    assert (status, error["type"], error["error"]["type"]) == (404, "error", "not_found_error")
-    status, error = await rig.post("/v1/messages", {"model": "sim", "messages": HELLO})
-    assert (status, error["error"]["type"]) == (400, "invalid_request_error")
-    assert "max_tokens" in error["error"]["message"]
-    status, error = await rig.post("/v1/responses", {"model": "sim", "input": [], "previous_response_id": "r"})
-    assert (status, error["error"]["param"]) == (400, "previous_response_id")
 
 
 async def test_a_key_is_read_from_the_header_of_either_client(start_rig: StartRig) -> None:

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from gateway.http.routes.sglang import REFUSED
 from tests.rigs.rig import Json, Rig, StartRig
 
 LONG = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 100, "ignore_eos": True}}
@@ -53,13 +52,12 @@ async def test_abort_all_leaves_a_fleet_paused_that_was(rig: Rig) -> None:
 
 async def test_one_request_is_taken_back_by_its_id_and_the_others_go_on(start_rig: StartRig) -> None:
     rig = await start_rig(num_replicas=1)
-    batch = asyncio.create_task(rig.post("/generate", LONG | {"input_ids": [[5], [6]], "rid": ["one", "two"]}))
+    asking = [asyncio.create_task(rig.post("/generate", LONG | {"rid": rid})) for rid in ("one", "two")]
     await rig.begun(2)
     assert await text(rig, "/abort_request", {"rid": "one"}) == (200, "")
     assert await text(rig, "/abort_request", {"rid": "nobody"}) == (200, "")
     rig.hurry()
-    replies: Any = (await batch)[1]
-    first, second = replies
+    (_, first), (_, second) = await asyncio.gather(*asking)
     assert (first["meta_info"]["finish_reason"]["type"], first["output_ids"]) == ("abort", [])
     assert len(second["output_ids"]) == 100
 
@@ -87,15 +85,6 @@ async def test_the_cache_is_flushed_with_either_method_unless_rollouts_hold_it(s
     assert (await text(rig, "/flush_cache"))[0] == 400
     rig.hurry()
     await running
-
-
-@pytest.mark.parametrize("path", [*REFUSED, "/workers", "/workers/w1"])
-async def test_what_makes_no_sense_at_a_router_is_refused_with_another_way(rig: Rig, path: str) -> None:
-    status, reply = await rig.post(path, {"url": "http://127.0.0.1:1"})
-    assert status == 404
-    message: Json = reply["error"]["message"]
-    assert path in message
-    assert any(way in message for way in ("rollout-gateway up", "trainer_client", "own their GPUs"))
 
 
 LONG_PROMPT: Json = {"prompt": [5, 6, 7], "max_tokens": 100, "ignore_eos": True, "return_token_ids": True}
@@ -136,8 +125,15 @@ def made_of(told: Any) -> tuple[list[int], str, list[Json]]:
     return made, choices[-1]["finish_reason"], choices[-1]["weight_versions"]
 
 
-@pytest.mark.parametrize("is_stream", [False, True])
-@pytest.mark.parametrize(("path", "body"), [*WAITING, ("/generate", LONG)])
+@pytest.mark.parametrize(
+    ("path", "body", "is_stream"),
+    [
+        (*one, is_stream)
+        for one in [*WAITING, ("/generate", LONG)]
+        for is_stream in (False, True)
+        if one[1] is not CHAT or not is_stream
+    ],
+)
 async def test_abort_all_keeps_the_tokens_of_a_rollout_whose_rest_waits(
     start_rig: StartRig, path: str, body: Json, is_stream: bool
 ) -> None:

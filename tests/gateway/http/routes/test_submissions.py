@@ -50,13 +50,6 @@ async def test_each_sample_comes_once_and_groups_end_after_theirs(rig: Rig) -> N
     assert cursors == sorted(set(cursors))
 
 
-async def test_a_conversation_is_rendered_and_its_prompt_is_reported(rig: Rig) -> None:
-    message = {"role": "user", "content": "hi"}
-    _, rendered = await rig.post("/v1/chat/completions/render", {"model": "sim", "messages": [message]})
-    events = await submitted(rig, [{"messages": [message]}])
-    assert of_type(events, "group")[0]["prompt_token_ids"] == rendered["token_ids"]
-
-
 @pytest.mark.parametrize("restarts", [{}, {"stop": ["never"]}], ids=["goes on", "restarts"])
 async def test_need_of_n_ends_the_others_on_their_engines(start_rig: StartRig, restarts: Json) -> None:
     rig = await start_rig(1, sim=SLOW)
@@ -69,7 +62,7 @@ async def test_need_of_n_ends_the_others_on_their_engines(start_rig: StartRig, r
 
 @pytest.mark.parametrize(
     ("on_deadline", "outcome", "delivered"),
-    [("cancel", "expired", []), ("return_partial", "partial", [6, 6]), ("resume", "suspended", [])],
+    [("cancel", "expired", []), ("return_partial", "partial", [6, 6])],
 )
 async def test_a_deadline_ends_open_samples_as_asked(
     rig: Rig, on_deadline: str, outcome: str, delivered: list[int]
@@ -84,27 +77,6 @@ async def test_a_deadline_ends_open_samples_as_asked(
     assert all(sample["finish_reason"] == "deadline" for sample in found)
     assert all(sample["weight_versions"] == [{"version": 0, "start": 0, "end": 6}] for sample in found)
     await idle(rig)
-
-
-async def test_a_suspended_group_goes_on_from_its_tokens_once(rig: Rig) -> None:
-    whole = of_type(await submitted(rig, [GROUP | {"sampling": {"temperature": 0}}]), "sample")[0]
-    group = GROUP | {"on_deadline": "resume", "sampling": {"temperature": 0}}
-    asking = asyncio.create_task(submitted(rig, [group], id="first"))
-    await rig.begun(samples=1, tokens=6)
-    await rig.post("/v1/rollouts/first/deadline")
-    [event] = of_type(await asking, "group")
-    assert event["open"] == {"0": 6}
-    made = sum(replica.generated_tokens for replica in rig.replicas)
-    rig.hurry()
-    resume: Json = {"resume": {"id": "first", "group": 0}}
-    events = await submitted(rig, [resume], id="second")
-    [sample] = of_type(events, "sample")
-    assert (sample["token_ids"], sample["weight_versions"]) == (whole["token_ids"], whole["weight_versions"])
-    assert sample["logprobs"] == pytest.approx(whole["logprobs"])
-    assert sum(replica.generated_tokens for replica in rig.replicas) - made == 2
-    status, error = await rig.post("/v1/rollouts", body([resume], id="third"))
-    assert (status, error["error"]["param"]) == (400, "groups[0].resume")
-    assert "taken" in error["error"]["message"]
 
 
 async def test_reading_goes_on_after_any_cursor(rig: Rig) -> None:
@@ -210,12 +182,9 @@ BAD: list[tuple[Any, str]] = [
     ({"groups": None}, "groups"),
     ({"groups": ["a"]}, "groups[0]"),
     ({"groups": [{}]}, "groups[0].prompt"),
-    ({"groups": [GROUP | {"messages": [{"role": "user"}]}]}, "groups[0].prompt"),
     ({"groups": [{"prompt": []}]}, "groups[0].prompt"),
     ({"groups": [{"prompt": [1.5]}]}, "groups[0].prompt"),
     ({"groups": [{"prompt": [1] * 128}]}, "groups[0].prompt"),
-    ({"groups": [{"messages": ["hi"]}]}, "groups[0].messages"),
-    ({"groups": [{"messages": []}]}, "groups[0].messages"),
     ({"groups": [{"promt": "a"}]}, "groups[0].promt"),
     ({"groups": [GROUP, GROUP | {"n": 0}]}, "groups[1].n"),
     ({"groups": [GROUP | {"n": True}]}, "groups[0].n"),
@@ -233,12 +202,8 @@ BAD: list[tuple[Any, str]] = [
     ({"groups": [GROUP | {"max_staleness": "1"}]}, "groups[0].max_staleness"),
     ({"groups": [GROUP | {"priority": 10**7}]}, "groups[0].priority"),
     ({"groups": [GROUP | {"session_id": 7}]}, "groups[0].session_id"),
-    ({"groups": [GROUP | {"parent": {"id": "a", "group": 0}}]}, "groups[0].parent.sample"),
     ({"groups": [GROUP | {"model": 7}]}, "groups[0].model"),
     ({"groups": [GROUP | {"model": "unknown"}]}, "groups[0].model"),
-    ({"groups": [{"resume": {"id": "none", "group": 0}}]}, "id"),
-    ({"groups": [{"resume": {"id": "none"}}]}, "groups[0].resume.group"),
-    ({"groups": [{"resume": {"id": "none", "group": 0}, "n": 2}]}, "groups[0].n"),
     ({"groups": [GROUP], "id": ""}, "id"),
     ({"groups": [GROUP], "id": "."}, "id"),
     ({"groups": [GROUP], "id": "a" * 257}, "id"),
@@ -267,7 +232,7 @@ async def test_one_group_fails_alone(rig: Rig) -> None:
     for replica in rig.replicas:
         replica.inject(deadly_prompt="[66, 6, 6]", status=None)
     await rig.replicas[0].kill()
-    events = await submitted(rig, [{"messages": [{"role": "user"}], "chat_template_kwargs": {"a": 1}}, GROUP])
+    events = await submitted(rig, [{"prompt": [66, 6, 6]}, GROUP])
     assert outcomes(events)[1] == "delivered"
 
 
@@ -293,37 +258,6 @@ async def test_a_submission_that_nobody_reads_is_cancelled(
         "cancelled",
         True,
     )
-
-
-async def test_ended_submissions_are_forgotten_beyond_the_bound_oldest_first(start_rig: StartRig) -> None:
-    rig = await start_rig(1, gateway={"submissions": {"max_bytes": 3000}})
-    for number in range(5):
-        await submitted(rig, [GROUP], id=f"s{number}")
-    await until(lambda: rig.get("/status"), lambda got: got[1]["ledger"]["kept_bytes"] <= 3000)
-    assert (await rig.get("/v1/rollouts/s0"))[0] == 404
-    assert samples(await read(rig, "s4")) == [(0, 0)]
-
-
-async def test_open_submissions_beyond_the_bound_refuse_new_ones(start_rig: StartRig) -> None:
-    rig = await start_rig(1, gateway={"submissions": {"max_bytes": 40}})
-    await detached(rig, "one")
-    await rig.begun(samples=1)
-    async with rig.client.post(rig.url + "/v1/rollouts", json=body(id="two")) as response:
-        assert (response.status, response.headers["Retry-After"]) == (429, "10")
-        assert "max_bytes" in (await response.json())["error"]["message"]
-
-
-async def test_a_suspended_group_that_is_cancelled_is_freed_and_cannot_go_on(rig: Rig) -> None:
-    await detached(rig, "one", [GROUP, GROUP], on_deadline="resume")
-    await rig.begun(samples=2, tokens=6)
-    assert (await rig.post("/v1/rollouts/one/deadline"))[1]["outcomes"] == {"suspended": 2}
-    await ack(rig, "one", (await read(rig, "one"))[-1]["cursor"])
-    for group, left in ((1, {"suspended": 1, "cancelled": 1}), (0, {"cancelled": 2})):
-        async with rig.client.delete(rig.url + "/v1/rollouts/one", json={"groups": [group]}) as response:
-            assert (await response.json())["outcomes"] == left
-        status, error = await rig.post("/v1/rollouts", body([{"resume": {"id": "one", "group": group}}]))
-        assert (status, error["error"]["param"]) == (400, "groups[0].resume")
-    assert (await rig.get("/status"))[1]["ledger"]["kept_bytes"] == 0
 
 
 async def test_an_id_with_other_groups_is_refused(rig: Rig) -> None:

@@ -1,12 +1,16 @@
-"""All batches under way: the ones whose client has gone run on, and an equal request adopts each once.
+"""Batches of /v1/completions: one whose client has gone runs on, also over a restart. An equal request adopts it once.
 
 TRL's client, as every client on urllib3 with retries, sends a request again whose connection broke: the same bytes,
 without an id. Two equal requests whose clients are both there never share: each wants samples of its own.
 """
 
 import asyncio
+import hashlib
+import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
+from enum import StrEnum
+from functools import partial
 from typing import TypeVar
 
 import msgspec
@@ -19,8 +23,9 @@ from engines.raw_json import NO_JSON
 from gateway.config.schema import GatewayConfig
 from gateway.dialects.completion_prompt import CompletionPrompt
 from gateway.dialects.completions import Completions, Written
-from gateway.dialects.replays.batch import KIND, Batch, End
-from gateway.dialects.submissions.frames import BatchHead
+from gateway.dialects.sample import ABORT
+from gateway.dialects.submissions.frames import BatchHead, Growth, Prompt, Restart, Step, read_step
+from gateway.dialects.submissions.group_record import GroupRecord
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics
 from gateway.ledger.folder import Left
@@ -30,12 +35,108 @@ log = structlog.get_logger()
 T = TypeVar("T")
 Send = Callable[[Written, Callable[[], Awaitable[None]]], Awaitable[T]]
 
-_MOST_ORPHANS = 1024
-_MOST_BYTES = 1 << 30
+KIND = "batch"
+_BEHIND_THE_LOOP = 1 << 20  # bytes, whose digest takes a millisecond
+_WORTH_IT_S = 1.0
+"""Age from which a batch is written: a younger one has little to lose, and writing it would delay its reply."""
 # A client's end and its replay may arrive together, and the end is noticed a few turns of the event loop later.
 _NOTICED_WITHIN_S = 0.05
 _LONGEST_GAP_S = 600.0
-"""Age of its last note beyond which no client waits for a batch: blind replays end within minutes."""
+"""Age of its last step beyond which no client waits for a batch: blind replays end within minutes."""
+
+
+class End(StrEnum):
+    """The end of a batch without a client."""
+
+    ADOPTED = "adopted"  # an equal request has it
+    EXPIRED = "expired"  # no equal request came in time
+    STALE = "stale"  # the equal request demands newer weights
+    FAILED = "failed"  # or was aborted
+
+
+async def identity_of(route: str, client: str, content: bytes) -> bytes:
+    """Return what equal requests of one client have in common; `client` is the name of its key."""
+    digest = hashlib.blake2b(f"{route}\0{client}\0".encode(), digest_size=16)
+    if len(content) > _BEHIND_THE_LOOP:
+        await asyncio.to_thread(digest.update, content)
+    else:
+        digest.update(content)
+    return digest.digest()
+
+
+class Batch:
+    """A run of a request's prompts, and how much of it its record has."""
+
+    task: "asyncio.Task[Written]"
+
+    def __init__(self, head: BatchHead, prompts: Sequence[CompletionPrompt], record: Record, *, writes: bool) -> None:
+        self.identity, self.request_id, self.oldest = head.identity, head.request_id, head.oldest
+        self.prompts = prompts
+        self.record = record
+        self.has_left: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done while it has no client."""
+        self.expiry: asyncio.TimerHandle | None = None
+        self.made: dict[int, GroupRecord] = {}
+        """What there is of each prompt, until all of it is written; empty where nothing is."""
+        if writes:
+            self.made = {one.index: GroupRecord(one.index, one.rollout.n, one.read) for one in prompts}
+        self.newest = 0
+        """None of the tokens that a gateway before this one has made is of a newer weight version."""
+        self._head: BatchHead | None = head if writes and not record.is_kept else None
+        self._began = time.monotonic()
+        self._grown: dict[int, None] = {}  # prompts
+
+    def begin(self, steps: Sequence[Step] = ()) -> None:
+        """Have what a gateway before this one has made continue."""
+        for step in steps:
+            assert isinstance(step, Prompt | Growth | Restart)
+            self.made[step.group].restore(step)
+        samples = [sample for made in self.made.values() for sample in made.reply.samples]
+        spans = [span for sample in samples for span in sample.spans or ()]
+        self.newest = max((int(span.get("base_version") or span["version"]) for span in spans), default=0)
+        for prompt in self.prompts if self.made else ():
+            made = self.made[prompt.index]
+            made.begin(prompt)
+            made.reply.heard = partial(self._grown.setdefault, prompt.index)
+
+    @property
+    def has_failed(self) -> bool:
+        """True where nobody may have its reply: it has none, or a client has ended a sample of it."""
+        if not self.task.done():
+            return False
+        if self.task.cancelled() or self.task.exception() is not None:
+            return True
+        return any(reason == ABORT for reason, _ in self.task.result().ends)
+
+    @property
+    def has_news(self) -> bool:
+        """True where the ledger lacks something that was made."""
+        return not self._grown.keys().isdisjoint(self.made) or self.record.num_writing > 0
+
+    def write(self) -> None:
+        """Write what is new, if it is worth it by now, and the write before has ended."""
+        is_old = self.record.is_kept or time.monotonic() - self._began >= _WORTH_IT_S
+        if self.made and is_old and not self.record.num_writing:
+            self.write_now()
+
+    def write_now(self) -> None:
+        if self._head is not None:
+            self.record.begin([self._head])
+            self._head = None
+        grown, steps = list(self._grown), list[Step]()
+        self._grown.clear()
+        for made in filter(None, map(self.made.get, grown)):
+            steps += made.growth()
+            if made.is_recorded:
+                del self.made[made.group]  # it would take memory beside its part of the reply
+        if steps:
+            self.record.add(*steps)
+
+    def forget(self) -> None:
+        """Drop the record, and write nothing any more."""
+        self.made, self._head = {}, None
+        self._grown.clear()
+        self.record.remove()
 
 
 class Replays:
@@ -47,19 +148,18 @@ class Replays:
         self, config: GatewayConfig, completions: Completions, fleet: Fleet, metrics: Metrics, ledger: Ledger
     ) -> None:
         self._grace_s = config.replay_grace_s
-        self._most_written = config.submissions.max_bytes // 4
         self._ledger = ledger
         ledger.add(self)
         self._completions = completions
         self._fleet = fleet
         self._metrics = metrics
         self._batches: defaultdict[bytes, list[Batch]] = defaultdict(list)
-        self._orphans: dict[Batch, None] = {}  # in the order in which their clients left
+        self._orphans: set[Batch] = set()
 
     def report(self) -> Json:
         """The state for /status."""
         return {
-            "batches": sum(batch.is_written for batch in self._all),
+            "batches": sum(batch.record.is_kept for batch in self._all),
             "unwritten_batches": sum(batch.has_news for batch in self._all),
             "orphaned_batches": len(self._orphans),
         }
@@ -79,7 +179,7 @@ class Replays:
         try:
             written = await asyncio.shield(batch.task)
             written.head["id"] = f"cmpl-{prompts[0].request_id}"
-            sent = await send(written, batch.forgotten)
+            sent = await send(written, partial(self._forgotten, batch))
         except (asyncio.CancelledError, ConnectionError):
             self._leave(batch)
             raise
@@ -89,15 +189,23 @@ class Replays:
         self._drop(batch)
         return sent
 
+    async def _forgotten(self, batch: Batch) -> None:
+        """Drop the record; return once no later gateway can find it."""
+        if batch.record.is_kept:
+            batch.forget()
+            await self._ledger.written()
+
     def _begun(self, identity: bytes, content: bytes, prompts: Sequence[CompletionPrompt]) -> Batch:
         first = prompts[0]
         served = [replica.weight_version or 0 for replica in self._fleet.serving(first.rollout.model)]
         oldest = max(min(served, default=0), self._least(first))  # that a token made from now on may have
         head = BatchHead(identity, first.request_id, first.rollout.session, oldest, content)
-        return self._run(Batch(head, prompts, self._ledger))
+        batch = Batch(head, prompts, Record.new(self._ledger, KIND), writes=self._ledger.is_durable)
+        return self._run(batch)
 
-    def _run(self, batch: Batch) -> Batch:
-        work = self._completions.written(batch.prompts, batch.replies)
+    def _run(self, batch: Batch, steps: Sequence[Step] = ()) -> Batch:
+        batch.begin(steps)
+        work = self._completions.written(batch.prompts, {index: made.reply for index, made in batch.made.items()})
         batch.task = asyncio.create_task(work, name=f"batch {batch.request_id}")
         self._batches[batch.identity].append(batch)
         return batch
@@ -112,63 +220,45 @@ class Replays:
     def is_busy(self) -> bool:
         return bool(self._batches)
 
-    async def write_news(self) -> None:
-        if due := [batch for batch in self._all if batch.is_due]:
-            await self._ledger.opened()
-            for batch in due:
-                batch.write()
-        if not self._ledger.is_durable:
-            self._stop_writing()
-        self._keep_written_bound()
-
     @property
     def _all(self) -> list[Batch]:
         return [batch for equal in self._batches.values() for batch in equal]
 
-    def _stop_writing(self) -> None:
-        """A ledger that failed lacks notes: what is under way is in memory alone."""
+    def write_news(self) -> None:
         for batch in self._all:
-            if batch.is_written:
-                batch.forget()
-
-    def _keep_written_bound(self) -> None:
-        written = [batch for batch in self._all if batch.is_written]
-        if sum(batch.written_bytes for batch in written) > self._most_written:
-            log.warning("batches fill their part of the ledger: one of them is in memory alone")
-            max(written, key=lambda batch: batch.written_bytes).forget()
-
-    def write_all(self) -> None:
-        self._stop_writing()
+            batch.write()
 
     def bring_back(self, left: Sequence[Left]) -> None:
         for one in left:
+            record = Record(self._ledger, one.name, one.num_bytes)
             try:
                 if not self._grace_s or one.age_s > _LONGEST_GAP_S:
-                    Record(self._ledger, one.name).remove()
+                    record.remove()
                 else:
-                    self._go_on(one)
+                    self._go_on(one, record)
             except (*NO_JSON, RolloutGatewayError) as error:
                 log.error("a batch in the ledger cannot be read", error=repr(error))
-                Record(self._ledger, one.name).remove()
+                record.remove()
 
-    def _go_on(self, left: Left) -> None:
+    def _go_on(self, left: Left, record: Record) -> None:
         """Run the batch of a gateway before this one, whose client has gone with it."""
         head = msgspec.msgpack.decode(left.frames[0], type=BatchHead)
         prompts = self._completions.decode(orjson.loads(head.body), head.request_id, head.session)
-        self._leave(self._run(Batch(head, prompts, self._ledger, left)))
+        batch = Batch(head, prompts, record, writes=True)
+        self._leave(self._run(batch, [read_step(frame) for frame in left.frames[1:]]))
 
     async def close(self) -> None:
         """Stop all batches without a client, which a later gateway goes on with."""
-        tasks = [batch.task for batch in self._orphans]
-        if batches := self._all:
-            await self._ledger.opened()
-            for batch in batches:
-                batch.write()
-                batch.stop()
-        for batch in list(self._orphans):
-            self._end_orphanhood(batch, End.STOPPED)
+        for batch in self._all:
+            if batch.made:
+                batch.write_now()
+            batch.made = {}
+        orphans, self._orphans = self._orphans, set()
+        for batch in orphans:
+            if batch.expiry is not None:
+                batch.expiry.cancel()
             batch.task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*(batch.task for batch in orphans), return_exceptions=True)
 
     # Adoption
 
@@ -177,7 +267,7 @@ class Replays:
         live = [batch.has_left for batch in self._batches.get(identity, ())]
         if live:
             await asyncio.wait(live, timeout=_NOTICED_WITHIN_S, return_when=asyncio.FIRST_COMPLETED)
-        for batch in [batch for batch in self._batches.get(identity, ()) if batch.is_orphan]:
+        for batch in [batch for batch in self._batches.get(identity, ()) if batch in self._orphans]:
             if not self._fits(batch, prompts[0]):
                 self._end(batch, End.STALE)
                 continue
@@ -197,25 +287,14 @@ class Replays:
         self._metrics.orphaned_batches.inc()
         log.info("a batch has lost its client, and runs on", request=batch.request_id, seconds=self._grace_s)
         batch.has_left.set_result(None)
-        self._orphans[batch] = None
+        self._orphans.add(batch)
         batch.expiry = asyncio.get_running_loop().call_later(self._grace_s, self._end, batch, End.EXPIRED)
-        self._keep_bounds()
         batch.task.add_done_callback(lambda _: self._has_ended(batch))
 
     def _has_ended(self, batch: Batch) -> None:
         """Keep the reply of an orphan, unless nobody may have it."""
-        if batch not in self._orphans:
-            return
-        if batch.has_failed:
+        if batch in self._orphans and batch.has_failed:
             self._end(batch, End.FAILED)
-        elif batch.is_aborted:
-            self._end(batch, End.ABORTED)
-        else:
-            self._keep_bounds()
-
-    def _keep_bounds(self) -> None:
-        while len(self._orphans) > _MOST_ORPHANS or sum(batch.num_bytes for batch in self._orphans) > _MOST_BYTES:
-            self._end(next(iter(self._orphans)), End.CROWDED)
 
     def _end(self, batch: Batch, end: End) -> None:
         self._end_orphanhood(batch, end)
@@ -224,7 +303,7 @@ class Replays:
     def _end_orphanhood(self, batch: Batch, end: End, **facts: str) -> None:
         assert batch.expiry is not None
         batch.expiry.cancel()
-        del self._orphans[batch]
+        self._orphans.discard(batch)
         self._metrics.orphaned_batch_ends.labels(end).inc()
         log.info("a batch without a client has ended", request=batch.request_id, end=end, **facts)
 

@@ -90,14 +90,12 @@ SCENARIO ?= trainer
 trainer_load := -u 1 --prompts 16 --samples 4
 agents_load := -u 16 -r 16
 open_loop_load := -u 2 --rate 2
-spike_load := -u 2 --probe 8
-soak_load := -u 6 --prompts 8 --samples 4
 LOAD_OUT := out/loadtest/$(SCENARIO)
 LOCUST := $(BIN)/locust -f loadtests/scenarios/$(SCENARIO).py --headless -t 30s --stop-timeout 600 --only-summary --master-bind-host 127.0.0.1 \
   --prompt-tokens 64 --max-tokens 64 $($(SCENARIO)_load) --csv $(LOAD_OUT) --html $(LOAD_OUT).html \
   --figures $(LOAD_OUT).json $(ARGS)
 
-loadtest: setup ## A load test, SCENARIO=trainer (agents, open_loop, spike, soak), on the demo's engines or URL=...
+loadtest: setup ## A load test, SCENARIO=trainer (agents, open_loop), on the demo's engines or URL=...
 	@mkdir -p out/loadtest
 	@$(if $(URL),$(LOCUST) --host $(URL),$(BIN)/python -m loadtests.fleet -c examples/tiny-cpu.yaml gateway.port=0 \
 	  engine.log_dir=out/loadtest/engines -- $(LOCUST) --host {url})

@@ -59,8 +59,7 @@ class Choice(Struct, array_like=True, gc=False):
     @property
     def scores(self) -> dict[str, Raw] | None:
         """Its log-probs."""
-        scores = self.logprobs
-        return None if scores is None else dict(zip(scores, map(Raw, scores.values()), strict=True))
+        return None if self.logprobs is None else {key: Raw(value) for key, value in self.logprobs.items()}
 
     def fields(self) -> Json:
         """All its fields."""
@@ -98,7 +97,10 @@ class Chunk(Struct, array_like=True, gc=False):
     @property
     def head(self) -> Json:
         """The fields beside the choices."""
-        return {key: decoded(value) for key, value in fields_of(self.written).items() if key not in _BESIDE_HEAD}
+        told = fields_of(self.written)
+        for key in _BESIDE_HEAD:
+            told.pop(key, None)
+        return dict(decoded(encoded(told)))
 
     def shed(self, *, has_head: bool) -> None:
         """Drop what it has twice, and its head where that was told."""
@@ -122,11 +124,10 @@ def num_unscored(scores: dict[str, Any], made: int) -> int:
     return sum((entry["logprob"] if isinstance(entry, dict) else entry) is None for entry in entries[-made:])
 
 
-def offsets_of(names: bytes) -> bytes:
-    """The place of each token in the text of all: a chunk counts from its own start, or from the text before, by the
-    kind of engine."""
-    tokens = decoded(names)
-    return encoded(list(accumulate(map(len, tokens[:-1]), initial=0))[: len(tokens)])
+def offsets_of(names: bytes, begin: int = 0) -> tuple[bytes, int]:
+    """The place of each token in a text whose tokens before it end at `begin`, and the end of the last."""
+    *places, end = accumulate(map(len, decoded(names)), initial=begin)
+    return encoded(places), end
 
 
 class _Choice(Struct, gc=False):

@@ -49,7 +49,14 @@ class EngineReplica:
         self._config = config
         self._id, self._group = f"{group}-{context.replica_tag}", group
         server = _server(config, self._id, group, index, hidden)
-        self._engine = KeptEngine(server, partial(_client, config), index=index, has_standby=config.standby > 0)
+        self._has_started = asyncio.Event()
+        self._engine = KeptEngine(
+            server,
+            partial(_client, config),
+            index=index,
+            has_standby=config.standby > 0,
+            on_start=lambda _: self._has_started.set(),
+        )
         self._forwarder: Forwarder | None = None
         self._from_afar: ReplicaInfo | None = None
         self._opening = asyncio.Lock()
@@ -57,11 +64,15 @@ class EngineReplica:
         await self._engine.start()
 
     async def _tell_starts(self) -> None:
-        """Tell the gateway each second how far a start has come: Serve shows it no replica that is not up."""
+        """Tell the gateway each second how far a start has come, since Serve shows it no replica that is not up, and
+        that an engine has started."""
         gateway = serve.get_deployment_handle("gateway", self._app_name)
         while True:
-            await asyncio.sleep(_TELL_EVERY_S)
-            if phases := self._engine.phases:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._has_started.wait(), _TELL_EVERY_S)
+            has_started = self._has_started.is_set()
+            self._has_started.clear()
+            if (phases := self._engine.phases) or has_started:
                 start = EngineStart(replica_id=self._id, group=self._group, phases=phases)
                 with contextlib.suppress(TimeoutError, RayError, RayServeException):  # the gateway starts too
                     async with asyncio.timeout(_ASK_TIMEOUT_S):
@@ -113,6 +124,7 @@ class EngineReplica:
             return
         self._telling.cancel()
         await asyncio.gather(self._telling, return_exceptions=True)
+        await self._engine.keep_no_longer()
         if self._engine.reader is not None:
             await self._drained()
         if self._forwarder is not None:

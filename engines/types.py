@@ -83,7 +83,7 @@ Phase = tuple[str, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStart:
-    """A start of an engine that goes on. `phases` are in order; the last one has not ended."""
+    """A start of an engine. `phases` are in order; the last one has not ended. There are none once it serves."""
 
     replica_id: str
     group: str

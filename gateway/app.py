@@ -124,8 +124,8 @@ class Gateway:
         return await self._listener.ask(lambda server: server.scheduler.samples(group))
 
     async def tell(self, start: EngineStart) -> None:
-        """Note how far a start has come of an engine that cannot be asked yet."""
-        await self._listener.ask(lambda server: server.fleet.starts.tell(start))
+        """Note how far a start has come of an engine that cannot be asked yet, or that it can be."""
+        await self._listener.ask(lambda server: server.fleet.told(start))
 
     def url(self) -> str:
         return self._listener.url

@@ -107,8 +107,7 @@ class Caller(FastHttpUser):
 
     def _record(self, timeline: Timeline, began: float, at: float) -> None:
         record = self.load_run.record
-        for second, tokens in timeline.tokens_by_second.items():
-            record("tokens", tokens, at=max(second, at))
+        record("tokens", timeline.tokens, at=at)
         for times in timeline.completions.values():
             record("completion_s", (times.ended or times.last) - began, at=at)
             record("completion_tokens", times.tokens, at=at)
@@ -126,8 +125,8 @@ def _follow(response: Any, timeline: Timeline) -> None:
         content = response.content or b""
         raise ValueError(f"status {response.status_code}: {bytes(content[:_FAILURE_SHOWN])!r} {response.error or ''}")
     if "event-stream" not in (response.headers or {}).get("content-type", ""):
-        timeline.feed_whole(bytes(response.content or b""), time.perf_counter(), time.time())
+        timeline.feed_whole(bytes(response.content or b""), time.perf_counter())
         return
     # Not read(4096) or iter_lines: they wait for a full block, so the first token would appear with the last.
     while line := response.stream.readline(b"\n"):
-        timeline.feed(bytes(line), time.perf_counter(), time.time())
+        timeline.feed(bytes(line), time.perf_counter())

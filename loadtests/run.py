@@ -13,7 +13,7 @@ from locust import events
 from locust.argument_parser import LocustArgumentParser
 from locust.env import Environment
 
-from loadtests.report.series import Measures, Phase
+from loadtests.report.series import Measures
 from loadtests.workloads import LengthMix
 
 _ROW = "MEASURE"
@@ -27,7 +27,6 @@ class Run:
 
     environment: Environment
     measures: Measures = field(default_factory=Measures)
-    phases: list[Phase] = field(default_factory=list)
 
     @staticmethod
     def of(environment: Environment) -> "Run":

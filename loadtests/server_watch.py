@@ -16,7 +16,7 @@ from gateway.fleet.watch.engine_page import read_load, read_total
 from loadtests.run import Run
 
 _EVERY_S = 1.0
-# An engine that is busy answers late, and a late figure of a spike is worth more than none.
+# An engine that is busy answers late, and a late figure is worth more than none.
 _TIMEOUT_S = 30.0
 _PREEMPTIONS = ("vllm:num_preemptions_total", "sglang:num_retracted_requests_total")
 

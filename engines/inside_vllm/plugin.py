@@ -5,10 +5,8 @@ processes share LoRA adapters, and starts a standby with lean memory.
 """
 
 import contextlib
-import ctypes
 import multiprocessing
 import os
-import signal
 import tempfile
 from collections.abc import Callable
 from multiprocessing.context import ForkContext, ForkProcess
@@ -16,6 +14,7 @@ from multiprocessing.util import register_after_fork
 from pathlib import Path
 from typing import Any
 
+from engines.process_tree import end_with_parent
 from engines.types import MARK
 
 METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
@@ -29,7 +28,6 @@ STANDBY = "ROLLOUT_GATEWAY_STANDBY"
 """Environment variable of an engine that starts beside another, without memory for weights and KV cache."""
 
 _API_PROCESS = "ApiServer_"
-_PR_SET_PDEATHSIG = 1
 
 
 def register() -> None:
@@ -44,9 +42,13 @@ def register() -> None:
     if os.environ.get(METHOD) == "fork":
         _fork_processes()
     if MARK in os.environ:  # elsewhere, as in a trainer, a thread that ends may have started the process
-        register_after_fork(_end_with_parent, _end_with_parent)
+        from engines.inside_vllm.quick_start import start_quickly
+
+        start_quickly()
+        # Where the guard is killed, nobody else would end the core, which holds the GPUs.
+        register_after_fork(end_with_parent, end_with_parent)
         if multiprocessing.parent_process() is not None:
-            _end_with_parent()
+            end_with_parent()
     if multiprocessing.current_process().name.startswith(_API_PROCESS):
         _share_adapters()
     if STANDBY in os.environ:
@@ -54,12 +56,6 @@ def register() -> None:
 
         start_lean()
     _permit_amx()
-
-
-def _end_with_parent(_: object = None) -> None:
-    """Have the kernel kill this process when its parent ends. Where the guard is killed, nobody else would end the
-    core, which holds the GPUs."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _permit_amx() -> None:

@@ -31,11 +31,11 @@ from engines.types import Dialect, EngineKind, ReplicaInfo, TensorMeta
 log = structlog.get_logger()
 
 _PROBE_TIMEOUT_S = 5.0
-_PROBE_INTERVAL_S = 0.2
+_PROBE_INTERVAL_S = 0.05
 _GPUS_TIMEOUT_S = 10.0
 # The only failure after which SGLang neither serves nor ends.
 _NO_PORT = "error while attempting to bind on address"
-_STOPPED_PROBES = 10
+_STOPPED_INTERVAL_S, _STOPPED_PROBES = 0.2, 10
 """So many times in a row is an engine found stopped. A clock would run on where the whole machine is suspended."""
 _COARSE_INTERVAL = 16
 _LEAST_UTILIZATION = 0.001
@@ -171,8 +171,7 @@ class EngineServer:
         """
         assert self._process is not None
         stopped = 0
-        while self._process.exit_code is None and not self._is_dead:
-            await asyncio.sleep(_PROBE_INTERVAL_S)
+        while not self._is_dead and not await self._process.ends_within(_STOPPED_INTERVAL_S):
             stopped = stopped + 1 if self._process.stopped else 0
             if stopped >= _STOPPED_PROBES:
                 log.warning("the engine is stopped (SIGSTOP), and is killed", replica=self._replica_id)

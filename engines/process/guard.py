@@ -8,7 +8,6 @@ command's, or 128 + signal number.
 """
 
 import contextlib
-import ctypes
 import os
 import selectors
 import shutil
@@ -21,8 +20,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
+from engines.process_tree import adopt_orphans, end_with_parent
+
 _TRACKERS_END_WITHIN_S = 3.0
 _NAME = "rollout-engine-"
 # The path of a socket has at most 107 bytes. vLLM's have a UUID in the folder.
@@ -53,9 +52,7 @@ def main() -> int:
 
 def guard(start: Callable[[], Child], grace_s: float) -> int:
     """Run the child that `start` starts until it ends or the owner does; return its exit code as a shell does."""
-    # Engines start workers, some in sessions of their own. A subreaper becomes the parent of each orphan, so that
-    # "my descendants" stays the whole tree.
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    adopt_orphans()  # engines start workers, some in sessions of their own
     folder = _own_folder()
     wakeup = _signals_as_readable(*_WATCHED)
     child = start()
@@ -75,11 +72,6 @@ def _own_folder() -> str:
     # torch keeps compiled kernels in the temporary folder; the next start is to find them.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{outer}/torchinductor_{os.getuid()}")
     return folder
-
-
-def end_with_parent() -> None:
-    """Have the kernel send SIGKILL to this process when its parent ends."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _wait_for_end(poll: Callable[[], int | None], wakeup: int) -> int | None:
@@ -192,11 +184,6 @@ def _signals_as_readable(*signals: signal.Signals) -> int:
     for number in signals:
         signal.signal(number, lambda *_: None)
     return reader
-
-
-def _prctl(option: int, value: int) -> None:
-    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), f"prctl({option}, {value}) failed")
 
 
 if __name__ == "__main__":

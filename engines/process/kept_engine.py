@@ -58,11 +58,16 @@ class KeptEngine:
         assert self._keeper is not None
         await asyncio.shield(self._keeper)
 
-    async def stop(self) -> None:
-        """End all. A start that failed, or was cancelled, has left nothing but needs it too."""
+    async def keep_no_longer(self) -> None:
+        """Let no engine follow the one that serves, which goes on."""
         if self._keeper is not None:
             self._keeper.cancel()
             await asyncio.gather(self._keeper, return_exceptions=True)
+            self._keeper = None
+
+    async def stop(self) -> None:
+        """End all. A start that failed, or was cancelled, has left nothing but needs it too."""
+        await self.keep_no_longer()
         if self.reader is not None:
             await asyncio.to_thread(self.reader.stop)
             self.reader = None

@@ -20,8 +20,23 @@ from engines.types import OLDEST, Dialect, EngineKind, is_too_old, release
 # of a distribution named vllm.
 _CLI = ("vllm.entrypoints.cli.main", "serve")
 _SERVER = ("vllm.entrypoints.launchers.api_server.entry", "--model")
-# What its processes import beside that, first and last.
-_VLLM_MODULES = ("vllm.v1.engine.async_llm", "vllm.v1.engine.core", "engines.inside_vllm.worker")
+# What its processes import beside that, also from within functions.
+_VLLM_MODULES = (
+    "vllm.entrypoints.cli.serve",
+    "vllm.v1.engine.async_llm",
+    "vllm.renderers.hf",
+    "vllm.v1.engine.core",
+    "vllm.v1.core.sched.async_scheduler",
+    "engines.inside_vllm.worker",
+)
+_OF_GPUS = ("vllm.v1.worker.gpu_worker",)
+# On GPUs these import FlashInfer, which initializes CUDA.
+_OF_CPUS = (
+    "vllm.compilation.backends",
+    "vllm.distributed.elastic_ep.elastic_execute",
+    "vllm.model_executor.layers.quantization.online.base",
+    "vllm.v1.worker.cpu_worker",
+)
 _SPANS = "engines.inside_vllm.spans.VersionSpans"
 
 _SGLANG_ENTRY = Path(__file__).resolve().parents[1] / "inside_sglang" / "entry"
@@ -184,7 +199,7 @@ def _vllm_command(config: EngineConfig, port: int, seed: int) -> Command:
     command = _command(entry, arguments, env | config.env)
     if not vllm.has_plugin:
         return command
-    modules = [entry[2], *_VLLM_MODULES, f"vllm.v1.worker.{'cpu' if on_cpu else 'gpu'}_worker"]
+    modules = [entry[2], *_VLLM_MODULES, *(_OF_CPUS if on_cpu else _OF_GPUS)]
     return replace(command, preload=Preload(modules, vllm.version))
 
 

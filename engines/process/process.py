@@ -24,6 +24,7 @@ log = structlog.get_logger()
 _OUR_PREFIX = "ROLLOUT_GATEWAY_"
 _KILLED_END_WITHIN_S = 35.0
 """A process that a driver holds cannot be killed; the stop of a replica does not wait for it for ever."""
+_LOOK_S = 0.02
 _KEYS = ("ROLLOUT_API_KEY", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
 
@@ -114,7 +115,7 @@ class LastingProcess(_LoggedProcess):
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_KILLED_END_WITHIN_S):
                 while self.exit_code is None:  # noqa: ASYNC110 no process tells of the end of another's child
-                    await asyncio.sleep(0.02)
+                    await asyncio.sleep(_LOOK_S)
 
 
 class EngineProcess(_LoggedProcess):
@@ -166,6 +167,13 @@ class EngineProcess(_LoggedProcess):
     def exit_code(self) -> int | None:
         """None while it runs."""
         return self._guard.poll() if self._guard else None
+
+    async def ends_within(self, seconds: float) -> bool:
+        """Return True once it has ended, False if it still runs after so many seconds."""
+        deadline = time.monotonic() + seconds
+        while self.exit_code is None and time.monotonic() < deadline:  # noqa: ASYNC110 a fork of another is no child
+            await asyncio.sleep(_LOOK_S)
+        return self.exit_code is not None
 
     @property
     def stopped(self) -> int:

@@ -4,6 +4,7 @@ A new engine imports, compiles and captures graphs. A standby has done so, and n
 """
 
 import asyncio
+import time
 
 import structlog
 
@@ -13,7 +14,7 @@ from engines.process.engine_server import EngineServer
 log = structlog.get_logger()
 
 _AGAIN_S, _LONGEST_WAIT_S = 20.0, 600.0
-"""Time from the end of a standby to the next, and after several: it may not be able to live."""
+"""Time from the end of a standby to the next, and after several that did not live so long: it may not be able to."""
 _FROM_SEED_TO_SEED = 7_368_787
 """A standby has seeds far from those of the engine that it follows, and of that one's restarts."""
 
@@ -24,10 +25,13 @@ class Standby:
     def __init__(self, index: int) -> None:
         self._index = index
         self._ready: EngineServer | None = None
+        self._has_started = asyncio.Event()
+        self._has_started.set()
         self._task: asyncio.Task[None] | None = None
 
     def begin(self, beside: EngineServer) -> None:
         """Start one beside an engine that serves, and another whenever it ends."""
+        self._has_started.clear()
         self._task = asyncio.create_task(self._keep(beside), name="standby")
 
     @property
@@ -36,7 +40,11 @@ class Standby:
         return self._ready is not None
 
     async def take(self) -> EngineServer | None:
-        """Return the sleeping engine, which is the caller's then; None where none is ready."""
+        """Return the sleeping engine, which is the caller's then; None where none is ready.
+
+        Wait for one that starts: a new engine would start no sooner.
+        """
+        await self._has_started.wait()
         server, self._ready = self._ready, None
         await self.stop()
         return server
@@ -48,9 +56,16 @@ class Standby:
             self._task = None
 
     async def _keep(self, beside: EngineServer) -> None:
+        try:
+            await self._start_again_and_again(beside)
+        finally:
+            self._has_started.set()
+
+    async def _start_again_and_again(self, beside: EngineServer) -> None:
         wait_s = _AGAIN_S / 2
         while True:
             self._index += _FROM_SEED_TO_SEED
+            self._has_started.clear()
             try:
                 server = await asyncio.to_thread(beside.standby, self._index)
             except ConfigError as error:
@@ -59,9 +74,12 @@ class Standby:
             try:
                 await server.start()
                 await server.sleep()
-                self._ready = server
+                self._ready, since = server, time.monotonic()
+                self._has_started.set()
                 await server.ended()
                 log.warning("a standby has ended")
+                if time.monotonic() - since > _LONGEST_WAIT_S:
+                    wait_s = _AGAIN_S / 2
             except (ConfigError, EngineError, DeadlineExceeded) as error:
                 log.warning("a standby did not start", reason=str(error))
             finally:
@@ -69,4 +87,5 @@ class Standby:
                 if not was_taken:
                     self._ready = None
                     await server.stop()
+                self._has_started.set()
             await asyncio.sleep(wait_s := min(2 * wait_s, _LONGEST_WAIT_S))

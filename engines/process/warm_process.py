@@ -25,7 +25,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from engines.process.guard import end_with_parent, guard
+from engines.process.guard import guard
+from engines.process_tree import end_with_parent
 
 LARGEST_ORDER = 1 << 17
 _CREDENTIALS = struct.Struct("3i")

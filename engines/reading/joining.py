@@ -17,6 +17,7 @@ class Joining:
     def __init__(self) -> None:
         self._choices: dict[int, list[Choice]] = {}
         self._last: Chunk | None = None
+        self._ends: dict[int, int] = {}  # of the names of tokens that were told, one after the other
 
     def take(self, chunk: Chunk) -> bool:
         """Take a chunk. Return True if a sample ends with it."""
@@ -33,6 +34,10 @@ class Joining:
         if (last := self._last) is None:
             return []
         choices = list(map(joined, self._choices.values()))
+        for choice in choices:  # engines count from the start of a chunk, or from the text before it
+            if (scores := choice.logprobs) is not None and OFFSETS in scores:
+                begin = self._ends.get(choice.index, 0)
+                scores[OFFSETS], self._ends[choice.index] = offsets_of(scores["tokens"], begin)
         self._choices, self._last = {}, None
         return [Chunk(choices, last.usage, last.prompt_token_ids, last.written)]
 
@@ -64,6 +69,4 @@ def _joined_scores(scores: list[dict[str, bytes]]) -> dict[str, bytes] | None:
         if _NULL in lists:
             lists = [one for one in lists if one != _NULL]
         joined[key] = joined_lists(lists) if lists else _NULL
-    if OFFSETS in joined:
-        joined[OFFSETS] = offsets_of(joined["tokens"])
     return joined

@@ -125,13 +125,9 @@ class Wire(asyncio.BufferedProtocol, Generic[S, R]):
         if self._transport is not None:
             self._transport.abort()
 
-    @property
-    def peer(self) -> Any:
-        """The address of the other end."""
-        return self._transport.get_extra_info("peername") if self._transport else None
-
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport  # type: ignore[assignment]  # uvloop's is no asyncio.Transport
+        self.peer: Any = transport.get_extra_info("peername")
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return memoryview(self._buffer)[self._came :]
@@ -156,7 +152,8 @@ class Wire(asyncio.BufferedProtocol, Generic[S, R]):
                     return
                 begin = end
                 self._received(self, message)
-            self._make_room(came[begin:], size)
+            if begin or size != len(self._buffer):
+                self._make_room(came[begin:], size)
 
     def _make_room(self, begun: memoryview, size: int) -> None:
         """Keep the beginning of a message in a buffer of `size` bytes."""

@@ -105,7 +105,7 @@ class Sessions:
             if not session.head.is_frozen or session.open:
                 raise SessionFrozen(f"{name!r} is open: freeze it before it is acked, since later calls would be lost")
             if session.was_read:
-                self._metrics.session_tokens.labels("delivered").inc(session.num_tokens["trainable"])
+                self._metrics.session_tokens.inc(session.num_tokens["trainable"], "delivered")
             self._drop(session)
         await self._ledger.written()
 

@@ -3,9 +3,8 @@
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import orjson
@@ -22,6 +21,7 @@ from gateway.dialects.sampling import MAX_PROMPTS, asks_vllm, check_sampling
 from gateway.dialects.streams import Show, Usage, wants_usage, with_usage_rule
 from gateway.fleet.concurrency import together
 from gateway.fleet.fleet import Fleet
+from gateway.fleet.metrics import End
 from gateway.fleet.placement.lengths import prompt_key
 
 _CHARACTERS_PER_TOKEN = 4
@@ -38,20 +38,14 @@ class Written:
     which the prompts ended, from the request's start.
     """
 
-    head: Json = field(default_factory=Json)
-    choices: list[list[bytes]] = field(default_factory=list)
-    ends: list[Json] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-
-    @property
-    def num_bytes(self) -> int:
-        """About the length of the whole."""
-        return sum(map(len, chain.from_iterable(self.choices)))
+    head: Json
+    choices: list[bytes]
+    ends: list[End]
+    seconds: list[float]
 
     def pieces(self) -> list[bytes]:
         """Return the reply, which is kept until it is delivered: its client may go before, and a replay gets it."""
-        *pieces, _ = chain.from_iterable(self.choices)
-        return [encoded(self.head)[:-1] + b',"choices":[', *pieces, b"}]}"]
+        return [encoded(self.head)[:-1] + b',"choices":[', *self.choices[:-1], b"}]}"]
 
 
 class Completions:
@@ -71,7 +65,9 @@ class Completions:
         n, values = check_sampling(body), _prompt_list(body)
         terms = Terms.read(body, self._fleet, self._runner.lengths)
         max_len = common_room(self._fleet, terms.model)
-        limit = _limit(body, max_len)
+        # As in vLLM, null is the default, and `max_completion_tokens` is of conversations.
+        limit = _DEFAULT_MAX_TOKENS if body.get("max_tokens") is None else body["max_tokens"]
+        limit = min(limit, max_len or limit)
         rest = without_own_fields(body)
         for own in ("prompt", "stream"):
             rest.pop(own, None)
@@ -109,29 +105,30 @@ class Completions:
     async def written(self, prompts: Sequence[CompletionPrompt], replies: Mapping[int, Reply] = _NEW) -> Written:
         """As `generate`, as JSON with values as their engines wrote them. `replies`, by prompt, are completed."""
         began = time.monotonic()
-        parts = {prompt.index: Written() for prompt in prompts}
         turns = longest_first(prompts)
-        await together(self._write(prompt, began, parts[prompt.index], replies.get(prompt.index)) for prompt in turns)
-        whole, usage = Written(parts[prompts[0].index].head), Usage()
+        made = await together(self._write(prompt, began, replies.get(prompt.index)) for prompt in turns)
+        parts = {prompt.index: part for prompt, part in zip(turns, made, strict=True)}
+        (first, *others), usage = [parts[prompt.index] for prompt in prompts], Usage()
         for index, part in parts.items():
             usage.add_chunk(index, part.head["usage"])
-            whole.choices += part.choices
-            whole.ends += part.ends
-            whole.seconds += part.seconds
-        whole.head |= {"id": f"cmpl-{prompts[0].request_id}", "created": int(time.time()), "usage": usage.total()}
-        return whole
+        for part in others:
+            first.choices += part.choices
+            first.ends += part.ends
+            first.seconds += part.seconds
+        first.head |= {"id": f"cmpl-{prompts[0].request_id}", "created": int(time.time()), "usage": usage.total()}
+        return first
 
-    async def _write(self, prompt: CompletionPrompt, began: float, written: Written, reply: Reply | None) -> None:
+    async def _write(self, prompt: CompletionPrompt, began: float, reply: Reply | None) -> Written:
         """Write the reply of one prompt, its samples numbered as the client knows them."""
         reply = reply or Reply(prompt.read)
         await self._runner.run(prompt, reply)
-        written.seconds.append(time.monotonic() - began)
-        written.head, bare = prompt.head(reply), prompt.bare()
-        first, shows_ids = prompt.first, bool(prompt.body.get("return_token_ids"))
+        written = Written(prompt.head(reply), [], [], [time.monotonic() - began])
+        bare, first, shows_ids = prompt.bare(), prompt.first, bool(prompt.body.get("return_token_ids"))
         for sample in reply.samples:
-            written.choices.append(sample.written(bare, first + sample.index, shows_ids=shows_ids))
-            written.ends.append({"finish_reason": sample.reason, "weight_versions": sample.spans})
+            written.choices += sample.written(bare, first + sample.index, shows_ids=shows_ids)
+            written.ends.append((sample.reason, sample.spans))
         self._runner.count_missing(reply.num_unscored)
+        return written
 
     async def stream(self, prompts: Sequence[CompletionPrompt], usage: Usage, show: Show) -> None:
         """Show the chunks of all prompts in the order of arrival, numbered as if one engine made them. Count up
@@ -157,12 +154,6 @@ class Completions:
 def longest_first(prompts: Sequence[CompletionPrompt]) -> Sequence[CompletionPrompt]:
     """The order in which the prompts of one request take their turns."""
     return prompts if len(prompts) == 1 else sorted(prompts, key=lambda prompt: prompt.rollout.rank)
-
-
-def _limit(body: Json, max_len: int | None) -> int:
-    """Most tokens of a sample. As in vLLM, null is the default, and `max_completion_tokens` is of conversations."""
-    asked: int = _DEFAULT_MAX_TOKENS if body.get("max_tokens") is None else body["max_tokens"]
-    return min(asked, max_len or asked)
 
 
 def _prompt_list(body: Json) -> list[Any]:

@@ -1,8 +1,9 @@
 """The fields of a request that are the gateway's own: how new the weights must be."""
 
 import math
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from engines.engine import Json
 from engines.errors import InvalidRequest, shown
@@ -14,8 +15,7 @@ from gateway.fleet.placement.routing import Rollout
 _FRESHNESS = ("min_version", "max_staleness")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
+class Terms(Struct, frozen=True, kw_only=True):
     """A request's own terms, by which its prompts become rollouts."""
 
     model: str

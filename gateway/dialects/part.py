@@ -145,7 +145,7 @@ class Part:
     async def make(self, replica: Replica) -> None:
         """Read what the replica makes. Raise `EngineFailed` where it is not whole, and does not continue."""
         ask, self._held, self._unvouched, self._replica = self._ask, [], [], replica
-        source = Source(replica, replica.take_off(), ask.rollout.adapter)
+        source = Source(replica, replica.take_off(ask.rollout), ask.rollout.adapter)
         for sample in self.samples:
             sample.begin(source)
         streams = self._show is not None

@@ -8,10 +8,10 @@ import asyncio
 import hashlib
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from enum import StrEnum
 from functools import partial
+from typing import TypeVar
 
 import msgspec
 import orjson
@@ -32,6 +32,7 @@ from gateway.ledger.folder import Left
 from gateway.ledger.ledger import Ledger, Record
 
 log = structlog.get_logger()
+T = TypeVar("T")
 
 KIND = "batch"
 _BEHIND_THE_LOOP = 1 << 20  # bytes, whose digest takes a millisecond
@@ -104,7 +105,7 @@ class Batch:
             return False
         if self.task.cancelled() or self.task.exception() is not None:
             return True
-        return any(end.get("finish_reason") == ABORT for end in self.task.result().ends)
+        return any(reason == ABORT for reason, _ in self.task.result().ends)
 
     @property
     def has_news(self) -> bool:
@@ -166,21 +167,24 @@ class Replays:
         """True for a batch; a single sample is cheap to make again."""
         return self._grace_s > 0 and (len(prompts) > 1 or prompts[0].rollout.n > 1)
 
-    @asynccontextmanager
     async def reply(
-        self, identity: bytes, content: bytes, prompts: Sequence[CompletionPrompt]
-    ) -> AsyncIterator[tuple[Written, Callable[[], Awaitable[None]]]]:
-        """The reply to a batch with the body `content`, delivered at the end of the block. Await the other before its
-        last bytes: from then on no later gateway delivers it again.
+        self,
+        identity: bytes,
+        content: bytes,
+        prompts: Sequence[CompletionPrompt],
+        send: Callable[[Written, Callable[[], Awaitable[None]]], Awaitable[T]],
+    ) -> T:
+        """Have `send` deliver the reply to a batch with the body `content`. It awaits its second argument before the
+        last bytes: from then on no later gateway delivers the reply again.
 
-        It is left to a replay where the client goes in the block.
+        It is left to a replay where the client goes meanwhile.
         """
         batch = await self._adopted(identity, prompts) or self._begun(identity, content, prompts)
         del content  # a large one, for as long as the batch takes
         try:
             written = await asyncio.shield(batch.task)
             written.head["id"] = f"cmpl-{prompts[0].request_id}"
-            yield written, partial(self._forgotten, batch)
+            sent = await send(written, partial(self._forgotten, batch))
         except (asyncio.CancelledError, ConnectionError):
             self._leave(batch)
             raise
@@ -188,6 +192,7 @@ class Replays:
             self._drop(batch)
             raise
         self._drop(batch)
+        return sent
 
     async def _forgotten(self, batch: Batch) -> None:
         """Drop the record; return once no later gateway can find it."""
@@ -197,7 +202,9 @@ class Replays:
 
     def _begun(self, identity: bytes, content: bytes, prompts: Sequence[CompletionPrompt]) -> Batch:
         first = prompts[0]
-        head = BatchHead(identity, first.request_id, first.rollout.session, self._oldest(first), content)
+        served = [replica.weight_version or 0 for replica in self._fleet.serving(first.rollout.model)]
+        oldest = max(min(served, default=0), self._least(first))  # that a token made from now on may have
+        head = BatchHead(identity, first.request_id, first.rollout.session, oldest, content)
         batch = Batch(head, prompts, Record.new(self._ledger, KIND), writes=self._ledger.is_durable)
         return self._run(batch)
 
@@ -207,12 +214,6 @@ class Replays:
         batch.task = asyncio.create_task(work, name=f"batch {batch.request_id}")
         self._batches[batch.identity].append(batch)
         return batch
-
-    def _oldest(self, prompt: CompletionPrompt) -> int:
-        """The oldest version that a token made from now on may have."""
-        rollout = prompt.rollout
-        served = [replica.weight_version or 0 for replica in self._fleet.serving(rollout.model)]
-        return max(min(served, default=0), self._least(prompt))
 
     def _least(self, prompt: CompletionPrompt) -> int:
         """The oldest version that the client takes now."""

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from msgspec import Raw
 
-from engines.chunks import Choice, Chunk
+from engines.chunks import OFFSETS, Choice, Chunk, offsets_of
 from engines.engine import Json
 from engines.raw_json import EMPTY, decoded, encoded, joined_lists, opened
 from engines.reading.joining import joined
@@ -99,7 +99,7 @@ class Sample:
         self.index = index
         self.parts: list[Choice] = []
         """What came of it, as far as it is kept."""
-        self._keeps_content, self._scores_alone = keeps_content, scores_alone
+        self._keeps_content, self._keeps_all = keeps_content, keeps_content and not scores_alone
 
     @classmethod
     def of(cls, told: Json) -> "Sample":
@@ -111,7 +111,10 @@ class Sample:
     @property
     def whole(self) -> Choice:
         """All that came of it as one choice."""
-        return joined(self.parts) if self.parts else _NO_PART
+        whole = joined(self.parts) if self.parts else _NO_PART
+        if self.is_resumed and whole.logprobs and OFFSETS in whole.logprobs:  # a rest counts from its own start
+            whole.logprobs[OFFSETS], _ = offsets_of(whole.logprobs["tokens"])
+        return whole
 
     @property
     def token_ids(self) -> list[int]:
@@ -149,10 +152,11 @@ class Sample:
         """Take a choice of a chunk."""
         if self.num_read < self.kept.num_made == self.num_made and choice.num_tokens:
             self._trim(int(self.num_read))
-        self.has_ids = self.has_ids or choice.token_ids is not None
+        if choice.token_ids is not None:
+            self.has_ids = True
         self.num_made += choice.num_tokens
         self.num_unscored += choice.num_unscored
-        self.parts.append(choice if self._keeps_content and not self._scores_alone else self._kept_of(choice))
+        self.parts.append(choice if self._keeps_all else self._kept_of(choice))
         if choice.prompt_token_ids is not None and not self.kept.num_made:
             self.prompt = choice.prompt_token_ids
         if choice.weight_versions:
@@ -227,7 +231,7 @@ class Sample:
     def settle(self) -> None:
         """Take what it has for all that there will be, but no tokens of no known version."""
         if self.is_known:
-            self.stamp_now()
+            self.stamp(self.num_made)
         else:
             self.drop()
 
@@ -249,15 +253,11 @@ class Sample:
     # Weight versions
 
     def stamp(self, num_counted: int | None = None) -> None:
-        """Note the weight versions of its tokens, once: it has ended, or continues elsewhere. `num_counted` is the
-        engine's count of tokens without ids."""
+        """Note the weight versions of its tokens, once: they are known, as it has ended or continues elsewhere.
+        `num_counted` is the engine's count of tokens without ids."""
         if self.spans is None:
             is_counted = self.has_ids or self._last is None
             self.spans, self.kv_versions = self.stamps_of(self.num_made if is_counted else num_counted)
-
-    def stamp_now(self) -> None:
-        """Note the versions of its tokens, which are known, before its replica has ended all of the others."""
-        self.spans, self.kv_versions = self.stamps_of(self.num_made)
 
     def stamps_of(self, num_tokens: int | None) -> tuple[list[Json], Sequence[int]]:
         """The versions of so many tokens, and of the KV under them."""
@@ -306,46 +306,42 @@ class Sample:
     def told(self, bare: Json) -> Json:
         """The sample as a choice of a whole reply, its lists as JSON; `bare` is one without tokens."""
         whole = self.whole
-        told = self._beside_lists(whole, bare)
-        told["logprobs"] = whole.scores
+        told = {**self._beside_lists(bare), "index": self.index, "logprobs": whole.scores}
+        if "text" in told or whole.text is not None:
+            told["text"] = whole.text or ""
         if self.has_ids:
             told[_IDS] = Raw(whole.token_ids or EMPTY)
         if self.prompt is not None and _PROMPT in told:
             told[_PROMPT] = Raw(self.prompt)
+        told.pop("delta", None)
         return told
 
     def written(self, bare: Json, index: int, *, shows_ids: bool) -> list[bytes]:
-        """As `told`, in JSON in pieces, as choice `index`, with a comma after it; its token ids and those of its prompt
-        are null without `shows_ids`. A large list is not copied."""
-        whole, pieces = self.whole, list[bytes]()
-        told = self._beside_lists(whole, bare)
-        told["index"] = index
+        """As `told`, of text, in JSON in pieces, as choice `index`, with a comma after it; its token ids and those of
+        its prompt are null without `shows_ids`. A large list is not copied."""
+        whole = self.whole
+        lists: list[bytes] = []
+        told = {**self._beside_lists(bare), "index": index, "text": whole.text or ""}
         if not shows_ids:
             told[_IDS] = told[_PROMPT] = None
         else:
             if self.has_ids:
-                pieces += (b',"token_ids":', whole.token_ids or EMPTY)
-                told.pop(_IDS, None)
+                lists += b',"token_ids":', whole.token_ids or EMPTY
+                del told[_IDS]
             if self.prompt is not None:
-                pieces += (b',"prompt_token_ids":', self.prompt)
-                told.pop(_PROMPT, None)
-        if not whole.logprobs:
-            told["logprobs"] = whole.logprobs
-        else:
-            names = _names_of(tuple(whole.logprobs))
-            pieces += (*chain.from_iterable(zip(names, whole.logprobs.values(), strict=True)), b"}")
-            told.pop("logprobs", None)
-        return [encoded(told)[:-1], *pieces, b"},"]
+                lists += b',"prompt_token_ids":', self.prompt
+                del told[_PROMPT]
+        if scores := whole.logprobs:
+            lists += chain.from_iterable(zip(_names_of(tuple(scores)), scores.values(), strict=True))
+            lists.append(b"}")
+            del told["logprobs"]
+        return [encoded(told)[:-1], *lists, b"},"]
 
-    def _beside_lists(self, whole: Choice, bare: Json) -> Json:
-        """The choice with its text, and with lists as its last choice or `bare` has them."""
+    def _beside_lists(self, bare: Json) -> Json:
+        """The choice without its text, and with lists as its last choice or `bare` has them."""
         others = {} if self._last is None else self._last.others
-        told = {**bare, "stop_reason": None, **others, **(self._end or {}), **self.marks()}
-        told["index"], told["finish_reason"] = self.index, self.reason or CUT_OFF
-        if "text" in told or whole.text is not None:
-            told["text"] = whole.text or ""
-        told.pop("delta", None)
-        return told
+        end = {"finish_reason": self.reason or CUT_OFF}
+        return {**bare, "stop_reason": None, **others, **(self._end or {}), **self.marks(), **end}
 
 
 @lru_cache(64)

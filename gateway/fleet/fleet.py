@@ -8,6 +8,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 
 import structlog
 
@@ -26,11 +27,15 @@ from gateway.fleet.adapters import Adapter, Adapters
 from gateway.fleet.history import Events
 from gateway.fleet.replica import Replica
 from gateway.fleet.watch.arrivals import Arrivals, Connect
+from gateway.fleet.watch.evidence import Failure
 from gateway.fleet.watch.probes import Probes
 from gateway.fleet.watch.standstill import Standstill
 from gateway.fleet.watch.starts import Starts, words
 
 log = structlog.get_logger()
+
+_WAKES_WITHIN_S = 6.0
+"""A standby takes 2 to 3 s to serve (7B on an H200)."""
 
 _LEAVES = "Serve removes it; it finishes what it has"
 _OF_AN_UPDATE = {ReplicaState.SERVING, ReplicaState.UPDATING}
@@ -70,6 +75,7 @@ class Fleet:
         self._of_model: dict[tuple[str, bool], list[Replica]] = {}  # alive, or serving alone; until a state changes
         self._watchers: dict[Replica, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
+        self._news = asyncio.Event()
         self._closing: set[asyncio.Task[None]] = set()
         self.probes = Probes(config.fleet, self.serving)
         self._standstill = Standstill(config.fleet)
@@ -260,9 +266,11 @@ class Fleet:
         """Discover and watch replicas until cancelled."""
         try:
             while True:
+                self._news.clear()
                 await self.look()
                 self._check_watchers()
-                await asyncio.sleep(self._config.discover_interval_s)
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._news.wait(), self._config.discover_interval_s)
         finally:
             for replica, watcher in self._watchers.items():
                 replica.brake.close()
@@ -361,8 +369,18 @@ class Fleet:
         if state is ReplicaState.LOST:
             self._count_loss(replica)
             self._forget(replica)
+            self._leave_rests_to_standby(replica)
+        elif state is ReplicaState.SERVING:
+            self._take_rests(replica.info.model)
         self._look_who_is_missing()
         self.notify()
+
+    def told(self, start: EngineStart) -> None:
+        """Note how far a start has come; discover its engine once it has ended."""
+        if start.phases:
+            self.starts.tell(start)
+        else:
+            self._news.set()
 
     def expect(self, num_replicas: Mapping[str, int]) -> None:
         """Set the expected number of replicas of these engine groups."""
@@ -407,6 +425,18 @@ class Fleet:
         else:
             self.losses[replica.info.group] += 1
             self._last_loss[replica.info.group] = f"{replica.replica_id} was lost: {replica.reason}"
+
+    def _leave_rests_to_standby(self, lost: Replica) -> None:
+        """Where a standby follows a lost engine, have the others leave most of its rollouts to it, while it wakes."""
+        if self.models.groups[lost.info.group].standby and not lost.is_leaving:
+            for replica in self.serving(lost.info.model):
+                replica.prompts.leave_rests()
+            asyncio.get_running_loop().call_later(_WAKES_WITHIN_S, self._take_rests, lost.info.model)
+
+    def _take_rests(self, model: str) -> None:
+        for replica in self.serving(model):
+            replica.prompts.take_rests()
+        self.notify()
 
     def notify(self) -> None:
         """Call the listeners: replicas may take rollouts that they could not take before."""
@@ -517,8 +547,11 @@ class Fleet:
                 self.settle(replica, "")
             elif failure is None or self.probes.is_evidence(replica, failure):
                 self.suspect(replica, str(failure) if failure else "Serve no longer lists it")
-            if self.probes.is_lost(replica, failure):
-                self.set_state(replica, ReplicaState.LOST, replica.reason)
+            self._lose_if_over(replica, failure)
+
+    def _lose_if_over(self, replica: Replica, failure: Failure | None) -> None:
+        if self.probes.is_lost(replica, failure):
+            self.set_state(replica, ReplicaState.LOST, replica.reason)
 
     async def examine(self, replica: Replica, error: EngineError) -> bool:
         """Look at a replica on which an attempt failed. True if its engine process is gone.
@@ -537,6 +570,7 @@ class Fleet:
         failure = error if isinstance(error, EngineGone) else await self.probes.probe_broken(replica)
         if failure is not None and replica.can_serve and self.probes.is_evidence(replica, failure):
             self.suspect(replica, str(failure))
+            self._lose_if_over(replica, failure)
         return isinstance(failure, EngineGone)
 
     def _vouched(self, replica: Replica) -> None:

@@ -1,13 +1,16 @@
 """The gateway's metrics, and the engines' own pages with a `replica` label."""
 
 import asyncio
+import re
 import time
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from itertools import accumulate
 from statistics import median
-from typing import TypeVar
+from typing import Any
 
 import structlog
 from prometheus_client import (
@@ -19,9 +22,10 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
-from prometheus_client.metrics_core import Metric
+from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from engines.engine import Json
 from engines.types import ReplicaState
@@ -30,11 +34,12 @@ from gateway.fleet.fleet import Fleet
 log = structlog.get_logger()
 
 _NAMESPACE = "rollout_gateway"
-M = TypeVar("M", Counter, Histogram)
-
-_LABELS_REMEMBERED = 1024
 # Larger distances to the target version share a label, so that their number is bounded.
 _MOST_BEHIND = 8
+End = tuple[str | None, Sequence[Json] | None]
+"""How a sample ended, and the spans of its tokens by weight version."""
+# Families of process and interpreter are our own, and times of creation are left out.
+_CLASHES = re.compile(r"(process_|python_).*|.*_created")
 _TAIL_RATIOS = (1, 1.1, 1.25, 1.5, 2, 3, 5, 10, 30)
 _SECONDS = (0.005, 0.02, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
 
@@ -48,11 +53,12 @@ class Metrics:
         counter = partial(Counter, namespace=_NAMESPACE, registry=self.registry)
         gauge = partial(Gauge, namespace=_NAMESPACE, registry=self.registry)
         histogram = partial(Histogram, namespace=_NAMESPACE, registry=self.registry, buckets=_SECONDS)
-        self.requests = _known(counter("requests", "Requests by route and status.", ["route", "status"]))
-        self.request_seconds = _known(
-            histogram("request_seconds", "From the request's head to the reply's end.", ["route"])
+        count, spread = partial(Count, self.registry), partial(Spread, self.registry)
+        self.requests = count("requests", "Requests by route and status.", "route", "status")
+        self.request_seconds = spread(
+            _SECONDS, "request_seconds", "From the request's head to the reply's end.", "route"
         )
-        self.queue_seconds = _known(histogram("queue_seconds", "A rollout's wait for a replica.", ["model"]))
+        self.queue_seconds = spread(_SECONDS, "queue_seconds", "A rollout's wait for a replica.", "model")
         self.retries = counter("retries", "Attempts that ended and were followed by another, by reason.", ["reason"])
         self.kept_tokens = counter(
             "kept_tokens", "Tokens that a death, a stall or an update interrupted, and that were not made twice."
@@ -66,31 +72,20 @@ class Metrics:
         self.orphaned_batch_ends = counter(
             "orphaned_batch_ends", "Batches without a client by their end; adopted ones are a replay's.", ["end"]
         )
-        self.batch_seconds = _known(
-            histogram("batch_seconds", "From a batch of prompts in one request to its last prompt's end.", ["model"])
+        self.batch_seconds = spread(
+            _SECONDS, "batch_seconds", "From a batch of prompts in one request to its last prompt's end.", "model"
         )
-        self.batch_tail_ratio = _known(
-            histogram(
-                "batch_tail_ratio",
-                "Time of a batch's last prompt over that of its median prompt.",
-                ["model"],
-                buckets=_TAIL_RATIOS,
-            )
+        self.batch_tail_ratio = spread(
+            _TAIL_RATIOS, "batch_tail_ratio", "Time of a batch's last prompt over that of its median prompt.", "model"
         )
-        self.completions = _known(
-            counter("completions", "Delivered samples by the way they ended.", ["model", "finish_reason"])
+        self.completions = count("completions", "Delivered samples by the way they ended.", "model", "finish_reason")
+        self.delivered_tokens = count(
+            "delivered_tokens", "Delivered tokens by versions that they are behind the target.", "model", "behind"
         )
-        self.delivered_tokens = _known(
-            counter(
-                "delivered_tokens", "Delivered tokens by versions that they are behind the target.", ["model", "behind"]
-            )
-        )
-        self.prompt_tokens = _known(counter("prompt_tokens", "Prompt tokens of delivered completions.", ["model"]))
-        self.completion_tokens = _known(counter("completion_tokens", "Tokens of delivered completions.", ["model"]))
-        self.session_tokens = _known(
-            counter(
-                "session_tokens", "Tokens of agents' sessions: sampled, captured, delivered for training.", ["step"]
-            )
+        self.prompt_tokens = count("prompt_tokens", "Prompt tokens of delivered completions.", "model")
+        self.completion_tokens = count("completion_tokens", "Tokens of delivered completions.", "model")
+        self.session_tokens = count(
+            "session_tokens", "Tokens of agents' sessions: sampled, captured, delivered for training.", "step"
         )
         self.masked_session_tokens = counter(
             "masked_session_tokens", "Sampled tokens of sessions that do not count in training, by reason.", ["reason"]
@@ -157,10 +152,47 @@ class Metrics:
         return generate_latest(self.registry) + generate_latest(_Labelled(engine_pages))
 
 
-def _known(metric: M) -> M:
-    """A metric that finds its labels' own part without the lock and the checks of `labels`, from the second time on."""
-    metric.labels = lru_cache(_LABELS_REMEMBERED)(metric.labels)  # type: ignore[method-assign]
-    return metric
+class Count(Collector):
+    """A counter by labels, for what each request counts. Without the lock and the checks of `Counter`: the event loop
+    alone counts."""
+
+    def __init__(self, registry: CollectorRegistry, name: str, text: str, *labels: str) -> None:
+        self._family = partial(CounterMetricFamily, f"{_NAMESPACE}_{name}", text, labels=labels)
+        self._values: defaultdict[tuple[object, ...], float] = defaultdict(float)
+        registry.register(self)
+
+    def inc(self, number: float, *labels: object) -> None:
+        self._values[labels] += number
+
+    def collect(self) -> list[Metric]:
+        family = self._family()
+        for labels, value in self._values.items():
+            family.add_metric(list(map(str, labels)), value)
+        return [family]
+
+
+class Spread(Collector):
+    """A histogram by labels, as `Count` is a counter: `bounds` are those of its buckets."""
+
+    def __init__(
+        self, registry: CollectorRegistry, bounds: Sequence[float], name: str, text: str, *labels: str
+    ) -> None:
+        self._family = partial(HistogramMetricFamily, f"{_NAMESPACE}_{name}", text, labels=labels)
+        self._bounds = bounds
+        # Of each bucket, and of those above; then the sum.
+        self._values: defaultdict[tuple[object, ...], list[float]] = defaultdict(lambda: [0.0] * (len(bounds) + 2))
+        registry.register(self)
+
+    def observe(self, value: float, *labels: object) -> None:
+        values = self._values[labels]
+        values[bisect_left(self._bounds, value)] += 1
+        values[-1] += value
+
+    def collect(self) -> list[Metric]:
+        family, names = self._family(), [*map(floatToGoString, self._bounds), "+Inf"]
+        for labels, (*counts, total) in self._values.items():
+            family.add_metric(list(map(str, labels)), list(zip(names, accumulate(counts), strict=True)), total)
+        return [family]
 
 
 class _Labelled(Collector):
@@ -173,7 +205,7 @@ class _Labelled(Collector):
         families: dict[str, Metric] = {}
         for label, page in self._pages.items():
             try:
-                found = list(_ours_excluded(text_string_to_metric_families(page)))
+                found = [one for one in text_string_to_metric_families(page) if not _CLASHES.fullmatch(one.name)]
             except ValueError as error:
                 log.warning("the metrics page of an engine is left out", replica=label, error=str(error))
                 continue
@@ -182,15 +214,6 @@ class _Labelled(Collector):
                 for sample in family.samples:
                     joined.samples.append(sample._replace(labels={**sample.labels, "replica": label}))
         yield from families.values()
-
-
-def _ours_excluded(families: Iterable[Metric]) -> Iterator[Metric]:
-    """Drop process and interpreter families, which would clash with our own, and times of creation."""
-    return (
-        family
-        for family in families
-        if not family.name.startswith(("process_", "python_")) and not family.name.endswith("_created")
-    )
 
 
 def package_version() -> str:
@@ -213,23 +236,27 @@ class Deliveries:
 
     def count(self, model: str, choices: Iterable[Json]) -> None:
         """Count the choices that end."""
-        ends, tokens, target = defaultdict[str, int](int), defaultdict[int, int](int), self._fleet.target_of(model)
-        for choice in choices:
-            if reason := choice.get("finish_reason"):
-                ends[reason] += 1
-                for span in choice.get("weight_versions") or ():
-                    # Without limits it is of a request that met several, whose engine does not say which made what.
-                    if span["end"] is not None:
-                        version = span.get("base_version", span["version"])
-                        behind = 0 if version == target else max(0, min(target - int(version), _MOST_BEHIND))
-                        tokens[behind] += span["end"] - span["start"]
+        if ended := [(one["finish_reason"], one.get("weight_versions")) for one in choices if one.get("finish_reason")]:
+            self.count_ends(model, ended)
+
+    def count_ends(self, model: str, ended: Iterable[End]) -> None:
+        """Count samples that have ended."""
+        ends: defaultdict[str | None, int] = defaultdict(int)
+        tokens: defaultdict[Any, int] = defaultdict(int)
+        for reason, spans in ended:
+            ends[reason] += 1
+            for span in spans or ():
+                # Without limits it is of a request that met several, whose engine does not say which made what.
+                if (end := span["end"]) is not None:
+                    tokens[span.get("base_version", span["version"])] += end - span["start"]
         for reason, number in ends.items():
-            self._metrics.completions.labels(model, reason).inc(number)
-        for behind, number in tokens.items():
-            self._metrics.delivered_tokens.labels(model, str(behind)).inc(number)
+            self._metrics.completions.inc(number, model, reason)
+        target = self._fleet.target_of(model)
+        for made_by, number in tokens.items():
+            self._metrics.delivered_tokens.inc(number, model, max(0, min(target - int(made_by), _MOST_BEHIND)))
 
     def count_batch(self, model: str, seconds: Sequence[float]) -> None:
         """Count a batch by the times at which its prompts ended, from its start; one prompt is no batch."""
         if len(seconds) > 1:
-            self._metrics.batch_seconds.labels(model).observe(max(seconds))
-            self._metrics.batch_tail_ratio.labels(model).observe(max(seconds) / median(seconds))
+            self._metrics.batch_seconds.observe(max(seconds), model)
+            self._metrics.batch_tail_ratio.observe(max(seconds) / median(seconds), model)

@@ -1,10 +1,10 @@
 """One replica: its weights, its adapters and its rollouts in flight. `fleet.py` changes its state."""
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
-from weakref import WeakSet
+from typing import Any, Protocol, TypeVar
 
 from engines.engine import Engine, Json
 from engines.errors import EngineError, EngineOverwritten, EngineRefused, EngineUnreachable
@@ -24,6 +24,9 @@ _READ_AT_ONCE = 4096
 """Tokens of rests that an engine reads at once: half of a step of vLLM on a large GPU, in the time of about three steps
 without prompts."""
 _READ_WITHIN_S = 0.25
+_SHARE_BESIDE_STANDBY = 0.25
+"""Rests that an engine takes of another whose standby wakes, over its own rollouts. With all, the standby would have
+nothing to do until they end."""
 _NOT_THERE = (ReplicaState.STARTING, ReplicaState.DRAINING, ReplicaState.SUSPECT, ReplicaState.LOST)
 
 
@@ -60,6 +63,7 @@ class Prompts:
 
     def __init__(self) -> None:
         self.unread = 0
+        self._most = math.inf
         self._in_flight: dict[int, Work] = {}
         self._unread: dict[int, tuple[int, Callable[[], None]]] = {}
 
@@ -70,8 +74,17 @@ class Prompts:
     @property
     def may_add(self) -> bool:
         """False while the engine has enough rests to read, unless it has nothing else to do. With more its own rollouts
-        would stand still: each step that is filled with prompts makes one token of each."""
-        return self.unread < _READ_AT_ONCE or len(self._unread) == len(self._in_flight)
+        would stand still: each step that is filled with prompts makes one token of each. False also where the rests are
+        those of an engine whose standby wakes, and enough have been added."""
+        has_time = self.unread < _READ_AT_ONCE or len(self._unread) == len(self._in_flight)
+        return has_time and len(self._in_flight) < self._most
+
+    def leave_rests(self) -> None:
+        """Add few rests to those in flight, until `take_rests`: they are for a standby that wakes."""
+        self._most = (1 + _SHARE_BESIDE_STANDBY) * len(self._in_flight)
+
+    def take_rests(self) -> None:
+        self._most = math.inf
 
     def begin(self, rollout: Work) -> None:
         self._in_flight[id(rollout)] = rollout
@@ -161,8 +174,8 @@ class Replica:
         self.idle.set()
         self.backoff = Backoff()
         self.prompts = Prompts()
-        self._calls: dict[asyncio.Timeout, _Call] = {}
-        self._flights: WeakSet[Flight] = WeakSet()
+        self._calls: set[_Call] = set()
+        self._flights: dict[int, Flight] = {}  # by rollout
         self._steady = asyncio.Event()
         self._steady.set()
 
@@ -193,6 +206,10 @@ class Replica:
         """Tokens of the longest prompt in flight, or given up since the last sign that tokens are made."""
         return max(self.evidence.longest_given_up, self.prompts.longest)
 
+    def has_place(self, rollout: Work) -> bool:
+        """True if its engine has few enough samples."""
+        return self.load_samples + rollout.n <= self.max_samples
+
     def holds(self, adapter: Adapter) -> bool:
         return self.adapters.get(adapter.name) is adapter
 
@@ -202,6 +219,7 @@ class Replica:
             evidence = self.evidence
             evidence.longest_given_up = max(evidence.longest_given_up, rollout.prompt_tokens)
         self.prompts.end(rollout)
+        self._flights.pop(id(rollout), None)
         self.load_tokens -= rollout.tokens
         self.load_samples -= rollout.n
         self.rank -= rollout.tokens * _MOST_PLACED
@@ -223,10 +241,9 @@ class Replica:
         if self.prompts.unread:
             self.prompts.has_read(rollout)
 
-    def take_off(self) -> Flight:
-        """Start the record of the weight versions of a request that is sent now."""
-        flight = Flight(self.weight_version)
-        self._flights.add(flight)
+    def take_off(self, rollout: Work) -> Flight:
+        """Start the record of the weight versions of a request that is sent now, until `release`."""
+        self._flights[id(rollout)] = flight = Flight(self.weight_version)
         return flight
 
     def hold(self, version: int, *, keeps_kv: bool) -> None:
@@ -234,7 +251,7 @@ class Replica:
         if version == self.weight_version:
             return  # taken before the commit, in a rolling update
         self.weight_version = version
-        for flight in self._flights:
+        for flight in self._flights.values():
             flight.meet(version, keeps_kv=keeps_kv)
 
     async def unless_lost(self, call: Awaitable[T], *, is_control: bool = False) -> T:
@@ -247,15 +264,21 @@ class Replica:
             if isinstance(call, Coroutine):
                 call.close()
             raise EngineUnreachable(f"given up: {self.reason}", replica_id=self.replica_id)
+        task = asyncio.current_task()
+        assert task is not None
+        under_way, others = _Call(task, is_control), task.cancelling()
+        self._calls.add(under_way)
         try:
-            async with asyncio.timeout(None) as bound:
-                self._calls[bound] = _Call(asyncio.current_task(), is_control)
-                return await call
-        except TimeoutError as error:
-            kind = EngineOverwritten if self._calls[bound].is_overwritten else EngineUnreachable
+            return await call
+        except asyncio.CancelledError as error:
+            if not under_way.is_dropped or task.cancelling() > others + 1:  # the task itself was cancelled
+                raise
+            kind = EngineOverwritten if under_way.is_overwritten else EngineUnreachable
             raise kind(f"given up: {self.reason}", replica_id=self.replica_id) from error
         finally:
-            self._calls.pop(bound, None)
+            self._calls.discard(under_way)
+            if under_way.is_dropped:
+                task.uncancel()
 
     async def vouched(self) -> None:
         """Return once `is_vouched`."""
@@ -294,11 +317,11 @@ class Replica:
         With `rollouts_alone` control calls go on, such as a trainer's pause: an update ends the rollouts, for which
         the engine is not at fault. A call that was dropped before may take a while to end.
         """
-        for bound, call in self._calls.items():
+        for call in self._calls:
             goes_on = rollouts_alone and call.is_control
-            if call.task is not asyncio.current_task() and not goes_on and not bound.expired():
-                call.is_overwritten |= rollouts_alone
-                bound.reschedule(asyncio.get_running_loop().time())
+            if call.task is not asyncio.current_task() and not goes_on and not call.is_dropped:
+                call.is_dropped, call.is_overwritten = True, rollouts_alone
+                call.task.cancel()
 
     def enter(self, state: ReplicaState, reason: str) -> None:
         """Change the state. Only `Fleet` calls this."""
@@ -314,10 +337,11 @@ class Replica:
             self.drop_calls()
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Call:
-    """A call in flight. `is_overwritten` once an update has ended it."""
+    """A call in flight. `is_dropped` once it is ended from here, `is_overwritten` where an update does."""
 
-    task: asyncio.Task[object] | None
+    task: asyncio.Task[Any]
     is_control: bool
+    is_dropped: bool = False
     is_overwritten: bool = False

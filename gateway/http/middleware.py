@@ -51,13 +51,13 @@ class Measurement:
             status = response.status
             return response
         finally:
-            self._metrics.requests.labels(route, status).inc()
-            self._metrics.request_seconds.labels(route).observe(time.monotonic() - began)
+            self._metrics.requests.inc(1, route, status)
+            self._metrics.request_seconds.observe(time.monotonic() - began, route)
 
     def count_tokens(self, model: str, usage: Json | None) -> None:
         usage = usage or {}
-        self._metrics.prompt_tokens.labels(model).inc(usage.get("prompt_tokens") or 0)
-        self._metrics.completion_tokens.labels(model).inc(usage.get("completion_tokens") or 0)
+        self._metrics.prompt_tokens.inc(usage.get("prompt_tokens") or 0, model)
+        self._metrics.completion_tokens.inc(usage.get("completion_tokens") or 0, model)
 
 
 async def note_begin(request: web.Request, response: web.StreamResponse) -> None:

@@ -17,15 +17,7 @@ def causes(figures: Mapping[str, float]) -> list[str]:
     found = [*late(figures), *_cpu(figures), *_way(figures), *_gateway(figures), *_engines(figures)]
     if not found and "engine_running.mean" in figures:
         found = [f"nothing waited: {figures['engine_running.mean']:.1f} requests ran at a time, as fast as engines are"]
-    return [*_spike(figures), *found]
-
-
-def _spike(figures: Mapping[str, float]) -> list[str]:
-    if "after.completions" not in figures:
-        return []
-    if "recovery_s" not in figures:
-        return ["first tokens did not come as soon as before the spike again until the run ended"]
-    return [f"first tokens came as soon as before the spike again within {figures['recovery_s']:.0f} s of its end"]
+    return found
 
 
 def late(figures: Mapping[str, float]) -> list[str]:

@@ -1,9 +1,11 @@
 """The end of a run: prints figures and verdicts, writes the figures, sets the exit code.
 
+Figures have the names used in thresholds: `tokens_per_s`, `ttft_s.p99`.
+
 Exit codes: 1 if something failed or nothing was delivered, 3 if a threshold was missed or has no figure.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,7 @@ from locust.runners import WorkerRunner
 from locust.stats import CSV_STATS_INTERVAL_SEC
 
 from loadtests.report.cause import causes, late
-from loadtests.report.figures import figures, totals
-from loadtests.report.series import Phase
+from loadtests.report.series import Measures
 from loadtests.report.thresholds import Threshold, ThresholdError, Verdict, load_thresholds
 from loadtests.run import Run, checked
 
@@ -46,8 +47,8 @@ def conclude(environment: Environment, **_: Any) -> None:
     if isinstance(environment.runner, WorkerRunner):
         return
     run = Run.of(environment)
-    found = figures(run.measures, run.phases)
-    print(summary(found, run.phases))
+    found = figures(run.measures)
+    print(summary(found))
     for text in causes(found):
         print(text)
     verdicts, unjudged = _judged(run, found)
@@ -67,17 +68,32 @@ def conclude(environment: Environment, **_: Any) -> None:
         gevent.sleep(1.1 * CSV_STATS_INTERVAL_SEC)
 
 
-def summary(found: Mapping[str, float], phases: Sequence[Phase] = ()) -> str:
-    """Return the run in a few lines, and the speed of each phase."""
-    lines = [totals(found)]
+def figures(measures: Measures) -> dict[str, float]:
+    """Return all figures of a run."""
+    named, seconds = measures.series, measures.seconds
+
+    def count(name: str) -> int:
+        return named[name].count if name in named else 0
+
+    found = {
+        "seconds": seconds,
+        "completions": float(count("completion_s")),
+        "failures": float(count("failed_s") + count("failed_update_s")),
+        "tokens_per_s": named["tokens"].sum / seconds if seconds > 0 else 0.0,
+    }
+    for name, series in named.items():
+        found |= {f"{name}.{statistic}": value for statistic, value in series.summary().items()}
+    return found
+
+
+def summary(found: Mapping[str, float]) -> str:
+    """Return the run in a few lines."""
+    counts = f"{found['completions']:.0f} completions, {found['failures']:.0f} failures"
+    lines = [f"{counts}, {found['tokens_per_s']:.0f} tokens/s over {found['seconds']:.1f} s"]
     for name in _SHOWN:
         if f"{name}.p50" in found:
             values = ", ".join(f"{part} {found[f'{name}.{part}']:.4g}" for part in ("p50", "p95", "p99", "max"))
             lines.append(f"{name:<14} {values}")
-    for phase in phases:
-        first, last = (found.get(f"{phase.name}.ttft_s.{part}", 0.0) for part in ("p50", "p99"))
-        rate = found[f"{phase.name}.tokens_per_s"]
-        lines.append(f"{phase.name:<14} {rate:.0f} tokens/s, ttft_s p50 {first:.4g}, p99 {last:.4g}")
     return "\n".join(lines)
 
 

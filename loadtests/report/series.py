@@ -1,9 +1,8 @@
-"""The measures of a run: named series over time, small enough to keep for hours and to send to a master."""
+"""The measures of a run: named series, small enough to keep for hours and to send to a master."""
 
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,8 +12,6 @@ Json = dict[str, Any]
 _BUCKET = math.log(1.01)
 _LEAST = 1e-9
 _ZERO = round(math.log(_LEAST) / _BUCKET)
-_MOST_WINDOWS = 240
-_FIRST_WIDTH_S = 1
 
 
 @dataclass(slots=True)
@@ -73,84 +70,33 @@ class Series:
 
 
 class Measures:
-    """Series by name in windows of wall-clock time.
-
-    Windows are a second wide at first; when there are too many, two become one: hours cost no more than minutes.
-    """
+    """Series by name."""
 
     def __init__(self) -> None:
-        self.width_s = _FIRST_WIDTH_S
         self.began, self.ended = math.inf, -math.inf
-        self._windows: defaultdict[int, defaultdict[str, Series]] = defaultdict(lambda: defaultdict(Series))
+        self.series: defaultdict[str, Series] = defaultdict(Series)
 
     def record(self, name: str, value: float, at: float | None = None, *, is_beside: bool = False) -> None:
         """Record a value; `at` is its time since the epoch, by default now. What `is_beside` the run makes it no
         longer."""
         now = time.time()
-        at = now if at is None else at
         if not is_beside:
-            self.began, self.ended = min(self.began, at), max(self.ended, now)
-        self._windows[int(at // self.width_s)][name].add(value)
-        if len(self._windows) > _MOST_WINDOWS:
-            self._widen(2 * self.width_s)
-
-    def windows(self) -> list[tuple[float, Mapping[str, Series]]]:
-        """Return the start and the series of each window with values, oldest first."""
-        return [(index * self.width_s, self._windows[index]) for index in sorted(self._windows)]
+            self.began, self.ended = min(self.began, now if at is None else at), max(self.ended, now)
+        self.series[name].add(value)
 
     @property
     def seconds(self) -> float:
-        """Return the time of the first value and of the last record."""
-        return max(0.0, self.ended - self.began) if self._windows else 0.0
-
-    def between(self, began: float, ended: float) -> dict[str, Series]:
-        """Return the merged series of windows that start from `began` on and before `ended`."""
-        return _merged(series for start, series in self.windows() if began <= start < ended)
-
-    def total(self) -> dict[str, Series]:
-        return self.between(-math.inf, math.inf)
+        """Return the time between the first value and the last record."""
+        return max(0.0, self.ended - self.began) if self.series else 0.0
 
     def take(self) -> Json:
         """Return and clear all values in JSON form, for a worker's report to its master."""
-        windows = [
-            [index, [[name, series.packed()] for name, series in named.items()]]
-            for index, named in self._windows.items()
-        ]
-        self._windows.clear()
-        return {"width_s": self.width_s, "began": self.began, "ended": self.ended, "windows": windows}
+        packed = {name: series.packed() for name, series in self.series.items()}
+        self.series.clear()
+        return {"began": self.began, "ended": self.ended, "series": packed}
 
     def add(self, taken: Json) -> None:
         """Add the result of another process's `take`."""
         self.began, self.ended = min(self.began, taken["began"]), max(self.ended, taken["ended"])
-        width_s = max(self.width_s, taken["width_s"])
-        self._widen(width_s)
-        for index, named in taken["windows"]:
-            for name, packed in named:
-                self._windows[index * taken["width_s"] // width_s][name].merge(Series.unpacked(packed))
-
-    def _widen(self, width_s: int) -> None:
-        narrow, factor = list(self._windows.items()), width_s // self.width_s
-        if factor == 1:
-            return
-        self.width_s = width_s
-        self._windows.clear()
-        for index, named in narrow:
-            for name, series in named.items():
-                self._windows[index // factor][name].merge(series)
-
-
-@dataclass(frozen=True, slots=True)
-class Phase:
-    """A stretch of the run with its own figures, from `began` to `ended` since the epoch."""
-
-    name: str
-    began: float
-    ended: float
-
-
-def _merged(windows: Iterable[Mapping[str, Series]]) -> dict[str, Series]:
-    merged: defaultdict[str, Series] = defaultdict(Series)
-    for named in windows:
-        for name, series in named.items():
-            merged[name].merge(series)
-    return dict(merged)
+        for name, packed in taken["series"].items():
+            self.series[name].merge(Series.unpacked(packed))

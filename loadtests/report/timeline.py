@@ -4,7 +4,6 @@ A block may hold many events, and a reader that waits for full blocks sees the f
 end of a line only.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,12 +37,11 @@ class Timeline:
 
     def __init__(self) -> None:
         self.completions: dict[int, CompletionTimes] = {}
-        self.tokens_by_second: Counter[int] = Counter()
         self.usage: Json = {}
         self.is_whole = False
         self.is_streamed = True
 
-    def feed(self, line: bytes, now: float, epoch_s: float) -> None:
+    def feed(self, line: bytes, now: float) -> None:
         """Add a line. Raise `ValueError` for a server error or a malformed event."""
         if not (line := line.strip()):
             return
@@ -57,16 +55,16 @@ class Timeline:
             raise ValueError(f"the stream broke off: {data[:300]!r}")
         self.usage = chunk.get("usage") or self.usage
         for choice in chunk["choices"]:
-            self._add(choice, now, epoch_s)
+            self._add(choice, now)
 
-    def feed_whole(self, content: bytes, now: float, epoch_s: float) -> None:
+    def feed_whole(self, content: bytes, now: float) -> None:
         """Add a reply without stream: all completions end at its arrival."""
         reply = orjson.loads(content)
         if not isinstance(reply, dict) or "choices" not in reply:
             raise ValueError(f"no reply: {content[:300]!r}")
         self.usage, self.is_streamed, self.is_whole = reply.get("usage") or {}, False, True
         for choice in reply["choices"]:
-            self._add(choice, now, epoch_s)
+            self._add(choice, now)
 
     @property
     def ended(self) -> int:
@@ -77,7 +75,7 @@ class Timeline:
     def tokens(self) -> int:
         return sum(times.tokens for times in self.completions.values())
 
-    def _add(self, choice: Json, now: float, epoch_s: float) -> None:
+    def _add(self, choice: Json, now: float) -> None:
         token_ids = choice.get("token_ids") or ()
         times = self.completions.get(choice["index"])
         if times is None:
@@ -91,7 +89,6 @@ class Timeline:
             times.tokens += len(token_ids)
             times.token_ids += token_ids
             times.last = now
-            self.tokens_by_second[int(epoch_s)] += len(token_ids)
         if choice.get("finish_reason") is not None:
             times.ended = now
 

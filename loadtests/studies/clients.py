@@ -173,7 +173,7 @@ def tokens_of(content: bytes, workload: Workload) -> int:
     """Return the tokens of a reply by the server's count. Raise `ValueError` if completions or tokens are missing: a
     run with losses has no valid speed."""
     timeline = Timeline()
-    timeline.feed_whole(content, 0.0, 0.0)
+    timeline.feed_whole(content, 0.0)
     tokens: int | None = timeline.usage.get("completion_tokens")
     if not timeline.is_whole or tokens is None:
         raise ValueError(f"no complete reply: ...{content[-200:]!r}")

@@ -57,7 +57,7 @@ class Stream:
             async with session.post(url + "/v1/completions", json=body, headers={"X-Request-Id": self.name}) as reply:
                 async for line in reply.content:
                     before = timeline.tokens
-                    timeline.feed(line, time.monotonic(), time.time())
+                    timeline.feed(line, time.monotonic())
                     if timeline.tokens > before:
                         self.arrivals.append((time.monotonic(), timeline.tokens - before))
             async with session.get(f"{url}/traces/{self.name}") as reply:
@@ -117,7 +117,8 @@ def told(streams: Sequence[Stream], times: Sequence[float], hurts: int, tokens: 
     done = [one for one in streams if one.error or one.tokens >= tokens]
     failed = [one for one in done if one.error or one.tokens != tokens]
     shown = ", ".join(f"{rate:.0f}" for rate in rates)
-    print(f"tokens/s before, during and after: {shown}; {hurts} engines hurt; goodput {rates[1] / undisturbed:.3f}")
+    goodput = rates[1] / undisturbed if undisturbed else 0.0
+    print(f"tokens/s before, during and after: {shown}; {hurts} engines hurt; goodput {goodput:.3f}")
     moved, stayed = (
         max((one.longest_gap_s(times[1]) for one in done if one.has_moved is moves), default=0.0)
         for moves in (True, False)

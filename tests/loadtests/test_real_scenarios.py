@@ -59,18 +59,6 @@ async def test_arrivals(fleet: RealFleet, tmp_path: Path) -> None:
     assert ended.figures["ttft_s.p50"] < ended.figures["completion_s.p50"]
 
 
-async def test_a_spike(fleet: RealFleet, tmp_path: Path) -> None:
-    ended = await run("spike", fleet, tmp_path, "-t", "6s", "--rate", "2", "--spike", "4")
-    assert ended.figures["spike.completions"] > 0
-
-
-async def test_a_soak(fleet: RealFleet, tmp_path: Path) -> None:
-    options = ["-t", "8s", "--prompts", "2", "--samples", "2", "--turns", "2", "--tool-gap", "0.1", "--rate", "1"]
-    ended = await run("soak", fleet, tmp_path, *options)
-    assert ended.figures["makespan_s.count"] >= 1
-    assert ended.figures["session_s.count"] >= 1
-
-
 async def test_what_was_recorded_is_replayed(fleet: RealFleet, trace: Path, tmp_path: Path) -> None:
     """The last requests of those before, on the clock that they had."""
     header, *lines = trace.read_text().splitlines()  # noqa: ASYNC240  # a small file

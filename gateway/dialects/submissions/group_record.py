@@ -125,7 +125,7 @@ class GroupRecord:
         """Return what came since the last call, but no tokens whose version an update leaves open, and none before the
         end where they would not continue."""
         steps: list[Step] = []
-        if self._ask and self.reply.open and not self._ask.resumes:
+        if self._ask and not self._ask.resumes and self.reply.open:
             return steps
         for sample in self.reply.samples:
             recorded = self._of(sample)

@@ -166,7 +166,7 @@ class GroupRun:
             self._enough.set()
 
     def _end(self, sample: Sample, reason: str) -> None:
-        sample.stamp_now()
+        sample.stamp(sample.num_made)
         self.num_good += reason != ABORT
         self._record.ended(self, sample, reason)
         self.made.done.add(sample.index)

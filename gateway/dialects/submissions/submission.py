@@ -49,13 +49,13 @@ class Counts:
     def sample(self, run: GroupRun, num_tokens: int, report: Json) -> None:
         self.metrics.missing_logprobs.inc(report.get(UNSCORED, 0))
         if run.model:
-            self.metrics.completion_tokens.labels(run.model).inc(num_tokens)
+            self.metrics.completion_tokens.inc(num_tokens, run.model)
         if report["finish_reason"] != DEADLINE:
             self.deliveries.count(run.model, [report])
 
     def group(self, run: GroupRun) -> None:
         if run.model:
-            self.metrics.prompt_tokens.labels(run.model).inc(len(run.prompt))
+            self.metrics.prompt_tokens.inc(len(run.prompt), run.model)
 
 
 class Submission:

@@ -2,9 +2,9 @@
 
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+
+from msgspec import Struct, field
 
 from engines.engine import Json
 from engines.errors import EngineError
@@ -22,8 +22,7 @@ _OF_PLACEMENT = ("queued", "placed", "ended", "replica", "why", "waited_s", "end
 _PREFIXES = ("cmpl-", "chatcmpl-")
 
 
-@dataclass(eq=False, slots=True)
-class Attempt:
+class Attempt(Struct, eq=False):
     """One attempt. Times are of day, in seconds; `versions` are the replica's at the attempt's start and end.
 
     `why` is the reason for its replica, and `waited` has the seconds in line by cause.
@@ -33,11 +32,11 @@ class Attempt:
     replica: Replica | None = None
     placed: float | None = None
     ended: float | None = None
-    versions: list[int | None] = field(default_factory=list)
+    versions: list[int | None] = []
     end: End | None = None
     error: str = ""
     why: str = ""
-    waited: Mapping[Cause, float] = field(default_factory=dict)
+    waited: Mapping[Cause, float] = {}
 
     def place(self, replica: Replica) -> None:
         """Note the replica that has taken the rollout."""
@@ -70,13 +69,12 @@ class Attempt:
         }
 
 
-@dataclass(eq=False, slots=True)
-class RolloutHistory:
+class RolloutHistory(Struct, eq=False):
     """One rollout and its attempts. The rest of a sample that was cut off is a rollout of its own."""
 
     rollout: Rollout
     traceparent: str | None
-    attempts: list[Attempt] = field(default_factory=list)
+    attempts: list[Attempt] = []
 
     def report(self) -> Json:
         rollout = self.rollout
@@ -99,18 +97,20 @@ class AttemptHistory:
     def __init__(self) -> None:
         self._rollouts: OrderedDict[tuple[str, str], RolloutHistory] = OrderedDict()
 
-    @contextmanager
-    def attempt(self, rollout: Rollout) -> Iterator[Attempt]:
-        """Record an attempt: the wait for a replica and the work there are the block."""
-        attempt, ended_by = Attempt(), None
-        self._note(rollout, attempt)
-        try:
-            yield attempt
-        except BaseException as error:
-            ended_by = error
-            raise
-        finally:
-            attempt.finish(ended_by)
+    def begin(self, rollout: Rollout) -> Attempt:
+        """Record an attempt, which begins with the wait for a replica."""
+        key = rollout.owner, rollout.request_id
+        found = self._rollouts.get(key)
+        # A client may use an id again; the rest of a stream has the id of its beginning.
+        if found is None or not (found.rollout is rollout or rollout.goes_on):
+            found = RolloutHistory(rollout, TRACE_CONTEXT.get().get(TRACEPARENT))
+            self._rollouts[key] = found
+            self._rollouts.move_to_end(key)
+            if len(self._rollouts) > KEPT:
+                self._rollouts.popitem(last=False)
+        found.attempts.append(attempt := Attempt())
+        del found.attempts[:-_ATTEMPTS_KEPT]
+        return attempt
 
     def of(self, name: str) -> list[Json]:
         """Return the rollouts of a request by its id, as the client sent it or as a reply has it, oldest first."""
@@ -134,16 +134,3 @@ class AttemptHistory:
             for found in self._rollouts.values()
             if (found.rollout.owner, found.rollout.request) == (owner, name)
         ]
-
-    def _note(self, rollout: Rollout, attempt: Attempt) -> None:
-        key = rollout.owner, rollout.request_id
-        found = self._rollouts.get(key)
-        # A client may use an id again; the rest of a stream has the id of its beginning.
-        if found is None or not (found.rollout is rollout or rollout.goes_on):
-            found = RolloutHistory(rollout, TRACE_CONTEXT.get().get(TRACEPARENT))
-            self._rollouts[key] = found
-            self._rollouts.move_to_end(key)
-            if len(self._rollouts) > KEPT:
-                self._rollouts.popitem(last=False)
-        found.attempts.append(attempt)
-        del found.attempts[:-_ATTEMPTS_KEPT]

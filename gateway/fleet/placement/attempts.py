@@ -2,8 +2,10 @@
 
 import asyncio
 import time
-from dataclasses import dataclass, field, replace
+from copy import copy
 from enum import StrEnum
+
+from msgspec import Struct, field
 
 from engines.errors import (
     DeadlineExceeded,
@@ -42,8 +44,7 @@ RETRIED = (End.FAILED, End.BUSY, End.CUT_OFF)
 """The ends that another attempt may follow, whatever the request."""
 
 
-@dataclass
-class Attempts:
+class Attempts(Struct):
     """The failed attempts of a rollout. Bounded by number, as long as no attempt adds a token, and by time.
 
     `avoid` names the replicas that failed; `failures` and `deaths` count attempts in a row without a new token.
@@ -94,7 +95,7 @@ class Attempts:
 
     def branch(self) -> "Attempts":
         """The attempts so far, for the rest of one sample, which is counted by itself from here on."""
-        return replace(self)
+        return copy(self)
 
 
 def end_of(error: BaseException, *, cuts_off: bool) -> End:

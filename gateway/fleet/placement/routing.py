@@ -22,7 +22,7 @@ class Rollout(Struct, frozen=True, kw_only=True, eq=False):
     `min_version` is the oldest weight version allowed, `max_staleness` its largest distance from the newest.
     `session` names the conversation that this is a turn of, if it is one.
     `adapter` is the LoRA adapter that makes its tokens; None for the model alone.
-    `goes_on` is True for the rest of a rollout that has begun; rests are placed first.
+    `goes_on` is True for the rest of a rollout that has begun.
     `request` is the id of the client's request, whose rollouts take turns with other requests.
     `owner` names the key that submitted it; "" for rollouts of other routes.
     `needs_ids` is True if the client asks for token ids or log-probs of the prompt, which plain OpenAI servers lack.
@@ -50,6 +50,11 @@ class Rollout(Struct, frozen=True, kw_only=True, eq=False):
     expected: float | None = None
     prompt_key: int = 0
     attempts: Attempts = field(default_factory=Attempts)
+
+    @property
+    def moves(self) -> bool:
+        """True for a rest, and after a failed attempt: its engine reads it all again, and it is placed first."""
+        return self.goes_on or bool(self.attempts.avoid)
 
     @property
     def rank(self) -> float:
@@ -94,7 +99,7 @@ def _is_kept(home: Replica, rollout: Rollout, replicas: Sequence[Replica]) -> bo
     if home not in replicas or not has_room(rollout, home):
         return False
     # A few samples more cost a decoding engine next to nothing, so one with little to do is never overloaded.
-    return is_light(home) or not _is_overloaded(home, rollout, replicas)
+    return home.load_samples < _LIGHT_SHARE * home.max_samples or not _is_overloaded(home, rollout, replicas)
 
 
 def _is_overloaded(home: Replica, rollout: Rollout, replicas: Sequence[Replica]) -> bool:
@@ -134,10 +139,4 @@ def has_room(rollout: Rollout, replica: Replica) -> bool:
     """An idle replica takes any rollout, however large its n. Rests are spread, as each is a prompt to read at once."""
     if replica.load_samples == 0:
         return True
-    may_read = not rollout.goes_on or replica.prompts.may_add
-    return may_read and replica.load_samples + rollout.n <= replica.max_samples
-
-
-def is_light(replica: Replica) -> bool:
-    """True for a replica with so little to do that a few samples more cost it next to nothing."""
-    return replica.load_samples < _LIGHT_SHARE * replica.max_samples
+    return replica.has_place(rollout) and (not rollout.moves or replica.prompts.may_add)

@@ -8,8 +8,7 @@ import asyncio
 import math
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -96,6 +95,7 @@ class Scheduler:
         self.sessions = Sessions()
         self._watched_lines: set[str] = set()
         self._to_look_at: set[str] = set()
+        self._able_of: dict[tuple[str, bool, str], tuple[Sequence[Replica], Sequence[Replica]]] = {}
         self.lengths = Lengths()
         """The expected lengths of samples by their prompts."""
         self.history = AttemptHistory()
@@ -154,31 +154,35 @@ class Scheduler:
         `kept` is True where a failed call has something that continues elsewhere; there is no result then.
         """
         while True:
+            attempt, replica = self.history.begin(rollout), None
+            ended_by: BaseException | None = None
             try:
-                with self.history.attempt(rollout) as attempt:
-                    replica = await self._place(rollout, attempt)
-                    attempt.place(replica)
-                    return await self._attempted(rollout, replica, call)
+                replica = await self._place(rollout, attempt)
+                attempt.place(replica)
+                result = await _answer(replica, call)
+                replica.backoff.succeeded()
+                return result
             except EngineError as error:
-                progressed = kept(error)
-                with self._between_attempts(rollout):
-                    await self._failed(rollout, replica, error, progressed=progressed)
-                if progressed:
-                    return None
-
-    async def _attempted(self, rollout: Rollout, replica: Replica, call: Callable[[Replica], Awaitable[T]]) -> T:
-        """Make an attempt on a replica that has room for it, which it gives back at its end."""
-        ended_by: BaseException | None = None
-        try:
-            result = await _answer(replica, call)
-            replica.backoff.succeeded()
-            return result
-        except BaseException as error:
-            ended_by = error
-            raise
-        finally:
-            replica.release(rollout, ended_by)
-            self._pump(rollout.model)
+                failure = ended_by = error
+            except BaseException as error:
+                ended_by = error
+                raise
+            finally:
+                if replica is not None:
+                    replica.release(rollout, ended_by)
+                    self._pump(rollout.model)
+                attempt.finish(ended_by)
+            assert replica is not None  # the wait for one raises no `EngineError`
+            progressed = kept(failure)
+            self._between[id(rollout)] = rollout
+            try:
+                await self._failed(rollout, replica, failure, progressed=progressed)
+                if id(rollout) not in self._between:
+                    raise _withdrawn(rollout)
+            finally:
+                self._between.pop(id(rollout), None)
+            if progressed:
+                return None
 
     async def _failed(self, rollout: Rollout, replica: Replica, error: EngineError, *, progressed: bool) -> None:
         """Record the end of an attempt. Raises if there may be no further attempt.
@@ -203,17 +207,6 @@ class Scheduler:
                 await asyncio.sleep(_AFTER_DEATH_S)
         rollout.attempts.check(error, max_attempts=self._config.max_attempts, longest_s=self._config.generate_timeout_s)
 
-    @contextmanager
-    def _between_attempts(self, rollout: Rollout) -> Iterator[None]:
-        """Raises `Withdrawn` at the end of the block where the rollout was withdrawn in it."""
-        self._between[id(rollout)] = rollout
-        try:
-            yield
-            if id(rollout) not in self._between:
-                raise _withdrawn(rollout)
-        finally:
-            self._between.pop(id(rollout), None)
-
     async def _judge(self, rollout: Rollout, replica: Replica, end: End, error: EngineError) -> bool:
         """Have a replica back off, or be looked at, after an attempt that failed. True if its engine is dead."""
         log.warning(
@@ -236,7 +229,7 @@ class Scheduler:
         if not len(line) and not self._is_closed(rollout.model):
             chosen = self._choose_and_reserve(rollout, self._wanted(rollout, self._able(rollout)))
             if chosen is not None:
-                self._metrics.queue_seconds.labels(rollout.model).observe(0.0)
+                self._metrics.queue_seconds.observe(0.0, rollout.model)
                 replica, attempt.why = chosen
                 return replica
         waiter = line.add(rollout)
@@ -252,7 +245,7 @@ class Scheduler:
             raise
         finally:
             attempt.why, attempt.waited = waiter.why, waiter.waited
-            self._metrics.queue_seconds.labels(rollout.model).observe(time.monotonic() - waiter.began)
+            self._metrics.queue_seconds.observe(time.monotonic() - waiter.began, rollout.model)
 
     def _check_patience(self, model: str) -> None:
         """Fail the rollouts in line that have waited for too long, and look again as long as any waits."""
@@ -314,6 +307,8 @@ class Scheduler:
         this_pass, skipped = SchedulingPass(), set[Queue]()
         for waiter in line.in_turn(skipped):
             queue = waiter.queue
+            if waiter.rollout.moves and queue in this_pass.rests_wait:
+                continue
             if queue not in this_pass.able:
                 this_pass.able[queue] = self._able(waiter.rollout)
             if this_pass.reserved:
@@ -332,6 +327,10 @@ class Scheduler:
         wanted = self._wanted(rollout, able)
         fit = open_ if wanted is able else [one for one in open_ if one in wanted]
         chosen = self._choose_and_reserve(rollout, fit)
+        if chosen is None and rollout.moves and any(one.has_place(rollout) for one in fit):
+            this_pass.rests_wait.add(waiter.queue)  # engines with enough to read have time for other rollouts
+            waiter.queue.waits.lack(Cause.ROOM)
+            return
         if chosen is None:
             waiter.kept = min(fit or wanted, key=lambda one: one.load_samples)
             this_pass.reserve(waiter.kept)
@@ -359,7 +358,7 @@ class Scheduler:
             if session:
                 self.sessions.settle(model, session, chosen[0].replica_id)
             chosen[0].reserve(rollout)
-            if rollout.goes_on:
+            if rollout.moves:
                 chosen[0].prompts.reads(rollout, partial(self._pump, model))
         return chosen
 
@@ -376,16 +375,24 @@ class Scheduler:
         """
         able = self._fleet.serving(rollout.model, rollout.adapter)
         if rollout.needs_ids or rollout.needs_route:
-            serving, able = able, [replica for replica in able if is_capable(rollout, replica.info)]
-            if len(able) < len(serving) and not self._has_capable(rollout):
-                able = serving
+            able = self._capable(rollout, able)
         if Backoff.is_any_on():
             able = [replica for replica in able if not (replica.backoff.until and replica.backoff.left_s)]
         return fresh_enough(rollout, able, self._fleet.target_of(rollout.model))
 
-    def _has_capable(self, rollout: Rollout) -> bool:
-        ours = (replica for replica in self._fleet.replicas if replica.info.model == rollout.model)
-        return any(replica.state is not ReplicaState.LOST and is_capable(rollout, replica.info) for replica in ours)
+    def _capable(self, rollout: Rollout, serving: Sequence[Replica]) -> Sequence[Replica]:
+        """Those that can do what a rollout needs. On a large fleet a look at each takes as long as all else of a
+        placement, so they are found once for a list of the fleet's, which is the same until a state changes."""
+        needs = rollout.model, rollout.needs_ids, rollout.needs_route
+        before, able = self._able_of.get(needs, (None, serving))
+        if before is not serving:
+            able = [replica for replica in serving if is_capable(rollout, replica.info)]
+            if len(able) < len(serving):
+                ours = (one for one in self._fleet.replicas if one.info.model == rollout.model)
+                known = (one for one in ours if one.state is not ReplicaState.LOST)
+                able = able if any(is_capable(rollout, one.info) for one in known) else serving
+            self._able_of[needs] = serving, able
+        return able
 
     def _is_closed(self, model: str) -> bool:
         return bool(self._closed_for) and model == self._fleet.models.policy

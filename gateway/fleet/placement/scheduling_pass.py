@@ -10,12 +10,14 @@ class SchedulingPass:
     """Replicas by demand. Their room only shrinks in a pass, so each demand looks for it once.
 
     `able` are those that may take a rollout. `reserved` wait for one that needs more room, and take no other.
+    `rests_wait` has the demands whose rests wait for engines with enough to read.
     `least` are the samples for which open replicas have room.
     """
 
     def __init__(self) -> None:
         self.able: dict[Queue, Sequence[Replica]] = {}
         self.reserved: set[Replica] = set()
+        self.rests_wait: set[Queue] = set()
         self._open: dict[Queue, list[Replica]] = {}
         self.least = 1
 

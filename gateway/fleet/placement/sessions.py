@@ -105,15 +105,14 @@ def session_of(client: str, headers: Mapping[str, str], body: Json) -> str:
     The order is vLLM's: the field of the body, headers, vllm_xargs; OpenAI's fields come last.
     """
     xargs, metadata = body.get("vllm_xargs"), body.get("metadata")
-    named: dict[str, Any] = {
-        "session_id": body.get("session_id"),
-        **{header: headers.get(header) for header in _HEADERS},
-        "vllm_xargs.session_id": xargs.get("session_id") if isinstance(xargs, dict) else None,
-        **{field: body.get(field) for field in _OPENAI_FIELDS},
-        # Claude Code writes its session's id into this text.
-        "metadata.user_id": metadata.get("user_id") if isinstance(metadata, dict) else None,
-    }
-    for name, value in named.items():
+    named: list[tuple[str, Any]] = [("session_id", body.get("session_id"))]
+    named += [(name, headers[name]) for name in filter(headers.__contains__, _HEADERS)]
+    if isinstance(xargs, dict):
+        named.append(("vllm_xargs.session_id", xargs.get("session_id")))
+    named += [(name, body[name]) for name in filter(body.__contains__, _OPENAI_FIELDS)]
+    if isinstance(metadata, dict):  # Claude Code writes its session's id into this text
+        named.append(("metadata.user_id", metadata.get("user_id")))
+    for name, value in named:
         if value in (None, ""):
             continue
         if not isinstance(value, str):

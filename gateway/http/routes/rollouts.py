@@ -63,10 +63,9 @@ class RolloutRoutes:
         if request[GIVEN_ID] or not self.replays.has_identity(prompts):
             return await self._send(request, prompts, await self.completions.written(prompts))
         identity = await identity_of(request.path, request[CLIENT], content)
-        replying = self.replays.reply(identity, content, prompts)
+        replying = self.replays.reply(identity, content, prompts, partial(self._send, request, prompts))
         del body, content  # large ones, for as long as the batch takes
-        async with replying as (written, seal):
-            return await self._send(request, prompts, written, seal)
+        return await replying
 
     async def _send(
         self, request: web.Request, prompts: Sequence[CompletionPrompt], written: Written, seal: BeforeEnd | None = None
@@ -75,7 +74,7 @@ class RolloutRoutes:
         response = await send_pieces(request, written.pieces(), seal)
         model = prompts[0].rollout.model
         self.measurement.count_tokens(model, written.head["usage"])
-        self.deliveries.count(model, written.ends)
+        self.deliveries.count_ends(model, written.ends)
         self.deliveries.count_batch(model, written.seconds)
         return response
 

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 import orjson
 
 _LENGTH = re.compile(rb"content-length: *(\d+)", re.IGNORECASE)
+_HAS_TOKENS = b'"choices":[{'
 _GENERATION = ("/v1/completions", "/v1/chat/completions")
 _ASK_TIMEOUT_S = 120.0
 
@@ -21,14 +22,16 @@ Key = tuple[object, ...]
 
 
 class CannedEngine:
-    """The recorded replies of one engine, by what decides their size."""
+    """The recorded replies of one engine, by what decides their size. `event_s` are the seconds before each event with
+    tokens, 0 to send all at once."""
 
-    def __init__(self, engine: str) -> None:
+    def __init__(self, engine: str, event_s: float) -> None:
         self._address = urlsplit(engine).netloc
-        self._replies: dict[Key, asyncio.Task[bytes]] = {}
+        self._replies: dict[Key, asyncio.Task[list[bytes]]] = {}
+        self.event_s = event_s
 
-    async def answer(self, method: str, path: str, body: bytes) -> bytes:
-        """Return a response; ask the engine where nothing is recorded."""
+    async def answer(self, method: str, path: str, body: bytes) -> list[bytes]:
+        """Return the parts of a response; ask the engine where nothing is recorded."""
         if path not in _GENERATION:
             return await asyncio.to_thread(self._ask, method, path, body)
         key = _key(path, body)
@@ -36,7 +39,7 @@ class CannedEngine:
             self._replies[key] = asyncio.create_task(asyncio.to_thread(self._ask, method, path, body))
         return await asyncio.shield(self._replies[key])
 
-    def _ask(self, method: str, path: str, body: bytes) -> bytes:
+    def _ask(self, method: str, path: str, body: bytes) -> list[bytes]:
         connection = http.client.HTTPConnection(self._address, timeout=_ASK_TIMEOUT_S)
         connection.request(method, path, body or None, {"Content-Type": "application/json"} if body else {})
         response = connection.getresponse()
@@ -44,9 +47,14 @@ class CannedEngine:
         connection.close()
         head = f"HTTP/1.1 {response.status} {response.reason}\r\nContent-Type: {kind}\r\n".encode()
         if kind != "text/event-stream":
-            return head + f"Content-Length: {len(content)}\r\n\r\n".encode() + content
-        chunks = map(_chunked, content.split(b"\n\n")[:-1])
-        return b"".join([head, b"Transfer-Encoding: chunked\r\n\r\n", *chunks, b"0\r\n\r\n"])
+            return [head + f"Content-Length: {len(content)}\r\n\r\n".encode() + content]
+        parts = [head + b"Transfer-Encoding: chunked\r\n\r\n"]
+        for event in content.split(b"\n\n")[:-1]:
+            if _HAS_TOKENS in event and self.event_s:
+                parts.append(b"")
+            parts[-1] += _chunked(event)
+        parts[-1] += b"0\r\n\r\n"
+        return parts
 
 
 def _chunked(event: bytes) -> bytes:
@@ -91,12 +99,19 @@ class _Connection(asyncio.Protocol):
 
     async def _answer(self, method: str, path: str, body: bytes) -> None:
         assert self._transport is not None
-        self._transport.write(await self._engine.answer(method, path, body))
+        loop = asyncio.get_running_loop()
+        first, *rest = await self._engine.answer(method, path, body)
+        self._transport.write(first)
+        due = loop.time()
+        for part in rest:
+            due += self._engine.event_s
+            await asyncio.sleep(due - loop.time())
+            self._transport.write(part)
 
 
 @asynccontextmanager
-async def serve(engine: str) -> AsyncIterator[str]:
+async def serve(engine: str, event_s: float = 0.0) -> AsyncIterator[str]:
     """Serve in front of `engine`."""
-    canned = CannedEngine(engine)
+    canned = CannedEngine(engine, event_s)
     server = await asyncio.get_running_loop().create_server(lambda: _Connection(canned), "127.0.0.1", 0)
     yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"

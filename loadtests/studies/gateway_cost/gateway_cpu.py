@@ -33,13 +33,13 @@ from loadtests.studies.routers import running_router
 _TOKENS = "/v1/completions"
 _CHAT = "/v1/chat/completions"
 _TIMEOUT_S = 300.0
-_READER_KEY = "of this study"
+READER_KEY = "of this study"
 _SAMPLING = {"temperature": 1.0, "ignore_eos": True}
-_SETTINGS = (
+SETTINGS = (
     "engine.kind=sim", "engine.num_replicas=1", "weights.store=null", "gateway.port=0",
     "engine.sim.decode_step_s=0.0005", "engine.sim.decode_step_per_seq_s=0",
 )  # fmt: skip
-_TOKEN_IDS = {**_SAMPLING, "logprobs": 0, "return_token_ids": True}
+TOKEN_IDS = {**_SAMPLING, "logprobs": 0, "return_token_ids": True}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ def _prompt(tokens: int) -> list[int]:
 
 
 def _completion(prompt_tokens: int, max_tokens: int, **more: object) -> Mapping[str, object]:
-    return {**_TOKEN_IDS, "prompt": _prompt(prompt_tokens), "max_tokens": max_tokens, **more}
+    return {**TOKEN_IDS, "prompt": _prompt(prompt_tokens), "max_tokens": max_tokens, **more}
 
 
 def _conversation(**more: object) -> Mapping[str, object]:
@@ -126,22 +126,22 @@ def table(costs: Costs) -> str:
 
 
 @contextlib.asynccontextmanager
-async def _serve_reader(engine: str) -> AsyncIterator[str]:
+async def serve_reader(engine: str) -> AsyncIterator[str]:
     """Read beside an engine, as its Serve replica does."""
-    server = ReaderServer(VllmEngine("engine-0", engine), _READER_KEY)
+    server = ReaderServer(VllmEngine("engine-0", engine), READER_KEY)
     yield await server.open("127.0.0.1")
     await server.close()
 
 
 async def _run(args: argparse.Namespace) -> Costs:
-    config = load(None, _SETTINGS)
+    config = load(None, SETTINGS)
     fleet = LocalFleet(config)
     try:
         (info,) = await fleet.start_engines()
         async with contextlib.AsyncExitStack() as stack:
             canned = await stack.enter_async_context(own_process(canned_engine.serve, info.url))
-            beside = await stack.enter_async_context(own_process(_serve_reader, canned.url))
-            read = dataclasses.replace(info, url=canned.url, reader=beside.url, reader_key=_READER_KEY)
+            beside = await stack.enter_async_context(own_process(serve_reader, canned.url))
+            read = dataclasses.replace(info, url=canned.url, reader=beside.url, reader_key=READER_KEY)
             gateway = await stack.enter_async_context(fleet.gateway(config, [read]))
             servers = {
                 "gateway": Served(gateway.url, gateway.pid),

@@ -5,14 +5,19 @@ import os
 import signal
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 
 from engines.clients.connect import connect
 from engines.config import EngineConfig
+from engines.errors import EngineError
+from engines.process import standby as standby_module
 from engines.process.engine_server import EngineServer
 from engines.process.kept_engine import KeptEngine
+from engines.process.standby import Standby
 from engines.types import ReplicaInfo
 
 SOON_S = 60.0
@@ -100,6 +105,17 @@ async def test_one_that_soon_ends_again_is_left_to_its_owner(new_kept: NewKept) 
     assert kept.served == [kept.served[0], second]
 
 
+async def test_none_follows_the_engine_of_a_replica_that_is_removed(new_kept: NewKept) -> None:
+    kept = new_kept()
+    await kept.engine.start()
+    await kept.engine.keep_no_longer()
+    os.kill(kept.served[0].pid, signal.SIGKILL)
+    await asyncio.sleep(1)
+    with pytest.raises(EngineError, match="the engine was killed"):
+        await kept.engine.check()
+    assert len(list(Path(kept.served[0].log_path).parent.glob("*.log"))) == 1
+
+
 async def test_a_standby_takes_over_without_a_start_and_another_follows_it(new_kept: NewKept) -> None:
     kept = new_kept(standby=1)
     await kept.engine.start()
@@ -111,6 +127,17 @@ async def test_a_standby_takes_over_without_a_start_and_another_follows_it(new_k
         label = await engine.weight_label(SOON_S)
         await engine.close()
         assert not label.held, "its weights are of no version until the gateway loads them"
+
+
+async def test_a_standby_that_starts_is_waited_for(new_kept: NewKept) -> None:
+    kept = new_kept(standby=1, sim={"start_s": 1})
+    await kept.engine.start()
+    folder = Path(kept.served[0].log_path).parent
+    async with asyncio.timeout(SOON_S):
+        while len(logs := set(folder.glob("*.log"))) < 2:
+            await asyncio.sleep(0.02)
+    successor = await kept.successor_of(signal.SIGKILL)
+    assert Path(successor.log_path) in logs - {Path(kept.served[0].log_path)}
 
 
 async def test_an_engine_that_is_stopped_is_replaced(new_kept: NewKept) -> None:
@@ -144,3 +171,29 @@ async def test_a_standby_that_has_ended_is_started_anew(tmp_path: Path) -> None:
         await standby.check()
     finally:
         await standby.stop()
+
+
+async def test_standbys_that_soon_end_are_started_ever_more_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    lives, now, waits = [1.0, 1.0, 5_000.0, 1.0], [0.0], list[float]()
+
+    class Played:
+        sleeps = False
+
+        async def start(self) -> None: ...
+        async def sleep(self) -> None: ...
+        async def stop(self) -> None: ...
+
+        async def ended(self) -> None:
+            now[0] += lives[len(waits)]
+
+    async def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == len(lives):
+            raise asyncio.CancelledError
+
+    beside: Any = SimpleNamespace(standby=lambda _: Played())
+    monkeypatch.setattr(standby_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    with pytest.raises(asyncio.CancelledError):
+        await Standby(3)._keep(beside)
+    assert waits == [20.0, 40.0, 20.0, 40.0]

@@ -111,7 +111,7 @@ def decoded_and_joined(n: int, chunks: list[Json]) -> Json:
         for part in parts:
             for key, entries in (part.get("logprobs") or {}).items():
                 logprobs.setdefault(key, []).extend(entries)
-        if "text_offset" in logprobs and sum(bool(part.get("logprobs")) for part in parts) > 1:
+        if "text_offset" in logprobs:
             lengths = accumulate(map(len, logprobs["tokens"][:-1]), initial=0)
             logprobs["text_offset"] = list(lengths)[: len(logprobs["tokens"])]
         joined = {
@@ -126,7 +126,7 @@ def decoded_and_joined(n: int, chunks: list[Json]) -> Json:
     return reply
 
 
-BARE: Json = {"text": "", "prompt_logprobs": None, "token_ids": [], "prompt_token_ids": None}
+BARE: Json = {"text": "", "logprobs": None, "prompt_logprobs": None, "token_ids": [], "prompt_token_ids": None}
 
 
 def begun(index: int = 0, version: int = 1) -> Sample:
@@ -142,8 +142,11 @@ def of_version(version: int) -> Source:
 
 def made(reply: Reply, *events: bytes) -> list[Json]:
     """The choices of a reply, whose samples ended as their engine told, under version 1."""
+    joining = Joining()
     for event in events:
-        reply.take(Chunk.read(event), reply.samples)
+        joining.take(Chunk.read(event))
+    for chunk in joining.told():
+        reply.take(chunk, reply.samples)
     for sample in reply.samples:
         sample.stamp()
     choices = [sample.told(BARE) for sample in reply.samples]
@@ -258,11 +261,12 @@ def test_what_is_no_chunk_is_refused_and_leaves_the_tokens_before_it(content: by
 
 @pytest.mark.parametrize("begin", [0, 2, 22, -1])
 def test_offsets_are_those_of_names_wherever_a_chunk_counts_from(begin: int) -> None:
-    sample = Sample(0)
+    sample, joining = Sample(0), Joining()
     for offsets in ([0, 11], [begin, begin + 11]):
         names = ["token_id:10"] * len(offsets)
         scores = {"text_offset": offsets, "token_logprobs": [-1.0, -1.0], "tokens": names}
-        sample.add_told({"index": 0, "text": "ab", "logprobs": scores})
+        joining.take(Chunk.read(encoded({"choices": [{"index": 0, "text": "ab", "logprobs": scores}]})))
+        Reply().take(joining.told()[0], [sample])
     assert opened(sample.told(BARE))["logprobs"]["text_offset"] == [0, 11, 22, 33]
 
 

@@ -1,13 +1,15 @@
 """Who may serve: replicas that join, fall silent, die and come back."""
 
 import asyncio
+from pathlib import Path
 
 import aiohttp
 import pytest
 
-from engines.types import ReplicaInfo, ReplicaState
+from engines.types import EngineStart, ReplicaInfo, ReplicaState
 from gateway.config.schema import Config
 from gateway.fleet.fleet import Fleet
+from gateway.fleet.placement.routing import Rollout
 from tests.rigs.calls import until
 from tests.rigs.rig import FAST_WATCH, SimReplica, StartRig
 
@@ -49,6 +51,33 @@ async def test_an_engine_that_a_gateway_before_this_one_froze_goes_on(start_rig:
     await rig.until({"engine-0": "SERVING"})
     await asyncio.wait_for(rig.complete([[5]]), 30)
     assert rig.fleet.replicas[0].engine is not engine
+
+
+@pytest.mark.parametrize("standby", [0, 1])
+async def test_others_leave_the_rollouts_of_a_lost_engine_to_its_standby_for_some_seconds(
+    standby: int, start_rig: StartRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.fleet.fleet._WAKES_WITHIN_S", 1.0)
+    engine = {"kind": "sim", "model": "sim", "num_replicas": 2, "standby": standby}
+    rig = await start_rig(engine=engine, weights={"store": str(tmp_path)})
+    victim, other = rig.fleet.replicas
+    rollouts = [Rollout(request_id=name, model="sim", n=1, tokens=1) for name in ("first", "second", "third")]
+    other.prompts.begin(rollouts[0])
+    other.prompts.begin(rollouts[1])
+    await rig.replicas[0].kill()
+    await until(lambda: victim.state is ReplicaState.LOST)
+    other.prompts.begin(rollouts[2])
+    assert other.prompts.may_add == (not standby)
+    await until(lambda: other.prompts.may_add)
+
+
+async def test_an_engine_that_tells_its_start_is_discovered_at_once(start_rig: StartRig) -> None:
+    rig = await start_rig(num_replicas=1, fleet=FAST_WATCH | {"discover_interval_s": 60.0})
+    await rig.replicas[0].kill()
+    await rig.until({})
+    rig.replicas = [await SimReplica("engine-0", seed=0, sim=rig.sim).start()]
+    rig.fleet.told(EngineStart(replica_id="engine-0", group="engine", phases=()))
+    await rig.until({"engine-0": "SERVING"})
 
 
 def test_the_policy_may_grow_to_the_most_replicas_of_its_groups() -> None:

@@ -14,7 +14,7 @@ def event(index: int, tokens: int, finish: str | None = None) -> bytes:
 def timeline(*events: tuple[float, bytes]) -> Timeline:
     read = Timeline()
     for at, line in events:
-        read.feed(line, at, at)
+        read.feed(line, at)
     return read
 
 
@@ -31,7 +31,6 @@ def test_first_token_and_time_per_token() -> None:
     assert times.tpot_s == pytest.approx((11.0 - 10.2) / 9)
     assert times.longest_gap_s == pytest.approx(0.5)
     assert (times.ended, read.tokens, read.ended, read.is_whole) == (11.0, 10, 1, True)
-    assert read.tokens_by_second == {10: 5, 11: 5}
 
 
 def test_the_tail_of_a_batch() -> None:

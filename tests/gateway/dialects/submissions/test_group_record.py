@@ -19,7 +19,8 @@ def made(sample: Sample, num_tokens: int, *, ends: bool = False) -> None:
     """So many more tokens of a sample, of version 0."""
     first = sample.num_made
     names = [f"t{place}" for place in range(first, first + num_tokens)]
-    scores = {"tokens": names, "token_logprobs": [-1.5] * num_tokens, "text_offset": [0] * num_tokens}
+    offsets = [len("".join(f"t{before}" for before in range(place))) for place in range(first, first + num_tokens)]
+    scores = {"tokens": names, "token_logprobs": [-1.5] * num_tokens, "text_offset": offsets}
     told: Json = {"index": ALONE, "token_ids": list(range(first, first + num_tokens)), "text": "".join(names)}
     reply = Reply(PROMPT, [sample])
     told |= {"logprobs": scores, "finish_reason": "stop" if ends else None}

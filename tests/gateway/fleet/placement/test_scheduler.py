@@ -17,6 +17,7 @@ from gateway.config.schema import GatewayConfig
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics
 from gateway.fleet.placement import scheduler, waiting
+from gateway.fleet.placement.attempts import Attempts
 from gateway.fleet.placement.routing import Rollout, has_room
 from gateway.fleet.placement.scheduler import Scheduler
 from gateway.fleet.placement.waiting import Queue, Waiter, WaitingLine
@@ -203,12 +204,40 @@ async def test_rests_wait_until_the_engine_has_read_those_before_and_the_shortes
     await played.stop()
 
 
+async def test_a_rollout_whose_engine_was_lost_is_placed_and_read_as_a_rest() -> None:
+    played = Played(1, places=100)
+    for name, fields in (("own", {}), ("a", rest(5000)), ("b", rest(10))):
+        await played.submit(name, **fields)
+    lost = Attempts(avoid=frozenset({"another"}))
+    await played.submit("lost", attempts=lost, prompt_tokens=5)
+    assert played.placed == ["own", "a"]
+    await played.end("a")
+    assert played.placed == ["own", "a", "lost", "b"]
+    await played.stop()
+
+
 async def test_rests_are_not_held_back_beside_nothing_but_rests_to_read() -> None:
     played = Played(2, places=100)
     names = [f"rest-{number}" for number in range(8)]
     for name in names:
         await played.submit(name, **rest(3000))
     assert played.placed == names
+    await played.stop()
+
+
+async def test_rests_are_left_to_a_standby_that_wakes_and_other_rollouts_are_placed_meanwhile() -> None:
+    played = Played(1, places=100)
+    for number in range(8):
+        await played.submit(f"own-{number}")
+    (replica,) = played.fleet.replicas
+    replica.prompts.leave_rests()
+    for number in range(5):
+        await played.submit(f"rest-{number}", **rest(10))
+    await played.submit("new")
+    assert played.placed[8:] == ["rest-0", "rest-1", "new"]
+    replica.prompts.take_rests()
+    await played.end("new")
+    assert played.placed[11:] == ["rest-4", "rest-3", "rest-2"]  # the last of equal length is first
     await played.stop()
 
 

@@ -27,6 +27,7 @@ from gateway.fleet.adapters import Adapter, Adapters
 from gateway.fleet.history import Events
 from gateway.fleet.replica import Replica
 from gateway.fleet.watch.arrivals import Arrivals, Connect
+from gateway.fleet.watch.evidence import Failure
 from gateway.fleet.watch.probes import Probes
 from gateway.fleet.watch.standstill import Standstill
 from gateway.fleet.watch.starts import Starts, words
@@ -546,8 +547,11 @@ class Fleet:
                 self.settle(replica, "")
             elif failure is None or self.probes.is_evidence(replica, failure):
                 self.suspect(replica, str(failure) if failure else "Serve no longer lists it")
-            if self.probes.is_lost(replica, failure):
-                self.set_state(replica, ReplicaState.LOST, replica.reason)
+            self._lose_if_over(replica, failure)
+
+    def _lose_if_over(self, replica: Replica, failure: Failure | None) -> None:
+        if self.probes.is_lost(replica, failure):
+            self.set_state(replica, ReplicaState.LOST, replica.reason)
 
     async def examine(self, replica: Replica, error: EngineError) -> bool:
         """Look at a replica on which an attempt failed. True if its engine process is gone.
@@ -566,6 +570,7 @@ class Fleet:
         failure = error if isinstance(error, EngineGone) else await self.probes.probe_broken(replica)
         if failure is not None and replica.can_serve and self.probes.is_evidence(replica, failure):
             self.suspect(replica, str(failure))
+            self._lose_if_over(replica, failure)
         return isinstance(failure, EngineGone)
 
     def _vouched(self, replica: Replica) -> None:

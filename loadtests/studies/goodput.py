@@ -117,7 +117,8 @@ def told(streams: Sequence[Stream], times: Sequence[float], hurts: int, tokens: 
     done = [one for one in streams if one.error or one.tokens >= tokens]
     failed = [one for one in done if one.error or one.tokens != tokens]
     shown = ", ".join(f"{rate:.0f}" for rate in rates)
-    print(f"tokens/s before, during and after: {shown}; {hurts} engines hurt; goodput {rates[1] / undisturbed:.3f}")
+    goodput = rates[1] / undisturbed if undisturbed else 0.0
+    print(f"tokens/s before, during and after: {shown}; {hurts} engines hurt; goodput {goodput:.3f}")
     moved, stayed = (
         max((one.longest_gap_s(times[1]) for one in done if one.has_moved is moves), default=0.0)
         for moves in (True, False)

@@ -22,7 +22,7 @@ class Rollout(Struct, frozen=True, kw_only=True, eq=False):
     `min_version` is the oldest weight version allowed, `max_staleness` its largest distance from the newest.
     `session` names the conversation that this is a turn of, if it is one.
     `adapter` is the LoRA adapter that makes its tokens; None for the model alone.
-    `goes_on` is True for the rest of a rollout that has begun; rests are placed first.
+    `goes_on` is True for the rest of a rollout that has begun.
     `request` is the id of the client's request, whose rollouts take turns with other requests.
     `owner` names the key that submitted it; "" for rollouts of other routes.
     `needs_ids` is True if the client asks for token ids or log-probs of the prompt, which plain OpenAI servers lack.
@@ -50,6 +50,11 @@ class Rollout(Struct, frozen=True, kw_only=True, eq=False):
     expected: float | None = None
     prompt_key: int = 0
     attempts: Attempts = field(default_factory=Attempts)
+
+    @property
+    def moves(self) -> bool:
+        """True for a rest, and after a failed attempt: its engine reads it all again, and it is placed first."""
+        return self.goes_on or bool(self.attempts.avoid)
 
     @property
     def rank(self) -> float:
@@ -134,4 +139,4 @@ def has_room(rollout: Rollout, replica: Replica) -> bool:
     """An idle replica takes any rollout, however large its n. Rests are spread, as each is a prompt to read at once."""
     if replica.load_samples == 0:
         return True
-    return replica.has_place(rollout) and (not rollout.goes_on or replica.prompts.may_add)
+    return replica.has_place(rollout) and (not rollout.moves or replica.prompts.may_add)

@@ -307,7 +307,7 @@ class Scheduler:
         this_pass, skipped = SchedulingPass(), set[Queue]()
         for waiter in line.in_turn(skipped):
             queue = waiter.queue
-            if waiter.rollout.goes_on and queue in this_pass.rests_wait:
+            if waiter.rollout.moves and queue in this_pass.rests_wait:
                 continue
             if queue not in this_pass.able:
                 this_pass.able[queue] = self._able(waiter.rollout)
@@ -327,7 +327,7 @@ class Scheduler:
         wanted = self._wanted(rollout, able)
         fit = open_ if wanted is able else [one for one in open_ if one in wanted]
         chosen = self._choose_and_reserve(rollout, fit)
-        if chosen is None and rollout.goes_on and any(one.has_place(rollout) for one in fit):
+        if chosen is None and rollout.moves and any(one.has_place(rollout) for one in fit):
             this_pass.rests_wait.add(waiter.queue)  # engines with enough to read have time for other rollouts
             waiter.queue.waits.lack(Cause.ROOM)
             return
@@ -358,7 +358,7 @@ class Scheduler:
             if session:
                 self.sessions.settle(model, session, chosen[0].replica_id)
             chosen[0].reserve(rollout)
-            if rollout.goes_on:
+            if rollout.moves:
                 chosen[0].prompts.reads(rollout, partial(self._pump, model))
         return chosen
 

@@ -135,7 +135,7 @@ class WaitingLine:
         Length orders the rollouts of one turn alone. No rollout joins a turn of which one was placed, so none starves.
         """
         self._arrivals += 1
-        if rollout.goes_on:
+        if rollout.moves:
             order: Order = (0, rollout.priority, 0, rollout.prompt_tokens, -self._arrivals)
         else:
             request = rollout.request or rollout.request_id

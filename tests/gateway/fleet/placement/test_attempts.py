@@ -136,9 +136,9 @@ async def test_a_connection_that_broke_suspects_nobody_while_health_is_good(rig:
     assert replica.state is ReplicaState.SERVING
 
 
-async def test_a_connection_that_broke_with_the_engine_suspects_it_at_once(start_rig: StartRig) -> None:
+async def test_an_engine_whose_port_is_closed_is_lost_with_the_first_connection_that_broke(start_rig: StartRig) -> None:
     rig = await start_rig(2, fleet={"probe_interval_s": 60.0})
     await rig.replicas[0].kill()
     replica = rig.fleet.replicas[0]
     assert await rig.fleet.examine(replica, EngineUnreachable("reset"))
-    assert replica.state is ReplicaState.SUSPECT
+    assert replica.state is ReplicaState.LOST

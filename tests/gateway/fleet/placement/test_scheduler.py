@@ -17,6 +17,7 @@ from gateway.config.schema import GatewayConfig
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.metrics import Metrics
 from gateway.fleet.placement import scheduler, waiting
+from gateway.fleet.placement.attempts import Attempts
 from gateway.fleet.placement.routing import Rollout, has_room
 from gateway.fleet.placement.scheduler import Scheduler
 from gateway.fleet.placement.waiting import Queue, Waiter, WaitingLine
@@ -200,6 +201,18 @@ async def test_rests_wait_until_the_engine_has_read_those_before_and_the_shortes
     assert played.running == ["own", "a", "b", "shorter", "short"]
     await played.end("b")
     assert played.running == ["own", "a", "shorter", "short", "long"]
+    await played.stop()
+
+
+async def test_a_rollout_whose_engine_was_lost_is_placed_and_read_as_a_rest() -> None:
+    played = Played(1, places=100)
+    for name, fields in (("own", {}), ("a", rest(5000)), ("b", rest(10))):
+        await played.submit(name, **fields)
+    lost = Attempts(avoid=frozenset({"another"}))
+    await played.submit("lost", attempts=lost, prompt_tokens=5)
+    assert played.placed == ["own", "a"]
+    await played.end("a")
+    assert played.placed == ["own", "a", "lost", "b"]
     await played.stop()
 
 

@@ -11,7 +11,6 @@ as fill all engines; they begin one after another, so that batches end at all ti
 import argparse
 import asyncio
 import dataclasses
-import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -97,7 +96,7 @@ async def _ask_on(ask: Callable[[], Awaitable[None]], wait_s: float) -> None:
         await ask()
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m loadtests.studies.gateway_cost.paced_fleet", description=__doc__.splitlines()[0]
     )
@@ -106,8 +105,7 @@ def main() -> int:
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings of the gateway")
     args = parser.parse_args()
     print(asyncio.run(_run(args.replicas, args.batch, args.overrides)))
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -11,13 +11,12 @@ as fill all engines; they begin one after another, so that batches end at all ti
 import argparse
 import asyncio
 import dataclasses
-import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 
 import aiohttp
-import orjson
 
 from gateway.config.load import load
 from loadtests.fleet import LocalFleet
@@ -26,10 +25,9 @@ from loadtests.studies.gateway_cost import canned_engine
 from loadtests.studies.gateway_cost.gateway_cpu import READER_KEY, SETTINGS, TOKEN_IDS, serve_reader
 
 _CHUNK_TOKENS, _PROMPT_TOKENS, _TOKENS = 32, 256, 1024
-_AT_ONCE, _TOKENS_A_SECOND = 256, 20_000
+_AT_ONCE, _TOKENS_A_SECOND, _BATCHES, _SLACK = 256, 20_000, 2, 5
 _STEP_S = _AT_ONCE / _TOKENS_A_SECOND
 _BATCH_S = _TOKENS * _STEP_S
-_WARM_BATCHES, _BATCHES, _SLACK = 1.5, 2, 5
 
 
 @asynccontextmanager
@@ -58,21 +56,22 @@ async def _run(replicas: int, batch: int, overrides: Sequence[str]) -> str:
 
 async def measured(gateway: Served, engines: Served, replicas: int, batch: int) -> str:
     """Return what the processes use while clients keep all engines busy."""
-    clients, ended = max(1, replicas * _AT_ONCE // batch), [0]
+    clients, done = max(1, replicas * _AT_ONCE // batch), [0]
     timeout = aiohttp.ClientTimeout(total=_SLACK * _BATCH_S)
     async with (
         aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session,
         asyncio.TaskGroup() as group,
     ):
-        starts = (_ask(session, gateway.url, batch, number / clients * _BATCH_S, ended) for number in range(clients))
-        asking = [group.create_task(start) for start in starts]
-        await asyncio.sleep(_WARM_BATCHES * _BATCH_S)
-        before = time.monotonic(), ended[0], gateway.cpu_s, engines.cpu_s
-        await asyncio.sleep(_BATCHES * _BATCH_S)
-        after = time.monotonic(), ended[0], gateway.cpu_s, engines.cpu_s
+        asks = [partial(_ask, session, gateway.url, batch, client, done) for client in range(clients)]
+        asking = [group.create_task(_ask_on(asks[one], one / clients * _BATCH_S)) for one in range(1, clients)]
+        marks = []
+        for _ in ("warm", "measured"):
+            for _ in range(_BATCHES):  # of the first client, between whose ends the others end as many
+                await asks[0]()
+            marks.append((time.monotonic(), done[0], gateway.cpu_s, engines.cpu_s))
         for task in asking:
             task.cancel()
-    seconds, batches, gateway_s, engines_s = (late - early for late, early in zip(after, before, strict=True))
+    seconds, batches, gateway_s, engines_s = (late - early for early, late in zip(*marks, strict=True))
     tokens = batches * batch * _TOKENS
     pace = tokens / seconds / (replicas * _TOKENS_A_SECOND)
     return (
@@ -82,20 +81,22 @@ async def measured(gateway: Served, engines: Served, replicas: int, batch: int) 
     )
 
 
-async def _ask(session: aiohttp.ClientSession, url: str, batch: int, wait_s: float, ended: list[int]) -> None:
+async def _ask(session: aiohttp.ClientSession, url: str, batch: int, client: int, done: list[int]) -> None:
     prompt = list(range(10, 10 + _PROMPT_TOKENS))
-    body = {**TOKEN_IDS, "model": "sim", "user": f"{wait_s}", "prompt": [prompt] * batch, "max_tokens": _TOKENS}
-    content, headers = orjson.dumps(body), {"Content-Type": "application/json"}
+    body = {**TOKEN_IDS, "model": "sim", "user": f"{client}", "prompt": [prompt] * batch, "max_tokens": _TOKENS}
+    async with session.post(f"{url}/v1/completions", json=body) as response:
+        response.raise_for_status()
+        await response.read()
+    done[0] += 1
+
+
+async def _ask_on(ask: Callable[[], Awaitable[None]], wait_s: float) -> None:
     await asyncio.sleep(wait_s)
     while True:
-        async with session.post(f"{url}/v1/completions", data=content, headers=headers) as response:
-            response.raise_for_status()
-            async for _ in response.content.iter_any():
-                pass
-        ended[0] += 1
+        await ask()
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m loadtests.studies.gateway_cost.paced_fleet", description=__doc__.splitlines()[0]
     )
@@ -104,8 +105,7 @@ def main() -> int:
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings of the gateway")
     args = parser.parse_args()
     print(asyncio.run(_run(args.replicas, args.batch, args.overrides)))
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

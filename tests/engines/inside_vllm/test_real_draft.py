@@ -1,6 +1,5 @@
 """Speculative decoding in a real vLLM server on CPU: tokens stay the target's over updates that leave the draft."""
 
-from itertools import islice
 from pathlib import Path
 from shutil import copytree
 
@@ -10,11 +9,11 @@ pytest.importorskip("torch")
 pytest.importorskip("vllm")
 pytest.importorskip("trl")
 
-from trl.generation import vllm_client
-
-from engines.process.port import free_port
+from examples.tiny_model import task
 from gateway.fleet.watch.engine_page import read_total
-from tests.rigs.engines.real_vllm import greedy_token_ids, on_engine, served
+from tests.material import tied_model
+from tests.rigs.engines.real_trainer import PROBLEMS, said_at, trl_client
+from tests.rigs.engines.real_vllm import on_engine, served
 
 pytestmark = pytest.mark.vllm
 
@@ -26,44 +25,27 @@ ACCEPTED = ("vllm:spec_decode_num_accepted_tokens_total",)
 
 @pytest.mark.parametrize("method", ["ngram", "draft_model"])
 def test_tokens_are_the_targets_after_an_update_beside_speculation(method: str, tmp_path: Path) -> None:
-    from transformers import AutoTokenizer
-
-    from examples.tiny_model import task
-    from tests.material import tied_model
-    from trainer_client import trl as gloo_trl
-
     tied_model.save(tmp_path / "first", seed=1)
     second = tied_model.save(tmp_path / "second", seed=2)
-    asked = list(islice(task.problems(seed=9), 8))
-    prompts = [task.prompt_token_ids(AutoTokenizer.from_pretrained(task.COMMITTED), problem) for problem in asked]
-    first_says, second_says = (task.greedy_token_ids(str(tmp_path / name), asked) for name in ("first", "second"))
+    first_says, second_says = (task.greedy_token_ids(str(tmp_path / name), PROBLEMS) for name in ("first", "second"))
     assert first_says != second_says
     copytree(tmp_path / "first", tmp_path / "draft")
     draft = {"method": "draft_model", "model": str(tmp_path / "draft"), "num_speculative_tokens": 3}
     speculation = NGRAM if method == "ngram" else draft
 
-    with (
-        served(tmp_path / "first", tmp_path, extra={"speculative_config": speculation}) as url,
-        pytest.MonkeyPatch.context() as patch,
-    ):
-
-        def says() -> list[list[int]]:
-            return greedy_token_ids(url, prompts, task.MAX_ANSWER_TOKENS)
+    with served(tmp_path / "first", tmp_path, extra={"speculative_config": speculation}) as url:
 
         def counted() -> tuple[float, float]:
             page = on_engine(url, lambda engine: engine.metrics(TIMEOUT_S))
             return read_total(page, DRAFTED) or 0.0, read_total(page, ACCEPTED) or 0.0
 
-        assert says() == first_says
+        assert said_at(url) == first_says
         drafted, accepted = counted()
-        patch.setattr(vllm_client, "packed_nccl_broadcast_producer", gloo_trl.send_packed)
-        client = gloo_trl.GlooVLLMClient(url, group_port=free_port(), timeout_s=TIMEOUT_S)
-        client.init_communicator("cpu")
-        on_engine(url, lambda engine: engine.open_receipt(None, TIMEOUT_S))
-        client.update_model_params(second)
-        on_engine(url, lambda engine: engine.close_receipt(TIMEOUT_S))
-        client.close_communicator()
-        assert says() == second_says
+        with trl_client(url) as client:
+            on_engine(url, lambda engine: engine.open_receipt(None, TIMEOUT_S))
+            client.update_model_params(second)
+            on_engine(url, lambda engine: engine.close_receipt(TIMEOUT_S))
+        assert said_at(url) == second_says
         later = counted()
         described = on_engine(url, lambda engine: engine.prepare_updates((), "", (), TIMEOUT_S)).draft
         assert described.startswith("ngram, without weights" if method == "ngram" else "draft_model, frozen: ")

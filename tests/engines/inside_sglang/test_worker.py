@@ -16,7 +16,6 @@ from engines.inside_sglang import worker
 from engines.inside_sglang.worker import WeightWorker
 from engines.process.port import free_port
 from engines.transfer.gloo import SENDER_RANK, WeightGroup, send
-from engines.transfer.tensor_bytes import digest_on_host
 
 torch = pytest.importorskip("torch")
 safetensors_torch = pytest.importorskip("safetensors.torch")
@@ -103,46 +102,8 @@ def tensors(seed: int) -> dict[str, Any]:
     return {name: torch.randn(2, 3, generator=generator) for name in ("up", "down")}
 
 
-def holds(model: Model, sent: dict[str, Any]) -> bool:
-    return torch.equal(model.both.data, torch.cat([sent["up"], sent["down"]]))
-
-
-def received(own: WeightWorker, trainer: Trainer, sent: dict[str, Any]) -> None:
-    sending = trainer.send(sent)
-    own.receive(info(*sent), TIMEOUT_S)
-    sending.join(TIMEOUT_S)
-
-
 def info(*names: str) -> dict[str, Any]:
     return {"names": list(names), "dtype_names": ["float32"] * len(names), "shapes": [[2, 3]] * len(names)}
-
-
-@pytest.mark.parametrize("inference", [True, False])
-def test_it_receives_loads_and_digests(own: WeightWorker, model: Model, trainer: Trainer, inference: bool) -> None:
-    with torch.inference_mode(inference):  # SGLang's event loop runs in it
-        for seed in (1, 2):
-            sent = tensors(seed)
-            own.open_receipt()
-            received(own, trainer, sent)
-            assert own.close_receipt() == {name: digest_on_host(tensor) for name, tensor in sent.items()}
-            assert holds(model, sent)
-
-
-def test_a_tensor_that_cannot_be_loaded_breaks_the_group(own: WeightWorker, trainer: Trainer) -> None:
-    sending = trainer.send({"sideways": torch.zeros(2, 3)})
-    with pytest.raises(KeyError):
-        own.receive(info("sideways"), TIMEOUT_S)
-    sending.join(TIMEOUT_S)
-    with pytest.raises(WeightUpdateFailed, match="no weight group"):
-        own.receive(info("up"), TIMEOUT_S)
-
-
-def test_it_loads_a_folder(own: WeightWorker, model: Model, tmp_path: Path) -> None:
-    safetensors_torch.save_file(tensors(4), tmp_path / "model.safetensors")
-    assert own.prepare_snapshot(str(tmp_path), 4) == {"ready": True}
-    with torch.inference_mode():
-        assert own.load_snapshot(str(tmp_path), 4)
-    assert holds(model, tensors(4))
 
 
 def test_a_name_of_a_hub_is_left_to_sglang_and_a_missing_version_is_an_error(own: WeightWorker) -> None:

@@ -2,9 +2,7 @@
 
 import asyncio
 import json
-import os
 import re
-import signal
 import socket
 import time
 from collections.abc import AsyncIterator, Callable
@@ -16,11 +14,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from engines.clients.sglang_engine import SglangEngine
-from engines.clients.vllm_engine import VllmEngine
 from engines.config import EngineConfig
-from engines.engine import Engine
-from engines.errors import ConfigError, EngineError, EngineStartFailed
+from engines.errors import ConfigError, EngineStartFailed
 from engines.process import engine_server as server
 from engines.process.engine_server import EngineServer, expected_tensors, streams_coarsely
 from engines.process.launch import engine_command
@@ -60,13 +55,6 @@ async def new_server(tmp_path: Path, processes: list[EngineProcess]) -> AsyncIte
         await one.stop()
 
 
-async def metric(info: ReplicaInfo, name: str) -> float:
-    engine = VllmEngine(info.replica_id, info.url)
-    page = await engine.metrics(SOON_S)
-    await engine.close()
-    return sum(map(float, re.findall(rf"^vllm:{name}\{{.*\}} (\S+)$", page, re.MULTILINE)))
-
-
 def command_of(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
 
@@ -79,11 +67,6 @@ def draw(monkeypatch: pytest.MonkeyPatch, *ports: int) -> None:
     """Have the next starts draw these ports, free or not."""
     drawn = iter(ports)
     monkeypatch.setattr(server, "HeldPort", lambda: SimpleNamespace(number=next(drawn), release=lambda: None))
-
-
-def listens(url: str) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", int(url.rpartition(":")[2]))) == 0
 
 
 async def test_a_started_engine_says_what_it_is(
@@ -154,16 +137,6 @@ def test_updates_of_a_plain_checkpoint_are_checked_also_where_the_engine_quantis
     assert tensors == ((TensorMeta(name="head", dtype="float32", shape=(3, 5)),) if are_known else None)
 
 
-async def test_an_engine_is_warm_when_it_is_started_and_gone_when_it_is_stopped(new_server: NewServer) -> None:
-    one = new_server()
-    info = await one.start()
-    assert await metric(info, "generation_tokens_total") == 2, "no request warmed it up"
-    await one.check()
-    await one.stop()
-    assert not listens(info.url)
-    await one.stop()
-
-
 async def test_a_cancelled_start_ends_its_engine(
     new_server: NewServer, processes: list[EngineProcess], tmp_path: Path
 ) -> None:
@@ -175,30 +148,6 @@ async def test_a_cancelled_start_ends_its_engine(
     with pytest.raises(asyncio.CancelledError):
         await start
     assert [process.exit_code is None for process in processes] == [False]
-
-
-async def test_a_start_ends_the_engine_before_and_is_another_incarnation(new_server: NewServer) -> None:
-    one = new_server()
-    first, second = await one.start(), await one.start()
-    assert first.incarnation != second.incarnation
-    assert not listens(first.url)
-    assert listens(second.url)
-
-
-async def test_an_engine_with_a_hopeless_start_is_reported_with_its_log_and_not_restarted(
-    new_server: NewServer, tmp_path: Path
-) -> None:
-    with pytest.raises(EngineStartFailed) as failed:
-        await new_server(extra={"nonsense": 1}).start()
-    (log,) = logs(tmp_path)  # each start has one
-    first, second, *words = str(failed.value).splitlines()
-    assert first == (
-        "replica engine-0: the engine has no argument --nonsense 1; the engine says: "
-        '"unrecognized arguments: --nonsense 1"; remove it from engine.extra, or correct its name'
-    )
-    assert second == f"    log {log} ends with:"
-    assert "unrecognized arguments: --nonsense 1" in words[-1]
-    assert all(line.startswith("    | ") for line in words), "Ray cuts off what stands before a traceback"
 
 
 async def test_an_engine_that_does_not_come_up_in_time_is_ended(
@@ -223,28 +172,6 @@ async def test_a_port_that_somebody_took_meanwhile_is_left_for_another(
         info = await new_server().start()
     assert info.url == f"http://127.0.0.1:{free}"
     assert len(logs(tmp_path)) == 2, "each start has a log of its own"
-
-
-@pytest.mark.parametrize(("kind", "then"), [("vllm", "exit 1"), ("sglang", "exec sleep 300")])
-async def test_a_server_that_took_the_port_is_not_taken_for_the_engine(
-    new_server: NewServer, monkeypatch: pytest.MonkeyPatch, kind: str, then: str
-) -> None:
-    another = await new_server().start()
-    draw(monkeypatch, *[int(another.url.rpartition(":")[2])] * 2)
-    words = "[Errno 98] error while attempting to bind on address ('127.0.0.1', 1): address already in use"
-    refused = Command(["sh", "-c", f'echo "{words}"; {then}'])
-
-    async def described(_: EngineServer, process: EngineProcess, engine: Engine) -> ReplicaInfo:
-        async with asyncio.timeout(SOON_S):
-            while process.exit_code is None and "exit" in then:
-                await asyncio.sleep(0.01)
-        return another
-
-    monkeypatch.setattr(server, "engine_command", lambda *_, **__: refused)
-    monkeypatch.setattr(EngineServer, "_describe", described)
-    monkeypatch.setattr(SglangEngine, "generate", VllmEngine.generate)  # the other one is a vLLM
-    with pytest.raises(EngineStartFailed, match="another process took the engine's port"):
-        await new_server(kind=kind).start()
 
 
 async def test_a_failure_that_nobody_knows_is_tried_once_more_and_told_with_the_last_error(
@@ -285,28 +212,6 @@ async def test_a_restart_takes_the_kv_cache_that_was_measured_unless_a_start_wit
         await one.start()
     known = 123456789
     assert asked == ([None, known, known] if fits else [None, known, None, known, None])
-
-
-async def kill_guard(killed: EngineProcess) -> None:
-    """Return once the end of the guard is known."""
-    os.kill(killed.pid, signal.SIGKILL)
-    async with asyncio.timeout(SOON_S):
-        while killed.exit_code is None:
-            await asyncio.sleep(0.01)
-
-
-async def test_an_engine_whose_guard_was_killed_ends_and_is_told_also_where_the_log_is_gone(
-    new_server: NewServer, processes: list[EngineProcess]
-) -> None:
-    one = new_server()
-    info = await one.start()
-    os.remove(info.log_path)
-    await kill_guard(processes[0])
-    with pytest.raises(EngineError, match="ended with -9"):
-        await one.check()
-    async with asyncio.timeout(SOON_S):
-        while listens(info.url):
-            await asyncio.sleep(0.01)
 
 
 async def test_a_folder_where_no_log_can_be_written_is_named_by_its_key(new_server: NewServer, tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import pytest
 from examples.tiny_model import task
 from tests.material.hub_cache import cached
 from tuning.doctor.model_size import context, weight_gib
-from tuning.plan.shape import read_shape
 
 
 @pytest.fixture
@@ -43,16 +42,3 @@ def test_a_name_tells_where_there_are_no_files(cache: Path, model: str, gib: flo
 )
 def test_a_quantized_model_is_smaller_by_its_name(cache: Path, model: str, gib: float) -> None:
     assert weight_gib(model) == pytest.approx(gib / 2**30)
-
-
-def test_a_folder_without_weights_has_the_size_that_plan_reads(cache: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "acme-1B"
-    folder.mkdir()
-    (folder / "config.json").write_text((task.COMMITTED / "config.json").read_text("utf-8"), encoding="utf-8")
-    assert weight_gib(str(folder)) == read_shape(folder).weight_bytes / 2**30
-
-
-def test_a_damaged_index_leaves_the_size_to_the_configuration(cache: Path, tmp_path: Path) -> None:
-    (tmp_path / "acme-7B").mkdir()
-    (tmp_path / "acme-7B" / "model.safetensors.index.json").write_text("{")
-    assert weight_gib(str(tmp_path / "acme-7B")) == pytest.approx(7e9 * 2 / 2**30)

@@ -8,7 +8,7 @@ import pytest
 
 from engines.errors import ConfigError
 from tuning.doctor.files import shell_script
-from tuning.doctor.files.shell_script import is_known, read_script, split_words
+from tuning.doctor.files.shell_script import is_known, read_script
 
 
 def script(folder: Path, text: str) -> Path:
@@ -100,10 +100,6 @@ def test_a_script_that_opens_connections_is_refused(tmp_path: Path) -> None:
 def test_a_script_sees_the_folder_that_it_was_read_from(tmp_path: Path) -> None:
     (words,) = run_words(tmp_path, 'run "$(dirname "${BASH_SOURCE[0]}")/config" "$PWD"')
     assert words == [f"{tmp_path}/config", str(tmp_path)]
-
-
-def test_words_of_a_trace_have_the_quotes_of_bash() -> None:
-    assert split_words("a 'b c'\\''d' $'\\t\\'' ''") == ["a", "b c'd", "\t'", ""]
 
 
 def test_arguments_stand_for_themselves(tmp_path: Path) -> None:

@@ -30,11 +30,6 @@ def test_a_call_of_literals_is_read_with_its_lines_and_not_run(tmp_path: Path) -
     assert file.unread == (f"{path}:4: beta=1 / N: a run alone has its value",)
 
 
-def test_what_no_rule_reads_needs_no_look(tmp_path: Path) -> None:
-    path = write(tmp_path, "train.py", "GRPOConfig(run_name=a.name, use_vllm=True)\n")
-    assert not [one for one in examine(subject_of(trl=path)) if one.rule == "trl-unread"]
-
-
 def test_without_all_fields_no_default_is_believed(tmp_path: Path) -> None:
     file = read_trl(write(tmp_path, "train.py", "GRPOConfig(beta=0.1, **fields())\n"))
     assert file.values.at("use_vllm").value is None
@@ -93,14 +88,6 @@ def test_the_command_line_is_over_the_file_of_config(tmp_path: Path) -> None:
     file = read_trl(write(tmp_path, "run.sh", "trl grpo --config elsewhere.yaml --num_generations 16\n"))
     assert "--config elsewhere.yaml is not found from here" in file.unread[0]
     assert file.values.at("use_vllm").value is None
-
-
-def test_a_second_trainer_is_listed(tmp_path: Path) -> None:
-    command = "trl grpo --num_generations 4\n"
-    file = read_trl(write(tmp_path, "run.sh", f"{command}{command}"))
-    assert [text.rpartition("run.sh:")[2] for text in file.unread] == [
-        "2: one more trainer: give it in a script of its own"
-    ]
 
 
 def test_a_parsers_program_asks_for_its_script(tmp_path: Path) -> None:

@@ -42,34 +42,11 @@ def test_overrides_have_values_of_hydra_and_their_lines(tmp_path: Path) -> None:
     assert values.at("critic.enable").value is None
 
 
-def test_the_last_of_two_overrides_counts(tmp_path: Path) -> None:
-    path = script(tmp_path, "python -m verl.trainer.main_ppo data.seed=1 data.seed=2")
-    assert read_verl(path).values.at("data.seed").value == 2
-
-
 def test_overrides_behind_a_comment_are_lost_and_do_not_count(tmp_path: Path) -> None:
     lost = " data.max_prompt_length=7 \\\n data.shuffle=False\n"
     file = read_verl(script(tmp_path, f"python -m verl.trainer.main_ppo data.seed=1 \\\n # lengths\n{lost}"))
     assert [one.key for one in file.overrides if one.is_lost] == ["data.max_prompt_length", "data.shuffle"]
     assert file.values.at("data.max_prompt_length").value == 512
-
-
-def test_overrides_without_a_command_are_a_list_of_them(tmp_path: Path) -> None:
-    file = read_verl(script(tmp_path, "data.seed=1\ndata.shuffle=False\n"))
-    assert [one.is_lost for one in file.overrides] == [False, False]
-
-
-def test_a_default_that_follows_another_key_has_that_ones_origin(tmp_path: Path) -> None:
-    path = document(
-        tmp_path, "data:\n  max_prompt_length: 77\nactor_rollout_ref:\n  actor:\n    use_dynamic_bsz: true\n"
-    )
-    values = read_verl(path).values
-    prompt = values.at("actor_rollout_ref.rollout.prompt_length")
-    assert (prompt.value, prompt.place) == (77, f"{path}:2")
-    assert values.is_true("critic.use_dynamic_bsz")
-    assert values.number("critic.forward_max_token_len_per_gpu") == 32768
-    assert values.at("actor_rollout_ref.ref.strategy").value == "fsdp"
-    assert values.at("actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu").value == 16384
 
 
 def test_fields_of_rollout_config_alone_have_that_classes_defaults(tmp_path: Path) -> None:
@@ -148,25 +125,6 @@ def test_of_several_trainers_the_first_is_read_and_the_others_are_listed(tmp_pat
     assert file.unread == (f"{tmp_path}/train.sh: 2 trainers are started, and the first is read",)
 
 
-def test_each_override_has_the_line_that_writes_it(tmp_path: Path) -> None:
-    command = 'python -m verl.trainer.main_ppo \\\n  data.shuffle=False \\\n  "${A[@]}"\n'
-    text = f"# data.seed=9\nA=(\n  data.seed=1\n)\n{command}"
-    values = read_verl(script(tmp_path, text)).values
-    assert values.at("data.seed").place.endswith(":3")
-    assert values.at("data.shuffle").place.endswith(":6")
-
-
-def test_all_keys_of_a_standalone_rollout_server_are_known(tmp_path: Path) -> None:
-    rollout = (
-        "actor_rollout_ref: {rollout: {nnodes: 1, n_gpus_per_node: 4}}\nrollout: {nnodes: 1, n_gpus_per_node: 4}\n"
-    )
-    for text in (rollout, "nnodes: 1\nn_gpus_per_node: 4\n"):
-        file = read_verl(document(tmp_path, text))
-        asked = [file.full_key(setting.key) for setting in file.values]
-        assert len(asked) >= 2
-        assert [key for key in asked if not file.keys.has(key)] == []
-
-
 def test_a_composed_configuration_is_read_whole_with_no_key_refused(tmp_path: Path) -> None:
     """That is what `--cfg job` prints, and what Hydra saves beside a run."""
     tree: dict[str, Any] = {}
@@ -193,11 +151,3 @@ def test_what_hydra_alone_composes_is_refused_with_what_to_give(tmp_path: Path, 
     """No value of a base that is not read counts as not given."""
     with pytest.raises(ConfigError, match="give the YAML that `--cfg job` prints, or that a run saved"):
         read_verl(document(tmp_path, text, name))
-
-
-def test_megatron_is_known_by_its_keys(tmp_path: Path) -> None:
-    command = "python -m mine.main actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2"
-    file = read_verl(script(tmp_path, command))
-    assert (file.values.text("actor_rollout_ref.actor.strategy"), file.keys.is_complete) == ("megatron", False)
-    text = "defaults: [ppo_megatron_trainer, _self_]\ndata: {seed: 5}\n"
-    assert read_verl(document(tmp_path, text)).keys.trainer == "ppo_megatron_trainer"

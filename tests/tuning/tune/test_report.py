@@ -2,10 +2,8 @@
 
 from pathlib import Path
 
-from rich.console import Console
-
 from gateway.config.load import load
-from tuning.tune.report import configuration, print_outcome
+from tuning.tune.report import configuration
 from tuning.tune.search import Outcome, Record
 
 TINY_CPU = Path(__file__).parents[3] / "examples" / "tiny-cpu.yaml"
@@ -35,13 +33,3 @@ def test_of_several_groups_the_one_that_was_tuned_is_changed(tmp_path: Path) -> 
     )
     groups = load(written(tmp_path, file, group="a"), environ={}).engines
     assert (groups["a"].max_num_seqs, groups["b"].max_num_seqs) == (128, 256)
-
-
-def test_the_table_has_speeds_failures_and_what_was_not_tried() -> None:
-    console = Console(record=True, width=200)
-    print_outcome(console, OUTCOME)
-    text = console.export_text()
-    assert "22           2.000  max_num_seqs=128" in text
-    assert "max_num_seqs=9: no\n" in text
-    assert "2 settings were not tried" in text
-    assert text.endswith("take max_num_seqs=128\n2.000 times the start's tokens/s\n")

@@ -80,13 +80,6 @@ async def test_the_whole_grid_is_measured_and_the_fastest_meets_the_start_in_pai
     assert outcome.untried == 0
 
 
-async def test_a_setting_that_does_not_start_is_a_finding() -> None:
-    outcome = await tune(VirtualBench())
-    (found,) = failures(outcome)
-    assert found[0] == {"max_num_seqs": 64, "max_num_batched_tokens": 8192}
-    assert "out of memory" in found[1]
-
-
 async def test_a_start_that_cannot_be_measured_ends_the_run() -> None:
     with pytest.raises(ConfigError, match=r"the start cannot be measured: .*out of memory"):
         await tune(VirtualBench(lambda engine: 0.0))
@@ -119,13 +112,6 @@ async def test_a_start_that_is_best_is_kept_without_pairs_and_slower_settings_ar
     outcome = await tune(VirtualBench(lambda engine: 800 / engine.max_num_seqs), levers=LEVERS[:1])
     assert (outcome.best, outcome.pairs) == ({}, [])
     assert [failure for _, failure in failures(outcome)] == ["cut off"] * 3
-
-
-async def test_pairs_alternate_with_as_few_starts_as_can_be() -> None:
-    bench = VirtualBench()
-    outcome = await tune(bench, levers=["max_num_seqs=16"])
-    assert len(outcome.pairs) == 3
-    assert bench.starts[2:] == [8, 16, 8], "after one start of each in the search"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Every scenario, in a short form, against two real vLLM replicas on CPU behind a gateway that records requests."""
+"""Every scenario, in a short form, against two real vLLM replicas on CPU."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,15 +16,9 @@ SHORT = ["--prompt-tokens", "24", "--max-tokens", "16"]
 
 
 @pytest.fixture(scope="module")
-def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("trace") / "trace.jsonl"
-
-
-@pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory, trace: Path) -> Iterator[RealFleet]:
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealFleet]:
     pytest.importorskip("vllm")
-    gateway = {"port": 0, "trace": {"file": str(trace)}}
-    with real_vllm.fleet(COMMITTED, tmp_path_factory.mktemp("logs"), gateway=gateway) as running:
+    with real_vllm.fleet(COMMITTED, tmp_path_factory.mktemp("logs")) as running:
         yield running
 
 
@@ -57,13 +51,3 @@ async def test_agents(fleet: RealFleet, tmp_path: Path) -> None:
 async def test_arrivals(fleet: RealFleet, tmp_path: Path) -> None:
     ended = await run("open_loop", fleet, tmp_path, "-t", "4s", "--rate", "4")
     assert ended.figures["ttft_s.p50"] < ended.figures["completion_s.p50"]
-
-
-async def test_what_was_recorded_is_replayed(fleet: RealFleet, trace: Path, tmp_path: Path) -> None:
-    """The last requests of those before, on the clock that they had."""
-    header, *lines = trace.read_text().splitlines()  # noqa: ASYNC240  # a small file
-    kept = tmp_path / "kept.jsonl"
-    kept.write_text("\n".join([header, *lines[-12:]]) + "\n")  # a small file
-    ended = await run("replay", fleet, tmp_path, "--trace", str(kept), "-t", "30s")
-    assert ended.figures["completions"] >= 12
-    assert ended.figures["lateness_s.count"] == 12

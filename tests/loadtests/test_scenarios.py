@@ -58,16 +58,6 @@ async def test_agents_in_two_processes(rig: Rig, tmp_path: Path) -> None:
     assert ended.figures["later_turn_s.count"] >= 2 * ended.figures["session_s.count"]
 
 
-async def test_the_figures_have_what_engines_and_gateway_did(rig: Rig, tmp_path: Path) -> None:
-    options = ["-t", "6s", "--prompts", "4", "--samples", "4", "--max-tokens", "40", "--update-every", "1"]
-    ended = await locust("trainer", rig.url, tmp_path, *options)
-    assert ended.code == 0, ended.said
-    told = ended.figures
-    assert told["weight_version.max"] >= 1
-    assert told["replicas_serving.max"] == 2
-    assert {"engine_running.max", "engine_waiting.mean", "engine_kv.max", "gateway_queue.mean"} <= set(told)
-
-
 @pytest.mark.parametrize("processes", [(), ("--processes", "2")])
 async def test_a_url_without_a_server_ends_the_run_at_once(tmp_path: Path, processes: tuple[str, ...]) -> None:
     for url in (f"http://127.0.0.1:{free_port()}", "localhost:8100"):

@@ -1,22 +1,14 @@
 """The side-by-side benchmark: who is driven with what, what the rows say, and one short run of it all."""
 
-import asyncio
 import json
-import os
+import subprocess
 import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
-from engines.config import SimConfig
-from engines.types import ReplicaInfo
-from gateway.config.schema import Config
-from gateway.http.listener import Listener
 from loadtests.studies.compare import Load, Middle, Run, Side, streams_of, summary, table
 from loadtests.workloads import LengthMix, Workload
-from tests.rigs.readers import Readers
-from tests.rigs.rig import SimReplica
 
 ROUTER = Path(__file__).with_name("played_router.py")
 ENGINES = ("http://a", "http://b")
@@ -62,43 +54,17 @@ def test_rows_say_how_the_gateway_compares() -> None:
     assert "0.992 >= 0.990" in table(rows)
 
 
-@pytest.fixture
-async def replicas() -> AsyncIterator[list[SimReplica]]:
-    sim = SimConfig(decode_step_s=0.0, decode_step_per_seq_s=0.0)
-    started = [await SimReplica(f"engine-{index}", index, sim).start() for index in range(2)]
-    yield started
-    for replica in started:
-        await replica.kill()
-
-
-@pytest.fixture
-async def gateway_url(replicas: list[SimReplica]) -> AsyncIterator[str]:
-    readers = Readers()
-
-    async def discover() -> list[ReplicaInfo]:
-        return await readers.beside(replica.info for replica in replicas)
-
-    engine, gateway = {"kind": "sim", "num_replicas": 2}, {"port": 0, "ledger": None}
-    tree = {"gateway": gateway, "engine": engine, "weights": {"store": None}}
-    listener = Listener(Config.model_validate(tree), discover)
-    # In a thread: it asks the replicas, which answer on this loop.
-    yield await asyncio.to_thread(listener.start)
-    await asyncio.to_thread(listener.stop)
-    readers.stop()
-
-
 @pytest.mark.load
-async def test_a_short_run(replicas: list[SimReplica], gateway_url: str, tmp_path: Path) -> None:
+def test_a_short_run(tmp_path: Path) -> None:
     """Four streams and a batch, two pairs, on all sides."""
     report, sides = tmp_path / "out.json", list(Side)
-    command = [sys.executable, "-m", "loadtests.studies.compare", "--gateway", gateway_url]
-    command += ["--gateway-pid", str(os.getpid()), "--engine", *(replica.info.url for replica in replicas)]
+    command = [sys.executable, "-m", "loadtests.fleet", "gateway.port=0", "gateway.ledger=null"]
+    command += ["engine.kind=sim", "engine.num_replicas=2", "--", sys.executable, "-m", "loadtests.studies.compare"]
+    command += ["--gateway", "{url}", "--gateway-pid", "{pid}", "--engine", "{engines}"]
     command += ["--streams", "4", "--batch", "3x2", "--prompt-tokens", "8", "--max-tokens", "8", "--pairs", "2"]
     command += ["--sides", *sides, "--vllm-router", f"{sys.executable} {ROUTER}", "--json", str(report)]
-    process = await asyncio.create_subprocess_exec(*command, "--clients", "1", stdout=-1, stderr=-2)
-    async with asyncio.timeout(300):
-        printed, _ = await process.communicate()
-    assert process.returncode == 0, printed.decode()
+    ran = subprocess.run([*command, "--clients", "1"], stdout=-1, stderr=-2, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stdout
     told = json.loads(report.read_text())
     assert {(run["load"], run["side"]): run["tokens"] for run in told["runs"]} == {
         **{("4", side.value): 2 * 4 * 8 for side in sides},

@@ -13,7 +13,6 @@ import pytest
 import typer
 import yaml
 
-from examples.deploy.dockerfile_steps import Build, steps
 from gateway.cli.main import app
 from gateway.config.load import load
 from gateway.config.schema import Config
@@ -133,35 +132,6 @@ def test_rays_commands_have_options_that_ray_knows() -> None:
     source = (Path(ray.origin).parent / "scripts" / "scripts.py").read_text()
     options = {word.partition("=")[0] for words in found for word in words if word.startswith("--")}
     assert {option for option in options if f'"{option}"' not in source} == set()
-
-
-def test_continued_lines_of_a_dockerfile_are_one_step() -> None:
-    text = "# about it\nFROM python:3.11-slim\nRUN one && \\\n    two\n"
-    assert list(steps(text)) == [("FROM", "python:3.11-slim"), ("RUN", "one && two")]
-
-
-def test_the_steps_of_a_dockerfile_are_run(tmp_path: Path) -> None:
-    context, root = tmp_path / "context", tmp_path / "root"
-    (context / "package").mkdir(parents=True)
-    (context / "package" / "module.py").write_text("VALUE = 3")
-    text = """\
-FROM scratch
-ARG NAME=nobody
-RUN apt-get update
-WORKDIR /opt/here
-COPY package package
-RUN python3 -c "import package.module, pathlib; pathlib.Path('out').write_text('${NAME} %d' % package.module.VALUE)"
-ENTRYPOINT ["python3", "-c", "open('called', 'w')"]
-"""
-    build = Build(root=root, context=context, arguments={"NAME": "somebody"})
-    build.run(text)
-    assert (root / "opt/here/out").read_text() == "somebody 3"
-    build.call_entrypoint()
-    assert (root / "opt/here/called").is_file()
-    with pytest.raises(subprocess.CalledProcessError):
-        build.run("RUN false")
-    with pytest.raises(ValueError, match="VOLUME is not known"):
-        build.run("VOLUME /data")
 
 
 @pytest.mark.slow

@@ -214,15 +214,18 @@ def test_the_keys_of_verl_behind_a_gateway_are_known(script: str) -> None:
     assert not severities(findings, "verl-keys")
 
 
-def test_a_trainer_that_asks_another_port_than_the_gateways_hurts(tmp_path: Path) -> None:
-    asks: dict[str, Any] = {"vllm_server_base_url": "http://127.0.0.1:8000"}
-    assert severities(trl(tmp_path, with_ours=True, **asks), "trl-url") == HURTS
-    asks = {"vllm_server_base_url": "http://127.0.0.1:8100"}
-    assert severities(trl(tmp_path, with_ours=True, **asks), "trl-url") == []
-
-
-def test_a_colocated_trainer_beside_a_gateway_hurts(tmp_path: Path) -> None:
-    assert severities(trl(tmp_path, with_ours=True, vllm_mode="colocate"), "trl-vllm") == HURTS
+@pytest.mark.parametrize(
+    ("rule", "asks", "severity"),
+    [
+        ("trl-url", {"vllm_server_base_url": "http://127.0.0.1:8000"}, HURTS),
+        ("trl-url", {"vllm_server_base_url": "http://127.0.0.1:8100"}, FINE),
+        ("trl-vllm", {"vllm_mode": "colocate"}, HURTS),
+    ],
+)
+def test_a_trainer_beside_a_gateway_asks_it(
+    tmp_path: Path, rule: str, asks: dict[str, Any], severity: list[Severity]
+) -> None:
+    assert severities(trl(tmp_path, with_ours=True, **asks), rule) == severity
 
 
 def test_the_load_of_a_replica_is_the_trainers_batch(tmp_path: Path) -> None:
@@ -255,15 +258,23 @@ def test_every_rule_about_files_is_tried_here() -> None:
     assert [rule.id for rule in rules if f'"{rule.id}"' not in text and rule.id[:4] != "trl-"] == []
 
 
-def test_an_override_behind_a_comment_hurts(tmp_path: Path) -> None:
-    found = script(tmp_path, "data.seed=1 \\\n # lengths\n data.shuffle=False")
-    (lost,) = [one for one in found if one.rule == "verl-lost-overrides"]
-    assert (lost.severity, lost.place) == (Severity.HURTS, f"{tmp_path}/train.sh:3")
+FORK = "n_agent=5 +state_masking=True do_vote=True env.name=search data.max_obs_length=500"
 
 
-def test_what_could_not_be_read_is_listed(tmp_path: Path) -> None:
-    (unread,) = [one for one in script(tmp_path, "data.train_batch_size=$(nproc)") if one.rule == "verl-unread"]
-    assert unread.message.endswith("data.train_batch_size=$(nproc): a run alone has its value")
+@pytest.mark.parametrize(
+    ("words", "rule", "severity", "told"),
+    [
+        ("data.seed=1 \\\n # lengths\n data.shuffle=False", "verl-lost-overrides", HURTS, "train.sh:3"),
+        ("data.train_batch_size=$(nproc)", "verl-unread", CONSIDER, "data.train_batch_size=$(nproc): a run alone"),
+        (f"{R}name=vllm {R}enforce_eager=True\nexport HCCL_CONNECT_TIMEOUT=60", "cuda-graphs", FINE, ""),  # an NPU
+        (f"{R}name=vllm {R}n=1 data.train_batch_size=64 {FORK}", "verl-keys", CONSIDER, "lacks 4 keys"),
+        (f"{R}name=vllm {R}n=1 data.train_batch_size=64 {FORK}", "verl-group", FINE, ""),
+    ],
+)
+def test_rules_about_scripts(tmp_path: Path, words: str, rule: str, severity: list[Severity], told: str) -> None:
+    found = script(tmp_path, words)
+    assert severities(found, rule) == severity
+    assert told in " ".join(f"{one.place} {one.message}" for one in found if one.rule == rule)
 
 
 def test_rollout_fields_without_a_name_are_judged(tmp_path: Path) -> None:
@@ -273,33 +284,11 @@ def test_rollout_fields_without_a_name_are_judged(tmp_path: Path) -> None:
     assert severities(found, "gpu-memory") == severities(found, "cuda-graphs") == HURTS
 
 
-def test_an_npu_is_not_judged_by_what_is_cudas(tmp_path: Path) -> None:
-    path = tmp_path / "train_npu.sh"
-    words = f"{R}name=vllm {R}enforce_eager=True {R}enable_chunked_prefill=False"
-    path.write_text(f"export HCCL_CONNECT_TIMEOUT=60\npython -m verl.trainer.main_ppo {words}\n", encoding="utf-8")
-    assert not {one.rule for one in examine(subject_of(verl=path))} & {"cuda-graphs", "chunked-prefill"}
-
-
 def test_findings_are_ranked_by_gain(tmp_path: Path) -> None:
     found = verl(tmp_path, **{R + "enforce_eager": True, R + "n": 1, "data.seed": 1})
     for severity in (Severity.HURTS, Severity.CONSIDER):
         gains = [one.gain for one in found if one.severity is severity]
         assert gains == sorted(gains, reverse=True)
-
-
-def test_a_fork_has_one_finding_for_its_keys_and_none_for_what_verl_refuses(tmp_path: Path) -> None:
-    fork = "n_agent=5 +state_masking=True do_vote=True env.name=search data.max_obs_length=500"
-    found = script(tmp_path, f"{R}name=vllm {R}n=1 algorithm.adv_estimator=grpo data.train_batch_size=64 {fork}")
-    (keys,) = [one for one in found if one.rule == "verl-keys"]
-    assert keys.severity is Severity.CONSIDER
-    assert "lacks 4 keys" in keys.message
-    assert "env.name" in keys.message
-    assert not severities(found, "verl-group")
-
-
-def test_a_trainer_that_is_not_verls_is_not_told_what_verl_refuses(tmp_path: Path) -> None:
-    found = script(tmp_path, f"{R}name=vllm data.train_batch_size=64", module="absolute.main")
-    assert not [one.rule for one in found if one.severity is Severity.HURTS]
 
 
 def test_a_script_that_launches_trl_is_read_with_its_server(tmp_path: Path) -> None:

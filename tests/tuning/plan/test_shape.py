@@ -84,11 +84,6 @@ def test_what_is_missing_is_named_with_its_remedy(tmp_path: Path) -> None:
         read_shape(None, ["four"])
 
 
-def test_layers_without_a_known_kv_cache_are_refused() -> None:
-    with pytest.raises(ConfigError, match="layers of linear_attention keep no KV cache that is known here"):
-        shape_of({**LLAMA_8B, "layer_types": ["linear_attention", "full_attention"]}, "model")
-
-
 def test_layers_with_a_window_hold_no_more_than_it() -> None:
     shape = MODELS["gemma-3-27b"].shape("model")
     whole = 62 * 2 * 16 * 128 * 2
@@ -96,12 +91,6 @@ def test_layers_with_a_window_hold_no_more_than_it() -> None:
     assert shape.kv_bytes(1, 32768) == pytest.approx(whole * (10 + 52 / 32) / 62)
     unused = shape_of(LLAMA_8B | {"sliding_window": 131072, "use_sliding_window": False}, "model")
     assert unused.kv_bytes(1, 1 << 20) == unused.kv_bytes(1)
-
-
-def test_linear_attention_without_layer_types_cannot_be_sized() -> None:
-    config = MIXTURE.config | {"linear_num_key_heads": 16, "full_attention_interval": 4}
-    with pytest.raises(ConfigError, match="cannot size this"):
-        shape_of(config, "Qwen3-Next")
 
 
 @pytest.mark.parametrize(
@@ -117,27 +106,21 @@ def test_linear_attention_without_layer_types_cannot_be_sized() -> None:
         ({"num_experts": 4, "first_k_dense_replace": 99}, "99 of 32 layers without experts"),
         ({"layer_types": 1}, "layer_types = 1 is no list"),
         ({"max_position_embeddings": {}}, "max_position_embeddings = {} is no whole number"),
+        ({"layer_types": ["linear_attention", "full_attention"]}, "layers of linear_attention keep no KV cache that"),
+        ({"linear_num_key_heads": 16, "full_attention_interval": 4}, "cannot size this"),  # Qwen3-Next
+        *(
+            ({"quantization_config": odd}, "cannot size this: quantization_config")
+            for odd in (
+                {"bits": "x"}, {"config_groups": True}, {"config_groups": {"a": 1}}, {"weight_block_size": "x"}, [1],
+                {"config_groups": {"a": {"weights": {"num_bits": "x"}}}},
+            )
+        ),
     ],
-)
-def test_numbers_that_cannot_be_are_refused_with_their_key(changes: dict[str, Any], says: str) -> None:
+)  # fmt: skip
+def test_what_cannot_be_sized_is_refused_with_its_key(changes: dict[str, Any], says: str) -> None:
+    quantization = changes.get("quantization_config", {})
     with pytest.raises(ConfigError, match=re.escape(says)):
-        shape_of(LLAMA_8B | changes, "model")
-
-
-@pytest.mark.parametrize(
-    "quantization",
-    [
-        {"bits": "x"},
-        {"config_groups": True},
-        {"config_groups": {"a": 1}},
-        {"config_groups": {"a": {"weights": {"num_bits": "x"}}}},
-        {"weight_block_size": "x"},
-        [1],
-    ],
-)
-def test_a_quantization_that_cannot_be_counted_is_refused(quantization: Any) -> None:
-    with pytest.raises(ConfigError, match="cannot size this: quantization_config"):
-        shape_of(LLAMA_8B, "model", quantization=quantization)
+        shape_of(LLAMA_8B | changes, "model", quantization=quantization)
 
 
 def test_blocks_of_quantized_weights_bound_the_tensor_parallel_size() -> None:

@@ -72,9 +72,3 @@ def test_a_suite_that_fails_fails_the_run_on_either_side_and_all_run(suites: Pat
     assert found.returncode == 1
     assert sorted(re.findall(r"== (\S+) tests", found.stdout)) == sorted(set(failing) - {"--"})
     assert "failed: verl" in found.stdout
-
-
-def test_suites_that_pass_side_by_side_pass_and_the_second_side_follows_the_first(suites: Path) -> None:
-    found = subprocess.run([suites, "load", "ray", "--", "sglang"], capture_output=True, text=True, timeout=30)
-    assert found.returncode == 0
-    assert re.findall(r"== (\S+) tests", found.stdout) == ["load", "ray", "sglang"]

@@ -1,4 +1,4 @@
-"""Reports on servers that are slow, fail or stay silent, and on wrong options."""
+"""Reports on servers that are slow, fail or stay silent."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -91,24 +91,3 @@ async def test_a_server_that_says_nothing_is_given_up(tmp_path: Path) -> None:
     assert ended.code == 1
     assert "no complete reply within 0.5 s (--request-timeout)" in ended.said
     assert ended.figures["failed_s.p50"] < 5
-
-
-@pytest.mark.parametrize(
-    ("scenario", "options", "says"),
-    [
-        ("trainer", ["--max-tokens", "8*x"], "argument --max-tokens: '8*x' is not a length or a mix of lengths"),
-        ("agents", ["--turns", "0"], "argument --turns: lengths and weights are at least 1: '0'"),
-        (
-            "trainer",
-            ["--update-every", "1", "--weights", "/nowhere"],
-            "argument --weights: /nowhere has no safetensors",
-        ),
-    ],
-)
-async def test_an_option_that_cannot_be_is_refused_before_the_run(
-    tmp_path: Path, scenario: str, options: list[str], says: str
-) -> None:
-    async with server(streamed) as url:
-        ended = await locust(scenario, url, tmp_path, *options, "--processes", "2")
-    assert ended.code == 2
-    assert says in ended.said

@@ -7,8 +7,8 @@ from loadtests.chaos.campaign import main
 pytestmark = pytest.mark.story
 
 
-def test_a_killed_replica_and_a_killed_gateway_cost_no_rollout(capsys: pytest.CaptureFixture[str]) -> None:
-    faults = ["replica killed", "gateway killed and restarted"]
+def test_a_killed_replica_its_process_and_a_killed_gateway_cost_no_rollout(capsys: pytest.CaptureFixture[str]) -> None:
+    faults = ["replica killed", "replica's process killed", "gateway killed and restarted"]
     status = main(["--fleet", "3", "--seconds", "4", *(word for fault in faults for word in ("--fault", fault))])
     said = capsys.readouterr().out
     assert status == 0, said

@@ -1,6 +1,5 @@
 """The way to an engine that listens on loopback of another node."""
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -18,29 +17,17 @@ class Server:
 
     def __init__(self) -> None:
         self.asked: list[bytes] = []
-        self.left = asyncio.Event()
-        self.url = ""
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         self.asked.append(await request.read())
         return web.Response(body=b"x" * int(request.query["size"]))
-
-    async def hang(self, request: web.Request) -> web.StreamResponse:
-        response = web.StreamResponse()
-        await response.prepare(request)
-        await response.write(b"data: 1\n\n")
-        try:
-            await asyncio.sleep(30)
-        finally:
-            self.left.set()
-        return response
 
 
 @asynccontextmanager
 async def forwarded() -> AsyncIterator[tuple[Server, Forwarder, str, web.AppRunner]]:
     server = Server()
     app = web.Application(client_max_size=1 << 30)
-    app.add_routes([web.post("/answer", server.answer), web.get("/hang", server.hang)])
+    app.add_routes([web.post("/answer", server.answer)])
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from engines.process.process import Command, EngineProcess
+from tests.rigs.waiting import wait_until
 
 SOON_S = 30.0
 StartScript = Callable[..., EngineProcess]
@@ -31,16 +31,9 @@ async def start_script(tmp_path: Path) -> AsyncIterator[StartScript]:
 
 
 def code_of(process: EngineProcess) -> int:
-    until(lambda: process.exit_code is not None)
+    wait_until(lambda: process.exit_code is not None, SOON_S)
     assert process.exit_code is not None
     return process.exit_code
-
-
-def until(is_reached: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SOON_S
-    while not is_reached():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.01)
 
 
 async def test_stop_does_not_wait_for_ever_for_a_guard_that_does_not_end(
@@ -60,13 +53,13 @@ def test_a_process_below_the_engine_that_is_stopped_is_seen_until_it_goes_on(
 ) -> None:
     worker = tmp_path / "worker"
     process = start_script(f"sh -c 'echo $$ > {worker}.new; mv {worker}.new {worker}; sleep 60; :'; :")
-    until(worker.exists)
+    wait_until(worker.exists, SOON_S)
     pid = int(worker.read_text())
     assert process.stopped == 0
     os.kill(pid, signal.SIGSTOP)
-    until(lambda: process.stopped == pid)
+    wait_until(lambda: process.stopped == pid, SOON_S)
     os.kill(pid, signal.SIGCONT)
-    until(lambda: process.stopped == 0)
+    wait_until(lambda: process.stopped == 0, SOON_S)
 
 
 def test_the_log_begins_with_the_command_and_holds_both_outputs(start_script: StartScript) -> None:

@@ -5,12 +5,11 @@ The engine is a module of a few lines.
 
 import asyncio
 import os
-import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -19,6 +18,7 @@ from structlog.testing import capture_logs
 
 from engines.process.process import Command, EngineProcess
 from engines.process.warm_start import Preload, WarmProcess
+from tests.rigs.waiting import wait_until
 
 SOON_S = 30.0
 IMPORTED = "print('imported', flush=True)\n"
@@ -63,22 +63,14 @@ async def engines(code: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[
 
 def warm_processes(code: Path) -> list[psutil.Process]:
     """Those that have imported from this folder, and the forks of each."""
-    found = [process for process in psutil.process_iter() if "engines.process.warm_process" in words_of(process)]
-    return [process for process in found if str(code) in environment_of(process)]
-
-
-def words_of(process: psutil.Process) -> list[str]:
-    try:
-        return process.cmdline()
-    except psutil.Error:
-        return []
-
-
-def environment_of(process: psutil.Process) -> str:
-    try:
-        return process.environ().get("PYTHONPATH", "")
-    except psutil.Error:
-        return ""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if "engines.process.warm_process" in process.cmdline() and str(code) in process.environ().get(
+                "PYTHONPATH", ""
+            ):
+                found.append(process)
+    return found
 
 
 def warm_of(engine: EngineProcess) -> psutil.Process:
@@ -87,22 +79,8 @@ def warm_of(engine: EngineProcess) -> psutil.Process:
     return parent
 
 
-def until(is_reached: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SOON_S
-    while not is_reached():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.01)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
 def code_of(engine: EngineProcess) -> int | None:
-    until(lambda: engine.exit_code is not None)
+    wait_until(lambda: engine.exit_code is not None, SOON_S)
     return engine.exit_code
 
 
@@ -128,26 +106,14 @@ async def test_what_can_change_an_import_needs_a_warm_process_of_its_own(engines
     assert len(warm_processes(code)) == 3
 
 
-async def test_it_ends_with_its_owner_and_with_its_guard(engines: Engines) -> None:
-    stopped, killed = engines("serve"), engines("serve")
-    assert await stopped.start_warm()
-    assert await killed.start_warm()
-    until(lambda: len(printed(stopped)) + len(printed(killed)) == 3)  # both run
-    pids = stopped.engine_pid, killed.engine_pid
-    await stopped.stop()
-    os.kill(killed.pid, signal.SIGKILL)
-    assert (stopped.exit_code, code_of(killed)) == (128 + signal.SIGTERM, -signal.SIGKILL)
-    until(lambda: not any(map(is_running, pids)))
-
-
 async def test_a_dead_warm_process_costs_its_engines_nothing_and_is_replaced_once(engines: Engines, code: Path) -> None:
     engine = engines("serve")
     assert await engine.start_warm()
-    until(lambda: bool(engine.engine_pid))
+    wait_until(lambda: bool(engine.engine_pid), SOON_S)
     warm_of(engine).kill()
-    until(lambda: len(warm_processes(code)) == 2)  # guard and engine
+    wait_until(lambda: len(warm_processes(code)) == 2, SOON_S)  # guard and engine
     await engine.keep_warm()
-    until(lambda: len(warm_processes(code)) == 3)
+    wait_until(lambda: len(warm_processes(code)) == 3, SOON_S)
     assert engine.exit_code is None
     successor = engines("end", "0")
     assert await successor.start_warm()
@@ -211,7 +177,7 @@ async def test_a_start_that_is_cancelled_during_the_import_leaves_nothing(engine
     (code / "go").touch()
     assert await successor.start_warm()
     assert code_of(successor) == 0
-    until(lambda: len(warm_processes(code)) == 1)
+    wait_until(lambda: len(warm_processes(code)) == 1, SOON_S)
     assert printed(cancelled) == []
 
 

@@ -9,7 +9,6 @@ _LOAD_VLLM = (
     "tests/engines/process/test_launch.py",
     "tests/engines/transfer/test_relay.py",
     "tests/engines/inside_vllm/test_in_place.py",
-    "tests/engines/inside_vllm/test_lora.py",
     "tests/engines/inside_vllm/test_plugin.py",
     "tests/examples/test_tiny_model.py",  # transformers alone, which vLLM loads too
     "tests/gateway/http/test_openai_client.py",  # OpenAI's client alone, which vLLM loads too
@@ -19,8 +18,8 @@ _LOAD_VLLM = (
     "tests/trainer_client/test_trl_async.py",
 )
 """Loading it takes ten seconds of CPU, once for each process."""
-_WAIT = ("tests/gateway/dialects/resumption/test_tokens.py", "tests/gateway/dialects/resumption/test_told_chat.py")
-"""Their tests mostly wait, and share nothing: one process alone would be at them long after the others have ended."""
+_WAIT = ("tests/gateway/dialects/resumption/test_tokens.py",)
+"""Its tests mostly wait, and share nothing: one process alone would be at them long after the others have ended."""
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -126,42 +126,29 @@ def test_a_tensor_that_is_stored_twice_is_replaced_under_both_names(pushed: str,
     assert sorted(name for name, _ in received) == ["lm_head.weight", "model.embed_tokens.weight"]
 
 
-@pytest.mark.parametrize("said", [{"tie_word_embeddings": True}, {"model_type": "gemma"}], ids=["said", "gemma"])
-@pytest.mark.parametrize("is_equal", [True, False])
+@pytest.mark.parametrize(
+    ("said", "differs_at", "is_tied"),
+    [
+        ({"tie_word_embeddings": True}, None, True),
+        ({"model_type": "gemma"}, None, True),
+        ({"tie_word_embeddings": True}, (0, 0), False),
+        ({"tie_word_embeddings": True}, (-1, -1), False),
+        ({"tie_word_embeddings": False}, None, False),
+    ],
+)
 def test_a_stored_head_is_tied_where_its_bytes_are_the_embeddings(
-    is_equal: bool, said: dict[str, Any], tmp_path: Path
-) -> None:
-    from safetensors.torch import save_file
-
-    embed = torch.rand(64, 16)
-    head = embed.clone() if is_equal else embed + 1
-    save_file({"model.embed_tokens.weight": embed, "lm_head.weight": head}, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 64, **said}))
-    assert tied_names(tmp_path) == ((("lm_head.weight", "model.embed_tokens.weight"),) if is_equal else ())
-
-
-def test_a_head_that_differs_in_its_last_bytes_alone_is_not_tied(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    said: dict[str, Any], differs_at: Any, is_tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from safetensors.torch import save_file
 
     monkeypatch.setattr(folder, "_PIECE_BYTES", 64)
     embed = torch.rand(64, 16)
     head = embed.clone()
-    head[-1, -1] += 1
+    if differs_at:
+        head[differs_at] += 1
     save_file({"model.embed_tokens.weight": embed, "lm_head.weight": head}, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 64, "tie_word_embeddings": True}))
-    assert tied_names(tmp_path) == ()
-
-
-def test_tables_are_not_read_where_nothing_is_tied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from safetensors.torch import save_file
-
-    embed = torch.rand(64, 16)
-    save_file({"model.embed_tokens.weight": embed, "lm_head.weight": embed.clone()}, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 64, "tie_word_embeddings": False}))
-    monkeypatch.setattr(folder, "read_spans", None)
-    assert tied_names(tmp_path) == ()
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 64, **said}))
+    assert tied_names(tmp_path) == ((("lm_head.weight", "model.embed_tokens.weight"),) if is_tied else ())
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,6 @@ from engines.clients.vllm_engine import VllmEngine
 from engines.config import EngineConfig
 from engines.errors import RolloutGatewayError
 from engines.process.engine_server import EngineServer
-from engines.process.launch import engine_command
-from engines.process.port import free_port
 from engines.process.process import Command, EngineProcess
 from engines.types import EngineKind, PauseMode, ReplicaInfo
 from gateway.config.schema import Config
@@ -320,18 +318,9 @@ def engine_config(model: Path, log_dir: Path) -> EngineConfig:
 
 @contextmanager
 def served(model: Path, log_dir: Path, **levers: Any) -> Iterator[str]:
-    """Serve `model` in float32 on one replica; gives its URL."""
-    config = engine_config(model, log_dir).model_copy(update=levers)
-    port = free_port()
-    command = engine_command(config, port=port, index=0)
-    process = engine_process(command, log_dir / f"vllm-{port}.log", config.stop_timeout_s)
-    assert asyncio.run(process.start_warm())
-    try:
-        url = f"http://127.0.0.1:{port}"
-        wait_for_health(url, process)
-        yield url
-    finally:
-        asyncio.run(process.stop())
+    """Serve `model` in float32 on one replica, without a gateway; gives its URL."""
+    with started({"engine": engine_config(model, log_dir).model_copy(update=levers)}) as (_, _, (info,)):
+        yield info.url
 
 
 def on_engine(url: str, call: Callable[[VllmEngine], Awaitable[Any]]) -> Any:

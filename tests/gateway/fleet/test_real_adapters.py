@@ -225,16 +225,6 @@ def conversation(real: RealFleet, model: str) -> Any:
     return reply
 
 
-def streamed(real: RealFleet, model: str) -> Any:
-    """A streamed conversation as a whole reply has it."""
-    chunks = real.stream("/v1/chat/completions", CONVERSATION | {"model": model})
-    choices = [choice for chunk in chunks for choice in chunk["choices"]]
-    ids = [token_id for choice in choices for token_id in choice.get("token_ids") or ()]
-    message = {"content": "".join(choice["delta"].get("content") or "" for choice in choices)}
-    (read,) = [chunk["prompt_token_ids"] for chunk in chunks if chunk.get("prompt_token_ids")]
-    return {"choices": [choices[-1] | {"token_ids": ids, "message": message}], "prompt_token_ids": read}
-
-
 @pytest.mark.parametrize("seed", [None, 5], ids=["the same base", "another base"])
 def test_conversations_go_on_with_their_adapter_over_an_update_of_the_base(
     real: RealFleet, client: VLLMClient, tmp_path: Path, seed: int | None
@@ -246,7 +236,7 @@ def test_conversations_go_on_with_their_adapter_over_an_update_of_the_base(
         served = sender.push(base_and(0.0)[0])  # a canary before it, which engines that stand still would not answer
         with ThreadPoolExecutor(3) as pool:
             with gathered(real, 2):
-                running = [pool.submit(conversation, real, "run-v1"), pool.submit(streamed, real, "run-v1")]
+                running = [pool.submit(conversation, real, "run-v1") for _ in range(2)]
             with standing_amid(real):
                 pushing = pool.submit(sender.push, base, in_flight="abort")
                 client.load_lora_adapter("run-v2", str(adapter(tmp_path / "v2", -SCALE)))

@@ -64,7 +64,7 @@ class Submission:
                     await self._ack()
 
     async def cancel(self, groups: list[int] | None = None) -> None:
-        """End groups that run or are suspended; all unless named. Completions that ended before still come."""
+        """End groups that run; all unless named. Completions that ended before still come."""
         body = {} if groups is None else {"groups": groups}
         await self._http.call("DELETE", self._path, body, timeout_s=_CALL_TIMEOUT_S)
 

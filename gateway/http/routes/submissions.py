@@ -57,7 +57,7 @@ class SubmissionRoutes:
         return await self._stream(request, submission, submission.acked if given is None else int(given))
 
     async def _cancel(self, request: web.Request) -> web.Response:
-        """End groups that run or are suspended; samples that ended before stay readable."""
+        """End groups that run; samples that ended before stay readable."""
         submission = self._found(request)
         groups = await _groups(request, submission)
         await self.submissions.cancel(submission, groups, "its client cancelled it")

@@ -20,8 +20,10 @@ _FROM_SEED_TO_SEED = 7_368_787
 
 
 class Standby:
-    """Owns the sleeping engine of one replica, and the task that starts it. `index` is as for `EngineServer`; `starting`
-    is the server of a standby that has yet to sleep."""
+    """Owns the sleeping engine of one replica, and the task that starts it. `index` is as for `EngineServer`.
+
+    starting: the server of a standby that does not sleep yet; None where none starts.
+    """
 
     def __init__(self, index: int) -> None:
         self._index = index

@@ -337,6 +337,6 @@ def test_a_shared_gpu_needs_room_for_all_who_share_it(levers: dict[str, Any], co
 
 @pytest.mark.usefixtures("cuda_build")
 def test_the_backend_of_weight_transfer_is_that_of_the_command() -> None:
-    of_vllm = [{}, {"device": "cpu"}, {"extra": {"weight_transfer_config": {"backend": "ipc"}}}]
+    of_vllm: list[dict[str, Any]] = [{}, {"device": "cpu"}, {"extra": {"weight_transfer_config": {"backend": "ipc"}}}]
     assert [transfer_backend(command(**levers)) for levers in of_vllm] == ["nccl", "gloo", "ipc"]
     assert transfer_backend(command(kind="sim")) == ""

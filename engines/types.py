@@ -102,6 +102,7 @@ class ReplicaInfo:
     max_model_len: None if the engine does not report it.
     has_tee: True if the engine digests received weights and can copy them into the weight store.
     has_plugin: True for an SGLang of others whose workers run our plugin.
+    transport: the backend of weight transfer that it was started with; "" where it has to be asked.
     reload_reason: why an update is a slower reload by the engine; "" if it is loaded in place, or unknown.
     gpus: UUIDs of its GPUs, if the driver reports them.
     key: bearer key of `url` if that is a forwarder's, for an engine on another node than the gateway.
@@ -127,6 +128,7 @@ class ReplicaInfo:
     streams: bool = False
     has_tee: bool = False
     has_plugin: bool = False
+    transport: str = ""
     reload_reason: str = ""
     node: str = ""
     gpu_ids: tuple[int, ...] = ()

@@ -23,7 +23,7 @@ from engines.inside_vllm.plugin import STANDBY
 from engines.model_folder import is_quantised, model_folder
 from engines.process.diagnosis import diagnose, last_error
 from engines.process.engine_log import Phases, check_log_folder, doing, forget_old_logs, measured_kv_memory
-from engines.process.launch import VLLM_WORKER, engine_command, gpus_per_replica
+from engines.process.launch import VLLM_WORKER, engine_command, gpus_per_replica, transfer_backend
 from engines.process.port import HeldPort
 from engines.process.process import Command, EngineProcess
 from engines.types import Dialect, EngineKind, ReplicaInfo, TensorMeta
@@ -72,6 +72,7 @@ class EngineServer:
         self._is_dead = False
         self._starts = 0
         self._described: ReplicaInfo | None = None
+        self._transport = ""
         self.sleeps, self._is_lean = False, False
         self.phases = Phases("importing")
         self._kv_memory: int | None = None
@@ -211,7 +212,7 @@ class EngineServer:
         self._starts += 1
         command = await asyncio.to_thread(engine_command, config, port=port, index=index)
         has_tee = config.kind is EngineKind.SIM or VLLM_WORKER in command.argv
-        command = replace(command, hidden=self._hidden)
+        command, self._transport = replace(command, hidden=self._hidden), transfer_backend(command)
         self._process = process = self._new_process(command, log_path, config.stop_timeout_s)
         self._engine = engine = connect(config.kind, self._replica_id, f"http://127.0.0.1:{port}", has_tee=has_tee)
         try:
@@ -308,6 +309,7 @@ class EngineServer:
             dialect=Dialect.SGLANG if self._config.kind is EngineKind.SGLANG else Dialect.VLLM,
             streams=streams_coarsely(self._config),
             has_tee=updates.has_tee,
+            transport=self._transport,
             reload_reason=updates.obstacle,
             pid=process.engine_pid,
             started=time.time(),

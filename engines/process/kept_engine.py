@@ -81,8 +81,10 @@ class KeptEngine:
 
     @property
     def phases(self) -> tuple[Phase, ...]:
-        """Those of a start that goes on; () where none does."""
-        return self._server.phases.told() if self._is_starting and isinstance(self._server, EngineServer) else ()
+        """Those of a start that goes on, also of a standby that is waited for; () where none does."""
+        starting = self.standby.starting if self.standby is not None else None
+        server = starting or self._server
+        return server.phases.told() if self._is_starting and isinstance(server, EngineServer) else ()
 
     async def check(self) -> None:
         """Raise if the engine does not serve, unless it is being started again, or if its reader has ended."""
@@ -115,10 +117,11 @@ class KeptEngine:
         restarted = -_APART_S
         while isinstance(self._server, EngineServer):
             await self._server.ended()
+            self._is_starting = True  # while a standby that starts is waited for, Serve shall not end both
             standby = await self.standby.take() if self.standby is not None else None
             if standby is None and time.monotonic() < restarted + _APART_S:
+                self._is_starting = False
                 return
-            self._is_starting = True
             log.warning("the engine has ended, and another follows", replica=self.info.replica_id)
             ended, self._server = self._server, standby or self._server
             await ended.stop()

@@ -37,6 +37,7 @@ _OF_CPUS = (
     "vllm.model_executor.layers.quantization.online.base",
     "vllm.v1.worker.cpu_worker",
 )
+_TRANSFER = "--weight-transfer-config"
 _SPANS = "engines.inside_vllm.spans.VersionSpans"
 
 _SGLANG_ENTRY = Path(__file__).resolve().parents[1] / "inside_sglang" / "entry"
@@ -96,6 +97,13 @@ def gpus_per_replica(config: EngineConfig) -> int:
         return 0
     may_be_cpu = config.device == "auto" and config.kind is EngineKind.VLLM
     return 0 if may_be_cpu and _installed_vllm(interpreter_of(config)).is_cpu_build else config.world_size
+
+
+def transfer_backend(command: Command) -> str:
+    """Return the backend of weight transfer that a vLLM starts with; "" for other engines."""
+    if _TRANSFER not in command.argv:
+        return ""
+    return str(json.loads(command.argv[command.argv.index(_TRANSFER) + 1]).get("backend", ""))
 
 
 def _sglang_command(config: EngineConfig, port: int, seed: int) -> Command:

@@ -20,11 +20,15 @@ _FROM_SEED_TO_SEED = 7_368_787
 
 
 class Standby:
-    """Owns the sleeping engine of one replica, and the task that starts it. `index` is as for `EngineServer`."""
+    """Owns the sleeping engine of one replica, and the task that starts it. `index` is as for `EngineServer`.
+
+    starting: the server of a standby that does not sleep yet; None where none starts.
+    """
 
     def __init__(self, index: int) -> None:
         self._index = index
         self._ready: EngineServer | None = None
+        self.starting: EngineServer | None = None
         self._has_started = asyncio.Event()
         self._has_started.set()
         self._task: asyncio.Task[None] | None = None
@@ -72,9 +76,10 @@ class Standby:
                 log.warning("there is no standby", reason=str(error))
                 return
             try:
+                self.starting = server
                 await server.start()
                 await server.sleep()
-                self._ready, since = server, time.monotonic()
+                self.starting, self._ready, since = None, server, time.monotonic()
                 self._has_started.set()
                 await server.ended()
                 log.warning("a standby has ended")
@@ -83,6 +88,7 @@ class Standby:
             except (ConfigError, EngineError, DeadlineExceeded) as error:
                 log.warning("a standby did not start", reason=str(error))
             finally:
+                self.starting = None
                 was_taken = server.sleeps and self._ready is not server
                 if not was_taken:
                     self._ready = None

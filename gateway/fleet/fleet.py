@@ -397,8 +397,10 @@ class Fleet:
     def _leave_rests_to_standby(self, lost: Replica) -> None:
         """Where a standby follows a lost engine, have the others leave most of its rollouts to it, while it wakes."""
         if self.models.groups[lost.info.group].standby and not lost.is_leaving:
-            for replica in self.serving(lost.info.model):
-                replica.prompts.leave_rests()
+            others = self.serving(lost.info.model)
+            share = sum(len(replica.prompts) for replica in (lost, *others)) / (1 + len(others))
+            for replica in others:
+                replica.prompts.leave_rests(share)
             asyncio.get_running_loop().call_later(_WAKES_WITHIN_S, self._take_rests, lost.info.model)
 
     def _take_rests(self, model: str) -> None:

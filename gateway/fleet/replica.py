@@ -67,6 +67,9 @@ class Prompts:
         self._in_flight: dict[int, Work] = {}
         self._unread: dict[int, tuple[int, Callable[[], None]]] = {}
 
+    def __len__(self) -> int:
+        return len(self._in_flight)
+
     @property
     def longest(self) -> int:
         return max((rollout.prompt_tokens for rollout in self._in_flight.values()), default=0)
@@ -79,9 +82,10 @@ class Prompts:
         has_time = self.unread < _READ_AT_ONCE or len(self._unread) == len(self._in_flight)
         return has_time and len(self._in_flight) < self._most
 
-    def leave_rests(self) -> None:
-        """Add few rests to those in flight, until `take_rests`: they are for a standby that wakes."""
-        self._most = (1 + _SHARE_BESIDE_STANDBY) * len(self._in_flight)
+    def leave_rests(self, share: float) -> None:
+        """Add few rests to those in flight, until `take_rests`: they are for a standby that wakes. With less than its
+        `share` of all rollouts an engine would have nothing to do meanwhile."""
+        self._most = max(share, (1 + _SHARE_BESIDE_STANDBY) * len(self._in_flight))
 
     def take_rests(self) -> None:
         self._most = math.inf

@@ -58,9 +58,14 @@ class TransferGroup:
 async def transport_of(replica: Replica, timeout_s: float) -> str:
     """Return the name of the engine's weight transfer backend.
 
+    A vLLM of ours is not asked: its first answer takes seconds, in which it looks at the whole machine, and an engine
+    that dies meanwhile would fail the trainer's call.
+
     Raise `EngineError` or `DeadlineExceeded` where the engine does not answer: with a guess the trainer could form
     another group than its calls find later.
     """
+    if replica.info.transport:
+        return replica.info.transport
     try:
         info = await replica.engine.ask("GET", "/server_info?config_format=json", None, timeout_s)
         return str(info["vllm_config"]["weight_transfer_config"]["backend"])

@@ -148,7 +148,9 @@ class GroupTransport:
                 f"the engines behind {self._client.url} receive weights over {backend!r}, which WeightSender does "
                 "not support: start them with gloo or nccl, or use transport='store'"
             )
-        return cast(Backend, backend)
+        # Not asked again: after each death of a replica a vLLM that is new would take seconds for its first answer.
+        self._backend = cast(Backend, backend)
+        return self._backend
 
     def _beside(self, channel: Channel, call: Callable[[], None], collective: Callable[[], None]) -> None:
         """Call the gateway, and take part in the collective on another thread. The failure of either ends the other.

@@ -112,7 +112,9 @@ def control_url(details: Mapping[str, Any]) -> str:
 
 
 def unknown_application(name: str) -> RolloutGatewayError:
-    return RolloutGatewayError(f"Serve knows no application {name}; start it with: rollout-gateway up -c FILE")
+    others = ", ".join(f"--name {other}" for other in serve_api(name).details()["applications"])
+    remedy = f"it has {others}" if others else "start it with: rollout-gateway up -c FILE"
+    return RolloutGatewayError(f"Serve knows no application {name}; {remedy}")
 
 
 def _configured_url(application: Mapping[str, Any]) -> str:

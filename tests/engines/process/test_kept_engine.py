@@ -136,7 +136,13 @@ async def test_a_standby_that_starts_is_waited_for(new_kept: NewKept) -> None:
     async with asyncio.timeout(SOON_S):
         while len(logs := set(folder.glob("*.log"))) < 2:
             await asyncio.sleep(0.02)
-    successor = await kept.successor_of(signal.SIGKILL)
+    waited = asyncio.create_task(kept.successor_of(signal.SIGKILL))
+    async with asyncio.timeout(SOON_S):
+        while not kept.engine.phases:
+            await asyncio.sleep(0.02)
+    await kept.engine.check()  # or Serve would end the replica with the standby
+    assert kept.engine.phases[0][1] > kept.served[0].started, "the phases are those of the standby"
+    successor = await waited
     assert Path(successor.log_path) in logs - {Path(kept.served[0].log_path)}
 
 

@@ -13,7 +13,7 @@ from engines.config import EngineConfig
 from engines.errors import ConfigError
 from engines.levers import LEVERS as LEVERS_TABLE
 from engines.process.interpreter import Interpreter, interpreter_of
-from engines.process.launch import engine_command, gpus_per_replica, gpus_to_reserve
+from engines.process.launch import engine_command, gpus_per_replica, gpus_to_reserve, transfer_backend
 from engines.process.process import Command
 from tests.rigs.engines import real_sglang
 
@@ -333,3 +333,10 @@ def test_sglang_shares_nccls_settings_with_trainers(monkeypatch: pytest.MonkeyPa
 def test_a_shared_gpu_needs_room_for_all_who_share_it(levers: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ValidationError, match=complaint):
         config(**levers)
+
+
+@pytest.mark.usefixtures("cuda_build")
+def test_the_backend_of_weight_transfer_is_that_of_the_command() -> None:
+    of_vllm: list[dict[str, Any]] = [{}, {"device": "cpu"}, {"extra": {"weight_transfer_config": {"backend": "ipc"}}}]
+    assert [transfer_backend(command(**levers)) for levers in of_vllm] == ["nccl", "gloo", "ipc"]
+    assert transfer_backend(command(kind="sim")) == ""

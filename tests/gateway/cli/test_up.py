@@ -304,6 +304,7 @@ def test_logs_prints_the_ends_of_the_engines_logs_and_the_events(shell: Shell, s
     serve.events = [{"at": 1.0, "subject": "engine-lost", "text": "SERVING -> LOST: it ended"}]
     assert "Serve knows no application" in shell.run("logs").stderr
     shell.run("up", "-c", "sim.yaml", f"engine.log_dir={folder}")
+    assert f"Serve knows no application other; it has --name {NAME}" in shell.run("logs", "--name", "other").stderr
     done = shell.run("logs", "-n", "2")
     assert done.returncode == 0, done.stderr
     assert "line 48\nline 49\n" in done.stdout

@@ -71,6 +71,24 @@ async def test_others_leave_the_rollouts_of_a_lost_engine_to_its_standby_for_som
     await until(lambda: other.prompts.may_add)
 
 
+async def test_an_idle_engine_takes_its_share_of_the_rollouts_that_are_left_to_a_standby(
+    start_rig: StartRig, tmp_path: Path
+) -> None:
+    engine = {"kind": "sim", "model": "sim", "num_replicas": 2, "standby": 1}
+    rig = await start_rig(engine=engine, weights={"store": str(tmp_path)})
+    victim, other = rig.fleet.replicas
+    lost = [Rollout(request_id=f"lost-{number}", model="sim", n=1, tokens=1) for number in range(8)]
+    for rollout in lost:
+        victim.prompts.begin(rollout)
+    await rig.replicas[0].kill()
+    await until(lambda: victim.state is ReplicaState.LOST)
+    taken = 0
+    while other.prompts.may_add:
+        other.prompts.begin(lost[taken])
+        taken += 1
+    assert taken == 4
+
+
 async def test_an_engine_that_tells_its_start_is_discovered_at_once(start_rig: StartRig) -> None:
     rig = await start_rig(num_replicas=1, fleet=FAST_WATCH | {"discover_interval_s": 60.0})
     await rig.replicas[0].kill()

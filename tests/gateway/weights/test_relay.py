@@ -20,7 +20,6 @@ from engines.store.manifest import check_bytes
 from engines.store.weight_store import RELAY, WeightStore
 from engines.transfer.gloo import WeightGroup, send
 from engines.types import Dialect
-from gateway.weights import coordinator
 from gateway.weights import relay_process as relay
 from gateway.weights.snapshots import Snapshots
 from tests.rigs.forked_relay import ForkedRelay
@@ -372,19 +371,14 @@ async def test_a_disk_that_fills_up_in_the_transfer_is_named_with_the_remedy(
 )
 async def test_auto_is_the_relay_where_it_can_receive_for_more_than_one_replica(
     start: StartRig,
-    monkeypatch: pytest.MonkeyPatch,
     weights: Json,
     dialect: Dialect,
     num_replicas: int,
     world_size: int,
 ) -> None:
-    async def gloo(*_: object) -> str:
-        return "gloo"
-
-    monkeypatch.setattr(coordinator, "transport_of", gloo)
     rig = await start(num_replicas, **{"relay": "auto"} | weights)
     for replica in rig.fleet.replicas:
-        replica.info = replace(replica.info, dialect=dialect)
+        replica.info = replace(replica.info, dialect=dialect, transport="gloo")
     assert await rig.get("/get_world_size") == (200, {"world_size": world_size})
     told = (await rig.get("/server_info?config_format=json"))[1]["vllm_config"]["weight_transfer_config"]
     assert told == {"backend": "gloo" if (num_replicas, world_size) == (2, 1) else "sim"}

@@ -118,6 +118,7 @@ def test_a_group_that_a_replica_left_is_formed_anew_before_anything_is_touched(
     gateway.answers["/start_weight_update"] = lambda _: next(answers)
     assert sender.push(model()) == 7
     assert gateway.calls.count("/init_weight_transfer_engine") == 2
+    assert gateway.calls.count("/server_info") == 1
 
 
 @pytest.mark.parametrize("route", ["/init_weight_transfer_engine", "/update_weights"])

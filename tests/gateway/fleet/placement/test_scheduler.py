@@ -230,7 +230,7 @@ async def test_rests_are_left_to_a_standby_that_wakes_and_other_rollouts_are_pla
     for number in range(8):
         await played.submit(f"own-{number}")
     (replica,) = played.fleet.replicas
-    replica.prompts.leave_rests()
+    replica.prompts.leave_rests(4)
     for number in range(5):
         await played.submit(f"rest-{number}", **rest(10))
     await played.submit("new")

@@ -121,11 +121,6 @@ class SimReplica:
         """From now on this tensor arrives with a wrong byte."""
         self._server.worker.damage(tensor)
 
-    def heal(self) -> None:
-        """From now on it takes updates as it should."""
-        self._server.corrupt_after = None
-        self._server.corrupt_loads = False
-
     def hurry(self) -> None:
         """From now on its tokens take no time. Ends a stall."""
         self.scheduler.config = self.scheduler.config.model_copy(update={"decode_step_s": 0.0})

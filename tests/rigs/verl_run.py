@@ -135,6 +135,14 @@ class Run:
             assert time.monotonic() < self._deadline, self.last_words()
             time.sleep(0.1)
 
+    def to_end(self, *, steps: int = 1) -> list[dict[str, Any]]:
+        """The metrics of all steps, at least so many, once it has ended well."""
+        try:
+            assert self.wait() == 0, self.last_words()
+        finally:
+            self.end()
+        return self.steps(steps)
+
     def wait(self) -> int:
         return self._process.wait(self._deadline - time.monotonic())
 

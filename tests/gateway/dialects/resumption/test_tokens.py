@@ -152,7 +152,7 @@ async def test_a_conversation_that_cannot_go_on_is_made_again(
 async def test_a_stream_that_cannot_go_on_ends_with_what_it_has_told(start_rig: StartRig) -> None:
     rig = await started(start_rig)
     running = [
-        asyncio.create_task(rig.stream(CHAT, chat_body(stop=["never"]))),
+        asyncio.create_task(rig.stream(CHAT, chat_body())),
         asyncio.create_task(rig.stream(COMPLETIONS, BODY | {"stop": ["never"]})),
     ]
     await rig.begun(2)

@@ -28,6 +28,7 @@ from sim.dialect import Limits
 from sim.faults import Faults
 from sim.scheduler import SimScheduler
 from sim.server import SimServer
+from tests.rigs.calls import until
 from tests.rigs.readers import client
 
 STORED = {"w": [4, 4], "b": [4]}
@@ -120,11 +121,6 @@ class SimReplica:
     def damage(self, tensor: str) -> None:
         """From now on this tensor arrives with a wrong byte."""
         self._server.worker.damage(tensor)
-
-    def heal(self) -> None:
-        """From now on it takes updates as it should."""
-        self._server.corrupt_after = None
-        self._server.corrupt_loads = False
 
     def hurry(self) -> None:
         """From now on its tokens take no time. Ends a stall."""
@@ -345,24 +341,18 @@ class Rig:
 
     async def in_line(self, count: int = 1) -> None:
         """Returns when so many rollouts wait for a replica."""
-        async with asyncio.timeout(20):
-            while (await self.get("/status"))[1]["queue_length"] < count:
-                await asyncio.sleep(0.01)
+        await until(lambda: self.get("/status"), lambda got: got[1]["queue_length"] >= count)
 
     async def until(self, states: dict[str, str], timeout_s: float = 20.0) -> None:
         """Returns when the replicas are in these states."""
-        async with asyncio.timeout(timeout_s):
-            while await self.states() != states:
-                await asyncio.sleep(0.02)
+        await until(self.states, lambda found: found == states, timeout_s)
 
     async def begun(self, samples: int = 1, tokens: int = 6) -> None:
         """Returns when so many samples have this many tokens each and get no more until `hurry`, so that what a test
         does to them meets them in flight however long it takes. Stalls the engines."""
         for replica in self.replicas:
             replica.scheduler.stall(after=tokens)
-        async with asyncio.timeout(20):
-            while sum(len(replica.scheduler.stalled) for replica in self.replicas) < samples:
-                await asyncio.sleep(0.01)
+        await until(lambda: sum(len(replica.scheduler.stalled) for replica in self.replicas) >= samples)
         for _ in range(_ROUNDS):  # engines and gateway share this loop: chunks that were written are read
             await asyncio.sleep(_KERNEL_S / _ROUNDS)
 

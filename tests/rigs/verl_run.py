@@ -12,15 +12,11 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from engines.process.port import free_port
-from tests.material.vllm_plugin import python_path
-from tests.rigs.engines.engine_brake import VllmBrake
 from tests.rigs.shell import NAME
-from tests.rigs.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 BIN = ROOT / ".venv" / "bin"
@@ -43,41 +39,9 @@ class RealFleet:
         with urllib.request.urlopen(self.url + path, timeout=ASK_TIMEOUT_S) as response:
             return json.load(response)
 
-    def stand_still(self) -> None:
-        """Hold the engines behind the gateway's back, so that requests come in and none begins."""
-        for brake, _ in self._brakes():
-            brake.pause()
-
-    def until_in_flight(self, samples: int) -> None:
-        """Returns when so many samples have been placed on replicas."""
-        wait_until(lambda: sum(in_flight for _, in_flight in self._brakes()) >= samples, UP_TIMEOUT_S)
-
-    def go_on_to(self, tokens: int) -> None:
-        """Have the samples that were placed begin. The engines stand still again, by themselves, where each sample has
-        so many tokens, which no pause from outside can promise on a busy machine."""
-        busy = [(brake, in_flight) for brake, in_flight in self._brakes() if in_flight]
-        for brake, in_flight in busy:
-            brake.halt_at(in_flight, tokens)
-        for brake, _ in busy:
-            brake.resume()
-        for brake, _ in busy:
-            wait_until(brake.is_paused, UP_TIMEOUT_S)
-
-    def _brakes(self) -> list[tuple[VllmBrake, int]]:
-        """Of each replica, with its samples in flight."""
-        replicas = self.ask("/status")["replicas"]
-        return [(VllmBrake(partial(_call, one["url"])), one["samples_in_flight"]) for one in replicas]
-
-
-def _call(url: str, path: str, body: Any) -> tuple[int, Any]:
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url + path, data, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=ASK_TIMEOUT_S) as response:
-        return response.status, json.loads(response.read() or "null")
-
 
 def _settings(folder: Path) -> list[str]:
-    # An engine that `stand_still` holds, or that is slow on a busy machine, is no dead one.
+    # An engine that is slow on a busy machine is no dead one.
     patient = [f"fleet.stalled_after_s={UP_TIMEOUT_S:g}", f"fleet.probe_timeout_s={ASK_TIMEOUT_S:g}"]
     folders = [f"engine.log_dir={folder / 'engines'}", f"weights.store={folder / 'store'}"]
     return [*folders, f"gateway.ledger={folder / 'ledger'}", *patient, "fleet.lost_after_s=2"]
@@ -85,13 +49,12 @@ def _settings(folder: Path) -> list[str]:
 
 @contextmanager
 def fleet(folder: Path) -> Iterator[RealFleet]:
-    """Two vLLM replicas of the tiny model behind a gateway. They can halt, see `tests/rigs/engines/halting.py`."""
-    halting = python_path(folder, "halting", "tests.rigs.engines.halting:install")
+    """Two vLLM replicas of the tiny model behind a gateway."""
     command = [str(BIN / "python"), "-m", "loadtests.fleet", "-c", "examples/tiny-cpu.yaml", "gateway.port=0"]
     with (
         (folder / "gateway.log").open("w") as log,
         subprocess.Popen(
-            [*command, *_settings(folder), f"engine.env.PYTHONPATH={halting}"],
+            [*command, *_settings(folder)],
             cwd=ROOT,
             stdin=-1,
             stdout=-1,
@@ -171,6 +134,14 @@ class Run:
             assert self._process.poll() is None, self.last_words()
             assert time.monotonic() < self._deadline, self.last_words()
             time.sleep(0.1)
+
+    def to_end(self, *, steps: int = 1) -> list[dict[str, Any]]:
+        """The metrics of all steps, at least so many, once it has ended well."""
+        try:
+            assert self.wait() == 0, self.last_words()
+        finally:
+            self.end()
+        return self.steps(steps)
 
     def wait(self) -> int:
         return self._process.wait(self._deadline - time.monotonic())

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from engines.errors import DeadlineExceeded, InvalidRequest, WeightUpdateConflict
+from engines.errors import InvalidRequest, WeightUpdateConflict
 from tests.rigs.rig import Rig, StartRig
 from trainer_client import BlockingRolloutClient, BlockingSessionGroups, SamplingParams
 from trainer_client.sessions.calls import OpenSession
@@ -46,17 +46,10 @@ async def test_rollouts_are_gathered_and_iterated(rig: Rig) -> None:
     assert not client_threads()
 
 
-async def test_errors_reach_the_caller(start_rig: StartRig) -> None:
-    rig = await start_rig(sim={"decode_step_s": 0.05})
-
+async def test_errors_reach_the_caller(rig: Rig) -> None:
     def work() -> None:
-        with BlockingRolloutClient(rig.url) as client:
-            with pytest.raises(InvalidRequest, match="prompts is empty"):
-                client.generate([], TOKENS)
-            with pytest.raises(DeadlineExceeded, match=r"timeout_s = 0\.2"):
-                list(client.generate(PROMPTS, LONG, timeout_s=0.2))
-            with pytest.raises(WeightUpdateConflict, match="no transfer group"):
-                client.start_weight_update(timeout_s=SOON_S)
+        with BlockingRolloutClient(rig.url) as client, pytest.raises(WeightUpdateConflict, match="no transfer group"):
+            client.start_weight_update(timeout_s=SOON_S)
         client.close()  # again, without harm
 
     await asyncio.to_thread(work)

@@ -20,7 +20,6 @@ from engines.errors import (
     RolloutGatewayError,
 )
 from engines.process.port import free_port
-from engines.types import PauseMode
 from gateway.api import error_body
 from tests.rigs.calls import until
 from tests.rigs.rig import MAX_MODEL_LEN, Rig, StartRig
@@ -230,16 +229,6 @@ async def test_prompts_of_a_wrong_form_are_refused_before_anything_is_sent(clien
     with pytest.raises(InvalidRequest, match="prompts") as refused:
         client.generate(prompts, TOKENS)
     assert refused.value.param == "prompts"
-
-
-async def test_a_pause_holds_rollouts_back_until_the_resume(client: RolloutClient) -> None:
-    await client.pause(PauseMode.KEEP)
-    assert (await client.status())["paused"]
-    batch = client.generate(PROMPTS, TOKENS)
-    await asyncio.sleep(0.1)
-    assert not batch.is_done
-    await client.resume()
-    assert len(await batch.gather()) == 3
 
 
 async def test_a_wait_that_runs_out_says_which_and_how_long(start_rig: StartRig) -> None:

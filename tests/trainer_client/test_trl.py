@@ -38,18 +38,6 @@ def model() -> torch.nn.Module:
 
 
 @pytest.mark.usefixtures("installed")
-def test_every_engine_holds_the_trainers_weights_after_an_update(gateway: PlayedGateway) -> None:
-    client, trained = client_of(gateway), model()
-    client.init_communicator("cpu")
-    client.update_model_params(trained)
-    assert client.weight_version == 7
-    for received in gateway.received:
-        assert received.keys() == dict(trained.named_parameters()).keys()
-        assert all(torch.equal(received[name], weight) for name, weight in trained.named_parameters())
-    client.close_communicator()
-
-
-@pytest.mark.usefixtures("installed")
 def test_a_refused_update_ends_the_broadcast_at_once_with_the_reason(gateway: PlayedGateway) -> None:
     client, began = client_of(gateway), time.monotonic()
     client.init_communicator("cpu")

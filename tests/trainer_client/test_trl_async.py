@@ -40,13 +40,6 @@ def ends(*lengths: int) -> torch.Tensor:
     return torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
 
 
-def test_each_sequence_of_a_row_sees_itself_alone() -> None:
-    first, second = drawn(5), drawn(3)
-    query, key, value = (torch.cat(pair) for pair in zip(first, second, strict=True))
-    found = attention(query, key, value, ends(5, 3), ends(5, 3), 5, 5)
-    assert torch.allclose(found, torch.cat([attended(*first), attended(*second)]), atol=1e-6)
-
-
 def test_a_branch_sees_the_whole_path_that_leads_to_it() -> None:
     query, key, value = drawn(6)
     whole = attended(query, key, value)

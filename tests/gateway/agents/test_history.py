@@ -17,6 +17,7 @@ from tests.rigs.templated import ROOM, Templated, chat_template, tokenizer
 
 Json = dict[str, Any]
 END = "<|im_end|>"
+QWEN3 = chat_template("qwen3")
 OPENING = "<|im_start|>assistant\n"
 USER: Json = {"role": "user", "content": "What is here?"}
 SYSTEM: Json = {"role": "system", "content": "You are a coder."}
@@ -59,9 +60,8 @@ def end_of(prompt: list[int], token_ids: list[int], finish: str = "stop", stop: 
 class Session:
     """A session of an agent on a model whose answers a test scripts."""
 
-    def __init__(self, family: str = "qwen3") -> None:
-        template = chat_template(family)
-        self.rendering = Templated.of(template, tokenizer(template))
+    def __init__(self, template: str = QWEN3, *bos: str) -> None:
+        self.rendering = Templated.of(template, tokenizer(template, *bos))
         self.tails = Tails(self.rendering)
         self.ids: dict[int, array[int]] = {}
         self.history = History(lambda call: self.ids[call])

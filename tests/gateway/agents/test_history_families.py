@@ -1,15 +1,14 @@
 """Which models' templates let a turn begin with the ids before it, and what is told of the others."""
 
 from array import array
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from gateway.agents.history import History, Prompt
-from gateway.agents.tails import Tails
 from gateway.agents.turn import Turn, chat_request
-from tests.gateway.agents.test_history import end_of
-from tests.rigs.templated import Templated, chat_template, tokenizer
+from tests.gateway.agents.test_history import Session, end_of
+from tests.rigs.templated import chat_template
 
 Json = dict[str, Any]
 SYSTEM: Json = {"role": "system", "content": "You are a coder."}
@@ -49,36 +48,21 @@ FLAGGED = """
 {% if not flags.thinks %}<think></think>{% endif %}"""
 
 
-class Told:
-    """The prompt of a turn after an answer, and what the template would have made of it."""
-
-    def __init__(self, rendering: Templated, before: Prompt, sampled: str) -> None:
-        self.rendering = rendering
-        self.token_ids = rendering.encoded(sampled)
-        self.whole = array("i", before.token_ids + self.token_ids)
-        self.history = History(lambda call: self.whole)
-        self.end = end_of(before.token_ids, self.token_ids)
-
-    async def after(self, turn: Turn, answer: Json, *new: Json) -> str:
-        """Return the text after the sampled ids, or the reason why the turn is a root."""
-        self.history.add(0, self.history.digest(turn, answer), self.end)
-        following = Turn(model="m", messages=[*turn.messages, answer, *new], tools=turn.tools)
-        prompt = await self.history.prompt(following, Tails(self.rendering))
-        assert prompt is not None
-        if prompt.parent is None:
-            assert self.rendering.decoded(prompt.token_ids) == self.rendering.text(chat_request(following))
-            return str(prompt.root_reason)
-        assert prompt.token_ids[: len(self.whole)] == self.whole.tolist()
-        rest = self.rendering.decoded(prompt.token_ids[len(self.whole) :])
-        assert self.rendering.text(chat_request(following)).endswith(rest)
-        return rest
-
-
 async def told(template: str, sampled: str, turn: Turn, answer: Json, *new: Json) -> str:
-    rendering = Templated.of(template, tokenizer(template, "<s>"))
-    before = await History(lambda call: array("i")).prompt(turn, Tails(rendering))
-    assert before is not None
-    return await Told(rendering, before, sampled).after(turn, answer, *new)
+    """Return the text after the sampled ids, or the reason why the turn after the answer is a root."""
+    session = Session(template, "<s>")
+    before = await session.prompt(turn)
+    token_ids = session.rendering.encoded(sampled)
+    session.ids[0] = array("i", before.token_ids + token_ids)
+    session.history.add(0, session.history.digest(turn, answer), end_of(before.token_ids, token_ids))
+    following = replace(turn, messages=[*turn.messages, answer, *new])
+    prompt, whole = await session.prompt(following), session.rendering.text(chat_request(following))
+    if prompt.parent is None:
+        assert session.rendering.decoded(prompt.token_ids) == whole
+        return str(prompt.root_reason)
+    rest = session.rest(prompt)
+    assert whole.endswith(rest)
+    return rest
 
 
 @pytest.mark.parametrize(
@@ -132,7 +116,6 @@ async def test_the_result_of_a_tool_follows_a_call_in_any_words(family: str, sam
     ("family", "end", "rest"),
     [
         ("qwen2_5", IM_END, "\n<|im_start|>user\nAnd more?<|im_end|>\n<|im_start|>assistant\n"),
-        ("qwen3", IM_END, "\n<|im_start|>user\nAnd more?<|im_end|>\n<|im_start|>assistant\n"),
         ("qwen3_6", IM_END, "\n<|im_start|>user\nAnd more?<|im_end|>\n<|im_start|>assistant\n<think>\n"),
         ("qwen3_8", IM_END, "\n<|im_start|>user\nAnd more?<|im_end|>\n<|im_start|>assistant\n<think>\n"),
         ("glm4moe", "<|user|>", "\nAnd more?<|assistant|>"),
@@ -151,34 +134,31 @@ async def test_a_user_follows_an_answer(family: str, end: str, rest: str) -> Non
     assert await told(chat_template(family), f"<think>Hm.</think>Two files.{end}", turn, SAID, GO_ON) == rest
 
 
-async def test_a_template_that_moves_the_tools_begins_a_new_root() -> None:
-    turn = Turn(model="m", messages=[USER], tools=[TOOL])
-    assert await told(TOOLS_LAST, f"Hm. Two files.{IM_END}", turn, SAID, GO_ON) == "template"
-
-
-async def test_a_template_that_puts_system_messages_first_begins_a_new_root() -> None:
-    turn, reminder = Turn(model="m", messages=[SYSTEM, USER]), SYSTEM | {"content": "Be brief."}
-    sampled = f"Hm. Two files.{IM_END}"
-    assert await told(SYSTEM_FIRST, sampled, turn, SAID, reminder, GO_ON) == "template"
-    assert await told(SYSTEM_FIRST, sampled, turn, SAID, GO_ON) == "<|user|>And more?<|assistant|>"
+REMINDER = SYSTEM | {"content": "Be brief."}
+QUIET = "Say. /no_think"
 
 
 @pytest.mark.parametrize(
-    ("before", "new", "rest"),
+    ("template", "before", "new", "rest"),
     [
-        (USER, GO_ON, "\n<|im_start|>user\nAnd more?<|im_end|>\n<|im_start|>assistant\n"),
+        (TOOLS_LAST, [USER], [GO_ON], "template"),
+        (SYSTEM_FIRST, [SYSTEM, USER], [REMINDER, GO_ON], "template"),
+        (SYSTEM_FIRST, [SYSTEM, USER], [GO_ON], "<|user|>And more?<|assistant|>"),
+        (FLAGGED, [USER], [GO_ON], "\n<|im_start|>user\nAnd more?<|im_end|>\n<|im_start|>assistant\n"),
         (
-            USER,
-            GO_ON | {"content": "Say. /no_think"},
-            "\n<|im_start|>user\nSay. /no_think<|im_end|>\n<|im_start|>assistant\n<think></think>",
+            FLAGGED,
+            [USER],
+            [GO_ON | {"content": QUIET}],
+            f"\n<|im_start|>user\n{QUIET}<|im_end|>\n<|im_start|>assistant\n<think></think>",
         ),
-        (USER | {"content": "Say. /no_think"}, GO_ON, "template"),
+        (FLAGGED, [USER | {"content": QUIET}], [GO_ON], "template"),
     ],
-    ids=["none", "in the new message", "in an old message"],
 )
-async def test_an_opening_that_older_messages_decide_begins_a_new_root(before: Json, new: Json, rest: str) -> None:
-    turn = Turn(model="m", messages=[before])
-    assert await told(FLAGGED, f"Hm. Two files.{IM_END}", turn, SAID, new) == rest
+async def test_a_template_that_writes_older_messages_anew_begins_a_new_root(
+    template: str, before: list[Json], new: list[Json], rest: str
+) -> None:
+    turn = Turn(model="m", messages=before, tools=[TOOL] if template == TOOLS_LAST else [])
+    assert await told(template, f"Hm. Two files.{IM_END}", turn, SAID, *new) == rest
 
 
 async def test_an_end_token_in_the_words_of_a_new_message_ends_no_answer() -> None:

@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import pytest
-
 from gateway.agents.tails import Tails
 from gateway.agents.turn import Turn
 from tests.gateway.agents.test_history import SYSTEM, TOOLS, USER
@@ -17,24 +15,12 @@ AFTER_TEXT = Turn(model="m", messages=[SYSTEM, USER, SAID, USER], tools=TOOLS)
 AFTER_CALL = Turn(model="m", messages=[SYSTEM, USER, SAID | {"tool_calls": [CALL]}, RESULT], tools=TOOLS)
 
 
-@pytest.fixture
-def tails() -> Tails:
-    template = chat_template("qwen3")
-    return Tails(Templated.of(template, tokenizer(template)))
-
-
-def asked(tails: Tails) -> list[Json]:
-    rendering = tails.rendering
-    assert isinstance(rendering, Templated)
-    return rendering.asked
-
-
-async def test_a_template_that_refuses_a_stub_has_no_tail(tails: Tails) -> None:
+async def test_a_template_that_refuses_a_stub_has_no_tail() -> None:
     refusing = Templated.of("{{ raise_exception('no') }}", tokenizer(chat_template("qwen3")))
     assert await Tails(refusing).after(3, AFTER_TEXT, b"s") is None
 
 
-async def test_a_template_that_leaves_out_calls_has_no_tail_after_them(tails: Tails) -> None:
+async def test_a_template_that_leaves_out_calls_has_no_tail_after_them() -> None:
     template = "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}{% endfor %}<|assistant|>"
     silent = Tails(Templated.of(template, tokenizer(template)))
     assert await silent.after(3, AFTER_CALL, b"s") is None

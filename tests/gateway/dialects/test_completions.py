@@ -10,6 +10,7 @@ import pytest
 from engines.engine import Engine
 from gateway.dialects.sampling import versioned_salt
 from gateway.fleet.replica import Replica
+from tests.rigs.calls import until
 from tests.rigs.rig import MAX_MODEL_LEN, Json, Rig, StartRig
 
 PROMPTS = [[10 + i, 20 + i, 30 + i] for i in range(6)]
@@ -129,9 +130,7 @@ async def test_a_client_that_leaves_frees_its_place(start_rig: StartRig) -> None
 
 
 async def until_idle(rig: Rig) -> None:
-    async with asyncio.timeout(20):
-        while any(replica.load_samples for replica in rig.fleet.replicas):
-            await asyncio.sleep(0.01)
+    await until(lambda: not any(replica.load_samples for replica in rig.fleet.replicas))
 
 
 @pytest.mark.parametrize("form", [{}, {"stream": True}, {"prompt": [[5] * 5000, [5, 6]]}])

@@ -3,6 +3,7 @@
 from typing import Any
 
 from tests.rigs.rig import Rig, StartRig
+from tests.rigs.submissions import submitted
 
 
 async def _prompts_in_order_of_placement(rig: Rig, body: dict[str, Any]) -> list[int]:
@@ -23,12 +24,7 @@ async def test_the_lengths_of_the_last_epoch_order_the_next(start_rig: StartRig)
 
 async def test_lengths_and_contexts_are_learned_of_streams_and_submissions(start_rig: StartRig) -> None:
     rig = await start_rig(1)
-    body = {"prompt": [3], "max_tokens": 5, "ignore_eos": True, "stream": True}
-    async with rig.client.post(f"{rig.url}/v1/completions", json=body) as reply:
-        await reply.read()
-    groups = [{"prompt": [4], "n": 2}]
-    submitted = {"groups": groups, "sampling": {"max_tokens": 7, "ignore_eos": True}}
-    async with rig.client.post(f"{rig.url}/v1/rollouts", json=submitted) as reply:
-        await reply.read()
+    await rig.stream("/v1/completions", {"prompt": [3], "max_tokens": 5, "ignore_eos": True})
+    await submitted(rig, [{"prompt": [4], "n": 2}], sampling={"max_tokens": 7, "ignore_eos": True})
     await rig.post("/v1/completions", {"prompt": [5], "max_tokens": 6, "ignore_eos": True})
     assert await _prompts_in_order_of_placement(rig, {"prompt": [[3], [4], [5]], "max_tokens": 1}) == [1, 2, 0]

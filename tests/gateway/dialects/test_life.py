@@ -63,8 +63,6 @@ class World:
     endings: list[Ending]
     chunk: int
     attempts: int = 0
-    refused: int = 0
-    """Refusals of a whole request; others are of a sample's rest."""
     makers: dict[tuple[int, ...], int] = field(default_factory=dict)
 
     def next_ending(self) -> Ending | None:
@@ -134,7 +132,7 @@ class PlayedEngine:
 
     async def _attempt(self, body: Json) -> AsyncGenerator[Json]:
         ending, n = self._world.next_ending(), body.get("n", 1)
-        if ending is not None and (error := self._early(ending, is_rest=len(body["prompt"]) > len(PROMPT))):
+        if ending is not None and (error := self._early(ending)):
             raise error
         read, made = tuple(body["prompt"]), 0
         texts = [read for _ in range(n)]
@@ -162,9 +160,8 @@ class PlayedEngine:
                 return
         raise EngineUnreachable(DIED if ending.end == "dies" else "the connection broke")
 
-    def _early(self, ending: Ending, *, is_rest: bool) -> EngineError | None:
+    def _early(self, ending: Ending) -> EngineError | None:
         if ending.end == "refuses":
-            self._world.refused += not is_rest
             return EngineRefused("wrong", status=400, body={})
         if ending.end == "fails":
             return EngineFailed("500")
@@ -302,16 +299,6 @@ def check_spans(world: World, spans: list[Json], made: list[int]) -> None:
     versions = [span["version"] for span in spans for _ in range(span["start"], span["end"])]
     makers = [world.makers[(*PROMPT, *made[: place + 1])] for place in range(len(made))]
     assert versions == makers
-
-
-@settings(max_examples=50, database=None)
-@given(endings, st.integers(0, 8), st.booleans())
-def test_a_refusal_of_a_whole_request_ends_it_at_once(script: list[Ending], place: int, is_stream: bool) -> None:
-    world = World([*script[:place], Ending("refuses", 0), *script[place:]], 4)
-    told = end_of_life(world, 1, 70, is_stream=is_stream)
-    assert isinstance(told, EngineRefused) == (world.refused == 1)
-    if isinstance(told, EngineRefused):
-        assert told.status == 400
 
 
 @settings(max_examples=50, database=None)

@@ -1,7 +1,6 @@
 """Real vLLM and real SGLang as replicas of one policy, with a frozen SGLang judge beside them, on CPU."""
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
@@ -15,16 +14,13 @@ pytest.importorskip("trl")
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
-from trl.generation import vllm_client
 
 from engines.config import EngineConfig
-from engines.process.port import free_port
 from engines.types import Dialect, EngineKind
 from examples.tiny_model.task import COMMITTED
-from tests.engines.conformance.trainers import PackedGloo
 from tests.rigs.engines import real_sglang, real_vllm
+from tests.rigs.engines.real_trainer import checkpoint, trl_client
 from trainer_client import BlockingRolloutClient, WeightSender
-from trainer_client import trl as gloo_trl
 
 pytestmark = pytest.mark.sglang
 
@@ -96,40 +92,6 @@ def placed(real: real_vllm.RealFleet) -> dict[str, int]:
     return {one["replica_id"]: one["samples_placed"] for one in real.call("/status")[1]["replicas"]}
 
 
-class Sender:
-    """A trainer of our own transport, without our client."""
-
-    def __init__(self, fleet: real_vllm.RealFleet) -> None:
-        self._fleet = fleet
-        self._channel = PackedGloo(fleet.call("/get_world_size")[1]["world_size"] + 1)
-        self._while("/init_weight_transfer_engine", {"init_info": self._channel.init_info()}, self._channel.join)
-
-    def update(self, model: Any) -> None:
-        tensors = [(name, parameter.detach()) for name, parameter in model.named_parameters()]
-        info = {
-            "names": [name for name, _ in tensors],
-            "dtype_names": ["float32" for _ in tensors],
-            "shapes": [list(tensor.shape) for _, tensor in tensors],
-        }
-        self._call("/start_weight_update", {})
-        self._while("/update_weights", {"update_info": info}, self._channel.send, iter(tensors))
-        self._call("/finish_weight_update", {})
-
-    def close(self) -> None:
-        self._channel.close()
-
-    def _call(self, path: str, body: Any) -> None:
-        status, reply = self._fleet.call(path, body)
-        assert status == 200, reply
-
-    def _while(self, path: str, body: Any, act: Callable[..., None], *arguments: Any) -> None:
-        """Both ends of a collective at once."""
-        with ThreadPoolExecutor(1) as pool:
-            asked = pool.submit(self._call, path, body)
-            act(*arguments)
-            asked.result(timeout=real_vllm.REQUEST_TIMEOUT_S)
-
-
 def random_model(seed: int = 3) -> Any:
     torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(COMMITTED), dtype=torch.float32)
@@ -141,46 +103,39 @@ def prompt_logprobs(choice: Any, prompt: list[int]) -> list[float]:
     return [entry[str(token_id)]["logprob"] for entry, token_id in scored]
 
 
-def test_trls_client_updates_sglang_alone_through_the_relay(
-    alone: real_vllm.RealFleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def check_all_hold(real: real_vllm.RealFleet, model: Any, version: int, replicas: set[str]) -> None:
+    before = placed(real)
+    for prompt, choice in zip(PROMPTS, complete(real), strict=True):
+        assert is_greedy(model, prompt, choice["token_ids"])
+        assert {span["version"] for span in choice["weight_versions"]} == {version}
+    assert all(placed(real)[one] > before[one] for one in replicas), "each has answered some"
+
+
+def check_relayed(real: real_vllm.RealFleet, model: Any, version: int, replicas: set[str]) -> None:
+    check_all_hold(real, model, version, replicas)
+    record = real.call("/v1/weight_updates")[1]["weight_updates"][0]
+    assert (record["version"], record["transport"], record["end"]) == (version, "relay", "committed")
+    assert set(record["replicas"]) == replicas
+
+
+def test_trls_client_updates_sglang_alone_through_the_relay(alone: real_vllm.RealFleet) -> None:
     """It comes before the other gateway, which would bring back what another has updated."""
-    monkeypatch.setattr(vllm_client, "packed_nccl_broadcast_producer", gloo_trl.send_packed)
-    began = time.monotonic()
-    other, checkpoint = random_model(seed=5), AutoModelForCausalLM.from_pretrained(COMMITTED, dtype=torch.float32)
+    other, both = random_model(seed=5), {"sglang-0", "sglang-1"}
     assert alone.call("/get_world_size") == (200, {"world_size": 1})
-    client = gloo_trl.GlooVLLMClient(alone.url, group_port=free_port(), timeout_s=real_vllm.REQUEST_TIMEOUT_S)
-    client.init_communicator("cpu")
-    assert alone.call("/status")[1]["weight_relay"]["in_group"]
-    try:
-        with ThreadPoolExecutor(1) as pool:
-            with real_vllm.gathered(alone, len(PROMPTS)):
-                running = pool.submit(complete, alone, max_tokens=LONG, ignore_eos=True, temperature=1.0)
-            with real_vllm.standing_amid(alone):
-                client.update_model_params(other)
-            whole = running.result(timeout=real_vllm.REQUEST_TIMEOUT_S)
+    with trl_client(alone.url) as client, ThreadPoolExecutor(1) as pool:
+        assert alone.call("/status")[1]["weight_relay"]["in_group"]
+        with real_vllm.gathered(alone, len(PROMPTS)):
+            running = pool.submit(complete, alone, max_tokens=LONG, ignore_eos=True, temperature=1.0)
+        with real_vllm.standing_amid(alone):
+            client.update_model_params(other)
+        whole = running.result(timeout=real_vllm.REQUEST_TIMEOUT_S)
         spans = [[(span["version"], span["start"], span["end"]) for span in one["weight_versions"]] for one in whole]
         print(spans)
         assert {len(one["token_ids"]) for one in whole} == {LONG}
         assert all([*told[0][:2], told[-1][0], told[-1][2]] == [0, 0, 1, LONG] for told in spans)
-        check_all_hold(alone, other, 1)
-        client.update_model_params(checkpoint)
-        check_all_hold(alone, checkpoint, 2)
-    finally:
-        client.close_communicator()
-    print(f"{time.monotonic() - began:.1f} s")
-
-
-def check_all_hold(alone: real_vllm.RealFleet, model: Any, version: int) -> None:
-    before = placed(alone)
-    for prompt, choice in zip(PROMPTS, complete(alone), strict=True):
-        assert is_greedy(model, prompt, choice["token_ids"])
-        assert {span["version"] for span in choice["weight_versions"]} == {version}
-    assert all(placed(alone)[one] > before[one] for one in before), "each has answered some"
-    record = alone.call("/v1/weight_updates")[1]["weight_updates"][0]
-    print(record)
-    assert (record["version"], record["transport"], record["end"]) == (version, "relay", "committed")
-    assert set(record["replicas"]) == {"sglang-0", "sglang-1"}
+        check_relayed(alone, other, 1, both)
+        client.update_model_params(checkpoint())
+        check_relayed(alone, checkpoint(), 2, both)
 
 
 def test_both_kinds_answer_for_the_policy_alike(real: real_vllm.RealFleet) -> None:
@@ -200,23 +155,6 @@ def test_logprobs_are_those_of_the_other_kind(real: real_vllm.RealFleet) -> None
         assert len(one["logprobs"]["token_logprobs"]) == len(one["token_ids"])
         assert one["logprobs"]["token_logprobs"] == pytest.approx(other["logprobs"]["token_logprobs"], abs=1e-3)
         assert prompt_logprobs(one, prompt) == pytest.approx(prompt_logprobs(other, prompt), abs=1e-3)
-
-
-def test_samples_of_one_prompt_stay_together_whoever_drew_them(real: real_vllm.RealFleet) -> None:
-    choices = complete(real, n=3, temperature=1.0, logprobs=0)
-    assert [choice["index"] for choice in choices] == list(range(3 * len(PROMPTS)))
-    assert [choice["prompt_token_ids"] for choice in choices] == [prompt for prompt in PROMPTS for _ in range(3)]
-    assert all(len(choice["token_ids"]) == len(choice["logprobs"]["token_logprobs"]) for choice in choices)
-    assert {span["version"] for choice in choices for span in choice["weight_versions"]} == {0}
-
-
-def test_a_stream_tells_the_tokens_of_the_whole(real: real_vllm.RealFleet) -> None:
-    asked = {"prompt": PROMPTS, "max_tokens": 8, "temperature": 0, "return_token_ids": True}
-    told: list[list[int]] = [[] for _ in PROMPTS]
-    for chunk in real.stream("/v1/completions", asked):
-        for choice in chunk["choices"]:
-            told[choice["index"]] += choice["token_ids"] or []
-    assert told == greedy(real)
 
 
 def test_sglang_takes_token_ids_in_vllms_dialect(real: real_vllm.RealFleet) -> None:
@@ -255,17 +193,6 @@ def test_sglangs_own_dialect_says_through_the_gateway_what_sglang_says(real: rea
             ]
 
 
-def test_a_pause_holds_both_kinds_until_the_fleet_goes_on(real: real_vllm.RealFleet) -> None:
-    expected = greedy(real)
-    assert real.call("/pause?mode=keep", {})[0] == 200
-    with ThreadPoolExecutor(1) as pool:
-        held = pool.submit(greedy, real)
-        with pytest.raises(TimeoutError):
-            held.result(timeout=0.5)
-        assert real.call("/resume", {})[0] == 200
-        assert held.result(timeout=real_vllm.REQUEST_TIMEOUT_S) == expected
-
-
 def is_greedy(model: Any, prompt: list[int], token_ids: list[int]) -> bool:
     """Return True if each token is the likeliest after the tokens before it."""
     with torch.no_grad():
@@ -278,27 +205,17 @@ def test_weights_pushed_through_the_store_reach_both_kinds_and_a_successor(real:
     judged = greedy(real, model="judge")
     with BlockingRolloutClient(real.url) as client, WeightSender(client, transport="store") as sender:
         assert sender.push(model) == 1
-
-    def check() -> None:
-        before = placed(real)
-        for prompt, choice in zip(PROMPTS, complete(real), strict=True):
-            assert is_greedy(model, prompt, choice["token_ids"])
-            assert {span["version"] for span in choice["weight_versions"]} == {1}
-        assert all(placed(real)[replica_id] > before[replica_id] for replica_id in ("vllm-0", "sglang-0"))
-
-    check()
+    both = {"vllm-0", "sglang-0"}
+    check_all_hold(real, model, 1, both)
     (index,) = (place for place, replica in enumerate(real.replicas) if replica.group == "sglang")
     real.restart(index)
-    deadline = time.monotonic() + real_vllm.REQUEST_TIMEOUT_S
-    while [one["state"] for one in real.call("/status")[1]["replicas"]] != ["SERVING"] * 3:
-        assert time.monotonic() < deadline, real.call("/status")[1]
-        time.sleep(0.1)
-    check()
+    real.until_serving()
+    check_all_hold(real, model, 1, both)
     assert greedy(real, model="judge") == judged
 
 
 def test_what_an_update_cuts_off_goes_on_whichever_kind_made_its_beginning(real: real_vllm.RealFleet) -> None:
-    model = AutoModelForCausalLM.from_pretrained(COMMITTED, dtype=torch.float32)
+    model = checkpoint()
     with BlockingRolloutClient(real.url) as client, WeightSender(client, transport="store") as sender:
         served = sender.push(model)
         asked = {"max_tokens": LONG, "ignore_eos": True, "logprobs": 0}
@@ -320,25 +237,13 @@ def test_what_an_update_cuts_off_goes_on_whichever_kind_made_its_beginning(real:
         assert choice["prompt_token_ids"] == prompt
 
 
-def test_trls_client_updates_both_kinds_through_the_relay(
-    real: real_vllm.RealFleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(vllm_client, "packed_nccl_broadcast_producer", gloo_trl.send_packed)
-    served = real.call("/status")[1]["weight_version"]
-    model = random_model(seed=4)
-    client = gloo_trl.GlooVLLMClient(real.url, group_port=free_port(), timeout_s=real_vllm.REQUEST_TIMEOUT_S)
-    client.init_communicator("cpu")
-    client.update_model_params(model)
-    client.reset_prefix_cache()
-    assert client.weight_version == served + 1
-    client.close_communicator()
-    before = placed(real)
-    for prompt, choice in zip(PROMPTS, complete(real), strict=True):
-        assert is_greedy(model, prompt, choice["token_ids"])
-        assert {span["version"] for span in choice["weight_versions"]} == {served + 1}
-    assert all(placed(real)[replica_id] > before[replica_id] for replica_id in ("vllm-0", "sglang-0"))
-    record = real.call("/v1/weight_updates")[1]["weight_updates"][0]
-    assert (record["transport"], set(record["replicas"])) == ("relay", {"vllm-0", "sglang-0"})
+def test_trls_client_updates_both_kinds_through_the_relay(real: real_vllm.RealFleet) -> None:
+    served, model = real.call("/status")[1]["weight_version"], random_model(seed=4)
+    with trl_client(real.url) as client:
+        client.update_model_params(model)
+        client.reset_prefix_cache()
+        assert client.weight_version == served + 1
+    check_relayed(real, model, served + 1, {"vllm-0", "sglang-0"})
 
 
 def test_an_external_sglang_server_is_spoken_to_as_our_own(
@@ -356,18 +261,15 @@ def test_an_external_sglang_server_is_spoken_to_as_our_own(
     assert theirs.call("/reset_prefix_cache", {})[0] == 200
 
 
-def test_an_external_sglang_server_takes_weights_from_a_trainers_group(theirs: real_vllm.RealFleet) -> None:
+def test_an_external_sglang_server_takes_weights_from_trls_client(theirs: real_vllm.RealFleet) -> None:
     before = greedy(theirs)
-    sender = Sender(theirs)
-    sender.update(random_model())
-    after = complete(theirs)
-    assert [choice["token_ids"] for choice in after] != before
-    assert all(
-        choice["weight_versions"] == [{"version": 1, "start": 0, "end": len(choice["token_ids"])}] for choice in after
-    )
-    sender.update(AutoModelForCausalLM.from_pretrained(COMMITTED, dtype=torch.float32))
-    assert greedy(theirs) == before, "the weights that it came with, sent back"
-    sender.close()
+    with trl_client(theirs.url) as client:
+        client.update_model_params(random_model())
+        after = complete(theirs)
+        assert [choice["token_ids"] for choice in after] != before
+        assert {span["version"] for choice in after for span in choice["weight_versions"]} == {1}
+        client.update_model_params(checkpoint())
+        assert greedy(theirs) == before, "the weights that it came with, sent back"
 
 
 def _ids(entries: list[Any]) -> list[int]:

@@ -333,8 +333,3 @@ async def test_a_short_sample_alone_is_read_whole_and_a_long_one_in_chunks(rig: 
     assert not is_read_in_chunks({"prompt": [5]}, 64, rollout(1), info)
     assert is_read_in_chunks({"prompt": [5]}, 65, rollout(1), info)
     assert is_read_in_chunks({"prompt": [5]}, 9, rollout(1, goes_on=True), info)  # where engines die in a row
-
-
-async def test_prompt_logprobs_reach_the_client(rig: Rig) -> None:
-    choice = (await rig.complete([[5, 6, 7]], n=2, prompt_logprobs=0))["choices"][0]
-    assert len(choice["prompt_logprobs"]) == 3

@@ -13,6 +13,7 @@ from engines.engine import Engine
 from gateway.dialects.sample import Sample, Source
 from gateway.fleet.replica import Flight, Replica
 from sim.model import SimModel
+from tests.rigs.calls import until
 from tests.rigs.rig import Rig, StartRig
 
 Json = dict[str, Any]
@@ -103,9 +104,7 @@ class LateEngine:
         await asyncio.wait_for(self.tell.wait(), 20)
 
     async def until_withheld(self, answers: int) -> None:
-        async with asyncio.timeout(20):
-            while self._withheld < answers:
-                await asyncio.sleep(0.01)
+        await until(lambda: self._withheld >= answers)
 
 
 async def asked(rig: Rig, path: str, *, stream: bool, **fields: Any) -> list[Json]:

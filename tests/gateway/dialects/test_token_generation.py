@@ -27,11 +27,6 @@ def ask(**sampling: Any) -> Json:
     return {"token_ids": [5, 6, 7], "sampling_params": sampling}
 
 
-async def test_without_a_limit_the_context_is_filled(rig: Rig) -> None:
-    _, reply = await rig.post(PATH, ask(ignore_eos=True))
-    assert len(reply["choices"][0]["token_ids"]) == MAX_MODEL_LEN - 3
-
-
 async def test_logprobs_have_ids_and_the_token_itself_first(rig: Rig) -> None:
     _, reply = await rig.post(PATH, ask(max_tokens=4, logprobs=2, ignore_eos=True))
     choice = reply["choices"][0]

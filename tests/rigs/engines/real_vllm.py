@@ -342,18 +342,6 @@ def greedy_token_ids(url: str, prompts: Sequence[Sequence[int]], max_tokens: int
     return [choice["token_ids"] for choice in _ask(f"{url}/v1/completions", body)["choices"]]
 
 
-def wait_for_health(url: str, process: EngineProcess) -> None:
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while True:
-        try:
-            with urllib.request.urlopen(f"{url}/health", timeout=2.0):
-                return
-        except OSError as error:
-            if process.exit_code is not None or time.monotonic() > deadline:
-                raise AssertionError(f"vLLM did not start:\n{process.last_words()}") from error
-        time.sleep(0.2)
-
-
 def _ask(url: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})

@@ -51,23 +51,10 @@ def checkpoint(folder: Path, *, seed: int, base: Path = task.COMMITTED, of: str 
 def pushed_by_two(real: RealFleet, folder: Path, transport: str, *models: Path) -> list[str]:
     """The versions of the first rank's pushes."""
     env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1"}
+    words, pipe = [str(folder), real.url, transport, *map(str, models)], subprocess.PIPE
+    program = [sys.executable, "-m", "tests.rigs.model_rank"]
     ranks = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "tests.rigs.model_rank",
-                str(rank),
-                str(folder),
-                real.url,
-                transport,
-                *map(str, models),
-            ],
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        subprocess.Popen([*program, str(rank), *words], env=env, stdout=pipe, stderr=pipe, text=True)
         for rank in range(WORLD_SIZE)
     ]
     try:

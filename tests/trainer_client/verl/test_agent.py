@@ -79,11 +79,7 @@ def test_the_reward_rises_by_sessions_of_an_agent(
 ) -> None:
     with fleet(tmp_path) as served:
         run = Run("verl_agent_cpu.sh", tmp_path, served.url, f"trainer.total_training_steps={STEPS}")
-        try:
-            steps = run.steps(STEPS)
-            assert run.wait() == 0, run.last_words()
-        finally:
-            run.end()
+        steps = run.to_end(steps=STEPS)
         assert served.ask("/v1/sessions")["sessions"] == []
     rewards = [step["critic/score/mean"] for step in steps]
     risen = mean(rewards[-8:]) - mean(rewards[:4])

@@ -27,11 +27,7 @@ def test_separate_async_trains_on_batches_that_were_made_ahead(
 ) -> None:
     with up(tmp_path, "engine.max_num_seqs=2") as served:
         run = Run("verl_async_cpu.sh", tmp_path, served.url, f"trainer.total_training_steps={STEPS}", AHEAD, ABORTING)
-        try:
-            steps = run.steps(STEPS)
-            assert run.wait() == 0, run.last_words()
-        finally:
-            run.end()
+        steps = run.to_end(steps=STEPS)
         assert served.ask("/weight_info")["weight_version"] == "4"
     assert [step["gateway/weight_version"] for step in steps] == [2, 3, 4]
     # The first version of a trajectory, in verl's steps: from the second step on it trains on older weights' rollouts.
@@ -56,11 +52,7 @@ def test_one_step_off_generates_the_next_batch_while_it_trains(
     monkeypatch.setenv("TRAINER", "one_step_off")
     with fleet(tmp_path) as served:
         run = Run("verl_async_cpu.sh", tmp_path, served.url, f"trainer.total_training_steps={STEPS}")
-        try:
-            steps = run.steps(STEPS)
-            assert run.wait() == 0, run.last_words()
-        finally:
-            run.end()
+        steps = run.to_end(steps=STEPS)
         assert served.ask("/weight_info")["weight_version"] == "4"
     assert [step["gateway/weight_version"] for step in steps] == [2, 3, 4]
     record_property("fact", f"{STEPS} steps, {STEPS + 1} versions")
@@ -78,13 +70,10 @@ def test_fully_async_counts_its_parameter_versions_by_the_gateways(
     monkeypatch.setenv("TRAINER", "fully_async")
     with fleet(tmp_path) as served:
         run = Run("verl_async_cpu.sh", tmp_path, served.url)
-        try:
-            assert run.wait() == 0, run.last_words()
-        finally:
-            run.end()
+        steps = run.to_end()
         assert served.ask("/weight_info")["weight_version"] == "5"
     count = "fully_async/count"
-    trained = [step for step in run.steps(1) if "critic/score/mean" in step]
+    trained = [step for step in steps if "critic/score/mean" in step]
     assert [step[f"{count}/current_param_version"] for step in trained] == [0, 1, 2, 3]
     # From the second on it trains on what older parameters made too, and knows it.
     stale = [step[f"{count}/stale_trajectory_processed"] for step in trained]

@@ -96,23 +96,28 @@ async def test_versions_are_told_as_verls_steps(rig: Rig, server_of: ServerOf) -
         assert steps == {"": step, "min_": step, "max_": step}
 
 
+@pytest.mark.parametrize(
+    ("kind", "abort_at_sync", "stop"),
+    [(LLMServerClient, False, "completed"), (FullyAsyncLLMServerClient, True, "length")],
+    ids=["kept", "resumed"],
+)
 async def test_what_a_sync_finds_under_way_goes_on_and_tells_its_oldest_and_newest_weights(
-    start_rig: StartRig, server_of: ServerOf
+    start_rig: StartRig, server_of: ServerOf, kind: type[LLMServerClient], abort_at_sync: bool, stop: str
 ) -> None:
     rig = await start_rig(1)
     await rig.open_group()
-    server = await server_of(rig)
+    server = await server_of(rig, abort_at_sync=abort_at_sync)
+    sampling = {**ENDLESS, "max_tokens": 80}
     asking = asyncio.create_task(
-        client_of(server, LLMServerClient).generate(
-            "r", prompt_ids=list(PROMPT), sampling_params={**ENDLESS, "max_tokens": 80}
-        )
+        client_of(server, kind).generate("r", prompt_ids=list(PROMPT), sampling_params=sampling)
     )
     await rig.begun()
     await synced([server], rig, 1)
     rig.hurry()
     output = await asking
-    assert output.stop_reason == "completed"
-    assert output.extra_fields == {"global_steps": 0, "min_global_steps": 0, "max_global_steps": 1}
+    assert (output.stop_reason, len(output.token_ids), len(output.log_probs)) == (stop, 80, 80)
+    steps = [output.extra_fields[f"{name}_global_steps"] for name in ("min", "max")]
+    assert steps == [0, 1]
 
 
 async def test_the_pause_of_a_run_that_ended_in_a_sync_is_taken_back(rig: Rig, server_of: ServerOf) -> None:

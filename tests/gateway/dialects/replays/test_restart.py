@@ -3,11 +3,11 @@
 import asyncio
 from pathlib import Path
 
-import aiohttp
 import pytest
 
 from gateway.dialects import replays
-from tests.gateway.dialects.replays.test_replays import ALL, BATCH, LENGTH, broken, left, made, until, whole
+from tests.gateway.dialects.replays.test_replays import ALL, BATCH, LENGTH, all_ended, broken, left, made, until, whole
+from tests.rigs import calls
 from tests.rigs.rig import Json, Rig, StartRig
 
 
@@ -27,24 +27,15 @@ async def restarted(start_rig: StartRig, rig: Rig) -> Rig:
 async def check_begins_again(start_rig: StartRig, rig: Rig) -> None:
     """That a gateway after `rig`'s has all tokens of a replay made again."""
     again = await restarted(start_rig, rig)
-    async with asyncio.timeout(20):
-        while any(replica.scheduler.stalled for replica in again.replicas):
-            await asyncio.sleep(0.01)
+    await all_ended(again)
     before = made(again)
     again.hurry()
     await whole(again)
     assert made(again) - before == ALL
 
 
-async def noted(url: str, client: aiohttp.ClientSession) -> None:
-    """Return when the ledger has all that the gateway has of a batch."""
-    async with asyncio.timeout(20):
-        while True:
-            async with client.get(url + "/status") as response:
-                ledger = (await response.json())["ledger"]
-            if (ledger["batches"], ledger["unwritten_batches"]) == (1, 0):
-                return
-            await asyncio.sleep(0.02)
+def has_all_of_a_batch(ledger: Json) -> bool:
+    return (ledger["batches"], ledger["unwritten_batches"]) == (1, 0)
 
 
 async def test_a_replay_after_a_restart_adopts_the_batch_with_its_tokens(start_rig: StartRig, kept_rig: Rig) -> None:
@@ -64,7 +55,7 @@ async def test_a_replay_after_a_restart_adopts_the_batch_with_its_tokens(start_r
 async def test_a_batch_that_was_delivered_is_not_brought_back(start_rig: StartRig, kept_rig: Rig) -> None:
     asking = asyncio.create_task(whole(kept_rig))
     await kept_rig.begun(samples=8)
-    await noted(kept_rig.url, kept_rig.client)
+    await calls.until(lambda: kept_rig.get("/status"), lambda got: has_all_of_a_batch(got[1]["ledger"]))
     kept_rig.hurry()
     await asking
     again = await restarted(start_rig, kept_rig)
@@ -101,9 +92,7 @@ async def test_prompts_that_have_ended_are_not_made_again(start_rig: StartRig, k
     body = BATCH | {"prompt": [[5, 6, 7], [5, 6, 8]], "n": 1, "max_tokens": 70, "min_tokens": 1}
     asking = asyncio.create_task(kept_rig.post("/v1/completions", body))
     kept_rig.replicas[0].scheduler.stall(after=30)
-    async with asyncio.timeout(20):
-        while made(kept_rig) < 70 + 30:
-            await asyncio.sleep(0.01)
+    await calls.until(lambda: made(kept_rig) >= 70 + 30)
     asking.cancel()
     await until(kept_rig, "orphaned_batches", 1)
     again = await restarted(start_rig, kept_rig)

@@ -9,8 +9,7 @@ import pytest
 from gateway.dialects.resumption.tokens import rest_sampling, whole_characters
 from gateway.dialects.spans import joined_spans
 from sim import server as sim_server
-from sim.dialect import DerenderBody, derendered, rendered
-from sim.dialect import chat_ids as sim_chat_ids
+from sim.dialect import rendered
 from sim.model import SimModel
 from tests.rigs.rig import Rig, StartRig
 
@@ -107,38 +106,12 @@ def chat_body(**fields: Any) -> Json:
     return {"messages": [{"role": "user", "content": "hi"}], **asked}
 
 
-CHAT_PROMPT = sim_chat_ids(chat_body()["messages"])
-
-
 async def test_a_conversations_default_limit_holds_for_the_whole_of_it(start_rig: StartRig) -> None:
     """vLLM's rendered parameters leave out `max_tokens` where it is 16."""
     rig = await start_rig(2, sim={"decode_step_s": 0.05}, weights={"in_flight": "abort"})
     await rig.open_group()
     told = await cut_off(rig, CHAT, chat_body(max_tokens=16))
     seam(told, 16)
-
-
-async def test_tool_calls_are_those_that_the_engine_finds_in_all_of_the_tokens(
-    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls = [{"id": "a", "type": "function", "function": {"name": "add", "arguments": "{}"}}]
-    seen: list[DerenderBody] = []
-
-    def parsed(body: DerenderBody, model: str) -> Json:
-        seen.append(body)
-        (choice,) = derendered(body, model)["choices"]
-        return {"choices": [choice | {"message": {"role": "assistant", "content": None, "tool_calls": calls}}]}
-
-    monkeypatch.setattr(sim_server, "derendered", parsed)
-    rig = await started(start_rig)
-    stops = chat_body(return_token_ids=True, stop_token_ids=list(range(3, 1000)), min_tokens=60)
-    told = await cut_off(rig, CHAT, stops)
-    assert (told["finish_reason"], told["message"]["tool_calls"]) == ("tool_calls", calls)
-    assert len(told["token_ids"]) == 60
-    (choice,) = seen[0].generate_response.choices
-    assert choice.token_ids == told["token_ids"][:-1], "the token that ended it is not told"
-    assert choice.finish_reason == "stop"
-    assert seen[0].prompt_token_ids == CHAT_PROMPT
 
 
 @pytest.mark.parametrize(
@@ -179,7 +152,7 @@ async def test_a_conversation_that_cannot_go_on_is_made_again(
 async def test_a_stream_that_cannot_go_on_ends_with_what_it_has_told(start_rig: StartRig) -> None:
     rig = await started(start_rig)
     running = [
-        asyncio.create_task(rig.stream(CHAT, chat_body(stop=["never"]))),
+        asyncio.create_task(rig.stream(CHAT, chat_body())),
         asyncio.create_task(rig.stream(COMPLETIONS, BODY | {"stop": ["never"]})),
     ]
     await rig.begun(2)

@@ -8,6 +8,7 @@ import pytest
 from gateway.dialects.submissions.group_run import GroupRun
 from gateway.dialects.submissions.submission import Submission
 from gateway.ledger.folder import Folder
+from tests.rigs.calls import until
 from tests.rigs.rig import Rig
 from tests.rigs.submissions import detached, of_type, outcomes, read, samples, submitted
 
@@ -36,9 +37,7 @@ async def test_a_cancel_at_any_await_ends_each_group_once(kept_rig: Rig, turns: 
     assert sorted(event["group"] for event in of_type(events, "group")) == list(range(20))
     assert set(outcomes(events).values()) <= {"delivered", "cancelled"}
     assert len(set(samples(events))) == len(samples(events))
-    async with asyncio.timeout(20):
-        while any(replica.load_samples for replica in kept_rig.fleet.replicas):
-            await asyncio.sleep(0.01)
+    await until(lambda: not any(replica.load_samples for replica in kept_rig.fleet.replicas))
 
 
 @pytest.mark.parametrize("turns", [0, 1, 2, 4, 8, 16, 32, 64])

@@ -5,11 +5,11 @@ import shutil
 import time
 from pathlib import Path
 
-import aiohttp
 import pytest
 
 from gateway.dialects.submissions import registry
 from gateway.ledger import writer
+from tests.rigs.calls import until
 from tests.rigs.rig import Rig, StartRig
 from tests.rigs.submissions import GROUP, ack, detached, lines, of_type, outcomes, read, submitted
 
@@ -25,14 +25,9 @@ async def restarted(start_rig: StartRig, rig: Rig) -> Rig:
     return await start_rig(2, replicas=rig.replicas, gateway=gateway)
 
 
-async def written(url: str, client: aiohttp.ClientSession) -> None:
+async def written(rig: Rig) -> None:
     """Return when the ledger has all tokens that the gateway has."""
-    async with asyncio.timeout(20):
-        while True:
-            async with client.get(f"{url}/status") as response:
-                if not (await response.json())["ledger"]["unwritten_samples"]:
-                    return
-            await asyncio.sleep(0.02)
+    await until(lambda: rig.get("/status"), lambda got: not got[1]["ledger"]["unwritten_samples"])
 
 
 async def test_a_kill_right_after_a_cancellation_brings_nothing_back(
@@ -57,7 +52,7 @@ async def test_a_deadline_that_passed_during_the_restart_ends_the_group(
     group = GROUP | {"deadline_s": 600, "on_deadline": "return_partial"}
     await detached(kept_rig, "one", [group])
     await kept_rig.begun(samples=1, tokens=6)
-    await written(kept_rig.url, kept_rig.client)
+    await written(kept_rig)
     await kept_rig.stop_gateway()
     clock = time.time
     monkeypatch.setattr(time, "time", lambda: clock() + 600)
@@ -82,7 +77,7 @@ async def test_a_text_prompt_goes_on_from_its_tokens(start_rig: StartRig, kept_r
     made = sum(replica.generated_tokens for replica in kept_rig.replicas)
     await detached(kept_rig, "one", [group])
     await kept_rig.begun(samples=1)
-    await written(kept_rig.url, kept_rig.client)
+    await written(kept_rig)
     again = await restarted(start_rig, kept_rig)
     again.hurry()
     events = await read(again, "one")
@@ -96,7 +91,7 @@ async def test_tokens_of_two_versions_keep_their_spans_over_a_restart(start_rig:
     await kept_rig.open_group()
     await detached(kept_rig, "one")
     await kept_rig.begun(samples=1, tokens=4)
-    await written(kept_rig.url, kept_rig.client)
+    await written(kept_rig)
     await kept_rig.stop_gateway()
     for replica in kept_rig.replicas:
         replica.label(1)
@@ -126,6 +121,4 @@ async def test_a_long_submission_whose_events_are_acked_takes_little_of_the_disk
     [record] = (tmp_path / "ledger").glob("submission-*")
     assert record.stat().st_size > 1 << 17
     await ack(rig, "one", cursor)
-    async with asyncio.timeout(20):
-        while record.stat().st_size > 1 << 17:
-            await asyncio.sleep(0.02)
+    await until(lambda: record.stat().st_size <= 1 << 17)

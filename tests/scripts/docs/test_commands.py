@@ -52,7 +52,6 @@ def _found(root: Path, command: str) -> list[str]:
         ("python -m loadtests.study --url URL -- make demos", "make has no target demos"),
         ("rollout-gateway start", "rollout-gateway start: No such command 'start'."),
         ("rollout-gateway config print", "rollout-gateway config print: No such command 'print'."),
-        ("rollout-gateway fetch", "rollout-gateway fetch: Missing argument 'FOLDER'."),
         ("rollout-gateway logs -n many", "rollout-gateway logs -n many: Invalid value for '--lines'"),
         ("rollout-gateway status --speed 1", "rollout-gateway status --speed 1: No such option: --speed"),
         ("rollout-gateway up --speed 1", "up has no option --speed"),

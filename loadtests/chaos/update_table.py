@@ -37,7 +37,7 @@ _SIM = SimConfig(load_s=0.1, decode_step_s=0.004, stage_bytes=1 << 10)
 _FAST: Json = {
     "fleet": {"discover_interval_s": 0.1, "probe_interval_s": 0.1, "probe_timeout_s": 1, "lost_after_s": 1.5},
     "weights": {
-        "init_timeout_s": 60, "drain_timeout_s": 10, "transfer_timeout_s": 5, "control_timeout_s": 5,
+        "init_timeout_s": 60, "drain_timeout_s": 10, "transfer_timeout_s": 10, "control_timeout_s": 5,
         "load_timeout_s": 10, "idle_timeout_s": 20,
     },
 }  # fmt: skip

@@ -78,7 +78,7 @@ class Batch:
         """Done while it has no client."""
         self.expiry: asyncio.TimerHandle | None = None
         self.made: dict[int, GroupRecord] = {}
-        """What there is of each prompt; empty where nothing is written."""
+        """What there is of each prompt, until all of it is written; empty where nothing is."""
         if writes:
             self.made = {one.index: GroupRecord(one.index, one.rollout.n, one.read) for one in prompts}
         self.newest = 0
@@ -86,20 +86,29 @@ class Batch:
         self._head = head if writes and not record.is_kept else None
         self._beginning = asyncio.get_running_loop().call_later(_WORTH_IT_S, self.begin)
 
-    def continued(self, steps: Iterable[Step]) -> dict[int, Reply]:
-        """Return what a gateway before this one has made, to continue it."""
+    def restore(self, steps: Iterable[Step]) -> None:
+        """Take what a gateway before this one has made."""
         for step in steps:
             assert isinstance(step, Growth)
             self.made[step.group].restore(step)
             versions = [int(span.get("base_version") or span["version"]) for span in step.spans]
-            self.newest = max(self.newest, *versions)
-        for prompt in self.prompts if self.made else ():
-            self.made[prompt.index].begin(prompt)
-            self.made[prompt.index].reply.heard = partial(self.record.grew, prompt.index)
-        return {index: made.reply for index, made in self.made.items()}
+            self.newest = max([self.newest, *versions])
+
+    def reply_to(self, prompt: CompletionPrompt) -> Reply:
+        """The reply to a prompt, as far as it has come, to be completed."""
+        if (made := self.made.get(prompt.index)) is None:
+            return Reply(prompt.read)
+        made.begin(prompt)
+        made.reply.heard = partial(self.record.grew, prompt.index)
+        return made.reply
 
     def _growth_of(self, prompt: int) -> list[Growth]:
-        return self.made[prompt].growth() if self.made else []
+        if (made := self.made.get(prompt)) is None:
+            return []
+        steps = made.growth()
+        if made.is_recorded:
+            del self.made[prompt]  # it would take memory beside its part of the reply
+        return steps
 
     @property
     def has_failed(self) -> bool:
@@ -185,7 +194,8 @@ class Replays:
         return self._run(batch)
 
     def _run(self, batch: Batch, steps: Iterable[Step] = ()) -> Batch:
-        work = self._completions.written(batch.prompts, batch.continued(steps))
+        batch.restore(steps)
+        work = self._completions.written(batch.prompts, batch.reply_to)
         batch.task = asyncio.create_task(work, name=f"batch {batch.request_id}")
         self._batches[batch.identity].append(batch)
         return batch

@@ -49,7 +49,7 @@ class Event(msgspec.Struct, tag="event", array_like=True, frozen=True):
         return len(self.content) + _OBJECT_BYTES
 
 
-class Growth(msgspec.Struct, tag="growth", array_like=True, frozen=True):
+class Growth(msgspec.Struct, tag="growth", array_like=True, frozen=True, gc=False):
     """What a sample has got since the last one, as its reader told it; all that it has, where it begins (again).
     `inexact` is None unless it was resumed. `end` is JSON of the fields with which it has ended."""
 

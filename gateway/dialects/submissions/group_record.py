@@ -19,15 +19,16 @@ class Recorded:
         self._group = group
         self._num_parts = 0
         self._num_voids = sample.num_voids
-        self._has_end = False
+        self.has_end = False
+        """True once the sample has ended, and the record has that."""
 
     def growth(self) -> Growth | None:
         """Return what the sample has got since the last call; all of it where a part that was returned has become void.
         None where there is nothing, or of no known version."""
         sample, is_ended = self.sample, self.sample.reason is not None
         if sample.num_voids != self._num_voids:
-            self._num_parts, self._num_voids, self._has_end = 0, sample.num_voids, False
-        ends = is_ended and not self._has_end and (sample.has_ids or sample.spans is not None)
+            self._num_parts, self._num_voids, self.has_end = 0, sample.num_voids, False
+        ends = is_ended and not self.has_end and (sample.has_ids or sample.spans is not None)
         if not sample.is_known or (len(sample.parts) == self._num_parts and not ends):
             return None
         spans, kv_versions = sample.stamps_of(sample.num_made)
@@ -39,7 +40,7 @@ class Recorded:
 
     def note(self) -> None:
         """The record has all of it."""
-        self._num_parts, self._has_end = len(self.sample.parts), self.sample.reason is not None
+        self._num_parts, self.has_end = len(self.sample.parts), self.sample.reason is not None
 
 
 class GroupRecord:
@@ -64,6 +65,11 @@ class GroupRecord:
     @property
     def num_bytes(self) -> int:
         return sum([sample.num_bytes for sample in self.reply.samples])
+
+    @property
+    def is_recorded(self) -> bool:
+        """True once all samples have ended, and the record has them whole."""
+        return bool(self.reply.samples) and all(self._of(sample).has_end for sample in self.reply.samples)
 
     def _of(self, sample: Sample) -> Recorded:
         """What the record has of a sample, which may take the place of another."""

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,7 +27,10 @@ from gateway.fleet.placement.lengths import prompt_key
 _CHARACTERS_PER_TOKEN = 4
 # vLLM's own default of max_tokens in this dialect.
 _DEFAULT_MAX_TOKENS = 16
-_NEW: Mapping[int, Reply] = {}
+
+
+def _new_reply(prompt: CompletionPrompt) -> Reply:
+    return Reply(prompt.read)
 
 
 @dataclass(slots=True)
@@ -101,11 +104,14 @@ class Completions:
         reply: Json = orjson.loads(b"".join((await self.written(prompts)).pieces()))
         return reply
 
-    async def written(self, prompts: Sequence[CompletionPrompt], replies: Mapping[int, Reply] = _NEW) -> Written:
-        """As `generate`, as JSON with values as their engines wrote them. `replies`, by prompt, are completed."""
+    async def written(
+        self, prompts: Sequence[CompletionPrompt], reply_to: Callable[[CompletionPrompt], Reply] = _new_reply
+    ) -> Written:
+        """As `generate`, as JSON with values as their engines wrote them. `reply_to` gives the reply that is completed,
+        which is not kept here."""
         began = time.monotonic()
         turns = longest_first(prompts)
-        made = await together(self._write(prompt, began, replies.get(prompt.index)) for prompt in turns)
+        made = await together(self._write(prompt, began, reply_to) for prompt in turns)
         parts = {prompt.index: part for prompt, part in zip(turns, made, strict=True)}
         (first, *others), usage = [parts[prompt.index] for prompt in prompts], Usage()
         for index, part in parts.items():
@@ -117,9 +123,11 @@ class Completions:
         first.head |= {"id": f"cmpl-{prompts[0].request_id}", "created": int(time.time()), "usage": usage.total()}
         return first
 
-    async def _write(self, prompt: CompletionPrompt, began: float, reply: Reply | None) -> Written:
+    async def _write(
+        self, prompt: CompletionPrompt, began: float, reply_to: Callable[[CompletionPrompt], Reply]
+    ) -> Written:
         """Write the reply of one prompt, its samples numbered as the client knows them."""
-        reply = reply or Reply(prompt.read)
+        reply = reply_to(prompt)
         await self._runner.run(prompt, reply)
         ends: list[End] = [(sample.reason, sample.spans) for sample in reply.samples]
         written = Written(prompt.head(reply), [], ends, [time.monotonic() - began])

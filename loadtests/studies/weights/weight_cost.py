@@ -282,8 +282,9 @@ async def _requests(pipe: Connection, url: str, streams: int, args: argparse.Nam
 
     async def caller(session: aiohttp.ClientSession, draw: random.Random) -> None:
         await asyncio.sleep(4 * draw.random())  # callers in step would send all their prompts at once
+        least = 1  # the first ends at any time, as a rollout that began long ago: the load is the same from then on
         while not ending.is_set():
-            length = draw.randrange(2 * args.max_tokens // 3, 4 * args.max_tokens // 3)
+            length, least = draw.randrange(least, 4 * args.max_tokens // 3), 2 * args.max_tokens // 3
             body = {"prompt": random_tokens(draw, args.prompt_tokens), "max_tokens": length, **sampling}
             try:
                 async with session.post(f"{url}/v1/completions", json=body) as reply:

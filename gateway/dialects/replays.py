@@ -91,7 +91,7 @@ class Batch:
         for step in steps:
             assert isinstance(step, Growth)
             self.made[step.group].restore(step)
-            versions = [int(span.get("base_version") or span["version"]) for span in step.spans]
+            versions = [int(span.get("base_version") or span["version"]) for span in step.spans or ()]
             self.newest = max([self.newest, *versions])
 
     def reply_to(self, prompt: CompletionPrompt) -> Reply:
@@ -106,7 +106,7 @@ class Batch:
         if (made := self.made.get(prompt)) is None:
             return []
         steps = made.growth()
-        if made.is_recorded:
+        if steps and steps[-1].end and made.is_recorded:
             del self.made[prompt]  # it would take memory beside its part of the reply
         return steps
 

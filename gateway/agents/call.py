@@ -13,7 +13,7 @@ from engines.engine import Json
 from engines.raw_json import EMPTY, decoded
 from engines.reading.joining import joined
 from gateway.agents.history import End
-from gateway.dialects.sample import Reply
+from gateway.dialects.sample import Reply, Sample
 from gateway.dialects.submissions.frames import Growth
 from gateway.dialects.submissions.group_record import Recorded
 
@@ -131,14 +131,14 @@ class Call:
             if self._recorded is None or self._recorded.sample is not sample:
                 self._recorded = Recorded(sample)
             if (step := self._recorded.growth()) is not None:
-                yield self._grown(step)
+                yield self._grown(sample, step)
 
-    def _grown(self, step: Growth) -> Grown:
+    def _grown(self, sample: Sample, step: Growth) -> Grown:
         new = joined(step.parts or [Choice(step.sample)])
         ids = array("i", decoded(new.token_ids or EMPTY))
         scores = _scores(new.logprobs or {}, len(ids))
         start = 0 if step.begins else len(self.token_ids)
-        grown = Grown(self.facts.call, start, ids.tobytes(), scores.tobytes(), step.spans)
+        grown = Grown(self.facts.call, start, ids.tobytes(), scores.tobytes(), sample.stamps_of(sample.num_made)[0])
         self.take(grown)
         return grown
 

@@ -84,14 +84,14 @@ class Batch:
         self.newest = 0
         """None of the tokens that a gateway before this one has made is of a newer weight version."""
         self._head = head if writes and not record.is_kept else None
-        self._beginning = asyncio.get_running_loop().call_later(_WORTH_IT_S, self.begin)
+        self._worth_it: asyncio.TimerHandle | None = asyncio.get_running_loop().call_later(_WORTH_IT_S, self.begin)
 
     def restore(self, steps: Iterable[Step]) -> None:
         """Take what a gateway before this one has made."""
         for step in steps:
             assert isinstance(step, Growth)
             self.made[step.group].restore(step)
-            versions = [int(span.get("base_version") or span["version"]) for span in step.spans]
+            versions = [int(span.get("base_version") or span["version"]) for span in step.spans or ()]
             self.newest = max([self.newest, *versions])
 
     def reply_to(self, prompt: CompletionPrompt) -> Reply:
@@ -106,7 +106,7 @@ class Batch:
         if (made := self.made.get(prompt)) is None:
             return []
         steps = made.growth()
-        if made.is_recorded:
+        if steps and steps[-1].end and made.is_recorded:
             del self.made[prompt]  # it would take memory beside its part of the reply
         return steps
 
@@ -121,14 +121,16 @@ class Batch:
 
     def begin(self) -> None:
         """Have all of it written that there is, and that comes."""
+        self._worth_it = None
         if self._head is not None:
             self.record.begin(self._head)
             self._head = None
 
     def forget(self) -> None:
         """Drop the record, and write nothing any more."""
-        self._beginning.cancel()
-        self.made, self._head = {}, None
+        if self._worth_it is not None:
+            self._worth_it.cancel()
+        self.made, self._head, self._worth_it = {}, None, None
         self.record.remove()
 
 

@@ -184,17 +184,20 @@ class Sample:
     def restore(
         self,
         parts: Iterable[Choice],
-        spans: list[Json],
+        spans: list[Json] | None,
         kv_versions: Sequence[int],
         inexact: Sequence[str] | None,
         end: Json | None = None,
     ) -> None:
-        """Take more that was made before. `spans` and `kv_versions` are of all its tokens, `inexact` is None unless it
-        was resumed, `end` are the fields with which it has ended."""
+        """Take more that was made before. `spans` and `kv_versions` are of all its tokens, None where the last span
+        goes on; `inexact` is None unless it was resumed, `end` are the fields with which it has ended."""
         for part in parts:
             self.add(part)
-        self.spans, self.kv_versions = spans, kv_versions
-        self.is_resumed, self.inexact = inexact is not None, inexact or ()
+        if spans is not None:
+            self.spans, self.kv_versions = spans, kv_versions
+            self.is_resumed, self.inexact = inexact is not None, inexact or ()
+        elif self.spans and self.spans[-1]["end"] is not None:
+            self.spans[-1]["end"] = self.num_made
         self.reason, self._end = (end or {}).get("finish_reason"), end
 
     def cut(self) -> None:
@@ -282,6 +285,14 @@ class Sample:
         if kept.spans is not None:
             spans = joined_spans(kept.spans, spans, kept.num_made)
         return spans, kv_versions or kept.kv_versions
+
+    @property
+    def basis(self) -> object:
+        """What the spans of its tokens follow from, but for the end of the last; None where they are known."""
+        if self.spans is not None or self.source is None:
+            return None
+        report = self._report
+        return self.source, len(self.source.flight.versions), report, not report or report[-1]["start"] < self.num_made
 
     @property
     def is_known(self) -> bool:

@@ -255,6 +255,10 @@ def _held(path: Path) -> Folder:
         time.sleep(_LOOK_S)
 
 
+def _nothing(part: int) -> Iterable[Step]:
+    return ()
+
+
 def _succeed(opening: Opening, left: tuple[int, list[Left]]) -> None:
     if not opening.done():
         opening.set_result(left)
@@ -263,16 +267,15 @@ def _succeed(opening: Opening, left: tuple[int, list[Left]]) -> None:
 class Record:
     """One record as its user writes it. Nothing is written before `begin`, nor after `remove`.
 
-    `growth_of` is asked for what a part, of this number, has got: soon after `grew`.
+    `growth_of` is asked for what a part, of this number, has got: soon after `grew`, until `remove`.
     """
-
-    growth_of: Callable[[int], Iterable[Step]]
 
     def __init__(self, ledger: Ledger, name: str, *, is_kept: bool = True) -> None:
         """`name` is that of a record which the ledger has, unless it is not kept yet."""
         self.name = name
         self.is_kept = is_kept
         """True from `begin` to `remove`."""
+        self.growth_of: Callable[[int], Iterable[Step]] = _nothing
         self._ledger = ledger
         self._grown: dict[int, None] = {}
         self._num_writing = 0
@@ -318,6 +321,7 @@ class Record:
 
     def remove(self) -> None:
         self._grown.clear()
+        self.growth_of = _nothing  # a large user is to be free at once
         if self.is_kept:
             self.is_kept = False
             self._put(lambda folder: folder.remove(self.name), None)

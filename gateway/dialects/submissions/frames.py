@@ -1,6 +1,8 @@
 """The record of a submission, or of a batch that may be replayed: its head, then what happened, in order. A later
 gateway takes the same steps."""
 
+from collections.abc import Sequence
+
 import msgspec
 
 from engines.chunks import Choice
@@ -49,18 +51,19 @@ class Event(msgspec.Struct, tag="event", array_like=True, frozen=True):
         return len(self.content) + _OBJECT_BYTES
 
 
-class Growth(msgspec.Struct, tag="growth", array_like=True, frozen=True, gc=False):
+class Growth(msgspec.Struct, tag="growth", array_like=True, gc=False):
     """What a sample has got since the last one, as its reader told it; all that it has, where it begins (again).
-    `inexact` is None unless it was resumed. `end` is JSON of the fields with which it has ended."""
+    `spans` and `kv_versions` are of all its tokens; None where the last span goes on. `inexact` is None unless it was
+    resumed. `end` is JSON of the fields with which it has ended."""
 
     group: int
     sample: int
     begins: bool
     parts: list[Choice]
-    spans: list[Json]
-    kv_versions: list[int]
-    inexact: list[str] | None
-    end: bytes
+    spans: list[Json] | None = None
+    kv_versions: Sequence[int] = ()
+    inexact: Sequence[str] | None = None
+    end: bytes = b""
 
 
 class Ack(msgspec.Struct, tag="ack", array_like=True, frozen=True):

@@ -19,6 +19,7 @@ class Recorded:
         self._group = group
         self._num_parts = 0
         self._num_voids = sample.num_voids
+        self._basis: object = None  # of the spans that the record has
         self.has_end = False
         """True once the sample has ended, and the record has that."""
 
@@ -29,14 +30,18 @@ class Recorded:
         if sample.num_voids != self._num_voids:
             self._num_parts, self._num_voids, self.has_end = 0, sample.num_voids, False
         ends = is_ended and not self.has_end and (sample.has_ids or sample.spans is not None)
-        if not sample.is_known or (len(sample.parts) == self._num_parts and not ends):
-            return None
-        spans, kv_versions = sample.stamps_of(sample.num_made)
         parts, begins = sample.parts[self._num_parts :], not self._num_parts
-        end = encoded(sample.last) if is_ended else b""
+        if not (parts or ends) or not sample.is_known:
+            return None
         self.note()
-        inexact = list(sample.inexact) if sample.is_resumed else None
-        return Growth(self._group, sample.index, begins, parts, spans, list(kv_versions), inexact, end)
+        step, basis = Growth(self._group, sample.index, begins, parts), sample.basis
+        if begins or ends or basis is None or basis != self._basis:
+            step.spans, step.kv_versions = sample.stamps_of(sample.num_made)
+            step.inexact = sample.inexact if sample.is_resumed else None
+            self._basis = basis
+        if is_ended:
+            step.end = encoded(sample.last)
+        return step
 
     def note(self) -> None:
         """The record has all of it."""

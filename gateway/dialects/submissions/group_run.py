@@ -14,7 +14,6 @@ from gateway.dialects.completion_prompt import CompletionPrompt
 from gateway.dialects.completions import Completions
 from gateway.dialects.runner import Runner
 from gateway.dialects.sample import ABORT, Reply, Sample
-from gateway.dialects.submissions.frames import Growth
 from gateway.dialects.submissions.group_record import GroupRecord
 from gateway.dialects.submissions.words import Group, OnDeadline
 from gateway.fleet.placement.sessions import session_key
@@ -56,8 +55,6 @@ class GroupRun:
         """Its place by length among the groups of its submission; lower begins earlier."""
         self.num_good = 0
         """Samples that count towards `need`."""
-        self.num_bytes = 0
-        """Size of what its samples keep."""
         self._owner, self._submission_id, self._record = owner, submission_id, record
         self._enough = asyncio.Event()
 
@@ -65,6 +62,11 @@ class GroupRun:
     def made(self) -> GroupRecord:
         """Begun with the group, and dropped at its end: a submission may have half a million samples."""
         return GroupRecord(self.index, self.group.n, self._given)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of what its samples keep."""
+        return self.made.num_bytes if "made" in vars(self) else 0
 
     @property
     def _given(self) -> list[int] | None:
@@ -88,13 +90,8 @@ class GroupRun:
 
     def drop(self) -> None:
         """Forget the samples: the group has ended."""
-        self.num_bytes, self.task = 0, None
+        self.task = None
         vars(self).pop("made", None)
-
-    def restore(self, step: Growth) -> None:
-        """Take what a gateway before this one has made."""
-        self.made.restore(step)
-        self.num_bytes = self.made.num_bytes
 
     def restore_end(self, index: int, *, is_good: bool) -> None:
         """Note a sample that a gateway before this one has ended."""
@@ -160,7 +157,6 @@ class GroupRun:
         for sample in self.made.reply.samples:
             if sample.reason is not None and sample.index not in self.made.done and sample.is_known:
                 self._end(sample, sample.reason)
-        self.num_bytes = self.made.num_bytes
         self._record.grew(self)
         if self._has_enough:
             self._enough.set()

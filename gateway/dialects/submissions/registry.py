@@ -68,7 +68,6 @@ class Submissions:
         ledger.add(self)
         self._counts = counts
         self._kept: dict[tuple[str, str], Submission] = {}
-        self._running: set[Submission] = set()
 
     def report(self) -> Json:
         """The state for /status."""
@@ -119,14 +118,15 @@ class Submissions:
         self._release_if_done(submission)
         await self._ledger.written()
 
-    async def cancel(self, submission: Submission, groups: Iterable[int] | None, reason: str) -> None:
-        """End groups that run, all unless named. Return once that is durable, so that no later gateway runs them."""
-        await self._ended(submission, await self._stop(submission, groups, reason))
+    async def stop(self, submission: Submission, groups: Iterable[int] | None, reason: str) -> None:
+        """End groups that run, all unless named; as their deadline would where the reason is "". Return once that is
+        durable, so that no later gateway runs them; at the latest after a few seconds."""
+        runs = await self._stop(submission, groups, reason)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_CANCELLED_WITHIN_S):
+                await submission.groups_ended([run.index for run in runs])
+                await self._ledger.written()
         self._release_if_done(submission)
-
-    async def let_deadline_pass(self, submission: Submission, groups: Iterable[int] | None) -> None:
-        """End groups that run, all unless named, as their deadline would. Return once that is durable."""
-        await self._ended(submission, await self._stop(submission, groups, ""))
 
     async def _stop(self, submission: Submission, groups: Iterable[int] | None, reason: str) -> list[GroupRun]:
         running = submission.running(groups)
@@ -136,13 +136,6 @@ class Submissions:
             if run.task:
                 run.task.cancel()
         return running
-
-    async def _ended(self, submission: Submission, runs: Sequence[GroupRun]) -> None:
-        """Return once these have ended, and the ledger has all of it; at the latest after a few seconds."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_CANCELLED_WITHIN_S):
-                await submission.groups_ended([run.index for run in runs])
-                await self._ledger.written()
 
     # Life
 
@@ -171,7 +164,7 @@ class Submissions:
 
     def _begin(self, head: Head, groups: Sequence[Group]) -> Submission:
         submission = self._made(head, groups, Record.new(self._ledger, KIND))
-        submission.task = asyncio.create_task(self._live(submission, is_new=True), name=f"submission {head.id}")
+        submission.task = asyncio.create_task(self._live(submission), name=f"submission {head.id}")
         return submission
 
     def _made(self, head: Head, groups: Sequence[Group], record: Record) -> Submission:
@@ -179,22 +172,19 @@ class Submissions:
         self._kept[head.owner, head.id] = submission
         return submission
 
-    async def _live(self, submission: Submission, *, is_new: bool) -> None:
+    async def _live(self, submission: Submission) -> None:
         """Run all groups. Clients that read get an end, also where the gateway fails."""
-        self._running.add(submission)
         try:
-            await self._run_groups(submission, is_new=is_new)
+            await self._run_groups(submission)
         except Exception:
             log.exception("a submission failed in a way that was not foreseen", id=submission.id)
             submission.opened.set()
             for run in submission.running(None):
                 submission.end_group(run, Outcome.FAILED, _UNFORESEEN)
-        finally:
-            self._running.discard(submission)
         submission.end()
 
-    async def _run_groups(self, submission: Submission, *, is_new: bool) -> None:
-        if is_new:
+    async def _run_groups(self, submission: Submission) -> None:
+        if not submission.opened.is_set():
             submission.write(msgspec.json.encode([run.group for run in submission.runs]))
             await submission.opened.wait()
         age_s = max(0.0, time.time() - submission.head.began)
@@ -300,8 +290,7 @@ class Submissions:
                 record.remove()
         for submission in self._kept.values():
             if not submission.is_ended:
-                work = self._live(submission, is_new=False)
-                submission.task = asyncio.create_task(work, name=f"submission {submission.id}")
+                submission.task = asyncio.create_task(self._live(submission), name=f"submission {submission.id}")
 
     def _restore(self, record: Record, head: Head, frames: Sequence[bytes]) -> None:
         groups = msgspec.json.decode(head.groups or b"[]", type=list[Group])

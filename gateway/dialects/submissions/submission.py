@@ -255,7 +255,7 @@ class Submission:
                 self._keep(step)
                 self._take_end(step)
             case Growth(group):
-                self.runs[group].restore(step)
+                self.runs[group].made.restore(step)
             case Ack(cursor):
                 self._free(cursor)
 

@@ -60,13 +60,13 @@ class SubmissionRoutes:
         """End groups that run; samples that ended before stay readable."""
         submission = self._found(request)
         groups = await _groups(request, submission)
-        await self.submissions.cancel(submission, groups, "its client cancelled it")
+        await self.submissions.stop(submission, groups, "its client cancelled it")
         return reply(self._head(submission))
 
     async def _let_deadline_pass(self, request: web.Request) -> web.Response:
         """End groups that run as their deadline would, by their `on_deadline`."""
         submission = self._found(request)
-        await self.submissions.let_deadline_pass(submission, await _groups(request, submission))
+        await self.submissions.stop(submission, await _groups(request, submission), "")
         return reply(self._head(submission))
 
     async def _ack(self, request: web.Request) -> web.Response:

@@ -1,12 +1,15 @@
 """Batches whose connection breaks run on, and an equal request adopts each once."""
 
 import asyncio
+import gc
 import re
+import weakref
 from typing import Any
 
 import aiohttp
 import pytest
 
+from gateway.dialects.replays import Batch
 from tests.rigs import calls
 from tests.rigs.rig import Json, Rig, StartRig
 
@@ -73,6 +76,24 @@ async def test_a_batch_that_has_ended_waits_for_its_replay(rig: Rig) -> None:
     await calls.until(lambda: made(rig) >= ALL)
     await whole(rig)
     assert made(rig) == ALL
+
+
+async def test_a_batch_is_free_as_soon_as_it_is_delivered(kept_rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reply may have hundreds of MiB, which the collector of cycles would find late."""
+    batches, init = list[weakref.ref[Batch]](), Batch.__init__
+
+    def noted(batch: Batch, *args: Any, **kwargs: Any) -> None:
+        batches.append(weakref.ref(batch))
+        init(batch, *args, **kwargs)
+
+    monkeypatch.setattr(Batch, "__init__", noted)
+    kept_rig.hurry()
+    gc.disable()
+    try:
+        await whole(kept_rig)
+        await calls.until(lambda: [batch() for batch in batches] == [None])
+    finally:
+        gc.enable()
 
 
 async def test_a_batch_is_adopted_once(rig: Rig) -> None:

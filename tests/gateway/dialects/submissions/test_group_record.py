@@ -1,14 +1,18 @@
 """What a record has of a group at any moment is what was made until then, whatever became of its attempts."""
 
+from types import SimpleNamespace
+from typing import cast
+
 import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines.chunks import Chunk
 from engines.raw_json import encoded, opened
-from gateway.dialects.sample import Reply, Sample
+from gateway.dialects.sample import Reply, Sample, Source
 from gateway.dialects.submissions.frames import Growth, read_steps
 from gateway.dialects.submissions.group_record import GroupRecord
+from gateway.fleet.replica import Flight, Replica
 from tests.rigs.rig import Json
 
 PROMPT = [1, 2]
@@ -95,3 +99,22 @@ def test_tokens_of_no_known_version_are_not_written() -> None:
     assert record.growth() == []
     record.settle()
     assert told(record) is None
+
+
+def test_a_step_has_the_versions_where_they_changed_and_a_restored_sample_those_of_all_its_tokens() -> None:
+    record, restored, flight = GroupRecord(0, 1, PROMPT), GroupRecord(0, 1, PROMPT), Flight(3)
+    record.reply.samples = [sample := Sample(ALONE)]
+    sample.begin(Source(cast(Replica, SimpleNamespace(weight_version=3)), flight, None))
+    has_versions = []
+    for version in (None, None, 4, None):
+        if version is not None:
+            flight.meet(version, keeps_kv=True)
+        made(sample, 2)
+        [step] = record.growth()
+        has_versions.append(step.spans is not None)
+        [read] = read_steps(msgspec.msgpack.encode([step]))
+        assert isinstance(read, Growth)
+        restored.restore(read)
+        [again] = restored.reply.samples
+        assert (again.spans, again.kv_versions) == sample.stamps_of(sample.num_made)
+    assert has_versions == [True, False, True, False]

@@ -11,7 +11,6 @@ from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 from trainer_client.batch import Batch
 from trainer_client.client import RolloutClient
 from trainer_client.loop_thread import LoopThread
-from trainer_client.submission import Submission
 
 A = TypeVar("A")
 P = ParamSpec("P")
@@ -82,13 +81,6 @@ class BlockingBatch(_Blocking[Batch]):
     cancel = _beginning(Batch.cancel, lambda none, _: none)
 
 
-class BlockingSubmission(_Blocking[Submission]):
-    """The completions of one call of `submit`, as `Submission`."""
-
-    __iter__ = _each(Submission.__aiter__)
-    cancel = _waiting(Submission.cancel)
-
-
 class BlockingRolloutClient(_Blocking[RolloutClient]):
     """`RolloutClient` with blocking calls and the same arguments.
 
@@ -109,7 +101,6 @@ class BlockingRolloutClient(_Blocking[RolloutClient]):
         self.close()
 
     generate = _beginning(RolloutClient.generate, BlockingBatch)
-    submit = _beginning(RolloutClient.submit, BlockingSubmission)
     wait_ready = _waiting(RolloutClient.wait_ready)
     status = _waiting(RolloutClient.status)
     models = _waiting(RolloutClient.models)

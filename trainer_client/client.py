@@ -8,7 +8,7 @@ import asyncio
 import os
 import uuid
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 from engines.errors import (
     ConfigError,
@@ -24,12 +24,10 @@ from trainer_client.results import Rollout, read_rollout
 from trainer_client.retries import Retries, now
 from trainer_client.sampling import SamplingParams
 from trainer_client.served import PushOptions, ServedWeights
-from trainer_client.submission import Submission
 
 URL_VARIABLE = "ROLLOUT_URL"
 KEY_VARIABLE = "ROLLOUT_API_KEY"
 
-OnDeadline = Literal["cancel", "return_partial"]
 Prompt = str | Sequence[int] | Any
 """Text, or token ids: a list, or an array or tensor with one dimension."""
 
@@ -123,43 +121,6 @@ class RolloutClient:
         batch = Batch(request_id, len(checked), run, failures)
         self._batches = [other for other in self._batches if not other.is_done] + [batch]
         return batch
-
-    def submit(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: SamplingParams | None = None,
-        *,
-        submission_id: str | None = None,
-        need: int | None = None,
-        deadline_s: float | None = None,
-        on_deadline: OnDeadline = "cancel",
-        min_version: int | None = None,
-        max_staleness: int | None = None,
-        sessions: Sequence[str] | None = None,
-        priority: int = 0,
-        timeout_s: float = 3600.0,
-    ) -> Submission:
-        """Return `sampling.n` completions of each prompt, of which `need` are enough, kept by the gateway until they
-        have arrived (/v1/rollouts). It begins with its iteration.
-
-        submission_id: with the same id a restarted trainer goes on where it was, and no completion is made twice.
-        deadline_s, on_deadline: a group's time, and the treatment of samples that are open then: `cancel` or
-        `return_partial`.
-        """
-        sampling = sampling or SamplingParams()
-        own = {} if need is None else {"need": need}
-        groups: list[Json] = [
-            {"prompt": _checked_prompt(index, prompt), **own} for index, prompt in enumerate(_checked_prompts(prompts))
-        ]
-        for group, session in zip(groups, _checked_sessions(sessions, len(groups)), strict=True):
-            group |= {"session_id": session} if session else {}
-        fields = {key: value for key, value in sampling.body().items() if key not in ("n", "return_token_ids")}
-        body = {"groups": groups, "n": sampling.n, "sampling": fields | {"logprobs": sampling.logprobs}}
-        terms = {"deadline_s": deadline_s, "on_deadline": on_deadline, "priority": priority}
-        bounds = {"min_version": min_version, "max_staleness": max_staleness}
-        given = {"id": submission_id, "model": self._model, **terms, **bounds}
-        body |= {key: value for key, value in given.items() if value is not None}
-        return Submission(self._http, body, timeout_s=timeout_s, attempts=self._attempts, outage_s=self._outage_s)
 
     async def wait_ready(self, timeout_s: float = 600.0) -> None:
         """Wait for a complete, serving fleet. Raise `DeadlineExceeded`, which lists missing replicas."""

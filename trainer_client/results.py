@@ -1,9 +1,7 @@
 """Rollouts and their completions, as arrays with weight versions."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -100,18 +98,6 @@ def _read_completion(choice: Json, prompt_index: int, sample_index: int) -> Comp
     scores = choice.get("logprobs")
     # Through float64, which turns None (JSON's NaN) into NaN.
     logprobs = None if scores is None else np.asarray(scores["token_logprobs"], np.float64).astype(np.float32)
-    return completion_of(choice, prompt_index, sample_index, token_ids, logprobs)
-
-
-def completion_of(
-    given: Mapping[str, Any],
-    prompt_index: int,
-    sample_index: int,
-    token_ids: NDArray[np.int32],
-    logprobs: NDArray[np.float32] | None,
-) -> Completion:
-    """Return the completion in a choice, or in an event. Raise `EngineFailed` where its log-probs are not one a
-    token."""
     if logprobs is not None and len(logprobs) != len(token_ids):
         raise EngineFailed(f"{len(token_ids)} tokens came with {len(logprobs)} log-probabilities")
     return Completion(
@@ -119,10 +105,10 @@ def completion_of(
         sample_index=sample_index,
         token_ids=token_ids,
         logprobs=logprobs,
-        text=given.get("text") or "",
-        finish_reason=given.get("finish_reason") or "abort",
+        text=choice.get("text") or "",
+        finish_reason=choice.get("finish_reason") or "abort",
         spans=tuple(
-            WeightSpan(int(span["version"]), span["start"], span["end"]) for span in given.get("weight_versions") or ()
+            WeightSpan(int(span["version"]), span["start"], span["end"]) for span in choice.get("weight_versions") or ()
         ),
-        kv_versions=tuple(given.get("kv_versions") or ()),
+        kv_versions=tuple(choice.get("kv_versions") or ()),
     )

@@ -11,7 +11,7 @@ from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegist
 from engines.errors import ConfigError, StoreFailed
 from trainer_client.blocking import BlockingRolloutClient
 from trainer_client.transports.sender import TransportName, WeightSender
-from trainer_client.verl.settings import ENGINE_KWARGS, read_settings
+from trainer_client.verl.settings import Settings
 
 NamedTensor = tuple[str, torch.Tensor]
 
@@ -29,7 +29,7 @@ class GatewayCheckpointEngine(CheckpointEngine):
 
     def __init__(self, bucket_size: int, is_master: bool = False, **settings: Any) -> None:
         self._is_master = is_master
-        self._settings = read_settings(settings, ENGINE_KWARGS)
+        self._settings = Settings(**settings)
         self._client: BlockingRolloutClient | None = None
         self._sender: WeightSender | None = None
         self._left_out: set[str] = set()
@@ -90,28 +90,11 @@ class GatewayCheckpointEngine(CheckpointEngine):
         except StoreFailed:
             return False  # the gateway has no store
 
-    # Training workers and servers have nothing to exchange: both know the gateway.
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        """Stand in for what verl's own engines need to find each other, and to receive."""
+        raise ConfigError("checkpoint_engine.backend=gateway goes with trainer.v1.trainer_mode=gateway alone: set that")
 
-    def prepare(self) -> dict[str, Any]:
-        return {}
-
-    @classmethod
-    def build_topology(
-        cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
-    ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        return {}, {}
-
-    def init_process_group(self, **_: Any) -> None:
-        pass
-
-    async def receive_weights(self, global_steps: int | None = None) -> Any:
-        raise ConfigError(
-            "checkpoint_engine.backend=gateway sends weights only to the gateway's engines, not to verl's: set "
-            "actor_rollout_ref.rollout.name=gateway"
-        )
-
-    def finalize(self) -> None:
-        pass
+    prepare = build_topology = init_process_group = receive_weights = finalize = _refuse
 
 
 def _second_names(client: BlockingRolloutClient) -> set[str]:

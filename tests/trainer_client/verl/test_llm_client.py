@@ -12,8 +12,8 @@ pytest.importorskip("verl")
 
 from engines.errors import DeadlineExceeded, InvalidRequest
 from tests.rigs.rig import MAX_MODEL_LEN, Rig, StartRig
+from trainer_client.verl.llm_client import GatewayLLMClient
 from trainer_client.verl.settings import Settings
-from trainer_client.verl.token_source import GatewayLLMClient
 
 pytestmark = pytest.mark.verl
 

@@ -58,7 +58,8 @@ def overrides_of(script: str) -> list[str]:
 def test_verl_knows_the_mode_by_its_plugin_entry_point_alone() -> None:
     assert get_trainer_cls("gateway") is PPOTrainerGateway
     assert CheckpointEngineRegistry.get("gateway") is GatewayCheckpointEngine
-    assert get_rollout_replica_class("gateway").__name__ == "GatewayReplica"
+    with pytest.raises(ConfigError, match=r"set that|trainer_mode=gateway alone"):
+        get_rollout_replica_class("gateway")()
 
 
 def test_two_keys_turn_a_configuration_over_to_a_gateway() -> None:
@@ -193,4 +194,4 @@ def test_a_sync_that_goes_on_failing_ends_the_run_with_its_error(
 def test_agent_loops_count_versions_from_the_step_of_the_first_sync(syncing: PPOTrainerGateway) -> None:
     syncing._max_model_len = 64
     syncing.on_init_end()
-    assert syncing.get_llm_client().source.version_of_step_0 == 7 - 5
+    assert syncing.get_llm_client().version_of_step_0 == 7 - 5

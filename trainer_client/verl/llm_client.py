@@ -1,5 +1,4 @@
-"""Completions from a gateway in verl's terms: sampling parameters, token budget, `TokenOutput`, and the client of its
-agent loops."""
+"""The client of verl's agent loops: completions from a gateway in verl's terms."""
 
 import asyncio
 import hashlib
@@ -26,17 +25,18 @@ _STOP_REASONS = {"stop": "completed", "length": "completed", "abort": "aborted"}
 _OWN_NAMES = ("temperature", "top_p", "min_p", "repetition_penalty", "min_tokens", "seed", "stop", "stop_token_ids")
 
 
-class TokenSource:
-    """A picklable client of a gateway. Its connections belong to the event loop of the first request.
+class GatewayLLMClient(LLMServerClient):
+    """The client of one agent loop worker, to which it is pickled. Its connections are those of the loop that calls first.
 
-    `rollout` is verl's section `rollout`. `max_model_len` is the engines', prompt and response together.
+    `max_model_len` is the engines', prompt and response together.
     """
 
-    def __init__(self, settings: Settings, rollout: Any, max_model_len: int, version_of_step_0: int = 0) -> None:
+    def __init__(self, config: Any, settings: Settings, *, version_of_step_0: int, max_model_len: int) -> None:
+        super().__init__(config=config)
         self.version_of_step_0 = version_of_step_0
         """The gateway's weight version minus verl's global step, constant from a run's first sync on."""
         self._settings = settings
-        self._rollout = rollout
+        self._rollout = config.actor_rollout_ref.rollout
         self._max_model_len = max_model_len
         self._client: RolloutClient | None = None
         self._sessions: OrderedDict[str, str] = OrderedDict()
@@ -46,31 +46,34 @@ class TokenSource:
 
     @property
     def client(self) -> RolloutClient:
-        """The client of the gateway, which is made in the process that first uses it."""
+        """The client of the gateway, also for loops of agents, made in the process that first uses it."""
         if self._client is None:
             self._client = RolloutClient(self._settings.url, max_in_flight=self._settings.max_in_flight)
         return self._client
 
     async def close(self) -> None:
+        """Drop the connections. verl's workers never call this: theirs end with the process."""
         client, self._client = self._client, None
         if client is not None:
             await client.close()
 
+    @rollout_trace_op
     async def generate(
         self,
         request_id: str,
-        prompt_ids: list[int],
-        sampling_params: Mapping[str, Any],
         *,
-        resumes: bool,
-        others: Mapping[str, Any],
+        prompt_ids: list[int],
+        sampling_params: dict[str, Any],
+        **others: Any,
     ) -> TokenOutput:
-        """Return one completion; `others` are the further arguments of verl's call.
+        """Return one completion. What an abort cut short goes on from its tokens, with the weights served then.
 
-        A completion that an abort cut short is resumed from its tokens where `resumes` is set, else returned as it is.
-        Raises the gateway's own error, `InvalidRequest` for images, video and audio, and `DeadlineExceeded`.
+        Raises the gateway's own error, which costs verl this prompt's group, `InvalidRequest` for images, video and
+        audio, and `DeadlineExceeded`.
         """
-        _refuse_media(others)
+        for name in _MEDIA:
+            if others.get(name):
+                raise InvalidRequest(f"{name} was given, but the gateway takes only token ids", param=name)
         tokens, parts, params = normalize_token_ids(prompt_ids), list[Completion](), sampling_params
         left = self._budget(len(tokens), sampling_params)
         try:
@@ -81,7 +84,7 @@ class TokenSource:
                     tokens, left = tokens + part.token_ids.tolist(), left - len(part.token_ids)
                     if least := params.get("min_tokens"):
                         params = {**params, "min_tokens": max(0, least - len(part.token_ids))}
-                    if not resumes or part.finish_reason != "abort" or left <= 0:
+                    if part.finish_reason != "abort" or left <= 0:
                         return self._output(parts)
                     await asyncio.sleep(_ABORTED_PAUSE_S)
         except TimeoutError as error:
@@ -96,13 +99,13 @@ class TokenSource:
         batch = self.client.generate(
             [prompt_ids],
             _sampling(sampling_params, max_tokens),
-            sessions=[self.session(request_id, prompt_ids)],
+            sessions=[self._session(request_id, prompt_ids)],
             timeout_s=self._settings.rollout_timeout_s,
         )
         (rollout,) = await batch.gather()
         return rollout.completions[0]
 
-    def session(self, request_id: str, prompt_ids: Sequence[int]) -> str:
+    def _session(self, request_id: str, prompt_ids: Sequence[int]) -> str:
         """Return the session of a request, derived from its first prompt.
 
         So all turns of a trajectory (one `request_id`) and all samples of a prompt, which verl requests one by one, go
@@ -149,13 +152,6 @@ class TokenSource:
         return min(versions) - self.version_of_step_0, max(versions) - self.version_of_step_0
 
 
-def _refuse_media(given: Mapping[str, Any]) -> None:
-    """Raise `InvalidRequest`, which names the argument, unless all media are empty."""
-    for name in _MEDIA:
-        if given.get(name):
-            raise InvalidRequest(f"{name} was given, but the gateway takes only token ids", param=name)
-
-
 def _sampling(params: Mapping[str, Any], max_tokens: int) -> SamplingParams:
     """Return verl's sampling parameters as ours; unknown names are passed on."""
     rest = {name: value for name, value in params.items() if name not in ("max_tokens", "max_new_tokens")}
@@ -168,33 +164,3 @@ def _sampling(params: Mapping[str, Any], max_tokens: int) -> SamplingParams:
         extra=rest,
         **named,
     )
-
-
-class GatewayLLMClient(LLMServerClient):
-    """The client of one agent loop worker, to which it is pickled. Loops for agents read its `source`.
-
-    `version_of_step_0` and `max_model_len` are those of `TokenSource`.
-    """
-
-    def __init__(self, config: Any, settings: Settings, *, version_of_step_0: int, max_model_len: int) -> None:
-        super().__init__(config=config)
-        self.source = TokenSource(settings, config.actor_rollout_ref.rollout, max_model_len, version_of_step_0)
-
-    async def close(self) -> None:
-        """Drop the connections. verl's workers never call this: theirs end with the process."""
-        await self.source.close()
-
-    @rollout_trace_op
-    async def generate(
-        self,
-        request_id: str,
-        *,
-        prompt_ids: list[int],
-        sampling_params: dict[str, Any],
-        **others: Any,
-    ) -> TokenOutput:
-        """Return one completion. The rest of an aborted completion is made by the weights served then.
-
-        Raises the gateway's own error, which costs verl this prompt's group, and `DeadlineExceeded`.
-        """
-        return await self.source.generate(request_id, prompt_ids, sampling_params, resumes=True, others=others)

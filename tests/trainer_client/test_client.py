@@ -175,10 +175,10 @@ async def test_keys_open_what_they_open(start_rig: StartRig) -> None:
     async with RolloutClient(rig.url, api_key="generate") as client:
         assert len(await client.generate(PROMPTS, TOKENS).gather()) == 3
         with pytest.raises(NotAllowed) as known:
-            await client.start_weight_update()
+            await client.call("POST", "/start_weight_update", {})
         assert known.value.known
     async with RolloutClient(rig.url, api_key="all") as client:
-        assert await client.world_size() == 2
+        assert await client.call("GET", "/get_world_size") == {"world_size": 2}
 
 
 async def test_url_and_key_may_stand_in_the_environment(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,7 +215,7 @@ async def test_a_call_without_an_answer_ends_in_time_or_with_its_client() -> Non
     async with Played(silence) as gateway:
         client = RolloutClient(gateway.url)
         with pytest.raises(DeadlineExceeded, match=r"no answer to /start_weight_update within 0\.2 s"):
-            await client.start_weight_update(timeout_s=0.2)
+            await client.call("POST", "/start_weight_update", {}, 0.2)
         calling = asyncio.ensure_future(client.weight_version())
         while len(gateway.request_ids) < 2:
             await asyncio.sleep(0.01)
@@ -372,7 +372,7 @@ async def test_a_weight_call_that_may_have_arrived_is_made_once(status: int | No
 
     async with Played(answer) as gateway, RolloutClient(gateway.url) as client:
         with pytest.raises(GatewayUnreachable):
-            await client.start_weight_update()
+            await client.call("POST", "/start_weight_update", {})
     assert len(gateway.request_ids) == 1
 
 

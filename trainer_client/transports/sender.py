@@ -10,7 +10,7 @@ from engines.announcement import check_tensors
 from engines.errors import ConfigError, WeightUpdateConflict
 from engines.types import InFlight
 from trainer_client.blocking import BlockingRolloutClient
-from trainer_client.served import PushOptions
+from trainer_client.http import Json
 
 if TYPE_CHECKING:
     import torch
@@ -85,11 +85,14 @@ class WeightSender:
         replica's name, `StoreFailed`, `DeadlineExceeded`, `GatewayUnreachable`. The version before stays served, and
         a push may be retried.
         """
-        options = PushOptions(version=version, canary_logprobs=canary_logprobs, in_flight=_in_flight(in_flight))
+        if in_flight is not None and in_flight not in list(InFlight):
+            raise ConfigError(f"in_flight = {in_flight!r} must be one of {', '.join(InFlight)}")
+        terms = {"version": version, "in_flight": in_flight}
+        canary = {} if canary_logprobs is None else {"canary_logprobs": [float(value) for value in canary_logprobs]}
         if not self._one_push.acquire(blocking=False):
             raise WeightUpdateConflict("a push of this sender is running: wait for its end")
         try:
-            return self._push(named_tensors, options)
+            return self._push(named_tensors, {key: value for key, value in terms.items() if value is not None}, canary)
         finally:
             self._one_push.release()
 
@@ -98,14 +101,14 @@ class WeightSender:
         if self._transport is not None:
             self._transport.close(reason)
 
-    def _push(self, named_tensors: "Source", options: PushOptions) -> int:
+    def _push(self, named_tensors: "Source", terms: Json, canary: Json) -> int:
         import torch
 
         with torch.inference_mode(False), torch.no_grad():  # in inference mode an iterator could gather no shards
             parts = self._checked_parts(named_tensors)
             first = next(parts)  # refuses tensors that do not fit before any effect
             self._transport = self._transport or self._new_transport()
-            return self._transport.push(chain([first], parts), options)
+            return self._transport.push(chain([first], parts), terms, canary)
 
     def _new_transport(self) -> "StoreTransport | GroupTransport":
         if self._name == "store":
@@ -126,11 +129,3 @@ class WeightSender:
             if part.entries:
                 part.wait_for_values()
                 yield part
-
-
-def _in_flight(word: str | None) -> InFlight | None:
-    if word is None:
-        return None
-    if word not in list(InFlight):
-        raise ConfigError(f"in_flight = {word!r} must be one of {', '.join(InFlight)}")
-    return InFlight(word)

@@ -14,7 +14,7 @@ from engines.store.draft import Draft, claim_draft
 from engines.store.shard_writer import ShardWriter
 from engines.transfer.tensor_bytes import raw_tensor
 from trainer_client.blocking import BlockingRolloutClient
-from trainer_client.served import PushOptions
+from trainer_client.http import Json
 from trainer_client.transports.tensors import Part
 
 _STEPS_IN_ONE_CALL = 4
@@ -31,9 +31,9 @@ class StoreTransport:
         self._timeout_s = timeout_s
         self._folder = Path(folder) if folder is not None else None
 
-    def push(self, parts: Iterable[Part], options: PushOptions) -> int:
+    def push(self, parts: Iterable[Part], terms: Json, canary: Json) -> int:
         """Write a draft and let the replicas load it. Raise `StoreFailed` if the store is full or not found here."""
-        store = self._client.weight_store()
+        store = self._client.call("GET", "/v1/weight_store")
         folder = self._folder or Path(store["folder"])
         if not folder.is_dir():
             raise StoreFailed(
@@ -43,7 +43,9 @@ class StoreTransport:
         path, owner = claim_draft(folder)
         try:
             _write(Draft(path, store["model"]), parts)
-            return self._client.load_weights(path.name, options, self._timeout_s * _STEPS_IN_ONE_CALL)
+            body = {"transport": "store", "snapshot": path.name, **terms, **canary}
+            reply = self._client.call("POST", "/v1/weight_updates", body, self._timeout_s * _STEPS_IN_ONE_CALL)
+            return int(reply["weight_version"])
         finally:
             shutil.rmtree(path, ignore_errors=True)  # gone already if it became a version
             os.close(owner)

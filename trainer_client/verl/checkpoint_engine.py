@@ -86,7 +86,7 @@ class GatewayCheckpointEngine(CheckpointEngine):
         if self._settings.store_folder is not None:
             return True
         try:
-            return Path(client.weight_store()["folder"]).is_dir()
+            return Path(client.call("GET", "/v1/weight_store")["folder"]).is_dir()
         except StoreFailed:
             return False  # the gateway has no store
 

@@ -26,7 +26,7 @@ _OWN_NAMES = ("temperature", "top_p", "min_p", "repetition_penalty", "min_tokens
 
 
 class GatewayLLMClient(LLMServerClient):
-    """The client of one agent loop worker, to which it is pickled. Its connections are those of the loop that calls first.
+    """The client of one agent loop worker, to which it is pickled.
 
     `max_model_len` is the engines', prompt and response together.
     """

@@ -80,7 +80,7 @@ def check_gateway(settings: Settings, rollout: Any) -> int:
     """
     with BlockingRolloutClient(settings.url) as client:
         client.wait_ready(settings.ready_timeout_s)
-        policy = client.models()[0]
+        policy = client.call("GET", "/v1/models")["data"][0]
     needed, has = rollout.prompt_length + rollout.response_length, policy["max_model_len"]
     if needed > has:
         raise ConfigError(

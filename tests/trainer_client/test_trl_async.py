@@ -27,13 +27,10 @@ def drawn(tokens: int) -> Tensors:
     )
 
 
-def attended(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None = None) -> torch.Tensor:
-    """torch's own, of one sequence whose last query stands at its last key."""
-    key, value = (x.repeat_interleave(HEADS // KEY_HEADS, dim=1) for x in (key, value))
-    ahead = torch.arange(len(key)) - (torch.arange(len(query)).unsqueeze(1) + len(key) - len(query))
-    seen = (ahead <= 0) & (ahead >= -window if window is not None else torch.tensor(True))
-    queries, keys, values = (x.transpose(0, 1) for x in (query, key, value))
-    return scaled_dot_product_attention(queries, keys, values, attn_mask=seen).transpose(0, 1)
+def attended(*drawn: torch.Tensor) -> torch.Tensor:
+    """torch's own, of one whole sequence."""
+    turned = (x.transpose(0, 1) for x in drawn)
+    return scaled_dot_product_attention(*turned, is_causal=True, enable_gqa=True).transpose(0, 1)
 
 
 def ends(*lengths: int) -> torch.Tensor:
@@ -47,12 +44,6 @@ def test_a_branch_sees_the_whole_path_that_leads_to_it() -> None:
     path = torch.tensor([0, 1, 2, 3, 0, 1, 2, 3, 4, 5])
     found = attention(query, key[path], value[path], ends(4, 2), ends(4, 6), 4, 6)
     assert torch.allclose(found, whole, atol=1e-6)
-
-
-def test_a_sliding_window_hides_what_is_before_it() -> None:
-    query, key, value = drawn(7)
-    found = attention(query, key, value, ends(7), ends(7), 7, 7, window_size=(2, 0))
-    assert torch.allclose(found, attended(query, key, value, window=2), atol=1e-6)
 
 
 def test_trl_lets_go_of_the_group_by_its_store() -> None:

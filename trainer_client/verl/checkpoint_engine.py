@@ -17,7 +17,6 @@ NamedTensor = tuple[str, torch.Tensor]
 
 WEIGHT_VERSION = "gateway/weight_version"
 """The metric with the version of a sync."""
-_HEAD = "lm_head.weight"
 
 
 @CheckpointEngineRegistry.register("gateway")
@@ -32,7 +31,6 @@ class GatewayCheckpointEngine(CheckpointEngine):
         self._settings = Settings(**settings)
         self._client: BlockingRolloutClient | None = None
         self._sender: WeightSender | None = None
-        self._left_out: set[str] = set()
         self._version_of_step_0: int | None = None
 
     async def send_weights(self, weights: Iterator[NamedTensor], global_steps: int | None = None) -> dict[str, Any]:
@@ -59,13 +57,11 @@ class GatewayCheckpointEngine(CheckpointEngine):
         began = time.perf_counter()
         if self._client is None or self._sender is None:
             self._client = self._client or BlockingRolloutClient(self._settings.url)
-            self._left_out = _second_names(self._client)
-            self._sender = self._opened(self._client)  # last: it says that all is known
+            self._sender = self._opened(self._client)
         # The first version is the gateway's next; then versions and verl's steps count together, so that a version
         # gives its step. Another trainer's update in between is a conflict, never a wrong step.
         wanted = None if self._version_of_step_0 is None else self._version_of_step_0 + global_steps
-        named = ((name, tensor) for name, tensor in weights if name not in self._left_out)
-        version = self._sender.push(named, wanted)
+        version = self._sender.push(weights, wanted)
         self._version_of_step_0 = version - global_steps
         return {WEIGHT_VERSION: version, "gateway/sync_s": time.perf_counter() - began}
 
@@ -95,9 +91,3 @@ class GatewayCheckpointEngine(CheckpointEngine):
         raise ConfigError("checkpoint_engine.backend=gateway goes with trainer.v1.trainer_mode=gateway alone: set that")
 
     prepare = build_topology = init_process_group = receive_weights = finalize = _refuse
-
-
-def _second_names(client: BlockingRolloutClient) -> set[str]:
-    """Return the second names of tied weights: verl names a tied head, and checkpoints do not."""
-    served = client.served_weights().tensors
-    return set() if served is None or any(tensor.name == _HEAD for tensor in served) else {_HEAD}

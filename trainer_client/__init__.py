@@ -3,7 +3,7 @@
 from trainer_client.batch import Batch
 from trainer_client.blocking import BlockingBatch, BlockingRolloutClient
 from trainer_client.client import RolloutClient
-from trainer_client.results import Completion, Outcome, Rollout, WeightSpan
+from trainer_client.results import Completion, Rollout, WeightSpan
 from trainer_client.sampling import SamplingParams
 from trainer_client.sessions.blocking import BlockingSessionGroups, BlockingSessions
 from trainer_client.sessions.calls import Sessions
@@ -19,7 +19,6 @@ __all__ = [
     "BlockingSessionGroups",
     "BlockingSessions",
     "Completion",
-    "Outcome",
     "Rollout",
     "RolloutClient",
     "SamplingParams",

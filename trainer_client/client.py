@@ -116,7 +116,7 @@ class RolloutClient:
             headers = {name: value for name, value in names.items() if value}
             return await self._rollout(index, {"prompt": [checked[index]], **rest}, headers, timeout_s, deadline)
 
-        batch = Batch(request_id, len(checked), run, failures)
+        batch = Batch(len(checked), run, failures)
         self._batches = [other for other in self._batches if not other.is_done] + [batch]
         return batch
 
@@ -180,7 +180,7 @@ class RolloutClient:
                 while True:
                     try:
                         reply = await self._http.call("POST", _COMPLETIONS, body, timeout_s=None, headers=headers)
-                        return read_rollout(reply, headers["X-Request-Id"], index, body["n"], attempts=retries.made)
+                        return read_rollout(reply, index, body["n"])
                     except RolloutGatewayError as error:
                         last = error
                         await _pause(retries, error, index)

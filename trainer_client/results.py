@@ -1,21 +1,12 @@
 """Rollouts and their completions, as arrays with weight versions."""
 
 from dataclasses import dataclass
-from enum import StrEnum
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engines.errors import EngineFailed
 from trainer_client.http import Json
-
-
-class Outcome(StrEnum):
-    """The end of a rollout."""
-
-    DELIVERED = "delivered"
-    FAILED = "failed"  # with an `error`
-    CANCELLED = "cancelled"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,20 +52,16 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rollout:
-    """One prompt with its completions, in order of `sample_index`; none unless `outcome` is DELIVERED."""
+    """One prompt with its completions, in order of `sample_index`; none where it failed with `error`."""
 
-    request_id: str
     prompt_index: int
-    outcome: Outcome
     prompt_token_ids: NDArray[np.int32] | None = None
     """The engine's, also for a text prompt."""
     completions: tuple[Completion, ...] = ()
-    attempts: int = 1
-    """Requests made for it."""
     error: Exception | None = None
 
 
-def read_rollout(reply: Json, request_id: str, prompt_index: int, n: int, *, attempts: int) -> Rollout:
+def read_rollout(reply: Json, prompt_index: int, n: int) -> Rollout:
     """Return the rollout in a reply of /v1/completions to one prompt. Raise `EngineFailed` if the reply is
     incomplete."""
     choices = sorted(reply.get("choices") or (), key=lambda choice: int(choice["index"]))
@@ -82,12 +69,9 @@ def read_rollout(reply: Json, request_id: str, prompt_index: int, n: int, *, att
         raise EngineFailed(f"{n} completions were requested, but the reply has {len(choices)}")
     prompt_token_ids = choices[0].get("prompt_token_ids")
     return Rollout(
-        request_id=request_id,
         prompt_index=prompt_index,
-        outcome=Outcome.DELIVERED,
         prompt_token_ids=None if prompt_token_ids is None else np.asarray(prompt_token_ids, np.int32),
         completions=tuple(_read_completion(choice, prompt_index, index) for index, choice in enumerate(choices)),
-        attempts=attempts,
     )
 
 

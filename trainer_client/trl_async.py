@@ -82,7 +82,7 @@ class TorchAttention:
             parts = query[first:last], key[first_key:last_key], value[first_key:last_key]
             rows, columns = (torch.arange(len(part), device=query.device) for part in parts[:2])
             seen = columns <= rows.unsqueeze(1) + len(columns) - len(rows)
-            turned = (part.transpose(0, 1) for part in parts)
-            made = scaled_dot_product_attention(*turned, attn_mask=seen, scale=softmax_scale, enable_gqa=True)
+            q, k, v = (part.transpose(0, 1) for part in parts)
+            made = scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=softmax_scale, enable_gqa=True)
             outputs.append(made.transpose(0, 1))
         return torch.cat(outputs)

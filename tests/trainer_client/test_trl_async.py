@@ -29,8 +29,8 @@ def drawn(tokens: int) -> Tensors:
 
 def attended(*drawn: torch.Tensor) -> torch.Tensor:
     """torch's own, of one whole sequence."""
-    turned = (x.transpose(0, 1) for x in drawn)
-    return scaled_dot_product_attention(*turned, is_causal=True, enable_gqa=True).transpose(0, 1)
+    q, k, v = (x.transpose(0, 1) for x in drawn)
+    return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(0, 1)
 
 
 def ends(*lengths: int) -> torch.Tensor:

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     import torch
 
     from trainer_client.transports.group import GroupTransport
-    from trainer_client.transports.store import StoreTransport
     from trainer_client.transports.tensors import Part, Source
 
 TransportName = Literal["store", "gloo", "nccl"]
@@ -52,7 +51,7 @@ class WeightSender:
         self._timeout_s = timeout_s
         self._folder = folder
         self._of_group: dict[str, Any] = {"device": device, "address": address, "port": port}
-        self._transport: StoreTransport | GroupTransport | None = None
+        self._group: GroupTransport | None = None
         self._one_push = threading.Lock()
 
     def __enter__(self) -> "WeightSender":
@@ -96,28 +95,24 @@ class WeightSender:
         finally:
             self._one_push.release()
 
-    def close(self, reason: str = "the trainer closed the group") -> None:
+    def close(self) -> None:
         """Leave the group, if any. May be called twice; the next push opens another."""
-        if self._transport is not None:
-            self._transport.close(reason)
+        if self._group is not None:
+            self._group.close()
 
     def _push(self, named_tensors: "Source", terms: Json, canary: Json) -> int:
         import torch
 
+        from trainer_client.transports import group, store
+
         with torch.inference_mode(False), torch.no_grad():  # in inference mode an iterator could gather no shards
             parts = self._checked_parts(named_tensors)
-            first = next(parts)  # refuses tensors that do not fit before any effect
-            self._transport = self._transport or self._new_transport()
-            return self._transport.push(chain([first], parts), terms, canary)
-
-    def _new_transport(self) -> "StoreTransport | GroupTransport":
-        if self._name == "store":
-            from trainer_client.transports.store import StoreTransport
-
-            return StoreTransport(self._client, self._timeout_s, self._folder)
-        from trainer_client.transports.group import GroupTransport
-
-        return GroupTransport(self._client, self._timeout_s, backend=self._name, **self._of_group)
+            parts = chain([next(parts)], parts)  # refuses tensors that do not fit before any effect
+            if self._name == "store":
+                return store.push(self._client, parts, terms | canary, self._timeout_s, self._folder)
+            if self._group is None:
+                self._group = group.GroupTransport(self._client, self._timeout_s, backend=self._name, **self._of_group)
+            return self._group.push(parts, terms, canary)
 
     def _checked_parts(self, named_tensors: "Source") -> "Iterator[Part]":
         """Yield the parts, checked against the served model."""

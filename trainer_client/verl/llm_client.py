@@ -1,6 +1,5 @@
 """The client of verl's agent loops: completions from a gateway in verl's terms."""
 
-import asyncio
 import hashlib
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -11,17 +10,14 @@ from verl.utils.rollout_trace import rollout_trace_op
 from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
-from engines.errors import DeadlineExceeded, EngineFailed, InvalidRequest
+from engines.errors import EngineFailed, InvalidRequest
 from trainer_client.client import RolloutClient
 from trainer_client.results import Completion
 from trainer_client.sampling import SamplingParams
 from trainer_client.verl.settings import Settings
 
 _REMEMBERED = 10_000
-_ABORTED_PAUSE_S = 0.5
 _MEDIA = ("image_data", "video_data", "audio_data")
-_STOP_REASONS = {"stop": "completed", "length": "completed", "abort": "aborted"}
-"""Names of verl's vLLM server."""
 _OWN_NAMES = ("temperature", "top_p", "min_p", "repetition_penalty", "min_tokens", "seed", "stop", "stop_token_ids")
 
 
@@ -66,44 +62,33 @@ class GatewayLLMClient(LLMServerClient):
         sampling_params: dict[str, Any],
         **others: Any,
     ) -> TokenOutput:
-        """Return one completion. What an abort cut short goes on from its tokens, with the weights served then.
+        """Return one completion.
 
-        Raises the gateway's own error, which costs verl this prompt's group, `InvalidRequest` for images, video and
-        audio, and `DeadlineExceeded`.
+        Raises the gateway's own error, which costs verl this prompt's group, `DeadlineExceeded`, `EngineFailed` where a
+        /pause has aborted it, and `InvalidRequest` for images, video and audio.
         """
         for name in _MEDIA:
             if others.get(name):
                 raise InvalidRequest(f"{name} was given, but the gateway takes only token ids", param=name)
-        tokens, parts, params = normalize_token_ids(prompt_ids), list[Completion](), sampling_params
-        left = self._budget(len(tokens), sampling_params)
-        try:
-            async with asyncio.timeout(self._settings.rollout_timeout_s):
-                while True:
-                    part = await self._complete(request_id, tokens, params, left)
-                    parts.append(part)
-                    tokens, left = tokens + part.token_ids.tolist(), left - len(part.token_ids)
-                    if least := params.get("min_tokens"):
-                        params = {**params, "min_tokens": max(0, least - len(part.token_ids))}
-                    if part.finish_reason != "abort" or left <= 0:
-                        return self._output(parts)
-                    await asyncio.sleep(_ABORTED_PAUSE_S)
-        except TimeoutError as error:
-            raise DeadlineExceeded(
-                f"request {request_id}: no whole completion within {self._settings.rollout_timeout_s:g} s; "
-                f"{len(parts)} parts were aborted"
-            ) from error
-
-    async def _complete(
-        self, request_id: str, prompt_ids: list[int], sampling_params: Mapping[str, Any], max_tokens: int
-    ) -> Completion:
+        tokens = normalize_token_ids(prompt_ids)
         batch = self.client.generate(
-            [prompt_ids],
-            _sampling(sampling_params, max_tokens),
-            sessions=[self._session(request_id, prompt_ids)],
+            [tokens],
+            _sampling(sampling_params, self._budget(len(tokens), sampling_params)),
+            sessions=[self._session(request_id, tokens)],
             timeout_s=self._settings.rollout_timeout_s,
         )
         (rollout,) = await batch.gather()
-        return rollout.completions[0]
+        (completion,) = rollout.completions
+        if completion.finish_reason == "abort":
+            raise EngineFailed(f"request {request_id} was aborted, as by POST /pause?mode=abort: use mode=keep")
+        oldest, newest = self._global_steps(completion)
+        return TokenOutput(
+            token_ids=completion.token_ids.tolist(),
+            log_probs=None if completion.logprobs is None else completion.logprobs.tolist(),
+            stop_reason="completed",
+            num_preempted=0,
+            extra_fields={"global_steps": newest, "min_global_steps": oldest, "max_global_steps": newest},
+        )
 
     def _session(self, request_id: str, prompt_ids: Sequence[int]) -> str:
         """Return the session of a request, derived from its first prompt.
@@ -125,26 +110,11 @@ class GatewayLLMClient(LLMServerClient):
             asked = min(self._rollout.response_length, room)
         return max(1, min(int(asked), self._max_model_len - prompt_tokens))
 
-    def _output(self, parts: Sequence[Completion]) -> TokenOutput:
-        """Return the parts of one completion as verl's output."""
-        last = parts[-1]
-        log_probs = None
-        if last.logprobs is not None:
-            log_probs = [value for part in parts if part.logprobs is not None for value in part.logprobs.tolist()]
-        oldest, newest = self._global_steps(parts)
-        return TokenOutput(
-            token_ids=[token_id for part in parts for token_id in part.token_ids.tolist()],
-            log_probs=log_probs,
-            stop_reason=_STOP_REASONS.get(last.finish_reason, last.finish_reason),
-            num_preempted=len(parts) - 1,
-            extra_fields={"global_steps": newest, "min_global_steps": oldest, "max_global_steps": newest},
-        )
-
-    def _global_steps(self, parts: Sequence[Completion]) -> tuple[int | None, int | None]:
+    def _global_steps(self, completion: Completion) -> tuple[int | None, int | None]:
         """Return the steps of the oldest and the newest weights of the tokens; None without tokens."""
-        if not any(len(part.token_ids) for part in parts):
+        if not len(completion.token_ids):
             return None, None
-        versions = [span.version for part in parts for span in part.spans]
+        versions = [span.version for span in completion.spans]
         if not versions:
             raise EngineFailed(
                 f"{self._settings.url} reports no weight versions with its completions: is it a rollout gateway?"

@@ -29,7 +29,7 @@ import orjson
 
 from engines.config import SimConfig
 from loadtests.chaos.clients.callers import choices_of
-from loadtests.chaos.clients.contents import Asked, Delivered, flaw
+from loadtests.chaos.clients.contents import Asked, Delivered, flaw, spans_of
 from loadtests.chaos.clients.tally import Tally
 from loadtests.chaos.process_fleet import ProcessFleet, fleet_config, healthy_within, running
 from sim.model import SimModel
@@ -121,7 +121,8 @@ class Clients:
             return
         for event in events:
             if event["type"] == "sample":
-                self._take(prompts[event["group"]], Delivered.of_sample(event))
+                got = Delivered(event["token_ids"], spans_of(event), event["logprobs"], event["text"])
+                self._take(prompts[event["group"]], got)
             elif "error" in event:
                 self._fail(str(event["error"]), _SAMPLES)
 

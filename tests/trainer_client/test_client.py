@@ -64,7 +64,8 @@ async def test_rollouts_come_in_the_order_of_their_prompts_with_aligned_arrays(c
         assert [completion.sample_index for completion in rollout.completions] == [0, 1]
         for completion in rollout.completions:
             assert completion.logprobs is not None
-            assert (completion.token_ids.dtype, completion.logprobs.dtype) == (np.int32, np.float32)
+            assert completion.token_ids.dtype == np.int32
+            assert completion.logprobs.dtype == np.float32
             assert len(completion.token_ids) == len(completion.logprobs) == 8
             assert np.all(completion.logprobs <= 0)
             assert completion.finish_reason == "length"

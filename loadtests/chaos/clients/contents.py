@@ -56,11 +56,6 @@ class Delivered:
         )
 
     @classmethod
-    def of_sample(cls, event: Json) -> "Delivered":
-        """Read an event of a submission."""
-        return cls(event["token_ids"], spans_of(event), event["logprobs"], event["text"])
-
-    @classmethod
     def of_completion(cls, completion: Completion) -> "Delivered":
         spans = [(span.version, span.start, span.end) for span in completion.spans]
         logprobs = None if completion.logprobs is None else completion.logprobs.tolist()

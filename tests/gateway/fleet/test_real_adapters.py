@@ -111,9 +111,9 @@ def test_versions_change_both_replicas_and_the_model_beneath_stays_as_it_is(
     for version, scale in ((1, SCALE), (2, -SCALE)):
         name = f"trl-policy-v{version}"
         folder = adapter(tmp_path / name, scale)
-        client.call("POST", "/pause?mode=keep")
+        client.pause()
         client.load_lora_adapter(name, str(folder))
-        client.call("POST", "/resume")
+        client.resume()
         tokens = greedy(real.url, name)
         assert tokens == merged(scale)
         assert tokens not in seen

@@ -103,11 +103,8 @@ class Clients:
         url = f"{self.url}/v1/rollouts"
 
         async def read_on() -> bool:
-            if events:
-                ask = self._session.get(f"{url}/{name}?cursor={events[-1]['cursor']}")
-            else:
-                ask = self._session.post(url, data=content)
-            async with ask as response:
+            place = f"{url}/{name}?cursor={events[-1]['cursor']}" if events else url
+            async with self._session.request("GET" if events else "POST", place, data=content) as response:
                 response.raise_for_status()
                 await response.content.readline()  # the head
                 async for line in response.content:

@@ -60,8 +60,7 @@ class GroupTransport:
         try:
             channel = self._start(terms)
             for part in parts:
-                body = {"update_info": part.announced}
-                announce = partial(self._call, "POST", "/update_weights", body)
+                announce = partial(self._call, "POST", "/update_weights", {"update_info": part.announced})
                 self._beside(channel, announce, partial(channel.send, part.tensors))
             reply = self._call("POST", "/finish_weight_update", canary)
             if "weight_version" not in reply:

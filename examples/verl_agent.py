@@ -21,8 +21,8 @@ class SortAgentLoop(AgentLoopBase):
 
         What the agent raises fails the group of its prompt, for which verl asks again.
         """
-        source = self.server_manager.source  # of trainer_mode=gateway
-        sessions = Sessions(source.client)
+        gateway = self.server_manager  # that of trainer_mode=gateway
+        sessions = Sessions(gateway.client)
         session = await sessions.begin()
         try:
             reward = await solve(list(raw_prompt), session)
@@ -34,7 +34,7 @@ class SortAgentLoop(AgentLoopBase):
         await sessions.ack(session.id)
         if not rows:
             raise RuntimeError(f"session {session.id} has no token to train")
-        return [self._output(row, source.version_of_step_0) for row in sorted(rows, key=lambda row: row.calls[-1])]
+        return [self._output(row, gateway.version_of_step_0) for row in sorted(rows, key=lambda row: row.calls[-1])]
 
     def _output(self, row: Trajectory, version_of_step_0: int) -> AgentLoopOutput:
         made = slice(self.rollout_config.response_length)

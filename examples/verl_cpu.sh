@@ -12,9 +12,10 @@ out="${OUT:-out/verl}"
 python=.venv-verl/bin/python
 
 $python -m examples.verl_sort "$out/data"
-export VERL_PLATFORM=cpu OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=lo HYDRA_FULL_ERROR=1
+export VERL_USE_EXTERNAL_MODULES=examples.verl_platform VERL_PLATFORM=cpu
+export OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=lo HYDRA_FULL_ERROR=1
 export VERL_FILE_LOGGER_PATH="$out/steps.jsonl"
-exec $python -m "${VERL_MAIN:-verl.trainer.main_ppo}" \
+exec $python -m verl.trainer.main_ppo \
   trainer.v1.trainer_mode=gateway \
   "+trainer.v1.gateway.url=$url" \
   algorithm.adv_estimator=grpo \

@@ -3,9 +3,9 @@
 from trainer_client.batch import Batch
 from trainer_client.blocking import BlockingBatch, BlockingRolloutClient
 from trainer_client.client import RolloutClient
-from trainer_client.results import Completion, Outcome, Rollout, WeightSpan
+from trainer_client.results import Completion, Rollout, WeightSpan
 from trainer_client.sampling import SamplingParams
-from trainer_client.sessions.blocking import BlockingSessionGroups, BlockingSessions
+from trainer_client.sessions.blocking import BlockingSessionGroups
 from trainer_client.sessions.calls import Sessions
 from trainer_client.sessions.groups import SessionGroup, SessionGroups
 from trainer_client.sessions.records import Session
@@ -17,9 +17,7 @@ __all__ = [
     "BlockingBatch",
     "BlockingRolloutClient",
     "BlockingSessionGroups",
-    "BlockingSessions",
     "Completion",
-    "Outcome",
     "Rollout",
     "RolloutClient",
     "SamplingParams",

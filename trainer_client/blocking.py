@@ -11,7 +11,6 @@ from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 from trainer_client.batch import Batch
 from trainer_client.client import RolloutClient
 from trainer_client.loop_thread import LoopThread
-from trainer_client.submission import Submission
 
 A = TypeVar("A")
 P = ParamSpec("P")
@@ -82,13 +81,6 @@ class BlockingBatch(_Blocking[Batch]):
     cancel = _beginning(Batch.cancel, lambda none, _: none)
 
 
-class BlockingSubmission(_Blocking[Submission]):
-    """The completions of one call of `submit`, as `Submission`."""
-
-    __iter__ = _each(Submission.__aiter__)
-    cancel = _waiting(Submission.cancel)
-
-
 class BlockingRolloutClient(_Blocking[RolloutClient]):
     """`RolloutClient` with blocking calls and the same arguments.
 
@@ -109,21 +101,9 @@ class BlockingRolloutClient(_Blocking[RolloutClient]):
         self.close()
 
     generate = _beginning(RolloutClient.generate, BlockingBatch)
-    submit = _beginning(RolloutClient.submit, BlockingSubmission)
     wait_ready = _waiting(RolloutClient.wait_ready)
+    call = _waiting(RolloutClient.call)
     status = _waiting(RolloutClient.status)
-    models = _waiting(RolloutClient.models)
-    server_info = _waiting(RolloutClient.server_info)
     weight_version = _waiting(RolloutClient.weight_version)
-    world_size = _waiting(RolloutClient.world_size)
-    init_weight_transfer = _waiting(RolloutClient.init_weight_transfer)
-    start_weight_update = _waiting(RolloutClient.start_weight_update)
-    update_weights = _waiting(RolloutClient.update_weights)
-    finish_weight_update = _waiting(RolloutClient.finish_weight_update)
-    abandon_weight_update = _waiting(RolloutClient.abandon_weight_update)
     served_weights = _waiting(RolloutClient.served_weights)
-    weight_store = _waiting(RolloutClient.weight_store)
-    load_weights = _waiting(RolloutClient.load_weights)
     canary_token_ids = _waiting(RolloutClient.canary_token_ids)
-    pause = _waiting(RolloutClient.pause)
-    resume = _waiting(RolloutClient.resume)

@@ -8,7 +8,9 @@ import asyncio
 import os
 import uuid
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
+
+import msgspec
 
 from engines.errors import (
     ConfigError,
@@ -17,28 +19,22 @@ from engines.errors import (
     InvalidRequest,
     RolloutGatewayError,
 )
-from engines.types import InFlight, PauseMode
 from trainer_client.batch import Batch, Failures
 from trainer_client.http import GatewayHttp, Json
 from trainer_client.results import Rollout, read_rollout
 from trainer_client.retries import Retries, now
 from trainer_client.sampling import SamplingParams
-from trainer_client.served import PushOptions, ServedWeights
-from trainer_client.submission import Submission
+from trainer_client.served import ServedWeights
 
 URL_VARIABLE = "ROLLOUT_URL"
 KEY_VARIABLE = "ROLLOUT_API_KEY"
 
-OnDeadline = Literal["cancel", "return_partial"]
 Prompt = str | Sequence[int] | Any
 """Text, or token ids: a list, or an array or tensor with one dimension."""
 
-_REPEATABLE = ("GET", "DELETE")
 _COMPLETIONS = "/v1/completions"
 _LOOK_S = 0.5
-_ASK_TIMEOUT_S = 30.0
-_CONTROL_TIMEOUT_S = 120.0
-_WEIGHTS_TIMEOUT_S = 600.0
+_CALL_TIMEOUT_S = 30.0
 
 
 class RolloutClient:
@@ -120,46 +116,9 @@ class RolloutClient:
             headers = {name: value for name, value in names.items() if value}
             return await self._rollout(index, {"prompt": [checked[index]], **rest}, headers, timeout_s, deadline)
 
-        batch = Batch(request_id, len(checked), run, failures)
+        batch = Batch(len(checked), run, failures)
         self._batches = [other for other in self._batches if not other.is_done] + [batch]
         return batch
-
-    def submit(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: SamplingParams | None = None,
-        *,
-        submission_id: str | None = None,
-        need: int | None = None,
-        deadline_s: float | None = None,
-        on_deadline: OnDeadline = "cancel",
-        min_version: int | None = None,
-        max_staleness: int | None = None,
-        sessions: Sequence[str] | None = None,
-        priority: int = 0,
-        timeout_s: float = 3600.0,
-    ) -> Submission:
-        """Return `sampling.n` completions of each prompt, of which `need` are enough, kept by the gateway until they
-        have arrived (/v1/rollouts). It begins with its iteration.
-
-        submission_id: with the same id a restarted trainer goes on where it was, and no completion is made twice.
-        deadline_s, on_deadline: a group's time, and the treatment of samples that are open then: `cancel` or
-        `return_partial`.
-        """
-        sampling = sampling or SamplingParams()
-        own = {} if need is None else {"need": need}
-        groups: list[Json] = [
-            {"prompt": _checked_prompt(index, prompt), **own} for index, prompt in enumerate(_checked_prompts(prompts))
-        ]
-        for group, session in zip(groups, _checked_sessions(sessions, len(groups)), strict=True):
-            group |= {"session_id": session} if session else {}
-        fields = {key: value for key, value in sampling.body().items() if key not in ("n", "return_token_ids")}
-        body = {"groups": groups, "n": sampling.n, "sampling": fields | {"logprobs": sampling.logprobs}}
-        terms = {"deadline_s": deadline_s, "on_deadline": on_deadline, "priority": priority}
-        bounds = {"min_version": min_version, "max_staleness": max_staleness}
-        given = {"id": submission_id, "model": self._model, **terms, **bounds}
-        body |= {key: value for key, value in given.items() if value is not None}
-        return Submission(self._http, body, timeout_s=timeout_s, attempts=self._attempts, outage_s=self._outage_s)
 
     async def wait_ready(self, timeout_s: float = 600.0) -> None:
         """Wait for a complete, serving fleet. Raise `DeadlineExceeded`, which lists missing replicas."""
@@ -167,11 +126,11 @@ class RolloutClient:
         deadline, seen = loop.time() + timeout_s, "no answer"
         while (left := deadline - loop.time()) > 0:
             try:
-                answer = await self._http.answer("GET", "/health", timeout_s=min(left, _ASK_TIMEOUT_S))
+                answer = await self._http.answer("GET", "/health", timeout_s=min(left, _CALL_TIMEOUT_S))
             except GatewayUnreachable as error:
                 seen = str(error)
             except DeadlineExceeded as error:
-                if left >= _ASK_TIMEOUT_S:  # the end of the wait cut off a shorter one, which says nothing
+                if left >= _CALL_TIMEOUT_S:  # the end of the wait cut off a shorter one, which says nothing
                     seen = str(error)
             else:
                 if answer.status == 200:
@@ -182,118 +141,33 @@ class RolloutClient:
             await asyncio.sleep(min(_LOOK_S, max(0.0, deadline - loop.time())))
         raise DeadlineExceeded(f"{self.url} is not ready after {timeout_s:g} s: {seen}")
 
-    async def status(self, timeout_s: float = _ASK_TIMEOUT_S) -> Json:
-        """Return the gateway's /status: replicas with their states, queues, the weight version."""
-        return await self._call("GET", "/status", None, timeout_s)
-
-    async def models(self, timeout_s: float = _ASK_TIMEOUT_S) -> list[Json]:
-        """Return model cards, the policy first."""
-        listed = await self._call("GET", "/v1/models", None, timeout_s)
-        return list(listed["data"])
-
-    async def server_info(self, timeout_s: float = _ASK_TIMEOUT_S) -> Json:
-        """Return the configuration of the policy's engines (`vllm_config`)."""
-        return await self._call("GET", "/server_info?config_format=json", None, timeout_s)
-
-    async def weight_version(self, timeout_s: float = _ASK_TIMEOUT_S) -> int:
-        """Return the served weight version."""
-        reply = await self._call("GET", "/weight_info", None, timeout_s)
-        return int(reply["weight_version"])
-
-    # Weight calls. A call with effects is retried only if it cannot have arrived: a second one would wait for a
-    # broadcast that is over.
-
-    async def world_size(self, timeout_s: float = _CONTROL_TIMEOUT_S) -> int:
-        """Return the number of workers in a transfer group, without the trainer."""
-        return int((await self._call("GET", "/get_world_size", None, timeout_s))["world_size"])
-
-    # `group` is the place of the trainer's group, as ADDRESS:PORT. A call with it is refused where another trainer has
-    # opened a group since.
-
-    async def init_weight_transfer(self, init_info: Json, timeout_s: float = _WEIGHTS_TIMEOUT_S) -> None:
-        """Let the engines join the trainer's group; returns when they have joined."""
-        await self._call("POST", "/init_weight_transfer_engine", {"init_info": init_info}, timeout_s)
-
-    async def start_weight_update(
-        self,
-        timeout_s: float = _WEIGHTS_TIMEOUT_S,
-        *,
-        in_flight: InFlight | None = None,
-        version: int | None = None,
-        group: str | None = None,
-    ) -> None:
-        """Open the next version, which must be `version`, if given. `in_flight` (default: the gateway's
-        `weights.in_flight`) decides on rollouts in flight; with `drain` the call returns after their end."""
-        body: Json = {"in_flight": in_flight} | ({} if version is None else {"version": version}) | _of(group)
-        await self._call("POST", "/start_weight_update", body, timeout_s)
-
-    async def update_weights(
-        self, update_info: Json, timeout_s: float = _WEIGHTS_TIMEOUT_S, *, group: str | None = None
-    ) -> None:
-        """Let the engines receive the announced tensors; returns when they have."""
-        await self._call("POST", "/update_weights", {"update_info": update_info} | _of(group), timeout_s)
-
-    async def finish_weight_update(
-        self,
-        canary_logprobs: Sequence[float] | None = None,
-        timeout_s: float = _WEIGHTS_TIMEOUT_S,
-        *,
-        group: str | None = None,
-    ) -> int:
-        """Commit, and return the served version."""
-        body = _of(group)
-        if canary_logprobs is not None:
-            body["canary_logprobs"] = [float(value) for value in canary_logprobs]
-        reply = await self._call("POST", "/finish_weight_update", body, timeout_s)
-        if "weight_version" not in reply:
-            raise RolloutGatewayError(f"{self.url} answered without weight_version: is it a rollout gateway?")
-        return int(reply["weight_version"])
-
-    async def served_weights(self, timeout_s: float = _ASK_TIMEOUT_S) -> ServedWeights:
-        """Return names, dtypes and shapes of the policy's tensors, its version and its GPUs."""
-        return ServedWeights.read(await self._call("GET", "/v1/weights", None, timeout_s))
-
-    async def weight_store(self, timeout_s: float = _ASK_TIMEOUT_S) -> Json:
-        """Return the gateway's weight store: its `folder` and `model`."""
-        return await self._call("GET", "/v1/weight_store", None, timeout_s)
-
-    async def load_weights(self, snapshot: str, options: PushOptions, timeout_s: float = _WEIGHTS_TIMEOUT_S) -> int:
-        """Let all replicas load the draft `snapshot` of the weight store. Return the version once it is served."""
-        body: Json = {"transport": "store", "snapshot": snapshot, "version": options.version}
-        body["in_flight"] = options.in_flight
-        if options.canary_logprobs is not None:
-            body["canary_logprobs"] = [float(value) for value in options.canary_logprobs]
-        return int((await self._call("POST", "/v1/weight_updates", body, timeout_s))["weight_version"])
-
-    async def abandon_weight_update(
-        self, reason: str, timeout_s: float = _CONTROL_TIMEOUT_S, *, group: str | None = None
-    ) -> None:
-        """End an open update without a commit; the version before stays served."""
-        await self._call("DELETE", "/v1/weight_updates", {"reason": reason} | _of(group), timeout_s)
-
-    async def canary_token_ids(self, timeout_s: float = _ASK_TIMEOUT_S) -> list[int]:
-        """Return the canary tokens. Their log-probs by the trainer's new weights may be sent with
-        `finish_weight_update`."""
-        return list((await self._call("GET", "/v1/weight_canary", None, timeout_s))["token_ids"])
-
-    async def pause(self, mode: PauseMode = PauseMode.KEEP, timeout_s: float = _WEIGHTS_TIMEOUT_S) -> None:
-        """Pause the policy's generation; `mode` decides on completions in flight."""
-        await self._call("POST", f"/pause?mode={PauseMode(mode)}", None, timeout_s)
-
-    async def resume(self, timeout_s: float = _CONTROL_TIMEOUT_S) -> None:
-        """Resume after `pause`."""
-        await self._call("POST", "/resume", None, timeout_s)
-
-    async def _call(self, method: str, path: str, body: Json | None, timeout_s: float) -> Json:
-        """Call the gateway. A call with effects is made again only if it cannot have arrived."""
+    async def call(self, method: str, path: str, body: Json | None = None, timeout_s: float = _CALL_TIMEOUT_S) -> Json:
+        """Call any route, such as POST /pause?mode=keep, and return its reply. A POST is made again only if it cannot
+        have arrived: a second one would wait for a broadcast that is over."""
         retries = Retries(1, min(timeout_s, self._outage_s), timeout_s, now() + timeout_s)
         while True:
             try:
                 return await self._http.call(method, path, body, timeout_s=retries.left_s)
             except RolloutGatewayError as error:
-                if isinstance(error, GatewayUnreachable) and error.arrived and method not in _REPEATABLE:
+                if isinstance(error, GatewayUnreachable) and error.arrived and method == "POST":
                     raise
                 await retries.pause(error)
+
+    async def status(self) -> Json:
+        """Return the gateway's /status: replicas with their states, queues, the weight version."""
+        return await self.call("GET", "/status")
+
+    async def weight_version(self, timeout_s: float = _CALL_TIMEOUT_S) -> int:
+        """Return the served weight version."""
+        return int((await self.call("GET", "/weight_info", timeout_s=timeout_s))["weight_version"])
+
+    async def served_weights(self) -> ServedWeights:
+        """Return the policy's weights, as the engines hold them."""
+        return msgspec.convert(await self.call("GET", "/v1/weights"), ServedWeights)
+
+    async def canary_token_ids(self) -> list[int]:
+        """Return the canary tokens, whose log-probs by the trainer's new weights `WeightSender.push` takes."""
+        return list((await self.call("GET", "/v1/weight_canary"))["token_ids"])
 
     async def _rollout(
         self, index: int, body: Json, headers: dict[str, str], timeout_s: float, deadline: float
@@ -306,7 +180,7 @@ class RolloutClient:
                 while True:
                     try:
                         reply = await self._http.call("POST", _COMPLETIONS, body, timeout_s=None, headers=headers)
-                        return read_rollout(reply, headers["X-Request-Id"], index, body["n"], attempts=retries.made)
+                        return read_rollout(reply, index, body["n"])
                     except RolloutGatewayError as error:
                         last = error
                         await _pause(retries, error, index)
@@ -383,8 +257,3 @@ def _states(body: Any) -> str:
         for replica in body["replicas"]
     ]
     return f"{len(states)} of {body.get('replicas_expected')} replicas are there: {', '.join(states) or 'none'}"
-
-
-def _of(group: str | None) -> Json:
-    """Return the part of a weight call's body that names its trainer."""
-    return {} if group is None else {"group": group}

@@ -1,9 +1,8 @@
 """HTTP to the rollout URL, and the only place that translates its failures."""
 
 import struct
-import weakref
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
 import aiohttp
@@ -58,13 +57,10 @@ class GatewayHttp:
         self.url = url
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._session: aiohttp.ClientSession | None = None
-        self._streams: weakref.WeakSet[aiohttp.ClientResponse] = weakref.WeakSet()
         self._is_closed = False
 
     async def close(self) -> None:
         self._is_closed = True
-        for response in list(self._streams):
-            response.close()  # the session's end would let its reader wait for ever
         if self._session is not None:
             await self._session.close()
 
@@ -101,35 +97,19 @@ class GatewayHttp:
         async with self._request(method, path, data, sent, total=timeout_s) as response:
             return await self._read(path, response)
 
-    async def streamed(
-        self, method: str, path: str, content: bytes | None, headers: Mapping[str, str]
-    ) -> AsyncGenerator[bytes]:
-        """Yield an answer's body as it comes. Raise the gateway's error, or as `answer` does, also where no byte comes
-        for a minute."""
-        async with self._request(method, path, content, headers, sock_read=_SILENT_S) as response:
+    async def records(self, path: str) -> list[Json]:
+        """Return the records of an answer in msgpack, each of which comes after its length. Raise the gateway's error,
+        or as `answer` does, also where no byte comes for a minute."""
+        async with self._request("GET", path, None, {"Accept": PACKED}, sock_read=_SILENT_S) as response:
             if response.status >= 300:
                 raise (await self._read(path, response)).error
-            self._streams.add(response)
-            async for block in response.content.iter_any():
-                yield block
-
-    async def packed(
-        self, method: str, path: str, content: bytes | None = None, headers: Mapping[str, str] | None = None
-    ) -> AsyncGenerator[Json]:
-        """Yield the records of an answer in msgpack, each of which comes after its length. Raise as `streamed` does."""
-        unread = bytearray()
-        blocks = self.streamed(method, path, content, {"Accept": PACKED, **(headers or {})})
-        async with aclosing(blocks):
-            async for block in blocks:
-                unread += block
-                place = 0
-                while len(unread) - place >= _HEAD.size:
-                    end = place + _HEAD.size + _HEAD.unpack_from(unread, place)[0]
-                    if len(unread) < end:
-                        break
-                    yield msgspec.msgpack.decode(memoryview(unread)[place + _HEAD.size : end])
-                    place = end
-                del unread[:place]
+            content = memoryview(await response.read())
+        records, end = list[Json](), 0
+        while end < len(content):
+            begin = end + _HEAD.size
+            end = begin + _HEAD.unpack_from(content, end)[0]
+            records.append(msgspec.msgpack.decode(content[begin:end]))
+        return records
 
     @asynccontextmanager
     async def _request(

@@ -30,11 +30,6 @@ class LoopThread:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    @property
-    def is_over(self) -> bool:
-        """True after `close`, and in a forked process."""
-        return self._is_closed or not self._thread.is_alive()
-
     def wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Return the coroutine's result. An interrupted wait cancels it."""
         try:
@@ -69,7 +64,7 @@ class LoopThread:
         Raise `DeadlineExceeded` where an iterator of tasks keeps the thread busy.
         """
         self._check_caller()
-        if self.is_over:
+        if self._is_closed or not self._thread.is_alive():
             return
         with self._order:
             self._is_closed = True

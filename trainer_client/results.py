@@ -1,23 +1,12 @@
 """Rollouts and their completions, as arrays with weight versions."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import StrEnum
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engines.errors import EngineFailed
 from trainer_client.http import Json
-
-
-class Outcome(StrEnum):
-    """The end of a rollout."""
-
-    DELIVERED = "delivered"
-    FAILED = "failed"  # with an `error`
-    CANCELLED = "cancelled"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,20 +52,16 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rollout:
-    """One prompt with its completions, in order of `sample_index`; none unless `outcome` is DELIVERED."""
+    """One prompt with its completions, in order of `sample_index`; none where it failed with `error`."""
 
-    request_id: str
     prompt_index: int
-    outcome: Outcome
     prompt_token_ids: NDArray[np.int32] | None = None
     """The engine's, also for a text prompt."""
     completions: tuple[Completion, ...] = ()
-    attempts: int = 1
-    """Requests made for it."""
     error: Exception | None = None
 
 
-def read_rollout(reply: Json, request_id: str, prompt_index: int, n: int, *, attempts: int) -> Rollout:
+def read_rollout(reply: Json, prompt_index: int, n: int) -> Rollout:
     """Return the rollout in a reply of /v1/completions to one prompt. Raise `EngineFailed` if the reply is
     incomplete."""
     choices = sorted(reply.get("choices") or (), key=lambda choice: int(choice["index"]))
@@ -84,12 +69,9 @@ def read_rollout(reply: Json, request_id: str, prompt_index: int, n: int, *, att
         raise EngineFailed(f"{n} completions were requested, but the reply has {len(choices)}")
     prompt_token_ids = choices[0].get("prompt_token_ids")
     return Rollout(
-        request_id=request_id,
         prompt_index=prompt_index,
-        outcome=Outcome.DELIVERED,
         prompt_token_ids=None if prompt_token_ids is None else np.asarray(prompt_token_ids, np.int32),
         completions=tuple(_read_completion(choice, prompt_index, index) for index, choice in enumerate(choices)),
-        attempts=attempts,
     )
 
 
@@ -100,18 +82,6 @@ def _read_completion(choice: Json, prompt_index: int, sample_index: int) -> Comp
     scores = choice.get("logprobs")
     # Through float64, which turns None (JSON's NaN) into NaN.
     logprobs = None if scores is None else np.asarray(scores["token_logprobs"], np.float64).astype(np.float32)
-    return completion_of(choice, prompt_index, sample_index, token_ids, logprobs)
-
-
-def completion_of(
-    given: Mapping[str, Any],
-    prompt_index: int,
-    sample_index: int,
-    token_ids: NDArray[np.int32],
-    logprobs: NDArray[np.float32] | None,
-) -> Completion:
-    """Return the completion in a choice, or in an event. Raise `EngineFailed` where its log-probs are not one a
-    token."""
     if logprobs is not None and len(logprobs) != len(token_ids):
         raise EngineFailed(f"{len(token_ids)} tokens came with {len(logprobs)} log-probabilities")
     return Completion(
@@ -119,10 +89,10 @@ def completion_of(
         sample_index=sample_index,
         token_ids=token_ids,
         logprobs=logprobs,
-        text=given.get("text") or "",
-        finish_reason=given.get("finish_reason") or "abort",
+        text=choice.get("text") or "",
+        finish_reason=choice.get("finish_reason") or "abort",
         spans=tuple(
-            WeightSpan(int(span["version"]), span["start"], span["end"]) for span in given.get("weight_versions") or ()
+            WeightSpan(int(span["version"]), span["start"], span["end"]) for span in choice.get("weight_versions") or ()
         ),
-        kv_versions=tuple(given.get("kv_versions") or ()),
+        kv_versions=tuple(choice.get("kv_versions") or ()),
     )

@@ -48,10 +48,6 @@ class Retries:
         """Seconds until the deadline."""
         return max(0.001, round(self.deadline - now(), 3))
 
-    def succeeded(self) -> None:
-        """Count from here on, where a call has several parts."""
-        self.made, self._given_up, self._outage_began = 1, 0, None
-
     async def pause(self, error: RolloutGatewayError) -> None:
         """Sleep until the attempt after `error`. Raise it where none is due."""
         pause = min(FIRST_PAUSE_S * 2.0 ** min(self.made - 1, 10), LONGEST_PAUSE_S)

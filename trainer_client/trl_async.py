@@ -3,11 +3,12 @@
 Call `install()` before the trainer is made; with CUDA it does nothing.
 """
 
-import math
 from typing import Any
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
+from engines.errors import ConfigError
 from engines.transfer.gloo import TIMEOUT_S, WeightGroup
 from trainer_client.trl import send_packed
 
@@ -71,21 +72,17 @@ class TorchAttention:
 
         A segment's last query is aligned with its last key, so that it sees the whole path before it.
         """
-        scale = query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-        shared = query.shape[1] // key.shape[1]  # grouped-query attention
-        key, value = key.repeat_interleave(shared, dim=1), value.repeat_interleave(shared, dim=1)
+        if not causal or softcap or window_size[0] >= 0:
+            raise ConfigError(
+                f"causal = {causal}, softcap = {softcap}, window_size = {window_size}: models with these train on CUDA"
+            )
         queries, keys = query_ends.tolist(), key_ends.tolist()
-        segments = zip(queries[:-1], queries[1:], keys[:-1], keys[1:], strict=True)
         outputs = []
-        for first, last, first_key, last_key in segments:
-            scores = torch.einsum("qhd,khd->hqk", query[first:last] * scale, key[first_key:last_key])
-            if softcap:
-                scores = softcap * torch.tanh(scores / softcap)
-            place = torch.arange(last - first).unsqueeze(1) + (last_key - first_key) - (last - first)
-            ahead = torch.arange(last_key - first_key).unsqueeze(0) - place
-            hidden = (ahead > 0) if causal else torch.zeros_like(ahead, dtype=torch.bool)
-            if window_size[0] >= 0:
-                hidden |= ahead < -window_size[0]
-            weights = scores.masked_fill(hidden.to(scores.device), -math.inf).softmax(dim=-1)
-            outputs.append(torch.einsum("hqk,khd->qhd", weights, value[first_key:last_key]))
+        for first, last, first_key, last_key in zip(queries[:-1], queries[1:], keys[:-1], keys[1:], strict=True):
+            parts = query[first:last], key[first_key:last_key], value[first_key:last_key]
+            rows, columns = (torch.arange(len(part), device=query.device) for part in parts[:2])
+            seen = columns <= rows.unsqueeze(1) + len(columns) - len(rows)
+            q, k, v = (part.transpose(0, 1) for part in parts)
+            made = scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=softmax_scale, enable_gqa=True)
+            outputs.append(made.transpose(0, 1))
         return torch.cat(outputs)

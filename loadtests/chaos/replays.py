@@ -3,12 +3,12 @@
     python -m loadtests.chaos.replays [--rollouts 20000] [--replicas 4] [--tokens 512] [--clients 32] [--kill-every 30]
                                       [--json out.json]
 
-Half of the clients submit to /v1/rollouts and read on from their cursor. The others send whole batches to
-/v1/completions, and the same bytes again where the connection broke, as TRL's client does. The gateway's process is
-killed with SIGKILL at random moments, after `--kill-every` seconds of service on average, and started again on its
-port. Engines are simulated (`process_fleet.py`). Few bodies are sent, each many times and unseeded, so that a reply
-that reaches two clients shows in its tokens. The exit status is 1 if a rollout was lost, failed, delivered twice or is
-wrong.
+Half of the clients submit to /v1/rollouts. The others send whole batches to /v1/completions. Where the connection
+broke, the first read on from their cursor, and the others send the same bytes again, as TRL's client does. The
+gateway's process is killed with SIGKILL at random moments, after `--kill-every` seconds of service on average, and
+started again on its port. Engines are simulated (`process_fleet.py`). Few bodies are sent, each many times and
+unseeded, so that a reply that reaches two clients shows in its tokens. The exit status is 1 if a rollout was lost,
+failed, delivered twice or is wrong.
 """
 
 import argparse
@@ -22,21 +22,20 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 import orjson
 
 from engines.config import SimConfig
 from loadtests.chaos.clients.callers import choices_of
-from loadtests.chaos.clients.contents import Asked, Delivered, flaw
+from loadtests.chaos.clients.contents import Asked, Delivered, flaw, spans_of
 from loadtests.chaos.clients.tally import Tally
 from loadtests.chaos.process_fleet import ProcessFleet, fleet_config, healthy_within, running
 from sim.model import SimModel
-from trainer_client.client import RolloutClient
-from trainer_client.sampling import SamplingParams
 
 Json = dict[str, Any]
+T = TypeVar("T")
 
 _SIM = SimConfig(load_s=0.1, decode_step_s=0.01, decode_step_per_seq_s=0.0)
 _PROMPTS, _SAMPLES = 4, 4
@@ -77,7 +76,6 @@ class Clients:
         self._session = aiohttp.ClientSession(
             timeout=aiohttp.ClientTimeout(total=_BOUND_S), connector=aiohttp.TCPConnector(limit=0)
         )
-        self._client = RolloutClient(url)
 
     async def run(self, clients: int) -> None:
         """Return when all rollouts have ended."""
@@ -87,7 +85,6 @@ class Clients:
         tally.lost = tally.submitted - tally.delivered - tally.failed
 
     async def close(self) -> None:
-        await self._client.close()
         await self._session.close()
 
     async def _repeat(self, ask: Callable[[list[list[int]]], Awaitable[None]]) -> None:
@@ -98,34 +95,59 @@ class Clients:
             await ask([[3 + self._number % _BODIES, 3 + place] for place in range(_PROMPTS)])
 
     async def _submit(self, prompts: list[list[int]]) -> None:
-        sampling = SamplingParams(max_tokens=self._tokens, n=_SAMPLES, ignore_eos=True)
-        submission = self._client.submit(prompts, sampling, submission_id=f"s{self._number}", timeout_s=_BOUND_S)
-        async for completion in submission:
-            self._take(prompts[completion.prompt_index], Delivered.of_completion(completion))
-        for error in submission.failures.values():
-            self._fail(str(error), _SAMPLES)
+        """Submit, and read on from the cursor to the end, which frees the submission."""
+        name, events = f"s{self._number}", list[Json]()
+        sampling = {"max_tokens": self._tokens, "ignore_eos": True}
+        groups = [{"prompt": prompt} for prompt in prompts]
+        content = orjson.dumps({"id": name, "groups": groups, "n": _SAMPLES, "sampling": sampling})
+        url = f"{self.url}/v1/rollouts"
+
+        async def read_on() -> bool:
+            place = f"{url}/{name}?cursor={events[-1]['cursor']}" if events else url
+            async with self._session.request("GET" if events else "POST", place, data=content) as response:
+                response.raise_for_status()
+                await response.content.readline()  # the head
+                async for line in response.content:
+                    events.append(orjson.loads(line))
+            ack = {"cursor": events[-1]["cursor"]}
+            async with self._session.post(f"{url}/{name}/ack", json=ack) as response:
+                response.raise_for_status()
+            return True
+
+        if not await self._until_answered(read_on):
+            return
+        for event in events:
+            if event["type"] == "sample":
+                got = Delivered(event["token_ids"], spans_of(event), event["logprobs"], event["text"])
+                self._take(prompts[event["group"]], got)
+            elif "error" in event:
+                self._fail(str(event["error"]), _SAMPLES)
 
     async def _replay(self, prompts: list[list[int]]) -> None:
         """Send a batch until it is answered, the same bytes each time."""
         asked = {"prompt": prompts, "n": _SAMPLES, "max_tokens": self._tokens, "ignore_eos": True, "logprobs": 0}
         content = orjson.dumps(asked | {"return_token_ids": True})
+        choices = await self._until_answered(lambda: choices_of(self._session, f"{self.url}/v1/completions", content))
+        if choices is None:
+            return
+        self.result.tally.duplicated += len(choices) - len({choice["index"] for choice in choices})
+        for choice in choices:
+            self._take(prompts[choice["index"] // _SAMPLES], Delivered.of_choice(choice))
+
+    async def _until_answered(self, ask: Callable[[], Awaitable[T]]) -> T | None:
+        """Ask again where the connection broke. Return None where it has failed."""
         deadline = time.monotonic() + _BOUND_S
         while time.monotonic() < deadline:
             try:
-                choices = await choices_of(self._session, f"{self.url}/v1/completions", content)
-                break
+                return await ask()
             except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError):
                 self.result.replays += 1
                 await asyncio.sleep(_RETRY_S)
             except aiohttp.ClientResponseError as error:
                 self._fail(f"{error.status} {error.message}")
-                return
-        else:
-            self._fail(f"no answer within {_BOUND_S:g} s")
-            return
-        self.result.tally.duplicated += len(choices) - len({choice["index"] for choice in choices})
-        for choice in choices:
-            self._take(prompts[choice["index"] // _SAMPLES], Delivered.of_choice(choice))
+                return None
+        self._fail(f"no answer within {_BOUND_S:g} s")
+        return None
 
     def _take(self, prompt: Sequence[int], got: Delivered) -> None:
         """Count and check a delivered sample."""

@@ -15,7 +15,6 @@ _LOAD_VLLM = (
     "tests/gateway/cli/test_vllm_serve.py",
     "tests/trainer_client/transports/test_tensors.py",  # transformers
     "tests/trainer_client/test_trl.py",
-    "tests/trainer_client/test_trl_async.py",
 )
 """Loading it takes ten seconds of CPU, once for each process."""
 _WAIT = ("tests/gateway/dialects/resumption/test_tokens.py",)

@@ -23,7 +23,7 @@ from engines.process.port import free_port
 from gateway.api import error_body
 from tests.rigs.calls import until
 from tests.rigs.rig import MAX_MODEL_LEN, Rig, StartRig
-from trainer_client import Outcome, Rollout, RolloutClient, SamplingParams, WeightSpan
+from trainer_client import Rollout, RolloutClient, SamplingParams, WeightSpan
 from trainer_client.client import KEY_VARIABLE, URL_VARIABLE
 
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
@@ -54,12 +54,13 @@ async def until_in_flight(rig: Rig, expected: Callable[[int], bool]) -> None:
 
 
 async def test_rollouts_come_in_the_order_of_their_prompts_with_aligned_arrays(client: RolloutClient) -> None:
-    rollouts = await client.generate(PROMPTS, TOKENS).gather()
+    prompts = ["two words", np.array([5, 6, 7]), (8, 9)]
+    rollouts = await client.generate(prompts, TOKENS).gather()
     assert [rollout.prompt_index for rollout in rollouts] == [0, 1, 2]
-    for rollout, prompt in zip(rollouts, PROMPTS, strict=True):
-        assert rollout.outcome is Outcome.DELIVERED
+    for rollout, prompt in zip(rollouts, prompts, strict=True):
         assert rollout.prompt_token_ids is not None
-        assert rollout.prompt_token_ids.tolist() == prompt
+        assert rollout.prompt_token_ids.dtype == np.int32
+        assert isinstance(prompt, str) or rollout.prompt_token_ids.tolist() == list(prompt)
         assert [completion.sample_index for completion in rollout.completions] == [0, 1]
         for completion in rollout.completions:
             assert completion.logprobs is not None
@@ -70,13 +71,6 @@ async def test_rollouts_come_in_the_order_of_their_prompts_with_aligned_arrays(c
             assert completion.finish_reason == "length"
             assert completion.spans == (WeightSpan(0, 0, 8),)
             assert completion.oldest_version == 0
-
-
-async def test_text_and_arrays_are_prompts_too(client: RolloutClient) -> None:
-    rollouts = await client.generate(["two words", np.array([5, 6, 7]), (8, 9)], TOKENS).gather()
-    assert rollouts[0].prompt_token_ids is not None
-    assert rollouts[0].prompt_token_ids.dtype == np.int32
-    assert [r.prompt_token_ids.tolist() for r in rollouts[1:] if r.prompt_token_ids is not None] == [[5, 6, 7], [8, 9]]
 
 
 async def test_a_prompt_waits_for_the_weights_that_it_asks_for(rig: Rig, client: RolloutClient) -> None:
@@ -114,29 +108,16 @@ async def test_no_more_prompts_are_asked_for_than_max_in_flight(start_rig: Start
 # Cancelling
 
 
-async def test_a_cancelled_prompt_ends_alone_and_leaves_its_engine(start_rig: StartRig) -> None:
-    rig = await start_rig(sim=SLOW)
-    async with RolloutClient(rig.url) as client:
-        batch = client.generate(PROMPTS, LONG)
-        await until_in_flight(rig, lambda samples: samples == 6)
-        batch.cancel(1)
-        await until_in_flight(rig, lambda samples: samples == 4)
-        ended = await anext(batch.rollouts())
-        assert (ended.prompt_index, ended.outcome, ended.completions) == (1, Outcome.CANCELLED, ())
-
-
 async def test_who_stops_iterating_cancels_what_runs(start_rig: StartRig) -> None:
     rig = await start_rig(sim=SLOW)
     async with RolloutClient(rig.url) as client:
-        batch = client.generate([*PROMPTS, [1]], LONG)
-        batch.cancel(3)
+        batch = client.generate([*PROMPTS, []], LONG, failures="keep")
         async for rollout in batch.rollouts():
             assert rollout.prompt_index == 3
             break
         await until_in_flight(rig, lambda samples: samples == 0)
         async with asyncio.timeout(SOON_S):
-            rollouts = await batch.gather()
-        assert {rollout.outcome for rollout in rollouts} == {Outcome.CANCELLED}
+            assert [rollout.prompt_index for rollout in await batch.gather()] == [3]
 
 
 async def test_closing_the_client_cancels_its_batches(start_rig: StartRig) -> None:
@@ -160,8 +141,7 @@ async def test_a_refused_prompt_is_named_by_its_place_in_the_batch(client: Rollo
 async def test_kept_failures_stand_beside_what_was_delivered(client: RolloutClient) -> None:
     batch = client.generate([PROMPTS[0], [], PROMPTS[1]], TOKENS, failures="keep")
     rollouts = await batch.gather()
-    outcomes = [rollout.outcome for rollout in rollouts]
-    assert outcomes == [Outcome.DELIVERED, Outcome.FAILED, Outcome.DELIVERED]
+    assert [len(rollout.completions) for rollout in rollouts] == [2, 0, 2]
     assert isinstance(rollouts[1].error, InvalidRequest)
     assert "prompt[1] is empty" in str(rollouts[1].error)
 
@@ -175,10 +155,10 @@ async def test_keys_open_what_they_open(start_rig: StartRig) -> None:
     async with RolloutClient(rig.url, api_key="generate") as client:
         assert len(await client.generate(PROMPTS, TOKENS).gather()) == 3
         with pytest.raises(NotAllowed) as known:
-            await client.start_weight_update()
+            await client.call("POST", "/start_weight_update", {})
         assert known.value.known
     async with RolloutClient(rig.url, api_key="all") as client:
-        assert await client.world_size() == 2
+        assert await client.call("GET", "/get_world_size") == {"world_size": 2}
 
 
 async def test_url_and_key_may_stand_in_the_environment(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,7 +195,7 @@ async def test_a_call_without_an_answer_ends_in_time_or_with_its_client() -> Non
     async with Played(silence) as gateway:
         client = RolloutClient(gateway.url)
         with pytest.raises(DeadlineExceeded, match=r"no answer to /start_weight_update within 0\.2 s"):
-            await client.start_weight_update(timeout_s=0.2)
+            await client.call("POST", "/start_weight_update", {}, 0.2)
         calling = asyncio.ensure_future(client.weight_version())
         while len(gateway.request_ids) < 2:
             await asyncio.sleep(0.01)
@@ -312,8 +292,8 @@ async def test_a_prompt_is_asked_for_again_under_the_same_id(status: int | None,
 
     async with Played(late) as gateway:
         rollout = await rollout_of(gateway.url)
-    assert (rollout.attempts, len(rollout.completions)) == (times + 1, TOKENS.n)
-    assert gateway.request_ids == [rollout.request_id] * (times + 1)
+    assert len(rollout.completions) == TOKENS.n
+    assert (len(gateway.request_ids), len({*gateway.request_ids})) == (times + 1, 1)
 
 
 @pytest.mark.usefixtures("quick")
@@ -348,7 +328,7 @@ async def test_a_call_over_a_limit_waits_as_long_as_the_reply_says() -> None:
         return whole() if call > 1 else over_the_limit("1")
 
     async with Played(second_time) as gateway:
-        assert (await rollout_of(gateway.url)).attempts == 2
+        await rollout_of(gateway.url)
     assert came[1] - came[0] >= 1.0
 
 
@@ -372,7 +352,7 @@ async def test_a_weight_call_that_may_have_arrived_is_made_once(status: int | No
 
     async with Played(answer) as gateway, RolloutClient(gateway.url) as client:
         with pytest.raises(GatewayUnreachable):
-            await client.start_weight_update()
+            await client.call("POST", "/start_weight_update", {})
     assert len(gateway.request_ids) == 1
 
 

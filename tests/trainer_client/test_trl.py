@@ -15,6 +15,7 @@ from engines.errors import WeightUpdateFailed
 from engines.process.port import free_port
 from tests.rigs.stories.played_gateway import TIMEOUT_S, PlayedGateway
 from trainer_client import trl as gloo_trl
+from trainer_client.trl_async import Endpoint
 
 pytestmark = pytest.mark.vllm
 
@@ -32,28 +33,26 @@ def client_of(gateway: PlayedGateway, timeout_s: float = TIMEOUT_S) -> Any:
     return gloo_trl.GlooVLLMClient(gateway.url, group_port=free_port(), timeout_s=timeout_s)
 
 
-def model() -> torch.nn.Module:
-    torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2).to(torch.bfloat16))
-
-
 @pytest.mark.usefixtures("installed")
-def test_a_refused_update_ends_the_broadcast_at_once_with_the_reason(gateway: PlayedGateway) -> None:
+@pytest.mark.parametrize("route", ["/init_weight_transfer_engine", "/update_weights"])
+def test_a_refusal_ends_rendezvous_and_broadcast_at_once_with_the_reason(gateway: PlayedGateway, route: str) -> None:
+    def push() -> None:
+        client.init_communicator("cpu")
+        client.update_model_params(torch.nn.Linear(3, 5))
+
+    gateway.answers[route] = lambda _: (409, {"error": "another trainer is here"})
     client, began = client_of(gateway), time.monotonic()
-    client.init_communicator("cpu")
-    gateway.answers["/update_weights"] = lambda _: (400, {"error": "it has no such name"})
-    with pytest.raises(WeightUpdateFailed, match=r"400.*it has no such name"):
-        client.update_model_params(model())
-    assert time.monotonic() - began < SOON_S
-
-
-@pytest.mark.usefixtures("installed")
-def test_a_refused_init_ends_the_rendezvous_at_once_with_the_reason(gateway: PlayedGateway) -> None:
-    gateway.answers["/init_weight_transfer_engine"] = lambda _: (409, {"error": "another trainer is here"})
-    began = time.monotonic()
     with pytest.raises(WeightUpdateFailed, match=r"409.*another trainer is here"):
-        client_of(gateway).init_communicator("cpu")
+        push()
     assert time.monotonic() - began < SOON_S
+
+
+def test_trl_lets_go_of_the_group_of_its_asynchronous_trainer_by_its_store() -> None:
+    endpoint = Endpoint("127.0.0.1", free_port(), 0, 1, 5.0)
+    endpoint.join()
+    endpoint.group.store = None
+    with pytest.raises(Exception, match="closed the group"):
+        endpoint.broadcast(torch.zeros(1))
 
 
 def test_a_server_without_weight_transfer_is_named(gateway: PlayedGateway) -> None:

@@ -1,24 +1,9 @@
-"""Sessions for a trainer without an event loop, on the thread of its client."""
+"""Groups of sessions for a trainer without an event loop, on the thread of its client."""
 
 from typing import Any
 
-from trainer_client.blocking import BlockingRolloutClient, _Blocking, _each, _waiting
-from trainer_client.sessions.calls import Sessions
+from trainer_client.blocking import BlockingRolloutClient, _Blocking, _each
 from trainer_client.sessions.groups import SessionGroups
-
-
-class BlockingSessions(_Blocking[Sessions]):
-    """`Sessions` with blocking calls and the same arguments."""
-
-    def __init__(self, client: BlockingRolloutClient) -> None:
-        super().__init__(Sessions(client._inner), client._thread)
-
-    begin = _waiting(Sessions.begin)
-    reward = _waiting(Sessions.reward)
-    freeze = _waiting(Sessions.freeze)
-    read = _waiting(Sessions.read)
-    ack = _waiting(Sessions.ack)
-    drop = _waiting(Sessions.drop)
 
 
 class BlockingSessionGroups(_Blocking[SessionGroups[Any]]):

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from contextlib import aclosing, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 from urllib.parse import quote
@@ -69,8 +69,7 @@ class Sessions:
         """Return a session with all its calls, open or frozen."""
 
         async def ask(_: float) -> Session:
-            async with aclosing(self._http.packed("GET", _path(session_id))) as records:
-                events = [event async for event in records]
+            events = await self._http.records(_path(session_id))
             if not events or events[-1]["type"] != "end":
                 raise GatewayUnreachable(f"the records of session {session_id!r} broke off")
             return read_session(events)

@@ -73,7 +73,7 @@ class NcclChannel:
         """
         if self._group is None:
             raise self._left()
-        with self._broken():
+        try:
             torch.cuda.set_device(self._device)
             packing, sending = kept_streams(self._device, 2)
             under_way: deque[tuple[torch.Tensor, torch.cuda.Event]] = deque()
@@ -88,6 +88,8 @@ class NcclChannel:
                     if len(under_way) == _BUFFERS:
                         under_way.popleft()[1].synchronize()
             torch.cuda.synchronize(self._device)
+        except RuntimeError as error:  # NCCL's, CUDA's and the store's
+            raise WeightUpdateFailed(f"the NCCL group broke: {self._reason or error}") from error
 
     def close(self, reason: str = "closed the group") -> None:
         """Leave the group, and end a broadcast of another thread. May be called twice."""
@@ -105,13 +107,6 @@ class NcclChannel:
 
     def _left(self) -> WeightUpdateFailed:
         return WeightUpdateFailed(f"the NCCL group was left: {self._reason}")
-
-    @contextlib.contextmanager
-    def _broken(self) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:  # NCCL's, CUDA's and the store's
-            raise WeightUpdateFailed(f"the NCCL group broke: {self._reason or error}") from error
 
 
 Channel: TypeAlias = GlooChannel | NcclChannel

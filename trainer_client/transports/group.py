@@ -16,7 +16,7 @@ import torch
 from engines.errors import ConfigError, DeadlineExceeded, RolloutGatewayError, WeightUpdateFailed
 from engines.transfer.gloo import address_towards, group_info
 from trainer_client.blocking import BlockingRolloutClient
-from trainer_client.served import PushOptions
+from trainer_client.http import Json
 from trainer_client.transports.channels import Channel, GlooChannel, NcclChannel
 from trainer_client.transports.tensors import Part
 
@@ -55,17 +55,26 @@ class GroupTransport:
         self._channel: Channel | None = None
         self._place = ""
 
-    def push(self, parts: Iterable[Part], options: PushOptions) -> int:
+    def push(self, parts: Iterable[Part], terms: Json, canary: Json) -> int:
         """Send all parts in one update."""
         try:
-            channel = self._start(options)
+            channel = self._start(terms)
             for part in parts:
-                announce = partial(self._client.update_weights, part.announced, self._timeout_s, group=self._place)
+                announce = partial(self._call, "POST", "/update_weights", {"update_info": part.announced})
                 self._beside(channel, announce, partial(channel.send, part.tensors))
-            return self._client.finish_weight_update(options.canary_logprobs, self._timeout_s, group=self._place)
+            reply = self._call("POST", "/finish_weight_update", canary)
+            if "weight_version" not in reply:
+                raise RolloutGatewayError(
+                    f"{self._client.url} answered without weight_version: is it a rollout gateway?"
+                )
+            return int(reply["weight_version"])
         except BaseException as error:
             self._give_up(f"{type(error).__name__}: {error}")
             raise
+
+    def _call(self, method: str, path: str, body: Json, timeout_s: float | None = None) -> Json:
+        """Make a call of this group's, which is refused where another trainer has opened one since."""
+        return self._client.call(method, path, {**body, "group": self._place}, timeout_s or self._timeout_s)
 
     def close(self, reason: str = "the trainer closed the group") -> None:
         """Leave the group. May be called twice; the next push opens another."""
@@ -80,25 +89,25 @@ class GroupTransport:
         if had_group:
             # The trainer needs the first error; an unreachable gateway ends the update by itself.
             with contextlib.suppress(RolloutGatewayError):
-                self._client.abandon_weight_update(reason, _GIVE_UP_S, group=self._place)
+                self._call("DELETE", "/v1/weight_updates", {"reason": reason}, _GIVE_UP_S)
 
-    def _start(self, options: PushOptions) -> Channel:
+    def _start(self, terms: Json) -> Channel:
         """Open the update, in a new group if there is none. A refused start changes nothing, so that it can be retried
         in a new group after a replica has left or joined, or the gateway was restarted."""
-        call = self._client.start_weight_update
-        start = partial(call, self._timeout_s, in_flight=options.in_flight, version=options.version)
+        start = partial(self._call, "POST", "/start_weight_update", terms)
         if self._channel is not None:
             try:
-                start(group=self._place)
+                start()
                 return self._channel
             except WeightUpdateFailed:
                 self.close("the group is over")
         self._channel = channel = self._open()
-        start(group=self._place)
+        start()
         return channel
 
     def _open(self) -> Channel:
-        world_size = self._client.world_size(self._timeout_s) + 1
+        reply = self._client.call("GET", "/get_world_size", timeout_s=self._timeout_s)
+        world_size = int(reply["world_size"]) + 1
         server = urlsplit(self._client.url)
         address = self._address or address_towards(server.hostname or "", server.port or 80)
         port = _free_port(self._port)
@@ -112,7 +121,8 @@ class GroupTransport:
         info = group_info(address, port, world_size)
         try:
             channel.listen()
-            init = partial(self._client.init_weight_transfer, info, self._timeout_s)
+            route = "/init_weight_transfer_engine"
+            init = partial(self._client.call, "POST", route, {"init_info": info}, self._timeout_s)
             self._beside(channel, init, channel.join)
         except DeadlineExceeded as error:
             raise DeadlineExceeded(
@@ -131,9 +141,9 @@ class GroupTransport:
     def _check_gpu_is_free(self, device: torch.device) -> None:
         """Raise `ConfigError` if a replica runs on the trainer's GPU: NCCL takes one rank per GPU."""
         gpu = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-        if (replica_id := self._client.served_weights().gpus.get(gpu)) is not None:
+        if there := [one["replica_id"] for one in self._client.served_weights().replicas if gpu in one["gpus"]]:
             raise ConfigError(
-                f"device = {str(device)!r} is {gpu}, also used by replica {replica_id}, and NCCL needs a GPU per rank: "
+                f"device = {str(device)!r} is {gpu}, also used by replica {there[0]}, and NCCL needs a GPU per rank: "
                 "give the trainer its own GPU (start the gateway with the others in CUDA_VISIBLE_DEVICES), or use "
                 "transport='store'"
             )
@@ -141,7 +151,8 @@ class GroupTransport:
     def _receives_over(self) -> Backend:
         if self._backend is not None:
             return self._backend
-        reported = self._client.server_info()["vllm_config"]["weight_transfer_config"]
+        info = self._client.call("GET", "/server_info?config_format=json")
+        reported = info["vllm_config"]["weight_transfer_config"]
         backend = (reported or {}).get("backend")
         if backend not in get_args(Backend):
             raise ConfigError(
@@ -152,7 +163,7 @@ class GroupTransport:
         self._backend = cast(Backend, backend)
         return self._backend
 
-    def _beside(self, channel: Channel, call: Callable[[], None], collective: Callable[[], None]) -> None:
+    def _beside(self, channel: Channel, call: Callable[[], object], collective: Callable[[], None]) -> None:
         """Call the gateway, and take part in the collective on another thread. The failure of either ends the other.
 
         Where the group broke, the gateway's error is raised: it names the replica.

@@ -26,7 +26,7 @@ class NamedOnes:
 def model_tensors(model: torch.nn.Module) -> list[NamedOnes]:
     """Return parameters and persistent buffers, in the model's order."""
     model = _unwrapped(model)
-    state = {clean(name): one for name, one in model.state_dict(keep_vars=True).items() if _is_tensor(one)}
+    state = {clean(name): one for name, one in model.state_dict(keep_vars=True).items() if torch.is_tensor(one)}
     if adapted := next(filter(_ADAPTERS.search, state), None):
         served = ", or serve the adapter with POST /v1/load_lora_adapter" if ".lora_" in adapted else ""
         raise InvalidRequest(
@@ -47,7 +47,7 @@ def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
 
     Raise `InvalidRequest` for FSDP of the first generation, whose parameters are parts of flat ones.
     """
-    while (inner := model.module if isinstance(model, _PARALLEL) else _without_compiler(model)) is not model:
+    while (inner := model.module if isinstance(model, _PARALLEL) else getattr(model, "_orig_mod", model)) is not model:
         model = inner
     if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
         raise InvalidRequest(
@@ -56,16 +56,6 @@ def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
             param="named_tensors",
         )
     return model
-
-
-def _without_compiler(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the module that torch.compile has wrapped, as accelerate does with a DistributedDataParallel."""
-    return getattr(model, "_orig_mod", model)
-
-
-def _is_tensor(value: object) -> bool:
-    """Return True for no extra state of a module."""
-    return isinstance(value, torch.Tensor)
 
 
 def _tied(model: torch.nn.Module) -> dict[str, str]:

@@ -10,13 +10,12 @@ from engines.announcement import check_tensors
 from engines.errors import ConfigError, WeightUpdateConflict
 from engines.types import InFlight
 from trainer_client.blocking import BlockingRolloutClient
-from trainer_client.served import PushOptions
+from trainer_client.http import Json
 
 if TYPE_CHECKING:
     import torch
 
     from trainer_client.transports.group import GroupTransport
-    from trainer_client.transports.store import StoreTransport
     from trainer_client.transports.tensors import Part, Source
 
 TransportName = Literal["store", "gloo", "nccl"]
@@ -52,7 +51,7 @@ class WeightSender:
         self._timeout_s = timeout_s
         self._folder = folder
         self._of_group: dict[str, Any] = {"device": device, "address": address, "port": port}
-        self._transport: StoreTransport | GroupTransport | None = None
+        self._group: GroupTransport | None = None
         self._one_push = threading.Lock()
 
     def __enter__(self) -> "WeightSender":
@@ -85,36 +84,35 @@ class WeightSender:
         replica's name, `StoreFailed`, `DeadlineExceeded`, `GatewayUnreachable`. The version before stays served, and
         a push may be retried.
         """
-        options = PushOptions(version=version, canary_logprobs=canary_logprobs, in_flight=_in_flight(in_flight))
+        if in_flight is not None and in_flight not in list(InFlight):
+            raise ConfigError(f"in_flight = {in_flight!r} must be one of {', '.join(InFlight)}")
+        terms = {"version": version, "in_flight": in_flight}
+        canary = {} if canary_logprobs is None else {"canary_logprobs": [float(value) for value in canary_logprobs]}
         if not self._one_push.acquire(blocking=False):
             raise WeightUpdateConflict("a push of this sender is running: wait for its end")
         try:
-            return self._push(named_tensors, options)
+            return self._push(named_tensors, {key: value for key, value in terms.items() if value is not None}, canary)
         finally:
             self._one_push.release()
 
-    def close(self, reason: str = "the trainer closed the group") -> None:
+    def close(self) -> None:
         """Leave the group, if any. May be called twice; the next push opens another."""
-        if self._transport is not None:
-            self._transport.close(reason)
+        if self._group is not None:
+            self._group.close()
 
-    def _push(self, named_tensors: "Source", options: PushOptions) -> int:
+    def _push(self, named_tensors: "Source", terms: Json, canary: Json) -> int:
         import torch
+
+        from trainer_client.transports import group, store
 
         with torch.inference_mode(False), torch.no_grad():  # in inference mode an iterator could gather no shards
             parts = self._checked_parts(named_tensors)
-            first = next(parts)  # refuses tensors that do not fit before any effect
-            self._transport = self._transport or self._new_transport()
-            return self._transport.push(chain([first], parts), options)
-
-    def _new_transport(self) -> "StoreTransport | GroupTransport":
-        if self._name == "store":
-            from trainer_client.transports.store import StoreTransport
-
-            return StoreTransport(self._client, self._timeout_s, self._folder)
-        from trainer_client.transports.group import GroupTransport
-
-        return GroupTransport(self._client, self._timeout_s, backend=self._name, **self._of_group)
+            parts = chain([next(parts)], parts)  # refuses tensors that do not fit before any effect
+            if self._name == "store":
+                return store.push(self._client, parts, terms | canary, self._timeout_s, self._folder)
+            if self._group is None:
+                self._group = group.GroupTransport(self._client, self._timeout_s, backend=self._name, **self._of_group)
+            return self._group.push(parts, terms, canary)
 
     def _checked_parts(self, named_tensors: "Source") -> "Iterator[Part]":
         """Yield the parts, checked against the served model."""
@@ -126,11 +124,3 @@ class WeightSender:
             if part.entries:
                 part.wait_for_values()
                 yield part
-
-
-def _in_flight(word: str | None) -> InFlight | None:
-    if word is None:
-        return None
-    if word not in list(InFlight):
-        raise ConfigError(f"in_flight = {word!r} must be one of {', '.join(InFlight)}")
-    return InFlight(word)

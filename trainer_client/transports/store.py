@@ -14,47 +14,43 @@ from engines.store.draft import Draft, claim_draft
 from engines.store.shard_writer import ShardWriter
 from engines.transfer.tensor_bytes import raw_tensor
 from trainer_client.blocking import BlockingRolloutClient
-from trainer_client.served import PushOptions
+from trainer_client.http import Json
 from trainer_client.transports.tensors import Part
 
 _STEPS_IN_ONE_CALL = 4
 """Checksum, wait for rollouts in flight, load, canary: the gateway bounds each one."""
 
 
-class StoreTransport:
-    """Sends weights through the gateway's weight store; `folder` is its path here (default: the gateway's)."""
-
-    def __init__(
-        self, client: BlockingRolloutClient, timeout_s: float, folder: str | os.PathLike[str] | None = None
-    ) -> None:
-        self._client = client
-        self._timeout_s = timeout_s
-        self._folder = Path(folder) if folder is not None else None
-
-    def push(self, parts: Iterable[Part], options: PushOptions) -> int:
-        """Write a draft and let the replicas load it. Raise `StoreFailed` if the store is full or not found here."""
-        store = self._client.weight_store()
-        folder = self._folder or Path(store["folder"])
-        if not folder.is_dir():
-            raise StoreFailed(
-                f"the gateway's weight store {store['folder']} is not found at {folder}: share weights.store with this "
-                "machine, and give its path here as WeightSender(folder=...)"
-            )
-        path, owner = claim_draft(folder)
-        try:
-            _write(Draft(path, store["model"]), parts)
-            return self._client.load_weights(path.name, options, self._timeout_s * _STEPS_IN_ONE_CALL)
-        finally:
-            shutil.rmtree(path, ignore_errors=True)  # gone already if it became a version
-            os.close(owner)
-
-    def close(self, reason: str = "") -> None:
-        """Do nothing: each push is complete by itself."""
+def push(
+    client: BlockingRolloutClient,
+    parts: Iterable[Part],
+    terms: Json,
+    timeout_s: float,
+    folder: str | os.PathLike[str] | None,
+) -> int:
+    """Write a draft and let the replicas load it; return its version once it is served. `folder` is the store's path
+    here (default: the gateway's). Raise `StoreFailed` if the store is full or not found here."""
+    store = client.call("GET", "/v1/weight_store")
+    here = Path(store["folder"] if folder is None else folder)
+    if not here.is_dir():
+        raise StoreFailed(
+            f"the gateway's weight store {store['folder']} is not found at {here}: share weights.store with this "
+            "machine, and give its path here as WeightSender(folder=...)"
+        )
+    path, owner = claim_draft(here)
+    try:
+        _write(Draft(path, store["model"]), parts)
+        body = {"transport": "store", "snapshot": path.name, **terms}
+        return int(client.call("POST", "/v1/weight_updates", body, timeout_s * _STEPS_IN_ONE_CALL)["weight_version"])
+    finally:
+        shutil.rmtree(path, ignore_errors=True)  # gone already if it became a version
+        os.close(owner)
 
 
 def _write(draft: Draft, parts: Iterable[Part]) -> None:
     with ShardWriter(draft) as writer:
-        for name, tensor in (named for part in parts for named in part.tensors):
-            writer.add(raw_tensor(name, tensor))
+        for part in parts:
+            for name, tensor in part.tensors:
+                writer.add(raw_tensor(name, tensor))
         writer.finish()
     draft.finish()

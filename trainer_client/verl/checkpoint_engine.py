@@ -11,13 +11,12 @@ from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegist
 from engines.errors import ConfigError, StoreFailed
 from trainer_client.blocking import BlockingRolloutClient
 from trainer_client.transports.sender import TransportName, WeightSender
-from trainer_client.verl.settings import ENGINE_KWARGS, read_settings
+from trainer_client.verl.settings import Settings
 
 NamedTensor = tuple[str, torch.Tensor]
 
 WEIGHT_VERSION = "gateway/weight_version"
 """The metric with the version of a sync."""
-_HEAD = "lm_head.weight"
 
 
 @CheckpointEngineRegistry.register("gateway")
@@ -29,10 +28,9 @@ class GatewayCheckpointEngine(CheckpointEngine):
 
     def __init__(self, bucket_size: int, is_master: bool = False, **settings: Any) -> None:
         self._is_master = is_master
-        self._settings = read_settings(settings, ENGINE_KWARGS)
+        self._settings = Settings(**settings)
         self._client: BlockingRolloutClient | None = None
         self._sender: WeightSender | None = None
-        self._left_out: set[str] = set()
         self._version_of_step_0: int | None = None
 
     async def send_weights(self, weights: Iterator[NamedTensor], global_steps: int | None = None) -> dict[str, Any]:
@@ -59,13 +57,11 @@ class GatewayCheckpointEngine(CheckpointEngine):
         began = time.perf_counter()
         if self._client is None or self._sender is None:
             self._client = self._client or BlockingRolloutClient(self._settings.url)
-            self._left_out = _second_names(self._client)
-            self._sender = self._opened(self._client)  # last: it says that all is known
+            self._sender = self._opened(self._client)
         # The first version is the gateway's next; then versions and verl's steps count together, so that a version
         # gives its step. Another trainer's update in between is a conflict, never a wrong step.
         wanted = None if self._version_of_step_0 is None else self._version_of_step_0 + global_steps
-        named = ((name, tensor) for name, tensor in weights if name not in self._left_out)
-        version = self._sender.push(named, wanted)
+        version = self._sender.push(weights, wanted)
         self._version_of_step_0 = version - global_steps
         return {WEIGHT_VERSION: version, "gateway/sync_s": time.perf_counter() - began}
 
@@ -86,35 +82,12 @@ class GatewayCheckpointEngine(CheckpointEngine):
         if self._settings.store_folder is not None:
             return True
         try:
-            return Path(client.weight_store()["folder"]).is_dir()
+            return Path(client.call("GET", "/v1/weight_store")["folder"]).is_dir()
         except StoreFailed:
             return False  # the gateway has no store
 
-    # Training workers and servers have nothing to exchange: both know the gateway.
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        """Stand in for what verl's own engines need to find each other, and to receive."""
+        raise ConfigError("checkpoint_engine.backend=gateway goes with trainer.v1.trainer_mode=gateway alone: set that")
 
-    def prepare(self) -> dict[str, Any]:
-        return {}
-
-    @classmethod
-    def build_topology(
-        cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
-    ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        return {}, {}
-
-    def init_process_group(self, **_: Any) -> None:
-        pass
-
-    async def receive_weights(self, global_steps: int | None = None) -> Any:
-        raise ConfigError(
-            "checkpoint_engine.backend=gateway sends weights only to the gateway's engines, not to verl's: set "
-            "actor_rollout_ref.rollout.name=gateway"
-        )
-
-    def finalize(self) -> None:
-        pass
-
-
-def _second_names(client: BlockingRolloutClient) -> set[str]:
-    """Return the second names of tied weights: verl names a tied head, and checkpoints do not."""
-    served = client.served_weights().tensors
-    return set() if served is None or any(tensor.name == _HEAD for tensor in served) else {_HEAD}
+    prepare = build_topology = init_process_group = receive_weights = finalize = _refuse

@@ -1,14 +1,9 @@
 """The plugin that verl imports in each process (entry point `verl.plugins`). It only registers our classes."""
 
 import logging
-import os
 
 try:
-    if os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu":
-        from trainer_client.verl import cpu
-
-        cpu.install()
-    from trainer_client.verl import actor, checkpoint_engine, trainer  # noqa: F401
+    from trainer_client.verl import trainer  # noqa: F401
 except Exception as error:
     # verl ignores a failed plugin silently; trainer mode "gateway" is then unknown.
     logging.getLogger(__name__).error(

@@ -1,10 +1,10 @@
-"""Settings of verl for a gateway: keys `+trainer.v1.gateway.*` of its configuration, or `ENGINE_KWARGS.*`."""
+"""Settings of verl for a gateway: keys `+trainer.v1.gateway.*` of its configuration."""
 
 import difflib
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 from engines.errors import ConfigError
@@ -12,9 +12,6 @@ from trainer_client.blocking import BlockingRolloutClient
 from trainer_client.client import URL_VARIABLE
 
 SECTION = "trainer.v1.gateway"
-"""The section for `trainer.v1.trainer_mode=gateway`."""
-ENGINE_KWARGS = "actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.gateway"
-"""The section for verl's own trainers."""
 
 Transport = Literal["auto", "store", "gloo", "nccl"]
 _TRANSPORTS: tuple[str, ...] = get_args(Transport)
@@ -33,9 +30,6 @@ class Settings:
     """Path of the weight store for the first training worker; default: the gateway's path."""
     num_warmup_batches: float = 0
     """Batches of prompts requested ahead of training, which makes it asynchronous; 0 is on-policy."""
-    abort_at_sync: bool = False
-    """Abort rollouts before a sync and resume them after it, as verl's servers do; else the gateway's
-    `weights.in_flight` decides. Only for verl's own trainers."""
     max_in_flight: int = 512
     """Concurrent completions per agent loop worker."""
     rollout_timeout_s: float = 3600.0
@@ -56,10 +50,6 @@ class Settings:
             self._check_number(name, least=1)
         self._check_number("num_warmup_batches", least=0)
 
-    def engine_kwargs(self) -> dict[str, Any]:
-        """Return the settings for verl's checkpoint engine: `rollout.checkpoint_engine.engine_kwargs.gateway`."""
-        return asdict(self)
-
     def _check_number(self, name: str, *, least: float, above: bool = False) -> None:
         value = getattr(self, name)
         number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
@@ -68,17 +58,17 @@ class Settings:
             raise ConfigError(f"gateway.{name} = {value!r} must be a number {bound}")
 
 
-def read_settings(section: Mapping[str, Any], place: str = SECTION) -> Settings:
-    """Return the settings of the section at `place`. Raises `ConfigError`, which names the key."""
+def read_settings(section: Mapping[str, Any]) -> Settings:
+    """Return the settings of a section. Raises `ConfigError`, which names the key."""
     known = [field.name for field in fields(Settings)]
     for key in section:
         if key not in known:
             nearest = difflib.get_close_matches(str(key), known, n=1)
             hint = f"did you mean {nearest[0]}?" if nearest else f"settings are {', '.join(known)}"
-            raise ConfigError(f"{place}.{key} is not a setting: {hint}")
+            raise ConfigError(f"{SECTION}.{key} is not a setting: {hint}")
     url = section.get("url") or os.environ.get(URL_VARIABLE, "")
     if not url:
-        raise ConfigError(f"no rollout URL: give +{place}.url=http://HOST:8100, or set {URL_VARIABLE}")
+        raise ConfigError(f"no rollout URL: give +{SECTION}.url=http://HOST:8100, or set {URL_VARIABLE}")
     return Settings(**{**section, "url": str(url)})
 
 
@@ -90,7 +80,7 @@ def check_gateway(settings: Settings, rollout: Any) -> int:
     """
     with BlockingRolloutClient(settings.url) as client:
         client.wait_ready(settings.ready_timeout_s)
-        policy = client.models()[0]
+        policy = client.call("GET", "/v1/models")["data"][0]
     needed, has = rollout.prompt_length + rollout.response_length, policy["max_model_len"]
     if needed > has:
         raise ConfigError(

@@ -2,16 +2,19 @@
 
 import logging
 import time
+from dataclasses import asdict
+from typing import Any
 
 import ray
 from omegaconf import DictConfig, OmegaConf, open_dict
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer, register_trainer
 from verl.utils.debug import marked_timer
+from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry
 
 from engines.errors import ConfigError, DeadlineExceeded, EngineError, GatewayUnreachable, WeightUpdateFailed
 from trainer_client.verl.checkpoint_engine import WEIGHT_VERSION
+from trainer_client.verl.llm_client import GatewayLLMClient
 from trainer_client.verl.settings import Settings, check_gateway, read_settings
-from trainer_client.verl.token_source import GatewayLLMClient
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +78,18 @@ class PPOTrainerGateway(PPOTrainer):
         raise AssertionError("the loop returns or raises")
 
 
+class NoReplica(RolloutReplica):
+    """What verl finds by `rollout.name=gateway`; no trainer of this mode makes one."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        raise ConfigError(f"rollout.name={MODE} goes with trainer.v1.trainer_mode={MODE} alone: set that")
+
+    async def launch_servers(self) -> None: ...
+
+
+RolloutReplicaRegistry.register(MODE, lambda: NoReplica)
+
+
 def prepare(config: DictConfig) -> Settings:
     """Set the keys that this mode needs. Raise `ConfigError`, which names the key, for a conflicting setting.
 
@@ -88,7 +103,7 @@ def prepare(config: DictConfig) -> Settings:
         role.rollout.name = MODE
         role.rollout.nnodes = max(1, role.rollout.nnodes)  # verl requires at least 1 with remote engines
         role.rollout.checkpoint_engine.backend = MODE
-        role.rollout.checkpoint_engine.engine_kwargs = {MODE: settings.engine_kwargs()}
+        role.rollout.checkpoint_engine.engine_kwargs = {MODE: asdict(settings)}
     logger.warning("rollouts come from %s: engine keys in rollout.* have no effect", settings.url)
     return settings
 

@@ -25,7 +25,6 @@ from loadtests.chaos.faults import Newest
 from sim.dialect import chat_ids
 from sim.model import SimModel
 from trainer_client.client import RolloutClient
-from trainer_client.results import Outcome
 from trainer_client.sampling import SamplingParams
 
 Json = dict[str, Any]
@@ -191,7 +190,7 @@ class Callers:
         batch = self._client.generate(prompts, sampling, failures="keep", timeout_s=self._bound_s)
         async with aclosing(batch.rollouts()) as rollouts:
             async for rollout in rollouts:
-                if rollout.outcome is not Outcome.DELIVERED:
+                if rollout.error is not None:
                     tally.hung += sampling.n * isinstance(rollout.error, DeadlineExceeded)
                     self._fail(sampling.n, f"RolloutClient: {rollout.error}")
                     continue

@@ -9,6 +9,7 @@ import numpy as np
 from hypothesis import given, settings
 
 from tests.rigs.session_records import call, events, sessions
+from trainer_client.sessions.exports import trl_fields
 from trainer_client.sessions.records import read_session
 from trainer_client.sessions.trajectories import counts_of, trajectories_of
 
@@ -63,6 +64,17 @@ def test_a_shared_begin_is_trained_in_the_longest_path_alone() -> None:
         ([5, 6], [7, 8, 21, 31, 32, 33], [1, 1, 0, 1, 1, 1]),
         ([5, 6], [7, 8, 20, 30], [0, 0, 0, 1]),
     ]
+
+
+def test_trl_trains_on_sampled_tokens_alone() -> None:
+    first = call(0)
+    assert trl_fields(trajectories_of(read_session(events(first, call(1, first, (20,), (9,)))))) == {
+        "prompt_ids": [[5, 6]],
+        "completion_ids": [[7, 8, 20, 9]],
+        "logprobs": [[-0.5, -0.75, 0.0, -1.5]],
+        "env_mask": [[1, 1, 0, 1]],
+        "session_reward": [1.0],
+    }
 
 
 def test_a_subagent_and_a_compaction_are_rows_of_their_own() -> None:

@@ -109,10 +109,14 @@ def test_a_trainer_that_fails_between_two_parts_has_the_update_ended(
 def test_an_interrupt_does_not_wait_for_engines_that_never_come(
     client: BlockingRolloutClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
+    call = client.call
 
-    monkeypatch.setattr(client, "init_weight_transfer", interrupted)
+    def interrupted(method: str, path: str, *rest: Any, **others: Any) -> Any:
+        if path == "/init_weight_transfer_engine":
+            raise KeyboardInterrupt
+        return call(method, path, *rest, **others)
+
+    monkeypatch.setattr(client, "call", interrupted)
     began = time.monotonic()
     with WeightSender(client) as sender, pytest.raises(KeyboardInterrupt):
         sender.push({"w": torch.ones(2, 3)})

@@ -1,10 +1,10 @@
 """A trainer's tensors to push: names, dtypes, tied weights, and parts."""
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 pytest.importorskip("torch")
 
@@ -17,7 +17,7 @@ from trainer_client.served import ServedWeights
 from trainer_client.transports import tensors
 from trainer_client.transports.tensors import Entry, parts_of
 
-UNKNOWN = ServedWeights(model="m", version=0, tensors=None, gpus={})
+UNKNOWN = ServedWeights(model="m", tensors=None)
 
 
 class Model(nn.Module):

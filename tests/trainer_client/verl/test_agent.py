@@ -14,8 +14,8 @@ from tests.rigs.sessions import TURN
 from tests.rigs.verl_run import Run, fleet
 from tests.running.client_records import runs_client
 from trainer_client.sessions.calls import OpenSession
+from trainer_client.verl.llm_client import GatewayLLMClient
 from trainer_client.verl.settings import Settings
-from trainer_client.verl.token_source import GatewayLLMClient
 
 pytestmark = pytest.mark.verl
 

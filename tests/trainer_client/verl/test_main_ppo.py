@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.rigs.verl_run import LARGEST_DIFFERENCE, Run, fleet
+from tests.rigs.verl_run import LARGEST_DIFFERENCE, Run, fleet, up
 from tests.running.client_records import runs_client
 
 pytestmark = pytest.mark.verl
@@ -61,3 +61,25 @@ def test_grpo_steps_through_a_gateway_outlive_a_killed_replica(
         }
         assert moved[1] < LARGEST_DIFFERENCE
         assert all(moved[version] > LARGEST_DIFFERENCE for version in (2, 3, 4)), moved
+
+
+@pytest.mark.slow
+@runs_client(
+    "verl main_ppo, batches ahead",
+    "verl",
+    ran="examples/verl_cpu.sh against `rollout-gateway up`: four batches requested ahead, of two rollouts at a time",
+    against="2 x vLLM, CPU",
+)
+def test_batches_are_made_ahead_and_go_on_through_syncs(
+    tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    with up(tmp_path, "engine.max_num_seqs=2") as served:
+        ahead = ("+trainer.v1.gateway.num_warmup_batches=4", f"trainer.total_training_steps={STEPS}")
+        steps = Run("verl_cpu.sh", tmp_path, served.url, *ahead).to_end(steps=STEPS)
+        assert served.ask("/weight_info")["weight_version"] == "4"
+    assert [step["gateway/weight_version"] for step in steps] == [2, 3, 4]
+    # The first version of a trajectory, in verl's steps: later steps train on older weights' rollouts, and know it.
+    staleness = [step["training/off_policy/trajectory_staleness_worst/max"] for step in steps]
+    assert staleness[0] == 0 < staleness[-1]
+    assert steps[0]["training/rollout_probs_diff_max"] < LARGEST_DIFFERENCE
+    record_property("fact", f"rollouts up to {staleness[-1]:.0f} versions old")

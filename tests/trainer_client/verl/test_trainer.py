@@ -20,7 +20,7 @@ from verl.trainer.ppo.v1 import get_trainer_cls
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 from verl.workers.rollout.replica import get_rollout_replica_class
 
-from engines.errors import ConfigError, DeadlineExceeded, WeightUpdateFailed
+from engines.errors import ConfigError, WeightUpdateFailed
 from gateway.config.load import load
 from tests.rigs.rig import MAX_MODEL_LEN, Rig
 from tests.rigs.stories.played_gateway import PlayedGateway
@@ -58,7 +58,8 @@ def overrides_of(script: str) -> list[str]:
 def test_verl_knows_the_mode_by_its_plugin_entry_point_alone() -> None:
     assert get_trainer_cls("gateway") is PPOTrainerGateway
     assert CheckpointEngineRegistry.get("gateway") is GatewayCheckpointEngine
-    assert get_rollout_replica_class("gateway").__name__ == "GatewayReplica"
+    with pytest.raises(ConfigError, match=r"set that|trainer_mode=gateway alone"):
+        get_rollout_replica_class("gateway")()
 
 
 def test_two_keys_turn_a_configuration_over_to_a_gateway() -> None:
@@ -121,11 +122,6 @@ async def test_a_batch_that_does_not_fit_the_engines_is_refused_by_its_keys(rig:
     assert (
         await asyncio.to_thread(check_gateway, Settings(url=rig.url), config.actor_rollout_ref.rollout) == MAX_MODEL_LEN
     )
-
-
-def test_a_gateway_that_is_not_there_is_told_in_time() -> None:
-    with pytest.raises(DeadlineExceeded, match=r"http://127\.0\.0\.1:1 is not ready after 0\.5 s"):
-        check_gateway(Settings(url="http://127.0.0.1:1", ready_timeout_s=0.5), config_of().actor_rollout_ref.rollout)
 
 
 class Worker:
@@ -193,4 +189,4 @@ def test_a_sync_that_goes_on_failing_ends_the_run_with_its_error(
 def test_agent_loops_count_versions_from_the_step_of_the_first_sync(syncing: PPOTrainerGateway) -> None:
     syncing._max_model_len = 64
     syncing.on_init_end()
-    assert syncing.get_llm_client().source.version_of_step_0 == 7 - 5
+    assert syncing.get_llm_client().version_of_step_0 == 7 - 5

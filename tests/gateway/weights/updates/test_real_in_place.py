@@ -212,7 +212,7 @@ def test_a_trainer_that_ends_between_tensors_leaves_the_old_version_and_its_room
             status, reply = awaited.result(TIMEOUT_S)
             assert status == 424, reply
         else:
-            plain.client.abandon_weight_update("no room for the next layer")
+            plain.client.call("DELETE", "/v1/weight_updates", {"reason": "no room for the next layer"})
             group.close()
     plain.until_restored(version)
     plain.push(sender, plain.moved(seed=10))

@@ -1,4 +1,7 @@
-"""A CPU platform for verl, for laptops and CI: `VERL_PLATFORM=cpu`. verl 0.9.1 has none."""
+"""A CPU platform for verl, for laptops and CI, which verl 0.9.1 lacks. It is registered by an import:
+
+export VERL_USE_EXTERNAL_MODULES=examples.verl_platform VERL_PLATFORM=cpu
+"""
 
 import contextlib
 import os
@@ -11,34 +14,6 @@ from verl.plugin.platform.platform_manager import PlatformRegistry
 
 _MEMORY_BYTES = 16 << 30
 _DOUBLED, _SINGLE = "cpu:gloo,cpu:gloo", "cpu:gloo"
-
-
-def install() -> None:
-    """Register platform "cpu" with verl, and let torch accept the backend that verl then requests."""
-    PlatformRegistry.register(platform="cpu")(CpuPlatform)
-    os.environ.setdefault("VERL_ENGINE_DEVICE", "cuda")  # the name of FSDP's engine, which runs on any device
-    os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
-    opened = torch.distributed.init_process_group
-
-    def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
-        # verl requests a backend for the CPU and one for the accelerator; torch refuses the same device twice.
-        opened(_SINGLE if backend == _DOUBLED else backend, *args, **kwargs)
-
-    torch.distributed.init_process_group = init_process_group
-    _copy_saved_weights()
-
-
-def _copy_saved_weights() -> None:
-    """Copy weights that verl saves by a move to the CPU: on the CPU a move shares memory."""
-    from verl.utils import fsdp_utils  # reads the platform
-
-    save = fsdp_utils.fsdp2_sharded_save_to_cpu
-
-    def saved(model: torch.nn.Module) -> Any:
-        state, spec = save(model)
-        return {name: (tensor.clone(), its_spec) for name, (tensor, its_spec) in state.items()}, spec
-
-    fsdp_utils.fsdp2_sharded_save_to_cpu = saved
 
 
 def _do_nothing(*_: Any, **__: Any) -> None:
@@ -91,3 +66,20 @@ class CpuPlatform(PlatformBase):
 
     def rollout_env_vars(self) -> dict[str, str]:
         return {}
+
+
+def _install() -> None:
+    """Register platform "cpu" with verl, and let torch accept the backend that verl then requests."""
+    PlatformRegistry.register(platform="cpu")(CpuPlatform)
+    os.environ.setdefault("VERL_ENGINE_DEVICE", "cuda")  # the name of FSDP's engine, which runs on any device
+    os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+    opened = torch.distributed.init_process_group
+
+    def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
+        # verl requests a backend for the CPU and one for the accelerator; torch refuses the same device twice.
+        opened(_SINGLE if backend == _DOUBLED else backend, *args, **kwargs)
+
+    torch.distributed.init_process_group = init_process_group
+
+
+_install()

@@ -8,10 +8,8 @@ from typing import Any
 
 import msgspec
 
-from engines.chunks import Choice
 from engines.engine import Json
 from engines.raw_json import EMPTY, decoded
-from engines.reading.joining import joined
 from gateway.agents.history import End
 from gateway.dialects.sample import Reply, Sample
 from gateway.dialects.submissions.frames import Growth
@@ -134,9 +132,11 @@ class Call:
                 yield self._grown(sample, step)
 
     def _grown(self, sample: Sample, step: Growth) -> Grown:
-        new = joined(step.parts or [Choice(step.sample)])
-        ids = array("i", decoded(new.token_ids or EMPTY))
-        scores = _scores(new.logprobs or {}, len(ids))
+        ids, scores = array("i"), array("f")
+        for part in step.parts:
+            new = decoded(part.token_ids or EMPTY)
+            ids.extend(new)
+            scores.extend(_scores(part.logprobs or {}, len(new)))
         start = 0 if step.begins else len(self.token_ids)
         grown = Grown(self.facts.call, start, ids.tobytes(), scores.tobytes(), sample.stamps_of(sample.num_made)[0])
         self.take(grown)

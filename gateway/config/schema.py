@@ -83,7 +83,7 @@ class TlsConfig(Section):
 
 
 class SubmissionsConfig(Section):
-    """Bounds of what /v1/rollouts keeps for clients until they ack it; the ledger takes up to twice as much."""
+    """Bounds of what /v1/rollouts keeps for clients until they ack it; the ledger takes several times as much."""
 
     max_bytes: int = Field(1 << 30, gt=0)
     """Most bytes of each key. Beyond that, its ended submissions are forgotten, the oldest first, then its new ones are

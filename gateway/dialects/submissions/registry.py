@@ -3,7 +3,6 @@
 import asyncio
 import hashlib
 import time
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from itertools import chain
@@ -156,7 +155,7 @@ class Submissions:
 
     async def _checked(self, owner: str, name: str, groups: Sequence[Group]) -> list[float]:
         """Return the groups' ranks by length. Raise `InvalidRequest` before any of them runs."""
-        await self._refuse_if_full(owner)
+        self._refuse_if_full(owner)
         ranks = []
         async for index, group in in_turns(enumerate(groups), _CHECKED_AT_ONCE):
             ranks.append(decoded(self._completions, group, index, owner, name).rollout.rank)
@@ -220,26 +219,24 @@ class Submissions:
 
     # Bounds
 
-    async def _refuse_if_full(self, owner: str) -> None:
+    def _refuse_if_full(self, owner: str) -> None:
         """Refuse a new submission while the owner's others leave no room."""
-        if self._over_bytes(owner) > 0:
-            await self._keep_bounds()
-        if (over := self._over_bytes(owner)) > 0:
+        if (over := self._made_room(owner)) > 0:
             raise TooManyRequests(
                 f"submissions of this key that have not ended fill gateway.submissions.max_bytes = "
                 f"{self._config.max_bytes} ({over} bytes too many): ack what was delivered, or raise it",
                 _FULL_RETRY_S,
             )
 
-    def _over_bytes(self, owner: str) -> int:
-        """Bytes beyond the bound, which each owner has for itself."""
-        return self._bytes_by_owner()[owner] - self._config.max_bytes
-
-    def _bytes_by_owner(self) -> Counter[str]:
-        sizes = Counter[str]()
-        for submission in self._kept.values():
-            sizes[submission.owner] += submission.num_bytes
-        return sizes
+    def _made_room(self, owner: str) -> int:
+        """Forget the oldest of an owner that have ended, until others fit. Return the bytes that are too many still."""
+        kept = sorted((one for one in self._kept.values() if one.owner == owner), key=_began)
+        over = sum(one.num_bytes for one in kept) - self._config.max_bytes
+        for submission in kept:
+            if over > 0 and submission.is_ended and not submission.is_released:
+                over -= submission.num_bytes
+                self._forget(submission, f"gateway.submissions.max_bytes = {self._config.max_bytes}")
+        return over
 
     async def _keep_bounds(self) -> None:
         now, clock = time.time(), time.monotonic()
@@ -252,20 +249,11 @@ class Submissions:
                 await self._stop(submission, None, f"older than {_MAX_AGE_S:g} s")
             elif not submission.is_ended and quiet_s > _ABANDONED_AFTER_S:
                 await self._stop(submission, None, f"nobody has read its events for {_ABANDONED_AFTER_S:g} s")
-        for owner, size in self._bytes_by_owner().items():
-            if size > self._config.max_bytes:
-                self._forget_oldest(owner, size - self._config.max_bytes)
-        released = sorted((one for one in self._kept.values() if one.is_released), key=_age)
+        for owner in {owner for owner, _ in self._kept}:
+            self._made_room(owner)
+        released = sorted((one for one in self._kept.values() if one.is_released), key=_began, reverse=True)
         for submission in released[_RELEASED_KEPT:]:
             self._forget(submission)
-
-    def _forget_oldest(self, owner: str, over: int) -> None:
-        ended = [one for one in self._kept.values() if one.owner == owner and one.is_ended and not one.is_released]
-        for submission in sorted(ended, key=_age, reverse=True):
-            if over <= 0:
-                return
-            over -= submission.num_bytes
-            self._forget(submission, f"gateway.submissions.max_bytes = {self._config.max_bytes}")
 
     def _forget(self, submission: Submission, reason: str = "") -> None:
         if reason:
@@ -302,8 +290,8 @@ class Submissions:
             raise
 
 
-def _age(submission: Submission) -> float:
-    return -submission.head.began
+def _began(submission: Submission) -> float:
+    return submission.head.began
 
 
 def _digest(groups: Sequence[Group]) -> bytes:

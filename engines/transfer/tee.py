@@ -22,19 +22,20 @@ from engines.engine import ReceiptCopy
 from engines.errors import RolloutGatewayError
 from engines.store.draft import Draft
 from engines.store.shard_writer import ShardWriter
-from engines.transfer.gpu_files import WRITERS, GpuFiles, write_file
+from engines.transfer.gpu_files import WRITERS, pin_memory, write_any_file
 from engines.transfer.packing import NamedTensor
-from engines.transfer.tensor_bytes import digest_on_host, where_it_is
+from engines.transfer.tensor_bytes import digest_on_host, runs, sum_on_device, where_it_is
 
 log = logging.getLogger("vllm.rollout_gateway")  # a child of vLLM's logger, whose handlers it uses
 
 Load = Callable[[Iterable[NamedTensor]], Any]
 
 _Digested = tuple[str, torch.Tensor, str]
-"""Name, tensor and the store's digest; "" where that is made from the copy, as for tensors on a GPU."""
+"""Name, tensor and the store's digest; "" for tensors on a GPU."""
 _Chunk = tuple[deque[_Digested], Any]
 """Tensors of an update on their GPU, or their copies in host memory, and the event of their completion, if any."""
 
+_MASK = (1 << 64) - 1
 _BUDGET_BYTES = 4 << 30
 """Host memory for tensors that wait for the disk."""
 _SPARE_BYTES = {"cuda": 4 << 30, "cpu": 1 << 30}
@@ -225,7 +226,7 @@ class Scribe:
 
     def _write(self) -> None:
         try:
-            with ShardWriter(self._draft, WRITERS, write_file) as writer:
+            with ShardWriter(self._draft, WRITERS, write_any_file) as writer:
                 self._write_all(writer)
         except Exception as error:  # recorded in the draft; the update goes on
             self.give_up(str(error) if isinstance(error, RolloutGatewayError) else repr(error))
@@ -262,39 +263,28 @@ class Scribe:
 
 @cache
 def prepare(device: torch.device) -> None:
-    """Compile the kernels of this device, and pin memory, ahead of updates."""
+    """Pin memory ahead of updates."""
     if device.type == "cuda":
         try:
-            GpuFiles.prepare(device)
-            _Digests([("", torch.zeros(1, device=device))])
-        except Exception:  # updates then go without digests, and log it
-            log.exception("tensors on %s cannot be digested, or no host memory can be pinned", device)
+            pin_memory()
+        except RuntimeError:  # updates then have no copy, and log it
+            log.exception("no host memory can be pinned")
 
 
 class _Digests:
-    """Digests of one chunk's tensors: made on the host, or still running on the tensors' GPU."""
+    """Digests of one chunk's tensors: of each on the host; on a GPU, where they may still run, of each run of
+    neighbours, under the name of its first."""
 
     def __init__(self, tensors: Sequence[NamedTensor]) -> None:
         self.on_host = {name: digest_on_host(tensor) for name, tensor in tensors if not tensor.is_cuda}
-        there = [(name, tensor) for name, tensor in tensors if tensor.is_cuda]
-        self._names = [name for name, _ in there]
-        self._sums = _sums([tensor for _, tensor in there])
+        there = runs((name, tensor.contiguous()) for name, tensor in tensors if tensor.is_cuda)
+        self._sums = {name: sum_on_device(content) for name, content in there}
 
     def all(self) -> dict[str, str]:
         """Return all digests, after a wait for the GPU."""
-        if self._sums is None:
-            return self.on_host
-        torch.cuda.synchronize(self._sums.device)  # the kernels run on the receiver's streams
-        sums = self._sums.tolist()
-        return self.on_host | {name: _hex(one) for name, one in zip(self._names, sums, strict=True)}
-
-
-def _sums(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    if not tensors:
-        return None
-    from engines.transfer.device_sum import sums_on_device  # needs Triton, which CPU hosts lack
-
-    return sums_on_device(tensors)
+        if self._sums:
+            torch.cuda.synchronize(next(iter(self._sums.values())).device)  # they run on the receiver's streams
+        return self.on_host | {name: f"xor64:{int(total) & _MASK:016x}" for name, total in self._sums.items()}
 
 
 def room_on(device: torch.device) -> int:
@@ -307,7 +297,3 @@ def room_on(device: torch.device) -> int:
     free, _ = torch.cuda.mem_get_info(device)
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return int(free + unused - _SPARE_BYTES["cuda"])
-
-
-def _hex(total: int) -> str:
-    return f"sum64:{total & (1 << 64) - 1:016x}"

@@ -69,7 +69,7 @@ class WeightWorker(UpdatedWorker):
         self._receiver.leave()
 
     def open_receipt(self, **copy: Any) -> None:
-        """Digest received tensors from now on. With `copy`, the fields of `ReceiptCopy`, the first worker also copies
+        """Take received tensors from now on. With `copy`, the fields of `ReceiptCopy`, the first worker also copies
         them."""
         self._check_takes_updates()
         self.drop_receipt()
@@ -116,7 +116,7 @@ class WeightWorker(UpdatedWorker):
         )
 
     def _receive(self, update_info: dict[str, Any], timeout_s: float) -> None:
-        """Hand all tensors announced to the tee."""
+        """Hand all tensors announced to the receipt."""
         load = self._model.load_weights if "load_weights" in vars(self._model) else self.target.load
         self._receiver.receive(update_info, load, timeout_s)
 

@@ -43,7 +43,7 @@ class Phase(StrEnum):
 class UpdateRecord:
     """An update in progress, and its record afterwards.
 
-    `seconds` are by step (drain, abort, store, prepare, receipt, pause, begin, transfer, digests, load, canary, keep,
+    `seconds` are by step (drain, abort, store, prepare, receipt, pause, begin, transfer, close, load, canary, keep,
     label); the rest of `age_s` is the trainer's time between its calls. `undo`, after its end, is the time until the
     last of its replicas was taken back.
     `frozen_at` is set while it holds engines frozen, and `stopped_s` is for how long it did. `replicas` has its

@@ -111,7 +111,7 @@ def kept_copy(fleet: RealFleet, version: int) -> Path:
     while version not in (store := fleet.call("/status")[1]["weight_store"])["versions"]:
         assert time.monotonic() < deadline, store
         time.sleep(0.05)
-    return next(Path(store["folder"]).glob(f"**/v{version}"))
+    return next(Path(store["folder"]).glob(f"**/v{version}-*"))
 
 
 def digests_of(model: Any) -> dict[str, str]:

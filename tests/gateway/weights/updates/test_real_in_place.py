@@ -96,7 +96,7 @@ class Plain:
         while version not in (store := self.real.call("/status")[1]["weight_store"])["versions"]:
             assert time.monotonic() < deadline, store
             time.sleep(0.05)
-        return next(Path(store["folder"]).glob(f"**/v{version}"))
+        return next(Path(store["folder"]).glob(f"**/v{version}-*"))
 
     def until_restored(self, version: int) -> None:
         """Serving `version`, whose model is still `model`."""

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 import structlog
 
@@ -24,7 +24,6 @@ from gateway.fleet.fleet import Fleet
 from gateway.fleet.replica import Replica
 from gateway.weights.canary import Canary
 from gateway.weights.snapshots import Snapshots
-from gateway.weights.updates.record import UpdateRecord
 
 log = structlog.get_logger()
 
@@ -45,7 +44,6 @@ class CatchUp:
         self._canary = canary
         self._tasks: dict[Replica, asyncio.Task[None]] = {}
         self._restored: set[Replica] = set()
-        self._aborted: WeakKeyDictionary[Replica, UpdateRecord] = WeakKeyDictionary()
         self._put_off: WeakSet[Replica] = WeakSet()
         self._look = asyncio.Event()
         fleet.on_change(self._look.set)
@@ -66,22 +64,12 @@ class CatchUp:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    def bring_back(
-        self,
-        replicas: Iterable[Replica],
-        *,
-        aborted: UpdateRecord | None = None,
-        leaves_group: bool = False,
-    ) -> None:
+    def bring_back(self, replicas: Iterable[Replica], *, leaves_group: bool = False) -> None:
         """Take replicas that an update had stopped to the fleet's version, and out of their group. The next update
-        waits for them. A replica that was not overwritten only drops what it received. The record of an update that was
-        `aborted` notes who is back."""
+        waits for them. A replica that was not overwritten only drops what it received."""
         for replica in replicas:
-            self._aborted.pop(replica, None)
             if replica.weight_version is None:
                 replica.brake.join(Holder.CATCH_UP)  # frozen until the engine has ended the update
-                if aborted is not None:
-                    self._aborted[replica] = aborted
             self._restored.add(replica)
             if replica not in self._tasks:
                 self._own(replica, self._bring_back(replica, drops_receipt=True, leaves_group=leaves_group))
@@ -199,8 +187,6 @@ class CatchUp:
         await replica.unless_lost(replica.engine.label_weights(label, timeout_s, is_committed=True))
         replica.hold(version, keeps_kv=False)
         log.info("replica caught up", replica=replica.replica_id, version=version)
-        if (aborted := self._aborted.pop(replica, None)) is not None:
-            aborted.take_back(replica)
         if replica.state is ReplicaState.SYNCING:
             self._fleet.settle(replica, how)
 

@@ -14,7 +14,6 @@ from gateway.fleet.replica import Replica
 from gateway.fleet.replica_calls import on_all, try_on_all
 from gateway.weights.transfer_group import (
     TransferGroup,
-    check_capable,
     check_reachable,
     check_some_take_weights,
     check_take_packed,
@@ -52,7 +51,6 @@ class GroupArrival:
         members = tuple(replica for replica in parts.fleet.updatable() if replica.info.takes_weights)
         await parts.catch_up.settled(members, timeout_s)
         check_some_take_weights(members, parts.fleet.updatable())
-        check_capable(members)
         check_take_packed(members, init_info)
         check_reachable(members, init_info)
         ranks = rank_offsets(members, init_info)

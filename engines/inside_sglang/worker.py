@@ -14,12 +14,21 @@ from engines.inside_sglang.nccl_group import NcclGroup
 from engines.inside_sglang.obstacles import obstacle_to_updates
 from engines.loading.planned_load import PlannedLoad
 from engines.loading.stage import FolderStage
-from engines.loading.worker import Target, UpdatedWorker
+from engines.loading.worker import Target, UpdatedWorker, tensors_of
 from engines.transfer.gloo import Receiver, WeightGroup
 from engines.transfer.packing import CHUNK_BYTES
 
 log = logging.getLogger(__name__)
 
+_KV = (
+    "k_buffer", "v_buffer", "kv_buffer", "k_scale_buffer", "v_scale_buffer", "kv_scale_buffer",
+    "native_k_scale_buffer", "native_v_scale_buffer",
+    "index_k_payload_buffer", "index_k_scale_buffer", "index_k_with_scale_buffer",
+    "buffer",  # of an index_key_cache
+)  # fmt: skip
+_POOLS = (
+    "full_kv_pool", "swa_kv_pool", "dense_pool", "main_pool", "index_k_pool", "index_kv_pool", "index_key_cache",
+)  # fmt: skip
 _ENCODERS = "sglang.srt.managers.mm_schedule"
 """Module with `embedding_cache`: what the weights made of images, by their hash. SGLang's flush keeps it."""
 _SWITCH_S = 1e-4
@@ -82,11 +91,14 @@ class WeightWorker(UpdatedWorker):
     def prepare_snapshot(self, *args: Any, **kwargs: Any) -> dict[str, bool]:
         return {"ready": True} if self.target.obstacle else super().prepare_snapshot(*args, **kwargs)
 
+    def kv_memory(self) -> object:
+        """Return the KV of the target and of its draft, which reads what the target has computed."""
+        return [_known_kv(runner.token_to_kv_pool) for runner in (self._runner, *_draft_runners(self._manager))]
+
     def wipe_kv(self) -> None:
-        """Forget what the weights made of images. The KV stays: SGLang ends with weights that make NaN, and reads no
-        other KV of refused weights once its prefix cache is empty."""
         if (encodings := getattr(sys.modules.get(_ENCODERS), "embedding_cache", None)) is not None:
             encodings.clear()
+        super().wipe_kv()
 
     def load_version(self, folder: Path, stage: FolderStage | None) -> bool:
         if self.target.obstacle or not folder.is_dir():
@@ -118,6 +130,33 @@ class WeightWorker(UpdatedWorker):
                 f"this SGLang server receives no updates ({self.target.obstacle}): have it load them from the store "
                 "(WeightSender(transport='store'), or weights.relay: always)"
             )
+
+
+def _draft_runners(manager: Any) -> list[Any]:
+    """Return SGLang's runners of the draft's models in this worker; none where it has no model."""
+    told = [] if manager.draft_worker is None else manager.draft_worker.weight_update_runners()
+    return [runner for _, runner in told]
+
+
+def _known_kv(pool: Any) -> list[object]:
+    """Return the KV of a runner's pool. Raise `WeightUpdateFailed` where its memory has names that we do not know."""
+    found = _kv_of(pool)
+    if not _is_unmapped(pool) and next(tensors_of(found), None) is None:
+        raise WeightUpdateFailed(f"the KV in a {type(pool).__name__} of SGLang's is not known, and stays as it is")
+    return found
+
+
+def _kv_of(pool: Any) -> list[object]:
+    """Return the KV in a pool of SGLang's and in the pools that it holds."""
+    if _is_unmapped(pool):
+        return []
+    inner = [getattr(pool, name, None) for name in _POOLS]
+    return [getattr(pool, name, None) for name in _KV] + [_kv_of(one) for one in inner if one is not None]
+
+
+def _is_unmapped(pool: Any) -> bool:
+    """Return True for a pool of which parts have no memory behind them."""
+    return bool(getattr(pool, "post_capture_active", False))
 
 
 _workers: list[WeightWorker] = []  # of this process: one, made at the first call

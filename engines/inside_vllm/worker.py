@@ -6,15 +6,13 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from engines.inside_vllm.base_layers import base_layers, loader_of
 from engines.inside_vllm.gloo_receiver import rebuild_tied_head
 from engines.inside_vllm.in_place import load_in_place, load_layerwise, obstacle
 from engines.loading.planned_load import PlannedLoad
 from engines.loading.snapshot_reader import pin_memory, read_tensors
 from engines.loading.stage import FolderStage
-from engines.loading.worker import Target, UpdatedWorker, synchronize
+from engines.loading.worker import Target, UpdatedWorker
 from engines.transfer.gloo import until_listening
 from engines.transfer.gpu_files import prepare
 from engines.transfer.packing import unpack_quickly
@@ -62,16 +60,11 @@ class WeightWorker(UpdatedWorker):
         find_trainer_first(worker.weight_transfer_engine)
         return super().plan_updates(*args, **kwargs)
 
-    def wipe_kv(self) -> None:
-        """Overwrite the KV of all requests with zeros, but for layers with sinks: vLLM writes these there once. No
-        request may run."""
+    def kv_memory(self) -> object:
+        """Return the KV of all layers, but for those with sinks: vLLM writes these there once."""
         worker: Any = self
         layers = worker.vllm_config.compilation_config.static_forward_context.values()
-        held = [getattr(layer, "kv_cache", ()) for layer in layers if not getattr(layer, "sink_len", 0)]
-        with torch.inference_mode():
-            for tensor in _tensors_of(held):
-                tensor.zero_()
-        synchronize(worker.device)
+        return [getattr(layer, "kv_cache", ()) for layer in layers if not getattr(layer, "sink_len", 0)]
 
     def load_version(self, folder: Path, stage: FolderStage | None) -> None:
         worker: Any = self
@@ -103,15 +96,6 @@ class WeightWorker(UpdatedWorker):
         model = worker.get_model()
         load = loader_of(model) if worker.vllm_config.lora_config is not None else None
         return Target(device=worker.device, weights=PlannedLoad(model, load), obstacle=obstacle(self))
-
-
-def _tensors_of(held: object) -> Iterator[torch.Tensor]:
-    """Yield the tensors in lists and tuples of any depth."""
-    if isinstance(held, torch.Tensor):
-        yield held
-    elif isinstance(held, list | tuple):
-        for part in held:
-            yield from _tensors_of(part)
 
 
 def _reload(worker: Any, **source: Any) -> None:

@@ -63,6 +63,10 @@ class UpdatedWorker:
     def target(self) -> Target:
         raise NotImplementedError
 
+    def kv_memory(self) -> object:
+        """Return the tensors of the KV cache, in lists and tuples of any depth."""
+        raise NotImplementedError
+
     def load_version(self, folder: Path, stage: FolderStage | None) -> bool | None:
         """Load all weights from a folder, or from the engine's own checkpoint where there is no such folder. Return
         False where the engine's own route has to."""
@@ -136,6 +140,14 @@ class UpdatedWorker:
         with self.loading():
             self.target.load(stage.take())
 
+    def wipe_kv(self) -> None:
+        """Overwrite the KV of all requests with zeros. No request may run."""
+        synchronize(self.target.device)  # a step of SGLang may still write some
+        with torch.inference_mode():
+            for tensor in tensors_of(self.kv_memory()):
+                tensor.zero_()
+        synchronize(self.target.device)
+
     def close_receipt(self) -> None:
         """Take no more tensors. The copy is finished by `keep_receipt`."""
         self.receipts.close()
@@ -191,6 +203,15 @@ class UpdatedWorker:
                 self.target.load(stage.take())
             else:
                 load_in_batches(self.target.load, read_tensors(folder, self.target.device), _BATCH_BYTES)
+
+
+def tensors_of(held: object) -> Iterator[torch.Tensor]:
+    """Yield the tensors in lists and tuples of any depth."""
+    if isinstance(held, torch.Tensor):
+        yield held
+    elif isinstance(held, list | tuple):
+        for part in held:
+            yield from tensors_of(part)
 
 
 def synchronize(device: torch.device) -> None:

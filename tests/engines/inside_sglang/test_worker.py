@@ -185,6 +185,21 @@ def test_answers_and_errors_are_those_of_all_workers(model: Model, monkeypatch: 
     assert "worker 1: RuntimeError: no memory" in told.message
 
 
+def test_a_wipe_overwrites_the_kv_of_all_pools_and_no_table(own: WeightWorker) -> None:
+    def kv() -> list[Any]:
+        return [torch.full((2, 3), float("nan")), torch.full((2, 3), float("nan"))]
+
+    tables = torch.ones(2, dtype=torch.int64)
+    inner = SimpleNamespace(k_buffer=kv(), v_buffer=kv(), data_ptrs=tables)
+    pool = SimpleNamespace(kv_buffer=kv(), k_buffer=None, full_kv_pool=inner, swa_kv_pool=None, data_ptrs=tables)
+    unmapped = SimpleNamespace(kv_buffer=kv(), post_capture_active=True)
+    for own._runner.token_to_kv_pool in (pool, unmapped):
+        own.wipe_kv()
+    assert not any(tensor.any() for tensor in (*pool.kv_buffer, *inner.k_buffer, *inner.v_buffer))
+    assert all(tensor.isnan().all() for tensor in unmapped.kv_buffer)
+    assert tables.all()
+
+
 def test_a_dropped_update_leaves_its_trainer(own: WeightWorker, model: Model, trainer: Trainer) -> None:
     own.open_receipt()
     own.stage_weights(info("up", "down"), TIMEOUT_S)
@@ -197,5 +212,6 @@ def test_a_dropped_update_leaves_its_trainer(own: WeightWorker, model: Model, tr
 def test_a_wipe_forgets_what_the_weights_made_of_images(own: WeightWorker, monkeypatch: pytest.MonkeyPatch) -> None:
     encodings = {7: "of refused weights"}
     monkeypatch.setitem(sys.modules, "sglang.srt.managers.mm_schedule", SimpleNamespace(embedding_cache=encodings))
+    own._runner.token_to_kv_pool = SimpleNamespace(k_buffer=[torch.ones(2)])
     own.wipe_kv()
     assert not encodings

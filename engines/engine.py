@@ -129,9 +129,9 @@ class Engine(ABC):
         """End the update. The weights have the label, before a verdict, until `label_weights`."""
 
     @abstractmethod
-    async def abandon_weight_update(self, timeout_s: float, *, drops_receipt: bool = False) -> None:
-        """End an update without a commit, so that the next can start. The weights are of no version then. With
-        `drops_receipt` it does the work of that call too, in the same pause between two steps where it can."""
+    async def abandon_weight_update(self, timeout_s: float) -> None:
+        """End an update without a commit, and its receipt, so that the next can start. The weights are of no version
+        then."""
 
     # An engine stages where it has free memory beside its weights: a thread receives while the engine makes tokens.
 

@@ -47,11 +47,10 @@ class WeightWorker(UpdatedWorker):
         load_layerwise(worker.weight_transfer_engine)
         super().drop_receipt()
 
-    def end_update(self, *, drops_receipt: bool = False) -> None:
+    def end_update(self) -> None:
         """Finish an open update, if any, whatever its weights are: vLLM refuses to finish twice."""
         worker: Any = self
-        if drops_receipt:
-            self.drop_receipt()
+        self.drop_receipt()
         if worker._weight_update_active:
             worker.finish_weight_update()
 

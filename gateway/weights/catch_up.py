@@ -6,7 +6,7 @@ store, or from the checkpoint for version 0. It is no member of an update.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Collection, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from weakref import WeakSet
@@ -72,7 +72,7 @@ class CatchUp:
                 replica.brake.join(Holder.CATCH_UP)  # frozen until the engine has ended the update
             self._restored.add(replica)
             if replica not in self._tasks:
-                self._own(replica, self._bring_back(replica, drops_receipt=True, leaves_group=leaves_group))
+                self._own(replica, self._bring_back(replica, leaves_group=leaves_group))
 
     def is_busy_with(self, replica: Replica) -> bool:
         """True while a replica is brought back, or waits for its turn."""
@@ -139,15 +139,9 @@ class CatchUp:
         replica.brake.let_go(Holder.CATCH_UP)
         self._look.set()
 
-    async def _bring_back(self, replica: Replica, *, drops_receipt: bool = False, leaves_group: bool = False) -> None:
+    async def _bring_back(self, replica: Replica, *, leaves_group: bool = False) -> None:
         """Have a replica serve the fleet's version."""
-        is_overwritten = replica.weight_version is None
-        await self._clear(
-            replica,
-            drops_receipt=drops_receipt or is_overwritten,
-            ends_update=is_overwritten,
-            leaves_group=leaves_group,
-        )
+        await self._clear(replica, leaves_group=leaves_group)
         before = replica.found.committed
         if version_of(before) > self._fleet.version and await self._snapshots.adopt(before):
             # The gateway was restarted in the middle of an update: no engine may hold the version before.
@@ -213,19 +207,13 @@ class CatchUp:
                 raise StoreFailed(f"the checkpoint of {replica.info.url} is somebody else's")
             yield str(model_folder(group) or group.model or group.served_name)
             return
-        async with self._snapshots.reading(version_of(label), label) as path:
+        async with self._snapshots.reading(label) as path:
             yield str(path)
 
-    async def _clear(
-        self, replica: Replica, *, drops_receipt: bool, ends_update: bool = False, leaves_group: bool = False
-    ) -> None:
+    async def _clear(self, replica: Replica, *, leaves_group: bool) -> None:
         """End the update in the engine. An engine that does not answer is found by its probes."""
         engine = replica.engine
-        calls: list[Callable[[float], Awaitable[None]]] = []
-        if ends_update:
-            calls.append(partial(engine.abandon_weight_update, drops_receipt=drops_receipt))
-        elif drops_receipt:
-            calls.append(engine.drop_receipt)
+        calls = [engine.abandon_weight_update if replica.weight_version is None else engine.drop_receipt]
         if leaves_group:
             calls.append(engine.close_weight_group)
         for call in calls:

@@ -253,17 +253,15 @@ class Snapshots:
         return self._store is not None and await self.in_thread(self._store.adopt, committed)
 
     @asynccontextmanager
-    async def reading(self, version: int, committed: str) -> AsyncIterator[Path]:
-        """The folder of a version, which is not removed during the block. Raises `StoreFailed` where there is none.
-
-        A version from before our start counts where it is the one that engines are labelled with, `committed`.
-        """
+    async def reading(self, label: str) -> AsyncIterator[Path]:
+        """The folder of the version of a label, which is not removed during the block. Raises `StoreFailed` where there
+        is none."""
         store = self._open_store()
-        if not store.has(version):
+        if not store.has(version_of(label)):
             await self._kept()
-        await self.adopt(committed)
+        await self.adopt(label)
         with contextlib.ExitStack() as stack:
-            yield await self.in_thread(stack.enter_context, store.reading(version))
+            yield await self.in_thread(stack.enter_context, store.reading(version_of(label)))
 
     async def _keep(self, draft: Path, label: str, scribe: Replica) -> None:
         began, version, store = time.monotonic(), version_of(label), self._open_store()

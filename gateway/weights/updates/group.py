@@ -82,7 +82,7 @@ class GroupArrival:
                 parts.fleet.explain(replica, reason)
         # The question for room would free the weights that a refused update has left for its undo.
         await parts.catch_up.settled(group.members, self._timeout_s)
-        in_flight = parts.pauses.in_flight(group.members, in_flight)
+        in_flight = in_flight or parts.config.in_flight
         unstaged = await self._why_unstaged(group, checkpoint_bytes(group.members))
         record = UpdateRecord(parts.fleet.next_version, group.transport, in_flight, unstaged=unstaged)
         update = Update(parts, self, record, group.members)

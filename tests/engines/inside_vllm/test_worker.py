@@ -125,7 +125,7 @@ def test_however_an_update_ended_a_version_is_loaded_over_it_and_the_next_one_lo
             one.on(lambda engine: engine.load_snapshot(str(tmp_path / "2"), 1, TIMEOUT_S))
             assert said_at(url) == second_says, end
             end(one)
-            one.on(lambda engine: engine.abandon_weight_update(TIMEOUT_S, drops_receipt=True))
+            one.on(lambda engine: engine.abandon_weight_update(TIMEOUT_S))
             opened(one)
             client.update_model_params(first)
             one.on(lambda engine: engine.close_receipt(TIMEOUT_S))

@@ -12,7 +12,7 @@ from engines.inside_vllm.in_place import load_in_place, load_layerwise, obstacle
 from engines.loading.planned_load import PlannedLoad
 from engines.loading.snapshot_reader import pin_memory, read_tensors
 from engines.loading.stage import FolderStage
-from engines.loading.worker import Target, UpdatedWorker
+from engines.loading.worker import UpdatedWorker
 from engines.transfer.gloo import until_listening
 from engines.transfer.gpu_files import prepare
 from engines.transfer.packing import unpack_quickly
@@ -90,11 +90,11 @@ class WeightWorker(UpdatedWorker):
             yield
 
     @cached_property
-    def target(self) -> Target:
+    def target(self) -> PlannedLoad:
         worker: Any = self
         model = worker.get_model()
         load = loader_of(model) if worker.vllm_config.lora_config is not None else None
-        return Target(device=worker.device, weights=PlannedLoad(model, load), obstacle=obstacle(self))
+        return PlannedLoad(model, load, device=worker.device, obstacle=obstacle(self))
 
 
 def _reload(worker: Any, **source: Any) -> None:

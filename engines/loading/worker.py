@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from engines.checkpoint.names import CheckpointNames, announced_as, checkpoint_names
 from engines.engine import ReceiptCopy
 from engines.errors import WeightUpdateFailed
-from engines.loading.planned_load import Form, Load, PlannedLoad, form_of, load_in_batches
+from engines.loading.planned_load import PlannedLoad, form_of, load_in_batches
 from engines.loading.snapshot_reader import pin_memory, read_tensors
 from engines.loading.stage import FolderStage, ReceivedStage, Stage
 from engines.transfer.gpu_files import prepare
@@ -24,35 +23,6 @@ _BATCH_BYTES = 512 << 20
 """Batch of a folder that is loaded in place: large enough that loaders run seldom, small enough for a full GPU."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
-    """What updates change in one worker.
-
-    weights: the loads of its model.
-    obstacle: the reason why weights are not loaded in place, but by the engine's own loader; "" where they are.
-    """
-
-    device: torch.device
-    weights: PlannedLoad
-    obstacle: str
-
-    def plan(self, forms: list[Form]) -> None:
-        """Plan loads of these tensors, so that the first update takes no longer than the next."""
-        self.begin()
-        if not self.obstacle:
-            self.weights.plan(forms)
-
-    def begin(self) -> None:
-        """Begin an update of all or some weights."""
-        if not self.obstacle:
-            self.weights.begin()
-
-    @property
-    def load(self) -> Load:
-        """The loader of an update's tensors."""
-        return self.weights.load_by_engine if self.obstacle else self.weights.load
-
-
 class UpdatedWorker:
     """The updates of one worker. vLLM mixes this into its worker class: there is no constructor, and names here must
     differ from that class's own."""
@@ -60,7 +30,8 @@ class UpdatedWorker:
     stage: Stage | None = None
 
     @property
-    def target(self) -> Target:
+    def target(self) -> PlannedLoad:
+        """The loads of this worker's model."""
         raise NotImplementedError
 
     def kv_memory(self) -> object:
@@ -100,6 +71,7 @@ class UpdatedWorker:
         prepare(self.target.device)
         if self.target.device.type == "cuda":
             pin_memory()
+        self.target.begin()
         self.target.plan([form_of(TensorMeta(**{**one, "shape": tuple(one["shape"])})) for one in tensors])
         return {"obstacle": self.target.obstacle}
 

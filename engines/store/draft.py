@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 from engines.batches import batches
 from engines.checkpoint.folder import Span, read_spans, written_dtype
 from engines.errors import StoreFailed
-from engines.store.files import check_room, disk_errors, read_at, sync
+from engines.store.files import disk_errors, read_at, sync
 from engines.store.manifest import MANIFEST, Manifest, StoredTensor, digest_of
 
 SHARD_BYTES = 512 << 20
@@ -110,7 +110,6 @@ class Draft:
         last = sorted({tensor.name: tensor for tensor in tensors}.values(), key=RawTensor.width, reverse=True)
         path = self._next_file()
         with disk_errors(path):
-            check_room(self.folder, sum(tensor.num_bytes for tensor in last))
             digests = write(path, last)
         stored = {
             tensor.name: StoredTensor(tensor.dtype, list(tensor.shape), digest, path.name)

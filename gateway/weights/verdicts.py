@@ -56,7 +56,6 @@ class Finding:
     reason: str = ""
     to_peers: float | None = None
     to_previous: float | None = None
-    to_trainer: float | None = None
     tolerance: float | None = None
     noise: float | None = None
     seconds: float | None = None
@@ -77,7 +76,7 @@ class Finding:
 
     def report(self) -> Json:
         """Return the finding as JSON; distances are in nats a token."""
-        names = ("to_peers", "to_previous", "to_trainer", "tolerance", "noise", "seconds")
+        names = ("to_peers", "to_previous", "tolerance", "noise", "seconds")
         values = {name: value for name in names if (value := getattr(self, name)) is not None}
         return {
             "result": self.result.value,
@@ -113,7 +112,6 @@ def judge(
             Result.VERIFIED,
             to_peers=_to_peers(reading, centre, [*elsewhere, *(readings[other] for other in readings if other != key)]),
             to_previous=reading.apart(before) if before is not None else None,
-            to_trainer=distance(reading.logprobs, trainers) if trainers else None,
             tolerance=tolerance,
             noise=noise,
             seconds=reading.seconds,

@@ -13,6 +13,7 @@ import torch
 
 from engines.errors import NotAllowed, WeightUpdateConflict
 from engines.store.manifest import Manifest
+from tests.material.drafts import kept
 from tests.rigs.rig import STORED, Rig
 from tests.rigs.stories.played_gateway import PlayedGateway
 from trainer_client.verl.checkpoint_engine import GatewayCheckpointEngine
@@ -81,7 +82,7 @@ async def test_a_head_that_the_served_model_does_not_name_is_its_embedding_and_i
     rig: Rig, engine_of: EngineOf, folder: Path
 ) -> None:
     await send(engine_of(rig.url), 0, Gathered(**STORED, **{"lm_head.weight": [4, 4]}))
-    assert set(Manifest.read(folder / "v1").tensors) == {"w", "b"}
+    assert set(Manifest.read(kept(folder, 1)).tensors) == {"w", "b"}
 
 
 async def test_the_other_workers_take_part_and_send_nothing(engine_of: EngineOf) -> None:

@@ -280,11 +280,12 @@ class EngineConfig(Section):
             return self
         if self.kind is EngineKind.EXTERNAL:
             raise ValueError("enable_lora is for engines that we start; start the external vLLM with --enable-lora")
-        if self.data_parallel_size > 1:
-            raise ValueError(
-                f"data_parallel_size = {self.data_parallel_size} with enable_lora: the engine would load an adapter in "
-                "only one of them; raise num_replicas instead"
-            )
+        for name in ("data_parallel_size", "api_server_count"):
+            if (getattr(self, name) or 1) > 1:
+                raise ValueError(
+                    f"{name} = {getattr(self, name)} with enable_lora: the engine would load an adapter in only one of "
+                    "them; raise num_replicas instead"
+                )
         if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
             raise ValueError(f"max_cpu_loras = {self.max_cpu_loras} must be at least max_loras = {self.max_loras}")
         return self

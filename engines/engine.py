@@ -129,9 +129,9 @@ class Engine(ABC):
         """End the update. The weights have the label, before a verdict, until `label_weights`."""
 
     @abstractmethod
-    async def abandon_weight_update(self, timeout_s: float, *, drops_receipt: bool = False) -> None:
-        """End an update without a commit, so that the next can start. The weights are of no version then. With
-        `drops_receipt` it does the work of that call too, in the same pause between two steps where it can."""
+    async def abandon_weight_update(self, timeout_s: float) -> None:
+        """End an update without a commit, and its receipt, so that the next can start. The weights are of no version
+        then."""
 
     # An engine stages where it has free memory beside its weights: a thread receives while the engine makes tokens.
 
@@ -167,14 +167,11 @@ class Engine(ABC):
     # An engine that does not expose received tensors has no receipts: for it these calls do nothing.
 
     async def open_receipt(self, copy: ReceiptCopy | None, timeout_s: float) -> None:
-        """Start to digest received tensors; with `copy`, also write them to a draft of the weight store."""
+        """Load received tensors under the checkpoint's names; with `copy`, also write them to a draft of the weight
+        store."""
 
-    async def close_receipt(self, timeout_s: float) -> dict[str, str]:
-        """Return digests of the tensors received since `open_receipt`, by name; {} from an engine without digests.
-
-        Equal bytes have equal digests on engines of one device. Raises `EngineFailed` if its workers differ.
-        """
-        return {}
+    async def close_receipt(self, timeout_s: float) -> None:
+        """End the receipt: all tensors are here."""
 
     async def keep_receipt(self, timeout_s: float) -> None:
         """Write the copy of `open_receipt` to disk, after the commit. Until then the copy stays in memory if there is

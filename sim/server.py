@@ -316,8 +316,7 @@ class SimServer:
             case "corrupt_loads":  # as `SimConfig.corrupt_loads`, from now on
                 self.corrupt_loads = bool(arguments["on"])
             case "end_update":
-                if arguments["drops_receipt"]:
-                    await self._on_workers("drop_receipt", {})
+                await self._on_workers("drop_receipt", {})
                 self._weights.break_off()
             case "stage_weights":
                 self._weights.receive(arguments["update_info"])

@@ -40,10 +40,6 @@ _FLOATS = {"half": "float16", "float": "float32"}
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.index.json")
 """Files of a checkpoint folder that hold tensors, or index them."""
 
-
-FileStates = tuple[tuple[str, int, int], ...]
-"""Name, inode and change time of each file, which differ from other files of the same names."""
-
 _PIECE_BYTES = 16 << 20
 
 
@@ -202,15 +198,6 @@ def stored_bytes(folder: Path) -> int:
 def is_file_name(name: str) -> bool:
     """Return True for a name that leads to no other folder; a peer's or a trainer's file may hold any name."""
     return Path(name).name == name and name not in ("", "..") and "\0" not in name
-
-
-def file_states(folder: Path) -> FileStates:
-    """Return the states of the files that hold a folder's tensors; none of a folder without any.
-
-    Raise as `checkpoint_files` does, and `OSError` for a file that is not there.
-    """
-    found = ((file.name, file.stat()) for file in checkpoint_files(folder))
-    return tuple((name, state.st_ino, state.st_mtime_ns) for name, state in found)
 
 
 def read_file(file: Path) -> list[Span]:

@@ -26,6 +26,7 @@ _WEIGHT_ROUTES = frozenset(
         "/update_weights",
         "/finish_weight_update",
         "/weight_info",
+        "/pause",
     }
 )
 

@@ -180,9 +180,8 @@ class SglangEngine(EngineWithWorkers):
     async def finish_weight_update(self, label: str, timeout_s: float) -> None:
         await self._label(label, timeout_s)
 
-    async def abandon_weight_update(self, timeout_s: float, *, drops_receipt: bool = False) -> None:
-        if drops_receipt:
-            await self.drop_receipt(timeout_s)
+    async def abandon_weight_update(self, timeout_s: float) -> None:
+        await self.drop_receipt(timeout_s)
 
     async def prepare_updates(
         self, tensors: Sequence[TensorMeta], config: str, tied: Sequence[Sequence[str]], timeout_s: float

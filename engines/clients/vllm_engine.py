@@ -53,12 +53,10 @@ class VllmEngine(EngineWithWorkers):
         await self.ask("POST", "/finish_weight_update", {"weight_version": text}, timeout_s)
         self._held = text
 
-    async def abandon_weight_update(self, timeout_s: float, *, drops_receipt: bool = False) -> None:
+    async def abandon_weight_update(self, timeout_s: float) -> None:
         if self._has_tee:
-            await self._on_workers("end_update", {"drops_receipt": drops_receipt}, timeout_s)
+            await self._on_workers("end_update", {}, timeout_s)  # in one pause between two steps
         else:
-            if drops_receipt:
-                await self.drop_receipt(timeout_s)
             # vLLM has no route to abandon an update. A finish without a version closes the session; if that is closed
             # already, vLLM answers 500 and nothing is left to do.
             with contextlib.suppress(EngineFailed):

@@ -14,7 +14,7 @@ from engines.inside_sglang.nccl_group import NcclGroup
 from engines.inside_sglang.obstacles import obstacle_to_updates
 from engines.loading.planned_load import PlannedLoad
 from engines.loading.stage import FolderStage
-from engines.loading.worker import Target, UpdatedWorker, tensors_of
+from engines.loading.worker import UpdatedWorker, tensors_of
 from engines.transfer.gloo import Receiver, WeightGroup
 from engines.transfer.packing import CHUNK_BYTES
 
@@ -69,7 +69,7 @@ class WeightWorker(UpdatedWorker):
         self._receiver.leave()
 
     def open_receipt(self, **copy: Any) -> None:
-        """Digest received tensors from now on. With `copy`, the fields of `ReceiptCopy`, the first worker also copies
+        """Take received tensors from now on. With `copy`, the fields of `ReceiptCopy`, the first worker also copies
         them."""
         self._check_takes_updates()
         self.drop_receipt()
@@ -107,16 +107,13 @@ class WeightWorker(UpdatedWorker):
         return True
 
     @cached_property
-    def target(self) -> Target:
+    def target(self) -> PlannedLoad:
         """An `obstacle` is the reason why updates are left to SGLang's own routes."""
-        return Target(
-            device=next(self._model.parameters()).device,
-            weights=PlannedLoad(self._model),
-            obstacle=obstacle_to_updates(self._manager),
-        )
+        device, obstacle = next(self._model.parameters()).device, obstacle_to_updates(self._manager)
+        return PlannedLoad(self._model, device=device, obstacle=obstacle)
 
     def _receive(self, update_info: dict[str, Any], timeout_s: float) -> None:
-        """Hand all tensors announced to the tee."""
+        """Hand all tensors announced to the receipt."""
         load = self._model.load_weights if "load_weights" in vars(self._model) else self.target.load
         self._receiver.receive(update_info, load, timeout_s)
 

@@ -1,17 +1,15 @@
 """vLLM general plugin: registers the gloo weight transfer backend in every vLLM process. `gloo_receiver.py` has it.
 
-It also makes vLLM fork the processes that it would spawn, ends them with their parent, gives it AMX, lets several API
-processes share LoRA adapters, and starts a standby with lean memory.
+It also makes vLLM fork the processes that it would spawn, ends them with their parent, gives it AMX, and starts a
+standby with lean memory.
 """
 
 import contextlib
 import multiprocessing
 import os
-import tempfile
 from collections.abc import Callable
 from multiprocessing.context import ForkContext, ForkProcess
 from multiprocessing.util import register_after_fork
-from pathlib import Path
 from typing import Any
 
 from engines.process_tree import end_with_parent
@@ -21,13 +19,8 @@ METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 """vLLM's environment variable: fork makes it fork core and workers unless CUDA is initialized, and with us its
 API processes. Without the variable its command spawns."""
 
-SHARED_ADAPTERS = "ROLLOUT_GATEWAY_SHARED_ADAPTERS"
-"""Environment variable: folder, in the engine's temporary one, of the LoRA adapters of all its API processes."""
-
 STANDBY = "ROLLOUT_GATEWAY_STANDBY"
 """Environment variable of an engine that starts beside another, without memory for weights and KV cache."""
-
-_API_PROCESS = "ApiServer_"
 
 
 def register() -> None:
@@ -49,8 +42,6 @@ def register() -> None:
         register_after_fork(end_with_parent, end_with_parent)
         if multiprocessing.parent_process() is not None:
             end_with_parent()
-    if multiprocessing.current_process().name.startswith(_API_PROCESS):
-        _share_adapters()
     if STANDBY in os.environ:
         from engines.inside_vllm.lean_memory import start_lean
 
@@ -102,22 +93,8 @@ class _ApiProcess(ForkProcess):
         from prometheus_client import values
 
         values.ValueClass = values.get_value_class()  # type: ignore[no-untyped-call]
-        _share_adapters()
         super().run()
 
 
 class _ForkContext(ForkContext):
     Process = _ApiProcess
-
-
-def _share_adapters() -> None:
-    """Let this API process, of several, take adapters at run time.
-
-    vLLM refuses the variable that permits it beside several API processes, each with adapters of its own. It looks for
-    it in the process that starts them, before it starts them.
-    """
-    if folder := os.environ.get(SHARED_ADAPTERS):
-        from engines.inside_vllm.shared_adapters import share_adapters
-
-        share_adapters(Path(tempfile.gettempdir(), folder))
-        os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"

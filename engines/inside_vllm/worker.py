@@ -12,17 +12,17 @@ from engines.inside_vllm.in_place import load_in_place, load_layerwise, obstacle
 from engines.loading.planned_load import PlannedLoad
 from engines.loading.snapshot_reader import pin_memory, read_tensors
 from engines.loading.stage import FolderStage
-from engines.loading.worker import Target, UpdatedWorker
+from engines.loading.worker import UpdatedWorker
 from engines.transfer.gloo import until_listening
+from engines.transfer.gpu_files import prepare
 from engines.transfer.packing import unpack_quickly
-from engines.transfer.tee import prepare
 
 
 class WeightWorker(UpdatedWorker):
     """Mixed into vLLM's worker class, so that `self` is the worker. Names here must differ from the worker's own."""
 
     def open_receipt(self, **copy: Any) -> None:
-        """Digest received tensors from now on. With `copy`, the fields of `ReceiptCopy`, the first worker also copies
+        """Take received tensors from now on. With `copy`, the fields of `ReceiptCopy`, the first worker also copies
         them."""
         worker: Any = self
         self.drop_receipt()
@@ -47,11 +47,10 @@ class WeightWorker(UpdatedWorker):
         load_layerwise(worker.weight_transfer_engine)
         super().drop_receipt()
 
-    def end_update(self, *, drops_receipt: bool = False) -> None:
+    def end_update(self) -> None:
         """Finish an open update, if any, whatever its weights are: vLLM refuses to finish twice."""
         worker: Any = self
-        if drops_receipt:
-            self.drop_receipt()
+        self.drop_receipt()
         if worker._weight_update_active:
             worker.finish_weight_update()
 
@@ -91,11 +90,11 @@ class WeightWorker(UpdatedWorker):
             yield
 
     @cached_property
-    def target(self) -> Target:
+    def target(self) -> PlannedLoad:
         worker: Any = self
         model = worker.get_model()
         load = loader_of(model) if worker.vllm_config.lora_config is not None else None
-        return Target(device=worker.device, weights=PlannedLoad(model, load), obstacle=obstacle(self))
+        return PlannedLoad(model, load, device=worker.device, obstacle=obstacle(self))
 
 
 def _reload(worker: Any, **source: Any) -> None:

@@ -22,6 +22,7 @@ from engines.types import TensorMeta
 log = logging.getLogger("vllm.rollout_gateway")  # a worker's log is vLLM's
 
 Load = Callable[[Iterable[NamedTensor]], object]
+_HOST = torch.device("cpu")
 
 Form = tuple[str, torch.Size, torch.dtype]
 """Name, shape and dtype: tensors that loaders treat alike."""
@@ -67,10 +68,17 @@ _Planned = tuple[_Plan, torch.Tensor]
 
 
 class PlannedLoad:
-    """The loads of one model. Call `begin` before the tensors of an update; `load` takes them in any parts."""
+    """The loads of one worker's model. Call `begin` before the tensors of an update; `load` takes them in any parts.
 
-    def __init__(self, model: Any, load: Load | None = None) -> None:
+    obstacle: the reason why weights are not loaded in place, but by the engine's own loader; "" where they are.
+    """
+
+    def __init__(
+        self, model: Any, load: Load | None = None, *, device: torch.device = _HOST, obstacle: str = ""
+    ) -> None:
         """`load` replaces the loader of the model's class."""
+        self.device = device
+        self.obstacle = obstacle
         self._model = model
         self.load_by_engine: Load = load or (lambda tensors: type(model).load_weights(model, tensors))
         self._places: tuple[int, ...] = ()
@@ -78,6 +86,8 @@ class PlannedLoad:
 
     def begin(self) -> None:
         """Forget plans where parameters have moved."""
+        if self.obstacle:
+            return
         if (places := tuple(parameter.data_ptr() for parameter in self._model.parameters())) != self._places:
             self._places = places
             self._plans.clear()
@@ -85,11 +95,14 @@ class PlannedLoad:
     def plan(self, forms: Iterable[Form]) -> None:
         """Record the plans of tensors of these forms, unless they are known."""
         unknown = [form for form in forms if form not in self._plans]
-        if unknown:
+        if unknown and not self.obstacle:
             self._plans |= self._recorded(unknown)
 
     def load(self, weights: Iterable[NamedTensor]) -> None:
         """Load these tensors. Errors are the loaders' own, such as for a name that the model does not have."""
+        if self.obstacle:
+            self.load_by_engine(weights)
+            return
         # The last of a name counts, as for loaders: a GPU copies a list in no order.
         tensors = list(dict(weights).items())
         forms = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors]

@@ -21,7 +21,7 @@ from typing import BinaryIO
 import torch
 
 from engines.batches import batches
-from engines.checkpoint.folder import PLACE, FileStates, Span, file_states, read_spans
+from engines.checkpoint.folder import PLACE, Span, read_spans
 from engines.store.files import read_at
 from engines.transfer.packing import NamedTensor
 
@@ -118,11 +118,10 @@ def pin_memory() -> None:
 def read_tensors(folder: Path, device: torch.device) -> Iterator[NamedTensor]:
     """Return names and tensors in the order of the files, for work on the device's current stream.
 
-    Raise as `read_spans` does, also later, and `ValueError` for a tensor that torch cannot hold. Raise `OSError` where
-    the folder holds no tensors, and later where a file cannot be read to its end or has become another.
+    Raise as `read_spans` does, and `ValueError` for a tensor that torch cannot hold. Raise `OSError` where the folder
+    holds no tensors, and later where a file cannot be read to its end.
     """
     sizes = _TO_HOST if device.type == "cpu" else _TO_GPU
-    states = file_states(folder)
     found = [
         (folder / file, batch)
         for file, spans in read_spans(folder).items()
@@ -130,14 +129,7 @@ def read_tensors(folder: Path, device: torch.device) -> Iterator[NamedTensor]:
     ]
     if not found:
         raise FileNotFoundError(f"{folder} holds no safetensors")
-    return _checked(_read(found, device, sizes), folder, states)
-
-
-def _checked(tensors: Iterator[NamedTensor], folder: Path, states: FileStates) -> Iterator[NamedTensor]:
-    """Yield the tensors. Raise `OSError` at the end where the files are not those of before."""
-    yield from tensors
-    if file_states(folder) != states:
-        raise OSError(f"{folder}: its files were replaced while they were read")
+    return _read(found, device, sizes)
 
 
 def _read(found: Sequence[tuple[Path, Sequence[Span]]], device: torch.device, sizes: _Sizes) -> Iterator[NamedTensor]:

@@ -3,17 +3,17 @@
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from engines.checkpoint.folder import FileStates, file_states, read_spans
+from engines.checkpoint.folder import read_spans
 from engines.errors import WeightUpdateFailed
 from engines.loading.snapshot_reader import read_tensors
 from engines.transfer.packing import NamedTensor, kept_streams, num_bytes
-from engines.transfer.tee import room_on
+from engines.transfer.scribe import room_on
 
 _SHORT_TURN_S = 0.0002
 _reading = threading.Lock()
@@ -114,22 +114,20 @@ class FolderStage(Stage):
     def __init__(self, folder: Path, device: torch.device) -> None:
         super().__init__(device)
         self._folder = folder
-        self._files: FileStates = ()
         self._begin(self._bring)
 
     def is_of(self, folder: Path) -> bool:
-        """Return True if it is of `folder` with its present files: a withdrawn version's number is reused."""
-        return folder == self._folder and (self._is_running or self._files == _states(folder))
+        """Return True if it is of `folder`: no two versions have a folder of one name."""
+        return folder == self._folder
 
     def holds(self, folder: Path) -> bool:
         """Return True where the tensors of a folder are here, after a wait for the rest of them."""
-        if folder != self._folder or self._thread is None:
+        if not self.is_of(folder) or self._thread is None:
             return False
         self._thread.join()
-        return bool(self._tensors) and self._error is None and self.is_of(folder)
+        return bool(self._tensors) and self._error is None
 
     def _bring(self) -> None:
-        self._files = file_states(self._folder)
         if self._device.type != "cuda":
             return
         with _reading:
@@ -166,13 +164,6 @@ def _short_turns() -> Iterator[None]:
 def _num_bytes(update_info: dict[str, Any]) -> int:
     announced = zip(update_info.get("dtype_names") or (), update_info.get("shapes") or (), strict=False)
     return sum(num_bytes(("", getattr(torch, dtype), shape)) for dtype, shape in announced)
-
-
-def _states(folder: Path) -> FileStates | None:
-    """Return the states of a folder's files; None where they are being replaced or removed."""
-    with suppress(OSError, ValueError):
-        return file_states(folder)
-    return None
 
 
 def copy_stream(device: torch.device) -> torch.cuda.Stream:

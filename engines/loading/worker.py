@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,44 +11,16 @@ import torch
 from engines.checkpoint.names import CheckpointNames, announced_as, checkpoint_names
 from engines.engine import ReceiptCopy
 from engines.errors import WeightUpdateFailed
-from engines.loading.planned_load import Form, Load, PlannedLoad, form_of, load_in_batches
+from engines.loading.planned_load import PlannedLoad, form_of, load_in_batches
 from engines.loading.snapshot_reader import pin_memory, read_tensors
 from engines.loading.stage import FolderStage, ReceivedStage, Stage
+from engines.transfer.gpu_files import prepare
 from engines.transfer.receipts import Receipts
-from engines.transfer.tee import prepare, room_on
+from engines.transfer.scribe import room_on
 from engines.types import TensorMeta
 
 _BATCH_BYTES = 512 << 20
 """Batch of a folder that is loaded in place: large enough that loaders run seldom, small enough for a full GPU."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
-    """What updates change in one worker.
-
-    weights: the loads of its model.
-    obstacle: the reason why weights are not loaded in place, but by the engine's own loader; "" where they are.
-    """
-
-    device: torch.device
-    weights: PlannedLoad
-    obstacle: str
-
-    def plan(self, forms: list[Form]) -> None:
-        """Plan loads of these tensors, so that the first update takes no longer than the next."""
-        self.begin()
-        if not self.obstacle:
-            self.weights.plan(forms)
-
-    def begin(self) -> None:
-        """Begin an update of all or some weights."""
-        if not self.obstacle:
-            self.weights.begin()
-
-    @property
-    def load(self) -> Load:
-        """The loader of an update's tensors."""
-        return self.weights.load_by_engine if self.obstacle else self.weights.load
 
 
 class UpdatedWorker:
@@ -59,7 +30,8 @@ class UpdatedWorker:
     stage: Stage | None = None
 
     @property
-    def target(self) -> Target:
+    def target(self) -> PlannedLoad:
+        """The loads of this worker's model."""
         raise NotImplementedError
 
     def kv_memory(self) -> object:
@@ -99,6 +71,7 @@ class UpdatedWorker:
         prepare(self.target.device)
         if self.target.device.type == "cuda":
             pin_memory()
+        self.target.begin()
         self.target.plan([form_of(TensorMeta(**{**one, "shape": tuple(one["shape"])})) for one in tensors])
         return {"obstacle": self.target.obstacle}
 
@@ -112,7 +85,7 @@ class UpdatedWorker:
         return {"room": num_bytes <= room_on(self.target.device)}
 
     def begin_receipt(self, model: Any, copy: dict[str, Any], *, is_first: bool) -> None:
-        """Digest tensors from now on that the `load_weights` of `model` gets, after `drop_receipt`. With `copy`, the
+        """Take the tensors from now on that the `load_weights` of `model` gets, after `drop_receipt`. With `copy`, the
         fields of `ReceiptCopy`, the first worker also copies them."""
         self.target.begin()
         told = ReceiptCopy(**copy) if copy and is_first else None
@@ -147,16 +120,16 @@ class UpdatedWorker:
                 tensor.zero_()
         synchronize(self.target.device)
 
-    def close_receipt(self) -> dict[str, str]:
-        """Return the digest of each received tensor. The copy is finished by `keep_receipt`."""
-        return self.receipts.close()
+    def close_receipt(self) -> None:
+        """Take no more tensors. The copy is finished by `keep_receipt`."""
+        self.receipts.close()
 
     def keep_receipt(self) -> None:
         """Finish the draft in the background, or note there why it failed: the update is committed."""
         self.receipts.keep()
 
     def drop_receipt(self) -> None:
-        """Stop digesting and copying; the draft is discarded, and so is what waits in memory for a load."""
+        """Take no more tensors; the draft is discarded, and so is what waits in memory for a load."""
         stage, self.stage = self.stage, None
         if stage is not None:
             stage.drop()

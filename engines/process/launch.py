@@ -9,7 +9,7 @@ from typing import Any
 
 from engines.config import EngineConfig
 from engines.errors import ConfigError
-from engines.inside_vllm.plugin import METHOD, SHARED_ADAPTERS
+from engines.inside_vllm.plugin import METHOD
 from engines.levers import LEVERS, Lever
 from engines.process.interpreter import Interpreter, interpreter_of
 from engines.process.process import Command
@@ -199,7 +199,7 @@ def _vllm_command(config: EngineConfig, port: int, seed: int) -> Command:
     entry = [interpreter.path, "-m", *(_CLI if vllm.has_cli else _SERVER), config.model]
     env = dict(_VLLM_ENV)
     if config.enable_lora:
-        env |= _takes_adapters(config, interpreter, vllm)
+        env |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}  # by routes of a port that stays on loopback
     if on_cpu:
         env |= _VLLM_CPU_ENV | (_VLLM_SINGLE_ENV if config.world_size == 1 else {})
     elif vllm.has_plugin:
@@ -209,21 +209,6 @@ def _vllm_command(config: EngineConfig, port: int, seed: int) -> Command:
         return command
     modules = [entry[2], *_VLLM_MODULES, *(_OF_CPUS if on_cpu else _OF_GPUS)]
     return replace(command, preload=Preload(modules, vllm.version))
-
-
-def _takes_adapters(config: EngineConfig, interpreter: Interpreter, vllm: _Vllm) -> dict[str, str]:
-    """Return the variables by which vLLM takes adapters at run time; its port stays on loopback.
-
-    With several API processes vLLM refuses its own variable. Our plug-in then sets it in each of these.
-    """
-    if (config.api_server_count or 1) == 1:
-        return {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
-    if not vllm.has_plugin:
-        raise ConfigError(
-            f"engine.python = {interpreter.path!r} lacks rollout-gateway, whose plugin lets several API processes "
-            "share adapters: pip install rollout-gateway there, or leave out engine.api_server_count"
-        )
-    return {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "0", SHARED_ADAPTERS: "adapters"}
 
 
 def _sim_command(config: EngineConfig, port: int, seed: int) -> Command:

@@ -10,16 +10,16 @@ import threading
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, chain
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from engines.batches import batches
-from engines.checkpoint.folder import Span, read_spans
+from engines.checkpoint.folder import Span, read_spans, written_dtype
 from engines.errors import StoreFailed
-from engines.store.files import check_room, disk_errors, read_at, sync
-from engines.store.manifest import MANIFEST, Manifest, StoredTensor
-from engines.store.tensor_file import write_file
+from engines.store.files import disk_errors, read_at, sync
+from engines.store.manifest import MANIFEST, Manifest, StoredTensor, digest_of
 
 SHARD_BYTES = 512 << 20
 """Size at which a file of a version is written; a writer holds at least as much memory."""
@@ -34,7 +34,7 @@ _INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True, slots=True)
 class RawTensor:
-    """A tensor's contiguous bytes in host memory at `address`, kept alive by `owner`. `digest` may be unknown."""
+    """A tensor's contiguous bytes in host memory at `address`, kept alive by `owner`."""
 
     name: str
     dtype: str
@@ -42,7 +42,6 @@ class RawTensor:
     address: int
     num_bytes: int
     owner: Any
-    digest: str = ""
 
     @property
     def bytes(self) -> memoryview:
@@ -57,12 +56,38 @@ class RawTensor:
 
 
 WriteFile = Callable[[Path, Sequence[RawTensor]], list[str]]
-"""Writes a file of tensors and returns their digests. Raises `OSError` and `StoreFailed`."""
+"""Writes a file of tensors and returns their digests, "" for unknown ones. Raises `OSError` and `StoreFailed`."""
 
 
 def write_host_file(path: Path, tensors: Sequence[RawTensor]) -> list[str]:
     """Write a file of tensors that are in host memory."""
-    return write_file(path, tensors, (tensor.bytes for tensor in tensors))
+    write_file(path, tensors, (tensor.bytes for tensor in tensors))
+    return [digest_of(tensor.bytes) for tensor in tensors]
+
+
+def write_file(path: Path, tensors: Sequence[RawTensor], pieces: Iterable[memoryview]) -> None:
+    """Write a file. `pieces` are the tensors' bytes in order, cut anywhere: no copy of the whole file is in memory.
+
+    Raises `OSError`, and what `pieces` raises.
+    """
+    with path.open("wb", buffering=0) as file:
+        for piece in chain([memoryview(_header(tensors))], pieces):
+            while piece:
+                piece = piece[file.write(piece) :]
+        os.fsync(file.fileno())
+
+
+def _header(tensors: Sequence[RawTensor]) -> bytes:
+    tree: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    for tensor, end in zip(tensors, accumulate(one.num_bytes for one in tensors), strict=True):
+        tree[tensor.name] = {
+            "dtype": written_dtype(tensor.dtype),
+            "shape": list(tensor.shape),
+            "data_offsets": [end - tensor.num_bytes, end],
+        }
+    text = json.dumps(tree, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
 class Draft:
@@ -85,7 +110,6 @@ class Draft:
         last = sorted({tensor.name: tensor for tensor in tensors}.values(), key=RawTensor.width, reverse=True)
         path = self._next_file()
         with disk_errors(path):
-            check_room(self.folder, sum(tensor.num_bytes for tensor in last))
             digests = write(path, last)
         stored = {
             tensor.name: StoredTensor(tensor.dtype, list(tensor.shape), digest, path.name)

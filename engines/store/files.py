@@ -3,7 +3,6 @@
 import errno
 import fcntl
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,13 +14,6 @@ from engines.errors import StoreFailed
 
 THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
 """Files read or written at a time; a core copies some GB/s from or to a file in memory."""
-
-
-def check_room(folder: Path, size: int) -> None:
-    """Raises `OSError` where `size` bytes do not fit."""
-    free = shutil.disk_usage(folder).free
-    if free < size:
-        raise OSError(errno.ENOSPC, f"{size} bytes are to be written and {free} are free")
 
 
 def try_lock(descriptor: int) -> bool:

@@ -21,7 +21,8 @@ _PIECE_BYTES = 1 << 20  # read and digested at a time: they fit into a core's ca
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One tensor of a version. `dtype` as torch names it ("bfloat16"); `file` is the safetensors file that holds it."""
+    """One tensor of a version. `dtype` as torch names it ("bfloat16"); `file` is the safetensors file that holds it.
+    `digest` is "" for one that was written from a GPU."""
 
     dtype: str
     shape: list[int]
@@ -76,7 +77,7 @@ class Manifest:
 def digest_of(content: Any) -> str:
     """Digest of a tensor's bytes. xxh3_128 reads 14 GB/s on a core (blake2b 0.3) and detects damage, not forgery:
     a process that can write into the store can write a manifest."""
-    return told_digest(xxhash.xxh3_128(content).hexdigest())
+    return _told(xxhash.xxh3_128(content))
 
 
 def _digest_in(file: BinaryIO, span: Span, memory: memoryview) -> str:
@@ -89,12 +90,11 @@ def _digest_in(file: BinaryIO, span: Span, memory: memoryview) -> str:
         piece = memory[: span.end - begin]
         read_at(file, piece, begin)
         digest.update(piece)
-    return told_digest(digest.hexdigest())
+    return _told(digest)
 
 
-def told_digest(digest: str) -> str:
-    """A hexadecimal XXH3-128 in a manifest's form."""
-    return f"xxh3_128:{digest}"
+def _told(digest: xxhash.xxh3_128) -> str:
+    return f"xxh3_128:{digest.hexdigest()}"
 
 
 def check_bytes(folder: Path) -> Manifest:
@@ -129,7 +129,7 @@ def _check_file(path: Path, spans: Sequence[Span], manifest: Manifest) -> list[s
                     f"{list(span.shape)}",
                     param="snapshot",
                 )
-            if _digest_in(file, span, memory) != entry.digest:
+            if entry.digest and _digest_in(file, span, memory) != entry.digest:
                 raise InvalidRequest(
                     f"tensor {span.name!r} in {path.name} is damaged: its bytes are not those of the manifest's digest",
                     param="snapshot",

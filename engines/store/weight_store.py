@@ -1,7 +1,7 @@
 """Weight versions in a folder: whole, with a digest of every tensor, renamed into place.
 
-    v3/              version 3: safetensors under checkpoint names, manifest.json, and config and tokenizer files linked
-    v4/              from the served checkpoint, so that engines load it as any checkpoint folder
+    v3-77aa0b12/     version 3, named by its label: safetensors under checkpoint names, manifest.json, and config and
+                     tokenizer files linked from the served checkpoint, so that engines load it as any checkpoint folder
     draft-1f2e.../   being written; whole once it holds manifest.json. `.owner` is locked while its writer lives
     draft-gone-...   discarded, and being removed
     .gateway         locked by the gateway that keeps the store
@@ -35,12 +35,12 @@ from engines.weight_label import version_of
 
 _KEEPER = ".gateway"
 RELAY, GROUP = ".relay.json", ".group.json"
-_LABEL = ".label"
 _LOOK_S = 0.05
 _GONE = "gone-"
 _LONGEST_NAME = 256
 _DRAFTS = re.compile(rf"{DRAFT}({_GONE})?[0-9a-f]{{32}}")
-"""Names of drafts. Other names are somebody else's, and their folders stay."""
+_VERSIONS = re.compile(r"v([0-9]+)(-[0-9a-f]{8})?")
+"""Names of drafts, and of versions by their labels. Other names are somebody else's, and their folders stay."""
 
 
 class WeightStore:
@@ -56,7 +56,7 @@ class WeightStore:
         Raise `StoreFailed` where the folder cannot be used, or another gateway keeps it.
         """
         self.folder = folder
-        self._known: set[int] = set()
+        self._known: dict[int, str] = {}  # labels by version
         self._owned: dict[Path, int] = {}
         with disk_errors(folder):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -80,7 +80,8 @@ class WeightStore:
         return version in self._known
 
     def path(self, version: int) -> Path:
-        return self.folder / f"v{version}"
+        """Return the folder of a version that the store has."""
+        return self._place(self._known[version])
 
     def close(self) -> None:
         for draft in list(self._owned):
@@ -137,27 +138,20 @@ class WeightStore:
         return gone
 
     def promote(self, draft: Path, label: str, checkpoint: Path | None) -> Path:
-        """Make a whole draft the version that engines are labelled with once it is committed, in place of any earlier
-        version of that number. Return its folder.
+        """Make a whole draft the version that engines have this label of once it is committed. Return its folder.
 
-        Config and tokenizer files are linked from `checkpoint`. Raise `StoreFailed` where a folder that is no version
-        has its name.
+        Config and tokenizer files are linked from `checkpoint`.
         """
-        version = version_of(label)
-        manifest, target = Manifest.read(draft), self.path(version)
-        if target.exists() and not _is_version(target):
-            raise StoreFailed(f"{target} is no weight version: give weights.store a folder of its own")
+        version, target = version_of(label), self._place(label)
+        manifest = Manifest.read(draft)
         with disk_errors(draft):
             _link_rest(checkpoint, draft)
             replace(manifest, version=version).write(draft)
-            (draft / _LABEL).write_text(label, encoding="utf-8")
-            draft.stat()  # raises where it was thrown away meanwhile
-            remove_folder(self.throw_away(target))
-            self._known.add(version)  # before it is there: `prune` may run beside this
+            self._known[version] = label  # before it is there: `prune` may run beside this
             try:
-                draft.rename(target)
+                draft.rename(target)  # fails where it was thrown away meanwhile
             except OSError:
-                self._known.discard(version)
+                self._known.pop(version, None)
                 raise
             (target / OWNER).unlink(missing_ok=True)  # not before: `sweep`, too, may run beside this
             sync(self.folder)
@@ -167,14 +161,12 @@ class WeightStore:
 
     def withdraw(self, version: int) -> Path:
         """Forget an aborted version. Return the folder to remove, as `throw_away` does."""
-        self._known.discard(version)
-        return self.throw_away(self.path(version))
+        return self.throw_away(self._place(self._known.pop(version, "")))
 
     def adopt(self, committed: str) -> bool:
         """Return True if the version that an engine is labelled with is here. It is known from now on."""
-        version = version_of(committed)
-        if is_here := _text(self.path(version) / _LABEL) == committed:
-            self._known.add(version)
+        if is_here := _is_version(self._place(committed)):
+            self._known[version_of(committed)] = committed
         return is_here
 
     @contextmanager
@@ -198,10 +190,16 @@ class WeightStore:
         """Keep the served version, newer versions and versions being read. Forget all others, and return the folders to
         remove, as `throw_away` does."""
         # Listed before the versions are read: a version that is promoted meanwhile is known, or not listed.
-        versions = {int(folder.name[1:]): folder for folder in filter(_is_version, list(self.folder.glob("v*")))}
-        kept = {served, *(version for version in self._known if version > served)}  # newer ones are about to be served
-        surplus = versions.keys() - kept
-        return [self.withdraw(version) for version in surplus if not is_locked(versions[version] / MANIFEST)]
+        there = list(filter(_is_version, self.folder.glob("v*")))
+        kept = {label for version, label in self._known.items() if version >= served}  # newer: about to be served
+        if served not in self._known:
+            kept |= {folder.name[1:] for folder in there if version_of(folder.name[1:]) == served}
+        surplus = [folder for folder in there if folder.name[1:] not in kept and not is_locked(folder / MANIFEST)]
+        self._known = {version: label for version, label in self._known.items() if self._place(label) not in surplus}
+        return list(map(self.throw_away, surplus))
+
+    def _place(self, label: str) -> Path:
+        return self.folder / f"v{label}"
 
     def _check_ours(self) -> None:
         """Raise `StoreFailed` for another user's folder: /dev/shm is open to all, and its weights could be forged."""
@@ -210,24 +208,13 @@ class WeightStore:
             raise StoreFailed(f"{self.folder} belongs to user {status.st_uid}: give another folder in weights.store")
 
 
-def _text(path: Path) -> str:
-    """Return the content of a small file; "" where there is none."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, ValueError):
-        return ""
-
-
 def _is_draft(folder: Path) -> bool:
     return _DRAFTS.fullmatch(folder.name) is not None
 
 
 def _is_version(folder: Path) -> bool:
-    """Return True for a folder that a store has made: its manifest says the version of its name."""
-    try:
-        return folder.name == f"v{Manifest.read(folder).version}"
-    except StoreFailed:
-        return False
+    """Return True for a folder that a store has made."""
+    return _VERSIONS.fullmatch(folder.name) is not None and (folder / MANIFEST).is_file()
 
 
 def remove_folder(folder: Path) -> None:

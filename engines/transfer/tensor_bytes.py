@@ -1,21 +1,23 @@
-"""Torch tensors as bytes in host memory, the store's form. `device_sum.py` digests tensors on a GPU."""
+"""Torch tensors as bytes, the store's form."""
+
+from collections.abc import Iterable, Iterator
 
 import torch
 
 from engines.store.draft import RawTensor
-from engines.store.manifest import digest_of
+from engines.transfer.packing import NamedTensor
 
 
-def raw_tensor(name: str, tensor: torch.Tensor, digest: str = "") -> RawTensor:
+def raw_tensor(name: str, tensor: torch.Tensor) -> RawTensor:
     """Return the bytes of a tensor in host memory, without a copy if it is contiguous there."""
-    return where_it_is(name, on_host(tensor.detach()).resolve_neg(), digest)  # its memory may hold the values negated
+    return where_it_is(name, on_host(tensor.detach()).resolve_neg())  # its memory may hold the values negated
 
 
-def where_it_is(name: str, tensor: torch.Tensor, digest: str = "") -> RawTensor:
+def where_it_is(name: str, tensor: torch.Tensor) -> RawTensor:
     """Return the bytes of a tensor in the memory of its device, without a copy if it is contiguous."""
     there = tensor if tensor.is_contiguous() else tensor.contiguous()
     dtype = str(there.dtype).removeprefix("torch.")
-    return RawTensor(name, dtype, list(there.shape), there.data_ptr(), there.nbytes, there, digest)
+    return RawTensor(name, dtype, list(there.shape), there.data_ptr(), there.nbytes, there)
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -29,6 +31,27 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
     return there
 
 
-def digest_on_host(tensor: torch.Tensor) -> str:
-    """Return the store's digest of a tensor on the host."""
-    return digest_of(raw_tensor("", tensor).bytes)
+def runs(tensors: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
+    """Yield the bytes of contiguous tensors. Neighbours in memory, as in a packed chunk, are one, under the name of the
+    first."""
+    run: list[NamedTensor] = []
+    for name, tensor in tensors:
+        if not tensor.nbytes:
+            continue
+        if run and not _are_neighbours(run[-1][1], tensor):
+            yield _joined(run)
+            run = []
+        run.append((name, tensor))
+    if run:
+        yield _joined(run)
+
+
+def _are_neighbours(one: torch.Tensor, other: torch.Tensor) -> bool:
+    is_next = one.data_ptr() + one.nbytes == other.data_ptr()
+    return bool(is_next and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr())
+
+
+def _joined(run: list[NamedTensor]) -> NamedTensor:
+    (name, first), (_, last) = run[0], run[-1]
+    content = first.detach().reshape(-1).view(torch.uint8)
+    return name, content.as_strided((last.data_ptr() + last.nbytes - first.data_ptr(),), (1,))

@@ -6,10 +6,10 @@ store, or from the checkpoint for version 0. It is no member of an update.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Collection, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 import structlog
 
@@ -24,7 +24,6 @@ from gateway.fleet.fleet import Fleet
 from gateway.fleet.replica import Replica
 from gateway.weights.canary import Canary
 from gateway.weights.snapshots import Snapshots
-from gateway.weights.updates.record import UpdateRecord
 
 log = structlog.get_logger()
 
@@ -45,7 +44,6 @@ class CatchUp:
         self._canary = canary
         self._tasks: dict[Replica, asyncio.Task[None]] = {}
         self._restored: set[Replica] = set()
-        self._aborted: WeakKeyDictionary[Replica, UpdateRecord] = WeakKeyDictionary()
         self._put_off: WeakSet[Replica] = WeakSet()
         self._look = asyncio.Event()
         fleet.on_change(self._look.set)
@@ -66,25 +64,15 @@ class CatchUp:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    def bring_back(
-        self,
-        replicas: Iterable[Replica],
-        *,
-        aborted: UpdateRecord | None = None,
-        leaves_group: bool = False,
-    ) -> None:
+    def bring_back(self, replicas: Iterable[Replica], *, leaves_group: bool = False) -> None:
         """Take replicas that an update had stopped to the fleet's version, and out of their group. The next update
-        waits for them. A replica that was not overwritten only drops what it received. The record of an update that was
-        `aborted` notes who is back."""
+        waits for them. A replica that was not overwritten only drops what it received."""
         for replica in replicas:
-            self._aborted.pop(replica, None)
             if replica.weight_version is None:
                 replica.brake.join(Holder.CATCH_UP)  # frozen until the engine has ended the update
-                if aborted is not None:
-                    self._aborted[replica] = aborted
             self._restored.add(replica)
             if replica not in self._tasks:
-                self._own(replica, self._bring_back(replica, drops_receipt=True, leaves_group=leaves_group))
+                self._own(replica, self._bring_back(replica, leaves_group=leaves_group))
 
     def is_busy_with(self, replica: Replica) -> bool:
         """True while a replica is brought back, or waits for its turn."""
@@ -151,15 +139,9 @@ class CatchUp:
         replica.brake.let_go(Holder.CATCH_UP)
         self._look.set()
 
-    async def _bring_back(self, replica: Replica, *, drops_receipt: bool = False, leaves_group: bool = False) -> None:
+    async def _bring_back(self, replica: Replica, *, leaves_group: bool = False) -> None:
         """Have a replica serve the fleet's version."""
-        is_overwritten = replica.weight_version is None
-        await self._clear(
-            replica,
-            drops_receipt=drops_receipt or is_overwritten,
-            ends_update=is_overwritten,
-            leaves_group=leaves_group,
-        )
+        await self._clear(replica, leaves_group=leaves_group)
         before = replica.found.committed
         if version_of(before) > self._fleet.version and await self._snapshots.adopt(before):
             # The gateway was restarted in the middle of an update: no engine may hold the version before.
@@ -199,8 +181,6 @@ class CatchUp:
         await replica.unless_lost(replica.engine.label_weights(label, timeout_s, is_committed=True))
         replica.hold(version, keeps_kv=False)
         log.info("replica caught up", replica=replica.replica_id, version=version)
-        if (aborted := self._aborted.pop(replica, None)) is not None:
-            aborted.take_back(replica)
         if replica.state is ReplicaState.SYNCING:
             self._fleet.settle(replica, how)
 
@@ -227,19 +207,13 @@ class CatchUp:
                 raise StoreFailed(f"the checkpoint of {replica.info.url} is somebody else's")
             yield str(model_folder(group) or group.model or group.served_name)
             return
-        async with self._snapshots.reading(version_of(label), label) as path:
+        async with self._snapshots.reading(label) as path:
             yield str(path)
 
-    async def _clear(
-        self, replica: Replica, *, drops_receipt: bool, ends_update: bool = False, leaves_group: bool = False
-    ) -> None:
+    async def _clear(self, replica: Replica, *, leaves_group: bool) -> None:
         """End the update in the engine. An engine that does not answer is found by its probes."""
         engine = replica.engine
-        calls: list[Callable[[float], Awaitable[None]]] = []
-        if ends_update:
-            calls.append(partial(engine.abandon_weight_update, drops_receipt=drops_receipt))
-        elif drops_receipt:
-            calls.append(engine.drop_receipt)
+        calls = [engine.abandon_weight_update if replica.weight_version is None else engine.drop_receipt]
         if leaves_group:
             calls.append(engine.close_weight_group)
         for call in calls:

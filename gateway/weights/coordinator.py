@@ -31,7 +31,7 @@ from gateway.weights.pauses import Pauses
 from gateway.weights.relay_process import WORLD_SIZE as RELAY_WORLD_SIZE
 from gateway.weights.relay_process import Relay
 from gateway.weights.snapshots import Snapshots
-from gateway.weights.transfer_group import TrainersGroup, check_some_take_weights, checkpoint_bytes, transport_of
+from gateway.weights.transfer_group import check_some_take_weights, checkpoint_bytes, transport_of
 from gateway.weights.updates.group import GroupArrival
 from gateway.weights.updates.record import Phase, UpdateLog, UpdateRecord
 from gateway.weights.updates.relay import RelayArrival
@@ -61,7 +61,6 @@ class WeightCoordinator:
         self._by_relay = RelayArrival(parts, self._relay)
         self._by_group = GroupArrival(parts)
         self._busy_with = ""
-        self._group: TrainersGroup | None = None
         fleet.on_change(lambda: metrics.observe_version(fleet.version))
 
     @property
@@ -94,7 +93,7 @@ class WeightCoordinator:
     async def init(self, init_info: Json) -> None:
         """Open a trainer's group. An update and a group that an earlier trainer left open end first."""
         async with self._exclusively("init_weight_transfer_engine"):
-            self._group = None
+            self._parts.group = {}
             await self._abort("a trainer opened a new transfer group")
             await self._by_group.leave()
             await self._parts.forget_group()
@@ -106,8 +105,8 @@ class WeightCoordinator:
             way = self._by_group if why else self._by_relay
             with self._metrics.weight_update_seconds.labels("init").time():
                 record = await way.init(init_info)
-            self._group = TrainersGroup(f"{init_info.get('master_address')}:{init_info.get('master_port')}")
-            self._parts.group = record | {"place": self._group.place}
+            place = f"{init_info.get('master_address')}:{init_info.get('master_port')}"
+            self._parts.group = record | {"place": place}
             await self._parts.note_group()
 
     async def start(
@@ -161,9 +160,16 @@ class WeightCoordinator:
             return await self._by_store.push(snapshot, version, canary_logprobs, in_flight)
 
     def _check_group(self, asked: str | None) -> None:
-        """Raise `WeightUpdateConflict` for a trainer that names its group where another has opened one since."""
-        if asked is not None and self._group is not None:
-            self._group.check(asked)
+        """Raise `WeightUpdateConflict` for a trainer that names its group where another has opened one since.
+
+        Engines would wait in this group for tensors that come in the other. TRL names no group.
+        """
+        place = self._parts.group.get("place", asked)
+        if asked is not None and asked != place:
+            raise WeightUpdateConflict(
+                f"the transfer group of {asked} is over: another trainer has opened one, of {place}; end the other "
+                "trainer, and call /init_weight_transfer_engine to form a new group"
+            )
 
     def _check_is_whole(self, asked: str | None) -> None:
         """Raise where the trainer's group is not the open one. A trainer that names its group can open another: it does
@@ -171,7 +177,7 @@ class WeightCoordinator:
         self._check_group(asked)
         if asked is None:
             return
-        if self._group is None:
+        if not self._parts.group:
             raise WeightUpdateFailed(
                 f"the transfer group of {asked} is gone, as after a restart of the gateway: call "
                 "/init_weight_transfer_engine to form a new group"
@@ -196,7 +202,7 @@ class WeightCoordinator:
         try:
             record = await self._snapshots.record(GROUP)
             if await self._by_relay.restore(record) or await self._by_group.restore(record):
-                self._parts.group, self._group = record, TrainersGroup(record["place"])
+                self._parts.group = record
         except RolloutGatewayError as error:
             log.error("the trainer's group is not taken over", error=str(error))
             await self._relay.close()

@@ -89,18 +89,6 @@ class Pauses:
         reset = await on_living(able, lambda replica: replica.engine.reset_prefix_cache(timeout_s), timeout_s)
         return all(reset)
 
-    def in_flight(self, members: Sequence[Replica], asked: InFlight | None) -> InFlight:
-        """An update's mode for rollouts in flight: as asked, else as configured where all engines can be paused."""
-        unable = next((replica for replica in members if not replica.info.has("/pause")), None)
-        if unable is None or asked is InFlight.DRAIN:
-            return asked or self._config.in_flight
-        if asked is not None:
-            raise WeightUpdateConflict(
-                f"in_flight = {asked.value!r}, but replica {unable.replica_id} ({unable.info.url}) has no /pause: use "
-                "'drain', which waits for rollouts in flight"
-            )
-        return InFlight.DRAIN
-
     def drains(self, update: UpdateRecord) -> bool:
         """True where an update waits for rollouts in flight. Those of a paused engine would not end."""
         return update.in_flight is InFlight.DRAIN and not self.is_paused
@@ -132,7 +120,7 @@ class Pauses:
 
         async def hold(replica: Replica) -> None:
             is_drained = in_flight is InFlight.DRAIN and replica.idle.is_set()
-            if is_drained or not replica.info.has("/pause"):
+            if is_drained:
                 return
             if in_flight is InFlight.ABORT:
                 await cut_off(replica, by=Holder.UPDATE, timeout_s=timeout_s)

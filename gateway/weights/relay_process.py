@@ -6,7 +6,6 @@ gateway's between two updates: the process goes on, and the next gateway finds i
 """
 
 import asyncio
-import importlib.metadata
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -21,7 +20,6 @@ from engines.errors import (
     EngineError,
     EngineRefused,
     InvalidRequest,
-    WeightUpdateConflict,
     WeightUpdateFailed,
 )
 from engines.process.port import HeldPort
@@ -155,8 +153,6 @@ class Relay:
     async def _start(self) -> VllmEngine:
         """Start a new process, and return its client when it listens."""
         await self.close()
-        if self._config.relay_device:
-            _check_vllm()
         self._port = HeldPort()
         port, device = self._port.number, self._config.relay_device
         # The relay sees only its own GPU; Ray hides all GPUs from an actor that has none.
@@ -213,16 +209,6 @@ class Relay:
     def _remedy(self) -> str:
         where = f" (its log is {self._process.log_path})" if self._process else ""
         return f"{where}; the trainer's group is over: call /init_weight_transfer_engine to form a new one"
-
-
-def _check_vllm() -> None:
-    try:
-        importlib.metadata.version("vllm")
-    except importlib.metadata.PackageNotFoundError as error:
-        raise WeightUpdateConflict(
-            "over NCCL the relay receives with vLLM's own receiver, which the gateway's Python lacks: install vLLM "
-            "there, or set weights.relay: never"
-        ) from error
 
 
 def _param_of(body: Json) -> str | None:

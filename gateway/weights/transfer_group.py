@@ -1,8 +1,7 @@
 """The transfer group: a trainer and the engines' workers, or a trainer and the relay."""
 
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from ipaddress import ip_address
 from math import prod
 from urllib.parse import urlsplit
@@ -13,28 +12,6 @@ from engines.types import OLDEST, Dialect, ReplicaInfo, ReplicaState
 from gateway.fleet.replica import Replica
 from gateway.fleet.replica_calls import names
 from gateway.weights.updates.record import itemsize
-
-_INIT_ROUTE = "/init_weight_transfer_engine"
-
-
-@dataclass(frozen=True, slots=True)
-class TrainersGroup:
-    """The group that a trainer has opened last. `place` is its listener, as ADDRESS:PORT."""
-
-    place: str
-    opened_at: float = field(default_factory=time.monotonic)
-
-    def check(self, asked: str) -> None:
-        """Raise `WeightUpdateConflict` for a call of another trainer, whose group `asked` this one has replaced.
-
-        Engines would wait in this group for tensors that come in the other. TRL names no group.
-        """
-        if asked != self.place:
-            raise WeightUpdateConflict(
-                f"the transfer group of {asked} is over: another trainer has opened one, of {self.place}, "
-                f"{time.monotonic() - self.opened_at:.0f} s ago; end the other trainer, and call "
-                "/init_weight_transfer_engine to form a new group"
-            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,16 +62,6 @@ def check_some_take_weights(members: Sequence[Replica], alive: Sequence[Replica]
             f"no replica of the policy takes weights: {names(alive)}; vLLM from {OLDEST[Dialect.VLLM]} on takes them "
             "when it is started with --weight-transfer-config and VLLM_SERVER_DEV_MODE=1"
         )
-
-
-def check_capable(members: Sequence[Replica]) -> None:
-    for replica in members:
-        if _INIT_ROUTE not in replica.info.capabilities:
-            engine = f"{replica.info.kind} {replica.info.engine_version}"
-            raise WeightUpdateConflict(
-                f"replica {replica.replica_id} ({engine}) has no {_INIT_ROUTE}: its engine must be started with "
-                "a weight transfer backend and VLLM_SERVER_DEV_MODE=1"
-            )
 
 
 def check_take_packed(members: Sequence[Replica], init_info: Json) -> None:

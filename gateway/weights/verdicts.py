@@ -1,12 +1,11 @@
 """Judges canary readings, as pure functions over numbers; `canary.py` asks for them.
 
-A distance is the mean absolute difference of log-probs, in nats a token. Two kinds are measured: between a replica and
-its peers, which should be noise, and between a replica and itself before the update, which should be more than that.
+A distance is the mean absolute difference of log-probs, in nats a token. Between a replica and its peers it should be
+noise, and between a replica and itself before the update more than that.
 """
 
 import math
-import statistics
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TypeVar
@@ -17,10 +16,11 @@ Key = TypeVar("Key")
 
 Logprobs = tuple[float, ...]
 
-# Healthy replicas differ by about the noise, and measurements of noise vary, so three times the noise is tolerated. The
-# previous version is distinguishable when half the distance to it exceeds twice the noise.
+# Healthy replicas differ by about the noise, and measurements of noise vary, so three times the noise is tolerated. A
+# move of at most four times the noise may be none: a replica that stays behind a larger one is farther from its peers
+# than they tolerate.
 _NOISES = 3.0
-_TOLD_APART = 4.0
+_STILL = 4.0
 # Engines compute log-probs in float32, so this much noise is always assumed.
 _ROUNDING = 1e-5
 
@@ -29,7 +29,7 @@ class Result(StrEnum):
     """The outcome of a check of a replica's weights."""
 
     VERIFIED = "verified"
-    UNCHANGED = "unchanged"  # equal to its peers, but the update moved log-probs by no more than noise
+    UNCHANGED = "unchanged"  # equal to its peers, but the update moved its log-probs by no more than noise
     NO_PEER = "no peer"  # it moved, but there was no peer to compare it with
     UNVERIFIED = "unverified"  # it cannot be asked
     FAILED = "failed"
@@ -56,7 +56,6 @@ class Finding:
     reason: str = ""
     to_peers: float | None = None
     to_previous: float | None = None
-    to_trainer: float | None = None
     tolerance: float | None = None
     noise: float | None = None
     seconds: float | None = None
@@ -77,7 +76,7 @@ class Finding:
 
     def report(self) -> Json:
         """Return the finding as JSON; distances are in nats a token."""
-        names = ("to_peers", "to_previous", "to_trainer", "tolerance", "noise", "seconds")
+        names = ("to_peers", "to_previous", "tolerance", "noise", "seconds")
         values = {name: value for name in names if (value := getattr(self, name)) is not None}
         return {
             "result": self.result.value,
@@ -103,56 +102,24 @@ def judge(
     `previous` has their readings before the update, `elsewhere` accepted readings of more peers at this version.
     `noise` is the distance between readings of the same weights.
     """
-    moved = {key: readings[key].apart(previous[key]) for key in readings if key in previous}
-    latest = max((reading.version for reading in previous.values()), default=0)
-    scale = Scale.of(noise, [value for key, value in moved.items() if previous[key].version == latest])
-    stale = {key for key, value in moved.items() if scale.is_told_apart and value <= scale.still}
-    current = {key: reading for key, reading in readings.items() if key not in stale}
-    centre = _centre([*elsewhere, *current.values()], scale.tolerance)
+    noise = max(noise, _ROUNDING)
+    tolerance = _NOISES * noise
+    centre = _centre([*elsewhere, *readings.values()], tolerance)
     findings = {}
     for key, reading in readings.items():
-        peers = [*elsewhere, *(other for name, other in current.items() if name != key)]
+        before = previous.get(key)
         finding = Finding(
             Result.VERIFIED,
-            to_peers=_to_peers(reading, centre, peers),
-            to_previous=moved.get(key),
-            to_trainer=distance(reading.logprobs, trainers) if trainers else None,
-            tolerance=scale.tolerance,
-            noise=scale.noise,
+            to_peers=_to_peers(reading, centre, [*elsewhere, *(readings[other] for other in readings if other != key)]),
+            to_previous=reading.apart(before) if before is not None else None,
+            tolerance=tolerance,
+            noise=noise,
             seconds=reading.seconds,
         )
-        move = _Move.of(reading, previous.get(key), trainers, trainers_before, scale.still)
-        fault = _is_stale(finding) if key in stale else _fault(finding, move, agreed=centre is not None)
-        findings[key] = replace(finding, result=Result.FAILED, reason=fault) if fault else _passed(finding, scale, move)
+        move = _Move.of(reading, before, trainers, trainers_before, _STILL * noise)
+        fault = _fault(finding, move, agreed=centre is not None)
+        findings[key] = replace(finding, result=Result.FAILED, reason=fault) if fault else _passed(finding, move)
     return findings
-
-
-@dataclass(frozen=True, slots=True)
-class Scale:
-    """The distances that count as far in one update. `update` is the median move of replicas; None where unknown."""
-
-    noise: float
-    update: float | None
-
-    @classmethod
-    def of(cls, noise: float, moved: Collection[float]) -> "Scale":
-        return cls(max(noise, _ROUNDING), statistics.median_high(moved) if moved else None)
-
-    @property
-    def still(self) -> float:
-        """Moves up to this are noise."""
-        return _TOLD_APART * self.noise
-
-    @property
-    def is_told_apart(self) -> bool:
-        """True where the previous version is distinguishable from the new version."""
-        return self.update is not None and self.update > self.still
-
-    @property
-    def tolerance(self) -> float:
-        """The largest distance from peers that passes: at most half way to the previous version, whatever the noise."""
-        of_noise = _NOISES * self.noise
-        return min(of_noise, self.update / 2) if self.update is not None and self.is_told_apart else of_noise
 
 
 def distance(one: Sequence[float], other: Sequence[float]) -> float:
@@ -160,14 +127,6 @@ def distance(one: Sequence[float], other: Sequence[float]) -> float:
     if len(one) != len(other) or not one:
         return math.inf
     return sum(abs(a - b) for a, b in zip(one, other, strict=True)) / len(one)
-
-
-def _is_stale(finding: Finding) -> str:
-    return (
-        f"it still holds the previous version: its canary moved by {_said(finding.to_previous)} nats a token (noise "
-        f"{_said(finding.noise)}, tolerance {_said(finding.tolerance)}), while its peers moved on and are "
-        f"{_said(finding.to_peers)} away"
-    )
 
 
 def _fault(finding: Finding, move: "_Move | None", *, agreed: bool) -> str:
@@ -187,17 +146,14 @@ def _fault(finding: Finding, move: "_Move | None", *, agreed: bool) -> str:
     return ""
 
 
-def _passed(finding: Finding, scale: Scale, move: "_Move | None") -> Finding:
-    if scale.update is not None and not scale.is_told_apart:
-        return replace(
-            finding,
-            result=Result.UNCHANGED,
-            reason=f"the update moved log-probs by no more than noise, {scale.noise:.3g}",
-        )
+def _passed(finding: Finding, move: "_Move | None") -> Finding:
+    assert finding.noise is not None
+    if finding.to_previous is not None and finding.to_previous <= _STILL * finding.noise:
+        reason = f"the update moved log-probs by no more than noise, {finding.noise:.3g}"
+        return replace(finding, result=Result.UNCHANGED, reason=reason)
     if finding.to_peers is None and move is None:
-        return replace(
-            finding, result=Result.NO_PEER, reason="there is no other replica of its kind to compare it with"
-        )
+        reason = "there is no other replica of its kind to compare it with"
+        return replace(finding, result=Result.NO_PEER, reason=reason)
     return finding
 
 

@@ -24,3 +24,9 @@ def file_bytes(folder: Path, name: str) -> bytes:
     file = Manifest.read(folder).tensors[name].file
     (span,) = (span for span in read_spans(folder)[file] if span.name == name)
     return (folder / file).read_bytes()[span.begin : span.end]
+
+
+def kept(store: Path, version: int) -> Path:
+    """The folder of a version in a store."""
+    (folder,) = store.glob(f"v{version}-*")
+    return folder

@@ -78,7 +78,7 @@ def told(case: Callable[[Any], nn.Module], mesh: Any, sender: WeightSender, stor
         return {"error": f"{type(error).__name__}: {error}"}
     if version is None:
         return {}
-    files = (store / f"v{version}").glob("*.safetensors")
+    files = store.glob(f"v{version}-*/*.safetensors")
     held = {name: tensor for file in files for name, tensor in load_file(file).items()}
     wanted = {name: tensor for name, tensor in Model().state_dict().items() if name in SHAPES}
     return {"same": all(torch.equal(held[name], tensor) for name, tensor in wanted.items()), "names": sorted(held)}

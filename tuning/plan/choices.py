@@ -143,7 +143,7 @@ def _of_layout(question: Question, layout: Layout) -> Iterator[Choice]:
 
 def _choice(question: Question, layout: Layout, memory: EngineMemory, max_num_seqs: int) -> Choice:
     work, shape, training = question.work, question.shape, layout.training
-    api_servers = max(_API_SERVERS, layout.data_parallel)
+    api_servers = 1 if question.lora_rank else max(_API_SERVERS, layout.data_parallel)
     engine = EngineModel(
         shape=shape,
         gpu=_linked(question, layout),

@@ -12,10 +12,8 @@ from engines.types import Dialect, InFlight, ReplicaState
 from gateway.fleet.concurrency import together
 from gateway.fleet.replica import Replica
 from gateway.fleet.replica_calls import on_all, try_on_all
-from gateway.weights.receipts import check_receipts
 from gateway.weights.transfer_group import (
     TransferGroup,
-    check_capable,
     check_reachable,
     check_some_take_weights,
     check_take_packed,
@@ -36,7 +34,6 @@ class GroupArrival:
         self._parts = parts
         self._timeout_s = parts.config.control_timeout_s
         self._group: TransferGroup | None = None
-        self._digests: dict[str, str] = {}
 
     async def restore(self, record: Json) -> bool:
         """Go on with the group of a gateway that has died between two updates, if all members live."""
@@ -54,7 +51,6 @@ class GroupArrival:
         members = tuple(replica for replica in parts.fleet.updatable() if replica.info.takes_weights)
         await parts.catch_up.settled(members, timeout_s)
         check_some_take_weights(members, parts.fleet.updatable())
-        check_capable(members)
         check_take_packed(members, init_info)
         check_reachable(members, init_info)
         ranks = rank_offsets(members, init_info)
@@ -86,7 +82,7 @@ class GroupArrival:
                 parts.fleet.explain(replica, reason)
         # The question for room would free the weights that a refused update has left for its undo.
         await parts.catch_up.settled(group.members, self._timeout_s)
-        in_flight = parts.pauses.in_flight(group.members, in_flight)
+        in_flight = in_flight or parts.config.in_flight
         unstaged = await self._why_unstaged(group, checkpoint_bytes(group.members))
         record = UpdateRecord(parts.fleet.next_version, group.transport, in_flight, unstaged=unstaged)
         update = Update(parts, self, record, group.members)
@@ -113,17 +109,13 @@ class GroupArrival:
         update.record.receive(announced)
 
     async def close(self, update: Update) -> None:
-        """Compare the digests of the tensors that replicas have received."""
-        group = await self._whole_group()
-        with update.record.timed("digests"):
-            for replica in group.members:
-                if replica.info.dialect is Dialect.VLLM:
-                    check_fused(update.record.names, replica.info)
-            received = await on_all(
-                group.members, lambda replica: replica.engine.close_receipt(self._timeout_s), self._timeout_s
-            )
-            check_receipts(dict(zip(group.members, received, strict=True)))
-        self._digests = next(filter(None, received), {})
+        """Check that no tensor is missing, and end the receipts."""
+        group, timeout_s = await self._whole_group(), self._timeout_s
+        for replica in group.members:
+            if replica.info.dialect is Dialect.VLLM:
+                check_fused(update.record.names, replica.info)
+        with update.record.timed("close"):
+            await on_all(group.members, lambda replica: replica.engine.close_receipt(timeout_s), timeout_s)
 
     async def prepare(self, update: Update) -> None:
         """Nothing: the tensors are there."""
@@ -149,7 +141,7 @@ class GroupArrival:
         if update.record.draft is None or scribe is None:
             await self._parts.snapshots.settle(update.record.version)
         else:
-            self._parts.snapshots.keep(update.record.draft, update.record.label, scribe, self._digests)
+            self._parts.snapshots.keep(update.record.draft, update.record.label, scribe)
 
     async def dropped(self, update: Update) -> None:
         """Nothing: engines drop what they have received."""

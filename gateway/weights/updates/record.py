@@ -22,7 +22,6 @@ from engines.types import InFlight
 from engines.weight_label import committed_label
 from gateway.fleet.history import Events
 from gateway.fleet.metrics import Metrics
-from gateway.fleet.replica import Replica
 
 log = structlog.get_logger()
 
@@ -43,9 +42,8 @@ class Phase(StrEnum):
 class UpdateRecord:
     """An update in progress, and its record afterwards.
 
-    `seconds` are by step (drain, abort, store, prepare, receipt, pause, begin, transfer, digests, load, canary, keep,
-    label); the rest of `age_s` is the trainer's time between its calls. `undo`, after its end, is the time until the
-    last of its replicas was taken back.
+    `seconds` are by step (drain, abort, store, prepare, receipt, pause, begin, transfer, close, load, canary, keep,
+    label); the rest of `age_s` is the trainer's time between its calls.
     `frozen_at` is set while it holds engines frozen, and `stopped_s` is for how long it did. `replicas` has its
     outcome by replica id. `draft` is the folder that its tensors are written to for the weight store. `unstaged` says
     why engines do not receive it beside their weights. With `keeps_kv` requests in flight go on over KV of the version
@@ -113,14 +111,6 @@ class UpdateRecord:
 
     def end(self, phase: Phase, error: str = "") -> None:
         self.phase, self.error, self.ended_at = phase, error, time.monotonic()
-
-    def take_back(self, replica: Replica) -> None:
-        """Notes that a replica serves the version before again after an abort."""
-        assert self.ended_at is not None
-        took_s = time.monotonic() - self.ended_at
-        found = self.replicas.setdefault(replica.replica_id, {})
-        found["taken_back"] = {"seconds": round(took_s, 4)}
-        self.seconds["undo"] = took_s
 
     def report(self) -> Json:
         """As JSON: seconds, bytes and counts; `end` is null while it runs."""

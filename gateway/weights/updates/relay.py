@@ -40,7 +40,6 @@ class RelayArrival(StoreArrival):
         parts = self._parts
         parts.check_none_open()
         members = await self.loaders()
-        in_flight = parts.pauses.in_flight(members, in_flight)
         draft = await parts.snapshots.claim(parts.fleet.settled_version, checkpoint_bytes(members))
         try:
             await parts.forget_group()
@@ -48,6 +47,7 @@ class RelayArrival(StoreArrival):
         except BaseException:
             await parts.snapshots.discard(draft)
             raise
+        in_flight = in_flight or parts.config.in_flight
         Update(parts, self, UpdateRecord(parts.fleet.next_version, TRANSPORT, in_flight, draft=draft))
 
     async def receive(self, update_info: Json) -> None:
@@ -67,7 +67,7 @@ class RelayArrival(StoreArrival):
         update.record.receive(announced)
 
     async def close(self, update: Update) -> None:
-        """Have the relay end the draft, compare its bytes with their digests, and make it a version of the store."""
+        """Have the relay end the draft, and make it a version of the store."""
         parts, record = self._parts, update.record
         assert record.draft is not None
         with record.timed("store"):

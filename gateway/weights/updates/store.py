@@ -29,7 +29,6 @@ class StoreArrival:
         parts, fleet = self._parts, self._parts.fleet
         parts.check_none_open()
         members = await self.loaders()
-        in_flight = parts.pauses.in_flight(members, in_flight)
         if version is not None and version < fleet.next_version:
             raise WeightUpdateConflict(
                 f"version = {version}, but the fleet is at {fleet.version}, the next is {fleet.next_version}, and "
@@ -38,7 +37,7 @@ class StoreArrival:
         parts.canary.check_length(canary_logprobs, members)
         announced = await parts.snapshots.announced(draft)
         await self._check_fits(announced, members)
-        record = UpdateRecord(version or fleet.next_version, "store", in_flight)
+        record = UpdateRecord(version or fleet.next_version, "store", in_flight or parts.config.in_flight)
         record.draft = parts.snapshots.folder / draft
         record.receive(announced)
         return await Update(parts, self, record, members).take(canary_logprobs)

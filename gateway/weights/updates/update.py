@@ -53,7 +53,8 @@ class UpdateParts:
     log: UpdateLog
     open: "Update | None" = None
     group: Json = field(default_factory=dict)
-    """The record of the trainer's group, by which the next gateway goes on with it."""
+    """The record of the group that a trainer has opened last, by which the next gateway goes on with it. `place` is its
+    listener, as ADDRESS:PORT."""
 
     async def note_group(self) -> None:
         """Keep the record in the store: no update is open."""
@@ -258,7 +259,7 @@ class Update:
         record, fleet, catch_up = self.record, self._parts.fleet, self._parts.catch_up
         overwritten = fleet.abort(record.version, reason)
         touched = living(leaving or {*overwritten, *self.receivers})
-        catch_up.bring_back(touched, aborted=record, leaves_group=bool(leaving))
+        catch_up.bring_back(touched, leaves_group=bool(leaving))
         record.go_on()
         self._end(overwritten, Phase.ABORTED, reason)
         await self._arrival.dropped(self)

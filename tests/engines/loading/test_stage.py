@@ -111,19 +111,6 @@ def test_what_does_not_fit_is_read_with_the_load(folder: Path, room: Iterator[li
     assert not one.holds(folder)
 
 
-def test_a_folder_that_has_become_another_is_not_the_one_that_was_read(folder: Path, room: Iterator[list[int]]) -> None:
-    one = FolderStage(folder, GPU)
-    wait_until(lambda: one.is_ready, SOON_S)
-    assert one.is_of(folder)
-    assert not one.is_of(folder / "v2")
-    file = folder / "model.safetensors"
-    content = file.read_bytes()
-    file.unlink()
-    file.write_bytes(content)  # as long, and of the same name
-    assert not one.is_of(folder)
-    assert not one.holds(folder)
-
-
 def test_a_drop_during_the_read_ends_it_and_the_next_read_has_its_room(
     folder: Path, room: Iterator[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

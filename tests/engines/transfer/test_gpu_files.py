@@ -1,6 +1,5 @@
-"""Files that another process writes from shared memory. Tensors of the host stand for those of a GPU."""
+"""Files of tensors that leave a GPU in pieces. Tensors of the host stand for those of a GPU."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,42 +9,30 @@ pytest.importorskip("torch")
 import torch
 from safetensors.torch import load_file
 
-from engines.errors import StoreFailed
-from engines.store.draft import RawTensor
-from engines.transfer import gpu_files
-from engines.transfer.gpu_files import GpuFiles
-from engines.transfer.tensor_bytes import digest_on_host, where_it_is
+from engines.store.draft import RawTensor, write_file
+from engines.transfer.gpu_files import pieces
+from engines.transfer.tensor_bytes import runs, where_it_is
+
+PIECE_BYTES = 64
 
 
 def received(count: int) -> list[RawTensor]:
     """Tensors in memory that was received packed, and ones that lie elsewhere."""
     packed = torch.randn(count * 6)
     parts = [packed[index * 6 : index * 6 + 6].view(2, 3) for index in range(count)]
-    others = [torch.arange(5, dtype=torch.uint8), torch.zeros(0, 4), torch.randn(3, 4).t()]
+    others = [torch.arange(5, dtype=torch.uint8), torch.zeros(0, 4), torch.randn(3, 4).t(), torch.tensor(2.5)]
     return [where_it_is(f"t{index}", tensor) for index, tensor in enumerate([*parts, *others])]
 
 
-@pytest.fixture
-def files(monkeypatch: pytest.MonkeyPatch) -> Iterator[GpuFiles]:
-    monkeypatch.setattr(gpu_files, "_PIECE_BYTES", 64)
-    made = GpuFiles(torch.device("cpu"))
-    yield made
-    made.close()
+@pytest.mark.parametrize("count", [1, 2, 3, 40, 200])
+def test_files_that_leave_in_pieces_have_the_bytes_of_the_tensors(tmp_path: Path, count: int) -> None:
+    tensors = received(count)
+    memory = torch.empty(PIECE_BYTES, dtype=torch.uint8)
+    write_file(path := tmp_path / "1.safetensors", tensors, pieces(tensors, memory, None))
+    found = load_file(path)
+    assert all(torch.equal(found[tensor.name], tensor.owner) for tensor in tensors)
 
 
-def test_files_written_by_another_process_have_the_bytes_and_digests_of_the_tensors(
-    files: GpuFiles, tmp_path: Path
-) -> None:
-    for count in (1, 2, 3, 40, 200):  # lengths of headers, some of which are no text
-        tensors = received(count)
-        path = tmp_path / f"{count}.safetensors"
-        assert files.write(path, tensors) == [digest_on_host(tensor.owner) for tensor in tensors]
-        found = load_file(path)
-        assert all(torch.equal(found[tensor.name], tensor.owner) for tensor in tensors)
-
-
-def test_a_file_that_another_process_cannot_write_is_an_error_with_its_number(files: GpuFiles, tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        files.write(tmp_path / "gone" / "1.safetensors", received(40))
-    with pytest.raises(StoreFailed, match="has ended"):
-        files.write(tmp_path / "1.safetensors", received(40))
+def test_neighbours_are_one_run_and_others_are_not() -> None:
+    tensors = [(one.name, one.owner) for one in received(3)]
+    assert [(name, len(content)) for name, content in runs(tensors)] == [("t0", 72), ("t3", 5), ("t5", 48), ("t6", 4)]

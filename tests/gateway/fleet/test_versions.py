@@ -70,8 +70,8 @@ async def test_where_no_engine_holds_the_version_before_the_store_has_it_by_its_
     rig = await start_rig(2, weights={"store": str(tmp_path)})
     await rig.open_group()
     await rig.update()
-    await until(lambda: (tmp_path / "v1" / ".label").exists())
     made = rig.fleet.label
+    await until(lambda: (tmp_path / f"v{made}").exists())
     await rig.stop_gateway()
     for replica in rig.replicas:
         replica.scheduler.hold_version(open_label("2-0000000b", made))

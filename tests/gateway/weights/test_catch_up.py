@@ -17,6 +17,7 @@ from gateway.fleet.replica import Replica
 from gateway.weights import catch_up
 from gateway.weights.canary import Canary
 from gateway.weights.verdicts import Finding, Result
+from tests.material import drafts
 from tests.rigs.calls import until
 from tests.rigs.rig import Rig, SimReplica, StartRig
 
@@ -56,7 +57,7 @@ async def served_versions(rig: Rig) -> set[int]:
 
 
 async def test_a_version_is_kept_as_a_checkpoint_folder(kept: Rig, folder: Path) -> None:
-    manifest = check_bytes(folder / "v1")
+    manifest = check_bytes(drafts.kept(folder, 1))
     assert (manifest.version, manifest.model) == (1, "sim")
     assert {name: tensor.shape for name, tensor in manifest.tensors.items()} == TENSORS["tensors"]
     assert (await kept.get("/status"))[1]["weight_store"] == {"folder": str(folder), "versions": [1], "reason": ""}

@@ -88,7 +88,6 @@ BARE = SGLANG | {"has_tee": False}
         ({"world_size": 2}, {}, 409, "needs 3"),
         *(({"rank_offset": offset}, {}, 400, "rank_offset") for offset in (None, "1", 1.5, [1], True)),
         ({}, {"url": "http://10.0.0.9:8000"}, 409, "engine-1 (http://10.0.0.9:8000) cannot find the trainer"),
-        ({}, {"capabilities": frozenset()}, 409, "VLLM_SERVER_DEV_MODE=1"),
         ({"packed": False}, SGLANG, 409, "engine-1 of SGLang cannot be in a transfer group, as it takes no broadcasts"),
         ({}, BARE, 409, "engine-1 of SGLang cannot be in a transfer group, as it runs without our plugin"),
         ({}, BARE | {"reload_reason": "lora: x"}, 409, "as it leaves updates to SGLang: lora: x"),

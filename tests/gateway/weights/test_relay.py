@@ -1,12 +1,10 @@
 """Weights through the relay: a real receiver between a trainer over gloo and simulated replicas."""
 
 import asyncio
-import importlib.metadata
 import os
 import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -165,8 +163,9 @@ async def test_all_replicas_load_what_the_relay_received_and_it_ends_with_its_ga
     assert await trainer.update() == 1
     assert await served(rig) == {1}
     assert await trainer.update() == 2
-    assert kept(folder) == {"v2"}
-    assert {name: tensor.shape for name, tensor in check_bytes(folder / "v2").tensors.items()} == SHAPES
+    (name,) = kept(folder)
+    assert name.startswith("v2-")
+    assert {name: tensor.shape for name, tensor in check_bytes(folder / name).tensors.items()} == SHAPES
     record = (await rig.get("/v1/weight_updates"))[1]["weight_updates"][0]
     assert (record["transport"], record["end"], record["tensors"], record["bytes"]) == ("relay", "committed", 2, 80)
     assert list(record["seconds"]) == ["transfer", "store", "prepare", "load", "canary", "label"]
@@ -286,21 +285,8 @@ async def kill_gateway(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     await rig.stop_gateway()
 
 
-async def test_a_relay_over_nccl_without_vllm_is_refused_with_the_remedy(
-    start: StartRig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def missing(name: str) -> str:
-        raise PackageNotFoundError(name)
-
-    monkeypatch.setattr(importlib.metadata, "version", missing)
-    status, reply = await Trainer(await start(relay_device="cuda:0")).join()
-    assert status == 409
-    assert "install vLLM there" in reply["error"]["message"]
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here there is such a GPU")
-async def test_a_relay_whose_gpu_is_not_there_says_so_at_once(start: StartRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.metadata, "version", lambda _: "0.32.0")
+async def test_a_relay_whose_gpu_is_not_there_says_so_at_once(start: StartRig) -> None:
     status, reply = await Trainer(await start(relay_device="cuda:0")).join()
     assert status == 424
     assert (

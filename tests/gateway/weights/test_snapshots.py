@@ -68,7 +68,7 @@ async def test_a_store_that_hangs_stops_no_loop_and_each_of_its_calls_ends(
     await snapshots.open()
     with monkeypatch.context() as patch:
         patch.setattr(WeightStore, "adopt", lambda *_: ends.wait(20))
-        reading = snapshots.reading(1, MADE)
+        reading = snapshots.reading(MADE)
         for call in (snapshots.adopt(MADE), reading.__aenter__()):
             with pytest.raises(StoreFailed, match="did not answer within"):
                 await call

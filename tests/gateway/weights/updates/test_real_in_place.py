@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM
 
 from engines.errors import WeightUpdateFailed
 from engines.process.port import free_port
-from engines.store.manifest import check_bytes
+from engines.store.manifest import check_bytes, digest_of
 from engines.transfer.gloo import WeightGroup, send
-from engines.transfer.tensor_bytes import digest_on_host
+from engines.transfer.tensor_bytes import raw_tensor
 from examples.tiny_model.task import COMMITTED
 from tests.material import plain_layers
 from tests.rigs.engines.real_trainer import TIMEOUT_S, announced
@@ -96,7 +96,7 @@ class Plain:
         while version not in (store := self.real.call("/status")[1]["weight_store"])["versions"]:
             assert time.monotonic() < deadline, store
             time.sleep(0.05)
-        return next(Path(store["folder"]).glob(f"**/v{version}"))
+        return next(Path(store["folder"]).glob(f"**/v{version}-*"))
 
     def until_restored(self, version: int) -> None:
         """Serving `version`, whose model is still `model`."""
@@ -172,10 +172,7 @@ def test_an_update_that_the_canary_refuses_is_taken_back_bit_by_bit(plain: Plain
         sender.push(plain.moved(seed=6), canary_logprobs=of_another)
     plain.until_restored(version)
     record = plain.last_update()
-    print(record["seconds"], record["replicas"])
-    (replica,) = record["replicas"].values()
     assert record["staged"]
-    assert replica["taken_back"]["seconds"] > 0
     assert (plain.checksums(), plain.scores()) == (checksums, scores)
     plain.push(sender, plain.moved(seed=7))
 
@@ -185,7 +182,7 @@ def test_the_copy_of_a_staged_version_is_what_was_sent(plain: Plain, sender: Wei
     plain.push(sender, model)
     assert plain.last_update()["staged"]
     copied = check_bytes(plain.kept_copy(plain.client.weight_version()))
-    sent = {name: digest_on_host(tensor) for name, tensor in model.named_parameters()}
+    sent = {name: digest_of(raw_tensor(name, tensor).bytes) for name, tensor in model.named_parameters()}
     assert {name: tensor.digest for name, tensor in copied.tensors.items()} == sent
 
 

@@ -103,14 +103,6 @@ async def test_an_update_under_a_trainers_pause_is_not_staged(rig: Rig) -> None:
     assert (await rig.complete([[5]]))["choices"][0]["weight_versions"][0]["version"] == 1
 
 
-async def test_other_bytes_on_one_replica_are_refused_before_an_engine_is_touched(rig: Rig, calls: list[str]) -> None:
-    rig.replicas[1].damage("weight")
-    await receive(rig)
-    status, reply = await rig.post("/finish_weight_update", {})
-    assert (status, "different bytes" in reply["error"]["message"]) == (424, True)
-    assert (await rig.states(), calls) == (BOTH_SERVE, [])
-
-
 @pytest.fixture
 async def refusing(start_rig: StartRig) -> Rig:
     """A rig whose second replica computes with garbage after its first update."""
@@ -139,10 +131,9 @@ async def check_serves_the_checkpoint(rig: Rig) -> None:
 
 
 async def test_weights_that_the_canary_refuses_after_the_swap_are_loaded_anew(refusing: Rig, calls: list[str]) -> None:
-    report = await refused(refusing)
+    await refused(refusing)
     await check_serves_the_checkpoint(refusing)
     assert calls.count("load_snapshot") == 2
-    assert report["seconds"]["undo"] == max(one["taken_back"]["seconds"] for one in report["replicas"].values())
     await refusing.open_group()
 
 

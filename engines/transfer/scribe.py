@@ -1,8 +1,4 @@
-"""The tee of a vLLM worker: digests the tensors of an update, and as scribe copies them to the store.
-
-The tee wraps the model's `load_weights`, so it sees the tensors of any receiver, gloo or NCCL, and gives them the
-checkpoint's names.
-"""
+"""The scribe of a worker: writes the tensors of an update to the store, beside their load."""
 
 import contextlib
 import logging
@@ -10,95 +6,30 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache, partial
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from engines.checkpoint.names import CheckpointNames, Incoming
 from engines.engine import ReceiptCopy
 from engines.errors import RolloutGatewayError
 from engines.store.draft import Draft
 from engines.store.shard_writer import ShardWriter
-from engines.transfer.gpu_files import WRITERS, GpuFiles, write_file
+from engines.transfer.gpu_files import WRITERS, write_any_file
 from engines.transfer.packing import NamedTensor
-from engines.transfer.tensor_bytes import digest_on_host, where_it_is
+from engines.transfer.tensor_bytes import where_it_is
 
 log = logging.getLogger("vllm.rollout_gateway")  # a child of vLLM's logger, whose handlers it uses
 
-Load = Callable[[Iterable[NamedTensor]], Any]
-
-_Digested = tuple[str, torch.Tensor, str]
-"""Name, tensor and the store's digest; "" where that is made from the copy, as for tensors on a GPU."""
-_Chunk = tuple[deque[_Digested], Any]
+_Chunk = tuple[deque[NamedTensor], Any]
 """Tensors of an update on their GPU, or their copies in host memory, and the event of their completion, if any."""
 
 _BUDGET_BYTES = 4 << 30
 """Host memory for tensors that wait for the disk."""
 _SPARE_BYTES = {"cuda": 4 << 30, "cpu": 1 << 30}
 """Memory of a device that is kept free for the engine while tensors wait there."""
-
-
-class WeightTee:
-    """One update in one worker, from its start to its end."""
-
-    def __init__(
-        self,
-        model: Any,
-        scribe: "Scribe | None" = None,
-        load: Load | None = None,
-        names: CheckpointNames | None = None,
-    ) -> None:
-        """`load` replaces the model's `load_weights`. Tensors get the checkpoint's `names` first."""
-        self._incoming = Incoming(names or CheckpointNames())
-        self._model = model
-        self._scribe = scribe
-        self._digests: list[_Digests] = []  # of each chunk
-        self._is_blind = False
-        self._load: Load = load or model.load_weights
-        model.load_weights = self._load_and_see
-
-    def load_by(self, load: Load) -> None:
-        """Hand tensors to `load` from now on."""
-        self._load = load
-
-    def remove(self) -> None:
-        """Restore the model's `load_weights`."""
-        if self._model.__dict__.get("load_weights") == self._load_and_see:
-            del self._model.load_weights
-
-    def close(self) -> dict[str, str]:
-        """End the tee; return the digest of each received tensor. The scribe's owner keeps or discards the copy."""
-        self.remove()
-        if self._scribe is not None:
-            self._scribe.close()
-        return {name: digest for chunk in self._digests for name, digest in chunk.all().items()}
-
-    def drop(self) -> None:
-        """End without a result; discard the draft."""
-        self.remove()
-        if self._scribe is not None:
-            self._scribe.give_up("the update was aborted")
-
-    def _load_and_see(self, weights: Iterable[NamedTensor]) -> Any:
-        tensors = self._incoming.converted(weights)
-        try:
-            if not self._is_blind:
-                self._digests.append(_Digests(tensors))
-        except Exception as error:  # such as no GPU memory: the update goes on
-            log.exception("this update has no digests")
-            self._is_blind = True
-            self._digests.clear()
-            if self._scribe is not None:
-                self._scribe.give_up(f"the worker could not digest the received tensors: {error}")
-        if self._scribe is None or self._is_blind:
-            return self._load(tensors)
-        # The copy to the host runs beside the load; reuse of the receiver's buffer waits for it.
-        known = self._digests[-1].on_host
-        with self._scribe.copying([(name, tensor, known.get(name, "")) for name, tensor in tensors]):
-            return self._load(tensors)
 
 
 class Scribe:
@@ -126,7 +57,7 @@ class Scribe:
         self._thread.start()
 
     @contextlib.contextmanager
-    def copying(self, tensors: Sequence[_Digested]) -> Iterator[None]:
+    def copying(self, tensors: Sequence[NamedTensor]) -> Iterator[None]:
         """Start copies; at the block's end they are safe from the receiver's next chunk."""
         self._leaves_by = None
         try:
@@ -187,7 +118,7 @@ class Scribe:
         self._left_on_device -= num_bytes
         return True
 
-    def put(self, tensors: Iterable[_Digested], done: Any = None) -> None:
+    def put(self, tensors: Iterable[NamedTensor], done: Any = None) -> None:
         """Queue tensors, complete after event `done`, for writing; each is freed when its file is written."""
         if not self._given_up:  # the writer has ended, and they may be as large as the model
             self._waiting.put((deque(tensors), done))
@@ -197,9 +128,9 @@ class Scribe:
             self._stream = torch.cuda.Stream(device)
         return self._stream
 
-    def _begin_copies(self, tensors: Sequence[_Digested]) -> None:
-        num_bytes = sum(tensor.nbytes for _, tensor, _ in tensors)
-        device = next((tensor.device for _, tensor, _ in tensors if tensor.is_cuda), None)
+    def _begin_copies(self, tensors: Sequence[NamedTensor]) -> None:
+        num_bytes = sum(tensor.nbytes for _, tensor in tensors)
+        device = next((tensor.device for _, tensor in tensors if tensor.is_cuda), None)
         if device is not None and self.keeps(num_bytes, device):
             # Without a copy: receivers allocate new memory for each chunk.
             done = torch.cuda.Event()
@@ -207,17 +138,17 @@ class Scribe:
             self.put(tensors, done)
         elif self.has_room(num_bytes):
             if device is None:
-                self.put((name, t.clone(), digest) for name, t, digest in tensors)
+                self.put((name, tensor.clone()) for name, tensor in tensors)
             else:
                 self._copy_to_host(tensors, device)
 
-    def _copy_to_host(self, tensors: Sequence[_Digested], device: torch.device) -> None:
+    def _copy_to_host(self, tensors: Sequence[NamedTensor], device: torch.device) -> None:
         self._leaves_by = stream = self.stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             pinned = [
-                (name, torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True), digest)
-                for name, t, digest in tensors
+                (name, torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True))
+                for name, t in tensors
             ]
             done = torch.cuda.Event()
             done.record(stream)
@@ -225,7 +156,7 @@ class Scribe:
 
     def _write(self) -> None:
         try:
-            with ShardWriter(self._draft, WRITERS, write_file) as writer:
+            with ShardWriter(self._draft, WRITERS, write_any_file) as writer:
                 self._write_all(writer)
         except Exception as error:  # recorded in the draft; the update goes on
             self.give_up(str(error) if isinstance(error, RolloutGatewayError) else repr(error))
@@ -240,9 +171,9 @@ class Scribe:
             if done is not None:
                 done.synchronize()  # once for all: each call waits for the engine's own Python, and holds it up
             while tensors and not self._given_up:
-                name, tensor, digest = tensors.popleft()
+                name, tensor = tensors.popleft()
                 written = None if tensor.is_cuda else partial(self._let_go, tensor.nbytes)
-                writer.add(where_it_is(name, tensor, digest), written)
+                writer.add(where_it_is(name, tensor), written)
         if self._given_up:
             return
         writer.finish()
@@ -260,43 +191,6 @@ class Scribe:
             self._room.notify_all()
 
 
-@cache
-def prepare(device: torch.device) -> None:
-    """Compile the kernels of this device, and pin memory, ahead of updates."""
-    if device.type == "cuda":
-        try:
-            GpuFiles.prepare(device)
-            _Digests([("", torch.zeros(1, device=device))])
-        except Exception:  # updates then go without digests, and log it
-            log.exception("tensors on %s cannot be digested, or no host memory can be pinned", device)
-
-
-class _Digests:
-    """Digests of one chunk's tensors: made on the host, or still running on the tensors' GPU."""
-
-    def __init__(self, tensors: Sequence[NamedTensor]) -> None:
-        self.on_host = {name: digest_on_host(tensor) for name, tensor in tensors if not tensor.is_cuda}
-        there = [(name, tensor) for name, tensor in tensors if tensor.is_cuda]
-        self._names = [name for name, _ in there]
-        self._sums = _sums([tensor for _, tensor in there])
-
-    def all(self) -> dict[str, str]:
-        """Return all digests, after a wait for the GPU."""
-        if self._sums is None:
-            return self.on_host
-        torch.cuda.synchronize(self._sums.device)  # the kernels run on the receiver's streams
-        sums = self._sums.tolist()
-        return self.on_host | {name: _hex(one) for name, one in zip(self._names, sums, strict=True)}
-
-
-def _sums(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    if not tensors:
-        return None
-    from engines.transfer.device_sum import sums_on_device  # needs Triton, which CPU hosts lack
-
-    return sums_on_device(tensors)
-
-
 def room_on(device: torch.device) -> int:
     """Return bytes of a device available to copies: free memory, on a GPU plus torch's unused cache, less the
     reserve."""
@@ -307,7 +201,3 @@ def room_on(device: torch.device) -> int:
     free, _ = torch.cuda.mem_get_info(device)
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return int(free + unused - _SPARE_BYTES["cuda"])
-
-
-def _hex(total: int) -> str:
-    return f"sum64:{total & (1 << 64) - 1:016x}"
